@@ -24,9 +24,9 @@ from google.protobuf.struct_pb2 import Struct
 
 from engine.api.pulling import BESIDE, dial_credentials, pull
 from engine.api.resume import Asking, Prompt, Wish
-from engine.api.wire import SERVICE, events_of, prefill_event, submit_request
+from engine.api.wire import SERVICE, events_of, prefill_event, set_role_request, submit_request
 from engine.model.piece import Piece
-from engine.model.request import Event, Finished, PrefillEvent, Request, Role, Token, Usage
+from engine.model.request import Event, Finished, PrefillEvent, Request, Role, RoleOrder, Token, Usage
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import SCHEMES, GivenCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS, RemoteNode, end
@@ -221,9 +221,9 @@ class EngineClient:
         """What the engine is, how busy, and how fast."""
         return document(self._call("Status", store_pb2.Empty(), Struct, timeout_s))
 
-    def set_role(self, role: Role | str) -> None:
-        """Change what the engine does; for operators."""
-        self._call("SetRole", pb.SetRoleRequest(role=role), store_pb2.Empty)
+    def set_role(self, role: Role | str, order: RoleOrder | None = None) -> None:
+        """Change what the engine does; for operators. ``order``: of a leader among conductors."""
+        self._call("SetRole", set_role_request(role, order), store_pb2.Empty)
 
     def migrate(self, request_id: str, target: str, timeout_s: float = 60.0) -> bool:
         """Let the engine at ``target`` go on with a request; for operators. Whether there was one."""

@@ -29,7 +29,18 @@ from engine.api.wire import (
 )
 from engine.config import EngineConfig
 from engine.model.layouts import explain_mismatch
-from engine.model.request import Cancel, Done, Event, Failed, Finished, PrefillEvent, Request, Role
+from engine.model.request import (
+    REVISION_MAX,
+    Cancel,
+    Done,
+    Event,
+    Failed,
+    Finished,
+    PrefillEvent,
+    Request,
+    Role,
+    RoleOrder,
+)
 from engine.text.tokenizer import Tokenizer
 from kvstore.errors import (
     InvalidRequest,
@@ -71,8 +82,8 @@ class ServedEngine(PulledEngine, Protocol):
     def status(self) -> dict[str, Any]:
         """What it is and how busy."""
 
-    def set_role(self, role: Role) -> None:
-        """Change its role."""
+    def set_role(self, role: Role, order: RoleOrder | None) -> None:
+        """Change its role; ``order``: of a leader among conductors."""
 
     def migrate(self, request_id: str, target: str) -> bool:
         """Let another engine go on."""
@@ -301,7 +312,10 @@ class EngineCalls:
             role = Role(said.role)
         except ValueError:
             raise InvalidRequest("role", f"{said.role!r} is not one of {', '.join(Role)}") from None
-        await call.quick(self._engine.set_role, role)
+        order = RoleOrder(said.revision, said.number) if said.HasField("revision") else None
+        if order is not None and max(order) > REVISION_MAX:
+            raise InvalidRequest("revision", f"must be at most {REVISION_MAX}, as must its number (got {max(order)})")
+        await call.quick(self._engine.set_role, role, order)
         return store_pb2.Empty().SerializeToString()
 
     async def migrate(self, call: Call, message: bytes) -> bytes:

@@ -22,6 +22,8 @@ from engine.model.request import (
     PrefillEvent,
     Progress,
     Request,
+    Role,
+    RoleOrder,
     Sampling,
     Source,
     Timing,
@@ -72,6 +74,13 @@ def submit_request(request: Request, text: str = "") -> pb.SubmitRequest:
         allow_lossy=request.allow_lossy,
         retention=retention_messages(request.retention),
     )
+
+
+def set_role_request(role: Role | str, order: RoleOrder | None) -> pb.SetRoleRequest:
+    """The message that changes a role; ``order``: of a leader among conductors, None: an operator's."""
+    if order is None:
+        return pb.SetRoleRequest(role=role)
+    return pb.SetRoleRequest(role=role, revision=order.revision, number=order.number)
 
 
 def salt_of(message: pb.SubmitRequest, salt: str) -> str:

@@ -69,7 +69,7 @@ def _run(
     announce: Callable[[ConductorReady], None],
 ) -> None:
     tally = ConductorTally()
-    server = ConductorServer(config, tally, lambda: membership is None or membership.leads)
+    server = ConductorServer(config, tally, lambda: 0 if membership is None else membership.leading)
     ready, door = threading.Event(), None
     try:
         server.start()

@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from typing import Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -24,6 +25,22 @@ class Role(StrEnum):
     PREFILL = "prefill"  # computes prompts for others
     DECODE = "decode"  # answers requests; prompts are computed elsewhere, short ones here
     BOTH = "both"  # answers requests, packing chunks of prompts with decode steps
+
+
+class RoleOrder(NamedTuple):
+    """Which order of a leader among conductors sets a role. Orders compare: an engine carries out none but later ones.
+
+    Attributes:
+        revision: of the leader that gave it. Every leader has a larger one than the leaders before it.
+        number: of the order among those of its leader.
+    """
+
+    revision: int
+    number: int
+
+
+NO_ORDER: Final = RoleOrder(0, 0)
+REVISION_MAX: Final = (1 << 53) - 1  # a status says it as a number of JSON
 
 
 class Timing(StrEnum):

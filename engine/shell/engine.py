@@ -30,7 +30,7 @@ from engine.memory.mounting import arenas_of
 from engine.model.layouts import explain_mismatch
 from engine.model.observer import Observer
 from engine.model.piece import Piece
-from engine.model.request import Cancel, Emit, PrefillEvent, Request, Role, Timing
+from engine.model.request import Cancel, Emit, PrefillEvent, Request, Role, RoleOrder, Timing
 from engine.moving.peers import Peer, Peers
 from engine.moving.serve import Prefills
 from engine.moving.store_side import Pool
@@ -234,9 +234,11 @@ class Engine:
         about = self.config, self.model, self.arenas, self.mounted, self.pool, self.door, self.state, self.prefills
         return describe(*about, performer.sides.steps, graphs, performer.pages.demoted)
 
-    def set_role(self, role: Role) -> None:
-        """Accept other requests from now on; ends a drain."""
-        self.door.role, self.door.draining = role, bool(self._died)
+    def set_role(self, role: Role, order: RoleOrder | None = None) -> None:
+        """Accept other requests from now on: see ``Door.set_role``."""
+        with self._entry:
+            self.door.set_role(role, order)
+            self.door.draining = self.door.draining or bool(self._died)
 
     def migrate(self, request_id: str, target: str) -> bool:
         """Have the engine at ``target`` go on with a request; its client sees no difference. Whether there was one.

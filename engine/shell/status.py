@@ -39,6 +39,8 @@ def describe(
     phases = Counter(Phase.WAITING if sequence is None else sequence.phase for sequence in found)
     return {
         "role": str(door.role),
+        "role_set_by": door.by,
+        "role_order": door.order._asdict(),  # the last one of a leader among conductors
         "draining": door.draining,
         "model": model.name,
         "device": str(model.device),

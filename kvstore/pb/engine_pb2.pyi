@@ -243,10 +243,14 @@ class Found(_message.Message):
     def __init__(self, found: _Optional[bool] = ...) -> None: ...
 
 class SetRoleRequest(_message.Message):
-    __slots__ = ("role",)
+    __slots__ = ("role", "revision", "number")
     ROLE_FIELD_NUMBER: _ClassVar[int]
+    REVISION_FIELD_NUMBER: _ClassVar[int]
+    NUMBER_FIELD_NUMBER: _ClassVar[int]
     role: str
-    def __init__(self, role: _Optional[str] = ...) -> None: ...
+    revision: int
+    number: int
+    def __init__(self, role: _Optional[str] = ..., revision: _Optional[int] = ..., number: _Optional[int] = ...) -> None: ...
 
 class MigrateRequest(_message.Message):
     __slots__ = ("request_id", "target")

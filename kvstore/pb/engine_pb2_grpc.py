@@ -135,7 +135,7 @@ class EngineServicer:
 
     def SetRole(self, request, context):
         """For operators.
-        Change what the engine does. What is under way is finished as it began.
+        Change what the engine does. What is under way is finished as it began. Without `revision` it also ends a drain.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -51,7 +51,7 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
         self._watching: asyncio.Task[None] | None = None
         self._leading: asyncio.Task[None] | None = None
-        self._lead: Session | None = None
+        self._lead: tuple[Session, int] | None = None  # and the revision of its election
 
     def start(self, mine: schema.Published, on_change: Callable[[], None] = lambda: None, former: bytes = b"") -> None:
         """Publish ``mine``, and know everybody else when this returns.
@@ -83,15 +83,20 @@ class Membership:
             asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def lead(self, name: str) -> None:
-        """Take part in the election of the pool's leader from now on; ``leads`` says whether we are."""
+        """Take part in the election of the pool's leader from now on; ``leading`` says whether we won."""
         assert self._catalog is not None, "it is started"
         work = self._lead_always(self._catalog, name.encode())
         self._loop.call_soon_threadsafe(lambda: setattr(self, "_leading", self._loop.create_task(work)))
 
     @property
-    def leads(self) -> bool:
-        """Whether we lead the pool now: nobody else can."""
-        return self._lead is not None and self._lead.alive
+    def leading(self) -> int | None:
+        """The revision of our election while we lead the pool, when no other process can; None: another one may.
+
+        Revisions grow from leader to leader. So what an order of ours reaches can refuse it once it has heard of a
+        later leader.
+        """
+        lead = self._lead
+        return lead[1] if lead is not None and lead[0].alive else None
 
     def stop(self) -> None:
         """Leave at once, in the eyes of others too."""
@@ -157,8 +162,8 @@ class Membership:
             with contextlib.suppress(Unavailable):
                 try:
                     session = await catalog.open_session(self._config.catalog_ttl_s)
-                    await elect(catalog, schema.leader_key(self._config.pool), value, session)
-                    self._lead = session
+                    revision = await elect(catalog, schema.leader_key(self._config.pool), value, session)
+                    self._lead = session, revision
                     while session.alive:
                         await asyncio.sleep(LEAD_LOOK_S)
                 finally:

@@ -148,6 +148,7 @@ def test_goodput_follows_the_mix() -> None:
         PROMPTS.run(fixed, 5.0)
         best = max(best, _goodput(fixed, PROMPTS, 7))
     made = _split(1, roles_floor=1)
+    made.lead()
     ANSWERS.run(made, 20.0)
     PROMPTS.run(made, 30.0)
     adapted = _goodput(made, PROMPTS, 7)
@@ -162,6 +163,7 @@ def test_roles_of_a_model_follow_its_own_requests() -> None:
     for model in "ab":
         for number in range(6):
             made.add(f"{model}{number}", Role.PREFILL if number < 3 else Role.DECODE, model=model, batch_max=BATCH)
+    made.lead()
     number = 0
     while made.now_s < 20.0:
         for model, pages, answer in (("a", 100, 20), ("b", 4, 400)):

@@ -218,6 +218,7 @@ def test_a_draining_engine_gets_nothing_new() -> None:
 def test_roles_follow_the_work() -> None:
     """From many answers and short prompts to the opposite: engines change one by one, and not to and fro."""
     made = world(roles="pddddddd", roles_floor=1)
+    made.lead()
 
     def load(seconds: float, pages: int, answer: int) -> int:
         end_s, number = made.now_s + seconds, len(made.wishes)

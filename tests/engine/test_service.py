@@ -24,7 +24,7 @@ from engine.api.metrics import METRICS
 from engine.api.wire import SERVICE, submit_request
 from engine.client import EngineClient
 from engine.model.piece import Piece, checksum_of
-from engine.model.request import Admitted, Done, Finished, HandOff, Request, Sampling, Token
+from engine.model.request import Admitted, Done, Finished, HandOff, Request, RoleOrder, Sampling, Token
 from kvstore import Layout
 from kvstore.errors import (
     DeadlineExceeded,
@@ -383,6 +383,31 @@ def test_a_role_changes_while_the_engine_runs(engine: EngineClient) -> None:
         assert engine.generate("yes", max_tokens=2, ignore_eos=True).reason == "length"
         with pytest.raises(InvalidRequest, match="^role: 'cook' is not one of prefill, decode, both"):
             engine.set_role("cook")
+    finally:
+        engine.set_role("both")
+
+
+def test_orders_of_leaders_set_a_role_in_their_order_alone(engine: EngineClient) -> None:
+    """A later leader, or a later order of the same one. An operator may do so at any time."""
+    try:
+        engine.set_role("prefill", RoleOrder(5, 2))
+        status = engine.status()
+        told = status["role"], status["role_set_by"], status["role_order"]
+        assert told == ("prefill", "leader", {"revision": 5, "number": 2})
+        for order in (RoleOrder(5, 2), RoleOrder(5, 1), RoleOrder(4, 99)):
+            with pytest.raises(InvalidRequest, match="^revision: order 2 of revision 5 was carried out before"):
+                engine.set_role("both", order)
+        with pytest.raises(InvalidRequest, match="^revision: "):
+            engine.set_role("both", RoleOrder(1 << 60, 1))
+        engine.set_role("decode", RoleOrder(6, 1))
+        engine.set_role("both")
+        status = engine.status()
+        assert (status["role"], status["role_set_by"]) == ("both", "operator")
+        assert status["role_order"] == {"revision": 6, "number": 1}, "no earlier order holds after that"
+        engine.drain(timeout_s=0.1)
+        with pytest.raises(NodeUnavailable, match="is being drained"):
+            engine.set_role("prefill", RoleOrder(7, 1))
+        assert engine.status()["draining"], "no leader ends a drain"
     finally:
         engine.set_role("both")
 

@@ -24,7 +24,7 @@ from tests.helpers.processes import WAIT_S
 async def conducting(backends: Sequence[str], **config: Any) -> AsyncIterator[Conductor]:
     """One that has heard of all back ends that answer."""
     settings = ConductorConfig(backend=parse_backends(list(backends)), **config)
-    conductor = Conductor(settings, ConductorTally(), lambda: False)
+    conductor = Conductor(settings, ConductorTally(), lambda: None)
     running = asyncio.create_task(conductor.run())
     try:
         await conductor.settled(WAIT_S)

@@ -20,7 +20,7 @@ from engine.conductor.foreign.settings import BackendSettings
 from engine.conductor.foreign.stream import BackendPart, document_of, error_in, events_in, part_in
 from engine.conductor.shell.answers import Ask, Drawn
 from engine.conductor.state.speeds import ObservedSpeeds
-from engine.model.request import Finished, Request, Role, Usage
+from engine.model.request import Finished, Request, Role, RoleOrder, Usage
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
 from kvstore.model.replica import Tier
 
@@ -93,7 +93,7 @@ class BackendLink:
                 raise NodeUnavailable("it lists no models")
         return [each for each in listed if isinstance(each, dict) and isinstance(each.get("id"), str)]
 
-    async def set_role(self, role: Role, timeout_s: float) -> None:
+    async def set_role(self, role: Role, order: RoleOrder, timeout_s: float) -> None:
         """See ``AnswerLink``."""
         raise InvalidRequest("role", f"{self.settings.name} does both, always")
 

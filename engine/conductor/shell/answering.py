@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import secrets
 import time
 from collections.abc import AsyncGenerator, Mapping
@@ -29,10 +30,13 @@ from engine.conductor.state import instructions as do
 from engine.conductor.state.options import Route
 from engine.conductor.state.speeds import ObservedSpeeds
 from engine.model.request import Finished, Request, Usage
+from engine.state.door import ROLE
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
 from kvstore.serving.gate import STALL_S
 
 ID_BYTES: Final = 64  # of the client's id, in the id that engines know a request by: theirs have a limit
+
+log = logging.getLogger("kvstore.conductor")
 
 Told = do.Send | do.Refuse | do.LoseRequest
 
@@ -132,8 +136,10 @@ class OpenAnswer:
                     yield part
                     stay.given()
             raise NodeUnavailable(f"{name} ended the answer before its end")
-        except InvalidRequest:
-            raise
+        except InvalidRequest as error:
+            if error.field != ROLE or known is None or known.about.foreign:
+                raise
+            self._role_refused(name, error)
         except KVStoreError as error:
             if stay.waited_s >= STALL_S:
                 raise DeadlineExceeded(f"nobody took the answer for {stay.waited_s:.0f} s") from None
@@ -208,6 +214,13 @@ class OpenAnswer:
         barred = self._conductor.barred(self.ask, begun=self._tokens > 0)
         self._conductor.handle(ev.Broke(time.monotonic(), self._number, name, len(self._drawn), tuple(barred), lost))
         return []
+
+    def _role_refused(self, name: str, error: InvalidRequest) -> None:
+        """The engine does other work than it had reported. It is asked again, and the request goes elsewhere."""
+        log.debug("%s: %s", name, error)
+        self._conductor.tally.role_refusals += 1
+        self._conductor.handle(ev.RoleRefused(time.monotonic(), self._number, name))
+        self._conductor.members.look(name)
 
     def _close(self, outcome: str) -> None:
         self._over = True

@@ -157,7 +157,7 @@ class ConductorServer(LoopServer):
     conductor: Conductor
     _prompts: PromptMaker
 
-    def __init__(self, config: ConductorConfig, tally: ConductorTally, leads: Callable[[], bool]) -> None:
+    def __init__(self, config: ConductorConfig, tally: ConductorTally, leading: Callable[[], int | None]) -> None:
         limits = Limits(
             rpcs_max=config.rpcs_max,
             call_s_max=config.request_s_max,
@@ -167,10 +167,10 @@ class ConductorServer(LoopServer):
         super().__init__("conductor", SERVICE, config, limits)
         self._config = config
         self._tally = tally
-        self._leads = leads
+        self._leading = leading
 
     def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
-        self.conductor = Conductor(self._config, self._tally, self._leads)
+        self.conductor = Conductor(self._config, self._tally, self._leading)
         self._prompts = PromptMaker()
         ends.callback(self._prompts.close)
         calls = ConductorCalls(self._config, self.conductor, self._prompts, self.conductor.status)

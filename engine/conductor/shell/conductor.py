@@ -32,14 +32,13 @@ from engine.conductor.state import instructions as do
 from engine.conductor.state.conductor_state import ConductorState, RequestPhase
 from engine.conductor.state.options import RouteWish
 from engine.conductor.state.orders import LATE_S
-from engine.model.request import Role
+from engine.conductor.state.roles import ORDER_S
 from kvstore.catalog.schema import ClusterEntry, EngineEntry, NodeEntry
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.model.prefix import Keys, root_of
 from kvstore.model.span import Fingerprints, fingerprints
 
 TICK_S: Final = 0.02
-ROLE_S: Final = 5.0
 COUNT_S: Final = 1.0
 LOOK_S: Final = 0.02
 HASHED_AT_ONCE: Final = 1 << 15  # tokens, in the event loop: a few milliseconds; of longer prompts in a thread
@@ -52,17 +51,17 @@ class Conductor:
     """A conductor for its doors: ``Answers``.
 
     Args:
-        leads: whether this one gives the orders of its pool now.
+        leading: the revision with which this one leads its pool now, and gives its orders; None: another one does.
 
     Attributes:
         tally: what it has done.
         pages: that nodes have told of, as of the last second.
     """
 
-    def __init__(self, config: ConductorConfig, tally: ConductorTally, leads: Callable[[], bool]) -> None:
+    def __init__(self, config: ConductorConfig, tally: ConductorTally, leading: Callable[[], int | None]) -> None:
         self.config = config
         self.tally = tally
-        self.leads = leads
+        self.leading = leading
         self.pages = 0
         self.state = ConductorState(config.rules)
         self.members = FleetMembers(config.engine, config.backend, tally.kv_events, self.handle)
@@ -101,8 +100,7 @@ class Conductor:
                 if answering is not None:  # else its caller has just gone
                     answering.told(it)
             case do.SetRole():
-                if self.leads():  # asked again at the last moment: it may have been lost since
-                    self._later(self._set_role(it.engine, it.role))
+                self._later(self._set_role(it))
             case do.FollowAnew():
                 self.members.follow_anew(it.node)
             case do.CopyPrefix() | do.PrefetchPrefix():
@@ -110,20 +108,25 @@ class Conductor:
             case _:
                 raise AssertionError(f"nobody performs {it}")
 
-    async def _set_role(self, name: str, role: Role) -> None:
-        known = self.members.engines.get(name)
-        if known is None:
-            return
-        try:
-            await known.link.set_role(role, ROLE_S)
-        except KVStoreError as error:  # its next report says what role it has
-            log.warning("%s keeps its role: %s", name, error)
+    async def _set_role(self, it: do.SetRole) -> None:
+        known = self.members.engines.get(it.engine)
+        if known is not None and self.leading() is not None:  # asked at the last moment: it may have been lost since
+            try:
+                await known.link.set_role(it.role, it.order, ORDER_S)
+            except KVStoreError as error:  # its next report says what role it has
+                log.warning("%s may keep its role: %s", it.engine, error)
+        self.handle(ev.RoleAnswered(time.monotonic(), it.engine))
+        self.members.look(it.engine)
 
     async def _bring(self, it: do.CopyPrefix | do.PrefetchPrefix) -> None:
-        """Have a node bring pages of a request's prompt into its memory; where it cannot, nothing is lost."""
+        """Have a node bring pages of a request's prompt into its memory; where it cannot, nothing is lost.
+
+        Such an order needs no revision: that of a leader which has been replaced moves bytes in vain, and within the
+        budget of one leader. It is a call that any client may make, and changes nothing that others believe.
+        """
         answering, link = self._answering.get(it.number), self.members.nodes.get(it.node)
         layout = next((each.layout for each in self.members.engines.values() if each.about.layout == it.layout), None)
-        if answering is not None and link is not None and layout is not None and self.leads():
+        if answering is not None and link is not None and layout is not None and self.leading() is not None:
             ask = answering.ask
             salt = self.config.salt if ask.salt is None else ask.salt
             tokens = ask.tokens[: it.pages * layout.page_tokens]
@@ -142,13 +145,14 @@ class Conductor:
 
     async def run(self) -> None:
         """Until cancelled."""
-        led, counted_s = False, 0.0
+        led: int | None = None
+        counted_s = 0.0
         try:
             while not self.members.failed.done():
                 now_s = time.monotonic()
-                if self.leads() != led:
-                    led = not led
-                    self.handle(ev.LeadershipTold(now_s, led))
+                if (leading := self.leading()) != led:
+                    led = leading
+                    self.handle(ev.LeadershipTold(now_s, led is not None, led or 0))
                 self.handle(ev.Ticked(now_s))
                 if now_s >= counted_s + COUNT_S:  # it brings all changes into the index
                     self.pages, counted_s = len(self.state.prefixes), now_s
@@ -165,6 +169,8 @@ class Conductor:
                 "address": engine.about.address,
                 "model": engine.about.model,
                 "role": str(engine.role),
+                "role_order": engine.order._asdict(),
+                "role_unsure": engine.unsure,
                 "node": engine.about.node,
                 "foreign": engine.about.foreign,
                 "draining": engine.draining,
@@ -183,12 +189,14 @@ class Conductor:
         return {
             "policy": state.rules.policy,
             "split": state.rules.split,
-            "leads": self.leads(),
+            "leads": self.leading() is not None,
+            "revision": self.leading(),
             "engines": engines,
             "nodes": sorted(self.members.nodes),
             "pages": self.pages,
             "requests": {phase.name.lower(): count for phase, count in self._phases().items()},
             "routed": self.tally.routed,
+            "role_refusals": self.tally.role_refusals,
             "answers": dict(self.tally.outcomes),
         }
 

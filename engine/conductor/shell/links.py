@@ -20,12 +20,12 @@ import numpy.typing as npt
 from google.protobuf.struct_pb2 import Struct
 
 from engine.api.wire import SERVICE as ENGINES
-from engine.api.wire import events_of, submit_request, tokens_bytes
+from engine.api.wire import events_of, set_role_request, submit_request, tokens_bytes
 from engine.client import SLACK_S, WATCH, url_of
 from engine.conductor.shell.answers import Ask, Drawn
 from engine.conductor.state.fleet import EngineAbout
 from engine.conductor.state.speeds import ObservedSpeeds
-from engine.model.request import Finished, Request, Role, Token
+from engine.model.request import Finished, Request, Role, RoleOrder, Token
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import GivenCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS
@@ -53,8 +53,8 @@ class AnswerLink(Protocol):
     def why_not(self, ask: Ask, salt: str, begun: bool) -> InvalidRequest | None:
         """Why it cannot answer that, or go on with what has ``begun``; None: it can."""
 
-    async def set_role(self, role: Role, timeout_s: float) -> None:
-        """Change what it does."""
+    async def set_role(self, role: Role, order: RoleOrder, timeout_s: float) -> None:
+        """Carry out an order of the leader. Raises KVStoreError where the engine refuses it, or does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -135,9 +135,9 @@ class EngineLink(GrpcLink):
         """What it is and how busy. Raises Unavailable where it does not answer."""
         return document(await self._call("Status", store_pb2.Empty(), Struct, timeout_s))
 
-    async def set_role(self, role: Role, timeout_s: float) -> None:
-        """Change what it does."""
-        await self._call("SetRole", engine_pb2.SetRoleRequest(role=role), store_pb2.Empty, timeout_s)
+    async def set_role(self, role: Role, order: RoleOrder, timeout_s: float) -> None:
+        """See ``AnswerLink``."""
+        await self._call("SetRole", set_role_request(role, order), store_pb2.Empty, timeout_s)
 
     def why_not(self, ask: Ask, salt: str, begun: bool) -> InvalidRequest | None:
         """See ``AnswerLink``."""

@@ -21,7 +21,7 @@ from engine.conductor.shell.clusters import RemoteCluster
 from engine.conductor.shell.links import EngineLink, KnownEngine, NodeLink
 from engine.conductor.state import events as ev
 from engine.conductor.state.fleet import EngineAbout, LoadReport
-from engine.model.request import Request, Role
+from engine.model.request import NO_ORDER, REVISION_MAX, Request, Role, RoleOrder
 from kvstore.catalog.schema import ClusterEntry, EngineEntry, NodeEntry
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, VersionMismatch
 from kvstore.pb import store_pb2
@@ -64,6 +64,7 @@ class FleetMembers:
         self._handle = handle
         self._tasks: dict[tuple[str, str, str], asyncio.Task[None]] = {}  # by kind, name and address
         self._anew: set[str] = set()
+        self._looks: dict[str, asyncio.Event] = {}  # set: that engine is asked at once
         self._heard: set[tuple[str, str, str]] = set()  # of those tasks, which have answered once
         self._backends = self._foreign(backends, counts)
 
@@ -125,8 +126,14 @@ class FleetMembers:
 
     # --- engines ----------------------------------------------------------------------------------------------------
 
+    def look(self, name: str) -> None:
+        """Ask this engine for its report now, or as soon as it has answered what it was asked before."""
+        if name in self._looks:
+            self._looks[name].set()
+
     async def _poll(self, name: str, address: str, node: str, host: str) -> None:
         link = EngineLink(address)
+        look = self._looks[name] = asyncio.Event()
         try:
             while True:
                 known = name in self.engines
@@ -138,8 +145,13 @@ class FleetMembers:
                     self._silent(name, error)
                 self._heard.add(("engine", name, address))
                 if known or name not in self.engines:  # what it says first is not asked for, and counts as no report
-                    await asyncio.sleep(POLL_S)
+                    with contextlib.suppress(TimeoutError):
+                        async with asyncio.timeout(POLL_S):
+                            await look.wait()
+                    look.clear()
         finally:
+            if self._looks.get(name) is look:
+                del self._looks[name]
             if self.engines.pop(name, None) is not None:
                 self._handle(ev.EngineLost(time.monotonic(), name))
             await link.retire()
@@ -250,10 +262,22 @@ def engine_about(name: str, address: str, status: dict[str, Any], node: str, hos
     )
 
 
+def _order(status: dict[str, Any]) -> RoleOrder:
+    """The last order that an engine has carried out. One of the version before tells of none, and refuses none."""
+    said = status.get("role_order")
+    if said is None:
+        return NO_ORDER
+    order = RoleOrder(said["revision"], said["number"])
+    if not all(type(each) is int and 0 <= each <= REVISION_MAX for each in order):
+        raise ValueError(f"role_order: out of range (got {order})")
+    return order
+
+
 def _report(status: dict[str, Any]) -> LoadReport:
     requests, speeds = status["requests"], status["speeds"]
     return LoadReport(
         role=Role(status["role"]),
+        order=_order(status),
         draining=bool(status["draining"]),
         waiting=int(requests["waiting"] + requests["loading"] + requests["computing"]),
         running=int(requests["decoding"]),

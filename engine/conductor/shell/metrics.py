@@ -27,6 +27,7 @@ METRICS: Final = (
     _about("counter", "answers", f"Requests that ended: {', '.join(OUTCOMES)}.", "outcome"),
     _about("counter", "routed", "Requests sent to engines; one that goes on elsewhere counts again."),
     _about("counter", "broken", "Times that an engine failed on an answer, which went on elsewhere or was lost."),
+    _about("counter", "role_refusals", "Times that an engine refused a request for its role, which was routed again."),
     _about("counter", "prompt_tokens", "Tokens of the prompts of requests that were answered."),
     _about("counter", "completion_tokens", "Tokens generated for them."),
     _about("counter", "kv_events", f"KV events of back ends: {', '.join(KV_OUTCOMES)}.", "outcome"),
@@ -76,7 +77,7 @@ class ConductorMetrics(DaemonMetrics):
             add("answers", tally.outcomes[outcome], outcome)
         for outcome in KV_OUTCOMES:
             add("kv_events", tally.kv_events[outcome], outcome)
-        for name in ("routed", "broken", "prompt_tokens", "completion_tokens"):
+        for name in ("routed", "broken", "role_refusals", "prompt_tokens", "completion_tokens"):
             add(name, getattr(tally, name))
         add.durations("decision_seconds", tally.decided)
         add.durations("ttft_seconds", tally.ttft)

@@ -18,6 +18,7 @@ class ConductorTally:
         outcomes: answers that ended, by how.
         routed: requests that were sent to engines; one that goes on elsewhere counts again.
         broken: times that an engine failed on an answer.
+        role_refusals: times that an engine refused a request for its role, which went elsewhere.
         decided: what a request's decision took, at its arrival.
         ttft: from a request's arrival to its first token.
         kv_events: of engines that are not ours, by what became of them.
@@ -25,6 +26,6 @@ class ConductorTally:
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter(dict.fromkeys(OUTCOMES, 0))
-        self.routed = self.broken = self.prompt_tokens = self.completion_tokens = 0
+        self.routed = self.broken = self.role_refusals = self.prompt_tokens = self.completion_tokens = 0
         self.kv_events: Counter[str] = Counter(dict.fromkeys(KV_OUTCOMES, 0))
         self.decided, self.ttft = Durations(), Durations()

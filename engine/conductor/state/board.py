@@ -53,7 +53,7 @@ class Columns:
         prompts_done_s, others_waiting, others_running, tokens, scale, tokens_per_s, alone_s, egress_free_s: see
             ``FleetEngine``.
         running: our requests that it answers or will answer.
-        open_s: the moment from which on it may get requests; never where it drains.
+        open_s: the moment from which on it may get requests; never where it drains, or its role is unsure.
         prefills, answers: what it does. ``silent``: see ``FleetEngine``.
         node, layout, host, zone: numbers; -1: none, or not known.
         page_tokens, kv_bytes, batch_max, tokens_max, context_max, lanes, egress, foreign: see ``EngineAbout``.
@@ -156,7 +156,7 @@ class Board:
             engine.scale,
             engine.tokens_per_s,
             engine.alone_s,
-            math.inf if engine.draining else engine.avoided_until_s,
+            math.inf if engine.draining or engine.unsure else engine.avoided_until_s,
             engine.silent,
             engine.role is not Role.DECODE,
             engine.role is not Role.PREFILL,

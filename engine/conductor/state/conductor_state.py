@@ -141,9 +141,10 @@ class ConductorState:
                 if self.prefixes.told(event.batch) != event.batch.number + 1:
                     out.append(do.FollowAnew(event.batch.node))
             case ev.ReportAsked():
-                self.fleet.asking(event.engine)
+                self.fleet.asking(event.engine, event.now_s)
             case ev.Reported():
                 self.fleet.reported(event.engine, event.report, event.now_s)
+                self._roles.heard(event.report.order)
             case ev.Silent():
                 self.fleet.silent(event.engine)
             case ev.Arrived():
@@ -156,8 +157,13 @@ class ConductorState:
                 self._cancelled(event)
             case ev.Broke():
                 self._broke(event, out)
+            case ev.RoleRefused():
+                self._role_refused(event)
             case ev.LeadershipTold():
                 self.orders.leads = event.leads
+                self._roles.leads(event.revision if event.leads else None, event.now_s)
+            case ev.RoleAnswered():
+                self.fleet.role_answered(event.engine)
             case ev.OrderEnded():
                 self.orders.ended(event.order)
             case ev.Ticked():
@@ -172,10 +178,13 @@ class ConductorState:
         return out
 
     def _change_roles(self, now_s: float, out: list[Instruction]) -> None:
+        self._roles.keep(self.fleet.models)
+        if not self._roles.may_order(now_s):
+            return
         waiting = [request for request in self.requests.values() if request.phase is RequestPhase.WAITING]
         costs = [(request.wish.model, request.waiting.cost_s, request.waiting.answer_s) for request in waiting]
         for change in self._roles.changes(list(self.fleet.engines.values()), costs, now_s):
-            self.fleet.set_role(change.engine, change.role)
+            self.fleet.role_ordered(change.engine)
             out.append(change)
 
     def options(self, wish: RouteWish, now_s: float, without: tuple[str, ...] = ()) -> Options | None:
@@ -293,13 +302,22 @@ class ConductorState:
         self._release(now_s, out)
 
     def _release(self, now_s: float, out: list[Instruction]) -> None:
-        """Send those that were kept until now."""
+        """Send those that were kept until now; those whose engines do other work by now go elsewhere."""
         while self._kept and self._kept[0][0] <= now_s:
             _, number = heapq.heappop(self._kept)
             request = self.requests.get(number)
             if request is not None and request.phase is RequestPhase.KEPT and request.route is not None:
+                if not self._takes(request.route):
+                    self.fleet.ended(number, request.engines, now_s)
+                    self._back(request)
+                    continue
                 request.phase = RequestPhase.SENT
                 out.append(do.Send(number, request.route, now_s - request.arrived_s))
+
+    def _takes(self, route: Route) -> bool:
+        """True where the engines of a route still do their parts, as far as is known."""
+        computes, answers = route.computing.engine.about.name, route.answering.engine.about.name
+        return self.fleet.takes(answers, answers=True) and (route.local or self.fleet.takes(computes, answers=False))
 
     def _has_room(self, route: Route) -> bool:
         return (
@@ -380,6 +398,14 @@ class ConductorState:
         request.wish = replace(wish, tokens=wish.tokens + more, answer_max=left, barred=barred)
         request.generated = event.generated
         self._back(request)
+
+    def _role_refused(self, event: ev.RoleRefused) -> None:
+        """The request goes elsewhere, as if it had not been sent. The engine is in order; our view of it was not."""
+        self.fleet.role_refused(event.engine)
+        request = self.requests.get(event.number)
+        if request is not None and request.phase in (RequestPhase.SENT, RequestPhase.DECODING):
+            self.fleet.ended(event.number, request.engines, event.now_s)
+            self._back(request)
 
     def _lost(self, event: ev.EngineLost) -> None:
         """What it has got is told as broken by those who wait for it. What it was to get goes elsewhere."""

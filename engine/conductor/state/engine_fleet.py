@@ -35,14 +35,14 @@ class EngineFleet:
     # --- who there is -----------------------------------------------------------------------------------------------
 
     def found(self, about: EngineAbout, role: Role, now_s: float) -> None:
-        """An engine is there, or says something else of itself. Its requests stay."""
+        """An engine is there, or says something else of itself. Its requests stay, and its role until it reports."""
         known = self.engines.get(about.name)
         if known is None:
-            self.engines[about.name] = FleetEngine(about, role, now_s)
-        elif (known.about, known.role) == (about, role):
+            self.engines[about.name] = FleetEngine(about, role, now_s, now_s)
+        elif known.about == about:
             return
         else:
-            known.about, known.role = about, role
+            known.about = about
         self._boards.clear()
 
     def lost(self, name: str) -> list[int]:
@@ -85,21 +85,22 @@ class EngineFleet:
 
     # --- what it says of itself -------------------------------------------------------------------------------------
 
-    def asking(self, name: str) -> None:
+    def asking(self, name: str, now_s: float) -> None:
         """It is asked for a report now."""
         engine = self.engines.get(name)
         if engine is not None:
-            engine.asked = engine.waiting, len(engine.ends)
+            engine.asked = engine.waiting, len(engine.ends), now_s
 
     def reported(self, name: str, report: LoadReport, now_s: float) -> None:
         """It has answered."""
         engine = self.engines.get(name)
         if engine is None or engine.asked is None:
             return
-        waiting, running = engine.asked
+        waiting, running, engine.known_s = engine.asked
         engine.others_waiting = max(0, report.waiting - max(waiting, engine.waiting))
         engine.others_running = max(0, report.running - max(running, len(engine.ends)))
         engine.role, engine.draining, engine.heard_s, engine.silent = report.role, report.draining, now_s, False
+        engine.order, engine.unsure = report.order, engine.ordered
         engine.tokens_per_s = report.prefill_tokens_per_s or engine.tokens_per_s
         if report.step_s:  # of the batch that it has
             engine.alone_s = report.step_s / (1 + max(1, report.running) * self._step_each)
@@ -126,10 +127,30 @@ class EngineFleet:
             engine.avoided_until_s = now_s + min(AVOID_MAX_S, AVOID_S * 2 ** min(8, engine.failures - 1))
         self.write(engine)
 
-    def set_role(self, name: str, role: Role) -> None:
-        """It was told to do something else. Its next report says whether it did."""
-        self.engines[name].role = role
-        self.write(self.engines[name])
+    def role_ordered(self, name: str) -> None:
+        """An order for another role is on its way there: nobody knows what the engine does."""
+        engine = self.engines[name]
+        engine.ordered = engine.unsure = True
+        self.write(engine)
+
+    def role_answered(self, name: str) -> None:
+        """That order is no longer under way, whatever became of it. The answer to the next question says what did."""
+        engine = self.engines.get(name)
+        if engine is not None and engine.ordered:
+            engine.ordered, engine.asked = False, None
+
+    def role_refused(self, name: str) -> None:
+        """It refused a request for its role: it does something else than it had said. It has not failed."""
+        engine = self.engines.get(name)
+        if engine is not None:
+            engine.unsure, engine.asked = True, None
+            self.write(engine)
+
+    def takes(self, name: str, answers: bool) -> bool:
+        """True where it takes such work, as far as is known: answers, or else prompts for other engines."""
+        engine = self.engines.get(name)
+        other = Role.PREFILL if answers else Role.DECODE
+        return engine is not None and not engine.unsure and not engine.draining and engine.role is not other
 
     # --- requests ---------------------------------------------------------------------------------------------------
 

@@ -133,6 +133,14 @@ class Broke(ConductorEvent):
 
 
 @dataclass(frozen=True, slots=True)
+class RoleRefused(ConductorEvent):
+    """An engine refused a request for its role: it does other work than it had reported. Nothing was computed."""
+
+    number: int
+    engine: str
+
+
+@dataclass(frozen=True, slots=True)
 class Ticked(ConductorEvent):
     """Time has passed."""
 
@@ -142,9 +150,17 @@ class Ticked(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class LeadershipTold(ConductorEvent):
-    """Whether this conductor leads: the leader alone gives orders."""
+    """Whether this conductor leads: the leader alone gives orders. ``revision``: of its election, see ``RoleOrder``."""
 
     leads: bool
+    revision: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class RoleAnswered(ConductorEvent):
+    """An order for another role is no longer under way: the engine has answered, or will not carry it out."""
+
+    engine: str
 
 
 @dataclass(frozen=True, slots=True)

@@ -142,6 +142,10 @@ def _why_not(engine: FleetEngine, wish: RouteWish, now_s: float) -> str:
         return f"it never holds {tokens} tokens"
     if engine.draining:
         return "it drains"
+    if engine.ordered:
+        return "it was ordered to change its role, and has not said yet what it does"
+    if engine.unsure:
+        return f"it refused a request for its role, and was {engine.role} when it last said so; it is asked again"
     if engine.avoided_until_s > now_s:
         return f"it failed on a request; it is tried again in {engine.avoided_until_s - now_s:.1f} s"
     if about.name in wish.barred:

@@ -10,6 +10,10 @@ Whether an engine is there has three sources. Its reports and the tokens that co
 did not answer a question is silent, and gets requests where others are much busier. One that failed on a request gets
 none for a while; a report ends that, the first time, for it may have been the network.
 
+What an engine does, its role, has one source: its reports, in their order. A role that was ordered is believed when a
+report says it. Where an order is under way, or the engine refused a request for its role, its role is ``unsure``: the
+engine gets nothing until the answer to a question that was asked after that.
+
 A request's life here: sent -> its first token has come (it decodes) -> ended.
 """
 
@@ -18,7 +22,7 @@ from __future__ import annotations
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
-from engine.model.request import Role
+from engine.model.request import NO_ORDER, Role, RoleOrder
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -65,12 +69,14 @@ class LoadReport:
     """What an engine answers when it is asked how busy it is.
 
     Attributes:
+        order: the last order of a leader that it has carried out.
         waiting: requests whose prompt is not computed yet.
         running: requests that decode.
         prefill_tokens_per_s, step_s: as it has measured; 0: not yet.
     """
 
     role: Role
+    order: RoleOrder = NO_ORDER
     draining: bool = False
     waiting: int = 0
     running: int = 0
@@ -105,6 +111,8 @@ class FleetEngine:
     """One engine, as far as is known. ``EngineFleet`` alone changes it.
 
     Attributes:
+        role: as it has reported, and ``order``: the last one of a leader that it had carried out.
+        ordered: an order of ours for another role is under way. unsure: see above.
         works: requests of ours that it has to do with.
         waiting: those of them whose prompt it computes, or will.
         ends: of those that it answers or will answer, when that is over, by prediction; sorted.
@@ -115,16 +123,22 @@ class FleetEngine:
         scale: how much longer prompts take there than is predicted, by what was measured.
         tokens_per_s: of prompts, and ``alone_s``: a decode step, but for its sequences: by its reports; 0: not yet.
         heard_s: when it gave the last sign of life.
+        known_s: when the question was asked that it answered with its role.
         silent: it was asked, and did not answer; there was no sign of life since.
         failures: requests on which it failed, one after the other.
         avoided_until_s: it gets nothing before.
         egress_free_s: of a remote cluster, when all that is to leave it will have left.
-        asked: our requests that were there when it was asked for its next report: (waiting, running).
+        asked: our requests that were there when it was asked for its next report, and when that was: (waiting,
+            running, seconds).
     """
 
     about: EngineAbout
     role: Role
     heard_s: float
+    known_s: float
+    order: RoleOrder = NO_ORDER
+    ordered: bool = False
+    unsure: bool = False
     draining: bool = False
     works: dict[int, EngineWork] = field(default_factory=dict)
     waiting: int = 0
@@ -140,7 +154,7 @@ class FleetEngine:
     failures: int = 0
     avoided_until_s: float = 0.0
     egress_free_s: float = 0.0
-    asked: tuple[int, int] | None = None
+    asked: tuple[int, int, float] | None = None
 
     def add(self, work: EngineWork) -> None:
         """One more."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from engine.conductor.state.options import Route
-from engine.model.request import Role
+from engine.model.request import Role, RoleOrder
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,10 +51,15 @@ class FollowAnew(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SetRole(Instruction):
-    """Tell an engine to do something else from now on. What is under way there is finished as it began."""
+    """Tell an engine to do something else from now on. What is under way there is finished as it began.
+
+    It is told within ``roles.ORDER_S`` or not at all, and then ``RoleAnswered`` follows. An engine refuses an order
+    that is not later than the last one it has carried out.
+    """
 
     engine: str
     role: Role
+    order: RoleOrder
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,7 +6,19 @@ Demand is counted in seconds of engines per second, of prompts and of answers: w
 small. One engine changes at a time, not sooner than ``CHANGE_S`` after the one before, and only where the busier side
 becomes less busy by a ``GAIN``: so a mix between two splits does not make engines go to and fro. An engine that does
 both is left alone, as is every foreign one. What is under way at an engine is finished as it began; the one with least
-of it changes.
+of it changes. Where a role has fewer engines than its floor, one changes whatever is asked for.
+
+Several conductors agree since the leader alone decides, and all of them believe what engines report. A new leader
+waits until no order of the leader before it can be under way, and until what it knows is from after that: so no two
+leaders take engines from one role at a time. Its orders carry its revision, so that an order which is late all the same
+(its conductor stood still) is refused by an engine that has heard of a later leader.
+
+Worked example, conductors A and B, an engine E that decodes::
+
+    A wins with revision 7, waits, orders E to prefill (7, 1)    A gives E nothing; B still sends it answers
+    E prefills; it refuses an answer that B had sent                     B gives E nothing, and asks it again
+    A and B ask, E says prefill, (7, 1)                                  both give it prompts
+    A dies, B wins with revision 9, orders E to decode (9, 1)            E refuses whatever A still sends
 """
 
 from __future__ import annotations
@@ -16,12 +28,14 @@ from typing import Final
 
 from engine.conductor.state.fleet import FleetEngine
 from engine.conductor.state.instructions import SetRole
-from engine.model.request import Role
+from engine.model.request import REVISION_MAX, Role, RoleOrder
 
 WINDOW_S: Final = 5.0
 CHANGE_S: Final = 2.0
 GAIN: Final = 1.2
 BUSY: Final = 0.1  # where the busier side is busy to less, any split does
+ORDER_S: Final = 5.0  # the longest that an order is under way
+KNOWN_S: Final = 3.0  # an engine that was asked longer ago, and has not answered since, counts for no floor
 
 
 class Roles:
@@ -50,53 +64,102 @@ class Roles:
         self._answers_s *= left
         self._at_s = now_s
 
-    def change(self, engines: list[FleetEngine], prompts_s: float, answers_s: float, now_s: float) -> SetRole | None:
-        """Which engine does something else from now on. ``prompts_s``, ``answers_s``: of those that wait."""
+    def change(
+        self, engines: list[FleetEngine], prompts_s: float, answers_s: float, now_s: float
+    ) -> tuple[str, Role] | None:
+        """Which engine is to do what from now on. ``prompts_s``, ``answers_s``: of requests that wait."""
         self._fade(now_s)
-        ours = [engine for engine in engines if not engine.about.egress_bytes_per_s and not engine.draining]
+        usable = [engine for engine in engines if not engine.draining and not engine.unsure]
+        ours = [engine for engine in usable if not engine.about.egress_bytes_per_s]
         prompts = [engine for engine in ours if engine.role is Role.PREFILL]
         answers = [engine for engine in ours if engine.role is Role.DECODE]
+        may_answer = self._spare(prompts, now_s)
+        may_prefill = self._spare(answers, now_s)
         both = len(prompts) + len(answers)
         if both < 2 * self._floor or now_s - self._changed_s < CHANGE_S:
             return None
         prompts_s += sum(max(0.0, engine.prompts_done_s - now_s) for engine in prompts)
         work = self._prompts_s + prompts_s / WINDOW_S, self._answers_s + answers_s / WINDOW_S
-        best = min(range(self._floor, both - self._floor + 1), key=lambda count: _busy(*work, count, both))
-        now, then = _busy(*work, len(prompts), both), _busy(*work, best, both)
-        if now < BUSY or now < GAIN * then or best == len(prompts):
+        wanted = self._wanted(work, prompts, answers, now_s)
+        if wanted > len(prompts) and may_prefill:
+            chosen = min(may_prefill, key=lambda engine: (len(engine.ends), engine.about.name))
+            role = Role.PREFILL
+        elif wanted < len(prompts) and may_answer:
+            chosen = min(may_answer, key=lambda engine: (engine.waiting, engine.about.name))
+            role = Role.DECODE
+        else:
             return None
         self._changed_s = now_s
-        if best > len(prompts):
-            chosen = min(answers, key=lambda engine: (len(engine.ends), engine.about.name))
-            return SetRole(chosen.about.name, Role.PREFILL)
-        chosen = min(prompts, key=lambda engine: (engine.waiting, engine.about.name))
-        return SetRole(chosen.about.name, Role.DECODE)
+        return chosen.about.name, role
+
+    def _wanted(
+        self, work: tuple[float, float], prompts: list[FleetEngine], answers: list[FleetEngine], now_s: float
+    ) -> int:
+        """How many engines are to compute prompts."""
+        if len(_known(prompts, now_s)) < self._floor:
+            return len(prompts) + 1
+        if len(_known(answers, now_s)) < self._floor:
+            return len(prompts) - 1
+        both = len(prompts) + len(answers)
+        best = min(range(self._floor, both - self._floor + 1), key=lambda count: _busy(*work, count, both))
+        now, then = _busy(*work, len(prompts), both), _busy(*work, best, both)
+        return len(prompts) if now < BUSY or now < GAIN * then else best
+
+    def _spare(self, engines: list[FleetEngine], now_s: float) -> list[FleetEngine]:
+        """Of engines of one role, those of which one may change: the floor is kept without it."""
+        known = _known(engines, now_s)
+        return known if len(known) > self._floor else []
 
 
 class FleetRoles:
-    """Of all models.
+    """Of all models, and the orders that follow.
 
     Args:
         floor: as of ``Roles``; None: nothing is counted, and no engine changes.
+
+    Attributes:
+        revision: of our election; None: another conductor leads.
     """
 
     def __init__(self, floor: int | None) -> None:
+        self.revision: int | None = None
         self._floor = floor
         self._models: dict[str, Roles] = {}  # that some engine has
+        self._number = 0  # of our last order of this revision
+        self._orders_from_s = 0.0
+
+    def leads(self, revision: int | None, now_s: float) -> None:
+        """We lead from now on, by an election of this revision; None: another conductor does."""
+        self.revision, self._number, self._orders_from_s = revision, 0, now_s + ORDER_S + KNOWN_S
+
+    def heard(self, order: RoleOrder) -> None:
+        """An engine has carried out this order.
+
+        Where it is not ours, and later than ours while we lead, revisions have begun anew (a catalog that was lost, or
+        none at all): ours rises above it, or no engine would ever obey again.
+        """
+        if self.revision is not None and order > (self.revision, self._number):
+            self.revision, self._number = min(REVISION_MAX, order.revision + 1), 0
 
     def asked(self, model: str, prompt_s: float, answer_s: float, now_s: float) -> None:
         """A request came: what its prompt and its answer take of an engine."""
         if model in self._models:
             self._models[model].asked(prompt_s, answer_s, now_s)
 
+    def keep(self, models: list[str]) -> None:
+        """Count for these, which some engine has, and for no others."""
+        if self._floor is not None:
+            self._models = {model: self._models.get(model) or Roles(self._floor) for model in models}
+
+    def may_order(self, now_s: float) -> bool:
+        """True where orders are ours to give."""
+        return self._floor is not None and self.revision is not None and now_s >= self._orders_from_s
+
     def changes(
         self, engines: list[FleetEngine], waiting: list[tuple[str, float, float]], now_s: float
     ) -> list[SetRole]:
-        """Which engines do something else from now on. ``waiting``: model, prompt and answer of those that wait."""
-        if self._floor is None:
-            return []
-        names = sorted({engine.about.model for engine in engines})
-        self._models = {model: self._models.get(model, Roles(self._floor)) for model in names}
+        """Which engines do something else from now on. ``waiting``: model, prompt and answer of requests that wait."""
+        assert self.may_order(now_s) and self.revision is not None
         found = []
         for model, roles in self._models.items():
             theirs = [engine for engine in engines if engine.about.model == model]
@@ -104,8 +167,14 @@ class FleetRoles:
             answers_s = sum(answer_s for name, _, answer_s in waiting if name == model)
             change = roles.change(theirs, prompts_s, answers_s, now_s)
             if change is not None:
-                found.append(change)
+                self._number += 1
+                found.append(SetRole(*change, RoleOrder(self.revision, self._number)))
         return found
+
+
+def _known(engines: list[FleetEngine], now_s: float) -> list[FleetEngine]:
+    """Those that have said recently what they do."""
+    return [engine for engine in engines if now_s - engine.known_s < KNOWN_S]
 
 
 def _busy(prompts_s: float, answers_s: float, prompts: int, both: int) -> float:

@@ -65,7 +65,8 @@ class EngineProxy:
             context.add_callback(call.cancel)
             yield from call
         except grpc.RpcError as error:
-            context.abort(error.code(), "the engine does not answer")
+            context.set_trailing_metadata(tuple(error.trailing_metadata() or ()))
+            context.abort(error.code(), error.details() or "the engine does not answer")
 
     def _flood(self) -> Iterator[bytes]:
         for index in range(FLOOD_BYTES // len(PIECE)):
