@@ -66,7 +66,8 @@ _ROWS = _REUSE + 1 + len(REUSE_BOUNDS_S) + 1
 # Of a row: gets and pages hit in DRAM in one word; a page's bytes and tokens; gets and pages carried out of the first
 # word; pages hit in NVMe, put, and missed.
 _ROW_GOT, _ROW_BYTES, _ROW_TOKENS, _ROW_GETS, _ROW_DRAM, _ROW_NVME, _ROW_PUT, _ROW_MISSED, _ROW_WORDS = range(9)
-ONE_GET: Final = 1 << 40  # carried long before gets reach 2^24; by then no pages reach 2^40
+ONE_GET: Final = 1 << 40
+CARRY: Final = 1 << 63  # the first word of a row is carried from there on: 2^23 gets, with pages below 2^40
 ROWS_MAX: Final = 23  # page geometries of one client but for one: those beyond share the last row, without a size
 _ROWS_END: Final = _ROWS + ROWS_MAX * _ROW_WORDS
 # Pages hit in memory that engines have mounted, and their bytes, of all geometries. Versions before leave zeros there.
@@ -169,10 +170,14 @@ class SessionCounters:
     def got(self, row: int, asked: int, dram: int, nvme: int, reason: str, hbm: int = 0) -> None:
         """A get of ``asked`` pages found ``dram + nvme + hbm`` of them, and no more for ``reason``.
 
-        Where all were in DRAM, ``PrefixCache.get`` does itself what this would: ``words[row] += ONE_GET + asked``.
+        Where all were in DRAM, ``PrefixCache.get`` does itself what this would, and calls ``carry`` as well.
         """
         words = self.words
-        words[row] += ONE_GET + dram
+        word = words[row] + ONE_GET + dram
+        if word < CARRY:
+            words[row] = word
+        else:
+            self.carry(row, word)
         if dram != asked:
             words[row + _ROW_NVME] += nvme
             missed = asked - dram - nvme - hbm
@@ -182,17 +187,18 @@ class SessionCounters:
                 words[_HBM_PAGES] += hbm
                 words[_HBM_BYTES] += hbm * words[row + _ROW_BYTES]
 
+    def carry(self, row: int, word: int) -> None:
+        """What the row's first word would be, ``CARRY`` or more: its gets and pages go to words of their own."""
+        words = self.words
+        words[row] = 0
+        words[row + _ROW_GETS] += word // ONE_GET
+        words[row + _ROW_DRAM] += word % ONE_GET
+
     def timed(self, row: int, start_ns: int) -> None:
         """A get that is timed is done, since ``start_ns``. It was counted before, as those were that it stands for."""
-        words = self.words
-        got = words[row]
-        gets = words[row + _ROW_GETS] + got // ONE_GET
+        gets = self.words[row + _ROW_GETS] + self.words[row] // ONE_GET
         self.took(GET, start_ns, max(1, gets - self._timed.get(row, 0)))
         self._timed[row] = gets
-        if got >> 63:
-            words[row] = 0
-            words[row + _ROW_GETS] += got // ONE_GET
-            words[row + _ROW_DRAM] += got % ONE_GET
 
     def took(self, operation: int, start_ns: int, weight: int = 1) -> None:
         """One of ``GET`` .. ``LEASE`` was done, since ``start_ns``; it counts for ``weight`` of them."""

@@ -17,6 +17,7 @@ from kvstore.client.local.session import SessionFile
 from kvstore.errors import OutOfSpace
 from kvstore.tier import counters as module
 from kvstore.tier.counters import (
+    CARRY,
     COUNTERS_BYTES,
     LATENCY_BOUNDS_S,
     LEASE,
@@ -140,18 +141,30 @@ def test_every_verb_counts() -> None:
 
 
 def test_what_a_get_that_finds_everything_adds_itself() -> None:
-    """As ``PrefixCache.get`` does; the row is emptied before its pages or gets could run into each other."""
+    """As ``PrefixCache.get`` does."""
     counters = SessionCounters()
     row = counters.row(4096, 16)
     for _ in range(1000):
         counters.words[row] += ONE_GET + 3
     assert (counters.tally().counts["gets"], counters.tally().counts["hit_dram"]) == (1000, 3000)
-    counters.words[row] += ONE_GET << 23
-    counters.timed(row, time.monotonic_ns())
+    word = counters.words[row] + (ONE_GET << 23)
+    assert word >= CARRY
+    counters.carry(row, word)
     assert counters.words[row] == 0
     counts = counters.tally().counts
     assert (counts["gets"], counts["hit_dram"]) == (1000 + (1 << 23), 3000)
     assert (counts["hit_dram_tokens"], counts["read_dram_bytes"]) == (3000 * 16, 3000 * 4096)
+
+
+def test_a_row_is_emptied_before_its_pages_or_gets_run_into_each_other() -> None:
+    counters = SessionCounters()
+    row = counters.row(4096, 16)
+    counters.words[row] = (1 << 64) - 2 * ONE_GET + 7
+    before = counters.tally().counts
+    for _ in range(3):
+        counters.got(row, 9, 5, 0, "absent")
+    counts = counters.tally().counts
+    assert (counts["gets"], counts["hit_dram"]) == (before["gets"] + 3, before["hit_dram"] + 15)
 
 
 def test_geometries_beyond_the_last_row_share_it() -> None:

@@ -40,7 +40,7 @@ from kvstore.model.shard import Shard
 from kvstore.rpc.control import CHECKSUMS
 from kvstore.state.directory import TIERS
 from kvstore.state.searching import Stretch
-from kvstore.tier.counters import LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
+from kvstore.tier.counters import CARRY, LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
 from kvstore.tier.host_memory import copy, empty
 from kvstore.transfer.reading import WantedChain
 
@@ -161,7 +161,11 @@ class LocalCache(PrefixCache):
             counters, row = self._counted
             if counters is not mapped.counters:
                 counters, row = self._counted = mapped.counters, mapped.row(self.frame_class)
-            counters.words[row] += ONE_GET + pages
+            word = counters.words[row] + ONE_GET + pages
+            if word < CARRY:
+                counters.words[row] = word
+            else:
+                counters.carry(row, word)
         if timed and mapped.counting:
             mapped.counters.timed(mapped.row(self.frame_class), now_ns)
         data = target[:pages] if out is None and target is not None else None
