@@ -71,7 +71,7 @@ def status_of(error: KVStoreError) -> tuple[str, str, tuple[tuple[str, str], ...
     retry_after_s = getattr(error, "retry_after_s", RETRY_AFTER_S if code == "RESOURCE_EXHAUSTED" else None)
     if retry_after_s is not None:
         metadata.append((RETRY_KEY, str(max(1, int(retry_after_s * 1000)))))
-    return code, details.encode()[:DETAILS_BYTES_MAX].decode(errors="ignore"), tuple(metadata)
+    return code, details.encode(errors="replace")[:DETAILS_BYTES_MAX].decode(errors="ignore"), tuple(metadata)
 
 
 def error_of(code: str, details: str, metadata: Iterable[tuple[str, str | bytes]] = ()) -> KVStoreError:

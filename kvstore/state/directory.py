@@ -184,6 +184,7 @@ class Directory:
         rows = _rows(self._table, pages, most)
         if len(self._removed) or len(self._added):
             rows = _with(_without(rows, _rows(self._removed, pages, most)), _rows(self._added, pages, most))
+            rows = _first(rows, most)
         low = rows.astype(np.uint16)
         places, nodes, tiers = rows >> _LOW_BITS, low >> np.uint16(2), low & np.uint16(3)
         return Listed(places.astype(np.int64), nodes.astype(np.int64), tiers.astype(np.uint8), self._names)
@@ -275,6 +276,12 @@ def _with(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) -> np
     at = entries.searchsorted(others)
     new = entries[np.minimum(at, len(entries) - 1)] != others
     return np.insert(entries, at[new], others[new])
+
+
+def _first(rows: npt.NDArray[np.uint64], most: int) -> npt.NDArray[np.uint64]:
+    """Of sorted ``rows``, the first ``most`` of each page."""
+    places = rows >> _LOW_BITS
+    return rows[np.arange(len(rows)) - places.searchsorted(places) < most]
 
 
 def _rows(entries: npt.NDArray[np.uint64], pages: Fingerprints, most: int) -> npt.NDArray[np.uint64]:

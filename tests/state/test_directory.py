@@ -157,3 +157,17 @@ def test_memory_is_bounded_and_small() -> None:
     assert len(at.find(keys[:5000]).pages) == 5000 and not len(at.find(keys[-5000:]).pages)
     at.forget("a")
     assert len(at) == 0 and at.nodes == []
+
+
+def test_an_answer_names_no_more_where_changes_are_not_in_the_table_yet() -> None:
+    at = Directory(1 << 24)
+    keys = np.random.default_rng(3).integers(1 << 20, 1 << 63, directory.MERGED_MAX + 10_000).astype(np.uint64)
+    at.told(Told("many", 0, 0, keys, np.ones(len(keys), np.uint8)))
+    for number in range(1, 21):  # the first of these come into the table, the others wait beside it
+        pages, marks = entries({(5, Tier.DRAM): True, (5, Tier.NVME): True})
+        at.told(Told(f"n{number}", number, 0, pages, marks, True))
+        if number == 10:
+            assert len(at) == len(keys) + 20
+    for most in (1, directory.PER_PAGE_MAX):
+        found = at.find(np.full(1 << 16, pages[0], np.uint64), most)
+        assert np.bincount(found.pages).tolist() == [most] * (1 << 16), "each page that is asked for, also once more"

@@ -8,8 +8,10 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvstore.state.directory import GONE, Directory, Listed, Told, Unsure, entries_told
+from kvstore.state.directory import GONE, PER_PAGE_MAX, STREAMS_MAX, Directory, Listed, Told, Unsure, entries_told
 from kvstore.transfer.find_messages import (
+    FIND_PAGES_MAX,
+    NAME_BYTES_MAX,
     pack_announce,
     pack_announced,
     pack_find,
@@ -26,7 +28,7 @@ from kvstore.transfer.find_messages import (
     unpack_listed,
 )
 from kvstore.transfer.reading import Whose
-from kvstore.transfer.wire import BODY_MAX, FrameKind, WireError
+from kvstore.transfer.wire import BODY_MAX, FrameKind, WireError, pack_head
 
 WHOSE = Whose(bytes(range(16)), "tenant", "ädapter")
 
@@ -114,3 +116,13 @@ def test_bytes_that_make_no_sense_are_refused_in_words() -> None:
     for kind, unpack in ((FrameKind.FIND, unpack_find), (FrameKind.HOLD, unpack_hold)):
         with pytest.raises(WireError, match="more than"):
             unpack(bytes(BODY_MAX[kind] - 1 - 4 * (kind is FrameKind.HOLD)))  # no salt, no adapter, and too many pages
+
+
+def test_the_longest_answer_of_a_directory_fits_its_frame() -> None:
+    """Every page has as many entries as an answer may hold, and every stream there may be has a long name."""
+    pages = np.repeat(np.arange(FIND_PAGES_MAX), PER_PAGE_MAX)
+    nodes = np.arange(len(pages)) % STREAMS_MAX
+    names = [f"{place:0{NAME_BYTES_MAX}}" for place in range(STREAMS_MAX)]
+    body = pack_found(Listed(pages, nodes, np.ones(len(pages), np.uint8), names))
+    pack_head(FrameKind.FOUND, 1, len(body))
+    assert len(unpack_found(body, FIND_PAGES_MAX).pages) == len(pages)

@@ -30,7 +30,8 @@ class CheckHandler:
         if not exchange.caller.operator:
             raise PermissionDenied("only operators may have a node verified")
         request: dict[str, Any] = control.unpack_json(body)
-        if request.get("call") not in CALLS:
+        call = request.get("call")
+        if not isinstance(call, str) or call not in CALLS:
             raise InvalidRequest("call", f"is one of {', '.join(sorted(CALLS))}")
         mapped = self._node.writable()
         lives = dict(list_nodes(self._node.path.parent)).get(self._node.name, False)

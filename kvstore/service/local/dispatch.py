@@ -17,6 +17,7 @@ from kvstore.service.upkeep.scrubber import Scrubber
 from kvstore.state import events as ev
 from kvstore.state.mounts import MOUNTED_FRAMES_MAX
 
+TEXT_MAX = 4096  # characters of an error
 # Not of a node that ends.
 _WRITES = frozenset((Op.GRANT, Op.SEAL_GRANTED, Op.BEGIN, Op.RESERVE, Op.SEAL, Op.PREFETCH, Op.DELETE, Op.MOUNT))
 _WRITES |= {Op.SEAL_OBJECTS}
@@ -68,7 +69,7 @@ class Dispatcher:
         reply = self.node.handle(ev.SessionOpened(time.monotonic_ns(), message.a))
         if reply.status != Status.OK:
             reason = f"{self.node.config.sessions_max} sessions are open, sessions_max allows no more"
-            return 0, control.encode(Status.FAILED, message.request_id, body=[reason.encode()])
+            return 0, _failed(message, reason)
         incarnation, puts = f"{self.node.incarnation:016x}", self.node.puts.give(message.a)
         about = {"name": self.node.config.name, "incarnation": incarnation, "puts": puts}
         return message.a, control.encode(Status.OK, message.request_id, body=[control.pack_json(about)])
@@ -88,7 +89,7 @@ class Dispatcher:
         except InvalidRequest as error:
             reply = _refused(message, error)
         except KVStoreError as error:
-            reply = control.encode(Status.FAILED, message.request_id, body=[str(error).encode()])
+            reply = _failed(message, str(error))
         if failpoint.ACTIVE:
             failpoint.hit("node.reply")
         return None if message.flags & control.NO_REPLY else reply
@@ -251,5 +252,13 @@ def _statuses(message: Message, reply: ev.Reply) -> bytes:
 
 
 def _refused(message: Message, error: InvalidRequest) -> bytes:
-    body = [f"{error.field}\0{error.reason}".encode()]
-    return control.encode(Status.INVALID, message.request_id, body=body)
+    return control.encode(Status.INVALID, message.request_id, body=[_text(f"{error.field}\0{error.reason}")])
+
+
+def _failed(message: Message, reason: str) -> bytes:
+    return control.encode(Status.FAILED, message.request_id, body=[_text(reason)])
+
+
+def _text(said: str) -> bytes:
+    """Words that may repeat what a client sent: it may be long, and no Unicode."""
+    return said[:TEXT_MAX].encode(errors="replace")
