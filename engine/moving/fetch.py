@@ -31,6 +31,7 @@ from engine.moving.work import Work
 from engine.state import events as ev
 from engine.state.events import device_failed
 from engine.state.routes import BEGIN_S
+from kvstore import boundary
 from kvstore.client.grouped_cache import GroupedCache
 from kvstore.client.reader import Reader
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
@@ -38,6 +39,8 @@ from kvstore.model.layout import Layout
 from kvstore.tier.device import DeviceLost
 
 LOOK_S = 0.2  # how soon a thread that waits for a layer notices that it need not
+
+_HANDING_OFF = boundary.answered("task/handoff")
 
 log = logging.getLogger("kvstore.engine.handoff")
 
@@ -94,7 +97,8 @@ class Fetch:
 
     def begin(self, layout: Layout, hold_s: float) -> None:
         """Have it computed. Returns at once."""
-        self._run(self._compute, layout, hold_s)
+        if not self._run(self._compute, layout, hold_s) and self.failure is not None:
+            self._post(ev.AskFailed(time.monotonic(), self._work.number, self._attempt, self.failure))
 
     def move(self, start: int) -> None:
         """Bring it into the frames, from token ``start`` on; of layers with a ring, what their window needs. Returns at
@@ -103,7 +107,8 @@ class Fetch:
         work, groups = self._work, [group for group, _ in self._stagings.arenas.places]
         self._starts = [max(start, work.needed(work.prompt, group)) for group in groups]
         self.arrivals.begin(self._starts)
-        self._run(self._move)
+        if not self._run(self._move):
+            self._moved()
 
     def give_up(self) -> None:
         """Nobody wants it any more."""
@@ -116,62 +121,79 @@ class Fetch:
         """Whether the other engine computes from what is not exact."""
         return self.admitted is not None and self.admitted.lossy
 
-    def _run(self, target: Callable[..., None], *arguments: object) -> None:
-        threading.Thread(target=target, args=arguments, name="engine-handoff", daemon=True).start()
+    def _run(self, target: Callable[..., None], *arguments: object) -> bool:
+        """Begin ``target`` in a thread of its own. False where the machine has no more threads: this attempt fails."""
+        try:
+            threading.Thread(target=target, args=arguments, name="engine-handoff", daemon=True).start()
+            return True
+        except RuntimeError as error:
+            self._fail(NodeUnavailable(f"no thread for a hand-off: {error}"))
+            return False
 
     # --- threads ----------------------------------------------------------------------------------------------------
 
     def _compute(self, layout: Layout, hold_s: float) -> None:
-        work = self._work
-        request = work.for_prefill(self._wire_id)
         try:
-            timeout_s = work.deadline_s - time.monotonic()
-            for event in self._peers[self.address].prefill(request, layout, hold_s, timeout_s=timeout_s):
-                if self._stopped():  # given up before that engine knew of it
-                    self._release()
-                    return
-                match event:
-                    case Admitted():
-                        self.admitted = event
-                        self._admitted.set()
-                    case Progress():
-                        pass
-                    case Done():
-                        self._check(event.handoff)
-                        self.handoff = event.handoff
-                        self._done.set()
-                        now_s, first = time.monotonic(), event.handoff.first_token
-                        self._post(ev.Computed(now_s, work.number, self._attempt, first))
-                        return
-                    case Failed():
-                        raise event.error
-            raise NodeUnavailable(f"engine {self.address} ended a prefill without a word")
+            with _HANDING_OFF:
+                self._ask(layout, hold_s)
         except KVStoreError as error:
             self._fail(error)
-            self._post(ev.AskFailed(time.monotonic(), work.number, self._attempt, error))
+            self._post(ev.AskFailed(time.monotonic(), self._work.number, self._attempt, error))
             self._release()  # it may have finished all the same, and its last word was lost
+
+    def _ask(self, layout: Layout, hold_s: float) -> None:
+        work = self._work
+        request, timeout_s = work.for_prefill(self._wire_id), work.deadline_s - time.monotonic()
+        for event in self._peers[self.address].prefill(request, layout, hold_s, timeout_s=timeout_s):
+            if self._stopped():  # given up before that engine knew of it
+                self._release()
+                return
+            match event:
+                case Admitted():
+                    self.admitted = event
+                    self._admitted.set()
+                case Progress():
+                    pass
+                case Done():
+                    self._check(event.handoff)
+                    self.handoff = event.handoff
+                    self._done.set()
+                    now_s, first = time.monotonic(), event.handoff.first_token
+                    self._post(ev.Computed(now_s, work.number, self._attempt, first))
+                    return
+                case Failed():
+                    raise event.error
+        raise NodeUnavailable(f"engine {self.address} ended a prefill without a word")
 
     def _move(self) -> None:
         try:
-            if not self._admitted.wait(min(BEGIN_S, self._left_s())):
-                raise DeadlineExceeded(f"engine {self.address} did not begin within {BEGIN_S:g} s")
-            if self._grain is Grain.WHOLE:
-                self._await(self._done)
-                self._move_whole()
-            elif self._source is Source.DRAM:
-                self._move_from_pool()
-            elif self._start < self._work.prompt:
-                self._take(self._pull(self._start))
-            self._await(self._done)  # released earlier, it would count as given up
+            with _HANDING_OFF:
+                self._bring()
         except KVStoreError as error:
             self._fail(error)
         finally:
             self._settle()
-            arrived = self.arrivals.tokens_min()
-            if arrived < self._work.prompt:
-                self._fail(NodeUnavailable(f"engine {self.address} sent less than all of a prompt"))
             self._run(self._release)  # nobody waits for that
-            self._post(ev.Moved(time.monotonic(), self._work.number, self._attempt, arrived, self.failure))
+            self._moved()
+
+    def _bring(self) -> None:
+        if not self._admitted.wait(min(BEGIN_S, self._left_s())):
+            raise DeadlineExceeded(f"engine {self.address} did not begin within {BEGIN_S:g} s")
+        if self._grain is Grain.WHOLE:
+            self._await(self._done)
+            self._move_whole()
+        elif self._source is Source.DRAM:
+            self._move_from_pool()
+        elif self._start < self._work.prompt:
+            self._take(self._pull(self._start))
+        self._await(self._done)  # released earlier, it would count as given up
+
+    def _moved(self) -> None:
+        """Say what came. Nobody writes to the frames any more."""
+        arrived = self.arrivals.tokens_min()
+        if arrived < self._work.prompt:
+            self._fail(NodeUnavailable(f"engine {self.address} sent less than all of a prompt"))
+        self._post(ev.Moved(time.monotonic(), self._work.number, self._attempt, arrived, self.failure))
 
     def _settle(self) -> None:
         """Nobody writes to the frames any more."""
@@ -195,7 +217,8 @@ class Fetch:
 
     def _release(self) -> None:
         try:
-            self._peers[self.address].release(self._wire_id)
+            with _HANDING_OFF:
+                self._peers[self.address].release(self._wire_id)
         except KVStoreError as error:  # it lets go by itself, later
             log.debug("engine %s was not told to release: %s", self.address, error)
 

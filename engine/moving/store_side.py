@@ -25,6 +25,7 @@ from engine.memory.lossy import Lossy
 from engine.memory.staging import Staging, Stagings
 from engine.moving.stored import keys_to_store, stored, stored_in_all
 from engine.moving.work import Work
+from kvstore import boundary
 from kvstore.client.grouped_cache import GroupedCache
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
@@ -75,7 +76,8 @@ class Pool:
         self.outgoing = None if stagings.in_place else ThreadPoolExecutor(1, "engine-out")
         self._caches: dict[tuple[str, str, bool], GroupedCache] = {}
         self._stopped = threading.Event()
-        self._watch = threading.Thread(target=self._look, name="engine-pool", daemon=True)
+        look = boundary.kept("task/engine pool", self._look, self._stopped)
+        self._watch = threading.Thread(target=look, name="engine-pool", daemon=True)
 
     def start(self) -> None:
         """Watch the node from now on."""
@@ -92,14 +94,15 @@ class Pool:
 
     def _look(self) -> None:
         assert self.store is not None
-        while not self._stopped.wait(LOOK_S):
-            try:
-                began_s = time.monotonic()
-                self.store.wait_ready(LOOK_TIMEOUT_S if self._mapped else REMOTE_LOOK_TIMEOUT_S)
-                self.up = self.up or began_s > self._failed_s  # a failure meanwhile is newer than this look
-            except KVStoreError:
-                self._in_doubt = self._in_doubt or self.up
-                self.up = False
+        if self._stopped.wait(LOOK_S):
+            return
+        try:
+            began_s = time.monotonic()
+            self.store.wait_ready(LOOK_TIMEOUT_S if self._mapped else REMOTE_LOOK_TIMEOUT_S)
+            self.up = self.up or began_s > self._failed_s  # a failure meanwhile is newer than this look
+        except KVStoreError:
+            self._in_doubt = self._in_doubt or self.up
+            self.up = False
 
     @property
     def takes(self) -> bool:

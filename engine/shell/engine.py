@@ -47,6 +47,7 @@ from engine.state.engine_state import EngineState
 from engine.state.passing import TAKE_S
 from engine.state.rules import GroupRules, Rules
 from engine.text.detokenizer import Detokenizer
+from kvstore import boundary
 from kvstore.client.store import Store
 from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable, VersionMismatch
 from kvstore.model.layout import Layout
@@ -55,6 +56,8 @@ from kvstore.tier.device import DeviceLost
 IDLE_S = 0.05
 QUIET_S = 2.0  # for threads that still touch frames when the engine ends
 STOP_S = 30.0
+
+_DECIDED = boundary.Decided("state/engine")  # its thread decides, and nothing is computed without it
 
 log = logging.getLogger("kvstore.engine")
 
@@ -329,6 +332,10 @@ class Engine:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
+        with _DECIDED:
+            self._compute()
+
+    def _compute(self) -> None:
         try:
             self._serve()
         except BaseException as error:  # a mistake of ours: nothing is computed any more, and nobody waits for it

@@ -17,8 +17,11 @@ from typing import Any, Protocol
 from engine.model.request import Event, Failed, Finished, Request, Role, Token, Usage
 from engine.moving.work import Work
 from engine.state import events as ev
+from kvstore import boundary
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, VersionMismatch
 from kvstore.model.layout import Layout
+
+_MIGRATING = boundary.answered("task/migration")
 
 log = logging.getLogger("kvstore.engine.migration")
 
@@ -71,6 +74,7 @@ class Migration:
         self._targets = targets
         self._address = address
         self._post = post
+        self._begun = False  # the other engine has it
         self._request = replace(
             work.request,
             id=uuid.uuid4().hex,
@@ -81,43 +85,55 @@ class Migration:
 
     def start(self) -> None:
         """Let it go on there. Returns at once."""
-        threading.Thread(target=self._run, name="engine-migrated", daemon=True).start()
+        try:
+            threading.Thread(target=self._run, name="engine-migrated", daemon=True).start()
+        except RuntimeError as error:  # the machine has no more threads
+            failure = NodeUnavailable(f"no thread for a migration: {error}")
+            self._post(ev.NotTaken(time.monotonic(), self._work.number, failure))
 
     def cancel(self) -> None:
         """End it there. Returns at once."""
-        threading.Thread(target=self._cancel, name="engine-cancel", daemon=True).start()
+        try:
+            threading.Thread(target=self._cancel, name="engine-cancel", daemon=True).start()
+        except RuntimeError as error:
+            log.warning("an answer that went on elsewhere was not cancelled there: %s", error)
 
     def _cancel(self) -> None:
         try:
-            self._targets[self._address].cancel(self._request.id)
+            with _MIGRATING:
+                self._targets[self._address].cancel(self._request.id)
         except KVStoreError as error:
             log.warning("an answer that went on elsewhere was not cancelled there: %s", error)
 
     def _run(self) -> None:
-        begun = False
         failure: KVStoreError | None = None
         try:
-            for event in self._targets[self._address].submit(self._request):
-                if isinstance(event, Failed):
-                    raise event.error
-                if not begun and isinstance(event, Finished) and event.reason == "cancelled":
-                    return
-                if not begun:
-                    begun = True
-                    self._post(ev.PassTaken(time.monotonic(), self._work.number))
-                if isinstance(event, Token):
-                    self._work.tell(event)
-                else:
-                    self._work.tell(replace(event, usage=_joined(self._work.usage(), event.usage)))
-                    return
-            raise NodeUnavailable(f"engine {self._address} ended an answer without a word")
+            with _MIGRATING:
+                self._follow()
         except KVStoreError as error:
             failure = error
-            if begun:
+            if self._begun:
                 self._work.fail(error)
         finally:
             now_s, number = time.monotonic(), self._work.number
-            self._post(ev.PassedOn(now_s, number) if begun else ev.NotTaken(now_s, number, failure))
+            self._post(ev.PassedOn(now_s, number) if self._begun else ev.NotTaken(now_s, number, failure))
+
+    def _follow(self) -> None:
+        """Pass on what the other engine answers."""
+        for event in self._targets[self._address].submit(self._request):
+            if isinstance(event, Failed):
+                raise event.error
+            if not self._begun and isinstance(event, Finished) and event.reason == "cancelled":
+                return
+            if not self._begun:
+                self._begun = True
+                self._post(ev.PassTaken(time.monotonic(), self._work.number))
+            if isinstance(event, Token):
+                self._work.tell(event)
+            else:
+                self._work.tell(replace(event, usage=_joined(self._work.usage(), event.usage)))
+                return
+        raise NodeUnavailable(f"engine {self._address} ended an answer without a word")
 
 
 def _joined(here: Usage, there: Usage) -> Usage:

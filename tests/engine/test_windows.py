@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.conductor.shell.members import engine_about
+from engine.conductor.shell.reports import engine_about
 from engine.model.observer import Observer
 from engine.model.piece import Piece
 from engine.model.request import Grain, Request, Role, Sampling, Source, Timing

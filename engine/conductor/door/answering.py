@@ -15,9 +15,12 @@ from typing import Protocol
 from engine.conductor.door.errors import refusal_of
 from engine.conductor.door.replies import Choice, OpenAIReply, error_event
 from engine.conductor.shell.answers import Answered, AnswerPart, Answers, Ask, Drawn, Routed
+from kvstore import boundary
 from kvstore.errors import DeadlineExceeded, KVStoreError
 
 SLACK_S = 5.0  # what an answer may take beyond its deadline, which its engine keeps
+
+_ANSWERING = boundary.answered("http/answer", OSError)  # a client that has gone
 
 Take = Callable[[int, AnswerPart], Awaitable[None]]
 """Given the number of an answer and a part of it, one at a time."""
@@ -74,9 +77,10 @@ def _first(errors: BaseException) -> BaseException:
 
 
 async def _answer(answers: Answers, index: int, ask: Ask, take: Take) -> None:
-    async with aclosing(answers.answer(ask)) as parts:
-        async for part in parts:
-            await take(index, part)
+    with _ANSWERING:
+        async with aclosing(answers.answer(ask)) as parts:
+            async for part in parts:
+                await take(index, part)
 
 
 async def reply_whole(answers: Answers, asks: Sequence[Ask], reply: OpenAIReply) -> bytes:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import logging
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
@@ -12,6 +11,7 @@ from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from engine.conductor.door.errors import INVALID, Refusal, internal
 from engine.conductor.door.tally import DoorTally
+from kvstore import boundary
 
 LINE_BYTES_MAX: Final = 8190  # of a request line, and of a header
 HEADERS_MAX: Final = 64
@@ -19,8 +19,6 @@ CONNECTIONS_MAX: Final = 2048
 LINGER_S: Final = 1.0  # for the rest of a body that was refused: a client that is still sending it gets to read why
 LOOKS: Final = 4  # in the time that a client may stall
 JSON: Final = "application/json"
-
-log = logging.getLogger("kvstore.conductor")
 
 
 class HttpReply:
@@ -147,7 +145,7 @@ class _Handler(web.RequestHandler):
                 431 if isinstance(exc, LineTooLong) else 400, INVALID, "this is no HTTP request that is taken"
             )
         else:
-            log.error("a request failed", exc_info=exc)
+            boundary.failed("http/connection", exc or AssertionError(message))
             what = internal()
         if request.writer.output_size > 0:
             raise ConnectionError("a reply has begun")

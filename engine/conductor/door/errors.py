@@ -13,6 +13,7 @@ from typing import Any
 
 from kvstore.errors import (
     DeadlineExceeded,
+    InternalError,
     InvalidRequest,
     KVStoreError,
     OutOfSpace,
@@ -77,6 +78,8 @@ def refusal_of(error: KVStoreError) -> Refusal:
             return Refusal(429, LIMITED, str(error), code="overloaded", retry_after_s=error.retry_after_s)
         case OutOfSpace():
             return Refusal(503, SERVER, str(error), code="out_of_space", retry_after_s=1.0)
+        case InternalError():
+            return internal()
         case DeadlineExceeded():
             return Refusal(504, SERVER, str(error), code="deadline_exceeded")
     return Refusal(503, SERVER, str(error), code="unavailable", retry_after_s=1.0)

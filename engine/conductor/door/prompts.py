@@ -18,6 +18,7 @@ from engine.conductor.door.errors import invalid
 from engine.conductor.door.wanted import Wanted
 from engine.conductor.shell.answers import ServedModel
 from engine.text.chat import PromptTokenizer, Tokens, prompt_tokenizer
+from kvstore import boundary
 from kvstore.errors import InvalidRequest
 
 THREADS: Final = 2
@@ -44,11 +45,15 @@ class PromptMaker:
         Runs until it is cancelled. Who asks for a model whose tokenizer cannot be read is told why.
         """
         known: list[ServedModel] = []
-        while True:
+
+        async def turn() -> None:
+            nonlocal known
             now = models()
-            await self._load([model for model in now if model not in known])
-            known = now
+            new, known = [model for model in now if model not in known], now  # one that fails is not tried for ever
+            await self._load(new)
             await asyncio.sleep(PREPARE_S)
+
+        await boundary.kept_task("task/tokenizers", turn)
 
     async def prepared(self, models: list[ServedModel], timeout_s: float) -> None:
         """Wait until the tokenizers of these are loaded, or cannot be; at most so long. They are loaded on."""

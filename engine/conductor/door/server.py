@@ -10,7 +10,6 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
-import logging
 import ssl
 import time
 import uuid
@@ -21,6 +20,7 @@ from typing import Any, Final
 from urllib.parse import unquote
 
 from aiohttp import web
+from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.conductor.door.answering import reply_streamed, reply_whole
 from engine.conductor.door.asks import asks_of, salt_of
@@ -32,6 +32,7 @@ from engine.conductor.door.replies import Choice, OpenAIReply, model_document, m
 from engine.conductor.door.tally import GONE, DoorTally
 from engine.conductor.door.wanted import Wanted, read_wanted
 from engine.conductor.shell.answers import Answers, ServedModel
+from kvstore import boundary
 from kvstore.config import parse_address
 from kvstore.errors import InvalidRequest, KVStoreError, Unauthenticated
 from kvstore.limits import Shares
@@ -56,7 +57,8 @@ ANSWERS: Final = {"/v1/completions": False, "/v1/chat/completions": True}  # pat
 MODELS: Final = "/v1/models"
 OPERATORS: Final = ("/metrics",)  # where keys are asked for
 
-log = logging.getLogger("kvstore.conductor")
+# Of a request's work: what it refuses, a client that has gone, or whose body is no HTTP, which ``_Handler`` answers.
+_EXPECTED = Refusal, OSError, HttpProcessingError, web.RequestPayloadError, web.PayloadAccessError
 
 
 @dataclass(frozen=True)
@@ -136,7 +138,7 @@ class HttpDoor:
     # --- one request ------------------------------------------------------------------------------------------------
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
-        path = request.path if request.path in (*ANSWERS, MODELS, *self._routes) else "other"
+        path = self._known(request)
         code = 500  # our own bug, which aiohttp takes to ``handle_error``
         self.tally.requests_here += 1
         try:
@@ -150,12 +152,19 @@ class HttpDoor:
             self.tally.requests_here -= 1
             self.tally.ended[path, code] += 1
 
+    def _known(self, request: web.BaseRequest) -> str:
+        """The path; "other" where there is nothing."""
+        return request.path if request.path in (*ANSWERS, MODELS, *self._routes) else "other"
+
     async def _reply(self, request: web.BaseRequest) -> web.StreamResponse:
         with contextlib.closing(HttpReply(request, self._patience.stall_s, self.tally)) as connection:
             try:
                 try:
-                    return await self._route(request, connection)
+                    with boundary.answered(f"http/{self._known(request).strip('/')}", *_EXPECTED):
+                        return await self._route(request, connection)
                 except KVStoreError as error:
+                    if connection.begun:
+                        raise ConnectionError("a reply has begun") from None
                     raise refusal_of(error) from None
             except Refusal as refusal:
                 headers = refusal.headers | ({"WWW-Authenticate": "Bearer"} if refusal.status == 401 else {})

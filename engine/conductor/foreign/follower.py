@@ -22,6 +22,7 @@ from engine.conductor.shell.links import KnownEngine
 from engine.conductor.state import events as ev
 from engine.conductor.state.fleet import EngineAbout, LoadReport
 from engine.model.request import Role
+from kvstore import boundary
 from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable
 from kvstore.state.directory import Told
 
@@ -30,6 +31,8 @@ AGAIN_S: Final = 0.2  # after the first one that failed
 STATUS_S: Final = 3.0  # for an answer
 DEAD_S: Final = 10.0
 REFUSALS: Final = 2
+
+_ASKING = boundary.answered("task/ask")
 
 log = logging.getLogger("kvstore.conductor")
 
@@ -69,12 +72,11 @@ class BackendFollower:
                 if name in self._engines:
                     self._handle(ev.ReportAsked(time.monotonic(), name))
                 try:
-                    self._answered(await self._link.models(STATUS_S))
+                    with _ASKING:
+                        self._answered(await self._link.models(STATUS_S))
                 except KVStoreError as error:
                     await self._failed(error)
                 heard()
-                if self._events is not None and self._events.done():
-                    self._events.result()  # it never ends by itself: a bug of ours
                 await asyncio.sleep(AGAIN_S if self._refused == 1 else POLL_S)
         finally:
             await self._lose()
@@ -100,7 +102,8 @@ class BackendFollower:
         if known is None:
             log.info("%s is there, with %s", name, about.model)
             if self._settings.events:
-                self._events = asyncio.create_task(self._intake.run(), name=f"kv events of {name}")
+                follow = boundary.kept_task("task/kv events", self._intake.run)
+                self._events = asyncio.create_task(follow, name=f"kv events of {name}")
         report = LoadReport(
             role=Role.BOTH,
             running=self._link.running,

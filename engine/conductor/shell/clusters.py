@@ -17,12 +17,23 @@ from google.protobuf.struct_pb2 import Struct
 
 from engine.api.wire import submit_request
 from engine.conductor.shell.links import GrpcLink
+from engine.conductor.shell.reports import (
+    EGRESS_MAX,
+    FINGERPRINT,
+    PAGE_BYTES_MAX,
+    PAGE_TOKENS_MAX,
+    RATE_MAX,
+    REQUESTS_MAX,
+    TEXT_MAX,
+    TOKENS_MAX,
+    Said,
+)
 from engine.conductor.state import events as ev
 from engine.conductor.state.fleet import EngineAbout, LoadReport
 from engine.model.request import Request, Role
 from kvstore.catalog.schema import ClusterEntry
 from kvstore.client.remote.admin import document
-from kvstore.errors import NodeUnavailable, VersionMismatch
+from kvstore.errors import NodeUnavailable
 from kvstore.pb import conductor_pb2, store_pb2
 
 CONDUCTORS: Final = "kvstore.v1.Conductor"
@@ -113,42 +124,45 @@ class RemoteCluster:
         """
         offer = self._offers[name]
         told = await self.link.route(replace(request, generated=0, prefill=None), offer.about.model)
-        for candidate in told.get("candidates", ()):  # the best one first
-            if candidate.get("engine") in offer.addresses and not candidate.get("silent"):
-                return offer.addresses[candidate["engine"]]
-        raise NodeUnavailable(f"{self._entry.offered}: {told.get('why', 'no engine computes it')}")
+        candidates = told.get("candidates")
+        for candidate in candidates if isinstance(candidates, list) else ():  # the best one first
+            engine = candidate.get("engine") if isinstance(candidate, dict) else None
+            if isinstance(engine, str) and engine in offer.addresses and not candidate.get("silent"):
+                return offer.addresses[engine]
+        raise NodeUnavailable(f"{self._entry.offered}: {str(told.get('why', 'no engine computes it'))[:TEXT_MAX]}")
 
 
 def _offers(entry: ClusterEntry, status: Mapping[str, Any]) -> dict[str, _Offer]:
-    """By model, what its engines that compute prompts are together; of several layouts the one with most engines."""
-    found: dict[tuple[str, str], dict[str, Mapping[str, Any]]] = {}
-    try:
-        for name, engine in sorted(status["engines"].items()):
-            not_its_own = engine["foreign"] or engine["egress_bytes_per_s"]
-            if engine["role"] != Role.DECODE and not engine["draining"] and not not_its_own:
-                found.setdefault((str(engine["model"]), str(engine["layout"])), {})[name] = engine
-        most = sorted(found.items(), key=lambda each: (len(each[1]), each[0]))[-MODELS_MAX:]
-        return {offer.about.name: offer for offer in (_offer(entry, *key, engines) for key, engines in most)}
-    except (KeyError, TypeError, ValueError, AttributeError) as error:
-        raise VersionMismatch(f"{entry.addresses[0]} does not say what a conductor has to know: {error!r}") from None
+    """By model, what its engines that compute prompts are together; of several layouts the one with most engines.
+
+    Raises:
+        VersionMismatch: what it says makes no sense.
+    """
+    found: dict[tuple[str, str], dict[str, Said]] = {}
+    for name, engine in sorted(Said(entry.addresses[0], status).part("engines").items(), key=lambda each: each[0]):
+        not_its_own = engine.flag("foreign") or engine.number("egress_bytes_per_s", 0, EGRESS_MAX)
+        if engine.role("role") != Role.DECODE and not engine.flag("draining") and not not_its_own:
+            found.setdefault((engine.text("model"), engine.text("layout", FINGERPRINT)), {})[name] = engine
+    most = sorted(found.items(), key=lambda each: (len(each[1]), each[0]))[-MODELS_MAX:]
+    return {offer.about.name: offer for offer in (_offer(entry, *key, engines) for key, engines in most)}
 
 
-def _offer(entry: ClusterEntry, model: str, layout: str, engines: Mapping[str, Mapping[str, Any]]) -> _Offer:
+def _offer(entry: ClusterEntry, model: str, layout: str, engines: Mapping[str, Said]) -> _Offer:
     one = next(iter(engines.values()))
-    speeds = [float(each["prefill_tokens_per_s"]) for each in engines.values()]
+    speeds = [each.number("prefill_tokens_per_s", 0, RATE_MAX) for each in engines.values()]
     about = EngineAbout(
         name=f"{entry.offered}/{model}",
         address=entry.addresses[0],
         model=model,
         layout=layout,
-        page_tokens=int(one["page_tokens"]),
-        kv_bytes=int(one["kv_bytes"]),
+        page_tokens=one.whole("page_tokens", 1, PAGE_TOKENS_MAX),
+        kv_bytes=one.whole("kv_bytes", 1, PAGE_BYTES_MAX),
         host=entry.host,
         zone=entry.offered,
-        context_max=max(int(each["context_max"]) for each in engines.values()),
+        context_max=max(each.whole("context_max", 0, TOKENS_MAX) for each in engines.values()),
         lanes=len(engines),
         egress_bytes_per_s=float(entry.egress_bytes_per_s),
     )
-    waiting = sum(int(each["waiting"]) for each in engines.values())
+    waiting = sum(each.whole("waiting", 0, REQUESTS_MAX) for each in engines.values())
     report = LoadReport(role=Role.PREFILL, waiting=waiting, prefill_tokens_per_s=sum(speeds) / len(speeds))
-    return _Offer(about, report, {name: str(each["address"]) for name, each in engines.items()})
+    return _Offer(about, report, {name: each.text("address") for name, each in engines.items()})

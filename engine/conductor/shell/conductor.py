@@ -33,6 +33,7 @@ from engine.conductor.state.conductor_state import ConductorState, RequestPhase
 from engine.conductor.state.options import RouteWish
 from engine.conductor.state.orders import LATE_S
 from engine.conductor.state.roles import ORDER_S
+from kvstore import boundary
 from kvstore.catalog.schema import ClusterEntry, EngineEntry, NodeEntry
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.model.prefix import Keys, root_of
@@ -43,6 +44,9 @@ COUNT_S: Final = 1.0
 LOOK_S: Final = 0.02
 HASHED_AT_ONCE: Final = 1 << 15  # tokens, in the event loop: a few milliseconds; of longer prompts in a thread
 TOKEN_BYTES: Final = 4
+
+DECIDED: Final = boundary.Decided("state/conductor")
+_ORDERING: Final = boundary.answered("task/order")
 
 log = logging.getLogger("kvstore.conductor")
 
@@ -69,6 +73,8 @@ class Conductor:
         self._loop = asyncio.get_running_loop()
         self._events: deque[ev.ConductorEvent] = deque()
         self._handling = False
+        self._led: int | None = None
+        self._counted_s = 0.0
         self._numbers = itertools.count(1)
         self._answering: dict[int, OpenAnswer] = {}
         self._tasks: set[asyncio.Task[None]] = set()
@@ -85,11 +91,12 @@ class Conductor:
             while self._events:
                 event = self._events.popleft()
                 began_s = time.perf_counter()
-                instructions = self.state.handle(event)
-                if isinstance(event, ev.Arrived):
-                    self.tally.decided.add(time.perf_counter() - began_s)
-                for it in instructions:
-                    self._perform(it)
+                with DECIDED:
+                    instructions = self.state.handle(event)
+                    if isinstance(event, ev.Arrived):
+                        self.tally.decided.add(time.perf_counter() - began_s)
+                    for it in instructions:
+                        self._perform(it)
         finally:
             self._handling = False
 
@@ -112,7 +119,8 @@ class Conductor:
         known = self.members.engines.get(it.engine)
         if known is not None and self.leading() is not None:  # asked at the last moment: it may have been lost since
             try:
-                await known.link.set_role(it.role, it.order, ORDER_S)
+                with _ORDERING:
+                    await known.link.set_role(it.role, it.order, ORDER_S)
             except KVStoreError as error:  # its next report says what role it has
                 log.warning("%s may keep its role: %s", it.engine, error)
         self.handle(ev.RoleAnswered(time.monotonic(), it.engine))
@@ -131,7 +139,8 @@ class Conductor:
             salt = self.config.salt if ask.salt is None else ask.salt
             tokens = ask.tokens[: it.pages * layout.page_tokens]
             try:
-                await link.prefetch(layout, salt, ask.adapter, tokens, LATE_S)
+                with _ORDERING:
+                    await link.prefetch(layout, salt, ask.adapter, tokens, LATE_S)
             except KVStoreError as error:
                 log.debug("%s brings nothing: %s", it.node, error)
         self.handle(ev.OrderEnded(time.monotonic(), it.order))
@@ -145,21 +154,20 @@ class Conductor:
 
     async def run(self) -> None:
         """Until cancelled."""
-        led: int | None = None
-        counted_s = 0.0
         try:
-            while not self.members.failed.done():
-                now_s = time.monotonic()
-                if (leading := self.leading()) != led:
-                    led = leading
-                    self.handle(ev.LeadershipTold(now_s, led is not None, led or 0))
-                self.handle(ev.Ticked(now_s))
-                if now_s >= counted_s + COUNT_S:  # it brings all changes into the index
-                    self.pages, counted_s = len(self.state.prefixes), now_s
-                await asyncio.sleep(TICK_S)
-            await self.members.failed
+            await boundary.kept_task("task/conductor", self._turn)
         finally:
             await self.members.close()
+
+    async def _turn(self) -> None:
+        now_s = time.monotonic()
+        if (leading := self.leading()) != self._led:
+            self._led = leading
+            self.handle(ev.LeadershipTold(now_s, leading is not None, leading or 0))
+        self.handle(ev.Ticked(now_s))
+        if now_s >= self._counted_s + COUNT_S:  # it brings all changes into the index
+            self.pages, self._counted_s = len(self.state.prefixes), now_s
+        await asyncio.sleep(TICK_S)
 
     def status(self) -> dict[str, Any]:
         """What it is, whom it knows, what waits; plain values, ready for JSON. Any thread: it only looks."""
@@ -192,6 +200,7 @@ class Conductor:
             "leads": self.leading() is not None,
             "revision": self.leading(),
             "engines": engines,
+            "refused": dict(self.members.refused),
             "nodes": sorted(self.members.nodes),
             "pages": self.pages,
             "requests": {phase.name.lower(): count for phase, count in self._phases().items()},

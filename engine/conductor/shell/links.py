@@ -32,7 +32,7 @@ from kvstore.client.remote.node import OPTIONS
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.pb import engine_pb2, store_pb2
 from kvstore.rpc.grpc_errors import from_rpc
-from kvstore.state.directory import Told
+from kvstore.state.directory import GONE, TIERS, Told
 
 NODES: Final = "kvstore.v1.Store"
 NOT_ASYNC: Final = grpc.experimental.ChannelOptions.SingleThreadedUnaryStream
@@ -174,10 +174,12 @@ class NodeLink(GrpcLink):
             self._stream("WatchPages", store_pb2.Empty(), store_pb2.PageBatch, timeout_s)
         ) as batches:
             async for batch in batches:
-                pages = np.frombuffer(batch.fingerprints, "<u8").astype(np.uint64)
                 marks = np.frombuffer(batch.marks, np.uint8)
-                if len(pages) != len(marks):
-                    raise KVStoreError(f"{self.address}: a batch of {len(pages)} pages has {len(marks)} marks")
+                if len(batch.fingerprints) != 8 * len(marks):
+                    raise KVStoreError(f"{self.address}: a batch has {len(marks)} marks, and fingerprints of others")
+                if len(marks) and int((marks & ~np.uint8(GONE)).max()) >= len(TIERS):
+                    raise KVStoreError(f"{self.address}: a batch names a tier that there is not")
+                pages = np.frombuffer(batch.fingerprints, "<u8").astype(np.uint64)
                 yield Told(self.name, batch.stream, batch.number, pages, marks, batch.whole)
 
     async def prefetch(

@@ -19,12 +19,12 @@ from typing import TYPE_CHECKING, Any, Final
 from engine.conductor.foreign.settings import BackendSettings
 from engine.conductor.shell.clusters import RemoteCluster
 from engine.conductor.shell.links import EngineLink, KnownEngine, NodeLink
+from engine.conductor.shell.reports import engine_about, layout_of, load_report, model_path
 from engine.conductor.state import events as ev
-from engine.conductor.state.fleet import EngineAbout, LoadReport
-from engine.model.request import NO_ORDER, REVISION_MAX, Request, Role, RoleOrder
+from engine.model.request import Request
+from kvstore import boundary
 from kvstore.catalog.schema import ClusterEntry, EngineEntry, NodeEntry
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, VersionMismatch
-from kvstore.pb import store_pb2
 
 if TYPE_CHECKING:
     from engine.conductor.foreign.follower import BackendFollower
@@ -35,6 +35,9 @@ RETRY_S: Final = 0.5
 WATCH_S: Final = 3600.0  # of one stream of a node's pages
 
 log = logging.getLogger("kvstore.conductor")
+
+_ASKING = boundary.answered("task/ask")
+_HEARING = boundary.answered("task/hear")
 
 Handle = Callable[[ev.ConductorEvent], None]
 
@@ -50,7 +53,7 @@ class FleetMembers:
         engines: that have said what they are, by name.
         nodes: that are there and have a gRPC API, by name.
         clusters: other pools that compute prompts for this one, by name.
-        failed: has an exception where one of ours failed, which is a bug.
+        refused: why engines that say something are not taken, by name.
     """
 
     def __init__(
@@ -59,7 +62,7 @@ class FleetMembers:
         self.engines: dict[str, KnownEngine] = {}
         self.nodes: dict[str, NodeLink] = {}
         self.clusters: dict[str, RemoteCluster] = {}
-        self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
+        self.refused: dict[str, str] = {}
         self._given = engines
         self._handle = handle
         self._tasks: dict[tuple[str, str, str], asyncio.Task[None]] = {}  # by kind, name and address
@@ -102,8 +105,8 @@ class FleetMembers:
             self._tasks.pop(key).cancel()
             self._heard.discard(key)
         for key in wanted.keys() - self._tasks.keys():
-            self._tasks[key] = asyncio.create_task(wanted[key](), name=" ".join(key))
-            self._tasks[key].add_done_callback(self._ended)
+            follow = boundary.kept_task(f"task/{key[0]}", wanted[key])
+            self._tasks[key] = asyncio.create_task(follow, name=" ".join(key))
 
     async def close(self) -> None:
         """Forget everybody."""
@@ -112,10 +115,6 @@ class FleetMembers:
         for task in tasks:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
-
-    def _ended(self, task: asyncio.Task[None]) -> None:
-        if not task.cancelled() and task.exception() is not None and not self.failed.done():
-            self.failed.set_exception(task.exception())  # type: ignore[arg-type]
 
     def follow_anew(self, node: str) -> None:
         """End this node's stream of pages, and begin another."""
@@ -140,7 +139,10 @@ class FleetMembers:
                 if known:
                     self._handle(ev.ReportAsked(time.monotonic(), name))
                 try:
-                    self._reported(name, link, await link.status(STATUS_S), node, host)
+                    with _ASKING:
+                        self._reported(name, link, await link.status(STATUS_S), node, host)
+                except VersionMismatch as error:
+                    self._refuse(name, error)
                 except KVStoreError as error:
                     self._silent(name, error)
                 self._heard.add(("engine", name, address))
@@ -152,24 +154,33 @@ class FleetMembers:
         finally:
             if self._looks.get(name) is look:
                 del self._looks[name]
-            if self.engines.pop(name, None) is not None:
-                self._handle(ev.EngineLost(time.monotonic(), name))
+            self.refused.pop(name, None)
+            self._lose(name)
             await link.retire()
 
+    def _lose(self, name: str) -> None:
+        if self.engines.pop(name, None) is not None:
+            self._handle(ev.EngineLost(time.monotonic(), name))
+
     def _reported(self, name: str, link: EngineLink, status: dict[str, Any], node: str, host: str) -> None:
+        """What an engine says of itself. Raises VersionMismatch where it makes no sense; nothing was changed."""
         now_s = time.monotonic()
-        try:
-            about = engine_about(name, link.address, status, node, host)
-            report = _report(status)
-            layout = store_pb2.Layout(**status["layout"]["fields"])
-            path = status["model_path"]
-        except (KeyError, TypeError, ValueError) as error:
-            raise VersionMismatch(f"{link.address} does not say what a conductor has to know: {error!r}") from None
+        about = engine_about(name, link.address, status, node, host)
+        report, layout = load_report(link.address, status), layout_of(link.address, status)
+        path = model_path(link.address, status)
+        self.refused.pop(name, None)
         known = self.engines.get(name)
         if known is None or known.about != about:
             self.engines[name] = KnownEngine(about, link, layout, path)
             self._handle(ev.EngineFound(now_s, about, report.role))
         self._handle(ev.Reported(now_s, name, report))
+
+    def _refuse(self, name: str, error: VersionMismatch) -> None:
+        """What it says makes no sense: it is no engine for us until it says something else."""
+        if self.refused.get(name) != str(error):
+            log.warning("%s is refused: %s", name, error)
+            self.refused[name] = str(error)
+        self._lose(name)
 
     def _silent(self, name: str, error: KVStoreError) -> None:
         log.debug("%s: %s", name, error)
@@ -194,7 +205,8 @@ class FleetMembers:
         try:
             while True:
                 try:
-                    await cluster.ask()
+                    with _ASKING:
+                        await cluster.ask()
                 except KVStoreError as error:
                     log.debug("%s: %s", entry.offered, error)
                     cluster.silent()
@@ -220,7 +232,8 @@ class FleetMembers:
             self.nodes[node.name] = link
             while True:
                 try:
-                    await self._hear(link, key)
+                    with _HEARING:
+                        await self._hear(link, key)
                 except KVStoreError as error:
                     log.debug("%s: %s", node.name, error)
                     self._heard.add(key)
@@ -241,46 +254,3 @@ class FleetMembers:
                     self._heard.add(key)
                 if link.name in self._anew:
                     return
-
-
-def engine_about(name: str, address: str, status: dict[str, Any], node: str, host: str) -> EngineAbout:
-    """What an engine says of itself in its status. One of the version before does not say how long prompts may be."""
-    layout, frames = status["layout"], status["frames"]
-    page_tokens = int(layout["page_tokens"])
-    return EngineAbout(
-        name=name,
-        address=address,
-        model=str(status["model"]),
-        layout=str(layout["fingerprint"]),
-        page_tokens=page_tokens,
-        kv_bytes=int(layout["page_bytes"]) // page_tokens,
-        node=node or status["pool"]["node"] or "",
-        host=host,
-        batch_max=int(status["batch_max"]),
-        tokens_max=int(frames.get("tokens_max", frames["total"] * page_tokens)),
-        context_max=int(status["context_tokens_max"]),
-    )
-
-
-def _order(status: dict[str, Any]) -> RoleOrder:
-    """The last order that an engine has carried out. One of the version before tells of none, and refuses none."""
-    said = status.get("role_order")
-    if said is None:
-        return NO_ORDER
-    order = RoleOrder(said["revision"], said["number"])
-    if not all(type(each) is int and 0 <= each <= REVISION_MAX for each in order):
-        raise ValueError(f"role_order: out of range (got {order})")
-    return order
-
-
-def _report(status: dict[str, Any]) -> LoadReport:
-    requests, speeds = status["requests"], status["speeds"]
-    return LoadReport(
-        role=Role(status["role"]),
-        order=_order(status),
-        draining=bool(status["draining"]),
-        waiting=int(requests["waiting"] + requests["loading"] + requests["computing"]),
-        running=int(requests["decoding"]),
-        prefill_tokens_per_s=float(speeds["prefill_tokens_per_s"]),
-        step_s=float(speeds["step_ms"]) / 1e3,
-    )
