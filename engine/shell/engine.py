@@ -332,10 +332,6 @@ class Engine:
     # --- the thread ---------------------------------------------------------------------------------------------------
 
     def _run(self) -> None:
-        with _DECIDED:
-            self._compute()
-
-    def _compute(self) -> None:
         try:
             self._serve()
         except BaseException as error:  # a mistake of ours: nothing is computed any more, and nobody waits for it
@@ -353,9 +349,10 @@ class Engine:
             torch.set_num_threads(self.config.threads)
         idle_s = 0.0
         while not self._stopping:
-            for event in self.inbox.take(idle_s):
-                self._unless_lost(partial(self.performer.handle, event))
-            idle_s = 0.0 if self._unless_lost(self.performer.turn) else IDLE_S
+            with _DECIDED:
+                for event in self.inbox.take(idle_s):
+                    self._unless_lost(partial(self.performer.handle, event))
+                idle_s = 0.0 if self._unless_lost(self.performer.turn) else IDLE_S
         self.performer.handle(ev.Stop(time.monotonic()))
         until_s = time.monotonic() + QUIET_S
         while self.remains() and time.monotonic() < until_s:

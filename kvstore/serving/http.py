@@ -40,7 +40,7 @@ class _Handler(BaseHTTPRequestHandler):
         path = self.path.partition("?")[0]
         route = self.server.routes.get(path)
         try:
-            with boundary.answered(f"http{path if route is not None else '/other'}"):
+            with boundary.answered(f"http/{path.strip('/') if route is not None else 'other'}"):
                 status, kind, text = route() if route is not None else (404, "text/plain", "not found\n")
         except InternalError as error:
             status, kind, text = 500, "text/plain", f"{error}\n"

@@ -24,13 +24,13 @@ class ConductorProcess(EngineProcess):
     """``kvstore conductor``. It says where it listens as an engine does."""
 
 
-def serve_conductor(machine: Machine, **flags: str) -> ConductorProcess:
+def serve_conductor(machine: Machine, env: dict[str, str] | None = None, **flags: str) -> ConductorProcess:
     """Start one, and wait until it is ready."""
     command = [*CLI, "conductor"]
     for flag, value in flags.items():
         for one in value.split(" "):
             command += [f"--{flag.replace('_', '-')}", one]
-    process = machine.start(ConductorProcess, "conductor", command, of_engines())
+    process = machine.start(ConductorProcess, "conductor", command, of_engines(), **(env or {}))
     process.wait_ready()
     return process
 

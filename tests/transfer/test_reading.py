@@ -20,6 +20,7 @@ from kvstore.model.prefix import Keys, root_key
 from kvstore.model.replica import FrameClass, Tier
 from kvstore.service.cluster.read_handler import ReadHandler
 from kvstore.serving.identities import Identity
+from kvstore.tier.counters import ONE_GET
 from kvstore.transfer import reading
 from kvstore.transfer.base import Caller
 from kvstore.transfer.pulling import CHECKSUM, Pulled, pull, receive_pages
@@ -99,6 +100,19 @@ def test_pages_arrive(remote: Reading, store: Store, layout: Layout) -> None:
         assert not rows[33:].any()
     found, rows = remote.pull(keys[20:30], layout)  # from the middle of a chain
     assert (found.pages, found.reason) == (10, "") and first_wrong(rows, want[20:30]) == ""
+
+
+def test_gets_are_counted_without_an_end(remote: Reading, store: Store) -> None:
+    """The word that counts them is carried before it is full."""
+    put(store, 1, 5)
+    keys, mapped = chain(1, 5), remote.node.mapped()
+    assert mapped is not None and remote.pull(keys)[0].pages == 5
+    row = mapped.counters.row(SMALL.page_bytes, SMALL.page_tokens)
+    mapped.counters.words[row] = (1 << 64) - 2 * ONE_GET  # a second get does not fit
+    for _ in range(3):
+        assert remote.pull(keys)[0].pages == 5
+    counts = mapped.counters.tally().counts
+    assert (counts["gets"], counts["hit_dram"]) == ((1 << 24) - 2 + 3, 15)
 
 
 def test_pages_of_another_salt_are_refused_and_unknown_ones_are_a_miss(remote: Reading, store: Store) -> None:

@@ -232,8 +232,7 @@ class FleetMembers:
             self.nodes[node.name] = link
             while True:
                 try:
-                    with _HEARING:
-                        await self._hear(link, key)
+                    await self._hear(link, key)
                 except KVStoreError as error:
                     log.debug("%s: %s", node.name, error)
                     self._heard.add(key)
@@ -249,7 +248,8 @@ class FleetMembers:
         self._anew.discard(link.name)
         async with contextlib.aclosing(link.pages(WATCH_S)) as batches:
             async for batch in batches:
-                self._handle(ev.PagesTold(time.monotonic(), batch))
+                with _HEARING:
+                    self._handle(ev.PagesTold(time.monotonic(), batch))
                 if batch.whole:
                     self._heard.add(key)
                 if link.name in self._anew:

@@ -159,7 +159,7 @@ def layout_of(address: str, status: Any) -> store_pb2.Layout:
     try:
         found = store_pb2.Layout(**fields.document)
     except (TypeError, ValueError) as error:
-        raise layout.wrong("fields", f"are not those of a layout: {error}", fields.document) from None
+        raise layout.wrong("fields", f"are not those of a layout: {str(error)[:100]}", fields.document) from None
     if found.page_tokens != layout.whole("page_tokens", 1, PAGE_TOKENS_MAX):
         raise layout.wrong("fields.page_tokens", "is not page_tokens", found.page_tokens)
     return found
