@@ -52,7 +52,8 @@ class PullServer:
 
     Args:
         find: who shows this token, or a certificate of these names.
-        check: raises PermissionDenied where the prefill of that id is none of theirs.
+        name_of: the engine's name for the prefill that a caller has under an id; raises PermissionDenied where the
+            caller has none.
 
     Attributes:
         port: of TCP, the same on every host; before ``start`` the one that is wanted.
@@ -63,13 +64,13 @@ class PullServer:
         config: EngineConfig,
         engine: PulledEngine,
         find: Callable[[str | None, Sequence[str]], Identity],
-        check: Callable[[str, Identity], None],
+        name_of: Callable[[str, Identity], str],
     ) -> None:
         self.port = config.data_port
         self._config = config
         self._engine = engine
         self._find = find
-        self._check = check
+        self._name_of = name_of
         self._servers: list[Server] = []
         self._ways = 1  # servers that share the descriptors
 
@@ -113,12 +114,12 @@ class PullServer:
         timeout_s = min(timeout_s, self._config.request_s_max)
         caller = exchange.caller
         assert isinstance(caller, Identity), "``_admit`` knows no others"
-        self._check(request_id, caller)
+        name = self._name_of(request_id, caller)
 
         def beat() -> None:
             exchange.reply(FrameKind.PIECE, _HEAD.pack(0, 0, 0, 0, 0))
 
-        pieces = self._engine.pull(request_id, token_start, codec, timeout_s, beat)
+        pieces = self._engine.pull(name, token_start, codec, timeout_s, beat)
         try:
             for piece in pieces:
                 assert isinstance(piece.data, HeldData)

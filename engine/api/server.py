@@ -38,7 +38,7 @@ class EngineServer(LoopServer):
         super().__init__("engine-api", SERVICE, config, limits)
         self._served = config, engine, model, tally
         self._owners = Owners(config.requests_max)
-        self._pulls = PullServer(config, engine, self.identities.find, self._owners.check)
+        self._pulls = PullServer(config, engine, self.identities.find, self._owners.find)
 
     def start(self) -> None:
         """See ``LoopServer``; then the data connections, beside each address."""

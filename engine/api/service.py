@@ -9,11 +9,13 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import itertools
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from typing import Any, Final, Generic, Protocol, TypeVar
+from dataclasses import replace
+from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 
@@ -133,43 +135,61 @@ class Mailbox(Generic[Item]):
                 return found
 
 
+class OwnedRequest(NamedTuple):
+    """A request of a caller, under the id that the caller chose, until it can no longer be asked for."""
+
+    request_id: str
+    caller: Identity
+    until_s: float
+
+
 class Owners:
-    """Whose request is whose, so that an id is no key to the requests of others. Any thread may ``check``; the rest is
-    the event loop's alone."""
+    """Whose request is whose. An id says nothing of the requests of another caller: each caller has ids of its own, and
+    the engine knows a request by a name that no caller chooses. Any thread may ``find``; the rest is the event loop's.
+    """
 
     def __init__(self, requests_max: int) -> None:
-        self._known: dict[str, tuple[Identity, float]] = {}  # until when a released prefill can still be asked for
+        self._known: dict[str, OwnedRequest] = {}  # by the engine's name
+        self._numbers = itertools.count(1)
         self._each_max = max(1, int(requests_max * SHARE_MAX))
 
     @contextlib.contextmanager
-    def adding(self, request_id: str, caller: Identity, seconds: float) -> Iterator[None]:
-        """Know it from now on; forget it where what is done inside fails.
+    def adding(self, request_id: str, caller: Identity, seconds: float) -> Iterator[str]:
+        """Know it from now on; forget it where what is done inside fails. Gives the engine's name for it.
 
-        Raises TooManyCalls where there is no room for more of this caller, InvalidRequest where that id is in use.
+        Raises TooManyCalls where there is no room for more of this caller, InvalidRequest where its id is in use.
         """
         now_s = time.monotonic()
-        self._known = {name: found for name, found in self._known.items() if found[1] > now_s}
-        theirs = 0 if caller.operator else sum(owner == caller for owner, _ in self._known.values())
-        if theirs >= self._each_max:
+        self._known = {name: each for name, each in self._known.items() if each.until_s > now_s}
+        theirs = [each.request_id for each in self._known.values() if each.caller == caller]
+        if len(theirs) >= self._each_max and not caller.operator:
             raise TooManyCalls(f"{caller.name} has {self._each_max} requests here", RETRY_AFTER_S)
-        if request_id in self._known:
+        if request_id in theirs:
             raise InvalidRequest("request_id", f"{request_id} is in use")
-        self._known[request_id] = caller, now_s + seconds
+        name = f"{request_id}~{next(self._numbers)}"
+        self._known[name] = OwnedRequest(request_id, caller, now_s + seconds)
         try:
-            yield
+            yield name
         except BaseException:
-            self.drop(request_id)
+            self.drop(name)
             raise
 
-    def drop(self, request_id: str) -> None:
+    def drop(self, name: str) -> None:
         """It has ended."""
-        self._known.pop(request_id, None)
+        self._known.pop(name, None)
 
-    def check(self, request_id: str, caller: Identity) -> None:
-        """Raises PermissionDenied where the request is somebody else's, and the caller no operator."""
-        found = self._known.get(request_id)
-        if not caller.operator and (found is None or found[0] != caller):
+    def find(self, request_id: str, caller: Identity) -> str:
+        """The engine's name for a request of this caller, or, for an operator, of any; the id where there is none.
+
+        Raises PermissionDenied where it is not the caller's, or there is none, and the caller is not an operator.
+        """
+        found = [(each.caller, name) for name, each in list(self._known.items()) if each.request_id == request_id]
+        own = [name for owner, name in found if owner == caller]
+        if own:
+            return own[0]
+        if not caller.operator:
             raise PermissionDenied(f"request {request_id!r} is none of {caller.name}'s")
+        return found[0][1] if found else request_id
 
 
 class EngineCalls:
@@ -211,19 +231,20 @@ class EngineCalls:
             request = await call.quick(self._request, said, call.left_s)
             self._check_engines(call, request)
             mailbox: Mailbox[Event] = Mailbox()
-            with self._owners.adding(request.id, call.caller, request.deadline_s):
-                cancel = await call.wait(self._engine.submit, request, mailbox.put, undo=lambda cancel: cancel())
+            with self._owners.adding(request.id, call.caller, request.deadline_s) as name:
+                inner = replace(request, id=name)
+                cancel = await call.wait(self._engine.submit, inner, mailbox.put, undo=lambda cancel: cancel())
         tokens = tokens_bytes(request.tokens) if said.text else b""
         accepted = pb.Accepted(request_id=request.id, prompt_tokens=request.prompt_tokens, tokens=tokens)
         try:
             await call.send(pb.SubmitReply(accepted=accepted).SerializeToString())
             async for events in _until_end(call, mailbox):
                 if isinstance(events[-1], Finished):
-                    self._owners.drop(request.id)  # before its caller hears of it, and asks again
+                    self._owners.drop(name)  # before its caller hears of it, and asks again
                 for reply in replies_of(events):
                     await call.send(reply.SerializeToString())
         finally:
-            self._owners.drop(request.id)
+            self._owners.drop(name)
             self._later(cancel)  # where it has ended already, nothing happens
 
     def _request(self, said: pb.SubmitRequest, left_s: float) -> Request:
@@ -264,19 +285,21 @@ class EngineCalls:
                 raise VersionMismatch(explain_mismatch(self._layout, theirs))
             request = await call.quick(self._request, said.request, call.left_s)
             mailbox: Mailbox[PrefillEvent] = Mailbox()
-            with self._owners.adding(request.id, call.caller, request.deadline_s + hold_s):
+            with self._owners.adding(request.id, call.caller, request.deadline_s + hold_s) as name:
+                inner = replace(request, id=name)
                 give_up = await call.wait(
-                    self._engine.prefill, request, theirs, hold_s, mailbox.put, undo=lambda give_up: give_up()
+                    self._engine.prefill, inner, theirs, hold_s, mailbox.put, undo=lambda give_up: give_up()
                 )
         done = False
         try:
             async for events in _until_end(call, mailbox):
                 for event in events:
-                    done = done or isinstance(event, Done)
+                    if isinstance(event, Done):
+                        done, event = True, Done(replace(event.handoff, request_id=request.id))
                     await call.send(prefill_reply(event, self._data_port()).SerializeToString())
         finally:
             if not done:
-                self._owners.drop(request.id)
+                self._owners.drop(name)
                 self._later(give_up)
 
     def _later(self, what: Callable[[], object]) -> None:
@@ -286,9 +309,9 @@ class EngineCalls:
     async def release(self, call: Call, message: bytes) -> bytes:
         """The KV of a prefill is not needed any more."""
         said = parse(pb.RequestId, message)
-        self._owners.check(said.request_id, call.caller)
-        found = await call.quick(self._engine.release, said.request_id)
-        self._owners.drop(said.request_id)
+        name = self._owners.find(said.request_id, call.caller)
+        found = await call.quick(self._engine.release, name)
+        self._owners.drop(name)
         return pb.Found(found=found).SerializeToString()
 
     # --- about requests, and the engine -----------------------------------------------------------------------------
@@ -296,8 +319,8 @@ class EngineCalls:
     async def cancel(self, call: Call, message: bytes) -> bytes:
         """End a request."""
         said = parse(pb.RequestId, message)
-        self._owners.check(said.request_id, call.caller)
-        return pb.Found(found=await call.quick(self._engine.cancel, said.request_id)).SerializeToString()
+        name = self._owners.find(said.request_id, call.caller)
+        return pb.Found(found=await call.quick(self._engine.cancel, name)).SerializeToString()
 
     async def status(self, call: Call, message: bytes) -> bytes:
         """What the engine is, how busy, and how fast."""
@@ -324,7 +347,8 @@ class EngineCalls:
         call.caller.check_operator()
         if not said.target:
             raise InvalidRequest("target", "is missing: the address of another engine")
-        found = await call.wait(self._engine.migrate, said.request_id, said.target)
+        name = self._owners.find(said.request_id, call.caller)
+        found = await call.wait(self._engine.migrate, name, said.target)
         return pb.Found(found=found).SerializeToString()
 
     async def drain(self, call: Call, message: bytes) -> bytes:

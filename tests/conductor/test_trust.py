@@ -14,9 +14,9 @@ from engine.api.wire import tokens_bytes
 from engine.client import EngineClient
 from engine.conductor.shell.answers import PRIORITY_MAX
 from engine.conductor.shell.api import NAME_MAX
-from engine.model.request import Admitted, Request, Sampling
+from engine.model.request import Admitted, Done, Request, Sampling
 from kvstore.client.remote.admin import document
-from kvstore.errors import KVStoreError, PermissionDenied
+from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied
 from kvstore.model.layout import Layout
 from kvstore.pb import conductor_pb2 as pb
 from kvstore.pb import conductor_pb2_grpc, engine_pb2, store_pb2
@@ -112,7 +112,9 @@ def test_salts_priorities_and_ids_are_checked(served: tuple[EngineProcess, Condu
             assert a.submit("a", request_id=request_id, priority=PRIORITY_MAX)[-1].HasField("finished")
 
 
-def test_a_request_id_is_no_key_to_the_requests_of_others(served: tuple[EngineProcess, ConductorProcess]) -> None:
+def test_an_id_gives_no_access_to_requests_of_another_caller(
+    served: tuple[EngineProcess, ConductorProcess],
+) -> None:
     """An engine denies everything about a request of another caller, and in the same words where there is none."""
     engine, _ = served
     with (
@@ -121,7 +123,7 @@ def test_a_request_id_is_no_key_to_the_requests_of_others(served: tuple[EnginePr
         EngineClient(engine.address, token="op-token") as op,
     ):
         layout, sampling = Layout(**op.status()["layout"]["fields"]), Sampling(max_tokens=1)
-        request = Request(id="of-a", tokens=np.asarray(prompt(40), np.uint32), salt="a", sampling=sampling)
+        request = Request(id="of-a", tokens=prompt(40), salt="a", sampling=sampling)
         events = list(a.prefill(request, layout, hold_s=60.0))
         assert isinstance(events[0], Admitted)
         b._data_port = a._data_port  # a stranger finds the port without the call that tells it
@@ -141,3 +143,47 @@ def test_a_request_id_is_no_key_to_the_requests_of_others(served: tuple[EnginePr
         assert a.release("of-a")
         with pytest.raises(KVStoreError):
             a.release("of-a")
+
+
+def test_callers_may_choose_the_same_ids(served: tuple[EngineProcess, ConductorProcess]) -> None:
+    """An id that is taken tells nothing of another caller, and takes it from nobody."""
+    engine, _ = served
+    with (
+        EngineClient(engine.address, token="a-token") as a,
+        EngineClient(engine.address, token="b-token") as b,
+        EngineClient(engine.address, token="op-token") as op,
+    ):
+        long = {"max_tokens": 2000, "ignore_eos": True}
+        salts = {a: "a", b: "b"}
+        running = {each: each.stream(prompt(20), id="job", salt=salt, **long) for each, salt in salts.items()}
+        for stream in running.values():
+            next(stream)
+        with pytest.raises(InvalidRequest, match="^request_id: job is in use"):
+            a.generate(prompt(20), id="job", salt="a", max_tokens=2)
+        assert a.cancel("job")
+        assert list(running[a])[-1].reason == "cancelled"  # type: ignore[union-attr]
+        with pytest.raises(PermissionDenied):
+            a.cancel("job")
+        next(running[b])  # nobody has touched it
+        assert op.cancel("job") and not op.cancel("never")
+        assert list(running[b])[-1].reason == "cancelled"  # type: ignore[union-attr]
+        layout = Layout(**op.status()["layout"]["fields"])
+        for caller, salt, tokens in ((a, "a", 40), (b, "b", 70)):
+            request = Request(id="kv", tokens=prompt(tokens), salt=salt, sampling=Sampling(max_tokens=1))
+            done = list(caller.prefill(request, layout, hold_s=60.0))[-1]
+            assert isinstance(done, Done) and done.handoff.request_id == "kv"
+        assert (taken(a), taken(b)) == (40, 70), "each its own"
+        assert a.release("kv") and op.status()["prefills_held"] == 1
+        assert taken(b) == 70
+        with pytest.raises(KVStoreError):
+            taken(a)
+        assert op.release("kv") and op.status()["prefills_held"] == 0
+
+
+def taken(caller: EngineClient) -> int:
+    """The tokens of its prefill, all of which it pulls."""
+    tokens = 0
+    for piece in caller.pull("kv"):
+        piece.data.read_into([np.empty(piece.data.nbytes, np.uint8)])
+        tokens += piece.tokens * (piece.layer == 0)
+    return tokens
