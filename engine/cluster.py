@@ -12,6 +12,7 @@ from kvstore import about
 from kvstore.catalog import schema
 from kvstore.catalog.schema import EngineEntry
 from kvstore.client.store import Store
+from kvstore.errors import VersionMismatch
 from kvstore.serving.membership import Membership, host, reachable
 
 if TYPE_CHECKING:
@@ -40,16 +41,23 @@ class ClusterPlace:
 
     Args:
         found: told where engines of our layout compute prompts for others, whenever that changes. Never ourselves.
+        on_final: see ``Membership.start``.
 
     Raises:
         NodeBusy, Unavailable, InvalidRequest: see ``Membership.start``.
     """
 
-    def __init__(self, membership: Membership, mine: EngineEntry, found: Callable[[tuple[str, ...]], None]) -> None:
+    def __init__(
+        self,
+        membership: Membership,
+        mine: EngineEntry,
+        found: Callable[[tuple[str, ...]], None],
+        on_final: Callable[[VersionMismatch], None] = lambda error: None,
+    ) -> None:
         self._membership = membership
         self._mine = mine
         self._found = found
-        membership.start(mine, self._changed)
+        membership.start(mine, self._changed, on_final=on_final)
 
     def look(self, role: Role) -> None:
         """Publish the role where it was changed."""

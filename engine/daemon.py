@@ -18,6 +18,7 @@ from engine.config import WITHOUT_NODE, EngineConfig
 from kvstore.client.store import Store
 from kvstore.config import format_size
 from kvstore.serving import lifecycle, listening, logs
+from kvstore.serving.http import readyz
 from kvstore.serving.identities import Identities
 from kvstore.serving.lifecycle import Life
 from kvstore.serving.membership import Membership
@@ -122,9 +123,14 @@ def _run(
         server.start()
         life.on_hangup(server.reload)
         if membership is not None:
-            place = ClusterPlace(membership, entry_of(config, model, store, server.addresses), engine.found)
+            place = ClusterPlace(membership, entry_of(config, model, store, server.addresses), engine.found, life.fail)
+            engine.membership = membership.status
         if life.http is not None:
-            life.http.routes["/metrics"] = EngineMetrics(config.name, tally, engine.status, server.calls).route
+            metrics = EngineMetrics(config.name, tally, engine.status, server.calls)
+            if membership is not None:
+                metrics.membership = membership.ages
+                life.http.routes["/readyz"] = readyz(life.ready, membership.fault)
+            life.http.routes["/metrics"] = metrics.route
         said = Ready(
             role=str(config.role),
             model=model.name,

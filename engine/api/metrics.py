@@ -18,7 +18,7 @@ from engine.model.observer import Observer
 from engine.model.request import Role, Usage
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.serving.durations import Durations
-from kvstore.serving.metric_table import INTERNAL_ERRORS, SHED_HELP, about
+from kvstore.serving.metric_table import INTERNAL_ERRORS, MEMBERSHIP, SHED_HELP, about
 from kvstore.serving.metrics import DaemonMetrics, Families
 from kvstore.serving.watching import Calls
 
@@ -62,6 +62,7 @@ METRICS: Final = (
     _about("counter", "grpc_shed_calls", SHED_HELP, "reason"),
     _about("histogram", "grpc_call_duration_seconds", "Time from a call's arrival to its end.", "method"),
     _about("counter", "grpc_bytes", "Bytes of messages over gRPC.", "direction"),
+    *MEMBERSHIP,
     INTERNAL_ERRORS,
     _about("gauge", "uptime_seconds", "Time since this engine started."),
     _about("gauge", "process_resident_bytes", "Memory of the process that is resident, shared pages included."),

@@ -17,7 +17,7 @@ from kvstore import about
 from kvstore.catalog import schema
 from kvstore.catalog.schema import ClusterEntry, ConductorEntry
 from kvstore.serving import lifecycle, listening, logs
-from kvstore.serving.http import routes
+from kvstore.serving.http import readyz, routes
 from kvstore.serving.identities import Identities
 from kvstore.serving.lifecycle import Life
 from kvstore.serving.membership import Membership, host, reachable
@@ -77,13 +77,17 @@ def _run(
         conductor = server.conductor
         if config.http is not None:
             metrics = ConductorMetrics(config.name, tally, conductor.status, server.calls)
-            door = server.open_door({**routes(ready), "/metrics": metrics.route})
+            if membership is not None:
+                metrics.membership = membership.ages
+            fault = membership.fault if membership is not None else str
+            door = server.open_door({**routes(ready), "/readyz": readyz(ready, fault), "/metrics": metrics.route})
             metrics.door = door.tally
         if membership is not None:
-            _join(membership, config, server, door.address if door is not None else "")
+            _join(membership, config, server, door.address if door is not None else "", life)
+            conductor.membership = membership.status
         server.settle()
         if offer is not None:
-            offer.start(_offered(config, server))
+            offer.start(_offered(config, server), on_final=life.fail)
         said = ConductorReady(
             policy=config.policy,
             split=config.split,
@@ -114,7 +118,7 @@ def _run(
         server.stop()
 
 
-def _join(membership: Membership, config: ConductorConfig, server: ConductorServer, http: str) -> None:
+def _join(membership: Membership, config: ConductorConfig, server: ConductorServer, http: str, life: Life) -> None:
     process = schema.new_process()
     mine = ConductorEntry(
         name=f"{config.name}-{process[:8]}",
@@ -129,7 +133,7 @@ def _join(membership: Membership, config: ConductorConfig, server: ConductorServ
     def changed() -> None:
         server.conductor.members_told(membership.engines(), membership.nodes(), membership.clusters())
 
-    membership.start(mine, changed)
+    membership.start(mine, changed, on_final=life.fail)
     changed()
     membership.lead(mine.name)
 

@@ -86,6 +86,7 @@ class Engine:
         layouts, groups = model.layouts(config.page_tokens), model.geometry.groups
         self.layout = layouts[0]  # engines of one have those of the other groups in common, too
         self.observer = observer or Observer()
+        self.membership: Callable[[], dict[str, Any]] = dict  # what ``status`` says of our place in a pool
         windows = [group.window for group in groups]
         frames, *beside = memory_frames(config.arena, layouts, windows, config.chunk_tokens, config.batch_max)
         members, k_dim, device = [group.layers for group in groups], model.geometry.k_dim, str(model.device)
@@ -235,7 +236,8 @@ class Engine:
         """What the engine is, how busy, and how fast; plain values, ready for JSON."""
         performer, graphs = self.performer, self._runner.graphs
         about = self.config, self.model, self.arenas, self.mounted, self.pool, self.door, self.state, self.prefills
-        return describe(*about, performer.sides.steps, graphs, performer.pages.demoted)
+        told = describe(*about, performer.sides.steps, graphs, performer.pages.demoted)
+        return {**told, "membership": self.membership()}
 
     def set_role(self, role: Role, order: RoleOrder | None = None) -> None:
         """Accept other requests from now on: see ``Door.set_role``."""

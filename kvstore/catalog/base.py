@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import time
 from abc import ABC, abstractmethod
 from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Final
 
+from kvstore.boundary import kept_task
+from kvstore.catalog.task_health import TaskHealth
+from kvstore.catalog.task_health import boot_s as boot_s
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
 
 KEY_BYTES_MAX: Final = 512
@@ -23,7 +25,6 @@ TTL_MIN_S: Final = 1.0
 TTL_MAX_S: Final = 3600.0
 CALL_S: Final = 5.0  # a call that has no answer by then ends in Unavailable
 RENEWALS_PER_TTL: Final = 4
-RENEWAL_RETRY_S: Final = 0.25
 
 log = logging.getLogger("kvstore.catalog")
 
@@ -32,7 +33,7 @@ class Taken(KVStoreError):
     """The condition of a publish does not hold. ``entry``: what is there instead; None where nothing is."""
 
     def __init__(self, key: str, entry: Entry | None) -> None:
-        super().__init__(f"{key}: {'changed meanwhile' if entry is None else 'somebody else has it'}")
+        super().__init__(f"{key}: {'changed in the meantime' if entry is None else 'another process has it'}")
         self.key = key
         self.entry = entry
 
@@ -74,7 +75,9 @@ class Update:
 
 
 class Session(ABC):
-    """Somebody's liveness. Renewed in the background until ``close``; its entries leave with it.
+    """A member's liveness. Renewed in the background until ``close``; its entries leave with it.
+
+    Life: opened -> renewed -> ended by ``close``, or ``lost``. The owner of a lost session opens another one.
 
     Attributes:
         id: not 0.
@@ -91,53 +94,52 @@ class Session(ABC):
 
     @property
     def alive(self) -> bool:
-        """Whether nobody can have ended it yet, by this process' own clock.
+        """True while no other member can have ended it, by this process' own clock.
 
         The clock counts sleep, too, and starts before the renewal was sent. So a leader that was stopped or cut off
-        finds out by itself, at the latest when others do.
+        finds out on its own, at the latest when others do.
         """
         return not self.lost.is_set() and boot_s() < self._renewed_s + self.ttl_s
 
-    @property
-    def renewed_s(self) -> float:
-        """When it was last renewed, by ``boot_s``."""
-        return self._renewed_s
-
-    def start(self) -> None:
-        """Renew from now on."""
-        self._renewing = asyncio.create_task(self._renew_always(), name=f"catalog session {self.id:x}")
+    def start(self, health: TaskHealth) -> None:
+        """Renew from now on; ``health`` notes how each renewal went."""
+        renewing = kept_task("membership/session", lambda: self._renew_always(health))
+        self._renewing = asyncio.create_task(renewing, name=f"catalog session {self.id:x}")
 
     async def close(self) -> None:
         """End it. Its entries leave at once; where the catalog cannot be reached, after ``ttl_s``."""
         if self._renewing is not None:
-            self._renewing.cancel()
-            await asyncio.gather(self._renewing, return_exceptions=True)
-            self._renewing = None
-        if not self.lost.is_set():
+            renewing, self._renewing = self._renewing, None
+            renewing.cancel()
+            await asyncio.gather(renewing, return_exceptions=True)
+        if boot_s() < self._renewed_s + self.ttl_s:
             try:
                 await self._end()
-            except Unavailable as error:
-                log.warning("session %x ends by itself in %.0f s: %s", self.id, self.ttl_s, error)
-            self.lost.set()
+            except KVStoreError as error:
+                log.debug("session %x ends without us, in %.0f s at most: %s", self.id, self.ttl_s, error)
+        self.lost.set()
 
-    async def _renew_always(self) -> None:
+    async def _renew_always(self, health: TaskHealth) -> bool:
+        """Until it is lost: True."""
         wait_s = self.ttl_s / RENEWALS_PER_TTL
         while True:
             await asyncio.sleep(wait_s)
             sent_s = boot_s()
             try:
                 if not await self._renew():
-                    log.warning("session %x was not renewed in time and has ended", self.id)
+                    health.note_failure(SessionLost(f"session {self.id:x} was not renewed in time and has ended"))
                     self.lost.set()
-                    return
-                self._renewed_s = sent_s
-                wait_s = self.ttl_s / RENEWALS_PER_TTL
-            except Unavailable:
-                wait_s = min(RENEWAL_RETRY_S, self.ttl_s / RENEWALS_PER_TTL)
+                    return True
+            except KVStoreError as error:
+                wait_s = min(health.note_failure(error), self.ttl_s / RENEWALS_PER_TTL)
+                continue
+            self._renewed_s = sent_s
+            wait_s = self.ttl_s / RENEWALS_PER_TTL
+            health.note_success()
 
     @abstractmethod
     async def _renew(self) -> bool:
-        """Whether it still lives, and for ``ttl_s`` more. Raises Unavailable where nobody can tell."""
+        """True where it still lives, and for ``ttl_s`` more. Raises KVStoreError where the catalog does not say."""
 
     @abstractmethod
     async def _end(self) -> None:
@@ -145,7 +147,7 @@ class Session(ABC):
 
 
 class Catalog(ABC):
-    """The interface. All calls belong to one event loop; each ends within ``CALL_S`` or raises Unavailable.
+    """The interface. All calls belong to one event loop; each ends within ``CALL_S``, or raises a KVStoreError.
 
     Attributes:
         url: as it was connected to, without secrets.
@@ -196,25 +198,27 @@ class Catalog(ABC):
         """Take an entry away; False where there was none, or ``only_if`` does not hold."""
 
     @abstractmethod
-    def watch(self, prefix: str) -> AsyncGenerator[Update, None]:
+    def watch(self, prefix: str, health: TaskHealth | None = None) -> AsyncGenerator[Update, None]:
         """Everything below ``prefix``, then each change, in order, until the iterator is closed.
 
-        It outlives the loss of the catalog: it goes on with the next change, or with a whole update where changes were
-        missed. It is an asynchronous generator: close it with ``contextlib.aclosing``.
+        The watch outlives every ``KVStoreError``: it goes on with the next change, or with a whole update where changes
+        were missed. Close the generator with ``contextlib.aclosing``.
+
+        Args:
+            health: notes each sign that the watch is live, also while nothing changes; and each failure.
         """
 
     @abstractmethod
-    async def open_session(self, ttl_s: float) -> Session:
-        """A new session, renewed from now on. Implementations with coarser clocks round ``ttl_s`` up."""
+    async def open_session(self, ttl_s: float, health: TaskHealth | None = None) -> Session:
+        """A new session, renewed from now on. Implementations with coarser clocks round ``ttl_s`` up.
+
+        Args:
+            health: notes how each renewal went.
+        """
 
     async def get(self, key: str) -> Entry | None:
         """One entry, or None."""
         return next((each for each in (await self.listing(key)).entries if each.key == key), None)
-
-
-def boot_s() -> float:
-    """Seconds since this machine started, asleep or not. No step of the wall clock moves it."""
-    return time.clock_gettime(time.CLOCK_BOOTTIME)
 
 
 def check_key(key: str) -> str:

@@ -30,7 +30,7 @@ def to_catalog(url: str, access: ClusterConfig) -> Catalog:
     """A catalog that was not started yet.
 
     Raises:
-        InvalidRequest: no such form of a URL, or a file cannot be read, or others may read the password.
+        InvalidRequest: no such form of a URL, or the password's file cannot be read, or others can read it.
     """
     scheme, _, rest = check_url(url).partition(":")
     if scheme == "file":
@@ -42,22 +42,12 @@ def to_catalog(url: str, access: ClusterConfig) -> Catalog:
         from kvstore.catalog.etcd_channel import Credentials
 
         endpoints = [each if re.search(r":[0-9]+$", each) else f"{each}:{ETCD_PORT}" for each in _split(rest)]
-        password = _password(access.catalog_password_file)
         pem = access.catalog_ca, access.catalog_cert, access.catalog_key
-        return EtcdCatalog(endpoints, Credentials(*pem, access.catalog_user, password))
+        credentials = Credentials(*pem, access.catalog_user, access.catalog_password_file)
+        credentials.password()  # what cannot be read now is the caller's mistake; later it is tried again
+        return EtcdCatalog(endpoints, credentials)
     return MemoryCatalog()
 
 
 def _split(rest: str) -> list[str]:
     return rest.removeprefix("//").rstrip("/").split(",")
-
-
-def _password(path: Path | None) -> str:
-    if path is None:
-        return ""
-    try:
-        if path.stat().st_mode & 0o077:
-            raise InvalidRequest("catalog_password_file", f"{path} can be read by others; chmod 600 it")
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError) as error:
-        raise InvalidRequest("catalog_password_file", f"{path}: {error}") from error

@@ -5,9 +5,10 @@ from __future__ import annotations
 from contextlib import aclosing
 
 from kvstore.catalog.base import Catalog, Session, Taken
+from kvstore.catalog.task_health import TaskHealth
 
 
-async def elect(catalog: Catalog, key: str, value: bytes, session: Session) -> int:
+async def elect(catalog: Catalog, key: str, value: bytes, session: Session, health: TaskHealth | None = None) -> int:
     """Wait until we lead: until ``key`` is ours, written under ``session``.
 
     We lead as long as ``session.alive``. Ask that before each act as a leader: it is false before anybody else can

@@ -9,7 +9,6 @@ from contextlib import aclosing
 from typing import Any, Final
 
 import grpc
-import grpc.aio
 
 from kvstore.catalog.base import (
     CALL_S,
@@ -25,11 +24,13 @@ from kvstore.catalog.base import (
     check_ttl_s,
     check_value,
 )
-from kvstore.catalog.etcd_channel import Credentials, EtcdChannel
-from kvstore.errors import Unavailable
+from kvstore.catalog.etcd_channel import Credentials, EtcdChannel, EtcdRefusal, is_stale_token
+from kvstore.catalog.task_health import TaskHealth
+from kvstore.errors import KVStoreError, Unauthenticated, Unavailable
 
 PAGE: Final = 1000  # entries per answer of a listing
-RESUME_S: Final = 0.2  # between two tries of a watch
+# WatchRequest{progress_request: {}}, which the messages of the package do not have. etcd 3.4 and later answers at once.
+PROGRESS_REQUEST: Final = b"\x1a\x00"
 
 
 class EtcdCatalog(Catalog):
@@ -75,9 +76,9 @@ class EtcdCatalog(Catalog):
             request = self._pb.RangeRequest(key=key, range_end=end, limit=PAGE, revision=revision)
             try:
                 answer = await self._call("KV/Range", request, self._pb.RangeResponse)
-            except grpc.aio.AioRpcError as error:
-                if error.code() is not grpc.StatusCode.OUT_OF_RANGE:
-                    raise Unavailable(f"{self.url}: {error.details()}") from error
+            except EtcdRefusal as error:
+                if error.code is not grpc.StatusCode.OUT_OF_RANGE:
+                    raise
                 entries, key, revision = [], prefix.encode(), 0
                 continue
             revision, self._cluster = revision or answer.header.revision, answer.header.cluster_id
@@ -101,10 +102,10 @@ class EtcdCatalog(Catalog):
         )
         try:
             answer = await self._call("KV/Txn", request, pb.TxnResponse)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is grpc.StatusCode.NOT_FOUND:  # of the lease
+        except EtcdRefusal as error:
+            if error.code is grpc.StatusCode.NOT_FOUND:  # of the lease
                 raise SessionLost(f"session {lease:x} has ended") from error
-            raise Unavailable(f"{self.url}: {error.details()}") from error
+            raise
         if answer.succeeded:
             return int(answer.header.revision)
         found = [_entry(each) for each in answer.responses[0].response_range.kvs]
@@ -116,18 +117,19 @@ class EtcdCatalog(Catalog):
     async def retract(self, key: str, only_if: int | None = None) -> bool:
         """See ``Catalog.retract``."""
         pb = self._pb
+        if only_if is None:  # etcd does this without any space left, too, unlike a transaction
+            plain = pb.DeleteRangeRequest(key=check_key(key).encode())
+            return bool((await self._call("KV/DeleteRange", plain, pb.DeleteRangeResponse)).deleted)
         request = pb.TxnRequest(
             compare=self._condition(check_key(key), only_if),
             success=[pb.RequestOp(request_delete_range=pb.DeleteRangeRequest(key=key.encode()))],
         )
-        try:
-            answer = await self._call("KV/Txn", request, pb.TxnResponse)
-        except grpc.aio.AioRpcError as error:
-            raise Unavailable(f"{self.url}: {error.details()}") from error
+        answer = await self._call("KV/Txn", request, pb.TxnResponse)
         return bool(answer.succeeded and answer.responses[0].response_delete_range.deleted)
 
-    async def watch(self, prefix: str) -> AsyncGenerator[Update, None]:
+    async def watch(self, prefix: str, health: TaskHealth | None = None) -> AsyncGenerator[Update, None]:
         """See ``Catalog.watch``."""
+        health = health or TaskHealth("watch")
         revision: int | None = None
         while True:
             try:
@@ -135,28 +137,24 @@ class EtcdCatalog(Catalog):
                     whole = await self.listing(prefix)
                     revision = whole.revision
                     yield whole
-                async with aclosing(self._changes(prefix, revision + 1)) as changes:
+                async with aclosing(self._changes(prefix, revision + 1, health)) as changes:
                     async for update in changes:
                         if update is None:  # it has forgotten
                             revision = None
                             break
                         revision = update.revision
                         yield update
-            except Unavailable:
-                await asyncio.sleep(RESUME_S)
+            except KVStoreError as error:
+                await asyncio.sleep(health.note_failure(error))
 
-    async def open_session(self, ttl_s: float) -> Session:
+    async def open_session(self, ttl_s: float, health: TaskHealth | None = None) -> Session:
         """See ``Catalog.open_session``."""
         whole_s = math.ceil(check_ttl_s(ttl_s))
         started_s = boot_s()
-        try:
-            answer = await self._call(
-                "Lease/LeaseGrant", self._pb.LeaseGrantRequest(TTL=whole_s), self._pb.LeaseGrantResponse
-            )
-        except grpc.aio.AioRpcError as error:
-            raise Unavailable(f"{self.url}: {error.details()}") from error
+        request = self._pb.LeaseGrantRequest(TTL=whole_s)
+        answer = await self._call("Lease/LeaseGrant", request, self._pb.LeaseGrantResponse)
         session = _EtcdSession(self, answer.ID, float(answer.TTL), started_s)
-        session.start()
+        session.start(health or TaskHealth("session"))
         return session
 
     def _condition(self, key: str, only_if: int | None) -> list[Any]:
@@ -165,35 +163,46 @@ class EtcdCatalog(Catalog):
         compare = self._pb.Compare
         return [compare(key=key.encode(), target=compare.MOD, result=compare.EQUAL, mod_revision=only_if)]
 
-    async def _changes(self, prefix: str, revision: int) -> AsyncGenerator[Update | None, None]:
-        """Changes from ``revision`` on; None where etcd has forgotten some of them, or is another one by now, made anew
-        or out of a backup: its revisions say nothing of ours."""
+    async def _changes(self, prefix: str, revision: int, health: TaskHealth) -> AsyncGenerator[Update | None, None]:
+        """Changes from ``revision`` on; None where etcd has forgotten some of them, or is another one by now, made
+        again or out of a backup: its revisions say nothing of ours. Each answer is a sign of life: where nothing
+        changes etcd is asked for one."""
         pb = self._pb
         request = pb.WatchRequest(
             create_request=pb.WatchCreateRequest(
                 key=prefix.encode(), range_end=_end_of(prefix), start_revision=revision, progress_notify=True
             )
         )
-        async with aclosing(self._channel.stream("Watch/Watch", request, pb.WatchResponse)) as answers:
+        stream = self._channel.stream("Watch/Watch", request, pb.WatchResponse, PROGRESS_REQUEST)
+        async with aclosing(stream) as answers:
             async for answer in answers:
                 about = answer.header
                 if answer.compact_revision or about.cluster_id != self._cluster or about.revision < revision - 1:
                     yield None
                     return
                 if answer.canceled:
-                    raise Unavailable(f"etcd cancelled a watch: {answer.cancel_reason}")
+                    raise self._cancelled(answer.cancel_reason)
+                health.note_success()
                 if answer.events:
                     yield _update(answer)
+
+    def _cancelled(self, reason: str) -> KVStoreError:
+        """etcd says in the stream why it does not watch, also where it does not know us."""
+        if is_stale_token(reason) or "permission denied" in reason:
+            self._channel.forget_token()
+            return Unauthenticated(f"etcd refuses a watch: {reason}")
+        return Unavailable(f"etcd cancelled a watch: {reason}")
 
     async def _call(self, method: str, request: Any, answer: type[Any]) -> Any:
         return await self._channel.call(method, request, answer, self.call_s)
 
     async def _renew(self, session: int) -> bool:
-        """One message of a stream of its own, so that nothing of an old connection is waited for."""
+        """One message of a stream of its own, so that nothing of an old connection is waited for. etcd asks nobody who
+        renews a session, so sessions live while a password is wrong."""
         pb = self._pb
         request = pb.LeaseKeepAliveRequest(ID=session)
         async with aclosing(
-            self._channel.stream("Lease/LeaseKeepAlive", request, pb.LeaseKeepAliveResponse)
+            self._channel.stream("Lease/LeaseKeepAlive", request, pb.LeaseKeepAliveResponse, token=False)
         ) as answers:
             async for answer in answers:
                 return bool(answer.TTL > 0)
@@ -203,9 +212,9 @@ class EtcdCatalog(Catalog):
         request = self._pb.LeaseRevokeRequest(ID=session)
         try:
             await self._call("Lease/LeaseRevoke", request, self._pb.LeaseRevokeResponse)
-        except grpc.aio.AioRpcError as error:
-            if error.code() is not grpc.StatusCode.NOT_FOUND:
-                raise Unavailable(f"{self.url}: {error.details()}") from error
+        except EtcdRefusal as error:
+            if error.code is not grpc.StatusCode.NOT_FOUND:
+                raise
 
 
 class _EtcdSession(Session):

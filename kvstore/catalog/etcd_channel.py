@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import asyncio
+import logging
+import ssl
 from collections.abc import AsyncGenerator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -13,9 +15,11 @@ import grpc.aio
 
 from kvstore.catalog.base import VALUE_BYTES_MAX
 from kvstore.catalog.etcd_messages import Messages, messages
+from kvstore.config.changed_files import ChangedFiles
 from kvstore.errors import InvalidRequest, Unauthenticated, Unavailable
 
 ATTEMPT_S: Final = 2.0  # one endpoint, while others may answer
+ASK_S: Final = 2.0  # a stream that was silent for this long is asked for a sign of life
 PAUSE_S: Final = 0.05
 MESSAGE_BYTES_MAX: Final = 256 << 20  # a listing; bounded by entries too
 _OPTIONS: Final = (
@@ -40,82 +44,121 @@ _ELSEWHERE: Final = (
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 )
 _LEADER: Final = ("hasleader", "true")  # a member that is cut off from the others refuses, and does not stay silent
+# What etcd says of a token that it does not know any more, or that is older than its users and roles; and of none.
+_STALE_TOKEN: Final = ("invalid auth token", "revision of auth store is old", "user name is empty")
+_NO_USERS: Final = "authentication is not enabled"
+_NO_SPACE: Final = "database space exceeded"
+
+log = logging.getLogger("kvstore.catalog")
+
+
+class EtcdRefusal(Unavailable):
+    """An error of etcd's own, about one request. ``code``: its status."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
 
 
 @dataclass(frozen=True)
 class Credentials:
-    """How to prove oneself to etcd.
+    """How to prove oneself to etcd. Files are read again when they change.
 
     Attributes:
         ca, certificate, key: PEM files. With ``ca`` or ``certificate`` the connection is TLS.
-        user, password: of etcd's own authentication.
+        user: of etcd's own authentication; "": none is told.
+        password_file: that user's password; only its owner may read it.
     """
 
     ca: Path | None = None
     certificate: Path | None = None
     key: Path | None = None
     user: str = ""
-    password: str = ""
+    password_file: Path | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """What a channel is made with."""
+        return tuple(each for each in (self.ca, self.certificate, self.key) if each is not None)
 
     def tls(self) -> grpc.ChannelCredentials | None:
-        """What a channel needs, or None for plain text."""
+        """What a channel needs, or None for plain text. Raises InvalidRequest where the files make no sense."""
         if self.ca is None and self.certificate is None:
             return None
         if (self.certificate is None) != (self.key is None):
             raise InvalidRequest("catalog_cert", "a certificate and its key come together")
-        return grpc.ssl_channel_credentials(
-            _pem("catalog_ca", self.ca), _pem("catalog_key", self.key), _pem("catalog_cert", self.certificate)
-        )
+        found = _pem("catalog_ca", self.ca), _pem("catalog_key", self.key), _pem("catalog_cert", self.certificate)
+        try:  # gRPC would take anything, and fail every connection later
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.certificate is not None and self.key is not None:
+                context.load_cert_chain(self.certificate, self.key, password="")
+        except (OSError, ValueError) as error:
+            raise InvalidRequest("catalog_cert", f"certificate, key and authorities do not fit ({error})") from None
+        return grpc.ssl_channel_credentials(*found)
+
+    def password(self) -> str:
+        """As the file has it now. Raises InvalidRequest where it cannot be read, or others can read it."""
+        path = self.password_file
+        if path is None:
+            return ""
+        try:
+            if path.stat().st_mode & 0o077:
+                raise InvalidRequest("catalog_password_file", f"{path} can be read by others; chmod 600 it")
+            return path.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequest("catalog_password_file", f"{path}: {error}") from error
 
 
 class EtcdChannel:
-    """Calls of ``etcdserverpb`` services over several endpoints. It stays with one as long as that one answers."""
+    """Calls of ``etcdserverpb`` services over several endpoints. It stays with one as long as that one answers.
+
+    Certificates are looked at before each call: where their files changed, new channels take the place of the old ones.
+    A token is renewed with the password that the file has then, whenever etcd refuses it.
+    """
 
     def __init__(self, endpoints: Sequence[str], credentials: Credentials) -> None:
         self.messages: Messages = messages()
         self._endpoints = tuple(endpoints)
         self._credentials = credentials
         self._channels: list[grpc.aio.Channel] = []
+        self._closing: set[asyncio.Task[None]] = set()
+        self._files = ChangedFiles(credentials.files)
         self._at = 0
-        self._moved = asyncio.Event()  # set once we leave the endpoint we are at
-        self._token = ""
+        self._moved = asyncio.Event()  # set once we leave the endpoint we are at, or its channel
+        self._token: str | None = None  # None: to be asked for; "": none is needed
+        self._asking = asyncio.Lock()  # one asks for a token; the others get the same
 
     def open(self) -> None:
-        """Make the channels; connects to nothing yet."""
-        tls = self._credentials.tls()
-        for endpoint in self._endpoints:
-            self._channels.append(
-                grpc.aio.insecure_channel(endpoint, _OPTIONS)
-                if tls is None
-                else grpc.aio.secure_channel(endpoint, tls, _OPTIONS)
-            )
+        """Make the channels; connects to nothing yet. Raises InvalidRequest where certificates make no sense."""
+        self._files.changed()
+        self._channels = self._made()
 
     async def close(self) -> None:
         """Close them."""
         channels, self._channels = self._channels, []
-        await asyncio.gather(*(each.close() for each in channels))
+        await asyncio.gather(*(each.close() for each in channels), *self._closing)
 
     async def call(self, method: str, request: Any, answer: type[Any], call_s: float) -> Any:
         """One answer to ``/etcdserverpb.METHOD``.
 
         Raises:
             Unavailable: no endpoint answered within ``call_s``. It may have been done or not.
-            Unauthenticated, InvalidRequest: refused.
-            grpc.aio.AioRpcError: etcd's own errors, for the caller to read (NOT_FOUND of a lease).
+            EtcdRefusal: etcd's own errors, for the caller to read (NOT_FOUND of a lease).
+            Unauthenticated: etcd refuses us, also with a new token.
+            InvalidRequest: the password's file cannot be read.
         """
         ends_s = asyncio.get_running_loop().time() + call_s
-        said = "no endpoint answers"
-        tries = 0
+        said, tries, renewed = "no time was left", 0, False
         while (left_s := ends_s - asyncio.get_running_loop().time()) > 0:
             at = self._at
             try:
                 return await self._once(at, method, request, answer, min(ATTEMPT_S, left_s))
             except grpc.aio.AioRpcError as error:
-                if _token_is_stale(error):
-                    await self._authenticate(at, min(ATTEMPT_S, left_s))
+                if self._forgets_token(error) and not renewed:
+                    renewed = True
                     continue
-                if error.code() not in _ELSEWHERE:
-                    raise _translated(error) from error
+                if error.code() not in _ELSEWHERE or _NO_SPACE in (error.details() or ""):
+                    raise self._translated(error) from error
                 said = f"{self._endpoints[at]}: {error.details() or error.code().name}"
             self.next_endpoint(at)
             tries += 1
@@ -123,49 +166,49 @@ class EtcdChannel:
                 await asyncio.sleep(min(PAUSE_S * tries, 0.5))
         raise Unavailable(f"etcd did not answer in {call_s:g} s ({said})")
 
-    async def stream(self, method: str, request: Any, answer: type[Any]) -> AsyncGenerator[Any, None]:
-        """Answers to one request, until the stream breaks (Unavailable) or the iterator is closed.
+    async def stream(
+        self, method: str, request: Any, answer: type[Any], ask: bytes = b"", token: bool = True
+    ) -> AsyncGenerator[Any, None]:
+        """Answers to one request, until the stream breaks or the iterator is closed.
 
         A server that hangs keeps its streams open and silent. So a stream also breaks once a call has moved on to
-        another endpoint.
+        another endpoint or another certificate; and where ``ask`` is not answered.
+
+        Args:
+            ask: sent when nothing came for ``ASK_S``. Something has to come within ``ATTEMPT_S`` then.
+            token: whether etcd wants to know who asks.
+
+        Raises:
+            Unavailable, Unauthenticated, InvalidRequest: as ``call``. The next stream may go on elsewhere.
         """
         at = self._at
-        stub = self._channels[at].stream_stream(
-            f"/etcdserverpb.{method}", request_serializer=_bytes_of, response_deserializer=answer.FromString
-        )
-        call = stub(metadata=self._metadata())
+        call = None
         try:
-            async with asyncio.timeout(ATTEMPT_S):  # every stream of ours is answered at once
+            async with asyncio.timeout(2 * ATTEMPT_S):  # every stream of ours is answered at once
+                metadata = await self._metadata(at, ATTEMPT_S, token)
+                moved, channel = self._moved, self._channels[at]
+                call = channel.stream_stream(
+                    f"/etcdserverpb.{method}", request_serializer=_bytes_of, response_deserializer=answer.FromString
+                )(metadata=metadata)
                 await call.write(request)
                 found = await call.read()
             while found is not grpc.aio.EOF:
                 yield found
-                found = await self._read_unless_moved(call, at)
-        except (grpc.aio.AioRpcError, asyncio.InvalidStateError, TimeoutError) as error:
-            # A call whose channel has gone raises InvalidStateError from `write`.
-            if isinstance(error, grpc.aio.AioRpcError) and _token_is_stale(error):
-                await self._authenticate(at, ATTEMPT_S)
+                found = await _read(call, moved, ask)
+        except grpc.aio.AioRpcError as error:
+            if self._forgets_token(error):
                 raise Unavailable("etcd asked for a new token") from error
             self.next_endpoint(at)
-            raise Unavailable(f"etcd at {self._endpoints[at]} let a stream go: {error}") from error
+            raise self._translated(error) from error
+        except (asyncio.InvalidStateError, grpc.aio.UsageError, TimeoutError) as error:
+            # A call whose channel has gone raises InvalidStateError from `write`.
+            self.next_endpoint(at)
+            raise Unavailable(f"etcd at {self._endpoints[at]} let a stream go") from error
         finally:
-            call.cancel()
+            if call is not None:
+                call.cancel()
         self.next_endpoint(at)
         raise Unavailable(f"etcd at {self._endpoints[at]} ended a stream")
-
-    async def _read_unless_moved(self, call: Any, at: int) -> Any:
-        """The next answer. Raises TimeoutError where a call found meanwhile that this endpoint does not answer."""
-        reading = asyncio.ensure_future(call.read())
-        moved = asyncio.ensure_future(self._moved.wait())
-        try:
-            if self._at == at:
-                await asyncio.wait((reading, moved), return_when=asyncio.FIRST_COMPLETED)
-            if reading.done():
-                return reading.result()
-            raise TimeoutError
-        finally:
-            moved.cancel()
-            reading.cancel()
 
     @property
     def endpoint(self) -> int:
@@ -173,55 +216,122 @@ class EtcdChannel:
         return self._at
 
     def next_endpoint(self, from_endpoint: int) -> None:
-        """Go on with the endpoint after this one, unless somebody has done so already."""
+        """Go on with the endpoint after this one, unless another call has done so already."""
         if self._at == from_endpoint:
             self._at = (from_endpoint + 1) % len(self._endpoints)
-            moved, self._moved = self._moved, asyncio.Event()
-            moved.set()
+            self._move()
+
+    def forget_token(self) -> None:
+        """The next call asks for a new one, where there is a user."""
+        self._token = None
+
+    def _move(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    def _made(self) -> list[grpc.aio.Channel]:
+        tls = self._credentials.tls()
+        return [
+            grpc.aio.insecure_channel(each, _OPTIONS) if tls is None else grpc.aio.secure_channel(each, tls, _OPTIONS)
+            for each in self._endpoints
+        ]
+
+    def _look_at_files(self) -> None:
+        """New channels where certificates changed. While the new files make no sense the old channels stay."""
+        if not self._files.changed():
+            return
+        try:
+            made = self._made()
+        except InvalidRequest as error:
+            self._files.forget()  # somebody may be in the middle of writing them
+            log.debug("certificates for etcd are not read again yet: %s", error)
+            return
+        old, self._channels = self._channels, made
+        self._move()
+        for channel in old:  # calls under way end within ATTEMPT_S
+            closing = asyncio.create_task(channel.close(3 * ATTEMPT_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        log.info("certificates for etcd were read again")
 
     async def _once(self, at: int, method: str, request: Any, answer: type[Any], timeout_s: float) -> Any:
-        if self._credentials.user and not self._token:
-            await self._authenticate(at, timeout_s)
+        metadata = await self._metadata(at, timeout_s)
         stub = self._channels[at].unary_unary(
             f"/etcdserverpb.{method}", request_serializer=_bytes_of, response_deserializer=answer.FromString
         )
-        return await stub(request, timeout=timeout_s, metadata=self._metadata())
+        return await stub(request, timeout=timeout_s, metadata=metadata)
 
-    async def _authenticate(self, at: int, timeout_s: float) -> None:
-        """A fresh token. Raises Unauthenticated where user or password are wrong."""
-        self._token = ""
+    async def _metadata(self, at: int, timeout_s: float, token: bool = True) -> tuple[tuple[str, str], ...]:
+        """What goes with each call and each stream: a token that is not known to be refused."""
+        self._look_at_files()
+        if token and self._credentials.user and self._token is None:
+            async with self._asking:
+                if self._token is None:
+                    self._token = await self._new_token(at, timeout_s)
+        return (_LEADER, ("token", self._token)) if self._token else (_LEADER,)
+
+    async def _new_token(self, at: int, timeout_s: float) -> str:
+        """Raises Unauthenticated where user or password are wrong, and InvalidRequest where the file is."""
         pb = self.messages
         stub = self._channels[at].unary_unary(
             "/etcdserverpb.Auth/Authenticate",
             request_serializer=_bytes_of,
             response_deserializer=pb.AuthenticateResponse.FromString,
         )
-        request = pb.AuthenticateRequest(name=self._credentials.user, password=self._credentials.password)
+        request = pb.AuthenticateRequest(name=self._credentials.user, password=self._credentials.password())
         try:
-            self._token = (await stub(request, timeout=timeout_s)).token
+            return str((await stub(request, timeout=timeout_s)).token)
         except grpc.aio.AioRpcError as error:
+            if _NO_USERS in (error.details() or ""):
+                return ""
             if error.code() in _ELSEWHERE:
                 raise
             raise Unauthenticated(f"etcd refuses user {self._credentials.user!r}: {error.details()}") from error
 
-    def _metadata(self) -> tuple[tuple[str, str], ...]:
-        return (_LEADER, ("token", self._token)) if self._token else (_LEADER,)
+    def _forgets_token(self, error: grpc.aio.AioRpcError) -> bool:
+        """True where a new token may be taken instead."""
+        stale = bool(self._credentials.user) and is_stale_token(error.details() or "")
+        if stale:
+            self.forget_token()
+        return stale
+
+    def _translated(self, error: grpc.aio.AioRpcError) -> Exception:
+        code, said = error.code(), error.details() or error.code().name
+        if "user name is empty" in said:
+            return Unauthenticated("etcd wants a user and a password: catalog_user, catalog_password_file")
+        if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+            return Unauthenticated(f"etcd refuses: {said}")
+        if _NO_SPACE in said:
+            said = "its storage quota is used up: compact it, defragment it, and disarm the alarm"
+        return EtcdRefusal(code, f"etcd at {self._endpoints[self._at]}: {said}")
+
+
+async def _read(call: Any, moved: asyncio.Event, ask: bytes) -> Any:
+    """The next answer. Raises TimeoutError where ``ask`` is not answered, or a call has moved on."""
+    reading = asyncio.ensure_future(call.read())
+    moving = asyncio.ensure_future(moved.wait())
+    try:
+        for wait_s in (ASK_S, ATTEMPT_S) if ask else (None,):
+            await asyncio.wait((reading, moving), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done() and not reading.cancelled():
+                return reading.result()
+            if reading.done() or moving.done():  # a call is cancelled when its channel is closed
+                break
+            if wait_s == ASK_S:
+                await call.write(ask)
+        raise TimeoutError
+    finally:
+        moving.cancel()
+        reading.cancel()
+
+
+def is_stale_token(said: str) -> bool:
+    """Whether etcd says by these words that a token has to be asked for."""
+    return any(each in said for each in _STALE_TOKEN)
 
 
 def _bytes_of(message: Any) -> bytes:
-    return bytes(message.SerializeToString())
-
-
-def _token_is_stale(error: grpc.aio.AioRpcError) -> bool:
-    return error.code() is grpc.StatusCode.UNAUTHENTICATED and "invalid auth token" in (error.details() or "")
-
-
-def _translated(error: grpc.aio.AioRpcError) -> Exception:
-    if error.code() is grpc.StatusCode.INVALID_ARGUMENT and "user name is empty" in (error.details() or ""):
-        return Unauthenticated("etcd wants a user and a password: catalog_user, catalog_password_file")
-    if error.code() in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-        return Unauthenticated(f"etcd refuses: {error.details()}")
-    return error
+    return message if isinstance(message, bytes) else bytes(message.SerializeToString())
 
 
 def _pem(setting: str, path: Path | None) -> bytes | None:

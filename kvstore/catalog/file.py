@@ -33,13 +33,15 @@ from kvstore.catalog.base import (
     check_ttl_s,
     check_value,
 )
-from kvstore.errors import InvalidRequest, Unavailable, VersionMismatch
+from kvstore.catalog.task_health import TaskHealth
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, VersionMismatch
 
 T = TypeVar("T")
 
 FORMAT: Final = 1
 LOG_MAX: Final = 4096  # changes that a watch can be behind before it is told everything again
 POLL_S: Final = 0.1
+LOOK_S: Final = 1.0  # a watch looks for changes this often at least: a sign of life
 LOCKS_EVERY: Final = 5  # polls between two looks at who has died
 BUSY_S: Final = 4.0  # another process writes; below CALL_S
 
@@ -78,7 +80,7 @@ class FileCatalog(Catalog):
             self._poller.cancel()
             await asyncio.gather(self._poller, return_exceptions=True)
             self._poller = None
-            with contextlib.suppress(Unavailable):
+            with contextlib.suppress(KVStoreError):
                 await self._call(self._database.close)
         self._thread.shutdown(wait=False, cancel_futures=True)
 
@@ -102,41 +104,42 @@ class FileCatalog(Catalog):
         self._ring()
         return done
 
-    async def watch(self, prefix: str) -> AsyncGenerator[Update, None]:
+    async def watch(self, prefix: str, health: TaskHealth | None = None) -> AsyncGenerator[Update, None]:
         """See ``Catalog.watch``."""
-        since: int | None = None
+        health = health or TaskHealth("watch")
+        since, opening = 0, 0
         while True:
             bell = self._bell
             try:
-                if since is None:
-                    update = await self.listing(prefix)
-                else:
-                    update = await self._call(partial(self._database.changes, prefix, since))
-            except Unavailable:
-                await asyncio.sleep(POLL_S)
+                opening, update = await self._call(partial(self._database.changes, prefix, since, opening))
+            except KVStoreError as error:
+                await asyncio.sleep(health.note_failure(error))
                 continue
+            health.note_success()
             since = update.revision
             if update.whole or update.entries or update.gone:
                 yield update
             else:
-                await bell.wait()
+                with contextlib.suppress(TimeoutError):
+                    await asyncio.wait_for(bell.wait(), LOOK_S)
 
-    async def open_session(self, ttl_s: float) -> Session:
+    async def open_session(self, ttl_s: float, health: TaskHealth | None = None) -> Session:
         """See ``Catalog.open_session``."""
         check_ttl_s(ttl_s)
         started_s = boot_s()
         session_id, lock = await self._call(lambda: self._database.open_session(ttl_s))
         session = _FileSession(self, session_id, ttl_s, started_s, lock)
-        session.start()
+        session.start(health or TaskHealth("session"))
         return session
 
     async def _poll_always(self) -> None:
-        """Ring the bell where another process changed something. Also end sessions whose process is gone."""
+        """Ring the bell where another process changed something. Also end sessions whose process is gone. What fails
+        here fails in a watch, too, which says so."""
         seen, polls = -1, 0
         while True:
             polls += 1
             look_at_locks = polls % LOCKS_EVERY == 0
-            with contextlib.suppress(Unavailable):
+            with contextlib.suppress(KVStoreError):
                 version = await self._call(partial(self._database.version, look_at_locks))
                 if version != seen:
                     seen = version
@@ -157,6 +160,7 @@ class FileCatalog(Catalog):
         except sqlite3.DatabaseError as error:
             if isinstance(error, sqlite3.OperationalError):
                 raise Unavailable(f"{self.url}: {error}") from error
+            self._database.damaged = True
             raise InvalidRequest(
                 "catalog", f"{self.url} is damaged: {error}. Move it away; nodes publish anew"
             ) from error
@@ -188,22 +192,43 @@ class _FileSession(Session):
 
 
 class _Database:
-    """The folder. Used from one thread. Every call is one transaction, begun by ending the sessions that are over."""
+    """The folder. Used from one thread. Every call is one transaction, begun by ending the sessions that are over.
+
+    A database that was found damaged, or was moved away, is opened again by the next call: a folder that was put in its
+    place, or is made then, is where the other processes are.
+
+    Attributes:
+        damaged: SQLite said so.
+        openings: how often it was opened. Revisions of one opening say nothing of those of another.
+    """
 
     def __init__(self, path: Path) -> None:
         self._path = path
+        self._file = path / "catalog.sqlite"
         self._sql: sqlite3.Connection | None = None
+        self._of: os.stat_result | None = None  # the file that ``_sql`` has
+        self.damaged = False
+        self.openings = 0
 
     def open(self) -> None:
         check_folder(self._path)
-        file = self._path / "catalog.sqlite"
+        file = self._file
         os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         (self._path / "sessions").mkdir(mode=0o700, exist_ok=True)
         # A catalog that is open belongs to its thread, yet a last close may come from another.
         sql = sqlite3.connect(file, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
-        sql.execute("PRAGMA journal_mode=WAL")
-        sql.execute("PRAGMA synchronous=FULL")
-        self._sql = sql
+        try:
+            sql.execute("PRAGMA journal_mode=WAL")
+            sql.execute("PRAGMA synchronous=FULL")
+            self._check(sql)
+        except BaseException:
+            sql.close()
+            raise
+        self._sql, self._of, self.damaged = sql, os.stat(file), False
+        self.openings += 1
+
+    def _check(self, sql: sqlite3.Connection) -> None:
+        """Make the tables where there are none; refuse those of another version; end the sessions of another boot."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         with _Transaction(sql):
             if not sql.execute("SELECT 1 FROM sqlite_master WHERE name='about'").fetchone():
@@ -219,9 +244,8 @@ class _Database:
                 sql.execute("UPDATE about SET boot=?", (boot,))
 
     def close(self) -> None:
-        if self._sql is not None:
-            self._sql.close()
-            self._sql = None
+        self._shut()
+        self._of = None
 
     def listing(self, prefix: str) -> Update:
         with self._begun() as sql:
@@ -250,13 +274,14 @@ class _Database:
             self._changed(sql, key)
             return True
 
-    def changes(self, prefix: str, since: int) -> Update:
-        """What changed below ``prefix`` after revision ``since``; everything where that is known no more."""
+    def changes(self, prefix: str, since: int, opening: int) -> tuple[int, Update]:
+        """The current opening, and what changed below ``prefix`` after revision ``since`` of ``opening``; everything
+        where that is not known any more."""
         with self._begun() as sql:
             revision = self._revision(sql)
             oldest = sql.execute("SELECT MIN(revision) FROM changes").fetchone()[0] or revision + 1
-            if since > revision or (since + 1 < oldest and since < revision):
-                return Update(revision, self._found(sql, prefix), whole=True)
+            if opening != self.openings or since > revision or (since + 1 < oldest and since < revision):
+                return self.openings, Update(revision, self._found(sql, prefix), whole=True)
             low, high = prefix, prefix + chr(0x10FFFF)
             keys = {
                 key
@@ -266,7 +291,8 @@ class _Database:
             }
             entries = [each for each in self._found(sql, prefix) if each.key in keys]
             entries.sort(key=lambda each: each.revision)
-            return Update(revision, tuple(entries), tuple(sorted(keys - {each.key for each in entries})))
+            gone = tuple(sorted(keys - {each.key for each in entries}))
+            return self.openings, Update(revision, tuple(entries), gone)
 
     def open_session(self, ttl_s: float) -> tuple[int, int]:
         """Its id, and a descriptor that holds its lock. Who has died before has left by then: its name is free."""
@@ -356,9 +382,25 @@ class _Database:
         return self._path / "sessions" / f"{session}"
 
     def _opened(self) -> sqlite3.Connection:
-        if self._sql is None:
+        if self._of is None:
             raise Unavailable(f"{self._path} is not open")
+        if self._sql is None or self.damaged or not self._stands():
+            self._shut()
+            self.open()
+        assert self._sql is not None
         return self._sql
+
+    def _stands(self) -> bool:
+        """Whether the path still leads to the file that is open."""
+        try:
+            return self._of is not None and os.path.samestat(self._of, os.stat(self._file))
+        except OSError:
+            return False
+
+    def _shut(self) -> None:
+        if self._sql is not None:
+            self._sql.close()
+            self._sql = None
 
 
 class _Transaction:

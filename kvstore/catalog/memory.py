@@ -5,9 +5,14 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections.abc import AsyncGenerator, Callable
+from typing import Final
 
 from kvstore.catalog.base import Catalog, Session, SessionLost, Update, boot_s, check_key, check_ttl_s, check_value
 from kvstore.catalog.ledger import Ledger
+from kvstore.catalog.task_health import TaskHealth
+from kvstore.errors import KVStoreError
+
+LOOK_S: Final = 1.0  # a watch gives a sign of life this often
 
 
 class MemoryCatalog(Catalog):
@@ -47,25 +52,33 @@ class MemoryCatalog(Catalog):
         self._hub.ring()
         return done
 
-    async def watch(self, prefix: str) -> AsyncGenerator[Update, None]:
+    async def watch(self, prefix: str, health: TaskHealth | None = None) -> AsyncGenerator[Update, None]:
         """See ``Catalog.watch``."""
-        update = self._now().listing(prefix)
+        health = health or TaskHealth("watch")
+        since: int | None = None
         while True:
+            bell = self._hub.bell
+            try:
+                ledger = self._now()
+                update = ledger.listing(prefix) if since is None else ledger.changes(prefix, since)
+            except KVStoreError as error:
+                await asyncio.sleep(health.note_failure(error))
+                continue
+            health.note_success()
+            since = update.revision
             if update.whole or update.entries or update.gone:
                 yield update
-            bell = self._hub.bell
-            update = self._now().changes(prefix, update.revision)
-            if update.entries or update.gone or update.whole:
                 continue
             ends_s = self._hub.ledger.next_end_s()
+            wait_s = LOOK_S if ends_s is None else min(LOOK_S, max(0.0, ends_s - self._clock()))
             with contextlib.suppress(TimeoutError):
-                await asyncio.wait_for(bell.wait(), None if ends_s is None else max(0.0, ends_s - self._clock()))
+                await asyncio.wait_for(bell.wait(), wait_s)
 
-    async def open_session(self, ttl_s: float) -> Session:
+    async def open_session(self, ttl_s: float, health: TaskHealth | None = None) -> Session:
         """See ``Catalog.open_session``."""
         now_s = self._clock()
         session = _MemorySession(self, self._now().open_session(check_ttl_s(ttl_s), now_s), ttl_s, now_s)
-        session.start()
+        session.start(health or TaskHealth("session"))
         self._hub.ring()
         return session
 

@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import logging
+from collections.abc import Mapping
 from typing import Final
 
-from kvstore.catalog.base import Catalog, Session, SessionLost, Taken
-from kvstore.errors import NodeBusy, Unavailable
+from kvstore.boundary import kept_task
+from kvstore.catalog.base import Catalog, Entry, Session, SessionLost, Taken
+from kvstore.catalog.task_health import TaskHealth
+from kvstore.errors import KVStoreError, NodeBusy
 
 RETRY_S: Final = 0.5
-
-log = logging.getLogger("kvstore.catalog")
 
 
 class Presence:
@@ -23,15 +23,25 @@ class Presence:
 
     Args:
         ttl_s: how long others go on seeing us after we died or were cut off.
+        health: notes whether everything that we want is published.
+        session_health: notes how the session fares.
     """
 
-    def __init__(self, catalog: Catalog, ttl_s: float) -> None:
+    def __init__(
+        self,
+        catalog: Catalog,
+        ttl_s: float,
+        health: TaskHealth | None = None,
+        session_health: TaskHealth | None = None,
+    ) -> None:
         self._catalog = catalog
         self._ttl_s = ttl_s
+        self._health = health or TaskHealth("presence")
+        self._session_health = session_health or TaskHealth("session")
         self._wanted: dict[str, bytes] = {}
         self._lasting: dict[str, bytes] = {}
         self._written: dict[str, list[bytes]] = {}  # what we may have written under a key: the last two values
-        self._taken: set[str] = set()  # what somebody else had when we last looked
+        self._stored: dict[str, tuple[bytes, int]] = {}  # what is known to be in the catalog: value and revision
         self._session: Session | None = None
         self._keeping: asyncio.Task[None] | None = None
 
@@ -40,19 +50,19 @@ class Presence:
         """Whether others see us now, as far as we can know."""
         return self._session is not None and self._session.alive
 
-    @property
-    def heard_s(self) -> float:
-        """When the catalog last renewed our session, by ``boot_s``; 0 without one."""
-        return self._session.renewed_s if self._session is not None else 0.0
-
     async def start(
-        self, entries: dict[str, bytes], former: bytes = b"", lasting: dict[str, bytes] | None = None
+        self,
+        entries: dict[str, bytes],
+        former: bytes = b"",
+        lasting: dict[str, bytes] | None = None,
+        former_key: str = "",
     ) -> None:
         """Publish for the first time.
 
         Args:
             lasting: what is published where there is nothing under that key, and stays when we leave.
             former: what a process that is known to be dead published under these keys: that is replaced at once.
+            former_key: another key of a process that is known to be dead: its entry goes once ours are there.
 
         Raises:
             NodeBusy: another process that is alive has one of these keys. Nothing of ours stays.
@@ -62,10 +72,16 @@ class Presence:
         self._written = {key: [former] for key in entries if former}
         try:
             await self._publish_all()
+            if former_key:
+                await self._catalog.retract(former_key)
+            self._health.note_success()
         except Taken as error:
             await self.close()
             raise NodeBusy(f"{error.key} is taken by another process; give this one another name") from error
-        self._keeping = asyncio.create_task(self._keep(), name="catalog presence")
+        except KVStoreError:
+            await self.close()
+            raise
+        self._keeping = asyncio.create_task(kept_task("membership/presence", self._keep), name="catalog presence")
 
     async def update(self, key: str, value: bytes) -> None:
         """Publish another value under a key; where the catalog is away, as soon as it is back."""
@@ -73,12 +89,19 @@ class Presence:
         if self._session is not None and self._session.alive:
             try:
                 await self._publish(key, self._session)
-            except (Unavailable, Taken) as error:
-                log.warning("%s is published later: %s", key, error)
+            except KVStoreError as error:
+                self._health.note_failure(error)  # it is tried again, see ``_keep``
 
     def keep(self, key: str, value: bytes) -> None:
         """This is published as ``lasting`` from now on: somebody else was faster."""
         self._lasting[key] = value
+
+    def look(self, known: Mapping[str, Entry], revision: int, whole: bool) -> None:
+        """What a watch says is in the catalog at ``revision``: an entry of ours that is not is published again."""
+        for key, (value, since) in list(self._stored.items()):
+            there = known.get(key)
+            if (whole or revision >= since) and (there is None or (there.value != value and there.revision > since)):
+                del self._stored[key]
 
     async def close(self) -> None:
         """Take everything back, but for what lasts."""
@@ -91,35 +114,36 @@ class Presence:
             await session.close()
 
     async def _keep(self) -> None:
-        """Whenever the session is lost, or something could not be written, publish again."""
-        while True:
-            if self._session is not None and await self._stays(self._session):
-                continue
-            try:
+        """One turn: whenever the session is lost, or something could not be written, publish again."""
+        try:
+            if self._session is None or not await self._stays(self._session):
                 await self._publish_all()
-            except Unavailable:
-                await asyncio.sleep(RETRY_S)
-            except Taken as error:
-                log.error("%s: another process has it now; ours is not published until that one ends", error.key)
-                await asyncio.sleep(self._ttl_s / 2)
+            self._health.note_success()
+        except KVStoreError as error:
+            pause_s = self._health.note_failure(error)
+            await asyncio.sleep(max(pause_s, self._ttl_s / 2) if isinstance(error, Taken) else pause_s)
 
     async def _stays(self, session: Session) -> bool:
-        """Wait for the session's end; False once it is lost or a wish is unwritten."""
-        if self._taken or any(self._written.get(key, [None])[-1] != value for key, value in self._wanted.items()):
+        """Wait for the session's end; False once it has ended or a wish is unwritten."""
+        if any(self._stored.get(key, (None, 0))[0] != value for key, value in self._wanted.items()):
             return False
-        try:
+        with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(session.lost.wait(), RETRY_S)
-        except TimeoutError:
-            return True
-        return False
+        return session.alive
 
     async def _publish_all(self) -> None:
         if self._session is None or not self._session.alive:
             if self._session is not None:
                 await self._session.close()
                 self._session = None
-            self._session = await self._catalog.open_session(self._ttl_s)
+            try:
+                self._session = await self._catalog.open_session(self._ttl_s, self._session_health)
+            except KVStoreError as error:
+                self._session_health.note_failure(error)
+                raise
+            self._session_health.note_success()
             self._written = {key: values[-1:] for key, values in self._written.items()}
+            self._stored.clear()
         for key, value in self._lasting.items():
             with contextlib.suppress(Taken):
                 await self._catalog.publish(key, value, only_if=0)
@@ -129,21 +153,23 @@ class Presence:
     async def _publish(self, key: str, session: Session) -> None:
         value = self._wanted[key]
         mine = self._written.setdefault(key, [])
+        self._stored.pop(key, None)
         there = await self._catalog.get(key)
         if there is not None and there.value not in mine:
-            self._taken.add(key)
             raise Taken(key, there)
-        self._taken.discard(key)
         if there is not None and (there.session, there.value) == (session.id, value):
+            self._stored[key] = value, there.revision
             return
         mine.append(value)
         del mine[:-2]
         try:
-            await self._catalog.publish(key, value, session, only_if=there.revision if there else 0)
+            revision = await self._catalog.publish(key, value, session, only_if=there.revision if there else 0)
         except SessionLost:
             session.lost.set()
             raise
         except Taken as error:
-            # A try of ours that was not answered in time may have been done.
+            # A try of ours that was not answered in time may have been done: the next turn sees whether it is ours.
             if error.entry is None or error.entry.value != value:
                 raise
+        else:
+            self._stored[key] = value, revision

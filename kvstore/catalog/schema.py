@@ -92,7 +92,8 @@ class DataEntry:
     """A data server. Its life is its own: it serves a node's pages whether the node's daemon lives or not.
 
     Attributes:
-        name: the node's, a dot, and a number of this process: the next one need not wait until this one is forgotten.
+        name: the node's, a dot, and digits of ``process``, which no other process has, on any machine and in any
+            container: the next data server need not wait until this one is forgotten, and removes its entry.
         process: of the data server, 16 hex digits; it tells the same to whoever connects.
         node: whose pages these are.
         incarnation: of that node's DRAM segment, 16 hex digits.

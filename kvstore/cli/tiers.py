@@ -67,7 +67,23 @@ def of_announcing(stats: Mapping[str, Any]) -> dict[str, object]:
     told = stats.get("announcing")
     if told is None:
         return {}
-    return {"tells": told["fault"] or f"{told['owners']} nodes what it has, {told['queued']} pages to go"}
+    return {
+        "tells": told["fault"] or f"{told['owners']} nodes what it has, {told['queued']} pages to go",
+        "membership": membership_text(stats["membership"]),
+    }
+
+
+def membership_text(about: Mapping[str, Any]) -> str:
+    """How long ago each task of membership last succeeded; or which fail, and why."""
+    tasks = {name: task for name, task in about.items() if name != "fault"}
+    failing = [
+        f"{name} has failed for {duration_text(task['failing_s'])}: {task['error']}"
+        for name, task in tasks.items()
+        if task["failing_s"] is not None
+    ]
+    ages = ((name, task["succeeded_ago_s"]) for name, task in tasks.items())
+    well = [f"{name} {'not yet' if age is None else duration_text(age) + ' ago'}" for name, age in ages]
+    return "; ".join(failing) or ", ".join(well)
 
 
 def ways_text(about: Mapping[str, str]) -> str:

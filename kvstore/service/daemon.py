@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 from collections.abc import Callable
+from functools import partial
 from typing import TYPE_CHECKING
 
 from kvstore import about
@@ -82,14 +83,14 @@ def _run(
     control.start()
     background.start()
     node.enter(DaemonState.READY)
-    where = ""
+    where, announcer = "", None
     try:
         if api is not None:
             api.start()
             life.on_hangup(api.reload)
         if membership is not None:
             mine = _entry(config, node, api)
-            _join(membership, mine, NodeFolder.at(node.folder))
+            _join(membership, mine, NodeFolder.at(node.folder), life)
             life.at_end(membership.stop)
         else:
             peers.forget(NodeFolder.at(node.folder))
@@ -97,7 +98,7 @@ def _run(
             where = f", data on {sender.start()}"
             life.at_end(sender.stop)
         if membership is not None:
-            _announce(config, node, membership, mine, life, dispatcher.admin.calls)
+            announcer = _announce(config, node, membership, mine, life, dispatcher.admin.calls)
     except (InvalidRequest, NodeBusy, Unavailable):
         _end_serving(node, api, control, background, life)
         raise
@@ -107,7 +108,10 @@ def _run(
         )
 
         queues = {"rpcs": api.under_way} if api is not None else {}
-        life.http.routes["/metrics"] = NodeMetrics(node, scrubber, queues, api.calls if api is not None else None).route
+        metrics = NodeMetrics(node, scrubber, queues, api.calls if api is not None else None)
+        if membership is not None and announcer is not None:
+            metrics.membership = partial(_ages, membership, announcer)
+        life.http.routes["/metrics"] = metrics.route
     tiers = node_stats(node)["tiers"]
     sizes = " + ".join(f"{format_size(tier['capacity_bytes'])} {name.upper()}" for name, tier in tiers.items())
     pages = " + ".join(str(tier["pages"]) for tier in tiers.values())  # a page may be in both
@@ -143,29 +147,39 @@ def _entry(config: NodeConfig, node: Node, api: ApiServer | None) -> NodeEntry:
 
 def _announce(
     config: NodeConfig, node: Node, membership: Membership, mine: NodeEntry, life: Life, calls: dict[str, Call]
-) -> None:
+) -> Announcer:
     """Tell the pool from now on which pages the node has. Admin calls say how that goes, and whether the pool knows."""
     links = PeerLinks(config.pool, config.name, credentials_of(os.environ))
     peers_file = PeersFile(node.folder)
-    announcer = Announcer(node, config.name, mine.process, membership, peers_file, links)
+    announcer = Announcer(node, config.name, mine.process, membership, peers_file, links, config.catalog_ttl_s)
     announcer.start()
     if life.http is not None:
-        life.http.routes["/readyz"] = readyz(life.ready, lambda: announcer.status()["fault"])
+        faults = membership.fault, announcer.fault
+        life.http.routes["/readyz"] = readyz(life.ready, lambda: "; ".join(filter(None, (each() for each in faults))))
     life.at_end(links.close)
     life.at_end(announcer.stop)
     stats = calls["stats"]
-    calls["stats"] = lambda request: {**stats(request), "announcing": announcer.status()}
+    calls["stats"] = lambda request: {
+        **stats(request),
+        "announcing": announcer.status(),
+        "membership": membership.status(),
+    }
     calls["heard"] = Heard(node, config.name, membership, peers_file, links).look
+    return announcer
 
 
-def _join(membership: Membership, mine: NodeEntry, folder: NodeFolder) -> None:
+def _ages(membership: Membership, announcer: Announcer) -> list[tuple[str, float, int]]:
+    return membership.ages() + announcer.ages()
+
+
+def _join(membership: Membership, mine: NodeEntry, folder: NodeFolder, life: Life) -> None:
     """Publish the node. What the daemon before us published is ours to replace: the folder's lock says it is dead."""
     kept = folder.path / MEMBER
     try:
         former = read_plain(kept)
     except OSError:
         former = b""
-    membership.start(mine, former=former)
+    membership.start(mine, former=former, on_final=life.fail)
     told = schema.encode(mine)
     folder.new_file(kept, len(told), told)
 

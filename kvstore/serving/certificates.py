@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import ssl
 from dataclasses import dataclass
@@ -11,13 +12,17 @@ from typing import Any
 
 import grpc
 
+from kvstore.catalog.task_health import TaskHealth
+from kvstore.config.changed_files import ChangedFiles
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest
+
+log = logging.getLogger("kvstore.tls")
 
 
 @dataclass(frozen=True)
 class ServerCertificate:
-    """Files in PEM.
+    """Files in PEM. Servers read them again when they change: no restart, no signal.
 
     Attributes:
         cert: the certificate and its chain.
@@ -47,18 +52,52 @@ class ServerCertificate:
         for name, path in (("tls_key", self.key), ("tls_cert", self.cert), ("tls_client_ca", self.client_ca)):
             if path is not None:
                 _pem(path, name)
-        self.for_sockets()
+        self._context()
         if os.stat(self.key).st_mode & 0o007:
             raise InvalidRequest("tls_key", f"{self.key} can be read by others: chmod 600 {self.key}")
 
+    @property
+    def files(self) -> ChangedFiles:
+        """Whether one of them changed since the last look; now none has."""
+        found = ChangedFiles(each for each in (self.cert, self.key, self.client_ca) if each is not None)
+        found.changed()
+        return found
+
     def for_grpc(self) -> grpc.ServerCredentials:
-        """For servers of gRPC. Raises InvalidRequest where a file cannot be read."""
-        authorities = _pem(self.client_ca, "tls_client_ca") if self.client_ca is not None else None
-        pair = _pem(self.key, "tls_key"), _pem(self.cert, "tls_cert")
-        return grpc.ssl_server_credentials([pair], authorities, require_client_auth=authorities is not None)
+        """For servers of gRPC; connections that come after the files changed are shown the new ones. Raises
+        InvalidRequest where a file cannot be read."""
+        renewal = _Renewal(self)
+
+        def renewed() -> Any:  # None: as before
+            return self._configuration() if renewal.due() else None
+
+        return grpc.dynamic_ssl_server_credentials(
+            self._configuration(), renewed, require_client_authentication=self.client_ca is not None
+        )
 
     def for_sockets(self) -> ssl.SSLContext:
-        """For data servers. Raises InvalidRequest where the files make no sense."""
+        """For data servers and HTTP; connections that come after the files changed are shown the new ones. Raises
+        InvalidRequest where the files make no sense."""
+        renewal, first = _Renewal(self), self._context()
+        now = first
+
+        def begin(connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+            """OpenSSL calls it in each handshake, whether the client names a server or not."""
+            nonlocal now
+            if renewal.due():
+                now = self._context()
+            if now is not first:
+                connection.context = now
+
+        first.sni_callback = begin
+        return first
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        authorities = _pem(self.client_ca, "tls_client_ca") if self.client_ca is not None else None
+        pair = _pem(self.key, "tls_key"), _pem(self.cert, "tls_cert")
+        return grpc.ssl_server_certificate_configuration([pair], authorities)
+
+    def _context(self) -> ssl.SSLContext:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
         context.minimum_version = ssl.TLSVersion.TLSv1_2
         try:
@@ -72,6 +111,8 @@ class ServerCertificate:
             except (OSError, ValueError) as error:
                 raise InvalidRequest("tls_client_ca", f"{self.client_ca} cannot be used ({error})") from None
             context.verify_mode = ssl.CERT_REQUIRED
+            context.num_tickets = 0  # else a client whose authority was removed goes on with its old session
+            context.options |= ssl.OP_NO_TICKET
         return context
 
     def name_for(self, address: str, host: str) -> str | None:
@@ -103,6 +144,30 @@ class ServerCertificate:
             return []
         found: Any = client.getpeercert() or {}
         return [str(value) for _, value in found.get("subjectAltName", ())]
+
+
+class _Renewal:
+    """Whether a server's files changed to others that make sense. While they make none, the server goes on with what it
+    has: perhaps they are just being written."""
+
+    def __init__(self, certificate: ServerCertificate) -> None:
+        self._certificate = certificate
+        self._files = certificate.files
+        self._health = TaskHealth(f"certificate {certificate.cert}")
+
+    def due(self) -> bool:
+        """True once for each change. Any thread."""
+        if not self._files.changed():
+            return False
+        try:
+            self._certificate.check()
+        except InvalidRequest as error:
+            self._health.note_failure(error)
+            self._files.forget()
+            return False
+        self._health.note_success()
+        log.info("certificate %s was read again", self._certificate.cert)
+        return True
 
 
 def _matches(name: str, host: str) -> bool:

@@ -28,6 +28,7 @@ from typing import Any, Final
 
 from kvstore import about, boundary
 from kvstore.config.daemon import DaemonConfig
+from kvstore.errors import KVStoreError
 from kvstore.serving import logs
 from kvstore.serving.http import HttpServer, routes
 
@@ -44,6 +45,7 @@ class Life:
         ready: it serves.
         http: what answers /healthz, /readyz and /metrics, where that is configured.
         hurried: the daemon was told to end once more: it should not take its time.
+        failure: why it ends on its own.
     """
 
     def __init__(self, log: logging.Logger, http: HttpServer | None, ready: threading.Event) -> None:
@@ -53,6 +55,7 @@ class Life:
         self._log = log
         self.ready = ready
         self._stopped = threading.Event()
+        self.failure: KVStoreError | None = None
         self._began_s = time.monotonic()
 
     @property
@@ -99,6 +102,11 @@ class Life:
         """Say to those who ask that it is not ready any more."""
         self.ready.clear()
 
+    def fail(self, failure: KVStoreError) -> None:
+        """From any thread: end in order, as after a signal; ``running`` raises ``failure`` then."""
+        self.failure = self.failure or failure
+        self._stopped.set()
+
     def told_to_end(self) -> None:
         """A signal came."""
         (self.hurried if self._stopped.is_set() else self._stopped).set()
@@ -110,6 +118,7 @@ def running(config: DaemonConfig, log: logging.Logger, who: str) -> Iterator[Lif
 
     Raises:
         InvalidRequest: HTTP cannot have its address.
+        KVStoreError: what the daemon ended with, see ``Life.fail``.
     """
     logs.configure(config)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -128,3 +137,5 @@ def running(config: DaemonConfig, log: logging.Logger, who: str) -> Iterator[Lif
             if life.http is not None:
                 life.http.stop()
     logs.event(log, logging.INFO, "stop", uptime_s=round(life.took_s, 3))
+    if life.failure is not None:
+        raise life.failure

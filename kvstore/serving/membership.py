@@ -9,21 +9,26 @@ import socket
 import threading
 from collections.abc import Callable, Coroutine, Sequence
 from contextlib import aclosing
+from dataclasses import replace
 from typing import Any, Final
 
+from kvstore.boundary import kept_task
 from kvstore.catalog import schema
 from kvstore.catalog.base import Catalog, Entry, Session, boot_s
 from kvstore.catalog.connect import check_url, to_catalog
 from kvstore.catalog.election import elect
 from kvstore.catalog.presence import Presence
 from kvstore.catalog.schema import ClusterEntry, DataEntry, EngineEntry, NodeEntry
+from kvstore.catalog.task_health import TaskHealth
 from kvstore.config.daemon import ClusterConfig
-from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, VersionMismatch
 from kvstore.serving import logs
 
 START_S: Final = 20.0
 STOP_S: Final = 8.0
 LEAD_LOOK_S: Final = 0.25
+TASKS: Final = ("watch", "session", "presence")
+ELECTION_TASKS: Final = ("election", "election_watch")
 
 log = logging.getLogger("kvstore.cluster")
 
@@ -31,7 +36,10 @@ log = logging.getLogger("kvstore.cluster")
 class Membership:
     """From ``start`` to ``stop``, in a thread and an event loop of its own. Other methods may be called anywhere.
 
-    With the catalog away a daemon goes on with the members it knows, and publishes itself again once it is back.
+    With the catalog away a daemon goes on with the members it knows, and publishes itself again once it is back. Each
+    of its tasks is tried again after any error, see ``TaskHealth``: ``watch`` learns who is there, ``session`` renews
+    ours, ``presence`` keeps our entries published, ``election`` takes part in the election of a leader, in which
+    ``election_watch`` waits for the leader before us to go.
 
     Raises:
         InvalidRequest: the catalog's URL is none.
@@ -42,9 +50,12 @@ class Membership:
         self._config = config
         self._on_change: Callable[[], None] = lambda: None
         self._known: dict[str, Entry] = {}  # replaced, never changed: readers have no lock
+        self._revision = 0  # of the catalog, as of ``_known``
         self._nodes: tuple[dict[str, Entry], list[NodeEntry]] = self._known, []
         self._secret: bytes | None = None
-        self._heard_s = 0.0
+        self._on_final: Callable[[VersionMismatch], None] = lambda error: None
+        self._ended = False
+        self._health = {name: self._new_health(name) for name in TASKS}
         self._catalog: Catalog | None = None
         self._presence: Presence | None = None
         self._loop = asyncio.new_event_loop()
@@ -53,12 +64,23 @@ class Membership:
         self._leading: asyncio.Task[None] | None = None
         self._lead: tuple[Session, int] | None = None  # and the revision of its election
 
-    def start(self, mine: schema.Published, on_change: Callable[[], None] = lambda: None, former: bytes = b"") -> None:
-        """Publish ``mine``, and know everybody else when this returns.
+    def start(
+        self,
+        mine: schema.Published,
+        on_change: Callable[[], None] = lambda: None,
+        former: bytes = b"",
+        former_name: str = "",
+        on_final: Callable[[VersionMismatch], None] = lambda error: None,
+    ) -> None:
+        """Publish ``mine``, and know all other members when this returns.
 
         Args:
             on_change: called in that thread whenever nodes or engines come, change or go. It must not wait.
             former: the entry of the process before us, where that is known to be dead: ours takes its place at once.
+            former_name: under which another process published the same kind of entry that is known to be dead: its
+                entry goes at once.
+            on_final: called in that thread when an error ends membership for ever, such as a catalog of another
+                version. It has to end the daemon.
 
         Raises:
             NodeBusy: another live process has that name.
@@ -66,11 +88,12 @@ class Membership:
             InvalidRequest: the catalog's settings make no sense; names the setting.
         """
         config = self._config
-        self._on_change = on_change
+        self._on_change, self._on_final = on_change, on_final
         self._catalog = to_catalog(config.catalog, config)
         self._thread.start()
         try:
-            self._do(self._start(self._catalog, mine, former), START_S)
+            former_key = schema.key_of(config.pool, replace(mine, name=former_name)) if former_name else ""
+            self._do(self._start(self._catalog, mine, former, former_key), START_S)
         except BaseException:
             self.stop()
             raise
@@ -84,9 +107,15 @@ class Membership:
 
     def lead(self, name: str) -> None:
         """Take part in the election of the pool's leader from now on; ``leading`` says whether we won."""
-        assert self._catalog is not None, "it is started"
-        work = self._lead_always(self._catalog, name.encode())
-        self._loop.call_soon_threadsafe(lambda: setattr(self, "_leading", self._loop.create_task(work)))
+        catalog = self._catalog
+        assert catalog is not None, "it is started"
+        self._health = {**self._health, **{task: self._new_health(task) for task in ELECTION_TASKS}}
+
+        def begin() -> None:
+            work = kept_task("membership/election", lambda: self._lead_once(catalog, name.encode()))
+            self._leading = self._loop.create_task(work, name="catalog election")
+
+        self._loop.call_soon_threadsafe(begin)
 
     @property
     def leading(self) -> int | None:
@@ -114,8 +143,22 @@ class Membership:
 
     @property
     def heard_s(self) -> float:
-        """When the catalog last told us something, by ``boot_s``; 0 where it never did."""
-        return max(self._heard_s, self._presence.heard_s if self._presence is not None else 0.0)
+        """When the watch last gave a sign of life, by ``boot_s``; 0 where it never did: how old all of this can be."""
+        return self._health["watch"].succeeded_s
+
+    def status(self) -> dict[str, Any]:
+        """How long ago each task last succeeded, and why it fails; ``fault`` as below. {} before ``start``."""
+        tasks = {each.name: each.status() for each in self._health.values()}
+        return {**tasks, "fault": self.fault()} if self._presence is not None else {}
+
+    def ages(self) -> list[tuple[str, float, int]]:
+        """For metrics: each task, the seconds since it last succeeded, and its failures."""
+        return [(each.name, boot_s() - each.succeeded_s, each.failures) for each in self._health.values()]
+
+    def fault(self) -> str:
+        """Which tasks have failed for longer than ``catalog_ttl_s``, and why; "" where none has."""
+        faults = (each.fault(self._config.catalog_ttl_s) for each in self._health.values())
+        return "; ".join(f"membership: {each}" for each in faults if each)
 
     def nodes(self) -> list[NodeEntry]:
         """Nodes of the pool, ourselves among them, by name."""
@@ -146,31 +189,46 @@ class Membership:
         known, start = self._known, schema.folder(self._config.pool, kind)
         return [known[key] for key in sorted(known) if key.startswith(start)]
 
-    async def _start(self, catalog: Catalog, mine: schema.Published, former: bytes) -> None:
+    async def _start(self, catalog: Catalog, mine: schema.Published, former: bytes, former_key: str) -> None:
         await catalog.start()
-        self._presence = Presence(catalog, self._config.catalog_ttl_s)
+        ours = self._health["presence"], self._health["session"]
+        self._presence = Presence(catalog, self._config.catalog_ttl_s, *ours)
         pool = self._config.pool
         lasting = {} if isinstance(mine, EngineEntry | ClusterEntry) else {schema.secret_key(pool): schema.new_secret()}
-        await self._presence.start({schema.key_of(pool, mine): schema.encode(mine)}, former, lasting)
+        await self._presence.start({schema.key_of(pool, mine): schema.encode(mine)}, former, lasting, former_key)
         first = asyncio.Event()
-        self._watching = asyncio.create_task(self._watch(catalog, first), name="catalog watch")
+        watching = kept_task("membership/watch", lambda: self._watch(catalog, first))
+        self._watching = asyncio.create_task(watching, name="catalog watch")
         await first.wait()
 
-    async def _lead_always(self, catalog: Catalog, value: bytes) -> None:
-        while True:
-            session: Session | None = None
-            with contextlib.suppress(Unavailable):
-                try:
-                    session = await catalog.open_session(self._config.catalog_ttl_s)
-                    revision = await elect(catalog, schema.leader_key(self._config.pool), value, session)
+    async def _lead_once(self, catalog: Catalog, value: bytes) -> None:
+        """Wait until we lead, and lead until the session is lost."""
+        health, session = self._health["election"], None
+        try:
+            session = await catalog.open_session(self._config.catalog_ttl_s, health)
+            key = schema.leader_key(self._config.pool)
+            won = asyncio.ensure_future(elect(catalog, key, value, session, self._health["election_watch"]))
+            try:
+                while not won.done() and session.alive:
+                    await asyncio.wait((won,), timeout=LEAD_LOOK_S)
+                if won.done():
+                    revision = won.result()
                     self._lead = session, revision
-                    while session.alive:
+                    while session.alive and not self._lost_lead(key, revision):
                         await asyncio.sleep(LEAD_LOOK_S)
-                finally:
-                    self._lead = None
-                    if session is not None:
-                        await session.close()
-            await asyncio.sleep(LEAD_LOOK_S)
+            finally:
+                won.cancel()
+        except KVStoreError as error:
+            await asyncio.sleep(health.note_failure(error))
+        finally:
+            self._lead = None
+            if session is not None:
+                await session.close()
+
+    def _lost_lead(self, key: str, revision: int) -> bool:
+        """Whether what we wrote at ``revision`` is not there any more, though our session lives: it was deleted."""
+        there = self._known.get(key)
+        return self._revision > revision and (there is None or there.revision != revision)
 
     async def _stop(self) -> None:
         for task in (self._watching, self._leading):
@@ -183,13 +241,16 @@ class Membership:
             await self._catalog.close()
 
     async def _watch(self, catalog: Catalog, first: asyncio.Event) -> None:
-        async with aclosing(catalog.watch(schema.prefix(self._config.pool))) as updates:
+        prefix = schema.prefix(self._config.pool)
+        async with aclosing(catalog.watch(prefix, self._health["watch"])) as updates:
             async for update in updates:
                 known = {} if update.whole else dict(self._known)
                 for key in update.gone:
                     known.pop(key, None)
                 known.update({each.key: each for each in update.entries})
-                self._known, self._heard_s = known, boot_s()
+                self._known, self._revision = known, update.revision
+                if self._presence is not None:
+                    self._presence.look(known, update.revision, update.whole)
                 self._learn_secret(known.get(schema.secret_key(self._config.pool)))
                 first.set()
                 self._on_change()
@@ -200,6 +261,15 @@ class Membership:
         if secret is not None and entry is not None and self._presence is not None:
             self._secret = secret
             self._presence.keep(entry.key, entry.value)
+
+    def _new_health(self, name: str) -> TaskHealth:
+        return TaskHealth(name, on_final=self._end)
+
+    def _end(self, error: VersionMismatch) -> None:
+        if not self._ended:
+            self._ended = True
+            log.critical("membership cannot go on: %s", error)
+            self._on_final(error)
 
     def _run(self) -> None:
         asyncio.set_event_loop(self._loop)
@@ -214,7 +284,8 @@ class Membership:
             done.result(timeout_s)
         except TimeoutError:
             done.cancel()
-            raise DeadlineExceeded(f"{self._config.catalog}: no answer in {timeout_s:g} s") from None
+            why = "".join(f"; {each.name}: {each.error}" for each in self._health.values() if each.error)
+            raise DeadlineExceeded(f"{self._config.catalog}: no answer in {timeout_s:g} s{why}") from None
 
 
 def host() -> str:

@@ -46,3 +46,17 @@ INTERNAL_ERRORS: Final = about(
     "place",
 )
 """Every daemon has this one, under this name."""
+
+MEMBERSHIP_AGE: Final = about(
+    "kvstore",
+    "gauge",
+    "membership_success_age_seconds",
+    "Time since a task that keeps the daemon in its pool last succeeded: watch, session, presence, election,"
+    " election_watch, announcing. None of them takes longer than a few seconds while all is well.",
+    "task",
+)
+MEMBERSHIP_FAILURES: Final = about(
+    "kvstore", "counter", "membership_failures", "Tries of these tasks that failed, and were made again.", "task"
+)
+MEMBERSHIP: Final = (MEMBERSHIP_AGE, MEMBERSHIP_FAILURES)
+"""Every daemon has these, under these names, where it is in a pool."""

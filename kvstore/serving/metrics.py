@@ -7,7 +7,7 @@ import platform
 import threading
 import time
 from abc import abstractmethod
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
@@ -18,7 +18,7 @@ from prometheus_client.utils import floatToGoString
 
 from kvstore import about, boundary
 from kvstore.serving.durations import BOUNDS_S, Durations
-from kvstore.serving.metric_table import INTERNAL_ERRORS, MetricInfo
+from kvstore.serving.metric_table import INTERNAL_ERRORS, MEMBERSHIP_AGE, MEMBERSHIP_FAILURES, MetricInfo
 
 if TYPE_CHECKING:
     from kvstore.serving.watching import Calls  # it loads gRPC, which is loaded where there are calls
@@ -76,9 +76,14 @@ class Families:
 
 
 class DaemonMetrics(Collector):
-    """``/metrics`` of a daemon. Collects on every scrape, one at a time."""
+    """``/metrics`` of a daemon. Collects on every scrape, one at a time.
+
+    Attributes:
+        membership: says of each task of membership its name, the seconds since it last succeeded, and its failures.
+    """
 
     def __init__(self, prefix: str, metrics: Sequence[MetricInfo]) -> None:
+        self.membership: Callable[[], Iterable[tuple[str, float, int]]] = tuple
         self._prefix = prefix
         self._metrics = metrics
         self._turn = threading.Lock()
@@ -98,6 +103,9 @@ class DaemonMetrics(Collector):
         """See ``Collector``: all metrics, in the order of their table."""
         add = Families(self._prefix, self._metrics)
         self.add_samples(add)
+        for task, age_s, failures in self.membership():
+            add.families[MEMBERSHIP_AGE.name].add_metric((task,), age_s)
+            add.families[MEMBERSHIP_FAILURES.name].add_metric((task,), failures)
         return iter(add.families.values())
 
     @abstractmethod

@@ -7,6 +7,7 @@ errors of that process by place, for the daemon's metrics.
 
 from __future__ import annotations
 
+import contextlib
 import fcntl
 import json
 import os
@@ -22,6 +23,7 @@ from kvstore.tier.plain_files import is_locked, open_plain, read_plain
 ERRORS: Final = "data.errors"
 TRIES: Final = 20  # somebody may just be looking whether it is locked, which takes microseconds
 RETRY_S: Final = 0.01
+TEXT_BYTES_MAX: Final = 4096
 
 
 @dataclass(frozen=True)
@@ -42,11 +44,16 @@ class DataServerAt:
 
 
 class DataFile:
-    """The lock, and what stands in the file. Life: made -> ``take`` -> ``tell`` -> ``close``, or the process's end."""
+    """The lock, and what is in the file. Life: made -> ``take`` -> ``tell`` -> ``close``, or the process's end.
+
+    Attributes:
+        former: the data server before us, which is dead since we hold the lock; None where there was none.
+    """
 
     def __init__(self, folder: NodeFolder) -> None:
         self._folder = folder
         self._fd = -1
+        self.former: DataServerAt | None = None
 
     def take(self) -> None:
         """Become the node's data server.
@@ -65,6 +72,8 @@ class DataFile:
                     os.close(fd)
                     raise NodeBusy(f"node {self._folder.name!r} has a data server already") from None
                 time.sleep(RETRY_S)
+        with contextlib.suppress(ValueError):
+            self.former = _parsed(os.pread(fd, TEXT_BYTES_MAX, 0))
         os.ftruncate(fd, 0)
         self._fd = fd
 
@@ -115,7 +124,15 @@ def find_data_server(folder: NodeFolder) -> DataServerAt | None:
     try:
         if not is_taken(folder):
             return None
-        found = json.loads(read_plain(folder.data_server))
-        return DataServerAt(int(found["pid"]), str(found["process"]), str(found["address"]), bool(found["child"]))
-    except (OSError, ValueError, KeyError, TypeError):
+        return _parsed(read_plain(folder.data_server))
+    except (OSError, ValueError):
         return None
+
+
+def _parsed(text: bytes) -> DataServerAt:
+    """Raises ValueError where it makes no sense."""
+    try:
+        found = json.loads(text)
+        return DataServerAt(int(found["pid"]), str(found["process"]), str(found["address"]), bool(found["child"]))
+    except (KeyError, TypeError, RecursionError) as error:
+        raise ValueError(f"not what a data server says of itself: {error}") from error

@@ -18,6 +18,7 @@ from kvstore.catalog.etcd import EtcdCatalog
 from kvstore.catalog.file import FileCatalog
 from kvstore.catalog.memory import Hub, MemoryCatalog
 from kvstore.catalog.presence import Presence
+from kvstore.catalog.task_health import TaskHealth
 from kvstore.errors import InvalidRequest, NodeBusy
 from tests.helpers.etcd import WAIT_S, told
 from tests.helpers.loops import run
@@ -135,7 +136,7 @@ def test_a_session_that_is_not_renewed_ends(connect: Open, root: str) -> None:
                 assert await told(updates, lambda known: root + "a" in known)
                 assert not await told(updates, lambda known: not known)
             assert not session.alive, "its owner knows it before anybody else"
-            session.start()
+            session.start(TaskHealth("session"))
             await asyncio.wait_for(session.lost.wait(), WAIT_S)
             with pytest.raises(SessionLost):
                 await ours.publish(root + "a", b"2", session)

@@ -16,6 +16,7 @@ from kvstore.catalog.base import Catalog, boot_s
 from kvstore.catalog.etcd import EtcdCatalog
 from kvstore.catalog.etcd_channel import Credentials
 from kvstore.catalog.presence import Presence
+from kvstore.catalog.task_health import TaskHealth
 from kvstore.errors import InvalidRequest, Unauthenticated, Unavailable
 from tests.helpers.api import Certificates
 from tests.helpers.etcd import Etcd, binary, told
@@ -71,7 +72,7 @@ def test_a_watch_goes_on_after_a_restart(one: Etcd) -> None:
 
 
 def test_a_watch_begins_anew_where_etcd_has_forgotten(one: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.catalog.etcd.RESUME_S", 3.0)  # it is away for long enough
+    monkeypatch.setattr("kvstore.catalog.task_health.PAUSE_MIN_S", 3.0)  # it is away for long enough
 
     async def test() -> None:
         async with EtcdCatalog(one.endpoints) as catalog, EtcdCatalog(one.endpoints) as other:
@@ -87,7 +88,7 @@ def test_a_watch_begins_anew_where_etcd_has_forgotten(one: Etcd, monkeypatch: py
                 request = pb.CompactionRequest(revision=(await other.listing("/a/")).revision, physical=True)
                 await other._call("KV/Compact", request, pb.CompactionResponse)
                 assert await waiting
-            async with aclosing(catalog._changes("/a/", 1)) as forgotten:
+            async with aclosing(catalog._changes("/a/", 1, TaskHealth("watch"))) as forgotten:
                 assert await anext(forgotten) is None
 
     asyncio.run(test())
@@ -198,8 +199,9 @@ def test_a_member_without_the_others_does_not_answer_for_them(three: Etcd) -> No
     asyncio.run(test())
 
 
-def test_user_and_password(one: Etcd) -> None:
+def test_user_and_password(one: Etcd, tmp_path: Path) -> None:
     """A token that the server has forgotten, as after its restart, is renewed."""
+    wrong, right = (password_file(tmp_path / text, text) for text in ("wrong", "s3cret"))
 
     async def test() -> None:
         async with EtcdCatalog(one.endpoints) as plain:
@@ -209,8 +211,8 @@ def test_user_and_password(one: Etcd) -> None:
             with pytest.raises(Unauthenticated, match="user"):
                 await plain.publish("/a/x", b"")
         with pytest.raises(Unauthenticated, match="refuses user 'root'"):
-            await EtcdCatalog(one.endpoints, Credentials(user="root", password="wrong")).start()
-        async with EtcdCatalog(one.endpoints, Credentials(user="root", password="s3cret")) as known:
+            await EtcdCatalog(one.endpoints, Credentials(user="root", password_file=wrong)).start()
+        async with EtcdCatalog(one.endpoints, Credentials(user="root", password_file=right)) as known:
             presence = Presence(known, 10.0)
             await presence.start({"/a/n": b"me"})
             async with aclosing(known.watch("/a/")) as updates:
@@ -264,6 +266,12 @@ def test_a_listing_of_many_pages_is_of_one_moment(etcd: Etcd) -> None:
             assert [each.key for each in listing.entries] == [f"/many/{n:05}" for n in range(2500)]
 
     asyncio.run(test())
+
+
+def password_file(path: Path, password: str) -> Path:
+    path.write_text(password)
+    path.chmod(0o600)
+    return path
 
 
 def ctl(servers: Etcd, *words: str) -> None:

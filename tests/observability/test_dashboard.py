@@ -75,7 +75,7 @@ SELECTOR = re.compile(r"(kvstore_\w+)\{([^}]*)\}")
 MATCHER = re.compile(r'(\w+)(?:=~|!~|!=|=)"[^"]*"')
 GROUPED = re.compile(r"\b(?:by|on|group_left) \(([^)]*)\)")
 FUNCTIONS = {
-    *("sum", "min", "count", "topk", "rate", "increase", "histogram_quantile", "vector"),
+    *("sum", "min", "max", "count", "topk", "rate", "increase", "histogram_quantile", "vector"),
     *("by", "on", "or", "group_left", "le"),
 }
 

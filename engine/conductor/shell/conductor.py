@@ -67,6 +67,7 @@ class Conductor:
         self.tally = tally
         self.leading = leading
         self.pages = 0
+        self.membership: Callable[[], dict[str, Any]] = dict  # what ``status`` says of our place in the pool
         self.state = ConductorState(config.rules)
         self.members = FleetMembers(config.engine, config.backend, tally.kv_events, self.handle)
         self.members.changed([], [], [])
@@ -207,6 +208,7 @@ class Conductor:
             "routed": self.tally.routed,
             "role_refusals": self.tally.role_refusals,
             "answers": dict(self.tally.outcomes),
+            "membership": self.membership(),
         }
 
     def _phases(self) -> dict[RequestPhase, int]:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import secrets
 import threading
 import time
@@ -11,7 +10,9 @@ from collections import Counter
 from typing import Any, Final
 
 from kvstore import boundary
-from kvstore.errors import KVStoreError, Unavailable
+from kvstore.catalog.base import boot_s
+from kvstore.catalog.task_health import TaskHealth
+from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable, TooManyCalls, Unavailable
 from kvstore.service.cluster.view import Members
 from kvstore.service.node.node import Node
 from kvstore.service.node.page_feed import PageFeed
@@ -26,9 +27,11 @@ from kvstore.transfer.wire import FrameKind
 ANSWER_S: Final = 1.0
 PAGES_PER_S: Final = 500_000  # at most
 STOP_S: Final = 5.0
+RETRY_MAX_S: Final = 8.0  # between two tries to tell an owner that refuses
+LOST_LOOK_S: Final = 0.5  # between two looks whether an owner that did not answer does again
+FAULT_AFTER_S: Final = 10.0
+FAULTS_MAX: Final = 4  # that are said in full
 STUCK_S: Final = 30.0  # a turn takes so long where something hangs: owners have a second each, and dead ones none
-
-log = logging.getLogger("kvstore.cluster")
 
 
 class Announcer:
@@ -39,12 +42,21 @@ class Announcer:
         daemon: the number that our entry in the catalog has: by it owners know that it is we who tell.
         members: what the catalog tells.
         peers: who there is. A node whose own data server is not among them has nothing to tell: nobody could read it.
+        fault_after_s: an owner that was not told for longer is a fault. A dead owner is not a member by then.
     """
 
     def __init__(
-        self, node: Node, name: str, daemon: str, members: Members, peers: PeersFile, links: PeerLinks
+        self,
+        node: Node,
+        name: str,
+        daemon: str,
+        members: Members,
+        peers: PeersFile,
+        links: PeerLinks,
+        fault_after_s: float = FAULT_AFTER_S,
     ) -> None:
         self._node = node
+        self._fault_after_s = fault_after_s
         self._daemon = int(daemon, 16)
         self._members = members
         self._peers = peers
@@ -52,6 +64,7 @@ class Announcer:
         self._name = name
         self._turn_s = time.monotonic()
         self._told_s: dict[str, float] = {}
+        self._owners: dict[str, _Owner] = {}
         self._stopping = threading.Event()
         run = boundary.kept("task/announcer", self._turn, self._stopping)
         self._thread = threading.Thread(target=run, name="announcer", daemon=True)
@@ -74,15 +87,38 @@ class Announcer:
             self._thread.join(STOP_S)
 
     def status(self) -> dict[str, Any]:
-        """What waits to be told, and what was; how long ago it last looked for news, and what that means."""
-        ago_s = time.monotonic() - self._turn_s
+        """What waits to be told, and what was; how long ago it last looked for news, when the owner that was told
+        least lately was told, which owners fail and why, and what that means."""
+        owners = self._owners  # replaced, never changed
+        failing = {name: each.health.status() for name, each in owners.items() if each.health.failing_since_s}
         return {
             "queued": self._announcing.queued,
             "owners": len(self._announcing.owners),
-            "turn_ago_s": round(ago_s, 3),
-            "fault": f"others have not been told what it has for {ago_s:.0f} s" if ago_s > STUCK_S else "",
+            "turn_ago_s": round(time.monotonic() - self._turn_s, 3),
+            "told_ago_s": round(self._told_ago_s(), 3),
+            "failing": failing,
+            "fault": self.fault(),
             **self.counters,
         }
+
+    def ages(self) -> list[tuple[str, float, int]]:
+        """For metrics, as ``Membership.ages``."""
+        return [("announcing", self._told_ago_s(), self.counters["failed"])]
+
+    def _told_ago_s(self) -> float:
+        """Since the owner that was told least lately was told, or since the last turn where there is none."""
+        told = [each.health.succeeded_s or each.since_s for each in self._owners.values()]
+        return max(boot_s() - min(told, default=boot_s()), time.monotonic() - self._turn_s)
+
+    def fault(self) -> str:
+        """What is wrong: it hangs; an owner has no connection for us; or one was not told for longer than
+        ``fault_after_s``."""
+        ago_s = time.monotonic() - self._turn_s
+        faults = [f"others have not been told what it has for {ago_s:.0f} s"] if ago_s > STUCK_S else []
+        late = (each.health.fault(0.0 if each.full else self._fault_after_s) for each in self._owners.values())
+        faults += [fault for fault in late if fault]
+        more = f" and {len(faults) - FAULTS_MAX} more" if len(faults) > FAULTS_MAX else ""
+        return "; ".join(faults[:FAULTS_MAX]) + more
 
     def _turn(self) -> None:
         view = self._peers.look()
@@ -107,17 +143,19 @@ class Announcer:
     def _tell(self, view: PoolView) -> int:
         """Send each owner its next batch; how many entries were sent."""
         its, now_s, sent = self._announcing, time.monotonic(), 0
-        for name in its.owners:
+        if self._owners.keys() != set(its.owners):
+            self._owners = {name: self._owners.get(name) or _Owner(name) for name in its.owners}
+        for name, owner in self._owners.items():
             peer = view.peers.get(name)
-            if peer is None or self._links.dead(peer) or self._stopping.is_set():
+            if peer is None or self._stopping.is_set() or not owner.due(peer.process, now_s):
                 continue
             batch = its.batch(name, idle=now_s - self._told_s.get(name, 0.0) > IDLE_S)
-            if batch is not None and self._send(peer, batch):
+            if batch is not None and self._send(peer, owner, batch):
                 self._told_s[name] = now_s
                 sent = max(sent, len(batch.marks))
         return sent
 
-    def _send(self, peer: PoolNode, batch: Told) -> bool:
+    def _send(self, peer: PoolNode, owner: _Owner, batch: Told) -> bool:
         deadline_s = time.monotonic() + ANSWER_S
         try:
             with self._links.to(peer, deadline_s) as connection:
@@ -125,10 +163,47 @@ class Announcer:
                 reply = connection.call(FrameKind.ANNOUNCE, body, reply=FrameKind.ANNOUNCED, deadline_s=deadline_s)
                 wanted = unpack_announced(reply)
         except KVStoreError as error:
-            log.debug("%s: %s", peer.name, error)
+            owner.fail(error)
             self.counters["failed"] += 1
             return False
+        owner.succeed()
         self._announcing.answered(peer.name, batch, wanted)
         self.counters["batches"] += 1
         self.counters["entries"] += len(batch.marks)
         return True
+
+
+class _Owner:
+    """An owner to be told: when it is told next, and how that goes.
+
+    Attributes:
+        since_s: when it became one, by ``boot_s``.
+        process: of its data server, as of the last try.
+        next_s: not told before; later and later while telling it fails.
+        full: it answers that it has too many connections.
+    """
+
+    def __init__(self, name: str) -> None:
+        self.health = TaskHealth(f"announcing to {name}", pause_s_max=RETRY_MAX_S)
+        self.since_s = boot_s()
+        self.process = ""
+        self.next_s = 0.0
+        self.full = False
+
+    def due(self, process: str, now_s: float) -> bool:
+        """Whether it may be told now. Another process of that node is told at once."""
+        if process != self.process:
+            self.process, self.next_s = process, 0.0
+        return now_s >= self.next_s
+
+    def succeed(self) -> None:
+        """It was told."""
+        self.health.note_success()
+        self.full = False
+
+    def fail(self, error: KVStoreError) -> None:
+        """It was not. One that does not answer is asked by ``PeerLinks`` from time to time, so a look costs nothing."""
+        lost = isinstance(error, NodeUnavailable | DeadlineExceeded)
+        self.full = isinstance(error, TooManyCalls)
+        pause_s = self.health.note_failure(error, error.retry_after_s if isinstance(error, TooManyCalls) else 0.0)
+        self.next_s = time.monotonic() + (min(pause_s, LOST_LOOK_S) if lost else pause_s)

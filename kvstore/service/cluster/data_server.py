@@ -19,12 +19,15 @@ from typing import Final
 
 from kvstore import about, boundary
 from kvstore.catalog import schema
+from kvstore.catalog.connect import check_url
 from kvstore.catalog.schema import DataEntry
+from kvstore.catalog.task_health import TaskHealth
 from kvstore.client.local.node import LocalNode
 from kvstore.client.local.transports import TRANSPORTS, missing_here
 from kvstore.config import NodeConfig, parse_address
+from kvstore.config.changed_files import ChangedFiles
 from kvstore.config.values import DATA_AUTO, DATA_NONE, TRANSPORTS_AUTO
-from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace, Unauthenticated, Unavailable
+from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unauthenticated, Unavailable
 from kvstore.limits import UNKNOWN_PART
 from kvstore.service.cluster.check_handler import CheckHandler
 from kvstore.service.cluster.directory_shell import DirectoryShell
@@ -54,7 +57,7 @@ PATIENCE_S: Final = 0.3
 NODE_S: Final = 60.0  # for a node that is just being made
 NODE_LOOK_S: Final = 0.05
 DIRECTORY_BYTES: Final = 256 << 20  # see ``Directory``
-PUBLISH_RETRY_S: Final = 1.0
+NAME_DIGITS: Final = 12  # with the longest name of a node it is one that the catalog takes
 STOP_S: Final = 5.0  # for a catalog that does not answer; a daemon that ends us waits longer
 
 log = logging.getLogger("kvstore.data")
@@ -97,8 +100,11 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
         NodeBusy: another process is the node's data server.
         Unavailable: there is no such node, and none came.
         InvalidRequest: a setting makes no sense.
+        VersionMismatch: the catalog is of another version.
     """
     where = address_of(config)
+    if config.catalog:
+        check_url(config.catalog)
     folder = NodeFolder(config.shm_dir, config.name)
     quiet = replace(config, http=None, listen=(), otlp_endpoint="")  # those are the daemon's own
     with lifecycle.running(quiet, log, "the data server") as life:
@@ -119,14 +125,10 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
             process=process,
         )
         address = server.start(*where)
-        name = certificate.name_for(where[0], host_of(config)) if certificate is not None else ""
-        if name is None:
-            logs.event(
-                log, logging.WARNING, "others will not trust its certificate", cert=config.tls_cert, address=address
-            )
         life.at_end(server.stop)
         file.tell(DataServerAt(os.getpid(), server.process, address, child))
-        told = _Told(config, node, directory, server.process, address, name or "")
+        former = name_of(config.name, file.former.process) if file.former is not None else ""
+        told = _Told(config, node, directory, server.process, address, certificate, former, life.fail)
         life.at_end(told.stop)
         line = f"kvstore data server of node {config.name} ready: pages on {address}"
         life.serves(lambda: announce(line), life.took_s, address=address)
@@ -198,8 +200,19 @@ def _take(folder: NodeFolder, life: Life) -> DataFile:
             raise Unavailable(f"there is no node {folder.name!r} on this machine; start it with `kvstore serve`")
 
 
+def name_of(node: str, process: str) -> str:
+    """What the data server of that node and that number is called in the catalog: no other one ever has this name, and
+    so none has to wait for it."""
+    return f"{node}.{process[:NAME_DIGITS]}"
+
+
 class _Told:
-    """The data server's entry in the catalog: tried until it is there, and kept up to date. Serving does not wait."""
+    """The data server's entry in the catalog: tried until it is there, and kept up to date. Serving does not wait.
+
+    Args:
+        former: the name of the data server before us, which is dead: its entry goes when ours is there.
+        on_final: what ends the process.
+    """
 
     def __init__(
         self,
@@ -208,19 +221,25 @@ class _Told:
         directory: DirectoryShell,
         process: str,
         address: str,
-        tls_name: str,
+        certificate: ServerCertificate | None,
+        former: str,
+        on_final: Callable[[KVStoreError], None],
     ) -> None:
         self._config = config
+        self._certificate = certificate
+        self._files = certificate.files if certificate is not None else ChangedFiles(())
+        self._former = former
+        self._on_final = on_final
         self._node = node
         self._directory = directory
         self._entry = DataEntry(
-            name=f"{config.name}.{os.getpid():x}",
+            name=name_of(config.name, process),
             process=process,
             node=config.name,
             incarnation="",
             addresses=(address,),
             tls=config.tls_cert is not None,
-            tls_name=tls_name,
+            tls_name=self._tls_name(address, ""),
             transports=transports_of(config),
             host=host(),
             version=about.version(),
@@ -229,6 +248,7 @@ class _Told:
         self._membership: Membership | None = None
         self._keeper: ViewKeeper | None = None
         self._stopping = threading.Event()
+        self._joining = TaskHealth("joining the catalog", on_final=on_final)
         join = boundary.kept("task/data catalog", self._join, self._stopping)
         self._thread = threading.Thread(target=join, name="data catalog", daemon=True)
         if config.catalog:
@@ -242,8 +262,11 @@ class _Told:
         incarnation = f"{mapped.incarnation:016x}" if mapped is not None else self._entry.incarnation
         if self._keeper is not None:
             self._keeper.refresh()
-        if incarnation != self._entry.incarnation:
-            self._entry = replace(self._entry, incarnation=incarnation)
+        before, name = self._entry, self._entry.tls_name
+        if self._files.changed():
+            name = self._tls_name(before.addresses[0], name)
+        if (incarnation, name) != (before.incarnation, before.tls_name):
+            self._entry = replace(before, incarnation=incarnation, tls_name=name)
             membership = self._membership
             if membership is not None:
                 membership.update(self._entry)
@@ -254,6 +277,22 @@ class _Told:
                 self._errors = errors
         return True
 
+    def _tls_name(self, address: str, before: str) -> str:
+        """By which name others are to know us, see ``ServerCertificate.name_for``; ``before`` was the last one."""
+        if self._certificate is None:
+            return ""
+        number = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        try:
+            name = self._certificate.name_for(number, host_of(self._config))
+        except (OSError, ValueError):  # it is just being written; a server goes on with the one it has
+            self._files.forget()
+            return before
+        if name is None:
+            logs.event(
+                log, logging.WARNING, "others will not trust its certificate", cert=self._certificate.cert, at=address
+            )
+        return name or ""
+
     def stop(self) -> None:
         """Leave the catalog at once."""
         self._stopping.set()
@@ -263,14 +302,14 @@ class _Told:
             self._membership.stop()
 
     def _join(self) -> bool:
-        """Try to be listed. True once the catalog lists the data server."""
+        """One try to be in the catalog; True once it is there."""
         membership, entry = Membership(self._config), self._entry
         try:
-            membership.start(entry)
-        except (NodeBusy, Unavailable) as error:
-            logs.event(log, logging.WARNING, "not in the catalog yet", reason=str(error))
-            self._stopping.wait(PUBLISH_RETRY_S)
+            membership.start(entry, former_name=self._former, on_final=self._on_final)
+        except KVStoreError as error:  # also a refused password, or a file that cannot be read: they may be replaced
+            self._stopping.wait(self._joining.note_failure(error))
             return False
+        self._joining.note_success()
         self._membership = self._directory.members = membership
         self._keeper = ViewKeeper(self._node.folder, self._config.pool, membership)
         if self._entry is not entry:

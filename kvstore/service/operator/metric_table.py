@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from functools import partial
 
-from kvstore.serving.metric_table import INTERNAL_ERRORS, SHED_HELP, about
+from kvstore.serving.metric_table import INTERNAL_ERRORS, MEMBERSHIP, SHED_HELP, about
 from kvstore.tier.counters import REUSE_SAMPLED, TIMED_NS
 
 TENANTS_MAX = 100
@@ -101,6 +101,7 @@ METRICS = (
     _gauge("scrubber_sweep_pages_left", "Pages left in the sweep that is going on."),
     _gauge("index_used_bytes", "Bytes of the index in use."),
     _counter("index_rebuilds", "Rebuilds of the index from the records, by reason.", "reason"),
+    *MEMBERSHIP,
     INTERNAL_ERRORS,
     _gauge("uptime_seconds", "Time since this daemon started."),
     _gauge("process_resident_bytes", "Memory of the daemon that is resident, shared pages included."),
