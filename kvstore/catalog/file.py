@@ -121,7 +121,8 @@ class FileCatalog(Catalog):
                 yield update
             else:
                 with contextlib.suppress(TimeoutError):
-                    await asyncio.wait_for(bell.wait(), LOOK_S)
+                    async with asyncio.timeout(LOOK_S):
+                        await bell.wait()
 
     async def open_session(self, ttl_s: float, health: TaskHealth | None = None) -> Session:
         """See ``Catalog.open_session``."""

@@ -125,11 +125,16 @@ class Presence:
 
     async def _stays(self, session: Session) -> bool:
         """Wait for the session's end; False once it has ended or a wish is unwritten."""
-        if any(self._stored.get(key, (None, 0))[0] != value for key, value in self._wanted.items()):
-            return False
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(session.lost.wait(), RETRY_S)
-        return session.alive
+        if self._complete:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S):
+                    await session.lost.wait()
+        return session.alive and self._complete
+
+    @property
+    def _complete(self) -> bool:
+        """Whether all that we want is stored, as far as we know."""
+        return all(self._stored.get(key, (None, 0))[0] == value for key, value in self._wanted.items())
 
     async def _publish_all(self) -> None:
         if self._session is None or not self._session.alive:
