@@ -125,6 +125,21 @@ def test_a_session_keeps_its_entries_and_takes_them_along(connect: Open, root: s
     run(test)
 
 
+def test_a_successor_removes_the_entry_of_a_dead_process_at_once(connect: Open, root: str) -> None:
+    """Under another name; a session of a dead process that nobody replaced ends after its time."""
+
+    async def test() -> None:
+        async with connect() as theirs, connect() as ours:
+            session = await theirs.open_session(3600.0)
+            await theirs.publish(root + "dead", b"1", session)
+            presence = Presence(ours, 10.0)
+            await presence.start({root + "next": b"2"}, former_key=root + "dead")
+            assert [each.key for each in (await ours.listing(root)).entries] == [root + "next"]
+            await presence.close()
+
+    run(test)
+
+
 def test_a_session_that_is_not_renewed_ends(connect: Open, root: str) -> None:
     async def test() -> None:
         async with connect() as ours, connect() as theirs:

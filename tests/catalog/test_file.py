@@ -15,8 +15,11 @@ from pathlib import Path
 import pytest
 
 from kvstore.catalog.file import FileCatalog
-from kvstore.errors import InvalidRequest, Unavailable, VersionMismatch
+from kvstore.catalog.presence import Presence
+from kvstore.catalog.task_health import TaskHealth
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, VersionMismatch
 from tests.helpers.etcd import told
+from tests.helpers.loops import run
 from tests.helpers.nursery import ROOT
 
 HOLDER = """
@@ -149,3 +152,34 @@ def test_who_holds_the_database_costs_the_others_their_deadline(
             assert [each.key for each in (await catalog.listing("/a/")).entries] == ["/a/1", "/a/3"]
 
     asyncio.run(test())
+
+
+def test_members_find_each_other_in_a_folder_that_was_put_in_place_of_theirs(tmp_path: Path) -> None:
+    """Moved away, or damaged and then moved away: the next call opens what is there then."""
+
+    async def test() -> None:
+        folder = tmp_path / "c"
+        async with FileCatalog(folder) as catalog, FileCatalog(folder) as other:
+            presence = Presence(catalog, 2.0)
+            await presence.start({"/a/n": b"me"})
+            async with aclosing(other.watch("/a/")) as updates:
+                await told(updates, lambda known: known == {"/a/n": b"me"})
+                folder.rename(tmp_path / "away")
+                async with FileCatalog(folder) as new:
+                    for number in range(8):  # its revisions pass those of before
+                        await new.publish(f"/a/{number}", b"")
+                await told(updates, lambda known: len(known) == 9 and known["/a/n"] == b"me")
+                (folder / "catalog.sqlite-wal").unlink(missing_ok=True)
+                (folder / "catalog.sqlite").write_bytes(os.urandom(8192))
+                health = TaskHealth("listing")
+                while health.error == "":
+                    try:
+                        await other.listing("/a/")
+                        await asyncio.sleep(0.1)
+                    except KVStoreError as error:
+                        health.note_failure(error)
+                folder.rename(tmp_path / "damaged")
+                await told(updates, lambda known: known == {"/a/n": b"me"})
+            await presence.close()
+
+    run(test)

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import json
 import os
 import shutil
 import signal
+import sqlite3
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +18,7 @@ import numpy as np
 import pytest
 
 from kvstore import Store
+from kvstore.catalog.file import FileCatalog
 from kvstore.errors import DeadlineExceeded, Unauthenticated, Unavailable
 from kvstore.model.replica import FrameClass
 from kvstore.tier.data_file import DataServerAt, find_data_server
@@ -135,9 +138,13 @@ def test_a_killed_one_is_replaced(machine: Machine, catalog: str) -> None:
     _, store = serve(machine, catalog)
     put(store, 1, PAGES)
     server = living(machine)
+    (entry,) = wait_until("it is in the catalog", lambda: members(machine, catalog))
+    assert entry["name"] == f"n.{server.process[:12]}", "no pid, which is the same again in a container"
     os.kill(server.pid, signal.SIGKILL)
     wait_until("the next one serves", lambda: server_of(machine) not in (None, server))
     assert read(living(machine)).pages == PAGES
+    name = f"n.{living(machine).process[:12]}"
+    wait_until("it alone is in the catalog", lambda: [each["name"] for each in members(machine, catalog)] == [name])
     assert living(machine).process != server.process
 
 
@@ -244,3 +251,22 @@ def test_nobody_has_one_who_does_not_want_it(machine: Machine, catalog: str) -> 
     assert "data on" not in alone.wait_ready()
     with pytest.raises(Unavailable):
         read(DataServerAt(0, "", "127.0.0.1:1", False))
+
+
+def test_a_catalog_of_another_version_ends_the_daemon_with_that_reason(
+    machine: Machine, catalog: str, tmp_path: Path
+) -> None:
+    daemon, _ = serve(machine, catalog)
+    newer = tmp_path / "newer"
+    asyncio.run(opened(newer))
+    with contextlib.closing(sqlite3.connect(newer / "catalog.sqlite", isolation_level=None)) as database:
+        database.execute("UPDATE about SET format=2")
+    (tmp_path / "catalog").rename(tmp_path / "older")
+    newer.rename(tmp_path / "catalog")
+    assert daemon.wait() not in (0, -signal.SIGKILL)
+    assert "catalog format 2" in daemon.errors.read_text()
+
+
+async def opened(folder: Path) -> None:
+    async with FileCatalog(folder):
+        pass

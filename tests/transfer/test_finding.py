@@ -19,7 +19,7 @@ from kvstore.catalog import schema
 from kvstore.catalog.base import boot_s
 from kvstore.catalog.schema import DataEntry, NodeEntry
 from kvstore.client.local.node import LocalNode
-from kvstore.errors import NodeUnavailable, PermissionDenied
+from kvstore.errors import NodeUnavailable, PermissionDenied, TooManyCalls
 from kvstore.model.replica import Tier
 from kvstore.model.span import fingerprints
 from kvstore.service.cluster import announcer, directory_shell, heard
@@ -507,3 +507,31 @@ def test_a_peers_file_that_makes_no_sense_is_none(tmp_path: Path) -> None:
     (folder.path / peers.NAME).unlink()
     (folder.path / peers.NAME).symlink_to("/etc/hostname")
     assert PeersFile(folder.path).look() is None
+
+
+def test_an_owner_that_has_no_connection_for_a_node_is_named_and_told_later(machines: dict[str, Machine]) -> None:
+    """It is tried again later and later, not several times a second; and is told everything once it takes us again."""
+    a, b = machines["a"], machines["b"]
+    refused: list[float] = []
+    full = threading.Event()
+
+    def admits(hello: Hello, names: Sequence[str]) -> Caller:
+        if hello.caller == a.name and full.is_set():
+            refused.append(time.monotonic())
+            raise TooManyCalls("128 connections are open")
+        return Anyone()
+
+    assert b.server is not None
+    b.server._admit = admits
+    full.set()
+    fault = wait_until("a says so", a.announcer.fault, 30)
+    assert b.name in fault and "128 connections are open" in fault
+    assert "128 connections" in a.announcer.status()["failing"][b.name]["error"]
+    wait_until("it is tried a few times", lambda: len(refused) >= 4, 30)
+    assert refused[3] - refused[0] > 1.0, "20 tries a second before"
+    a.put(prompt(5, 20))
+    full.clear()
+    wait_until("it is told", lambda: not a.announcer.fault() and not a.announcer.status()["queued"], 30)
+    wait_until("b lists the pages of a", lambda: len(b.directory._owner.directory.entries_of(a.name, 0, 100)), 30)
+    (name, age_s, failures) = a.announcer.ages()[0]
+    assert name == "announcing" and age_s < 30 and failures >= 4
