@@ -202,10 +202,10 @@ def small(family: str, kind: Any = AutoModelForCausalLM, **config: Any) -> Any:
                 rope_parameters={"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4},
                 intermediate_size=32,
             ),
-            "by how long the prompt gets",
+            "by the length of the prompt",
         ),
         (lambda: build("tiny-llama", 0).train(), "training mode"),
-        (lambda: torch.nn.Linear(2, 2), "no model of transformers"),
+        (lambda: torch.nn.Linear(2, 2), "is not a model of transformers"),
     ],
 )
 def test_models_that_are_refused(make: Any, reason: str) -> None:

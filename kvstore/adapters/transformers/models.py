@@ -1,0 +1,318 @@
+"""Which models are served, and which model it is: a model is looked at before each call, as anybody may change it.
+
+``ModelStamp`` tells whether a model computes what it computed before. It refuses whatever changes activations and
+cannot be named: hooks, modules that are neither torch's nor transformers', replaced methods, compiled or quantised
+modules. What can be named (weights, buffers, attributes of modules, the config, the precision of matrix products) is
+part of the digest, so that a model which differs in any of it has pages of its own.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from enum import Enum
+from typing import TYPE_CHECKING, Any, NoReturn
+
+import torch
+import xxhash
+from torch.nn.modules import module as torch_module
+from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers.cache_utils import DynamicLayer
+from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from kvstore.adapters.transformers.forward_record import ForwardRecord, autocast_device
+from kvstore.errors import InvalidRequest
+
+if TYPE_CHECKING:
+    from torch.nn import Module
+
+PROBE_TOKENS = 8
+# Keys and values of the same tokens, computed in batches of another length: apart by rounding, or by attention to
+# later tokens, which makes them as far apart as they are long.
+APART_MAX = 0.05
+# These turn a key by how long the prompt gets, so that the KV of its first tokens depends on those after them.
+ROPE_BY_LENGTH = ("dynamic", "longrope")
+# What does not change any number that a model computes: of a config, and of a module.
+CONFIG_IGNORED = frozenset(
+    ("_name_or_path", "_commit_hash", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
+)
+MODULE_IGNORED = frozenset(vars(torch.nn.Module())) | {
+    *("_is_hf_initialized", "_hf_hook", "_old_forward", "generation_config", "hf_device_map", "name_or_path"),
+    *("training", "warnings_issued"),
+}
+# Modules whose numbers are known from their type and attributes; and those of the package that defines the model.
+KNOWN_PACKAGES = ("torch.nn.", "transformers.")
+# Hooks that only record: transformers leaves them where hidden states or attentions were asked for.
+RECORDING_HOOKS = "transformers.utils.output_capturing"
+# Elements of each tensor that are compared before each call: torch does not count writes through `tensor.data`.
+SAMPLE_ELEMENTS = 4096
+
+
+def check_kind(model: Any) -> None:
+    """Let a model pass whose layers keep the keys and values of all tokens, as far as its type and config tell.
+
+    Raises:
+        InvalidRequest: "model", and why it is not served.
+    """
+    if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
+        raise InvalidRequest(
+            "model", f"is not a model of transformers that generates text (got {type(model).__name__})"
+        )
+    if type(model).generate is not GenerationMixin.generate:
+        _refuse(model, "has a generate of its own")
+    config = model.config
+    if getattr(config, "is_encoder_decoder", False):
+        _refuse(model, "has an encoder, whose output is not part of the pages")
+    if getattr(config, "quantization_config", None) or getattr(model, "hf_quantizer", None):
+        _refuse(model, "has quantised weights")
+    if getattr(model, "_hf_peft_config_loaded", False):
+        _refuse(model, "has adapters that can be switched; merge them into the weights")
+    parameters = getattr(config, "rope_parameters", None) or {}
+    for terms in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
+        if (kind := terms.get("rope_type")) in ROPE_BY_LENGTH:
+            _refuse(model, f"turns keys by the length of the prompt (rope_type {kind!r})")
+    for number, layer in enumerate(DynamicCache(config=config).layers):
+        if type(layer) is not DynamicLayer:
+            _refuse(model, f"layer {number} does not keep the keys and values of all tokens ({layer!r})")
+
+
+def probe(model: PreTrainedModel) -> list[DynamicLayer]:
+    """The cache after a few tokens.
+
+    Raises:
+        InvalidRequest: the layers do not all cache keys and values alike, or these depend on later tokens.
+    """
+    embedding: Any = model.get_input_embeddings()
+    tokens = (torch.arange(2 * PROBE_TOKENS, device=embedding.weight.device) * 7 % embedding.num_embeddings)[None]
+    past, longer = DynamicCache(config=model.config), DynamicCache(config=model.config)
+    with torch.no_grad():
+        model(input_ids=tokens[:, :PROBE_TOKENS], past_key_values=past, use_cache=True)
+        model(input_ids=tokens, past_key_values=longer, use_cache=True)
+    layers: list[DynamicLayer] = []
+    for number, (layer, other) in enumerate(zip(past.layers, longer.layers, strict=True)):
+        if type(layer) is not DynamicLayer or type(other) is not DynamicLayer or layer.keys is None:
+            _refuse(model, f"layer {number} has no keys and values of its own")
+        assert layer.values is not None and other.keys is not None and other.values is not None
+        if layer.keys.ndim != 4 or layer.keys.shape[:3] != layer.values.shape[:3] or layer.keys.shape[0] != 1:
+            _refuse(model, f"layer {number} caches {tuple(layer.keys.shape)} and {tuple(layer.values.shape)}")
+        for ours, theirs in ((layer.keys, other.keys), (layer.values, other.values)):
+            apart = (theirs[:, :, :PROBE_TOKENS].float() - ours.float()).norm() / ours.float().norm()
+            if not float(apart) <= APART_MAX:
+                _refuse(model, f"layer {number} caches other keys and values where more tokens follow")
+        layers.append(layer)
+    kinds = {(layer.keys.shape, layer.values.shape, layer.keys.dtype, layer.values.dtype) for layer in layers}  # type: ignore[union-attr]
+    if len(kinds) != 1:
+        _refuse(model, "has layers whose keys and values differ in shape or type")
+    keys, values, *_ = kinds.pop()
+    if keys != values and keys[1] != 1:
+        _refuse(model, f"has keys of {keys[3]} elements and values of {values[3]} in {keys[1]} heads")
+    return layers
+
+
+def _refuse(model: Any, reason: str) -> NoReturn:
+    raise InvalidRequest("model", f"{type(model).__name__} {reason}")
+
+
+# --- Which model it is ------------------------------------------------------------------------------------------------
+
+
+class ModelStamp:
+    """What a model computes with, at one moment. Equal stamps: the model computes the same keys and values.
+
+    Holds references to all weights, buffers, their storages and all modules, so that none of their addresses is used
+    again while a later stamp may be compared with this one. Writes that torch does not count (``tensor.data``) are
+    noticed where they change one of a few thousand elements of the tensor, evenly spread: an update of a layer, not a
+    single element.
+
+    Raises:
+        InvalidRequest: the model has something that changes activations and cannot be part of a digest; or "autocast".
+    """
+
+    def __init__(self, model: PreTrainedModel) -> None:
+        if device := autocast_device():
+            raise InvalidRequest("autocast", f"is on for {device!r}: its keys and values have other numbers")
+        if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
+            _refuse(model, "runs under forward hooks of all modules")
+        self._tensors: list[tuple[str, torch.Tensor]] = []
+        self._modules: list[Module] = []
+        self._configs: dict[int, tuple[PreTrainedConfig, str]] = {}
+        self._terms: list[Any] = [_precision()]
+        for name, module in model.named_modules(remove_duplicate=False):
+            _check_module(model, name, module)
+            self._modules.append(module)
+            self._terms.append([name, _name_of(type(module)), _name_of(type(module).forward), *self._terms_of(module)])
+            for kind in (module._parameters, module._buffers):
+                self._tensors += ((f"{name}.{own}", tensor) for own, tensor in kind.items() if tensor is not None)
+            for own, value in vars(module).items():
+                if own not in MODULE_IGNORED:
+                    self._tensors += ((f"{name}.{own}", tensor) for tensor in _tensors_in(value))
+        for name, tensor in self._tensors:
+            _check_tensor(model, name, tensor)
+        self._storages = [tensor.untyped_storage() for _, tensor in self._tensors]
+        self._places = [
+            (name, id(tensor), tensor.data_ptr(), tensor._version, tensor.dtype, tensor.shape, tensor.stride())
+            for name, tensor in self._tensors
+        ]
+        self._sample = self._sampled()
+
+    def __eq__(self, other: object) -> bool:
+        return isinstance(other, ModelStamp) and self._compared() == other._compared()
+
+    __hash__ = None  # type: ignore[assignment]
+
+    def digest(self) -> str:
+        """Over names, types, shapes and bytes of all weights and buffers, over the modules and the config. Reads all
+        weights once."""
+        digest = xxhash.xxh3_128(json.dumps(self._terms).encode())
+        contents: dict[int, bytes] = {}
+        for name, tensor in sorted(self._tensors, key=lambda each: each[0]):
+            if id(tensor) not in contents:
+                data = tensor.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data
+                contents[id(tensor)] = xxhash.xxh3_128(data).digest()
+            digest.update(f"{name} {tensor.dtype} {tuple(tensor.shape)}\n".encode())
+            digest.update(contents[id(tensor)])
+        return digest.hexdigest()
+
+    def _compared(self) -> tuple[Any, ...]:
+        return [id(module) for module in self._modules], self._places, self._terms, self._sample
+
+    def _terms_of(self, module: Module) -> Iterator[Any]:
+        """Attributes of a module, by name, as far as they may change what it computes."""
+        for name, value in sorted(vars(module).items()):
+            if name not in MODULE_IGNORED:
+                yield [name, self._config_of(value) if isinstance(value, PreTrainedConfig) else _plain(value)]
+
+    def _config_of(self, config: PreTrainedConfig) -> str:
+        """A digest of a config, which most modules share."""
+        if (known := self._configs.get(id(config))) is not None:
+            return known[1]
+        _check_attention(config)
+        digest = xxhash.xxh3_128_hexdigest(json.dumps(_plain(config)).encode())
+        self._configs[id(config)] = config, digest
+        return digest
+
+    def _sampled(self) -> bytes:
+        """A digest of some elements of each tensor; of small ones all."""
+        pieces: dict[torch.device, dict[int, torch.Tensor]] = {}
+        for _, tensor in self._tensors:
+            flat = tensor.detach().flatten()
+            step = max(1, len(flat) // SAMPLE_ELEMENTS) | 1  # odd: not one column of a matrix
+            pieces.setdefault(tensor.device, {})[id(tensor)] = flat[::step].contiguous().view(torch.uint8)
+        digest = xxhash.xxh3_128()
+        for of_device in pieces.values():
+            digest.update(torch.cat(list(of_device.values())).cpu().numpy().data)
+        return digest.digest()
+
+
+def _check_module(model: PreTrainedModel, name: str, module: Module) -> None:
+    """Raises InvalidRequest where what a module computes does not follow from its type, attributes and tensors."""
+    kind, where = type(module), f"module {name!r}" if name else "itself"
+    if module.training:
+        _refuse(model, f"is in training mode: call model.eval() ({where})")
+    if not f"{kind.__module__}.".startswith((*KNOWN_PACKAGES, f"{type(model).__module__.partition('.')[0]}.")):
+        _refuse(model, f"has a module that is not known: {where} is a {_name_of(kind)}")
+    if hasattr(module, "disable_adapters") and not isinstance(module, PreTrainedModel):
+        _refuse(model, f"has adapters that can be switched; merge them into the weights ({where})")
+    for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
+        if type(hook) is not ForwardRecord and getattr(hook, "__module__", "") != RECORDING_HOOKS:
+            _refuse(model, f"has forward hooks, which may change what is computed ({where}: {hook!r})")
+    if module._compiled_call_impl is not None:
+        _refuse(model, f"is compiled, which changes numbers ({where})")
+    mover = vars(module).get("_hf_hook")
+    for own, value in vars(module).items():
+        if callable(value) and callable(getattr(kind, own, None)) and not (own == "forward" and _only_moves(mover)):
+            _refuse(model, f"has a method that was replaced ({where}: {own})")
+
+
+def _only_moves(hook: Any) -> bool:
+    """True of accelerate's hook where it moves activations between devices, as for a model on several of them."""
+    if getattr(type(hook), "__module__", "") != "accelerate.hooks":
+        return False
+    if type(hook).__name__ == "SequentialHook":
+        return all(map(_only_moves, hook.hooks))
+    return type(hook).__name__ == "AlignDevicesHook" and not hook.offload
+
+
+def _check_tensor(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
+    """Raises InvalidRequest where changes of a tensor would go unnoticed."""
+    if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_quantized or tensor.layout != torch.strided:
+        _refuse(model, f"has weights that are not plain tensors: {name} is a {_name_of(type(tensor))}")
+    if tensor.is_meta:
+        _refuse(model, f"has weights that are not in memory ({name})")
+    if tensor.is_inference():
+        _refuse(model, f"has weights made in inference mode, whose changes torch does not count ({name})")
+
+
+def _check_attention(config: PreTrainedConfig) -> None:
+    """Raises InvalidRequest where attention is a function that is registered under a name by others."""
+    name = config._attn_implementation
+    for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
+        function = functions.get(name)
+        while isinstance(function, functools.partial):
+            function = function.func
+        if function is not None and not function.__module__.startswith("transformers."):
+            raise InvalidRequest("model", f"attention {name!r} is not transformers' own (got {_name_of(function)})")
+
+
+def _precision() -> list[Any]:
+    """Settings of this process that change the numbers of a matrix product."""
+    backends: Any = torch.backends
+    if not hasattr(backends, "fp32_precision"):  # before torch 2.9
+        return [torch.get_float32_matmul_precision(), str(torch.get_default_dtype())]
+    kinds: tuple[Any, ...] = (
+        backends,
+        backends.cuda.matmul,
+        backends.cudnn.conv,
+        backends.mkldnn,
+        backends.mkldnn.matmul,
+    )
+    halves = (
+        "allow_fp16_accumulation",
+        "allow_fp16_reduced_precision_reduction",
+        "allow_bf16_reduced_precision_reduction",
+    )
+    return [
+        str(torch.get_default_dtype()),
+        *(kind.fp32_precision for kind in kinds),
+        *(str(getattr(backends.cuda.matmul, name, None)) for name in halves),
+    ]
+
+
+def _plain(value: Any) -> Any:
+    """A value as JSON has it, the same in every process; of objects their type."""
+    if value is None or isinstance(value, bool | int | float | str):
+        return value
+    if isinstance(value, PreTrainedConfig):
+        return [
+            _name_of(type(value)),
+            _plain({name: its for name, its in vars(value).items() if name not in CONFIG_IGNORED}),
+        ]
+    if isinstance(value, dict):
+        return sorted([str(key), _plain(its)] for key, its in value.items())
+    if isinstance(value, list | tuple):
+        return [_plain(each) for each in value]
+    if isinstance(value, set | frozenset):
+        return sorted(map(repr, value))
+    if isinstance(value, torch.dtype | Enum):
+        return str(value)
+    if isinstance(value, functools.partial):
+        return [_plain(value.func), _plain(value.args), _plain(value.keywords)]
+    return _name_of(value if callable(value) and hasattr(value, "__qualname__") else type(value))
+
+
+def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
+    """Tensors that a module keeps without having them registered."""
+    if isinstance(value, torch.Tensor):
+        yield value
+    elif isinstance(value, dict):
+        for each in value.values():
+            yield from _tensors_in(each)
+    elif isinstance(value, list | tuple):
+        for each in value:
+            yield from _tensors_in(each)
+
+
+def _name_of(thing: Any) -> str:
+    return f"{getattr(thing, '__module__', '')}.{getattr(thing, '__qualname__', type(thing).__qualname__)}"
