@@ -37,7 +37,7 @@ ROPE_BY_LENGTH = ("dynamic", "longrope")
 # What does not change any number that a model computes: of a config, and of a module.
 CONFIG_IGNORED = frozenset(
     ("_name_or_path", "_commit_hash", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-)
+) | {"model_type"}  # the class is counted
 MODULE_IGNORED = frozenset(vars(torch.nn.Module())) | {
     *("_is_hf_initialized", "_hf_hook", "_old_forward", "generation_config", "hf_device_map", "name_or_path"),
     *("training", "warnings_issued"),
@@ -65,10 +65,8 @@ def check_kind(model: Any) -> None:
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         _refuse(model, "has an encoder, whose output is not part of the pages")
-    if getattr(config, "quantization_config", None) or getattr(model, "hf_quantizer", None):
+    if getattr(config, "quantization_config", None):
         _refuse(model, "has quantised weights")
-    if getattr(model, "_hf_peft_config_loaded", False):
-        _refuse(model, "has adapters that can be switched; merge them into the weights")
     parameters = getattr(config, "rope_parameters", None) or {}
     for terms in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         if (kind := terms.get("rope_type")) in ROPE_BY_LENGTH:
@@ -181,7 +179,7 @@ class ModelStamp:
     def _terms_of(self, module: Module) -> Iterator[Any]:
         """Attributes of a module, by name, as far as they may change what it computes."""
         for name, value in sorted(vars(module).items()):
-            if name not in MODULE_IGNORED:
+            if not (name in MODULE_IGNORED or (name.startswith("_") and isinstance(module, PreTrainedModel))):
                 yield [name, self._config_of(value) if isinstance(value, PreTrainedConfig) else _plain(value)]
 
     def _config_of(self, config: PreTrainedConfig) -> str:
@@ -208,22 +206,32 @@ class ModelStamp:
 
 def _check_module(model: PreTrainedModel, name: str, module: Module) -> None:
     """Raises InvalidRequest where what a module computes does not follow from its type, attributes and tensors."""
-    kind, where = type(module), f"module {name!r}" if name else "itself"
-    if module.training:
-        _refuse(model, f"is in training mode: call model.eval() ({where})")
+    kind, where, state = type(module), f"module {name!r}" if name else "itself", vars(module)
     if not f"{kind.__module__}.".startswith((*KNOWN_PACKAGES, f"{type(model).__module__.partition('.')[0]}.")):
         _refuse(model, f"has a module that is not known: {where} is a {_name_of(kind)}")
-    if hasattr(module, "disable_adapters") and not isinstance(module, PreTrainedModel):
+    if module.training:
+        _refuse(model, f"is in training mode: call model.eval() ({where})")
+    if state.get("hf_quantizer") is not None:
+        _refuse(model, f"has quantised weights ({where})")
+    if state.get("_hf_peft_config_loaded") or _is_adapter(module):
         _refuse(model, f"has adapters that can be switched; merge them into the weights ({where})")
     for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
         if type(hook) is not ForwardRecord and getattr(hook, "__module__", "") != RECORDING_HOOKS:
             _refuse(model, f"has forward hooks, which may change what is computed ({where}: {hook!r})")
     if module._compiled_call_impl is not None:
         _refuse(model, f"is compiled, which changes numbers ({where})")
-    mover = vars(module).get("_hf_hook")
-    for own, value in vars(module).items():
-        if callable(value) and callable(getattr(kind, own, None)) and not (own == "forward" and _only_moves(mover)):
+    for own, value in state.items():
+        if (
+            callable(value)
+            and callable(getattr(kind, own, None))
+            and not (own == "forward" and _only_moves(state.get("_hf_hook")))
+        ):
             _refuse(model, f"has a method that was replaced ({where}: {own})")
+
+
+def _is_adapter(module: Module) -> bool:
+    """True of a layer that adds to another one, as PEFT's do; each whole model has a method of that name."""
+    return hasattr(module, "disable_adapters") and not isinstance(module, PreTrainedModel)
 
 
 def _only_moves(hook: Any) -> bool:
@@ -261,22 +269,12 @@ def _precision() -> list[Any]:
     backends: Any = torch.backends
     if not hasattr(backends, "fp32_precision"):  # before torch 2.9
         return [torch.get_float32_matmul_precision(), str(torch.get_default_dtype())]
-    kinds: tuple[Any, ...] = (
-        backends,
-        backends.cuda.matmul,
-        backends.cudnn.conv,
-        backends.mkldnn,
-        backends.mkldnn.matmul,
-    )
-    halves = (
-        "allow_fp16_accumulation",
-        "allow_fp16_reduced_precision_reduction",
-        "allow_bf16_reduced_precision_reduction",
-    )
+    products = backends.cuda.matmul, backends.mkldnn.matmul
+    halves = "fp16_accumulation", "fp16_reduced_precision_reduction", "bf16_reduced_precision_reduction"
     return [
         str(torch.get_default_dtype()),
-        *(kind.fp32_precision for kind in kinds),
-        *(str(getattr(backends.cuda.matmul, name, None)) for name in halves),
+        *(each.fp32_precision.replace("none", "ieee") for each in products),
+        *(str(getattr(backends.cuda.matmul, f"allow_{name}", None)) for name in halves),
     ]
 
 
