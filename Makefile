@@ -2,7 +2,7 @@
 #   make demo    a node, a prefill and a decode engine on this machine: what is reused, and what that saves
 #   make test    all tests; skipped ones are listed with their reason
 #   make check   lint, format, types, generated stubs
-#   make hosts   beside real vLLM, LMCache and SGLang, in environments of their own under .hosts (12 GB), apart from all tests
+#   make hosts   beside real vLLM, LMCache, SGLang and PEFT, in environments of their own under .hosts (12 GB), apart from all tests
 #   make kernels the Triton kernels of engines on CUDA, by Triton's interpreter under .hosts (0.6 GB), without a device
 #   make gpu     on a machine with a GPU, few and full: devices, kernels, tokens, and the rows of bytes to and from it
 #   make bench   the store against the limits of this machine
@@ -28,6 +28,10 @@ LMCACHE_VERSION := 0.5.6
 LMCACHE := .hosts/lmcache/.ready-$(LMCACHE_VERSION)
 SGLANG_VERSION := 0.5.23
 SGLANG := .hosts/sglang/.ready-$(SGLANG_VERSION)
+PEFT_VERSION := 0.21.2
+ACCELERATE_VERSION := 1.15.0
+PSUTIL_VERSION := 7.2.2
+PEFT := .hosts/peft/.ready-$(PEFT_VERSION)
 TRITON_VERSION := 3.6.0
 TRITON := .hosts/triton/.ready-$(TRITON_VERSION)
 
@@ -50,7 +54,7 @@ check: $(VENV)/.dev
 	$(check-stubs)
 
 # Not collected by `make test`: what hosts need is large, and takes a minute to start.
-hosts: $(VENV)/.dev $(VLLM) $(LMCACHE) $(SGLANG)
+hosts: $(VENV)/.dev $(VLLM) $(LMCACHE) $(SGLANG) $(PEFT)
 	$(BIN)/python -m pytest -rs tests/hosts
 
 # `make test` skips these: Triton is large, and its interpreter slow.
@@ -131,6 +135,13 @@ $(SGLANG):
 	.hosts/sglang/bin/python -m pip --disable-pip-version-check install --quiet -e .
 	.hosts/sglang/bin/python -m pip --disable-pip-version-check install --quiet $(SGLANG_NEEDS)
 	.hosts/sglang/bin/python -m pip --disable-pip-version-check install --quiet --no-deps sglang==$(SGLANG_VERSION)
+	@touch $@
+
+# Beside the environment and not in it: where transformers finds accelerate it loads models by it.
+$(PEFT):
+	rm -rf .hosts/peft
+	$(BIN)/python -m pip --disable-pip-version-check install --quiet --no-deps --target .hosts/peft \
+	    peft==$(PEFT_VERSION) accelerate==$(ACCELERATE_VERSION) psutil==$(PSUTIL_VERSION)
 	@touch $@
 
 # Beside the environment and not in it: where torch finds Triton it loads it, at every start.

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 import ctypes
 import json
+import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 import pytest
+from click.testing import CliRunner
 
 from kvstore.adapters.mooncake import MooncakeDistributedStore, ReplicateConfig
-from kvstore.adapters.mooncake.install import FILE, SHIM
+from kvstore.adapters.mooncake.install import FILE, SHIM, install
 from kvstore.adapters.mooncake.store import INVALID_PARAMS, NO_AVAILABLE_HANDLE, OBJECT_NOT_FOUND, RPC_FAIL
 from tests.helpers.nursery import ROOT
 from tests.helpers.processes import Machine
@@ -169,6 +172,91 @@ def test_install_is_one_file_that_goes_again(tmp_path: Path) -> None:
     assert run_install(site, path=SHIM).returncode == 0, "again"
     assert run_install(site, "--remove").returncode == 0 and not list(tmp_path.iterdir())
     assert run_install(site, "--remove").returncode == 0
+
+
+def test_install_replaces_what_another_version_has_written(tmp_path: Path) -> None:
+    (tmp_path / FILE).write_text("/usr/lib/python3/kvstore/adapters/mooncake/shim\n")
+    assert run_install(f"--site={tmp_path}").returncode == 0
+    assert (tmp_path / FILE).read_text().strip() == str(SHIM)
+
+
+def as_link(target: Path, victim: Path) -> None:
+    target.symlink_to(victim)
+
+
+def as_link_to_nothing(target: Path, victim: Path) -> None:
+    victim.unlink()
+    target.symlink_to(victim)
+
+
+def as_link_to_ours(target: Path, victim: Path) -> None:
+    victim.write_text(f"{SHIM}\n")
+    target.symlink_to(victim)
+
+
+def as_hard_link(target: Path, victim: Path) -> None:
+    target.hardlink_to(victim)
+
+
+def as_file(target: Path, victim: Path) -> None:
+    target.write_text(f"import os\n{SHIM}\n")
+
+
+def as_large_file(target: Path, victim: Path) -> None:
+    target.write_text("/x" * 5000 + f"{SHIM}\n")
+
+
+def as_pipe(target: Path, victim: Path) -> None:
+    os.mkfifo(target)
+
+
+def as_folder(target: Path, victim: Path) -> None:
+    target.mkdir()
+
+
+@pytest.mark.parametrize("arguments", [(), ("--remove",)], ids=["install", "remove"])
+@pytest.mark.parametrize(
+    "make",
+    [as_link, as_link_to_nothing, as_link_to_ours, as_hard_link, as_file, as_large_file, as_pipe, as_folder],
+    ids=lambda make: make.__name__,
+)
+def test_install_leaves_what_it_did_not_write(tmp_path: Path, make: Any, arguments: tuple[str, ...]) -> None:
+    """Neither overwritten, nor written through, nor deleted, nor waited for."""
+    site, victim = tmp_path / "site", tmp_path / "victim"
+    site.mkdir()
+    victim.write_text("precious")
+    make(site / FILE, victim)
+
+    def state() -> list[Any]:
+        there = [victim, site / FILE]
+        return [[os.path.lexists(each), each.is_file() and each.read_bytes()] for each in there] + [os.listdir(site)]
+
+    before = state()
+    refused = run_install(f"--site={site}", *arguments)
+    assert refused.returncode == 1 and "was not written by this command, so it stays" in refused.stderr, refused.stderr
+    assert len(refused.stderr.splitlines()) == 1 and state() == before
+
+
+def test_install_says_in_one_line_what_the_system_refuses(tmp_path: Path) -> None:
+    refused = run_install(f"--site={tmp_path / 'nowhere'}")
+    assert refused.returncode == 1 and refused.stderr.strip().endswith(f"{FILE}: No such file or directory")
+
+
+def test_a_file_that_changes_while_it_is_removed_stays(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Between the look at it and its removal another program puts its own file there."""
+    target = tmp_path / FILE
+    target.write_text(f"{SHIM}\n")
+    rename = os.rename
+
+    def late(source: str, *more: Any, **places: Any) -> None:
+        if source == FILE:
+            target.unlink()
+            target.write_text("precious")
+        rename(source, *more, **places)
+
+    monkeypatch.setattr(os, "rename", late)
+    done = CliRunner().invoke(install, [f"--site={tmp_path}", "--remove"])
+    assert done.exit_code == 1 and target.read_text() == "precious" and os.listdir(tmp_path) == [FILE]
 
 
 def test_install_refuses_where_mooncake_is(tmp_path: Path) -> None:

@@ -6,11 +6,13 @@ A daemon that is stopped (SIGSTOP) takes nothing in, so that what these tests lo
 from __future__ import annotations
 
 import time
+from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from kvstore import Layout, Store
+from kvstore.client.local import naming
 from kvstore.client.local.published import DRAIN_S
 from kvstore.errors import DeadlineExceeded, QuotaExceeded, Unavailable
 from kvstore.service.verify.stopped import verify_folder
@@ -279,6 +281,24 @@ def test_tenants_with_a_quota_publish_what_they_may_have_and_are_told(machine: M
     held = stats["tenants"]["limited"]["dram"]
     assert held["bytes"] <= held["quota_bytes"] and held["evicted_quota"] >= 16 + 37 * 8 - 16
     assert stats["counters"].get("pages_published_in_vain", 0) == 0
+    check_laws(store)
+
+
+def test_roots_with_a_quota_are_forgotten_with_their_names(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A client remembers a bounded number of them, and asks again about the others: the quota holds."""
+    (machine.logs / "node.toml").write_text('[node]\nquotas = ["limited dram=256KiB"]\n')
+    machine.serve("n", dram="64MiB", config=str(machine.logs / "node.toml"))
+    store = machine.connect("n")
+    monkeypatch.setattr(naming, "NAMED_MAX", 4)
+    for turn in range(2):
+        for adapter in range(10):
+            layout = replace(SMALL, revision=str(adapter))
+            keys = chain(adapter, 2, layout, "limited")
+            store.cache(layout, salt="limited").put(keys, contents(keys, layout))
+            limited = store._node.mapped().limited  # type: ignore[attr-defined]
+            assert 0 < len(limited) <= 4, turn
+    held = store.stats()["tenants"]["limited"]["dram"]
+    assert 0 < held["bytes"] <= held["quota_bytes"]
     check_laws(store)
 
 

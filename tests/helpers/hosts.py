@@ -24,3 +24,7 @@ LMCACHE_ENV = {"PYTHONPATH": str(_ROOT), "LMCACHE_DISABLE_BANNER": "1", "PYTHONH
 
 SGLANG = _ROOT / ".hosts" / "sglang" / "bin" / "python"
 SGLANG_ENV = {"PYTHONPATH": str(_ROOT), "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+
+# Beside this environment and not in it: where transformers finds accelerate it loads models by it.
+PEFT = _ROOT / ".hosts" / "peft" / "peft"
+PEFT_ENV = {"PYTHONPATH": f"{_ROOT}:{PEFT.parent}", "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}

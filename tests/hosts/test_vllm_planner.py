@@ -60,7 +60,7 @@ def test_media_are_part_of_keys() -> None:
     assert done.returncode == 0, done.stderr[-3000:]
     told = json.loads(done.stdout.splitlines()[-1])
     one_page = dict.fromkeys(("another image", "another place", "no image", "two pages"), 64)
-    nothing = dict.fromkeys(("before", "embeddings", "nameless"), 0)
+    nothing = dict.fromkeys(("before", "prompt logits", "without caches", "embeddings", "nameless"), 0)
     assert told["found"] == {"the same": 256, **one_page, **nothing}
     assert told["kinds"] == ["auto", "fp8_e4m3", "fp8_e5m2"], "bytes that mean something else are not shared"
     first, still, other, in_place = told["loras"].values()

@@ -54,7 +54,6 @@ def check_call(model: PreTrainedModel, input_ids: Any, settings: dict[str, Any])
 
     Raises:
         InvalidRequest: names the argument or field that could change the KV of the prompt, or that is not known.
-        ValueError, TypeError: as ``generate`` raises them for values that make no config.
     """
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or not input_ids.shape[1]:
         raise InvalidRequest("input_ids", "must be a tensor of shape [1, tokens]")
@@ -68,14 +67,23 @@ def check_call(model: PreTrainedModel, input_ids: Any, settings: dict[str, Any])
     if given is not None and type(given) is not GenerationConfig:
         raise InvalidRequest("generation_config", f"{_NO_CONFIG} (got {type(given).__name__})")
     others = {name: value for name, value in settings.items() if name not in FREE_ARGUMENTS}
-    config, arguments = model._prepare_generation_config(given, **others)  # type: ignore[operator]
-    for name, value in vars(config).items():
-        if not (name.startswith("_") or name in FREE_FIELDS or _is_neutral(name, value)):
-            raise InvalidRequest(name, f"is not served, as it may change what is cached (got {_short(value)})")
+    _check_fields({name: value for name, value in others.items() if hasattr(model.generation_config, name)})
+    try:
+        config, arguments = model._prepare_generation_config(given, **others)  # type: ignore[operator]
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest("generation_config", f"is refused by transformers: {error}".splitlines()[0]) from error
+    _check_fields(vars(config))
     for name, value in arguments.items():
         if value is not None and not (name == "synced_gpus" and value is False):
             raise InvalidRequest(name, f"is not served: pages are of token ids alone (got {_short(value)})")
     _check_mask(input_ids, settings.get("attention_mask"), config.pad_token_id)
+
+
+def _check_fields(fields: dict[str, Any]) -> None:
+    """Raises InvalidRequest where a field of a generation config may change what is cached."""
+    for name, value in fields.items():
+        if not (name.startswith("_") or name in FREE_FIELDS or _is_neutral(name, value)):
+            raise InvalidRequest(name, f"is not served, as it may change what is cached (got {_short(value)})")
 
 
 def _is_neutral(name: str, value: Any) -> bool:

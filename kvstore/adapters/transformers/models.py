@@ -220,12 +220,9 @@ def _check_module(model: PreTrainedModel, name: str, module: Module) -> None:
             _refuse(model, f"has forward hooks, which may change what is computed ({where}: {hook!r})")
     if module._compiled_call_impl is not None:
         _refuse(model, f"is compiled, which changes numbers ({where})")
+    moves = ("to", "cuda", *(("forward",) if _only_moves(state.get("_hf_hook")) else ()))
     for own, value in state.items():
-        if (
-            callable(value)
-            and callable(getattr(kind, own, None))
-            and not (own == "forward" and _only_moves(state.get("_hf_hook")))
-        ):
+        if callable(value) and callable(getattr(kind, own, None)) and own not in moves:
             _refuse(model, f"has a method that was replaced ({where}: {own})")
 
 

@@ -102,7 +102,8 @@ class Planner:
         """Tokens beyond ``computed`` that the store has; never the last one, which has to be computed. None: this is to
         be asked again, when others run."""
         tracked = self._track(request)
-        if tracked is None or not self._loads:
+        # vLLM does not ask its own cache for prompts whose logits are needed (`prompt_logprobs`), nor if told not to.
+        if tracked is None or not self._loads or request.skip_reading_prefix_cache:
             return 0
         if tracked.loads == LOADS_MAX:
             tracked.stored = 0  # what was found is of no use: it is saved again

@@ -13,7 +13,7 @@ from kvstore.model.layout import Layout
 from kvstore.rpc.control import NO_REPLY, Op, pack_json, unpack_json
 
 LAYOUT_BYTES_MAX = 4096  # of a layout as JSON: its texts may be of any length, what the node remembers may not
-NAMED_MAX = 1 << 14  # roots that a client remembers to have named; the node does not mind hearing it again
+NAMED_MAX = 1 << 14  # roots that a client remembers to have named; the node accepts a name that it knows already
 _QUIETLY = b"?"
 
 
@@ -56,12 +56,12 @@ def _say(mapped: Mapped, root: bytes, about: dict[str, Any], quietly: bool, time
     forgotten = mapped.header.names_forgotten  # before it is said: what is forgotten after that is said again
     if len(mapped.named) >= NAMED_MAX:
         mapped.named.clear()
+        mapped.limited.clear()  # each is added with a name, and writers say a name that was cleared again
     if quietly:
         with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
             mapped.channel.request(Op.ADMIN, flags=NO_REPLY, body=body, timeout_s=0.0)
             mapped.named[root + _QUIETLY] = forgotten  # it may not have been heard
     else:
         said = unpack_json(mapped.exchange(Op.ADMIN, body=body, timeout_s=timeout_s).body)
-        if said.get("limited"):
-            mapped.limited.add(root)
+        (mapped.limited.add if said.get("limited") else mapped.limited.discard)(root)
         mapped.named[root] = forgotten

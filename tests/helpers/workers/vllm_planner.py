@@ -43,11 +43,11 @@ def paged(media_have_names: bool = True) -> PagedModel:
     return PagedModel((group,), 64, True, media_have_names)
 
 
-def request(name: str, image: str = "", at: int = 80, **more: Any) -> Request:
-    """300 tokens, of which 30 may be an image's."""
+def request(name: str, image: str = "", at: int = 80, how: dict[str, Any] | None = None, **more: Any) -> Request:
+    """300 tokens, of which 30 may be an image's. ``how``: it is sampled."""
     place = PlaceholderRange(offset=at, length=30)
     features = [MultiModalFeatureSpec(data=None, modality="image", identifier=image, mm_position=place)]
-    sampling = SamplingParams(max_tokens=100)
+    sampling = SamplingParams(max_tokens=100, **(how or {}))
     return Request(name, TOKENS, sampling, None, mm_features=features if image else None, **more)
 
 
@@ -78,6 +78,8 @@ def found(store: kvstore.Store) -> dict[str, int | None]:
         "another place": request("c", "cat", 81),
         "no image": request("d"),
         "two pages": request("e", "cat", 120),
+        "prompt logits": request("h", "cat", how={"prompt_logprobs": 1}),
+        "without caches": request("i", "cat", how={"skip_reading_prefix_cache": True}),
         "embeddings": request("f", prompt_embeds=torch.zeros(300, 4), prompt_is_token_ids=[False] * 300),
     }
     answers = {what: planner.found(each, 0) for what, each in asked.items()}
