@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import functools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -346,6 +347,19 @@ def test_autocast_is_refused(store: kvstore.Store, cached: PromptCache) -> None:
         for again in (lambda: asked(cached), lambda: prefix_cache(cached._model, store)):
             with pytest.raises(InvalidRequest, match="autocast: is on for 'cpu'"):
                 again()
+    assert asked(cached) == plain(cached._model) and pages_found(cached) == FULL
+
+
+def test_a_method_that_was_replaced_for_a_whole_class_is_refused(
+    cached: PromptCache, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By a wrapper that takes the name of what it wraps."""
+    kind = type(cached._model.model.layers[0].mlp)
+    wrapped = kind.forward
+    monkeypatch.setattr(kind, "forward", functools.wraps(wrapped)(lambda self, hidden: wrapped(self, hidden) * 2))
+    with pytest.raises(InvalidRequest, match="method that was replaced .*forward of"):
+        asked(cached)
+    monkeypatch.undo()
     assert asked(cached) == plain(cached._model) and pages_found(cached) == FULL
 
 

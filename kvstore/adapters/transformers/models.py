@@ -207,8 +207,11 @@ class ModelStamp:
 def _check_module(model: PreTrainedModel, name: str, module: Module) -> None:
     """Raises InvalidRequest where what a module computes does not follow from its type, attributes and tensors."""
     kind, where, state = type(module), f"module {name!r}" if name else "itself", vars(module)
-    if not f"{kind.__module__}.".startswith((*KNOWN_PACKAGES, f"{type(model).__module__.partition('.')[0]}.")):
+    known = (*KNOWN_PACKAGES, f"{type(model).__module__.partition('.')[0]}.")
+    if not f"{kind.__module__}.".startswith(known):
         _refuse(model, f"has a module that is not known: {where} is a {_name_of(kind)}")
+    if not all(f"{place}.".startswith((*known, "torch.")) for place in _defined_in(kind.forward)):
+        _refuse(model, f"has a method that was replaced ({where}: forward of {_name_of(kind)})")
     if module.training:
         _refuse(model, f"is in training mode: call model.eval() ({where})")
     if state.get("hf_quantizer") is not None:
@@ -224,6 +227,13 @@ def _check_module(model: PreTrainedModel, name: str, module: Module) -> None:
     for own, value in state.items():
         if callable(value) and callable(getattr(kind, own, None)) and own not in moves:
             _refuse(model, f"has a method that was replaced ({where}: {own})")
+
+
+def _defined_in(function: Any) -> Iterator[str]:
+    """Modules in which a function and all that it wraps are defined, whatever names a decorator has copied."""
+    while function is not None:
+        yield getattr(function, "__globals__", {}).get("__name__", "")
+        function = getattr(function, "__wrapped__", None)
 
 
 def _is_adapter(module: Module) -> bool:
