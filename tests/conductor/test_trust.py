@@ -146,7 +146,7 @@ def test_an_id_gives_no_access_to_requests_of_another_caller(
 
 
 def test_callers_may_choose_the_same_ids(served: tuple[EngineProcess, ConductorProcess]) -> None:
-    """An id that is taken tells nothing of another caller, and takes it from nobody."""
+    """An id of one caller tells nothing to another one, which may use the same."""
     engine, _ = served
     with (
         EngineClient(engine.address, token="a-token") as a,
@@ -164,7 +164,7 @@ def test_callers_may_choose_the_same_ids(served: tuple[EngineProcess, ConductorP
         assert list(running[a])[-1].reason == "cancelled"  # type: ignore[union-attr]
         with pytest.raises(PermissionDenied):
             a.cancel("job")
-        next(running[b])  # nobody has touched it
+        next(running[b])  # it goes on
         assert op.cancel("job") and not op.cancel("never")
         assert list(running[b])[-1].reason == "cancelled"  # type: ignore[union-attr]
         layout = Layout(**op.status()["layout"]["fields"])

@@ -66,7 +66,7 @@ def about(name: str, **how: object) -> EngineAbout:
 
 @dataclass(frozen=True)
 class RoleChange:
-    """An engine changed its role. ``by``: the conductor whose order, sent at ``sent_s``, it was; "": nobody's."""
+    """An engine changed its role. ``by``: the conductor that had ordered it at ``sent_s``; "": an operator did."""
 
     at_s: float
     role: Role
@@ -181,7 +181,7 @@ class World:
 
     @property
     def state(self) -> ConductorState:
-        """Of the first conductor, or the only one."""
+        """Decisions of the first conductor, or the only one."""
         return self.seats[0].state
 
     # --- the fleet --------------------------------------------------------------------------------------------------
@@ -360,7 +360,7 @@ class World:
 
         It could not know where the engine's role has changed after the engine said the last word of it that had come
         to this conductor, a report or a refusal, when it sent the request: then the report that tells of the change is
-        under way. A change that it has ordered itself before it sent the request is no excuse.
+        under way. A change that it has ordered itself before it sent the request does not count.
         """
 
         def excused(it: RoleRefusal) -> bool:

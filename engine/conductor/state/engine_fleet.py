@@ -128,26 +128,26 @@ class EngineFleet:
         self.write(engine)
 
     def role_ordered(self, name: str) -> None:
-        """An order for another role is on its way there: nobody knows what the engine does."""
+        """An order for another role is on its way there. Until the engine reports, its role is not known."""
         engine = self.engines[name]
         engine.ordered = engine.unsure = True
         self.write(engine)
 
     def role_answered(self, name: str) -> None:
-        """That order is no longer under way, whatever became of it. The answer to the next question says what did."""
+        """An order is no longer under way, whatever became of it. The answer to the next question says what did."""
         engine = self.engines.get(name)
         if engine is not None and engine.ordered:
             engine.ordered, engine.asked = False, None
 
     def role_refused(self, name: str) -> None:
-        """It refused a request for its role: it does something else than it had said. It has not failed."""
+        """An engine refused a request for its role: it does other work than it had said. It has not failed."""
         engine = self.engines.get(name)
         if engine is not None:
             engine.unsure, engine.asked = True, None
             self.write(engine)
 
     def takes(self, name: str, answers: bool) -> bool:
-        """True where it takes such work, as far as is known: answers, or else prompts for other engines."""
+        """True where an engine takes such work, as far as is known: answers, or else prompts for other engines."""
         engine = self.engines.get(name)
         other = Role.PREFILL if answers else Role.DECODE
         return engine is not None and not engine.unsure and not engine.draining and engine.role is not other

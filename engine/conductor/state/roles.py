@@ -106,13 +106,13 @@ class Roles:
         return len(prompts) if now < BUSY or now < GAIN * then else best
 
     def _spare(self, engines: list[FleetEngine], now_s: float) -> list[FleetEngine]:
-        """Of engines of one role, those of which one may change: the floor is kept without it."""
+        """The engines of one role of which one may change: the floor is kept without it."""
         known = _known(engines, now_s)
         return known if len(known) > self._floor else []
 
 
 class FleetRoles:
-    """Of all models, and the orders that follow.
+    """Roles of all models, and the orders that follow.
 
     Args:
         floor: as of ``Roles``; None: nothing is counted, and no engine changes.
@@ -173,7 +173,7 @@ class FleetRoles:
 
 
 def _known(engines: list[FleetEngine], now_s: float) -> list[FleetEngine]:
-    """Those that have said recently what they do."""
+    """Engines that have said recently what they do."""
     return [engine for engine in engines if now_s - engine.known_s < KNOWN_S]
 
 
