@@ -101,7 +101,7 @@ class ExtentTable:
         Files of that number which a dead daemon left are replaced. Readers see a whole table or none: the others are
         there before the records, whose header is summed. ``incarnation`` is that of the tier's segment (of NVMe: of
         the devices), so that tables of another one are never believed. ``files``: made before, for this class and
-        tier; then no memory is needed.
+        tier; then no memory and no descriptor is needed.
 
         Raises:
             OutOfSpace: no memory for the tables; nothing is left behind.
@@ -115,10 +115,8 @@ class ExtentTable:
         packed = _HEAD.pack(*head, 0)[:_SUMMED_BYTES]
         packed += xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
         both = b"".join(packed.ljust(_COPIES_AT[1], b"\0") for _ in _COPIES_AT)
-        files.become(folder, extent, both, Uses.head(incarnation, extent, frames))
-        table = cls.open(folder, extent, incarnation, writable=True)
-        assert table is not None, "made just now"
-        return table
+        records, uses = files.become(folder, extent, both, Uses.head(incarnation, extent, frames))
+        return cls(folder, _HEAD.unpack_from(records, _COPIES_AT[0]), records, uses)
 
     @classmethod
     def open(cls, folder: NodeFolder, extent: int, incarnation: int, writable: bool = False) -> ExtentTable | None:
@@ -274,6 +272,7 @@ class TableFiles:
         self._records = records
         self._marks = marks
         self._uses = uses
+        self._maps: list[mmap.mmap] = []  # of the records, and of the uses or the marks
 
     @classmethod
     def make(
@@ -289,22 +288,29 @@ class TableFiles:
                 folder.new_file(files._uses, Uses.bytes_of(frames), b"")
             records_bytes = RECORDS_HEAD_BYTES + frames * _format(frame_class, tier).row_bytes
             folder.new_file(files._records, records_bytes, b"")
+            for mapped in (files._records, files._uses or files._marks):
+                files._maps.append(map_whole(mapped, True))
         except (OSError, OutOfSpace):
             files.remove()
             raise
         return files
 
-    def become(self, folder: NodeFolder, extent: int, head: bytes, uses_head: bytes) -> None:
-        """They are this extent's from here on."""
-        _write_head(self._records, head)
+    def become(self, folder: NodeFolder, extent: int, head: bytes, uses_head: bytes) -> tuple[mmap.mmap, Uses | Marks]:
+        """They are this extent's from here on: the records, and the uses or what stands in for them."""
+        records, beside = self._maps
+        records[: len(head)] = head
         if self._uses is not None:
-            _write_head(self._uses, uses_head)
+            beside[: len(uses_head)] = uses_head
             os.rename(self._uses, folder.uses(extent))
         os.rename(self._marks, folder.marks(extent))
         os.rename(self._records, folder.records(extent))
+        frames = _HEAD.unpack_from(head)[8]
+        return records, Uses(beside, frames) if self._uses is not None else Marks(beside, frames)
 
     def remove(self) -> None:
         """They are not needed."""
+        for mapped in self._maps:
+            mapped.close()
         for path in (self._records, self._marks, self._uses):
             if path is not None:
                 remove(path)
@@ -314,14 +320,6 @@ def remove_tables(folder: NodeFolder, extent: int) -> None:
     """Remove the files of an extent, as far as there are any; the records, by which a start knows it, first."""
     for path in (folder.records(extent), folder.marks(extent), folder.uses(extent)):
         remove(path)
-
-
-def _write_head(path: Path, head: bytes) -> None:
-    fd = open_plain(path, os.O_RDWR)
-    try:
-        os.pwrite(fd, head, 0)
-    finally:
-        os.close(fd)
 
 
 def _open_uses(folder: NodeFolder, head: tuple[int, ...], make: bool) -> Uses | None:

@@ -133,7 +133,7 @@ class Uses:
     def heed(self, path: Path) -> None:
         """What programs of the version before have written into the marks at ``path`` counts here, and their memory is
         given back. They show their progress again with the next layer."""
-        with contextlib.suppress(FileNotFoundError):
+        with contextlib.suppress(OSError):  # there is none, or no descriptor is left: it is asked again
             fd = open_plain(path, os.O_RDWR)
             with open(fd, "r+b", buffering=0) as file:
                 status = os.fstat(fd)

@@ -37,6 +37,9 @@ class ScarceMemory:
         self.spares: Counter[tuple[FrameClass, int]] = Counter()
         self.refused: Counter[str] = Counter()
 
+    def blocked(self) -> bool:
+        return False
+
     def press(self) -> None:
         """Others take memory, or give it back."""
         if self.random.random() < 0.5:

@@ -9,6 +9,7 @@ from kvstore.model.replica import FrameClass, RecordFormat
 from kvstore.service.node.performer import Performer
 
 INDEX_HEADROOM_BYTES = 1 << 20  # left free on the tmpfs whenever an extent is carved
+TABLE_DESCRIPTORS = 8  # what making and mapping a table takes, twice
 LEAN_BYTES_PER_FRAME = RecordFormat(0, 0, tail=False).row_bytes + 8  # record and mark of a tier that is not mapped
 
 
@@ -19,8 +20,22 @@ def shm_free_bytes(folder: Path) -> int:
 
 
 def lean_table_fits(folder: Path, frames: int) -> bool:
-    """There is room for another table of a tier that is not mapped, of so many frames."""
-    return shm_free_bytes(folder) > frames * LEAN_BYTES_PER_FRAME + INDEX_HEADROOM_BYTES
+    """There is room for another table of a tier that is not mapped, of so many frames, and descriptors to make it."""
+    return shm_free_bytes(folder) > frames * LEAN_BYTES_PER_FRAME + INDEX_HEADROOM_BYTES and descriptors_left()
+
+
+def descriptors_left() -> bool:
+    """True where this process can open ``TABLE_DESCRIPTORS`` files now."""
+    opened: list[int] = []
+    try:
+        while len(opened) < TABLE_DESCRIPTORS:
+            opened.append(os.open(os.devnull, os.O_RDONLY | os.O_CLOEXEC))
+    except OSError:
+        return False
+    finally:
+        for descriptor in opened:
+            os.close(descriptor)
+    return True
 
 
 class FolderMemory:
@@ -37,6 +52,10 @@ class FolderMemory:
         """See ``room.Memory``."""
         frames = sum(table.frames for table in self._performer.tables.values())
         return self._performer.index.reserve(frames + frames_more)
+
+    def blocked(self) -> bool:
+        """See ``room.Memory``."""
+        return self._performer.spares.blocked
 
     def low(self) -> bool:
         """See ``room.Memory``."""

@@ -20,6 +20,10 @@ class Memory(Protocol):
         """Have ``count`` tables of so many frames to spare; returns how many there are, fewer where memory is out."""
         ...
 
+    def blocked(self) -> bool:
+        """True where tables are missing for want of descriptors, which comes to an end: memory would not help."""
+        ...
+
     def index(self, frames_more: int) -> bool:
         """Have what the index needs to follow every change, with so many frames more. False: there is none."""
         ...
@@ -46,7 +50,7 @@ def make_room(state: NodeState, memory: Memory, frame_class: FrameClass, count: 
         if not memory.index(have * pool.frames_per_extent):
             have = 0
         segment.tables[frame_class] = have
-        if not segment.vacant or (have == wanted and not memory.low()):
+        if not segment.vacant or memory.blocked() or (have == wanted and not memory.low()):
             return
         position = max(segment.vacant)
         memory.give_back(position)
