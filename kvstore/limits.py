@@ -89,14 +89,15 @@ class Owner(Protocol):
 
 
 @dataclass(frozen=True)
-class _Alone:
-    """The owner of what is used where callers are not identified."""
+class Named:
+    """An owner that is nothing but a name."""
 
-    name: str = "local"
-    operator: bool = True
+    name: str
+    operator: bool = False
 
 
-ALONE: Final = _Alone()
+ALONE: Final = Named("local", operator=True)
+"""The owner of what is used where callers are not identified."""
 
 # --- descriptors ------------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ from kvstore import boundary
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, TooManyCalls, Unauthenticated
 from kvstore.limits import Lane, Shares, call_soon
 from kvstore.rpc.grpc_errors import status_of
+from kvstore.serving.grpc_connections import GrpcConnections
 from kvstore.serving.identities import LOCAL, UNKNOWN, Identities, Identity
 from kvstore.serving.pressure import Pressure
 from kvstore.serving.watching import Calls
@@ -196,6 +197,7 @@ class Gate:
     Attributes:
         under_way: calls admitted and not ended.
         calls: what became of all, for metrics.
+        connections: the server's connections, once it listens.
         pressure: how much there is to do; whoever made the gate has it measured (``look``).
     """
 
@@ -213,6 +215,7 @@ class Gate:
         self.under_way = 0
         self.calls = Calls()
         self.pressure = Pressure()
+        self.connections = GrpcConnections((), 0)
         self._rpcs_max = rpcs_max
         self._timeout_s_max = timeout_s_max
         self._half_open: dict[Call, tuple[float, asyncio.Timeout]] = {}  # since when (``on_time_s``); the oldest first
@@ -222,6 +225,7 @@ class Gate:
         """A call from here on. What is raised inside ends it with the status that says so."""
         try:
             caller = self._identify(context)
+            self.connections.called(context.peer(), caller)
             limit_s = self._limit_s(context)
             self._make_room(caller, limit_s)
             self.under_way += 1

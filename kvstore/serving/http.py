@@ -1,7 +1,7 @@
 """HTTP of a daemon: ``/healthz`` (the process answers), ``/readyz`` (it serves; 503 until then) and ``/metrics``.
 
-A connection is one request, and has ``REQUEST_S`` for all of it, however slowly it comes. At most ``THREADS_MAX`` are
-served at once; who comes then is told so without a thread.
+A connection is one request, and has ``REQUEST_S`` for all of it, however slowly it comes. Where there are too many, the
+oldest one whose request has not come is dropped.
 """
 
 from __future__ import annotations
@@ -13,16 +13,20 @@ import sys
 import threading
 import time
 from collections.abc import Callable
+from functools import partial
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any, Final
 
 from kvstore import boundary
 from kvstore.config import parse_address
-from kvstore.errors import InternalError, InvalidRequest, KVStoreError
+from kvstore.errors import InternalError, InvalidRequest, KVStoreError, TooManyCalls
+from kvstore.limits import HTTP_PART, UNKNOWN_PART, Connections, Guest, Named, Owner, ThreadShares, connections_max
 
 REQUEST_S: Final = 5.0  # a client that dawdles is cut off
-THREADS_MAX: Final = 16
+CONNECTIONS_MAX: Final = 64  # each has a thread
+ROOM_S: Final = 0.2  # for connections that were dropped to end
 LOOK_S: Final = 0.2
+COSTLY: Final = ("/metrics",)  # made for one request at a time, in turns of addresses
 
 _BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\n\r\n"
 
@@ -37,14 +41,18 @@ class _Handler(BaseHTTPRequestHandler):
     server: HttpServer
 
     def do_GET(self) -> None:
+        owner = self.server.asked(self.request)
         path = self.path.partition("?")[0]
         route = self.server.routes.get(path)
         try:
-            with boundary.answered(f"http/{path.strip('/') if route is not None else 'other'}"):
+            place = f"http/{path.strip('/') if route is not None else 'other'}"
+            with contextlib.ExitStack() as turn, boundary.answered(place):
+                if path in COSTLY:
+                    turn.enter_context(self.server.turns.turn(owner, REQUEST_S))
                 status, kind, text = route() if route is not None else (404, "text/plain", "not found\n")
         except InternalError as error:
             status, kind, text = 500, "text/plain", f"{error}\n"
-        except KVStoreError as error:  # the node is stopping
+        except KVStoreError as error:  # the node is stopping, or there was no turn
             status, kind, text = 503, "text/plain", f"{error}\n"
         body = text.encode()
         self.send_response(status)
@@ -68,7 +76,9 @@ class HttpServer(ThreadingHTTPServer):
 
     def __init__(self, address: str, routes: dict[str, Route]) -> None:
         self.routes = routes
-        self._served: dict[socket.socket, float] = {}  # connection -> until when it has a thread
+        self._guests = Connections(max(UNKNOWN_PART, connections_max(HTTP_PART, CONNECTIONS_MAX)))
+        self.turns = ThreadShares("turns at HTTP", "http", 1)
+        self._served: dict[socket.socket, tuple[Guest, float]] = {}  # connection -> until when it has a thread
         try:
             super().__init__(parse_address(address, "http"), _Handler)
         except OSError as error:
@@ -93,28 +103,44 @@ class HttpServer(ThreadingHTTPServer):
     # --- of one connection: called by ``ThreadingHTTPServer`` -------------------------------------------------------
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread for this connection, where there is one left."""
-        if len(self._served) >= THREADS_MAX:
+        """A thread for this connection, where there is room."""
+        guest = self._guests.accept(client_address[0], partial(_shut, request), ROOM_S)
+        if guest is None:
             with contextlib.suppress(OSError):
                 request.setblocking(False)
                 request.send(_BUSY)
-            self.shutdown_request(request)
+            super().shutdown_request(request)
             return
-        self._served[request] = time.monotonic() + REQUEST_S
+        self._served[request] = guest, time.monotonic() + REQUEST_S
         super().process_request(request, client_address)
+
+    def asked(self, request: Any) -> Owner:
+        """A whole request has come over this connection: it does not give way to silent ones. Returns its owner.
+
+        Raises:
+            ConnectionError: it was dropped; what was heard of it looks like a request.
+        """
+        guest, _ = self._served[request]
+        owner = Named(guest.network)
+        if guest.leaving:
+            raise ConnectionAbortedError("dropped")
+        with contextlib.suppress(TooManyCalls):  # an address that has its share is served all the same
+            self._guests.known(guest, owner)
+        return owner
 
     def shutdown_request(self, request: Any) -> None:
         """The connection is done."""
-        self._served.pop(request, None)
+        guest, _ = self._served.pop(request, (None, 0.0))
         super().shutdown_request(request)
+        if guest is not None:
+            self._guests.gone(guest)
 
     def service_actions(self) -> None:
         """Cut off who takes too long. Called every ``LOOK_S`` and after every connection."""
         now = time.monotonic()
-        for request, until in list(self._served.items()):
+        for request, (_, until) in list(self._served.items()):
             if now > until:
-                with contextlib.suppress(OSError):
-                    request.shutdown(socket.SHUT_RDWR)
+                _shut(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
         """A connection ended by an unexpected error, or no thread could be started for it."""
@@ -126,6 +152,11 @@ class HttpServer(ThreadingHTTPServer):
         """Serve it."""
         with contextlib.suppress(ConnectionError, TimeoutError):
             super().finish_request(request, client_address)
+
+
+def _shut(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
 
 
 def readyz(ready: threading.Event, fault: Callable[[], str] = lambda: "") -> Route:

@@ -29,6 +29,7 @@ from typing import Any, Final
 from kvstore import about, boundary
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import KVStoreError
+from kvstore.limits import raise_descriptors
 from kvstore.serving import logs
 from kvstore.serving.http import HttpServer, routes
 
@@ -123,6 +124,7 @@ def running(config: DaemonConfig, log: logging.Logger, who: str) -> Iterator[Lif
     logs.configure(config)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     boundary.ends_process(who)
+    raise_descriptors()  # first: servers derive from it how many connections they may have
     ready = threading.Event()
     life = Life(log, HttpServer(config.http, routes(ready)) if config.http else None, ready)
     for number in (signal.SIGTERM, signal.SIGINT):

@@ -18,9 +18,11 @@ from grpc_reflection.v1alpha import reflection
 from kvstore import boundary
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest
+from kvstore.limits import GRPC_PART, connections_max
 from kvstore.rpc.messages import MESSAGE_BYTES_MAX
 from kvstore.serving import listening
 from kvstore.serving.gate import CALLS_OUTSIDE, Gate, Threads
+from kvstore.serving.grpc_connections import GrpcConnections
 from kvstore.serving.identities import Identities
 from kvstore.serving.methods import GateOthers
 from kvstore.serving.watching import Calls
@@ -164,6 +166,7 @@ class LoopServer(ABC):
             self._alive = await _add_others(server, self._service)
             self.addresses = self._plan.bind(server)
             await server.start()
+            gate.connections = GrpcConnections(self.addresses, connections_max(GRPC_PART, CONNECTIONS_MAX))
             self._gate = gate
             self._started.set()
             await self._until_stopped(server, self._alive, gate, self._stopping)
@@ -172,8 +175,11 @@ class LoopServer(ABC):
         self, server: grpc.aio.Server, alive: health.aio.HealthServicer, gate: Gate, stopping: asyncio.Event
     ) -> None:
         stopped = asyncio.create_task(stopping.wait())
-        looking = boundary.kept_task("task/gate", gate.look)
-        beside = [asyncio.create_task(work) for work in (looking, *self._beside())]
+        looking = [
+            boundary.kept_task("task/gate", gate.look),
+            boundary.kept_task("task/connections", gate.connections.turn),
+        ]
+        beside = [asyncio.create_task(work) for work in (*looking, *self._beside())]
         try:
             ended, _ = await asyncio.wait({stopped, *beside}, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
@@ -200,7 +206,7 @@ def _options(limits: Limits) -> list[tuple[str, Any]]:
         ("grpc.server.max_pending_requests_hard_limit", 2 * max(PENDING_MIN, limits.rpcs_max)),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
         ("grpc.max_connection_idle_ms", IDLE_MS),
-        ("grpc.max_allowed_incoming_connections", CONNECTIONS_MAX),
+        ("grpc.max_allowed_incoming_connections", connections_max(GRPC_PART, CONNECTIONS_MAX)),
         ("grpc.so_reuseport", 0),  # two daemons on one port would each get some of the calls
         ("grpc.keepalive_permit_without_calls", 1),
         ("grpc.http2.min_ping_interval_without_data_ms", limits.ping_ms_min),

@@ -151,6 +151,9 @@ class Context:
     def time_remaining(self) -> None:
         return None
 
+    def peer(self) -> str:
+        return "unix:"
+
     async def abort(self, *said: Any) -> None:
         self.said = said
         raise grpc.aio.AbortError

@@ -25,6 +25,7 @@ from engine.model.request import Admitted, Cancel, Done, Event, Failed, HandOff,
 from engine.text.tokenizer import ByteTokenizer
 from kvstore import Layout
 from kvstore.errors import InvalidRequest, PermissionDenied, TooManyCalls, Unauthenticated
+from kvstore.limits import REST, UNKNOWN_PART
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import engine_pb2_grpc
 from kvstore.rpc.messages import layout_message
@@ -143,7 +144,8 @@ def computed(client: EngineClient, request_id: str, salt: str) -> None:
 
 
 def test_one_tenant_s_pulls_leave_connections_to_others(clients: dict[str, EngineClient], engine: Still) -> None:
-    share = PULLS_MAX * 3 // 4
+    known = PULLS_MAX - PULLS_MAX // UNKNOWN_PART
+    share = (known - known // REST) // 2
     for name, request_id in (("a", "held-a"), ("b", "held-b"), ("b", "b")):
         computed(clients[name], request_id, name)
     with ThreadPoolExecutor(PULLS_MAX) as callers:

@@ -23,6 +23,7 @@ from queue import SimpleQueue
 
 from kvstore import boundary
 from kvstore.errors import InternalError, InvalidRequest, KVStoreError
+from kvstore.limits import LOCAL_PART, connections_max
 from kvstore.rpc import control
 from kvstore.rpc.control import Op
 from kvstore.service.local.dispatch import Dispatcher
@@ -129,6 +130,7 @@ class ControlServer:
         self._node = node
         self._dispatcher = dispatcher
         self._connections: dict[int, _Connection] = {}
+        self._most = connections_max(LOCAL_PART, CONNECTIONS_MAX)
         self._buffer = bytearray(control.MESSAGE_BYTES_MAX)
         self._slow = _SlowCalls(self._carry_out, SLOW_THREADS)
         self._deletions = _SlowCalls(self._carry_out, DELETE_THREADS)
@@ -230,7 +232,7 @@ class ControlServer:
             log.warning("a connection could not be taken: %s", error)
             self._listens(False)
             return
-        if len(self._connections) >= CONNECTIONS_MAX:
+        if len(self._connections) >= self._most:
             sock.close()
             return
         sock.setblocking(False)

@@ -1,0 +1,136 @@
+"""GrpcConnections: the connections of a gRPC server, which its library accepts and does not name.
+
+Connections are seen by their descriptors in ``/proc/self/fd``, a few times a second, and counted by
+``limits.Connections`` as those of the other servers. The gate says which of them have made a call of a known caller;
+of the others the oldest is shut down where there are too many. The library then closes it, as one whose other end has
+gone. So a stranger that keeps connections open, with or without HTTP/2 on them, shuts nobody out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import errno
+import ipaddress
+import os
+import socket
+from collections.abc import Collection
+from functools import partial
+from typing import Final
+from urllib.parse import unquote
+
+from kvstore.errors import TooManyCalls
+from kvstore.limits import UNKNOWN_PART, Connections, Guest, Owner
+
+LOOK_S: Final = 0.25
+COUNTED_PART: Final = 0.75  # of what the library accepts: the rest is for those that come between two looks
+CALLERS_MAX: Final = 4096  # that made a call over a connection which was not seen yet
+_FDS: Final = "/proc/self/fd"
+
+Peer = tuple[str, int]
+
+
+class GrpcConnections:
+    """Of one server and its event loop. Unix sockets are guarded by their permissions, and not counted.
+
+    Args:
+        addresses: HOST:PORT that the server listens at; others are passed over.
+        most: connections that the library accepts.
+    """
+
+    def __init__(self, addresses: Collection[str], most: int) -> None:
+        self._ports = {int(each.rpartition(":")[2]) for each in addresses if not each.startswith("unix:")}
+        self._connections = Connections(max(UNKNOWN_PART, int(COUNTED_PART * most)))
+        self._seen: dict[str, tuple[Peer, Guest] | None] = {}  # by what the descriptor links to; None: another socket
+        self._guests: dict[Peer, Guest] = {}
+        self._callers: dict[Peer, Owner] = {}  # of connections that were not seen yet
+
+    def called(self, peer: str, caller: Owner) -> None:
+        """A call of this caller came over the connection from ``peer``, as gRPC writes it."""
+        where = _peer(peer)
+        guest = self._guests.get(where) if where is not None else None
+        if guest is not None:
+            self._known(guest, caller)
+        elif where is not None and self._ports and len(self._callers) < CALLERS_MAX:
+            self._callers[where] = caller
+
+    async def turn(self) -> None:
+        """Look after a pause."""
+        await asyncio.sleep(LOOK_S)
+        self.look()
+
+    def look(self) -> None:
+        """Count what has come since the last look, and forget what has gone."""
+        links = {link: fd for fd in os.listdir(_FDS) if (link := _link(fd)).startswith("socket:")}
+        for link in [each for each in self._seen if each not in links]:
+            found = self._seen.pop(link)
+            if found is not None:
+                self._connections.gone(found[1])
+                self._guests.pop(found[0], None)
+        for link, fd in links.items():
+            if link not in self._seen:
+                self._take(link, int(fd))
+        self._callers.clear()
+
+    def _take(self, link: str, fd: int) -> None:
+        try:
+            with socket.socket(fileno=os.dup(fd)) as sock:
+                peer = self._peer_of(sock)
+        except OSError as error:
+            if error.errno in (errno.EMFILE, errno.ENFILE):
+                return  # seen by the next look
+            peer = None  # it has gone; a listener has no peer
+        self._seen[link] = None
+        if peer is None:
+            return
+        guest = self._connections.accept(peer[0], partial(_shut, link, fd))
+        if guest is None:
+            _shut(link, fd)
+            return
+        self._seen[link] = peer, guest
+        self._guests[peer] = guest
+        if peer in self._callers:
+            self._known(guest, self._callers[peer])
+
+    def _peer_of(self, sock: socket.socket) -> Peer | None:
+        if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.getsockname()[1] not in self._ports:
+            return None
+        host, port = sock.getpeername()[:2]
+        return _plain(host), port
+
+    def _known(self, guest: Guest, caller: Owner) -> None:
+        with contextlib.suppress(TooManyCalls):  # beyond its caller's share it counts as one of a stranger
+            self._connections.known(guest, caller)
+
+
+def _link(fd: str) -> str:
+    try:
+        return os.readlink(f"{_FDS}/{fd}")
+    except OSError:  # closed in the meantime
+        return ""
+
+
+def _shut(link: str, fd: int) -> None:
+    """End the connection that this descriptor was, if it still is."""
+    with contextlib.suppress(OSError):
+        ours = os.dup(fd)
+        if _link(str(ours)) == link:
+            with socket.socket(fileno=ours) as sock:
+                sock.shutdown(socket.SHUT_RDWR)
+        else:
+            os.close(ours)
+
+
+def _peer(peer: str) -> Peer | None:
+    """``ipv4:10.0.0.1:5555`` or ``ipv6:%5B::1%5D:5555``; None for unix sockets."""
+    kind, _, where = peer.partition(":")
+    host, _, port = unquote(where).rpartition(":")
+    return (_plain(host.strip("[]")), int(port)) if kind in ("ipv4", "ipv6") and port.isdigit() else None
+
+
+def _plain(host: str) -> str:
+    """An address as IPv4 where it is one, mapped or not."""
+    if ":" not in host:
+        return host
+    number = ipaddress.IPv6Address(host.partition("%")[0])
+    return str(number.ipv4_mapped or number)
