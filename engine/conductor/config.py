@@ -78,6 +78,8 @@ class ConductorConfig(DaemonConfig):
     """How much KV may leave this pool for that one in a second, in bytes."""
     request_s_max: float = setting(3600.0, parse_number, "The longest a request may take.")
     """The longest a request may take, also where its client names no deadline."""
+    keepalive_s: float = setting(75.0, parse_number, "Seconds that an idle HTTP connection is kept.")
+    """How long an idle HTTP connection is kept: longer than a load balancer in front keeps its own, 60 s often."""
     rpcs_max: int = setting(1024, parse_count, "How many gRPC calls may be under way at once.")
     """How many gRPC calls may be under way at once; more are refused with a hint to retry."""
     drain_s: float = setting(10.0, parse_number, "Seconds that answers under way have when it is told to end.")
@@ -100,7 +102,7 @@ class ConductorConfig(DaemonConfig):
             require("offer_egress", self.offer_egress > 0, "must be more than zero", self.offer_egress)
             same = (self.offer_catalog, self.offer_pool) == (self.catalog, self.pool)
             require("offer_catalog", not same, "is this pool's own", self.offer_catalog)
-        for name in ("window_s", "request_s_max"):
+        for name in ("window_s", "request_s_max", "keepalive_s"):
             require(name, getattr(self, name) > 0, "must be more than zero", getattr(self, name))
         for name in ("first_token_s", "token_s", "drain_s"):
             require(name, getattr(self, name) >= 0, "must be zero or more", getattr(self, name))

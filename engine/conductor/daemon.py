@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,7 +16,7 @@ from kvstore import about
 from kvstore.catalog import schema
 from kvstore.catalog.schema import ClusterEntry, ConductorEntry
 from kvstore.serving import lifecycle, listening, logs
-from kvstore.serving.http import readyz, routes
+from kvstore.serving.http import Readiness, readyz, routes
 from kvstore.serving.identities import Identities
 from kvstore.serving.lifecycle import Life
 from kvstore.serving.membership import Membership, host, reachable
@@ -70,7 +69,7 @@ def _run(
 ) -> None:
     tally = ConductorTally()
     server = ConductorServer(config, tally, lambda: 0 if membership is None else membership.leading)
-    ready, door = threading.Event(), None
+    ready, door = Readiness(), None
     try:
         server.start()
         life.on_hangup(server.reload)
@@ -102,11 +101,11 @@ def _run(
         life.serves(lambda: announce(said), said.took_s, engines=said.engines)
         life.wait()
         ready.clear()
+        server.refuse(door)
         for each in (offer, membership):
             if each is not None:
                 each.stop()
-        server.retire()
-        left = server.drain(config.drain_s, life.hurried)
+        left = server.drain(config.drain_s, life.hurried, door)
         if door is not None:
             server.close_door(door)
         if left:

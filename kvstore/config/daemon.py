@@ -11,7 +11,14 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.config.reading import setting
-from kvstore.config.values import parse_address_or_none, parse_listen, parse_number, parse_path_or_none, parse_text
+from kvstore.config.values import (
+    parse_address_or_none,
+    parse_hosts,
+    parse_listen,
+    parse_number,
+    parse_path_or_none,
+    parse_text,
+)
 from kvstore.errors import InvalidRequest
 
 LOG_FORMATS = ("text", "json")
@@ -83,6 +90,14 @@ class DaemonConfig(ClusterConfig):
         None, parse_address_or_none, "Where /healthz, /readyz and /metrics are.", metavar="HOST:PORT"
     )
     """HOST:PORT of /healthz, /readyz and /metrics, or None for no HTTP at all."""
+    http_hosts: tuple[str, ...] = setting(
+        (),
+        parse_hosts,
+        "A further host name by which HTTP may be asked; may repeat. *: any.",
+        metavar="NAME",
+        repeats=True,
+    )
+    """Host names by which HTTP may be asked, beside addresses, names without a dot and the machine's own; *: any."""
     listen: tuple[str, ...] = listen()
     """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it needs TLS and identities."""
     tls_cert: Path | None = _file("Certificate (and chain) that the gRPC API shows, PEM.")

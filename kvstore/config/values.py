@@ -119,6 +119,18 @@ def parse_listen(value: object, name: str = "listen") -> tuple[str, ...]:
     return tuple(map(str, addresses))
 
 
+_HOST_NAME = re.compile(r"\*|(\*\.)?[A-Za-z0-9_]([A-Za-z0-9_.-]{0,251}[A-Za-z0-9_])?")
+
+
+def parse_hosts(value: object, name: str = "http_hosts") -> tuple[str, ...]:
+    """Host names, ``*.example`` and ``*`` too; several separated by commas, or a list. Raises `InvalidRequest`."""
+    hosts = _parts(value)
+    for host in hosts:
+        if not isinstance(host, str) or _HOST_NAME.fullmatch(host) is None:
+            raise InvalidRequest(name, f"{host!r} is not a host name, *.DOMAIN or *")
+    return tuple(hosts)
+
+
 NO_SALT = '""'
 
 

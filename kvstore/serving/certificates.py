@@ -119,7 +119,7 @@ class ServerCertificate:
         """By which name others are to know a server at this address, which was given as ``host``: "" where the
         certificate names the address; else the host where it names that, or the first one that it names. None: others
         would not trust it, since it names none of them or does not hold."""
-        names = self._names()
+        names = self.names()
         if address in names:
             return ""
         known = [name for name in (host, *names) if name in names and "*" not in name]
@@ -127,8 +127,9 @@ class ServerCertificate:
             return known[0]
         return host if any(_matches(name, host) for name in names) else None
 
-    def _names(self) -> list[str]:
-        """Alternative names in the certificate: it is shown to ourselves: only then Python tells what is in it."""
+    def names(self) -> list[str]:
+        """Alternative names in the certificate; none where it is not valid. It is shown to ourselves, since only then
+        Python tells what is in it."""
         ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         ours.load_cert_chain(self.cert, self.key, password="")
         theirs.check_hostname = False

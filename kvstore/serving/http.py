@@ -21,11 +21,13 @@ from kvstore import boundary
 from kvstore.config import parse_address
 from kvstore.errors import InternalError, InvalidRequest, KVStoreError, TooManyCalls
 from kvstore.limits import HTTP_PART, UNKNOWN_PART, Connections, Guest, Named, Owner, ThreadShares, connections_max
+from kvstore.serving.hosts import HostNames
 
 REQUEST_S: Final = 5.0  # a client that dawdles is cut off
 CONNECTIONS_MAX: Final = 64  # each has a thread
 ROOM_S: Final = 0.2  # for connections that were dropped to end
 LOOK_S: Final = 0.2
+SERVER: Final = "kvstore"
 COSTLY: Final = ("/metrics",)  # made for one request at a time, in turns of addresses
 
 _BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\n\r\n"
@@ -44,12 +46,18 @@ class _Handler(BaseHTTPRequestHandler):
         owner = self.server.asked(self.request)
         path = self.path.partition("?")[0]
         route = self.server.routes.get(path)
+        refused = self.server.hosts.refusal(self.headers.get_all("Host", []), self.headers.get_all("Origin", []))
         try:
             place = f"http/{path.strip('/') if route is not None else 'other'}"
             with contextlib.ExitStack() as turn, boundary.answered(place):
-                if path in COSTLY:
-                    turn.enter_context(self.server.turns.turn(owner, REQUEST_S))
-                status, kind, text = route() if route is not None else (404, "text/plain", "not found\n")
+                if refused:
+                    status, kind, text = 403, "text/plain", f"{refused}\n"
+                elif route is None:
+                    status, kind, text = 404, "text/plain", "not found\n"
+                else:
+                    if path in COSTLY:
+                        turn.enter_context(self.server.turns.turn(owner, REQUEST_S))
+                    status, kind, text = route()
         except InternalError as error:
             status, kind, text = 500, "text/plain", f"{error}\n"
         except KVStoreError as error:  # the node is stopping, or there was no turn
@@ -64,18 +72,26 @@ class _Handler(BaseHTTPRequestHandler):
 
     do_HEAD = do_GET
 
+    def version_string(self) -> str:
+        """The Server header."""
+        return SERVER
+
     def log_message(self, format: str, *args: Any) -> None:
         """Health checks are no news."""
 
 
 class HttpServer(ThreadingHTTPServer):
-    """Serves ``routes`` from ``start`` to ``stop``. Raises InvalidRequest where the address cannot be had."""
+    """Serves ``routes`` from ``start`` to ``stop``, to requests that name one of ``hosts``.
+
+    Raises InvalidRequest where the address cannot be had.
+    """
 
     daemon_threads = True
     request_queue_size = 64
 
-    def __init__(self, address: str, routes: dict[str, Route]) -> None:
+    def __init__(self, address: str, routes: dict[str, Route], hosts: HostNames) -> None:
         self.routes = routes
+        self.hosts = hosts
         self._guests = Connections(max(UNKNOWN_PART, connections_max(HTTP_PART, CONNECTIONS_MAX)))
         self.turns = ThreadShares("turns at HTTP", "http", 1)
         self._served: dict[socket.socket, tuple[Guest, float]] = {}  # connection -> until when it has a thread
@@ -159,19 +175,30 @@ def _shut(request: socket.socket) -> None:
         request.shutdown(socket.SHUT_RDWR)
 
 
-def readyz(ready: threading.Event, fault: Callable[[], str] = lambda: "") -> Route:
+class Readiness(threading.Event):
+    """Set while a daemon serves. Once it is cleared after that, the daemon is draining."""
+
+    draining = False
+
+    def clear(self) -> None:
+        """See ``Event``."""
+        self.draining = self.draining or self.is_set()
+        super().clear()
+
+
+def readyz(ready: Readiness, fault: Callable[[], str] = lambda: "") -> Route:
     """Whether it serves. ``fault``: what it says beside that where something is wrong and it serves all the same."""
 
     def answer() -> tuple[int, str, str]:
         if not ready.is_set():
-            return 503, "text/plain", "starting\n"
+            return 503, "text/plain", "draining\n" if ready.draining else "starting\n"
         wrong = fault()
         return 200, "text/plain", f"ready, but {wrong}\n" if wrong else "ready\n"
 
     return answer
 
 
-def routes(ready: threading.Event) -> dict[str, Route]:
+def routes(ready: Readiness) -> dict[str, Route]:
     """What every daemon answers from the beginning."""
 
     return {

@@ -31,7 +31,8 @@ from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import KVStoreError
 from kvstore.limits import raise_descriptors
 from kvstore.serving import logs
-from kvstore.serving.http import HttpServer, routes
+from kvstore.serving.hosts import HostNames
+from kvstore.serving.http import HttpServer, Readiness, routes
 
 # A signal may be taken while this thread is on its way to sleep, or by another one; its handler only runs when this
 # one wakes. Without a deadline one SIGTERM in a few hundred was noticed only with the next signal.
@@ -49,7 +50,7 @@ class Life:
         failure: why it ends on its own.
     """
 
-    def __init__(self, log: logging.Logger, http: HttpServer | None, ready: threading.Event) -> None:
+    def __init__(self, log: logging.Logger, http: HttpServer | None, ready: Readiness) -> None:
         self.http = http
         self.hurried = threading.Event()
         self.ends = contextlib.ExitStack()
@@ -125,8 +126,9 @@ def running(config: DaemonConfig, log: logging.Logger, who: str) -> Iterator[Lif
     sys.setswitchinterval(SWITCH_INTERVAL_S)
     boundary.ends_process(who)
     raise_descriptors()  # first: servers derive from it how many connections they may have
-    ready = threading.Event()
-    life = Life(log, HttpServer(config.http, routes(ready)) if config.http else None, ready)
+    ready = Readiness()
+    http = HttpServer(config.http, routes(ready), HostNames.of(config)) if config.http else None
+    life = Life(log, http, ready)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: life.told_to_end())
     life.on_hangup(lambda: None)  # there is nothing to read again yet

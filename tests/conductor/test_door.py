@@ -16,10 +16,9 @@ import pytest
 from engine.demo.train import Recipe, make_tokenizer
 from kvstore.errors import InvalidRequest
 from tests.helpers.api import TENANTS, Certificates, identities_file, identity
-from tests.helpers.door import RunningDoor, head_of, open_doors
+from tests.helpers.door import CALL_S, WORDS, RunningDoor, head_of, open_doors, post, refused
 from tests.helpers.processes import wait_until
 
-CALL_S = 30.0
 GONE_S = 10.0  # the promise is one second
 HELLO = [{"role": "user", "content": "What is a salt?"}]
 
@@ -42,22 +41,6 @@ def door(folder: Path) -> Iterator[RunningDoor]:
 def client(door: RunningDoor) -> Iterator[openai.OpenAI]:
     with openai.OpenAI(base_url=f"{door.url}/v1", api_key="any", max_retries=0, timeout=CALL_S) as made:
         yield made
-
-
-def post(door: RunningDoor, body: Any, path: str = "/v1/completions", **more: Any) -> httpx2.Response:
-    content = body if isinstance(body, bytes) else json.dumps(body).encode()
-    headers = {"Content-Type": "application/json", **more}
-    return httpx2.post(door.url + path, content=content, headers=headers, timeout=CALL_S)
-
-
-def refused(response: httpx2.Response, status: int) -> dict[str, Any]:
-    """The error in it, which is of OpenAI's shape."""
-    assert response.status_code == status, response.text
-    document = response.json()
-    assert set(document) == {"error"} and set(document["error"]) == {"message", "type", "param", "code"}
-    assert document["error"]["message"] and "Traceback" not in response.text
-    error: dict[str, Any] = document["error"]
-    return error
 
 
 # --- Asking ----------------------------------------------------------------------------------------------------------
@@ -172,7 +155,6 @@ def test_the_asynchronous_client(door: RunningDoor) -> None:
 
 # --- Refusals --------------------------------------------------------------------------------------------------------
 
-WORDS = {"model": "words", "prompt": "a"}
 CHAT = {"model": "talks", "messages": HELLO}
 NAMED = (  # what is added to a good request, the parameter that is named, and the code
     ({"logprobs": 2}, "logprobs", "unsupported_parameter"),

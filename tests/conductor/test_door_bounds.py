@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import json
 import random
-import socket
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from engine.conductor.door.server import BODY_BYTES_MAX, HttpPatience
-from tests.helpers.door import BIG_TEXT, RunningDoor, head_of, open_doors
+from engine.conductor.door.patience import HttpPatience
+from engine.conductor.door.server import BODY_BYTES_MAX
+from tests.helpers.door import BIG_TEXT, RunningDoor, head_of, open_doors, read_all, replies_in
 from tests.helpers.processes import wait_until
 
 ENDS_S = 10.0  # ten times as long as the door is told to wait here
-HURRIED = HttpPatience(headers_s=1.0, body_s=1.0, stall_s=1.0)
+HURRIED = HttpPatience(headers_s=1.0, keepalive_s=1.0, body_s=1.0, stall_s=1.0)
 WORDS = json.dumps({"model": "words", "prompt": "a", "max_tokens": 2}).encode()
 SEED = 7
 ROUNDS, CLIENTS = 300, 16
@@ -26,30 +26,6 @@ BUFFERS_BYTES = 32 << 20  # more than a kernel keeps for one connection; a fract
 def door() -> Iterator[RunningDoor]:
     with open_doors(patience=HURRIED, routes={"/healthz": lambda: (200, "text/plain", "ok\n")}) as running:
         yield running
-
-
-def read_all(connection: socket.socket) -> bytes:
-    """Until the door closes the connection."""
-    found = b""
-    try:
-        while part := connection.recv(65536):
-            found += part
-    except ConnectionResetError:
-        pass
-    return found
-
-
-def replies_in(data: bytes) -> list[tuple[int, bytes]]:
-    """Status and body of each reply; chunked ones as they travelled."""
-    found = []
-    while data:
-        head, _, rest = data.partition(b"\r\n\r\n")
-        status = int(head.split(None, 2)[1])
-        lengths = [int(line[16:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length: ")]
-        size = lengths[0] if lengths else rest.index(b"0\r\n\r\n") + 5
-        found.append((status, rest[:size]))
-        data = rest[size:]
-    return found
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HT", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nA: b"])
@@ -191,7 +167,7 @@ def test_whatever_is_sent_the_door_answers_in_its_shape_and_stays_open(
     seen = {status for found in replies for status, _ in found}
     for request, found in zip(requests, replies, strict=True):
         for status, body in found:
-            assert status in (200, 400, 401, 404, 405, 408, 413, 415, 431), (request, status, body)
+            assert status in (200, 400, 401, 403, 404, 405, 408, 413, 415, 431), (request, status, body)
             if status != 200:
                 error = json.loads(body)["error"]
                 assert set(error) == {"message", "type", "param", "code"} and error["message"], (request, body)

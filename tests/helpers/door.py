@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 from collections import Counter
@@ -11,10 +12,13 @@ from collections.abc import AsyncGenerator, Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx2
+
 from engine.bench.instant import InstantAnswers
 from engine.conductor.door.opening import open_door
+from engine.conductor.door.patience import PATIENCE, HttpPatience
 from engine.conductor.door.prompts import PromptMaker
-from engine.conductor.door.server import HttpDoor, HttpPatience
+from engine.conductor.door.server import HttpDoor
 from engine.conductor.shell.answers import AnswerPart, Ask, Drawn, ServedModel
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls
@@ -23,6 +27,8 @@ from kvstore.serving.identities import Identities
 
 START_S = 20.0
 BIG_TEXT = "x" * 4096
+CALL_S = 30.0
+WORDS = {"model": "words", "prompt": "a"}
 KINDS = ("words", "hangs", "floods", "busy", "gone", "breaks", "bug", "picky")
 
 
@@ -30,6 +36,46 @@ def head_of(length: int, *more: str, path: str = "/v1/completions") -> bytes:
     """The head of a request with a body of so many bytes, or one that says so."""
     lines = (f"POST {path} HTTP/1.1", "Host: x", "Content-Type: application/json", f"Content-Length: {length}", *more)
     return "\r\n".join((*lines, "", "")).encode()
+
+
+def read_all(connection: socket.socket) -> bytes:
+    """Until the door closes the connection."""
+    found = b""
+    try:
+        while part := connection.recv(65536):
+            found += part
+    except ConnectionResetError:
+        pass
+    return found
+
+
+def replies_in(data: bytes) -> list[tuple[int, bytes]]:
+    """Status and body of each reply; chunked ones as they travelled."""
+    found = []
+    while data:
+        head, _, rest = data.partition(b"\r\n\r\n")
+        status = int(head.split(None, 2)[1])
+        lengths = [int(line[16:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length: ")]
+        size = lengths[0] if lengths else rest.index(b"0\r\n\r\n") + 5
+        found.append((status, rest[:size]))
+        data = rest[size:]
+    return found
+
+
+def post(door: RunningDoor, body: Any, path: str = "/v1/completions", **more: Any) -> httpx2.Response:
+    content = body if isinstance(body, bytes) else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json", **more}
+    return httpx2.post(door.url + path, content=content, headers=headers, timeout=CALL_S)
+
+
+def refused(response: httpx2.Response, status: int) -> dict[str, Any]:
+    """The error in it, which is of OpenAI's shape."""
+    assert response.status_code == status, response.text
+    document = response.json()
+    assert set(document) == {"error"} and set(document["error"]) == {"message", "type", "param", "code"}
+    assert document["error"]["message"] and "Traceback" not in response.text
+    error: dict[str, Any] = document["error"]
+    return error
 
 
 class DirectedAnswers(InstantAnswers):
@@ -101,7 +147,7 @@ class RunningDoor:
 @contextlib.contextmanager
 def open_doors(
     routes: dict[str, Route] | None = None,
-    patience: HttpPatience | None = None,
+    patience: HttpPatience = PATIENCE,
     identities: str | None = None,
     models: dict[str, str | None] | None = None,
     **config: Any,

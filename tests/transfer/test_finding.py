@@ -28,7 +28,7 @@ from kvstore.service.cluster.directory_shell import DirectoryShell
 from kvstore.service.cluster.hold_handler import HoldHandler
 from kvstore.service.cluster.view import ViewKeeper, serving
 from kvstore.service.node.node import Node
-from kvstore.serving.http import readyz
+from kvstore.serving.http import Readiness, readyz
 from kvstore.state.directory import AGAIN, TIERS, Told
 from kvstore.state.directory_owner import LATE_S
 from kvstore.state.searching import Stretch
@@ -370,7 +370,7 @@ def test_a_node_says_that_it_tells_nobody_any_more(
 ) -> None:
     a = machines["a"]
     assert a.announcer.status()["fault"] == ""
-    ready = threading.Event()
+    ready = Readiness()
     ready.set()
     answer = readyz(ready, lambda: a.announcer.status()["fault"])
     assert answer()[:1] + answer()[2:] == (200, "ready\n")

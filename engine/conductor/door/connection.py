@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
+import socket
+import ssl
 from collections.abc import Awaitable, Callable, Mapping
 from typing import Any, Final
 
@@ -10,26 +14,40 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
 from engine.conductor.door.errors import INVALID, Refusal, internal
+from engine.conductor.door.patience import HttpPatience
 from engine.conductor.door.tally import DoorTally
 from kvstore import boundary
+from kvstore.errors import TooManyCalls
+from kvstore.limits import DOOR_PART, Connections, Guest, connections_max
+from kvstore.serving.http import SERVER
+from kvstore.serving.identities import Identity
 
 LINE_BYTES_MAX: Final = 8190  # of a request line, and of a header
 HEADERS_MAX: Final = 64
-CONNECTIONS_MAX: Final = 2048
+CONNECTIONS_MAX: Final = 4096
+BACKLOG: Final = 1024  # connections that wait to be accepted
+ACCEPTS: Final = 8  # in one turn of the event loop
+PAUSE_S: Final = 0.1  # in accepting, where there are no descriptors
+SHUTDOWN_S: Final = 2.0  # for the other end of a TLS connection to agree that it is over
 LINGER_S: Final = 1.0  # for the rest of a body that was refused: a client that is still sending it gets to read why
 LOOKS: Final = 4  # in the time that a client may stall
 JSON: Final = "application/json"
+
+log = logging.getLogger("kvstore.conductor")
 
 
 class HttpReply:
     """Where one request's reply goes; an ``EventSink``. ``close`` it in the end.
 
-    A client that takes nothing for ``stall_s`` is cut off: what lies in its connection's buffers goes with it. One
-    timer looks after all writes; a timeout around each would cost a stream a third of its speed.
+    ``headers`` go out with it. After a reply that ``is_last`` the connection closes, as after a reply that comes before
+    all of its request was read. A client that takes nothing for ``stall_s`` is cut off: what is in the buffers of its
+    connection goes with it. One timer looks after all writes; a timeout around each would cost a stream a third of its
+    speed.
     """
 
     def __init__(self, request: web.BaseRequest, stall_s: float, tally: DoorTally) -> None:
         self.headers: dict[str, str] = {}
+        self.is_last = False
         self.check: Callable[[], None] = lambda: None
         self.on_begin: Callable[[], None] = lambda: None
         self._request = request
@@ -51,7 +69,7 @@ class HttpReply:
         if self._stream is None:
             headers = {"Content-Type": "text/event-stream; charset=utf-8", "Cache-Control": "no-cache"}
             self._stream = web.StreamResponse(headers=headers | {"X-Accel-Buffering": "no"} | self.headers)
-            self._began()
+            self._began(self._stream)
             await self._stream.prepare(self._request)
         self._writing_since_s = self._loop.time()
         await self._stream.write(events)
@@ -71,7 +89,7 @@ class HttpReply:
         """A reply of one piece."""
         given = {"Content-Type": kind, **self.headers, **(headers or {})}
         response = web.Response(body=body, status=status, headers=given)
-        self._began()
+        self._began(response)
         self._writing_since_s = self._loop.time()
         await response.prepare(self._request)
         await response.write_eof()
@@ -83,7 +101,10 @@ class HttpReply:
         if self._timer is not None:
             self._timer.cancel()
 
-    def _began(self) -> None:
+    def _began(self, response: web.StreamResponse) -> None:
+        response.headers["Server"] = SERVER
+        if self.is_last or not self._request.content.is_eof():
+            response.force_close()
         self.on_begin()
         self._look()
 
@@ -95,15 +116,30 @@ class HttpReply:
 
 
 class DoorServer(web.Server):
-    """Makes a handler for each connection; of at most ``CONNECTIONS_MAX``."""
+    """Accepts connections from ``listen`` to ``close``, and makes a handler for each of them.
+
+    A connection counts from the moment it is accepted, its TLS handshake included. Where there are too many, the oldest
+    one whose caller has not identified itself is dropped (``Connections``). Belongs to one event loop.
+    """
 
     def __init__(
-        self, serve: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]], tally: DoorTally, headers_s: float
+        self,
+        serve: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
+        tally: DoorTally,
+        patience: HttpPatience,
+        tls: ssl.SSLContext | None,
     ) -> None:
-        super().__init__(serve, handler_cancellation=True)
+        super().__init__(self._serve, handler_cancellation=True)
+        self._serve_one = serve
         self._tally = tally
+        self._tls = tls
+        self.patience = patience
+        self._loop = asyncio.get_running_loop()
+        self._guests = Connections(connections_max(DOOR_PART, CONNECTIONS_MAX))
+        self._listener: socket.socket | None = None
+        self._beginning: set[asyncio.Task[None]] = set()
         self._how: dict[str, Any] = {
-            "keepalive_timeout": headers_s,  # runs from the connection's begin, or the last reply, to the next request
+            "keepalive_timeout": patience.keepalive_s,  # from the last reply to the end of the next request's headers
             "max_line_size": LINE_BYTES_MAX,
             "max_field_size": LINE_BYTES_MAX,
             "max_headers": HEADERS_MAX,
@@ -112,25 +148,159 @@ class DoorServer(web.Server):
             "access_log": None,
         }
 
-    def connection_made(self, handler: web.RequestHandler, transport: asyncio.Transport) -> None:
-        """See ``web.Server``."""
-        super().connection_made(handler, transport)
-        self._tally.connections = len(self.connections)
-        if self._tally.connections > CONNECTIONS_MAX:
-            transport.abort()
+    def listen(self, host: str, port: int) -> tuple[str, int]:
+        """Accept connections from now on; returns the address. Raises OSError where it cannot be had."""
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
+        self._listener.setblocking(False)
+        self._resume()
+        address, number = self._listener.getsockname()[:2]
+        return str(address), int(number)
+
+    def close(self) -> None:
+        """Accept no more connections; those that are open go on. Does nothing the second time."""
+        listener, self._listener = self._listener, None
+        if listener is not None:
+            self._loop.remove_reader(listener)
+            listener.close()
+        for task in self._beginning:
+            task.cancel()
+
+    def _resume(self) -> None:
+        if self._listener is not None:
+            self._loop.add_reader(self._listener, self._accept, self._listener)
+
+    def _accept(self, listener: socket.socket) -> None:
+        """Accept a few of the connections that wait, so that a crowd of them delays nothing else."""
+        for _ in range(ACCEPTS):
+            try:
+                sock, peer = listener.accept()
+            except (BlockingIOError, InterruptedError):
+                return
+            except ConnectionError:  # the caller has gone already
+                continue
+            except OSError as error:  # the process, or the machine, has no descriptors left
+                log.warning("a connection could not be taken: %s", error)
+                self._loop.remove_reader(listener)
+                self._loop.call_later(PAUSE_S, self._resume)
+                return
+            sock.setblocking(False)
+            handler = _Handler(self, sock, loop=self._loop, **self._how)
+            handler.guest = self._guests.accept(str(peer[0]), handler.drop)
+            if handler.guest is None:
+                sock.close()
+                continue
+            self._tally.connections = len(self._guests)
+            task = self._loop.create_task(self._begin(handler, sock))
+            self._beginning.add(task)
+            task.add_done_callback(self._beginning.discard)
+
+    async def _begin(self, handler: _Handler, sock: socket.socket) -> None:
+        """Shake hands, where that is asked for. The handler serves from then on."""
+        handshake_s, shutdown_s = (self.patience.headers_s, SHUTDOWN_S) if self._tls is not None else (None, None)
+        try:
+            await self._loop.connect_accepted_socket(
+                lambda: handler,
+                sock,
+                ssl=self._tls,
+                ssl_handshake_timeout=handshake_s,
+                ssl_shutdown_timeout=shutdown_s,
+            )
+        except OSError:  # not TLS, or it took too long, or the caller has gone
+            self.gone(handler)
+        except asyncio.CancelledError:
+            handler.drop()
+            self.gone(handler)
+            raise
+
+    def known(self, request: web.BaseRequest, caller: Identity) -> None:
+        """The caller of this connection has identified itself. Beyond the caller's share of connections it may still be
+        dropped, as one of a stranger."""
+        guest = request.protocol.guest if isinstance(request.protocol, _Handler) else None
+        if guest is not None:
+            with contextlib.suppress(TooManyCalls):
+                self._guests.known(guest, caller)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         """See ``web.Server``."""
         super().connection_lost(handler, exc)
-        self._tally.connections = max(0, len(self.connections) - 1)
+        assert isinstance(handler, _Handler), "made here"
+        self.gone(handler)
 
-    def __call__(self) -> web.RequestHandler:
-        """The handler of a new connection."""
-        return _Handler(self, loop=asyncio.get_running_loop(), **self._how)
+    def gone(self, handler: _Handler) -> None:
+        """The connection of this handler is closed."""
+        if handler.guest is not None:
+            self._guests.gone(handler.guest)
+        self._tally.connections = len(self._guests)
+
+    async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:
+        handler = request.protocol
+        assert isinstance(handler, _Handler), "made here"
+        handler.headers_came()
+        try:
+            return await self._serve_one(request)
+        finally:
+            handler.request_ended()
 
 
 class _Handler(web.RequestHandler):
-    """A connection whose errors are of OpenAI's shape, too."""
+    """A connection whose headers come in time, and whose errors are of OpenAI's shape.
+
+    The headers of a request have ``headers_s`` from the connection's begin, or from their first byte on. A reply counts
+    as sent when the kernel has all of it.
+
+    Attributes:
+        guest: the connection, as the server counts it.
+    """
+
+    guest: Guest | None = None
+
+    def __init__(self, server: DoorServer, sock: socket.socket, **how: Any) -> None:
+        super().__init__(server, **how)
+        self._headers_s = server.patience.headers_s
+        self._sock = sock
+        self._late: asyncio.TimerHandle | None = None
+        self._is_served = False
+
+    def connection_made(self, transport: asyncio.BaseTransport) -> None:
+        """See ``asyncio.Protocol``."""
+        super().connection_made(transport)
+        if self.transport is not None:
+            self.transport.set_write_buffer_limits(high=0)
+        self._expect()
+
+    def data_received(self, data: bytes) -> None:
+        """See ``asyncio.Protocol``."""
+        super().data_received(data)
+        if self._late is None and not self._is_served:
+            self._expect()
+
+    def connection_lost(self, exc: BaseException | None) -> None:
+        """See ``asyncio.Protocol``."""
+        super().connection_lost(exc)
+        self.headers_came()
+
+    def headers_came(self) -> None:
+        """A request begins, or none will."""
+        self._is_served = True
+        if self._late is not None:
+            self._late.cancel()
+            self._late = None
+
+    def request_ended(self) -> None:
+        """The reply is complete, and the next request may begin."""
+        self._is_served = False
+
+    def drop(self) -> None:
+        """End the connection soon, whatever it is at; to close it would wait for the other end."""
+        if self.transport is not None:
+            self.transport.abort()
+        else:
+            with contextlib.suppress(OSError):
+                self._sock.shutdown(socket.SHUT_RDWR)
+
+    def _expect(self) -> None:
+        self._late = self._loop.call_later(self._headers_s, self.drop)
 
     def handle_error(
         self,
@@ -142,13 +312,14 @@ class _Handler(web.RequestHandler):
         """What was no HTTP, or our own bug. Raises ConnectionError where nothing can be said any more."""
         if isinstance(exc, HttpProcessingError):
             what = Refusal(
-                431 if isinstance(exc, LineTooLong) else 400, INVALID, "this is no HTTP request that is taken"
+                431 if isinstance(exc, LineTooLong) else 400, INVALID, "not an HTTP request that is taken here"
             )
         else:
             boundary.failed("http/connection", exc or AssertionError(message))
             what = internal()
         if request.writer.output_size > 0:
             raise ConnectionError("a reply has begun")
-        response = web.Response(body=what.body, status=what.status, content_type=JSON)
+        headers = {"Content-Type": JSON, "Server": SERVER, **what.headers}
+        response = web.Response(body=what.body, status=what.status, headers=headers)
         response.force_close()
         return response

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import json
 import math
-from typing import Any
+from typing import Any, Final
 
 from kvstore.errors import (
     DeadlineExceeded,
@@ -27,8 +27,15 @@ LIMITED, SERVER = "rate_limit_error", "server_error"
 RENAMED = {"sampling.": "", "tokens": "prompt"}  # a field of an engine's request -> the client's name for it
 
 
+RETRIED: Final = frozenset((408, 429, 503))  # the same request may be answered later, or by another conductor
+
+
 class Refusal(Exception):
-    """What a client is told in place of an answer. ``status``: of HTTP."""
+    """What a client is told in place of an answer. ``status``: of HTTP.
+
+    OpenAI's clients ask twice more after any status from 500 on, and look at ``x-should-retry`` first. A request that
+    missed its deadline, or that met a bug of ours, costs the same again and ends the same.
+    """
 
     def __init__(
         self,
@@ -45,6 +52,7 @@ class Refusal(Exception):
         self.status = status
         self.headers = dict(headers or {})
         """That go with it. ``Retry-After`` has whole seconds; OpenAI's clients look at ``retry-after-ms`` first."""
+        self.headers["x-should-retry"] = "true" if status in RETRIED else "false"
         if retry_after_s is not None:
             self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
             self.headers["retry-after-ms"] = str(max(1, math.ceil(1e3 * retry_after_s)))

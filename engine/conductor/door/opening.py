@@ -5,19 +5,21 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import TYPE_CHECKING
 
+from engine.conductor.door.patience import PATIENCE, HttpPatience
 from engine.conductor.door.prompts import PromptMaker
 from engine.conductor.shell.answers import Answers
 from kvstore.config import parse_address
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest
 from kvstore.serving.certificates import ServerCertificate
+from kvstore.serving.hosts import HostNames
 from kvstore.serving.http import Route
 from kvstore.serving.identities import Identities
 from kvstore.serving.reach import check_certificates, check_far, numeric
 from kvstore.transfer.tcp import is_loopback
 
 if TYPE_CHECKING:
-    from engine.conductor.door.server import HttpDoor, HttpPatience
+    from engine.conductor.door.server import HttpDoor
 
 
 def open_door(
@@ -26,7 +28,7 @@ def open_door(
     answers: Answers,
     routes: Mapping[str, Route],
     prompts: PromptMaker,
-    patience: HttpPatience | None = None,
+    patience: HttpPatience = PATIENCE,
 ) -> HttpDoor:
     """The door at ``config.http``; it is still to be started, on the event loop of ``answers``.
 
@@ -47,4 +49,5 @@ def open_door(
     certificate = ServerCertificate.of(config)
     tls = certificate.for_sockets() if certificate is not None else None
     shown = f"[{number}]" if ":" in number else number
-    return HttpDoor(answers, f"{shown}:{port}", identities, tls, routes, prompts, patience)
+    hosts = HostNames.of(config, certificate.names() if certificate is not None else ())
+    return HttpDoor(answers, f"{shown}:{port}", identities, tls, hosts, routes, prompts, patience)

@@ -2,7 +2,7 @@
 
 What a client can make it hold is bounded: connections by number, headers and bodies by bytes and by the time they may
 take, replies by what its connection takes (an answer's next part is asked for when the last one is sent). A client that
-has gone ends its request at once; one that takes nothing for ``STALL_S`` is cut off.
+has gone ends its request at once; one that takes nothing for ``stall_s`` is cut off.
 """
 
 from __future__ import annotations
@@ -10,11 +10,11 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import json
+import re
 import ssl
 import time
 import uuid
 from collections.abc import AsyncIterator, Mapping
-from dataclasses import dataclass
 from functools import partial
 from typing import Any, Final
 from urllib.parse import unquote
@@ -26,7 +26,8 @@ from engine.conductor.door.answering import reply_streamed, reply_whole
 from engine.conductor.door.asks import asks_of, salt_of
 from engine.conductor.door.connection import JSON, DoorServer, HttpReply
 from engine.conductor.door.documents import SMALL_BYTES, parse_document
-from engine.conductor.door.errors import INVALID, LIMITED, Refusal, refusal_of
+from engine.conductor.door.errors import DENIED, INVALID, SERVER, Refusal, refusal_of
+from engine.conductor.door.patience import HttpPatience
 from engine.conductor.door.prompts import PromptMaker
 from engine.conductor.door.replies import Choice, OpenAIReply, model_document, models_document
 from engine.conductor.door.tally import GONE, DoorTally
@@ -34,40 +35,29 @@ from engine.conductor.door.wanted import Wanted, read_wanted
 from engine.conductor.shell.answers import Answers, ServedModel
 from kvstore import boundary
 from kvstore.config import parse_address
-from kvstore.errors import InvalidRequest, KVStoreError, Unauthenticated
+from kvstore.errors import InvalidRequest, KVStoreError, TooManyCalls, Unauthenticated
 from kvstore.limits import Shares
 from kvstore.serving.gate import TOKEN_BYTES_MAX
+from kvstore.serving.hosts import HostNames
 from kvstore.serving.http import Route
 from kvstore.serving.identities import LOCAL, UNKNOWN, Identities, Identity
 
 BODY_BYTES_MAX: Final = 8 << 20
 BODY_BYTES_FREE: Final = 64 << 10  # a larger body counts as bytes held until it is tokens,
-BODY_COPIES: Final = 4  # as often as this: its bytes, the document, its texts, their tokens
+BODY_COPIES: Final = 8  # as often as this: its bytes, and twice its text, of which a character may take four
 BODIES_BYTES: Final = 256 << 20  # that bodies hold, all together
-REQUESTS_MAX: Final = 1024
-HEADERS_S: Final = 20.0  # for a request to begin and its headers to come; also how long a connection may be idle
-BODY_S: Final = 30.0
+REQUESTS_MAX: Final = 2048
 WAIT_S: Final = 2.0  # for room to hold a body
-STALL_S: Final = 20.0
 RETRY_S: Final = 0.5
 GRACE_S: Final = 2.0  # for requests under way when the daemon ends
-BACKLOG: Final = 1024
 
 ANSWERS: Final = {"/v1/completions": False, "/v1/chat/completions": True}  # path -> whether it is a chat
 MODELS: Final = "/v1/models"
+REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/=+-]{1,128}")
 OPERATORS: Final = ("/metrics",)  # where keys are asked for
 
 # Of a request's work: what it refuses, a client that has gone, or whose body is no HTTP, which ``_Handler`` answers.
 _EXPECTED = Refusal, OSError, HttpProcessingError, web.RequestPayloadError, web.PayloadAccessError
-
-
-@dataclass(frozen=True)
-class HttpPatience:
-    """How long a client may take, in seconds. The defaults are what is served with."""
-
-    headers_s: float = HEADERS_S
-    body_s: float = BODY_S
-    stall_s: float = STALL_S
 
 
 class HttpDoor:
@@ -76,6 +66,7 @@ class HttpDoor:
     Args:
         address: HOST:PORT, checked by ``open_door``.
         tls: None: in clear.
+        hosts: by which names it may be asked.
         routes: what else is served by GET, such as /metrics.
 
     Attributes:
@@ -88,48 +79,51 @@ class HttpDoor:
         address: str,
         identities: Identities,
         tls: ssl.SSLContext | None,
+        hosts: HostNames,
         routes: Mapping[str, Route],
         prompts: PromptMaker,
-        patience: HttpPatience | None = None,
+        patience: HttpPatience,
     ) -> None:
         self.tally = DoorTally()
         self._answers = answers
         self._address = address
         self._identities = identities
         self._tls = tls
+        self._hosts = hosts
+        self._draining = False
         self._routes = routes
-        self._patience = patience or HttpPatience()
+        self._patience = patience
         self._prompts = prompts
-        self._held = Shares("bodies", "bodies", BODIES_BYTES)
+        self._held = Shares("memory for bodies", "bodies", BODIES_BYTES)
+        self._places = Shares("places for requests", "requests", REQUESTS_MAX)
         self._began_s = int(time.time())
         self._server: DoorServer | None = None
-        self._listening: asyncio.Server | None = None
         self._preparing: asyncio.Task[None] | None = None
 
     @property
     def address(self) -> str:
-        """HOST:PORT really listened on."""
-        assert self._listening is not None, "it is started"
-        host, port = self._listening.sockets[0].getsockname()[:2]
-        return f"[{host}]:{port}" if ":" in host else f"{host}:{port}"
+        """HOST:PORT really listened on, once it is started."""
+        return self._address
 
     async def start(self) -> None:
         """Listen. Raises InvalidRequest where the address cannot be had."""
         host, port = parse_address(self._address, "http")
-        self._server = DoorServer(self._serve, self.tally, self._patience.headers_s)
-        handshake_s = self._patience.headers_s if self._tls is not None else None
+        self._server = DoorServer(self._serve, self.tally, self._patience, self._tls)
         try:
-            self._listening = await asyncio.get_running_loop().create_server(
-                self._server, host, port, ssl=self._tls, backlog=BACKLOG, ssl_handshake_timeout=handshake_s
-            )
+            where, port = self._server.listen(host, port)
         except OSError as error:
             raise InvalidRequest("http", f"cannot listen on {self._address}: {error.strerror}") from None
+        self._address = f"[{where}]:{port}" if ":" in where else f"{where}:{port}"
         self._preparing = asyncio.create_task(self._prompts.prepare(self._answers.models))
+
+    def drain(self) -> None:
+        """Refuse new requests, on connections that are open and on new ones. Any thread."""
+        self._draining = True
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
         """Listen no more; requests under way have ``grace_s``, then they are ended. Does nothing before ``start``."""
-        if self._listening is not None and self._server is not None:
-            self._listening.close()
+        if self._server is not None:
+            self._server.close()
             self._server.pre_shutdown()
             await self._server.shutdown(grace_s)
         if self._preparing is not None:
@@ -158,6 +152,8 @@ class HttpDoor:
 
     async def _reply(self, request: web.BaseRequest) -> web.StreamResponse:
         with contextlib.closing(HttpReply(request, self._patience.stall_s, self.tally)) as connection:
+            connection.is_last = self._draining
+            connection.headers["x-request-id"] = _request_id(request) or f"req-{uuid.uuid4().hex}"
             try:
                 try:
                     with boundary.answered(f"http/{self._known(request).strip('/')}", *_EXPECTED):
@@ -171,7 +167,12 @@ class HttpDoor:
                 return await connection.whole(refusal.body, JSON, refusal.status, headers)
 
     async def _route(self, request: web.BaseRequest, connection: HttpReply) -> web.StreamResponse:
+        refused = self._hosts.refusal(request.headers.getall("Host", []), request.headers.getall("Origin", []))
+        if refused:
+            raise Refusal(403, DENIED, refused, code="host_not_allowed")
         path = request.path
+        if self._draining and path not in self._routes:
+            raise Refusal(503, SERVER, "this server is ending", code="draining", retry_after_s=RETRY_S)
         if path in ANSWERS:
             _check_method(request, "POST")
             return await self._answer(request, connection, ANSWERS[path])
@@ -202,21 +203,30 @@ class HttpDoor:
     async def _answer(self, request: web.BaseRequest, connection: HttpReply, is_chat: bool) -> web.StreamResponse:
         began_s = time.monotonic()
         caller = self._caller(request)
-        if self.tally.requests_here > REQUESTS_MAX:
-            reason = f"{REQUESTS_MAX} requests are under way"
-            raise Refusal(429, LIMITED, reason, code="overloaded", retry_after_s=RETRY_S)
+        if not self._places.take_now(1, caller):
+            reason = f"{caller.name} has {self._places.held(caller)} requests under way, and may not have more now"
+            raise TooManyCalls(reason, RETRY_S, "requests")
+        try:
+            return await self._answered(request, connection, caller, is_chat, began_s)
+        finally:
+            self._places.give(1, caller, time.monotonic() - began_s)
+
+    async def _answered(
+        self, request: web.BaseRequest, connection: HttpReply, caller: Identity, is_chat: bool, began_s: float
+    ) -> web.StreamResponse:
         async with self._body(request, caller) as body:
-            read = partial(_read, is_chat)
-            wanted = await self._prompts.run(partial(read, body)) if len(body) > SMALL_BYTES else read(body)
+            read = partial(_read, is_chat, body)
+            wanted = await self._prompts.run(read, caller) if len(body) > SMALL_BYTES else read()
+            del body, read
             model = self._model(wanted.model)
             salt = salt_of(caller, wanted)
-            prompts = await self._prompts.tokens(wanted, model)
-            del body
+            prompts = await self._prompts.tokens(wanted, model, caller)
         id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
-        asks = asks_of(id, wanted, model, prompts, caller.name, salt)
+        given = _request_id(request)
+        asks = asks_of(given or id, wanted, model, prompts, caller.name, salt)
         choices = [Choice() for _ in asks]
         reply = OpenAIReply(id, int(time.time()), model.name, is_chat, wanted.n, wanted.include_usage, choices)
-        connection.headers["x-request-id"] = id
+        connection.headers["x-request-id"] = given or id
         connection.on_begin = lambda: self.tally.first_token.add(time.monotonic() - began_s)
         connection.check = partial(self._identities.check, caller)
         if not wanted.stream:
@@ -227,7 +237,13 @@ class HttpDoor:
     # --- who, and what they send ------------------------------------------------------------------------------------
 
     def _caller(self, request: web.BaseRequest) -> Identity:
-        """Whose key it is. Raises Unauthenticated."""
+        """Whose key it is; its connection is this caller's from now on. Raises Unauthenticated."""
+        caller = self._identified(request)
+        assert self._server is not None, "it is started"
+        self._server.known(request, caller)
+        return caller
+
+    def _identified(self, request: web.BaseRequest) -> Identity:
         if not self._identities.asked_for:
             return LOCAL
         said = request.headers.getall("Authorization", [])
@@ -243,7 +259,7 @@ class HttpDoor:
     async def _body(self, request: web.BaseRequest, caller: Identity) -> AsyncIterator[bytearray]:
         """The request's body. A large one is memory that all requests share, until the block ends."""
         length = _check_body(request)
-        taken = 0
+        taken, began_s = 0, time.monotonic()
         try:
             if length > BODY_BYTES_FREE:
                 taken = await self._held.take(BODY_COPIES * length, WAIT_S, caller)
@@ -264,10 +280,16 @@ class HttpDoor:
             yield body
         finally:
             if taken:
-                self._held.give(taken, caller)
+                self._held.give(taken, caller, time.monotonic() - began_s)
 
 
 # --- What a request says -----------------------------------------------------------------------------------------
+
+
+def _request_id(request: web.BaseRequest) -> str:
+    """By which the client knows this request; "" where it says none, or none that is short and plain."""
+    given = request.headers.get("X-Request-Id", "")
+    return given if REQUEST_ID.fullmatch(given) else ""
 
 
 def _read(is_chat: bool, body: bytearray) -> Wanted:

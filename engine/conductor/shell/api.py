@@ -17,12 +17,13 @@ from google.protobuf import struct_pb2
 from engine.api.wire import request_of, salt_of, tokens_of
 from engine.conductor.config import ConductorConfig
 from engine.conductor.door.opening import open_door
+from engine.conductor.door.patience import HttpPatience
 from engine.conductor.door.prompts import PromptMaker
 from engine.conductor.shell.answers import PRIORITY_MAX, Answered, Answers, Ask, Drawn, Routed, ServedModel
 from engine.conductor.shell.conductor import Conductor
 from engine.conductor.shell.tally import ConductorTally
 from engine.model.request import Request
-from kvstore.errors import InvalidRequest, PermissionDenied
+from kvstore.errors import InvalidRequest, NodeUnavailable, PermissionDenied
 from kvstore.pb import conductor_pb2 as pb
 from kvstore.pb import engine_pb2, store_pb2
 from kvstore.rpc.messages import document
@@ -50,12 +51,18 @@ class ConductorCalls:
     """All calls. On the event loop of ``answers``."""
 
     def __init__(
-        self, config: ConductorConfig, answers: Answers, prompts: PromptMaker, status: Callable[[], Any]
+        self,
+        config: ConductorConfig,
+        answers: Answers,
+        prompts: PromptMaker,
+        status: Callable[[], Any],
+        draining: threading.Event,
     ) -> None:
         self._config = config
         self._answers = answers
         self._prompts = prompts
         self._status = status
+        self._draining = draining
 
     async def route(self, call: Call, message: bytes) -> bytes:
         """Where a request would go now."""
@@ -63,6 +70,8 @@ class ConductorCalls:
 
     async def submit(self, call: Call, message: bytes) -> None:
         """Answer a prompt."""
+        if self._draining.is_set():
+            raise NodeUnavailable("this conductor is draining: ask another one")
         ask = await self._ask(call, message)
         async with contextlib.aclosing(self._answers.answer(ask)) as parts:
             drawn = 0
@@ -125,7 +134,7 @@ class ConductorCalls:
         tokens = tokens_of(said)
         if tokens is None:
             tokenizer = await self._prompts.tokenizer(model)
-            tokens = await self._prompts.run(partial(tokenizer.text, said.text))
+            tokens = await self._prompts.run(partial(tokenizer.text, said.text), call.caller, left_s)
         return request_of(said, tokens, self._config.salt, left_s)
 
 
@@ -168,12 +177,13 @@ class ConductorServer(LoopServer):
         self._config = config
         self._tally = tally
         self._leading = leading
+        self._draining = threading.Event()
 
     def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
         self.conductor = Conductor(self._config, self._tally, self._leading)
         self._prompts = PromptMaker()
         ends.callback(self._prompts.close)
-        calls = ConductorCalls(self._config, self.conductor, self._prompts, self.conductor.status)
+        calls = ConductorCalls(self._config, self.conductor, self._prompts, self.conductor.status, self._draining)
         unary = {"Route": calls.route, "Status": calls.status}
         return serving(gate, SERVICE, weighed(SERVICE, unary), weighed(SERVICE, {"Submit": calls.submit}))
 
@@ -186,7 +196,8 @@ class ConductorServer(LoopServer):
         Raises:
             InvalidRequest: see ``open_door``.
         """
-        door = open_door(self._config, self.identities, self.conductor, routes, self._prompts)
+        patience = HttpPatience(keepalive_s=self._config.keepalive_s)
+        door = open_door(self._config, self.identities, self.conductor, routes, self._prompts, patience)
         self._wait(door.start())
         return door
 
@@ -198,13 +209,23 @@ class ConductorServer(LoopServer):
         assert self._loop is not None, "it is started"
         asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
-    def drain(self, timeout_s: float, hurried: threading.Event) -> int:
-        """Wait until answers under way have ended, or somebody is in a hurry; how many are left. No new ones come where
-        callers do as they are told by the health service."""
+    def refuse(self, door: HttpDoor | None) -> None:
+        """Answer no new requests from now on; the health service says so too."""
+        self._draining.set()
+        if door is not None:
+            door.drain()
+        self.retire()
+
+    def drain(self, timeout_s: float, hurried: threading.Event, door: HttpDoor | None) -> int:
+        """Wait until requests under way have ended, or the daemon is told to hurry; how many are left. Not the loop's
+        thread."""
         until_s = time.monotonic() + timeout_s
-        while self.conductor.under_way and time.monotonic() < until_s and not hurried.wait(LOOK_S):
+        while self._under_way(door) and time.monotonic() < until_s and not hurried.wait(LOOK_S):
             pass
-        return self.conductor.under_way
+        return self._under_way(door)
+
+    def _under_way(self, door: HttpDoor | None) -> int:
+        return max(self.conductor.under_way, door.tally.requests_here if door is not None else 0)
 
     def settle(self) -> None:
         """Wait until everybody who is known has answered, ``SETTLE_S`` at most; and, where there is a door, until the

@@ -1,0 +1,222 @@
+"""Strangers and greedy tenants at the HTTP server of a conductor: others are answered as before."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import resource
+import socket
+import ssl
+import threading
+import time
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from engine.conductor.door import connection as door_connection
+from engine.conductor.door import server as door_server
+from engine.conductor.door.documents import SMALL_BYTES
+from engine.text.chat import PromptTokenizer
+from tests.helpers.api import TENANTS, Certificates, identities_file
+from tests.helpers.beacon import Beacon
+from tests.helpers.door import CALL_S, WORDS, head_of, open_doors, read_all, replies_in
+from tests.helpers.processes import wait_until
+
+BODY = json.dumps(WORDS | {"max_tokens": 1}).encode()
+DELAY_S_MAX = 1.0  # of a caller, less the stall that a beacon observed
+WINDOW_S = 1.5
+
+
+def key(name: str) -> str:
+    """The header with a tenant's key."""
+    return f"Authorization: Bearer {name}-token"
+
+
+def ask(connection: socket.socket, name: str, body: bytes = BODY) -> int:
+    """The status of a small request's reply, on a connection that is kept."""
+    connection.sendall(head_of(len(body), key(name)) + body)
+    found = b""
+    while b"\r\n\r\n" not in found or len(found) < needed(found):
+        part = connection.recv(65536)
+        if not part:
+            raise ConnectionError("the connection was closed")
+        found += part
+    ((status, _),) = replies_in(found)
+    return status
+
+
+def needed(found: bytes) -> int:
+    """How long the reply is whose head has come."""
+    head, _, _ = found.partition(b"\r\n\r\n")
+    (length,) = (int(line[16:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length: "))
+    return len(head) + 4 + length
+
+
+@contextlib.contextmanager
+def beside(work: Callable[[threading.Event], object], threads: int = 1) -> Iterator[None]:
+    """Do ``work`` in threads while the block runs; it ends when its event is set."""
+    over = threading.Event()
+    with ThreadPoolExecutor(threads) as pool:
+        running = [pool.submit(work, over) for _ in range(threads)]
+        try:
+            yield
+        finally:
+            over.set()
+    for each in running:
+        each.result()
+
+
+@pytest.fixture
+def few(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few connections and requests, so that a test has more."""
+    monkeypatch.setattr(door_connection, "CONNECTIONS_MAX", 60)
+    monkeypatch.setattr(door_server, "REQUESTS_MAX", 40)
+
+
+@pytest.fixture
+def keys(tmp_path: Path) -> str:
+    return identities_file(tmp_path, TENANTS)
+
+
+@pytest.fixture
+def tls(tmp_path: Path) -> tuple[dict[str, Path], ssl.SSLContext]:
+    made = Certificates(tmp_path)
+    trust = ssl.create_default_context(cafile=made.path("ca.pem"))
+    trust.check_hostname = False
+    return {"tls_cert": Path(made.path("server.pem")), "tls_key": Path(made.path("server.key"))}, trust
+
+
+def test_half_sent_requests_of_one_tenant_leave_room_for_others(few: None, keys: str) -> None:
+    with open_doors(identities=keys) as door, contextlib.ExitStack() as opened:
+        half = head_of(100, key("a")) + b"{"
+        refused = 0
+        for _ in range(50):
+            connection = opened.enter_context(door.connect(CALL_S))
+            connection.sendall(half)
+            connection.settimeout(0.05)
+            with contextlib.suppress(TimeoutError):
+                refused += b" 429 " in connection.recv(65536)
+        assert refused, "there were more than this tenant may have"
+        with door.connect(CALL_S) as other:
+            assert [ask(other, "b") for _ in range(20)] == [200] * 20
+
+
+def test_silent_strangers_make_room_for_a_newcomer_and_no_caller_loses_its_connection(few: None, keys: str) -> None:
+    with open_doors(identities=keys) as door, contextlib.ExitStack() as opened, door.connect(CALL_S) as early:
+        assert ask(early, "a") == 200
+        silent = [opened.enter_context(door.connect(CALL_S)) for _ in range(200)]
+        for _ in range(10):
+            with door.connect(CALL_S) as newcomer:
+                assert ask(newcomer, "b") == 200
+        assert ask(early, "a") == 200, "a caller's connection is not dropped for strangers"
+        assert read_all(silent[0]) == b"", "the oldest one was"
+        assert door.door.tally.connections <= 60
+        silent[-1].settimeout(0.1)
+        with pytest.raises(TimeoutError):
+            silent[-1].recv(1)
+
+
+def test_handshakes_that_do_not_come_count_as_connections(
+    few: None, keys: str, tls: tuple[dict[str, Path], ssl.SSLContext]
+) -> None:
+    files, trust = tls
+    with open_doors(identities=keys, **files) as door, contextlib.ExitStack() as opened:
+        with trust.wrap_socket(door.connect(CALL_S), server_hostname="localhost") as early:
+            assert ask(early, "a") == 200
+            silent = [opened.enter_context(door.connect(CALL_S)) for _ in range(200)]
+            for one in silent[::2]:
+                one.sendall(b"\x16\x03\x01")  # the begin of a handshake
+            for _ in range(5):
+                with trust.wrap_socket(door.connect(CALL_S), server_hostname="localhost") as newcomer:
+                    assert ask(newcomer, "b") == 200
+            assert ask(early, "a") == 200 and read_all(silent[0]) == b""
+            assert door.door.tally.connections <= 60
+        wait_until("none is left over", lambda: door.door.tally.connections <= 60)
+
+
+def test_a_caller_is_not_delayed_by_strangers_who_come_and_go(few: None, keys: str) -> None:
+    with open_doors(identities=keys) as door, Beacon(threads=True) as beacon, door.connect(CALL_S) as caller:
+
+        def strangers(over: threading.Event) -> None:
+            held: list[socket.socket] = []
+            while not over.is_set():
+                with contextlib.suppress(OSError):
+                    held.append(door.connect(CALL_S))
+                if len(held) > 100:
+                    held.pop(0).close()
+            for each in held:
+                each.close()
+
+        assert ask(caller, "a") == 200
+        with beside(strangers, 2):
+            until_s = time.monotonic() + WINDOW_S
+            while time.monotonic() < until_s:
+                began_s = time.monotonic()
+                assert ask(caller, "a") == 200
+                took_s = time.monotonic() - began_s
+                assert took_s - beacon.stall_s(began_s, began_s + took_s) < DELAY_S_MAX
+
+
+def test_large_bodies_of_one_tenant_delay_no_other(keys: str) -> None:
+    hostile = b'{"model":"words","prompt":[' + b"[1]," * (2 << 20)
+    hostile = hostile[: (8 << 20) - 4] + b"1]}"
+    with open_doors(identities=keys) as door, Beacon(threads=True) as beacon, door.connect(CALL_S) as caller:
+
+        def attack(over: threading.Event) -> None:
+            while not over.is_set():
+                with door.connect(CALL_S) as connection, contextlib.suppress(ConnectionError):
+                    connection.sendall(head_of(len(hostile), key("a"), "Connection: close") + hostile)
+                    read_all(connection)
+
+        assert ask(caller, "b") == 200
+        before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        with beside(attack, 4):
+            until_s = time.monotonic() + WINDOW_S
+            while time.monotonic() < until_s:
+                began_s = time.monotonic()
+                assert ask(caller, "b") == 200
+                took_s = time.monotonic() - began_s
+                assert took_s - beacon.stall_s(began_s, began_s + took_s) < DELAY_S_MAX
+        grown_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib
+        assert grown_kib < 256 << 10, f"grew by {grown_kib >> 10} MiB"
+
+
+def test_two_tenants_share_tokenizers_bodies_and_requests_in_equal_parts(
+    keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Tenant a sends twice as many requests, each of which takes four times as long to tokenize."""
+    spent: Counter[str] = Counter()
+
+    def slow(seconds: float) -> Callable[..., object]:
+        def work(self: object, text: str) -> object:
+            name = text[0]
+            time.sleep(seconds * (4 if name == "a" else 1))
+            spent[name] += 4 if name == "a" else 1
+            return original(self, text)
+
+        return work
+
+    original = PromptTokenizer.text
+    monkeypatch.setattr(PromptTokenizer, "text", slow(0.02))
+    monkeypatch.setattr(door_server, "BODIES_BYTES", 8 << 20)
+    with open_doors(identities=keys) as door:
+
+        def send(name: str) -> Callable[[threading.Event], None]:
+            body = json.dumps(WORDS | {"prompt": name * (SMALL_BYTES + 100), "max_tokens": 1}).encode()
+
+            def work(over: threading.Event) -> None:
+                with door.connect(CALL_S) as connection:
+                    while not over.is_set():
+                        ask(connection, name, body)
+
+            return work
+
+        with beside(send("a"), 24), beside(send("b"), 12):
+            time.sleep(0.5)
+            before = Counter(spent)
+            time.sleep(2 * WINDOW_S)
+            used = spent - before
+    assert 0.4 < used["a"] / used.total() < 0.6, used
