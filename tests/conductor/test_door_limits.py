@@ -22,37 +22,11 @@ from engine.conductor.door.documents import SMALL_BYTES
 from engine.text.chat import PromptTokenizer
 from tests.helpers.api import TENANTS, Certificates, identities_file
 from tests.helpers.beacon import Beacon
-from tests.helpers.door import CALL_S, WORDS, head_of, open_doors, read_all, replies_in
+from tests.helpers.door import CALL_S, WORDS, ask, head_of, key, open_doors, read_all
 from tests.helpers.processes import wait_until
 
-BODY = json.dumps(WORDS | {"max_tokens": 1}).encode()
 DELAY_S_MAX = 1.0  # of a caller, less the stall that a beacon observed
 WINDOW_S = 1.5
-
-
-def key(name: str) -> str:
-    """The header with a tenant's key."""
-    return f"Authorization: Bearer {name}-token"
-
-
-def ask(connection: socket.socket, name: str, body: bytes = BODY) -> int:
-    """The status of a small request's reply, on a connection that is kept."""
-    connection.sendall(head_of(len(body), key(name)) + body)
-    found = b""
-    while b"\r\n\r\n" not in found or len(found) < needed(found):
-        part = connection.recv(65536)
-        if not part:
-            raise ConnectionError("the connection was closed")
-        found += part
-    ((status, _),) = replies_in(found)
-    return status
-
-
-def needed(found: bytes) -> int:
-    """How long the reply is whose head has come."""
-    head, _, _ = found.partition(b"\r\n\r\n")
-    (length,) = (int(line[16:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length: "))
-    return len(head) + 4 + length
 
 
 @contextlib.contextmanager

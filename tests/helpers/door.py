@@ -29,6 +29,7 @@ START_S = 20.0
 BIG_TEXT = "x" * 4096
 CALL_S = 30.0
 WORDS = {"model": "words", "prompt": "a"}
+ONE_WORD = json.dumps(WORDS | {"max_tokens": 1}).encode()
 KINDS = ("words", "hangs", "floods", "busy", "gone", "breaks", "bug", "picky")
 
 
@@ -76,6 +77,31 @@ def refused(response: httpx2.Response, status: int) -> dict[str, Any]:
     assert document["error"]["message"] and "Traceback" not in response.text
     error: dict[str, Any] = document["error"]
     return error
+
+
+def key(name: str) -> str:
+    """The header with a tenant's key."""
+    return f"Authorization: Bearer {name}-token"
+
+
+def ask(connection: socket.socket, name: str, body: bytes = ONE_WORD) -> int:
+    """The status of a small request's reply, on a connection that is kept."""
+    connection.sendall(head_of(len(body), key(name)) + body)
+    found = b""
+    while b"\r\n\r\n" not in found or len(found) < needed(found):
+        part = connection.recv(65536)
+        if not part:
+            raise ConnectionError("the connection was closed")
+        found += part
+    ((status, _),) = replies_in(found)
+    return status
+
+
+def needed(found: bytes) -> int:
+    """How long the reply is whose head has come."""
+    head, _, _ = found.partition(b"\r\n\r\n")
+    (length,) = (int(line[16:]) for line in head.split(b"\r\n") if line.lower().startswith(b"content-length: "))
+    return len(head) + 4 + length
 
 
 class DirectedAnswers(InstantAnswers):

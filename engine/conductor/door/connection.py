@@ -309,7 +309,9 @@ class _Handler(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What was no HTTP, or our own bug. Raises ConnectionError where nothing can be said any more."""
+        """What was not HTTP, or our own bug. Raises ConnectionError where nothing can be said any more."""
+        if isinstance(exc, ConnectionError):  # the client has gone, or was dropped, while it was answered
+            raise exc
         if isinstance(exc, HttpProcessingError):
             what = Refusal(
                 431 if isinstance(exc, LineTooLong) else 400, INVALID, "not an HTTP request that is taken here"
