@@ -5,8 +5,10 @@ from __future__ import annotations
 import contextlib
 import json
 import re
+import shutil
 import signal
 import socket
+import ssl
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -17,9 +19,10 @@ import pytest
 from engine.conductor.door.errors import refusal_of
 from engine.conductor.door.patience import HttpPatience
 from kvstore.errors import DeadlineExceeded
+from tests.helpers.api import Certificates, identities_file
 from tests.helpers.backend import spawn_backend
 from tests.helpers.conductors import ConductorProcess, serve_conductor
-from tests.helpers.door import CALL_S, WORDS, RunningDoor, head_of, open_doors, post, read_all, refused, replies_in
+from tests.helpers.door import CALL_S, WORDS, RunningDoor, ask, head_of, open_doors, post, read_all, refused, replies_in
 from tests.helpers.processes import Machine, wait_until
 
 ROUTES = {"/healthz": lambda: (200, "text/plain", "ok\n"), "/metrics": lambda: (200, "text/plain", "up 1\n")}
@@ -98,6 +101,33 @@ def test_an_idle_connection_is_closed_after_its_setting() -> None:
     with open_doors(ROUTES, HttpPatience(keepalive_s=0.5)) as door, door.connect(CALL_S) as used:
         used.sendall(head_of(len(BODY)) + BODY)
         assert used.recv(65536).startswith(b"HTTP/1.1 200 ") and read_all(used) == b""
+
+
+def test_new_connections_are_shown_a_certificate_that_was_renewed(tmp_path: Path) -> None:
+    made: dict[str, Certificates] = {}
+    for name in ("old", "new"):
+        (tmp_path / name).mkdir()
+        made[name] = Certificates(tmp_path / name)
+    served = tmp_path / "served"
+    shutil.copytree(tmp_path / "old", served)
+
+    def trusts(door: RunningDoor, name: str) -> bool:
+        trust = ssl.create_default_context(cafile=made[name].path("ca.pem"))
+        try:
+            with trust.wrap_socket(door.connect(CALL_S), server_hostname="localhost") as connection:
+                return ask(connection, "a") == 200
+        except ssl.SSLError:
+            return False
+
+    keys = identities_file(tmp_path)
+    with open_doors(identities=keys, tls_cert=served / "server.pem", tls_key=served / "server.key") as door:
+        assert trusts(door, "old") and not trusts(door, "new")
+        for name in ("server.key", "server.pem"):
+            shutil.copy(made["new"].path(name), served / "draft")
+            (served / "draft").chmod(0o600)
+            (served / "draft").rename(served / name)
+        wait_until("the new one is shown", lambda: trusts(door, "new"), CALL_S)
+        assert not trusts(door, "old")
 
 
 # --- draining --------------------------------------------------------------------------------------------------------
