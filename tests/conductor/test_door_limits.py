@@ -135,9 +135,10 @@ def test_a_caller_is_not_delayed_by_strangers_who_come_and_go(few: None, keys: s
 
 
 def test_large_bodies_of_one_tenant_delay_no_other(keys: str) -> None:
+    """Their delay is that of the interpreter's lock, which a beacon in this process would take for the machine's."""
     hostile = b'{"model":"words","prompt":[' + b"[1]," * (2 << 20)
     hostile = hostile[: (8 << 20) - 4] + b"1]}"
-    with open_doors(identities=keys) as door, Beacon(threads=True) as beacon, door.connect(CALL_S) as caller:
+    with open_doors(identities=keys) as door, Beacon() as beacon, door.connect(CALL_S) as caller:
 
         def attack(over: threading.Event) -> None:
             while not over.is_set():

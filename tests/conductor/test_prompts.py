@@ -1,20 +1,28 @@
-"""Tokenizers of a conductor's door: loaded before it says that it serves."""
+"""Tokenizers of a conductor: loaded before it says that it serves; what a prompt may cost."""
 
 from __future__ import annotations
 
 import asyncio
+import random
+import resource
 import threading
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from engine.conductor.door import prompts
 from engine.conductor.door.prompts import PromptMaker
 from engine.conductor.shell.answers import ServedModel
-from engine.text.chat import PromptTokenizer
+from engine.demo.train import Recipe, make_tokenizer
+from engine.text import chat
+from engine.text.chat import PromptTokenizer, prompt_tokenizer
 from kvstore.errors import InvalidRequest
 
 MODELS = [ServedModel("bad", "/bad", 100), ServedModel("slow", "/slow", 100)]
 LONG_S = 60.0
+SEED = 3
+TOKENS_MAX = 400
 
 
 def test_tokenizers_are_waited_for_within_a_deadline(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -45,3 +53,54 @@ def test_tokenizers_are_waited_for_within_a_deadline(monkeypatch: pytest.MonkeyP
 
     asyncio.run(check())
     assert asked == ["/slow", "/bad"]
+
+
+# --- long prompts ----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    made = tmp_path_factory.mktemp("talks")
+    make_tokenizer({"text": "What is a salt? Be brief."}, Recipe(vocabulary=300)).save_pretrained(made)
+    return made
+
+
+def test_a_text_is_counted_in_pieces_and_gives_the_tokens_of_the_whole(
+    folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(chat, "COUNTED_CHARACTERS_MIN", 100)
+    monkeypatch.setattr(chat, "PIECE_CHARACTERS", 64)
+    chance = random.Random(SEED)
+    cut, whole = prompt_tokenizer(str(folder), TOKENS_MAX), prompt_tokenizer(str(folder), 1 << 20)
+    seen = set()
+    for _ in range(200):
+        text = "".join(chance.choices("What is a salt? é\U0001f600", k=chance.randrange(2 * TOKENS_MAX)))
+        for make in ("text", "chat"):
+            given = text if make == "text" else [{"role": "user", "content": text}]
+            wanted = getattr(whole, make)(given)
+            found = getattr(cut, make)(given)
+            assert len(found) == min(len(wanted), TOKENS_MAX)
+            if len(wanted) <= TOKENS_MAX:
+                assert (found == wanted).all()
+            seen.add((make, len(wanted) <= TOKENS_MAX))
+    assert len(seen) == 4
+
+
+def test_a_text_of_megabytes_costs_no_more_memory_than_its_model_takes(folder: Path) -> None:
+    tokenizer = prompt_tokenizer(str(folder), 8193)
+    text = "".join(random.Random(SEED).choices("qwxzjkvQWXZJK#%&", k=4 << 20))
+    before_kib = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    assert len(tokenizer.text(text)) == 8193
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before_kib < 256 << 10
+
+
+def test_threads_share_a_tokenizer_without_a_lock(folder: Path) -> None:
+    tokenizer = prompt_tokenizer(str(folder), TOKENS_MAX)
+    message = [{"role": "user", "content": "What is a salt?"}]
+    text, talk = tokenizer.text("What is a salt?"), tokenizer.chat(message)
+
+    def check(_: int) -> bool:
+        return bool((tokenizer.text("What is a salt?") == text).all() and (tokenizer.chat(message) == talk).all())
+
+    with ThreadPoolExecutor(8) as threads:
+        assert all(threads.map(check, range(200)))
