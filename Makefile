@@ -4,7 +4,9 @@
 #   make check   lint, format, types, generated stubs
 #   make hosts   beside real vLLM, LMCache, SGLang and PEFT, in environments of their own under .hosts (12 GB), apart from all tests
 #   make kernels the Triton kernels of engines on CUDA, by Triton's interpreter under .hosts (0.6 GB), without a device
-#   make gpu     on a machine with a GPU, few and full: devices, kernels, tokens, and the rows of bytes to and from it
+#   make gpu     on a machine with a GPU, within ten minutes: facts about it, devices, kernels, tokens, rows of copies
+#   make gpu-more  the same of what takes longer: hand-offs, rows of engines, bad accesses
+#   make gpu-wheels  packages that such a machine may lack, into a folder to be taken there
 #   make bench   the store against the limits of this machine
 #   make proto   write kvstore/pb again from proto/
 #   make clean   remove the environments and all caches
@@ -38,7 +40,7 @@ TRITON := .hosts/triton/.ready-$(TRITON_VERSION)
 PROTO_DIR := proto/kvstore/v1
 PROTOS := $(sort $(wildcard $(PROTO_DIR)/*.proto))
 
-.PHONY: demo test check hosts kernels gpu bench proto clean
+.PHONY: demo test check hosts kernels gpu gpu-more gpu-wheels bench proto clean
 
 demo: $(VENV)/.engine
 	$(BIN)/kvstore demo
@@ -61,19 +63,27 @@ hosts: $(VENV)/.dev $(VLLM) $(LMCACHE) $(SGLANG) $(PEFT)
 kernels: $(VENV)/.dev $(TRITON)
 	PYTHONPATH=.hosts/triton TRITON_INTERPRET=1 $(BIN)/python -m pytest -rs tests/kernels
 
-# With the machine's own Python, whose torch has devices: GPU_PYTHON=python3. Rows go to bench/results/.
+# With the machine's own Python, whose torch has devices; nothing is installed into it. GPU_WHEELS names a folder of
+# packages that it lacks, OUT the folder of all that is written; GPU_SHM=48G remounts a /dev/shm that is too small.
 GPU_PYTHON ?= python3
-GPU_ROWS := $(foreach size,2m 64k,hbm_read_$(size) hbm_write_$(size) hbm_both_$(size)) hbm_read_sweep hbm_write_sweep \
-	reuse_dram reuse_hbm prefill_stores decode_step_1 decode_step_8
+GPU_WHEELS ?= $(wildcard .hosts/wheels)
+GPU_SHM ?=
+OUT ?= bench/results
+gpu-run = $(GPU_PYTHON) bench/gpu.py $(1) --out '$(OUT)' $(if $(GPU_WHEELS),--wheels '$(GPU_WHEELS)') --shm '$(GPU_SHM)'
 gpu:
-	$(GPU_PYTHON) -c 'import torch, sys; sys.exit(not torch.cuda.is_available() and "make: torch finds no GPU here")'
-	$(GPU_PYTHON) -m pytest -rs -x tests/tier/test_device_contract.py tests/tier/test_cuda.py tests/kernels
-	$(GPU_PYTHON) -m pytest -rs tests/tier/test_contract.py -k GPU
-	$(GPU_PYTHON) -m pytest -rs tests/client/test_peer_devices.py -k any_device
-	$(GPU_PYTHON) -m pytest -rs tests/client/test_torch_buffers.py tests/transfer/test_device_paths.py
-	$(GPU_PYTHON) -m pytest -rs tests/engine/test_{tokens,handoff_tokens,sharing,keeping}.py -k cuda
-	mkdir -p bench/results
-	$(GPU_PYTHON) bench/run.py $(GPU_ROWS) --device cuda:0 --json > bench/results/gpu.json
+	$(call gpu-run,first)
+
+gpu-more:
+	$(call gpu-run,more)
+
+# For Python 3.12 as such machines have it: 9 MB. They have torch, Triton, transformers, cuda-bindings, numpy and pytest.
+GPU_NEEDS := click execnet grpcio grpcio-health-checking grpcio-reflection lmdb prometheus_client protobuf pytest-timeout \
+    pytest-xdist xxhash
+GPU_PLATFORMS := $(foreach each,2_28 2_27 2_17 2014 1,--platform manylinux$(if $(findstring _,$(each)),_)$(each)_x86_64)
+gpu-wheels: $(VENV)/.dev
+	rm -rf .hosts/wheels
+	$(BIN)/python -m pip --disable-pip-version-check download --quiet --no-deps --only-binary=:all: -c constraints.txt \
+	    --python-version 3.12 --implementation cp $(GPU_PLATFORMS) -d .hosts/wheels $(GPU_NEEDS)
 
 bench: $(VENV)/.engine
 	$(BIN)/kvstore bench

@@ -157,6 +157,12 @@ class FakeDriver(FakeMemory):
         known = {"READ_ONLY_HOST_REGISTER": int(self.reads_only), "MULTIPROCESSOR": 3, "MAJOR": 9, "MINOR": 0}
         return (next((value for part, value in known.items() if part in attribute.name), 1),)
 
+    def _cuDriverGetVersion(self) -> tuple[int]:
+        return (package.CUDA_VERSION,)
+
+    def _cuDeviceCanAccessPeer(self, device: Any, peer: Any) -> tuple[int]:
+        return (0,)  # a device is not its own peer, and there is no other
+
     def _cuDevicePrimaryCtxRetain(self, device: Any) -> tuple[Any]:
         self._retained = True
         return (package.CUcontext(0xC0),)
