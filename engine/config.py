@@ -33,6 +33,7 @@ WITHOUT_NODE = "none"
 CODECS = ("none", "int8")
 MOUNTS = ("auto", "none")
 DTYPES = ("float32", "bfloat16", "float16")
+DTYPE_AUTO = "auto"
 _DEVICE = re.compile(r"cpu|cuda(:[0-9]{1,3})?")
 
 
@@ -114,7 +115,12 @@ class EngineConfig(DaemonConfig):
         "auto", parse_text, "Whether other processes of the machine read kept pages.", metavar="|".join(MOUNTS)
     )
     """auto: the node of this machine knows the pages that are kept, and its other processes read them; none: not so."""
-    dtype: str = setting("float32", parse_text, "Of weights and KV.", metavar="|".join(DTYPES))
+    dtype: str = setting(
+        DTYPE_AUTO,
+        parse_text,
+        "Of weights and KV; auto: float32 on a CPU, and the model's own on a GPU.",
+        metavar="|".join((DTYPE_AUTO, *DTYPES)),
+    )
     """Of weights and KV: float32, bfloat16 or float16."""
     seed: int = setting(0, parse_count, "Of a preset's weights.")
     """Of a preset's weights: engines with the same seed have the same model."""
@@ -171,7 +177,8 @@ class EngineConfig(DaemonConfig):
         require("device", _DEVICE.fullmatch(self.device) is not None, "must be cpu or cuda:N", self.device)
         require("listen", bool(self.listen), "needs an address", self.listen)
         self.check_daemon()
-        require("dtype", self.dtype in DTYPES, f"must be one of {', '.join(DTYPES)}", self.dtype)
+        known = (DTYPE_AUTO, *DTYPES)
+        require("dtype", self.dtype in known, f"must be one of {', '.join(known)}", self.dtype)
         require("mount", self.mount in MOUNTS, f"must be one of {', '.join(MOUNTS)}", self.mount)
         require("compress", self.compress in CODECS, f"must be one of {', '.join(CODECS)}", self.compress)
         parse_link(self.link)

@@ -28,6 +28,7 @@ from kvstore.errors import InvalidRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedConfig, PreTrainedModel
 
+AUTO = "auto"  # a dtype: see `dtype_on`
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 SEED_MAX = 2**32 - 1
 # Files of more bytes than this in all are sampled for the digest: reading 100 GB would take minutes at every start.
@@ -116,12 +117,22 @@ def load_model(spec: str, *, device: str = "cpu", dtype: str = "float32", seed: 
         InvalidRequest: "model", "device", "dtype" or "seed", and why: no such preset or directory, something missing
             in it, a kind of model that is not handled, a device that is not here.
     """
-    if dtype not in DTYPES:
-        raise InvalidRequest("dtype", f"{dtype!r} is not one of {', '.join(DTYPES)}")
+    if dtype not in (AUTO, *DTYPES):
+        raise InvalidRequest("dtype", f"{dtype!r} is not one of {', '.join((AUTO, *DTYPES))}")
     where = find_device(device)
     if spec in presets.PRESETS:
-        return _preset(spec, where, dtype, seed)
+        return _preset(spec, where, dtype_on(where, None) if dtype == AUTO else dtype, seed)
     return _directory(spec, where, dtype)
+
+
+def dtype_on(device: torch.device, saved: torch.dtype | None) -> str:
+    """What "auto" means for a model whose weights are saved as ``saved``: float32 on a CPU. On a GPU the same as they
+    are saved where that is half precision, else bfloat16: float32 takes twice the memory and leaves tensor cores idle.
+    """
+    if device.type == "cpu":
+        return "float32"
+    halves = {kind: name for name, kind in DTYPES.items() if kind.itemsize == 2}
+    return halves.get(saved, "bfloat16") if saved is not None else "bfloat16"
 
 
 def find_device(name: str) -> torch.device:
@@ -190,6 +201,7 @@ def _directory(spec: str, device: torch.device, dtype: str) -> Model:
     if not any((path / name).is_file() for name in TOKENIZER_FILES):
         _lacks(path, f"a tokenizer (one of {', '.join(TOKENIZER_FILES)})")
     tokenizer = _tokenizer(path)
+    dtype = dtype_on(device, getattr(config, "dtype", None)) if dtype == AUTO else dtype
     net = _read_weights(path, config, dtype)
     name, revision = _identity(path)
     digest = _files_digest(files, _config_text(config))

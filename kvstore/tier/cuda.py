@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from functools import cache
 from typing import Any, Final, NamedTuple
 
-from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from kvstore.tier import cuda_memory
 from kvstore.tier.cuda_calibration import calibrate
 from kvstore.tier.cuda_copies import ALWAYS, BatchCall, CudaCopies, RegisteredRange, RegisteredRanges, Way
@@ -298,6 +298,14 @@ class CudaStream:
         """See ``DeviceStream``."""
         primary, driver = self._opened.primary, self._opened.driver
         with primary.current():
+            if (
+                call(driver.cuStreamIsCapturing, self._handle)
+                != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+            ):
+                # What waits for the event would become part of the recording, and fail until it ends.
+                raise InvalidRequest(
+                    "stream", f"records a CUDA graph: copy outside of it (got stream {self.handle:#x})"
+                )
             handle = call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
             event = CudaEvent(primary, handle)
             weakref.finalize(event, primary.let_go, driver.cuEventDestroy, handle).atexit = False

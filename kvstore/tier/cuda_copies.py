@@ -278,13 +278,21 @@ class CudaCopies:
                     self._batch.copy(int(stream), *(np.ascontiguousarray(each) for each in (targets, sources, nbytes)))
                 return
             except DriverError as error:
-                if error.code == NOT_SUPPORTED:
-                    self._batch = None  # of this device or this system, whatever the driver's version
-                elif error.code != INVALID_VALUE:  # memory that is not registered may be: the next batch may do
+                if error.code not in (NOT_SUPPORTED, INVALID_VALUE):
                     raise
+                # Memory that is not registered may be the reason: then the next batch may do. Else it is this device or
+                # this system, whatever the driver's version.
+                if error.code == NOT_SUPPORTED and self._registered(targets, sources, nbytes):
+                    self._batch = None
         for target, source, length in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
             if length:
                 call(self._driver.cuMemcpyAsync, target, source, length, stream)
+
+    def _registered(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> bool:
+        """True where each piece has one end in memory of the host that is registered."""
+        to_host, _ = self._ranges.seen(targets, nbytes, write=True)
+        from_host, _ = self._ranges.seen(sources, nbytes, write=False)
+        return bool((to_host | from_host).all())
 
     def allocation(self, address: int) -> tuple[int, int] | None:
         """From where to where the device's memory goes in which that address lies; None: it lies in none."""

@@ -90,7 +90,7 @@ class DeviceStream(Protocol):
         ...
 
     def record(self) -> DeviceEvent:
-        """An event behind all that was given to the stream so far."""
+        """An event behind all that was given to the stream so far. Raises InvalidRequest: it records a graph."""
         ...
 
 

@@ -14,7 +14,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedTokenizerFast
 
 from engine.compute import models as engine_models
-from engine.compute.models import Model, load_model
+from engine.compute.models import Model, dtype_on, load_model
 from engine.compute.presets import PRESETS
 from engine.compute.probe import probe, refuse_kind
 from engine.text.tokenizer import ByteTokenizer
@@ -137,6 +137,9 @@ def test_a_seed_gives_the_same_weights_and_another_seed_others():
     assert hashlib.sha256(head).hexdigest()[:16] == "bd5c50d8aa0438e5", "what it is on every machine"
     assert other.weights_digest != first.weights_digest
     assert other.layout(16).fingerprint != first.layout(16).fingerprint
+    gpu = torch.device("cuda", 0)
+    assert [dtype_on(gpu, kind) for kind in (torch.float16, torch.float32, None)] == ["float16", "bfloat16", "bfloat16"]
+    assert dtype_on(torch.device("cpu"), torch.float16) == load_model("tiny-llama", dtype="auto").dtype == "float32"
     short = load_model("tiny-llama", dtype="bfloat16")
     assert short.net.dtype == torch.bfloat16 and short.layout(16).dtype == "bfloat16"
     assert short.layout(16).page_bytes * 2 == first.layout(16).page_bytes

@@ -73,6 +73,7 @@ class FakeDriver(FakeMemory):
         batches, kernels: whether this driver takes many pieces in one call, and kernels.
         batch_answer: what it says of a batch, which is done where that is success. A function of the pieces' spans.
         unknown: what it says to every call from now on; None: nothing is wrong.
+        capturing: streams whose work is recorded as a graph.
         said: the names of all calls, in order.
         mistakes: what its C callers did wrong.
         clock_s: the device's own time, by ``rate``: how long it takes over so many pieces of so many bytes each.
@@ -83,6 +84,7 @@ class FakeDriver(FakeMemory):
         self.batches, self.kernels = batches, kernels
         self.batch_answer: Callable[[list[Span]], Any] = lambda spans: _OK
         self.unknown: Any = None
+        self.capturing: set[int] = set()
         self.said: list[str] = []
         self.mistakes: list[BaseException] = []
         self.clock_s = 0.0
@@ -156,6 +158,11 @@ class FakeDriver(FakeMemory):
     def _cuDeviceGetAttribute(self, attribute: Any, device: Any) -> tuple[int]:
         known = {"READ_ONLY_HOST_REGISTER": int(self.reads_only), "MULTIPROCESSOR": 3, "MAJOR": 9, "MINOR": 0}
         return (next((value for part, value in known.items() if part in attribute.name), 1),)
+
+    def _cuStreamIsCapturing(self, stream: Any) -> tuple[Any]:
+        status = package.CUstreamCaptureStatus
+        capturing = int(stream) in self.capturing
+        return (status.CU_STREAM_CAPTURE_STATUS_ACTIVE if capturing else status.CU_STREAM_CAPTURE_STATUS_NONE,)
 
     def _cuDriverGetVersion(self) -> tuple[int]:
         return (package.CUDA_VERSION,)

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 from cuda.bindings import driver
 
-from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from kvstore.tier import cuda, cuda_calibration, host_memory
 from kvstore.tier.cuda import CudaDevice, CudaStream
 from kvstore.tier.cuda_copies import Way
@@ -244,13 +244,17 @@ def test_an_old_driver_takes_pieces_one_by_one(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_driver_that_knows_the_call_but_not_on_this_device(fake: FakeDriver, device: CudaDevice) -> None:
-    """It is not asked again."""
-    stream = device.stream()
+    """It is not asked again, once it refused memory that is registered: other memory may be the reason."""
+    stream, source = device.stream(), some(4 * PIECE)  # too long for the kernel
     fake.batch_answer = lambda spans: driver.CUresult.CUDA_ERROR_NOT_SUPPORTED
     ways(fake)
-    there_and_back(device, stream, some())
+    there_and_back(device, stream, source)
+    assert ways(fake) == [BATCH, SINGLE, SINGLE] * 2 and device.batches
+    device.register(source)
+    there_and_back(device, stream, source)
     assert ways(fake) == [BATCH, *[SINGLE] * 4]
     assert not device.batches
+    device.unregister(source)
 
 
 def test_a_batch_with_pieces_that_it_may_not_have(fake: FakeDriver, device: CudaDevice) -> None:
@@ -413,3 +417,16 @@ def test_memory_that_is_collected_while_the_device_is_opened_is_unpinned(
     device.register(memory)
     device.unregister(memory)
     assert not fake.registered
+
+
+def test_a_stream_whose_work_is_recorded_is_refused_before_anything_waits_for_it(
+    fake: FakeDriver, device: CudaDevice
+) -> None:
+    """An event of it would draw our copies into the recording: all of them would fail until it ends."""
+    theirs, ours = device.stream(), device.stream()
+    fake.capturing.add(theirs.handle)
+    with pytest.raises(InvalidRequest, match=r"^stream: records a CUDA graph: copy outside of it \(got stream 0x"):
+        device.stream_of(theirs.handle).record()
+    there_and_back(device, ours, some())
+    fake.capturing.clear()
+    device.stream_of(theirs.handle).record().wait(time.monotonic() + 30)
