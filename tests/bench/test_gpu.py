@@ -129,9 +129,9 @@ def test_all_steps_run_after_one_that_fails(run: Callable[..., tuple[list[str], 
 
 
 def test_a_step_past_its_limit_is_ended_and_says_what_it_has(run: Callable[..., tuple[list[str], str]]) -> None:
-    says = "import sys, time\ntry: time.sleep(300)\nexcept KeyboardInterrupt: print('5 passed'); sys.exit(2)"
-    deaf = f"import signal; signal.signal(signal.SIGINT, signal.SIG_IGN); {SLEEPS}"
-    steps = [gpu.Step(3, {"slow": (*PYTHON, says), "deaf": (*PYTHON, deaf)}), gpu.Step(60, {"after": (*PYTHON, "")})]
+    says = ("bash", "-c", "trap 'echo 5 passed; exit 2' INT; sleep 300 & wait")
+    deaf = ("bash", "-c", "trap '' INT; sleep 300")
+    steps = [gpu.Step(3, {"slow": says, "deaf": deaf}), gpu.Step(60, {"after": (*PYTHON, "")})]
     begin_s = time.monotonic()
     failed, summary = run(steps)
     assert time.monotonic() - begin_s < 60
