@@ -102,6 +102,7 @@ class Summary:
 
 def run(steps: Sequence[Step], out: Path, summary: Summary, total_s: float = TOTAL_S) -> list[str]:
     """Run all steps; the names of commands that failed or were ended."""
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # commands ignore it where a shell started us with "&"
     end_s, failed = time.monotonic() + total_s, list[str]()
     for step in steps:
         left_s = end_s - time.monotonic()
