@@ -112,10 +112,11 @@ def _knows(server: DataEntry, told: dict[str, Any] | None) -> str:
     oldest = max(ages, key=lambda item: item[1], default=None)
     since = f", {oldest[0]} last heard {duration_text(oldest[1])} ago" if oldest else ""
     heard = told.get("catalog_heard_ago_s")
+    fault = (told.get("membership") or {}).get("fault", "")
     catalog = f", the catalog {duration_text(heard)} ago" if heard is not None else ""
     return (
         f"{pages}; {told.get('connections', 0)} connections; "
-        f"lists {told.get('entries', 0)} of {len(ages)} nodes{since}{catalog}"
+        f"lists {told.get('entries', 0)} of {len(ages)} nodes{since}{catalog}{f'; {fault}' if fault else ''}"
     )
 
 

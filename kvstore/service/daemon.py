@@ -149,9 +149,9 @@ def _announce(
     config: NodeConfig, node: Node, membership: Membership, mine: NodeEntry, life: Life, calls: dict[str, Call]
 ) -> Announcer:
     """Tell the pool from now on which pages the node has. Admin calls say how that goes, and whether the pool knows."""
-    links = PeerLinks(config.pool, config.name, credentials_of(os.environ))
+    links, served = PeerLinks(config.pool, config.name, credentials_of(os.environ)), data_child.wanted(config)
     peers_file = PeersFile(node.folder)
-    announcer = Announcer(node, config.name, mine.process, membership, peers_file, links, config.catalog_ttl_s)
+    announcer = Announcer(node, config.name, mine.process, membership, peers_file, links, config.catalog_ttl_s, served)
     announcer.start()
     if life.http is not None:
         faults = membership.fault, announcer.fault

@@ -6,10 +6,12 @@ import asyncio
 import contextlib
 import json
 import os
+import re
 import shutil
 import signal
 import sqlite3
 import time
+import urllib.request
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -270,3 +272,33 @@ def test_a_catalog_of_another_version_ends_the_daemon_with_that_reason(
 async def opened(folder: Path) -> None:
     async with FileCatalog(folder):
         pass
+
+
+def test_readiness_says_what_keeps_a_node_from_its_pool(machine: Machine, catalog: str, tmp_path: Path) -> None:
+    """Ready all the same: what it knows it serves. Status, metrics and the data server say so as well."""
+    daemon, _ = serve(machine, catalog, catalog_ttl_s="1", http="127.0.0.1:0")
+    http = daemon.wait_ready().partition("http on ")[2].split(",")[0].split()[0]
+    wait_until("it is in the catalog", lambda: members(machine, catalog))
+    wait_until("all is well", lambda: get(http, "/readyz") == "ready\n")
+    (tmp_path / "catalog").chmod(0o777)  # open to all: refused, whoever opens it again
+    (tmp_path / "catalog" / "catalog.sqlite").rename(tmp_path / "catalog" / "away")
+    said = wait_until("both say so", lambda: both_faults(get(http, "/readyz")))
+    assert said.startswith("ready, but ") and "belongs to somebody else" in said
+    stats = json.loads(machine.run("status", "--node", "n", "--json").stdout)
+    assert stats["membership"]["watch"]["failing_s"] > 1 and "membership: watch" in stats["membership"]["fault"]
+    ages = re.findall(r'^kvstore_membership_success_age_seconds\{task="(\w+)"\} (\S+)', get(http, "/metrics"), re.M)
+    assert {name for name, _ in ages} == {"watch", "session", "presence", "announcing"}
+    assert float(dict(ages)["watch"]) > 1
+    (tmp_path / "catalog" / "away").rename(tmp_path / "catalog" / "catalog.sqlite")
+    (tmp_path / "catalog").chmod(0o700)
+    wait_until("all is well again", lambda: get(http, "/readyz") == "ready\n")
+
+
+def both_faults(said: str) -> str:
+    """The daemon's own, and that of its data server."""
+    return said if "membership: watch has failed" in said and "its data server has not" in said else ""
+
+
+def get(http: str, path: str) -> str:
+    with urllib.request.urlopen(f"http://{http}{path}", timeout=LATE_S) as answer:
+        return str(answer.read().decode())

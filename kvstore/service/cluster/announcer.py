@@ -43,6 +43,7 @@ class Announcer:
         members: what the catalog tells.
         peers: who there is. A node whose own data server is not among them has nothing to tell: nobody could read it.
         fault_after_s: an owner that was not told for longer is a fault. A dead owner is not a member by then.
+        served: whether the node has a data server, so that it is a fault where none is in the catalog.
     """
 
     def __init__(
@@ -54,9 +55,11 @@ class Announcer:
         peers: PeersFile,
         links: PeerLinks,
         fault_after_s: float = FAULT_AFTER_S,
+        served: bool = False,
     ) -> None:
         self._node = node
-        self._fault_after_s = fault_after_s
+        self._fault_after_s, self._served = fault_after_s, served
+        self._listed_s = time.monotonic()
         self._daemon = int(daemon, 16)
         self._members = members
         self._peers = peers
@@ -88,9 +91,10 @@ class Announcer:
 
     def status(self) -> dict[str, Any]:
         """What waits to be told, and what was; how long ago it last looked for news, when the owner that was told
-        least lately was told, which owners fail and why, and what that means."""
+        least lately was told, which owners have failed for longest and why, and what that means."""
         owners = self._owners  # replaced, never changed
         failing = {name: each.health.status() for name, each in owners.items() if each.health.failing_since_s}
+        failing = dict(sorted(failing.items(), key=lambda item: -item[1]["failing_s"])[:FAULTS_MAX])
         return {
             "queued": self._announcing.queued,
             "owners": len(self._announcing.owners),
@@ -111,10 +115,15 @@ class Announcer:
         return max(boot_s() - min(told, default=boot_s()), time.monotonic() - self._turn_s)
 
     def fault(self) -> str:
-        """What is wrong: it hangs; an owner has no connection for us; or one was not told for longer than
-        ``fault_after_s``."""
-        ago_s = time.monotonic() - self._turn_s
+        """What is wrong: it hangs; an owner has no connection for us; one was not told, or our data server was not in
+        the catalog or did not hear of it, for longer than ``fault_after_s``."""
+        ago_s, view = time.monotonic() - self._turn_s, self._peers.look()
         faults = [f"others have not been told what it has for {ago_s:.0f} s"] if ago_s > STUCK_S else []
+        unlisted_s = time.monotonic() - self._listed_s
+        if self._served and unlisted_s > self._fault_after_s:
+            faults.append(f"its data server has not been in the catalog for {unlisted_s:.0f} s")
+        elif self._served and view is not None and boot_s() > view.heard_s + self._fault_after_s:
+            faults.append(f"its data server has not heard of the catalog for {boot_s() - view.heard_s:.0f} s")
         late = (each.health.fault(0.0 if each.full else self._fault_after_s) for each in self._owners.values())
         faults += [fault for fault in late if fault]
         more = f" and {len(faults) - FAULTS_MAX} more" if len(faults) > FAULTS_MAX else ""
@@ -136,6 +145,8 @@ class Announcer:
     def _follow(self, view: PoolView | None) -> None:
         secret = self._members.secret
         listed = view is not None and secret is not None and view.lists(self._node.incarnation)
+        if listed:
+            self._listed_s = time.monotonic()
         self._announcing.members(view.peers if listed and view is not None else ())
         self._feed.veil(secret)
         self._feed.follow()

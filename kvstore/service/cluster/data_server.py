@@ -15,7 +15,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from typing import Final
+from typing import Any, Final
 
 from kvstore import about, boundary
 from kvstore.catalog import schema
@@ -248,7 +248,8 @@ class _Told:
         self._membership: Membership | None = None
         self._keeper: ViewKeeper | None = None
         self._stopping = threading.Event()
-        self._joining = TaskHealth("joining the catalog", on_final=on_final)
+        self._joining = TaskHealth("joining", on_final=on_final)
+        directory.membership = self._status
         join = boundary.kept("task/data catalog", self._join, self._stopping)
         self._thread = threading.Thread(target=join, name="data catalog", daemon=True)
         if config.catalog:
@@ -300,6 +301,13 @@ class _Told:
             self._thread.join(STOP_S)
         if self._membership is not None:
             self._membership.stop()
+
+    def _status(self) -> dict[str, Any]:
+        """How each task fares; before it has joined, how that goes."""
+        membership = self._membership
+        if membership is not None:
+            return membership.status()
+        return {"joining": self._joining.status(), "fault": self._joining.fault(self._config.catalog_ttl_s)}
 
     def _join(self) -> bool:
         """One try to be in the catalog; True once it is there."""

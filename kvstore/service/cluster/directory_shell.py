@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Callable
 from dataclasses import replace
 from typing import Any, Final
 
@@ -46,10 +47,12 @@ class DirectoryShell:
 
     Attributes:
         members: what the catalog tells; None until it does: nobody is told or asked anything until then.
+        membership: what ``status`` says of the data server's own place in its pool.
     """
 
     def __init__(self, bytes_max: int, peers: PeersFile) -> None:
         self.members: Members | None = None
+        self.membership: Callable[[], dict[str, Any]] = dict
         self._owner = DirectoryOwner(bytes_max)
         self._peers = peers
         self._turns = ThreadShares("turns at the directory", "directory", 1)
@@ -120,11 +123,13 @@ class DirectoryShell:
         )
 
     def status(self, caller: Owner = ALONE) -> dict[str, Any]:
-        """Entries and their memory; how long ago the catalog was heard of, and what each node told last."""
+        """Entries and their memory; how each task of the data server's membership fares; how long ago the catalog was
+        heard of, and what each node told last."""
         with self._turns.turn(caller, TURN_WAIT_S):
             now_s = self._look()
             view, directory, heard_s = self._peers.look(), self._owner.directory, self._owner.heard_s
             return {
+                "membership": self.membership(),
                 "catalog_heard_ago_s": round(boot_s() - view.heard_s, 3) if view is not None else None,
                 "peers": sorted(view.peers) if view is not None else [],
                 "entries": len(directory),
