@@ -179,6 +179,8 @@ class PeerLinks:
     def _answers(self, peer: PoolNode) -> bool:
         try:
             connection = self._open(peer, time.monotonic() + PROBE_ANSWER_S)
+        except TooManyCalls:
+            return True  # it answers; who needs it is told what it lacks
         except KVStoreError:
             return False
         self._give_back(peer, connection)

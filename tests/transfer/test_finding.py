@@ -509,7 +509,9 @@ def test_a_peers_file_that_makes_no_sense_is_none(tmp_path: Path) -> None:
     assert PeersFile(folder.path).look() is None
 
 
-def test_an_owner_that_has_no_connection_for_a_node_is_named_and_told_later(machines: dict[str, Machine]) -> None:
+def test_an_owner_that_has_no_connection_for_a_node_is_named_and_told_later(
+    machines: dict[str, Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It is tried again later and later, not several times a second; and is told everything once it takes us again."""
     a, b = machines["a"], machines["b"]
     refused: list[float] = []
@@ -521,9 +523,10 @@ def test_an_owner_that_has_no_connection_for_a_node_is_named_and_told_later(mach
             raise TooManyCalls("128 connections are open")
         return Anyone()
 
-    assert b.server is not None
-    b.server._admit = admits
+    b.stop_serving()
+    monkeypatch.setattr(f"{__name__}.admit", admits)
     full.set()
+    b.serve()  # another process: a has no connection to it
     fault = wait_until("a says so", a.announcer.fault, 30)
     assert b.name in fault and "128 connections are open" in fault
     assert "128 connections" in a.announcer.status()["failing"][b.name]["error"]
