@@ -12,6 +12,7 @@ import signal
 import sqlite3
 import time
 import urllib.request
+from contextlib import aclosing
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -20,16 +21,19 @@ import numpy as np
 import pytest
 
 from kvstore import Store
+from kvstore.catalog import schema
 from kvstore.catalog.file import FileCatalog
+from kvstore.catalog.schema import DataEntry
 from kvstore.errors import DeadlineExceeded, Unauthenticated, Unavailable
 from kvstore.model.replica import FrameClass
-from kvstore.tier.data_file import DataServerAt, find_data_server
+from kvstore.tier.data_file import DataFile, DataServerAt, find_data_server
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer.pulling import Pulled, pull
 from kvstore.transfer.reading import ReadRequest, WantedChain
 from kvstore.transfer.tcp import DataConnection
 from kvstore.transfer.wire import FrameKind, Hello
 from tests.helpers.content import SMALL, chain, contents, first_wrong
+from tests.helpers.etcd import told
 from tests.helpers.processes import CLI, Daemon, Machine, put, stopped, wait_until
 
 PAGES = 20
@@ -175,6 +179,30 @@ def test_one_of_its_own_is_taken_as_it_is(machine: Machine, catalog: str) -> Non
     second = machine.run("data", "--node", "n")
     assert second.returncode == 1 and "has a data server already" in second.stderr
     assert own.terminate() == 0
+
+
+def test_a_data_server_removes_the_entry_of_the_dead_one_before_it(
+    machine: Machine, catalog: str, tmp_path: Path
+) -> None:
+    """At once, though the other one's session would live for an hour yet, and whatever its process id was."""
+    serve(machine, catalog, data="none")
+
+    async def test() -> None:
+        before = DataFile(NodeFolder.at(machine.folder("n")))
+        before.take()
+        before.tell(DataServerAt(os.getpid(), "0123456789abcdef", "127.0.0.1:1", False))
+        async with FileCatalog(tmp_path / "catalog") as known:
+            session = await known.open_session(3600.0)
+            entry = DataEntry(name="n.0123456789ab", process="0123456789abcdef", node="n", incarnation="")
+            await known.publish(schema.key_of("default", entry), schema.encode(entry), session)
+            before.close()  # as its death does
+            command = [*CLI, "data", "--node", "n", "--listen", "127.0.0.1:0", "--catalog", catalog]
+            machine.start(Daemon, "data", command)
+            async with asyncio.timeout(LATE_S), aclosing(known.watch(schema.folder("default", DataEntry))) as updates:
+                await told(updates, lambda known: len(known) == 1 and schema.key_of("default", entry) not in known)
+            assert session.alive
+
+    asyncio.run(test())
 
 
 def test_readers_that_take_nothing_cost_no_memory(machine: Machine, catalog: str) -> None:
