@@ -33,6 +33,8 @@ def test_a_prompt_goes_where_its_pages_are(machine: Machine, tmp_path: Path) -> 
     with client_of(conductor) as client:
         known = client.knows(2, 2)
         assert sorted(each["node"] for each in known["engines"].values()) == ["n0", "n1"], "as the catalog names them"
+        about = wait_until("it leads", lambda: client.status()["leads"] and client.status()["membership"])
+        assert about.keys() >= {"watch", "session", "presence", "election", "election_watch"} and not about["fault"]
         engines[1].client().generate(prompt(100, 7), max_tokens=1)
         route = wait_until("what came over gRPC is told of", partial(cached_at, client, prompt(100, 7), "n1"))
         assert [each["own_tokens"] for each in route["candidates"] if not each["part"]] == [0]

@@ -53,6 +53,9 @@ def test_engines_find_each_other_come_and_go(catalog: str, machine: Machine) -> 
         def computed_by(engine: EngineProcess) -> bool:
             return answer().usage.prefill_engine == engine.address
 
+        about = client.status()["membership"]
+        assert about.keys() == {"watch", "session", "presence", "fault"} and about["fault"] == ""
+        assert about["watch"]["succeeded_ago_s"] < LONG_S and about["watch"]["failing_s"] is None
         alone = answer()
         assert alone.usage.prefill_engine == "", "of another layout: its pages would not fit"
         first = serve_engine(machine, role="prefill", **shared)
