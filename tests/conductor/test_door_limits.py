@@ -78,6 +78,31 @@ def test_half_sent_requests_of_one_tenant_leave_room_for_others(few: None, keys:
             assert [ask(other, "b") for _ in range(20)] == [200] * 20
 
 
+def test_two_tenants_have_equal_parts_of_requests_under_way(few: None, keys: str) -> None:
+    hanging = json.dumps(WORDS | {"model": "hangs"}).encode()
+    with open_doors(identities=keys) as door, contextlib.ExitStack() as opened:
+        for name in ("a", "b"):
+            for _ in range(30):
+                connection = opened.enter_context(door.connect(CALL_S))
+                connection.sendall(head_of(len(hanging), key(name)) + hanging)
+        wait_until("all were looked at", lambda: sum(door.door.tally.ended.values()) + door.answers.open["hangs"] == 60)
+        running = Counter(each.tenant for each in door.answers.asks)
+        assert 0.4 < running["a"] / running.total() < 0.6, running
+
+
+def test_large_bodies_that_do_not_come_hold_no_memory_of_another_tenant(
+    keys: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(door_server, "BODIES_BYTES", 8 << 20)
+    large = json.dumps(WORDS | {"user": "x" * (200 << 10), "max_tokens": 1}).encode()
+    with open_doors(identities=keys) as door, contextlib.ExitStack() as opened, door.connect(CALL_S) as other:
+        for _ in range(20):
+            connection = opened.enter_context(door.connect(CALL_S))
+            connection.sendall(head_of(len(large), key("a")) + large[:100])
+        wait_until("they wait", lambda: door.door.tally.requests_here == 20)
+        assert [ask(other, "b", large) for _ in range(5)] == [200] * 5
+
+
 def test_silent_strangers_make_room_for_a_newcomer_and_no_caller_loses_its_connection(few: None, keys: str) -> None:
     with open_doors(identities=keys) as door, contextlib.ExitStack() as opened, door.connect(CALL_S) as early:
         assert ask(early, "a") == 200
@@ -159,9 +184,7 @@ def test_large_bodies_of_one_tenant_delay_no_other(keys: str) -> None:
         assert grown_kib < 256 << 10, f"grew by {grown_kib >> 10} MiB"
 
 
-def test_two_tenants_share_tokenizers_bodies_and_requests_in_equal_parts(
-    keys: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_two_tenants_have_equal_parts_of_the_time_of_tokenizers(keys: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Tenant a sends twice as many requests, each of which takes four times as long to tokenize."""
     spent: Counter[str] = Counter()
 
@@ -176,7 +199,6 @@ def test_two_tenants_share_tokenizers_bodies_and_requests_in_equal_parts(
 
     original = PromptTokenizer.text
     monkeypatch.setattr(PromptTokenizer, "text", slow(0.02))
-    monkeypatch.setattr(door_server, "BODIES_BYTES", 8 << 20)
     with open_doors(identities=keys) as door:
 
         def send(name: str) -> Callable[[threading.Event], None]:
