@@ -71,11 +71,14 @@ def describe(
             "kept": frames.kept,
             "shared": frames.shared,
             "tokens_max": state.rules.tokens_max,  # of one sequence; 0: no bound
+            "kv_tokens_max": 0 if state.rules.window else arena.frames_total * arena.layout.page_tokens,  # of all
+            "kv_tokens": (arena.frames_total - frames.free) * arena.layout.page_tokens,  # that sequences hold
         },
         "mounted": {"segment": mounted.number, "why_not": mounted.why},
         "kept_pages": {"found": frames.found, "evicted": frames.evicted, "demoted": demoted_pages},
         "requests": {phase.name.lower(): phases[phase] for phase in Phase if phase is not Phase.ENDED},
         "batch_max": config.batch_max,
+        "chunk_tokens": config.chunk_tokens,
         "prefills_held": len(prefills),
         "side_steps": side_steps,
         "speeds": {

@@ -31,9 +31,10 @@ STATUS: dict[str, Any] = {
         "fields": {"model": "tiny", "layers": 2, "kv_heads": 2, "head_dim": 16, "dtype": "float32", "page_tokens": 16},
     },
     "context_tokens_max": 2048,
-    "frames": {"total": 100, "tokens_max": 0},
+    "frames": {"total": 100, "tokens_max": 0, "kv_tokens_max": 1600, "kv_tokens": 0},
     "requests": {"waiting": 0, "loading": 0, "computing": 0, "decoding": 0},
     "batch_max": 8,
+    "chunk_tokens": 64,
     "speeds": {"step_ms": 1.5, "prefill_tokens_per_s": 1000.0},
     "pool": {"node": None},
 }
@@ -41,11 +42,14 @@ NUMBERS = [
     ("layout", "page_tokens"),
     ("layout", "page_bytes"),
     ("frames", "tokens_max"),
+    ("frames", "kv_tokens_max"),
+    ("frames", "kv_tokens"),
     ("requests", "waiting"),
     ("requests", "decoding"),
     ("speeds", "step_ms"),
     ("speeds", "prefill_tokens_per_s"),
     ("batch_max",),
+    ("chunk_tokens",),
     ("context_tokens_max",),
 ]
 TEXTS = [("role",), ("model",), ("model_path",), ("layout", "fingerprint"), ("pool", "node")]

@@ -124,7 +124,9 @@ def engine_about(name: str, address: str, status: Any, node: str, host: str) -> 
         node=node or (pool.text("node") if pool.has("node") else ""),
         host=host,
         batch_max=said.whole("batch_max", 1, BATCH_MAX),
+        chunk_tokens=said.whole("chunk_tokens", 0, TOKENS_MAX),
         tokens_max=tokens_max,
+        kv_tokens_max=frames.whole("kv_tokens_max", 0, TOKENS_MAX),
         context_max=said.whole("context_tokens_max", 0, TOKENS_MAX),
     )
 
@@ -139,6 +141,7 @@ def load_report(address: str, status: Any) -> LoadReport:
         draining=said.flag("draining"),
         waiting=sum(requests.whole(name, 0, REQUESTS_MAX) for name in ("waiting", "loading", "computing")),
         running=requests.whole("decoding", 0, REQUESTS_MAX),
+        kv_tokens=said.part("frames").whole("kv_tokens", 0, TOKENS_MAX),
         prefill_tokens_per_s=speeds.number("prefill_tokens_per_s", 0, RATE_MAX),
         step_s=speeds.number("step_ms", 0, STEP_MS_MAX) / 1e3,
     )

@@ -50,24 +50,28 @@ class Columns:
     """Columns, with a place for each engine. Numbers of things, and yes and no, are floats here as well.
 
     Attributes:
-        prompts_done_s, others_waiting, others_running, tokens, scale, tokens_per_s, alone_s, egress_free_s: see
-            ``FleetEngine``.
+        first_done_s, behind_s, others_waiting, others_running, others_tokens, place_free_s, tokens, scale,
+        tokens_per_s, alone_s, egress_free_s: see ``FleetEngine``.
         running: our requests that it answers or will answer.
         open_s: the moment from which on it may get requests; never where it drains, or its role is unsure.
         prefills, answers: what it does. ``silent``: see ``FleetEngine``.
         node, layout, host, zone: numbers; -1: none, or not known.
-        page_tokens, kv_bytes, batch_max, tokens_max, context_max, lanes, egress, foreign: see ``EngineAbout``.
+        page_tokens, kv_bytes, batch_max, chunk_tokens, tokens_max, kv_tokens_max, context_max, lanes, egress, foreign:
+            see ``EngineAbout``; infinite where that says 0 for what is not known.
         page_bytes: of a page.
     """
 
-    CHANGING = 13  # columns that come first; the others are what the engine says of itself
+    CHANGING = 16  # columns that come first; the others are what the engine says of itself
 
     def __init__(self, values: Floats) -> None:
         self.values = values
         (
-            self.prompts_done_s,
+            self.first_done_s,
+            self.behind_s,
             self.others_waiting,
             self.others_running,
+            self.others_tokens,
+            self.place_free_s,
             self.running,
             self.tokens,
             self.scale,
@@ -85,7 +89,9 @@ class Columns:
             self.page_tokens,
             self.kv_bytes,
             self.batch_max,
+            self.chunk_tokens,
             self.tokens_max,
+            self.kv_tokens_max,
             self.context_max,
             self.lanes,
             self.egress,
@@ -118,7 +124,9 @@ class Board:
                 about.page_tokens,
                 about.kv_bytes,
                 about.batch_max,
+                about.chunk_tokens or math.inf,
                 about.tokens_max or math.inf,
+                about.kv_tokens_max or math.inf,
                 about.context_max or math.inf,
                 about.lanes,
                 about.egress_bytes_per_s,
@@ -148,9 +156,12 @@ class Board:
     @staticmethod
     def _row(engine: FleetEngine) -> tuple[float, ...]:
         return (
-            engine.prompts_done_s,
+            engine.first_done_s,
+            engine.behind_s,
             engine.others_waiting,
             engine.others_running,
+            engine.others_tokens,
+            engine.place_free_s,
             len(engine.ends),
             engine.tokens,
             engine.scale,

@@ -89,16 +89,17 @@ class EngineFleet:
         """It is asked for a report now."""
         engine = self.engines.get(name)
         if engine is not None:
-            engine.asked = engine.waiting, len(engine.ends), now_s
+            engine.asked = engine.waiting, len(engine.ends), engine.tokens, now_s
 
     def reported(self, name: str, report: LoadReport, now_s: float) -> None:
         """It has answered."""
         engine = self.engines.get(name)
         if engine is None or engine.asked is None:
             return
-        waiting, running, engine.known_s = engine.asked
+        waiting, running, tokens, engine.known_s = engine.asked
         engine.others_waiting = max(0, report.waiting - max(waiting, engine.waiting))
         engine.others_running = max(0, report.running - max(running, len(engine.ends)))
+        engine.others_tokens = max(0, report.kv_tokens - max(tokens, engine.tokens))
         engine.role, engine.draining, engine.heard_s, engine.silent = report.role, report.draining, now_s, False
         engine.order, engine.unsure = report.order, engine.ordered
         engine.tokens_per_s = report.prefill_tokens_per_s or engine.tokens_per_s

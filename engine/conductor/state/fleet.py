@@ -19,6 +19,7 @@ A request's life here: sent -> its first token has come (it decodes) -> ended.
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_left, insort
 from dataclasses import dataclass, field
 
@@ -38,7 +39,9 @@ class EngineAbout:
         page_tokens: of its pages.
         kv_bytes: of one token, in its pages.
         batch_max: sequences that it decodes together.
-        tokens_max: that fit its memory together; 0: not known.
+        chunk_tokens: of prompts, that it computes in one step; 0: not known.
+        tokens_max: of one sequence, that fit its memory; 0: not known.
+        kv_tokens_max: of all its sequences together; 0: not known.
         context_max: tokens of one sequence; 0: not known.
         lanes: prompts that it computes at the same time, each as fast as a single one.
         egress_bytes_per_s: of a remote cluster, that is told of here as one engine which computes prompts: what may
@@ -57,7 +60,9 @@ class EngineAbout:
     host: str = ""
     zone: str = ""
     batch_max: int = 64
+    chunk_tokens: int = 0
     tokens_max: int = 0
+    kv_tokens_max: int = 0
     context_max: int = 0
     lanes: int = 1
     egress_bytes_per_s: float = 0.0
@@ -72,6 +77,7 @@ class LoadReport:
         order: the last order of a leader that it has carried out.
         waiting: requests whose prompt is not computed yet.
         running: requests that decode.
+        kv_tokens: that its memory is taken by.
         prefill_tokens_per_s, step_s: as it has measured; 0: not yet.
     """
 
@@ -80,6 +86,7 @@ class LoadReport:
     draining: bool = False
     waiting: int = 0
     running: int = 0
+    kv_tokens: int = 0
     prefill_tokens_per_s: float = 0.0
     step_s: float = 0.0
 
@@ -117,9 +124,10 @@ class FleetEngine:
         waiting: those of them whose prompt it computes, or will.
         ends: of those that it answers or will answer, when that is over, by prediction; sorted.
         tokens: that these hold.
-        others_waiting, others_running: requests that somebody else has sent.
-        prompts_done_s: when it will have computed what it has of ours, by prediction; where it computes several at
-            once, when one engine that is so much faster would have.
+        others_waiting, others_running, others_tokens: requests that somebody else has sent, and what they hold.
+        first_done_s: when it will have computed the first of our prompts that it has, by prediction.
+        behind_s: seconds that the prompts behind that one take. Where an engine computes several prompts at a time,
+            both are those of one engine that is that much faster.
         scale: how much longer prompts take there than is predicted, by what was measured.
         tokens_per_s: of prompts, and ``alone_s``: a decode step, but for its sequences: by its reports; 0: not yet.
         heard_s: when it gave the last sign of life.
@@ -129,7 +137,7 @@ class FleetEngine:
         avoided_until_s: it gets nothing before.
         egress_free_s: of a remote cluster, when all that is to leave it will have left.
         asked: our requests that were there when it was asked for its next report, and when that was: (waiting,
-            running, seconds).
+            running, tokens that they hold, seconds).
     """
 
     about: EngineAbout
@@ -146,7 +154,9 @@ class FleetEngine:
     tokens: int = 0
     others_waiting: int = 0
     others_running: int = 0
-    prompts_done_s: float = 0.0
+    others_tokens: int = 0
+    first_done_s: float = 0.0
+    behind_s: float = 0.0
     scale: float = 1.0
     tokens_per_s: float = 0.0
     alone_s: float = 0.0
@@ -154,24 +164,43 @@ class FleetEngine:
     failures: int = 0
     avoided_until_s: float = 0.0
     egress_free_s: float = 0.0
-    asked: tuple[int, int, float] | None = None
+    asked: tuple[int, int, int, float] | None = None
+
+    @property
+    def place_free_s(self) -> float:
+        """When it has a place in its batch for one more request, by prediction; 0: it has one."""
+        beyond = len(self.ends) + self.others_running - self.about.batch_max
+        return self.ends[min(beyond, len(self.ends) - 1)] if beyond >= 0 and self.ends else 0.0
+
+    def memory_free_s(self, tokens: float) -> float:
+        """When sequences that hold this many tokens have ended, by prediction; infinite: ours do not hold that much."""
+        for ends_s, held in sorted((work.ends_s, work.tokens) for work in self.works.values() if work.decodes):
+            tokens -= held
+            if tokens <= 0:
+                return ends_s
+        return math.inf
 
     def add(self, work: EngineWork) -> None:
         """One more."""
         self.works[work.number] = work
-        self.prompts_done_s = max(self.prompts_done_s, work.sent_s) + work.prefill_s / self.about.lanes
-        self.waiting += work.prefill_s > 0
+        if work.prefill_s:
+            if self.waiting:
+                self.behind_s += work.prefill_s / self.about.lanes
+            else:
+                self.first_done_s = work.sent_s + work.prefill_s / self.about.lanes
+            self.waiting += 1
         if work.decodes:
             insort(self.ends, work.ends_s)
             self.tokens += work.tokens
 
     def computed(self, work: EngineWork, now_s: float, ends_s: float) -> None:
-        """Its prompt is. What is left is what the prompts that are left take: errors of prediction do not add up."""
+        """Its prompt is. The next one begins: errors of prediction do not add up."""
         work.computed = True
         if work.prefill_s:
             self.waiting -= 1
-            left_s = sum(other.prefill_s for other in self.works.values() if not other.computed)
-            self.prompts_done_s = min(self.prompts_done_s, now_s + left_s / self.about.lanes)
+            left = [other.prefill_s for other in self.works.values() if other.prefill_s and not other.computed]
+            self.first_done_s = now_s + left[0] / self.about.lanes if left else now_s
+            self.behind_s = sum(left[1:]) / self.about.lanes
         if work.decodes:
             del self.ends[bisect_left(self.ends, work.ends_s)]
             work.ends_s = ends_s

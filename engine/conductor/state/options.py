@@ -2,12 +2,15 @@
 
 For every pair of an engine that computes the prompt and one that answers::
 
-    first_token_s = max(wait, move) + prefill + hand-off's exposed tail       (DESIGN section 8)
+    first_token_s = max(wait, room, move) + prefill + hand-off's exposed tail       (DESIGN section 8)
+    prefill_s     = what the tokens take + a decode step of the sequences that run for each chunk of them
     token_s       = a decode step of the batch that will run when the prompt is computed
 
-What is moved in comes while the request waits. A hand-off goes layer by layer during the prefill, so only what is
+``wait`` is for the prompts before it, ``room`` for a place in the engine's batch and for the memory that the request
+will hold. What is moved in comes while the request waits. A hand-off goes layer by layer during the prefill, so only what is
 longer than that, and the last layer, is seen. Two further terms are not the request's own: what it costs those that
-already run there, since a chunk of a prompt makes their step longer, and so does one more sequence in their batch.
+already run there, since a chunk of a prompt makes their step longer, and so does one more sequence in their batch. The
+first of them counts only where tokens have no limit: sequences that keep theirs lose nothing that anybody asked for.
 
 A remote cluster is an engine that computes prompts, several at a time, and whose hand-off goes through what may leave
 it: behind what is to leave it already, and not at all where that is more than ``EGRESS_BURST_S`` of it. What leaves
@@ -159,6 +162,8 @@ class Options:
         doubt_s: added to what an engine takes where it is chosen, not to what is predicted: it is silent.
         batch, token_s, answer_harm_s: as of ``Answering``; of no meaning where an engine does not answer.
         answers_s: seconds of the whole answer, what others lose by it counted as its own.
+        room_s: until the engine has a place in its batch and memory for the request.
+        prompts_s: until the prompt is computed, with what that costs other requests, and a price for the work itself.
         prefills, answers: places of engines that compute prompts for others, and of those that answer.
         answer_tokens: that the answer will have, by prediction.
     """
@@ -200,7 +205,8 @@ class Options:
         self.batch = others + 1
         self.token_s, others_s = costs.steps_s(paces, self.batch, others)
         self.answer_harm_s = (self.token_s - others_s) * others * self.answer_tokens
-        self._prompts_s = self.ready_s + self.harm_s + WORK_PRICE * self.prefill_s
+        harm_s = 0.0 if wish.token_s else self.harm_s  # see the docstring of the module
+        self.prompts_s = self.ready_s + harm_s + WORK_PRICE * self.prefill_s
         self.answers_s = self.answer_tokens * self.token_s + self.answer_harm_s
 
     def _kept_here(self, fit: Places) -> Places:
@@ -227,16 +233,36 @@ class Options:
         if upper is not pages:
             self.move_s = self.move_s + costs.moves_s((pages - upper) * columns.page_bytes, costs.s_per_byte[NVME])
         self.speeds = costs.speeds(self._paces)
-        self.own_prefill_s = self.prefill_s = costs.prefills_s(self._paces, self.speeds, self.wish.tokens, self.cached)
-        wait_s = np.maximum(0.0, columns.prompts_done_s - self.now_s - (1 - 1 / columns.lanes) * self.prefill_s)
-        self.wait_s = wait_s + columns.others_waiting * self.prefill_s
+        self.prefill_s = costs.prefills_s(self._paces, self.speeds, self.wish.tokens, self.cached)
+        wait_s = np.maximum(0.0, columns.first_done_s - self.now_s) + columns.behind_s
+        wait_s = np.maximum(0.0, wait_s - (1 - 1 / columns.lanes) * self.prefill_s)
+        self.room_s = self._rooms_s()
+        self.wait_s = np.maximum(wait_s + columns.others_waiting * self.prefill_s, self.room_s)
+        decoding = running - ending_by(self.engines, (self.now_s + self.wait_s).tolist(), self.now_s)
+        (steps_s,) = costs.steps_s(self._paces, decoding)
+        self._beside_s = np.where(decoding > 0, steps_s / columns.chunk_tokens, 0.0)
+        self.own_prefill_s = self.prefill_s = self._prefills_s(self.cached)
         self.donor, self.after_s = np.full(len(nodes), -1), np.zeros(len(nodes))
         for matches, layout in found:
             self._bring(matches, mine[layout], nodes)
-        self.harm_s = self.prefill_s * (
-            running - ending_by(self.engines, (self.now_s + self.wait_s).tolist(), self.now_s)
-        )
+        self.harm_s = self.prefill_s * decoding
         self.ready_s = np.maximum(self.wait_s, self.move_s) + self.prefill_s
+
+    def _rooms_s(self) -> Floats:
+        """Until each engine has a place in its batch and the memory that the request will hold."""
+        columns, now_s = self.columns, self.now_s
+        rooms_s = np.maximum(0.0, columns.place_free_s - now_s)
+        lack = columns.tokens + columns.others_tokens + self.wish.tokens + self.answer_tokens - columns.kv_tokens_max
+        for at in (lack > 0).nonzero()[0].tolist():
+            free_s = self.engines[at].memory_free_s(float(lack[at])) - now_s
+            # When requests of other callers end is not known: this one waits here until a report says there is room.
+            rooms_s[at] = max(float(rooms_s[at]), free_s if free_s < np.inf else 2 * self._window_s)
+        return rooms_s
+
+    def _prefills_s(self, cached: Floats) -> Floats:
+        """The rest of the prompt, in steps in which the engine's sequences decode as well."""
+        tokens = self.wish.tokens
+        return self.costs.prefills_s(self._paces, self.speeds, tokens, cached) + (tokens - cached) * self._beside_s
 
     def _bring(self, matches: Matches, mine: Flags, nodes: Places) -> None:
         """Where it pays, a longer prefix is waited for at its own node, or comes from another one."""
@@ -249,7 +275,7 @@ class Options:
             nonlocal best_s
             longer = np.minimum(pages * columns.page_tokens, self.wish.tokens - 1)
             brought_s = own_move_s + np.maximum(0.0, ready_s - self.now_s) + moves_s
-            rest_s = costs.prefills_s(self._paces, self.speeds, self.wish.tokens, longer)
+            rest_s = self._prefills_s(longer)
             total_s = np.maximum(self.wait_s, brought_s) + (1 + WORK_PRICE) * rest_s
             better = may & (total_s < best_s)
             if better.any():
@@ -294,6 +320,7 @@ class Options:
         Where there can be none, since their pages differ or an engine is foreign, that is for ever.
         """
         tails_s, columns = self._tails_s(computing, answering) + self.costs.handoff_s, self.columns
+        tails_s = np.maximum(tails_s, self.room_s[answering] - self.ready_s[computing])
         if not self._mixed:
             return tails_s
         foreign = columns.foreign[computing] + columns.foreign[answering] > 0
@@ -315,7 +342,7 @@ class Options:
 
     def totals_s(self, computing: Places, answering: Places, tails_s: Floats | float) -> Floats:
         """Of these pairs, see ``Route.total_s``."""
-        return self._prompts_s[computing] + tails_s + self.answers_s[answering]
+        return self.prompts_s[computing] + tails_s + self.answers_s[answering]
 
     @property
     def node_names(self) -> list[str]:

@@ -82,7 +82,7 @@ class KvCentric(Policy):
             return None
         best: tuple[float, int, int] | None = None
         if apart is not False and len(options.prefills):
-            soonest = options.ready_s + options.harm_s + options.doubt_s
+            soonest = options.prompts_s + options.doubt_s
             if options.hurries:
                 soonest = soonest + options.late(options.ready_s)
             computing = _smallest(options.prefills, soonest)

@@ -78,7 +78,7 @@ class Roles:
         both = len(prompts) + len(answers)
         if both < 2 * self._floor or now_s - self._changed_s < CHANGE_S:
             return None
-        prompts_s += sum(max(0.0, engine.prompts_done_s - now_s) for engine in prompts)
+        prompts_s += sum(max(0.0, engine.first_done_s - now_s) + engine.behind_s for engine in prompts)
         work = self._prompts_s + prompts_s / WINDOW_S, self._answers_s + answers_s / WINDOW_S
         wanted = self._wanted(work, prompts, answers, now_s)
         if wanted > len(prompts) and may_prefill:
