@@ -26,7 +26,7 @@ def options_of(made: World, number: int, **how: object) -> Options:
 
 
 def test_prompts_behind_a_late_one_are_still_waited_for() -> None:
-    engine = FleetEngine(about("e0"), Role.BOTH, 0.0)
+    engine = FleetEngine(about("e0"), Role.BOTH, 0.0, 0.0)
     for number in range(3):
         engine.add(EngineWork(number, 1.0, 10, 0.0, True, 9.0))
     assert (engine.first_done_s, engine.behind_s) == (1.0, 2.0)
