@@ -116,7 +116,8 @@ def test_nothing_is_lost_when_those_who_share_are_given_up(lab: Lab) -> None:
         if i not in ended:
             check_answer(answer)
     lab.settle()
-    assert one.status()["frames"] == {"total": 48, "free": 48, "kept": 0, "shared": 0, "tokens_max": 48 * PAGE}
+    sizes = {"tokens_max": 48 * PAGE, "kv_tokens_max": 48 * PAGE, "kv_tokens": 0}
+    assert one.status()["frames"] == {"total": 48, "free": 48, "kept": 0, "shared": 0, **sizes}
 
 
 class ArenaMachine(RuleBasedStateMachine):
