@@ -10,7 +10,7 @@ For every pair of an engine that computes the prompt and one that answers::
 will hold. What is moved in comes while the request waits. A hand-off goes layer by layer during the prefill, so only
 what is longer than that, and the last layer, is seen. Two further terms are not the request's own: what it costs those
 that already run there, since a chunk of a prompt makes their step longer, and so does one more sequence in their batch.
-The first of them counts only where tokens have no limit: sequences that keep theirs lose nothing that anybody asked for.
+The first of them counts only where tokens have no limit: sequences that keep theirs lose nothing that they asked for.
 
 A remote cluster is an engine that computes prompts, several at a time, and whose hand-off goes through what may leave
 it: behind what is to leave it already, and not at all where that is more than ``EGRESS_BURST_S`` of it. What leaves
