@@ -162,3 +162,16 @@ def test_members_say_what_is_wrong_for_as_long_as_it_lasts(
             assert any("works again" in each.msg for each in caplog.records)
     finally:
         pool.close()
+
+
+def test_members_outlive_users_that_are_switched_off_and_on(faulty: FaultyEtcd) -> None:
+    """Each before a restart and after it: with tokens that etcd knows, does not know, and does not ask for."""
+    pool = Pool(faulty)
+    try:
+        for asked in (False, True):
+            faulty.ask_for_users(asked)
+            pool.check_well()
+            faulty.break_("restart")
+            pool.check_well()
+    finally:
+        pool.close()

@@ -85,6 +85,10 @@ class FaultyEtcd:
     def close(self) -> None:
         self.etcd.close()
 
+    def ask_for_users(self, asked: bool) -> None:
+        """Switch users off, as operators do while they change them, and on again."""
+        self._admin(self._switch_users(asked))
+
     def outage(self, seconds: float) -> None:
         """Away for that long, and the same as before after that."""
         self.etcd.members[0].kill()
@@ -127,7 +131,13 @@ class FaultyEtcd:
                 await catalog._call("Auth/UserAdd", request, pb.AuthUserAddResponse)
                 grant = pb.AuthUserGrantRoleRequest(user=name, role="root")
                 await catalog._call("Auth/UserGrantRole", grant, pb.AuthUserGrantRoleResponse)
-            await catalog._call("Auth/AuthEnable", pb.AuthEnableRequest(), pb.AuthEnableResponse)
+        await self._switch_users(asked=True)
+
+    async def _switch_users(self, asked: bool) -> None:
+        async with self._catalog("" if asked else "root") as catalog:
+            pb, name = catalog._pb, "AuthEnable" if asked else "AuthDisable"
+            request, answer = getattr(pb, f"{name}Request"), getattr(pb, f"{name}Response")
+            await catalog._call(f"Auth/{name}", request(), answer)
 
     async def _change_password(self, password: str) -> None:
         async with self._catalog() as catalog:
