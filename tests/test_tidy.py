@@ -40,7 +40,7 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "limits": ("errors",),  # below `transfer`, whose server has the same limits as those of `serving`
     "model": ("errors",),
     "state": ("errors", "model"),
-    "tier": ("errors", "failpoint", "model"),
+    "tier": ("errors", "failpoint", "boundary", "model"),
     "catalog": ("errors", "config", "failpoint", "boundary", "model", "pb"),
     "rpc": (*STORE_BELOW_RPC, "pb"),
     "transfer": (*STORE_BELOW_RPC, "limits", "rpc", "pb"),

@@ -82,12 +82,16 @@ class IoThreads:
             self._threads = []
 
     def _start(self) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]  # a bug of ours ended the others
         if len(self._threads) == self._threads_max or self._closed:
             return
         with self._mutex:
             while len(self._threads) < self._threads_max and not self._closed:
                 thread = threading.Thread(target=self._serve, name="kvstore-io", daemon=True)
-                thread.start()
+                try:
+                    thread.start()
+                except RuntimeError:  # the machine has no more: who asks does the work
+                    return
                 self._threads.append(thread)
 
     def _serve(self) -> None:

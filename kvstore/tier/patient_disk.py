@@ -21,12 +21,15 @@ from functools import partial
 from queue import SimpleQueue
 from typing import Final, Generic, TypeVar, cast
 
+from kvstore import boundary
 from kvstore.errors import KVStoreError
 from kvstore.tier.disk import Bytes, Disk
 
 T = TypeVar("T")
 
 THREADS_MAX: Final = 16  # of one disk: more than callers ever ask at a time
+
+_ASKING = boundary.answered("task/disk", OSError)
 
 
 class _Call:
@@ -95,9 +98,14 @@ class PatientDisk:
             assert not self._closed, "the disk is closed"
             self._idle -= 1
             if self._idle < 0 and self._threads < THREADS_MAX:
-                self._threads += 1
-                self._idle += 1
-                threading.Thread(target=self._serve, name="kvstore-disk", daemon=True).start()
+                try:
+                    threading.Thread(target=self._serve, name="kvstore-disk", daemon=True).start()
+                    self._threads += 1
+                    self._idle += 1
+                except RuntimeError as error:  # the machine has no more: this call waits for those that there are
+                    if not self._threads:
+                        self._idle += 1
+                        raise OSError(errno.EAGAIN, f"no thread to ask it with: {error}", self.path) from None
         self._calls.put(call)
         if not call.done.acquire(timeout=self._answer_s):
             with self._mutex:
@@ -115,13 +123,10 @@ class PatientDisk:
         while (call := self._calls.get()) is not None:
             try:
                 if not call.left_behind:
-                    call.perform()
-            except OSError as error:
+                    with _ASKING:
+                        call.perform()
+            except (OSError, KVStoreError) as error:
                 call.error = error
-            except BaseException as error:  # a bug: whoever asked is told, and this thread ends, loudly
-                call.error = error
-                call.done.release()
-                raise
             with self._mutex:
                 self._idle += 1
                 call.done.release()

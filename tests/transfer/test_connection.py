@@ -404,3 +404,25 @@ def test_a_unix_socket_whose_path_is_longer_than_the_kernel_takes(tmp_path: Path
     assert not (folder / "socket").exists()
     with pytest.raises(NodeUnavailable):
         DataConnection.open(f"unix:{folder}/socket", Hello(), deadline_s=later())
+
+
+def test_a_server_for_which_no_thread_can_be_started_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As at a limit on processes: that caller is dropped, and who comes later is served."""
+    server = Server("n1", {}, admit, LIMITS)
+    address = server.start("127.0.0.1", 0)
+    start, refused = threading.Thread.start, list[str]()
+
+    def none_left(thread: threading.Thread) -> None:
+        if thread.name == "data":
+            refused.append(thread.name)
+            raise RuntimeError("can't start new thread")
+        start(thread)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(threading.Thread, "start", none_left)
+        with pytest.raises(KVStoreError):
+            DataConnection.open(address, Hello(node="n1"), deadline_s=time.monotonic() + SOON_S)
+        assert refused and not server.connections
+    with closing(DataConnection.open(address, Hello(node="n1"), deadline_s=time.monotonic() + SOON_S)) as connection:
+        assert connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=time.monotonic() + SOON_S) == b"x"
+    server.stop()

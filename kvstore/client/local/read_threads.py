@@ -9,6 +9,7 @@ given it, so that it costs one deadline, once.
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -18,6 +19,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from kvstore import boundary
+from kvstore.errors import InternalError, NodeUnavailable
 from kvstore.model.replica import FrameClass
 from kvstore.tier import nvme_geometry
 from kvstore.tier.bounces import large_buffer
@@ -30,6 +33,8 @@ IN_FLIGHT: Final = 2
 MORE_PER: Final = 8  # reads: one more in flight; of many parts the last ones are a small part
 AHEAD: Final = 8  # reads of one batch given to the threads and not handed out: each has a buffer
 SHAPES_MAX: Final = 16  # kinds of reads whose views a buffer keeps
+
+_READING = boundary.answered("task/read")
 
 
 class Read(NamedTuple):
@@ -178,15 +183,24 @@ class ReadThreads:
         """Begin to perform ``reads``, in this order. Those of a disk that owes an answer fail at once."""
         with self._mutex:
             if not self._started and not self._closed:
+                self._start_threads()
                 self._started = True
-                for number in range(self._threads):
-                    name = f"{self._name}-{number}"
-                    threading.Thread(target=self._serve, name=name, daemon=True).start()
         batch = ReadBatch(self)
         for read in reads:  # each is on its way before the next one is made
             if batch.add(read) < IN_FLIGHT:
                 time.sleep(0)  # lets go of the interpreter, so that a thread begins it
         return batch
+
+    def _start_threads(self) -> None:
+        """Fewer where the machine has no more. Raises NodeUnavailable where it has none."""
+        for number in range(self._threads):
+            try:
+                threading.Thread(target=self._serve, name=f"{self._name}-{number}", daemon=True).start()
+            except RuntimeError as error:
+                if not number:
+                    raise NodeUnavailable(f"no thread to read with: {error}") from None
+                self._threads = number
+                return
 
     def refuses(self, disk: Disk) -> bool:
         """For ``ReadBatch``: nothing may be asked of that disk now."""
@@ -213,7 +227,8 @@ class ReadThreads:
     def _serve(self) -> None:
         while (batch := self._queue.get()) is not None:
             while (number := batch.begin()) is not None:
-                self._perform(batch, number)
+                with contextlib.suppress(InternalError), _READING:  # who asked is told that the read failed
+                    self._perform(batch, number)
 
     def _perform(self, batch: ReadBatch, number: int) -> None:
         disk, offset, nbytes = batch.reads[number]
