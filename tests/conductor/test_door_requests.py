@@ -13,7 +13,9 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import grpc
 import httpx2
+import numpy as np
 import pytest
 
 from engine.conductor.door.errors import refusal_of
@@ -21,7 +23,7 @@ from engine.conductor.door.patience import HttpPatience
 from kvstore.errors import DeadlineExceeded
 from tests.helpers.api import Certificates, identities_file
 from tests.helpers.backend import spawn_backend
-from tests.helpers.conductors import ConductorProcess, serve_conductor
+from tests.helpers.conductors import ConductorProcess, client_of, serve_conductor
 from tests.helpers.door import CALL_S, WORDS, RunningDoor, ask, head_of, open_doors, post, read_all, refused, replies_in
 from tests.helpers.processes import Machine, wait_until
 
@@ -176,6 +178,8 @@ def test_a_conductor_that_is_told_to_end_answers_what_runs_and_nothing_new(machi
         for client in (kept, httpx2.Client(base_url=url)):
             response = client.post("/v1/completions", json={"model": "words", "prompt": "abc", "max_tokens": 2})
             assert refused(response, 503)["code"] == "draining" and response.headers["Connection"] == "close"
+        with client_of(conductor) as over_grpc, pytest.raises(grpc.RpcError, match="draining"):
+            over_grpc.answer(np.arange(20, dtype=np.uint32))
         rest = read_all(running)
     assert (first + rest).count(b"data: ") > 50 and b"data: [DONE]" in rest
     assert conductor.wait(CALL_S) == 0
