@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 import signal
@@ -33,6 +32,7 @@ from kvstore.state.directory import Directory, Told
 from kvstore.tier.data_file import find_data_server
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer.find_messages import pack_announce, unpack_announce, unpack_announced
+from kvstore.transfer.state_pages import read_state
 from kvstore.transfer.tcp import DataConnection
 from kvstore.transfer.wire import FrameKind, Hello
 
@@ -237,11 +237,7 @@ def join(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
 
 
 def _entries(connections: Sequence[DataConnection]) -> int:
-    total = 0
-    for connection in connections:
-        body = connection.call(FrameKind.STATUS, reply=FrameKind.STATE, deadline_s=time.monotonic() + DEADLINE_S)
-        total += int(json.loads(body)["entries"])
-    return total
+    return sum(int(read_state(connection, DEADLINE_S)["entries"]) for connection in connections)
 
 
 def cost(stage: Stage, name: str, bar: Bar) -> list[Result]:

@@ -18,6 +18,7 @@ from kvstore.cli.output import bytes_text, duration_text, print_json, print_tabl
 from kvstore.cli.tiers import ways_text
 from kvstore.errors import KVStoreError, NodeUnavailable
 from kvstore.transfer.credentials import credentials_of
+from kvstore.transfer.state_pages import read_state
 from kvstore.transfer.tcp import DataConnection
 from kvstore.transfer.wire import FrameKind, Hello, WireError
 
@@ -70,7 +71,7 @@ def _asked(server: DataEntry, pool: str) -> dict[str, Any] | None:
     """What a data server says of its part of the directory; None where it does not answer, or not to us."""
     try:
         with closing(dial(server, pool, "kvstore status")) as connection:
-            return asked(connection, FrameKind.STATUS, FrameKind.STATE, ASK_S)
+            return read_state(connection, ASK_S)
     except KVStoreError:
         return None
 

@@ -18,6 +18,7 @@ from kvstore.client.admin import AdminVerbs
 from kvstore.errors import KVStoreError
 from kvstore.model.prefix import Keys
 from kvstore.service.cluster.view import serving
+from kvstore.transfer.state_pages import read_state
 from kvstore.transfer.tcp import DataConnection
 from kvstore.transfer.wire import FrameKind
 
@@ -33,7 +34,7 @@ class _Asked(AdminVerbs):
 
     def status(self) -> dict[str, Any]:
         """What its part of the directory holds, and how old that is."""
-        return asked(self._connection, FrameKind.STATUS, FrameKind.STATE, ASK_S)
+        return read_state(self._connection, ASK_S)
 
     def heard(self) -> dict[str, Any]:
         """What the owners of its pages know of it; see ``service.cluster.heard``."""

@@ -17,7 +17,6 @@ from kvstore.tier.folder import NodeFolder
 from kvstore.tier.plain_files import NotPlain, read_plain
 
 NAME: Final = "peers"
-BYTES_MAX: Final = 1 << 20
 LOOK_NS: Final = 100_000_000  # between two looks at the file: whoever misses a page must not pay for one
 
 
@@ -112,7 +111,7 @@ class PeersFile:
 def _read(path: Path) -> PoolView | None:
     """What a file says; None where it is not plain or makes no sense."""
     try:
-        told = json.loads(read_plain(path)[:BYTES_MAX])
+        told = json.loads(read_plain(path))
         peers = [PoolNode(**_tuples(_known(PoolNode, each))) for each in told["peers"]]
         return PoolView(**{**_known(PoolView, told), "peers": {peer.name: peer for peer in peers}})
     except (OSError, NotPlain, ValueError, TypeError, KeyError, AttributeError):

@@ -30,7 +30,8 @@ from kvstore.transfer.find_messages import (
     unpack_list,
 )
 from kvstore.transfer.peers import PeersFile, PoolView
-from kvstore.transfer.wire import BODY_MAX, FrameKind
+from kvstore.transfer.state_pages import state_page
+from kvstore.transfer.wire import FrameKind
 
 DECIDED: Final = boundary.Decided("state/directory")  # around what changes it; to ask it changes nothing
 LOOK_S: Final = 0.5  # how often it looks who is still there, where the members are the same
@@ -112,15 +113,11 @@ class DirectoryShell:
         exchange.reply(FrameKind.LISTED, pack_listed(entries))
 
     def tell(self, exchange: Exchange, body: memoryview) -> None:
-        """Answer STATUS. Raises PermissionDenied where the caller is no operator."""
+        """Answer STATUS with one page of the state. Raises PermissionDenied where the caller is no operator."""
         if not exchange.caller.operator:
             raise PermissionDenied("only operators are told what a directory holds")
-        exchange.reply(
-            FrameKind.STATE,
-            json.dumps({**self.status(exchange.caller), "connections": exchange.connections}).encode()[
-                : BODY_MAX[FrameKind.STATE]
-            ],
-        )
+        page = state_page(self.status(exchange.caller), bytes(body).decode(errors="replace"))
+        exchange.reply(FrameKind.STATE, json.dumps({**page, "connections": exchange.connections}).encode())
 
     def status(self, caller: Owner = ALONE) -> dict[str, Any]:
         """Entries and their memory; how each task of the data server's membership fares; how long ago the catalog was
