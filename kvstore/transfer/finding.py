@@ -19,8 +19,9 @@ from kvstore.state.placement import OWNERS, Placement
 from kvstore.state.searching import Question, Search, Stretch
 from kvstore.transfer.find_messages import FIND_PAGES_MAX, pack_find, pack_hold, unpack_found
 from kvstore.transfer.links import PeerLinks
-from kvstore.transfer.peers import PeersFile, PoolView
+from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
 from kvstore.transfer.reading import Whose
+from kvstore.transfer.tcp import DataConnection
 from kvstore.transfer.wire import FrameKind, WireError
 
 OWNER_S: Final = 0.3  # for an owner to answer
@@ -129,23 +130,52 @@ class Finder:
     def _round(
         self, whose: _Asked, view: PoolView, questions: list[Question], deadline_s: float
     ) -> list[Listed | None]:
-        """Ask all of these at the same time; None: no answer."""
+        """Ask all of these at the same time; None: no answer. Where a connection was stale the question is asked once
+        more."""
         until_s = min(deadline_s, time.monotonic() + OWNER_S)
         answers: list[Listed | None] = [None] * len(questions)
+        due = list(range(len(questions)))
+        for _ in range(2):
+            if due:
+                due = self._send(whose, view, questions, due, answers, until_s)
+        return answers
+
+    def _send(
+        self,
+        whose: _Asked,
+        view: PoolView,
+        questions: list[Question],
+        due: list[int],
+        answers: list[Listed | None],
+        until_s: float,
+    ) -> list[int]:
+        """Ask those that are ``due``, and note their answers. Returns those whose connections were stale."""
+        stale: list[int] = []
         with contextlib.ExitStack() as open_links:
             under_way = []
-            for at, question in enumerate(questions):
+            for at in due:
+                peer = view.peers[questions[at].owner]
                 with contextlib.suppress(KVStoreError):
-                    connection = open_links.enter_context(self._links.to(view.peers[question.owner], until_s))
-                    number = connection.send(*whose.request(question), deadline_s=until_s)
-                    under_way.append((at, connection, number))
+                    connection = open_links.enter_context(self._links.to(peer, until_s))
+                    try:
+                        number = connection.send(*whose.request(questions[at]), deadline_s=until_s)
+                        under_way.append((at, connection, number))
+                    except KVStoreError as error:
+                        stale += [at] if self._stale(peer, connection, error) else []
             for at, connection, number in under_way:
                 try:
                     head = connection.receive_head(number, FrameKind.FOUND, deadline_s=until_s)
                     body = connection.receive(head.body_bytes, deadline_s=until_s)
                     answers[at] = unpack_found(body, len(questions[at].places))
                 except KVStoreError as error:
-                    if connection.broken or isinstance(error, WireError):
-                        connection.broken = True  # also where it does not say so: we are in the middle of nonsense
-                        self._links.lost(view.peers[questions[at].owner])
-        return answers
+                    stale += [at] if self._stale(view.peers[questions[at].owner], connection, error) else []
+        return stale
+
+    def _stale(self, peer: PoolNode, connection: DataConnection, error: KVStoreError) -> bool:
+        """Whether the peer may be asked again over another connection; where this one broke otherwise it is dead."""
+        if self._links.stale(peer, connection, error):
+            return True
+        if connection.broken or isinstance(error, WireError):
+            connection.broken = True  # also where it does not say so: we are in the middle of nonsense
+            self._links.lost(peer)
+        return False

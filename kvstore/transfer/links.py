@@ -2,6 +2,8 @@
 
 A data server that did not answer once is known to be dead: nobody waits for it again. A thread of our own asks it from
 time to time, and clears that when it answers. One that is started anew is another process, of which nothing is known.
+Where a connection that was kept open has ended, the server may be well all the same: it is asked once more, over a new
+connection, and is dead only where that fails.
 """
 
 from __future__ import annotations
@@ -10,9 +12,9 @@ import contextlib
 import logging
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
-from typing import Final
+from typing import Final, TypeVar
 
 from kvstore.errors import KVStoreError, NodeUnavailable, TooManyCalls, Unauthenticated, Unavailable
 from kvstore.transfer.base import DialCredentials
@@ -27,6 +29,12 @@ PROBE_ANSWER_S: Final = 1.0
 FORGOTTEN_S: Final = 900.0  # after which a dead one is not asked any more, unless somebody needs it
 
 log = logging.getLogger("kvstore.cluster")
+
+T = TypeVar("T")
+
+
+class StaleConnection(NodeUnavailable):
+    """A connection that was kept open has ended. Its server is not known to be dead, and may be asked once more."""
 
 
 @dataclass
@@ -68,7 +76,8 @@ class PeerLinks:
             silence_s: how long it may bring nothing; of that what connecting took, but for a half.
 
         Raises:
-            KVStoreError: as ``DataConnection.open``; NodeUnavailable at once where it is ``dead``.
+            KVStoreError: as ``DataConnection.open``; NodeUnavailable at once where it is ``dead``; StaleConnection,
+                see ``call``.
         """
         if self.dead(peer):
             raise NodeUnavailable(f"{peer.name}: did not answer, and has not since")
@@ -84,6 +93,8 @@ class PeerLinks:
             if connection is not None and isinstance(error, Unauthenticated):
                 connection.broken = True  # our token was replaced: the next connection shows the new one
                 self._drop(peer)
+            elif connection is not None and self.stale(peer, connection, error):
+                raise StaleConnection(str(error)) from error
             elif (connection is None or connection.broken) and not isinstance(error, TooManyCalls):
                 self.lost(peer)
                 # Who is away may be back soon; who refuses us is set up otherwise than we are.
@@ -97,6 +108,32 @@ class PeerLinks:
         finally:
             if connection is not None:
                 self._give_back(peer, connection)
+
+    def call(
+        self, peer: PoolNode, deadline_s: float, use: Callable[[DataConnection], T], silence_s: float = SILENCE_S
+    ) -> T:
+        """What ``use`` makes of a connection to that data server; where that one is stale, of another one.
+
+        Args:
+            use: may be called twice.
+
+        Raises:
+            KVStoreError: as ``to``, and what ``use`` raises.
+        """
+        try:
+            with self.to(peer, deadline_s, silence_s) as connection:
+                return use(connection)
+        except StaleConnection:
+            with self.to(peer, deadline_s, silence_s) as connection:
+                return use(connection)
+
+    def stale(self, peer: PoolNode, connection: DataConnection, error: KVStoreError) -> bool:
+        """Whether a connection that failed with this error was kept open for long, and has just ended. Then the others
+        that are kept have ended as well, and are closed."""
+        found = connection.broken and not connection.fresh and isinstance(error, NodeUnavailable)
+        if found:
+            self._drop(peer)
+        return found
 
     def close(self) -> None:
         """Close what nobody uses; what is used is closed when it comes back."""
@@ -136,6 +173,7 @@ class PeerLinks:
                 old += [each for _, each in self._idle.pop(process)]
             idle = self._idle.setdefault(peer.process, [])
             if not connection.broken and not self._closed.is_set() and len(idle) < IDLE_MAX:
+                connection.fresh = False
                 idle.append((now_s, connection))
             else:
                 old.append(connection)

@@ -23,6 +23,7 @@ from kvstore.transfer.tcp import DataConnection
 from kvstore.transfer.wire import BODY_MAX, FrameKind
 
 CHECKSUM: Final = "checksum"
+RATE_MIN: Final = 16 << 20  # bytes per second: a source that is slower is given up as a silent one
 VERIFY_BYTES: Final = 512 << 10  # are received, then verified, where a page is not larger
 Rows = npt.NDArray[np.uint8]
 Places = Rows | list[Rows]
@@ -75,6 +76,7 @@ def receive_pages(
     Raises:
         KVStoreError: as ``DataConnection.receive_head``. Where the connection broke, any of ``rows`` may hold anything.
     """
+    connection.rate_min = RATE_MIN
     pulled, sent, wrong = Pulled(), 0, len(request.keys)
     tiers: list[Tier] = []
     while True:

@@ -14,6 +14,7 @@ from kvstore.errors import DeadlineExceeded, NodeUnavailable
 from kvstore.transfer.wire import HEAD, FrameKind, Head, WireError, pack_head, unpack_head
 
 LOOK_S: Final = 0.05  # how often a blocked send or receive looks at its deadline
+STALL_S: Final = 2 * LOOK_S  # what takes longer between two looks is a stall of our own
 TLS_PIECE: Final = 256 << 10  # is encrypted in one go
 BUFFERS_MAX: Final = 512  # of one call; the kernel takes 1024
 
@@ -27,16 +28,21 @@ class Stream:
 
     Args:
         silence_s: how long the other end may bring, or take, not a single byte while we wait for it. May be changed.
+            With a ``rate_min``: how far it may be behind that rate.
         who: the other end, for messages.
 
     Attributes:
         sent_bytes: what the kernel has taken so far.
+        rate_min: bytes per second that have to come while we wait for them; 0: any. May be changed.
+        behind_s: how much longer we have waited for what came than it takes at that rate.
     """
 
     def __init__(self, sock: socket.socket, silence_s: float, who: str) -> None:
         self._sock = sock
         self.silence_s = silence_s
         self.sent_bytes = 0
+        self.rate_min = 0
+        self.behind_s = 0.0
         self._who = who
         self._tls = isinstance(sock, ssl.SSLSocket)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
@@ -59,11 +65,12 @@ class Stream:
 
         Raises:
             NodeUnavailable: the other end has gone.
-            DeadlineExceeded: it did not send so much in time, or nothing at all for a while.
+            DeadlineExceeded: it did not send so much in time, nothing at all for a while, or too slowly.
         """
         silence_s = self.silence_s if silence_s is None else silence_s
         have, wanted, flags = 0, len(view), 0 if self._tls else socket.MSG_WAITALL
-        heard_s = time.monotonic()
+        looked_s = time.monotonic()
+        self.behind_s = self.behind_s if self.rate_min else 0.0
         while have < wanted:
             try:
                 more = self._sock.recv_into(view[have:], wanted - have, flags)
@@ -74,9 +81,13 @@ class Stream:
             if more == 0:
                 raise NodeUnavailable(f"{self._who}: closed the connection")
             now_s = time.monotonic()
+            self.behind_s += min(now_s - looked_s, STALL_S)
+            looked_s = now_s
             if more > 0:
-                have, heard_s = have + more, now_s
-            if have < wanted and (now_s >= deadline_s or now_s - heard_s >= silence_s):
+                have += more
+                self.behind_s = max(0.0, self.behind_s - more / self.rate_min) if self.rate_min else 0.0
+            late = self.behind_s >= silence_s
+            if (have < wanted and (now_s >= deadline_s or late)) or (self.rate_min and late):
                 raise DeadlineExceeded(f"{self._who}: sent {have} of {wanted} bytes in time")
 
     def receive(self, size: int, deadline_s: float, silence_s: float | None = None) -> bytearray:

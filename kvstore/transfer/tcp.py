@@ -39,11 +39,13 @@ class DataConnection:
     Attributes:
         welcome: what the server said of itself.
         broken: whether it is of no use any more.
+        fresh: whether it was opened for its first request, and not kept open since an earlier one.
     """
 
     def __init__(self, stream: Stream, welcome: Welcome) -> None:
         self.welcome = welcome
         self.broken = False
+        self.fresh = True
         self._stream = stream
         self._numbers = itertools.count(1)
 
@@ -102,9 +104,19 @@ class DataConnection:
     def silence_s(self, silence_s: float) -> None:
         self._stream.silence_s = silence_s
 
+    @property
+    def rate_min(self) -> int:
+        """Bytes per second that the server has to send while we wait for them; 0: any. Until the next request."""
+        return self._stream.rate_min
+
+    @rate_min.setter
+    def rate_min(self, rate_min: int) -> None:
+        self._stream.rate_min = rate_min
+
     def send(self, kind: FrameKind, *body: Buffer, deadline_s: float) -> int:
         """Send a request, and do not wait for its reply; returns its number. Raises as ``Stream.send``."""
         number = next(self._numbers) & 0xFFFFFFFF
+        self._stream.rate_min, self._stream.behind_s = 0, 0.0
         try:
             self._stream.send_frame(kind, number, body, deadline_s)
         except KVStoreError:
@@ -121,6 +133,9 @@ class DataConnection:
         """
         try:
             head = self._stream.receive_head(deadline_s)
+            if head.kind is FrameKind.ERROR and head.request not in (request, 0):
+                words = unpack_error(self._stream.receive(head.body_bytes, deadline_s))  # it was idle, and was ended
+                raise NodeUnavailable(f"{self._stream.who}: ended the connection ({words})")
             if head.kind not in (*kinds, FrameKind.ERROR) or head.request not in (request, 0):
                 raise WireError(f"{self._stream.who}: sent {head.kind.name} of request {head.request}")
         except KVStoreError:

@@ -92,8 +92,9 @@ class TcpTransport:
         held: HeldPlaces | None = None,
     ) -> Pulled:
         """See ``Transport``. A connection that fails is closed before the error leaves: nothing can arrive later."""
-        with self._links.to(peer, deadline_s, silence_s) as connection:
-            return pull(connection, request, places, deadline_s)
+        return self._links.call(
+            peer, deadline_s, lambda connection: pull(connection, request, places, deadline_s), silence_s
+        )
 
     def close(self) -> None:
         """See ``Transport``. The links are others' as well, who close them."""

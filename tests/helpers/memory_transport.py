@@ -39,6 +39,10 @@ class MemoryLinks:
     def to(self, peer: PoolNode, deadline_s: float, silence_s: float = 1.0) -> Iterator[MemoryConnection]:
         yield MemoryConnection(self._owner, silence_s)
 
+    def call(self, peer: PoolNode, deadline_s: float, use: Any, silence_s: float = 1.0) -> Any:
+        with self.to(peer, deadline_s, silence_s) as connection:
+            return use(connection)
+
     def close(self) -> None:
         pass
 

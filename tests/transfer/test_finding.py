@@ -292,6 +292,20 @@ def test_pages_that_owners_do_not_hear_of_are_found(machines: dict[str, Machine]
     assert shape(c.finder.find(replace(WHOSE, salt="others"), keys, 0, time.monotonic() + 30)) == [("a", 0, 50)]
 
 
+def test_connections_that_ended_while_nobody_used_them_cost_nothing(machines: dict[str, Machine]) -> None:
+    c = machines["c"]
+    machines["a"].put(prompt(15, 20))
+    wait_until("the owners know", lambda: shape(c.find(prompt(15, 20))) == [("a", 0, 20)], 30)
+    for _ in range(5):
+        for machine in machines.values():
+            assert machine.server is not None
+            for connection in list(machine.server._open):
+                connection.abort()
+        assert shape(c.find(prompt(15, 20))) == [("a", 0, 20)]
+        view = c.peers.look()
+        assert view is not None and not any(c.finder._links.dead(peer) for peer in view.peers.values())
+
+
 def test_what_was_told_is_kept_for_a_moment(machines: dict[str, Machine]) -> None:
     machines["a"].put(prompt(6, 20))
     finder, keys = machines["c"].finder, machines["c"].cache.keys(prompt(6, 20)).hashes

@@ -16,11 +16,12 @@ from kvstore.serving.certificates import ServerCertificate
 from kvstore.serving.identities import LOCAL
 from kvstore.transfer.base import Caller, DialCredentials, Exchange
 from kvstore.transfer.credentials import credentials_of
-from kvstore.transfer.links import PeerLinks
+from kvstore.transfer.links import PeerLinks, StaleConnection
 from kvstore.transfer.peers import PoolNode
 from kvstore.transfer.pulling import pull
 from kvstore.transfer.reading import ReadRequest, WantedChain, pack_end, pack_range
-from kvstore.transfer.server import Server
+from kvstore.transfer.server import Server, ServerLimits
+from kvstore.transfer.tcp import DataConnection
 from kvstore.transfer.wire import FrameKind, Hello, WireError
 from tests.helpers.api import Certificates
 from tests.helpers.content import SMALL, chain
@@ -84,6 +85,34 @@ def test_a_dead_peer_costs_one_wait_until_it_answers(links: PeerLinks) -> None:
     wait_until("it is known to answer again", lambda: not links.dead(peer), LATE_S)
     ping(links, peer)
     server.stop()
+
+
+def test_a_connection_that_was_kept_open_and_ended_is_replaced(links: PeerLinks) -> None:
+    """The server closes it while it is idle, as one does that makes room, or a firewall in between. The server is not
+    taken for dead."""
+    server = Server("n", {}, admit, ServerLimits(idle_s=0.2))
+    peer = PoolNode("n", server.process, "", (server.start("127.0.0.1", 0),))
+    for _ in range(3):
+        with links.to(peer, later()) as one, links.to(peer, later()) as other:
+            assert all(
+                each.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) for each in (one, other)
+            )
+        wait_until("they are closed", lambda: server.connections == 0, LATE_S)
+        assert links.call(peer, later(), pinged) == b"x" and not links.dead(peer)
+        wait_until("it is closed", lambda: server.connections == 0, LATE_S)
+        links.call(peer, later(), pinged)
+    wait_until("it is closed", lambda: server.connections == 0, LATE_S)
+    with pytest.raises(StaleConnection), links.to(peer, later()) as connection:
+        pinged(connection)
+    ping(links, peer)
+    server.stop()
+    with pytest.raises(NodeUnavailable):
+        links.call(peer, later(), pinged)
+    assert links.dead(peer), "a new connection failed as well"
+
+
+def pinged(connection: DataConnection) -> bytearray:
+    return connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later())
 
 
 def test_a_connection_on_which_nonsense_came_is_not_used_again(links: PeerLinks) -> None:

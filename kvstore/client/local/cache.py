@@ -96,10 +96,10 @@ class LocalCache(PrefixCache):
                 return self._match_with(found, pages, asked, below)
         return Match(pages * self._page_tokens, pages, "" if pages == asked else ABSENT, None, below)
 
-    def elsewhere(self, keys: Keys, pages: int) -> list[Stretch]:
+    def elsewhere(self, keys: Keys, pages: int, patience: Patience | None = None) -> list[Stretch]:
         """Where the pages after the first ``pages`` are, as far as other nodes of the pool have them."""
         elsewhere = self._node.elsewhere
-        return elsewhere.seek(self._wanted, keys, pages) if elsewhere is not None else []
+        return elsewhere.seek(self._wanted, keys, pages, (), patience) if elsewhere is not None else []
 
     def _match_with(self, found: list[Stretch], pages: int, asked: int, below: Mapping[Tier, int]) -> Match:
         """What is found when these pages of other nodes follow the first ``pages``."""
@@ -129,11 +129,12 @@ class LocalCache(PrefixCache):
         target = rows_to_fill(out, self.page_bytes, asked) if out is not None else None
         if mapped is None or not asked:
             return self._missed(asked, out)
-        pages, below, nodes, reason = 0, NONE_BELOW, HERE_ALONE, ""
+        pages, below, nodes, reason, patience = 0, NONE_BELOW, HERE_ALONE, "", None
         for _ in (0, 1):  # once more where a page moved or was evicted between the index and the copy
             runs, proven, reason = prove(mapped, keys, self.page_bytes, self._closed)
             if target is None or out is None:  # what is found the second time may be more
-                found = proven if not reason else self._found(mapped, keys, proven, reason)
+                patience = patience or Patience()
+                found = proven if not reason else self._found(mapped, keys, proven, reason, patience)
                 target = empty((found, self.page_bytes))
             if failpoint.ACTIVE:
                 failpoint.hit("client.reading")
@@ -152,7 +153,7 @@ class LocalCache(PrefixCache):
                 pages, below, reason = self._beyond(mapped, keys, target, pages, reason, checked)
             read, here, hbm = sum(below.values()), pages, below.get(Tier.HBM, 0)
             if reason in ELSEWHERE and target is not None and node.elsewhere is not None:
-                others = node.elsewhere, keys, target[pages:], pages, below, checked
+                others = node.elsewhere, keys, target[pages:], pages, below, checked, patience or Patience()
                 pages, below, nodes, reason = self._from_others(*others)
             if reason:
                 node.missed(reason)
@@ -199,23 +200,30 @@ class LocalCache(PrefixCache):
 
     # --- reading what is not in memory ------------------------------------------------------------------------------
 
-    def _found(self, mapped: Mapped, keys: Keys, proven: int, reason: str) -> int:
+    def _found(self, mapped: Mapped, keys: Keys, proven: int, reason: str, patience: Patience) -> int:
         """How many pages a get may bring, where memory has the first ``proven`` and then none for that reason."""
         if reason not in ELSEWHERE:
             return proven
         pages = stored_beyond(mapped, keys, proven, self._closed)[0]
-        return pages + sum(each.stop - each.start for each in self.elsewhere(keys, pages))
+        return pages + sum(each.stop - each.start for each in self.elsewhere(keys, pages, patience))
 
     def _gather(self, keys: Keys, within_s: float) -> None:
         """What other nodes have of these pages is needed in this machine's memory."""
         self._keeping.gather(keys, Patience(within_s, here_s=within_s), self._names)
 
     def _from_others(
-        self, elsewhere: Elsewhere, keys: Keys, target: Rows, pages: int, below: Mapping[Tier, int], verify: bool
+        self,
+        elsewhere: Elsewhere,
+        keys: Keys,
+        target: Rows,
+        pages: int,
+        below: Mapping[Tier, int],
+        verify: bool,
+        patience: Patience,
     ) -> tuple[int, Mapping[Tier, int], Mapping[str, int], str]:
         """Go on after ``pages`` with those of other nodes: pages, by tier and by node, and why not more. Those that are
         to be kept come by way of their frames here, the others straight into ``target``."""
-        patience, start, brought = Patience(), pages, Brought()
+        start, brought = pages, Brought()
         kept = self._keeping.worth(elsewhere, keys[pages : pages + len(target)])
         if kept:
             came = self._keeping.gather(keys[: pages + kept], patience, self._names)

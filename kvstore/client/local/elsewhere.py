@@ -31,13 +31,12 @@ from kvstore.transfer.finding import KEPT_S, Finder
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.mover import PageMover
 from kvstore.transfer.peers import PeersFile, PoolView
-from kvstore.transfer.pulling import Places
+from kvstore.transfer.pulling import RATE_MIN, Places
 from kvstore.transfer.reading import ReadRequest, WantedChain, pages_per_request
 from kvstore.transfer.tcp import SILENCE_S
 from kvstore.transfer.transport import HeldPlaces, LateBytes
 
-READ_S: Final = 5.0  # for what one get brings from other nodes
-LOSS_S: Final = 1.0  # of that it waits so long for nodes that do not answer, however many there are
+LOSS_S: Final = 0.8  # that one get waits for other nodes, however many, beyond what its bytes take at ``RATE_MIN``
 HERE_S: Final = 0.4  # for our own node, where a get wants a place in it; without one it goes on
 
 log = logging.getLogger("kvstore.cluster")
@@ -61,16 +60,34 @@ class Brought:
 class Patience:
     """How long one call goes on with other nodes, and how much of that it still waits for those that do not answer.
 
+    Args:
+        within_s: for all; None: for what does not bring pages, and as long as pages come they may take as ``RATE_MIN``
+            has it.
+
     Attributes:
         deadline_s: of ``time.monotonic()``.
         left_s: for silence.
         here_s: for our own node's answers, and for pages that another program of this machine is about to bring.
     """
 
-    def __init__(self, within_s: float = READ_S, here_s: float = HERE_S) -> None:
+    def __init__(self, within_s: float | None = None, here_s: float = HERE_S) -> None:
+        self._grows = within_s is None
+        within_s = LOSS_S if within_s is None else within_s
         self.deadline_s = time.monotonic() + within_s
         self.left_s = min(LOSS_S, within_s)
         self.here_s = here_s
+
+    def until_s(self, nbytes: int) -> float:
+        """The deadline of a transfer of so many bytes that begins now."""
+        return self.deadline_s + (nbytes / RATE_MIN if self._grows else 0.0)
+
+    def came(self, nbytes: int) -> None:
+        """So many bytes did."""
+        self.extend(nbytes / RATE_MIN)
+
+    def extend(self, seconds: float) -> None:
+        """Pages came in that time."""
+        self.deadline_s += seconds if self._grows else 0.0
 
     @property
     def over(self) -> bool:
@@ -188,14 +205,17 @@ class Elsewhere:
         held: HeldPlaces | None,
     ) -> int:
         """Read these pages from one node; how many of them came. Raises LateBytes."""
-        view, mover, done, deadline_s = self._peers.look(), self._mover, 0, patience.deadline_s
+        view, mover, done = self._peers.look(), self._mover, 0
+        page_bytes = chain.frame_class.page_bytes
         peer = view.peers.get(node) if view is not None else None
         step = pages_per_request(chain, keys.extras is not None)
         try:
             while peer is not None and mover is not None and done < len(keys):
-                request = ReadRequest(chain, keys[done : done + step], 0, chain.frame_class.page_bytes)
+                request = ReadRequest(chain, keys[done : done + step], 0, page_bytes)
+                deadline_s = patience.until_s(len(request.keys) * page_bytes)
                 with patience.waiting() as silence_s:
                     got = mover.read(peer, request, rows[done : done + step], deadline_s, silence_s, held)
+                patience.came(got.pages * page_bytes)
                 done += got.pages
                 brought.add(Brought(got.pages, +Counter({node: got.pages}), Counter(got.tiers)))
                 if got.pages < len(request.keys):

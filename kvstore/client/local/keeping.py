@@ -12,6 +12,7 @@ than an engine waits for readers: for a lease, or because others are brought tha
 from __future__ import annotations
 
 import contextlib
+import time
 from collections.abc import Callable
 from typing import Final
 
@@ -114,7 +115,11 @@ class Keeping:
             return self._bring(elsewhere, mapped, arrival, keys, pages, patience, brought)
         if place is Bringer.NONE:
             return False
-        return self._await(mapped, wanted.hashes[0], patience)
+        began_s = time.monotonic()
+        joined = self._await(mapped, wanted.hashes[0], patience)
+        if joined and self._stored(mapped, keys) > pages:
+            patience.extend(time.monotonic() - began_s)
+        return joined
 
     def _await(self, mapped: Mapped, key: bytes, patience: Patience) -> bool:
         """Wait for somebody else of this machine who brings that page; whether they have ended."""

@@ -169,10 +169,14 @@ class Announcer:
     def _send(self, peer: PoolNode, owner: _Owner, batch: Told) -> bool:
         deadline_s = time.monotonic() + ANSWER_S
         try:
-            with self._links.to(peer, deadline_s) as connection:
-                body = pack_announce(batch, self._daemon)
-                reply = connection.call(FrameKind.ANNOUNCE, body, reply=FrameKind.ANNOUNCED, deadline_s=deadline_s)
-                wanted = unpack_announced(reply)
+            body = pack_announce(batch, self._daemon)
+            wanted = self._links.call(
+                peer,
+                deadline_s,
+                lambda connection: unpack_announced(
+                    connection.call(FrameKind.ANNOUNCE, body, reply=FrameKind.ANNOUNCED, deadline_s=deadline_s)
+                ),
+            )
         except KVStoreError as error:
             owner.fail(error)
             self.counters["failed"] += 1
