@@ -13,6 +13,7 @@ from kvstore.catalog import schema
 from kvstore.catalog.schema import DataEntry
 from kvstore.cli import cluster, verify_cluster
 from kvstore.service.cluster.directory_shell import DirectoryShell
+from kvstore.serving.identities import LOCAL
 from kvstore.state.directory import Told
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import peers
@@ -21,7 +22,6 @@ from kvstore.transfer.server import Server
 from kvstore.transfer.state_pages import PAGE_NAMES, read_state, state_page
 from kvstore.transfer.tcp import DataConnection
 from kvstore.transfer.wire import BODY_MAX, FrameKind, Hello, WireError
-from tests.transfer.test_finding import admit
 
 NODES = 1000
 NAMES = [f"a-node-with-a-name-of-26-{number:x}"[:26].ljust(26, "x") + f"{number:04}" for number in range(NODES)]
@@ -40,7 +40,7 @@ def served(tmp_path: Path) -> Iterator[DataEntry]:
     for number, name in enumerate(NAMES):
         page, mark = np.array([number << 20], np.uint64), np.ones(1, np.uint8)
         assert shell._owner.told(Told(name, number + 1, 0, page, mark, True), time.monotonic()) == 1
-    server = Server("n", shell.handlers, admit)
+    server = Server("n", shell.handlers, lambda hello, names: LOCAL)
     addresses = (server.start("127.0.0.1", 0),)
     yield DataEntry(name="n.1", process=server.process, node="n", incarnation="", addresses=addresses)
     server.stop()
@@ -75,7 +75,8 @@ def test_a_page_is_bounded_whatever_the_names() -> None:
     "answer", [b"", b"[]", b'{"peers": 3}', b'{"peers": [], "heard_ago_s": {}, "last": "", "more": 1}']
 )
 def test_a_page_that_makes_no_sense_is_refused(answer: bytes) -> None:
-    server = Server("n", {FrameKind.STATUS: lambda exchange, body: exchange.reply(FrameKind.STATE, answer)}, admit)
+    handlers = {FrameKind.STATUS: lambda exchange, body: exchange.reply(FrameKind.STATE, answer)}
+    server = Server("n", handlers, lambda hello, names: LOCAL)
     connection = DataConnection.open(server.start("127.0.0.1", 0), Hello(), deadline_s=time.monotonic() + 30)
     with pytest.raises(WireError, match="state: "):
         read_state(connection, 30.0)
