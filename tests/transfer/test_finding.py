@@ -29,13 +29,13 @@ from kvstore.service.cluster.hold_handler import HoldHandler
 from kvstore.service.cluster.view import ViewKeeper, serving
 from kvstore.service.node.node import Node
 from kvstore.serving.http import Readiness, readyz
-from kvstore.state.directory import AGAIN, TIERS, Told
+from kvstore.state.directory import AGAIN, TIERS, Listed, Told
 from kvstore.state.directory_owner import LATE_S
 from kvstore.state.searching import Stretch
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import links, peers
 from kvstore.transfer.base import Caller, Exchange
-from kvstore.transfer.find_messages import pack_announce, unpack_announce, unpack_announced
+from kvstore.transfer.find_messages import pack_announce, pack_found, unpack_announce, unpack_announced
 from kvstore.transfer.finding import Finder
 from kvstore.transfer.links import PeerLinks
 from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
@@ -316,7 +316,14 @@ def test_what_was_told_is_kept_for_a_moment(machines: dict[str, Machine]) -> Non
     assert machines["c"].find(prompt(6, 20)) == []
 
 
+def nothing(self: HoldHandler, exchange: Exchange, body: memoryview) -> None:
+    """A node that says it has no page, so that what is found is what owners list."""
+    none = np.zeros(0, np.int64)
+    exchange.reply(FrameKind.FOUND, pack_found(Listed(none, none, none.astype(np.uint8), [])))
+
+
 def test_only_nodes_announce(machines: dict[str, Machine], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(HoldHandler, "__call__", nothing)
     monkeypatch.setattr(Anyone, "operator", False)
     machines["a"].put(prompt(7, 5))
     wait_until("a was refused", lambda: machines["a"].announcer.counters["failed"] > 0, 30)
@@ -398,7 +405,10 @@ def test_a_node_says_that_it_tells_nobody_any_more(
     wait_until("it goes on", lambda: a.announcer.status()["fault"] == "", 60)
 
 
-def test_a_pool_that_draws_another_secret_tells_all_anew(machines: dict[str, Machine]) -> None:
+def test_a_pool_that_draws_another_secret_tells_all_anew(
+    machines: dict[str, Machine], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(HoldHandler, "__call__", nothing)
     long = prompt(14, 40)
     machines["a"].put(long)
     wait_until("the owners know", lambda: shape(machines["c"].find(long)) == [("a", 0, 40)], 30)
