@@ -177,7 +177,7 @@ class NodeConfig(DaemonConfig):
     """HOST:PORT of the data server, where other nodes read this one's pages, or none; auto: a free port of loopback
     where there is a catalog that other processes read. Beyond loopback it needs TLS and identities."""
     data_connections: int = setting(256, parse_count, "How many connections the data server takes, of all callers.")
-    """How many connections of known callers the data server takes; two callers get equal parts."""
+    """How many connections of known callers the data server takes; callers that want many have equal parts."""
     data_transports: str = setting(
         "auto", parse_text, "How other nodes may read this one's pages: auto, or some, such as tcp.", metavar="NAMES"
     )
