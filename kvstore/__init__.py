@@ -59,7 +59,6 @@ __all__ = [
     "connect",
     "empty",
     "errors",
-    "memory",
     "open",
 ]
 
@@ -104,9 +103,12 @@ def open(
 ) -> Store:
     """Start a node inside this process and return its store. No daemon; the node ends with the store.
 
+    Without a name the store is private: its folder is its own, ``connect`` does not choose it, and all of it is gone
+    with the store. So each test of a program that uses a store can open one, at once with others.
+
     Args:
         name: what other processes of this machine may ``connect`` to, to read while this one lives; None: a unique one.
-        dram: capacity, as ``"512MiB"`` or bytes.
+        dram: capacity, as ``"512MiB"`` or bytes. Memory is taken as pages arrive.
         nvme: a file or block device below DRAM as ``"PATH:SIZE"``, or several of them. Made where absent.
         config: any other setting of a node, see ``kvstore.config.NodeConfig``; ``shm_dir`` for example.
 
@@ -132,21 +134,3 @@ def open(
     except BaseException:
         embedded.close()
         raise
-
-
-def memory(dram: str | int = "512MiB") -> Store:
-    """A store in this process's memory: no files, no threads, no daemon. For tests of what uses a store.
-
-    The same verbs as of any other store, see ``kvstore.client.memory.store``. It ends with ``close``, or when nothing
-    holds it or one of its caches any more.
-
-    Args:
-        dram: capacity, as ``"512MiB"`` or bytes. What was used longest ago leaves to make room.
-
-    Raises:
-        InvalidRequest: no such size.
-    """
-    from kvstore.client.memory.store import MemoryStore
-    from kvstore.config.values import parse_size
-
-    return MemoryStore(parse_size(dram, "dram"))

@@ -90,7 +90,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
 }
 
 # Kinds of stores behind the interfaces of `kvstore.client`.
-STORE_KINDS = ("local", "remote", "memory")
+STORE_KINDS = ("local", "remote")
 
 # Nouns and decisions are pure: no I/O, no clock, no threads, no chance but from a seed. So they may import this much.
 PURE_PARTS = ("model", "state")
@@ -129,8 +129,6 @@ WALL_CLOCK = re.compile(r"(time\.(time|time_ns)|(datetime\.)?(datetime\.(now|utc
 MAY_READ_WALL_CLOCK = {
     "engine/conductor/door/server.py": "OpenAI's replies say when they were made",
     "kvstore/cli/pin.py": "shows when a pin ends",
-    "kvstore/client/memory/operator.py": "tells when a pin ends",
-    "kvstore/client/memory/pool.py": "stamps events",
     "kvstore/serving/identities.py": "a token expires on a date",
     "kvstore/service/events/kv_events.py": "stamps events; numbers that a later daemon goes on from",
     "kvstore/service/node/event_log.py": "the same",
@@ -548,7 +546,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (rooms_point_down, "kvstore/service/node/x.py", "from ..operator import stats"),
     (rooms_point_down, "kvstore/service/somewhere/x.py", ""),
     (kinds_of_stores_are_peers, "kvstore/client/remote/x.py", "from kvstore.client.local.store import LocalStore"),
-    (kinds_of_stores_are_peers, "kvstore/client/memory/x.py", "from kvstore.client import remote"),
+    (kinds_of_stores_are_peers, "kvstore/client/local/x.py", "from kvstore.client import remote"),
     (kinds_of_stores_are_peers, "kvstore/client/store.py", "def f():\n    from .local import store"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import os"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import time"),

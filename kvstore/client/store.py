@@ -19,12 +19,11 @@ AFTER_FORK: Final = "was opened in process {}; open or connect again after fork"
 
 
 class Store(AdminVerbs, ObjectVerbs):
-    """One node, shared by all threads of this process. Made by ``kvstore.open``, ``kvstore.connect`` or
-    ``kvstore.memory``.
+    """One node, shared by all threads of this process. Made by ``kvstore.open`` or ``kvstore.connect``.
 
     Life: made -> used -> ``close`` (or leaving ``with``, or being dropped together with its caches, or the end of the
-    process). Closing gives back what is reserved and leased; an embedded node, and a store in memory, end with their
-    store, a daemon's pages stay. A forked child is refused and connects itself.
+    process). Closing gives back what is reserved and leased; an embedded node ends with its store, a
+    daemon's pages stay. A forked child is refused and connects itself.
 
     Attributes:
         reads_without_node: whether reads go on while the node's daemon is away.

@@ -135,7 +135,7 @@ def test_a_zeroed_page_is_found_and_computed_again(machine: Machine) -> None:
 
 def test_the_judge_sees_a_wrong_page() -> None:
     """A page of zeros that is stored as if it were right changes the answer: the tests above can fail."""
-    with kvstore.memory() as right, kvstore.memory() as wrong:
+    with kvstore.open() as right, kvstore.open() as wrong:
         first = over(right)
         want = asked(first, prompt(1))
         pages = stored_pages(first, prompt(1))
@@ -209,7 +209,7 @@ def small(family: str, kind: Any = AutoModelForCausalLM, **config: Any) -> Any:
     ],
 )
 def test_models_that_are_refused(make: Any, reason: str) -> None:
-    with kvstore.memory() as store, pytest.raises(InvalidRequest, match=reason) as refused:
+    with kvstore.open() as store, pytest.raises(InvalidRequest, match=reason) as refused:
         prefix_cache(make(), store)
     assert refused.value.field == "model"
 
@@ -229,7 +229,7 @@ def test_models_that_are_refused(make: Any, reason: str) -> None:
     ],
 )
 def test_calls_that_are_refused(field: str, changes: dict[str, Any]) -> None:
-    with kvstore.memory() as store:
+    with kvstore.open() as store:
         cached = over(store)
         with pytest.raises(InvalidRequest) as refused:
             cached.generate(**{"input_ids": prompt(1, 8), **changes})

@@ -49,7 +49,7 @@ def model_of(family: str) -> Any:
 
 @pytest.fixture
 def cached() -> Iterator[PromptCache]:
-    with kvstore.memory() as store:
+    with kvstore.open() as store:
         yield prefix_cache(model_of("llama"), store, page_tokens=PAGE)
 
 
@@ -186,7 +186,7 @@ def test_any_call_gives_the_tokens_of_plain_generate_or_is_refused(
     try:
         if config is not None:
             call = {**call, "generation_config": config_with(config)}
-        with kvstore.memory() as store:
+        with kvstore.open() as store:
             cached = prefix_cache(model, store, page_tokens=PAGE)
             # First alone, then over what the first has stored; whatever the call stores is what plain calls compute.
             for _ in range(2):
@@ -206,7 +206,7 @@ def test_any_call_gives_the_tokens_of_plain_generate_or_is_refused(
 
 def test_calls_with_free_arguments_are_served_from_the_store() -> None:
     """The test above may not pass because all is refused."""
-    with kvstore.memory() as store:
+    with kvstore.open() as store:
         cached = prefix_cache(model_of("llama"), store, page_tokens=PAGE)
         asked(cached)
         for name, values in FREE.items():

@@ -27,7 +27,7 @@ torch.set_num_threads(1)  # tests share two cores
 
 @pytest.fixture
 def store() -> Iterator[kvstore.Store]:
-    with kvstore.memory() as made:
+    with kvstore.open() as made:
         yield made
 
 

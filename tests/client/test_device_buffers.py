@@ -27,7 +27,7 @@ from tests.helpers.device_waits import WaitSite, forget, wait_sites
 from tests.helpers.nvme.nodes import save_all
 from tests.helpers.processes import Machine, free_port
 
-WAYS = ("embedded", "daemon", "kv", "memory")
+WAYS = ("embedded", "daemon", "kv")
 LOCAL = ("embedded", "daemon")
 
 
@@ -42,9 +42,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Store
             kvstore.open(dram="64MiB", shm_dir=machine.shm_dir) as embedded,
             machine.connect("n") as daemon,
             kvstore.connect(f"kv://127.0.0.1:{port}") as tcp,
-            kvstore.memory(dram="64MiB") as memory,
         ):
-            yield {"embedded": embedded, "daemon": daemon, "kv": tcp, "memory": memory}
+            yield {"embedded": embedded, "daemon": daemon, "kv": tcp}
     finally:
         machine.close()
         patch.undo()

@@ -20,7 +20,7 @@ from tests.helpers.content import SMALL, contents, layer_of
 from tests.helpers.device_buffers import InterfaceBuffer, added_device
 from tests.helpers.processes import Machine, free_port
 
-WAYS = ("embedded", "daemon", "kv", "memory")
+WAYS = ("embedded", "daemon", "kv")
 FULL = replace(SMALL, model="grouped", group="full")
 WINDOW = replace(SMALL, model="grouped", group="window", layers=3, attention="window", window=40)
 WIDE = replace(WINDOW, group="wide", page_tokens=32, window=97)
@@ -49,9 +49,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Store
             kvstore.open(dram="64MiB", shm_dir=machine.shm_dir) as embedded,
             machine.connect("n") as daemon,
             kvstore.connect(f"kv://127.0.0.1:{port}") as tcp,
-            kvstore.memory(dram="64MiB") as memory,
         ):
-            yield {"embedded": embedded, "daemon": daemon, "kv": tcp, "memory": memory}
+            yield {"embedded": embedded, "daemon": daemon, "kv": tcp}
     finally:
         machine.close()
         patch.undo()

@@ -371,6 +371,16 @@ def test_connect_reads_an_embedded_node_of_this_machine(shm: Path, monkeypatch: 
     reader.close()
 
 
+def test_stores_without_a_name_are_private_and_leave_nothing() -> None:
+    """As many tests of one machine open them: with no arguments, and whatever other nodes there are."""
+    with kvstore.open() as one, kvstore.open() as other:
+        folders = [Path("/dev/shm") / f"kvstore-{store.name}" for store in (one, other)]
+        one.cache(LAYOUT).put(prompt(3), content(3))
+        assert one.cache(LAYOUT).get(prompt(3)).pages == 2 and not other.cache(LAYOUT).lookup(prompt(3))
+        assert all(folder.is_dir() for folder in folders)
+    assert not any(folder.exists() for folder in folders)
+
+
 def test_connect_says_what_is_wrong(shm: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("KVSTORE_SHM_DIR", str(shm))
     monkeypatch.delenv("KVSTORE_NODE", raising=False)
@@ -397,14 +407,9 @@ def test_public_names() -> None:
     """What programs may rely on: a name that comes, goes or moves is a change of the interface."""
     classes = {"Keys", "Layout", "Lease", "Match", "PrefixCache", "Reader", "Retention", "Store", "Tier", "Writer"}
     classes |= {"GroupedCache", "GroupedKeys", "GroupedLease", "GroupedMatch"}
-    assert set(kvstore.__all__) == classes | {"__version__", "connect", "empty", "errors", "memory", "open"}
+    assert set(kvstore.__all__) == classes | {"__version__", "connect", "empty", "errors", "open"}
     assert {name: getattr(kvstore, name).__name__ for name in classes} == {name: name for name in classes}
-    assert (
-        callable(kvstore.connect)
-        and callable(kvstore.open)
-        and callable(kvstore.memory)
-        and kvstore.__version__[0].isdecimal()
-    )
+    assert callable(kvstore.connect) and callable(kvstore.open) and kvstore.__version__[0].isdecimal()
     assert issubclass(kvstore.errors.InvalidRequest, kvstore.errors.KVStoreError)
     with pytest.raises(AttributeError):
         kvstore.no_such_name  # noqa: B018

@@ -1,4 +1,4 @@
-"""One contract for every kind of store: embedded, a daemon through shared memory, that daemon over gRPC, in memory."""
+"""One contract for every kind of store: embedded, a daemon through shared memory, that daemon over gRPC."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from kvstore.tier.host_memory import PAGE_BYTES
 from tests.helpers.content import SMALL, contents, layer_of
 from tests.helpers.processes import Machine, free_port
 
-WAYS = ("embedded", "daemon", "kv", "kv+unix", "memory")
+WAYS = ("embedded", "daemon", "kv", "kv+unix")
 MLA = Layout(model="contract-mla", layers=3, mla_latent=64, mla_rope=16, page_tokens=8)
 WINDOW = replace(SMALL, model="contract-window", attention="window", window=64)
 TINY = Layout(model="contract-tiny", layers=1, kv_heads=1, head_dim=8, dtype="uint8", page_tokens=16)
@@ -55,9 +55,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Store
             kvstore.connect("n") as daemon,
             kvstore.connect(f"kv://127.0.0.1:{port}") as tcp,
             kvstore.connect(f"kv+unix://{address}") as unix,
-            kvstore.memory(dram="96MiB") as memory,
         ):
-            yield {"embedded": embedded, "daemon": daemon, "kv": tcp, "kv+unix": unix, "memory": memory}
+            yield {"embedded": embedded, "daemon": daemon, "kv": tcp, "kv+unix": unix}
     finally:
         machine.close()
         patch.undo()
@@ -714,5 +713,5 @@ def test_no_constructor_skips_its_parents() -> None:
         if one.__module__.startswith("kvstore.client.") and "__init__" in vars(one)
         if any(parent.__module__.startswith("kvstore.") and "__init__" in vars(parent) for parent in one.__mro__[1:])
     ]
-    assert {"LocalStore", "RemoteWriter", "MemoryLease"} <= {one.__name__ for one in heirs}
+    assert {"LocalStore", "RemoteWriter", "RemoteLease"} <= {one.__name__ for one in heirs}
     assert [one for one in heirs if "super().__init__(" not in inspect.getsource(one.__init__)] == []

@@ -25,7 +25,7 @@ import torch
 DEVICE = "cuda:0"
 LATE_CYCLES = 200_000_000  # a tenth of a second
 PAGES = 6
-WAYS = ("daemon", "kv", "memory")
+WAYS = ("daemon", "kv")
 
 
 class ByInterface:
@@ -67,9 +67,8 @@ def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Store
             with (
                 machine.connect("n") as daemon,
                 kvstore.connect(f"kv://127.0.0.1:{port}") as tcp,
-                kvstore.memory(dram="64MiB") as memory,
             ):
-                yield {"daemon": daemon, "kv": tcp, "memory": memory}
+                yield {"daemon": daemon, "kv": tcp}
         finally:
             machine.close()
 

@@ -43,7 +43,7 @@ def changed(change: Callable[[Any], Any]) -> str:
     """Before and after the change."""
     torch.manual_seed(0)
     model = build("tiny-llama", 0).eval()
-    with kvstore.memory() as store:
+    with kvstore.open() as store:
         cached = prefix_cache(model, store, page_tokens=PAGE)
         asked(cached, model, 0)
         asked(cached, model, PROMPT.shape[1] // PAGE)

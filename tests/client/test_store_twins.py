@@ -1,11 +1,10 @@
-"""A store in memory beside a node: the same calls under a seed, good and bad ones, give the same answers."""
+"""An embedded node and a daemon: the same calls under a seed, good and bad ones, give the same answers."""
 
 from __future__ import annotations
 
 import random
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -45,6 +44,12 @@ def outcome(call: Call, store: Store) -> Any:
         return plain(call(store))
     except KVStoreError as error:
         return type(error).__name__, getattr(error, "field", "")
+
+
+@pytest.fixture
+def embedded() -> Iterator[Store]:
+    with kvstore.open(dram="96MiB") as store:
+        yield store
 
 
 class Calls:
@@ -260,25 +265,25 @@ class Calls:
         return call
 
 
-def compare(seed: int, node: Store, *ways: str) -> None:
-    """Make the calls in ``node`` and in a store in memory. ``ways``: what the kind of ``node`` is known to refuse."""
-    with kvstore.memory(dram="96MiB") as memory:
-        calls = Calls(seed)
-        for step in range(STEPS):
-            name, call = calls.next()
-            ours, theirs = outcome(call, memory), outcome(call, node)
-            assert ours == theirs or theirs in [("InvalidRequest", field) for field in ways], f"step {step}, {name}"
-        assert node.verify()["findings"] == memory.verify()["findings"] == []
+def compare(seed: int, embedded: Store, daemon: Store, *refused: str) -> None:
+    """Make the calls in both. ``refused``: the fields that the way to ``daemon`` refuses and the other one takes."""
+    calls = Calls(seed)
+    for step in range(STEPS):
+        name, call = calls.next()
+        ours, theirs = outcome(call, embedded), outcome(call, daemon)
+        assert ours == theirs or theirs in [("InvalidRequest", field) for field in refused], f"step {step}, {name}"
+    assert embedded.verify()["findings"] == daemon.verify()["findings"] == []
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_a_store_in_memory_answers_as_a_node_does(tmp_path: Path, seed: int) -> None:
-    with kvstore.open(dram="96MiB", shm_dir=tmp_path, scrub_bytes_per_s=0) as node:
-        compare(seed, node)
+def test_a_daemon_answers_as_an_embedded_node_does(machine: Machine, embedded: Store, seed: int) -> None:
+    machine.serve("n", dram="96MiB", scrub_bytes_per_s=0)
+    with machine.connect("n") as daemon:
+        compare(seed, embedded, daemon)
 
 
-def test_and_as_a_node_over_grpc_does(machine: Machine) -> None:
-    """But for a list of all objects' keys, and that a writer is told where its first parent is absent."""
+def test_a_daemon_over_grpc_answers_as_an_embedded_node_does(machine: Machine, embedded: Store) -> None:
+    """All but a list of all objects' keys, and a writer whose first parent is absent: over gRPC both are refused."""
     machine.serve("n", dram="96MiB", listen=f"unix:{machine.shm_dir}/n.sock")
-    with kvstore.connect(f"kv+unix://{machine.shm_dir}/n.sock") as node:
-        compare(9, node, "object_keys", "parent")
+    with kvstore.connect(f"kv+unix://{machine.shm_dir}/n.sock") as daemon:
+        compare(9, embedded, daemon, "object_keys", "parent")

@@ -1,1 +1,0 @@
-"""A store in this process's memory: no files, no threads, no daemon. For tests of adapters and of users' own code."""
