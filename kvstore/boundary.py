@@ -135,7 +135,7 @@ async def kept_task(place: str, step: Callable[[], Awaitable[bool | None]]) -> N
 
 
 class Decided:
-    """``with decided:`` around every change of a decided state. Made once per state; costs a tenth of a microsecond.
+    """``with decided:`` around every change of a decided state. Made once per state; costs half a microsecond.
 
     ``KVStoreError`` passes: state says with it what it refuses. Any other error ends a daemon.
     """
