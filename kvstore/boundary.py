@@ -58,7 +58,7 @@ def failed(place: str, error: BaseException) -> InternalError:
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
-class answered:  # noqa: N801: reads as what it does
+class answered:
     """``with answered(place):`` around the work of one request or one connection.
 
     ``KVStoreError`` and what is ``expected`` pass. May be kept and entered by many threads at once.
