@@ -27,6 +27,7 @@ REQUEST_S: Final = 5.0  # a client that dawdles is cut off
 CONNECTIONS_MAX: Final = 64  # each has a thread
 ROOM_S: Final = 0.2  # for connections that were dropped to end
 LOOK_S: Final = 0.2
+ACCEPT_AGAIN_S: Final = 0.05  # after a connection that no descriptor was left for
 SERVER: Final = "kvstore"
 COSTLY: Final = ("/metrics",)  # made for one request at a time, in turns of addresses
 
@@ -117,6 +118,14 @@ class HttpServer(ThreadingHTTPServer):
         self.server_close()
 
     # --- of one connection: called by ``ThreadingHTTPServer`` -------------------------------------------------------
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Take a connection. Where there is no descriptor for it, it waits in the backlog, and is tried again soon."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(ACCEPT_AGAIN_S)
+            raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
         """A thread for this connection, where there is room."""

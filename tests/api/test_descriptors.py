@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import errno
 import resource
 import socket
+import socketserver
 import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
+
 from kvstore.pb import store_pb2
+from kvstore.serving.hosts import HostNames
+from kvstore.serving.http import ACCEPT_AGAIN_S, HttpServer
 from tests.helpers.api import Client, address_of
 from tests.helpers.content import SMALL, chain
 from tests.helpers.processes import Daemon, Machine, put, wait_until
@@ -74,3 +80,20 @@ def test_a_daemon_without_descriptors_lives_and_serves_who_is_connected(machine:
     assert client.call("Stats", store_pb2.Empty()) is not None
     client.close()
     assert daemon.terminate() == 0
+
+
+def test_http_without_descriptors_is_tried_again_after_a_pause(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Accepting fails while the connection stays in the backlog: without a pause that is a loop that burns a core."""
+    tries = []
+
+    def no_descriptor(server: socketserver.TCPServer) -> None:
+        tries.append(time.monotonic())
+        raise OSError(errno.EMFILE, "Too many open files")
+
+    server = HttpServer("127.0.0.1:0", {}, HostNames([]))
+    monkeypatch.setattr(socketserver.TCPServer, "get_request", no_descriptor)
+    server.start()
+    with socket.create_connection(("127.0.0.1", int(server.address.rsplit(":", 1)[1]))):
+        wait_until("it is tried again", lambda: len(tries) >= 10)
+    server.stop()
+    assert tries[9] - tries[0] >= 9 * ACCEPT_AGAIN_S
