@@ -163,7 +163,7 @@ def test_two_tenants_at_full_load_have_equal_parts_of_nvme(node: Node) -> None:
     threads = [threading.Thread(target=work, args=(tenant,)) for tenant in "a" * 6 + "b" * 18]
     for thread in threads:
         thread.start()
-    wait_until("there is enough to judge by", lambda: pages.total() >= 60 * PAGES, 60)
+    wait_until("there is enough to judge by", lambda: pages.total() >= 200 * PAGES, 60)
     over.set()
     for thread in threads:
         thread.join(60)

@@ -32,7 +32,7 @@ from kvstore.transfer.stream import Buffer
 from kvstore.transfer.wire import FrameKind
 
 NVME_BYTES: Final = 4 << 20  # of the pages of one read from a lower tier, where a page is not larger; two per reply
-NVME_REPLIES_MAX: Final = 8  # that read from a lower tier at a time, in equal parts of those who ask
+NVME_REPLIES_MAX: Final = 9  # that read from a lower tier at a time: four of each of two callers, one for a third
 NVME_WAIT_S: Final = 0.2  # until one more may: a reader takes a server that says nothing for 0.5 s for dead
 SLOW_S: Final = 0.5  # in which a reader of a lower tier takes less than ...
 SLOW_BYTES_PER_S: Final = 1 << 20  # ... this, whose turn is then another's
