@@ -12,7 +12,7 @@ from typing import Any, Final
 from kvstore import boundary
 from kvstore.catalog.base import boot_s
 from kvstore.catalog.task_health import TaskHealth
-from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable, TooManyCalls, Unavailable
+from kvstore.errors import KVStoreError, TooManyCalls, Unavailable
 from kvstore.service.cluster.view import Members
 from kvstore.service.node.node import Node
 from kvstore.service.node.page_feed import PageFeed
@@ -27,8 +27,8 @@ from kvstore.transfer.wire import FrameKind
 ANSWER_S: Final = 1.0
 PAGES_PER_S: Final = 500_000  # at most
 STOP_S: Final = 5.0
-RETRY_MAX_S: Final = 8.0  # between two tries to tell an owner that refuses
-LOST_LOOK_S: Final = 0.5  # between two looks whether an owner that did not answer does again
+RETRY_MAX_S: Final = 8.0  # between two tries to tell an owner that has too many connections
+LOOK_MAX_S: Final = 0.5  # between two tries to tell any other owner
 FAULT_AFTER_S: Final = 10.0
 FAULTS_MAX: Final = 4  # that are said in full
 STUCK_S: Final = 30.0  # a turn takes so long where something hangs: owners have a second each, and dead ones none
@@ -217,8 +217,8 @@ class _Owner:
         self.full = False
 
     def fail(self, error: KVStoreError) -> None:
-        """It was not. One that does not answer is asked by ``PeerLinks`` from time to time, so a look costs nothing."""
-        lost = isinstance(error, NodeUnavailable | DeadlineExceeded)
+        """It was not. An owner that does not answer is asked by ``PeerLinks`` from time to time, so a look costs
+        nothing; one that does not know us yet will, within a second."""
         self.full = isinstance(error, TooManyCalls)
         pause_s = self.health.note_failure(error, error.retry_after_s if isinstance(error, TooManyCalls) else 0.0)
-        self.next_s = time.monotonic() + (min(pause_s, LOST_LOOK_S) if lost else pause_s)
+        self.next_s = time.monotonic() + (pause_s if self.full else min(pause_s, LOOK_MAX_S))
