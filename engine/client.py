@@ -125,7 +125,9 @@ class EngineClient:
         text = "".join(event.text for event in (*drawn, last))
         return Answer(tokens, text, last.reason, last.usage, tuple(asking.asked))
 
-    def stream(self, prompt: Prompt, *, resume: Sequence[str] = (), **how: Any) -> Iterator[Token | Finished]:
+    def stream(
+        self, prompt: Prompt, *, resume: Sequence[str] = (), **how: Any
+    ) -> Generator[Token | Finished, None, None]:
         """The tokens of an answer as they are drawn, last ``Finished``. Closing the iterator cancels the request.
 
         Args:

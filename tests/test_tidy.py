@@ -84,7 +84,7 @@ ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
         "client": ("model", "api"),
         "conductor": (*ENGINE_BELOW_COMPUTE, "api", "client", "config"),
         "simulator": ("model", "state"),
-        "demo": (*ENGINE_BELOW_COMPUTE, "compute", "simulator", "client"),
+        "demo": (*ENGINE_BELOW_COMPUTE, "compute", "client"),
         "bench": (*ENGINE_BELOW_COMPUTE, "compute", "moving", "shell", "config", "simulator", "client", "conductor"),
     },
 }

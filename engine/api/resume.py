@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol
 
@@ -113,7 +113,7 @@ class Asking:
         self._begun_s = self._first_s = self._second_s = 0.0
         self._ended = False
 
-    def events(self) -> Iterator[Token | Finished]:
+    def events(self) -> Generator[Token | Finished, None, None]:
         """See ``EngineClient.stream``."""
         self._begun_s = time.monotonic()
         failures: dict[str, KVStoreError] = {}

@@ -1,10 +1,9 @@
 """``kvstore demo``: conversations about this project's documents, answered by real engines over a pool.
 
-A node, an engine that prefills and one that decodes run as processes of their own. First a conductor in front of them
-is asked over HTTP, as OpenAI's clients do, and tells where each chat went. Then each prompt is answered twice, with
-the pool and without it; the answers must be the same tokens. In the middle the node is killed with -9, and requests go
-on being answered. At the end the machine "restarts": nothing runs and shared memory is empty, and what the next turns
-of conversations reuse comes from NVMe.
+A node, an engine that prefills, one that decodes and a conductor run as processes of their own. The conductor is asked
+over HTTP first, as OpenAI's clients do. Then each prompt is answered twice by the engines, with the pool and without
+it, and both answers must be the same tokens. In the middle the node is killed with -9. At the end the machine
+"restarts": nothing runs and shared memory is empty, and what the next turns reuse comes from NVMe.
 """
 
 from engine.demo.command import demo

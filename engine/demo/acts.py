@@ -1,200 +1,337 @@
-"""What happens in the demo: requests, a node that is killed, a machine that restarts."""
+"""What happens in the demo: chats over HTTP, conversations with and without the pool, a kill -9 and a restart."""
 
 from __future__ import annotations
 
+import http.client
+import json
 import time
-from collections.abc import Callable, Generator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import closing
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass
+from pathlib import Path
 from typing import Any, Final
 
-import kvstore
-from engine.demo import telling
-from engine.demo.front import FrontDoor
 from engine.demo.machine import Machine
-from engine.demo.rows import DemoRow
-from engine.demo.script import Conversation, Script, ScriptTurn
 from engine.model.request import Finished, Token, Usage
+from engine.text.tokenizer import ByteTokenizer
+from kvstore.cli.output import bytes_text, duration_text, ratio_text, table_text
+from kvstore.errors import InvalidRequest, NodeUnavailable
+
+Encode = Callable[[str, bool], list[int]]
+"""Tokens of a text; True: the text begins a prompt, and what the tokenizer puts before prompts is added."""
 
 ANSWER_S: Final = 120.0  # the longest an answer may take
-WARM_UP_TOKENS: Final = 300  # so many that the prefill engine is asked
-SAVED_S: Final = 10.0  # pages that are on their way to NVMe get there
-LOOK_S: Final = 0.05
-TURNS_AFTER_RESTART: Final = 2
-ANSWER_TOKENS_AFTER_RESTART: Final = 12
+ANSWER_TOKENS: Final = 10
+CHAT_TOKENS: Final = 24
+EXCERPT_CHARACTERS: Final = 1200  # of a document, in a chat
+EXCERPT_TOKENS: Final = 600  # of a document, in a conversation
+WARM_UP_TOKENS: Final = 300  # enough that the prefill engine is asked
+DOCUMENTS: Final = 3
+SYSTEM: Final = "You answer questions about kvstore from its documents. Be brief.\n\n"
+QUESTIONS: Final = (
+    "What is this about?",
+    "What happens when DRAM is full?",
+    "Who is allowed to do that?",
+    "Which of this survives a restart of the machine?",
+    "How do I see what is going on?",
+    "What is done when a process dies in the middle?",
+    "Which settings matter most?",
+)
+CHATS: Final = (0, 0, 1, 0)  # documents, by number, that are asked about over HTTP
+USERS: Final = (0, 1, 0, 2)  # and the document of each user: the first and the third ask about the same one
+TURNS: Final = (("up", 0), ("up", 1), ("up", 2), ("up", 3), ("up", 0), ("killed", 1), ("killed", 2), ("back", 3))
+RESTARTED: Final = (("restarted", 0), ("restarted", 1)) * 2
+GIBBERISH: Final = "The weights are random: answers are gibberish, a byte per token. `--model PATH` takes a real model."
+CHATS_FOLLOW: Final = """
+Chats over HTTP with the conductor, as OpenAI's clients ask. Each one is sent where its first token is expected soonest:
+"""
+KILLED: Final = "-- kill -9 of the node: its pages can still be read; nothing can be written until it is back"
+RESTARTS: Final = """
+The machine restarts: every process ends, shared memory is emptied, the NVMe file stays. Two users go on asking. From
+now on engines keep pages in their own memory (HBM), too:
+"""
+HEADERS: Final = ("request", "node", "prompt", "HBM", "DRAM", "NVMe", "computed", "by", "TTFT", "without", "loaded",
+                  "moved", "answer")  # fmt: skip
+MEANING: Final = """
+  HBM, DRAM, NVMe  tokens of the prompt that were reused from there; the prefill or decode engine computed the others
+  TTFT, without    time to the first token with the pool, and of the same prompt without it
+  loaded, moved    bytes of KV read from the pool, and brought from the prefill engine
+  answer           same: the answers with and without the pool are the same tokens"""
 
 
 @dataclass
-class TurnAnswer:
-    """One answer, timed where it was asked for."""
+class Conversation:
+    """A user's questions about a document, and the answers to them. ``tokens``: all of it, the next prompt's start."""
 
-    tokens: list[int] = field(default_factory=list)
-    usage: Usage | None = None
-    ttft_ms: float = 0.0
+    user: int
+    document: str
+    tokens: list[int]
+    turns: int = 0
+
+
+@dataclass(frozen=True, kw_only=True)
+class DemoRow:
+    """One request with the pool, and the same without it.
+
+    Attributes:
+        phase: of the node: "up", "killed", "back" (started again), "restarted" (with the machine).
+        hbm_tokens, dram_tokens, nvme_tokens: of the prompt, reused from there. The others were computed.
+        computed_by: "prefill" or "decode", the role of the engine.
+        same: both answers are the same tokens.
+    """
+
+    phase: str
+    user: int
+    turn: int
+    document: str
+    prompt_tokens: int
+    hbm_tokens: int
+    dram_tokens: int
+    nvme_tokens: int
+    computed_tokens: int
+    computed_by: str
+    answer: str
+    ttft_ms: float
+    ttft_without_ms: float
+    loaded_bytes: int
+    moved_bytes: int
+    same: bool
 
 
 class Demo:
-    """One run on ``machine``, told line by line to ``say`` as it happens."""
+    """One run on ``machine``. ``say`` gets each line as it happens."""
 
-    def __init__(self, machine: Machine, script: Script, say: Callable[..., None]) -> None:
+    def __init__(
+        self, machine: Machine, documents: Mapping[str, str], encode: Encode, say: Callable[..., None]
+    ) -> None:
         self._machine = machine
-        self._script = script
+        self._documents = documents
+        self._names = list(documents)
+        self._encode = encode
         self._say = say
-        self._say_text = telling.Streamed(say)
-        self.rows: list[DemoRow] = []
+        self._conversations: dict[int, Conversation] = {}
+        self._rows: list[DemoRow] = []
 
-    def run(self, turns: list[ScriptTurn]) -> dict[str, Any]:
-        """All acts; everything that was measured."""
-        kill_at = len(turns) // 2
-        down = max(1, len(turns) // 6)
-        kill: dict[str, Any] = {}
-        self._say("\n".join(self._machine.start()))
+    def run(self) -> dict[str, Any]:
+        """Run all acts; returns everything that was measured."""
+        self._say("\n".join([*self._machine.start(), self._machine.start_conductor()]))
         if self._machine.plan.is_preset:
-            self._say(telling.GIBBERISH)
-        self._say("")
+            self._say(GIBBERISH)
+        self._say(CHATS_FOLLOW)
+        chats = [self._chat(number, self._name(document)) for number, document in enumerate(CHATS)]
         self._warm_up()
-        with self._machine.conductor() as address:
-            chats = FrontDoor(address, self._say).run(self._script.documents, not self._machine.plan.is_preset)
-        for index, turn in enumerate(turns):
-            if index == kill_at:
+        self._say("")
+        before, restart_s = "up", 0.0
+        for phase, user in TURNS:
+            if phase == "killed" != before:
                 self._machine.kill_node()
-                self._say(telling.KILLED)
-            elif index == kill_at + down:
-                kill = self._start_node()
-            phase = "up" if index < kill_at else "down" if index < kill_at + down else "again"
-            self._ask(turn, phase)
-        if not kill:
-            kill = self._start_node()
-        tiers = self._tiers_saved()
-        self._say(f"{telling.table(self.rows)}\n\n{telling.MEANING}")
-        self._say(telling.tiers(tiers))
-        restart = self._restart(turns)
-        return self._told(kill, tiers, restart) | {"chats": chats}
+                self._say(KILLED)
+            elif phase == "back" != before:
+                begun_s = time.monotonic()
+                line = self._machine.start_node()
+                restart_s = time.monotonic() - begun_s
+                self._say(f"-- {restart_s:.2f} s after it is started again: {line}")
+            self._turn(phase, user)
+            before = phase
+        self._say(f"\n{table(self._rows)}\n{MEANING}")
+        self._say(RESTARTS)
+        self._say("\n".join([*self._machine.restart(), ""]))
+        self._warm_up()
+        for phase, user in RESTARTED:
+            self._turn(phase, user)
+        self._say(f"\n{table(self._rows[len(TURNS) :])}\n\n{summary(self._rows)}")
+        return {
+            "model": self._machine.plan.model,
+            "chats": chats,
+            "requests": [asdict(row) for row in self._rows],
+            "node_restart_s": restart_s,
+            "same_answers": all(row.same for row in self._rows),
+        }
+
+    def _name(self, document: int) -> str:
+        return self._names[document % len(self._names)]
+
+    # --- over HTTP ------------------------------------------------------------------------------------------------
+
+    def _chat(self, number: int, document: str) -> dict[str, Any]:
+        """Ask the conductor; a model without a chat template is asked in plain text."""
+        question = QUESTIONS[number]
+        system = f"{SYSTEM}# {document}\n\n{self._documents[document][:EXCERPT_CHARACTERS]}"
+        asked: dict[str, Any] = {"model": Path(self._machine.plan.model).name, "max_tokens": CHAT_TOKENS}
+        asked |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+        asked["kvstore"] = {"explain": True}
+        path = "/v1/completions" if self._machine.plan.is_preset else "/v1/chat/completions"
+        if self._machine.plan.is_preset:
+            asked["prompt"] = f"{system}\n\nUser: {question}\nAssistant:"
+        else:
+            asked["messages"] = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+        self._say(f"  {document}: {question}\n  > ", nl=False)
+        answer, ttft_s, begun_s = "", 0.0, time.monotonic()
+        route: dict[str, Any] = {}
+        usage: dict[str, Any] = {}
+        for event in self._events(path, asked):
+            route = event.get("kvstore", {}).get("route", route)
+            usage = event.get("usage") or usage
+            for choice in event["choices"]:
+                ttft_s = ttft_s or time.monotonic() - begun_s
+                text = choice["text"] if self._machine.plan.is_preset else choice["delta"].get("content", "")
+                answer += text
+                self._say(shown(text), nl=False)
+        cached, prompt = usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+        expected = duration_text(route["first_token_s"])
+        self._say(
+            f"\n    computed by {route['computes']}, answered by {route['answers']}; {cached} of {prompt} tokens were "
+            f"cached; first token after {duration_text(ttft_s)}, expected {expected}"
+        )
+        return {"document": document, "question": question, "answer": answer, "usage": usage, "route": route}
+
+    def _events(self, path: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+        with closing(http.client.HTTPConnection(self._machine.http_address, timeout=ANSWER_S)) as connection:
+            connection.request("POST", path, json.dumps(asked), {"Content-Type": "application/json"})
+            response = connection.getresponse()
+            if response.status != 200:
+                raise NodeUnavailable(f"the conductor answered {response.status}: {response.read(4096)!r}")
+            for line in response:
+                if line.startswith(b"data: {"):
+                    yield json.loads(line[6:])
+
+    # --- with the pool and without --------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
-        """The first forward of a process is slow, of each engine: that is not what is measured here."""
-        tokens = self._script.some(WARM_UP_TOKENS)
-        with self._machine.interrupts.held():
-            for _ in self._stream(tokens, 2, False):
-                pass
+        """Let each engine do its first forward, which is slow and not what is measured."""
+        self._answer(self._encode(self._documents[self._name(-1)], False)[-WARM_UP_TOKENS:], use_pool=False)
 
-    def _start_node(self) -> dict[str, Any]:
-        begun_s = time.monotonic()
-        line = self._machine.start_node()
-        took_s = time.monotonic() - begun_s
-        self._say(telling.started_again(line, took_s))
-        return {"seconds": took_s, "node": line}
+    def _turn(self, phase: str, user: int) -> None:
+        """Ask the user's next question with the pool, then without; the answer with it goes into the conversation."""
+        conversation = self._conversations.get(user) or self._open(user)
+        conversation.turns += 1
+        question = QUESTIONS[(user + conversation.turns) % len(QUESTIONS)]
+        conversation.tokens += self._encode(f"\n\nUser: {question}\nAssistant:", False)
+        tokens, answer, ttft_ms, usage = self._answer(conversation.tokens, use_pool=True)
+        without, _, ttft_without_ms, _ = self._answer(conversation.tokens, use_pool=False)
+        conversation.tokens += tokens
+        hbm, dram, nvme = (usage.cached_tokens.get(tier, 0) for tier in ("hbm", "dram", "nvme"))
+        row = DemoRow(
+            phase=phase,
+            user=user,
+            turn=conversation.turns,
+            document=conversation.document,
+            prompt_tokens=usage.prompt_tokens,
+            hbm_tokens=hbm,
+            dram_tokens=dram,
+            nvme_tokens=nvme,
+            computed_tokens=usage.prompt_tokens - hbm - dram - nvme,
+            computed_by="prefill" if usage.prefill_engine == self._machine.prefill_address else "decode",
+            answer=answer,
+            ttft_ms=ttft_ms,
+            ttft_without_ms=ttft_without_ms,
+            loaded_bytes=usage.loaded_bytes,
+            moved_bytes=usage.moved_bytes,
+            same=tokens == without,
+        )
+        self._rows.append(row)
+        self._say(
+            f"  user {user + 1}, turn {row.turn}  {row.document:<20}  {question:<48} > {shown(answer):<40}"
+            f" {row.ttft_ms:.0f} ms{'' if row.same else '  WRONG: not the answer without the pool'}"
+        )
 
-    def _restart(self, turns: list[ScriptTurn]) -> dict[str, Any]:
-        """The machine restarts; then conversations go on, two turns each: the longest ones, of as many documents."""
-        self._say(telling.RESTARTING)
-        lines = self._machine.restart()
-        self._say("\n".join(lines) + "\n")
-        self._warm_up()
-        before = len(self.rows)
-        for conversation in 2 * self._longest():
-            last = self._script.conversations[conversation]
-            self._ask(ScriptTurn(conversation, last.turns + 1, 0, ANSWER_TOKENS_AFTER_RESTART), "restarted")
-        self._say(telling.table(self.rows[before:]))
-        return {"lines": lines}
+    def _open(self, user: int) -> Conversation:
+        name = self._name(USERS[user])
+        tokens = self._encode(f"{SYSTEM}# {name}\n\n", True)
+        tokens += self._encode(self._documents[name], False)[:EXCERPT_TOKENS]
+        self._conversations[user] = Conversation(user, name, tokens)
+        return self._conversations[user]
 
-    def _longest(self) -> list[int]:
-        chosen: dict[str, int] = {}
-        conversations = self._script.conversations
-        for number in sorted(conversations, key=lambda number: -len(conversations[number].tokens)):
-            chosen.setdefault(conversations[number].document, number)
-        return list(chosen.values())[:TURNS_AFTER_RESTART]
-
-    def _ask(self, turn: ScriptTurn, phase: str) -> None:
-        """One request with the pool, then without; the answer with it goes into the conversation."""
-        conversation = self._script.prompt(turn)
-        self._say_text.begin(telling.asked(len(self.rows), conversation))
-        given = self._answer(conversation, turn, use_pool=True)
-        without = self._answer(conversation, turn, use_pool=False)
-        row = _row(len(self.rows), phase, conversation, given, without, self._machine.prefill_address)
-        self.rows.append(row)
-        self._say_text.end(telling.summary(row))
-        self._script.answered(turn, given.tokens)
-
-    def _answer(self, conversation: Conversation, turn: ScriptTurn, use_pool: bool) -> TurnAnswer:
-        answered = TurnAnswer()
-        begun_s = time.monotonic()
-        stream = self._stream(conversation.tokens, turn.answer_tokens, use_pool)
-        interrupts = self._machine.interrupts
-        with interrupts.held(), closing(stream):  # an exception out of a signal's handler would break gRPC's stream
-            for event in stream:
-                match event:
-                    case Token():
-                        answered.ttft_ms = answered.ttft_ms or 1e3 * (time.monotonic() - begun_s)
-                        answered.tokens.append(event.id)
-                    case Finished():
-                        answered.usage = event.usage
-                if use_pool:
-                    self._say_text.more(event.text)
-                if interrupts.came:
-                    break
-        return answered
-
-    def _stream(self, tokens: list[int], max_tokens: int, use_pool: bool) -> Generator[Token | Finished, None, None]:
-        machine = self._machine
+    def _answer(self, prompt: Sequence[int], use_pool: bool) -> tuple[list[int], str, float, Usage]:
+        """The answer's tokens and text, milliseconds to the first one, and what the prompt cost."""
+        machine, tokens, text, ttft_ms, begun_s = self._machine, [], "", 0.0, time.monotonic()
         stream = machine.client.stream(
-            tokens,
-            max_tokens=max_tokens,
+            prompt,
+            max_tokens=ANSWER_TOKENS,
             ignore_eos=machine.plan.is_preset,
             use_pool=use_pool,
             deadline_s=ANSWER_S,
         )
-        yield from stream
-
-    def _tiers_saved(self) -> dict[str, Any]:
-        """The node's tiers, when all that shall be saved is."""
-        deadline_s = time.monotonic() + SAVED_S
-        with kvstore.connect(self._machine.plan.name) as store:
-            while True:
-                stats = store.stats()
-                if stats["queues"]["unsaved"] + stats["queues"]["copies"] == 0 or time.monotonic() > deadline_s:
-                    tiers = stats["tiers"]
-                    assert isinstance(tiers, dict)
-                    return tiers
-                time.sleep(LOOK_S)
-
-    def _told(self, kill: dict[str, Any], tiers: dict[str, Any], restart: dict[str, Any]) -> dict[str, Any]:
-        wrong = [row.number for row in self.rows if not row.same]
-        totals = telling.totals(self.rows)
-        self._say(telling.ending(totals, wrong))
-        return {
-            "model": self._machine.plan.model,
-            "requests": [asdict(row) for row in self.rows],
-            "totals": totals,
-            "kill": kill,
-            "restart": restart,
-            "tiers": tiers,
-            "same_answers": not wrong,
-        }
+        usage = Usage(prompt_tokens=len(prompt))
+        # An exception out of a signal's handler would break gRPC's stream.
+        with machine.interrupts.held(), closing(stream):
+            for event in stream:
+                match event:
+                    case Token():
+                        ttft_ms = ttft_ms or 1e3 * (time.monotonic() - begun_s)
+                        tokens.append(event.id)
+                    case Finished():
+                        usage = event.usage
+                text += event.text
+                if machine.interrupts.came:
+                    break
+        return tokens, text, ttft_ms, usage
 
 
-def _row(
-    number: int, phase: str, conversation: Conversation, given: TurnAnswer, without: TurnAnswer, prefill: str
-) -> DemoRow:
-    usage = given.usage
-    assert usage is not None, "a stream ends with Finished, or raises"
-    hbm, dram, nvme = (usage.cached_tokens.get(tier, 0) for tier in ("hbm", "dram", "nvme"))
-    return DemoRow(
-        number=number,
-        phase=phase,
-        user=conversation.user,
-        turn=conversation.turns,
-        document=conversation.document,
-        prompt_tokens=usage.prompt_tokens,
-        hbm_tokens=hbm,
-        dram_tokens=dram,
-        nvme_tokens=nvme,
-        computed_tokens=usage.prompt_tokens - hbm - dram - nvme,
-        computed_by="prefill" if usage.prefill_engine == prefill else "decode",
-        answer_tokens=len(given.tokens),
-        ttft_ms=given.ttft_ms,
-        ttft_without_ms=without.ttft_ms,
-        loaded_bytes=usage.loaded_bytes,
-        moved_bytes=usage.moved_bytes,
-        same=given.tokens == without.tokens,
+def read_documents(folder: Path | None) -> dict[str, str]:
+    """Texts of the largest documents in a folder, or of this project, by name.
+
+    Raises:
+        InvalidRequest: "documents": there are none.
+    """
+    root = folder if folder is not None else Path(__file__).resolve().parents[2] / "docs"
+    texts = {file.name: file.read_text(encoding="utf-8", errors="replace") for file in root.glob("*.md")}
+    largest = sorted((name for name, text in texts.items() if text), key=lambda name: (-len(texts[name]), name))
+    if not largest:
+        raise InvalidRequest("documents", f"must be a folder with *.md (got {str(root)!r})")
+    return {name: texts[name] for name in largest[:DOCUMENTS]}
+
+
+def encoder(model: str | None) -> Encode:
+    """The tokenizer of the model in a folder; None: bytes, as presets have it."""
+    if model is None:
+        tokenizer = ByteTokenizer()
+        return lambda text, _: tokenizer.encode(text)
+    from transformers import AutoTokenizer  # only here: presets need none of it
+
+    loaded = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
+    # A whole document is longer than the model's context, and needs no warning: a prompt is a part of it.
+    return lambda text, first: [int(token) for token in loaded.encode(text, add_special_tokens=first, verbose=False)]
+
+
+def shown(text: str) -> str:
+    """Text for a terminal: a dot for each character that would steer it, or that it cannot show."""
+    return "".join(letter if letter.isprintable() and letter != "\N{REPLACEMENT CHARACTER}" else "." for letter in text)
+
+
+def table(rows: Sequence[DemoRow]) -> str:
+    """A line per request."""
+    cells = [
+        (
+            f"{row.user + 1}.{row.turn}",
+            row.phase,
+            row.prompt_tokens,
+            row.hbm_tokens,
+            row.dram_tokens,
+            row.nvme_tokens,
+            row.computed_tokens,
+            row.computed_by,
+            f"{row.ttft_ms:.0f} ms",
+            f"{row.ttft_without_ms:.0f} ms",
+            bytes_text(row.loaded_bytes),
+            bytes_text(row.moved_bytes),
+            "same" if row.same else "WRONG",
+        )
+        for row in rows
+    ]
+    return table_text(HEADERS, cells)
+
+
+def summary(rows: Sequence[DemoRow]) -> str:
+    """The sums of all rows, and whether every answer is right."""
+    prompt, hbm, dram, nvme = (
+        sum(getattr(row, f"{what}_tokens") for row in rows) for what in ("prompt", "hbm", "dram", "nvme")
+    )
+    with_s, without_s = (sum(getattr(row, name) for row in rows) / 1e3 for name in ("ttft_ms", "ttft_without_ms"))
+    wrong = sum(not row.same for row in rows)
+    return (
+        f"reused {hbm + dram + nvme} of {prompt} prompt tokens ({ratio_text(hbm + dram + nvme, prompt)}): "
+        f"{hbm} from HBM, {dram} from DRAM, {nvme} from NVMe\ntime to first tokens, all together: "
+        f"{duration_text(with_s)} with the pool, {duration_text(without_s)} without; "
+        + (f"{wrong} answers are WRONG" if wrong else "every answer is the same without it")
     )

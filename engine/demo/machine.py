@@ -1,7 +1,7 @@
-"""The demo's machine: a node and two engines as processes, their files, and how all of that ends.
+"""The demo's machine: a node, two engines and a conductor as processes, their files, and how all of that ends.
 
-``kvstore serve`` and ``kvstore engine`` are started as anybody would. Whatever happens, every process is ended by its
-id, and no file is left.
+They are started with the commands that a user would type. Whatever happens, every process is ended by its id, and no
+file is left.
 """
 
 from __future__ import annotations
@@ -21,16 +21,16 @@ from kvstore.serving.child import Child
 from kvstore.tier.folder import PREFIX
 from kvstore.tier.purging import purge
 
-NODE_START_S: Final = 30.0
-ENGINE_START_S: Final = 300.0  # a large model is read from a disk
+NODE_START_S: Final = 60.0
+ENGINE_START_S: Final = 300.0  # torch is imported, and a large model read
 PAGE_TOKENS: Final = 32
 LOCAL_PREFILL_TOKENS: Final = 128
-ENDING = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Signals that ask for an end raise KeyboardInterrupt: one of them, never while a process is being started, and
-    none while everything is being cleaned up.
+    """Turns the first signal that asks for an end into KeyboardInterrupt: not while a process is being started, and
+    not while everything is being cleaned up.
     """
 
     def __init__(self) -> None:
@@ -39,7 +39,7 @@ class Interrupts:
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Inside, such signals are ours."""
+        """Inside, such signals are handled here."""
         before = {number: signal.signal(number, self._handle) for number in ENDING}
         try:
             yield
@@ -49,7 +49,7 @@ class Interrupts:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Inside, they wait; ``came`` says whether there is one."""
+        """Inside, signals wait; ``came`` is True once there is one."""
         self._held = True
         try:
             yield
@@ -59,7 +59,7 @@ class Interrupts:
                 self._interrupt()
 
     def ignored(self) -> None:
-        """From here on they do nothing: what is cleaned up now is bounded anyway."""
+        """From here on signals do nothing: the clean-up that follows is bounded."""
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
 
@@ -76,7 +76,7 @@ class Interrupts:
 
 @dataclass(frozen=True)
 class MachinePlan:
-    """What the machine has. ``place``: a folder for sockets and logs; ``nvme``: where that file shall be."""
+    """What the machine has. ``place``: a folder for sockets and logs; ``nvme``: the path of the NVMe file."""
 
     name: str
     place: Path
@@ -87,7 +87,7 @@ class MachinePlan:
 
     @property
     def is_preset(self) -> bool:
-        """Whether the model is made of random numbers."""
+        """True if the model's weights are random numbers."""
         return self.model in PRESETS
 
 
@@ -96,8 +96,11 @@ class Machine:
 
     def __init__(self, plan: MachinePlan, interrupts: Interrupts) -> None:
         self.plan = plan
-        self.prefill_address = ""
         self.interrupts = interrupts
+        self.prefill_address = f"unix:{plan.place / 'prefill'}"
+        self.http_address = ""  # of the conductor
+        self._decode_address = f"unix:{plan.place / 'decode'}"
+        self._catalog = ["--catalog", f"file:{plan.place / 'catalog'}"]
         self._shm_dir = Path(os.environ.get("KVSTORE_SHM_DIR", "/dev/shm"))
         # What the caller has set for nodes and engines of its own is not meant for these.
         clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
@@ -105,64 +108,55 @@ class Machine:
         self._env = clean | {name: str(value) for name, value in ours.items()}
         self._children: list[Child] = []
         self._node: Child | None = None
-        self._restarted = False
         self._client: EngineClient | None = None
 
     @property
     def client(self) -> EngineClient:
         """The engine that answers."""
-        assert self._client is not None, "it does not run"
+        assert self._client is not None, "it is not running"
         return self._client
 
-    def start(self) -> list[str]:
-        """Start everything; the lines in which node and engines say what they are."""
+    def start(self, keep_pages: bool = False) -> list[str]:
+        """Start the node and the engines; returns the lines in which they say what they are.
+
+        Args:
+            keep_pages: engines keep pages in their own memory (HBM). Without that, all reuse is from the pool.
+        """
         lines = [self.start_node()]
-        # Unix sockets, because the decode engine has to know the other's address before that one serves.
-        prefill = self._engine("prefill")
-        decode = self._engine("decode", "--prefill", self._socket("prefill"))
-        for child in (prefill, decode):
-            lines.append(child.line(ENGINE_START_S))
-        self.prefill_address = self._socket("prefill")
-        self._client = EngineClient(self._socket("decode"))
+        engines = [
+            self._engine("prefill", self.prefill_address, keep_pages),
+            self._engine("decode", self._decode_address, keep_pages, "--prefill", self.prefill_address),
+        ]
+        lines += [engine.line(ENGINE_START_S) for engine in engines]
+        self._client = EngineClient(self._decode_address)
         return lines
 
+    def start_conductor(self) -> str:
+        """Start the conductor in front of both engines; returns its line."""
+        engines = ["--engine", self.prefill_address, "--engine", self._decode_address]
+        line = self._child("conductor", "--http", "127.0.0.1:0", *engines, *self._catalog).line(NODE_START_S)
+        self.http_address = line.split("http on ")[1].split()[0]
+        return line
+
     def start_node(self) -> str:
-        """Start the node, for the first time or again; its line."""
+        """Start the node, for the first time or again; returns its line."""
         plan = self.plan
-        sizes = ["--dram", str(plan.dram_bytes), "--nvme", f"{plan.nvme}:{plan.nvme_bytes}", "--demote-at", "0"]
-        cluster = ["--listen", "127.0.0.1:0", *self._catalog]  # where the conductor asks what pages it has
-        self._node = self._child("the node", ["serve", "--name", plan.name, *sizes, *cluster, "--log-level", "warning"])
+        tiers = ["--dram", str(plan.dram_bytes), "--nvme", f"{plan.nvme}:{plan.nvme_bytes}", "--demote-at", "0"]
+        listen = ["--listen", "127.0.0.1:0", *self._catalog]  # where the conductor asks what pages it has
+        self._node = self._child("serve", "--name", plan.name, *tiers, "--on-stop", "save", *listen)
         return self._node.line(NODE_START_S)
 
-    @contextmanager
-    def conductor(self) -> Iterator[str]:
-        """A conductor that knows them all, while the block runs: the address of its HTTP door."""
-        engines = ["--engine", self._socket("prefill"), "--engine", self._socket("decode")]
-        arguments = ["conductor", "--http", "127.0.0.1:0", *engines, *self._catalog, "--log-level", "error"]
-        child = self._child("the conductor", arguments)
-        try:
-            yield child.line(NODE_START_S).split("http on ")[1].split()[0]
-        finally:
-            child.ask_to_end()
-            child.wait()
-            self._children.remove(child)
-
-    @property
-    def _catalog(self) -> list[str]:
-        return ["--catalog", f"file:{self.plan.place / 'catalog'}"]
-
     def kill_node(self) -> None:
-        """kill -9."""
+        """Kill the node with -9."""
         assert self._node is not None
         self._node.kill()
-        self._node = None
+        self._children.remove(self._node)
 
     def restart(self) -> list[str]:
-        """What a restart of the machine does: nothing runs, shared memory is empty. Then as ``start``, but that engines
-        keep pages from now on: before, all reuse is the pool's."""
+        """Do what a restart of the machine does: end all processes, empty shared memory, start node and engines. The
+        engines keep pages from now on."""
         self._stop()
-        self._restarted = True
-        return self.start()
+        return self.start(keep_pages=True)
 
     def close(self) -> None:
         """End every process, and remove what was in shared memory."""
@@ -178,23 +172,17 @@ class Machine:
         for child in self._children:
             child.wait()
         self._children.clear()
-        self._node = None
         purge(self._shm_dir / f"{PREFIX}{self.plan.name}")
 
-    def _engine(self, role: str, *more: str) -> Child:
-        plan = self.plan
-        arguments = ["--role", role, "--model", plan.model, "--node", plan.name, "--listen", self._socket(role)]
-        arguments += ["--threads", "1", "--page-tokens", str(PAGE_TOKENS), "--arena", "512MiB", "--drain-s", "1"]
-        arguments += ["--keep-pages", f"{int(self._restarted)}"]
-        arguments += ["--local-prefill-tokens", str(LOCAL_PREFILL_TOKENS), "--name", role, "--log-level", "error"]
-        return self._child(f"the {role} engine", ["engine", *arguments, *more])
+    def _engine(self, role: str, address: str, keep_pages: bool, *more: str) -> Child:
+        arguments = ["--role", role, "--name", role, "--model", self.plan.model, "--node", self.plan.name]
+        arguments += ["--listen", address, "--threads", "1", "--arena", "512MiB", "--drain-s", "1"]
+        arguments += ["--page-tokens", str(PAGE_TOKENS), "--local-prefill-tokens", str(LOCAL_PREFILL_TOKENS)]
+        return self._child("engine", *arguments, "--keep-pages", str(int(keep_pages)), *more)
 
-    def _socket(self, role: str) -> str:
-        return f"unix:{self.plan.place / role}"
-
-    def _child(self, what: str, arguments: list[str]) -> Child:
-        log = self.plan.place / f"{what.split()[1]}.log"
+    def _child(self, *arguments: str) -> Child:
         with self.interrupts.held():
-            child = Child(what, arguments, self._env, log)
+            log = self.plan.place / f"{arguments[0]}.log"
+            child = Child(f"kvstore {arguments[0]}", [*arguments, "--log-level", "error"], self._env, log)
             self._children.append(child)
         return child

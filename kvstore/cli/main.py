@@ -59,7 +59,7 @@ SHORT_HELP: Mapping[str, str] = {
     "conductor": "Run a conductor: it sends each request where it is answered soonest.",
     "config": "Show the resolved configuration and where each value comes from.",
     "data": "Serve the pages of a node of this machine to other nodes.",
-    "demo": "Start a node and two engines, ask them; show what is reused.",
+    "demo": "Start a node, engines and a conductor, ask them; show what is reused.",
     "engine": "Run an engine: it prefills prompts or answers them, over the pool.",
     "events": "Follow what happens to pages: stored, moved, evicted, dropped.",
     "evict": "Make pages leave, and say which did.",

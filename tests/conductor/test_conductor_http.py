@@ -10,7 +10,7 @@ import openai
 import pytest
 
 from engine.client import EngineClient
-from engine.demo.train import FOLDER
+from engine.demo.command import MODEL
 from tests.helpers.conductors import serve_conductor
 from tests.helpers.engines.processes import serve_engine, wait_idle
 from tests.helpers.processes import Machine
@@ -22,12 +22,12 @@ CALL_S = 120.0
 def test_a_chat_over_http_reuses_its_prefix_and_says_where_it_went(machine: Machine, tmp_path: Path) -> None:
     catalog = {"catalog": f"file:{tmp_path / 'catalog'}", "catalog_ttl_s": "2"}
     machine.serve("n0", dram="32MiB", listen="127.0.0.1:0", **catalog)
-    engine = serve_engine(machine, str(FOLDER), node="n0", role="both", arena="48MiB", **catalog)
+    engine = serve_engine(machine, str(MODEL), node="n0", role="both", arena="48MiB", **catalog)
     conductor = serve_conductor(machine, http="127.0.0.1:0", **catalog)
     url = f"http://{conductor.http}"
     system = "You answer questions about kvstore from its documents. " * 8
     messages: Any = [{"role": "system", "content": system}, {"role": "user", "content": "What is a lease?"}]
-    asked: dict[str, Any] = {"model": FOLDER.name, "messages": messages, "max_tokens": 12, "temperature": 0}
+    asked: dict[str, Any] = {"model": MODEL.name, "messages": messages, "max_tokens": 12, "temperature": 0}
     with openai.OpenAI(base_url=f"{url}/v1", api_key="any", max_retries=0, timeout=CALL_S) as client:
         first = client.chat.completions.create(**asked, extra_body={"kvstore": {"explain": True}})
         text = first.choices[0].message.content
@@ -43,9 +43,9 @@ def test_a_chat_over_http_reuses_its_prefix_and_says_where_it_went(machine: Mach
         ]
         assert "".join(deltas) == text and len(deltas) > 2
         with pytest.raises(openai.BadRequestError) as refused:
-            client.completions.create(model=FOLDER.name, prompt=[1 << 20], max_tokens=1)
+            client.completions.create(model=MODEL.name, prompt=[1 << 20], max_tokens=1)
         assert refused.value.param == "prompt"
-        with client.completions.create(model=FOLDER.name, prompt="a", max_tokens=4000, stream=True) as stream:
+        with client.completions.create(model=MODEL.name, prompt="a", max_tokens=4000, stream=True) as stream:
             next(iter(stream))
         with EngineClient(engine.address) as asking:  # whoever has gone is answered no longer
             wait_idle(asking)

@@ -13,7 +13,7 @@ import httpx2
 import openai
 import pytest
 
-from engine.demo.train import Recipe, make_tokenizer
+from engine.demo.command import MODEL
 from kvstore.errors import InvalidRequest
 from tests.helpers.api import TENANTS, Certificates, identities_file, identity
 from tests.helpers.door import CALL_S, WORDS, RunningDoor, head_of, open_doors, post, refused
@@ -24,11 +24,12 @@ HELLO = [{"role": "user", "content": "What is a salt?"}]
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A model's folder, as far as a door looks into it: a tokenizer with a chat template."""
-    made = tmp_path_factory.mktemp("talks")
-    make_tokenizer({"text": "What is a salt? Be brief."}, Recipe(vocabulary=300)).save_pretrained(made)
-    return made
+def folder() -> Path:
+    """A folder with a tokenizer that has a chat template."""
+    from transformers import AutoTokenizer
+
+    AutoTokenizer.from_pretrained(MODEL)  # the import takes longer than a door's client waits
+    return MODEL
 
 
 @pytest.fixture(scope="module")

@@ -14,7 +14,7 @@ import pytest
 from engine.conductor.door import prompts
 from engine.conductor.door.prompts import PromptMaker
 from engine.conductor.shell.answers import ServedModel
-from engine.demo.train import Recipe, make_tokenizer
+from engine.demo.command import MODEL
 from engine.text import chat
 from engine.text.chat import PromptTokenizer, prompt_tokenizer
 from kvstore.errors import InvalidRequest
@@ -59,10 +59,8 @@ def test_tokenizers_are_waited_for_within_a_deadline(monkeypatch: pytest.MonkeyP
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    made = tmp_path_factory.mktemp("talks")
-    make_tokenizer({"text": "What is a salt? Be brief."}, Recipe(vocabulary=300)).save_pretrained(made)
-    return made
+def folder() -> Path:
+    return MODEL
 
 
 def test_a_text_is_counted_in_pieces_and_gives_the_tokens_of_the_whole(

@@ -16,7 +16,7 @@ from typing import Any
 import openai
 import pytest
 
-from engine.demo.train import FOLDER
+from engine.demo.command import MODEL
 from tests.helpers.conductors import ConductorProcess, client_of, serve_conductor
 from tests.helpers.engines.processes import serve_engine
 from tests.helpers.hosts import VLLM, VLLM_ENV
@@ -73,7 +73,7 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedVllm]:
         "replay_endpoint": f"tcp://*:{replay}",
     }
     flags = {
-        "served-model-name": FOLDER.name,
+        "served-model-name": MODEL.name,
         "dtype": "float32",
         "block-size": str(BLOCK),
         "max-model-len": "2048",
@@ -87,14 +87,14 @@ def vllm(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ServedVllm]:
         "-m",
         "vllm.entrypoints.openai.api_server",
         "--model",
-        str(FOLDER),
+        str(MODEL),
         "--enforce-eager",
         "--enable-prompt-tokens-details",
     ]
     command += [word for name, value in flags.items() for word in (f"--{name}", value)]
     process = machine.start(VllmProcess, "vllm", command, None, **VLLM_ENV)
     url = f"http://127.0.0.1:{port}"
-    words = f"{url} tokenizer={FOLDER} dialect=vllm events=tcp://127.0.0.1:{events} replay=tcp://127.0.0.1:{replay}"
+    words = f"{url} tokenizer={MODEL} dialect=vllm events=tcp://127.0.0.1:{events} replay=tcp://127.0.0.1:{replay}"
     try:
         yield ServedVllm(process, url, words)
     finally:
@@ -122,7 +122,7 @@ def chat_client(conductor: ConductorProcess) -> openai.OpenAI:
 
 def asked(question: str, **more: Any) -> dict[str, Any]:
     messages = [{"role": "system", "content": SYSTEM}, {"role": "user", "content": question}]
-    return {"model": FOLDER.name, "messages": messages, "max_tokens": 12, "temperature": 0, **more}
+    return {"model": MODEL.name, "messages": messages, "max_tokens": 12, "temperature": 0, **more}
 
 
 def routes(completion: Any) -> dict[str, Any]:
@@ -170,7 +170,7 @@ def test_salts_are_kept_apart_by_vllm_and_here(vllm: ServedVllm, conducted: Cond
 
 def test_who_goes_away_frees_its_work(vllm: ServedVllm, conducted: ConductorProcess) -> None:
     with chat_client(conducted) as client:
-        with client.completions.create(model=FOLDER.name, prompt="a", max_tokens=1500, stream=True) as stream:
+        with client.completions.create(model=MODEL.name, prompt="a", max_tokens=1500, stream=True) as stream:
             next(iter(stream))
         wait_until("vLLM has nothing to do", lambda: running(vllm) == 0.0)
 
@@ -187,7 +187,7 @@ def test_an_answer_that_vllm_began_goes_on_at_an_engine_of_ours(
     vllm: ServedVllm, machine: Machine, tmp_path: Path
 ) -> None:
     """The last one: vLLM is killed in the middle of an answer, and an engine of ours with the same model goes on."""
-    engine = serve_engine(machine, str(FOLDER), role="both", arena="48MiB", dtype="float32")
+    engine = serve_engine(machine, str(MODEL), role="both", arena="48MiB", dtype="float32")
     settings = config_of(tmp_path, backend=[vllm.words], engine=[engine.address])
     conductor = serve_conductor(machine, config=str(settings), http="127.0.0.1:0")
     with chat_client(conductor) as client, client_of(conductor) as status:
