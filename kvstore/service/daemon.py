@@ -120,7 +120,7 @@ def _run(
     took_s = life.took_s
     line = f"kvstore node {config.name} ready: {sizes}, {pages} pages kept, {took_s:.2f} s{where}"
     life.serves(lambda: announce(line), took_s, pages=sum(tier["pages"] for tier in tiers.values()))
-    watch = Watch(node, api.calls if api is not None else None)
+    watch = Watch(node, api.calls.refused if api is not None and api.calls is not None else {})
 
     def look() -> None:
         watch.look()

@@ -8,18 +8,12 @@ on it.
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import Protocol
 
 from kvstore.model.replica import ROOT, Address, keys_of
 from kvstore.state import events as ev
+from kvstore.state.client_session import ClientSession
 from kvstore.state.pending import GROUP, Pending
 from kvstore.state.writing import Writing, named_twice
-
-
-class Granted(Protocol):
-    """A session, as far as its granted frames go."""
-
-    granted: set[Address]
 
 
 class BegunPages:
@@ -29,7 +23,7 @@ class BegunPages:
     be sealed, is given up, or was not sealed by its deadline. A session that ends takes both with it.
     """
 
-    def __init__(self, writing: Writing, sessions: Mapping[int, Granted]) -> None:
+    def __init__(self, writing: Writing, sessions: Mapping[int, ClientSession]) -> None:
         self.writing = writing
         self.space = writing.space
         self.sessions = sessions

@@ -18,6 +18,7 @@ from collections.abc import Mapping
 
 import numpy as np
 
+from kvstore.model.objects import HEAD_TAG, is_object_class
 from kvstore.model.replica import Address, FrameState, Tier, position_of, standing, turns_of
 from kvstore.state import closure
 from kvstore.state import events as ev
@@ -27,7 +28,7 @@ from kvstore.state.leases import LeaseTable
 from kvstore.state.spans import spans_after, spans_at
 from kvstore.state.tenants import TierAccounts
 from kvstore.state.tier_parts import TierParts
-from kvstore.state.vacating import Erasing, Vacated, must_erase
+from kvstore.state.vacating import Erasing, Vacated
 
 FREE, SEALED = FrameState.FREE, FrameState.SEALED
 RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
@@ -260,10 +261,20 @@ class Pages:
 
     def vacate(self, address: Address, key: bytes, vacated: Vacated) -> None:
         """What is in this frame leaves it. ``vacated`` has to follow."""
-        if must_erase(self, address):
+        if self.must_erase(address):
             vacated.wiped.append((key, self._renew(address, RETIRING)))
         else:
             vacated.free.append(self._renew(address, FREE))
+
+    def must_erase(self, address: Address) -> bool:
+        """What is in this frame has to be made unreadable before another page has the frame."""
+        extent = self.segment.extents[address.extent]
+        if self.erase is None or not is_object_class(extent.pool.frame_class):
+            return False
+        state = extent.state[address.frame]
+        if state == SEALED:
+            return self.records.extra(extent.number, address.frame)[: len(HEAD_TAG)] == HEAD_TAG
+        return state in (FrameState.RESERVED, RETIRING)
 
     def vacated(self, vacated: Vacated, out: list[ev.Instruction]) -> None:
         """Write down what ``vacate`` decided, in the order in which it lies."""

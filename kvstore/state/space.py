@@ -27,7 +27,6 @@ from kvstore.state.policy_base import Page
 from kvstore.state.quotas import Quotas
 from kvstore.state.tenants import TierAccounts
 from kvstore.state.tier_parts import TierParts
-from kvstore.state.vacating import must_erase
 
 RESERVED = FrameState.RESERVED
 EVICT_STEP = 16  # pages taken from the coldest class before classes are compared again
@@ -197,7 +196,7 @@ class Space(Departures):
         if children == 0:
             source.pool.offer(target.slot_base + place, page)
         owner = source.owner[frame]
-        state = RETIRING if must_erase(self, old) else FREE
+        state = RETIRING if self.must_erase(old) else FREE
         freed = self._renew(old, state)
         target.state[place] = SEALED
         target.span[place] = source.span[frame]

@@ -19,7 +19,7 @@ import pytest
 from kvstore import Tier
 from kvstore.client import device_link
 from kvstore.client.device_link import DeviceLink
-from kvstore.client.local import hbm, mounts_watch
+from kvstore.client.local import hbm
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
 from kvstore.client.match import IO
@@ -160,7 +160,7 @@ def test_pages_of_an_engine_that_turns_over_are_right_or_a_miss(machine: Machine
 
 def test_a_killed_engines_memory_is_let_go_of(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a process that reads nothing any more."""
-    monkeypatch.setattr(mounts_watch, "LOOK_S", 0.05)
+    monkeypatch.setattr(hbm, "LOOK_S", 0.05)
     machine.serve("n")
     store, engine = store_of(machine), Engine(machine, device="host:0")
     engine.publish(1, PAGES)

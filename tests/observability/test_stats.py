@@ -14,6 +14,7 @@ import pytest
 import kvstore
 from kvstore.config import NodeConfig, NvmeTarget
 from kvstore.model.replica import FrameClass, FrameState, Tier
+from kvstore.service.node.node import Scan
 from kvstore.service.operator import stats as module
 from kvstore.service.operator.stats import age_quantile
 from kvstore.state.eviction import POLICY_DEFAULT
@@ -164,7 +165,7 @@ class FakeNode:
         disks = [MemoryDisk(1 << 20, f"/d{i}") for i in range(2) if f"d{i}" not in failures]
         disks[-1].direct = len(disks) == 1
         self.nvme_failures = {f"/{name}": reason for name, reason in failures.items()}
-        self.scan: Any = None
+        self.scan = Scan()
         targets = NvmeTarget(Path("/d0"), 1 << 20), NvmeTarget(Path("/d1"), 1 << 20)
         self.config = NodeConfig(nvme=targets, nvme_write_bytes_per_day=1 << 30)
         devices = NvmeDevices.open(disks, "n", EXTENT)
@@ -234,7 +235,7 @@ def test_nvme() -> None:
 )
 def test_nvme_scanning(done: int, finished: bool, text: str) -> None:
     node = FakeNode()
-    node.scan = SimpleNamespace(pages=1000, pages_done=done, finished=finished)
+    node.scan = Scan(1000, done, finished)
     assert node.stats()["state"] == text
     node.scan.pages = 0  # nothing to do: it has not said so yet
     assert node.stats()["state"] == "ready"

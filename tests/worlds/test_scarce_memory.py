@@ -26,7 +26,7 @@ STEP = 16  # changes of a small transaction
 
 
 class ScarceMemory:
-    """``room.Memory`` and ``memory_shell.Scarce``: so many units, which others may take, and give back."""
+    """``room.FolderMemory`` and ``memory_shell.Scarce``: so many units, which others may take, and give back."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -50,7 +50,7 @@ class ScarceMemory:
         self.free, self.mapped = self.free + self.mapped, 0
 
     def tables(self, frame_class: FrameClass, frames: int, count: int) -> int:
-        """See ``room.Memory``."""
+        """See ``room.FolderMemory``."""
         while self.spares[frame_class, frames] < count and self.free >= frames * ROW:
             self.free -= frames * ROW
             self.spares[frame_class, frames] += 1
@@ -59,7 +59,7 @@ class ScarceMemory:
         return have
 
     def index(self, frames_more: int) -> bool:
-        """See ``room.Memory``."""
+        """See ``room.FolderMemory``."""
         more = max(0, self.frames + frames_more + 2 * STEP - self.index_units)
         if more > self.free:
             self.refused["index"] += 1
@@ -68,11 +68,11 @@ class ScarceMemory:
         return True
 
     def low(self) -> bool:
-        """See ``room.Memory``."""
+        """See ``room.FolderMemory``."""
         return self.free < HEADROOM
 
     def give_back(self, position: int) -> None:
-        """See ``room.Memory``."""
+        """See ``room.FolderMemory``."""
         self.refused["positions"] += 1
         self.free += EXTENT
 

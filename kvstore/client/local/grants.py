@@ -6,8 +6,9 @@ import contextlib
 import threading
 import time
 from collections import deque
-from typing import NamedTuple, Protocol
+from typing import NamedTuple
 
+from kvstore.client.pending import PendingPut
 from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded, Unavailable
 from kvstore.model.replica import Address, FrameClass, FrameState, Status
 from kvstore.rpc.base import Channel, PendingReply
@@ -34,14 +35,6 @@ class Purpose(NamedTuple):
     since: int = 0
 
 
-class Unread(Protocol):
-    """A put that nobody has asked about yet."""
-
-    def result(self) -> int:
-        """See ``PendingPut.result``: frames of pages that were refused are handed back by it."""
-        ...
-
-
 class GrantPool:
     """RESERVED frames without a key, ours to write into. Threads may share it.
 
@@ -66,7 +59,7 @@ class GrantPool:
         self._used_s = 0.0  # when frames were last taken
         self._timer: threading.Timer | None = None
         self._asked: PendingReply | None = None  # frames on their way
-        self._unread: deque[Unread] = deque()
+        self._unread: deque[PendingPut] = deque()
 
     def __len__(self) -> int:
         return len(self._frames)
@@ -122,7 +115,7 @@ class GrantPool:
                 self._watch()
         self.forfeit(spare)
 
-    def unread(self, put: Unread) -> None:
+    def unread(self, put: PendingPut) -> None:
         """A put whose result may never be asked for. Its replies are read when many others wait, or when nobody took a
         frame for ``IDLE_S``: where pages were refused, their frames are ours until then."""
         self._unread.append(put)

@@ -7,13 +7,15 @@ bounded by what the files are. Where bytes are wanted in a device's memory, and 
 copy of that device brings them (``DirectRead``); else they come by way of the host.
 
 A segment whose engine has died is read no more: its session's lock tells, whether the node's daemon lives or not. Then,
-and when it is closed, its memory is let go of (``mounts_watch``).
+and when it is closed, its memory is let go of (``MountsWatch``).
 """
 
 from __future__ import annotations
 
 import contextlib
+import threading
 import time
+import weakref
 from collections.abc import Iterator
 from typing import Final, NamedTuple
 
@@ -21,7 +23,6 @@ import numpy as np
 
 from kvstore.client.device_link import Pieces, link_of
 from kvstore.client.device_rows import DeviceRows
-from kvstore.client.local.mounts_watch import WATCH
 from kvstore.client.local.tier_reader import ObjectHead
 from kvstore.client.match import ABSENT, EXTENT, GENERATION, IDENTITY, IO
 from kvstore.errors import Unavailable
@@ -36,6 +37,7 @@ from kvstore.tier.mounted import HOLD_NS, MountedTable, mounted_path
 from kvstore.tier.plain_files import is_locked
 from kvstore.transfer.exported import OPENERS, PeerMemory
 
+LOOK_S: Final = 1.0  # between two looks whether engines have ended, of a process that reads nothing
 RECHECK_NS: Final = 100_000_000  # how often a read looks whether a segment's engine lives
 UNOPENED_NS: Final = 2_000_000_000  # a segment that could not be opened is not tried again before that
 _SEALED, _RETIRING = int(FrameState.SEALED), int(FrameState.RETIRING)
@@ -180,12 +182,13 @@ class HbmReader:
             self._unopened = {each: until for each, until in self._unopened.items() if now_ns < until}
             self._unopened[number] = now_ns + UNOPENED_NS
             return None
-        WATCH.add(self)
+        _WATCH.add(self)
         segment = self._segments[number] = _PeerSegment(table, memory, False)
         return segment
 
     def drop_ended(self) -> None:
-        """See ``MountsReader``. Whoever is reading there keeps the memory until that is done."""
+        """Let go of what has ended; called by the thread of ``MountsWatch``. A read that is under way keeps its memory
+        until it is done."""
         for number, segment in list(self._segments.items()):
             there = mounted_path(self._folder, number).exists() and self._lives(segment.table)
             if not segment.here and not there:
@@ -334,3 +337,39 @@ def _pieces(rows: DeviceRows, sources: Addresses, nbytes: Addresses) -> Pieces:
     sources, nbytes = sources[: rows.rows * each], nbytes[: rows.rows * each]
     inside = places_in(0, nbytes[:each])
     return (rows.addresses[:, None] + inside).reshape(-1), sources, nbytes
+
+
+class MountsWatch:
+    """Has readers let go of memory that an engine had mounted, soon after the engine has ended. One per process; its
+    thread runs while there is a reader.
+
+    A device's memory stays taken as long as any process has it mapped. So a process that has read an engine's pages
+    once, and reads nothing any more, would keep the next engine from its memory.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._readers: weakref.WeakSet[HbmReader] = weakref.WeakSet()
+        self._thread: threading.Thread | None = None
+
+    def add(self, reader: HbmReader) -> None:
+        """Look after it as long as it is there. May be repeated."""
+        with self._lock:
+            self._readers.add(reader)
+            if self._thread is None or not self._thread.is_alive():  # a forked child has no thread
+                self._thread = threading.Thread(target=self._look, name="kvstore-mounts", daemon=True)
+                self._thread.start()
+
+    def _look(self) -> None:
+        while True:
+            time.sleep(LOOK_S)
+            with self._lock:
+                readers = list(self._readers)
+                if not readers:
+                    self._thread = None
+                    return
+            while readers:
+                readers.pop().drop_ended()
+
+
+_WATCH: Final = MountsWatch()

@@ -9,12 +9,12 @@ import weakref
 from collections.abc import Iterable, Iterator, Mapping
 from functools import partial
 from pathlib import Path
+from typing import Protocol
 
 from kvstore.client.local.channel import SocketChannel
 from kvstore.client.local.claims import Claims
 from kvstore.client.local.dram import DramReader
 from kvstore.client.local.elsewhere import Elsewhere
-from kvstore.client.local.ends import Embedded, Ends
 from kvstore.client.local.grants import GrantPool, GrantPools
 from kvstore.client.local.hbm import HbmReader
 from kvstore.client.local.lower_tiers import lower_readers
@@ -37,6 +37,41 @@ from kvstore.tier.index import Index
 from kvstore.tier.secret_file import read_secret
 
 _EPOCH, _INCARNATION, _MOUNTS = Header.epoch.position, Header.incarnation.position, Header.mounts.position
+
+
+class Embedded(Protocol):
+    """A node inside this process."""
+
+    def channel(self) -> Channel:
+        """A new session with it."""
+
+    def close(self) -> None:
+        """End it and remove its files."""
+
+
+class Ends:
+    """What has to be ended with a LocalNode, also when it is merely dropped or the process exits."""
+
+    def __init__(self, embedded: Embedded | None, workers: Workers, threads: ReadThreads) -> None:
+        self.pid = os.getpid()
+        self.embedded = embedded
+        self.workers = workers
+        self.threads = threads
+        self.channel: Channel | None = None
+        self.pools: GrantPools | None = None
+
+    def end(self) -> None:
+        """Close everything, the node last. In a forked child nothing is done: all of it is the parent's."""
+        if os.getpid() != self.pid:
+            return
+        self.workers.close()
+        self.threads.close()
+        if self.channel is not None:
+            self.channel.close()
+        if self.pools is not None:
+            self.pools.end()
+        if self.embedded is not None:
+            self.embedded.close()
 
 
 class Mapped:

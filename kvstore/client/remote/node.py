@@ -13,7 +13,6 @@ import grpc
 import grpc.experimental
 
 from kvstore.client.remote.endpoint import Endpoint
-from kvstore.client.remote.trace import traceparent
 from kvstore.client.store import AFTER_FORK
 from kvstore.client.workers import Workers
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable, VersionMismatch
@@ -251,3 +250,14 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+def traceparent() -> tuple[tuple[str, str], ...]:
+    """Metadata that names the caller's current span (W3C Trace Context); none where it has none. Imports nothing."""
+    api = sys.modules.get("opentelemetry.trace")
+    if api is None:
+        return ()
+    context = api.get_current_span().get_span_context()
+    if not context.is_valid:
+        return ()
+    return (("traceparent", f"00-{context.trace_id:032x}-{context.span_id:016x}-{context.trace_flags:02x}"),)

@@ -42,7 +42,7 @@ class _Here:
         self._dispatcher = dispatcher
 
     def channel(self) -> InProcessChannel:
-        """See ``client.local.ends.Embedded``."""
+        """See ``client.local.node.Embedded``."""
         return InProcessChannel(self._node, self._dispatcher)
 
     def close(self) -> None:

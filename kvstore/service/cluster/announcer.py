@@ -13,9 +13,9 @@ from kvstore import boundary
 from kvstore.catalog.base import boot_s
 from kvstore.catalog.task_health import TaskHealth
 from kvstore.errors import KVStoreError, TooManyCalls, Unavailable
-from kvstore.service.cluster.view import Members
 from kvstore.service.node.node import Node
 from kvstore.service.node.page_feed import PageFeed
+from kvstore.serving.membership import Membership
 from kvstore.state.announcing import Announcing, pause_s
 from kvstore.state.directory import Told
 from kvstore.state.directory_owner import IDLE_S
@@ -51,7 +51,7 @@ class Announcer:
         node: Node,
         name: str,
         daemon: str,
-        members: Members,
+        members: Membership,
         peers: PeersFile,
         links: PeerLinks,
         fault_after_s: float = FAULT_AFTER_S,

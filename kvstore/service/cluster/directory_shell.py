@@ -16,7 +16,7 @@ from kvstore.errors import PermissionDenied
 from kvstore.limits import ALONE, Owner, ThreadShares
 from kvstore.model.pool_secret import veil_of
 from kvstore.model.span import Fingerprints
-from kvstore.service.cluster.view import Members
+from kvstore.serving.membership import Membership
 from kvstore.state.directory import Listed, Unsure, joined
 from kvstore.state.directory_owner import DirectoryOwner
 from kvstore.transfer.base import Exchange, Handler
@@ -52,7 +52,7 @@ class DirectoryShell:
     """
 
     def __init__(self, bytes_max: int, peers: PeersFile) -> None:
-        self.members: Members | None = None
+        self.members: Membership | None = None
         self.membership: Callable[[], dict[str, Any]] = dict
         self._owner = DirectoryOwner(bytes_max)
         self._peers = peers

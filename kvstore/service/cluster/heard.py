@@ -14,9 +14,9 @@ import numpy as np
 
 from kvstore.errors import KVStoreError
 from kvstore.model.span import Fingerprints
-from kvstore.service.cluster.view import Members
 from kvstore.service.node.node import Node
 from kvstore.service.node.page_dump import dump
+from kvstore.serving.membership import Membership
 from kvstore.state.announcing import Entries
 from kvstore.state.directory import entries_told
 from kvstore.state.placement import Placement
@@ -51,7 +51,7 @@ class OwnerKnows:
 class Heard:
     """For one node's daemon. ``look`` may be called from any thread."""
 
-    def __init__(self, node: Node, name: str, members: Members, peers: PeersFile, links: PeerLinks) -> None:
+    def __init__(self, node: Node, name: str, members: Membership, peers: PeersFile, links: PeerLinks) -> None:
         self._node = node
         self._name = name
         self._members = members

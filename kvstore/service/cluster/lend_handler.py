@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from typing import Protocol
 
 import numpy as np
 
@@ -19,7 +18,6 @@ from kvstore.client.local.run_lease import RunLease
 from kvstore.client.match import ABSENT, GENERATION
 from kvstore.errors import NodeUnavailable, PermissionDenied
 from kvstore.service.cluster.read_handler import sums_for
-from kvstore.tier.base import Bytes
 from kvstore.transfer.base import Exchange, Handler
 from kvstore.transfer.lending import (
     LOAN_MS,
@@ -30,20 +28,9 @@ from kvstore.transfer.lending import (
     pages_lent_max,
     unpack_return,
 )
+from kvstore.transfer.nixl_agent import NixlAgent
 from kvstore.transfer.reading import ReadRequest, pack_end, unpack_read
 from kvstore.transfer.wire import FrameKind
-
-
-class LendingAgent(Protocol):
-    """What makes memory readable for others: ``transfer.nixl``."""
-
-    def register(self, rows: Bytes) -> None:
-        """Others may read this memory, as long as the agent lives. Raises Unavailable."""
-        ...
-
-    def metadata(self) -> bytes:
-        """What another agent has to know of this one. Raises Unavailable."""
-        ...
 
 
 class LendHandler:
@@ -53,13 +40,13 @@ class LendHandler:
         make: an agent; called when somebody first asks for it, and for each new memory of the node. Raises Unavailable.
     """
 
-    def __init__(self, node: LocalNode, make: Callable[[], LendingAgent]) -> None:
+    def __init__(self, node: LocalNode, make: Callable[[], NixlAgent]) -> None:
         self._node = node
         self._make = make
         self._lock = threading.Lock()
         self._of: Mapped | None = None
         self._metadata = b""
-        self._agents: list[LendingAgent] = []  # the last one alone; an older one ends with its memory
+        self._agents: list[NixlAgent] = []  # the last one alone; an older one ends with its memory
 
     @property
     def handlers(self) -> dict[FrameKind, Handler]:

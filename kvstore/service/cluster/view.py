@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Iterable
-from typing import Final, Protocol
+from typing import Final
 
 from kvstore.catalog.schema import DataEntry, NodeEntry
+from kvstore.serving.membership import Membership
 from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import peers
 from kvstore.transfer.peers import PoolNode, PoolView
@@ -14,28 +15,6 @@ from kvstore.transfer.peers import PoolNode, PoolView
 HEARD_STEP_S: Final = 1.0  # the file is written anew when the catalog was heard of so much later
 
 log = logging.getLogger("kvstore.cluster")
-
-
-class Members(Protocol):
-    """Who there is: ``serving.membership``."""
-
-    @property
-    def heard_s(self) -> float:
-        """When the catalog last told something."""
-        ...
-
-    @property
-    def secret(self) -> bytes | None:
-        """The pool's secret, see ``model.pool_secret.veil_of``; None: not known yet."""
-        ...
-
-    def nodes(self) -> list[NodeEntry]:
-        """The nodes whose daemons live."""
-        ...
-
-    def data_servers(self) -> list[DataEntry]:
-        """The data servers that live, the newest last."""
-        ...
 
 
 def serving(nodes: Iterable[NodeEntry], servers: Iterable[DataEntry]) -> dict[str, DataEntry]:
@@ -63,7 +42,7 @@ def offered_by(server: DataEntry) -> tuple[str, ...]:
 class ViewKeeper:
     """Lives in the node's data server, so that a dead daemon changes nothing. One thread calls ``refresh``."""
 
-    def __init__(self, folder: NodeFolder, pool: str, members: Members) -> None:
+    def __init__(self, folder: NodeFolder, pool: str, members: Membership) -> None:
         self._folder = folder
         self._members = members
         self._view = PoolView(pool, folder.name, 0.0, {})

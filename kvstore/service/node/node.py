@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import logging
 import time
-from collections.abc import Callable
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from functools import update_wrapper
 from pathlib import Path
-from typing import Concatenate, ParamSpec, Protocol, TypeVar
+from typing import Concatenate, ParamSpec, TypeVar
 
 import numpy as np
 
@@ -21,12 +23,10 @@ from kvstore.model.replica import Address, FrameClass, FrameState, Tier
 from kvstore.service.node import startup
 from kvstore.service.node.contents import Contents
 from kvstore.service.node.deciding import Deciding
-from kvstore.service.node.erasing import deletes, erase_all, taken_out
-from kvstore.service.node.folder_memory import FolderMemory, lean_table_fits
 from kvstore.service.node.nvme_pages import NvmePages
 from kvstore.service.node.performer import DECIDED, Performer
 from kvstore.service.node.put_drain import PutDrain
-from kvstore.service.node.room import make_room
+from kvstore.service.node.room import FolderMemory, lean_table_fits, make_room
 from kvstore.serving import logs
 from kvstore.state import events as ev
 from kvstore.state import integrity
@@ -48,12 +48,18 @@ Otherwise = TypeVar("Otherwise")
 Rest = ParamSpec("Rest")
 
 
-class Scan(Protocol):
+@dataclass(slots=True)
+class Scan:
     """The scan of NVMe after a start: ``pages_done`` of ``pages`` frames were read, until it is ``finished``."""
 
-    pages: int
-    pages_done: int
-    finished: bool
+    pages: int = 0
+    pages_done: int = 0
+    finished: bool = False
+
+    @property
+    def under_way(self) -> bool:
+        """Frames are still to be read."""
+        return self.pages > 0 and not self.finished
 
 
 def while_running(
@@ -107,7 +113,7 @@ class Node:
         self.sessions = Sessions(performer.folder)
         self.events = performer.events
         self.events.salt_of = state.tenants.salt
-        self.scan: Scan | None = None
+        self.scan = Scan()
         self.nvme_failures = nvme_failures
         self.started_ns = time.monotonic_ns()
         self.ending = False
@@ -190,8 +196,8 @@ class Node:
                     self._make_room(*needed)
                 instructions = self.state.handle(event)
                 self.state.segment.tables.clear()
-                if nvme is not None and deletes(event):
-                    erases = taken_out(instructions, self.performer.tables, nvme.tier)
+                if nvme is not None and _deletes(event):
+                    erases = _taken_out(instructions, self.performer.tables, nvme.tier)
                 reply = self.performer.perform(instructions)
             while self.performer.sessions_to_check:
                 session = self.performer.sessions_to_check.pop()
@@ -200,13 +206,48 @@ class Node:
                     self.puts.ended(session)
         self.performer.book.flush()
         if erases and nvme is not None:
-            erase_all(self, nvme, erases)  # the caller waits for the disk, nobody else does
+            self._erase_all(nvme, erases)  # the caller waits for the disk, nobody else does
         return reply if reply is not None else ev.Reply()
 
     def _decide(self, event: ev.Event) -> ev.Reply | None:
         """Decide and perform one event that needs no room. The mutex is held."""
         with DECIDED:
             return self.performer.perform(self.state.handle(event))
+
+    def erase(self, nvme: NvmePages, erasing: ev.Erase, places: Iterable[int]) -> set[int]:
+        """Make what was in these frames unreadable. Returns the places whose device fails: there a reboot may bring it
+        back.
+
+        Objects that are deleted, or leave NVMe, are erased while the node goes on. Their frames are RETIRING in the
+        meantime: no reader reads them, no writer is granted them, and the next start goes on where a kill came between.
+        A caller that deletes waits for its own, without the mutex: an object that is gone stays gone. What leaves on
+        its own is the mover's to erase; until then the same key cannot be stored or deleted (``Status.BUSY``).
+        """
+        tables = self.contents.extents
+        found = {place: erasing.pages[place][1] for place in places}
+        broken = nvme.extents.erase((tables[address.extent], address.frame) for address in found.values())
+        if broken:
+            self.device_failed(broken)
+        return {place for place, address in found.items() if tables[address.extent].position in broken}
+
+    def _erase_all(self, nvme: NvmePages, erases: list[ev.Erase]) -> None:
+        """Carry out and report what a caller's own deletion takes.
+
+        Raises:
+            Unavailable: a device fails; the objects are deleted all the same.
+        """
+        remaining, sound = deque(erases), True
+        try:
+            while remaining:
+                erasing = remaining[0]
+                failed = self.erase(nvme, erasing, range(len(erasing.pages)))
+                self.handle(ev.Erased(time.monotonic_ns(), erasing.number, failed))
+                sound &= not failed
+                remaining.popleft()
+        finally:
+            self.waiting.copies.extend(remaining)  # a caller that is interrupted leaves them to the mover
+        if not sound:
+            raise Unavailable("an object is deleted, but its device fails: a reboot may bring it back")
 
     def check_class(self, frame_class: FrameClass) -> None:
         """Raises InvalidRequest where a page of that class is larger than an extent."""
@@ -402,3 +443,19 @@ class Node:
 
 def _findings(performer: Performer, state: NodeState) -> list[str]:
     return integrity.check_all(state, performer.index.addresses)
+
+
+def _deletes(event: ev.Event) -> bool:
+    """The caller behind this event is told only when what it deletes is gone for good."""
+    return type(event) in (ev.Delete, ev.SealObjects) or (type(event) is ev.SealGranted and event.replaces is not None)
+
+
+def _taken_out(instructions: list[ev.Instruction], tables: dict[int, ExtentTable], tier: Tier) -> list[ev.Erase]:
+    """The erasures in that tier among these instructions, which are left without them."""
+    erases = [
+        instruction
+        for instruction in instructions
+        if type(instruction) is ev.Erase and tables[instruction.pages[0][1].extent].tier == tier
+    ]
+    instructions[:] = [instruction for instruction in instructions if instruction not in erases]
+    return erases

@@ -1,6 +1,6 @@
 """Performer: carries out a node's instructions on its record tables and index, in order, a batch at a time.
 
-It is also what the state reads records back through (``tier_view.TierView``). One thread uses it.
+It is also what the state reads records back through (``startup.TierView``). One thread uses it.
 """
 
 from __future__ import annotations

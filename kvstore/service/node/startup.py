@@ -30,7 +30,6 @@ from kvstore.service.node.nvme_pages import NvmePages
 from kvstore.service.node.nvme_start import open_nvme, open_tables, secret_on_nvme
 from kvstore.service.node.performer import Performer
 from kvstore.service.node.put_drain import open_log
-from kvstore.service.node.tier_view import TierView
 from kvstore.state import events as ev
 from kvstore.state import recovery
 from kvstore.state.eviction import POLICIES
@@ -38,6 +37,7 @@ from kvstore.state.extent_found import ExtentFound
 from kvstore.state.frames import ExtentNumbers, Segment
 from kvstore.state.node_state import NodeState
 from kvstore.state.tier_parts import TieringRules, TierParts
+from kvstore.state.views import Snapshot
 from kvstore.tier.base import TierStore
 from kvstore.tier.dram import SegmentFile, check_space
 from kvstore.tier.dram_store import DramStore
@@ -331,3 +331,19 @@ def extent_found(table: ExtentTable) -> ExtentFound:
         sound,
         table.tier,
     )
+
+
+class TierView:
+    """The tier's table of the index (``PageIndex``), and its records (``RecordView``)."""
+
+    def __init__(self, performer: Performer, tier: Tier) -> None:
+        self._performer = performer
+        self._tier = tier
+        self.find = partial(performer.index.find, tier)
+        self.absent = partial(performer.index.absent, tier)
+        self.key, self.parent, self.root, self.extra = performer.key, performer.parent, performer.root, performer.extra
+        self.lineage, self.standing, self.last_use_ns = performer.lineage, performer.standing, performer.last_use_ns
+
+    def snapshots(self) -> list[Snapshot]:
+        """See ``RecordView``."""
+        return [snapshot(table) for table in self._performer.tables.values() if table.tier == self._tier]

@@ -118,12 +118,11 @@ class Explaining:
         for key, page in zip(keys, pages, strict=True):
             if key in events:
                 page["event"] = events[key]
-        scan = self._node.scan
         return {
             "pages": pages,
             "elsewhere": self._elsewhere(tokens, root) if tokens is not None else [],
             "events_s": round(known_s, 3),
-            "scanning": scan is not None and scan.pages > 0 and not scan.finished,
+            "scanning": self._node.scan.under_way,
         }
 
     def _events(self, keys: set[bytes]) -> tuple[dict[bytes, dict[str, Any]], float]:

@@ -15,13 +15,14 @@ import time
 from collections import Counter
 from collections.abc import Iterable, Mapping
 from functools import partial
-from typing import Any
+from pathlib import Path
+from typing import Any, Final
 
+from kvstore.client.local.transports import missing_here
 from kvstore.model.replica import FRAME_ALIGN, FrameState, Tier
 from kvstore.service.node.answers import fitted
 from kvstore.service.node.node import Node
 from kvstore.service.node.performer import Performer
-from kvstore.service.operator.peer_transports import peer_transports
 from kvstore.state.frames import Extent, Segment
 from kvstore.state.mounts import Mounts
 from kvstore.state.node_state import NodeState
@@ -30,8 +31,11 @@ from kvstore.tier.counters import LATENCY_BOUNDS_S, Histogram
 from kvstore.tier.header import DaemonState
 from kvstore.tier.nvme_devices import today
 from kvstore.transfer.device_paths import paths_of
+from kvstore.transfer.peers import PeersFile
+from kvstore.transfer.plan import fit_for
 
 _EVICTED = "evicted_"
+PEERS_TOLD_MAX: Final = 64  # of a whole answer, which is one message
 TENANTS_BYTES, TENANTS_MAX = 32 << 10, 200  # of a whole answer, which is one message
 
 
@@ -86,7 +90,7 @@ def _queues(node: Node) -> dict[str, int]:
         "unsaved": sum(len(pool.unsaved) for pool in pools),
         "ready": sum(len(pool.ready) for pool in pools),
         "checksums": len(node.waiting.unstamped),
-        "scan": max(0, node.scan.pages - node.scan.pages_done) if node.scan is not None else 0,
+        "scan": max(0, node.scan.pages - node.scan.pages_done),
     }
 
 
@@ -300,8 +304,7 @@ def _nvme_state(node: Node, written_today_bytes: int) -> str:
     parts = [f"{path} failed: {reason}" for path, reason in node.nvme_failures.items()]
     if len(parts) < len(node.config.nvme):
         scan = node.scan
-        scanning = scan is not None and scan.pages > 0 and not scan.finished
-        parts.insert(0, f"scanning {100 * scan.pages_done // scan.pages} %" if scan and scanning else "ready")
+        parts.insert(0, f"scanning {100 * scan.pages_done // scan.pages} %" if scan.under_way else "ready")
         if 0 < node.config.nvme_write_bytes_per_day <= written_today_bytes:
             parts.append("today's writes are used up")
     return "; ".join(parts)
@@ -325,3 +328,14 @@ def age_quantile(ages: Mapping[int, int], share: float) -> float | None:
 
 def _ratio(part: int, whole: int) -> float | None:
     return part / whole if whole else None
+
+
+def peer_transports(folder: Path) -> dict[str, dict[str, str]]:
+    """How pages of other nodes come to this machine: by node and transport, why they do not come that way; "": they do.
+    As both ends declare, not as was tried."""
+    view = PeersFile(folder).look()
+    if view is None:
+        return {}
+    ours = missing_here()
+    others = [peer for name, peer in sorted(view.peers.items()) if name != view.node]
+    return {peer.name: fit_for(ours, peer.transports) for peer in others[:PEERS_TOLD_MAX]}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import Protocol
+from collections.abc import Mapping
 
 from kvstore.service.node.node import Node
 from kvstore.service.operator.stats import tenant_rows
@@ -16,21 +16,18 @@ LOOK_S = 1.0
 SILENT_S = 10.0  # of refusals of one kind, one line in so long
 
 
-class Refusals(Protocol):
-    """Where gRPC calls are counted that were refused: status code -> (calls, the last caller's address)."""
-
-    refused: dict[str, tuple[int, str]]
-
-
 class Watch:
     """Logs what a node refuses or drops, summed over a while: a flood of it is a line now and then.
 
     Lives with a daemon; one thread calls ``look`` again and again, and at the end ``look(last=True)``.
+
+    Args:
+        refused: where gRPC calls are counted that were refused: status code -> (calls, address of the last caller).
     """
 
-    def __init__(self, node: Node, calls: Refusals | None = None) -> None:
+    def __init__(self, node: Node, refused: Mapping[str, tuple[int, str]]) -> None:
         self._node = node
-        self._calls = calls
+        self._refused = refused
         self._due_s = 0.0
         self._told: dict[tuple[str, ...], tuple[int, float]] = {}  # what -> how many, when that was said
         self._news(float("inf"), self._counts())  # what was before is no news
@@ -48,8 +45,8 @@ class Watch:
                 case ("quota", tenant, tier):
                     event(log, logging.WARNING, "quota refused", tenant=tenant, tier=tier, pages=count)
                 case ("grpc", code):
-                    peer = self._calls.refused[code][1] if self._calls is not None else ""
-                    event(log, logging.WARNING, "gRPC calls refused", code=code, calls=count, last_from=peer)
+                    last_from = self._refused[code][1]
+                    event(log, logging.WARNING, "gRPC calls refused", code=code, calls=count, last_from=last_from)
 
     def _news(self, now_s: float, counts: dict[tuple[str, ...], int]) -> list[tuple[tuple[str, ...], int]]:
         news = []
@@ -71,6 +68,6 @@ class Watch:
         for salt, tier, _, _, refused, _ in rows:
             if refused:
                 found["quota", salt, tier] = refused
-        for code, (count, _) in dict(self._calls.refused).items() if self._calls is not None else ():
+        for code, (count, _) in dict(self._refused).items():
             found["grpc", code] = count
         return found

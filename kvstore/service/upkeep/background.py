@@ -35,7 +35,7 @@ class Background:
         self._node = node
         self._scrubber = scrubber
         self.mover = Mover(node)
-        self.scanner = node.scan = Scanner(node)
+        self.scanner = Scanner(node)
         self._kv_events = KvEvents(node) if node.config.kv_events else None
         self._stopped = threading.Event()
         self._carried = threading.Event()  # the mover's lanes end

@@ -29,13 +29,10 @@ ADOPT_PAGES = 256  # offered in one event, so that others get a turn
 
 
 class Scanner:
-    """One scan per start, in a thread of its own. ``pages_done`` of ``pages`` frames have been read."""
+    """One scan per start, in a thread of its own. How far it is stands in ``Node.scan``."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
-        self.pages = 0
-        self.pages_done = 0
-        self.finished = False
 
     def run(self, stopped: threading.Event) -> bool:
         """Scan, offer, end; or end where ``stopped``: the next start scans again. True once all is scanned.
@@ -43,9 +40,10 @@ class Scanner:
         Where it fails it may be called again: what nobody adopted waits as before."""
         nvme = self._node.nvme
         extents = [] if nvme is None else [(t, f) for t in self._node.nvme_tables() if len(f := _waiting(t))]
-        self.pages, self.pages_done = sum(len(frames) for _, frames in extents), 0
+        scan = self._node.scan
+        scan.pages, scan.pages_done = sum(len(frames) for _, frames in extents), 0
         if nvme is not None and extents:
-            log.warning("%d frames on NVMe are scanned: they were written to after the last checkpoint", self.pages)
+            log.warning("%d frames on NVMe are scanned: they were written to after the last checkpoint", scan.pages)
             found: list[FrameHeader] = []
             for table, frames in extents:
                 for page in self._scan(nvme, table, frames):
@@ -58,7 +56,7 @@ class Scanner:
             for table, _ in extents:
                 self._node.handle(ev.Adopted(time.monotonic_ns(), table.extent))
             log.warning("the scan is done: %d pages were sound", len(found))
-        self.finished = True
+        scan.finished = True
         return True
 
     def _scan(self, nvme: NvmePages, table: ExtentTable, frames: list[int]) -> Iterator[FrameHeader]:
@@ -79,7 +77,7 @@ class Scanner:
                         yield page
                     else:
                         self._node.count(f"scan_{page}")
-            self.pages_done += len(part)
+            self._node.scan.pages_done += len(part)
             if failpoint.ACTIVE:
                 failpoint.hit("scanner.run")
 

@@ -22,7 +22,6 @@ import numpy as np
 from kvstore import boundary, failpoint
 from kvstore.errors import InternalError
 from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameState
-from kvstore.service.node.erasing import erase_some
 from kvstore.service.node.node import Node
 from kvstore.service.node.nvme_pages import IO, Copied, NvmePages
 from kvstore.service.upkeep.device_lanes import DeviceLane, Joint
@@ -236,7 +235,7 @@ class Mover:
             failpoint.hit("mover.copy")
         try:
             with _COPYING:
-                failed |= erase_some(self._node, nvme, erase, places)
+                failed |= self._node.erase(nvme, erase, places)
         except InternalError:
             failed |= set(places)
         joint.done()

@@ -98,7 +98,7 @@ class InlineIo:
 
 
 class _Client:
-    """The node as its client has it (``client.local.ends.Embedded``); it does not end the node."""
+    """The node as its client has it (``client.local.node.Embedded``); it does not end the node."""
 
     def __init__(self, node: EmbeddedNode) -> None:
         self._node = node
