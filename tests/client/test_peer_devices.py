@@ -331,9 +331,9 @@ def test_a_copy_that_is_late_keeps_the_memory_mapped(two: Two, monkeypatch: pyte
 
 
 def test_a_late_copy_to_the_host_keeps_the_memory_mapped(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(device_memory, "COPY_S", 0.05)
     assert two.store.cache(SMALL).get(two.keys).pages == PAGES
     opened = opened_by(two)
+    monkeypatch.setattr(device_memory, "COPY_S", 0.05)
     two.device.hold()
     match = two.store.cache(SMALL).get(two.keys)
     assert (match.pages, match.reason) == (0, IO)
