@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import itertools
 import json
 import math
 import os
 import select
-import shutil
 import signal
 import sys
 import termios
@@ -19,6 +17,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import click
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
 
 import kvstore
 from kvstore.cli.node import node_option
@@ -27,15 +28,11 @@ from kvstore.cli.top_frame import document
 from kvstore.cli.top_frame import lines as node_lines
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 
-Lines = Callable[[dict[str, Any], str, int], list[str]]
-"""A frame for people: at which time, and how wide."""
+Lines = Callable[[dict[str, Any], str], list[str]]
+"""A frame for people; the text is the time of day."""
 
 INTERVAL_S = 2.0
 INTERVAL_S_MIN, INTERVAL_S_MAX = 0.1, 3600.0
-
-# Another screen and no cursor; back. At the top; the rest of a line, of the screen.
-_ENTER, _LEAVE = "\x1b[?1049h\x1b[?25l", "\x1b[?25h\x1b[?1049l"
-_HOME, _CLEAR_LINE, _CLEAR_BELOW = "\x1b[H", "\x1b[K", "\x1b[J"
 
 
 @click.command()
@@ -57,116 +54,98 @@ def top(node: str | None, interval_s: float, once: bool, catalog: str | None, po
 
     With --catalog, all nodes, engines and conductors of a pool, a line each.
 
-    Rates are those of the last interval. Ends with q or Ctrl-C. Where stdout is no terminal, frames follow one another
-    (with --json one document per line).
+    Rates are those of the last interval. Ends with q or Ctrl-C. Where stdout is not a terminal, frames are printed one
+    after the other (with --json one document per line).
     """
     if math.isnan(interval_s):
         raise InvalidRequest("--interval", "must be seconds, not nan")
     if catalog is not None:
         if node is not None:
             raise InvalidRequest("--node", "is one node; --catalog is about all of a pool")
-        _watch_pool(catalog, pool, interval_s, once, as_json)
+        from kvstore.cli.top_pool import PoolWatch, lines  # only here: it loads gRPC
+
+        with PoolWatch(catalog, pool) as watch:
+            _show(watch.frames(), lines, interval_s, once, as_json)
         return
     with kvstore.connect(node) as store:
-        if once:
-            before, then = store.stats(), time.monotonic()
-            time.sleep(interval_s)
-            frame = document(store.stats(), before, time.monotonic() - then)
-            print_json(frame) if as_json else click.echo("\n".join(node_lines(frame, _clock(), 0)))
-            return
-        _show(_frames(store.stats, store.name), node_lines, interval_s, as_json)
-
-
-def _watch_pool(catalog: str, pool: str, interval_s: float, once: bool, as_json: bool) -> None:
-    from kvstore.cli.top_pool import PoolWatch, lines  # only here: it loads gRPC
-
-    with PoolWatch(catalog, pool) as watch:
-        first = watch.first()  # a catalog that cannot be had is an error
-        if not once:
-            _show(itertools.chain([first], watch.frames()), lines, interval_s, as_json)
-            return
-        time.sleep(interval_s)
-        frame = next(watch.frames())
-        print_json(frame) if as_json else click.echo("\n".join(lines(frame, _clock(), 0)))
-
-
-def _show(frames: Iterator[dict[str, Any]], lines: Lines, interval_s: float, as_json: bool) -> None:
-    """One frame after the other, until somebody ends it."""
-    if as_json or not (sys.stdout.isatty() and sys.stdin.isatty()):
-        _print(frames, lines, interval_s, as_json)
-    else:
-        with _screen() as interrupted:
-            _draw(frames, lines, interval_s, interrupted)
+        _show(_frames(store.stats, store.name), node_lines, interval_s, once, as_json)
 
 
 def _frames(stats: Callable[[], dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
-    """A frame each time one is asked for; a node that does not answer is looked for on."""
-    before, then = None, 0.0
+    """A frame each time one is asked for. A node that stops answering is asked again."""
+    before, then = stats(), time.monotonic()
+    yield document(before, None, 0.0)
+    last = before if "clients" in before else None
     while True:
         try:
             now, when = stats(), time.monotonic()
         except (NodeUnavailable, DeadlineExceeded) as error:
-            before = None
+            last = None
             yield {"name": name, "state": "no answer", "error": str(error)}
             continue
-        yield document(now, before, when - then)
-        before, then = now if "clients" in now else None, when
+        yield document(now, last, when - then)
+        last, then = now if "clients" in now else None, when
 
 
-def _print(frames: Iterator[dict[str, Any]], lines: Lines, interval_s: float, as_json: bool) -> None:
-    for frame in frames:
-        click.echo(json.dumps(frame) if as_json else "\n".join([*lines(frame, _clock(), 0), ""]))
-        sys.stdout.flush()
+def _show(frames: Iterator[dict[str, Any]], lines: Lines, interval_s: float, once: bool, as_json: bool) -> None:
+    """One frame with rates, or one after the other until the user ends it."""
+    if once:
+        next(frames)
         time.sleep(interval_s)
+        frame = next(frames)
+        print_json(frame) if as_json else click.echo("\n".join(lines(frame, _clock())))
+    elif as_json or not (sys.stdout.isatty() and sys.stdin.isatty()):
+        for frame in frames:
+            click.echo(json.dumps(frame) if as_json else "\n".join([*lines(frame, _clock()), ""]))
+            sys.stdout.flush()
+            time.sleep(interval_s)
+    else:
+        first = next(frames)  # a node or a catalog that does not answer is an error on the terminal as it was
+        with _keys() as interrupted, Live(console=Console(), screen=True, auto_refresh=False) as live:
+            _draw(first, frames, lines, interval_s, live, interrupted)
 
 
-def _draw(frames: Iterator[dict[str, Any]], lines: Lines, interval_s: float, interrupted: threading.Event) -> None:
-    """Redraw in place until somebody presses q."""
+def _draw(
+    frame: dict[str, Any],
+    frames: Iterator[dict[str, Any]],
+    lines: Lines,
+    interval_s: float,
+    live: Live,
+    interrupted: threading.Event,
+) -> None:
+    """Redraw in place until q is pressed, or the terminal is gone."""
     due = time.monotonic()
-    for frame in frames:
-        if interrupted.is_set():
-            raise KeyboardInterrupt
-        columns, rows = shutil.get_terminal_size()
-        text = lines(frame, _clock(), columns)[:rows]
-        sys.stdout.write(_HOME + "\r\n".join(line + _CLEAR_LINE for line in text) + _CLEAR_BELOW)
-        sys.stdout.flush()
+    while not interrupted.is_set():
+        live.update(Text("\n".join(lines(frame, _clock())), no_wrap=True, overflow="crop"), refresh=True)
         due = max(due + interval_s, time.monotonic())
-        if _asked_to_end(due):
-            return
-
-
-def _asked_to_end(until: float) -> bool:
-    """Wait until then for q; what else is typed is nothing to us. Nobody can type any more: that ends it too."""
-    while (left_s := until - time.monotonic()) > 0:
-        if select.select([sys.stdin], [], [], left_s)[0]:
-            typed = os.read(sys.stdin.fileno(), 64)
-            if not typed or b"q" in typed.lower():
-                return True
-    return False
+        while (remaining_s := due - time.monotonic()) > 0:
+            if select.select([sys.stdin], [], [], remaining_s)[0]:
+                typed = os.read(sys.stdin.fileno(), 64)
+                if not typed or b"q" in typed.lower():
+                    return
+        frame = next(frames)
+    raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
-def _screen() -> Iterator[threading.Event]:
-    """The terminal as it was comes back, however this ends. Yields what Ctrl-C and SIGTERM set beside interrupting: an
+def _keys() -> Iterator[threading.Event]:
+    """Keys arrive one by one inside, and SIGTERM interrupts as Ctrl-C does. Both also set the event that is yielded: an
     exception that meets the interpreter in a finalizer is lost there."""
     fd = sys.stdin.fileno()
-    was = termios.tcgetattr(fd)
+    before = termios.tcgetattr(fd)
     interrupted = threading.Event()
 
     def end(*_: object) -> None:
         interrupted.set()
         raise KeyboardInterrupt
 
-    ended_by = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         tty.setcbreak(fd)
-        sys.stdout.write(_ENTER)
         yield interrupted
     finally:
-        sys.stdout.write(_LEAVE)
-        sys.stdout.flush()
-        termios.tcsetattr(fd, termios.TCSADRAIN, was)
-        for number, handler in ended_by.items():
+        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        for number, handler in handlers.items():
             signal.signal(number, handler)
 
 

@@ -126,11 +126,11 @@ def _tenants(now: Stats) -> list[dict[str, Any]]:
 # --- text -----------------------------------------------------------------------------------------------------------
 
 
-def lines(frame: Mapping[str, Any], when: str, width: int = 0) -> list[str]:
-    """The frame for people; no line longer than ``width``, where one is given."""
+def lines(frame: Mapping[str, Any], when: str) -> list[str]:
+    """The frame for people."""
     head = f"kvstore top  {frame['name']}  {frame['state']}"
     if "tiers" not in frame:
-        return cut([f"{head}  {when}", frame.get("error", "its daemon is not running; looking on")], width)
+        return [f"{head}  {when}", frame.get("error", "its daemon is not running; looking again")]
     interval_s = frame["interval_s"]
     over = (
         f"rates of the last {duration_text(interval_s)}" if interval_s is not None else "rates from the next frame on"
@@ -149,12 +149,7 @@ def lines(frame: Mapping[str, Any], when: str, width: int = 0) -> list[str]:
         f"{clients['leases']} leases, {clients['reservations']} reservations",
         f"queues    {', '.join(f'{count} {name}' for name, count in frame['queues'].items())}",
     ]
-    return cut(text, width)
-
-
-def cut(text: Sequence[str], width: int) -> list[str]:
-    """The lines, none longer than ``width``, where one is given."""
-    return [line[:width] for line in text] if width else list(text)
+    return text
 
 
 def _tier_table(tiers: Mapping[str, Any]) -> list[str]:

@@ -22,7 +22,7 @@ import grpc
 from kvstore.catalog.schema import ConductorEntry, EngineEntry, NodeEntry
 from kvstore.cli.cluster import ASK_S, members_of
 from kvstore.cli.output import bytes_text, duration_text, table_text
-from kvstore.cli.top_frame import cut, name_text, number_text
+from kvstore.cli.top_frame import name_text, number_text
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import GivenCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS, RemoteNode
@@ -106,7 +106,12 @@ class PoolWatch:
         self._members.clear()
 
     def frames(self) -> Iterator[dict[str, Any]]:
-        """A frame each time one is asked for; with the catalog away those that were there are asked on."""
+        """A frame each time one is asked for; with the catalog away, members that are known are asked again.
+
+        Raises Unavailable if the catalog does not answer at first, InvalidRequest if it is not one.
+        """
+        self._look()
+        yield {**self._frame(), "catalog_error": ""}
         while True:
             error = ""
             try:
@@ -114,11 +119,6 @@ class PoolWatch:
             except KVStoreError as failed:
                 error = str(failed)
             yield {**self._frame(), "catalog_error": error}
-
-    def first(self) -> dict[str, Any]:
-        """The first frame. Raises Unavailable where the catalog does not answer, InvalidRequest where it is none."""
-        self._look()
-        return {**self._frame(), "catalog_error": ""}
 
     def _look(self) -> None:
         nodes, engines, _, conductors = asyncio.run(members_of(self._catalog, self._pool))
@@ -258,8 +258,8 @@ def _conductor(said: Mapping[str, Any], rates: _Growth) -> dict[str, Any]:
 # --- text -----------------------------------------------------------------------------------------------------------
 
 
-def lines(frame: Mapping[str, Any], when: str, width: int = 0) -> list[str]:
-    """The frame for people; no line longer than ``width``, where one is given."""
+def lines(frame: Mapping[str, Any], when: str) -> list[str]:
+    """The frame for people."""
     members = frame["members"]
     text = [f"kvstore top  {name_text(frame['catalog'])}  pool {name_text(frame['pool'])}  {when}"]
     if frame["catalog_error"]:
@@ -274,7 +274,7 @@ def lines(frame: Mapping[str, Any], when: str, width: int = 0) -> list[str]:
         text += ["", "nobody is there"]
     if frame["members_left_off"]:
         text += ["", f"and {frame['members_left_off']} more"]
-    return cut(text, width)
+    return text
 
 
 def _cells(about: Mapping[str, Any], columns: int, cells: Any) -> tuple[str, ...]:

@@ -64,10 +64,6 @@ def test_a_node_that_is_down_is_said_to_be(stats: dict[str, Any]) -> None:
     assert "down" in lines(frame, "")[0] and len(lines(frame, "")) == 2
 
 
-def test_lines_keep_within_the_terminal(stats: dict[str, Any]) -> None:
-    assert max(map(len, lines(document(stats, stats, 2.0), "", 40))) == 40
-
-
 def test_tenants_are_the_largest_ones_and_cannot_steer_a_terminal(stats: dict[str, Any]) -> None:
     entry = {"pages": 1, "quota_bytes": None}
     salts = {f"tenant-{n:02d}": {"dram": {**entry, "bytes": n * 100}, "pins": 0} for n in range(20)}

@@ -61,10 +61,10 @@ def test_a_pool_with_an_engine_that_hangs_and_one_that_dies(machine: Machine, et
     conductor = serve_conductor(machine, name="c", **catalog)
     with client_of(conductor) as client, PoolWatch(url, "default") as watch:
         client.knows(1, 1)
-        first = by_name(watch.first())
+        frames = watch.frames()
+        first = by_name(next(frames))
         assert {name: each["member"] for name, each in first.items()} == {"c": "conductor", "e": "engine", "n0": "node"}
         assert first["e"]["prefill_tokens_per_s"] is None, "no rate without an earlier answer"
-        frames = watch.frames()
 
         def busy() -> dict[str, dict[str, Any]] | None:
             client.answer(prompt(100))
@@ -139,7 +139,7 @@ def test_what_members_say_cannot_harm_a_terminal(document: dict[str, Any], tmp_p
             ),
         )
         with PoolWatch(url, "default") as watch:
-            for frame in (watch.first(), next(watch.frames())):
+            for _, frame in zip(range(2), watch.frames(), strict=False):
                 states = {each["name"]: each["state"] for each in frame["members"]}
                 assert (states["dead"], states["alone"]) == ("no answer", "no address")
                 assert states["e"] == "serving"
@@ -155,7 +155,7 @@ def test_members_that_are_too_many_are_left_off(tmp_path: Path, monkeypatch: pyt
     url = f"file:{tmp_path / 'catalog'}"
     publish(url, *(NodeEntry(name=f"n{n}", process=f"{n}", incarnation="1") for n in range(5)))
     with PoolWatch(url, "default") as watch:
-        frame = watch.first()
+        frame = next(watch.frames())
     assert len(frame["members"]) == 3 and frame["members_left_off"] == 2 and lines(frame, "")[-1] == "and 2 more"
 
 
@@ -165,10 +165,11 @@ def test_a_catalog_that_goes_is_told_of_and_one_that_never_was_is_an_error(
     path = tmp_path / "catalog"
     publish(f"file:{path}", NodeEntry(name="n", process="1", incarnation="1"))
     with PoolWatch(f"file:{path}", "default") as watch:
-        assert len(watch.first()["members"]) == 1
+        frames = watch.frames()
+        assert len(next(frames)["members"]) == 1
         path.rename(tmp_path / "away")
         path.write_bytes(b"no catalog" * 1000)
-        frame = next(watch.frames())
+        frame = next(frames)
         assert len(frame["members"]) == 1 and frame["catalog_error"] and "catalog" in lines(frame, "")[1]
     assert run(cli, ["top", "--catalog", "redis://x", "--once"]) == 2
     assert run(cli, ["top", "--catalog", f"file:{tmp_path}/c", "--node", "n", "--once"]) == 2
