@@ -75,97 +75,106 @@ class EngineConfig(DaemonConfig):
     role: Role = setting(
         Role.BOTH,
         _choice(Role),
-        "What it does: prefill (computes prompts for others), decode (answers), both.",
+        "What the engine does: prefill (computes prompts for others), decode (answers) or both; it can be "
+        "changed while it runs.",
         metavar="|".join(Role),
     )
-    """prefill, decode or both; it can be changed while it runs."""
     device: str = setting("cpu", parse_text, "cpu or cuda:N.", metavar="DEVICE")
-    """cpu or cuda:N."""
     model: str = setting(
         "",
         parse_text,
-        "A folder with config, weights and tokenizer, or a preset such as tiny-llama.",
+        "A folder with config, weights and tokenizer as Hugging Face lays them out, or a preset such as tiny-llama.",
         metavar="PATH|PRESET",
         default_shown="",
     )
-    """A folder with config, weights and tokenizer as Hugging Face lays them out, or a preset such as tiny-llama."""
     node: str = setting(
         "",
         parse_text,
-        "The pool's node: a name, kv://HOST:PORT, or none.",
+        "The pool's node: a name on this machine, kv://HOST:PORT; empty: the only one here; none: without a pool.",
         metavar="ADDRESS",
         default_shown="$KVSTORE_NODE, else the only one",
     )
-    """The pool's node: a name on this machine, kv://HOST:PORT; empty: the only one here; none: without a pool."""
-    name: str = setting("engine", parse_text, "What it is called in logs and metrics.")
-    """What it is called in logs."""
+    name: str = setting("engine", parse_text, "Name in logs and metrics.")
     listen: tuple[str, ...] = listen("127.0.0.1:0")
-    """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it needs TLS and identities."""
-    data_port: int = setting(0, parse_count, "TCP port where other engines fetch KV; 0: a free one.")
-    """TCP port, on the hosts of `listen`, where other engines fetch KV; 0: a free one."""
-    page_tokens: int = setting(64, parse_count, "Tokens of a page.")
-    """Tokens of a page; engines that share a pool agree on it."""
-    arena: int = setting(GIB, parse_size, "Device memory for KV, such as 8GiB.", metavar="SIZE")
-    """Device memory for the KV of all requests."""
+    data_port: int = setting(
+        0, parse_count, "TCP port, on the hosts of `listen`, where other engines fetch KV; 0: a free one."
+    )
+    page_tokens: int = setting(64, parse_count, "Tokens of a page; engines that share a pool agree on it.")
+    arena: int = setting(GIB, parse_size, "Device memory for the KV of all requests.", metavar="SIZE")
     keep_pages: float = setting(
-        1.0, parse_number, "Share of the arena that may keep pages of requests that have ended; 0: none."
+        1.0,
+        parse_number,
+        "Share of the arena that may keep pages of requests that have ended, until frames are needed; 0: "
+        "none are kept.",
     )
-    """Share of the arena that may keep pages of requests that have ended, until frames are needed; 0: none are kept."""
     mount: str = setting(
-        "auto", parse_text, "Whether other processes of the machine read kept pages.", metavar="|".join(MOUNTS)
+        "auto",
+        parse_text,
+        "auto: the node of this machine knows the pages that are kept, and its other processes read them; "
+        "none: not so.",
+        metavar="|".join(MOUNTS),
     )
-    """auto: the node of this machine knows the pages that are kept, and its other processes read them; none: not so."""
     dtype: str = setting(
         DTYPE_AUTO,
         parse_text,
-        "Of weights and KV; auto: float32 on a CPU, and the model's own on a GPU.",
+        "Type of weights and KV: float32, bfloat16 or float16; auto: float32 on a CPU, the model's own on a GPU.",
         metavar="|".join((DTYPE_AUTO, *DTYPES)),
     )
-    """Of weights and KV: float32, bfloat16 or float16."""
-    seed: int = setting(0, parse_count, "Of a preset's weights.")
-    """Of a preset's weights: engines with the same seed have the same model."""
+    seed: int = setting(0, parse_count, "Seed of a preset's weights: engines with the same seed have the same model.")
     threads: int = setting(0, parse_count, "Threads that torch computes with; 0: its own choice.")
-    """Threads that torch computes with; 0: its own choice."""
-    chunk_tokens: int = setting(512, parse_count, "Prompt tokens computed in one step.")
-    """Prompt tokens computed in one step at most."""
-    batch_max: int = setting(16, parse_count, "Requests decoded together.")
-    """Requests decoded together at most."""
-    requests_max: int = setting(256, parse_count, "Requests here, waiting ones among them.")
-    """Requests here at most, waiting ones among them; more are refused with a hint to retry."""
+    chunk_tokens: int = setting(512, parse_count, "Prompt tokens computed in one step at most.")
+    batch_max: int = setting(16, parse_count, "Requests decoded together at most.")
+    requests_max: int = setting(
+        256, parse_count, "Requests here at most, waiting ones among them; more are refused with a hint to retry."
+    )
     prefill: tuple[str, ...] = setting(
-        (), parse_engines, "An engine to ask for prefills; may repeat.", metavar="ADDRESS", repeats=True
+        (),
+        parse_engines,
+        "Engines that a decode engine asks to compute prompts, in this order.",
+        metavar="ADDRESS",
+        repeats=True,
     )
-    """Engines that a decode engine asks to compute prompts, in this order."""
     local_prefill_tokens: int = setting(
-        256, parse_count, "Uncached parts of prompts up to so long are computed by a decode engine itself."
+        256, parse_count, "A decode engine computes a prompt itself if at most this many of its tokens are not cached."
     )
-    """Uncached parts of prompts up to so many tokens are computed by a decode engine itself."""
     handoff: Timing = setting(
-        Timing.EAGER, _choice(Timing), "When KV computed elsewhere is moved.", metavar="|".join(Timing)
+        Timing.EAGER,
+        _choice(Timing),
+        "When KV computed elsewhere is moved: eager, while it is computed; lazy, when a slot is free.",
+        metavar="|".join(Timing),
     )
-    """When KV computed elsewhere is moved: eager, while it is computed; lazy, when a slot is free."""
-    source: Source = setting(Source.ARENA, _choice(Source), "Where it is read.", metavar="|".join(Source))
-    """Where it is read: arena, the prefill engine's memory; dram, full pages out of the pool."""
-    grain: Grain = setting(Grain.LAYER, _choice(Grain), "In which pieces it moves.", metavar="|".join(Grain))
-    """In which pieces it moves: layer, as layers are ready; whole, after the last one."""
+    source: Source = setting(
+        Source.ARENA,
+        _choice(Source),
+        "Where it is read: arena, the prefill engine's memory; dram, full pages out of the pool.",
+        metavar="|".join(Source),
+    )
+    grain: Grain = setting(
+        Grain.LAYER,
+        _choice(Grain),
+        "In which pieces it moves: layer, as layers are ready; whole, after the last one.",
+        metavar="|".join(Grain),
+    )
     link: str = setting(
-        "none", parse_text, "A bound on hand-offs: none, nvlink, pcie, rdma, 10gbe, or a speed such as 1.5GB/s."
+        "none",
+        parse_text,
+        "A bound on the speed of hand-offs: none (no bound), nvlink, pcie, rdma, 10gbe, or a speed such as 1.5GB/s.",
     )
-    """A bound on the speed of hand-offs: none (no bound), nvlink, pcie, rdma, 10gbe, or a speed such as 1.5GB/s."""
     compress: str = setting(
-        "none", parse_text, "Lossy packing of KV, for requests that allow it.", metavar="|".join(CODECS)
+        "none",
+        parse_text,
+        "none or int8: pages are written as lossy replicas only, for requests that allow them; hand-offs likewise.",
+        metavar="|".join(CODECS),
     )
-    """none or int8: pages are written as lossy replicas only, for requests that allow them; hand-offs likewise."""
-    hold_s: float = setting(30.0, parse_number, "Seconds that a finished prefill waits to be fetched.")
-    """How long a finished prefill waits to be fetched."""
-    salt: str = setting("", parse_text, "Of requests that name none.", default_shown="")
-    """The salt of requests that name none."""
-    request_s_max: float = setting(3600.0, parse_number, "The longest a request may take.")
-    """The longest a request may take, also where its client names no deadline."""
-    rpcs_max: int = setting(512, parse_count, "How many gRPC calls may be under way at once.")
-    """How many gRPC calls may be under way at once; more are refused with a hint to retry."""
-    drain_s: float = setting(10.0, parse_number, "Seconds that requests under way have when the engine is told to end.")
-    """How long the engine waits at its end for requests under way."""
+    hold_s: float = setting(30.0, parse_number, "How long a finished prefill waits to be fetched.")
+    salt: str = setting("", parse_text, "The salt of requests that name none.", default_shown="")
+    request_s_max: float = setting(
+        3600.0, parse_number, "The longest a request may take, also where its client names no deadline."
+    )
+    rpcs_max: int = setting(
+        512, parse_count, "How many gRPC calls may be under way at once; more are refused with a hint to retry."
+    )
+    drain_s: float = setting(10.0, parse_number, "How long the engine waits at its end for requests under way.")
 
     @property
     def unmounted(self) -> str:

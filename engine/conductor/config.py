@@ -29,63 +29,82 @@ class ConductorConfig(DaemonConfig):
     engine: tuple[str, ...] = setting(
         (),
         parse_engines,
-        "An engine beside those of the catalog; may repeat.",
+        "Engines in addition to those that the catalog lists.",
         metavar="ADDRESS",
         repeats=True,
     )
-    """Engines beside those that the catalog lists."""
     backend: tuple[BackendSettings, ...] = setting(
         (),
         parse_backends,
-        "A server that speaks OpenAI's API, as one more engine; may repeat.",
+        "Servers that speak OpenAI's API, each as one more engine.",
         metavar="'URL tokenizer=FOLDER ...'",
         repeats=True,
     )
-    """Servers that speak OpenAI's API, as engines beside ours: see below."""
-    policy: str = setting("kv-centric", parse_text, "Who computes and who answers.", metavar="|".join(POLICIES))
-    """Who computes a prompt and who answers it: see below."""
-    split: str = setting("cost", parse_text, "When two engines share a request.", metavar="|".join(SPLITS))
-    """When one engine computes a prompt and another one answers: cost (where sooner), never, always, threshold."""
-    name: str = setting("conductor", parse_text, "What it is called in logs and metrics.")
-    """What it is called in logs and, with a number of its process, in the catalog."""
+    policy: str = setting(
+        "kv-centric", parse_text, "Which engine computes a prompt and which one answers it.", metavar="|".join(POLICIES)
+    )
+    split: str = setting(
+        "cost",
+        parse_text,
+        "When one engine computes a prompt and another one answers: cost (where sooner), never, always, threshold.",
+        metavar="|".join(SPLITS),
+    )
+    name: str = setting(
+        "conductor", parse_text, "Name in logs and metrics and, with a number of its process, in the catalog."
+    )
     http: str | None = setting(
-        None, parse_address_or_none, "Where OpenAI's API, /healthz, /readyz and /metrics are.", metavar="HOST:PORT"
+        None,
+        parse_address_or_none,
+        "HOST:PORT of OpenAI's API, /healthz, /readyz and /metrics. Beyond loopback it needs TLS and identities.",
+        metavar="HOST:PORT",
     )
-    """HOST:PORT of OpenAI's API, /healthz, /readyz and /metrics. Beyond loopback it needs TLS and identities."""
     listen: tuple[str, ...] = listen("127.0.0.1:0")
-    """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it needs TLS and identities."""
-    salt: str = setting("", parse_text, "Of requests that name none.", default_shown="")
-    """The salt of requests that name none."""
-    window_s: float = setting(4.0, parse_number, "Seconds of prompts that an engine has before it at most.")
-    """Seconds of prompts that an engine has before it at most; others wait here, where tenants share fairly."""
-    queue: int = setting(256 << 20, parse_size, "Memory of requests that wait here.", metavar="SIZE")
-    """Memory of requests that wait here; no tenant has more than half of it."""
-    index: int = setting(1 << 30, parse_size, "Memory of what nodes tell of their pages.", metavar="SIZE")
-    """Memory of what nodes tell of their pages: 8 bytes a page."""
-    roles_floor: int = setting(0, parse_count, "Engines that keep each role; 0: roles are left as they are.")
-    """How many engines keep each role when roles follow the load; 0: roles are left as they are."""
-    first_token_s: float = setting(0.0, parse_number, "The latest first token, of requests that name none; 0: none.")
-    """Seconds until the first token, of requests that name none: what would miss it is refused at once; 0: none."""
-    token_s: float = setting(0.0, parse_number, "The longest step between tokens, of requests that name none; 0: none.")
-    """The longest time between two tokens, in seconds, of requests that name none; 0: none."""
-    offer_catalog: str = setting(
-        "", parse_text, "Catalog of another pool for which this one computes prompts.", metavar="URL"
+    salt: str = setting("", parse_text, "The salt of requests that name none.", default_shown="")
+    window_s: float = setting(
+        4.0,
+        parse_number,
+        "Seconds of prompts that an engine has before it at most; others wait here, where tenants share fairly.",
     )
-    """The catalog of another pool, for whose conductors the engines of this one compute prompts; empty: for nobody."""
-    offer_pool: str = setting("default", parse_text, "That pool's name in its catalog.")
-    """That pool's name in its catalog."""
-    offer_egress: int = setting(0, parse_size, "Bytes of KV that may leave for it in a second.", metavar="SIZE")
-    """How much KV may leave this pool for that one in a second, in bytes."""
-    request_s_max: float = setting(3600.0, parse_number, "The longest a request may take.")
-    """The longest a request may take, also where its client names no deadline."""
-    keepalive_s: float = setting(75.0, parse_number, "Seconds that an idle HTTP connection is kept.")
-    """How long an idle HTTP connection is kept: longer than a load balancer in front keeps its own, 60 s often."""
-    rpcs_max: int = setting(1024, parse_count, "How many gRPC calls may be under way at once.")
-    """How many gRPC calls may be under way at once; more are refused with a hint to retry."""
-    drain_s: float = setting(10.0, parse_number, "Seconds that answers under way have when it is told to end.")
-    """How long the conductor waits at its end for answers under way."""
-    seed: int = setting(0, parse_count, "Of all chance.")
-    """Of all chance: the same events lead to the same decisions."""
+    queue: int = setting(
+        256 << 20, parse_size, "Memory of requests that wait here; no tenant has more than half of it.", metavar="SIZE"
+    )
+    index: int = setting(
+        1 << 30, parse_size, "Memory of what nodes tell of their pages: 8 bytes a page.", metavar="SIZE"
+    )
+    roles_floor: int = setting(
+        0, parse_count, "How many engines keep each role when roles follow the load; 0: roles are left as they are."
+    )
+    first_token_s: float = setting(
+        0.0,
+        parse_number,
+        "Seconds until the first token, of requests that name none: what would miss it is refused at once; 0: none.",
+    )
+    token_s: float = setting(
+        0.0, parse_number, "The longest time between two tokens, in seconds, of requests that name none; 0: none."
+    )
+    offer_catalog: str = setting(
+        "",
+        parse_text,
+        "The catalog of another pool, for whose conductors the engines of this one compute prompts; empty: for nobody.",
+        metavar="URL",
+    )
+    offer_pool: str = setting("default", parse_text, "Name of that other pool in its catalog.")
+    offer_egress: int = setting(
+        0, parse_size, "How much KV may leave this pool for that one in a second, in bytes.", metavar="SIZE"
+    )
+    request_s_max: float = setting(
+        3600.0, parse_number, "The longest a request may take, also where its client names no deadline."
+    )
+    keepalive_s: float = setting(
+        75.0,
+        parse_number,
+        "How long an idle HTTP connection is kept: longer than a load balancer in front keeps its own, 60 s often.",
+    )
+    rpcs_max: int = setting(
+        1024, parse_count, "How many gRPC calls may be under way at once; more are refused with a hint to retry."
+    )
+    drain_s: float = setting(10.0, parse_number, "How long the conductor waits at its end for answers under way.")
+    seed: int = setting(0, parse_count, "Seed of all random choices: the same events lead to the same decisions.")
 
     def __post_init__(self) -> None:
         require(

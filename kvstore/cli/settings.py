@@ -37,7 +37,7 @@ def with_settings(kind: type[Settings], only: Collection[str] = ()) -> Callable[
 def _option(name: str, setting: Declared, default: Any) -> Callable[[_Command], _Command]:
     flags = [flag for flag in (setting.short, f"--{name.replace('_', '-')}") if flag]
     shown = default_text(setting, default)
-    about = f"{setting.help}  [default: {shown}]" if shown else setting.help
+    about = f"{setting.help}{' May repeat.' if setting.repeats else ''}{f'  [default: {shown}]' if shown else ''}"
     if isinstance(default, bool):
         return click.option(*flags, name, is_flag=True, default=None, help=about)
     if setting.repeats:

@@ -89,102 +89,148 @@ _ENV_NOT_CONFIG_PREFIXES = ("KVSTORE_TEST_", "KVSTORE_ENGINE_", "KVSTORE_CONDUCT
 class NodeConfig(DaemonConfig):
     """One node. Checked however it is made: raises `InvalidRequest` naming the field. Sizes are bytes."""
 
-    name: str = setting("default", parse_text, "What clients on this machine connect to.")
-    """What clients on this machine connect to; also names the node's folder."""
-    dram: int = setting(512 * MIB, parse_size, "Capacity of the DRAM segment, such as 8GiB.", metavar="SIZE")
-    """Capacity of the DRAM segment in bytes of frames; records, uses and index take some more memory."""
+    name: str = setting("default", parse_text, "What clients on this machine connect to; also names the node's folder.")
+    dram: int = setting(
+        512 * MIB,
+        parse_size,
+        "Capacity of the DRAM segment in bytes of frames; records, uses and index take some more memory.",
+        metavar="SIZE",
+    )
     shm_dir: Path = setting(
-        _SHM_DIR, parse_path, "The tmpfs that holds the node's folder; clients need it in KVSTORE_SHM_DIR."
+        _SHM_DIR,
+        parse_path,
+        "The tmpfs that holds the node's folder, an absolute path; clients need it in KVSTORE_SHM_DIR.",
     )
-    """The tmpfs that holds the node's folder; an absolute path, since clients have other working folders."""
-    group: bool = setting(False, parse_switch, "Let the daemon's unix group map the pool.")
-    """Whether the daemon's unix group may map the pool as well (it then belongs to the trust domain)."""
+    group: bool = setting(
+        False,
+        parse_switch,
+        "Whether the daemon's unix group may map the pool as well; it then belongs to the trust domain.",
+    )
     extent: int = setting(
-        0, parse_size_or_zero, "Bytes of one extent; the largest page must fit.  0: a sixteenth of --dram."
+        0, parse_size_or_zero, "Bytes of one extent; the largest page must fit. 0: a sixteenth of `dram`."
     )
-    """Bytes of one extent, or 0 to derive it from `dram`."""
     scrub_bytes_per_s: int = setting(
-        64 * MIB, parse_size_or_zero, "How fast resting pages are verified; 0: not at all."
+        64 * MIB,
+        parse_size_or_zero,
+        "How fast checksums of resting pages are verified in the background; 0 turns the scrubber off.",
     )
-    """How fast checksums of resting pages are verified in the background; 0 turns the scrubber off."""
-    reserve_ttl_s: float = setting(30.0, parse_number, "Seconds a writer may hold frames without progress.")
-    """How long a writer may hold reserved frames without a sign of progress."""
-    lease_ttl_s_max: float = setting(3600.0, parse_number, "The longest lease.")
-    """The longest lease granted: the bound on how long one client can keep frames from being evicted."""
+    reserve_ttl_s: float = setting(
+        30.0, parse_number, "How long a writer may hold reserved frames without a sign of progress."
+    )
+    lease_ttl_s_max: float = setting(
+        3600.0,
+        parse_number,
+        "The longest lease granted: the bound on how long one client can keep frames from being evicted.",
+    )
     sessions_max: int = setting(256, parse_count, "How many clients may be connected at once.")
-    """How many clients may be connected at once."""
-    verify_reads: bool = setting(False, parse_switch, "Verify checksums on reads from DRAM too.")
-    """Whether every DRAM read verifies checksums, and not only those from other tiers and machines."""
-    eviction: str = setting("gittins", parse_text, "Policy by which pages leave: gittins or lru.")
-    """Name of the policy by which pages leave DRAM and NVMe when frames are needed."""
+    verify_reads: bool = setting(
+        False,
+        parse_switch,
+        "Whether every DRAM read verifies checksums, and not only those from other tiers and machines.",
+    )
+    eviction: str = setting(
+        "gittins", parse_text, "Policy by which pages leave DRAM and NVMe when frames are needed: gittins or lru."
+    )
     nvme: tuple[NvmeTarget, ...] = setting(
-        (), parse_nvme, "A file or block device below DRAM; may repeat.", metavar="PATH:SIZE", repeats=True
+        (),
+        parse_nvme,
+        "Files or block devices below DRAM, with their sizes; they keep their pages when the machine restarts.",
+        metavar="PATH:SIZE",
+        repeats=True,
     )
-    """Files or block devices below DRAM, with their sizes; they keep their pages when the machine restarts."""
     nvme_format: bool = setting(
-        False, parse_switch, "Make anew an NVMe target that holds something else.", short="--format"
+        False,
+        parse_switch,
+        "Whether the start may erase a target that cannot be used as it is, and drop what it holds.",
+        short="--format",
     )
-    """Whether the start may make anew a target that cannot be used as it is, and drop what it holds."""
-    nvme_extent: int = setting(0, parse_size_or_zero, "Bytes of one extent on NVMe.  0: by the size of the targets.")
-    """Bytes of one extent on NVMe, or 0 to derive it from the sizes of the targets."""
-    nvme_admission: str = setting("all", parse_text, "What is saved before it leaves DRAM: all, or reused.")
-    """Which chains are saved to NVMe: all, or those reused since they were stored."""
-    nvme_write_bytes_per_day: int = setting(0, parse_size_or_zero, "A cap on what is written to NVMe; 0: none.")
-    """How much may be written to all targets together in one day (UTC); 0 is no cap."""
-    demote_at: float = setting(0.5, parse_number, "From this share of DRAM in use on, pages are saved.")
-    """From this share of DRAM in use on, pages are saved to NVMe: 0 saves at once, 1 when DRAM is full."""
-    promote_after: int = setting(2, parse_count, "How many reads from NVMe bring a page to DRAM.")
-    """After so many reads from NVMe a page comes back to DRAM."""
-    checkpoint_s: float = setting(30.0, parse_number, "Seconds between checkpoints on NVMe.")
-    """Seconds between checkpoints on NVMe: after a reboot a start scans only what was written since the last one."""
+    nvme_extent: int = setting(
+        0, parse_size_or_zero, "Bytes of one extent on NVMe, or 0 to derive it from the sizes of the targets."
+    )
+    nvme_admission: str = setting(
+        "all", parse_text, "Which chains are saved to NVMe: all, or those reused since they were stored."
+    )
+    nvme_write_bytes_per_day: int = setting(
+        0, parse_size_or_zero, "How much may be written to all targets together in one day (UTC); 0 is no cap."
+    )
+    demote_at: float = setting(
+        0.5,
+        parse_number,
+        "From this share of DRAM in use on, pages are saved to NVMe: 0 saves at once, 1 when DRAM is full.",
+    )
+    promote_after: int = setting(2, parse_count, "Reads from NVMe after which a page comes back to DRAM.")
+    checkpoint_s: float = setting(
+        30.0,
+        parse_number,
+        "Seconds between checkpoints on NVMe: after a reboot a start scans only what was written since the last one.",
+    )
     on_stop: str = setting(
-        "auto", parse_text, "What SIGTERM does with pages in DRAM alone: keep, save, or auto: save where DRAM goes."
+        "auto",
+        parse_text,
+        "What SIGTERM does with pages in DRAM alone: keep them, save them to NVMe, or auto: save them where DRAM goes.",
     )
-    """What SIGTERM does with pages in DRAM alone: keep them, save them to NVMe, or auto: save them where DRAM goes."""
-    stop_save_s: float = setting(20.0, parse_number, "Seconds that saving at SIGTERM may take.")
-    """Seconds that saving at SIGTERM may take, hottest pages first; whatever stops a node has to wait longer."""
+    stop_save_s: float = setting(
+        20.0,
+        parse_number,
+        "Seconds that saving at SIGTERM may take, hottest pages first; whatever stops a node has to wait longer.",
+    )
     nvme_answer_s: float = setting(
-        10.0, parse_number, "Seconds after which an NVMe device that does not answer counts as failed."
+        10.0,
+        parse_number,
+        "Seconds after which an NVMe device that does not answer takes no more writes; it is read again once it does.",
     )
-    """An NVMe device that does not answer for so many seconds takes no more writes; it is read again once it does."""
-    rpcs_max: int = setting(256, parse_count, "How many gRPC calls may be under way at once.")
-    """How many gRPC calls may be under way at once; more are refused with a hint to retry."""
-    rpc_timeout_s_max: float = setting(60.0, parse_number, "The longest a gRPC call may take.")
-    """The longest a gRPC call may take, also where its client names no deadline."""
-    rpc_buffers: int = setting(256 << 20, parse_size, "Memory for what gRPC calls are moving.")
-    """Memory for what gRPC calls are moving, all together; no opaque object sent or read over gRPC is larger."""
+    rpcs_max: int = setting(
+        256, parse_count, "How many gRPC calls may be under way at once; more are refused with a hint to retry."
+    )
+    rpc_timeout_s_max: float = setting(
+        60.0, parse_number, "The longest a gRPC call may take, also where its client names no deadline."
+    )
+    rpc_buffers: int = setting(
+        256 << 20,
+        parse_size,
+        "Memory for what gRPC calls are moving, all together; no opaque object sent or read over gRPC is larger.",
+    )
     quotas: tuple[Quota, ...] = setting(
         (),
         parse_quotas,
-        "Bytes a tenant may have in each tier; may repeat. The salt * is every other tenant.",
+        '"SALT dram=SIZE nvme=SIZE" each: bytes a tenant may have per tier; * is all others, "" callers '
+        "without a salt.",
         metavar="'SALT dram=SIZE nvme=SIZE'",
         repeats=True,
         short="--quota",
     )
-    """"SALT dram=SIZE nvme=SIZE" each: bytes a tenant may have per tier; * is all others, "" callers without a salt."""
-    pins_share_max: float = setting(0.5, parse_number, "The share of a tier that pins may keep.")
-    """The share of a tier that pins may keep from being evicted."""
-    kv_events: str = setting("", parse_text, "ZMQ address to publish KV events at, such as tcp://127.0.0.1:5557.")
-    """ZMQ address that KV events are published at, such as tcp://127.0.0.1:5557; empty: nowhere."""
-    kv_events_replay: str = setting("", parse_text, "ZMQ address to replay missed KV events at.")
-    """ZMQ address where subscribers ask for events they missed; empty: nowhere."""
+    pins_share_max: float = setting(0.5, parse_number, "The share of a tier that pins may keep from being evicted.")
+    kv_events: str = setting(
+        "",
+        parse_text,
+        "ZMQ address that KV events are published at, such as tcp://127.0.0.1:5557; empty: nowhere. "
+        "Subscribers learn the token ids of all tenants.",
+    )
+    kv_events_replay: str = setting(
+        "", parse_text, "ZMQ address where subscribers ask for events they missed; empty: nowhere."
+    )
     data: str = setting(
         "auto",
         parse_data,
-        "Where other nodes read this one's pages; auto: with a catalog, at a free port of loopback.",
+        "HOST:PORT of the data server, where other nodes read pages of this one, or none; auto: with a "
+        "catalog, a free port of loopback. Beyond loopback it needs TLS and identities.",
         metavar="HOST:PORT|auto|none",
     )
-    """HOST:PORT of the data server, where other nodes read this one's pages, or none; auto: a free port of loopback
-    where there is a catalog that other processes read. Beyond loopback it needs TLS and identities."""
-    data_connections: int = setting(256, parse_count, "How many connections the data server takes, of all callers.")
-    """How many connections of known callers the data server takes; callers that want many have equal parts."""
-    data_transports: str = setting(
-        "auto", parse_text, "How other nodes may read this one's pages: auto, or some, such as tcp.", metavar="NAMES"
+    data_connections: int = setting(
+        256,
+        parse_count,
+        "How many connections of known callers the data server takes; callers that want many have equal parts.",
     )
-    """How pages may leave for other nodes, by name with commas between; auto: all that the machine has, of which
-    readers take the fastest. Over tcp they always may, where nothing else is left."""
-    otlp_endpoint: str = setting("", parse_text, "Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318.")
-    """Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318; empty: none are made."""
+    data_transports: str = setting(
+        "auto",
+        parse_text,
+        "How other nodes may read pages of this one, by name with commas between; auto: all that the "
+        "machine has. Tcp remains where nothing else is left.",
+        metavar="NAMES",
+    )
+    otlp_endpoint: str = setting(
+        "", parse_text, "Where OpenTelemetry spans are sent, such as http://127.0.0.1:4318; empty: none are made."
+    )
 
     def __post_init__(self) -> None:
         self.check_daemon()

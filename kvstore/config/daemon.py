@@ -38,7 +38,10 @@ def _file(about: str) -> Any:
 
 def listen(*default: str) -> Any:
     """Addresses of the gRPC API."""
-    about = "Where the gRPC API listens; may repeat. Beyond loopback it needs TLS and identities."
+    about = (
+        "HOST:PORT or unix:PATH of the gRPC API. Beyond loopback it needs TLS and identities. Without identities, "
+        "callers that reach it may do everything."
+    )
     return setting(default, parse_listen, about, metavar="HOST:PORT|unix:PATH", repeats=True)
 
 
@@ -49,28 +52,21 @@ class ClusterConfig:
     catalog: str = setting(
         "",
         parse_text,
-        "Where a cluster keeps who is there: memory, file:PATH, etcd://HOST:PORT[,HOST:PORT...].",
+        "Where a cluster keeps its members: memory, file:PATH, etcd://HOST:PORT,...; empty: this daemon is "
+        "in no cluster.",
         metavar="URL",
     )
-    """Where a cluster keeps who is there: memory, file:PATH, etcd://HOST:PORT,...; empty: there is no cluster."""
     pool: str = setting(
         "default", parse_text, "Name of the pool in the catalog: nodes and engines of one name find each other."
     )
-    """Name of the pool in the catalog: nodes and engines of one name find each other."""
     catalog_ttl_s: float = setting(
-        10.0, parse_number, "Seconds after which others take a daemon that is not heard of for gone."
+        10.0, parse_number, "Seconds without a sign of life after which a daemon counts as gone."
     )
-    """Seconds after which others take a daemon that is not heard of for gone."""
-    catalog_ca: Path | None = _file("Authorities of etcd's certificates, PEM; makes it TLS.")
-    """PEM file of authorities that sign etcd's certificates; makes the connection TLS."""
-    catalog_cert: Path | None = _file("Certificate that we show to etcd, PEM.")
-    """PEM file with the certificate that is shown to etcd."""
-    catalog_key: Path | None = _file("Its private key, PEM.")
-    """PEM file with its private key."""
-    catalog_user: str = setting("", parse_text, "User name at etcd.")
-    """User name at etcd; empty: none is told."""
-    catalog_password_file: Path | None = _file("File with the password; only its owner may read it.")
-    """File with that user's password; only its owner may read it."""
+    catalog_ca: Path | None = _file("PEM file of authorities that sign etcd's certificates; makes the connection TLS.")
+    catalog_cert: Path | None = _file("PEM file with the certificate that is shown to etcd.")
+    catalog_key: Path | None = _file("PEM file with the private key of `catalog_cert`.")
+    catalog_user: str = setting("", parse_text, "User name at etcd; empty: none is sent.")
+    catalog_password_file: Path | None = _file("File with that user's password; only its owner may read it.")
 
     def check_cluster(self) -> None:
         """Raises InvalidRequest where one of these makes no sense. The catalog's URL is read when it is used."""
@@ -84,34 +80,32 @@ class ClusterConfig:
 class DaemonConfig(ClusterConfig):
     """What every daemon has: a name, its gRPC API and HTTP, its logs, its cluster."""
 
-    name: str = setting("default", parse_text, "What it is called.")
-    """What it is called."""
+    name: str = setting("default", parse_text, "Name in logs and metrics.")
     http: str | None = setting(
-        None, parse_address_or_none, "Where /healthz, /readyz and /metrics are.", metavar="HOST:PORT"
+        None,
+        parse_address_or_none,
+        "HOST:PORT of /healthz, /readyz and /metrics; none: no HTTP at all.",
+        metavar="HOST:PORT",
     )
-    """HOST:PORT of /healthz, /readyz and /metrics, or None for no HTTP at all."""
     http_hosts: tuple[str, ...] = setting(
         (),
         parse_hosts,
-        "A further host name by which HTTP may be asked; may repeat. *: any.",
+        "Host names by which HTTP may be asked, in addition to addresses, names without a dot and the "
+        "machine's own; *: any.",
         metavar="NAME",
         repeats=True,
     )
-    """Host names by which HTTP may be asked, beside addresses, names without a dot and the machine's own; *: any."""
     listen: tuple[str, ...] = listen()
-    """HOST:PORT or unix:PATH of the gRPC API; several may be given. Beyond loopback it needs TLS and identities."""
-    tls_cert: Path | None = _file("Certificate (and chain) that the gRPC API shows, PEM.")
-    """PEM file with the certificate (and chain) that the gRPC API shows."""
-    tls_key: Path | None = _file("Its private key, PEM.")
-    """PEM file with its private key."""
-    tls_client_ca: Path | None = _file("Authorities, PEM: every client has to show a certificate of one of them.")
-    """PEM file of authorities: every client has to show a certificate of one of them."""
-    identities: Path | None = _file("TOML file of who may call the gRPC API, and for which salts.")
-    """TOML file of who may call, by token or certificate, and for which salts; only its owner may read it."""
+    tls_cert: Path | None = _file("PEM file with the certificate (and chain) that the gRPC API shows.")
+    tls_key: Path | None = _file("PEM file with the private key of `tls_cert`.")
+    tls_client_ca: Path | None = _file(
+        "PEM file of authorities: every client has to show a certificate of one of them."
+    )
+    identities: Path | None = _file(
+        "TOML file of callers, by token or certificate, and the salts of each; only its owner may read it."
+    )
     log_level: str = setting("info", parse_text, "debug, info, warning or error.")
-    """debug, info, warning or error."""
     log_format: str = setting("text", parse_text, "text, or json: one object per line.")
-    """text, or json: one object per line."""
 
     @property
     def file_mode(self) -> int:

@@ -34,7 +34,7 @@ class Declared:
     """What a setting is beside its name, type and default.
 
     Attributes:
-        help: of its flag: one or two short sentences. What it means at length stands below its field.
+        help: what it means, in one or two sentences: for its flag, the docs and the example.
         metavar: what a value looks like.
         repeats: its flag may be given several times.
         short: another flag with the same meaning.

@@ -15,10 +15,9 @@ from engine.conductor.config import ConductorConfig, load
 from engine.conductor.shell.metrics import METRICS
 from engine.conductor.state.conductor_state import ConductorRules
 from kvstore import config as node_config
-from kvstore.config.reading import declared
 from kvstore.errors import InvalidRequest
 from kvstore.serving.metric_table import table_text
-from tests.helpers.settings import docstrings, settings_table, table_in, with_table
+from tests.helpers.settings import settings_table, table_in, with_table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "conductor.md"
 TABLES = {"settings": partial(settings_table, ConductorConfig), "metrics": partial(table_text, METRICS)}
@@ -56,10 +55,6 @@ def test_refused_by_name(wrong: dict[str, Any]) -> None:
     with pytest.raises(InvalidRequest) as refused:
         load(env={}, flags={**GIVEN, **wrong})
     assert refused.value.field == next(iter(wrong))
-
-
-def test_every_setting_has_a_word_about_it() -> None:
-    assert sorted(docstrings(ConductorConfig)) == sorted(declared(ConductorConfig))
 
 
 @pytest.mark.parametrize("name", TABLES)
