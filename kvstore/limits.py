@@ -13,7 +13,8 @@ Everything else (running requests, bytes of bodies, threads, reads from NVMe, ti
    may hold half.
 2. One eighth is for owners that hold nothing yet, so that a newcomer finds some, however long the steps of others take.
 3. One request may have as much as it needs, where its owner has no other.
-4. Of the owners that wait, the one that has used least is next, where use is the amount times the time. An owner that
+4. Among the owners that wait, the one that has used least is next, where use is the amount times the time. An owner
+that
    was idle earns no credit by that.
 
 Worked example: 16 threads. Tenant a alone holds 7 at most. When b comes, it gets 7 as well; c gets one of the last 2
@@ -60,10 +61,10 @@ assert GRPC_PART + HTTP_PART + PULLS_PART <= 1, "an engine"
 assert GRPC_PART + DOOR_PART <= 1, "a conductor"
 DESCRIPTORS_UNBOUNDED: Final = 1 << 20  # what "no limit" counts as
 CONNECTIONS_MIN: Final = 8  # of a server, however few descriptors there are
-UNKNOWN_PART: Final = 3  # one part of so many connections is for callers that have not identified themselves
+UNKNOWN_PART: Final = 3  # one connection in this many is for callers that have not identified themselves
 LEAVING_MAX: Final = 32  # connections that were dropped and are not closed yet
-REST: Final = 8  # one part of so many is for owners that hold nothing yet
-WANTED_S: Final = 1.0  # an owner that was refused counts as one that wants something for so long
+REST: Final = 8  # one part in this many is for owners that hold nothing yet
+WANTED_S: Final = 1.0  # an owner that was refused counts as waiting for this long
 WAITING_MAX: Final = 4096  # of one kind of shares; calls under way are bounded, this only says so
 PACES_MAX: Final = 256  # owners whose use and waits are remembered
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
@@ -160,7 +161,7 @@ class _Pace:
         self._places += places - _WEIGHT * self._places
 
     def held(self, seconds: float, size: int) -> None:
-        """``size`` was given back after so many seconds."""
+        """Charge for ``size`` that was given back after ``seconds``."""
         self.used += seconds * size
         self._held_s += _WEIGHT * (seconds - self._held_s)
 

@@ -17,7 +17,7 @@ _FORMS: Final = "is memory, file:PATH or etcd://HOST:PORT[,HOST:PORT...]"
 
 
 def check_url(url: str) -> str:
-    """The same, or InvalidRequest naming ``catalog``."""
+    """Return ``url`` if it is valid; raises InvalidRequest naming ``catalog`` otherwise."""
     scheme, _, rest = url.partition(":")
     right = url == "memory" or (scheme == "file" and Path(rest).is_absolute() and rest != "/")
     right = right or (scheme == "etcd" and rest.startswith("//") and all(map(_ENDPOINT.fullmatch, _split(rest))))

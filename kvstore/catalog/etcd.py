@@ -235,7 +235,7 @@ class _EtcdSession(Session):
 
 
 def _update(answer: Any) -> Update:
-    """One answer of a watch. Of several changes of one key the last counts."""
+    """One answer of a watch. Where it has several changes of one key, the last counts."""
     entries: dict[str, Entry] = {}
     gone: dict[str, None] = {}
     for event in answer.events:

@@ -58,7 +58,7 @@ class FileCatalog(Catalog):
     """In folder ``path``, which is made with mode 0700 where it does not exist.
 
     Raises:
-        InvalidRequest: the path is no folder, a link, not ours, or others may write into it (from ``start``).
+        InvalidRequest: the path is not a folder, or is a link, not ours, or writable by other users (from ``start``).
     """
 
     def __init__(self, path: Path) -> None:
@@ -296,7 +296,8 @@ class _Database:
             return self.openings, Update(revision, tuple(entries), gone)
 
     def open_session(self, ttl_s: float) -> tuple[int, int]:
-        """Its id, and a descriptor that holds its lock. Who has died before has left by then: its name is free."""
+        """The session's id, and a descriptor that holds its lock. Sessions that died before are gone: their names are
+        free."""
         with self._begun() as sql:
             for dead in self._dead(sql):
                 self._end(sql, dead)
@@ -422,10 +423,10 @@ class _Transaction:
 
 
 def check_folder(path: Path) -> None:
-    """Make it, or see that it is ours alone.
+    """Make the folder, or check that it is ours alone.
 
     Raises:
-        InvalidRequest: it is no folder, a link, not ours, or others may write into it.
+        InvalidRequest: it is not a folder, or is a link, not ours, or writable by other users.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -435,4 +436,4 @@ def check_folder(path: Path) -> None:
     if not stat.S_ISDIR(found.st_mode):
         raise InvalidRequest("catalog", f"file:{path} is not a folder")
     if found.st_uid != os.geteuid() or found.st_mode & 0o022:
-        raise InvalidRequest("catalog", f"file:{path} belongs to somebody else, or others may write into it")
+        raise InvalidRequest("catalog", f"file:{path} belongs to another user, or other users may write into it")

@@ -11,8 +11,8 @@
     /kvstore/v1/POOL/leader           the name of the conductor that gives orders
 
 Values are JSON objects. ``v`` is the version of the format; readers skip a newer one. ``process`` is drawn by the
-process that wrote it, so that nobody takes another's entry for its own. Fields that a reader does not know are ignored,
-and entries that make no sense are skipped: whoever may write into the catalog can harm the pool, yet not crash it.
+process that wrote it, so that no process takes another's entry for its own. Fields that a reader does not know are
+ignored, and invalid entries are skipped: a process that may write into the catalog can harm the pool, yet not crash it.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class DataEntry:
     Attributes:
         name: the node's, a dot, and digits of ``process``, which no other process has, on any machine and in any
             container: the next data server need not wait until this one is forgotten, and removes its entry.
-        process: of the data server, 16 hex digits; it tells the same to whoever connects.
+        process: of the data server, 16 hex digits; every client that connects receives it.
         node: whose pages these are.
         incarnation: of that node's DRAM segment, 16 hex digits.
         addresses: HOST:PORT of its data connections, best first.
@@ -225,7 +225,7 @@ def decode_secret(value: bytes) -> bytes | None:
 
 
 def decode_all(kind: type[Value], entries: Iterable[Entry]) -> list[Value]:
-    """Those that make sense."""
+    """The values of the entries that are valid."""
     return [value for value in (decode(kind, each) for each in entries) if value is not None]
 
 

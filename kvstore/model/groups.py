@@ -154,7 +154,7 @@ class GroupedKeys:
         self._groups = tuple(groups)
 
     def upto(self, tokens: int) -> GroupedKeys:
-        """Those of the first ``tokens`` tokens, where these name as many."""
+        """The keys of the first ``tokens`` tokens, or of all if these keys name fewer."""
         return GroupedKeys(min(tokens, self.tokens), self.layouts, self.roots, self._groups)
 
     def pages(self, group: int) -> int:
@@ -162,7 +162,7 @@ class GroupedKeys:
         return self.tokens // self.layouts[group].page_tokens
 
     def needed(self, tokens: int) -> tuple[range, ...]:
-        """Of each group the pages that a prompt needs to go on behind so many tokens, a boundary."""
+        """The pages of each group that a prompt needs in order to go on behind ``tokens`` tokens, a boundary."""
         return tuple(pages_needed(layout, tokens) for layout in self.layouts)
 
     def parts(self, group: int, pages: range) -> list[Keys]:

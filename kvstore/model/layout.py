@@ -39,8 +39,8 @@ class Layout:
     MLA: ``mla_latent`` and ``mla_rope`` elements per token (DeepSeek-V2, section 2.1.2: the compressed latent and
     the decoupled RoPE key), with ``kv_heads=1`` and ``head_dim=0``; the one head is replicated over TP ranks.
     Sliding windows: ``attention="window"``; a token attends to the ``window`` last ones, itself among them.
-    States (Mamba and the like): ``attention="state"``; a page holds, of each head, ``2 * head_dim`` elements of the
-    state behind its last token. Sizes that are no such product are given as bytes, with ``dtype="uint8"``.
+    States (Mamba and the like): ``attention="state"``; a page holds, for each head, ``2 * head_dim`` elements of the
+    state behind its last token. A size that is not such a product is given in bytes, with ``dtype="uint8"``.
     ``group``: tells apart groups of a model whose other fields are equal.
 
     Raises:

@@ -8,7 +8,7 @@ where a prompt's page has its token ids, what proves it::
     mark u32 | key bytes u32 | value bytes u64 | pieces u32 | number u32 (0: the head) | the string, padded with zeros
 
 and, as its extra, 8 bytes that tell heads from pieces and the nonce. Worked example: 600 KiB under "weights/3" become
-two pieces of 256 KiB and a head with 88 KiB: three frames of 256 KiB. Whoever has the head knows all three keys.
+two pieces of 256 KiB and a head with 88 KiB: three frames of 256 KiB. A reader that has the head knows all three keys.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ def object_root(salt: str) -> bytes:
 
 
 def encode_name(key: object) -> bytes:
-    """A caller's key as bytes. Raises InvalidRequest where it is no text, empty, too long or not UTF-8."""
+    """A caller's key as bytes. Raises InvalidRequest where it is not a text, empty, too long or not UTF-8."""
     if not isinstance(key, str):
         raise InvalidRequest("key", f"must be text, not {type(key).__name__}")
     try:
@@ -186,7 +186,7 @@ class HeadRows:
         return self._rows[at : at + KEY_BYTES]
 
     def name(self, row: int) -> bytes:
-        """The caller's key; nothing where the row is no head of that root."""
+        """The caller's key; empty where the row is not a head of that root."""
         at, size = row * self._width, self._names[row]
         if self._rows[at + KEY_BYTES : at + KEY_BYTES + len(self._prefix)] != self._prefix:
             return b""

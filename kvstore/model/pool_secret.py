@@ -1,12 +1,12 @@
 """PoolSecret: what keeps the page keys of two roots apart.
 
-The chain of a prompt (``model.prefix``) is an xxh3 over token ids: whoever wants a certain hash finds tokens for it at
-once. So half of a page's key is no hash of tokens: it is the *tag* of its root, 8 bytes of BLAKE2b keyed with a secret
-that the pool drew. No tokens change it, and nobody without the secret can tell, or find by trying names of adapters,
-which roots have equal tags. Pages of two roots therefore never have one key, whatever either of them stores. Inside a
-root 8 bytes of the chain are left, which are enough for keys that nobody else has to trust::
+The chain of a prompt (``model.prefix``) is an xxh3 over token ids: an attacker finds tokens for a given hash at once.
+So half of a page's key is not a hash of tokens: it is the *tag* of its root, 8 bytes of BLAKE2b keyed with a secret
+that the pool drew. Tokens do not change it, and a client without the secret cannot tell, or find by trying names of
+adapters, which roots have equal tags. Pages of two roots therefore never have one key, whatever either of them stores.
+Inside a root 8 bytes of the chain remain, which are enough for keys that other roots do not have to trust::
 
-    chain   9f8e7d6c5b4a3928 1706f5e4d3c2b1a0      anybody who knows salt, layout and tokens can compute it
+    chain   9f8e7d6c5b4a3928 1706f5e4d3c2b1a0      any client that knows salt, layout and tokens can compute it
     tag                      5d0c77e1a9b3f264      of (secret, root)
     key     9f8e7d6c5b4a3928 5d0c77e1a9b3f264      what index, records and NVMe headers hold
 
@@ -25,7 +25,7 @@ import numpy as np
 SECRET_BYTES: Final = 16
 NO_SECRET: Final = bytes(SECRET_BYTES)
 TAG_BYTES: Final = 8
-ARRAY_PAGES: Final = 128  # from so many on an array is worth its while
+ARRAY_PAGES: Final = 128  # from this many on, an array is faster
 
 
 @lru_cache(maxsize=4096)
@@ -40,8 +40,8 @@ def tag_of(secret: bytes, root: bytes) -> bytes:
 def veil_of(secret: bytes, root: bytes) -> int:
     """What the directory of a pool mixes (xor) into the fingerprints of a root's pages.
 
-    Owners do so for whoever asks, by the root that they name and may read. ``secret`` is known to nodes alone, so
-    nobody can ask under one root for pages of another one: what would hit them differs by two veils.
+    Owners do so for each caller, by the root that it names and may read. Only nodes know ``secret``, so a caller
+    cannot ask under one root for pages of another one: what would hit them differs by two veils.
     """
     digest = hashlib.blake2b(root, key=secret, digest_size=8, person=b"kvstore.veil").digest()
     return int.from_bytes(digest, "little")

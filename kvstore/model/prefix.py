@@ -2,9 +2,9 @@
 
 ``link[i] = xxh3_128(link[i-1] + tokens of page i as uint32 little-endian + extra[i])``, ``link[-1]`` being the root:
 a hash of layout fingerprint, tenant salt and adapter. So a link names a whole prefix, and equal prompts under two
-layouts, salts or adapters have nothing in common. Of a link the page's key has the first half; the second is the tag of
-its root, so that tokens of one root make no key of another (``model.pool_secret``). Inside a root xxh3, which is fast,
-can be forged; hence a hit is proven by comparing root, token ids and media digests with what is stored
+layouts, salts or adapters have nothing in common. A page's key starts with the first half of its link; the rest is the
+tag of its root, so that tokens of one root make no key of another (``model.pool_secret``). Inside a root xxh3, which is
+fast, can be forged; hence a hit is proven by comparing root, token ids and media digests with what is stored
 (``Keys.identity_bytes``). Root and media digests are BLAKE2b, so that salts and media cannot be forged.
 """
 
@@ -93,7 +93,7 @@ def extra_digest(extra: bytes) -> bytes:
 
 
 def check_extras(extras: Sequence[bytes], pages: int) -> None:
-    """Raises InvalidRequest where these are not digests of so many pages."""
+    """Raises InvalidRequest where these are not the digests of ``pages`` pages."""
     sized = hasattr(extras, "__len__") and len(extras) == pages
     if not sized or not all(isinstance(extra, bytes) for extra in extras):
         raise InvalidRequest("extras", f"must be {pages} bytes values, one per full page")
@@ -105,9 +105,9 @@ class Keys:
     ``len(keys)`` pages; ``keys[2:5]`` are pages 2 to 4 of the same chain; ``list(keys)`` are 16-byte keys.
     ``parent`` is the key of the page before the first one (the root, if the first is page 0). ``links`` and ``before``
     are the same in the chain alone, without the ``tag`` of a pool: equal in all pools, and what goes over gRPC. A cache
-    takes keys with any tag or none, and goes by its own; a tag of None is that of keys that are no hashes of tokens.
-    ``hints``: a byte per page that says how long it is worth keeping (``retention``), for who stores them; or nothing.
-    ``chain``: the links of the chain from its root, and which of them the first one here is; None: that is not known.
+    takes keys with any tag or none, and uses its own; keys that are not hashes of tokens have the tag None.
+    ``hints``: for a put, a byte per page that says how long it is worth keeping (``retention``); or empty.
+    ``chain``: the links of the chain from its root, and the index of the first one here; None: not known.
     Holds a reference to the caller's token array: do not change it afterwards.
     """
 
@@ -171,13 +171,13 @@ class Keys:
         return cls(page_tokens, root, root, hashes, used, digests, extras, tag)
 
     def with_tag(self, tag: bytes) -> Keys:
-        """The same pages in a pool that gives their root this tag."""
+        """Keys of these pages in a pool that gives their root this tag."""
         if tag == self.tag or self.tag is None:
             return self
         return self._as(tag, self.hints)
 
     def hinted(self, hints: bytes) -> Keys:
-        """The same pages with these hints."""
+        """Keys of these pages with these hints."""
         return self._as(self.tag, hints) if hints else self
 
     def _as(self, tag: bytes | None, hints: bytes) -> Keys:

@@ -128,12 +128,13 @@ class FrameClass:
 
     @cached_property
     def record(self) -> RecordFormat:
-        """Where each field of this class's records lies."""
+        """Where each field of this class's records is."""
         return RecordFormat(self.page_tokens, self.layers)
 
     @cached_property
     def lean(self) -> RecordFormat:
-        """The same for NVMe: token ids and checksums lie in the frame's header on disk, and nobody writes there."""
+        """The format for NVMe: token ids and checksums are in the frame's header on disk, and no client writes
+        there."""
         return RecordFormat(page_tokens=0, layers=0, tail=False)
 
 
@@ -215,7 +216,8 @@ class RecordFormat:
 
     @cached_property
     def words(self) -> slice:
-        """Of a frame that is being written: ``info``, ``identity_sum``, ``lease_until_ns`` and ``writing``."""
+        """The words of a frame that is being written: ``info``, ``identity_sum``, ``lease_until_ns`` and
+        ``writing``."""
         return slice(self.info, self.writing.stop)
 
     @cached_property

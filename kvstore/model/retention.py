@@ -1,7 +1,7 @@
 """Retention: what a caller says of how long pages are worth keeping. A hint to eviction, and a promise of nothing.
 
 A hint is a *priority* from -3 to 3, and for how long after a page's last use it counts. Each step makes a page eight
-times more, or less, worth than it would be. A page keeps the hint of whoever stored it, as seven bits of its record, so
+times more, or less, worth than it would be. A page keeps the hint of its writer, as seven bits of its record, so
 hints outlive restarts and move between tiers with their pages::
 
     priority 2, ttl_s 300     0b1000_010: low three bits -3..3, the upper four 4, 8, 16 ... 65,536 s or no end (0)
@@ -25,7 +25,7 @@ TTL_S_MIN: Final = 4
 TTL_S_MAX: Final = 1 << 16
 RANGES_MAX: Final = 64
 RANGES_SENT_MAX: Final = 2 * RANGES_MAX  # ranges that do not overlap say the same
-STEP: Final = 8  # a step of priority makes a page so many times more worth
+STEP: Final = 8  # a step of priority makes a page worth this many times more
 HINTS: Final = 1 << 7
 _PRIORITY_BITS: Final = 3
 _PRIORITY_MASK: Final = (1 << _PRIORITY_BITS) - 1
@@ -36,10 +36,10 @@ class Retention:
     """How long the pages of one put or writer are worth keeping, or those of a range of its tokens.
 
     Attributes:
-        priority: from -3 (leaves first) to 3 (stays); 0 is as if nothing had been said.
-        ttl_s: it counts until so long after a page's last use, rounded up to a power of two of at least 4 s. None: as
+        priority: from -3 (leaves first) to 3 (stays); 0 is the same as no hint.
+        ttl_s: how long after a page's last use the hint counts, rounded up to a power of two of at least 4 s. None: as
             long as the page is stored.
-        start, stop: the tokens meant, counted from the first one of the call; None: all that follow.
+        start, stop: the range of tokens, counted from the first one of the call; None: all that follow.
 
     Raises:
         InvalidRequest: a number is out of range.
@@ -100,7 +100,7 @@ def checked(retention: Retention | Sequence[Retention], ranges_max: int = RANGES
 def hints_of(
     retention: Retention | Sequence[Retention], pages: int, page_tokens: int, ranges_max: int = RANGES_MAX
 ) -> bytes:
-    """A byte per page; nothing where no page has a hint. Of ranges that overlap the later one counts. Raises as
+    """A byte per page; empty where no page has a hint. Where ranges overlap, the later one counts. Raises as
     ``checked``."""
     hints = bytearray(pages)
     for part in checked(retention, ranges_max):

@@ -25,7 +25,8 @@ class Shard:
     Its bytes of a page are ordered as in the page, ``[layer][head][token][content]``, of its own layers and heads.
 
     Raises:
-        InvalidRequest: a number is none or out of range, or heads or layers do not divide so; the error names it.
+        InvalidRequest: a value is not an integer or out of range, or heads or layers do not divide by it; the error
+            names it.
     """
 
     layout: Layout
@@ -96,5 +97,5 @@ class Shard:
         return layers[:, first:last, self.offset : self.offset + self.width]
 
     def unpacked(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """The same shape of ``rows`` ``[n, nbytes]``, each contiguous: a view."""
+        """A view of ``rows`` ``[n, nbytes]``, each contiguous, in the shape of the shard."""
         return rows.reshape(len(rows), self.layers[1] - self.layers[0], self.width)

@@ -1,9 +1,9 @@
 """Span: consecutive pages of one chain, the unit in which the directory of a cluster is divided.
 
 Spans start at pages 0, 1, 2, 4, 8, 16, 32, and then every 32. They are short at the front, where chains branch and
-everybody shares: one long first span would put what all prompts begin with, and all that follows it, on one owner. A
-span is named by the fingerprint of its first page. Each page of an opaque object is a span of its own: whoever looks
-for its head knows no other key.
+all prompts share pages: one long first span would put what all prompts begin with, and all that follows it, on one
+owner. A span is named by the fingerprint of its first page. Each page of an opaque object is a span of its own: a
+reader that looks for its head knows no other key.
 """
 
 from __future__ import annotations
@@ -43,12 +43,12 @@ def fingerprint(key: bytes) -> int:
 
 
 def fingerprints(keys: bytes) -> Fingerprints:
-    """The same of many keys, end to end."""
+    """The fingerprints of many keys, which are given end to end."""
     return np.frombuffer(keys, "<u8").reshape(-1, KEY_BYTES // FINGERPRINT_BYTES)[:, 0].astype(np.uint64)
 
 
 def spans_of(keys: list[bytes], position: int, before: int) -> list[int]:
-    """Of each of these consecutive pages of a chain, the name of its span.
+    """The name of the span of each of these consecutive pages of a chain.
 
     Args:
         position: of the first of them.

@@ -38,10 +38,10 @@ class Strides:
         layers: where each layer's first block begins.
         block: from one block of a layer to the next.
         dims: count and stride of each dimension between layer and piece, in the order of the page's bytes.
-        piece: what lies together.
+        piece: the bytes that are contiguous.
 
     Raises:
-        InvalidRequest: no layer or too many of them, or of the dimensions; or a number that is no length.
+        InvalidRequest: there are no layers, or too many layers or dimensions; or a number is not a length.
     """
 
     layers: Sequence[int]
@@ -60,25 +60,25 @@ class Strides:
 
     @classmethod
     def whole(cls, page_bytes: int, stride: int) -> Strides:
-        """Of pages that lie in one piece, so many bytes apart."""
+        """Strides of pages that are each contiguous, ``stride`` bytes apart."""
         return cls((0,), stride, (), page_bytes)
 
     def numbers(self) -> list[int]:
-        """All of it: piece, block, layers, dimensions."""
+        """All numbers: piece, block, layers, dimensions."""
         return [self.piece, self.block, *self.layers, *(number for dim in self.dims for number in dim)]
 
     @property
     def page_bytes(self) -> int:
-        """Of a page's pieces together."""
+        """Bytes of all pieces of a page together."""
         return len(self.layers) * self.piece * math.prod(count for count, _ in self.dims)
 
     def nbytes(self, frames: int) -> int:
-        """How long memory is that so many pages lie in: nothing of them is beyond that."""
+        """Bytes of the memory that contains ``frames`` pages: no byte of them is beyond that."""
         inside = sum((count - 1) * stride for count, stride in self.dims)
         return max(self.layers) + (frames - 1) * self.block + inside + self.piece
 
     def part(self, number: int, parts: int) -> Strides | None:
-        """Where one of so many equal parts of a page lies, a layer of it for example; None where such a part is not as
+        """The strides of one of ``parts`` equal parts of a page, a layer for example; None where such a part is not as
         regular as the whole."""
         apart = len(self.layers)
         if apart % parts == 0:

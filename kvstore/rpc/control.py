@@ -172,8 +172,8 @@ def unpack_rows(body: memoryview, count: int, page_tokens: int, offset: int) -> 
 
 
 def unpack_hints(message: Message) -> bytes:
-    """A byte per page at the end of the body, where the flag says so; else nothing. Raises InvalidRequest where they
-    are missing, or are no hints."""
+    """The hints at the end of the body, a byte per page, where the flag says so; else empty. Raises InvalidRequest
+    where they are missing or not valid hints."""
     if not message.flags & HINTS:
         return b""
     _need(message.body, message.entries)
@@ -214,7 +214,7 @@ def pack_json(value: Any) -> bytes:
 
 
 def unpack_json(body: memoryview) -> dict[str, Any]:
-    """JSON object in ``body``. Raises InvalidRequest where it is none."""
+    """JSON object in ``body``. Raises InvalidRequest where it is not one."""
     try:
         value = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:  # the latter: thousands of brackets

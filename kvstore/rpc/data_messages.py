@@ -61,7 +61,7 @@ def fields(message: bytes) -> Iterator[Field]:
     """The fields of a message in their order. Bytes are views of ``message``, not copies.
 
     Raises:
-        ValueError: it is no protobuf message.
+        ValueError: it is not a protobuf message.
     """
     view, at, end = memoryview(message), 0, len(message)
     while at < end:

@@ -73,7 +73,7 @@ def retention_of(messages: Iterable[pb.Retention]) -> list[Retention]:
 def document(value: dict[str, Any]) -> bytes:
     """A JSON document as a packed Struct. Numbers that are names in it become text, as JSON has them.
 
-    Of one that is larger than a message may be only that it is, as over the socket of this machine.
+    A document that is larger than a message may be is replaced by a note of that, as over this machine's socket.
     """
     packed = struct_pb2.Struct()
     packed.update(json.loads(json.dumps(value)))  # several times faster than json_format

@@ -47,7 +47,7 @@ class ServerCertificate:
         """What gRPC does not: it takes anything, and then refuses every caller without a word.
 
         Raises:
-            InvalidRequest: a file is no PEM, certificate and key are no pair, or others can read the key.
+            InvalidRequest: a file is not PEM, certificate and key do not match, or other users can read the key.
         """
         for name, path in (("tls_key", self.key), ("tls_cert", self.cert), ("tls_client_ca", self.client_ca)):
             if path is not None:
@@ -182,5 +182,5 @@ def _pem(path: Path, field_name: str) -> bytes:
     except OSError as error:
         raise InvalidRequest(field_name, f"cannot read {path}: {error.strerror}") from None
     if b"-----BEGIN" not in text:
-        raise InvalidRequest(field_name, f"{path} is no PEM file")
+        raise InvalidRequest(field_name, f"{path} is not a PEM file")
     return text

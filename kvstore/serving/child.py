@@ -1,4 +1,4 @@
-"""Child: a command of ``kvstore`` as a process of its own, for whoever starts several: the demo and the benchmarks."""
+"""Child: a command of ``kvstore`` as a process of its own, for the demo and the benchmarks, which start several."""
 
 from __future__ import annotations
 

@@ -16,6 +16,6 @@ class Durations:
         self.sum_s = 0.0
 
     def add(self, seconds: float) -> None:
-        """One call took so long."""
+        """Count one call that took ``seconds``."""
         self.counts[bisect_left(BOUNDS_S, seconds)] += 1
         self.sum_s += seconds

@@ -1,8 +1,8 @@
-"""Gate: every call passes here. Who is it, is there room for it, how long may it take; and what its failure is called.
+"""Gate: admits every call: who calls, whether there is room, how long the call may take, and the status of a failure.
 
 Nothing of a request is read before its caller is known, by its metadata. A call whose request does not come gives way
 to those that need its place, and ends soon anyway; but the time in which the loop is late does not count, for its
-request may lie unread. What could not be answered in time is refused at once: by lanes and buffers for what waits
+request may be unread. What could not be answered in time is refused at once: by lanes and buffers for what waits
 there, by the loop's lag for what waits for the loop.
 
 Work that blocks runs in threads (``Call.quick``, ``run``, ``wait``), in steps of a few MiB each: a call that is
@@ -34,9 +34,9 @@ from kvstore.serving.pressure import Pressure
 from kvstore.serving.watching import Calls
 
 RETRY_AFTER_S: Final = 0.1
-STALL_S: Final = 20.0  # a stream whose other end takes or sends nothing for so long is over: it holds buffers
+STALL_S: Final = 20.0  # a stream whose other end takes or sends nothing for this long is over: it holds buffers
 FIRST_MESSAGE_S: Final = 10.0  # of a loop that is on time, for a request to come after its headers
-HALF_OPEN_S: Final = 0.25  # where there is no room, calls whose request has not come for so long give way
+HALF_OPEN_S: Final = 0.25  # where there is no room, calls whose request has not come for this long give way
 MESSAGE_BYTES_FREE: Final = 64 << 10  # a larger request counts as buffers while its call is under way,
 MESSAGE_COPIES: Final = 4  # as often as this: its bytes, the message, its keys and tokens
 CALLS_OUTSIDE: Final = 4  # as many as ``rpcs_max`` allows times this may be on their way into the gate, or be refused
@@ -184,11 +184,11 @@ def _stalls(what: str) -> Iterator[None]:
 
 
 def parse(kind: type[Request], message: bytes) -> Request:
-    """A request of that kind. Raises InvalidRequest where the bytes are none."""
+    """A request of that kind. Raises InvalidRequest where the bytes are not one."""
     try:
         return kind.FromString(message)
     except DecodeError:
-        raise InvalidRequest("request", f"is no {kind.DESCRIPTOR.name}") from None
+        raise InvalidRequest("request", f"must be a {kind.DESCRIPTOR.name}") from None
 
 
 class Gate:
@@ -198,7 +198,7 @@ class Gate:
         under_way: calls admitted and not ended.
         calls: what became of all, for metrics.
         connections: the server's connections, once it listens.
-        pressure: how much there is to do; whoever made the gate has it measured (``look``).
+        pressure: how much there is to do; the owner of the gate calls its ``look``.
     """
 
     buffers_wait_s = 2.0

@@ -31,7 +31,7 @@ Peer = tuple[str, int]
 
 
 class GrpcConnections:
-    """Of one server and its event loop. Unix sockets are guarded by their permissions, and not counted.
+    """The connections of one server and its event loop. Unix sockets are guarded by permissions, and not counted.
 
     Args:
         addresses: HOST:PORT that the server listens at; others are passed over.

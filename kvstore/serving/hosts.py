@@ -37,7 +37,7 @@ class HostNames:
 
     @classmethod
     def of(cls, config: DaemonConfig, certified: Iterable[str] = ()) -> HostNames:
-        """Those of a daemon. ``certified``: names in the certificate that its HTTP server shows."""
+        """The host names of a daemon. ``certified``: names in the certificate that its HTTP server shows."""
         served = [parse_address(config.http, "http")[0]] if config.http is not None else []
         return cls((*served, socket.gethostname(), *certified, *config.http_hosts))
 

@@ -78,7 +78,7 @@ class _Handler(BaseHTTPRequestHandler):
         return SERVER
 
     def log_message(self, format: str, *args: Any) -> None:
-        """Health checks are no news."""
+        """Log nothing: health checks are not worth a line."""
 
 
 class HttpServer(ThreadingHTTPServer):

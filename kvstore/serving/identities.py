@@ -64,17 +64,17 @@ class Identity:
             raise PermissionDenied(f"salt {salt!r} is not one of {self.name}'s")
 
     def check_operator(self) -> None:
-        """Raises PermissionDenied for everybody but operators."""
+        """Raises PermissionDenied for every caller but operators."""
         if not self.operator:
-            raise PermissionDenied(f"{self.name} is no operator")
+            raise PermissionDenied(f"{self.name} is not an operator")
 
 
 LOCAL: Final = Identity("local", frozenset({ALL_SALTS}), operator=True)
-"""Whoever may open the unix socket; or reach loopback, where nobody is asked who they are."""
+"""A caller that may open the unix socket, or reaches a loopback address that asks for no identity."""
 
 
 def is_tenant(identity: Identity) -> bool:
-    """One of several, of which none may take everything: neither an operator nor whoever is here without a name."""
+    """True for one of several tenants, none of which may take everything: not an operator, not an unnamed caller."""
     return not identity.operator
 
 
@@ -107,12 +107,12 @@ class Identities:
         return any(identity.certificate is not None for identity in self._known)
 
     def find(self, token: str | None, certificates: Iterable[str]) -> Identity:
-        """Who calls with this token and a certificate of these names.
+        """The identity of a caller with this token and a certificate of these names.
 
         Looked up by the token's digest: how long that takes tells nothing about a token that is not known.
 
         Raises:
-            Unauthenticated: nobody that is known, or one who has expired.
+            Unauthenticated: the caller is not known, or its identity has expired.
         """
         if self.path is None:
             return LOCAL

@@ -6,7 +6,7 @@
         life.at_end(node.stop)  # when HTTP has ended
         node.start()
         life.begun()  # "start" in the log
-        life.serves(announce, took_s, pages=7)  # ready: HTTP says so, whoever started it is told, "ready" in the log
+        life.serves(announce, took_s, pages=7)  # ready: in HTTP, to the parent process, "ready" in the log
         life.wait()  # until SIGTERM or SIGINT
         ...  # end in order; another signal sets ``life.hurried``
 
@@ -74,7 +74,7 @@ class Life:
         logs.event(self._log, logging.INFO, "start", version=about.version(), pid=os.getpid(), **fields)
 
     def serves(self, announce: Callable[[], None], took_s: float, **fields: Any) -> None:
-        """It is ready: say so to those who ask, to whoever started it, and to the log."""
+        """Report that the daemon is ready: over HTTP, to the process that started it, and in the log."""
         self.ready.set()
         announce()
         logs.event(self._log, logging.INFO, "ready", took_s=round(took_s, 3), **fields)
@@ -93,11 +93,11 @@ class Life:
         boundary.kept("task/main", turn, self._stopped)()
 
     def wait_while(self, holds: Callable[[], bool]) -> None:
-        """The same, or until ``holds`` says no."""
+        """Wait as ``wait`` does, but no longer than ``holds`` returns True."""
         boundary.kept("task/main", lambda: not self.ending(SIGNAL_LOOK_S) and not holds(), self._stopped)()
 
     def ending(self, timeout_s: float) -> bool:
-        """Whether it has been told to end; waits so long for that."""
+        """Whether the process was told to end; waits up to ``timeout_s`` for that."""
         return self._stopped.wait(timeout_s)
 
     def retires(self) -> None:

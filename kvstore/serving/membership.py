@@ -42,7 +42,7 @@ class Membership:
     ``election_watch`` waits for the leader before us to go.
 
     Raises:
-        InvalidRequest: the catalog's URL is none.
+        InvalidRequest: the catalog's URL is not valid.
     """
 
     def __init__(self, config: ClusterConfig) -> None:
@@ -294,10 +294,10 @@ def host() -> str:
 
 
 def reachable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """Of addresses that a server listens at, those that another machine or process can be told.
+    """The addresses, among those that a server listens at, that another machine or process can use.
 
     Raises:
-        InvalidRequest: one means all addresses of this machine; others would find their own there.
+        InvalidRequest: one means all addresses of this machine; another machine would find itself there.
     """
     found = tuple(each for each in addresses if not each.startswith("unix:"))
     for each in found:

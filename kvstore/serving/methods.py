@@ -14,7 +14,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.serving.gate import Call, Gate
 
 Unary = Callable[[Call, bytes], Awaitable[bytes]]
-"""Of one request and one reply."""
+"""A method with one request and one reply."""
 Sending = Callable[[Call, bytes], Awaitable[None]]
 """Sends a stream of replies."""
 Taking = Callable[[Call, AsyncIterator[bytes]], Awaitable[bytes]]
@@ -38,7 +38,7 @@ def serving(
     return grpc.method_handlers_generic_handler(service, table)
 
 
-# Errors of the work that are no fault of ours: its transport has gone, or its time is over. The gate tells them.
+# Errors of the work that are not our mistakes: its transport has gone, or its time is over. The gate reports them.
 _EXPECTED = grpc.aio.BaseError, TimeoutError
 
 
@@ -140,7 +140,7 @@ async def _only(call: Call, requests: AsyncIterator[Any]) -> Any:
 
 
 async def _bounded(call: Call, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """The same requests, of which the first has to come soon."""
+    """Pass the requests on; the first has to come soon."""
     coming = aiter(requests)
     request = await call.first(coming)
     while request is not None:

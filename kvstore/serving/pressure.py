@@ -28,16 +28,16 @@ LOOP_TURNS: Final = 4  # that a call takes at least: its request, its step, its 
 MARGIN: Final = 2.0  # a call is let in where it will probably end in half of the time it has
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
 _WEIGHT: Final = 0.3  # of the newest look
-_WEIGHT_LESS: Final = 0.1  # where less can be done than before: a machine that stands still for a moment is no slower
+_WEIGHT_LESS: Final = 0.1  # where less can be done than before: a machine that stops for a moment is not slower
 
 
 class Pressure:
-    """Of the event loop alone.
+    """How busy the event loop is. Used in the event loop alone.
 
     Attributes:
-        lag_s: how late the loop lately did what was due.
-        on_time_s: a clock that hardly moves while the loop is late: what came meanwhile has not been looked at.
-        ends_per_s: how many calls can end in a second, as far as was seen; 0: that is not known yet.
+        lag_s: how late the loop recently did what was due.
+        on_time_s: a clock that hardly moves while the loop is late: what arrived in that time has not been read.
+        ends_per_s: how many calls can end in a second, as observed; 0: not known yet.
         at_work: calls by owner, without those that wait for their caller.
     """
 

@@ -1,4 +1,4 @@
-"""Watching: every gRPC call counted, timed and traced by its method; and who was refused, for the log."""
+"""Watching: every gRPC call counted, timed and traced by its method; and the callers that were refused, for the log."""
 
 from __future__ import annotations
 

@@ -42,7 +42,7 @@ Answer = TypeVar("Answer")
 def weighed(
     service: str, calls: Mapping[str, Callable[[Call, bytes], Awaitable[Answer]]]
 ) -> dict[str, Callable[[Call, bytes], Awaitable[Answer]]]:
-    """The same calls of a service, by name, which hold buffers for what their requests take beside copies of them."""
+    """Wrap calls of a service, by name, so that they hold buffers for what their requests take besides copies."""
     methods = descriptor_pool.Default().FindServiceByName(service).methods_by_name
     return {name: partial(_with_buffers, methods[name].input_type, work) for name, work in calls.items()}
 
@@ -67,10 +67,10 @@ async def weight_of(call: Call, kind: Any, message: bytes) -> int:
 
 
 def weigh(kind: Any, message: bytes, at_once: int = VALUES_MAX) -> int | None:
-    """Bytes that a request of that type (a ``Descriptor``) will take. What is no such message weighs what was read.
+    """Bytes that a request of that type (a ``Descriptor``) will take. A message of another type weighs what was read.
 
     Args:
-        at_once: None comes back for a message of more values than this, when so many were counted.
+        at_once: None is returned for a message of more values than this, as soon as they were counted.
 
     Raises:
         InvalidRequest: it has more than ``VALUES_MAX`` values, or nests deeper than ``DEPTH_MAX``.
@@ -126,7 +126,7 @@ class _Weight:
             elif wire in (_FIXED64, _FIXED32):
                 size = 8 if wire == _FIXED64 else 4
             elif wire not in (_START, _END):
-                return  # whoever parses it says what is wrong
+                return  # the parser reports what is wrong
             place += size
 
 

@@ -114,7 +114,7 @@ class Announcing:
 
     @property
     def owners(self) -> list[str]:
-        """Who is told."""
+        """The owners that receive announcements."""
         return list(self._owners)
 
     @property

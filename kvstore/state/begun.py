@@ -66,7 +66,7 @@ class BegunPages:
         return share.quota is None or (owner > 0 and roots[owner].share is share)
 
     def withdraw(self, session: int, addresses: list[Address], out: list[ev.Instruction]) -> None:
-        """Those of the session's frames that are begun are merely granted again."""
+        """Frames that the session has begun to write are merely granted again."""
         for address in addresses if self.writing.pending else ():
             page = self.writing.pending.by_address.get(address)
             if page is not None and page.begun and not page.doomed and page.writing.get(0) == session:

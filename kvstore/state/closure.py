@@ -52,7 +52,7 @@ def link(snapshots: list[Snapshot], across_roots: bool = False) -> Links:
     position[position == len(keys)] = 0
     found = keys[position] == parents if len(keys) else np.zeros(0, bool)
     if len(keys) and not across_roots:
-        found &= roots[position] == roots  # a page of another root is no parent, whatever its key
+        found &= roots[position] == roots  # a page of another root is not a parent, whatever its key
     parent = np.where(parents == roots, -1, np.where(found, position, -2))
     duplicate = np.zeros(len(keys), bool)
     duplicate[1:] = keys[1:] == keys[:-1]

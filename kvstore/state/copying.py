@@ -48,7 +48,7 @@ class CopyBatch:
 
 @dataclass(slots=True)
 class Arrival:
-    """Of a batch: places of the pages that are sealed now, with their parents' keys and standings; frames unused."""
+    """The pages of a batch that are sealed now: places, parents' keys and standings; and the frames left unused."""
 
     places: list[int] = field(default_factory=list)
     parents: list[bytes] = field(default_factory=list)
@@ -154,8 +154,8 @@ class CopyBatches:
         return batches + len(self.erasing)
 
     def touches(self, keys: set[bytes]) -> bool:
-        """One of these pages is on its way, or not erased yet where it was. Of what a start has erased nobody knows
-        whose it was: until that is done, it may be any."""
+        """True where one of these pages is being copied, or is not erased yet at its source. What a start erases has no
+        known key: until it is erased, it may be any page."""
         moved = {page.key for batch in self.carrying.values() for page in batch.pages}
         wiped = {key for pages in self.erasing.values() for key, _ in pages}
         copied = (*self.down.values(), *self.up.values(), moved, wiped)

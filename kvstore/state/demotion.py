@@ -158,16 +158,16 @@ class Demotion:
         return out
 
     def begin_day(self, day_bytes_left: int) -> None:
-        """So much may be written today yet. What is on its way may be a part of that."""
+        """Set how many bytes may still be written today. Copies under way may be a part of that."""
         self._day_bytes_left, self._day_bytes_begun = day_bytes_left, self.copies.bytes_to(self.lower)
 
     def began(self, batch: CopyBatch) -> None:
-        """This batch is on its way: others have so much less of today's writes, until they are told anew."""
+        """Charge a batch that has started to today's writes, until the next ``begin_day``."""
         self._day_bytes_begun += len(batch.pages) * self.lower.segment.stride(batch.frame_class)
 
     def pages_max(self, frame_class: FrameClass, bytes_max: int) -> int:
-        """How many pages a batch of so many bytes, but of one page at least, may have today. 0 where what is on its way
-        may use up the day: the others wait for its report."""
+        """How many pages a batch of at most ``bytes_max`` may have today, at least one. 0 where the copies under way
+        may use up the day: further pages wait for their report."""
         stride = self.lower.segment.stride(frame_class)
         pages = max(1, bytes_max // stride)
         if self.rules.write_bytes_per_day:

@@ -36,8 +36,8 @@ TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # by number
 GONE: Final = 0x80  # of a mark: the page has left that tier
 CHANGES_MIN: Final = 4096  # kept beside the table
 CHANGES_SHARE: Final = 32  # or this part of the table
-MERGED_MAX: Final = 1 << 16  # up to so many entries the table is always whole when somebody asks
-STREAMS_MAX: Final = 1 << 12  # an entry has room for four times as many; their names fit an answer
+MERGED_MAX: Final = 1 << 16  # up to this many entries the table is always whole when it is read
+STREAMS_MAX: Final = 1 << 12  # an entry has bits for four times this number; the names fit an answer
 SORTED_MIN: Final = 256  # pages of one lookup, of which more are sorted before
 PER_PAGE_MAX: Final = 8  # entries of one page that an answer holds
 
@@ -143,7 +143,7 @@ class Directory:
 
     @property
     def nodes(self) -> list[str]:
-        """Who has told something."""
+        """The nodes that have announced something."""
         return sorted(self._streams)
 
     def told(self, batch: Told) -> int:
@@ -190,7 +190,7 @@ class Directory:
         return Listed(places.astype(np.int64), nodes.astype(np.int64), tiers.astype(np.uint8), self._names)
 
     def entries_of(self, node: str, start: int, count: int) -> Fingerprints:
-        """Of what this node has told, the first ``count`` entries from ``start`` on, as ``entries_told`` has them."""
+        """The first ``count`` entries from ``start`` on that this node has announced, as ``entries_told`` has them."""
         self._merge()
         rest = self._table[np.searchsorted(self._table, np.uint64(start) & ~_LOW) :]
         places = [stream.place for stream in self._streams.get(node, [])]
@@ -279,13 +279,13 @@ def _with(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) -> np
 
 
 def _first(rows: npt.NDArray[np.uint64], most: int) -> npt.NDArray[np.uint64]:
-    """Of sorted ``rows``, the first ``most`` of each page."""
+    """The first ``most`` rows of each page, from sorted ``rows``."""
     places = rows >> _LOW_BITS
     return rows[np.arange(len(rows)) - places.searchsorted(places) < most]
 
 
 def _rows(entries: npt.NDArray[np.uint64], pages: Fingerprints, most: int) -> npt.NDArray[np.uint64]:
-    """Entries of these pages, at most so many of each: with a page's place among them instead of its fingerprint."""
+    """Entries of these pages, at most ``most`` of each: with a page's place among them instead of its fingerprint."""
     if not len(entries):
         return _NONE
     # In order they are found five times as fast: parts of a large table that are near each other are in a cache.

@@ -138,7 +138,7 @@ class Happening:
     joins = False
 
     def frames_needed(self, class_of: ClassOf) -> tuple[FrameClass, int] | None:
-        """Of which class, and how many, frames the decision may take where clients write; None: it takes none.
+        """The class and number of frames that the decision may take where clients write; None: it takes none.
 
         Their memory is had before the decision, see ``service.node.room``.
         """
@@ -514,7 +514,7 @@ class Unpin(Happening):
 
 @dataclass(slots=True)
 class Mount(Happening):
-    """An engine wants its own memory known: a segment of so many frames, see ``mounts``."""
+    """An engine mounts its own memory: a segment of frames, see ``mounts``."""
 
     now_ns: int
     session: int

@@ -50,7 +50,7 @@ class Extent:
         return self.state.count(state)
 
     def hang(self, frame: int, children: int) -> None:
-        """So many things hang on the page in this frame."""
+        """Set how many children the page in this frame has."""
         try:
             self.children[frame] = children
         except OverflowError:
@@ -94,7 +94,7 @@ class Extent:
         self.restore(list(self.free))
 
     def leave(self, leaving: bool) -> None:
-        """It is about to be emptied, so that no frame of it is granted; or it stays after all."""
+        """Mark the extent as about to be emptied, so that none of its frames is granted; or take that back."""
         self.leaving = leaving
         self.restore(list(self.free))
 
@@ -233,8 +233,8 @@ class Segment:
         return self._frames_in(self.extent_bytes, frame_class)
 
     def pool(self, frame_class: FrameClass) -> ClassPool:
-        """The pool of a class, made on first use (without extents). Of very many classes, as clients may think of them,
-        those that never got an extent, or lost their last one, are forgotten again; but for the newest."""
+        """The pool of a class, made on first use (without extents). Clients may name very
+        many classes: those that never got an extent, or lost their last one, are forgotten, except the newest."""
         pool = self.pools.get(frame_class)
         if pool is None:
             if len(self.pools) >= CLASSES_MAX:
@@ -325,7 +325,7 @@ class Segment:
     ) -> Extent | None:
         """The extent another class should give up for ``taker``, or None where evicting its own pages is fairer.
 
-        One in which nothing lies is given first, whoever has it. Else one class with the coldest pages gives, if it
+        An empty extent is given first, whichever class has it. Else one class with the coldest pages gives, if it
         keeps an extent or has been idle for ``IDLE_NS``; a taker that has extents of its own takes only from a class
         whose coldest page is more than twice as old as its own (so that two busy classes do not trade extents back and
         forth). Extents with ``leased`` or unsealed frames stay.
@@ -361,13 +361,13 @@ class Segment:
         return [extent for pool in givers for extent in pool.roomy.values() if len(extent.free) == extent.frames]
 
     def _may_give(self, pool: ClassPool, now_ns: int) -> bool:
-        """It keeps an extent, or nobody has asked for its frames for long."""
+        """True for a class that keeps an extent, or whose frames were not asked for during ``IDLE_NS``."""
         return len(pool.extents) > 1 or (bool(pool.extents) and now_ns - pool.used_ns > IDLE_NS)
 
 
 CLASSES_MAX, CLASSES_KEPT = 1024, 64  # a class costs some 20 KiB, and every event looks at each
-GRANTED_AHEAD_SHARE = 8  # one in so many; asking for what a put needs now is not bounded by it
-IDLE_NS = 600 * 10**9  # a class nobody asked for in ten minutes may lose its last extent
+GRANTED_AHEAD_SHARE = 8  # one frame in this many; what a put needs now is not bounded by it
+IDLE_NS = 600 * 10**9  # a class that was not asked for in ten minutes may lose its last extent
 STEAL_MARGIN_NS = 100_000_000  # below a tenth of a second, ages are noise
 
 

@@ -270,7 +270,7 @@ class ShowPages:
 
 @dataclass(slots=True)
 class WriteMounts:
-    """So many segments are mounted; extent numbers below ``next_extent`` were used."""
+    """Write down that ``count`` segments are mounted and that extent numbers below ``next_extent`` were used."""
 
     count: int
     next_extent: int = 0
@@ -278,7 +278,7 @@ class WriteMounts:
 
 @dataclass(slots=True)
 class EndMount:
-    """Whoever has this segment's records mapped misses from now on; they are removed."""
+    """Remove a segment's records: readers that have them mapped miss from now on."""
 
     segment: int
 

@@ -248,7 +248,7 @@ def _index(snapshots: list[Snapshot], index: Iterable[tuple[bytes, Address]]) ->
         entries += 1
         snapshot = by_extent.get(address.extent)
         if snapshot is None or address.frame >= len(snapshot.words):
-            wrong.append(f"index {key.hex()}: {address} is no frame")
+            wrong.append(f"index {key.hex()}: {address} is not a frame")
         elif int(snapshot.words[address.frame]) != address.generation << 8 | SEALED:
             wrong.append(f"index {key.hex()}: {address} is not sealed under that generation")
         elif bytes(snapshot.keys[address.frame]).ljust(16, b"\0") != key:

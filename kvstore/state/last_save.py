@@ -41,9 +41,10 @@ def leaves_hottest_first(records: RecordView) -> list[Address]:
 
 
 class LastSave:
-    """Life: made with the node -> ``save`` lists the leaves -> ``save`` until no chain is left, or nobody asks more.
+    """Life: made with the node -> ``save`` lists the leaves -> ``save`` until no chain is left, or the caller stops
+    asking.
 
-    Pages that are stored meanwhile are not in it. Whoever asks again when none is left begins anew.
+    Pages that are stored in the meantime are not in it. A call after the last page starts a new list.
     """
 
     def __init__(self, demotion: Demotion) -> None:

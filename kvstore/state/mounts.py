@@ -1,10 +1,10 @@
 """Mounts: memory of engines, whose pages the node knows and lists under ``Tier.HBM``, and does not decide about.
 
-An engine mounts a segment: so many frames of one class. It writes the segment's records itself, since its frames turn
-over at decode speed, and publishes what it has written (``tier.mounted``). The node mirrors that: of each frame the
-generation under which the engine published it, its page's key, root and span. What the engine takes back, and all that
-it has when it ends, leaves again. Several engines may have one page: the index names one replica, and the next when
-that one goes.
+An engine mounts a segment: a number of frames of one class. It writes the segment's records itself, since its frames
+turn over at decode speed, and publishes what it has written (``tier.mounted``). The node mirrors that: of each frame
+the generation under which the engine published it, its page's key, root and span. What the engine takes back, and all
+that it has when it ends, leaves again. Several engines may have one page: the index names one replica, and the next
+when that one goes.
 
 The memory is the engine's own, so its bytes are counted per tenant and charged to nobody's quota. An engine keeps what
 it likes, so this tier is not prefix-closed: a page may be here without those before it.
@@ -54,17 +54,17 @@ class MountedSegment:
         self._keys = bytearray(KEY_BYTES * frames)
 
     def key(self, frame: int) -> bytes:
-        """Of the page that was published there last."""
+        """The key of the page that was published there last."""
         return bytes(self._keys[KEY_BYTES * frame : KEY_BYTES * (frame + 1)])
 
     def hold(self, frame: int, generation: int, key: bytes, owner: int, span: int) -> None:
-        """That page is in this frame."""
+        """Record which page is in this frame."""
         self._keys[KEY_BYTES * frame : KEY_BYTES * (frame + 1)] = key
         self.generation[frame], self.owner[frame], self.span[frame] = generation, owner, span
         self.pages += 1
 
     def address(self, frame: int) -> Address:
-        """Of the page that is there."""
+        """The address of the page that is in this frame."""
         return Address(self.number, frame, self.generation[frame])
 
 
@@ -92,7 +92,7 @@ class Mounts:
         self._others: dict[bytes, list[Place]] = {}  # more replicas of listed keys
 
     def handlers(self) -> Mapping[type, Callable[[Any], list[ev.Instruction]]]:
-        """Who decides about which event."""
+        """The handler of each event."""
         return {
             ev.Mount: self._mount,
             ev.Publish: self._publish,

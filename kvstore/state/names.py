@@ -5,7 +5,7 @@ tables around it. Where all lines together take more than ``bytes_max``, the ten
 common level: who says much loses what it said longest ago, and nobody loses anything for somebody who has more.
 
 Worked example: of 100 bytes tenant a has 90 and b says 30 more. There may be 93 (a sixteenth is cleared at once, so
-that the search is paid for once in so many names): the level is 63, and a loses names until that is so.
+that the search is paid for once per batch of names): the level is 63, and a loses names until that is so.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
-NAME_BYTES: Final = 512  # of a name beside its line: its root, its places in two tables, its objects
-CLEARED_SHARE: Final = 16  # one part in so many is cleared at once
+NAME_BYTES: Final = 512  # of a name, in addition to its line: its root, its places in two tables, its objects
+CLEARED_SHARE: Final = 16  # one part in this many is cleared at once
 LOOKS: Final = 8  # of a tenant's oldest names, for one whose root has no pages
 
 
@@ -31,13 +31,13 @@ class Name:
 
     @classmethod
     def of(cls, root: bytes, about: dict[str, Any]) -> Name:
-        """That which was said."""
+        """The name that a client registered for a root."""
         line = json.dumps({"root": root.hex(), **about}).encode()  # in ASCII, without a line end inside
         return cls(str(about["salt"]), line, "layout" in about)
 
     @property
     def about(self) -> dict[str, Any]:
-        """The same as it was said."""
+        """The description as the client gave it."""
         said = json.loads(self.line)
         del said["root"]
         return dict(said)

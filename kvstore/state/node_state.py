@@ -81,7 +81,7 @@ class NodeState:
         self._handlers = self._table()
 
     def _table(self) -> dict[type, Callable[[Any], list[ev.Instruction]]]:
-        """Who decides about which event."""
+        """The handler of each event."""
         return {
             ev.SealGranted: self._seal,
             **ObjectBatches(self.objects, self.writing, self.sessions).handlers(),
@@ -129,7 +129,7 @@ class NodeState:
         return next((space for space in self.spaces.values() if extent in space.segment.extents), self.space)
 
     def frames_needed(self, event: ev.Event) -> tuple[FrameClass, int] | None:
-        """Of which class, and how many, frames of the first tier the decision about this event may take."""
+        """The class and number of first-tier frames that the decision about this event may take."""
         return event.frames_needed(self._class_of)
 
     def _class_of(self, address: Address) -> FrameClass | None:

@@ -1,7 +1,8 @@
 """ObjectBatches: whole objects sealed together, each its pieces and its head. Part of ``NodeState``.
 
-Of each object all pages are sealed, its head last, or none. What one may not have is no other's matter. All that are
-sealed leave as one instruction, so that a batch of small objects costs the node little more than a batch of pages::
+All pages of an object are sealed, its head last, or none. An object that is refused does not affect the others. All
+that are sealed leave as one instruction, so that a batch of small objects costs the node little more than a batch of
+pages::
 
     asked     a's head | b's pieces, b's head | c's head       c's key is there already, and c replaces nothing
     answered  OK       | OK ..                | PRESENT        one ``WriteSealed`` of the pages of a and b
@@ -41,7 +42,7 @@ class ObjectBatches:
         self._sessions = sessions
 
     def handlers(self) -> dict[type, Callable[[Any], list[ev.Instruction]]]:
-        """Who decides about which event on objects."""
+        """The handler of each event on objects."""
         return {ev.SealObjects: self.seal, ev.Delete: self._objects.delete}
 
     def seal(self, event: ev.SealObjects) -> list[ev.Instruction]:
@@ -51,7 +52,7 @@ class ObjectBatches:
         if len(set(keys)) != len(keys) or len(set(event.addresses)) != len(keys):
             return [named_twice()]
         if not spans or not _heads_hold(event, keys, root, spans):
-            reason = "these are no whole objects, each with an object's head"
+            reason = "must be whole objects, each with an object's head"
             return [ev.Reply(Status.INVALID, detail={"field": "pages", "reason": reason})]
         out: list[ev.Instruction] = []
         statuses = self._statuses(event, keys, root, spans)
@@ -74,7 +75,7 @@ class ObjectBatches:
         return out
 
     def _statuses(self, event: ev.SealObjects, keys: list[bytes], root: bytes, spans: list[Span]) -> list[Status]:
-        """Of each object whether it may be sealed, but for its tenant's quota."""
+        """Whether each object may be sealed, apart from its tenant's quota."""
         new = self._objects.absent(keys)
         session = self._sessions.get(event.session)
         granted = session.granted if session is not None else set[Address]()
@@ -99,7 +100,7 @@ class ObjectBatches:
         statuses: list[Status],
         out: list[ev.Instruction],
     ) -> None:
-        """Of those that may be sealed as many as their tenant may have, whole ones."""
+        """Choose among the objects that may be sealed as many whole ones as their tenant's quota allows."""
         chosen = [i for i, status in enumerate(statuses) if status == Status.OK]
         pages = [page for i in chosen for page in range(*spans[i])]
         fits = self._space.quotas.admit(number, event, pages, b"", out) if pages else 0
@@ -146,7 +147,7 @@ class ObjectBatches:
 
 
 def _spans(event: ev.SealObjects) -> list[Span]:
-    """The objects of a request; none where its pages are no whole objects."""
+    """The objects of a request; empty where its pages do not form whole objects."""
     tags = event.rows[:, _TAG]
     heads = (tags == _HEAD).all(axis=1)
     if not is_object_class(event.frame_class) or not heads[-1] or not ((tags == _PIECE).all(axis=1) | heads).all():

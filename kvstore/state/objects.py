@@ -45,7 +45,7 @@ class Objects:
         self._scanning = len(self._spaces) > 1
         self._loose: OrderedDict[bytes, int] = (
             OrderedDict()
-        )  # last pieces whose head is yet to come, and who is putting them
+        )  # last pieces whose head is yet to come, and the sessions that put them
 
     def seal(self, event: ev.SealGranted) -> list[ev.Instruction]:
         """A head, ``event.replaces`` being the head it replaces, if any.
@@ -60,7 +60,7 @@ class Objects:
         about = read_row(event.rows[0].tobytes())
         ours = about is not None and objects.key_hash(about[0], about[1].name) == key
         if about is None or not ours or not about[1].is_whole(event.frame_class.page_bytes):
-            return [ev.Reply(Status.INVALID, detail={"field": "pages", "reason": "this is no object's head"})]
+            return [ev.Reply(Status.INVALID, detail={"field": "pages", "reason": "must be an object's head"})]
         current = self.find(key)
         status = self.may_seal(key, root, current, event.replaces)
         if status != Status.OK:
@@ -145,7 +145,7 @@ class Objects:
         return next((space for space in lower if address.extent in space.segment.extents), first)
 
     def _scans(self) -> bool:
-        """It is not known yet which objects lower tiers hold: one that would be deleted now could be found later."""
+        """True while it is unknown which objects lower tiers hold: one that is deleted now could be found later."""
         if self._scanning:
             self._scanning = any(
                 is_object_class(extent.pool.frame_class) and extent.count(FrameState.QUARANTINED)

@@ -36,7 +36,7 @@ _SEALED = int(SEALED)  # a plain number: stored for every page of a put
 
 
 def standings_of(position: int, turns: int, count: int, hints: bytes = b"") -> list[int]:
-    """``standing`` of so many consecutive pages of a chain, from ``position`` on. ``hints``: of each, or nothing."""
+    """``standing`` of ``count`` consecutive pages of a chain, from ``position`` on. ``hints``: of each, or empty."""
     if hints:
         return [standing(position + i, turns, hints[i]) for i in range(count)]
     first, last = standing(position, turns), standing(position + count, turns)
@@ -83,7 +83,7 @@ class Pages:
         return address if address is not None and self.sealed(address) else None
 
     def find_in(self, root: bytes, key: bytes) -> Address | None:
-        """The same where the page is of that root. Keys can be forged: a page of another root is another page."""
+        """Like ``find``, for a page of this root only. Keys can be forged: a page of another root is another page."""
         address = self.find(key)
         return address if address is not None and self.root_of(address) == root else None
 
@@ -181,7 +181,7 @@ class Pages:
             self.holdings.expect(number, size)
 
     def listed(self, extent: Extent, frame: int, page: Page) -> None:
-        """Nothing hangs on this page any more: for whoever keeps lists of such pages."""
+        """Called when a page has no children any more: for subclasses that keep lists of such pages."""
 
     def seal_chain(
         self, addresses: list[Address], spans: list[int], parent: Address | None, page: Page, root: int

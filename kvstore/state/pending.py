@@ -45,8 +45,9 @@ class Pending:
         return self.sealed_mask == (1 << self.shards) - 1
 
     def open_to(self, shard: int, shards: int, session: int) -> bool:
-        """That session may write that shard: it is not sealed, and no other session's. Where it is its own already the
-        request was lost, and is asked again: of a session's writers one at a time asks as a shard (``Claims``)."""
+        """True where the session may write the shard: it is not sealed and no other session writes it. A session that
+        already writes it lost the reply and asks again: only one of its writers at a time asks for a shard
+        (``Claims``)."""
         mine = self.writing.get(shard, session) == session
         return shards == self.shards and mine and not self.sealed_mask >> shard & 1
 

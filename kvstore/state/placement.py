@@ -43,7 +43,8 @@ class Placement:
         return weights.argpartition(-OWNERS, axis=1)[:, : -OWNERS - 1 : -1]
 
     def owners_of(self, spans: list[int]) -> list[tuple[int, ...]]:
-        """The same of a few spans. They are remembered: whoever asks for a chain will ask for what follows it, too."""
+        """The owners of a few spans. They are remembered: a caller that asks for a chain asks for what follows it,
+        too."""
         known = self._known
         missing = [span for span in spans if span not in known]
         if missing:
@@ -54,7 +55,7 @@ class Placement:
         return [known[span] for span in spans]
 
     def shares(self, spans: Fingerprints) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-        """Whoever owns some of these spans, and the places of those, ascending."""
+        """Each owner of some of these spans, with the places of its spans, ascending."""
         owners = self.owners(spans)
         flat = owners.ravel()
         order = flat.argsort(kind="stable")

@@ -21,7 +21,7 @@ its mark has not moved meanwhile. Every 512 evictions the table of indices is ma
 pages there are. Deterministic: no randomness, and no time but what callers say.
 
 *Memory.* Per page 9 bytes (``use`` 4, ``word`` 2, ghosts 3), and 4 in ``order`` per leaf; from the first hint on 5 more
-(``hint`` 1, ``owner`` 4). What is no leaf any more stays in ``order`` until half of it is such.
+(``hint`` 1, ``owner`` 4). Pages that are no longer leaves stay in ``order`` until they are half of it.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from kvstore.state.policy_base import GROW_SLOTS, HINT_MS, HINT_WEIGHTS, MS_MAX,
 from kvstore.state.policy_worth import BINS, CLASSES, Bins, WorthLedger, age_worth, bin_of, bins_of, gittins
 
 SAMPLE = 1024
-BATCH = 16  # of a sample, so many are the next to go ...
-SMALL_SHARE = 16  # ... and of a small one, one in so many
-NEAR = 8  # with hints: of so many times as many lowest pages each owner's are looked for first
-YOUNG_SHARE = 8  # one leaf in so many, those used last, stays whatever is known of its like
+BATCH = 16  # this many pages of a sample are the next to go ...
+SMALL_SHARE = 16  # ... and one in this many of a small sample
+NEAR = 8  # with hints: each owner's pages are looked for first among this many times as many lowest pages
+YOUNG_SHARE = 8  # one leaf in this many, those used last, stays whatever is known of similar pages
 EVICTIONS_PER_TABLE = 512
 LEARN_SAMPLE = 256  # of the leaves that are listed when the table is made
-HALF_LIFE_EVICTIONS = 1 << 14  # what was seen so many evictions ago counts half ...
-HALF_LIFE_TURNOVERS = 1  # ... or so many times all pages ago, if that is longer
+HALF_LIFE_EVICTIONS = 1 << 14  # what was seen this many evictions ago counts half ...
+HALF_LIFE_TURNOVERS = 1  # ... or this many times all pages ago, if that is longer
 GHOSTS_PER_2_PAGES = 3
 _PRINTS = (1 << 14) - 1
 
@@ -79,8 +79,8 @@ def _lowest(worth: Worths, count: int) -> Places:
 
 
 def _of_owners(owners: Slots, worth: Worths, losses: Counter[int], most: int) -> Places:
-    """Of the ``most`` lowest pages so many of each owner as it is to lose, the lowest first; fewer where they are too
-    few of it."""
+    """Choose, among the ``most`` lowest pages, as many of each owner as it is to lose, the lowest first; fewer where
+    the owner has too few."""
     near = _lowest(worth, most)
     near = near[worth[near].argsort()]
     left, found, count = dict(losses), list[int](), losses.total()
@@ -225,10 +225,10 @@ class Gittins:
         return None
 
     def coldest_ms(self) -> int | None:
-        """See ``EvictionPolicy.coldest_ms``: a use so long ago that without experience a page is worth as little.
+        """See ``EvictionPolicy.coldest_ms``: the age at which a page without experience is worth as little.
 
-        Of the page that is the next to go. So ages of two classes of pages compare as what they are worth: where the
-        next to go is a page of some use, though its last one is long ago, it is not called cold.
+        Taken from the page that is next to go. So the ages of two classes of pages compare by worth: where the next
+        page to go is still of some use, it is not called cold even if its last use was long ago.
         """
         while self._listed:
             if not self._next:

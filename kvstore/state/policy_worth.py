@@ -102,7 +102,7 @@ _INDEX_PRIOR = gittins(PRIOR.tolist())  # falls with age
 
 
 def age_worth(worth: float, age_ms: int) -> int:
-    """The age at which a page is worth so much without experience, in steps of bins from ``age_ms``."""
+    """The age at which a page without experience is worth ``worth``, in steps of bins from ``age_ms``."""
     here, there = bin_of(age_ms), bisect_left(_INDEX_PRIOR, -worth, key=lambda index: -index)
     if here == there or not age_ms:
         return age_ms
@@ -145,7 +145,7 @@ class WorthLedger:
     ) -> npt.NDArray[np.float64]:
         """P(used in this bin | reached it unused), ``[CLASSES, BINS]``.
 
-        Leaves of these classes that are still watched, from bin ``entries`` to ``ends``, count so much each.
+        Leaves of these classes that are still watched, from bin ``entries`` to ``ends``, count this much each.
         """
         used, steps = np.array(self._used), np.array(self._steps)
         np.add.at(steps, (kinds, np.minimum(entries, ends)), weight)

@@ -2,7 +2,7 @@
 
 Its own coldest tails leave first, never what the new pages will hang on. How long a page was not used counts as its
 hint weighs it, where the tier's policy follows hints. Where a tail has to be saved to the tier below first, it is set
-aside for that and whoever asks is told to ask again (``Departures.waiting``). What still does not fit is refused.
+aside for that and the caller is told to ask again (``Departures.waiting``). What still does not fit is refused.
 
 A tenant can come to have more than it may without storing anything: the node was started with a smaller quota, a scan
 found pages again, or somebody said late whose they are. Then its tails leave by and by (``trim``).
@@ -89,10 +89,11 @@ class Quotas:
         anchor: bytes,
         out: list[ev.Instruction],
     ) -> int:
-        """How many of these pages of the request the tenant of root ``number`` may have: those in frames that it is
-        charged with already, and others as far as its quota goes.
+        """How many of these pages of the request the tenant of root ``number`` may have: the pages in frames that it is
+        charged with already, and further ones as far as its quota goes.
 
-        Of what was published all, as nobody hears that it was refused. What are too many leave by and by (``trim``).
+        All that were published, since a refusal would not reach their writer. What exceeds the quota leaves gradually
+        (``trim``).
         """
         roots, extents = self.space.holdings.roots, self.space.segment.extents
         share = roots[number].share
@@ -174,7 +175,7 @@ class Quotas:
     ) -> None:
         """Have ``size`` bytes of a tenant's own coldest pages leave, as far as they may.
 
-        ``looks``: at so many pages at most. ``before_ms``: only those last used before then.
+        ``looks``: at most this many pages are looked at. ``before_ms``: only pages last used before then.
         """
         space = self.space
         if not share.complete:

@@ -127,8 +127,8 @@ def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out:
         key = bytes(table.snapshot.keys[frame]).ljust(KEY_BYTES, b"\0")
         named = {shard: doubts.writer_of(int(table.writers[frame, shard]), living) for shard in range(SHARDS_MAX)}
         info = int(table.infos[frame])
-        # Shards that had sealed. Of a frame without a group (granted ahead) a seal that was cut short may have left the
-        # page's place in its chain there.
+        # Shards that had sealed. In a frame without a group (granted ahead), a seal that was cut short may have left
+        # the page's place in its chain there.
         mask = info >> 40 & 0xFF if int(table.groups[frame]) else 0
         writers = {shard: session for shard, session in named.items() if session and not mask >> shard & 1}
         doomed = bool(states[frame] == QUARANTINED)
@@ -144,7 +144,7 @@ def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out:
             continue
         group, owner = int(table.groups[frame]), min(writers.items())[1]
         # Written into a granted frame: either begun, or on its way to NVMe, or its seal was cut short. All but the
-        # first are merely granted again: whoever published the page, or asks again, has it sealed, or saved anew.
+        # first are merely granted again: the writer that published the page, or asks again, gets it sealed or saved.
         keyed = was_granted(group, address) and states[frame] == RESERVED
         begun = keyed and not mask and bool(table.sound[frame])
         if group == 0 or (keyed and not begun):  # granted ahead; it may have its key already, from a seal cut short

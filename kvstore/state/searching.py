@@ -1,9 +1,9 @@
 """Searching: whom to ask for the pages of a chain, and what the answers say. Pure; ``transfer.finding`` performs.
 
 A chain that is prefix-closed is whole wherever its last page is. So only the last pages of spans are asked for at
-first, and not even of all: of the last span, and of so many others that no long run of spans is unknown; whoever owns
-several tells of all of them. Then all pages are asked for of the spans between the last one that somebody has and the
-first one that nobody has::
+first, and not even of all: of the last span, and of enough others that no long run of spans is unknown; a node that
+owns several answers for all of them. Then all pages are asked for of the spans between the last one that a node has and
+the first one that nobody has::
 
     spans       0 1 2 3 4 5 6 7 8     (0 to 5 are somewhere, and half of 6)
     asked           x     x   x x     two owners, one of them of three
@@ -11,7 +11,7 @@ first one that nobody has::
     asked then              ooo       all pages of 6, whose owner has not told yet where it ends
 
 So a chain that is somewhere takes one answer, or as many as no long run needs, and any other one round more, however
-many nodes there are. Who does not answer is replaced by the second owner.
+many nodes there are. An owner that does not answer is replaced by the second owner.
 
 An owner also names nodes of which it may not know everything (``directory_owner``). Where pages are still missing then,
 those nodes are asked which of them they have. Where the other owners of the spans in doubt are fewer, they are asked
@@ -33,7 +33,7 @@ from kvstore.model.span import Fingerprints, fingerprints, spans_between
 from kvstore.state.directory import TIERS, Listed, Unsure
 from kvstore.state.placement import Placement
 
-UNKNOWN_MIN: Final = 4  # so many spans in a row may be unknown at first; in long chains the root of their number
+UNKNOWN_MIN: Final = 4  # spans in a row that may be unknown at first; in long chains the root of their number
 ASKED_MAX: Final = 8  # other owners that are asked in one search where some were unsure, and as many nodes themselves
 HOLD_PAGES_MAX: Final = 1 << 15  # pages that one of them is asked for
 _NONE_OLDER: Final[Mapping[int, Placement]] = {}
@@ -96,7 +96,7 @@ class Search:
         self._whole = _Told()  # of all of their pages
         self._told_by: dict[int, int] = {}  # by owner, spans
         self._answers: list[tuple[list[int], Listed]] = []
-        self._last, self._holder = first - 1, ""  # the last page that somebody has, and who
+        self._last, self._holder = first - 1, ""  # the last page that a node has, and that node
 
     def ask(self, silent: Collection[str]) -> list[Question]:
         """The next questions, one per node; none: all is known that can be. ``silent``: who does not answer."""
@@ -210,8 +210,8 @@ class Search:
         return sum(1 << span for span in _bits(every) if not pages[self._spans.firsts[span] : lasts[span] + 1].all())
 
     def _unknown(self, node: str, rest: int) -> int:
-        """Of these spans those that this node may have more of than was told. In a closed chain it has nothing after a
-        span whose last page it surely does not have."""
+        """The spans among these that this node may have more of than it announced. In a closed chain it has nothing
+        after a span whose last page it surely does not have."""
         ends = self._told.sure(node) & rest if self._closed else 0
         return rest & ~self._whole.sure(node) & ((ends & -ends) * 2 - 1 if ends else -1)
 
@@ -278,8 +278,8 @@ def owned_spans(placement: Placement, names: Fingerprints) -> dict[int, int]:
 
 
 def spread(owned: Mapping[int, int], spans: int, told: int, unknown_max: int) -> dict[int, int]:
-    """Whom to ask of which of ``spans``, so that with those that were ``told`` the last one is known, and at most so
-    many in a row are not. Those that nobody owns do not count."""
+    """Which nodes to ask about which of ``spans``, so that, with the spans that are already ``told``, the last one is
+    known and at most ``unknown_max`` in a row are not. Spans without an owner do not count."""
     anybody = 0
     for theirs in owned.values():
         anybody |= theirs
@@ -305,8 +305,8 @@ def spread(owned: Mapping[int, int], spans: int, told: int, unknown_max: int) ->
 
 
 def fewest(owned: Mapping[int, int], spans: int) -> dict[int, int]:
-    """Of each of these spans one of its owners, so that few are asked: whoever owns most of those that are left, again
-    and again. Those that nobody owns are nobody's."""
+    """One owner for each of these spans, so that few nodes are asked: repeatedly the node that owns most of the
+    remaining spans. Spans without an owner are left out."""
     chosen: dict[int, int] = {}
     while spans:
         owner = max(owned, key=lambda each: (owned[each] & spans).bit_count(), default=-1)

@@ -35,7 +35,7 @@ UNSAVED_MAX = 1024  # cold leaves of a class that may wait for being saved at a 
 
 
 class Clears(Protocol):
-    """Whoever empties extents whose pages cannot be moved at once."""
+    """Empties extents whose pages cannot be moved at once."""
 
     taker: ClassPool | None
     """For whom an extent is being emptied now; None: none is."""
@@ -123,7 +123,7 @@ class Space(Departures):
             self.unhold(page)
 
     def extents_wanted(self, pool: ClassPool, count: int) -> int:
-        """At most so many extents would ``take`` carve now for that many frames."""
+        """The most extents that ``take`` would carve now for that many frames."""
         short = count - pool.free
         if short <= 0 or pool.frames_per_extent == 0:
             return 0

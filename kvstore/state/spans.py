@@ -26,7 +26,7 @@ def spans_at(segment: Segment, addresses: Iterable[Address]) -> list[int]:
 def spans_after(
     segment: Segment, parent: Address | None, keys: list[bytes], position: int, pool: ClassPool
 ) -> list[int]:
-    """Those of new pages, consecutive from that position of a chain on, behind ``parent``."""
+    """The spans of new pages, consecutive from that position of a chain on, behind ``parent``."""
     if is_object_class(pool.frame_class):
         return [fingerprint(key) for key in keys]
     before = segment.extents[parent.extent].span[parent.frame] if parent is not None else 0
@@ -42,7 +42,7 @@ def find_spans(segment: Segment, links: Links) -> None:
 
 
 def spans_by_chain(segment: Segment, links: Links) -> Fingerprints:
-    """Of each linked page, the span that its place in its chain says."""
+    """The span of each linked page, from its place in its chain."""
     count = len(links.parent)
     itself = np.arange(count)
     up = np.where(links.parent >= 0, links.parent, itself)

@@ -144,7 +144,7 @@ class TierAccounts:
             self._empty[number] = None
 
     def expect(self, number: int, size: int) -> None:
-        """So many bytes are coming; negative: not any more."""
+        """Add ``size`` to the bytes that are expected; negative: they are no longer expected."""
         held = self.roots[number]
         held.coming += size
         held.share.coming += size

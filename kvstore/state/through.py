@@ -68,7 +68,7 @@ class Through(Behind):
         return None
 
     def _waits(self, page: Pending) -> bool:
-        """It was not given up, nor sealed in DRAM, where its parent has come since."""
+        """True for a page that was neither given up nor sealed in DRAM, where its parent has arrived since."""
         return not page.doomed and self.pending.by_address.get(page.address) is page
 
     def has(self, root: bytes, key: bytes) -> bool:

@@ -7,9 +7,9 @@ of a chain a tier holds the first m pages and the one below it the first s. A pa
               └─not admitted, or below cannot─> its frame is needed ──> gone
 
 *Save* copies a chain from its front (``demotion``). A leaf that is about to leave waits in ``ClassPool.unsaved`` until
-that is done, then in ``ready``; whoever needs its frame before that is told to ask again. Looking ahead starts when
-more than ``demote_at`` of a class's frames are in use, so that eviction normally finds pages that are ready. A page
-goes up by *load* (``promotion``), on request (prefetch), after ``promote_after`` reads below, or because somebody
+that is done, then in ``ready``; a caller that needs its frame before that is told to ask again. Looking ahead starts
+when more than ``demote_at`` of a class's frames are in use, so that eviction normally finds pages that are ready. A
+page goes up by *load* (``promotion``), on request (prefetch), after ``promote_after`` reads below, or because somebody
 puts it again. What is being copied is held meanwhile (``copying``).
 """
 
@@ -39,7 +39,7 @@ __all__ = ["ADMISSIONS", "LOADING_BYTES_MAX", "NODE_SESSION", "Pair", "Tiering"]
 
 
 class Pair:
-    """Two neighbours, and who decides about what moves between them. Part of ``Tiering``."""
+    """Two neighbouring tiers, and the parts that decide what moves between them. Part of ``Tiering``."""
 
     def __init__(
         self,
@@ -93,7 +93,7 @@ class Tiering:
             space.in_flight = copies.extents
 
     def handlers(self) -> dict[type, Callable[[Any], list[ev.Instruction]]]:
-        """Who decides about which event."""
+        """The handler of each event."""
         return {
             ev.Demote: self.demote,
             ev.SaveAll: self.save_all,

@@ -257,7 +257,7 @@ def test_credentials(machine: Machine, tmp_path: Path, monkeypatch: pytest.Monke
     done = machine.run("pages", "--json", **env)
     assert done.returncode == 0 and json.loads(done.stdout)["total"] == 3, done.stderr
     done = machine.run("pages", "--json", **env, KVSTORE_TOKEN="a-token")
-    assert (done.returncode, done.stdout, done.stderr) == (1, "", "kvstore: a is no operator\n")
+    assert (done.returncode, done.stdout, done.stderr) == (1, "", "kvstore: a is not an operator\n")
     for name, value in env.items():
         monkeypatch.setenv(name, value)
     with kvstore.connect() as store:

@@ -113,7 +113,7 @@ class DirectoryShell:
         exchange.reply(FrameKind.LISTED, pack_listed(entries))
 
     def tell(self, exchange: Exchange, body: memoryview) -> None:
-        """Answer STATUS with one page of the state. Raises PermissionDenied where the caller is no operator."""
+        """Answer STATUS with one page of the state. Raises PermissionDenied where the caller is not an operator."""
         if not exchange.caller.operator:
             raise PermissionDenied("only operators are told what a directory holds")
         page = state_page(self.status(exchange.caller), bytes(body).decode(errors="replace"))
