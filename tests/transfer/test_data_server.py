@@ -311,7 +311,7 @@ def test_readiness_says_what_keeps_a_node_from_its_pool(machine: Machine, catalo
     (tmp_path / "catalog").chmod(0o777)  # open to all: refused, whoever opens it again
     (tmp_path / "catalog" / "catalog.sqlite").rename(tmp_path / "catalog" / "away")
     said = wait_until("both say so", lambda: both_faults(get(http, "/readyz")))
-    assert said.startswith("ready, but ") and "belongs to somebody else" in said
+    assert said.startswith("ready, but ") and "belongs to another user" in said
     stats = json.loads(machine.run("status", "--node", "n", "--json").stdout)
     assert stats["membership"]["watch"]["failing_s"] > 1 and "membership: watch" in stats["membership"]["fault"]
     ages = re.findall(r'^kvstore_membership_success_age_seconds\{task="(\w+)"\} (\S+)', get(http, "/metrics"), re.M)
