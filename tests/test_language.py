@@ -25,6 +25,7 @@ EDITED = (  # files, folders and pages of docs
     "kvstore/rpc",
     "kvstore/serving",
     "kvstore/state",
+    "kvstore/transfer",
 )
 
 # Rule 1: a docstring stands alone.

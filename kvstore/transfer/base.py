@@ -12,7 +12,7 @@ from kvstore.transfer.wire import FrameKind, Hello
 
 
 class Caller(Protocol):
-    """Who is at the other end of a connection, as the server knows them."""
+    """The caller at the other end of a connection, as the server knows it."""
 
     @property
     def name(self) -> str:
@@ -21,19 +21,19 @@ class Caller(Protocol):
 
     @property
     def operator(self) -> bool:
-        """Whether they may do what nodes and operators may."""
+        """Whether the caller may do what nodes and operators may."""
         ...
 
     def check_salt(self, salt: str) -> None:
-        """Raises PermissionDenied where pages under ``salt`` are not theirs."""
+        """Raises PermissionDenied where pages under ``salt`` are not the caller's."""
         ...
 
 
 Admit = Callable[[Hello, Sequence[str]], Caller]
-"""Who says this, with a certificate of these names (none without TLS). Asked again before each request: a caller may
-expire, or be known no longer.
+"""The caller that sends this hello, with a certificate of these names (none without TLS). Called again before each
+request: a caller may expire, or be known no longer.
 
-Raises Unauthenticated for somebody unknown, InvalidRequest for somebody who takes us for another."""
+Raises Unauthenticated for an unknown caller, InvalidRequest for one that takes us for another server."""
 
 
 class Exchange(Protocol):
@@ -41,7 +41,7 @@ class Exchange(Protocol):
 
     @property
     def caller(self) -> Caller:
-        """Who asks."""
+        """The caller that sent the request."""
         ...
 
     @property
@@ -68,7 +68,7 @@ class Exchange(Protocol):
 
 
 Handler = Callable[[Exchange, memoryview], None]
-"""Answers a request with this body. Replies at least once, or raises: a KVStoreError is told to whoever asked, and the
+"""Answers a request with this body. Replies at least once, or raises: a KVStoreError is sent to the caller, and the
 connection goes on. Several threads call it at a time, one per connection. The body is reused when it returns."""
 
 

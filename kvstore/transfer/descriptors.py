@@ -1,6 +1,6 @@
 """Descriptors: how a process passes an open file to others of its machine, by a unix socket in their node's folder.
 
-Whoever may connect gets the descriptor: the socket has the mode of the folder's other files.
+A process that may connect gets the descriptor: the socket has the mode of the folder's other files.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ class DescriptorServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Nobody gets it from now on. Who has it keeps it. Twice is fine."""
+        """Pass the descriptor to no more processes. Those that have it keep it. May be called twice."""
         if self._closed:
             return
         self._closed = True

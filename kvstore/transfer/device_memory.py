@@ -1,12 +1,12 @@
 """Memory of devices between processes of one machine: mounted by one, read by the others.
 
 ``store.mount(layout, frames, DeviceFrames(device, memory.address, stride, memory.nbytes))`` shows a page-major arena
-that lies in ``memory = device.allocate(nbytes, shared=True)``. Others open it by what the device exports: a handle of
+in ``memory = device.allocate(nbytes, shared=True)``. Other processes open it by what the device exports: a handle of
 its driver, or a descriptor, which its owner passes them (``descriptors``).
 
-Whoever opens memory needs a context on a device that reaches it, which takes some hundred megabytes of that. So it is
-opened only by devices that this process uses already: by one for reads into host memory, and by each other one whose
-memory is to be filled, where that reaches it (``places``).
+A process that opens memory needs a context on a device that reaches it, which takes some hundred megabytes of that. So
+it is opened only by devices that this process uses already: by one for reads into host memory, and by each other one
+whose memory is to be filled, where that reaches it (``places``).
 """
 
 from __future__ import annotations
@@ -132,7 +132,7 @@ class PeerAllocation:
 
     def __init__(self, folder: NodeFolder, table: MountedTable) -> None:
         if len(table.export) < _FORM.size:
-            raise Unavailable("that is no memory of a device")
+            raise Unavailable("the export is not memory of a device")
         uuid, self._offset, nbytes = _FORM.unpack_from(table.export)
         if self._offset + table.nbytes > nbytes:  # to copy from beyond its end would cost this process its device
             raise Unavailable("that memory is not as long as it is said to be")

@@ -1,7 +1,7 @@
 """DevicePaths: the devices of this machine, by which ways bytes come to and from them, and why not by others.
 
-Asking a driver may take seconds, may never end, and may end whoever asks. So a process of its own asks, once, where
-there is a driver at all; whoever looks meanwhile hears that it does. What it found::
+A call to a driver may take seconds, may never return, and may end its process. So a process of its own asks, once,
+where there is a driver at all; until it answers, readers get a report that says so. The report::
 
     missing    why there are no devices, "" where there are some
     devices    by name, what the maker calls it
@@ -75,7 +75,7 @@ class DevicePaths:
 
 @lru_cache(maxsize=8)
 def paths_of(nvme: tuple[str, ...]) -> DevicePaths:
-    """Those of this process, whichever of its nodes asks."""
+    """The device paths of this process, shared by its nodes."""
     return DevicePaths(nvme)
 
 

@@ -1,7 +1,7 @@
 """Exported: how one process reads memory that another one has mounted at the node of their machine.
 
-Who mounts says in the records of its segment how others come to the memory: a ``kind``, and bytes that mean something
-to that kind alone. Whoever reads opens it by the row of ``OPENERS``; what cannot be opened here is a miss.
+The owner of a segment writes in its records how other processes reach the memory: a ``kind``, and bytes that mean
+something to that kind alone. A reader opens it by the row of ``OPENERS``; what cannot be opened here is a miss.
 """
 
 from __future__ import annotations
@@ -125,19 +125,20 @@ class MountedMemory(Protocol):
 
     @property
     def nbytes(self) -> int:
-        """Its length."""
+        """The length of the memory in bytes."""
         ...
 
     def export(self, folder: NodeFolder, number: int) -> bytes:
-        """What others open it by, as the segment of that number. Raises Unavailable: it cannot be shown to them."""
+        """The bytes by which other processes open it, as the segment of that number. Raises Unavailable: it cannot be
+        shared."""
         ...
 
     def withdraw(self) -> None:
-        """Nobody else opens it any more: the segment is closed."""
+        """Let no other process open it any more: the segment is closed."""
         ...
 
     def here(self, table: MountedTable) -> PeerMemory:
-        """The same, as this process reads it."""
+        """The memory as this process reads it."""
         ...
 
 

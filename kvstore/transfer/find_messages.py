@@ -58,7 +58,7 @@ def _pack_whose(whose: Whose) -> bytes:
 
 
 def _unpack_whose(body: Body) -> tuple[Whose, int]:
-    """The same, and where it ends. Raises struct.error, ValueError."""
+    """The owner of pages, from the start of FIND or HOLD, and where it ends. Raises struct.error, ValueError."""
     fingerprint, salt_bytes, adapter_bytes = _WHOSE.unpack_from(body)
     at = _WHOSE.size + salt_bytes
     salt = bytes(body[_WHOSE.size : at]).decode()
@@ -82,7 +82,7 @@ def unpack_find(body: Body) -> tuple[Whose, Fingerprints, int]:
     at += _PLACEMENT.size
     size = len(body) - at
     if size % 8 or size > 8 * FIND_PAGES_MAX:
-        raise WireError(f"find: {size} bytes are no fingerprints, or more than {FIND_PAGES_MAX}")
+        raise WireError(f"find: must be at most {FIND_PAGES_MAX} fingerprints (got {size} bytes)")
     return whose, np.frombuffer(body, "<u8", size // 8, at).astype(np.uint64, copy=False), int(placement)
 
 
@@ -205,7 +205,7 @@ def pack_listed(entries: Fingerprints) -> bytes:
 def unpack_listed(body: Body) -> Fingerprints:
     """The entries in a LISTED. Raises WireError where it makes no sense: they ascend."""
     if len(body) % 8 or len(body) > 8 * LISTED_MAX:
-        raise WireError(f"listed: {len(body)} bytes are no entries, or more than {LISTED_MAX}")
+        raise WireError(f"listed: must be at most {LISTED_MAX} entries (got {len(body)} bytes)")
     entries = np.frombuffer(body, "<u8").astype(np.uint64, copy=False)
     if not (entries[1:] > entries[:-1]).all():
         raise WireError("listed: the entries do not ascend")

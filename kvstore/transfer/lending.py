@@ -1,7 +1,7 @@
-"""LEND and RETURN: pages of a node's memory that somebody reads by himself, one-sidedly. Pure.
+"""LEND and RETURN: pages of a node's memory that another process reads one-sidedly. Pure.
 
-The node proves the pages, keeps their frames under a lease, and tells where they lie and what their checksums are.
-Whoever has read them gives them back, and hears which were unchanged until then: nothing counts before that::
+The node proves the pages, keeps their frames under a lease, and sends their addresses and checksums. The reader gives
+them back when it has read them, and is told which were unchanged until then: nothing counts before that::
 
     ATTACH     -
     ATTACHED   incarnation of the memory u64 | what an agent has to know of the node's agent
@@ -130,7 +130,7 @@ def unpack_return(body: memoryview) -> Loan:
 
 
 def _runs(body: bytearray | memoryview, at: int, count: int, pages: int) -> tuple[list[LentRun], int]:
-    """So many runs, of so many pages in all, and where they end. Raises ValueError, struct.error."""
+    """``count`` runs, of ``pages`` pages in all, and where they end. Raises ValueError, struct.error."""
     if count > READ_PAGES_MAX:
         raise ValueError(f"{count} runs")
     runs = [LentRun(*_RUN.unpack_from(body, at + i * _RUN.size)) for i in range(count)]

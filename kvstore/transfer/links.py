@@ -97,7 +97,7 @@ class PeerLinks:
                 raise StaleConnection(str(error)) from error
             elif (connection is None or connection.broken) and not isinstance(error, TooManyCalls):
                 self.lost(peer)
-                # Who is away may be back soon; who refuses us is set up otherwise than we are.
+                # A peer that is away may be back soon; a peer that refuses us is configured differently.
                 level = logging.DEBUG if isinstance(error, Unavailable) else logging.WARNING
                 log.log(level, "%s: %s", peer.name, error)
             raise

@@ -50,7 +50,7 @@ class _Attached:
 
 @dataclass
 class _Late:
-    """Reads that did not end in time, and who is told when they have."""
+    """Reads that did not end in time, and what to call when they have."""
 
     reads: list[NixlRead]
     nbytes: int
@@ -171,7 +171,7 @@ class NixlTransport:
         return True
 
     def _block(self, agent: NixlAgent, nbytes: int) -> Rows:
-        """Memory of our own for so many bytes. Raises Unavailable where too much of it is in use, or late."""
+        """Our own memory of ``nbytes``. Raises Unavailable where too much of it is in use, or late."""
         with self._lock:
             for at, block in enumerate(self._blocks):
                 if block.nbytes >= nbytes:

@@ -1,7 +1,7 @@
 """NixlAgent: NIXL in this process, as far as we use it: memory is registered, and read out of other processes.
 
 The package is optional. Its agent has no calls with a deadline, and what was posted cannot be taken back for certain:
-whoever waits does so here, and keeps what does not end.
+callers wait here, and keep what does not end.
 """
 
 from __future__ import annotations
@@ -64,14 +64,14 @@ class NixlAgent:
                 raise Unavailable(f"nixl: there is no {BACKEND}")
 
     def register(self, rows: Rows) -> None:
-        """Others may read this memory, and we may read into it, as long as the agent lives. Raises Unavailable."""
+        """Let other nodes read this memory, and us read into it, as long as the agent lives. Raises Unavailable."""
         with self._saying("cannot register memory"):
             self._agent.register_memory([(rows.ctypes.data, rows.nbytes, 0, "")], DRAM)
             self._kept.append(rows)
 
     def register_at(self, address: int, nbytes: int, device: int, kind: str) -> None:
-        """The same of memory that the caller keeps, of a device if its kind is VRAM. Raises Unavailable: the backend
-        does not reach it."""
+        """Register memory that the caller keeps, of a device if its kind is VRAM. Raises Unavailable: the backend does
+        not reach it."""
         with self._saying(f"cannot register memory of kind {kind}"):
             self._agent.register_memory([(address, nbytes, device, "")], kind)
 
@@ -190,7 +190,7 @@ class NixlRead:
         return True
 
     def wait(self, until_s: float) -> bool:
-        """The same, until then at most."""
+        """Wait until ``over`` is true, at most until ``until_s``; returns whether it is. Raises as ``over``."""
         while not self.over():
             if time.monotonic() >= until_s:
                 return False

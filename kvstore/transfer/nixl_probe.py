@@ -66,7 +66,7 @@ def reads(address: int, ordinal: int, kind: str, expected: Bytes) -> str:
 
 
 def tried() -> str:
-    """The same of the first device."""
+    """Try the first device: why no bytes go this way, "" where they do."""
     devices, missing = cuda.find()
     if missing:
         return missing

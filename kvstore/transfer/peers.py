@@ -17,7 +17,7 @@ from kvstore.tier.folder import NodeFolder
 from kvstore.tier.plain_files import NotPlain, read_plain
 
 NAME: Final = "peers"
-LOOK_NS: Final = 100_000_000  # between two looks at the file: whoever misses a page must not pay for one
+LOOK_NS: Final = 100_000_000  # between two looks at the file: a reader that misses a page must not pay for one
 
 
 @dataclass(frozen=True)

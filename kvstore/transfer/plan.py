@@ -1,12 +1,12 @@
 """TransportPlan: by which transports pages come from a node. Pure: time comes with each call.
 
-A transport is *fit* for a node where both ends have it. Of those that are fit the fastest comes first, as measured; one
-that failed is left out for a while, longer each time. What every node has is the last resort, whatever happened to it.
+A transport is *fit* for a node where both ends have it. The fastest of the fit ones comes first, as measured; one that
+failed is left out for a while, longer each time. What every node has is the last resort, whatever happened to it.
 
-Worked example: n2 offers tcp and nixl, and so have we. tcp is expected to bring 2 GB/s, of nixl nothing is known: so
-tcp is taken, and nixl is to be measured. Measured are 3 GB/s and 1: tcp it stays, for ten minutes. Then tcp's 3 GB/s
-are known, as it is in use, and nixl is to be measured again. Where n2 offers nixl alone, nixl is taken at once, and tcp
-where that fails.
+Worked example: n2 offers tcp and nixl, and so do we. tcp is expected to bring 2 GB/s, nothing is known about nixl: so
+tcp is taken, and nixl is to be measured. The measurements are 3 GB/s and 1: it stays tcp, for ten minutes. Then tcp's
+3 GB/s are known, as it is in use, and nixl is to be measured again. Where n2 offers nixl alone, nixl is taken at once,
+and tcp where that fails.
 """
 
 from __future__ import annotations
@@ -17,8 +17,8 @@ from dataclasses import dataclass
 from typing import Final
 
 LAST_RESORT: Final = "tcp"  # what every data server speaks
-FAILED_MIN_S, FAILED_MAX_S = 5.0, 300.0  # for so long a transport that failed is left out
-STALE_S: Final = 600.0  # a speed of so long ago is measured anew
+FAILED_MIN_S, FAILED_MAX_S = 5.0, 300.0  # how long a transport that failed is left out
+STALE_S: Final = 600.0  # a speed that is this old is measured again
 SAMPLE_BYTES: Final = 1 << 20  # less than this tells of latency, not of speed
 WEIGHT: Final = 0.25  # of the newest measurement
 PEERS_MAX: Final = 256  # that are remembered; who was read from least recently is forgotten
@@ -35,7 +35,7 @@ class _Known:
 
 
 class TransportPlan:
-    """For one process. Of one thread at a time.
+    """The plan of one process. Used by one thread at a time.
 
     Args:
         expected: by transport, the bytes per second it is taken for until it was measured; 0: it has to be measured
@@ -64,7 +64,7 @@ class TransportPlan:
         return self._known(peer, name).bytes_per_s or self._expected.get(name, 0.0)
 
     def moved(self, peer: str, name: str, nbytes: int, seconds: float, now_s: float) -> None:
-        """It brought so many bytes in so many seconds."""
+        """Record that the transport brought ``nbytes`` in ``seconds``."""
         known = self._known(peer, name)
         known.failures, known.until_s = 0, 0.0
         if nbytes >= SAMPLE_BYTES and seconds > 0:
@@ -74,7 +74,7 @@ class TransportPlan:
             known.measured_s = now_s
 
     def failed(self, peer: str, name: str, now_s: float) -> float:
-        """It brought nothing, or not in time. For how many seconds it is left out."""
+        """Record that the transport brought nothing, or not in time. Returns for how many seconds it is left out."""
         known = self._known(peer, name)
         known.failures += 1
         pause_s = min(FAILED_MAX_S, FAILED_MIN_S * 2 ** min(known.failures - 1, 16))

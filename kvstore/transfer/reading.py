@@ -45,7 +45,7 @@ Sums = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Whose:
-    """Whose pages: what their root is made of. ``fingerprint``: of the layout."""
+    """The owner of pages: what their root is made of. ``fingerprint``: of the layout."""
 
     fingerprint: bytes
     salt: str
@@ -53,13 +53,13 @@ class Whose:
 
     @cached_property
     def root(self) -> bytes:
-        """16 bytes that start every chain of theirs."""
+        """16 bytes that start every chain of this owner."""
         return root_of(self.fingerprint, self.salt, self.adapter)
 
 
 @dataclass(frozen=True)
 class WantedChain(Whose):
-    """The same, and all else that a node needs to find and prove pages beside their keys.
+    """The owner of pages, and all else that a node needs, besides their keys, to find and prove them.
 
     Attributes:
         closed: whether a stored page has its parents stored, so that a search may skip some (full attention).
@@ -176,12 +176,12 @@ def unpack_range(raw: bytearray, body_bytes: int, request: ReadRequest, due: int
 
 
 def pack_end(pages: int, reason: str) -> bytes:
-    """END: so many leading pages were sent and held still; why not more, as ``Match.reason`` says it."""
+    """END: how many leading pages were sent unchanged; why not more, as ``Match.reason`` gives it."""
     return _END.pack(pages) + reason.encode()
 
 
 def unpack_end(body: bytearray, sent: int) -> tuple[int, str]:
-    """What END says, where so many pages came. Raises WireError where that cannot be."""
+    """The fields of END after ``sent`` pages. Raises WireError where they are impossible."""
     if len(body) < _END.size:
         raise WireError(f"end: has {len(body)} bytes")
     (pages,) = _END.unpack_from(body)

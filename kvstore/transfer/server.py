@@ -165,7 +165,7 @@ class Server:
         self._guests.known(connection.guest, connection.caller)
 
     def admit(self, hello: Hello, names: list[str]) -> Caller:
-        """Who that is. Raises as ``Admit``."""
+        """The caller of a hello. Raises as ``Admit``."""
         return self._admit(hello, names)
 
     def _accept(self) -> None:
@@ -320,7 +320,7 @@ class _Connection:
         self._request = head.request
         handler = self._server.answer(head.kind)
         if handler is None:
-            raise WireError(f"kind: {head.kind.name} is no request that {self._server.node} answers")
+            raise WireError(f"kind: {head.kind.name} is not a request that {self._server.node} answers")
         self._caller = self._server.admit(hello, names)
         self._deadline_s = time.monotonic() + limits.reply_s
         body = stream.receive(head.body_bytes, self._deadline_s)

@@ -65,7 +65,7 @@ class Stream:
 
         Raises:
             NodeUnavailable: the other end has gone.
-            DeadlineExceeded: it did not send so much in time, nothing at all for a while, or too slowly.
+            DeadlineExceeded: it did not send all of it in time, or nothing at all for a while, or too slowly.
         """
         silence_s = self.silence_s if silence_s is None else silence_s
         have, wanted, flags = 0, len(view), 0 if self._tls else socket.MSG_WAITALL
@@ -112,7 +112,7 @@ class Stream:
 
         Raises:
             NodeUnavailable: the other end has gone.
-            DeadlineExceeded: it did not take so much in time, or nothing at all for a while; some may be on its way.
+            DeadlineExceeded: it did not take all of it in time, or nothing at all for a while; some may be on its way.
         """
         views = [view.cast("B") for each in buffers if (view := memoryview(each)).nbytes]
         first, heard_s = 0, time.monotonic()

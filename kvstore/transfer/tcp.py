@@ -27,7 +27,7 @@ from kvstore.transfer.wire import (
 )
 
 UNIX: Final = "unix:"
-SILENCE_S: Final = 0.5  # somebody who owes us bytes and sends none for so long is dead
+SILENCE_S: Final = 0.5  # a peer that owes us bytes and sends none for this long is dead
 
 
 class DataConnection:
@@ -154,7 +154,7 @@ class DataConnection:
         return data
 
     def receive_into(self, view: memoryview, *, deadline_s: float) -> None:
-        """The same, into its final place."""
+        """Receive the next bytes of a frame into ``view``. Raises as ``receive``."""
         try:
             self._stream.receive_into(view, deadline_s)
         except KVStoreError:
@@ -189,7 +189,7 @@ def _connect(address: str, ours: DialCredentials, tls: bool | None, token: bool,
     if context is None and not is_loopback(host):
         if token:
             raise InvalidRequest("token", f"would travel in clear to {host}: give the authorities of its certificate")
-        if ours.tls:  # whoever wrote the catalog cannot talk us out of it
+        if ours.tls:  # a writer of the catalog cannot switch TLS off
             raise InvalidRequest("tls", f"pages of {host} would travel in clear")
     sock = socket.create_connection((host, port), within_s)
     return context.wrap_socket(sock, server_hostname=ours.server_name or host) if context is not None else sock

@@ -17,11 +17,12 @@ from kvstore.transfer.reading import ReadRequest
 
 
 class LateBytes(Unavailable):
-    """Pages did not come in time, and their bytes may still land where they were to go: nobody may use that again."""
+    """Pages did not come in time, and their bytes may still land where they were to go: that memory may not be used
+    again."""
 
 
 class HeldPlaces(Protocol):
-    """Who holds the places: frames that nobody else gets, even where bytes land late."""
+    """Holds the places: frames that no other writer gets, even where bytes land late."""
 
     def leave(self) -> Callable[[], None]:
         """Bytes may still land there. The frames stay held until what this returns was called, or this process and the

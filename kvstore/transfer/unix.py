@@ -13,7 +13,7 @@ from typing import Final
 from kvstore.errors import InvalidRequest
 from kvstore.tier.plain_files import chmod_socket
 
-LIVING_S: Final = 1.0  # for whoever serves at a path to take a connection
+LIVING_S: Final = 1.0  # for the server at a path to take a connection
 
 
 @contextmanager
@@ -28,11 +28,11 @@ def short(path: Path) -> Iterator[str]:
 
 @contextmanager
 def socket_file(path: Path, mode: int) -> Iterator[None]:
-    """Inside, whoever binds a socket to that path makes a file of that mode; nobody connects before it has it. The file
+    """Inside, binding a socket to that path makes a file of that mode; no client connects before it has it. The file
     of a process that is gone is removed.
 
     Raises:
-        InvalidRequest: somebody serves there, there is something else than a socket, or none can be made.
+        InvalidRequest: another server is there, the path is not a socket, or none can be made.
     """
     before = os.umask(0o777 & ~mode)
     try:
@@ -48,7 +48,7 @@ def socket_file(path: Path, mode: int) -> Iterator[None]:
 def _make_way(path: Path) -> None:
     try:
         if not stat.S_ISSOCK(path.lstat().st_mode):
-            raise InvalidRequest("listen", f"{path} is there and is no socket: remove it or name another")
+            raise InvalidRequest("listen", f"{path} exists and is not a socket: remove it or name another")
     except FileNotFoundError:
         return
     with short(path) as name, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:

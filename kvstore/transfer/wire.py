@@ -139,18 +139,18 @@ def unpack_head(raw: bytes | bytearray | memoryview) -> Head:
     """The head in these 16 bytes.
 
     Raises:
-        WireError: it is none of this protocol, or its body is too large.
-        VersionMismatch: it is of another version.
+        WireError: it is not a head of this protocol, or its body is too large.
+        VersionMismatch: it has another version.
     """
     magic, number, flags, request, body_bytes = HEAD.unpack(raw)
     if magic & 0xFFFFFF != MAGIC & 0xFFFFFF:
-        raise WireError("magic: these bytes are no frame of a kvstore data connection")
+        raise WireError("magic: not a frame of a kvstore data connection")
     if magic != MAGIC:
         raise VersionMismatch(f"the other end speaks version {magic >> 24} of the data protocol, this one {VERSION}")
     try:
         kind = FrameKind(number)
     except ValueError:
-        raise WireError(f"kind: {number} is none") from None
+        raise WireError(f"kind: unknown (got {number})") from None
     if body_bytes > BODY_MAX[kind]:
         raise WireError(f"body: {body_bytes} bytes of {kind.name}, at most {BODY_MAX[kind]} are read")
     return Head(kind, flags, request, body_bytes)
@@ -229,16 +229,16 @@ def _unpack(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
     try:
         found = json.loads(bytes(body))
     except (ValueError, RecursionError):
-        raise WireError(f"{kind.__name__}: is no JSON") from None
+        raise WireError(f"{kind.__name__}: not valid JSON") from None
     if not isinstance(found, dict):
-        raise WireError(f"{kind.__name__}: is no JSON object")
+        raise WireError(f"{kind.__name__}: must be a JSON object")
     values = {each.name: found[each.name] for each in fields(kind) if each.name in found}
     for name, value in values.items():
         wanted = type(getattr(kind, name))
         if type(value) is not wanted:
-            raise WireError(f"{kind.__name__}: {name} is no {wanted.__name__}")
-        if wanted is str and not value.isascii():  # what is compared has to be bytes, and surrogates are none
-            raise WireError(f"{kind.__name__}: {name} is no ASCII")
+            raise WireError(f"{kind.__name__}: {name} must be a {wanted.__name__}")
+        if wanted is str and not value.isascii():  # what is compared has to be bytes, and surrogates have none
+            raise WireError(f"{kind.__name__}: {name} must be ASCII")
         if wanted is str and len(value) > TEXT_MAX and name != "token":
             raise WireError(f"{kind.__name__}: {name} has more than {TEXT_MAX} characters")
     return kind(**values)

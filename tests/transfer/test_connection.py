@@ -203,10 +203,10 @@ def test_an_address_that_is_none_is_refused(address: str) -> None:
         (HEAD.pack(MAGIC + (1 << 24), FrameKind.HELLO, 0, 0, 2) + b"{}", f"version {VERSION + 1}"),
         (HEAD.pack(MAGIC, 999, 0, 0, 0), "kind"),
         (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 1 << 31), "body"),
-        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 2) + b"[]", "no JSON object"),
-        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 3) + b"{{{", "no JSON"),
+        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 2) + b"[]", "must be a JSON object"),
+        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 3) + b"{{{", "not valid JSON"),
         (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 14) + b'{"token": 123}', "token"),
-        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 19) + b'{"token": "\\ud800"}', "token is no ASCII"),
+        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 19) + b'{"token": "\\ud800"}', "token must be ASCII"),
         (HEAD.pack(MAGIC, FrameKind.PING, 0, 0, 0), "PING"),
     ],
 )
@@ -222,9 +222,9 @@ def test_who_breaks_the_rules_at_once_is_told_and_dropped(served: Served, data: 
     [
         (HEAD.pack(MAGIC, FrameKind.STATUS, 0, 7, wire.BODY_MAX[FrameKind.STATUS] + 1), "at most"),
         (HEAD.pack(MAGIC, FrameKind.READ, 0, 7, (1 << 32) - 1), "at most"),
-        (HEAD.pack(MAGIC, FrameKind.FIND, 0, 7, 0), "FIND is no request"),
-        (HEAD.pack(MAGIC, FrameKind.RANGE, 0, 7, 1 << 31), "RANGE is no request"),
-        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 7, 0), "HELLO is no request"),
+        (HEAD.pack(MAGIC, FrameKind.FIND, 0, 7, 0), "FIND is not a request"),
+        (HEAD.pack(MAGIC, FrameKind.RANGE, 0, 7, 1 << 31), "RANGE is not a request"),
+        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 7, 0), "HELLO is not a request"),
     ],
 )
 def test_who_breaks_the_rules_later_is_told_and_dropped(served: Served, data: bytes, says: str) -> None:
