@@ -24,6 +24,7 @@ EDITED = (  # files, folders and pages of docs
     "kvstore/model",
     "kvstore/rpc",
     "kvstore/serving",
+    "kvstore/service",
     "kvstore/state",
     "kvstore/transfer",
 )

@@ -68,7 +68,7 @@ class AdminCalls:
         return await self._operator(call, "evict", wish)
 
     async def pin(self, call: Call, message: bytes) -> bytes:
-        """Keep the pages of a prompt: of one's own salts, whoever one is."""
+        """Keep the pages of a prompt, under salts of the caller's own; every caller may."""
         request = parse(pb.PinRequest, message)
         self._check_own(call, request.prompt)
         return await self._call(call, "pin", {**await self._named(call, request.prompt), "ttl_s": request.ttl_s})
@@ -91,8 +91,8 @@ class AdminCalls:
         call.caller.check_operator()
         try:
             request = json_format.MessageToDict(parse(struct_pb2.Struct, message))
-        except (json_format.SerializeToJsonError, ValueError) as error:  # infinite, no number, or nothing at all
-            raise InvalidRequest("request", f"is no JSON ({error})") from None
+        except (json_format.SerializeToJsonError, ValueError) as error:  # infinite, not a number, or empty
+            raise InvalidRequest("request", f"not valid JSON ({error})") from None
         name = request.pop("call", None)
         if not isinstance(name, str):
             raise InvalidRequest("call", "must name a call")

@@ -1,8 +1,8 @@
 """Holdings: what the node holds for remote callers between calls: reservations and leases.
 
-Life of one: ``add`` (the caller is told a number nobody can guess) -> ``find`` by its owner, any number of times -> it
-is ended and dropped, by its owner, by its deadline, or because its owner's identity has ended. Whoever is not the owner
-finds what there is for a number never given: nothing.
+Life of one: ``add`` (the caller is told a number that cannot be guessed) -> ``find`` by its owner, any number of times
+-> it is ended and dropped, by its owner, by its deadline, or because its owner's identity has ended. A caller that is
+not the owner gets the answer for an unknown number: nothing.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ Thing = TypeVar("Thing", bound=Ending)
 
 
 class Held(Generic[Thing]):
-    """One thing held for its owner. Whoever works with it holds ``lock``, and looks at ``over`` then."""
+    """One thing held for its owner. To work with it, hold ``lock`` and then check ``over``."""
 
     def __init__(self, owner: Identity, thing: Thing, until_s: float, size_bytes: int) -> None:
         self.owner = owner
@@ -99,7 +99,8 @@ class Holdings(Generic[Thing]):
             raise TooManyCalls(f"the {self._what}s that are held name too many pages: end some", retry_after_s=1.0)
 
     def add(self, owner: Identity, thing: Thing, ttl_s: float, size_bytes: int = 0) -> bytes:
-        """Hold it for so long; the number to name it by. Raises TooManyCalls, and then has ended it."""
+        """Hold ``thing`` for ``ttl_s``; returns the number to name it by. Raises TooManyCalls, and then has ended
+        it."""
         number = secrets.token_bytes(ID_BYTES)
         try:
             with self._mutex:
@@ -120,7 +121,7 @@ class Holdings(Generic[Thing]):
         return held
 
     def drop(self, number: bytes) -> None:
-        """It was ended; the number names nothing any more."""
+        """Forget a thing that was ended; its number names nothing any more."""
         with self._mutex:
             self._forget(number)
 

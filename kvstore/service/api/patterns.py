@@ -60,7 +60,7 @@ class Patterns:
 
 
 class PatternTurn:
-    """Of one call: keys are matched page by page, so that no more than a page of them is in memory at once.
+    """The matching of one call: page by page, so that no more than a page of keys is in memory at once.
 
     Attributes:
         matched: pages were.
@@ -72,10 +72,10 @@ class PatternTurn:
         self.matched = False
 
     async def matching(self, pattern: str, keys: list[str], deleted: int) -> list[str]:
-        """Those keys that match as a whole. ``deleted``: of pages before, for messages.
+        """The keys that match as a whole. ``deleted``: the number on earlier pages, for messages.
 
         Raises:
-            InvalidRequest: it is no regular expression, or one that takes longer than ``MATCH_S`` over all pages.
+            InvalidRequest: it is not a regular expression, or one that takes longer than ``MATCH_S`` over all pages.
             DeadlineExceeded: there was no time to find out.
         """
         self.matched = True
@@ -118,7 +118,7 @@ def _read(returncode: int, answers: int) -> list[int]:
         raise InvalidRequest("pattern", f"cannot be matched: its process ended with {returncode}")
     found: Any = json.loads(text)
     if isinstance(found, str):
-        raise InvalidRequest("pattern", f"is no regular expression ({found})")
+        raise InvalidRequest("pattern", f"not a valid regular expression ({found})")
     return list(found)
 
 

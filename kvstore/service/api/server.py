@@ -28,8 +28,8 @@ from kvstore.service.node.node import Node
 from kvstore.serving.gate import Gate
 from kvstore.serving.loop import Limits, LoopServer
 
-# Calls of one connection: at least, and one part of so many of ``rpcs_max``. What comes beyond it gRPC answers, where
-# a client does not wait, before it makes a call of it; that is the cheapest no there is.
+# Calls of one connection: at least, and as a part of ``rpcs_max``. Where a client does not wait, gRPC refuses further
+# ones before it makes a call of them; no refusal is cheaper.
 STREAMS_MIN, STREAMS_SHARE = 16, 16
 BUFFER_PAGES: Final = 4  # of the largest kind, which have to fit in the buffers of all calls
 

@@ -45,7 +45,7 @@ class Data(NamedTuple):
 
 
 def read_data(message: bytes) -> Data:
-    """A ``WriteRequest`` or ``PutObjectRequest``. Raises InvalidRequest where it is none."""
+    """A ``WriteRequest`` or ``PutObjectRequest``. Raises InvalidRequest where it is not one."""
     begin, data, numbers = None, memoryview(b""), {3: 0, 4: 0, 5: 0}
     try:
         for field in fields(message):
@@ -56,7 +56,7 @@ def read_data(message: bytes) -> Data:
             elif field.number in numbers and field.view is None:
                 numbers[field.number] = field.integer
     except ValueError as error:
-        raise InvalidRequest("request", f"is no message ({error})") from None
+        raise InvalidRequest("request", f"not a valid message ({error})") from None
     return Data(begin, data, numbers[3], numbers[4], numbers[5])
 
 

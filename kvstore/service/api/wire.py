@@ -48,13 +48,13 @@ def prompt_of(store: Store, node: Node, pages: pb.Pages, *, to_match: bool) -> P
     check_text("salt", pages.salt)
     check_text("adapter", pages.adapter)
     if len(pages.tokens) % 4 or not pages.tokens:
-        raise InvalidRequest("tokens", f"{len(pages.tokens)} bytes are no uint32 in little-endian order, or none")
+        raise InvalidRequest("tokens", f"must be non-empty little-endian uint32 (got {len(pages.tokens)} bytes)")
     tokens = np.frombuffer(pages.tokens, "<u4")
     full = len(tokens) // layout.page_tokens
     if full > PAGES_MAX:
         raise InvalidRequest("tokens", f"{full} pages, one call names {PAGES_MAX} at most: continue after a parent")
     if pages.whole_pages and len(tokens) % layout.page_tokens:
-        raise InvalidRequest("tokens", f"{len(tokens)} tokens are no whole pages of {layout.page_tokens}")
+        raise InvalidRequest("tokens", f"must be whole pages of {layout.page_tokens} (got {len(tokens)} tokens)")
     if pages.extras and len(pages.extras) != full:
         raise InvalidRequest("extras", f"must be {full} values, one per full page, or none")
     extras = list(pages.extras) or None

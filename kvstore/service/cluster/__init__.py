@@ -1,1 +1,1 @@
-"""What makes nodes a pool: pages read from each other, and who has which."""
+"""What makes nodes a pool: pages read from each other, and which node has which."""

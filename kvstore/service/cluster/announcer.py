@@ -30,8 +30,8 @@ STOP_S: Final = 5.0
 RETRY_MAX_S: Final = 8.0  # between two tries to tell an owner that has too many connections
 LOOK_MAX_S: Final = 0.5  # between two tries to tell any other owner
 FAULT_AFTER_S: Final = 10.0
-FAULTS_MAX: Final = 4  # that are said in full
-STUCK_S: Final = 30.0  # a turn takes so long where something hangs: owners have a second each, and dead ones none
+FAULTS_MAX: Final = 4  # faults that are described in full
+STUCK_S: Final = 30.0  # a turn takes this long where something hangs: owners have a second each, and dead ones none
 
 
 class Announcer:
@@ -212,13 +212,13 @@ class _Owner:
         return now_s >= self.next_s
 
     def succeed(self) -> None:
-        """It was told."""
+        """Note that the owner received the announcement."""
         self.health.note_success()
         self.full = False
 
     def fail(self, error: KVStoreError) -> None:
-        """It was not. An owner that does not answer is asked by ``PeerLinks`` from time to time, so a look costs
-        nothing; one that does not know us yet will, within a second."""
+        """Note that the owner did not receive it. ``PeerLinks`` tries an owner that does not answer from time to time,
+        so a look costs nothing; one that does not know us yet will, within a second."""
         self.full = isinstance(error, TooManyCalls)
         pause_s = self.health.note_failure(error, error.retry_after_s if isinstance(error, TooManyCalls) else 0.0)
         self.next_s = time.monotonic() + (pause_s if self.full else min(pause_s, LOOK_MAX_S))

@@ -169,8 +169,8 @@ def handlers(node: LocalNode, directory: DirectoryShell, transports: Mapping[str
 
 
 def admits(config: NodeConfig, process: str) -> Admit:
-    """Who may ask: as over gRPC, and of the same pool. Where nobody is asked who they are, whoever names this process:
-    other users of the machine reach loopback, but read neither the catalog nor the node's folder."""
+    """The callers that may ask: as over gRPC, and of the same pool. Where no identity is asked for, a caller has to
+    name this process: other users of the machine reach loopback, but read neither the catalog nor the node's folder."""
     identities = Identities(config.identities)
 
     def admit(hello: Hello, names: Sequence[str]) -> Caller:
@@ -179,7 +179,7 @@ def admits(config: NodeConfig, process: str) -> Admit:
         if hello.pool not in ("", config.pool):
             raise InvalidRequest("pool", f"{config.name} is of another pool")
         if not identities.asked_for and not secrets.compare_digest(hello.process.encode(), process.encode()):
-            raise Unauthenticated(f"{config.name}: read the number of this data server in the catalog, and say it")
+            raise Unauthenticated(f"{config.name}: read the number of this data server in the catalog, and send it")
         return identities.find(hello.token or None, names)
 
     return admit

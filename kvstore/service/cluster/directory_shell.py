@@ -103,7 +103,7 @@ class DirectoryShell:
         exchange.reply(FrameKind.ANNOUNCED, pack_announced(wanted))
 
     def list(self, exchange: Exchange, body: memoryview) -> None:
-        """Answer LIST. Raises PermissionDenied where the caller is no node's."""
+        """Answer LIST. Raises PermissionDenied where the caller is not a node."""
         if not exchange.caller.operator:
             raise PermissionDenied("only nodes and operators are told what a directory lists")
         node, start = unpack_list(body)

@@ -1,7 +1,7 @@
-"""LendHandler: answers ATTACH, LEND and RETURN: pages of a node's memory that others read one-sidedly, see ``lending``.
+"""LendHandler: answers ATTACH, LEND and RETURN: pages of a node's memory that other nodes read one-sidedly.
 
-An agent lets whoever knows its metadata read all of the node's memory, whatever salt the pages are under. So nodes and
-operators alone are told.
+See ``lending``. A process that knows an agent's metadata may read all of the node's memory, whatever salt the pages are
+under. So only nodes and operators receive it.
 """
 
 from __future__ import annotations

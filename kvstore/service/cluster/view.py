@@ -12,7 +12,7 @@ from kvstore.tier.folder import NodeFolder
 from kvstore.transfer import peers
 from kvstore.transfer.peers import PoolNode, PoolView
 
-HEARD_STEP_S: Final = 1.0  # the file is written anew when the catalog was heard of so much later
+HEARD_STEP_S: Final = 1.0  # the file is written again when the catalog answered this much later
 
 log = logging.getLogger("kvstore.cluster")
 
@@ -20,8 +20,8 @@ log = logging.getLogger("kvstore.cluster")
 def serving(nodes: Iterable[NodeEntry], servers: Iterable[DataEntry]) -> dict[str, DataEntry]:
     """By node, the data server that its pages are read from.
 
-    Of several it is the newest: an older one is perhaps dead, and not forgotten yet. But where a name is a node's, a
-    data server of another incarnation is not that node's: somebody had the name before, and was cut off meanwhile.
+    The newest of several: an older one is perhaps dead, and not forgotten yet. But where a name is a node's, a data
+    server of another incarnation is not that node's: another node had the name before, and was cut off since.
 
     Args:
         servers: the newest last.

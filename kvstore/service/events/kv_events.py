@@ -36,8 +36,8 @@ TOPIC = b"kv-events"
 END = (-1).to_bytes(8, "big", signed=True)
 REPLAY_MESSAGES_MAX = 10_000  # kept for subscribers that missed some
 REPLAY_BYTES_MAX = 64 << 20
-REPLAYS_MAX = 64  # subscribers that are being answered; who asks beyond that waits
-REPLAY_STUCK_S = 10.0  # one that takes nothing for so long is given up
+REPLAYS_MAX = 64  # subscribers that are being answered; further ones wait
+REPLAY_STUCK_S = 10.0  # one that takes nothing for this long is given up
 QUEUED_MAX = 1000  # messages that wait for a slow subscriber (ZMQ's high-water mark)
 EVENTS_PER_STEP = 64
 LOOK_S = 0.02
@@ -69,7 +69,7 @@ class KvEvents:
         self._thread = threading.Thread(target=self._run, name="kvstore-kv-events", daemon=True)
         self._kept: deque[tuple[int, bytes]] = deque()
         self._kept_bytes = 0
-        # Who asked (identity, maybe an empty frame) -> next number, when it last took one.
+        # Subscriber (identity, maybe an empty frame) -> next number, when it last took one.
         self._replays: dict[tuple[bytes, ...], tuple[int, float]] = {}
         self._next = time.time_ns() // 1000  # above all that an earlier daemon drew
         self._resync_due_s: float | None = 0.0  # everything is to be told anew, from then on
@@ -95,7 +95,9 @@ class KvEvents:
             context.destroy(linger=0)
             raise
         if not config.kv_events.startswith(LOCAL):
-            log.warning("kv_events: whoever reaches %s learns the token ids of all tenants", config.kv_events)
+            log.warning(
+                "kv_events: every process that reaches %s learns the token ids of all tenants", config.kv_events
+            )
         self._reader = PageReader(self._node.contents)
         self._node.kv_last = lambda: self._next - 1
         self._thread.start()
@@ -113,7 +115,7 @@ class KvEvents:
         return socket
 
     def stop(self) -> None:
-        """Unbind. Who has not read yet reads no more."""
+        """Unbind. Subscribers that have not read yet get no more."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(JOIN_S)
@@ -233,11 +235,11 @@ class KvEvents:
 
 
 class Dumps:
-    """The admin call ``kv_dump``: all that is stored, as the payloads of KV events, for who joins late.
+    """The admin call ``kv_dump``: all that is stored, as the payloads of KV events, for late subscribers.
 
     ``{}`` begins one, ``{"dump": id}`` goes on: ``{"dump": id or None at the end, "data": base64 of payloads end to
     end, "seq": number of the last event published before, None where none are, "after": the same of page events}``.
-    A dump that nobody reads on ends by itself.
+    A dump that is not read further ends on its own.
     """
 
     def __init__(self, node: Node) -> None:

@@ -98,7 +98,7 @@ class PageReader:
     def stored(self, tier: Tier) -> Iterator[PageFacts]:
         """Every page of ``tier``, parents before their children, chain by chain.
 
-        Of a page that comes, goes or moves meanwhile the events tell.
+        Events report a page that comes, goes or moves in the meantime.
         """
         if tier == Tier.HBM:
             yield from self._stored_by_engines()
@@ -124,7 +124,7 @@ class PageReader:
                 yield facts
 
     def _stored_by_engines(self) -> Iterator[PageFacts]:
-        """The same of memory that engines have mounted, where a page may be without its parent."""
+        """Every page in memory that engines have mounted, where a page may be without its parent."""
         found = {key: page for key, address in self._contents.listed(Tier.HBM) if (page := self._mounted(key, address))}
         children: dict[bytes, list[bytes]] = {}
         for key, page in found.items():
@@ -239,7 +239,7 @@ def everything_stored(reader: PageReader) -> Iterator[KvEvent]:
 
 
 def batches(events: Iterable[KvEvent]) -> Iterator[list[KvEvent]]:
-    """The same events in batches of about ``TOKENS_MAX`` token ids."""
+    """Split events into batches of about ``TOKENS_MAX`` token ids, in order."""
     batch: list[KvEvent] = []
     tokens = 0
     for event in events:

@@ -35,7 +35,7 @@ log = logging.getLogger("kvstore.control")
 
 POLL_S = 0.5
 WATCH_S = 0.001  # between looks at the log of puts, ...
-QUIET_S = 0.05  # ... until nobody published for so long
+QUIET_S = 0.05  # ... until nothing was published for this long
 HELLO_S = 5.0  # a connection that says nothing within this is closed
 BACKLOG = 128
 CONNECTIONS_MAX = 1024

@@ -10,7 +10,7 @@ ANSWER_BYTES: Final = 100 * 1024  # of the lists in an answer; a local message h
 
 
 def fitted(items: Iterable[Any], bytes_max: int = ANSWER_BYTES) -> list[Any]:
-    """The first of ``items`` that take at most so many bytes as JSON, but at least one."""
+    """The first of ``items`` that take at most ``bytes_max`` as JSON, but at least one."""
     found: list[Any] = []
     left = bytes_max
     for item in items:

@@ -1,9 +1,9 @@
 """Book: names of roots, and pins. Two files in the node's folder, gone with a reboot, that outlive kill -9.
 
 What has to be written is queued while the node decides (``name``, ``names``, ``pin``, ``unpin``), and written by
-``flush``, which whoever asked for the change calls before it hears of it, when the node is free again: nobody else
-waits for a file. A file is a line that names the incarnation, then a line per name or pin; a later line about a pin
-takes the place of an earlier one. It is written anew when most of it is of no use any more.
+``flush``, which is called before the change is acknowledged, when the node is free again: no other caller waits for a
+file. A file is a line that names the incarnation, then a line per name or pin; a later line about a pin takes the place
+of an earlier one. It is rewritten when most of it is of no use any more.
 """
 
 from __future__ import annotations
@@ -39,13 +39,13 @@ class Book:
         self._names = folder.path / NAMES
         self._pins = folder.path / PINS
         self._head = _head(incarnation)
-        self._queue: deque[Callable[[], None]] = deque()  # whoever fills it calls ``flush`` next
+        self._queue: deque[Callable[[], None]] = deque()  # filled, and then written by ``flush``
         self._lock = threading.Lock()
         self._lines: dict[int, bytes] = {}  # of pins, as the file has them
         self._pins_bytes: int | None = None  # of that file; None: it is a former daemon's, and written anew
 
     def name(self, line: bytes) -> None:
-        """One more name."""
+        """Queue another name."""
         self._queue.append(partial(self._append, self._names, line))
 
     def names(self, lines: list[bytes]) -> None:
@@ -53,7 +53,7 @@ class Book:
         self._queue.append(lambda: _replace(self._names, [self._head, *lines]))
 
     def pin(self, pin: ev.WritePin) -> None:
-        """One more pin, or another in its place."""
+        """Queue another pin, or a replacement for one."""
         self._queue.append(lambda: self._pinned(pin.number, _pin_line(pin)))
 
     def pins(self, pins: list[ev.WritePin]) -> None:

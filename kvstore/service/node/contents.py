@@ -34,7 +34,7 @@ class Contents:
         return self._performer.tables.get(extent)
 
     def tables(self, *tiers: Tier) -> list[ExtentTable]:
-        """Those of all extents of these tiers; without any, of all."""
+        """The tables of all extents of these tiers; without an argument, of all tiers."""
         return [table for table in list(self._performer.tables.values()) if not tiers or table.tier in tiers]
 
     def tier_of(self, extent: int) -> Tier | None:

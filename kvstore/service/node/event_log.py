@@ -1,11 +1,12 @@
-"""EventLog: what happened to pages, as the performer performs it, for whoever follows a node.
+"""EventLog: what happened to pages, as the performer performs it, for readers that follow a node.
 
 A bounded ring, filled by one thread at a time (under the node's mutex), read by any. An entry is a batch: the pages of
-one instruction. Appending is a store into a slot and never wakes anybody, so that a put does not notice; readers look
-for news ``LOOK_S`` apart. Who reads too slowly is told how many entries were overwritten (``lost``).
+one instruction. Appending is a store into a slot and never wakes a reader, so that it costs a put nothing; readers look
+for news every ``LOOK_S``. A reader that is too slow is told how many entries were overwritten (``lost``).
 
 Numbers go on over restarts: those of a start begin at its time in microseconds, above all earlier ones, and the first
-entry is ``cleared``. So whoever followed the node before is served from there, and knows that what it knew is void.
+entry is ``cleared``. So a reader that followed the node before is served from there, and knows that what it knew is
+void.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ WAIT_S_MAX: Final = 1.0
 ANSWER_PAGES_MAX: Final = 1024  # 36 bytes each in JSON
 ANSWER_EVENTS_MAX: Final = 400  # and some 200 more for an event; see ``answers.fitted``
 TENANTS_MAX: Final = 64  # named in one event as JSON has it ...
-TENANT_CHARS_MAX: Final = 64  # ... and so much of each name
+TENANT_CHARS_MAX: Final = 64  # ... and characters of each name
 
 SEALED, DEMOTED, PROMOTED, EVICTED, DROPPED, CLEARED = (
     *("sealed", "demoted", "promoted"),
@@ -179,7 +180,7 @@ class EventLog:
 
     @property
     def overwritten(self) -> int:
-        """How many of them are not kept any more. Who follows closely had read them."""
+        """How many entries are not kept any more. A reader that follows closely had read them."""
         return self._first - self.first_of_run
 
     def since(

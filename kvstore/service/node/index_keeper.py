@@ -100,9 +100,9 @@ class IndexKeeper:
         return [Address(*ADDRESS.unpack(raw)) if raw is not None else None for raw in raws]
 
     def commit(self, ops: list[IndexOp]) -> None:
-        """Follow the records, in transactions of so many keys as the file grows little by. Where there is no memory for
-        one, in small ones, whose memory was there before the frames were (``reserve``). Where that cannot be, the index
-        is rebuilt from the records."""
+        """Follow the records, in transactions by which the file grows little. Where there is no memory for one, in
+        small ones, whose memory was reserved before the frames (``reserve``). Where that fails, the index is rebuilt
+        from the records."""
         if failpoint.ACTIVE:
             failpoint.hit("node.commit")
         try:
@@ -127,7 +127,7 @@ class IndexKeeper:
                     txn.delete(tier, keys)
 
     def reserve(self, frames: int) -> bool:
-        """Have the memory to follow every change of a pool of so many frames. False: there is none."""
+        """Reserve the memory to follow every change of a pool of ``frames`` frames. False: there is not enough."""
         try:
             self._index.reserve(frames, STEP_KEYS)
         except (IndexDamaged, IndexFull):
@@ -174,11 +174,11 @@ class IndexKeeper:
         return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in self._index.scan_pending())
 
     def hold(self) -> dict[Tier, Iterator[tuple[bytes, bytes]]]:
-        """All entries, key and raw address, as of now however late they are read; see ``Index.hold``."""
+        """All entries, key and raw address, as they are now, however late they are read; see ``Index.hold``."""
         return self._index.hold()
 
     def _sealed_entries(self, tier: Tier) -> tuple[bytes, bytes]:
-        """Keys and raw addresses the records ask for, end to end, by key; of a duplicate the first."""
+        """Keys and raw addresses that the records call for, end to end, by key; the first of duplicates."""
         if tier == Tier.HBM and (mounted := list(self.mounted())):
             return b"".join(key for key, _ in mounted), b"".join(ADDRESS.pack(*address) for _, address in mounted)
         links = closure.link([snapshot(table) for table in self._tables.values() if table.tier == tier])
@@ -193,7 +193,7 @@ class IndexKeeper:
         return ((keys[i : i + 16], addresses[i : i + 16]) for i in range(0, len(keys), 16))
 
     def _pending_entries(self) -> list[tuple[bytes, bytes]]:
-        """The same of reserved pages; of several reservations of one key the earliest."""
+        """Keys and raw addresses of reserved pages; the earliest of several reservations of one key."""
         first: dict[bytes, Address] = {}
         for number, table in self._tables.items():
             if not table.fmt.tail:  # nobody writes there but the node
@@ -231,14 +231,14 @@ class IndexKeeper:
 
 
 def _steps(ops: list[IndexOp], step: int) -> Iterator[IndexOp]:
-    """The same in the same order, a few keys at a time."""
+    """Split the changes into steps of a few keys, in order."""
     for tier, keys, named in ops:
         for at in range(0, len(keys), step):
             yield tier, keys[at : at + step], named[at : at + step]
 
 
 def _bounded(ops: list[IndexOp]) -> Iterator[list[IndexOp]]:
-    """The same in the same order, in lists of ``TOGETHER_KEYS`` at most."""
+    """Group the changes into lists of at most ``TOGETHER_KEYS`` keys, in order."""
     some: list[IndexOp] = []
     left = TOGETHER_KEYS
     for op in _steps(ops, TOGETHER_KEYS):

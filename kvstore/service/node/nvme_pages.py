@@ -72,7 +72,7 @@ class Copied:
 
     @classmethod
     def of(cls, frame_class: FrameClass, pages: int) -> Copied:
-        """Of so many pages, of which nothing is known yet."""
+        """Empty room for what is learnt of ``pages`` pages."""
         identity_bytes = IDENTITY_HEAD_BYTES + 4 * frame_class.page_tokens
         return cls(np.zeros((pages, identity_bytes), np.uint8), np.zeros((pages, frame_class.layers), np.uint32))
 
@@ -91,7 +91,7 @@ class NvmePages(NvmeStore):
 
     def __init__(self, devices: NvmeDevices) -> None:
         super().__init__(devices)
-        # Of each device, and of copies between two: a thread waits as long as its device does.
+        # By device, and for copies between two: a thread waits as long as its device does.
         self._io = {device: IoThreads(THREADS) for device in devices.devices}
         self._carry_io = IoThreads(THREADS)
         self._writes = {device: threading.Semaphore(WRITES) for device in devices.devices}
@@ -144,7 +144,7 @@ class NvmePages(NvmeStore):
             done.failed |= {i: IO for i, position in enumerate(where) if position in here}
 
     def _opened(self, positions: set[int], done: Copied) -> set[int]:
-        """Those that are open for writing now, device by device; the others are noted as broken."""
+        """The positions that are open for writing now, device by device; the others are noted as broken."""
         opened: set[int] = set()
         by_device: defaultdict[str, set[int]] = defaultdict(set)
         for position in positions:
@@ -362,7 +362,7 @@ class NvmePages(NvmeStore):
         return max(0, cap_bytes - self.devices.written_today(today()))
 
     def path(self, position: int) -> str:
-        """Of the device at that position."""
+        """The path of the device at that position."""
         return self.devices.place(position)[0].disk.path
 
     def _where(self, page: Copying, tables: Tables, error: OSError | KVStoreError) -> int:

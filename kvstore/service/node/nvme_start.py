@@ -47,7 +47,7 @@ def secret_on_nvme(config: NodeConfig, folder: NodeFolder) -> bytes | None:
 
 
 def _superblocks(config: NodeConfig) -> Iterator[Superblock]:
-    """Those of the targets that are a kvstore's already, whosever."""
+    """The superblocks of targets that a kvstore uses already, ours or another's."""
     for target in config.nvme:
         with contextlib.suppress(InvalidRequest, OSError):
             look = partial(_to_look_at, target.path, target.size)

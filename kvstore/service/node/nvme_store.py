@@ -30,7 +30,7 @@ class NvmeStore:
 
     @property
     def incarnation(self) -> int:
-        """Of the set of devices: tables that name another one are void."""
+        """The incarnation of the set of devices: tables that name another one are void."""
         return self.devices.incarnation
 
     @property

@@ -54,7 +54,7 @@ class Surroundings:
     proc: Path = Path("/proc")
     run: Path = Path("/run")
     pid: int = 0
-    """Of this process; 0: its own."""
+    """The process id to look up; 0: this process's."""
     parent: int = 0
 
 
@@ -84,7 +84,7 @@ def save_s(config: NodeConfig, name: str, around: Surroundings | None = None) ->
 
 
 def _is_shutdown_due(path: Path) -> bool:
-    """``shutdown`` wrote there when it will be, in microseconds since 1970; an hour ahead it is no reason."""
+    """``shutdown`` wrote the time there, in microseconds since 1970; a shutdown an hour ahead is not due."""
     try:
         lines = dict(line.split("=", 1) for line in path.read_text().splitlines() if "=" in line)
         return int(lines.get("USEC", "")) <= time.time() * 1e6

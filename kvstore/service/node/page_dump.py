@@ -63,7 +63,7 @@ def entries(events: list[PageEvent], secret: bytes | None) -> Entries:
 
 
 Seen = dict[int, npt.NDArray[np.uint64]]
-"""Of each extent the generations of the sealed frames that were seen; 0: none."""
+"""By extent, the generations of the sealed frames that were seen; 0: none."""
 
 
 def _begin(performer: Performer, state: NodeState) -> tuple[int, list[tuple[int, int]]]:

@@ -47,7 +47,7 @@ from kvstore.tier.records import ExtentTable
 
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 
-# Of a frame granted to a writer: ``info``, no sum, no deadline, no group; the first writer, and no other.
+# A frame granted to a writer: ``info``, no sum, no deadline, no group; the first writer, and no other.
 _GRANTED = struct.Struct(f"<Q24xQ{8 * (SHARDS_MAX - 1)}x")
 
 log = logging.getLogger("kvstore.node")
@@ -200,7 +200,7 @@ class Performer:
             if self._index_ops:
                 ops, self._index_ops = self._index_ops, []
                 self.index.commit(ops)
-                self.events.publish()  # whoever hears of a page finds it in the index
+                self.events.publish()  # a reader that is told of a page finds it in the index
         return reply
 
     def _carve(self, instruction: ev.Carve) -> None:
@@ -359,7 +359,7 @@ class Performer:
             table.last_use[frames] = used[places]
 
     def _forget_names(self, instruction: ev.WriteNames | ev.ForgetNames) -> None:
-        """Whoever said a name says it again before it puts, or its quota would not hold."""
+        """Clients register a forgotten name again before they put, or its quota would not hold."""
         self.header.names_forgotten += 1
         if isinstance(instruction, ev.WriteNames):
             self.book.names(instruction.lines)

@@ -115,8 +115,8 @@ class PutDrain:
         self._performer.book.flush()
 
     def take_in(self) -> None:
-        """The same where the mutex is held, which ``Book.flush`` has to follow. Half a microsecond where there is
-        nothing."""
+        """Take in what was published, with the mutex held; ``Book.flush`` has to follow. Half a microsecond where there
+        is nothing."""
         puts = self._puts
         if puts is None or puts.quiet:
             return
@@ -244,7 +244,7 @@ class PutDrain:
     # --- sessions ---------------------------------------------------------------------------------------------------
 
     def sessions(self) -> list[int]:
-        """Those that have a slot."""
+        """The sessions that have a slot."""
         return list(self._puts.sessions()) if self._puts is not None else []
 
     def give(self, session: int) -> dict[str, Any] | None:
@@ -277,7 +277,7 @@ class PutDrain:
 
 
 def _together(records: list[_Record]) -> Iterator[list[_Record]]:
-    """The same in the same order, in lists that are performed as one decision each."""
+    """Group the records, in order, into lists that are performed as one decision each."""
     some: list[_Record] = []
     pages = 0
     for record in records:

@@ -1,7 +1,7 @@
 """Resize: a node that is started with another ``dram`` size keeps its pages.
 
-*Larger.* The segment's file is made longer. Whoever maps it has mapped the old length, and would be told of pages
-beyond it; so all files get a new incarnation, by which clients of any version know that they have to map them again.
+*Larger.* The segment's file is made longer. Clients have mapped the old length, and would be told of pages beyond
+it; so all files get a new incarnation, by which clients of any version know that they have to map them again.
 First the files are renamed one by one, then the header, which clients look at, so that they always find either all or
 none. A kill between is noticed by the next start (``Header.growing_to``), which does the rest.
 

@@ -26,7 +26,7 @@ def shm_free_bytes(folder: Path) -> int:
 
 
 def lean_table_fits(folder: Path, frames: int) -> bool:
-    """There is room for another table of a tier that is not mapped, of so many frames, and descriptors to make it."""
+    """True where another table of ``frames`` frames, of a tier that is not mapped, has room and descriptors."""
     return shm_free_bytes(folder) > frames * LEAN_BYTES_PER_FRAME + INDEX_HEADROOM_BYTES and descriptors_left()
 
 

@@ -65,7 +65,7 @@ def objects_event(session: int, message: Message, class_of: ClassOf, now_ns: int
 
 
 def _of_class(addresses: list[Address], frame_class: FrameClass, class_of: ClassOf) -> list[Address]:
-    """The same, but that those in extents that are gone are nobody's. Raises InvalidRequest where one holds others."""
+    """The addresses, void where the extent is gone. Raises InvalidRequest where an extent is of another class."""
     for number in {address.extent for address in addresses}:
         there = class_of(number)
         if there is None:  # dropped since: its addresses can be nobody's

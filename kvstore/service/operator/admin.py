@@ -53,7 +53,7 @@ class Admin:
         }
 
     def may_take_long(self, request: dict[str, Any]) -> bool:
-        """Whether whoever serves others meanwhile should leave this call to another thread."""
+        """Whether a thread that serves other callers should leave this call to another thread."""
         return str(request.get("call")) not in QUICK
 
     def call(self, request: dict[str, Any]) -> dict[str, Any]:

@@ -1,8 +1,8 @@
 """Admin calls that explain a lookup: what the node knows of each page of a prompt, and which layouts it has met.
 
-Of a page that is not stored it tells what it still knows: that it is being written, or the last thing the event log has
-of it. Where a prompt's first page is nowhere, the same tokens are looked for under the roots of other tenants, adapters
-and models: a forgotten salt is the commonest reason of a prompt that misses as a whole.
+For a page that is not stored the answer has what is still known: that it is being written, or its last event in the
+event log. Where a prompt's first page is nowhere, the same tokens are looked for under the roots of other tenants,
+adapters and models: a forgotten salt is the most common reason for a prompt that misses as a whole.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _DEFAULTS: Final = {field.name: field.default for field in fields(Layout)}
 def layout_said(given: Any, fingerprint: bytes) -> dict[str, Any]:
     """What to remember of a layout that a client sent: the fields that are not as by default.
 
-    Raises InvalidRequest where it is none, or not the one of that fingerprint."""
+    Raises InvalidRequest where it is not a layout, or not the one of that fingerprint."""
     if not isinstance(given, dict) or not set(given) <= set(_DEFAULTS):
         raise InvalidRequest("layout", f"must have fields of a layout: {', '.join(_DEFAULTS)}")
     try:
@@ -98,8 +98,8 @@ class Explaining:
         """{"keys": [at most 500], "root", "tokens": of the first pages} -> {"pages", "elsewhere", "events_s",
         "scanning"}.
 
-        Of each page: ``tiers`` that have it, ``leased`` and ``pinned`` where it is, ``identity`` where another page has
-        its key; ``writing`` where it is reserved; ``event``, the last one known of a page that no tier has.
+        For each page: ``tiers`` that have it, ``leased`` and ``pinned`` where it is, ``identity`` where another page
+        has its key; ``writing`` where it is reserved; ``event``, the last one known of a page that no tier has.
         ``elsewhere``: other roots under which a page of the same first tokens is stored, where ``tokens`` (uint32,
         base64) are given. ``events_s``: how far back events are known. ``scanning``: NVMe is not all known yet.
         """

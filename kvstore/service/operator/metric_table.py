@@ -19,7 +19,7 @@ METRICS = (
     _counter("operations", "Calls of clients: get, put, put_async, lookup, lease.", "operation"),
     _histogram(
         "operation_duration_seconds",
-        f"Time from a client's call to its return. Of gets one per {TIMED_NS / 1e6:g} ms is timed, "
+        f"Time from a client's call to its return. One get per {TIMED_NS / 1e6:g} ms is timed, "
         "and counts for all since.",
         "operation",
     ),
@@ -37,12 +37,12 @@ METRICS = (
         "reuse_gap_seconds",
         f"Time since the last use of pages hit in DRAM, of one timed get in {REUSE_SAMPLED}, counted in pages.",
     ),
-    _counter("sealed_pages", "Pages sealed in DRAM, whoever wrote them."),
+    _counter("sealed_pages", "Pages sealed in DRAM, by all writers."),
     _counter("moved_pages", "Pages copied between DRAM and NVMe: demoted or promoted.", "direction"),
     _counter("moved_bytes", "Bytes of those pages.", "direction"),
     _counter(
         "evicted_pages",
-        "Pages that left a tier. Reason saved: NVMe has them. Of the others no lower tier has them: space was needed, "
+        "Pages that left a tier. Reason saved: NVMe has them. Otherwise no lower tier has them: space was needed, "
         "reclaim (an extent went to pages of another geometry), request (an operator's), quota (the tenant's).",
         "tier",
         "reason",

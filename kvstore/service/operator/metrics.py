@@ -35,7 +35,7 @@ TOLD_ELSEWHERE = ("demoted", "extents_reclaimed")
 
 
 class NodeMetrics(DaemonMetrics):
-    """Of a node. A scrape holds the node's mutex for a moment, and the sessions' while it reads.
+    """The metrics of a node. A scrape holds the node's mutex for a moment, and the sessions' while it reads.
 
     Args:
         queues: further queue lengths by name.
@@ -171,7 +171,7 @@ def _tiers(add: Families, tiers: Mapping[str, Any]) -> None:
 
 
 class _Tenants:
-    """Tenants by name as far as there is room, the others summed: label values are memory of whoever scrapes.
+    """Tenants by name as far as there is room, the others summed: label values cost memory in the scraper.
 
     A tenant that has a name of its own keeps it. The node forgets tenants that have nothing any more, and what it
     counted about them; what was seen of that is kept here, so that no counter goes down.

@@ -13,7 +13,7 @@ from kvstore.serving.logs import event
 log = logging.getLogger("kvstore.watch")
 
 LOOK_S = 1.0
-SILENT_S = 10.0  # of refusals of one kind, one line in so long
+SILENT_S = 10.0  # at most one line per kind of refusal in this time
 
 
 class Watch:
@@ -30,7 +30,7 @@ class Watch:
         self._refused = refused
         self._due_s = 0.0
         self._told: dict[tuple[str, ...], tuple[int, float]] = {}  # what -> how many, when that was said
-        self._news(float("inf"), self._counts())  # what was before is no news
+        self._news(float("inf"), self._counts())  # what was before is not news
 
     def look(self, *, last: bool = False) -> None:
         """Log what has come since it was last said, where that is long enough ago, or this is the ``last`` look."""

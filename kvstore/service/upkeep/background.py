@@ -23,7 +23,7 @@ from kvstore.service.upkeep.tier_mover import Mover
 TICK_S = 0.1
 HEED_S = 5.0
 JOIN_S = 5.0
-BACKGROUND_NICENESS = 10  # scrubbing yields to whoever serves
+BACKGROUND_NICENESS = 10  # scrubbing yields to threads that serve
 
 log = logging.getLogger("kvstore.node")
 
@@ -66,7 +66,7 @@ class Background:
     def stop(self, save_s: float = 0.0, why: str = "", ended: Callable[[], bool] = lambda: False) -> None:
         """End the threads, and write a last checkpoint. Memory that was not populated yet is by the next start.
 
-        ``save_s``: DRAM is about to go, ``why``, so what is in it is saved to NVMe for so long, or until ``ended``.
+        ``save_s``: DRAM is about to go, ``why``, so its pages are saved to NVMe for ``save_s``, or until ``ended``.
         """
         self._stopped.set()
         if self._kv_events is not None:

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Final
 
-IDLE_S: Final = 1.0  # whoever adds a piece ends the wait
+IDLE_S: Final = 1.0  # a caller that adds a piece ends the wait
 
 Piece = Callable[[], None]
 

@@ -22,15 +22,15 @@ from kvstore.tier.records import ExtentTable
 
 SLICE_S = 0.05  # the rate is kept over slices of this length
 WORK_S, PAUSE_S = 40e-6, 60e-6
-VERIFY_S = 0.004  # of each slice at most, pauses counted: small pages cost more time than their bytes say
-STAMP_RATE_FACTOR = 4  # newly sealed pages are stamped so much faster than resting ones are verified
+VERIFY_S = 0.004  # at most, of each slice, pauses counted: small pages cost more time than their bytes suggest
+STAMP_RATE_FACTOR = 4  # newly sealed pages are stamped this many times faster than stored ones are verified
 
 
 class Breather:
-    """Lets other threads have the interpreter: hashing less than about 100 KiB does not release it by itself.
+    """Lets other threads have the interpreter: hashing less than about 100 KiB does not release it.
 
-    After ``WORK_S`` of work it sleeps for ``PAUSE_S``. A mere release would not do: whoever waits takes longer to wake
-    than we take to come back. So a client's request waits tens of microseconds for us, not a switch interval.
+    After ``WORK_S`` of work it sleeps for ``PAUSE_S``. A mere release would not do: a waiting thread takes longer to
+    wake than we take to come back. So a client's request waits tens of microseconds for us, not a switch interval.
     """
 
     def __init__(self) -> None:
@@ -176,7 +176,7 @@ class Scrubber:
         return ("" if np.array_equal(sums, record.checksums) else "data"), None
 
     def _look_below(self, table: ExtentTable, address: Address) -> tuple[str, None]:
-        """The same of a page that is not mapped, which has its checksums since it was written; on NVMe it is read."""
+        """Check a page that is not mapped and has its checksums since it was written; on NVMe it is read."""
         record = table.record(address.frame)
         if not record.is_sound():
             return "record", None

@@ -1,12 +1,12 @@
 """Verification of a node whose daemon is not running: records, index, checksums and laws, from its files alone.
 
-Nothing is changed: files are mapped for reading, and the node's lock is shared with nobody who writes, so that no
-daemon starts meanwhile. Two kinds of things are told apart. *Findings* are damage: a sealed page that does not hold, a
-law that is broken. *Repairs* are what the next start puts right as it always does: an index that a kill left a decision
-behind the records, frames that were being written, one of two copies of a superblock.
+Nothing is changed: files are mapped for reading, and the node's lock is not shared with a writer, so that no
+daemon starts in the meantime. Two kinds of things are told apart. *Findings* are damage: a sealed page that does not
+hold, a law that is broken. *Repairs* are what the next start puts right as it always does: an index that a kill left a
+decision behind the records, frames that were being written, one of two copies of a superblock.
 
-Of a node that was killed the index may name pages that have gone, or not yet those that came last; of one that was
-stopped it must not.
+The index of a node that was killed may name pages that have gone, or miss those that came last; the index of a node
+that was stopped must not.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ def verify_folder(path: Path, targets: Sequence[NvmeTarget] = ()) -> dict[str, A
     Raises:
         NodeUnavailable: there is no such folder.
         NodeBusy: its daemon runs.
-        InvalidRequest: ``path`` is no node's folder, or another user's.
+        InvalidRequest: ``path`` is not a node's folder, or is another user's.
         VersionMismatch: its files are of another version.
     """
     folder = NodeFolder.at(path)
@@ -106,7 +106,7 @@ Tables = dict[int, ExtentTable]
 
 
 def _tables(folder: NodeFolder, header: Header, segment: SegmentMap, report: Report) -> tuple[Tables, Tables]:
-    """Those of the segment's extents, and those of the devices'."""
+    """The tables of the segment's extents, and those of the devices' extents."""
     devices = NvmeMap.open(folder)
     mapped: Tables = {}
     lower: Tables = {}
@@ -176,7 +176,7 @@ def _verify_index(folder: NodeFolder, header: Header, tier: Tier, snapshots: lis
         address = Address(*ADDRESS.unpack(raw))
         fault = _entry_fault(key, address, by_extent.get(address.extent))
         if fault:
-            # A word that holds under another key is no matter of time.
+            # A sound word under another key does not depend on when it was read.
             wrong = report.findings if fault == "holds another key" else differ
             wrong.append(f"{tier}: index {key.hex()}: {address} {fault}")
     links = closure.link(snapshots)
@@ -187,7 +187,7 @@ def _verify_index(folder: NodeFolder, header: Header, tier: Tier, snapshots: lis
 
 def _entry_fault(key: bytes, address: Address, found: Snapshot | None) -> str:
     if found is None or address.frame >= len(found.words):
-        return "is no frame"
+        return "is not a frame"
     if int(found.words[address.frame]) != address.generation << 8 | FrameState.SEALED:
         return "is not sealed under that generation"
     return "" if bytes(found.keys[address.frame]).ljust(16, b"\0") == key else "holds another key"

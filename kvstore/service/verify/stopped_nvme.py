@@ -1,7 +1,7 @@
 """Verification of NVMe targets that no daemon uses: superblocks, extent tables, directories, and every stored page.
 
 What is stored is what the tables in shared memory say; without them (after a reboot) the directories of the extents
-that are clean. Of others each frame is looked at, and a torn one is no damage: nobody was told that it is stored.
+that are clean. In the others each frame is checked, and a torn one is not damage: no writer was told that it is stored.
 """
 
 from __future__ import annotations
