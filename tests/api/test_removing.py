@@ -76,7 +76,7 @@ def test_a_pattern_is_matched_page_by_page(store: Store, monkeypatch: pytest.Mon
 
 def test_a_wrong_pattern_is_told_where_nothing_is_stored(store: Store) -> None:
     assert removed(store, ".*") == OBJECTS and removed(store, ".*") == 0
-    with pytest.raises(InvalidRequest, match="no regular expression"):
+    with pytest.raises(InvalidRequest, match="not a valid regular expression"):
         removed(store, "(")
 
 

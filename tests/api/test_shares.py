@@ -81,7 +81,7 @@ def test_patterns_say_what_is_wrong_with_them(node: tuple[Daemon, str]) -> None:
     a.call("PutObject", api.put_messages("a" * 40, b"value", "a"))
     with pytest.raises(grpc.RpcError) as wrong:
         a.call("RemoveObjects", pb.RemoveObjectsRequest(pattern="(", salt="a"))
-    assert wrong.value.code() is Code.INVALID_ARGUMENT and "no regular expression" in wrong.value.details()
+    assert wrong.value.code() is Code.INVALID_ARGUMENT and "not a valid regular expression" in wrong.value.details()
     assert a.code("RemoveObjects", ENDLESS, 0.5) is Code.DEADLINE_EXCEEDED
     wait_until("nothing matches any more", lambda: not children(daemon), 0.8 * MATCH_S)
     assert a.call("RemoveObjects", pb.RemoveObjectsRequest(pattern="a+", salt="a")).removed == 1
