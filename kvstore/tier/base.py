@@ -30,7 +30,7 @@ class TierStore(Protocol):
         incarnation: drawn when the store was made; what one incarnation stored means nothing to another.
         generation: below every generation that this start may give its frames, above all that earlier ones gave.
         extent_bytes, positions: its geometry.
-        mapped: its frames are memory of this process: whoever decides moves a page by itself.
+        mapped: its frames are memory of this process: the decider moves a page itself.
         relayed: pages come and go one by one, through ``read_page`` and ``write_page``, carried by ``upkeep.relay``. A
             tier that is not relayed has a mover that knows it.
     """

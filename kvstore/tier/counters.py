@@ -42,7 +42,7 @@ COUNTERS_BYTES: Final = 4096
 MISS_REASONS: Final = ("absent", "generation", "identity", "checksum", "extent", "io")
 OPERATIONS: Final = ("get", "put", "put_async", "lookup", "lease")
 TIMED_NS: Final = 1_000_000  # between gets that are timed
-REUSE_SAMPLED: Final = 4  # one timed get in so many says how long ago its pages were last used
+REUSE_SAMPLED: Final = 4  # one timed get in this many records how long ago its pages were last used
 
 # Two buckets per octave of nanoseconds: [1024, 1536), [1536, 2048), [2048, 3072) ..; one below, one above.
 _OCTAVE_MIN, _OCTAVE_MAX = 10, 37
@@ -63,7 +63,7 @@ _MISSED = {reason: 1 + i for i, reason in enumerate(MISS_REASONS)}
 _LATENCY = 1 + len(MISS_REASONS)  # per operation: nanoseconds in all, then the buckets
 _REUSE = _LATENCY + len(OPERATIONS) * (1 + _BUCKETS)  # milliseconds in all, then the buckets
 _ROWS = _REUSE + 1 + len(REUSE_BOUNDS_S) + 1
-# Of a row: gets and pages hit in DRAM in one word; a page's bytes and tokens; gets and pages carried out of the first
+# A row: gets and pages hit in DRAM in one word; a page's bytes and tokens; gets and pages carried out of the first
 # word; pages hit in NVMe, put, and missed.
 _ROW_GOT, _ROW_BYTES, _ROW_TOKENS, _ROW_GETS, _ROW_DRAM, _ROW_NVME, _ROW_PUT, _ROW_MISSED, _ROW_WORDS = range(9)
 ONE_GET: Final = 1 << 40
@@ -107,7 +107,8 @@ NAMES: Final = (
 class SessionCounters:
     """One session's words. Made in plain memory; ``attach`` moves them into the session's file.
 
-    Ends with whoever holds it: the words of the file stay for the node, which adds them up when the session is over.
+    Ends with the process that holds it: the words of the file stay for the node, which adds them up when the session is
+    over.
 
     Attributes:
         words: the page, word 0 the magic number.
@@ -220,11 +221,11 @@ class SessionCounters:
         self.took(LEASE, start_ns)
 
     def put(self, row: int, pages: int) -> None:
-        """So many new pages were acknowledged as sealed."""
+        """Count new pages that were acknowledged as sealed."""
         self.words[row + _ROW_PUT] += pages
 
     def reused(self, gap_ns: int, pages: int) -> None:
-        """So many pages that were hit had last been used ``gap_ns`` ago. For one timed get in ``REUSE_SAMPLED``."""
+        """Count hit pages that had last been used ``gap_ns`` ago. For one timed get in ``REUSE_SAMPLED``."""
         gap_ms = max(0, gap_ns) // 1_000_000
         self.words[_REUSE] += gap_ms * pages
         self.words[_REUSE + 1 + min(gap_ms.bit_length(), len(REUSE_BOUNDS_S))] += pages
@@ -234,7 +235,7 @@ class SessionCounters:
         return Tally.of([_vector(np.frombuffer(self.words, np.uint64, _WORDS))])
 
     def vector(self) -> Vector:
-        """The same for ``Tally.of``."""
+        """The counts for ``Tally.of``."""
         return _vector(np.frombuffer(self.words, np.uint64, _WORDS))
 
 
@@ -298,7 +299,7 @@ NOTHING: Final = np.zeros(_VECTOR_WORDS, np.uint64)
 
 
 def added(sum_: Vector, counts: Vector) -> Vector:
-    """One more session's counts; a sum stops where it would not fit its word any more."""
+    """Add another session's counts; a sum stops where it would not fit its word any more."""
     return np.minimum(sum_ + counts, np.uint64(SUM_MAX))
 
 

@@ -35,8 +35,8 @@ from kvstore.tier.cuda_kernels import Kernel, cache_folder, cubin_for
 from kvstore.tier.cuda_memory import CudaMemory
 from kvstore.tier.device import Addresses, Bytes, DeviceEvent, DeviceExport, DeviceLost
 
-SPIN_S: Final = 50e-6  # so long whoever waits for an event looks again and again: a sleep takes about that
-PAUSE_PART: Final = 1 / 32  # of what was waited: so much later than the event a wait may end
+SPIN_S: Final = 50e-6  # how long a wait for an event polls without a pause: a sleep takes about that
+PAUSE_PART: Final = 1 / 32  # of the time waited: a wait may end this much later than the event
 PAUSE_MAX_S: Final = 1e-3  # but no later than that
 
 
@@ -278,13 +278,13 @@ class CudaStream:
                 self._opened.copies.copy(self._handle, targets, sources, nbytes)
 
     def copy_by_kernel(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        """The same by the kernel, whatever its length. Raises Unavailable where the device cannot reach a piece."""
+        """Copy pieces of any length by the kernel. Raises Unavailable where the device cannot reach a piece."""
         with self._opened.primary.current():
             if not self._opened.copies.by_kernel(self._handle, targets, sources, nbytes, ALWAYS):
                 raise Unavailable("cuda: the kernel cannot reach that memory")
 
     def copy_by_engines(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        """The same by the copy engines, whatever its length."""
+        """Copy pieces of any length by the copy engines."""
         with self._opened.primary.current():
             self._opened.copies.by_engines(self._handle, targets, sources, nbytes)
 

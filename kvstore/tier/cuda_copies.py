@@ -1,8 +1,8 @@
 """How the pieces of a copy go: by a device's copy engines, all with one call, or by its processors, in a kernel.
 
-Engines move large pieces at the full speed of the link, and leave the processors to whoever computes. Each piece costs
-them a microsecond or two, so that small ones go faster by a kernel, which costs processors. From which length on which
-way is better is measured when a device is opened (``threshold``).
+Engines move large pieces at the full speed of the link, and leave the processors to computation. Each piece costs them
+a microsecond or two, so that small ones go faster by a kernel, which costs processors. The length from which engines
+are better is measured when a device is opened (``threshold``).
 
 A kernel must only be given what the device can reach: memory of its own, and host memory that is registered. A wrong
 address costs the process its device, where an engine's copy is merely refused. So each address is looked up before.
@@ -25,7 +25,7 @@ from kvstore.tier.cuda_driver import INVALID_VALUE, NOT_SUPPORTED, SUCCESS, Driv
 from kvstore.tier.cuda_kernels import Kernel
 from kvstore.tier.device import Addresses
 
-KERNEL_GAIN_MIN: Final = 1.25  # so much faster a kernel has to be: it takes processors from others
+KERNEL_GAIN_MIN: Final = 1.25  # a kernel has to be this much faster: it takes processors from computation
 HOST_BLOCKS: Final = 32  # blocks of a kernel over the link: they have half a megabyte under way, which fills it
 DEFAULT_STREAMS: Final = 2  # handles up to this are not of streams that somebody made
 ALLOCATIONS_MAX: Final = 8  # of the device that one copy's pieces may lie in, to go by a kernel
@@ -70,7 +70,7 @@ def threshold(lengths: Sequence[int], kernel_s: Sequence[float], engines_s: Sequ
 class BatchCall:
     """``cuMemcpyBatchAsync``, called with arrays as they are: what it costs does not grow with Python's objects.
 
-    Later versions of the call lack an argument; whoever asks for that of 12.8 gets it from all drivers since.
+    Later versions of the call lack an argument; a request for that of 12.8 succeeds in all drivers since.
     """
 
     def __init__(self, driver: Any, address: int) -> None:
@@ -104,7 +104,7 @@ class BatchCall:
 
 
 def attributes(driver: Any) -> Any:
-    """Those of every piece: its source is read when its stream comes to it, not before."""
+    """The attributes of every piece: its source is read when its stream comes to it, not before."""
     found = driver.CUmemcpyAttributes()
     found.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     return found
@@ -146,12 +146,12 @@ class RegisteredRanges:
         self._columns = np.zeros((4, 0), np.uint64)  # by address
 
     def add(self, one: RegisteredRange) -> None:
-        """It is registered now."""
+        """Note a range that is registered now."""
         self._changes.append(one)
         self._take_in()
 
     def remove(self, start: int) -> None:
-        """It is not any more."""
+        """Note that the range from ``start`` is not registered any more."""
         self._changes.append(start)
         self._take_in()
 

@@ -148,7 +148,7 @@ def _nvrtc(function: Any, *arguments: object) -> Any:
 
 
 def cubin_for(arch: int, folder: Path) -> bytes:
-    """The same, out of the folder where it is there already. Raises Unavailable."""
+    """The compiled kernels for ``arch``, from ``folder`` where they are there already. Raises Unavailable."""
     _, *version = _compiler().nvrtcVersion()
     made_from = f"{version} sm_{arch}\n{SOURCE}"
     path = folder / f"{hashlib.sha256(made_from.encode()).hexdigest()}.cubin"

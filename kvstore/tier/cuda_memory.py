@@ -2,10 +2,10 @@
 
 Other processes of the machine open a plain allocation (``cuMemAlloc``) by the driver's IPC handle. One that the driver
 maps (``cuMemCreate``) has no such handle, but a file descriptor, which has to be passed through a socket; and it stays
-as long as anybody has it mapped, where whoever opened a handle must have closed it before its owner frees the memory.
+as long as a process has it mapped, whereas a handle must be closed by all openers before its owner frees the memory.
 So memory that is to be shared is mapped, and plain where the driver, or its container, cannot do that.
 
-Mapped memory of other libraries (expandable segments of PyTorch) is exported by nobody: it consists of many pieces, and
+Mapped memory of other libraries (expandable segments of PyTorch) cannot be exported: it consists of many pieces, and
 each of them has to have been made for that.
 """
 
@@ -107,12 +107,12 @@ def exported(primary: PrimaryContext, device: bytes, memory: CudaMemory | None, 
 
 
 def handle_bytes(handle: Any) -> bytes:
-    """Those of a ``CUipcMemHandle``. Some versions of the package name them, others do not."""
+    """The bytes of a ``CUipcMemHandle``. Some versions of the package name them, others do not."""
     return ctypes.string_at(int(handle.getPtr()), HANDLE_BYTES)
 
 
 def handle_of(driver: Any, raw: bytes) -> Any:
-    """The ``CUipcMemHandle`` of so many bytes."""
+    """The ``CUipcMemHandle`` in these bytes."""
     handle = driver.CUipcMemHandle()
     ctypes.memmove(int(handle.getPtr()), raw, HANDLE_BYTES)
     return handle
@@ -126,7 +126,7 @@ def opened(primary: PrimaryContext, export: DeviceExport) -> CudaMemory:
         theirs = call(driver.cuMemImportFromShareableHandle, export.descriptor, kind)
         return _at_an_address(primary, theirs, export.nbytes)
     if len(export.handle) != HANDLE_BYTES:
-        raise Unavailable("cuda: that is no handle")
+        raise Unavailable("cuda: the export is not a handle")
     handle = handle_of(driver, export.handle)
     # Where the memory is another device's, this gives the device of the context access to it.
     flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS

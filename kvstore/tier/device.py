@@ -3,9 +3,9 @@
 A device has memory of its own, addressed like host memory but not to be touched by the host; streams, each of which
 does its work in the order in which it was given; and events, which tell when a stream has come to them. Two implement
 it: ``CudaDevice`` in ``cuda`` (the driver), and ``HostDevice`` in ``host_device``, a peer in host memory that copies as
-late as it may and in any order that it may, so that whoever does not wait for an event finds the wrong bytes.
+late as it may and in any order that it may, so that code that does not wait for an event finds the wrong bytes.
 
-Rules for whoever uses one:
+Rules for users of a device:
 
 - A copy has happened once an event that was recorded behind it is over, and not a moment before: until then the target
   holds anything, the source must stay as it is, and both must stay allocated (and leased).
@@ -13,8 +13,8 @@ Rules for whoever uses one:
 - Streams know nothing of each other. ``DeviceStream.wait`` makes one begin its later work behind another's event.
 - Memory of another device, or of another process, is copied from only where ``reach`` says that it can be, or where it
   was opened (``open_export``) by the device whose stream it is.
-- A device that was lost raises ``DeviceLost`` from every call but ``owns``, ``free`` and ``unregister``, which whoever
-  gives things back may still call; it never comes back within a process.
+- A device that was lost raises ``DeviceLost`` from every call but ``owns``, ``free`` and ``unregister``, which
+  cleanup code may still call; it never comes back within a process.
 """
 
 from __future__ import annotations
@@ -42,7 +42,7 @@ class DeviceExport(NamedTuple):
         offset: where in the allocation lies what was exported.
         nbytes: of the allocation.
         handle: what the driver calls it; b"": ``descriptor`` names it.
-        descriptor: a file's, of whoever has this, to close; -1: ``handle`` names it.
+        descriptor: a file descriptor, which the holder of this closes; -1: ``handle`` names it.
     """
 
     device: bytes
@@ -70,7 +70,7 @@ class DeviceEvent(Protocol):
 
 
 class DeviceStream(Protocol):
-    """A queue of work. Of one thread at a time; no call waits for the device."""
+    """A queue of work. Used by one thread at a time; no call waits for the device."""
 
     @property
     def handle(self) -> int:

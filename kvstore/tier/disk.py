@@ -188,7 +188,7 @@ class FileDisk:
         try:
             if writable:
                 _lock(fd, name)
-                made = new  # and ours: whoever was faster may have it by now
+                made = new  # and ours: a faster process may have it by now
             if not stat.S_ISBLK(os.fstat(fd).st_mode):
                 if writable:
                     _size_file(fd, name, size_bytes, resize or (is_cut is not None and is_cut(fd, size_bytes)))

@@ -127,8 +127,8 @@ class SegmentFile(_Segment):
 
     @staticmethod
     def cut_to(folder: NodeFolder, incarnation: int) -> tuple[int, int] | None:
-        """Of a segment whose tail was cut off: ``(extent_bytes, bytes of data that are left)``; of any other, None.
-        Raises as ``open``."""
+        """``(extent_bytes, remaining bytes of data)`` of a segment whose tail was cut off; None for any other. Raises
+        as ``open``."""
         try:
             fd = open_plain(folder.segment, os.O_RDWR)
         except FileNotFoundError:
@@ -141,8 +141,7 @@ class SegmentFile(_Segment):
 
     @staticmethod
     def lengthen(folder: NodeFolder, positions: int = 0) -> None:
-        """Make room for so many positions in the file, and for those that its head says. Maps of it stay as long as
-        they were.
+        """Make room for ``positions`` in the file, and for those that its head names. Maps of it keep their length.
 
         Raises:
             OSError: it cannot be made longer.
@@ -216,7 +215,7 @@ class SegmentMap(_Segment):
     def open(cls, folder: NodeFolder, incarnation: int) -> SegmentMap | None:
         """Map the segment; None where it is absent, damaged or of another incarnation. Raises as ``SegmentFile.open``.
 
-        Whoever cuts the file off while it is mapped ends those that touch what was there, by SIGBUS.
+        A process that truncates the file while it is mapped ends processes that touch the missing part, by SIGBUS.
         """
         opened = _open(folder, incarnation)
         if opened is None:
@@ -239,7 +238,7 @@ class SegmentMap(_Segment):
         return self._view(self.data, position, frame_bytes, frames)
 
     def frames_readonly(self, position: int, frame_bytes: int, frames: int) -> Bytes:
-        """The same bytes as ``frames``, as a view that refuses writing: for what is handed to users."""
+        """Bytes of ``frames`` as a view that refuses writing: for what is handed to users."""
         assert self._data_readonly is not None, "closed"
         self._populate_once(position)
         return self._view(self._data_readonly, position, frame_bytes, frames)

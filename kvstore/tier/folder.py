@@ -3,7 +3,7 @@
 ::
 
     <shm_dir>/kvstore-<name>/          mode 0700, or 0770 where the node is shared with its group
-        lock                           flock: whoever holds it owns the folder; text: pid
+        lock                           flock: its holder owns the folder; text: pid
         control                        unix socket of the daemon
         header                         one page of words (header.Header)
         segment                        the data (dram.SegmentFile)
@@ -14,14 +14,14 @@
         secret                         keeps the keys of its roots apart (pool_secret); absent: an earlier version's
         nvme                           where its NVMe files are (nvme_map.NvmeMap); absent without NVMe
         data                           which data server sends its pages, locked while that lives (data_file)
-        brought                        pages of other nodes that were read here of late (client.local.brought)
+        brought                        pages of other nodes that were read here recently (client.local.brought)
         member                         what its daemon published in a catalog last; absent: nothing
         mounted-<n>  -data  -pass      records of memory that an engine mounted; that memory, a socket to it (mounted)
-        quarantine                     positions that nobody may have yet (quarantine); absent where there are none
+        quarantine                     positions that may not be used yet (quarantine); absent if empty
         sessions/<16 hex digits>       one file per client, locked while it lives; what it counted (counters)
         .tmp-*                         a file being made; removed when the next owner starts
 
-Whoever can open these files is one trust domain: clients write the pages themselves.
+All processes that can open these files are one trust domain: clients write the pages themselves.
 """
 
 from __future__ import annotations
@@ -177,7 +177,7 @@ class NodeFolder:
         try:
             fd = open_folder(self.path)
         except NotPlain:
-            raise InvalidRequest("name", f"{self.path} is no folder, or a link; take another name") from None
+            raise InvalidRequest("name", f"{self.path} is not a folder, or is a link; take another name") from None
         except PermissionError:
             raise InvalidRequest("name", f"{self.path} belongs to another user; take another name") from None
         try:
@@ -210,7 +210,7 @@ class NodeFolder:
         try:
             fd = open_folder(name, dir_fd=here)
         except NotPlain:
-            raise InvalidRequest("name", f"{self.sessions} is no folder, or a link; purge the node") from None
+            raise InvalidRequest("name", f"{self.sessions} is not a folder, or is a link; purge the node") from None
         if made:
             os.fchmod(fd, self.dir_mode)
         os.close(fd)
@@ -243,8 +243,8 @@ class NodeFolder:
                 self.create()
                 fd = open_plain(self.lock_file, os.O_RDWR | os.O_CREAT, self.file_mode)
             except NotPlain:
-                raise InvalidRequest("name", f"{self.lock_file} is no plain file; purge the node") from None
-            except FileNotFoundError:  # purged meanwhile
+                raise InvalidRequest("name", f"{self.lock_file} is not a plain file; purge the node") from None
+            except FileNotFoundError:  # purged in the meantime
                 continue
             try:
                 fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -383,7 +383,7 @@ def folder_names(shm_dir: str | os.PathLike[str], prefix: str) -> list[str]:
 
 
 def holder(fd: int) -> str:
-    """Who holds the lock file behind ``fd``, for a message."""
+    """The holder of the lock file behind ``fd``, for a message."""
     text = os.pread(fd, 32, 0).decode(errors="replace").strip()
     return f"process {text}" if text else "another process"
 

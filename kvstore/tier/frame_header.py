@@ -1,4 +1,4 @@
-"""Header of a page on NVMe: what stands in front of every frame and proves, or disproves, what lies there.
+"""Header of a page on NVMe: precedes every frame and proves, or disproves, which page is stored there.
 
 All little-endian, the rest of the header's 4096-byte blocks zero; the payload follows::
 
@@ -16,8 +16,8 @@ All little-endian, the rest of the header's 4096-byte blocks zero; the payload f
 Worked example: 64 token ids and 32 layers: 136 + 256 + 128 = 520 bytes used, in one block of 4096. (One sum of a page
 of 64 KiB takes 4 us, 32 sums of its layers 20.)
 
-The address stands there too, so that a page which once lay in an extent that is gone, or strayed to another frame, is
-not taken for one that is stored. A header that does not hold is no error but a reason, one of ``REASONS``.
+It contains the address too, so that a page which was once in an extent that is gone, or strayed to another frame, is
+not taken for one that is stored. A header that does not hold is not an error but a reason, one of ``REASONS``.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ def unpack(
 ) -> FrameHeader | str:
     """What the header found in that frame says; a string of ``REASONS`` where it says nothing that counts.
 
-    ``generation`` None: any, for who scans an extent. The payload is not looked at; see ``is_payload_sound``.
+    ``generation`` None: any, for scans of an extent. The payload is not looked at; see ``is_payload_sound``.
     """
     raw = header.tobytes()
     reason = _fault(raw, frame_class, incarnation)
@@ -197,7 +197,7 @@ def layer_sums(page: Bytes, layers: int) -> Sums:
 def is_payload_sound(page: Bytes, frame_class: FrameClass, total: int) -> bool:
     """Whether ``page`` ``[>= page_bytes]`` is what its sound header speaks of; False is reason "payload".
 
-    ``total`` is the header's payload sum. The layers' checksums are for who reads parts of a page.
+    ``total`` is the header's payload sum. The layers' checksums are for readers of parts of a page.
     """
     return payload_sum(page, frame_class) == total
 
@@ -207,7 +207,7 @@ def _used(frame_class: FrameClass) -> int:
 
 
 def _fault(raw: bytes, frame_class: FrameClass, incarnation: int) -> str:
-    """Why this is no sound header of a page of that class on that device, or ""."""
+    """Why this is not a sound header of a page of that class on that device, or ""."""
     magic, version, used = _START.unpack_from(raw)
     if magic != _MAGIC:
         return "header"

@@ -27,7 +27,7 @@ BOUNCE_BYTES: Final = 8 << 20  # of pages that are on their way at a time, where
 
 
 class FrameMap(Protocol):
-    """Where frames lie in a device's memory: ``positions`` of so many frames of a class."""
+    """Where frames are in a device's memory: ``positions``, each with a number of frames of a class."""
 
     @property
     def extent_bytes(self) -> int:
@@ -44,8 +44,8 @@ class FrameMap(Protocol):
         ...
 
     def pieces(self, position: int, frame: int, frame_class: FrameClass, count: int = 1) -> tuple[Addresses, Addresses]:
-        """Addresses and lengths of the pieces of so many pages, in the order of their bytes. Together they are the
-        page, or its whole frame, of each alike."""
+        """Addresses and lengths of the pieces of ``count`` pages, in the order of their bytes. Together they are each
+        page, or each page's whole frame."""
         ...
 
 
@@ -180,8 +180,8 @@ class HbmStore:
         self.read_pages(position, frame, frame_class, page[None])
 
     def read_pages(self, position: int, frame: int, frame_class: FrameClass, rows: Bytes) -> None:
-        """The same of the pages in the frames from ``frame`` on, into ``rows`` ``[pages, page_bytes or more]``: what is
-        more is zeroed. The deadline is that of ``BOUNCE_BYTES`` at a time."""
+        """Read the pages in the frames from ``frame`` on into ``rows`` ``[pages, page_bytes or more]``; the rest of a
+        row is zeroed. The deadline is for ``BOUNCE_BYTES`` at a time. Raises as ``read_page``."""
         step = max(1, BOUNCE_BYTES // frame_class.frame_bytes)
         for first in range(0, len(rows), step):
             some = rows[first : first + step]

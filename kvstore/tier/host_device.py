@@ -1,15 +1,15 @@
 """HostDevice: the peer of a GPU in host memory, that takes every liberty a device has.
 
 Nothing happens when it is asked for. Work runs when an event behind it is waited for, or is seen to be over, and only
-the work which that event needs: what stands before it in its stream, and what those streams wait for. Sources are read
+the work which that event needs: what precedes it in its stream, and what those streams wait for. Sources are read
 then, and the pieces of one copy go in an order drawn from the seed. A target is poisoned as soon as nothing that was
-asked for before can still see it. So whoever does not wait for an event finds the wrong bytes, every time.
+asked for before can still see it. So code that does not wait for an event finds the wrong bytes, every time.
 
-Several of them reach each other as whoever makes them says (``reaches``); a copy from memory of one that is not
+Several of them reach each other as their creator configures (``reaches``); a copy from memory of one that is not
 reached is a mistake that is found. Shared memory is a file in memory, which other processes map by its descriptor.
 
-Whoever tests may lose it (``lose``), hold its work back (``hold``), have it refuse to pin memory
-(``refuse_registration``), and tell it that other pages lie behind some memory now (``replaced``).
+Tests may lose it (``lose``), hold its work back (``hold``), make it refuse to pin memory (``refuse_registration``), and
+tell it that other physical pages are behind some memory now (``replaced``).
 """
 
 from __future__ import annotations
@@ -304,7 +304,7 @@ class HostDevice:
                 ctypes.memmove(writes[at][0], reads[at][0], nbytes)
 
     def host_pieces(self, pieces: list[Span]) -> list[Span]:
-        """Those that are the host's. All others lie within memory of ours which is not freed."""
+        """The pieces in host memory. All others are within memory of ours which is not freed."""
         return [piece for piece in pieces if not self._is_ours(piece)]
 
     def pending(self) -> Iterator[_Work]:
@@ -364,5 +364,5 @@ def _meet(one: Span, other: Span) -> bool:
 
 
 def _uuid(name: str) -> bytes:
-    """The same in every process."""
+    """The device's uuid, which is equal in every process."""
     return hashlib.blake2b(name.encode(), digest_size=16).digest()

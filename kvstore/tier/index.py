@@ -4,8 +4,8 @@ It is a hint that can always be rebuilt from the records: it is never made durab
 but replaced, under a new epoch that clients compare. Its size is fixed when an epoch is made; growing is a rebuild.
 
 A table of key -> address (16 bytes) per tier, and one of the reserved frames that are being written (``pending``). A
-page that is in two tiers has an entry in both. Each tier is prefix-closed by itself: of a chain of 10 pages, DRAM may
-hold the first 4 and NVMe the first 7; then 7 are stored. Whoever asks for a tier that the node does not have misses.
+page that is in two tiers has an entry in both. Each tier is prefix-closed on its own: for a chain of 10 pages, DRAM may
+hold the first 4 and NVMe the first 7; then 7 are stored. A lookup in a tier that the node does not have misses.
 """
 
 from __future__ import annotations
@@ -176,12 +176,12 @@ class Index:
     def scan(self, tier: Tier) -> Iterator[tuple[bytes, bytes]]:
         """``(key, raw address)`` of every page in that tier, by key.
 
-        Reads ``SCAN_BATCH`` entries at a time: what is written meanwhile may or may not be seen.
+        Reads ``SCAN_BATCH`` entries at a time: what is written in the meantime may or may not be seen.
         """
         return self._scan(self._tables.tiers.get(tier))
 
     def scan_pending(self) -> Iterator[tuple[bytes, bytes]]:
-        """The same of pages being written."""
+        """``(key, raw address)`` of every page that is being written, by key."""
         return self._scan(self._tables.pending)
 
     def _scan(self, table: Any) -> Iterator[tuple[bytes, bytes]]:
@@ -200,7 +200,7 @@ class Index:
             start = batch[-1][0] + b"\0"  # the least key above
 
     def hold(self) -> dict[Tier, Iterator[tuple[bytes, bytes]]]:
-        """The same of all tiers, as of now however late they are read.
+        """``(key, raw address)`` of every page, by tier, as they are now, however late they are read.
 
         Read them soon and in this thread, or drop them: until then no page of the file is used again.
         """
@@ -223,10 +223,10 @@ class Index:
         return WriteTxn(self._begin, self._tables, self._room, self._info)
 
     def reserve(self, entries: int, step_keys: int) -> None:
-        """Have memory for so many entries, and for transactions of ``step_keys`` that change them.
+        """Reserve memory for ``entries`` entries, and for transactions of ``step_keys`` that change them.
 
         Raises:
-            IndexFull: there is none; what there is suffices for as much as before.
+            IndexFull: there is not enough; what there is suffices for as much as before.
         """
         self._room.reserve(entries, step_keys, self._info())
 

@@ -18,7 +18,7 @@ T = TypeVar("T")
 
 
 class _Batch:
-    """Tasks that threads take one by one, whoever comes."""
+    """Tasks that any thread takes one by one."""
 
     def __init__(self, tasks: Sequence[Callable[[], Any]]) -> None:
         self.results: list[Any] = [None] * len(tasks)
@@ -28,7 +28,7 @@ class _Batch:
         self._next = itertools.count()  # next() of it is atomic
 
     def work(self) -> None:
-        """Perform tasks until none is left. What is no expected failure is a bug: it ends the thread, loudly."""
+        """Perform tasks until none is left. An unexpected failure is a bug and ends the thread, loudly."""
         while (number := next(self._next)) < len(self._tasks):
             try:
                 self.results[number] = self._tasks[number]()

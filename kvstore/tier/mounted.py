@@ -8,8 +8,8 @@ The file ``mounted-<number>`` of a node's folder; the number is one of its exten
     ..       rows    a row per frame (``model.replica.RecordFormat`` without a tail), written by the engine
 
 A row's life, all of it the engine's: its word is 0 (nothing is there) -> ``fill``: body first, the word SEALED last ->
-``retire``: the word RETIRING under the same generation, so that nobody begins to read there, and who is reading may
-end -> ``clear``: 0, and the frame may be written into. Generations are drawn from one counter and never come again.
+``retire``: the word RETIRING under the same generation, so that no reader begins there, and those that read may end ->
+``clear``: 0, and the frame may be written into. Generations are drawn from one counter and are never used again.
 In place of a lease's deadline a row has the page's span, see ``model.span``.
 
 A reader stores ``held`` before it looks at a word, and looks at the word again when it has read. So ``held`` is a
@@ -85,8 +85,8 @@ def mounted_numbers(folder: NodeFolder) -> list[int]:
 
 
 def remove_mounted(folder: NodeFolder, number: int) -> None:
-    """Whoever has the segment mapped misses from here on, and its files go. Its engine is dead, or has no use for it.
-    May be repeated."""
+    """Remove a segment's files; processes that have it mapped miss from here on. Its engine is dead, or does not need
+    it. May be repeated."""
     with contextlib.suppress(OSError):
         fd = open_plain(mounted_path(folder, number), os.O_RDWR)
         with open(fd, "r+b", buffering=0) as file:
@@ -130,7 +130,7 @@ class MountedTable:
 
     @property
     def nbytes(self) -> int:
-        """Of the memory, as far as pages lie in it."""
+        """Bytes of the memory, as far as it contains pages."""
         return self.strides.nbytes(self.frames)
 
     @classmethod
@@ -241,11 +241,11 @@ class MountedTable:
         return int(self.spans[frame])
 
     def key(self, frame: int) -> bytes:
-        """Of the page that is there."""
+        """The key of the page in this frame."""
         return self.rows[frame, self.fmt.key].tobytes()
 
     def root(self, frame: int) -> bytes:
-        """Of its chain."""
+        """The root of the chain of the page in this frame."""
         return self.rows[frame, self.fmt.root].tobytes()
 
 
@@ -285,7 +285,7 @@ def _sound(data: bytes, size: int, number: int, incarnation: int) -> tuple[tuple
 
 
 def _strides(numbers: tuple[int, ...], layers: int) -> Strides | None:
-    """None where they are none."""
+    """The strides in these numbers; None where they are not valid."""
     piece, block, *rest = numbers
     dims = rest[layers:]
     try:

@@ -233,7 +233,7 @@ class NvmeDevice:
     def _write(self, position: int, first: int, frame_class: FrameClass, buffers: list[Bytes]) -> None:
         assert self._writers[position] and self.extents[position].frame_class == frame_class, "not open for writing"
         self.disk.write(self._offset(position, first, frame_class, buffers), buffers)
-        self._unsynced = True  # not before: whoever syncs meanwhile does not sync this
+        self._unsynced = True  # not before: a sync in the meantime does not sync this
 
     def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
         """See ``TierStore``."""
@@ -378,7 +378,7 @@ class NvmeDevice:
         self._slot, self._table = slot, table
 
     def _flush(self) -> None:
-        """Sync the disk. The kernel reports lost writes once, to whoever comes first: so nobody may come after."""
+        """Sync the disk. The kernel reports lost writes once, to the first sync: so no sync may come after."""
         if self._lost:
             raise OSError(errno.EIO, "a sync failed before", self.disk.path)
         try:

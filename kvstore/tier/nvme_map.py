@@ -61,7 +61,7 @@ class NvmeMap:
 
     @property
     def positions(self) -> int:
-        """Of all devices together, those that could not be opened included."""
+        """The positions of all devices together, including those that could not be opened."""
         return len(self._row)
 
     def place(self, position: int, frame_class: FrameClass, frame: int) -> Place | None:

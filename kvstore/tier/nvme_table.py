@@ -110,7 +110,8 @@ class Superblock:
 
     @classmethod
     def unpacked(cls, block: Bytes) -> Superblock | None:
-        """What a block says; None where it is no sound superblock. One of another version keeps only that number."""
+        """The superblock in a block; None where it is not a sound one. One of another version keeps only that
+        number."""
         magic, version, complete, incarnation, owner, size, extent, positions, table = _SUPER.unpack_from(block.data)
         if magic != _SUPER_MAGIC or _super_sum(block) != _word_at(block, _SUM_AT):
             return None
@@ -152,7 +153,7 @@ class Table:
 
     @classmethod
     def empty(cls, positions: int) -> Table:
-        """That of a new device, before its first start."""
+        """The table of a new device, before its first start."""
         return cls(0, 0, 0, 0, np.zeros(positions, ENTRY))
 
     def extents(self) -> dict[int, ExtentOnDisk]:

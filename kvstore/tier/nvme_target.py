@@ -84,7 +84,7 @@ def open_target(
 
 
 def read_superblock(disk: Disk) -> Superblock | None:
-    """The complete superblock of either end, for who only reads the device; None where there is none that fits.
+    """The complete superblock of either end, for processes that only read the device; None where none fits.
 
     Raises:
         OSError: the disk fails.

@@ -1,8 +1,8 @@
-"""PatientDisk: a disk that is waited for only so long.
+"""PatientDisk: a disk whose calls have a deadline.
 
 A system call to a device cannot be called off: where the device does not answer, its thread is lost until it does. So
-no caller makes one itself. Threads of the disk do, and whoever asked waits ``answer_s`` at most. Then the call is left
-behind (with its buffers: nobody may use those again), and the disk is *silent*::
+no caller makes one itself. Threads of the disk do, and the caller waits ``answer_s`` at most. Then the call is left
+behind (with its buffers, which may not be used again), and the disk is *silent*::
 
     answers ──nothing for answer_s──> silent: every call fails at once ──what is owed has come──> reads again
 
@@ -33,7 +33,7 @@ _ASKING = boundary.answered("task/disk", OSError)
 
 
 class _Call:
-    """One call to the disk, and who waits for it."""
+    """One call to the disk, and what its caller waits for."""
 
     def __init__(self, perform: Callable[[], None]) -> None:
         self.perform = perform
@@ -164,7 +164,7 @@ def open_patiently(path: str, size_bytes: int, answer_s: float, open_it: Callabl
 def _is_made(path: str, size_bytes: int) -> bool:
     try:
         status = os.stat(path)
-    except OSError:  # whoever opens it is told
+    except OSError:  # reported when it is opened
         return False
     return stat.S_ISBLK(status.st_mode) or status.st_size == size_bytes
 

@@ -1,11 +1,11 @@
-"""Files and folders opened by names that somebody else may have put there: what is a link, or no plain file, is absent.
+"""Files and folders whose names another user may have made: a link, or what is not a plain file, counts as absent.
 
 Anyone may make names in ``/dev/shm`` and ``/var/tmp``, and members of its group in a shared node's folder. What is
 opened here is checked through the descriptor that is then used, so that nothing can be exchanged in between:
 
 - a file is a regular file with one name. A symbolic link is not followed; a second (hard) name might be of a file that
-  its owner keeps elsewhere; a pipe would make whoever opens it wait;
-- a folder is a directory and no link to one.
+  its owner keeps elsewhere; opening a pipe would wait;
+- a folder is a directory and not a link to one.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ _ABSENT = (errno.ELOOP, errno.ENXIO, errno.ENOTDIR, errno.EISDIR)
 
 
 class NotPlain(FileNotFoundError):
-    """There is something of that name, but no plain file or folder: for whoever wants one, there is none."""
+    """There is something of that name, but not a plain file or folder: counts as absent."""
 
 
 def open_plain(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
     """Open a plain file; closed on exec. ``flags`` without O_TRUNC, which would come before the check.
 
     Raises:
-        NotPlain: it is a link, has a second name, or is no regular file. Nothing was changed.
+        NotPlain: it is a link, has a second name, or is not a regular file. Nothing was changed.
         OSError: as ``os.open``.
     """
     assert not flags & os.O_TRUNC
@@ -128,8 +128,8 @@ def chmod_socket(path: Path, mode: int) -> None:
 def check_placed(path: str, fd: int) -> None:
     """An open file of a path that a user named: where anyone may make names, it has to be ours, under its only name.
 
-    Elsewhere whoever may write to the folder decides what is in it. This is what the kernel's ``protected_symlinks``,
-    ``protected_regular`` and ``protected_hardlinks`` say, where they are switched on, of other calls than ours too.
+    Elsewhere the users that may write to the folder decide what is in it. The kernel's ``protected_symlinks``,
+    ``protected_regular`` and ``protected_hardlinks``, where they are switched on, have this rule for all programs.
 
     Raises:
         PermissionError: it was put there by another user; says by whom.
@@ -146,4 +146,4 @@ def check_placed(path: str, fd: int) -> None:
 
 
 def _not_plain(path: str | os.PathLike[str]) -> NotPlain:
-    return NotPlain(errno.ENOENT, "is no plain file or folder", os.fspath(path))
+    return NotPlain(errno.ENOENT, "is not a plain file or folder", os.fspath(path))

@@ -1,7 +1,7 @@
 """Purging: a node's folder is removed with everything in it, and nothing beyond it is touched.
 
-The folder is opened once, as a directory that is no link, and worked on by that descriptor: whoever made it may
-exchange what is in it meanwhile, and still no link is followed.
+The folder is opened once, as a directory that is not a link, and worked on by that descriptor: its creator may
+exchange what is in it in the meantime, and still no link is followed.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def owned(path: str | os.PathLike[str]) -> bool:
 def reap_embedded(shm_dir: str | os.PathLike[str]) -> list[str]:
     """Purge folders of this user's embedded stores whose process is gone. Returns their names.
 
-    What is another user's, root or not, and what is no folder is left alone: it may be made to lead anywhere.
+    What is another user's, root or not, and what is not a folder is left alone: it may be made to lead anywhere.
     """
     reaped = []
     for name in folder_names(shm_dir, EMBEDDED_PREFIX):
@@ -76,7 +76,7 @@ def _opened(folder: NodeFolder, stack: contextlib.ExitStack) -> tuple[int, int]:
     try:
         here = open_folder(folder.path.name, dir_fd=above)
     except NotPlain:
-        raise InvalidRequest("path", f"{folder.path} is no folder, or a link; remove it by hand") from None
+        raise InvalidRequest("path", f"{folder.path} is not a folder, or is a link; remove it by hand") from None
     except PermissionError:
         raise InvalidRequest("path", f"{folder.path} belongs to another user") from None
     stack.callback(os.close, here)
@@ -90,8 +90,8 @@ def _check_owner(folder: NodeFolder, here: int, root_may: bool) -> None:
 
 
 def _lock(fd: int) -> None:
-    """Hold the lock. Who looks whether a node lives shares it for a moment: then this is tried for longer. An owner
-    shares it with nobody, and is not waited for. Raises BlockingIOError."""
+    """Hold the lock. A process that checks whether a node lives shares it for a moment: then this is tried for longer.
+    An owner does not share it, and is not waited for. Raises BlockingIOError."""
     for left in reversed(range(LOCK_TRIES)):
         try:
             return fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)

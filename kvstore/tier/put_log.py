@@ -15,9 +15,9 @@ performed again, which changes nothing: its frames are not granted any more. The
 fit before the ring's end starts at its front.
 
 Worked example: the ring of slot 3 is taken in up to position 262,000 of 262,144 * n. A request of 500 bytes needs 520:
-``_SKIP`` is written at 262,000, the record lies at the ring's front, and ``published`` becomes 262,144 + 520.
+``_SKIP`` is written at 262,000, the record is at the ring's front, and ``published`` becomes 262,144 + 520.
 
-Whoever misses a key looks whether it is in a part of a ring between ``drained`` and ``published``, as plain bytes
+A reader that misses a key looks whether it is in a part of a ring between ``drained`` and ``published``, as plain bytes
 (``holder``): what it finds there is a hint that the daemon should be asked to take in the logs, and proves nothing.
 """
 
@@ -112,7 +112,7 @@ class PutLog:
         known = not id_ or _HEAD.unpack_from(map_) != (_MAGIC, _VERSION, id_, SLOTS, RING_BYTES)
         return None if known else cls(folder.puts, map_, id_)
 
-    # --- for whoever looks ------------------------------------------------------------------------------------------
+    # --- for readers ------------------------------------------------------------------------------------------------
 
     @property
     def drained(self) -> bytes:
@@ -197,7 +197,7 @@ class PutLog:
 
     @property
     def asleep(self) -> bool:
-        """The daemon does not look by itself now: whoever publishes tells it."""
+        """True while the daemon does not look on its own: a publisher has to wake it."""
         return bool(self._words[_ASLEEP])
 
     # --- for the daemon ---------------------------------------------------------------------------------------------

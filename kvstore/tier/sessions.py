@@ -1,8 +1,8 @@
 """Sessions: which clients of a node live, and what all of them counted. The node's side of the session files.
 
-A client keeps a file ``sessions/<id>`` locked while it lives, and counts in it (``tier.counters``). Whoever gets the
-lock knows that the client is gone: its counts are added to those of all that ended, and the file is removed. Clients
-that only read never speak to the node; their files are found by ``sweep``.
+A client keeps a file ``sessions/<id>`` locked while it lives, and counts in it (``tier.counters``). A process that gets
+the lock knows that the client is gone: its counts are added to those of all that ended, and the file is removed.
+Clients that only read never speak to the node; their files are found by ``sweep``.
 
 Counts of living clients survive the daemon, being theirs; so do those of clients that end while there is none. Once
 added up, counts of clients that ended live in the daemon's memory, and start anew with it.
@@ -93,7 +93,7 @@ class Sessions:
             counts = read_counters(fd)
             if counts is not None:
                 self._ended = added(self._ended, counts)
-            path.unlink(missing_ok=True)  # still locked by us: whoever is just taking it sees that it is gone
+            path.unlink(missing_ok=True)  # still locked by us: a process that is taking it sees that it is gone
         except BlockingIOError:
             return True, read_counters(fd)
         except OSError:  # it cannot be locked, read or removed now: the next look may tell

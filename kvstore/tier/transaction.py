@@ -75,10 +75,10 @@ class Room:
         self.spare_pages = max(0, self._allocated_pages - used - pages)
 
     def reserve(self, entries: int, step_keys: int, info: dict[str, Any]) -> None:
-        """Have memory for an index of so many entries and the transactions of ``step_keys`` that it takes to get there.
+        """Reserve memory for an index of ``entries`` entries and the transactions of ``step_keys`` that fill it.
 
         Raises:
-            IndexFull: there is none.
+            IndexFull: there is not enough.
         """
         step_pages = PAGES_PER_TXN + step_keys * PAGES_PER_KEY
         pages = max(int(info["last_pgno"]) + 1, entries // ENTRIES_PER_PAGE + STEPS_IN_FLIGHT * step_pages) + step_pages
