@@ -167,7 +167,7 @@ class Catalog(ABC):
         """Reach it once.
 
         Raises:
-            Unavailable: nobody answers; names the endpoints and the remedy.
+            Unavailable: no endpoint answers; names the endpoints and the remedy.
             InvalidRequest: it answers and refuses us, or a path or file is not ours alone.
         """
 
@@ -184,7 +184,7 @@ class Catalog(ABC):
         """Write one entry; returns its revision.
 
         Args:
-            session: its owner; None: it stays until somebody retracts it.
+            session: its owner; None: it stays until it is retracted.
             only_if: the revision that the entry must have now; 0: it must not exist; None: no condition.
 
         Raises:

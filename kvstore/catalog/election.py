@@ -11,7 +11,7 @@ from kvstore.catalog.task_health import TaskHealth
 async def elect(catalog: Catalog, key: str, value: bytes, session: Session, health: TaskHealth | None = None) -> int:
     """Wait until we lead: until ``key`` is ours, written under ``session``.
 
-    We lead as long as ``session.alive``. Ask that before each act as a leader: it is false before anybody else can
+    We lead as long as ``session.alive``. Ask that before each act as a leader: it is false before any other process can
     win. Returns the revision of the win, which grows from leader to leader: a number to fence old ones with.
 
     Raises:

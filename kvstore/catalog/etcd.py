@@ -72,7 +72,7 @@ class EtcdCatalog(Catalog):
         entries: list[Entry] = []
         key, end, revision = prefix.encode(), _end_of(prefix), 0
         while True:
-            # All pages are of one revision; where that was compacted meanwhile, begin again.
+            # All pages are of one revision; where that was compacted in the meantime, begin again.
             request = self._pb.RangeRequest(key=key, range_end=end, limit=PAGE, revision=revision)
             try:
                 answer = await self._call("KV/Range", request, self._pb.RangeResponse)

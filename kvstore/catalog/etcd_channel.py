@@ -243,7 +243,7 @@ class EtcdChannel:
         try:
             made = self._made()
         except InvalidRequest as error:
-            self._files.forget()  # somebody may be in the middle of writing them
+            self._files.forget()  # they may be in the middle of being written
             log.debug("certificates for etcd are not read again yet: %s", error)
             return
         old, self._channels = self._channels, made

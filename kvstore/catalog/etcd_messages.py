@@ -1,9 +1,9 @@
 """etcd's messages, out of the etcd3 package's files.
 
-The package cannot be imported beside protobuf 4 and later: its generated modules make descriptors in the old way. Their
-serialized file descriptors are sound, though. So this module reads those bytes out of the files with ``ast``, runs none
-of their code, and makes classes in a descriptor pool of its own, where names like ``kv.proto`` collide with nobody.
-"""
+The package cannot be imported together with protobuf 4 and later: its generated modules make descriptors in the old
+way. Their serialized file descriptors are sound, though. So this module reads those bytes out of the files with
+``ast``, runs none of their code, and makes classes in a descriptor pool of its own, where names like ``kv.proto``
+collide with no other."""
 
 from __future__ import annotations
 

@@ -329,7 +329,7 @@ class _Database:
         return int(sql.execute("PRAGMA data_version").fetchone()[0])
 
     def _dead(self, sql: sqlite3.Connection) -> list[int]:
-        """Sessions whose lock nobody holds."""
+        """Sessions whose lock is not held."""
         dead = []
         for (session,) in sql.execute("SELECT id FROM sessions").fetchall():
             try:

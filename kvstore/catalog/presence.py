@@ -18,8 +18,8 @@ RETRY_S: Final = 0.5
 class Presence:
     """Publishes entries under a session; after an outage that ended it, under a new one.
 
-    An entry names one identity. While somebody else holds it, ours is not published: the second of one name loses. What
-    we wrote ourselves is told from another's by its bytes, so every value carries something random of its process.
+    An entry names one identity. While another process holds it, ours is not published: the second of one name loses.
+    What we wrote ourselves is told from another's by its bytes, so every value carries something random of its process.
 
     Args:
         ttl_s: how long others go on seeing us after we died or were cut off.
@@ -93,7 +93,7 @@ class Presence:
                 self._health.note_failure(error)  # it is tried again, see ``_keep``
 
     def keep(self, key: str, value: bytes) -> None:
-        """This is published as ``lasting`` from now on: somebody else was faster."""
+        """This is published as ``lasting`` from now on: another process was faster."""
         self._lasting[key] = value
 
     def look(self, known: Mapping[str, Entry], revision: int, whole: bool) -> None:

@@ -210,7 +210,7 @@ def secret_key(pool: str) -> str:
 
 
 def new_secret() -> bytes:
-    """One that nobody has, as it is published."""
+    """A new one, as it is published."""
     return json.dumps({"v": VERSION, "secret": secrets.token_hex(SECRET_BYTES)}, separators=(",", ":")).encode()
 
 

@@ -1,1 +1,1 @@
-"""Nouns, pure: what a page is (layout), what it is called (prefix), and where it rests (replica)."""
+"""Nouns, pure: what a page is (layout), what it is called (prefix), and where it is stored (replica)."""

@@ -11,7 +11,7 @@ What a group needs there depends on its kind of attention. Worked example, pages
 Pages of a full group are a chain: each is of use with those before it alone. Pages of the others are found one by one,
 and are stored without those before them. So each of them is a chain of one page. What it says of the tokens before it
 is a digest of them all, which stands where the digests of media stand (``Keys.extras``): it is part of the page's key,
-is stored beside the page, and is compared on every read. A hit is proven there as it is in a chain.
+is stored with the page, and is compared on every read. A hit is proven there as it is in a chain.
 """
 
 from __future__ import annotations
@@ -102,7 +102,7 @@ class SinglePages:
     """Keys of pages that are found one by one, see above. Immutable.
 
     Args:
-        tokens: of the prompt, uint32 ``[n]``, which nobody changes afterwards.
+        tokens: of the prompt, uint32 ``[n]``, which must not change afterwards.
         media: a bytes value per full page, or None.
     """
 

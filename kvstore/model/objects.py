@@ -98,7 +98,7 @@ def class_for(name: bytes, value_bytes: int, page_bytes_max: int) -> FrameClass:
 @lru_cache(maxsize=256)
 def _class_of(width: int, value_bytes: int, page_bytes_max: int) -> FrameClass:
     sizes = [size for size in PAGE_SIZES if size <= page_bytes_max] or [PAGE_SIZES[0]]
-    # A page costs about 4 KiB beside its bytes: its share of requests, record and header.
+    # A page costs about 4 KiB in addition to its bytes: its share of requests, record and header.
     best = min(reversed(sizes), key=lambda size: (pieces_of(value_bytes, size) + 1) * (size + 4096))
     return FrameClass(best, width, 1)
 

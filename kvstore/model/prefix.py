@@ -88,7 +88,7 @@ def root_of(fingerprint: bytes, salt: str, adapter: str) -> bytes:
 
 
 def extra_digest(extra: bytes) -> bytes:
-    """16 bytes kept beside a page for the media digests inside it; zeros where there are none."""
+    """16 bytes kept with a page for the media digests inside it; zeros where there are none."""
     return hashlib.blake2b(extra, digest_size=16, person=b"kvstore.extra").digest() if extra else NO_EXTRA
 
 

@@ -30,7 +30,7 @@ def starts_span(position: int) -> bool:
 
 
 def span_start(position: int) -> int:
-    """The first page of the span in which this page of a chain lies."""
+    """The first page of the span that contains this page of a chain."""
     if position < SPAN_PAGES:
         return 0 if position == 0 else 1 << (position.bit_length() - 1)
     position = min(position, POSITION_MAX)
@@ -64,10 +64,10 @@ def spans_of(keys: list[bytes], position: int, before: int) -> list[int]:
 
 @dataclass(frozen=True)
 class SpanRange:
-    """The spans in which consecutive pages of a chain lie, one after another.
+    """The spans of consecutive pages of a chain, one after another.
 
     Attributes:
-        starts: the first page of each, which names it; that of the first span may lie before the pages.
+        starts: the first page of each, which names it; that of the first span may be before the pages.
         firsts, lasts: of each the first and the last one of the pages.
     """
 

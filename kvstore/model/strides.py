@@ -1,6 +1,6 @@
-"""Strides: where the bytes of a page lie in memory that another engine has laid out.
+"""Strides: where the bytes of a page are in memory that another engine has laid out.
 
-A page's bytes are ``[layer][kv_head][token][content]``. In memory of ours a page lies in one piece. In that of another
+A page's bytes are ``[layer][kv_head][token][content]``. In memory of ours a page is contiguous. In that of another
 engine a page is one block of each layer's tensor, and inside of it heads and tokens may come in any order. All numbers
 are bytes, from where the memory begins; examples of ``frames`` blocks, H heads, N tokens, C bytes of content::
 
@@ -103,7 +103,7 @@ class Strides:
         return Strides((first + number * piece,), self.block, (), piece)
 
     def pieces(self) -> tuple[Addresses, Addresses]:
-        """Where the pieces of the first page lie, and their lengths, in the order of its bytes; neighbours as one."""
+        """Offsets of the pieces of the first page, and their lengths, in the order of its bytes; neighbours as one."""
         places = np.asarray(self.layers, np.uint64)
         for count, stride in self.dims:
             places = (places[:, None] + np.arange(count, dtype=np.uint64) * np.uint64(stride)).reshape(-1)

@@ -54,7 +54,7 @@ class Channel(Protocol):
 
     @property
     def ended(self) -> bool:
-        """No request can succeed any more: it was closed, or its node was made anew."""
+        """No request can succeed any more: it was closed, or its node was recreated."""
         ...
 
     def request(

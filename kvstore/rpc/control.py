@@ -1,7 +1,7 @@
 """Codec of the local control socket: fixed binary records, one message per datagram of a SOCK_SEQPACKET unix socket.
 
 A request is ``HEAD`` (op, flags, count, request_id, a, b) and a body; a reply ``HEAD`` again (status in place of op).
-Requests of one connection are answered in order. Bodies are arrays laid end to end, described beside each ``Op``.
+Requests of one connection are answered in order. Bodies are arrays laid end to end, described next to each ``Op``.
 Identity rows are exactly the bytes a record keeps, so the daemon stores them without looking inside.
 """
 
@@ -70,16 +70,17 @@ class Op(IntEnum):
     #                Reply: statuses [n]: OK (it is in DRAM now), BUSY (on its way), NO_SPACE, STALE, DAMAGED, FAILED
     DELETE = 13  # body addresses [n] of objects' heads. Reply: statuses [n]: OK, STALE, BUSY (ask again), FAILED
     BEGIN = 15  # a=frame class, b=ttl_ms; body as of SEAL_GRANTED: these granted frames are being written as these
-    #                pages, and readers may follow. Mostly published, not sent
+    #                pages, and readers may follow. Usually published, not sent
     MOUNT = 16  # a=frame class, b=frames of the engine's own memory. Reply: a=number of the segment; NO_SPACE
     PUBLISH = 17  # a=segment; body root, ``CHAINED``, addresses [n], keys [n]: consecutive pages of one chain, in its
-    #                frames. Mostly published, not sent. Reply: statuses [n]
+    #                frames. Usually published, not sent. Reply: statuses [n]
     RETRACT = 18  # a=segment; body addresses [n]: these frames' pages may not be read any more. Mostly published, not
     #                sent. Reply: statuses [n]
     UNMOUNT = 19  # a=segment. Reply: status
     SEAL_OBJECTS = 20  # a=frame class; body addresses [n], identity rows [n], replaced addresses [n]: whole objects of
-    #                one root, each its pieces and then its head. Beside a head is the address of the head that it
-    #                replaces, zero: none; beside a piece zero. Reply: statuses [n], the same for all pages of an object
+    #                one root, each its pieces and then its head. Next to a head is the address of the head that it
+    #                replaces, zero: none; next to a piece zero. Reply: statuses [n], the same for all pages of an
+    # object
     DRAIN = 14  # take in what sessions have published (``tier.put_log``). Reply, where one is wanted: when it is done
 
 

@@ -13,7 +13,7 @@ class Copies:
 
     ``with copies:`` stands around every store into such a frame. Life: open -> ``close``: no other copy begins, and
     what ends the session for its node (its lock, its frames) is called when the last copy in flight has ended; at once
-    where there is none. Nobody waits for that. A process that dies first ends its copies with it.
+    where there is none. No caller waits for that. A process that dies first ends its copies with it.
     """
 
     __slots__ = ("_lock", "_in_flight", "_refusal", "_then")

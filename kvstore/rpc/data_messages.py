@@ -2,7 +2,7 @@
 
 ``ReadReply``, ``WriteRequest``, ``PutObjectRequest`` and ``GetObjectReply`` of proto/kvstore/v1/store.proto each have a
 field of bytes and their xxh3_64. A protobuf object would copy the bytes when it is filled and again when it is sent or
-read; here a message is joined once, and what is received is seen where it lies. Any other field, and fields in any
+read; here a message is joined once, and what is received is used in place. Any other field, and fields in any
 order, are understood all the same: this is the same wire format, and peers use ordinary protobuf.
 
 Worked example: 3 bytes of data in a ``ReadReply`` are ``12 03 <data>`` (field 2, a length, the bytes) and ``19 <sum>``

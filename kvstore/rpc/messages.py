@@ -16,7 +16,7 @@ from kvstore.model.retention import Retention
 from kvstore.pb import store_pb2 as pb
 
 MESSAGE_BYTES_MAX: Final = 4 << 20  # of a request, and of a reply
-LAYOUT_BYTES_KEPT: Final = 8 << 10  # of a message; a larger one has fields that nobody knows
+LAYOUT_BYTES_KEPT: Final = 8 << 10  # of a message; a larger one has unknown fields
 LAYOUTS_KEPT: Final = 256  # made once: to check one and to hash it costs as much as a short lookup
 TEXT_BYTES_MAX: Final = 1024  # of a salt, an adapter, a model's name
 

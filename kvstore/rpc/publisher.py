@@ -103,6 +103,6 @@ class Publisher:
 
     @property
     def unheard(self) -> bool:
-        """The node does not look by itself now: tell it."""
+        """True while the node does not look on its own: wake it."""
         log = self._log
         return log is not None and log.asleep

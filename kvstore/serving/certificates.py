@@ -27,7 +27,7 @@ class ServerCertificate:
     Attributes:
         cert: the certificate and its chain.
         key: its private key.
-        client_ca: every caller has to show a certificate that one of these signed; None: nobody is asked.
+        client_ca: every caller has to show a certificate that one of these signed; None: no caller is asked for one.
     """
 
     cert: Path

@@ -127,7 +127,7 @@ class Call:
             self._taken -= size
             if self._step is None or self._step.done():
                 budget.give(size, self.caller, time.monotonic() - began_s)
-            else:  # nobody waits for it any more, but a thread is in it
+            else:  # its caller has gone, but a thread is in it
                 loop = asyncio.get_running_loop()
                 self._step.add_done_callback(lambda _: call_soon(loop, partial(budget.give, size, self.caller)))
 
@@ -250,7 +250,7 @@ class Gate:
 
     def _make_room(self, caller: Identity, limit_s: float) -> None:
         """Raises TooManyCalls where there is none, or the call would end too late."""
-        self.pressure.check(caller, limit_s)  # first: nobody gives way to a call that is then refused
+        self.pressure.check(caller, limit_s)  # first: no call gives way to one that is then refused
         places = self.places
         if places.take_now(1, caller):
             return
@@ -337,7 +337,7 @@ async def _abort(context: Any, error: KVStoreError) -> None:
 
 @contextlib.contextmanager
 def _gone() -> Iterator[None]:
-    """Where nobody is there any more to be told, the call ends as one that was cancelled: it is nothing to log."""
+    """Where the caller has gone, the call ends as one that was cancelled: nothing is logged."""
     try:
         yield
     except grpc.aio.InternalError:

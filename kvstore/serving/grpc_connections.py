@@ -3,7 +3,7 @@
 Connections are seen by their descriptors in ``/proc/self/fd``, a few times a second, and counted by
 ``limits.Connections`` as those of the other servers. The gate says which of them have made a call of a known caller;
 of the others the oldest is shut down where there are too many. The library then closes it, as one whose other end has
-gone. So a stranger that keeps connections open, with or without HTTP/2 on them, shuts nobody out.
+gone. So a stranger that keeps connections open, with or without HTTP/2 on them, shuts no caller out.
 """
 
 from __future__ import annotations

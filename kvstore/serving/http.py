@@ -196,7 +196,7 @@ class Readiness(threading.Event):
 
 
 def readyz(ready: Readiness, fault: Callable[[], str] = lambda: "") -> Route:
-    """Whether it serves. ``fault``: what it says beside that where something is wrong and it serves all the same."""
+    """Whether it serves. ``fault``: what it reports in addition where something is wrong and it serves anyway."""
 
     def answer() -> tuple[int, str, str]:
         if not ready.is_set():

@@ -1,4 +1,4 @@
-"""Logs of a daemon: text for people, or one JSON object per line for machines; and fields beside a message.
+"""Logs of a daemon: text for people, or one JSON object per line for machines; and fields in addition to a message.
 
 ``event(log, logging.ERROR, "device failed", path=..., reason=...)`` reads as
 
@@ -56,7 +56,7 @@ def _word(value: Any) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line. Fields stand beside ``time``, ``level``, ``logger``, ``message`` and ``node``, which
+    """One JSON object per line. Fields are next to ``time``, ``level``, ``logger``, ``message`` and ``node``, which
     no field replaces; ``exception`` is a traceback."""
 
     def __init__(self, node: str) -> None:

@@ -56,7 +56,7 @@ class Limits:
 
 
 class LoopServer(ABC):
-    """Serves one service from ``start`` to ``stop``, every call through a gate; health and reflection beside it.
+    """Serves one service from ``start`` to ``stop``, every call through a gate; health and reflection as well.
 
     Args:
         name: of its thread.
@@ -129,7 +129,7 @@ class LoopServer(ABC):
         """The service. What it needs is closed by ``ends``, after the last step of a call has ended."""
 
     def _beside(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """What runs beside calls until it is cancelled, each as a ``boundary.kept_task``."""
+        """What runs alongside calls until it is cancelled, each as a ``boundary.kept_task``."""
         return ()
 
     @abstractmethod
@@ -200,8 +200,8 @@ def _options(limits: Limits) -> list[tuple[str, Any]]:
         ("grpc.max_concurrent_streams", limits.streams_max),
         # Else gRPC counts calls that have ended, but are not forgotten yet: clients who keep to the bound are refused.
         ("grpc.http.overload_protection", 0),
-        # Calls that nobody has looked at yet. More are cancelled without a look: to look at one in order to refuse it
-        # costs as much as to answer a short one. Some of them beyond the first bound, all beyond the second one.
+        # Calls that have not been looked at yet. More are cancelled without a look: to look at one in order to refuse
+        # it costs as much as to answer a short one. Some of them beyond the first bound, all beyond the second one.
         ("grpc.server.max_pending_requests", max(PENDING_MIN, limits.rpcs_max)),
         ("grpc.server.max_pending_requests_hard_limit", 2 * max(PENDING_MIN, limits.rpcs_max)),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),

@@ -122,7 +122,7 @@ class GateOthers(grpc.aio.ServerInterceptor):
                     with boundary.answered(f"grpc/{name}", *_EXPECTED):
                         replies = work(given, context)
                         if isinstance(replies, Awaitable):
-                            with call.waits():  # for changes of health, mostly
+                            with call.waits():  # usually for changes of health
                                 await replies
                             return
                         async for reply in replies:

@@ -19,7 +19,7 @@ def check_far(config: DaemonConfig, identities: Identities, address: str, settin
 
 
 def check_certificates(config: DaemonConfig, identities: Identities) -> None:
-    """Raises InvalidRequest where some callers are known by certificates that nobody asks for."""
+    """Raises InvalidRequest where some callers are known by certificates that no server asks for."""
     if identities.by_certificate and config.tls_client_ca is None:
         raise InvalidRequest("identities", "name certificates: give --tls-client-ca, whose certificates are asked for")
 

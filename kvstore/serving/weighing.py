@@ -4,7 +4,7 @@ Most requests are one long field, and take a few copies of it. But an empty valu
 objects' worth of tables once it is a value, and a prompt in pages of one token has a key for every four bytes. So the
 fields of a message are counted as its type says they nest; what they hold is passed over, so that a prompt of a million
 tokens is weighed in microseconds. A message of more values than any call can mean is refused. One of few values is
-weighed in the event loop; of more, in a thread of its caller's share, so that nobody else waits for it.
+weighed in the event loop; of more, in a thread of its caller's share, so that no other caller waits for it.
 
 Worked example: a lookup of 4,096 tokens in pages of 16, with a digest for each page: 16 KiB of tokens and 256 digests
 of 16 bytes are 20,992 bytes and some 270 values. It weighs 4 * 20,992 + 270 * 128 + 256 * 256 = 184,064 bytes.

@@ -27,7 +27,7 @@ from kvstore.state.placement import Placement
 BATCH_PAGES: Final = 4096
 LOOK_S: Final = 0.05  # between two looks for news ...
 OWNERS_PER_LOOK: Final = 16  # ... where there are no more owners than this; see ``pause_s``
-QUEUED_MAX: Final = 1 << 20  # entries that wait for one owner; with more it is told anew when it answers again
+QUEUED_MAX: Final = 1 << 20  # entries that wait for one owner; with more it gets everything again when it answers
 
 
 def pause_s(owners: int) -> float:
@@ -70,7 +70,7 @@ def joined(parts: Sequence[Entries]) -> Entries:
 
 @dataclass(slots=True)
 class _Owner:
-    """One owner. ``stream`` None: it has to be told anew, and nothing is kept for it until then."""
+    """One owner. ``stream`` None: it has to be told everything again, and nothing is kept for it until then."""
 
     stream: int | None = None
     next: int = 0
@@ -119,12 +119,12 @@ class Announcing:
 
     @property
     def wants_pages(self) -> bool:
-        """Whether ``dumped`` is needed: members changed, or somebody has to be told anew."""
+        """Whether ``dumped`` is needed: members changed, or an owner has to be told everything again."""
         return self._members != self._placement.nodes or any(each.stream is None for each in self._owners.values())
 
     @property
     def queued(self) -> int:
-        """Entries that nobody was told yet."""
+        """Entries that were not announced yet."""
         return sum(each.queued + (len(each.sent.marks) if each.sent else 0) for each in self._owners.values())
 
     def members(self, names: Iterable[str]) -> None:
@@ -132,7 +132,7 @@ class Announcing:
         self._members = tuple(sorted(set(names)))
 
     def lost(self) -> None:
-        """Events were missed: everybody has to be told anew."""
+        """Events were missed: every owner has to be told everything again."""
         for owner in self._owners.values():
             owner.drop()
 

@@ -9,7 +9,7 @@ of its class, a batch at a time::
                           └─ something failed, or there is no room ──> it stays, and grants again
 
 A page is held while it is carried, and is read at its old place. It is at its new one when that is durable; a page that
-could not be written stays where it was. What is copied by others meanwhile, or erased, is waited for.
+could not be written stays where it was. Copies and erasures under way are waited for.
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Clearing:
     def go_on(self, out: list[ev.Instruction]) -> None:
         """A copy has ended, or frames were erased: carry what is left, or drop the extent.
 
-        Pages that this very event has sealed, or moved, have no record yet where they are, so nobody could tell which
+        Pages that this very event has sealed, or moved, have no record yet where they are, so it would be unknown which
         ones he lets leave: where there are some, the next ``Demote`` goes on.
         """
         extent = self._extent

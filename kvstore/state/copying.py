@@ -1,4 +1,4 @@
-"""Copies: pages on their way between two tiers, or within one, and what is held for them meanwhile.
+"""Copies: pages on their way between two tiers, or within one, and what is held for them in the meantime.
 
 A batch lives from the decision (``Save``, ``Load``, ``Carry``) to its report (``Saved``, ``Loaded``, ``Carried``), and
 its pages end in one of two ways: *arrived*, sealed under the frame that was RESERVED for them; or not, that frame free
@@ -73,13 +73,13 @@ class CopyBatches:
 
     def start_saving(self, batch: CopyBatch, out: list[ev.Instruction]) -> None:
         """Hold the sources of these pages and have them saved; their frames below were just taken."""
-        # A branch may leave a chain anywhere, so each source is held by itself.
+        # A branch may leave a chain anywhere, so each source is held separately.
         self._hold_sources(batch)
         out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(ev.Save(self._enter(self.saving, batch), batch.pages))
 
     def start_staged(self, batch: CopyBatch, out: list[ev.Instruction]) -> None:
-        """Have pages saved whose reserved frames nobody writes to any more; their frames below were just taken."""
+        """Save pages whose reserved frames are not written to any more; their frames below were just taken."""
         out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(ev.Save(self._enter(self.staging, batch), batch.pages))
 
@@ -122,7 +122,7 @@ class CopyBatches:
                 batch.late = any(place.get(page.source.extent) in loads for page in batch.pages)
 
     def is_late(self, space: Space, source: Address) -> bool:
-        """The device of this page of a tier does not answer: nobody begins to load it."""
+        """The device of this page of a tier does not answer: no load of it begins."""
         extent = space.segment.extents.get(source.extent)
         return extent is not None and extent.position in self._late_loads.get(space.tier, ())
 

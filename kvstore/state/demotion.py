@@ -186,7 +186,7 @@ class Demotion:
                 self.give_up(pool)
 
     def give_up(self, pool: ClassPool) -> None:
-        """Nobody will save what waits for it: it may leave as it is."""
+        """Pages that wait to be saved will not be: they may leave as they are."""
         pool.ready.update(pool.unsaved)
         pool.unsaved.clear()
 

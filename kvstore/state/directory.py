@@ -15,9 +15,9 @@ the node), or misses a number, the node begins another one::
 With each batch the node says for which placement of spans the owner now has been told everything (``placed``). While a
 stream is coming, or entries of spans that moved are, the owner's entries of that node may be incomplete.
 
-An entry is 8 bytes: 48 bits of the fingerprint, 14 that number a stream, 2 for the tier. They lie sorted in one array.
-Changes are kept sorted beside it, and brought into it when they are many. Two pages whose 48 bits are equal are taken
-for each other: somebody is asked in vain, or not at all, once in some 10 million lookups at 10 million entries.
+An entry is 8 bytes: 48 bits of the fingerprint, 14 that number a stream, 2 for the tier. They are sorted in one array.
+Changes are sorted in a second one, and merged into it when they are many. Two pages whose 48 bits are equal are taken
+for each other: a node is asked without result, or not at all, once in some 10 million lookups at 10 million entries.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from kvstore.model.span import Fingerprints
 AGAIN: Final = -1
 TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # by number
 GONE: Final = 0x80  # of a mark: the page has left that tier
-CHANGES_MIN: Final = 4096  # kept beside the table
+CHANGES_MIN: Final = 4096  # kept in addition to the table
 CHANGES_SHARE: Final = 32  # or this part of the table
 MERGED_MAX: Final = 1 << 16  # up to this many entries the table is always whole when it is read
 STREAMS_MAX: Final = 1 << 12  # an entry has bits for four times this number; the names fit an answer
@@ -123,7 +123,7 @@ class Directory:
     """
 
     def __init__(self, bytes_max: int) -> None:
-        self._max = bytes_max // 16  # entries: a change of the table makes another one beside it
+        self._max = bytes_max // 16  # entries: a change of the table makes a second one
         self._streams: dict[str, list[_Stream]] = {}  # of a node: the newest last
         self._names: list[str] = []  # by place; "": free
         self._table = _NONE

@@ -2,7 +2,7 @@
 
 No sum covers a record's word, nor the sessions named behind it. While a daemon runs it knows better than they; one that
 starts has nothing else. So a frame that looks free, or sealed with a body that does not hold, and still names a session
-that lives, is held for that session: frames that became free name nobody (``ExtentTable.forget_writers``).
+that lives, is held for that session: frames that became free name no session (``ExtentTable.forget_writers``).
 """
 
 from __future__ import annotations

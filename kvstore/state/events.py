@@ -222,7 +222,7 @@ class SealGranted(Happening):
 @dataclass(slots=True)
 class SealObjects(Happening):
     """Whole objects of one root were written into granted frames: of each its pieces, then its head. ``rows`` are
-    identity rows ``[n, ...]``; ``replaces``: beside a head the one that it replaces, all zero: none."""
+    identity rows ``[n, ...]``; ``replaces``: for a head the one that it replaces, all zero: none."""
 
     now_ns: int
     session: int
@@ -578,7 +578,7 @@ class Unmount(Happening):
 @dataclass(slots=True)
 class DevicesLate(Happening):
     """These positions of a tier, and no others, are of devices that do not answer now: those that are being written to
-    (``saves``), and those that are read (``loads``). Others go on without what lies there. Never of all devices that
+    (``saves``), and those that are read (``loads``). Others go on without what is there. Never of all devices that
     take writes, or of all that are read."""
 
     now_ns: int
@@ -596,7 +596,7 @@ class Tick(Happening):
 
 @dataclass(slots=True)
 class Populated(Happening):
-    """The memory of these positions is allocated; frames may lie there."""
+    """The memory of these positions is allocated; frames may be there."""
 
     now_ns: int
     positions: list[int]

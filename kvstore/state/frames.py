@@ -37,7 +37,7 @@ class Extent:
         self.generation = array("Q", bytes(8 * self.frames))
         self.state = bytearray(self.frames)
         self.children = array("B", bytes(self.frames))
-        self.owner = array("B", bytes(self.frames))  # number of the page's root, see ``Tenants``; 0: nobody's
+        self.owner = array("B", bytes(self.frames))  # number of the page's root, see ``Tenants``; 0: none
         self.span = array("Q", bytes(8 * self.frames))  # of the page, see ``model.span``
         self.free: deque[int] = deque(range(self.frames))
         self.sealed = 0
@@ -196,7 +196,7 @@ class Segment:
     """Positions of one tier and the classes they are carved for. Pure bookkeeping; see ``NodeState``.
 
     Args:
-        frames_in: frames of a class in an extent; by default frames lie side by side and nothing else does.
+        frames_in: frames of a class in an extent; by default frames are contiguous, with nothing between them.
         stride: bytes that a page of a class takes there, with what stands before it; by default those of its frame.
         numbers: where extent numbers come from; the tiers of a node share one.
         policy: name of the eviction policy of every class.
@@ -294,7 +294,7 @@ class Segment:
         pool.policy.resize(pool.frames)
 
     def limit(self, bound: int) -> None:
-        """For start: positions from ``bound`` on are not carved any more. What lies there stays until it is moved."""
+        """For start: positions from ``bound`` on are not carved any more. What is there stays until it is moved."""
         self.bound = bound
         self.beyond = {position for position in self.vacant if position >= bound}
         self.vacant -= self.beyond
@@ -356,7 +356,7 @@ class Segment:
         return None
 
     def empty(self, taker: ClassPool, now_ns: int) -> list[Extent]:
-        """Extents in which nothing lies, of other classes that may give one."""
+        """Empty extents of other classes that may give one."""
         givers = [pool for pool in self.pools.values() if pool is not taker and self._may_give(pool, now_ns)]
         return [extent for pool in givers for extent in pool.roomy.values() if len(extent.free) == extent.frames]
 

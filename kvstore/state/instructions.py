@@ -30,7 +30,7 @@ class Carve:
 
 @dataclass(slots=True)
 class Drop:
-    """Zero and remove an extent's tables: its position will be carved anew."""
+    """Zero and remove an extent's tables: its position will be carved again."""
 
     extent: int
 
@@ -59,7 +59,7 @@ class WriteReserved:
 
 @dataclass(slots=True)
 class WriteWriter:
-    """A shard of these reserved pages is written by this session (0: by nobody any more)."""
+    """A shard of these reserved pages is written by this session (0: by no session any more)."""
 
     addresses: list[Address]
     shard: int
@@ -94,7 +94,7 @@ class WriteShards:
 
 @dataclass(slots=True)
 class WriteState:
-    """Records get this state under a (new) generation, so that nobody reads the old address any more."""
+    """Records get this state under a (new) generation, so that no reader uses the old address any more."""
 
     addresses: list[Address]
     state: FrameState
@@ -188,7 +188,7 @@ class Carry:
 
 @dataclass(slots=True)
 class Erase:
-    """Make what lies in these frames of a lower tier (key, where known, and address) unreadable, durably.
+    """Make the content of these frames of a lower tier (key, where known, and address) unreadable, durably.
 
     Report ``Erased``.
     """

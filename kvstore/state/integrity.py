@@ -192,7 +192,7 @@ def _copies(state: NodeState, space: Space) -> list[str]:
     for number, extent in space.segment.extents.items():
         for frame in (f for f in range(extent.frames) if extent.state[f] == FrameState.RETIRING and not extent.closed):
             if Address(number, frame, extent.generation[frame]) not in wiped:
-                wrong.append(f"extent {number} frame {frame}: retires, and nobody erases it")
+                wrong.append(f"extent {number} frame {frame}: retires, and is not being erased")
     for address in saving:
         extent = space.segment.extents[address.extent]
         if extent.generation[address.frame] != address.generation:

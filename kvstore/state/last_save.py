@@ -9,7 +9,7 @@ from the front, a batch at a time, so that whatever ends it, what was saved is u
 
 Nothing leaves DRAM for it: readers go on. It comes to an end whatever happens: a leaf is taken once, and a page whose
 save failed is not tried again. Only where a device did not answer, or failed, the leaves are listed once more: what was
-to lie there, or to hang on it, goes elsewhere. NVMe makes room for what is hotter than what leaves there, and for
+to be stored there, or to hang on it, goes elsewhere. NVMe makes room for what is hotter than what leaves there, and for
 nothing else.
 """
 
@@ -55,7 +55,7 @@ class LastSave:
         self._leaves: deque[Address] | None = None
         self._climb: Climb | None = None  # of a chain that was too long for one batch
         self._full: set[FrameClass] = set()  # NVMe holds only hotter pages of these
-        self._again = False  # some pages wait for a device, or were to lie on one that failed
+        self._again = False  # some pages wait for a device, or were to go to one that failed
 
     def save(self, event: ev.SaveAll) -> list[ev.Instruction]:
         """See ``events.SaveAll``; at most one batch is on its way down, but for those that are late."""

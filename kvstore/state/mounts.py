@@ -6,7 +6,7 @@ the generation under which the engine published it, its page's key, root and spa
 that it has when it ends, leaves again. Several engines may have one page: the index names one replica, and the next
 when that one goes.
 
-The memory is the engine's own, so its bytes are counted per tenant and charged to nobody's quota. An engine keeps what
+The memory is the engine's own, so its bytes are counted per tenant and not charged to any quota. An engine keeps what
 it likes, so this tier is not prefix-closed: a page may be here without those before it.
 
 Nothing that comes from an engine is trusted further than that it speaks of its own segments: frames beyond the end, and
@@ -37,7 +37,7 @@ Place = tuple[int, int]
 
 
 class MountedSegment:
-    """What the node knows of one segment. 36 bytes per frame, beside what is listed.
+    """What the node knows of one segment. 36 bytes per frame, in addition to what is listed.
 
     Life: mounted -> its frames are published and taken back -> ended, by its engine or with its engine's session.
     """

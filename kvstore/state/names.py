@@ -2,7 +2,7 @@
 
 What was said of a root is a line of JSON, as the node's book has it, and counts as its bytes and ``NAME_BYTES`` for the
 tables around it. Where all lines together take more than ``bytes_max``, the tenants with the most give way, down to a
-common level: who says much loses what it said longest ago, and nobody loses anything for somebody who has more.
+common level: a tenant with many names loses its oldest ones, and no tenant loses any for one that has more.
 
 Worked example: of 100 bytes tenant a has 90 and b says 30 more. There may be 93 (a sixteenth is cleared at once, so
 that the search is paid for once per batch of names): the level is 63, and a loses names until that is so.

@@ -222,7 +222,7 @@ class NodeState:
         return out
 
     def _free_refused(self, event: ev.SealGranted, statuses: list[int], out: list[ev.Instruction]) -> None:
-        """Nobody hears what a put that was published may not have: the frames are free at once."""
+        """Free at once the frames that a published put may not have: its writer is not told."""
         session = self.sessions[event.session]
         answers = zip(event.addresses, statuses, strict=True)
         freed = sorted({address for address, status in answers if status != _OK} & session.granted)

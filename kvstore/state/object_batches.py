@@ -61,7 +61,7 @@ class ObjectBatches:
             if statuses[i] == Status.OK and event.replaces[stop - 1] != NOWHERE:
                 self._objects.drop(key, out)
                 if self._objects.find(key) is not None:
-                    statuses[i] = Status.PRESENT  # somebody has hung a page on it, so it stays
+                    statuses[i] = Status.PRESENT  # a page hangs on it, so it stays
         number = self._writing.tenants.number(root)
         if self._space.holdings.limited:
             self._admit(event, number, spans, statuses, out)

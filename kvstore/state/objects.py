@@ -99,7 +99,7 @@ class Objects:
             self._loose[event.rows[last, KEY].tobytes()] = event.session
 
     def end_session(self, session: int, out: list[ev.Instruction]) -> None:
-        """A writer is dead: what it put of objects without coming to their heads is of no use to anybody."""
+        """A writer is dead: pieces that it put without their heads are of no use."""
         for key in [key for key, owner in self._loose.items() if owner == session]:
             del self._loose[key]
             if self.find(key) is not None and not self._moving(key):  # else it leaves when it is cold

@@ -303,7 +303,7 @@ class Pages:
         extent.owner[address.frame] = 0
 
     def free_quarantined(self, number: int, out: list[ev.Instruction]) -> None:
-        """Frames of this extent that nobody adopted a page in are free."""
+        """Free the frames of this extent in which no page was adopted."""
         extent = self.segment.extents.get(number)
         if extent is not None:
             frames = [frame for frame in range(extent.frames) if extent.state[frame] == QUARANTINED]
@@ -353,7 +353,7 @@ class Pages:
     ) -> None:
         """Retire these pages whatever hangs on them (leased frames wait for their leases), and recount the rest.
 
-        ``held`` are pages that something hangs on beside their children, one entry per hold.
+        ``held`` are pages that something hangs on in addition to their children, one entry per hold.
         """
         roots = [self.holdings.roots[self.segment.extents[number].owner[frame]].root for number, frame, _ in family]
         self.retire(list(family), out)

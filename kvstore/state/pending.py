@@ -75,7 +75,7 @@ class PendingTable:
         return next((page for page in self._by_key.get(key, ()) if page.group == group and page.root == root), None)
 
     def coming(self, root: bytes, key: bytes) -> bool:
-        """Whether that page is reserved by anybody."""
+        """Whether any session has reserved that page."""
         return any(page.root == root for page in self._by_key.get(key, ()))
 
     def named(self, key: bytes) -> Pending | None:

@@ -106,7 +106,7 @@ class Pins:
         return [ev.Reply(detail=detail)]
 
     def restore(self, event: ev.RestorePins) -> list[ev.Instruction]:
-        """See ``events.RestorePins``. The book is written anew as a whole, so that a kill loses none of them."""
+        """See ``events.RestorePins``. The book is rewritten as a whole, so that a kill loses none of them."""
         scanned = self._is_scanned()
         for asked in event.pins:
             pin = self._measured(asked)
@@ -144,7 +144,7 @@ class Pins:
             self.book.append(_written(number, pin))
 
     def _is_scanned(self) -> bool:
-        """There is nothing left in lower tiers of which nobody knows yet what it is."""
+        """True when all pages in lower tiers are known."""
         _, *lower = self.spaces.values()
         extents = (extent for space in lower for extent in space.segment.extents.values())
         return not any(extent.count(FrameState.QUARANTINED) for extent in extents)

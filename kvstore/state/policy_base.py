@@ -27,7 +27,7 @@ from kvstore.model.retention import HINTS, STEP, priority_of, ttl_s_of
 
 SLOT_MASK = 0xFFFFFFFF
 MS_MAX = 1 << 32
-STALE_MAX = 4096  # entries of pages no longer offered that a heap may hold beside as many as are offered
+STALE_MAX = 4096  # entries of pages no longer offered that a heap may hold in addition to as many as are offered
 GROW_SLOTS = 4096  # tables by slot grow by this, not by doubling: there may be millions
 
 # What a hint does to a page's worth, and until which age.

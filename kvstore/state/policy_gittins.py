@@ -17,7 +17,7 @@ counts again the next time. So an owner pays for what its hints keep with other 
 
 *Work.* The index of a page changes with time, so no queue stays in order. Instead every sixteenth eviction looks at
 1,024 leaves, evenly spread over all (up to that many: at all of them); the sixteen lowest are the next to go, each if
-its mark has not moved meanwhile. Every 512 evictions the table of indices is made anew. None of it depends on how many
+its mark has not moved since. Every 512 evictions the table of indices is recomputed. None of it depends on how many
 pages there are. Deterministic: no randomness, and no time but what callers say.
 
 *Memory.* Per page 9 bytes (``use`` 4, ``word`` 2, ghosts 3), and 4 in ``order`` per leaf; from the first hint on 5 more
@@ -109,7 +109,7 @@ class Ghosts:
         self.resize(pages)
 
     def resize(self, pages: int) -> None:
-        """Made anew, empty, when ``pages`` doubled or halved."""
+        """Recreated, empty, when ``pages`` doubled or halved."""
         if not self._places or pages > 2 * self._pages or pages < self._pages // 2:
             self._pages = pages
             self._places = array("H", bytes(2 * max(pages * GHOSTS_PER_2_PAGES // 2, SAMPLE)))
@@ -268,7 +268,7 @@ class Gittins:
         )
 
     def _used(self, slot: int, word: int, use: int) -> int:
-        """A use was noticed. Returns the page's word from here on; it is watched anew."""
+        """A use was noticed. Returns the page's word from here on; it is watched again."""
         self._watched(word, use - self._use[slot], used=True)
         self._use[slot] = use
         uses = min((word >> _USES_SHIFT & _USES_MAX) + 1, _USES_MAX)
@@ -278,7 +278,7 @@ class Gittins:
         self._ledger.watched(word >> 1 & CLASSES - 1, word >> _ENTRY_SHIFT, bin_of(age_ms), used=used)
 
     def _learn(self, used_ms: UsedMs) -> None:
-        """Make the table of indices anew.
+        """Recompute the table of indices.
 
         Leaves that are not used are noticed only when they leave, which the best take long to do. So what is listed
         counts as well, for once and as far as it was watched by now; of that an even sample is looked at.

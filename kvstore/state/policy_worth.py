@@ -39,7 +39,7 @@ SHAPE_USES = 3.0  # the prior's shape over age, per bin
 SCALE_USES = 5.0  # that classes are used equally often
 CLASS_LEAVES = 300.0  # that a class has the shape of all
 CHANCE_MAX = 0.95
-_KERNEL = np.array([0.3, 0.7, 1.0, 0.7, 0.3])  # bins beside each other have much in common
+_KERNEL = np.array([0.3, 0.7, 1.0, 0.7, 0.3])  # neighbouring bins have much in common
 
 
 def bin_of(age_ms: int) -> int:

@@ -1,11 +1,11 @@
-"""Quotas: a tenant that has all it may have makes room for itself, and for nobody else.
+"""Quotas: a tenant that has all it may have makes room for its own pages only.
 
 Its own coldest tails leave first, never what the new pages will hang on. How long a page was not used counts as its
 hint weighs it, where the tier's policy follows hints. Where a tail has to be saved to the tier below first, it is set
 aside for that and the caller is told to ask again (``Departures.waiting``). What still does not fit is refused.
 
 A tenant can come to have more than it may without storing anything: the node was started with a smaller quota, a scan
-found pages again, or somebody said late whose they are. Then its tails leave by and by (``trim``).
+found pages again, or a client named their owner late. Then its tails leave by and by (``trim``).
 """
 
 from __future__ import annotations

@@ -3,7 +3,7 @@
 A chain that is prefix-closed is whole wherever its last page is. So only the last pages of spans are asked for at
 first, and not even of all: of the last span, and of enough others that no long run of spans is unknown; a node that
 owns several answers for all of them. Then all pages are asked for of the spans between the last one that a node has and
-the first one that nobody has::
+the first one that no node has::
 
     spans       0 1 2 3 4 5 6 7 8     (0 to 5 are somewhere, and half of 6)
     asked           x     x   x x     two owners, one of them of three
@@ -51,7 +51,7 @@ class Stretch:
 
 
 class Question(NamedTuple):
-    """What to ask one owner: ``pages``, which lie at ``places`` in the chain. They are the last ones of ``spans`` (a
+    """What to ask one owner: ``pages``, which are at ``places`` in the chain. They are the last ones of ``spans`` (a
     bit for each), or all of them (``whole``). Where there are ``keys``, that node is asked which of these it has."""
 
     owner: str

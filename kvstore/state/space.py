@@ -30,7 +30,7 @@ from kvstore.state.tier_parts import TierParts
 
 RESERVED = FrameState.RESERVED
 EVICT_STEP = 16  # pages taken from the coldest class before classes are compared again
-CLOSED_MAX = 1024  # pages of failed devices that may leave beside those that make room
+CLOSED_MAX = 1024  # pages of failed devices that may leave in addition to those that make room
 UNSAVED_MAX = 1024  # cold leaves of a class that may wait for being saved at a time
 
 
@@ -109,7 +109,7 @@ class Space(Departures):
 
     @contextlib.contextmanager
     def keeping(self, keys: Iterable[bytes]) -> Iterator[None]:
-        """Meanwhile the pages of these keys are not evicted."""
+        """Inside, the pages of these keys are not evicted."""
         held: list[bytes] = []
         for key in keys:
             page = self.find(key) if key else None

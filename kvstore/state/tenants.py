@@ -3,7 +3,7 @@
 A tenant is a salt. Pages know their root only; clients name the salt behind a root, once. Bytes are therefore counted
 per root, under small numbers that every frame keeps (``Extent.owner``), and summed per tenant: naming a root moves all
 its bytes at once. What is stored under a root without a name belongs to the tenant "". What a start finds of such roots
-(names end with a reboot, NVMe does not) is *unclaimed* until its tenant speaks: nobody's quota counts it.
+(names end with a reboot, NVMe does not) is *unclaimed* until its tenant names it: no quota counts it.
 
 A root's name is remembered for long, and written into the node's book, when pages are stored under it: what reads and
 lookups say of roots that store nothing passes. Both are bounded in bytes (``state.names``); an account keeps its tenant
@@ -87,7 +87,7 @@ class RootAccount:
 
 
 class TierAccounts:
-    """One tier's accounts. Root numbers start at 1; 0 is nobody.
+    """One tier's accounts. Root numbers start at 1; 0 means none.
 
     ``suspect``: a tenant may have more than its quota here, for other reasons than that it stored something.
     """
@@ -168,7 +168,7 @@ class TierAccounts:
         self.suspect = self.limited
 
     def recount(self) -> None:
-        """Which pages have no children has changed in ways nobody listed."""
+        """Note that pages may have lost or gained children in ways that were not listed."""
         for share in self.shares.values():
             share.leaves.clear()
             share.complete = False
@@ -181,7 +181,7 @@ class Tenants:
         quotas = list(quotas)
         tiers = dict.fromkeys(tiers)
         self._counted = set() if Tier.HBM in tiers else {Tier.HBM}  # told where there is any
-        tiers[Tier.HBM] = None  # what engines mount is counted, and charged to nobody
+        tiers[Tier.HBM] = None  # what engines mount is counted, and not charged
         sizes = {tier: {quota.salt: getattr(quota, tier, None) for quota in quotas} for tier in tiers}
         self._empty: OrderedDict[int, None] = OrderedDict()
         self.holdings = {tier: TierAccounts(tier, sizes[tier], self._empty) for tier in tiers}

@@ -348,7 +348,7 @@ class Through(Behind):
             self.writing.stored_below(staged, out)
         self.fail(failed, out)
         self.fail([heir for heir in heirs if self._waits(heir) and not self.takes(heir)], out)
-        there = [staged.key for staged in done]  # also what another writer's copy was saved for meanwhile
+        there = [staged.key for staged in done]  # also what another writer's copy was saved for in the meantime
         self.writing.follow(list(dict.fromkeys([*there, *(batch.pages[i].key for i in places)])), out)
         self.again(out)
         self.start(out)

@@ -1,6 +1,6 @@
 """Tiering: what moves between the tiers of a node, and when.
 
-The tiers of a node are a row, the fastest first; a page moves between neighbours. Each is prefix-closed by itself, so
+The tiers of a node are a row, the fastest first; a page moves between neighbours. Each is prefix-closed on its own, so
 of a chain a tier holds the first m pages and the one below it the first s. A page goes down in two steps::
 
     cold above ──save──> in both ──its frame is needed──> below only
@@ -9,8 +9,8 @@ of a chain a tier holds the first m pages and the one below it the first s. A pa
 *Save* copies a chain from its front (``demotion``). A leaf that is about to leave waits in ``ClassPool.unsaved`` until
 that is done, then in ``ready``; a caller that needs its frame before that is told to ask again. Looking ahead starts
 when more than ``demote_at`` of a class's frames are in use, so that eviction normally finds pages that are ready. A
-page goes up by *load* (``promotion``), on request (prefetch), after ``promote_after`` reads below, or because somebody
-puts it again. What is being copied is held meanwhile (``copying``).
+page goes up by *load* (``promotion``), on request (prefetch), after ``promote_after`` reads below, or because a writer
+puts it again. What is being copied is held in the meantime (``copying``).
 """
 
 from __future__ import annotations
@@ -160,7 +160,7 @@ class Tiering:
         return self.pairs[batch.source.tier].clearing.carried(event)
 
     def _other_pages(self, batch: CopyBatch) -> None:
-        """Other pages are in the frames of this batch now: nobody has read them there."""
+        """Other pages are in the frames of this batch now, and were not read there yet."""
         if batch.target.tier in self.pairs:
             self.pairs[batch.target.tier].promotion.forget_reads([page.target for page in batch.pages])
 

@@ -1,7 +1,7 @@
 """Vacating: what becomes of a frame that its page leaves.
 
-Most are free at once. A frame of NVMe in which an object's head lies, or was perhaps written in vain, has to be erased
-before anybody else gets it, or a reboot might bring an object back that was deleted since::
+Most are free at once. A frame of NVMe that has an object's head, or into which one was perhaps written, has to be
+erased before another page gets it, or a reboot might bring an object back that was deleted since::
 
     SEALED, RESERVED ──> FREE
                     └──> RETIRING ──Erase, Erased──> FREE

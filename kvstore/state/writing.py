@@ -186,7 +186,7 @@ class Writing:
         return Status.OK
 
     def forgotten(self) -> list[Pending]:
-        """Pages that are whole, whose parent is stored, and that nobody seals: there is none."""
+        """Pages that are whole, whose parent is stored, and that are not sealed: there is none."""
         return [
             page
             for page in self.pending.by_address.values()
@@ -256,7 +256,7 @@ class Writing:
         self.doom([page], out)
 
     def doom(self, pages: list[Pending], out: list[ev.Instruction]) -> None:
-        """These pages will never be sealed; their frames are free once nobody may write them any more."""
+        """These pages will never be sealed; their frames are free once no session may write them any more."""
         for page in pages:
             if not page.doomed:
                 self._unhold_parent(page)
