@@ -176,7 +176,6 @@ class EngineClient:
             request=submit_request(request),
             layout=layout_message(layout),
             hold_ms=int((hold_s or 0) * 1000),
-            data_connections=True,
         )
         left_s = timeout_s if timeout_s is not None else request.deadline_s + SLACK_S
         for reply in self._replies("Prefill", message, pb.PrefillReply, left_s):

@@ -47,7 +47,6 @@ from engine.text.tokenizer import Tokenizer
 from kvstore.errors import (
     InvalidRequest,
     KVStoreError,
-    NodeUnavailable,
     PermissionDenied,
     TooManyCalls,
     VersionMismatch,
@@ -278,8 +277,6 @@ class EngineCalls:
             if not said.request.request_id:
                 raise InvalidRequest("request_id", "is missing: the KV is asked for by it")
             call.caller.check_salt(salt_of(said.request, self._config.salt))
-            if not said.data_connections:
-                raise NodeUnavailable("KV is handed over data connections here: the caller is of an earlier version")
             theirs = await call.quick(layout_of, said.layout)
             if theirs != self._layout:
                 raise VersionMismatch(explain_mismatch(self._layout, theirs))

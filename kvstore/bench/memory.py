@@ -47,7 +47,7 @@ def memory(stage: Stage, name: str, bar: Bar) -> list[Result]:
     parts = {
         "index": files["index"] / pages,
         "records": files["records"] / pages - TOKEN_BYTES * work.layout.page_tokens,
-        "uses": (files["uses"] + files["marks"]) / pages,
+        "uses": files["uses"] / pages,
         "policy_and_heap": (after["private"] - before["private"]) / pages,
     }
     details = {
@@ -73,7 +73,7 @@ def _at_work(daemon: Daemon, store: Store) -> dict[str, int]:
 
 def _in_use(folder: Path) -> dict[str, int]:
     """Bytes of memory that the node's tables and index take: of sparse files what is allocated."""
-    used = {"index": 0, "records": 0, "uses": 0, "marks": 0}
+    used = {"index": 0, "records": 0, "uses": 0}
     for path in folder.rglob("*"):
         kind = path.relative_to(folder).parts[0].partition("-")[0]
         if kind in used and path.is_file():

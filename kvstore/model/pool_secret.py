@@ -9,8 +9,6 @@ Inside a root 8 bytes of the chain remain, which are enough for keys that other 
     chain   9f8e7d6c5b4a3928 1706f5e4d3c2b1a0      any client that knows salt, layout and tokens can compute it
     tag                      5d0c77e1a9b3f264      of (secret, root)
     key     9f8e7d6c5b4a3928 5d0c77e1a9b3f264      what index, records and NVMe headers hold
-
-A pool without a secret (all zeros: made by an earlier version) has no tags: there a key is the hash of the chain.
 """
 
 from __future__ import annotations
@@ -23,16 +21,13 @@ from typing import Final
 import numpy as np
 
 SECRET_BYTES: Final = 16
-NO_SECRET: Final = bytes(SECRET_BYTES)
 TAG_BYTES: Final = 8
 ARRAY_PAGES: Final = 128  # from this many on, an array is faster
 
 
 @lru_cache(maxsize=4096)
 def tag_of(secret: bytes, root: bytes) -> bytes:
-    """The last 8 bytes of the keys of all pages of ``root``; b"" where the pool has no secret."""
-    if secret == NO_SECRET:
-        return b""
+    """The last 8 bytes of the keys of all pages of ``root``."""
     return hashlib.blake2b(root, key=secret, digest_size=TAG_BYTES, person=b"kvstore.tag").digest()
 
 

@@ -296,7 +296,3 @@ def turns_of(info: int) -> int:
 def aligned(nbytes: int) -> int:
     """Rounded up to ``FRAME_ALIGN``."""
     return -(-nbytes // FRAME_ALIGN) * FRAME_ALIGN
-
-
-# A row of marks, as clients of the version before write it: [last_use_ns][progress of shard 0] ...: see ``tier.uses``.
-MARKS_ROW_BYTES = 8 * (1 + SHARDS_MAX)

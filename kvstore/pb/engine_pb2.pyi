@@ -153,16 +153,14 @@ class Usage(_message.Message):
     def __init__(self, prompt_tokens: _Optional[int] = ..., completion_tokens: _Optional[int] = ..., cached_tokens: _Optional[_Mapping[str, int]] = ..., computed_tokens: _Optional[int] = ..., prefill_engine: _Optional[str] = ..., prefill_cached_tokens: _Optional[_Mapping[str, int]] = ..., ttft_ms: _Optional[float] = ..., gap_ms: _Optional[float] = ..., tpot_ms: _Optional[float] = ..., loaded_bytes: _Optional[int] = ..., moved_bytes: _Optional[int] = ..., written_bytes: _Optional[int] = ..., prefill_ms: _Optional[float] = ...) -> None: ...
 
 class PrefillRequest(_message.Message):
-    __slots__ = ("request", "layout", "hold_ms", "data_connections")
+    __slots__ = ("request", "layout", "hold_ms")
     REQUEST_FIELD_NUMBER: _ClassVar[int]
     LAYOUT_FIELD_NUMBER: _ClassVar[int]
     HOLD_MS_FIELD_NUMBER: _ClassVar[int]
-    DATA_CONNECTIONS_FIELD_NUMBER: _ClassVar[int]
     request: SubmitRequest
     layout: _store_pb2.Layout
     hold_ms: int
-    data_connections: bool
-    def __init__(self, request: _Optional[_Union[SubmitRequest, _Mapping]] = ..., layout: _Optional[_Union[_store_pb2.Layout, _Mapping]] = ..., hold_ms: _Optional[int] = ..., data_connections: _Optional[bool] = ...) -> None: ...
+    def __init__(self, request: _Optional[_Union[SubmitRequest, _Mapping]] = ..., layout: _Optional[_Union[_store_pb2.Layout, _Mapping]] = ..., hold_ms: _Optional[int] = ...) -> None: ...
 
 class PrefillReply(_message.Message):
     __slots__ = ("admitted", "progress", "done")

@@ -36,7 +36,7 @@ class StoreStub:
     Errors: INVALID_ARGUMENT (the message names the field; nothing was changed), UNAUTHENTICATED (no identity, or an
     expired one), PERMISSION_DENIED (not this identity's salt, or for operators only), RESOURCE_EXHAUSTED (no room, a quota
     or too many calls; trailing metadata `retry-after-ms` says when to try again), UNAVAILABLE, DEADLINE_EXCEEDED,
-    ABORTED (a lease or reservation is over), FAILED_PRECONDITION (other versions), UNIMPLEMENTED (an earlier version). The
+    ABORTED (a lease or reservation is over), FAILED_PRECONDITION (other versions), UNIMPLEMENTED (another version). The
     trailing metadata `kvstore-error` names the class in kvstore/errors.py, `kvstore-field` the field of INVALID_ARGUMENT.
 
     Identity: metadata `authorization: Bearer TOKEN`, or the client certificate.
@@ -190,7 +190,7 @@ class StoreServicer:
     Errors: INVALID_ARGUMENT (the message names the field; nothing was changed), UNAUTHENTICATED (no identity, or an
     expired one), PERMISSION_DENIED (not this identity's salt, or for operators only), RESOURCE_EXHAUSTED (no room, a quota
     or too many calls; trailing metadata `retry-after-ms` says when to try again), UNAVAILABLE, DEADLINE_EXCEEDED,
-    ABORTED (a lease or reservation is over), FAILED_PRECONDITION (other versions), UNIMPLEMENTED (an earlier version). The
+    ABORTED (a lease or reservation is over), FAILED_PRECONDITION (other versions), UNIMPLEMENTED (another version). The
     trailing metadata `kvstore-error` names the class in kvstore/errors.py, `kvstore-field` the field of INVALID_ARGUMENT.
 
     Identity: metadata `authorization: Bearer TOKEN`, or the client certificate.
@@ -525,7 +525,7 @@ class Store:
     Errors: INVALID_ARGUMENT (the message names the field; nothing was changed), UNAUTHENTICATED (no identity, or an
     expired one), PERMISSION_DENIED (not this identity's salt, or for operators only), RESOURCE_EXHAUSTED (no room, a quota
     or too many calls; trailing metadata `retry-after-ms` says when to try again), UNAVAILABLE, DEADLINE_EXCEEDED,
-    ABORTED (a lease or reservation is over), FAILED_PRECONDITION (other versions), UNIMPLEMENTED (an earlier version). The
+    ABORTED (a lease or reservation is over), FAILED_PRECONDITION (other versions), UNIMPLEMENTED (another version). The
     trailing metadata `kvstore-error` names the class in kvstore/errors.py, `kvstore-field` the field of INVALID_ARGUMENT.
 
     Identity: metadata `authorization: Bearer TOKEN`, or the client certificate.

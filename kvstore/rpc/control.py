@@ -105,13 +105,6 @@ def encode(
     return message
 
 
-def seal_of(request: bytes) -> bytes:
-    """The SEAL of the pages of a SEAL_GRANTED, where a node has their frames as reserved ones."""
-    message = decode(memoryview(request))
-    addresses = bytes(message.body[KEY_BYTES : KEY_BYTES + message.entries * ADDRESS_BYTES])
-    return encode(Op.SEAL, 0, count=message.entries, flags=NO_REPLY, body=(addresses,))
-
-
 def decode(data: memoryview) -> Message:
     """Raises InvalidRequest where the datagram is too short for a header."""
     if len(data) < HEAD.size:

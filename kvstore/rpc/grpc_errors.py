@@ -43,7 +43,7 @@ CODES: Final[Mapping[type[KVStoreError], str]] = {
     errors.KVStoreError: "UNKNOWN",
 }
 
-# For statuses that gRPC itself, a proxy or an older node ended a call with. Others are KVStoreError.
+# For statuses that gRPC itself, a proxy or a node of another version ended a call with. Others are KVStoreError.
 CLASSES: Final[Mapping[str, type[KVStoreError]]] = {
     "INVALID_ARGUMENT": errors.InvalidRequest,
     "OUT_OF_RANGE": errors.InvalidRequest,
@@ -56,7 +56,7 @@ CLASSES: Final[Mapping[str, type[KVStoreError]]] = {
     "PERMISSION_DENIED": errors.PermissionDenied,
     "ABORTED": errors.LeaseBroken,
     "FAILED_PRECONDITION": errors.VersionMismatch,
-    "UNIMPLEMENTED": errors.VersionMismatch,  # an older node does not know the call
+    "UNIMPLEMENTED": errors.VersionMismatch,  # a node of another version does not know the call
     "ALREADY_EXISTS": errors.NodeBusy,
 }
 

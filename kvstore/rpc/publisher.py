@@ -6,7 +6,6 @@ import threading
 from pathlib import Path
 from typing import Any, Final
 
-from kvstore.rpc.control import Op, seal_of
 from kvstore.rpc.copies import Copies
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
@@ -21,7 +20,6 @@ class Publisher:
 
     Attributes:
         slot: -1 where it has none.
-        ops: what the node takes from there; a node of the version before does not say, and knows SEAL_GRANTED alone.
     """
 
     def __init__(self, folder: Path, session: int, copies: Copies) -> None:
@@ -32,17 +30,14 @@ class Publisher:
         self._log: PutLog | None = None
         self._waiting: dict[bytes, int] = {}  # key -> where its record ends; some may be taken in
         self.slot = -1
-        self.ops: frozenset[int] = frozenset()
-        self._pid = 0  # of the daemon that said so: another one may not know of logs
+        self._pid = 0  # of the daemon that gave the slot
 
     def assigned(self, said: Any) -> list[bytes]:
-        """What HELLO was answered: ``{"id", "slot", "pid", "ops"}``, or None. Returns requests that were published
-        and that this node will not take in, being of a version without logs, or having made another one: they are to be
-        sent.
+        """What HELLO was answered: ``{"id", "slot", "pid"}``, or None. Returns requests that were published and that
+        this node will not take in, since it has another log, or none: they are to be sent.
         """
         log, slot = self._log, self.slot
         self._pid = int(said["pid"]) if said else 0
-        self.ops = frozenset(said.get("ops", ())) if said else frozenset()
         id_, now = (int(said["id"], 16), int(said["slot"])) if said else (0, -1)
         if log is not None and (log.id, slot) == (id_, now):
             return []
@@ -50,9 +45,7 @@ class Publisher:
             self._log = PutLog.open(NodeFolder.at(self._folder), id_) if id_ else None
             self._waiting = {}
             self.slot = now
-        left = log.left(slot, self._session) if log is not None else []
-        # Pages that were begun a node of the version before has as reserved ones: they are sealed as such.
-        return [*(seal_of(request) for request in left if request[0] == Op.SEAL_GRANTED), *left]
+        return log.left(slot, self._session) if log is not None else []
 
     def publish(self, request: bytes, keys: list[bytes], header: Header) -> int:
         """Publish a request, about pages of these keys; its position in the slot. 0: not now, or not here; ``header``:

@@ -70,7 +70,7 @@ ONE_GET: Final = 1 << 40
 CARRY: Final = 1 << 63  # the first word of a row is carried from there on: 2^23 gets, with pages below 2^40
 ROWS_MAX: Final = 23  # page geometries of one client but for one: those beyond share the last row, without a size
 _ROWS_END: Final = _ROWS + ROWS_MAX * _ROW_WORDS
-# Pages hit in memory that engines have mounted, and their bytes, of all geometries. Versions before leave zeros there.
+# Pages hit in memory that engines have mounted, and their bytes, of all geometries.
 _HBM_PAGES, _HBM_BYTES = _ROWS_END, _ROWS_END + 1
 _WORDS: Final = _ROWS_END + 2
 assert 8 * _WORDS <= COUNTERS_BYTES

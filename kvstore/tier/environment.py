@@ -34,10 +34,8 @@ FILL_BATCH: Final = 65536  # entries per transaction: below LMDB's bound of dirt
 # a store to a page that a full tmpfs cannot give kills the process (SIGBUS).
 PAGES_AHEAD: Final = 512
 
-# A table of key -> address per tier, and one of the pages that are being written. Indexes of earlier versions may lack
-# the third one.
+# A table of key -> address per tier, and one of the pages that are being written.
 TIER_TABLES: Final = {Tier.DRAM: b"sealed", Tier.NVME: b"nvme", Tier.HBM: b"hbm"}
-ALWAYS_THERE: Final = (Tier.DRAM, Tier.NVME)
 PENDING: Final = b"pending"
 
 _META = struct.Struct("<16xII8xQ")  # LMDB 0.9: page header; magic, data version, address; map size

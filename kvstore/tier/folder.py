@@ -8,10 +8,9 @@
         header                         one page of words (header.Header)
         segment                        the data (dram.SegmentFile)
         records-<extent>  uses-<extent>    tables of each carved extent (records.ExtentTable)
-        marks-<extent>                     of NVMe instead of uses; of memory for programs of the version before
         index-<epoch>/                 LMDB: key -> address (index.Index)
         puts                           what clients put and the daemon has not taken in (put_log.PutLog); may be absent
-        secret                         keeps the keys of its roots apart (pool_secret); absent: an earlier version's
+        secret                         keeps the keys of its roots apart (pool_secret)
         nvme                           where its NVMe files are (nvme_map.NvmeMap); absent without NVMe
         data                           which data server sends its pages, locked while that lives (data_file)
         brought                        pages of other nodes that were read here recently (client.local.brought)
@@ -117,10 +116,6 @@ class NodeFolder:
     def records(self, extent: int) -> Path:
         """The record table of ``extent``."""
         return self.path / f"records-{extent}"
-
-    def marks(self, extent: int) -> Path:
-        """The marks table of ``extent``."""
-        return self.path / f"marks-{extent}"
 
     def uses(self, extent: int) -> Path:
         """The uses table of ``extent``."""
@@ -313,7 +308,7 @@ class NodeFolder:
         for name in os.listdir(self.path):
             if name.startswith(_TEMPORARY) or (name.startswith("index-") and name.endswith(".tmp")):
                 remove(self.path / name)
-        for extent in set(self._numbers("uses-")).difference(self.extents()):  # the version before knows no uses
+        for extent in set(self._numbers("uses-")).difference(self.extents()):  # a kill between two files of a table
             remove(self.uses(extent))
 
     def temporary(self, name: str) -> Path:

@@ -18,7 +18,7 @@ from kvstore.tier.folder import NodeFolder
 from kvstore.tier.plain_files import open_plain
 
 HEADER_BYTES: Final = 4096
-FORMAT_VERSION: Final = 1
+FORMAT_VERSION: Final = 2  # of all files of a node's folder but those that have one of their own
 _MAGIC: Final = int.from_bytes(b"KVSTORE1", "little")
 _WORDS: Final = 18  # those in use
 

@@ -122,7 +122,7 @@ class Index:
 
     def find(self, tier: Tier, key: bytes) -> Address | None:
         """Where in that tier the sealed page of ``key`` was last known to be."""
-        return self._find(self._tables.tiers.get(tier), key)
+        return self._find(self._tables.tiers[tier], key)
 
     def find_pending(self, key: bytes) -> Address | None:
         """The frame in which the page of ``key`` is being written."""
@@ -130,14 +130,14 @@ class Index:
 
     def _find(self, table: Any, key: bytes) -> Address | None:
         try:
-            raw = self._begin(table).get(key) if table is not None else None
+            raw = self._begin(table).get(key)
             return None if raw is None else _address(_unpack(raw))
         except (lmdb.Error, struct.error) as error:
             translate(error)
 
     def find_many(self, tier: Tier, keys: Iterable[bytes]) -> list[bytes | None]:
         """Raw addresses (``ADDRESS_DTYPE``) of pages in that tier, None where not stored; all of one moment."""
-        table = self._tables.tiers.get(tier)
+        table = self._tables.tiers[tier]
         if table is None:
             return [None for _ in keys]
         try:
@@ -151,7 +151,7 @@ class Index:
         Looks at the last key first (a full hit costs one look) and at the first one (a full miss costs two), then
         halves: right because no page is stored without the pages before it. ``keys`` may start anywhere in a chain.
         """
-        table = self._tables.tiers.get(tier)
+        table = self._tables.tiers[tier]
         if not keys or table is None:
             return 0, None
         try:
@@ -163,11 +163,7 @@ class Index:
 
     def count(self, tier: Tier) -> int:
         """How many pages are in that tier."""
-        return self._entries(self._tables.tiers.get(tier))
-
-    def has(self, tier: Tier) -> bool:
-        """Whether there is a table of that tier: an index of an earlier version may lack one."""
-        return tier in self._tables.tiers
+        return self._entries(self._tables.tiers[tier])
 
     def count_pending(self) -> int:
         """How many pages are being written."""
@@ -178,15 +174,13 @@ class Index:
 
         Reads ``SCAN_BATCH`` entries at a time: what is written in the meantime may or may not be seen.
         """
-        return self._scan(self._tables.tiers.get(tier))
+        return self._scan(self._tables.tiers[tier])
 
     def scan_pending(self) -> Iterator[tuple[bytes, bytes]]:
         """``(key, raw address)`` of every page that is being written, by key."""
         return self._scan(self._tables.pending)
 
     def _scan(self, table: Any) -> Iterator[tuple[bytes, bytes]]:
-        if table is None:
-            return
         start = b""
         while True:
             try:
@@ -212,7 +206,7 @@ class Index:
 
     def _entries(self, table: Any) -> int:
         try:
-            return int(self._begin(table).stat(table)["entries"]) if table is not None else 0
+            return int(self._begin(table).stat(table)["entries"])
         except lmdb.Error as error:
             translate(error)
 
@@ -271,14 +265,8 @@ class Index:
 
 
 def _open_tables(environment: lmdb.Environment) -> Tables:
-    """Those that are there. Raises lmdb.Error where one is not that every index has."""
-    tiers: dict[Tier, Any] = {}
-    for tier, name in env.TIER_TABLES.items():
-        try:
-            tiers[tier] = environment.open_db(name, create=False)
-        except lmdb.NotFoundError:
-            if tier in env.ALWAYS_THERE:
-                raise
+    """Those of an index. Raises lmdb.Error where one is absent."""
+    tiers = {tier: environment.open_db(name, create=False) for tier, name in env.TIER_TABLES.items()}
     return Tables(tiers, environment.open_db(env.PENDING, create=False))
 
 

@@ -28,12 +28,12 @@ import numpy as np
 import numpy.typing as npt
 import xxhash
 
-from kvstore.model.pool_secret import NO_SECRET, SECRET_BYTES
+from kvstore.model.pool_secret import SECRET_BYTES
 from kvstore.model.replica import FrameClass
 from kvstore.tier import nvme_geometry
 from kvstore.tier.disk import BLOCK_BYTES, aligned_buffer
 
-VERSION: Final = 1
+VERSION: Final = 2
 OWNER_BYTES: Final = 64  # of a node's name
 TABLE_AT: Final = BLOCK_BYTES
 _SUPER_MAGIC: Final = b"KVNVME01"
@@ -44,7 +44,7 @@ _DIRECTORY_MAGIC: Final = b"KVDIREC1"
 _SUPER = struct.Struct("<8sIIQ64sQQQQ")
 _TABLE_HEAD = struct.Struct("<8s6QQ")  # magic, incarnation, sequence, starts, day, bytes of it, positions, sum
 _DIRECTORY_HEAD = struct.Struct("<8sQQQ24xQ")  # magic, incarnation, extent, frames, sum
-_SECRET_AT: Final = 128  # zeros in targets that an earlier version made
+_SECRET_AT: Final = 128
 _SUM_AT: Final = 512 - 8
 _CARVED: Final = 1
 _CLEAN: Final = 2
@@ -74,11 +74,11 @@ class Superblock:
     table_bytes: int
     version: int = VERSION
     complete: bool = True
-    secret: bytes = field(default=NO_SECRET, repr=False, compare=False)  # of the pool
+    secret: bytes = field(default=bytes(SECRET_BYTES), repr=False, compare=False)  # of the pool; zeros: not known here
 
     @classmethod
     def planned(
-        cls, incarnation: int, owner: str, size_bytes: int, extent_bytes: int, secret: bytes = NO_SECRET
+        cls, incarnation: int, owner: str, size_bytes: int, extent_bytes: int, secret: bytes = bytes(SECRET_BYTES)
     ) -> Superblock:
         """The geometry of a new device: as many positions as fit, maybe none."""
         rest = size_bytes - 2 * BLOCK_BYTES

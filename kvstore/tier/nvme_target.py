@@ -22,9 +22,9 @@ import numpy as np
 
 from kvstore import failpoint
 from kvstore.errors import InvalidRequest
-from kvstore.model.pool_secret import NO_SECRET
 from kvstore.tier.disk import BLOCK_BYTES, Disk, aligned_buffer
 from kvstore.tier.nvme_table import OWNER_BYTES, VERSION, Bytes, Superblock, Table
+from kvstore.tier.secret_file import new_secret
 
 # Other systems leave the first blocks alone and sign what follows (btrfs at 64 KiB, ISO 9660 at 32 KiB, RAID at
 # 4 KiB, ZFS at 16 KiB and at the end): this much at either end is zero, or the target is not blank.
@@ -42,7 +42,7 @@ def open_target(
     """The superblock of ``owner``'s target; a new one where it is blank or half made, or with ``make``.
 
     Args:
-        secret: of the pool: a new one gets it, another's is refused. None: whatever it is, none for a new one.
+        secret: of the pool: a new one gets it, another's is refused. None: whatever it is, a fresh one for a new one.
         is_file: zeros at the end are its tail that was cut off, see ``nvme_tail``; of a device somebody wiped it.
 
     Raises:
@@ -57,20 +57,14 @@ def open_target(
     half_made = first is not None and not first.complete and (first.owner, first.version) == (owner, VERSION)
     found = first or last
     if make or half_made or (found is None and _is_blank(disk)):
-        return _make(disk, owner, extent_bytes, secret or NO_SECRET)
+        return _make(disk, owner, extent_bytes, secret or new_secret())
     if found is None:
         raise InvalidRequest("nvme", f"{disk.path} is neither blank nor a kvstore's{_REMEDY}")
-    if last is not None and found.secret == NO_SECRET:
-        found = replace(found, secret=last.secret)  # an earlier version has repaired the front, and knew of no secret
     _check(disk, found, owner, extent_bytes)
     if secret is not None and found.secret != secret:
         remedy = f", purge what the node has in memory, or{_REMEDY[1:]}"
         raise InvalidRequest("nvme", f"{disk.path} has pages of a pool with another secret{remedy}")
-    if first is not None and first == last:
-        for offset, block in ((0, front), (disk.size_bytes - BLOCK_BYTES, back)):
-            if block.tobytes() != found.packed().tobytes():
-                disk.write(offset, [found.packed()])
-                disk.sync()
+    if np.array_equal(front, back):
         return found
     if is_file and first is not None and not back.any():
         return found
@@ -89,19 +83,18 @@ def read_superblock(disk: Disk) -> Superblock | None:
     Raises:
         OSError: the disk fails.
     """
-    best = None
+    failure: OSError | None = None
     for offset in (0, disk.size_bytes - BLOCK_BYTES):
         try:
             found = Superblock.unpacked(_block(disk, offset))
-        except OSError:
-            if best is None:
-                raise
-            break
+        except OSError as error:
+            failure = error
+            continue
         if found is not None and (found.version, found.size_bytes, found.complete) == (VERSION, disk.size_bytes, True):
-            if found.secret != NO_SECRET:
-                return found
-            best = best or found  # an earlier version's; or it has repaired this end, and knew of no secret
-    return best
+            return found
+    if failure is not None:
+        raise failure
+    return None
 
 
 def read_table(disk: Disk, superblock: Superblock) -> tuple[Table, int]:

@@ -5,8 +5,7 @@ daemon alone. Clients write ``uses-<extent>`` (``tier.uses``). On x86-64 stores 
 protocol of a record is: body first, its word last; and to end it, the word first.
 
 An extent belongs to one tier. What lies on NVMe has its token ids and checksums in front of it on the device, so the
-tables of such an extent are lean: 96 bytes of record and the last use (``marks-<extent>``) per frame, whatever the
-class.
+tables of such an extent are lean: 96 bytes of record and the last use per frame, whatever the class.
 """
 
 from __future__ import annotations
@@ -23,12 +22,12 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.errors import OutOfSpace
-from kvstore.model.replica import KEY_BYTES, MARKS_ROW_BYTES, FrameClass, FrameState, RecordFormat, Tier
+from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, FrameClass, RecordFormat, Tier
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import unknown_version
 from kvstore.tier.plain_files import open_plain, remove
 from kvstore.tier.record import Record
-from kvstore.tier.uses import Marks, Uses, Words, map_whole
+from kvstore.tier.uses import Uses, Words, map_whole
 
 RECORDS_HEAD_BYTES: Final = 4096
 _VERSION: Final = 2
@@ -36,13 +35,11 @@ _MAGIC: Final = int.from_bytes(b"KVRECRD1", "little")
 # magic, version, incarnation, extent, position, page_bytes, page_tokens, layers, frames, tier, sum of what is before it
 _HEAD = struct.Struct("<11Q")
 _SUMMED_BYTES: Final = _HEAD.size - 8
-_COPIES_AT: Final = (0, 2048)  # of the head; the second one is zeros where version 0.1 made the table
+_COPIES_AT: Final = (0, 2048)  # of the head
 _TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # as the head numbers them
-# Of the marks, per frame: for programs of the version before, see ``uses``; elsewhere the last use.
-_MARKS_BYTES: Final = {Tier.HBM: 8, Tier.DRAM: MARKS_ROW_BYTES, Tier.NVME: 8}
 _KEY_AND_ROOT: Final = struct.Struct(f"<{RecordFormat.key.start}x{KEY_BYTES}s{KEY_BYTES}s")
 _HEADLESS: Final = (Tier.DRAM,)  # nothing stands before their frames: the records say all of it
-_SHOWN: Final = (Tier.DRAM,)  # where clients write: they have ``uses``
+_SHARDS: Final = {Tier.HBM: 0, Tier.DRAM: SHARDS_MAX, Tier.NVME: 0}  # of the uses: clients write to DRAM alone
 
 
 class ExtentTable:
@@ -65,10 +62,10 @@ class ExtentTable:
     fmt: RecordFormat
     rows: npt.NDArray[np.uint8]
     words: Words
-    uses: Uses | Marks
+    uses: Uses
     last_use: Words
 
-    def __init__(self, folder: NodeFolder, head: tuple[int, ...], map_: mmap.mmap, uses: Uses | Marks) -> None:
+    def __init__(self, folder: NodeFolder, head: tuple[int, ...], map_: mmap.mmap, uses: Uses) -> None:
         _, _, _, self.extent, self.position, page_bytes, page_tokens, layers, self.frames, tier, _ = head
         self.frame_class = FrameClass(page_bytes, page_tokens, layers)
         self.tier = _TIERS[tier]
@@ -115,16 +112,16 @@ class ExtentTable:
         packed = _HEAD.pack(*head, 0)[:_SUMMED_BYTES]
         packed += xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
         both = b"".join(packed.ljust(_COPIES_AT[1], b"\0") for _ in _COPIES_AT)
-        records, uses = files.become(folder, extent, both, Uses.head(incarnation, extent, frames))
+        records, uses = files.become(folder, extent, both, Uses.head(incarnation, extent, frames, _SHARDS[tier]))
         return cls(folder, _HEAD.unpack_from(records, _COPIES_AT[0]), records, uses)
 
     @classmethod
     def open(cls, folder: NodeFolder, extent: int, incarnation: int, writable: bool = False) -> ExtentTable | None:
         """Map the tables of ``extent``. ``writable`` maps the records for writing too (the daemon's view).
 
-        None where records or marks are absent or of another size or incarnation, or both copies of the header are
-        damaged: a doubt is a miss. Nothing is changed, but by the daemon: a damaged or absent copy of the header, and
-        uses that are absent or damaged, for which the marks stand in.
+        None where records or uses are absent or of another size or incarnation, or both copies of the header are
+        damaged: a doubt is a miss. Nothing is changed, but by the daemon: it repairs a damaged copy of the header, and
+        makes new uses where they are absent or damaged.
 
         Raises:
             VersionMismatch: it is whole, and of another version of the file format.
@@ -133,38 +130,16 @@ class ExtentTable:
             try:
                 records = map_whole(folder.records(extent), writable)
                 stack.callback(records.close)
-                marks = map_whole(folder.marks(extent), True)
-                stack.callback(marks.close)
             except (FileNotFoundError, ValueError):  # ValueError: an empty file cannot be mapped
                 return None
-            head = _sound_head(folder, records, len(marks), extent, incarnation)
-            if head is None:
+            head = _sound_head(folder, records, extent, incarnation)
+            uses = _open_uses(folder, head, writable) if head is not None else None
+            if head is None or uses is None:
                 return None
-            uses = _open_uses(folder, head, writable) or Marks(marks, head[8])
             stack.pop_all()
-            table = cls(folder, head, records, uses)
-            if isinstance(uses, Uses):
-                marks.close()
             if writable:
-                table._mend(records)
-                table.heed()
-            return table
-
-    def heed(self) -> None:
-        """What programs of the version before have written into the marks counts. Any thread of the daemon may ask."""
-        self.uses.heed(self._folder.marks(self.extent))
-
-    def _mend(self, records: mmap.mmap) -> None:
-        """Make both copies of the head one again. A table that has one only was made by a version that let frames which
-        became free name their last writers: these are forgotten first."""
-        first, second = (records[at : at + _HEAD.size] for at in _COPIES_AT)
-        if first == second:
-            return
-        if not any(second):
-            self.forget_writers(np.flatnonzero(self.words & np.uint64(0xFF) == FrameState.FREE))
-        sound = first if _sum_holds(records, _COPIES_AT[0]) else second
-        for at in reversed(_COPIES_AT):
-            records[at : at + _HEAD.size] = sound
+                _repair(records)
+            return cls(folder, head, records, uses)
 
     def forget_writers(self, frames: Any) -> None:
         """These frames are free: their records name nobody who might write there."""
@@ -268,67 +243,68 @@ class TableFiles:
     """The files of a table that has no extent yet: zeros, with all the memory they need. Made by ``make``; ends with
     ``become``, with ``remove``, or with the next start of the node."""
 
-    def __init__(self, records: Path, marks: Path, uses: Path | None) -> None:
+    def __init__(self, records: Path, uses: Path) -> None:
         self._records = records
-        self._marks = marks
         self._uses = uses
-        self._maps: list[mmap.mmap] = []  # of the records, and of the uses or the marks
+        self._maps: list[mmap.mmap] = []  # of the records, and of the uses
 
     @classmethod
     def make(
         cls, folder: NodeFolder, number: int, frame_class: FrameClass, frames: int, tier: Tier = Tier.DRAM
     ) -> TableFiles:
         """Raises OutOfSpace where there is no memory for them; nothing is left behind."""
-        path = {what: folder.temporary(f"table-{tier}-{number}-{what}") for what in ("records", "marks", "uses")}
-        shown = tier in _SHOWN
-        files = cls(path["records"], path["marks"], path["uses"] if shown else None)
+        records, uses = (folder.temporary(f"table-{tier}-{number}-{what}") for what in ("records", "uses"))
+        files = cls(records, uses)
         try:
-            folder.new_file(files._marks, frames * _MARKS_BYTES[tier], b"", sparse=shown)
-            if files._uses is not None:
-                folder.new_file(files._uses, Uses.bytes_of(frames), b"")
+            folder.new_file(files._uses, Uses.bytes_of(frames, _SHARDS[tier]), b"")
             records_bytes = RECORDS_HEAD_BYTES + frames * _format(frame_class, tier).row_bytes
             folder.new_file(files._records, records_bytes, b"")
-            for mapped in (files._records, files._uses or files._marks):
+            for mapped in (files._records, files._uses):
                 files._maps.append(map_whole(mapped, True))
         except (OSError, OutOfSpace):
             files.remove()
             raise
         return files
 
-    def become(self, folder: NodeFolder, extent: int, head: bytes, uses_head: bytes) -> tuple[mmap.mmap, Uses | Marks]:
-        """They are this extent's from here on: the records, and the uses or what stands in for them."""
-        records, beside = self._maps
+    def become(self, folder: NodeFolder, extent: int, head: bytes, uses_head: bytes) -> tuple[mmap.mmap, Uses]:
+        """They are this extent's from here on: the records and the uses."""
+        records, uses = self._maps
         records[: len(head)] = head
-        if self._uses is not None:
-            beside[: len(uses_head)] = uses_head
-            os.rename(self._uses, folder.uses(extent))
-        os.rename(self._marks, folder.marks(extent))
+        uses[: len(uses_head)] = uses_head
+        os.rename(self._uses, folder.uses(extent))
         os.rename(self._records, folder.records(extent))
-        frames = _HEAD.unpack_from(head)[8]
-        return records, Uses(beside, frames) if self._uses is not None else Marks(beside, frames)
+        frames, tier = _HEAD.unpack_from(head)[8:10]
+        return records, Uses(uses, frames, _SHARDS[_TIERS[tier]])
 
     def remove(self) -> None:
         """They are not needed."""
         for mapped in self._maps:
             mapped.close()
-        for path in (self._records, self._marks, self._uses):
-            if path is not None:
-                remove(path)
+        for path in (self._records, self._uses):
+            remove(path)
 
 
 def remove_tables(folder: NodeFolder, extent: int) -> None:
     """Remove the files of an extent, as far as there are any; the records, by which a start knows it, first."""
-    for path in (folder.records(extent), folder.marks(extent), folder.uses(extent)):
+    for path in (folder.records(extent), folder.uses(extent)):
         remove(path)
 
 
 def _open_uses(folder: NodeFolder, head: tuple[int, ...], make: bool) -> Uses | None:
     """Those of an extent with this head of records; None where it has none, or ``make`` finds no memory for any."""
     incarnation, extent, frames, tier = head[2], head[3], head[8], _TIERS[head[9]]
-    if tier not in _SHOWN:
-        return None
-    uses = Uses.open(folder, extent, incarnation, frames)
-    return Uses.make(folder, extent, incarnation, frames) if uses is None and make else uses
+    about = folder, extent, incarnation, frames, _SHARDS[tier]
+    uses = Uses.open(*about)
+    return Uses.make(*about) if uses is None and make else uses
+
+
+def _repair(records: mmap.mmap) -> None:
+    """Make both copies of the head one again."""
+    first, second = (records[at : at + _HEAD.size] for at in _COPIES_AT)
+    if first != second:
+        sound = first if _sum_holds(records, _COPIES_AT[0]) else second
+        for at in reversed(_COPIES_AT):
+            records[at : at + _HEAD.size] = sound
 
 
 def claimed_positions(folder: NodeFolder, extent: int, incarnation: int) -> set[int] | None:
@@ -358,10 +334,8 @@ def _sum_holds(data: mmap.mmap | bytes, at: int) -> bool:
     return magic == _MAGIC and summed == int.from_bytes(total, "little")
 
 
-def _sound_head(
-    folder: NodeFolder, records: mmap.mmap, marks_bytes: int, extent: int, incarnation: int
-) -> tuple[int, ...] | None:
-    """The header's words where everything about both files fits together, else None."""
+def _sound_head(folder: NodeFolder, records: mmap.mmap, extent: int, incarnation: int) -> tuple[int, ...] | None:
+    """The header's words where everything about the file fits together, else None."""
     if len(records) < RECORDS_HEAD_BYTES:
         return None
     at = next((at for at in _COPIES_AT if _sum_holds(records, at)), None)
@@ -377,9 +351,8 @@ def _sound_head(
         return None
     tier = _TIERS[number]
     row_bytes = _format(FrameClass(page_bytes, page_tokens, layers), tier).row_bytes
-    # The sizes too: a row beyond the end of a file would be a SIGBUS, not a miss.
-    sizes = (RECORDS_HEAD_BYTES + frames * row_bytes, frames * _MARKS_BYTES[tier])
-    return head if frames >= 1 and (len(records), marks_bytes) == sizes else None
+    # The size too: a row beyond the end of a file would be a SIGBUS, not a miss.
+    return head if frames >= 1 and len(records) == RECORDS_HEAD_BYTES + frames * row_bytes else None
 
 
 def _format(frame_class: FrameClass, tier: Tier) -> RecordFormat:

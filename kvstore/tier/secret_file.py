@@ -1,7 +1,7 @@
 """The file ``secret`` of a node's folder: the secret of its pool, for the programs that map the node.
 
-It names the incarnation of the memory that it belongs to, and is there before the header says that incarnation. One of
-another incarnation, or none, is what an earlier version leaves: its pages have keys without tags.
+It names the incarnation of the memory that it belongs to, and is there before the header says that incarnation. Where
+it is absent or damaged, the keys of that memory cannot be made: its pages are lost, and the next start makes it anew.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import secrets
 import struct
 from typing import Final
 
-from kvstore.model.pool_secret import NO_SECRET, SECRET_BYTES
+from kvstore.model.pool_secret import SECRET_BYTES
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.plain_files import read_plain
 
@@ -19,8 +19,8 @@ _MAGIC: Final = b"KVSECRT1"
 
 
 def new_secret() -> bytes:
-    """A secret for a pool that is just made; never ``NO_SECRET``."""
-    return secrets.token_bytes(SECRET_BYTES - 1) + b"\1"
+    """A secret for a pool that is just made."""
+    return secrets.token_bytes(SECRET_BYTES)
 
 
 def write_secret(folder: NodeFolder, incarnation: int, secret: bytes) -> None:
@@ -28,10 +28,10 @@ def write_secret(folder: NodeFolder, incarnation: int, secret: bytes) -> None:
     folder.new_file(folder.secret, _FILE.size, _FILE.pack(_MAGIC, incarnation, secret))
 
 
-def read_secret(folder: NodeFolder, incarnation: int) -> bytes:
-    """That of this incarnation; ``NO_SECRET`` where there is none."""
+def read_secret(folder: NodeFolder, incarnation: int) -> bytes | None:
+    """That of this incarnation; None where there is none."""
     try:
         magic, owner, secret = _FILE.unpack(read_plain(folder.secret))
     except (OSError, struct.error):
-        return NO_SECRET
-    return bytes(secret) if (magic, owner) == (_MAGIC, incarnation) else NO_SECRET
+        return None
+    return bytes(secret) if (magic, owner) == (_MAGIC, incarnation) else None

@@ -17,7 +17,7 @@ from typing import Any, Final, NamedTuple
 import lmdb
 
 from kvstore.model.replica import ADDRESS, Address, Tier
-from kvstore.tier.environment import PAGE_BYTES, PAGES_AHEAD, IndexDamaged, IndexFull, allocate_map, translate
+from kvstore.tier.environment import PAGE_BYTES, PAGES_AHEAD, IndexFull, allocate_map, translate
 
 # Pages that one changed key may dirty: the path from the root (4 levels: 40 M keys) and splits. And what every
 # transaction dirties besides: roots of the tables, the list of free pages.
@@ -31,21 +31,10 @@ STEPS_IN_FLIGHT: Final = 2
 
 
 class Tables(NamedTuple):
-    """Handles of the index's tables: one per tier that it has, and that of pages being written."""
+    """Handles of the index's tables: one per tier, and that of pages being written."""
 
     tiers: Mapping[Tier, Any]
     pending: Any
-
-    def of(self, tier: Tier) -> Any:
-        """The table of that tier.
-
-        Raises:
-            IndexDamaged: it has none: it was made by a node without that tier.
-        """
-        table = self.tiers.get(tier)
-        if table is None:
-            raise IndexDamaged(f"the index has no table for {tier}")
-        return table
 
 
 class Room:
@@ -129,7 +118,7 @@ class WriteTxn:
 
     def put(self, tier: Tier, keys: Sequence[bytes], raw_addresses: Sequence[bytes]) -> None:
         """Store or replace the address in that tier of each key (raw: 16 bytes, ``ADDRESS_DTYPE``)."""
-        self._put(self._tables.of(tier), keys, raw_addresses)
+        self._put(self._tables.tiers[tier], keys, raw_addresses)
 
     def put_pending(self, keys: Sequence[bytes], raw_addresses: Sequence[bytes]) -> None:
         """Store or replace the address of the frame in which each key's page is being written."""
@@ -137,7 +126,7 @@ class WriteTxn:
 
     def delete(self, tier: Tier, keys: Sequence[bytes]) -> int:
         """Remove keys from a tier; those that are not there are skipped. Returns how many were."""
-        return self._delete(self._tables.of(tier), keys)
+        return self._delete(self._tables.tiers[tier], keys)
 
     def delete_pending(self, keys: Sequence[bytes]) -> int:
         """Remove keys from the pending table; those that are not there are skipped. Returns how many were."""
@@ -145,7 +134,7 @@ class WriteTxn:
 
     def find(self, tier: Tier, key: bytes) -> Address | None:
         """As ``Index.find``, with what this transaction wrote."""
-        return self._find(key, self._tables.of(tier))
+        return self._find(key, self._tables.tiers[tier])
 
     def find_pending(self, key: bytes) -> Address | None:
         """As ``Index.find_pending``, with what this transaction wrote."""

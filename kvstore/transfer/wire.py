@@ -64,7 +64,7 @@ class FrameKind(IntEnum):
     LENT = 23
     RETURN = 24
     RETURNED = 25
-    FOUND = 33  # 32 and 34 were FIND and ANNOUNCE of versions whose owners could not tell whose pages are
+    FOUND = 33
     ANNOUNCED = 35
     LIST = 36
     LISTED = 37

@@ -10,9 +10,7 @@ import pytest
 import kvstore
 from kvstore import Keys, Store
 from kvstore.errors import DeadlineExceeded
-from kvstore.rpc.control import Op
 from tests.helpers.content import SMALL, chain, contents
-from tests.helpers.inside import node_of
 from tests.helpers.processes import Machine, check_laws, check_pages, evict_all, put, wait_settled, wait_until
 
 PAGES = 4
@@ -129,23 +127,6 @@ def test_readers_follow_what_no_daemon_has_heard(then: str, machine: Machine) ->
     check_pages(other, {1: PAGES})
     wait_settled(store)
     check_laws(store)
-
-
-def test_a_node_that_does_not_take_what_is_begun_seals_it(machine: Machine) -> None:
-    """One of the version before: its readers wait for the seal."""
-    machine.serve("n")
-    store, other = machine.connect("n"), machine.connect("n")
-    warm(store)
-    publisher = node_of(store).writable().channel.publisher
-    assert publisher is not None and Op.BEGIN in publisher.ops
-    publisher.ops -= {Op.BEGIN}
-    keys = chain(1, PAGES)
-    with store.cache(SMALL).writer(keys) as writer:
-        for layer, data in enumerate(layers_of(keys)):
-            writer.write_layer(layer, data)
-        assert store.stats()["reservations"] == 0
-    assert writer.sealed == PAGES
-    check_pages(other, {1: PAGES})
 
 
 @pytest.mark.parametrize("end", ["raises", "is late"])

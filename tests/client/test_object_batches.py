@@ -307,28 +307,6 @@ def reserved(store: Store) -> int:
     return int(store.stats()["tiers"]["dram"]["frames"]["reserved"])
 
 
-def test_a_node_of_the_version_before_is_asked_once_and_gets_one_object_after_another(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    machine.serve(NODE, dram="128MiB")
-    store = machine.connect(NODE)
-    channel_type = type(node_of(store).writable().channel)
-    asked, genuine = [0], channel_type.request
-
-    def request(channel: Channel, op: int, *args: Any, **kwargs: Any) -> Any:
-        asked[0] += op == Op.SEAL_OBJECTS
-        return genuine(channel, 200 if op == Op.SEAL_OBJECTS else op, *args, **kwargs)
-
-    monkeypatch.setattr(channel_type, "request", request)
-    values = {f"k{i}": value_of(i, size) for i, size in enumerate((10, 9 << 20, 9 << 20, 70_000))}
-    assert store.put_many(list(values), list(values.values())) == [True] * 4
-    first = asked[0]
-    assert first > 1 and store.put_many(["k0", "new"], [b"", b"1"]) == [False, True] and asked[0] == first
-    assert {key: store.get(key).tobytes() for key in values} == values
-    wait_until("all frames are given back", lambda: reserved(store) == 0)
-    assert store.verify()["findings"] == []
-
-
 def test_of_a_batch_that_fails_between_requests_every_frame_is_given_back(
     store: Store, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -107,7 +107,7 @@ def test_a_hand_off_teaches_of_the_engine_that_computed() -> None:
 @pytest.mark.parametrize(
     "usage",
     [
-        replace(WHOLE, prefill_ms=0.0),  # an earlier version
+        replace(WHOLE, prefill_ms=0.0),  # nothing was computed
         replace(WHOLE, computed_tokens=PAGE + 1),  # by two engines, or nobody says where the rest was
         replace(WHOLE, computed_tokens=0, prefill_engine="e7"),
         replace(WHOLE, computed_tokens=0, cached_tokens={"dram": TOKENS}),

@@ -36,6 +36,7 @@ STATUS: dict[str, Any] = {
     "batch_max": 8,
     "chunk_tokens": 64,
     "speeds": {"step_ms": 1.5, "prefill_tokens_per_s": 1000.0},
+    "role_order": {"revision": 0, "number": 0},
     "pool": {"node": None},
 }
 NUMBERS = [

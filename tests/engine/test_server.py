@@ -120,7 +120,7 @@ def who(name: str) -> tuple[tuple[str, str], ...]:
 def prefill(stub: Any, name: str, request_id: str, salt: str | None = None, **prompt: Any) -> None:
     """Have a prompt computed that can be pulled then."""
     request = pb.SubmitRequest(request_id=request_id, salt=name if salt is None else salt, **prompt)
-    message = pb.PrefillRequest(request=request, layout=layout_message(LAYOUT), data_connections=True)
+    message = pb.PrefillRequest(request=request, layout=layout_message(LAYOUT))
     list(stub.Prefill(message, PULL_S, who(name)))
 
 

@@ -312,9 +312,7 @@ def test_another_layout_is_refused_field_by_field(engine: EngineClient, stub: An
     with pytest.raises(grpc.RpcError) as raw:
         list(
             stub.Prefill(
-                pb.PrefillRequest(
-                    request=submit_request(request), layout=layout_message(theirs), data_connections=True
-                ),
+                pb.PrefillRequest(request=submit_request(request), layout=layout_message(theirs)),
                 timeout=60,
             )
         )

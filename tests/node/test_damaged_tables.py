@@ -53,13 +53,7 @@ def heads_and_places(folder: Path, granted: list[list[int]]) -> None:
         flip(folder / f"records-{extent}", COPY_AT + 58)
 
 
-def marks_cut(folder: Path, granted: list[list[int]]) -> None:
-    for extent in tables_of(folder, granted):
-        path = folder / f"marks-{extent}"
-        path.write_bytes(path.read_bytes()[:-8])
-
-
-GIVEN_UP: list[Callable[[Path, list[list[int]]], None]] = [both_heads, heads_and_places, marks_cut]
+GIVEN_UP: list[Callable[[Path, list[list[int]]], None]] = [both_heads, heads_and_places]
 
 
 def stopped_writer(machine: Machine) -> tuple[Store, Worker, list[list[int]]]:

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from pathlib import Path
 
 import pytest
 
 import kvstore
 from kvstore.errors import InvalidRequest, KVStoreError
 from tests.helpers.content import SMALL, chain, contents, layer_of
-from tests.helpers.processes import ROOT, Machine, check_laws, check_pages, check_right, frames, put, wait_until
-from tests.helpers.versions import Version, unpack
+from tests.helpers.processes import Machine, check_laws, check_pages, check_right, frames, put, wait_until
 
 PAGES = 8  # of 16 KiB: a prompt is 128 KiB
 SMALLER, LARGER = {"dram": "4MiB"}, {"dram": "16MiB"}
@@ -121,24 +119,6 @@ def test_extents_of_another_size_are_refused(machine: Machine) -> None:
     assert refused.wait() == 2 and "extent: node n has a segment of 4MiB" in refused.errors.read_text()
     refused = machine.spawn("n", dram="128KiB")
     assert refused.wait() == 2 and "one at least" in refused.errors.read_text()
-
-
-def test_clients_of_the_version_before_see_it_grow(machine: Machine, tmp_path: Path) -> None:
-    tree = unpack(tmp_path / "old")
-    old, new = Version(machine, tree), Version(machine, ROOT)
-    daemon = old.serve(**SMALLER)
-    client, idle = old.client(), old.client()
-    for seed in range(24):
-        assert client.ask("put", seed=seed, pages=PAGES) == {"new": PAGES}
-    assert idle.ask("get", seed=0, pages=PAGES)["pages"] == PAGES
-    assert daemon.terminate() == 0
-    new.serve(**LARGER)
-    for seed in range(24, 100):
-        assert client.ask("put", seed=seed, pages=PAGES) == {"new": PAGES}
-    for seed in range(100):
-        for reader in (client, idle):
-            found = reader.ask("get", seed=seed, pages=PAGES)
-            assert (found["pages"], found["wrong"]) == (PAGES, 0), (seed, found)
 
 
 # --- smaller ----------------------------------------------------------------------------------------------------------

@@ -30,9 +30,9 @@ FRAMES, INCARNATION, INDEX_BYTES = 8, 7, 4 << 20
 DRAM, NVME = 1, 2  # extents
 STORED = {
     "records of DRAM": "2dd11ebb7742098c",
-    "uses of DRAM": "f7775936975e5e7b",
+    "uses of DRAM": "7fa7f6453a1d09e1",
     "records of NVMe": "4a4e5dca842e06b4",
-    "marks of NVMe": "4bab36c1439e4f24",
+    "uses of NVMe": "d31ed995c962d7fe",
     "header on NVMe": "1b88349c6d9d9d1a",
 }
 
@@ -108,7 +108,7 @@ def test_what_is_stored_keeps_its_bytes(performer: Performer) -> None:
         "records of DRAM": folder.records(DRAM).read_bytes(),
         "uses of DRAM": folder.uses(DRAM).read_bytes(),
         "records of NVMe": folder.records(NVME).read_bytes(),
-        "marks of NVMe": folder.marks(NVME).read_bytes(),
+        "uses of NVMe": folder.uses(NVME).read_bytes(),
         "header on NVMe": packed_header(),
     }
     assert {name: xxhash.xxh3_64_hexdigest(data) for name, data in stored.items()} == STORED

@@ -217,7 +217,7 @@ def foreign(disk: MemoryDisk, what: str) -> None:
             for start in (0, disk.size_bytes - 4096):
                 block = Superblock.unpacked(disk.data[start : start + 4096])
                 assert block is not None
-                newer = Superblock(1, "n", block.size_bytes, EXTENT_BYTES, 4, 4096, version=2)
+                newer = Superblock(1, "n", block.size_bytes, EXTENT_BYTES, 4, 4096, version=9)
                 disk.data[start : start + 4096] = newer.packed()
 
 
@@ -234,7 +234,7 @@ def foreign(disk: MemoryDisk, what: str) -> None:
         ("a file system made over it", "at one end, something else at the other"),
         ("another's end", "at one end, something else at the other"),
         ("both tables", "both copies of its extent table are damaged"),
-        ("next version", "is of format 2, this program knows 1"),
+        ("next version", "is of format 9, this program knows 2"),
     ],
 )
 def test_what_is_not_ours_is_left_alone(what: str, reason: str) -> None:

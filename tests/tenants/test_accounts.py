@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -218,12 +217,3 @@ def test_a_book_of_pins_is_a_line_per_change_and_stays_short(tmp_path: Path) -> 
     ], "whatever the wall clock says by now"
     assert [pin.until_ns for pin in found] == [until_ns] * 2
     assert book.read_pins(folder, 8) == [] and not path.exists()
-
-
-def test_a_book_of_pins_as_it_once_was_is_read(tmp_path: Path) -> None:
-    folder: Any = SimpleNamespace(path=tmp_path)
-    old = {"pin": 5, "keys": (b"k" * 16 + b"l" * 16).hex(), "root": ROOT.hex(), "until": time.time() + 60}
-    (tmp_path / book.PINS).write_text(json.dumps({"incarnation": f"{7:016x}", "pins": [old]}))
-    (pin,) = book.read_pins(folder, 7)
-    assert (pin.pin, pin.keys, pin.root, pin.asked) == (5, [b"k" * 16, b"l" * 16], ROOT, b"l" * 16)
-    assert book.read_pins(folder, 8) == []

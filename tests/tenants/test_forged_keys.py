@@ -10,29 +10,19 @@ import pytest
 
 import kvstore
 from kvstore import Keys, Layout, PrefixCache, Store
-from kvstore.errors import InvalidRequest, OutOfSpace
+from kvstore.errors import InvalidRequest
 from kvstore.model.objects import key_hash, object_root
-from kvstore.model.pool_secret import NO_SECRET
 from kvstore.model.replica import ADDRESS_BYTES
-from kvstore.service.node import startup
 from tests.helpers.forging import PAGE_TOKENS, tokens_for
 
 LAYOUT = Layout(model="forged", layers=2, kv_heads=2, head_dim=32, dtype="uint8", page_tokens=PAGE_TOKENS)
 PROMPT = np.arange(3 * PAGE_TOKENS, dtype=np.uint32)
 
 
-@pytest.fixture(params=["tags", "no tags"])
-def store(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Store]:
-    """A pool as it is made today, and one that an earlier version made: there keys can be forged."""
-    if request.param == "no tags":
-        monkeypatch.setattr(startup, "new_secret", lambda: NO_SECRET)
+@pytest.fixture
+def store() -> Iterator[Store]:
     with kvstore.open(dram="16MiB") as made:
         yield made
-
-
-@pytest.fixture
-def has_tags(store: Store) -> bool:
-    return bool(store.cache(LAYOUT).keys(PROMPT).tag)
 
 
 @pytest.fixture
@@ -63,8 +53,7 @@ def forged(thief: PrefixCache, wanted: Keys) -> Keys:
     links = wanted.links
     parents = [thief.root, *links[:-1]]
     keys = thief.keys(np.concatenate([tokens_for(link, before) for link, before in zip(links, parents, strict=True)]))
-    assert keys.links == links and (keys.hashes == wanted.hashes) == (not keys.tag)
-    assert not keys.tag or not set(keys.hashes) & set(wanted.hashes)
+    assert keys.links == links and not set(keys.hashes) & set(wanted.hashes)
     return keys
 
 
@@ -72,7 +61,7 @@ def sound(store: Store) -> bool:
     return store.verify()["findings"] == []
 
 
-def test_a_lookup_tells_nothing_about_another_root(victim: PrefixCache, thief: PrefixCache, has_tags: bool) -> None:
+def test_a_lookup_tells_nothing_about_another_root(victim: PrefixCache, thief: PrefixCache) -> None:
     keys = victim.keys(PROMPT)
     theirs = forged(thief, keys)
     assert (victim.put(keys, pages(3, 1)), thief.lookup(theirs).pages, thief.get(theirs).pages) == (3, 0, 0)
@@ -80,27 +69,21 @@ def test_a_lookup_tells_nothing_about_another_root(victim: PrefixCache, thief: P
     assert thief.prefetch(theirs).pages == 0
     with thief.lease(theirs) as lease:
         assert lease.pages == []
-    assert thief.put(theirs, pages(3, 2)) == (3 if has_tags else 0)  # else the page that came first has the key
+    assert thief.put(theirs, pages(3, 2)) == 3
     found = victim.get(keys).data
     assert found is not None and (found == 1).all()
 
 
-def test_a_chain_that_goes_on_with_another_s_keys(
-    store: Store, victim: PrefixCache, thief: PrefixCache, has_tags: bool
-) -> None:
+def test_a_chain_that_goes_on_with_another_s_keys(store: Store, victim: PrefixCache, thief: PrefixCache) -> None:
     """Of the thief's chain the first page is his own, the second has a key of the victim's."""
     keys = victim.keys(PROMPT)
     victim.put(keys, pages(3, 1))
     own = thief.keys(PROMPT[:PAGE_TOKENS]).links
     mixed = thief.keys(np.concatenate([PROMPT[:PAGE_TOKENS], tokens_for(keys.links[1], own[0])]))
     assert mixed.links == [*own, keys.links[1]]
-    put = 2 if has_tags else 1
-    assert (thief.lookup(mixed).pages, thief.put(mixed, pages(2, 2)), thief.lookup(mixed).pages) == (0, put, put)
+    assert (thief.lookup(mixed).pages, thief.put(mixed, pages(2, 2)), thief.lookup(mixed).pages) == (0, 2, 2)
     found = thief.get(mixed)
-    assert found.pages == put and found.data is not None and (found.data == 2).all()
-    if not has_tags:
-        with pytest.raises(OutOfSpace), thief.writer(mixed):
-            pass
+    assert found.pages == 2 and found.data is not None and (found.data == 2).all()
     assert sound(store)
 
 
@@ -118,17 +101,12 @@ def test_nobody_takes_another_root_s_pin_off(store: Store, victim: PrefixCache, 
     assert store.unpin(keys=keys) == {"unpinned": 1}
 
 
-def test_what_a_put_says_is_there_is_there(
-    store: Store, victim: PrefixCache, thief: PrefixCache, has_tags: bool
-) -> None:
+def test_what_a_put_says_is_there_is_there(store: Store, victim: PrefixCache, thief: PrefixCache) -> None:
     """The thief knows what will be put, and has put pages of these keys before."""
     keys = victim.keys(PROMPT)
     thief.put(forged(thief, keys[:2]), pages(2, 2))
     stored = victim.put(keys, pages(3, 1))
-    assert victim.lookup(keys).pages == victim.get(keys).pages == stored == (3 if has_tags else 0)
-    if not stored:
-        with pytest.raises(OutOfSpace), victim.writer(keys):
-            pass
+    assert victim.lookup(keys).pages == victim.get(keys).pages == stored == 3
     assert sound(store)
 
 
@@ -161,9 +139,7 @@ def test_a_key_inside_a_new_chain_that_is_taken_ends_it(store: Store, victim: Pr
         assert sound(store)
 
 
-def test_an_object_of_any_name_can_be_stored_or_is_said_not_to_be(
-    store: Store, thief: PrefixCache, has_tags: bool
-) -> None:
+def test_an_object_of_any_name_can_be_stored(store: Store, thief: PrefixCache) -> None:
     for number in range(64):
         name = f"name-{number}"
         try:
@@ -172,9 +148,4 @@ def test_an_object_of_any_name_can_be_stored_or_is_said_not_to_be(
             continue  # three keys in four are those of no page of 16 tokens
         break
     assert thief.put(tokens, pages(1, 2)) == 1
-    if has_tags:
-        assert store.put(name, b"value", salt="victim") and bytes(store.get(name, salt="victim")) == b"value"
-        return
-    with pytest.raises(OutOfSpace):
-        store.put(name, b"value", salt="victim")
-    assert store.get(name, salt="victim") is None
+    assert store.put(name, b"value", salt="victim") and bytes(store.get(name, salt="victim")) == b"value"

@@ -47,7 +47,7 @@ def test_reads_make_the_node_remember_nothing(machine: Machine) -> None:
                 assert not lease.pages
     assert size_of(names) == before
     said = node_of(local).mapped().header.names_forgotten  # type: ignore[union-attr]
-    for number in range(600):  # as a client of an older version does before it reads
+    for number in range(600):  # as a client does before it reads
         cache = local.cache(WORDY, salt="a", adapter=f"{number}-{ADAPTER}")
         cache._name(node_of(local).writable())
     assert size_of(names) == before

@@ -15,7 +15,7 @@ import pytest
 import kvstore
 from kvstore import Layout, Store
 from kvstore.errors import InvalidRequest
-from kvstore.model.pool_secret import ARRAY_PAGES, NO_SECRET, TAG_BYTES, tag_of, tagged
+from kvstore.model.pool_secret import ARRAY_PAGES, TAG_BYTES, tag_of, tagged
 from kvstore.tier.disk import BLOCK_BYTES, FileDisk
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.header import Header
@@ -52,7 +52,7 @@ def folder(tmp_path: Path) -> NodeFolder:
     return NodeFolder(tmp_path, "n")
 
 
-def secret_of(tmp_path: Path) -> bytes:
+def secret_of(tmp_path: Path) -> bytes | None:
     """What the folder says."""
     header = Header.open(folder(tmp_path))
     assert header is not None
@@ -88,8 +88,8 @@ def check(store: Store) -> None:
     assert store.verify()["findings"] == []
 
 
-def older_target(path: Path) -> None:
-    """As an earlier version makes it."""
+def other_target(path: Path) -> None:
+    """One that was made for a pool of its own."""
     disk = FileDisk.open(path, 8 * MIB, create=True)
     NvmeDevice.open(disk, "n", MIB).close()
 
@@ -98,7 +98,7 @@ def test_tags_tell_roots_apart_and_leave_keys_alone() -> None:
     secret, root = new_secret(), bytes(range(16))
     tag = tag_of(secret, root)
     assert len(tag) == TAG_BYTES and tag != tag_of(secret, root[::-1]) and tag != tag_of(new_secret(), root)
-    assert tag_of(NO_SECRET, root) == b"" and tag == tag_of(secret, root)
+    assert tag == tag_of(secret, root)
     keys = tagged([root, root[::-1]], tag)
     assert keys == [root[:8] + tag, root[::-1][:8] + tag] == tagged(keys, tag)
     many = [new_secret() for _ in range(2 * ARRAY_PAGES)]
@@ -110,7 +110,7 @@ def test_without_nvme_it_lasts_as_long_as_the_memory(opened: Open, tmp_path: Pat
     with opened() as store:
         fill(store)
         first = secret_of(tmp_path)
-        assert first != NO_SECRET and stat.S_IMODE(folder(tmp_path).secret.stat().st_mode) == 0o600
+        assert first is not None and stat.S_IMODE(folder(tmp_path).secret.stat().st_mode) == 0o600
         keys = store.cache(LAYOUT).keys(PROMPT)
         assert keys.tag == tag_of(first, keys.root) and all(key.endswith(keys.tag) for key in keys.hashes)
         assert [page["key"] for page in store.pages(order="place")["pages"]] == [key.hex() for key in keys.hashes]
@@ -119,7 +119,7 @@ def test_without_nvme_it_lasts_as_long_as_the_memory(opened: Open, tmp_path: Pat
         check(store)
     reboot(tmp_path)
     with opened() as store:
-        assert secret_of(tmp_path) not in (first, NO_SECRET)
+        assert secret_of(tmp_path) not in (first, None)
         assert store.cache(LAYOUT).lookup(keys).pages == 0
         fill(store)
 
@@ -128,34 +128,28 @@ def test_a_reboot_finds_it_on_nvme(opened: Open, tmp_path: Path) -> None:
     with opened("a") as store:
         fill(store, nvme=True)
         secret = secret_of(tmp_path)
-    assert on_disk(tmp_path / "a") == [secret, secret] and secret != NO_SECRET
+    assert on_disk(tmp_path / "a") == [secret, secret] and any(secret)
     reboot(tmp_path)
     with opened("a") as store:
         assert secret_of(tmp_path) == secret
         check(store)
 
 
-def test_a_target_of_an_earlier_version_keeps_its_keys(opened: Open, tmp_path: Path) -> None:
-    older_target(tmp_path / "a")
-    for _ in (0, 1):  # made from it, and again after a reboot
-        with opened("a") as store:
-            assert secret_of(tmp_path) == NO_SECRET and store.cache(LAYOUT).keys(PROMPT).tag == b""
-            if not store.stats()["tiers"]["nvme"]["pages"]:
-                fill(store, nvme=True)
-            check(store)
-        assert on_disk(tmp_path / "a") == [NO_SECRET, NO_SECRET]
-        reboot(tmp_path)
-
-
-def test_memory_of_an_earlier_version_keeps_its_keys(opened: Open, tmp_path: Path) -> None:
-    older_target(tmp_path / "a")
+@pytest.mark.parametrize("damage", ["absent", "cut", "of another incarnation"])
+def test_memory_whose_secret_is_lost_is_made_anew(damage: str, opened: Open, tmp_path: Path) -> None:
+    """What NVMe holds is found again: the secret is there as well."""
     with opened("a") as store:
-        fill(store)
-    folder(tmp_path).secret.unlink()  # it knows of none
-    with opened("ab") as store:
-        assert secret_of(tmp_path) == NO_SECRET
+        fill(store, nvme=True)
+        secret = secret_of(tmp_path)
+    path = folder(tmp_path).secret
+    data = path.read_bytes()
+    path.unlink()
+    if damage != "absent":
+        path.write_bytes(data[:-1] if damage == "cut" else data[:8] + bytes(8) + data[16:])
+    assert secret_of(tmp_path) is None
+    with opened("a") as store:
+        assert secret_of(tmp_path) == secret
         check(store)
-    assert on_disk(tmp_path / "b") == [NO_SECRET, NO_SECRET], "one pool, one kind of keys"
 
 
 def test_a_target_that_comes_later_gets_it(opened: Open, tmp_path: Path) -> None:
@@ -185,34 +179,13 @@ def test_targets_of_two_pools_are_not_mixed(opened: Open, tmp_path: Path) -> Non
 
 
 def test_a_node_with_pages_takes_no_other_pool_s_target(opened: Open, tmp_path: Path) -> None:
-    older_target(tmp_path / "old")
-    shutil.copy(tmp_path / "old", tmp_path / "a")
+    other_target(tmp_path / "a")
     with opened() as store:
         fill(store)
     with pytest.raises(InvalidRequest, match="purge"):
         opened("a")
     with opened() as store:
         check(store)
-
-
-def test_one_end_that_an_earlier_version_repaired(opened: Open, tmp_path: Path) -> None:
-    """It knew of no secret: the other end has it still."""
-    with opened("a") as store:
-        fill(store, nvme=True)
-    (secret, _), size = on_disk(tmp_path / "a"), 8 * MIB
-    for start in (0, size - BLOCK_BYTES):
-        with open(tmp_path / "a", "r+b") as file:
-            file.seek(start)
-            block = Superblock.unpacked(np.frombuffer(file.read(BLOCK_BYTES), np.uint8))
-            assert block is not None
-            plain = Superblock.planned(block.incarnation, block.owner, block.size_bytes, block.extent_bytes)
-            file.seek(start)
-            file.write(plain.packed().tobytes())
-        assert NO_SECRET in on_disk(tmp_path / "a")
-        reboot(tmp_path)
-        with opened("a") as store:
-            check(store)
-        assert on_disk(tmp_path / "a") == [secret, secret]
 
 
 def test_caches_and_keys_outlive_a_pool(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -454,7 +454,7 @@ HOLDER = """
     from kvstore.tier.folder import NodeFolder
     from kvstore.tier.index import Index
     reader = Index.open_reader(NodeFolder.at(sys.argv[1]), 1)
-    transaction = reader._begin(reader._tables.of(Tier.DRAM))
+    transaction = reader._begin(reader._tables.tiers[Tier.DRAM])
     transaction.get(b"k" * 16)
     print("inside", flush=True)
     time.sleep(60)
@@ -514,7 +514,7 @@ def test_a_forked_child_opens_its_own_and_harms_nobody(folder: NodeFolder, write
         gc.collect()
         return found
 
-    reads = [inherited._begin(inherited._tables.of(Tier.DRAM))]  # the parent is inside a read
+    reads = [inherited._begin(inherited._tables.tiers[Tier.DRAM])]  # the parent is inside a read
     for _ in range(3):
         assert in_child(child)
     assert inherited._environment is not None

@@ -13,7 +13,6 @@ from kvstore.errors import VersionMismatch
 from kvstore.model.replica import SHARDS_MAX, FrameClass, FrameState, Tier, word_of
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.records import RECORDS_HEAD_BYTES, ExtentTable, claimed_positions
-from kvstore.tier.uses import Marks, Uses
 
 CLASS = FrameClass(page_bytes=10_000, page_tokens=15, layers=3)
 INCARNATION = 0x1234_5678_9ABC
@@ -32,12 +31,9 @@ def create(folder: NodeFolder, extent: int = 5, tier: Tier = Tier.DRAM) -> Exten
 
 
 @pytest.mark.parametrize(
-    ("tier", "row_bytes", "marks_width", "uses"),
-    [(Tier.DRAM, CLASS.record.row_bytes, 1 + SHARDS_MAX, Uses), (Tier.NVME, 96, 1, Marks)],
+    ("tier", "row_bytes", "uses_bytes"), [(Tier.DRAM, CLASS.record.row_bytes, 16 + SHARDS_MAX), (Tier.NVME, 96, 8)]
 )
-def test_tables_of_both_tiers(
-    folder: NodeFolder, tier: Tier, row_bytes: int, marks_width: int, uses: type[object]
-) -> None:
+def test_tables_of_both_tiers(folder: NodeFolder, tier: Tier, row_bytes: int, uses_bytes: int) -> None:
     table = create(folder, tier=tier)
     reader = ExtentTable.open(folder, 5, INCARNATION)
     assert reader is not None
@@ -45,10 +41,10 @@ def test_tables_of_both_tiers(
         assert (mapped.extent, mapped.position, mapped.frames, mapped.tier) == (5, 2, FRAMES, tier)
         assert mapped.frame_class == CLASS
         assert mapped.rows.shape == (FRAMES, row_bytes) == (FRAMES, mapped.fmt.row_bytes)
-        assert mapped.last_use.shape == (FRAMES,) and type(mapped.uses) is uses
+        assert mapped.last_use.shape == (FRAMES,)
         assert not mapped.rows.any() and not mapped.last_use.any()
     assert folder.records(5).stat().st_size == RECORDS_HEAD_BYTES + FRAMES * row_bytes
-    assert folder.marks(5).stat().st_size == 8 * FRAMES * marks_width
+    assert folder.uses(5).stat().st_size == 64 + FRAMES * uses_bytes
 
     table.words[3] = word_of(9, FrameState.SEALED)
     table.column(table.fmt.info)[3] = 77
@@ -85,8 +81,8 @@ def test_a_doubt_is_a_miss(folder: NodeFolder, tier: Tier) -> None:
     create(folder, tier=tier)
     assert ExtentTable.open(folder, 5, INCARNATION + 1) is None, "of another segment, or other devices"
     assert ExtentTable.open(folder, 6, INCARNATION) is None
-    records, marks = folder.records(5), folder.marks(5)
-    sound, sound_marks = records.read_bytes(), marks.read_bytes()
+    records, uses = folder.records(5), folder.uses(5)
+    sound, sound_uses = records.read_bytes(), uses.read_bytes()
     damages = {
         "cut": sound[:-1],
         "longer": sound + b"\0",
@@ -102,9 +98,9 @@ def test_a_doubt_is_a_miss(folder: NodeFolder, tier: Tier) -> None:
     with pytest.raises(VersionMismatch, match="records-5 format 1, this program knows 2"):
         ExtentTable.open(folder, 5, INCARNATION)
     records.write_bytes(sound)
-    marks.write_bytes(sound_marks[:-8])
+    uses.write_bytes(sound_uses[:-8])
     assert ExtentTable.open(folder, 5, INCARNATION) is None
-    marks.write_bytes(sound_marks)
+    uses.write_bytes(sound_uses)
     assert ExtentTable.open(folder, 5, INCARNATION) is not None
 
 
@@ -142,21 +138,16 @@ def test_a_table_has_its_head_twice(folder: NodeFolder) -> None:
             assert records.read_bytes() == sound
 
 
-def test_a_table_of_the_version_before_is_taken_as_it_is(folder: NodeFolder) -> None:
-    """It has its head once, and its free frames may name whoever wrote there last."""
-    table = create(folder)
-    table.rows[1, table.fmt.writers] = 9
-    table.rows[2, table.fmt.writers] = 9
-    table.words[2] = word_of(3, FrameState.RESERVED)
-    table.close()
-    data = bytearray(folder.records(5).read_bytes())
-    data[2048:4096] = bytes(2048)
+@pytest.mark.parametrize("damaged", [0, 2048])
+def test_a_damaged_copy_of_the_head_is_repaired_by_the_daemon(damaged: int, folder: NodeFolder) -> None:
+    create(folder).close()
+    sound = folder.records(5).read_bytes()
+    data = bytearray(sound)
+    data[damaged : damaged + 2048] = bytes(2048)
     folder.records(5).write_bytes(data)
-    owner = ExtentTable.open(folder, 5, INCARNATION, writable=True)
-    assert owner is not None
-    assert owner.column(owner.fmt.writers).tolist() == [0, 0, 9, *[0] * (FRAMES - 3)]
-    owner.close()
-    assert folder.records(5).read_bytes()[:88] == folder.records(5).read_bytes()[2048 : 2048 + 88]
+    assert ExtentTable.open(folder, 5, INCARNATION) is not None and folder.records(5).read_bytes() == data
+    assert ExtentTable.open(folder, 5, INCARNATION, writable=True) is not None
+    assert folder.records(5).read_bytes() == sound
 
 
 def test_what_a_lost_table_says_of_its_place(folder: NodeFolder) -> None:
@@ -206,7 +197,7 @@ def test_what_was_unlinked_matches_nothing(folder: NodeFolder, tier: Tier) -> No
     table.close()
     assert not reader.words.any()
     assert ExtentTable.open(folder, 5, INCARNATION) is None
-    assert not folder.records(5).exists() and not folder.marks(5).exists()
+    assert not folder.records(5).exists() and not folder.uses(5).exists()
 
 
 def test_a_view_outlives_its_table(folder: NodeFolder) -> None:

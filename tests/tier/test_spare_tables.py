@@ -48,7 +48,7 @@ def test_spares_are_few_and_go_with_a_restart(folder: NodeFolder) -> None:
     spares = SpareTables(folder)
     for layers in range(1, CLASSES_MAX + 4):
         assert spares.have(FrameClass(8192, 16, layers), 7, 1) == 1
-    assert len([name for name in os.listdir(folder.path) if name.startswith(".tmp-")]) == 3 * CLASSES_MAX
+    assert len([name for name in os.listdir(folder.path) if name.startswith(".tmp-")]) == 2 * CLASSES_MAX
     folder.close()
     again = NodeFolder(folder.path.parent, "n")
     again.lock()

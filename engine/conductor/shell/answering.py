@@ -243,7 +243,7 @@ class OpenAnswer:
 def _took(route: Route, usage: Usage, tokens: int) -> tuple[int, float]:
     """Of a prompt, how much the engine that was to compute it had found, and how long it computed the others.
 
-    (0, 0) where that is not known: the prompt was computed elsewhere, or by an engine of an earlier version.
+    (0, 0) where that is not known: the prompt was computed elsewhere.
     """
     if route.local:
         cached = sum(usage.cached_tokens.values())

@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from typing import Any, Final
 
 from engine.conductor.state.fleet import EngineAbout, LoadReport
-from engine.model.request import NO_ORDER, REVISION_MAX, Role, RoleOrder
+from engine.model.request import REVISION_MAX, Role, RoleOrder
 from kvstore.errors import VersionMismatch
 from kvstore.pb import store_pb2
 
@@ -102,7 +102,7 @@ class Said:
 
 
 def engine_about(name: str, address: str, status: Any, node: str, host: str) -> EngineAbout:
-    """What an engine says of itself in its status. One of the version before does not say how long prompts may be.
+    """What an engine says of itself in its status.
 
     Raises:
         VersionMismatch: it does not say it, or it makes no sense.
@@ -110,10 +110,6 @@ def engine_about(name: str, address: str, status: Any, node: str, host: str) -> 
     said = Said(address, status)
     layout, frames, pool = said.part("layout"), said.part("frames"), said.part("pool")
     page_tokens = layout.whole("page_tokens", 1, PAGE_TOKENS_MAX)
-    if frames.has("tokens_max"):
-        tokens_max = frames.whole("tokens_max", 0, TOKENS_MAX)
-    else:
-        tokens_max = min(TOKENS_MAX, frames.whole("total", 0, TOKENS_MAX) * page_tokens)
     return EngineAbout(
         name=name,
         address=address,
@@ -125,7 +121,7 @@ def engine_about(name: str, address: str, status: Any, node: str, host: str) -> 
         host=host,
         batch_max=said.whole("batch_max", 1, BATCH_MAX),
         chunk_tokens=said.whole("chunk_tokens", 0, TOKENS_MAX),
-        tokens_max=tokens_max,
+        tokens_max=frames.whole("tokens_max", 0, TOKENS_MAX),
         kv_tokens_max=frames.whole("kv_tokens_max", 0, TOKENS_MAX),
         context_max=said.whole("context_tokens_max", 0, TOKENS_MAX),
     )
@@ -148,9 +144,7 @@ def load_report(address: str, status: Any) -> LoadReport:
 
 
 def _order(said: Said) -> RoleOrder:
-    """The last order that an engine has carried out. One of the version before tells of none, and refuses none."""
-    if not said.has("role_order"):
-        return NO_ORDER
+    """The last order that an engine has carried out."""
     order = said.part("role_order")
     return RoleOrder(order.whole("revision", 0, REVISION_MAX), order.whole("number", 0, REVISION_MAX))
 

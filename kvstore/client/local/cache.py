@@ -330,7 +330,7 @@ class LocalCache(PrefixCache):
         mapped = self._node.writable()
         keys = keys.with_tag(self._tag_in(mapped))
         self._name(mapped)
-        publishes = not wait and LocalPut.may_publish(mapped, self.root)
+        publishes = not wait and LocalPut.may_publish(mapped)
         look = stored_or_published if publishes else stored_pages
         stored, last = look(mapped, keys, self._closed)
         known = known_below(mapped, keys, stored, self._closed) if stored < len(rows) else ()

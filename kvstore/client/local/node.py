@@ -120,6 +120,7 @@ class Mapped:
         dram: DramReader,
         lower: Mapping[Tier, LowerReader],
         channel: Channel,
+        secret: bytes,
         older: Mapped | None,
         timeout_s: float,
     ) -> None:
@@ -127,7 +128,7 @@ class Mapped:
         self.header = header
         self.words = header.words
         self.incarnation = incarnation
-        self.secret: bytes = older.secret if older is not None else read_secret(folder, incarnation)
+        self.secret = secret
         self.epoch = epoch
         self.index = index
         self.dram = dram
@@ -324,13 +325,14 @@ class LocalNode:
                 old = None
             segment = old.dram.segment if old is not None else SegmentMap.open(self.folder, incarnation)
             index = Index.open_reader(self.folder, epoch)
-            if segment is None or index is None:
+            secret = old.secret if old is not None else read_secret(self.folder, incarnation)
+            if segment is None or index is None or secret is None:
                 return None  # the daemon is about to make it, or there will be another epoch
             channel = self._channel(old, incarnation)
             dram = old.dram if old is not None else DramReader(self.folder, incarnation, segment)
             lower = old.lower if old is not None else lower_readers(self.folder, self._threads)
             self._header_id = identity
-            parts = self.folder, header, incarnation, epoch, index, dram, lower, channel, old
+            parts = self.folder, header, incarnation, epoch, index, dram, lower, channel, secret, old
             self._mapped = Mapped(*parts, self.timeout_s)
             self._ends.pools = self._mapped.pools
             return self._mapped

@@ -19,7 +19,7 @@ from kvstore.client.local.object_finding import find_heads
 from kvstore.client.local.object_parts import copy_from, planned
 from kvstore.client.local.put import BATCH_BYTES
 from kvstore.client.scattered import Scattered
-from kvstore.errors import InvalidRequest, NodeUnavailable
+from kvstore.errors import NodeUnavailable
 from kvstore.model.objects import About
 from kvstore.model.replica import ADDRESS_BYTES, Address, FrameClass, FrameState, Status, word_of
 from kvstore.rpc.base import PendingReply
@@ -49,11 +49,7 @@ class _Sealing:
 
 
 class ObjectsPut:
-    """One call's objects. ``stored`` is called once.
-
-    Attributes:
-        unknown: the node does not know such requests.
-    """
+    """One call's objects. ``stored`` is called once."""
 
     def __init__(
         self, mapped: Mapped, root: bytes, names: Sequence[bytes], sources: Sequence[Scattered], replace: bool
@@ -62,7 +58,6 @@ class ObjectsPut:
         self._names, self._sources = names, sources
         self._replaced = find_heads(mapped, root, names)
         self._stored: list[bool | None] = [None] * len(names)
-        self.unknown = False
 
     def stored(self) -> list[bool | None]:
         """Put them; of each whether it is stored, by this put; None: that is still to be done.
@@ -170,11 +165,6 @@ class ObjectsPut:
         count, again = len(sealing.addresses), False
         try:
             message = sealing.reply.result()
-        except InvalidRequest as error:
-            if error.field != "op":
-                raise
-            self.unknown = True
-            return sealing.addresses
         except NodeUnavailable:
             again = True
             message = self._request(sealing).result()

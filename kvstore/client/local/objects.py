@@ -27,7 +27,6 @@ from kvstore.model.objects import (
     read_row,
 )
 from kvstore.model.replica import ADDRESS_BYTES, FrameClass, Status
-from kvstore.rpc.base import Channel
 from kvstore.rpc.control import BATCH_MAX, Op, statuses_bytes
 from kvstore.tier.host_memory import empty
 
@@ -55,7 +54,6 @@ class LocalObjects(ObjectVerbs):
     def __init__(self) -> None:
         super().__init__()
         self._object_caches: dict[tuple[str, FrameClass, bool], LocalCache] = {}
-        self._earlier: Channel | None = None  # to a node of the version before: it seals no batches of objects
 
     def put_many(self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False) -> list[bool]:
         """See ``ObjectVerbs.put_many``."""
@@ -65,11 +63,7 @@ class LocalObjects(ObjectVerbs):
         for name, source in zip(names, sources, strict=True):
             _check_size(mapped, name, source.nbytes)
         name_objects(mapped, root, salt)
-        stored: list[bool | None] = [None] * len(names)
-        if mapped.channel is not self._earlier:
-            batch = ObjectsPut(mapped, root, names, sources, replace)
-            stored = batch.stored()
-            self._earlier = mapped.channel if batch.unknown else None
+        stored = ObjectsPut(mapped, root, names, sources, replace).stored()
         failure: Unavailable | None = None
         for place in [place for place, done in enumerate(stored) if done is None]:
             try:

@@ -166,13 +166,9 @@ class LocalPut(PendingPut):
                     pool.add(pool.granted(asked))
 
     @staticmethod
-    def may_publish(mapped: Mapped, root: bytes) -> bool:
+    def may_publish(mapped: Mapped) -> bool:
         """What is put is not refused later: its tenant has no quota, or is charged with frames before it has them."""
-        publisher = mapped.channel.publisher
-        if publisher is None or mapped.header.state != DaemonState.READY:
-            return False
-        # A node of the version before, which says nothing, could refuse what a tenant with a quota has published.
-        return bool(publisher.ops) or root not in mapped.limited
+        return mapped.channel.publisher is not None and mapped.header.state == DaemonState.READY
 
     def take(self, page: int) -> list[Address]:
         """Frames for the pages from ``page`` on, as many as are to be had: for who copies into them, and ``seal``s.

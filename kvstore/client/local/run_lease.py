@@ -53,7 +53,7 @@ class RunLease:
     def _release(self) -> None:
         """Published where that can be: the node hears of it before it decides anything, and nobody has to wake it."""
         mapped, publisher = self._mapped, self._mapped.channel.publisher
-        if self._answered and publisher is not None and Op.RELEASE in publisher.ops:
+        if self._answered and publisher is not None:
             request = encode(Op.RELEASE, 0, a=self.number, flags=NO_REPLY)
             if publisher.publish(request, [], mapped.header):
                 return
@@ -63,7 +63,7 @@ class RunLease:
         """Take the lease without a message; for how many pages it is, if they are unchanged now. 0: ask. See
         ``service.node.deciding``."""
         mapped, publisher, parts = self._mapped, self._mapped.channel.publisher, address_parts(runs)
-        if publisher is None or Op.LEASE not in publisher.ops or len(parts) > 1:
+        if publisher is None or len(parts) > 1:
             return 0
         if mapped.header.state != DaemonState.READY:
             return 0

@@ -107,7 +107,7 @@ class LocalWriter(Writer):
         reserved: with others, where a put would wait, behind a page that only NVMe has, or where there is none.
         """
         keys, publisher = self._keys, mapped.channel.publisher
-        if not self._alone or publisher is None or not LocalPut.may_publish(mapped, keys.root):
+        if not self._alone or publisher is None or not LocalPut.may_publish(mapped):
             return False
         began_s = time.monotonic()
         page, last = stored_or_published(mapped, keys, self._layout.attention == "full")
@@ -133,9 +133,7 @@ class LocalWriter(Writer):
 
     def _begin(self, mapped: Mapped, publisher: Publisher, page: int) -> None:
         """Publish which pages these frames are for, so that readers may follow: who waits for one has the node take
-        that in. Where there is no room for it, or the node is of the version before, they wait for the seal."""
-        if Op.BEGIN not in publisher.ops:
-            return
+        that in. Where there is no room for it, they wait for the seal."""
         keys, width = self._keys, len(self._keys.identity_bytes) // len(self._keys)
         number, step = pack_class(self._class), batch_pages(self._class.page_tokens, self._class.layers)
         for part in parts_of(self._raw, step):

@@ -136,10 +136,7 @@ def read_pins(folder: NodeFolder, incarnation: int) -> list[ev.Pin]:
     for line in _lines(folder.path / PINS, incarnation):
         try:
             said = json.loads(line)
-            if "pins" in said:  # all in one, as once they were
-                if said["incarnation"] == f"{incarnation:016x}":
-                    pins |= {int(pin["pin"]): pin for pin in said["pins"]}
-            elif "over" in said:
+            if "over" in said:
                 for number in said["over"]:
                     pins.pop(int(number), None)
             else:
@@ -150,13 +147,12 @@ def read_pins(folder: NodeFolder, incarnation: int) -> list[ev.Pin]:
 
 
 def _granted(pins: dict[int, dict[str, Any]]) -> Iterator[ev.Pin]:
-    now_ns, now_s = time.monotonic_ns(), time.time()  # the latter for lines of earlier versions
+    now_ns = time.monotonic_ns()
     for number, pin in pins.items():
         try:
             raw, root, until_s = bytes.fromhex(pin["keys"]), bytes.fromhex(pin["root"]), float(pin["until"])
             keys = [raw[i : i + KEY_BYTES] for i in range(0, len(raw), KEY_BYTES)]
-            asked = bytes.fromhex(pin.get("asked", "")) or keys[-1]
-            until_ns = int(pin["until_ns"]) if "until_ns" in pin else now_ns + int((until_s - now_s) * 1e9)
+            asked, until_ns = bytes.fromhex(pin["asked"]), int(pin["until_ns"])
         except (ValueError, KeyError, TypeError, IndexError, OverflowError) as error:
             log.error("a pin cannot be read and is lost: %s", error)
             continue
@@ -169,11 +165,9 @@ def _lines(path: Path, incarnation: int) -> Iterator[bytes]:
     try:
         with open(open_plain(path, os.O_RDONLY), "rb") as file:
             head = file.readline().rstrip(b"\n")
-            if head != _head(incarnation) and not head.startswith(b"{"):
+            if head != _head(incarnation):
                 remove(path)
                 return
-            if head.startswith(b"{"):
-                yield head
             yield from filter(None, (line.rstrip(b"\n") for line in file))
     except FileNotFoundError:
         return

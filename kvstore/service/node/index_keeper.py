@@ -153,8 +153,6 @@ class IndexKeeper:
     def agrees(self) -> bool:
         """Every entry names a sealed record of that key, and every sealed record has its entry."""
         try:
-            if not self._index.has(Tier.HBM):
-                return False
             stored = {tier: list(self._index.scan(tier)) for tier in self.tiers}
             pending = self._index.count_pending()
         except IndexDamaged:

@@ -254,7 +254,7 @@ class PutDrain:
             slot = puts.give(session) if puts is not None else None
             if puts is None or slot is None:
                 return None
-            return {"id": f"{puts.id:016x}", "slot": slot, "pid": os.getpid(), "ops": sorted(map(int, self._asks))}
+            return {"id": f"{puts.id:016x}", "slot": slot, "pid": os.getpid()}
 
     def may_end(self, session: int) -> bool:
         """The session is dead; whether all that it published is taken in. The mutex is held."""

@@ -21,7 +21,6 @@ from pathlib import Path
 from kvstore import failpoint
 from kvstore.config import NodeConfig, format_size
 from kvstore.errors import InvalidRequest
-from kvstore.model.pool_secret import NO_SECRET
 from kvstore.service.node.book import NAMES, PINS
 from kvstore.tier.dram import SegmentFile, check_space
 from kvstore.tier.folder import NodeFolder
@@ -100,7 +99,7 @@ def _rename(folder: NodeFolder, header: Header) -> None:
     for book in (NAMES, PINS):
         _rename_book(folder.path / book, old, new)
     secret = read_secret(folder, old)
-    if secret != NO_SECRET:  # its pages' roots were made with it
+    if secret is not None:  # else it has the new incarnation already
         write_secret(folder, new, secret)
     held = read_quarantine(folder, old)
     if held:

@@ -89,6 +89,10 @@ def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> t
     segment_file = None
     if header is not None and header.boot_id == boot_id():
         segment_file = resize.open_segment(folder, header)
+        if segment_file is not None and read_secret(folder, header.incarnation) is None:
+            segment_file.close()
+            log.warning("node %s: its secret is absent or damaged: the pages in memory are lost", config.name)
+            segment_file = None
     if header is None or segment_file is None:
         extent_bytes = extent_bytes_of(config)
         positions = config.dram // extent_bytes

@@ -74,7 +74,7 @@ class Explaining:
         """{"model": name or absent} -> {"layouts": [{"fingerprint", "layout", "tenants", "pages"}], "left_off": n}.
 
         Layouts that clients put pages in since the node's memory was made, those of most pages first; of one that
-        nobody has said whole (by an older client), ``layout`` is None.
+        which no client has told the whole, ``layout`` is None.
         """
         model = request.get("model")
         if model is not None and not isinstance(model, str):
@@ -151,7 +151,7 @@ class Explaining:
         for other, (name, pages) in self._node.look(_named_roots).items():
             about = name.about
             page_tokens = int((about.get("layout") or {}).get("page_tokens", _DEFAULTS["page_tokens"]))
-            if other != root and pages and about.get("layout") and len(tokens) >= page_tokens:
+            if secret and other != root and pages and about.get("layout") and len(tokens) >= page_tokens:
                 keys = Keys.of(tokens[:page_tokens], page_tokens, other, tag=tag_of(secret, other))
                 firsts.append((keys.hashes[0], other, about))
         found: list[dict[str, Any]] = []

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterable
 from functools import partial
 
 from kvstore import boundary
-from kvstore.model.replica import Tier
 from kvstore.service.events.kv_events import KvEvents
 from kvstore.service.node.node import Node
 from kvstore.service.upkeep.device_lanes import DeviceLane
@@ -21,7 +20,6 @@ from kvstore.service.upkeep.stop_save import StopSave
 from kvstore.service.upkeep.tier_mover import Mover
 
 TICK_S = 0.1
-HEED_S = 5.0
 JOIN_S = 5.0
 BACKGROUND_NICENESS = 10  # scrubbing yields to threads that serve
 
@@ -40,7 +38,7 @@ class Background:
         self._stopped = threading.Event()
         self._carried = threading.Event()  # the mover's lanes end
         self._relay = Relay(node)
-        self._populating, self._more, self._heeded_s = True, False, 0.0
+        self._populating, self._more = True, False
         steps: dict[str, Callable[[], bool | None]] = {"tick": self._tick, "background": self._work}
         if node.config.nvme:
             steps |= {"mover": self._move, "scanner": lambda: self.scanner.run(self._stopped)}
@@ -103,10 +101,6 @@ class Background:
         if self._stopped.wait(0.0 if self._more else TICK_S / 2):
             return
         self._more = self._scrubber.step()
-        if time.monotonic() - self._heeded_s > HEED_S:
-            for table in self._node.contents.tables(Tier.DRAM):
-                table.heed()
-            self._heeded_s = time.monotonic()
 
     def _move(self) -> None:
         if not self.mover.decide():

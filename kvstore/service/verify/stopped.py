@@ -29,7 +29,6 @@ from kvstore.service.verify.stopped_nvme import verify_targets
 from kvstore.state import closure
 from kvstore.state.views import Snapshot
 from kvstore.tier.dram import SEGMENT_HEAD_BYTES, SegmentFile, SegmentMap
-from kvstore.tier.environment import ALWAYS_THERE
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.frame_header import layer_sums
 from kvstore.tier.header import DaemonState, Header, boot_id
@@ -88,7 +87,7 @@ def _verify_shm(folder: NodeFolder, report: Report) -> dict[int, ExtentTable]:
     if (folder.path / LOADING).exists():
         report.repairs.append("nvme: the tables in shared memory were just being filled: they are made anew")
         lower = {}
-    for tier in dict.fromkeys((*ALWAYS_THERE, *(table.tier for table in lower.values()))):
+    for tier in dict.fromkeys((Tier.DRAM, Tier.NVME, *(table.tier for table in lower.values()))):
         mine = [table for table in (*mapped.values(), *lower.values()) if table.tier == tier]
         snapshots = [snapshot(table) for table in mine]
         for table in mine:
