@@ -14,7 +14,6 @@ from __future__ import annotations
 import ctypes
 import hashlib
 import json
-import re
 import threading
 import time
 from collections.abc import Sequence
@@ -240,7 +239,7 @@ class KVStoreHiCache(HiCacheStorage):
 
     def clear(self) -> bool:
         """Delete all pages of this model, those of its other ranks too; whether that was done."""
-        return self._values.clear(self._salt, f"(?s){re.escape(self._model)}@.*")
+        return self._values.clear(self._salt, f"{self._model}@")
 
     def get_stats(self) -> StorageMetrics | None:
         """Pages and GB/s of the calls since it was last asked."""

@@ -87,10 +87,10 @@ class Values:
             return [-1] * len(keys)
         return [-1 if size is None else size for size in sizes]
 
-    def clear(self, salt: str, pattern: str = "(?s).*") -> bool:
-        """Delete all values of a tenant whose whole keys match a regular expression; whether that was done."""
+    def clear(self, salt: str, prefix: str) -> bool:
+        """Delete all values of a tenant whose keys begin with ``prefix``; whether that was done."""
         try:
-            self._store.remove(pattern, salt)
+            self._store.clear(prefix, salt)
         except KVStoreError as error:
             self._not_written("all deleted", 1, error)
             return False

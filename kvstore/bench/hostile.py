@@ -5,9 +5,6 @@ then it puts a page under as many others. Meanwhile this process puts one page a
 longest put beside the longest in quiet; and in the details what the node's private memory and its book grew by, and how
 much it wrote for 100 unpins that found nothing.
 
-Patterns: another process removes objects by 24 regular expressions at once, none of which comes to an end. Meanwhile
-this process puts one page after the other over gRPC, as another tenant. Its longest put is reported as before.
-
 Run as a program it is that other process: ``python -m kvstore.bench.hostile ADDRESS VERB COUNT``.
 """
 
@@ -16,9 +13,7 @@ from __future__ import annotations
 import contextlib
 import subprocess
 import sys
-import tempfile
 import time
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Final
@@ -26,21 +21,17 @@ from typing import Final
 import numpy as np
 
 from kvstore.bench.content import tokens_of
-from kvstore.bench.grpc import connected, free_port, identities_file, token_of
+from kvstore.bench.grpc import connected, free_port
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.processes import Daemon
-from kvstore.bench.stage import MIB, Stage, wait_for
+from kvstore.bench.stage import MIB, Stage
 from kvstore.client.connect import connect
 from kvstore.client.store import Store
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 
 COUNT, COUNT_QUICK = 18_500, 200
 UNPINS = 100
-PATTERNS = 24
-PATTERNS_S, PATTERNS_S_QUICK = 5.0, 1.0
-ENDLESS: Final = "(a+)+b"  # years, over a key of 40 letters
-NOISY, QUIET = "noisy", "quiet"
 # As large as what a client says of a layout may be.
 WORDY: Final = Layout(
     model="m" * 1000, layers=1, kv_heads=1, head_dim=64, page_tokens=16, revision="r" * 1000, rope="o" * 1000
@@ -76,32 +67,6 @@ def names(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
             line = f"{name}.{verb}s"
             lines.append(result(line, Kind.TIME, [longest_s], [quiet_s], bar=bar, limit_is=limit_is, details=details))
         return lines
-
-
-def patterns(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
-    """The longest put of one tenant while another one's slow patterns are matched, over the longest in quiet."""
-    stage.clear()
-    seconds = PATTERNS_S_QUICK if stage.settings.quick else PATTERNS_S
-    ours, quiet = [], []
-    with ExitStack() as scene:
-        folder, port = scene.enter_context(tempfile.TemporaryDirectory()), free_port()
-        identities = identities_file(Path(folder) / "identities.toml", (NOISY, QUIET))
-        settings = {"listen": f"127.0.0.1:{port}", "identities": identities}
-        daemon, address = stage.daemon(scene, 512 * MIB, 16 * MIB, settings=settings), f"kv://127.0.0.1:{port}"
-        puts = _Puts(scene.enter_context(connected(address, token_of(QUIET))), QUIET)
-        puts.until(lambda: puts.count >= 100)
-        command = [sys.executable, "-m", "kvstore.bench.hostile", address, "match", str(PATTERNS)]
-        for _ in range(stage.settings.rounds):
-            quiet.append(puts.for_seconds(seconds))
-            with subprocess.Popen(command) as other:
-                try:
-                    wait_for(lambda: bool(daemon.children()), "no pattern is matched")
-                    ours.append(puts.for_seconds(seconds))
-                finally:
-                    other.terminate()
-            wait_for(lambda: not daemon.children(), "patterns are still matched")
-    details = {"patterns": PATTERNS, "seconds": seconds}
-    return [result(name, Kind.TIME, ours, quiet, bar=bar, limit_is="the same in quiet", details=details)]
 
 
 class _Puts:
@@ -159,13 +124,7 @@ def _unpins(daemon: Daemon, store: Store) -> int:
 
 
 def main(address: str, verb: str, count: int) -> None:
-    """Say so many names, or have as many patterns matched until somebody ends this process."""
-    if verb == "match":
-        with connected(address, token_of(NOISY)) as store, ThreadPoolExecutor(count) as threads:
-            store.put("a" * 40, b"value", salt=NOISY)
-            for _ in range(count):
-                threads.submit(_match, store)
-        return
+    """Say ``count`` names."""
     rows = bytes(WORDY.page_bytes)
     with connected(address) as store:
         for number in range(count):
@@ -175,14 +134,6 @@ def main(address: str, verb: str, count: int) -> None:
                 cache.prefetch(tokens)
             else:
                 cache.put(tokens[: WORDY.page_tokens], rows)
-
-
-def _match(store: Store) -> None:
-    while True:
-        try:
-            store.remove(ENDLESS, salt=NOISY)
-        except KVStoreError:
-            time.sleep(0.1)  # it took too long, or others do
 
 
 if __name__ == "__main__":

@@ -211,7 +211,6 @@ _ROWS = (
     ),
     Row("grpc_write_2m", "put over gRPC, 32 pages of 2 MiB / a gRPC stream", None, partial(grpc.write, geometry="2m")),
     Row("hostile_names", "longest put beside a tenant who says 18,500 names / in quiet", None, hostile.names),
-    Row("hostile_patterns", "longest put beside 24 endless patterns of a tenant / in quiet", None, hostile.patterns),
     Row("overload", "calls answered in time at four times the load / at one time", Bar(0.8), overload.overload),
     *(
         Row(f"hbm_{verb}_{size}", f"{way}, frames of {text} / one plain pinned copy", Bar(bar), measure)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from abc import ABC, abstractmethod
 from collections.abc import Sequence
 from typing import Any
@@ -86,11 +85,15 @@ class ObjectVerbs(ABC):
         """
 
     @abstractmethod
-    def remove(self, pattern: str, salt: str = "") -> int:
-        """Delete all objects of this salt whose whole key matches the regular expression; how many there were.
+    def clear(self, prefix: str, salt: str = "") -> int:
+        """Delete all objects of this salt whose key begins with ``prefix``; how many there were. "": all objects.
 
-        On the node's own machine the expression is matched here: one that never comes to an end keeps nobody but the
-        caller. Over gRPC the node matches it, under its own bounds.
+        Looks at every object of the node, in steps that keep nobody waiting for long. Objects that are put in the
+        meantime may stay. Those under a lease are deleted as ``delete`` does.
+
+        Raises:
+            InvalidRequest: ``prefix`` or ``salt`` is not text, or too long; nothing is deleted.
+            NodeUnavailable, DeadlineExceeded: the node did not answer in time; some may be deleted.
         """
 
     @abstractmethod
@@ -157,12 +160,3 @@ def names_of(keys: Sequence[str], others: Sequence[Any], field: str) -> list[byt
     if isinstance(keys, str) or len(listed(keys)) != len(others):
         raise InvalidRequest(field, "must be as many as keys, in a list")
     return encode_names(keys)
-
-
-def compiled(pattern: str) -> re.Pattern[str]:
-    """A regular expression. Raises InvalidRequest where it is none."""
-    check_text(pattern, "pattern")
-    try:
-        return re.compile(pattern)
-    except (re.error, RecursionError, OverflowError) as error:
-        raise InvalidRequest("pattern", f"is no regular expression ({error})") from None

@@ -50,15 +50,24 @@ def object_root(salt: str) -> bytes:
 
 
 def encode_name(key: object) -> bytes:
-    """A caller's key as bytes. Raises InvalidRequest where it is not a text, empty, too long or not UTF-8."""
-    if not isinstance(key, str):
-        raise InvalidRequest("key", f"must be text, not {type(key).__name__}")
+    """A caller's key as bytes. Raises InvalidRequest where it is not text, empty, too long or not UTF-8."""
+    return _encoded("key", key, 1)
+
+
+def encode_prefix(prefix: object) -> bytes:
+    """What keys begin with, as bytes; "": all of them do. Raises InvalidRequest as ``encode_name``."""
+    return _encoded("prefix", prefix, 0)
+
+
+def _encoded(field: str, text: object, bytes_min: int) -> bytes:
+    if not isinstance(text, str):
+        raise InvalidRequest(field, f"must be text, not {type(text).__name__}")
     try:
-        name = key.encode()
+        name = text.encode()
     except UnicodeEncodeError as error:
-        raise InvalidRequest("key", f"is not valid text ({error.reason})") from None
-    if not 0 < len(name) <= KEY_BYTES_MAX:
-        raise InvalidRequest("key", f"has {len(name)} bytes as UTF-8, not 1..{KEY_BYTES_MAX}")
+        raise InvalidRequest(field, f"is not valid text ({error.reason})") from None
+    if not bytes_min <= len(name) <= KEY_BYTES_MAX:
+        raise InvalidRequest(field, f"has {len(name)} bytes as UTF-8, not {bytes_min}..{KEY_BYTES_MAX}")
     return name
 
 

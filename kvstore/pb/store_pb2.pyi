@@ -311,13 +311,13 @@ class ObjectsRemoved(_message.Message):
     removed: int
     def __init__(self, removed: _Optional[int] = ...) -> None: ...
 
-class RemoveObjectsRequest(_message.Message):
-    __slots__ = ("pattern", "salt")
-    PATTERN_FIELD_NUMBER: _ClassVar[int]
+class ClearObjectsRequest(_message.Message):
+    __slots__ = ("prefix", "salt")
+    PREFIX_FIELD_NUMBER: _ClassVar[int]
     SALT_FIELD_NUMBER: _ClassVar[int]
-    pattern: str
+    prefix: str
     salt: str
-    def __init__(self, pattern: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
+    def __init__(self, prefix: _Optional[str] = ..., salt: _Optional[str] = ...) -> None: ...
 
 class PagesRequest(_message.Message):
     __slots__ = ("limit", "tier", "salt", "after", "order", "age_s", "prompt")

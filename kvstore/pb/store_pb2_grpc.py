@@ -123,9 +123,9 @@ class StoreStub:
                 request_serializer=kvstore_dot_pb_dot_store__pb2.ObjectKeys.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_store__pb2.ObjectsRemoved.FromString,
                 _registered_method=True)
-        self.RemoveObjects = channel.unary_unary(
-                '/kvstore.v1.Store/RemoveObjects',
-                request_serializer=kvstore_dot_pb_dot_store__pb2.RemoveObjectsRequest.SerializeToString,
+        self.ClearObjects = channel.unary_unary(
+                '/kvstore.v1.Store/ClearObjects',
+                request_serializer=kvstore_dot_pb_dot_store__pb2.ClearObjectsRequest.SerializeToString,
                 response_deserializer=kvstore_dot_pb_dot_store__pb2.ObjectsRemoved.FromString,
                 _registered_method=True)
         self.Stats = channel.unary_unary(
@@ -297,8 +297,8 @@ class StoreServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
-    def RemoveObjects(self, request, context):
-        """Delete all whose whole key matches a regular expression (Python's re).
+    def ClearObjects(self, request, context):
+        """Delete all of a salt whose key begins with a prefix. Returns how many were there.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')
@@ -452,9 +452,9 @@ def add_StoreServicer_to_server(servicer, server):
                     request_deserializer=kvstore_dot_pb_dot_store__pb2.ObjectKeys.FromString,
                     response_serializer=kvstore_dot_pb_dot_store__pb2.ObjectsRemoved.SerializeToString,
             ),
-            'RemoveObjects': grpc.unary_unary_rpc_method_handler(
-                    servicer.RemoveObjects,
-                    request_deserializer=kvstore_dot_pb_dot_store__pb2.RemoveObjectsRequest.FromString,
+            'ClearObjects': grpc.unary_unary_rpc_method_handler(
+                    servicer.ClearObjects,
+                    request_deserializer=kvstore_dot_pb_dot_store__pb2.ClearObjectsRequest.FromString,
                     response_serializer=kvstore_dot_pb_dot_store__pb2.ObjectsRemoved.SerializeToString,
             ),
             'Stats': grpc.unary_unary_rpc_method_handler(
@@ -937,7 +937,7 @@ class Store:
             _registered_method=True)
 
     @staticmethod
-    def RemoveObjects(request,
+    def ClearObjects(request,
             target,
             options=(),
             channel_credentials=None,
@@ -950,8 +950,8 @@ class Store:
         return grpc.experimental.unary_unary(
             request,
             target,
-            '/kvstore.v1.Store/RemoveObjects',
-            kvstore_dot_pb_dot_store__pb2.RemoveObjectsRequest.SerializeToString,
+            '/kvstore.v1.Store/ClearObjects',
+            kvstore_dot_pb_dot_store__pb2.ClearObjectsRequest.SerializeToString,
             kvstore_dot_pb_dot_store__pb2.ObjectsRemoved.FromString,
             options,
             channel_credentials,

@@ -33,7 +33,7 @@ def table_text(metrics: Sequence[MetricInfo]) -> str:
 
 SHED_HELP: Final = (
     "Calls refused because too many come, by what there is too little of: time (late: it would have passed), calls or"
-    " share (of one tenant) of rpcs_max, buffers, threads (quick, read, wait), patterns, other (what is held);"
+    " share (of one tenant) of rpcs_max, buffers, threads (quick, read, wait), other (what is held);"
     " half_open: they gave way because their request had not come."
 )
 

@@ -18,6 +18,7 @@ from click.testing import CliRunner
 from kvstore.adapters.mooncake import MooncakeDistributedStore, ReplicateConfig
 from kvstore.adapters.mooncake.install import FILE, SHIM, install
 from kvstore.adapters.mooncake.store import INVALID_PARAMS, NO_AVAILABLE_HANDLE, OBJECT_NOT_FOUND, RPC_FAIL
+from kvstore.errors import InvalidRequest
 from tests.helpers.nursery import ROOT
 from tests.helpers.processes import Machine
 
@@ -123,6 +124,36 @@ def test_tenants_and_the_stores_own_objects_are_apart(machine: Machine) -> None:
     assert (store.get("k"), other.get("k")) == (b"first", b"second")
     assert store.remove_all() == 1
     assert (store.get("k"), other.get("k"), bytes(own.get("k"))) == (b"", b"second", b"own")
+
+
+def test_a_prefix_is_removed_and_no_other_expression(machine: Machine) -> None:
+    machine.serve("n")
+    store, other = of_node(), of_node(tenant_id="t")
+    keys = ["m/a.1", "m/a.2", "m/ab", "n/a.1", "x+y"]
+    for each in keys:
+        assert store.put(each, b"value") == other.put(each, b"value") == 0
+    for regex in (
+        "m/a",
+        "^m/a$",
+        "^m/[ab]",
+        "^m/a?",
+        "^m/a*",
+        "a.*",
+        "^(m|n)/",
+        "^m/a.",
+        r"^m/\w",
+        ".*a",
+        "^m/.*1",
+        "^m/a\\",
+    ):
+        with pytest.raises(InvalidRequest, match="regex: must be a prefix"):
+            store.remove_by_regex(regex)
+    assert store.batch_is_exist(keys) == [1] * 5, "nothing is removed"
+    assert store.remove_by_regex(r"^m/a\.") == 2 and store.batch_is_exist(keys) == [0, 0, 1, 1, 1]
+    assert store.remove_by_regex("^m.*") == 1 and store.remove_by_regex(r"^x\+y.*$", True) == 1
+    assert store.remove_by_regex(".*") == 1 and store.remove_by_regex("^") == 0
+    assert other.batch_is_exist(keys) == [1] * 5
+    assert other.remove_all() == 5
 
 
 def test_another_process_finds_it_by_its_name_also_after_a_kill(machine: Machine) -> None:

@@ -36,7 +36,7 @@ OF_A: dict[str, Callable[[], Any]] = {
     "GetObject": lambda: pb.GetObjectRequest(key="k", salt="a"),
     "ContainsObjects": lambda: pb.ObjectKeys(keys=["k"], salt="a"),
     "DeleteObjects": lambda: pb.ObjectKeys(keys=["none"], salt="a"),
-    "RemoveObjects": lambda: pb.RemoveObjectsRequest(pattern="no.*", salt="a"),
+    "ClearObjects": lambda: pb.ClearObjectsRequest(prefix="no", salt="a"),
     "Pin": lambda: pb.PinRequest(prompt=MINE, ttl_s=1.0),
     "Unpin": lambda: pb.UnpinRequest(prompt=MINE),
 }
@@ -231,7 +231,7 @@ def test_objects_of_another_tenant_are_not_there(clients: Callers) -> None:
     assert list(a.call("ContainsObjects", keys["a"]).found) == [True, False]
     assert b.call("DeleteObjects", pb.ObjectKeys(keys=["k"], salt="b")).removed == 0
     assert b.call("PutObject", api.put_messages("k", b"b's own", "b")).stored
-    assert b.call("RemoveObjects", pb.RemoveObjectsRequest(pattern=".*", salt="b")).removed == 2
+    assert b.call("ClearObjects", pb.ClearObjectsRequest(salt="b")).removed == 2
     assert b.code("GetObject", get["a"]) is Code.PERMISSION_DENIED
     assert b"".join(reply.data for reply in a.call("GetObject", get["a"])) == b"of a"
     assert clients["op"].call("ContainsObjects", keys["a"]).found[0]

@@ -85,7 +85,7 @@ class Fuzzer:
             "GetObject": [pb.GetObjectRequest(key="k")],
             "ContainsObjects": [pb.ObjectKeys(keys=["k", "a"])],
             "DeleteObjects": [pb.ObjectKeys(keys=["k"])],
-            "RemoveObjects": [pb.RemoveObjectsRequest(pattern="no.*")],
+            "ClearObjects": [pb.ClearObjectsRequest(prefix="no")],
             "Pages": [pb.PagesRequest(limit=3, prompt=PAGES)],
             "Evict": [pb.EvictRequest(pages=1, prompt=PAGES, dry_run=True)],
             "Pin": [pb.PinRequest(prompt=PAGES, ttl_s=0.5)],

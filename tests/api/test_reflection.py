@@ -115,7 +115,7 @@ def test_reservations_and_objects_by_reflection_alone(machine: Machine) -> None:
     assert b"".join(reply.data for reply in replies) == value
     found = node.call("ContainsObjects", node.make("ObjectKeys", keys=["weights/1", "weights/2"]))
     assert list(found.found) == [True, False]
-    assert node.call("RemoveObjects", node.make("RemoveObjectsRequest", pattern=r"weights/\d+")).removed == 1
+    assert node.call("ClearObjects", node.make("ClearObjectsRequest", prefix="weights/")).removed == 1
     assert machine.connect("api").get("weights/1") is None
 
 

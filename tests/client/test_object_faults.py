@@ -5,17 +5,13 @@ from __future__ import annotations
 import json
 import os
 import sys
-import threading
 import time
 from typing import Any
 
 import numpy as np
 import pytest
 
-import kvstore
-from kvstore import Store
-from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, QuotaExceeded
-from tests.helpers.api import identities_file, serve_api
+from kvstore.errors import InvalidRequest, OutOfSpace, QuotaExceeded
 from tests.helpers.content import SMALL, chain
 from tests.helpers.nursery import of_nodes
 from tests.helpers.nvme.nodes import NODE, configure, nvme
@@ -129,7 +125,7 @@ def test_objects_go_down_and_up_and_are_read_on_nvme(machine: Machine) -> None:
     wait_until("what is read often comes to DRAM", promoted)
     for key, value in values.items():
         assert store.get(key).tobytes() == value
-    assert store.remove("k[0-4]") == 5 and store.object_keys() == []
+    assert store.clear("k") == 5 and store.object_keys() == []
     wait_until("nothing is left", lambda: frames(store)["sealed"] + nvme(store)["pages"] == 0)
     check_laws(store)
 
@@ -165,39 +161,3 @@ def test_what_does_not_fit_is_refused_by_name(machine: Machine) -> None:
         lease.release()
     assert store.put("k", bytes(8 << 20)), "paired: the leases ended"
     check_laws(store)
-
-
-def test_a_pattern_without_end_holds_up_nobody(machine: Machine) -> None:
-    _, address = serve_api(machine, NODE, identities=identities_file(machine.logs))
-    evil = "(a+)+b"
-    with (
-        kvstore.connect(f"kv://{address}", token="a-token", timeout_s=60.0) as stuck,
-        kvstore.connect(f"kv://{address}", token="b-token", timeout_s=60.0) as other,
-    ):
-        assert stuck.put("a" * 60, b"1", salt="a") and other.put("k1", b"2", salt="b")
-        ended: list[BaseException] = []
-
-        def attempt() -> None:
-            try:
-                stuck.remove(evil, salt="a")
-            except DeadlineExceeded as error:
-                ended.append(error)
-
-        thread = threading.Thread(target=attempt)
-        stuck._node.timeout_s = 1.5
-        thread.start()
-        served = 0  # while the pattern is tried
-        while thread.is_alive():
-            assert other.get("k1", salt="b").tobytes() == b"2"
-            served += thread.is_alive()
-        assert ended and served > 3
-        stuck._node.timeout_s = 60.0
-        for pattern in ("(", "x" * 1001, "a{1,99999999999}"):
-            with pytest.raises(InvalidRequest, match="pattern"):
-                other.remove(pattern, salt="b")
-        assert other.remove("k.", salt="b") == 1 and stuck.contains("a" * 60, salt="a"), "salts stay apart"
-        local: Store = machine.connect(NODE)
-        for wrong in ("(", b"k", 3):
-            with pytest.raises(InvalidRequest, match="pattern"):
-                local.remove(wrong)  # type: ignore[arg-type]
-        assert local.object_keys("a") == ["a" * 60]

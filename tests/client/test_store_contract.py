@@ -570,7 +570,10 @@ def test_bad_arguments_name_their_field(cache: PrefixCache, store: Store, salt: 
         ("wait_s", lambda: store.events(wait_s=60)),
         ("key", lambda: store.put("", b"x")),
         ("data", lambda: store.put("x", object())),
-        ("pattern", lambda: store.remove("(", salt)),
+        ("prefix", lambda: store.clear(3, salt)),  # type: ignore[arg-type]
+        ("prefix", lambda: store.clear("k" * 1001, salt)),
+        ("prefix", lambda: store.clear("\ud800", salt)),
+        ("salt", lambda: store.clear("k", 5)),  # type: ignore[arg-type]
         ("values", lambda: store.put_many(["a", "b"], [b"x"])),
         ("keys", lambda: store.put_many(["a", "a"], [b"x", b"x"])),
         ("out", lambda: store.get("x", bytes(3))),
@@ -641,8 +644,28 @@ def test_many_objects(store: Store, salt: str) -> None:
     assert store.delete(["new", "new", "none"], salt) == 1
     some = [f"k{i}" for i in range(2000)]
     assert store.contains([names[0], *some, names[1]], salt) == [True, *[False] * 2000, True]
-    assert store.remove(r"layer/\d", salt) == 10
-    assert store.contains(names, salt) == [False] * 10 + [True] * 2
+    assert store.clear("layer/1", salt) == 3
+    assert store.contains(names, salt) == [True, False, *[True] * 8, False, False]
+
+
+def test_objects_are_cleared_by_prefix(store: Store, cache: PrefixCache, salt: str) -> None:
+    """All of the salt whose key begins so, byte by byte; nothing else, no pages, and nothing of another salt."""
+    keys = cache.keys(tokens(2))
+    assert cache.put(keys, contents(keys)) == 2
+    names = ["a", "a/1", "a/" + "x" * 998, "ab", "a.c", "é1", "e", "b\0a"]
+    values = [name.encode() * 900 for name in names]
+    other = f"{salt}-other"
+    assert store.put_many(names, values, salt) == store.put_many(names, values, other) == [True] * len(names)
+    assert store.clear("none", salt) == store.clear("a/1/", salt) == 0
+    assert store.clear(prefix="a/", salt=salt) == 2
+    assert store.contains(names, salt) == [name not in names[1:3] for name in names]
+    assert store.clear("a.", salt) == 1, "a sign is a sign"
+    assert store.clear("é", salt) == 1 and store.contains("e", salt)
+    assert store.put("a/1", b"again", salt) and bytes(store.get("a/1", salt=salt)) == b"again"
+    assert store.clear("", salt) == 5 and store.clear("", salt) == 0
+    assert not any(store.contains(names, salt)) and all(store.contains(names, other))
+    assert store.clear("", other) == len(names)
+    assert cache.lookup(keys).pages == 2
 
 
 def test_operators_verbs(cache: PrefixCache, store: Store, salt: str) -> None:

@@ -331,7 +331,7 @@ def test_what_one_tenant_is_told_does_not_depend_on_what_another_stored(machine:
                 ("GetObject", pb.GetObjectRequest(key="k", salt=salt)),
                 ("ContainsObjects", pb.ObjectKeys(keys=["k"], salt=salt)),
                 ("DeleteObjects", pb.ObjectKeys(keys=["k"], salt=salt)),
-                ("RemoveObjects", pb.RemoveObjectsRequest(pattern=".*", salt=salt)),
+                ("ClearObjects", pb.ClearObjectsRequest(salt=salt)),
                 ("About", pb.AboutRequest()),
                 ("Stats", pb.Empty()),
                 ("Pins", pb.Empty()),

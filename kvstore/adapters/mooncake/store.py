@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import ctypes
 import logging
+import re
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
@@ -29,6 +30,10 @@ OBJECT_NOT_FOUND: Final = -704
 RPC_FAIL: Final = -900
 RPC_TIMEOUT: Final = -901
 TENANT_QUOTA_EXCEEDED: Final = -1700
+
+# What a key begins with: letters that mean themselves, and escaped signs.
+_PREFIX: Final = re.compile(r"\^((?:[^\\^$.|?*+()\[\]{}]|\\[^0-9A-Za-z])*)(?:\.\*\$?)?")
+_ESCAPED: Final = re.compile(r"\\(.)", re.DOTALL)
 
 DEFAULT_TENANT = "default"
 SCHEMES = ("kv://", "kv+unix://")
@@ -191,7 +196,17 @@ class MooncakeDistributedStore:
 
     def remove_all(self, force: bool = False) -> int:
         """Remove all values of this tenant; how many there were."""
-        return self._do("remove_all", lambda store: store.remove("(?s).*", self._salt))
+        return self._do("remove_all", lambda store: store.clear("", self._salt))
+
+    def remove_by_regex(self, regex: str, force: bool = False) -> int:
+        """Remove the values of this tenant whose keys begin with a prefix, given as ``^prefix`` or ``^prefix.*``; how
+        many there were.
+
+        Raises:
+            InvalidRequest: it is another regular expression; nothing is removed.
+        """
+        prefix = _prefix_of(regex)
+        return self._do("remove_by_regex", lambda store: store.clear(prefix, self._salt))
 
     # --- batches ----------------------------------------------------------------------------------------------------
 
@@ -349,3 +364,12 @@ def is_host_memory(start: int, size: int) -> bool:
         if reached >= start + size:
             return True
     return False
+
+
+def _prefix_of(regex: str) -> str:
+    """The prefix that a regular expression asks for. Raises InvalidRequest where it is not one that begins with ``^``,
+    goes on with plain text, and ends there or with ``.*``."""
+    found = _PREFIX.fullmatch(regex)
+    if found is None and regex != ".*":
+        raise InvalidRequest("regex", f"must be a prefix, as ^prefix or ^prefix.* (got {regex[:80]!r})")
+    return _ESCAPED.sub(r"\1", found[1]) if found is not None else ""

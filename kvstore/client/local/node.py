@@ -185,13 +185,13 @@ class Mapped:
         """Where pages of this geometry are counted."""
         return self.counters.row(frame_class.page_bytes, frame_class.page_tokens)
 
-    def object_rows(self) -> Iterator[bytes]:
-        """Identity rows of the heads of all objects that the index names, as they say themselves."""
+    def object_rows(self) -> Iterator[bytes | None]:
+        """Identity rows of the heads of all objects that the index names, as they say themselves; None for each page
+        that is not such a head."""
         for reader in self.tiers:
             for _, raw in self.index.scan(reader.tier):
                 head = reader.object_head(raw)
-                if head is not None:
-                    yield head.row
+                yield head.row if head is not None else None
 
 
 class LocalNode:

@@ -14,13 +14,14 @@ from kvstore.client.local.object_finding import find_heads
 from kvstore.client.local.object_parts import Found, HeadPut, PiecesPut, find_head, planned
 from kvstore.client.local.object_putting import ObjectsPut
 from kvstore.client.local.object_reading import read_objects
-from kvstore.client.objects import ObjectVerbs, compiled, listed, names_of, root_of_salt, sources_of, target_of
+from kvstore.client.objects import ObjectVerbs, listed, names_of, root_of_salt, sources_of, target_of
 from kvstore.client.scattered import Scattered
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.objects import (
     class_for,
     encode_name,
     encode_names,
+    encode_prefix,
     object_layout,
     object_root,
     pieces_of,
@@ -31,7 +32,8 @@ from kvstore.rpc.control import BATCH_MAX, Op, statuses_bytes
 from kvstore.tier.host_memory import empty
 
 BUSY_PAUSE_S = 0.005
-KEYS_PAGE = 16384  # of all keys, in memory at once
+LOOK_PAGES = 8192  # of the node, looked at in one step of a call about all objects
+LOOKS_MAX = 4  # at all objects, of one ``clear``
 CACHES_MAX = 256  # of salts and classes, kept ready
 
 
@@ -121,7 +123,9 @@ class LocalObjects(ObjectVerbs):
 
     def delete(self, keys: str | Sequence[str], salt: str = "") -> int:
         """See ``ObjectVerbs.delete``."""
-        names, root = list(dict.fromkeys(encode_names(listed(keys)))), root_of_salt(salt)
+        return self._delete(list(dict.fromkeys(encode_names(listed(keys)))), root_of_salt(salt))
+
+    def _delete(self, names: list[bytes], root: bytes) -> int:
         deadline, gone = time.monotonic() + self._node.timeout_s, 0
         while names:
             mapped = self._node.mapped()
@@ -139,24 +143,50 @@ class LocalObjects(ObjectVerbs):
             time.sleep(BUSY_PAUSE_S if names else 0)
         return gone
 
-    def remove(self, pattern: str, salt: str = "") -> int:
-        """See ``ObjectVerbs.remove``."""
-        expression = compiled(pattern)
-        pages = ([key for key in page if expression.fullmatch(key)] for page in object_key_pages(self, salt))
-        return sum(self.delete(matched, salt) for matched in pages if matched)
+    def clear(self, prefix: str, salt: str = "") -> int:
+        """See ``ObjectVerbs.clear``."""
+        return sum(self.clearing(prefix, salt))
+
+    def clearing(self, prefix: str, salt: str = "") -> Iterator[int]:
+        """``clear`` in steps, each of bounded work: how many objects each step deleted.
+
+        An object that moves between frames while all are looked at may be missed. So they are looked at again until
+        none is left, ``LOOKS_MAX`` times at most: others may put new ones all the time.
+        """
+        start, root = encode_prefix(prefix), root_of_salt(salt)
+        self._node.writable()
+        for _ in range(LOOKS_MAX):
+            gone = 0
+            for names in self._names(root, start):
+                deleted = self._delete(names, root)
+                gone += deleted
+                yield deleted
+            if not gone:
+                return
 
     def object_keys(self, salt: str = "") -> list[str]:
         """See ``ObjectVerbs.object_keys``."""
-        return sorted({key for page in object_key_pages(self, salt) for key in page}, key=str.encode)
+        names = {name for some in self._names(root_of_salt(salt), b"") for name in some}
+        return [name.decode(errors="replace") for name in sorted(names)]
 
     def _check_open(self) -> None:
         self._node.check_open()
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
-    def _rows(self) -> Iterator[bytes]:
+    def _names(self, root: bytes, start: bytes) -> Iterator[list[bytes]]:
+        """Names of the objects of a root that begin with ``start``, after each ``LOOK_PAGES`` pages of the node. One
+        that is in two tiers, or that moves in the meantime, may be there twice."""
         mapped = self._node.mapped()
-        return mapped.object_rows() if mapped is not None else iter(())
+        names = dict[bytes, None]()
+        for looked, row in enumerate(mapped.object_rows() if mapped is not None else (), 1):
+            found = read_row(row) if row is not None else None
+            if found is not None and found[0] == root and found[1].name.startswith(start):
+                names[found[1].name] = None
+            if looked % LOOK_PAGES == 0:
+                yield list(names)
+                names.clear()
+        yield list(names)
 
     def _found(self, name: bytes, root: bytes) -> Found | None:
         mapped = self._node.mapped()
@@ -266,23 +296,6 @@ class _Putting:
         last = self._pieces.last_address() if self._pieces is not None else None
         if last is not None:
             self._store._drop([last])
-
-
-def object_key_pages(store: LocalObjects, salt: str, count: int = KEYS_PAGE) -> Iterator[list[str]]:
-    """Keys of all objects of a salt, up to ``count`` at a time. One that moves meanwhile may be there twice.
-
-    What was told already may be deleted before the next ones are asked for.
-    """
-    root, names = root_of_salt(salt), dict[bytes, None]()
-    for row in store._rows():
-        found = read_row(row)
-        if found is not None and found[0] == root:
-            names[found[1].name] = None
-        if len(names) == count:
-            yield [name.decode(errors="replace") for name in names]
-            names.clear()
-    if names:
-        yield [name.decode(errors="replace") for name in names]
 
 
 def _check_size(mapped: Mapped, name: bytes, size: int) -> None:

@@ -14,7 +14,7 @@ from kvstore.client.objects import ObjectVerbs, listed, sources_of
 from kvstore.client.remote.node import RemoteNode, end, lost
 from kvstore.client.scattered import Scattered
 from kvstore.errors import InvalidRequest, Unavailable
-from kvstore.model.objects import encode_name
+from kvstore.model.objects import encode_name, encode_prefix
 from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.data_messages import OBJECT_DATA_FIELD, digest_of, fields, pack_data
 from kvstore.tier.host_memory import empty
@@ -103,11 +103,11 @@ class RemoteObjects(ObjectVerbs):
             removed += self._node.call("DeleteObjects", request, pb.ObjectsRemoved, again=False).removed
         return removed
 
-    def remove(self, pattern: str, salt: str = "") -> int:
-        """See ``ObjectVerbs.remove``. The node looks at all keys of the salt."""
-        check_text(pattern, "pattern")
-        request = pb.RemoveObjectsRequest(pattern=pattern, salt=check_text(salt, "salt"))
-        return int(self._node.call("RemoveObjects", request, pb.ObjectsRemoved, again=False).removed)
+    def clear(self, prefix: str, salt: str = "") -> int:
+        """See ``ObjectVerbs.clear``."""
+        encode_prefix(prefix)
+        request = pb.ClearObjectsRequest(prefix=prefix, salt=check_text(salt, "salt"))
+        return int(self._node.call("ClearObjects", request, pb.ObjectsRemoved, again=False).removed)
 
     def object_keys(self, salt: str = "") -> NoReturn:
         """Not over gRPC: a list of all keys has no bound."""

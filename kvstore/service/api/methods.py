@@ -40,7 +40,7 @@ def handlers(
         "Release": leases.release,
         "ContainsObjects": objects.contains,
         "DeleteObjects": objects.delete,
-        "RemoveObjects": objects.remove,
+        "ClearObjects": objects.clear,
         "Stats": admin.stats,
         "Pages": admin.pages,
         "Evict": admin.evict,

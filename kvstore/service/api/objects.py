@@ -9,19 +9,16 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.local.objects import object_key_pages
 from kvstore.client.local.store import LocalStore
 from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
 from kvstore.rpc.data_messages import OBJECT_DATA_FIELD, pack_data
 from kvstore.rpc.messages import check_text
 from kvstore.service.api import streams
-from kvstore.service.api.patterns import Patterns
 from kvstore.serving.gate import Call, parse
 from kvstore.tier.host_memory import copy, empty
 
 KEYS_MAX: Final = 16384  # of one call
-PATTERN_BYTES_MAX: Final = 1000
 
 
 class ObjectCalls:
@@ -36,7 +33,6 @@ class ObjectCalls:
 
     def __init__(self, store: LocalStore, buffer_bytes: int) -> None:
         self._store = store
-        self._patterns = Patterns()
         self.bytes_max = buffer_bytes - streams.BATCH_BYTES
 
     async def put(self, call: Call, requests: AsyncIterator[bytes]) -> bytes:
@@ -98,18 +94,14 @@ class ObjectCalls:
         removed = await call.wait(self._store.delete, list(request.keys), request.salt)
         return pb.ObjectsRemoved(removed=removed).SerializeToString()
 
-    async def remove(self, call: Call, message: bytes) -> bytes:
-        """Delete those whose key matches."""
-        request = parse(pb.RemoveObjectsRequest, message)
+    async def clear(self, call: Call, message: bytes) -> bytes:
+        """Delete those whose key begins with a prefix. Each step waits for its turn among all callers."""
+        request = parse(pb.ClearObjectsRequest, message)
         check_text("salt", request.salt)
         call.caller.check_salt(request.salt)
-        if len(request.pattern.encode()) > PATTERN_BYTES_MAX:
-            raise InvalidRequest("pattern", f"has more than {PATTERN_BYTES_MAX} bytes")
-        removed, pages = 0, object_key_pages(self._store, request.salt)
-        async with self._patterns.turn(call) as turn:
-            while (keys := await call.wait(next, pages, None)) is not None or not turn.matched:
-                matched = await turn.matching(request.pattern, keys or [], removed)
-                removed += await call.wait(self._store.delete, matched, request.salt) if matched else 0
+        removed, steps = 0, self._store.clearing(request.prefix, request.salt)
+        while (gone := await call.wait(next, steps, None)) is not None:
+            removed += gone
         return pb.ObjectsRemoved(removed=removed).SerializeToString()
 
 
