@@ -32,8 +32,6 @@ class AdminVerbs:
     """Mixed into every store. Each verb raises NodeUnavailable or DeadlineExceeded where the node does not answer in
     time, and InvalidRequest where an argument makes no sense; then nothing was changed."""
 
-    keys_per_call: int = KEYS_PER_CALL
-
     @abstractmethod
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
         """Make one admin call; the node's answer."""
@@ -53,7 +51,7 @@ class AdminVerbs:
         keys = self.in_pool(keys)
         if len(keys) > KEYS_MAX:
             raise InvalidRequest("keys", f"{len(keys)} pages, one call is about {KEYS_MAX} at most")
-        if len(keys) <= self.keys_per_call:
+        if len(keys) <= KEYS_PER_CALL:
             return keys_argument(keys)
         named: dict[str, Any] = {}
         for start in range(0, len(keys), KEYS_PER_CALL):

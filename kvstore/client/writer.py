@@ -5,7 +5,7 @@ from __future__ import annotations
 import hashlib
 import secrets
 from abc import ABC, abstractmethod
-from bisect import bisect_left
+from bisect import bisect_left, bisect_right
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from functools import partial
@@ -19,7 +19,6 @@ from kvstore.client.arguments import check_seconds
 from kvstore.client.buffers import Rows, flat_bytes, rows_to_read
 from kvstore.client.device_link import host_rows
 from kvstore.client.device_rows import DeviceRows, any_rows, device_rows_to_read, on_device
-from kvstore.client.ranges import Ranges
 from kvstore.errors import InvalidRequest
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import SHARDS_MAX
@@ -335,3 +334,35 @@ def _group_number(group: str | int | None, stages: int) -> int:
 
 def _digest(data: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(data, digest_size=8, person=b"kvstore.group").digest()) | 1
+
+
+class Ranges:
+    """Which bytes were written, where they come in pieces of any size and order.
+
+    Disjoint ranges ``[start, stop)`` in ascending order; touching ones become one.
+
+    Worked example: after ``add(0, 4)``, ``add(8, 12)`` and ``add(4, 9)`` there is one range, 0..12.
+    """
+
+    __slots__ = ("_starts", "_stops")
+
+    def __init__(self) -> None:
+        self._starts: list[int] = []
+        self._stops: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._starts)
+
+    def add(self, start: int, stop: int) -> None:
+        """These bytes were written, perhaps again."""
+        first = bisect_left(self._stops, start)
+        last = bisect_right(self._starts, stop)
+        if first < last:
+            start, stop = min(start, self._starts[first]), max(stop, self._stops[last - 1])
+        self._starts[first:last] = [start]
+        self._stops[first:last] = [stop]
+
+    def covers(self, start: int, stop: int) -> bool:
+        """Whether all of these were."""
+        found = bisect_right(self._starts, start) - 1
+        return found >= 0 and self._stops[found] >= stop

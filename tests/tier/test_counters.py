@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.client.local.session import SessionFile
+from kvstore.client.local.channel import SessionFile
 from kvstore.errors import OutOfSpace
 from kvstore.tier import counters as module
 from kvstore.tier.counters import (
@@ -377,7 +377,7 @@ def test_a_node_without_its_folder(tmp_path: Path) -> None:
 def test_a_killed_client_is_counted_once(folder: NodeFolder, sessions: Sessions) -> None:
     """Whoever looks first, and however many look at once."""
     script = (
-        "import sys, time; from pathlib import Path; from kvstore.client.local.session import SessionFile\n"
+        "import sys, time; from pathlib import Path; from kvstore.client.local.channel import SessionFile\n"
         f"file = SessionFile(Path({str(folder.path)!r}), 3); file.lock()\n"
         "file.counters.put(file.counters.row(1, 1), 6)\n"
         "print('counted', flush=True); time.sleep(60)"

@@ -3,21 +3,29 @@
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import os
 import secrets
 import socket
+import struct
 import threading
 import time
 import weakref
 from collections import deque
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
-from kvstore.client.local.dialling import dial, refuse
-from kvstore.client.local.session import SessionFile
 from kvstore.client.store import AFTER_FORK
-from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
+from kvstore.errors import (
+    DeadlineExceeded,
+    InvalidRequest,
+    KVStoreError,
+    NodeUnavailable,
+    OutOfSpace,
+    Unavailable,
+    VersionMismatch,
+)
 from kvstore.model.replica import Status
 from kvstore.rpc import control
 from kvstore.rpc.control import AHEAD, MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
@@ -25,8 +33,11 @@ from kvstore.rpc.copies import Copies
 from kvstore.rpc.publisher import Publisher
 from kvstore.tier.counters import SessionCounters
 from kvstore.tier.folder import NodeFolder
+from kvstore.tier.plain_files import open_plain
 
 OUTSTANDING_MAX = 64  # requests on their way; bounds what the daemon has to remember for us
+_POLL = struct.pack("ll", 0, 50_000)  # a blocked send or receive looks at its deadline every 50 ms
+_SUN_PATH_MAX = 100  # a unix socket's path has 108 bytes
 _RETRY_MIN_S, _RETRY_MAX_S = 0.001, 0.05
 
 _NEW, _DONE, _LOST = 0, 1, 2
@@ -59,7 +70,7 @@ class SocketReply:
             raise NodeUnavailable(f"{self._channel.folder.name}: the daemon went away before it answered")
         message = self._message
         if message.op in _REFUSALS:
-            refuse(message)
+            _refuse(message)
         return message
 
 
@@ -228,7 +239,7 @@ class SocketChannel:
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             try:
                 self._file.lock()
-                dial(sock, self.folder)
+                _dial(sock, self.folder)
                 self._hello(sock, deadline)
             except OSError as error:
                 sock.close()
@@ -260,7 +271,7 @@ class SocketChannel:
             raise ConnectionResetError("closed during HELLO")
         message = control.decode(memoryview(data))
         if message.op in _REFUSALS:
-            refuse(message)
+            _refuse(message)
         if message.op != Status.OK:
             raise NodeUnavailable(f"{self.folder.name}: too many sessions")
         about = control.unpack_json(message.body)
@@ -397,3 +408,76 @@ def _forked() -> None:
 
 
 os.register_at_fork(after_in_child=_forked)
+
+
+class SessionFile:
+    """One session's file, ``sessions/<id>``: the proof that a client lives, and the page in which it counts.
+
+    Locked from ``lock`` until ``close`` or the end of the process.
+
+    A free lock tells the node that this session can write nothing more; it then adds up what was counted, and removes
+    the file. A forked child lets go of its copy, so that it keeps no lock.
+
+    Attributes:
+        counters: counts in memory until the file is locked, and in the file from then on.
+    """
+
+    def __init__(self, folder: Path, session: int) -> None:
+        self.counters = SessionCounters()
+        self._path = folder / "sessions" / f"{session:016x}"
+        self._fd = -1
+
+    def lock(self) -> None:
+        """Create and lock the file, or make sure that it still is the one in the folder.
+
+        Raises:
+            OSError: it cannot be made, or the node was just looking at it; trying again may do.
+        """
+        if self._fd >= 0:
+            if os.fstat(self._fd).st_nlink:
+                return
+            self.close()
+        fd = open_plain(self._path, os.O_RDWR | os.O_CREAT, 0o660)
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            if os.fstat(fd).st_nlink == 0:
+                raise BlockingIOError("the session file was removed while it was being locked")
+        except BaseException:
+            os.close(fd)
+            raise
+        self._fd = fd
+        with contextlib.suppress(OSError, OutOfSpace):  # counts are not worth a session
+            os.fchmod(fd, 0o660)  # whatever the umask: who may be in the folder may look
+            self.counters.attach(self._path)
+
+    def close(self) -> None:
+        """Give the lock back."""
+        if self._fd >= 0:
+            os.close(self._fd)
+            self._fd = -1
+
+
+def _dial(sock: socket.socket, folder: Path) -> None:
+    """Connect it to the daemon of a node's folder. Raises OSError where no daemon listens."""
+    path = str(folder / "control")
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _POLL)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _POLL)
+    if len(path.encode()) <= _SUN_PATH_MAX:
+        sock.connect(path)
+        return
+    fd = os.open(folder, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        sock.connect(f"/proc/self/fd/{fd}/control")
+    finally:
+        os.close(fd)
+
+
+def _refuse(message: Message) -> NoReturn:
+    """Raise what a refusal stands for."""
+    text = bytes(message.body).decode(errors="replace")
+    if message.op == Status.FAILED:
+        raise Unavailable(text)
+    field, _, reason = text.partition("\0")
+    if field == "protocol":
+        raise VersionMismatch(reason)
+    raise InvalidRequest(field, reason)
