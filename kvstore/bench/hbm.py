@@ -22,7 +22,6 @@ BATCH_BYTES: Final = 64 * MIB
 BATCH_BYTES_QUICK: Final = 8 * MIB
 STEPS: Final = 20  # of each variant in a round
 COPY_S: Final = 30.0
-SWEEP: Final = tuple(1 << shift for shift in range(12, 22))  # 4 KiB to 2 MiB
 PLAIN: Final = "one plain pinned copy"
 
 Pieces = tuple[Addresses, Addresses, Addresses]  # targets, sources, lengths
@@ -116,11 +115,6 @@ def both_ways(stage: Stage, name: str, bar: Bar | None, length: int) -> list[Res
             "ours": lambda _: both(there.to_device, back.to_host),
         }
         return lines(stage, name, bar, variants, 2 * nbytes)
-
-
-def sweep(stage: Stage, name: str, bar: Bar | None, back: bool) -> list[Result]:
-    """``<name>.<KiB>``: the same by length. Raises NotMeasured."""
-    return [line for length in SWEEP for line in one_way(stage, f"{name}.{length >> 10}k", bar, length, back)]
 
 
 def lines(

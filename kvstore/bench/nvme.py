@@ -1,4 +1,4 @@
-"""Rows that read from NVMe: batches and single pages that DRAM has no more, against O_DIRECT reads of the same ranges.
+"""Rows that read from NVMe: batches that DRAM does not have any more, against O_DIRECT reads of the same ranges.
 
 Another process puts several times as much as the node's DRAM holds, the node saves it, and then evicts what DRAM still
 has. Nothing is promoted (``promote_after``), so that every read of every round is a cold one.
@@ -6,7 +6,7 @@ has. Nothing is promoted (``promote_after``), so that every read of every round 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -15,7 +15,7 @@ import numpy as np
 
 from kvstore.bench.content import LAYOUTS, BenchWork, Content, Rows
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
-from kvstore.bench.nvme_disk import LIMITS, MIB, Range, RawFile, Scratch, Task, Where, target_bytes, warm_buffer
+from kvstore.bench.nvme_disk import LIMITS, MIB, RawFile, Scratch, Task, Where, target_bytes, warm_buffer
 from kvstore.bench.processes import Daemon, PeerProcess
 from kvstore.bench.stage import Stage, wait_for
 from kvstore.client.connect import connect
@@ -29,11 +29,8 @@ DRAM_EXTENT_BYTES = 32 * MIB
 NVME_EXTENT_BYTES = 256 * MIB
 SAVED_BYTES_QUICK, DRAM_BYTES_QUICK, EXTENT_BYTES_QUICK = 96 * MIB, 48 * MIB, 16 * MIB
 BATCH_PAGES, BATCH_PAGES_QUICK = 32, 8
-STEPS_ONE_PAGE, STEPS_ONE_PAGE_QUICK = 400, 40
 NEVER = 255  # reads after which a page is promoted: more than any round makes
-UNALIGNED_BY = 64  # of a caller's buffer: good for vector instructions, not for a disk
 VACATE_S = 60.0
-GETS = ("get", "get_unaligned")
 
 
 def plan(geometry: str, quick: bool, seed: int) -> BenchWork:
@@ -102,7 +99,7 @@ class Chain(NamedTuple):
 
     tokens: Any
     tasks: dict[str, list[Task]]
-    ranges: list[Range]
+    runs: int  # of frames that follow each other in the file
 
 
 Given = tuple[Chain, Keys]
@@ -121,11 +118,10 @@ class ColdReading:
         self.content = Content(work.layout.page_bytes)
         shape = work.pages, work.layout.page_bytes
         self.out: Rows = warm_buffer(work.chain_bytes).reshape(shape)
-        self.unaligned: Rows = warm_buffer(work.chain_bytes + UNALIGNED_BY)[UNALIGNED_BY:].reshape(shape)
         tokens = [work.tokens(chain) for chain in range(work.chains)]
         ranges = where.ranges([self.cache.keys(each).hashes for each in tokens])
         self.chains = [
-            Chain(each, {how: raw.reads(lies, how) for how in LIMITS}, lies)
+            Chain(each, {how: raw.reads(lies, how) for how in LIMITS}, len(lies))
             for each, lies in zip(tokens, ranges, strict=True)
         ]
 
@@ -135,18 +131,17 @@ class ColdReading:
         return found, self.cache.keys(found.tokens)
 
     def variants(self) -> dict[str, Callable[[Given], int]]:
-        """The verbs: ours into either buffer, the limit in either way."""
-        get, out, unaligned, run = self.cache.get, self.out, self.unaligned, self.raw.run
+        """The verbs: ours, and the limit in either way."""
+        get, out, run = self.cache.get, self.out, self.raw.run
         return {
             "get": lambda given: get(given[1], out).pages,
-            "get_unaligned": lambda given: get(given[1], unaligned).pages,
             "pieces_1m": lambda given: run(given[0].tasks["pieces_1m"]),
             "piece_per_thread": lambda given: run(given[0].tasks["piece_per_thread"]),
         }
 
     def check(self, variant: str, value: object) -> None:
         """Raises BenchFailed where less than the whole chain was read."""
-        wanted = self.work.pages if variant in GETS else self.work.pages * self.stride
+        wanted = self.work.pages if variant == "get" else self.work.pages * self.stride
         if value != wanted:
             raise BenchFailed(f"{variant} brought {value} of {wanted}")
 
@@ -156,7 +151,7 @@ class ColdReading:
         names = list(variants)
         frames = self.raw.buffer[: self.work.pages * self.stride].reshape(self.work.pages, self.stride)
         payloads = frames[:, self.header_bytes : self.header_bytes + self.work.layout.page_bytes]
-        rows = {"get": self.out, "get_unaligned": self.unaligned, **dict.fromkeys(LIMITS, payloads)}
+        rows = {"get": self.out, **dict.fromkeys(LIMITS, payloads)}
         for chain in range(self.work.chains):
             for name in dict.fromkeys(("get", names[chain % len(names)])):
                 rows[name][:, ::4096] = 0
@@ -166,10 +161,7 @@ class ColdReading:
 
 
 def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """Batches of 32 pages that are on NVMe only, keys given, all checks on, into a page-aligned warm buffer.
-
-    More lines: a caller's buffer that is not aligned, and one page at a time.
-    """
+    """Batches of 32 pages that are on NVMe only, keys given, all checks on, into a page-aligned warm buffer."""
     with ExitStack() as scene:
         cold = saved(stage, scene, geometry, 21, {"promote_after": NEVER})
         vacate(cold.store)
@@ -181,17 +173,15 @@ def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
         scene.enter_context(raw)
         reading = ColdReading(cold, where, raw)
         reading.verify()
-        lines = _batches(stage, name, bar, reading)
-        lines.append(_one(stage, f"{name}.one", reading))
+        line = _batches(stage, name, bar, reading)
         tiers = cold.store.stats()["tiers"]
         if tiers["dram"]["pages"] or tiers["nvme"]["promoted_pages"]:
             raise BenchFailed(f"{tiers['nvme']['promoted_pages']} pages came back to DRAM: not every read was cold")
-        for line in lines:
-            line.details["fill_bytes_per_s"] = cold.work.total_bytes / cold.fill_s
-    return lines
+        line.details["fill_bytes_per_s"] = cold.work.total_bytes / cold.fill_s
+    return [line]
 
 
-def _batches(stage: Stage, name: str, bar: Bar, reading: ColdReading) -> list[Result]:
+def _batches(stage: Stage, name: str, bar: Bar, reading: ColdReading) -> Result:
     work, random = reading.work, np.random.default_rng(22)
     variants = reading.variants()
     passes = -(-len(variants) // work.chains)  # normally every chain once per round
@@ -202,60 +192,9 @@ def _batches(stage: Stage, name: str, bar: Bar, reading: ColdReading) -> list[Re
         "batch_pages": work.pages,
         "page_bytes": work.layout.page_bytes,
         "saved_bytes": work.total_bytes,
-        "runs_per_batch": sum(len(chain.ranges) for chain in reading.chains) / work.chains,
+        "runs_per_batch": sum(chain.runs for chain in reading.chains) / work.chains,
         "batch_seconds": {variant: medians(times) for variant, times in seconds.items()},
     }
-    lines = []
-    for variant, suffix, of in (("get", "", bar), ("get_unaligned", ".unaligned", None)):
-        ours, limit = speeds(seconds[variant], work.chain_bytes), speeds(seconds[best], work.chain_bytes)
-        text = f"O_DIRECT reads of the same ranges, 4 threads, {best}"
-        lines.append(result(f"{name}{suffix}", Kind.SPEED, ours, limit, bar=of, limit_is=text, details=dict(details)))
-    return lines
-
-
-def _one(stage: Stage, name: str, reading: ColdReading) -> Result:
-    """The service time of one page, p50."""
-    work, raw, stride = reading.work, reading.raw, reading.stride
-    keys = [reading.cache.keys(chain.tokens) for chain in reading.chains]
-    count = STEPS_ONE_PAGE_QUICK if stage.settings.quick else STEPS_ONE_PAGE
-    random = np.random.default_rng(23)
-    pages = work.chains * work.pages
-    steps = [int(page) for page in random.choice(pages, size=count, replace=count > pages)]
-    out, cache = reading.out, reading.cache
-
-    def prepare(step: int) -> tuple[list[Task], Keys]:
-        chain, page = divmod(step, work.pages)
-        # In one request, as the store asks for it.
-        return raw.reads([_frame(reading.chains[chain].ranges, page, stride)], "whole"), keys[chain][page : page + 1]
-
-    def ours(given: tuple[list[Task], Keys]) -> int:
-        return cache.get(given[1], out).pages
-
-    def read(given: tuple[list[Task], Keys]) -> int:
-        return given[0][0]()
-
-    def check(variant: str, value: object) -> None:
-        if value != (1 if variant == "get" else stride):
-            raise BenchFailed(f"{variant} of one page brought {value}")
-
-    seconds = alternate({"get": ours, "read": read}, steps, stage.settings.rounds, prepare, check)
-    for step in steps[:16]:
-        given = prepare(step)
-        out[0] = 0
-        check("get", ours(given))
-        reading.content.check(out[:1], given[1].hashes, name)
-    details = {"page_bytes": work.layout.page_bytes, "steps_per_round": len(steps)}
-    limit_is = "O_DIRECT read of the same frame, in the calling thread"
-    return result(
-        name, Kind.TIME, medians(seconds["get"]), medians(seconds["read"]), limit_is=limit_is, details=details
-    )
-
-
-def _frame(ranges: Sequence[Range], page: int, stride: int) -> Range:
-    """Where one page of a chain lies."""
-    at = page * stride
-    for offset, nbytes in ranges:
-        if at < nbytes:
-            return offset + at, stride
-        at -= nbytes
-    raise AssertionError("every page lies in a range")
+    ours, limit = speeds(seconds["get"], work.chain_bytes), speeds(seconds[best], work.chain_bytes)
+    text = f"O_DIRECT reads of the same ranges, 4 threads, {best}"
+    return result(name, Kind.SPEED, ours, limit, bar=bar, limit_is=text, details=details)

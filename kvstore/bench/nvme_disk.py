@@ -164,10 +164,10 @@ class RawFile:
         os.fdatasync(self._fd)
 
     def _cut(self, ranges: Sequence[Range], how: str, buffer: Rows | None = None) -> list[list[tuple[Rows, int]]]:
-        """Pieces ``(part of the buffer, offset)`` of every task; "whole" is one task."""
+        """Pieces ``(part of the buffer, offset)`` of every task."""
         memory, total = self.buffer if buffer is None else buffer, sum(nbytes for _, nbytes in ranges)
         per_thread = -(-total // (IO_THREADS * BLOCK_BYTES)) * BLOCK_BYTES
-        share = {"pieces_1m": PIECE_BYTES, "piece_per_thread": per_thread, "whole": total}[how]
+        share = {"pieces_1m": PIECE_BYTES, "piece_per_thread": per_thread}[how]
         tasks: list[list[tuple[Rows, int]]] = []
         at, left = 0, 0  # in the buffer; of the task's share
         for offset, nbytes in ranges:

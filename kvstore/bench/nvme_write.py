@@ -5,9 +5,7 @@ away (``evict``): none may leave before it is saved, so the node saves all, 32 M
 when the index has every chain's last page on NVMe: it is durable then. The limit writes as many bytes by O_DIRECT into
 a file with as much space, allocated alike on the same file system, with one fdatasync per 32 MiB: out of a buffer of
 large memory pages, or out of shared memory such as the node's pages lie in; the faster way counts.
-
-In the first passes both files are written for the first time, afterwards (``….full``) both are written over: then NVMe
-is full, and saving a page evicts another.
+Both files are written for the first time.
 """
 
 from __future__ import annotations
@@ -147,7 +145,7 @@ class RawWrites:
 
 
 def demotion(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """Bytes per second saved to NVMe; a second line for an NVMe that is full and evicts as much."""
+    """Bytes per second saved to NVMe."""
     rounds, step_bytes = stage.settings.rounds, _step_bytes(stage)
     limit_bytes = len(WRITES) * rounds * step_bytes
     with ExitStack() as scene:
@@ -155,44 +153,28 @@ def demotion(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
         raw = scene.enter_context(RawFile(scratch.path / "limit", SYNC_BYTES, create_bytes=limit_bytes))
         shared = scene.enter_context(SharedArea(stage.settings.shm_dir, SYNC_BYTES))
         limit = RawWrites(raw, shared, step_bytes, limit_bytes)
-        lines = [_demotion(name, bar, saving, limit, rounds)]
-        for _ in range(2):  # whatever was left is used up
-            saving.load()
-            saving.save()
-        lines.append(_demotion(f"{name}.full", None, saving, limit, rounds))
-    return lines
 
+        def check(variant: str, value: object) -> None:
+            if value != saving.work.total_bytes:
+                raise BenchFailed(f"{variant} wrote {value} of {saving.work.total_bytes} bytes")
 
-def _demotion(name: str, bar: Bar | None, saving: Saving, limit: RawWrites, rounds: int) -> Result:
-    def check(variant: str, value: object) -> None:
-        if value != saving.work.total_bytes:
-            raise BenchFailed(f"{variant} wrote {value} of {saving.work.total_bytes} bytes")
-
-    variants: dict[str, Callable[[None], int]] = {
-        "save": lambda _: saving.save(),
-        **{variant: partial(limit.write, variant) for variant in WRITES},
-    }
-    seconds = alternate(variants, range(len(variants)), rounds, lambda _: saving.load(), check)
-    saving.verify()
+        variants: dict[str, Callable[[None], int]] = {
+            "save": lambda _: saving.save(),
+            **{variant: partial(limit.write, variant) for variant in WRITES},
+        }
+        seconds = alternate(variants, range(len(variants)), rounds, lambda _: saving.load(), check)
+        saving.verify()
     best = quickest(seconds, WRITES)
-    step_bytes = saving.work.total_bytes
     details = {
         "page_bytes": saving.work.layout.page_bytes,
         "chain_pages": saving.work.pages,
         "step_bytes": step_bytes,
         "sync_bytes": SYNC_BYTES,
-        "files": "written for the first time" if bar is not None else "written over; NVMe is full, saving evicts",
         "step_seconds": {variant: medians(times) for variant, times in seconds.items()},
     }
-    return result(
-        name,
-        Kind.SPEED,
-        speeds(seconds["save"], step_bytes),
-        speeds(seconds[best], step_bytes),
-        bar=bar,
-        limit_is=f"O_DIRECT writes, 4 threads, fdatasync per 32 MiB, {best}",
-        details=details,
-    )
+    ours, limits = speeds(seconds["save"], step_bytes), speeds(seconds[best], step_bytes)
+    limit_is = f"O_DIRECT writes, 4 threads, fdatasync per 32 MiB, {best}"
+    return [result(name, Kind.SPEED, ours, limits, bar=bar, limit_is=limit_is, details=details)]
 
 
 def get_while_demoting(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:

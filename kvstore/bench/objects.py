@@ -1,139 +1,142 @@
-"""Rows about opaque objects: put and get of one value, acknowledged, against copying its bytes."""
+"""Rows about batches of opaque objects: 32 values put, or got, by one call, against copying their bytes."""
 
 from __future__ import annotations
 
 import ctypes
 from contextlib import ExitStack
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.bench.content import Content
-from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result
+from kvstore.bench.content import LAYOUTS, Content
+from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
 from kvstore.bench.put import SharedArea
-from kvstore.bench.stage import MIB, Stage
+from kvstore.bench.stage import Stage
 from kvstore.client.connect import connect
-from kvstore.client.local.object_parts import find_head
-from kvstore.client.local.store import LocalStore
 from kvstore.client.store import Store
 from kvstore.model.objects import key_hash, object_root
+from kvstore.tier.host_memory import empty
 
 Bytes = npt.NDArray[np.uint8]
 
-VALUE_BYTES = 256 << 10
-STEPS, STEPS_QUICK = 3000, 150
-LIMITS = ("memmove", "copy")
-ROOT = object_root("")
+BATCH: Final = 32
+VALUE_BYTES: Final = {size: layout.page_bytes for size, layout in LAYOUTS.items()}
+BATCHES_MAX, BATCHES_QUICK = 96, 3
+LIMITS: Final = ("memmove", "copy")
 
 
-class _Objects:
-    """Values under numbered keys in one node; every one is another's bytes."""
+class _Batches:
+    """Batches of values of one size under numbered keys, and a warm array for one of them."""
 
-    def __init__(self, store: Store, count: int) -> None:
+    def __init__(self, store: Store, value_bytes: int, count: int) -> None:
         self.store = store
-        self.keys = [f"bench/{i}" for i in range(count)]
-        self.content = Content(VALUE_BYTES)
-        self.buffer: Bytes = np.zeros((1, VALUE_BYTES), np.uint8)
+        self.keys = [[f"batch/{step}/{i}" for i in range(BATCH)] for step in range(count)]
+        self.rows: Bytes = empty((BATCH, value_bytes))
+        self.rows[:] = 1
+        self.values = list(self.rows)
+        self._content = Content(value_bytes)
 
-    def fill(self, step: int) -> str:
-        """The value of a step in ``buffer``; its key."""
-        key = self.keys[step]
-        self.content.fill(self.buffer, [key_hash(ROOT, key.encode())])
-        return key
+    def fill(self, step: int) -> None:
+        """The values of a batch in ``rows``."""
+        self._content.fill(self.rows, self._hashes(step))
+
+    def put(self, step: int) -> list[bool]:
+        """Put what is in ``rows`` as that batch."""
+        return self.store.put_many(self.keys[step], self.values)
+
+    def get(self, step: int) -> list[int]:
+        """Get that batch into ``rows``."""
+        return self.store.get_many(self.keys[step], self.values)
 
     def verify(self, step: int) -> None:
         """What is stored is what was put."""
-        self.buffer[:] = 0
-        if self.store.get(self.keys[step], out=self.buffer) != VALUE_BYTES:
-            raise BenchFailed(f"{self.keys[step]} is not there")
-        self.content.check(self.buffer, [key_hash(ROOT, self.keys[step].encode())], self.keys[step])
+        self.rows[:] = 0
+        if self.get(step) != [self.rows.shape[1]] * BATCH:
+            raise BenchFailed(f"batch {step} is not there")
+        self._content.check(self.rows, self._hashes(step), f"batch {step}")
 
-    def frame(self, step: int) -> Bytes:
-        """Where a value lies."""
-        assert isinstance(self.store, LocalStore)
-        found = find_head(self.store._node.writable(), ROOT, self.keys[step].encode())
-        if found is None or found.extent is None or found.about.pieces:
-            raise BenchFailed(f"{self.keys[step]} is not in one frame of DRAM")
-        frame: Bytes = found.extent.views[found.frame : found.frame + 1]
-        return frame
+    def _hashes(self, step: int) -> list[bytes]:
+        return [key_hash(object_root(""), key.encode()) for key in self.keys[step]]
 
 
-def put(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
-    """One new object, p50, with free frames."""
-    with ExitStack() as scene:
-        steps, objects = _start(stage, scene)
-        area = scene.enter_context(SharedArea(stage.settings.shm_dir, 64 * MIB))
-        places = area.data.reshape(-1, 1, VALUE_BYTES)
-
-        def prepare(step: int) -> tuple[str, Bytes]:
-            return objects.fill(step), places[step % len(places)]
-
-        def stored(given: tuple[str, Bytes]) -> bool:
-            return objects.store.put(given[0], objects.buffer)
-
-        def check(variant: str, value: object) -> None:
-            if variant == "put" and value is not True:
-                raise BenchFailed("an object was not stored")
-
-        def empty() -> None:
-            objects.store.delete(objects.keys)
-
-        source = objects.buffer
-        variants = {
-            "put": stored,
-            "memmove": lambda given: ctypes.memmove(given[1].ctypes.data, source.ctypes.data, VALUE_BYTES),
-            "copy": lambda given: np.copyto(given[1], source),
-        }
-        seconds = alternate(variants, steps, stage.settings.rounds, prepare, check, empty)
-        last = next(step for step in reversed(steps) if objects.store.contains(objects.keys[step]))
-        objects.verify(last)
-    return [_line(name, bar, "put", seconds)]
+def put(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
+    """New objects, with free frames; acknowledged and sealed."""
+    return [_measured(stage, name, bar, "put", VALUE_BYTES[geometry])]
 
 
-def get(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
-    """One object into a warm buffer, p50; every object of the node is another step."""
-    with ExitStack() as scene:
-        steps, objects = _start(stage, scene)
-        for step in steps:
-            if not objects.store.put(objects.fill(step), objects.buffer):
-                raise BenchFailed("an object was not stored")
-        frames = [objects.frame(step) for step in range(len(objects.keys))]
-        out = objects.buffer
-
-        def prepare(step: int) -> tuple[str, Bytes]:
-            return objects.keys[step], frames[step]
-
-        def check(variant: str, value: object) -> None:
-            if variant == "get" and value != VALUE_BYTES:
-                raise BenchFailed(f"get found {value} of {VALUE_BYTES} bytes")
-
-        variants = {
-            "get": lambda given: objects.store.get(given[0], out=out),
-            "memmove": lambda given: ctypes.memmove(out.ctypes.data, given[1].ctypes.data, VALUE_BYTES),
-            "copy": lambda given: np.copyto(out, given[1]),
-        }
-        seconds = alternate(variants, steps, stage.settings.rounds, prepare, check)
-        for step in steps[:64]:
-            objects.verify(step)
-    return [_line(name, bar, "get", seconds)]
+def get(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
+    """Objects into warm buffers, all checks on; every batch of the node is another step."""
+    return [_measured(stage, name, bar, "get", VALUE_BYTES[geometry])]
 
 
-def _start(stage: Stage, scene: ExitStack) -> tuple[list[int], _Objects]:
-    """Steps in an order that no prefetcher knows, and a node with room for all of them."""
+def _measured(stage: Stage, name: str, bar: Bar | None, verb: str, value_bytes: int) -> Result:
     stage.clear()
-    pool_bytes = max(stage.settings.walk_bytes, 128 * MIB)
-    count = min(STEPS_QUICK if stage.settings.quick else STEPS, pool_bytes // VALUE_BYTES - 80)
-    daemon = stage.daemon(scene, pool_bytes)
-    store = scene.enter_context(connect(daemon.name))
-    steps = [int(step) for step in np.random.default_rng(5).permutation(count)]
-    return steps, _Objects(store, count)
+    batch_bytes = BATCH * value_bytes
+    pool_bytes = max(stage.settings.walk_bytes, 4 * batch_bytes)
+    count = min(BATCHES_QUICK if stage.settings.quick else BATCHES_MAX, pool_bytes * 3 // (4 * batch_bytes))
+    with ExitStack() as scene:
+        daemon = stage.daemon(scene, pool_bytes)
+        batches = _Batches(scene.enter_context(connect(daemon.name)), value_bytes, count)
+        area = scene.enter_context(SharedArea(stage.settings.shm_dir, count * batch_bytes))
+        places = area.data.reshape(count, BATCH, value_bytes)
+        _touch(batches, count)
+        steps = [int(step) for step in np.random.default_rng(5).permutation(count)]
 
+        def prepare(step: int) -> int:
+            if verb == "put":
+                batches.fill(step)
+            return step
 
-def _line(name: str, bar: Bar | None, ours: str, seconds: dict[str, Any]) -> Result:
+        def check(variant: str, value: object) -> None:
+            if variant == "put" and value != [True] * BATCH:
+                raise BenchFailed("an object was not stored")
+            if variant == "get" and value != [value_bytes] * BATCH:
+                raise BenchFailed(f"get found {value}")
+
+        def before_round() -> None:
+            if verb == "put":
+                for keys in batches.keys:
+                    batches.store.delete(keys)
+
+        seconds = alternate(
+            {verb: getattr(batches, verb), **_limits(batches.values, places, verb)},
+            steps,
+            stage.settings.rounds,
+            prepare,
+            check,
+            before_round,
+        )
+        for step in [step for step in steps if all(batches.store.contains(batches.keys[step]))][:8]:
+            batches.verify(step)
     best = quickest(seconds, LIMITS)
-    details = {"value_bytes": VALUE_BYTES, "step_seconds": {variant: medians(t) for variant, t in seconds.items()}}
-    limit_is = f"memcpy of the value, {best}"
-    return result(
-        name, Kind.TIME, medians(seconds[ours]), medians(seconds[best]), bar=bar, limit_is=limit_is, details=details
-    )
+    details: dict[str, Any] = {"value_bytes": value_bytes, "batch": BATCH}
+    details["batch_seconds"] = {variant: medians(times) for variant, times in seconds.items()}
+    ours, limit = speeds(seconds[verb], batch_bytes), speeds(seconds[best], batch_bytes)
+    return result(name, Kind.SPEED, ours, limit, bar=bar, limit_is=f"memcpy, {best}", details=details)
+
+
+def _touch(batches: _Batches, count: int) -> None:
+    """All batches are put, so that every byte of the pool's memory that they take is mapped here."""
+    for step in range(count):
+        batches.fill(step)
+        if batches.put(step) != [True] * BATCH:
+            raise BenchFailed("an object was not stored")
+        batches.get(step)
+
+
+def _limits(values: list[Bytes], places: Bytes, verb: str) -> dict[str, Any]:
+    """Copying a batch, value by value, between the caller's buffers and other shared memory."""
+    at, size = [value.ctypes.data for value in values], values[0].size
+    start = places.ctypes.data
+
+    def memmove(step: int) -> None:
+        for i, place in enumerate(at):
+            there = start + (step * BATCH + i) * size
+            ctypes.memmove(*((there, place) if verb == "put" else (place, there)), size)
+
+    def copy(step: int) -> None:
+        for value, there in zip(values, places[step], strict=True):
+            np.copyto(*((there, value) if verb == "put" else (value, there)))
+
+    return {"memmove": memmove, "copy": copy}

@@ -16,11 +16,9 @@ import numpy as np
 
 from kvstore.bench.content import BenchWork, Content
 from kvstore.bench.reading import Reading
-from kvstore.bench.remote import RemoteReading
 from kvstore.client.connect import connect
 from kvstore.client.store import Store
 from kvstore.errors import KVStoreError, NodeUnavailable
-from kvstore.tier.data_file import DataServerAt
 
 
 class PeerVerbs:
@@ -28,7 +26,7 @@ class PeerVerbs:
 
     def __init__(self, store: Store) -> None:
         self._store = store
-        self._reading: Reading | RemoteReading | None = None
+        self._reading: Reading | None = None
 
     def write(self, work: dict[str, Any]) -> dict[str, Any]:
         """Put every chain; ``pages`` were new, ``seconds`` the puts took."""
@@ -50,13 +48,6 @@ class PeerVerbs:
         self._reading.verify()
         return {}
 
-    def reach(self, work: dict[str, Any], server: dict[str, Any], port: int) -> dict[str, Any]:
-        """Get ready to read these chains over TCP: from that data server, and from that plain sender."""
-        job = BenchWork(**work)
-        self._reading = RemoteReading(self._store.cache(job.layout), job, DataServerAt(**server), port)
-        self._reading.verify()
-        return {}
-
     def read(self, variant: str, start_ns: int, duration_s: float, first: int) -> dict[str, Any]:
         """Bring chain after chain into the warm buffer, from ``start_ns`` (monotonic) on, for ``duration_s``."""
         reading = self._reading
@@ -66,7 +57,7 @@ class PeerVerbs:
         while (wait_ns := start_ns - time.monotonic_ns()) > 0:
             if wait_ns > 2_000_000:
                 time.sleep(wait_ns / 2e9)
-        began, cpu_before_s = time.monotonic(), time.process_time()
+        began = time.monotonic()
         spent_s = 0.0  # inside the variant: keys are given, so making them does not count
         while time.monotonic() - began < duration_s:
             given = reading.prepare(chain % reading.work.chains)
@@ -76,8 +67,7 @@ class PeerVerbs:
             reading.check(variant, value)
             chain += 1
             batches += 1
-        cpu_s = time.process_time() - cpu_before_s
-        return {"bytes": batches * reading.work.chain_bytes, "seconds": spent_s, "cpu_s": cpu_s}
+        return {"bytes": batches * reading.work.chain_bytes, "seconds": spent_s}
 
     def read_on(self, work: dict[str, Any]) -> dict[str, Any]:
         """Get and check chains at random until the next request comes; count what was not right and the longest get."""

@@ -63,12 +63,6 @@ class Daemon:
         if extent_bytes is not None:
             self._arguments += ["--extent", str(extent_bytes)]
         self._child: Child | None = None
-        self.ready_line = ""
-
-    @property
-    def http(self) -> str:
-        """HOST:PORT of its HTTP server, as it said when it got ready."""
-        return self.ready_line.partition(", http on ")[2].partition(",")[0].strip()
 
     @property
     def pid(self) -> int:
@@ -86,7 +80,7 @@ class Daemon:
         began = time.monotonic()
         self._child = Child("the daemon", self._arguments, self._environment)
         try:
-            self.ready_line = self._child.line(READY_S)
+            self._child.line(READY_S)
         except NodeUnavailable as error:
             self.kill()
             raise BenchFailed(str(error)) from None
@@ -104,11 +98,6 @@ class Daemon:
         if child is not None:
             child.ask_to_end()
             child.wait()
-
-    def forget(self) -> None:
-        """As a reboot does: what the killed or stopped daemon had in memory is gone, and only that."""
-        assert self._child is None, "is running"
-        purge(self.folder)
 
     def end(self) -> None:
         """Stop it and remove its pages."""
@@ -130,14 +119,6 @@ class Daemon:
     def cpu_s(self) -> float:
         """Seconds of processors that the running daemon has taken."""
         return cpu_s(self.pid)
-
-    def children(self) -> list[int]:
-        """Processes that the running daemon has started."""
-        found = []
-        for task in Path(f"/proc/{self.pid}/task").iterdir():
-            with contextlib.suppress(OSError):  # the thread has ended
-                found += [int(pid) for pid in (task / "children").read_text().split()]
-        return found
 
     def __enter__(self) -> Daemon:
         return self

@@ -30,7 +30,7 @@ STEPS_ONE_PAGE = 1500
 SEED = 5
 
 PERCENTILES = (50, 99, 99.9)
-CPU_BYTES = 1 << 30  # are put while processors are watched
+BACK_TO_BACK_BYTES = 1 << 29  # are put without a pause
 
 LIMITS = ("memmove_per_page", "copy_whole")
 
@@ -91,20 +91,22 @@ class PutBench:
         self._last = given[0]
         return self.cache.put(given[0], self.source)
 
-    def cpu_s_per_gb(self, daemon: Daemon) -> dict[str, float]:
-        """Processor seconds per GB put: of this process while it puts, and of the daemon. Nothing else is timed then.
+    def back_to_back(self, daemon: Daemon) -> tuple[float, dict[str, float]]:
+        """Put chain after chain without a pause: seconds per page, and processor seconds per page of both processes.
 
-        The daemon's are counted in ticks of the kernel, 10 ms."""
-        puts = max(1, CPU_BYTES // (self.pages * self.layout.page_bytes))
-        client_s, before_s = 0.0, daemon.cpu_s()
-        for _ in range(puts):
-            given = self.prepare(0)
-            began_s = time.process_time()
-            self.check("put", self.put(given))
-            client_s += time.process_time() - began_s
-        daemon_s = daemon.cpu_s() - before_s
-        gb = puts * self.pages * self.layout.page_bytes / 1e9
-        return {"client": client_s / gb, "daemon": daemon_s / gb}
+        The daemon's are counted in ticks of the kernel, 10 ms.
+        """
+        puts = max(1, BACK_TO_BACK_BYTES // self.source.nbytes)
+        tokens = self.pages * self.layout.page_tokens
+        given = [self.cache.keys(tokens_of(SEED + 1, self._chain + i, tokens)) for i in range(puts)]
+        self._chain += puts
+        daemon_s, client_s, began_s = daemon.cpu_s(), time.process_time(), time.perf_counter()
+        for keys in given:
+            self.check("put", self.cache.put(keys, self.source))
+        took_s = time.perf_counter() - began_s
+        client_s, daemon_s = time.process_time() - client_s, daemon.cpu_s() - daemon_s
+        pages = puts * self.pages
+        return took_s / pages, {"client": client_s / pages, "daemon": daemon_s / pages}
 
     def memmove_per_page(self, given: tuple[Keys, Rows]) -> None:
         """Limit: one call per page."""
@@ -148,12 +150,12 @@ def ahead_pages(geometry: str) -> int:
 
 
 def put(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """Batches of 32 new pages, with free frames; a second line into a full pool."""
+    """Batches of 32 new pages, with free frames; into a full pool; and into a full pool without a pause, per page."""
     return _put(stage, name, bar, geometry, BATCH_PAGES, Kind.SPEED)
 
 
 def put_one(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """One new page, published, p50, with free frames; a second line into a full pool."""
+    """One new page, published, p50, with free frames; into a full pool; and into a full pool without a pause."""
     return _put(stage, name, bar, geometry, 1, Kind.TIME)
 
 
@@ -177,7 +179,9 @@ def _put(stage: Stage, name: str, bar: Bar, geometry: str, pages: int, kind: Kin
             seconds = alternate(variants, steps, settings.rounds, writing.prepare, writing.check, before)
             writing.verify()
             lines.append(_line(f"{name}.full" if full else name, kind, None if full else bar, writing, seconds))
-        lines[-1].details["cpu_s_per_gb"] = writing.cpu_s_per_gb(daemon)
+        pages_s, cpu_s = zip(*(writing.back_to_back(daemon) for _ in range(settings.rounds)), strict=True)
+    spent = {who: float(np.median([each[who] for each in cpu_s])) for who in cpu_s[0]}
+    lines.append(result(f"{name}.back_to_back", Kind.TIME, pages_s, details={"cpu_s_per_page": spent}))
     return lines
 
 

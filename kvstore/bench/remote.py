@@ -6,34 +6,24 @@ into the same warm buffer. What is ours proves every page by its token ids, and 
 
 from __future__ import annotations
 
-import shutil
 import socket
-import statistics
 import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import asdict
-from functools import partial
-from pathlib import Path
 
-from kvstore.bench import nvme
 from kvstore.bench.content import BenchWork, Content, Rows
-from kvstore.bench.get import PHASE_S, both, speed_of, walk
+from kvstore.bench.get import walk
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
-from kvstore.bench.plain_sender import REQUEST_BYTES
-from kvstore.bench.processes import PeerProcess, cpu_s, environment
+from kvstore.bench.processes import cpu_s, environment
 from kvstore.bench.stage import Stage
 from kvstore.client.prefix_cache import PrefixCache
-from kvstore.client.store import Store
 from kvstore.model.prefix import Keys
 from kvstore.serving.child import Child
 from kvstore.tier.data_file import DataServerAt, find_data_server
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.host_memory import empty
-from kvstore.transfer.base import DialCredentials
 from kvstore.transfer.pulling import pull
 from kvstore.transfer.reading import ReadRequest, WantedChain
 from kvstore.transfer.tcp import DataConnection
@@ -43,19 +33,13 @@ READY_S = 30.0
 BATCH_S = 30.0
 PLAIN_BYTES_MAX = 256 << 20  # of the plain sender's memory: beyond every cache
 PLAINS = ("plain", "plain_waitall")
+REQUEST_BYTES = 8
 
 
 class RemoteReading:
     """Chains of another node, read by ``ours`` or by one of ``PLAINS`` into one warm buffer."""
 
-    def __init__(
-        self,
-        cache: PrefixCache,
-        work: BenchWork,
-        server: DataServerAt,
-        port: int,
-        credentials: DialCredentials | None = None,
-    ) -> None:
+    def __init__(self, cache: PrefixCache, work: BenchWork, server: DataServerAt, port: int) -> None:
         self.work = work
         self.out: Rows = empty((work.pages, work.layout.page_bytes))
         self.out[:] = 0
@@ -65,9 +49,7 @@ class RemoteReading:
         self._wanted = WantedChain(layout.fingerprint, "", "", cache.frame_class, layout.attention == "full")
         deadline_s = time.monotonic() + READY_S
         hello = Hello(process=server.process)
-        self.connection = DataConnection.open(
-            server.address, hello, credentials, deadline_s=deadline_s, silence_s=BATCH_S
-        )
+        self.connection = DataConnection.open(server.address, hello, deadline_s=deadline_s, silence_s=BATCH_S)
         self._plain = socket.create_connection(("127.0.0.1", port), READY_S)
         self._plain.settimeout(None)
         self._plain.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -129,9 +111,9 @@ def plain_bytes(work: BenchWork) -> int:
 
 
 @contextmanager
-def data_server(stage: Stage, node: str, *flags: str) -> Iterator[tuple[Child, DataServerAt]]:
+def data_server(stage: Stage, node: str) -> Iterator[tuple[Child, DataServerAt]]:
     """A data server of that node, and where it is."""
-    arguments = ["data", "--node", node, "--listen", "127.0.0.1:0", "--shm-dir", str(stage.settings.shm_dir), *flags]
+    arguments = ["data", "--node", node, "--listen", "127.0.0.1:0", "--shm-dir", str(stage.settings.shm_dir)]
     child = Child("the data server", arguments, environment(stage.settings.shm_dir))
     try:
         child.line(READY_S)
@@ -147,7 +129,7 @@ def data_server(stage: Stage, node: str, *flags: str) -> Iterator[tuple[Child, D
 @contextmanager
 def plain_sender(work: BenchWork) -> Iterator[int]:
     """The plain program, and its port."""
-    command = [sys.executable, "-m", "kvstore.bench.plain_sender", str(plain_bytes(work)), str(work.chain_bytes)]
+    command = [sys.executable, "-m", "kvstore.bench.remote", str(plain_bytes(work)), str(work.chain_bytes)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:
         assert process.stdout is not None
@@ -160,109 +142,27 @@ def plain_sender(work: BenchWork) -> Iterator[int]:
 
 
 def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """Batches of 32 pages out of another node's memory, one stream. A second line: the same over TLS."""
+    """Batches of 32 pages out of another node's memory, one stream; the limit is the faster plain program."""
     stored = stage.stored(geometry)
-    lines = [_get(stage, stored.store, stored.daemon.name, stored.work, name, bar)]
-    with ExitStack() as scene:
-        if shutil.which("openssl"):
-            folder = Path(scene.enter_context(tempfile.TemporaryDirectory()))
-            flags, credentials = certificate(folder)
-            found = stored.store, stored.daemon.name, stored.work
-            lines.append(_get(stage, *found, f"{name}.tls", None, flags, credentials))
-    return lines
-
-
-def get_nvme(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
-    """The same of pages that only the other node's NVMe has."""
-    with ExitStack() as scene:
-        cold = nvme.saved(stage, scene, geometry, 31, {"promote_after": nvme.NEVER})
-        nvme.vacate(cold.store)
-        lines = [_get(stage, cold.store, cold.daemon.name, cold.work, name, bar)]
-        tiers = cold.store.stats()["tiers"]
-        if tiers["dram"]["pages"] or tiers["nvme"]["promoted_pages"]:
-            raise BenchFailed("pages came back to DRAM: not every read was cold")
-    return lines
-
-
-def certificate(folder: Path) -> tuple[list[str], DialCredentials]:
-    """Flags of a data server with a certificate that is made now, and what trusts it."""
-    cert, key = str(folder / "node.crt"), str(folder / "node.key")
-    command = ["openssl", "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-keyout", key, "-out", cert, "-days", "2", "-subj", "/CN=bench"]
-    made = subprocess.run([*command, "-addext", "subjectAltName=IP:127.0.0.1"], capture_output=True, check=False)
-    if made.returncode:
-        raise BenchFailed(f"openssl makes no certificate: {made.stderr.decode(errors='replace')[-200:]}")
-    return ["--tls-cert", cert, "--tls-key", key], DialCredentials(ca=cert)
-
-
-def _get(
-    stage: Stage,
-    store: Store,
-    node: str,
-    work: BenchWork,
-    name: str,
-    bar: Bar | None,
-    flags: Sequence[str] = (),
-    credentials: DialCredentials | None = None,
-) -> Result:
-    with ExitStack() as scene:
-        child, server = scene.enter_context(data_server(stage, node, *flags))
-        port = scene.enter_context(plain_sender(work))
-        reading = RemoteReading(store.cache(work.layout), work, server, port, credentials)
-        scene.enter_context(closing(reading))
-        reading.verify()
-        return measured(stage, reading, child, name, bar)
-
-
-def measured(stage: Stage, reading: RemoteReading, child: Child, name: str, bar: Bar | None) -> Result:
-    """The line of what ``reading`` calls ours, beside the faster plain program."""
-    work = reading.work
-    steps = walk(work.chains, stage.settings.quick)
-    seconds = alternate(reading.variants(), steps, stage.settings.rounds, reading.prepare, reading.check)
-    best, chain_bytes = quickest(seconds, PLAINS), work.chain_bytes
-    return result(
-        name,
-        Kind.SPEED,
-        speeds(seconds["ours"], chain_bytes),
-        speeds(seconds[best], chain_bytes),
-        bar=bar,
-        limit_is=f"plain sockets, {best}",
-        details={
-            "batch_pages": work.pages,
-            "page_bytes": work.layout.page_bytes,
-            "cpu_s_per_gb": cpu_per_gb(reading, child, steps),
-            "batch_seconds": {variant: medians(times) for variant, times in seconds.items()},
-        },
-    )
-
-
-def two_readers(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
-    """Two processes that read over TCP from one data server at the same time, and two that receive from a plain sender
-    each; the sums of their speeds, and what processor time a reader and the data server take."""
-    stored, settings = stage.stored(geometry), stage.settings
-    rounds: dict[str, list[float]] = {variant: [] for variant in ("ours", *PLAINS)}
-    readers_s = server_s = volume = 0.0
+    work = stored.work
     with ExitStack() as scene:
         child, server = scene.enter_context(data_server(stage, stored.daemon.name))
-        peers = [scene.enter_context(PeerProcess(stored.daemon.name, settings.shm_dir)) for _ in range(2)]
-        for peer in peers:
-            port = scene.enter_context(plain_sender(stored.work))
-            peer.ask("reach", work=stored.work.to_json(), server=asdict(server), port=port)
-        read = partial(both, peers, stored.work.chains, 0.05 if settings.quick else PHASE_S)
-        for turn in range(settings.rounds):
-            for variant in list(rounds)[turn % 3 :] + list(rounds)[: turn % 3]:
-                before_s = cpu_s(child.pid)
-                answers = read(variant)
-                rounds[variant].append(speed_of(answers))
-                if variant == "ours":
-                    readers_s += sum(answer["cpu_s"] for answer in answers)
-                    server_s += cpu_s(child.pid) - before_s
-                    volume += sum(answer["bytes"] for answer in answers) / 1e9
-    best = max(PLAINS, key=lambda variant: statistics.median(rounds[variant]))
-    what = f"plain sockets in two processes, {best}"
-    spent = {"reader": readers_s / volume, "data_server": server_s / volume}
-    details = {"batch_pages": stored.work.pages, "page_bytes": stored.work.layout.page_bytes, "cpu_s_per_gb": spent}
-    return [result(name, Kind.SPEED, rounds["ours"], rounds[best], bar=bar, limit_is=what, details=details)]
+        port = scene.enter_context(plain_sender(work))
+        reading = RemoteReading(stored.store.cache(work.layout), work, server, port)
+        scene.enter_context(closing(reading))
+        reading.verify()
+        steps = walk(work.chains, stage.settings.quick)
+        seconds = alternate(reading.variants(), steps, stage.settings.rounds, reading.prepare, reading.check)
+        spent = cpu_per_gb(reading, child, steps)
+    best, chain_bytes = quickest(seconds, PLAINS), work.chain_bytes
+    details = {
+        "batch_pages": work.pages,
+        "page_bytes": work.layout.page_bytes,
+        "cpu_s_per_gb": spent,
+        "batch_seconds": {variant: medians(times) for variant, times in seconds.items()},
+    }
+    ours, limit = speeds(seconds["ours"], chain_bytes), speeds(seconds[best], chain_bytes)
+    return [result(name, Kind.SPEED, ours, limit, bar=bar, limit_is=f"plain sockets, {best}", details=details)]
 
 
 def cpu_per_gb(reading: RemoteReading, child: Child, steps: list[int]) -> dict[str, float]:
@@ -276,3 +176,27 @@ def cpu_per_gb(reading: RemoteReading, child: Child, steps: list[int]) -> dict[s
         "reader": (time.process_time() - before_us) / volume,
         "data_server": (cpu_s(child.pid) - before_them) / volume,
     }
+
+
+def send() -> None:
+    """Serve one connection as the plain program does: for every 8 bytes received (a chain's number), send that chain
+    out of warm memory. There are no keys, no checks and no frames.
+    """
+    walk_bytes, chain_bytes = int(sys.argv[1]), int(sys.argv[2])
+    memory = empty(walk_bytes)
+    memory[:] = 1
+    view = memory.data.cast("B")
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        sys.stdout.write(f"{listener.getsockname()[1]}\n")
+        sys.stdout.flush()
+        listener.settimeout(READY_S)
+        connection, _ = listener.accept()
+    connection.settimeout(None)
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    while asked := connection.recv(REQUEST_BYTES, socket.MSG_WAITALL):
+        start = int.from_bytes(asked, "little") * chain_bytes
+        connection.sendall(view[start : start + chain_bytes])
+
+
+if __name__ == "__main__":
+    send()

@@ -8,11 +8,11 @@ from collections import Counter
 import grpc
 import grpc.aio
 
-from kvstore.bench.http2 import Connection, call_headers
 from kvstore.pb import store_pb2 as pb
 from kvstore.pb import store_pb2_grpc
 from tests.helpers import api
 from tests.helpers.api import Client
+from tests.helpers.half_open import HalfOpenCalls, call_headers
 from tests.helpers.processes import Machine, wait_until
 
 Code = grpc.StatusCode
@@ -53,11 +53,11 @@ def test_calls_of_a_connection_beyond_the_bound_take_no_place(machine: Machine) 
     config.write_text(f"[node]\nrpcs_max = {RPCS_MAX}\n")
     daemon, address = api.serve_api(machine, config=str(config))
     host, _, port = address.rpartition(":")
-    connection, ended = Connection(host, int(port)), Counter[str]()
+    connection, ended = HalfOpenCalls(host, int(port)), Counter[str]()
 
     def ended_now() -> int:
         connection.flush()
-        ended.update(status for _, status, _ in connection.poll())
+        ended.update(connection.poll())
         return ended.total()
 
     wait_until("the node has said its bound", lambda: (ended_now(), connection.streams_max == STREAMS)[1])

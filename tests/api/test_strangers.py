@@ -13,10 +13,10 @@ from pathlib import Path
 import grpc
 import pytest
 
-from kvstore.bench.http2 import Connection, call_headers
 from kvstore.pb import store_pb2 as pb
 from tests.helpers import api
 from tests.helpers.api import Client
+from tests.helpers.half_open import HalfOpenCalls, call_headers
 from tests.helpers.processes import CLI, Daemon, Machine, wait_until
 
 Code = grpc.StatusCode
@@ -33,7 +33,7 @@ class HalfOpen:
 
     def __init__(self, address: str, token: str) -> None:
         host, _, port = address.rpartition(":")
-        self.connections = [Connection(host, int(port)) for _ in range(CONNECTIONS)]
+        self.connections = [HalfOpenCalls(host, int(port)) for _ in range(CONNECTIONS)]
         self.ended: Counter[str] = Counter()
         for number, connection in enumerate(self.connections):
             for call in range(EACH):
@@ -44,7 +44,7 @@ class HalfOpen:
         """See how they end; returns how many have."""
         for connection in self.connections:
             connection.flush()
-            self.ended.update(status for _, status, _ in connection.poll())
+            self.ended.update(connection.poll())
         return self.ended.total()
 
     def wait_seen(self, waiting: int) -> None:

@@ -1,4 +1,4 @@
-"""A node over gRPC when things go wrong: killed and restarted, stopped, forked, closed; and what its bench rows say."""
+"""A node over gRPC when things go wrong: killed and restarted, stopped, forked, closed."""
 
 from __future__ import annotations
 

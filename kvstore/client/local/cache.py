@@ -138,7 +138,7 @@ class LocalCache(PrefixCache):
                 target = empty((found, self.page_bytes))
             if failpoint.ACTIVE:
                 failpoint.hit("client.reading")
-            if timed and mapped.counting and not now_ns % REUSE_SAMPLED:
+            if timed and not now_ns % REUSE_SAMPLED:
                 tell_reuse(mapped.counters, runs, proven, now_ns)
             pages, changed = copy_runs(runs, target, now_ns)
             if self._verify if verify is None else verify:
@@ -158,7 +158,7 @@ class LocalCache(PrefixCache):
             if reason:
                 node.missed(reason)
             mapped.counters.got(mapped.row(self.frame_class), asked, here - read, read - hbm, reason, hbm)
-        elif mapped.counting:
+        else:
             counters, row = self._counted
             if counters is not mapped.counters:
                 counters, row = self._counted = mapped.counters, mapped.row(self.frame_class)
@@ -167,7 +167,7 @@ class LocalCache(PrefixCache):
                 counters.words[row] = word
             else:
                 counters.carry(row, word)
-        if timed and mapped.counting:
+        if timed:
             mapped.counters.timed(mapped.row(self.frame_class), now_ns)
         data = target[:pages] if out is None and target is not None else None
         return Match(pages * self._page_tokens, pages, reason, data, below, nodes)

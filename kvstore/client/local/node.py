@@ -99,7 +99,6 @@ class Mapped:
         "_with_hbm",
         "channel",
         "counters",
-        "counting",
         "pools",
         "claims",
         "named",
@@ -137,7 +136,6 @@ class Mapped:
         self._with_hbm: Mapping[Tier, LowerReader] = {Tier.HBM: self.hbm, **lower}
         self.channel = channel
         self.counters = channel.counters
-        self.counting = True  # of gets; a benchmark compares with gets that are not counted
         self.pools: GrantPools = older.pools if older is not None else GrantPools(channel)
         self.claims: Claims = older.claims if older is not None else Claims()
         self.named: dict[bytes, int] = older.named if older is not None else {}  # roots as told, see ``naming``

@@ -1,7 +1,4 @@
-"""Rows of what the directory costs a large pool: messages and bytes per put and get, with few nodes and with many.
-
-Nothing is sent: what decides runs in this process, and what it would send is packed and counted.
-"""
+"""What the directory costs a large pool, against a small one: messages are packed and counted, none is sent."""
 
 from __future__ import annotations
 
@@ -11,8 +8,6 @@ from collections import Counter
 
 import numpy as np
 
-from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
-from kvstore.bench.stage import Stage
 from kvstore.model.replica import KEY_BYTES
 from kvstore.model.span import fingerprints, spans_of
 from kvstore.state.announcing import Announcing, Entries, pause_s
@@ -23,10 +18,8 @@ from kvstore.transfer.find_messages import pack_announce, pack_announced, pack_f
 from kvstore.transfer.reading import Whose
 from kvstore.transfer.wire import HEAD
 
-FEW, MANY = 2, 64
 PUTS_PER_S = 40  # of each node
 PAGES = (8, 160)  # of a conversation, whose first page is everybody's
-TURNS = 2
 WHOSE = Whose(bytes(KEY_BYTES), "tenant", "")
 GETS = 3000
 
@@ -86,8 +79,7 @@ class CountedPool:
                 self._count("get", pack_find(WHOSE, each.pages, self.placement.number), pack_found(found))
                 self.asked[each.owner] += 1
         self.counts["gets"] += 1
-        if sum(each.stop for each in search.found()) != len(keys) - 1:
-            raise BenchFailed(f"of {len(keys) - 1} pages {search.found()} were found")
+        assert sum(each.stop for each in search.found()) == len(keys) - 1
 
     def _count(self, what: str, *bodies: bytes) -> None:
         self.counts[f"{what} messages"] += len(bodies)
@@ -98,29 +90,21 @@ class CountedPool:
         return self.counts[f"{what} {unit}"] / self.counts[f"{what}s"]
 
 
-def played(nodes: int, seed: int, turns: int = TURNS, gets: int = GETS) -> CountedPool:
+def pool_of(nodes: int, seed: int) -> CountedPool:
     """A pool of so many nodes after some puts and gets."""
     pool = CountedPool(nodes, seed)
-    for _ in range(turns):
-        pool.turn(PUTS_PER_S)
-    for _ in range(gets):
+    pool.turn(PUTS_PER_S)
+    for _ in range(GETS):
         pool.get()
     return pool
 
 
-def flatness(stage: Stage, name: str, bar: Bar) -> list[Result]:
-    """Messages of the directory per get of conversations that share their first page: 64 nodes / 2; and bytes, per put
-    as well. A put's messages have no bar: its spans have more owners then."""
-    rounds = range(1 if stage.settings.quick else stage.settings.rounds)
-    pools = {nodes: [played(nodes, seed) for seed in rounds] for nodes in (FEW, MANY)}
-    lines = []
-    for line, what, unit in (
-        (name, "get", "messages"),
-        (f"{name}.get_bytes", "get", "bytes"),
-        (f"{name}.put_messages", "put", "messages"),
-        (f"{name}.put_bytes", "put", "bytes"),
-    ):
-        few, many = ([pool.per(what, unit) for pool in pools[nodes]] for nodes in (FEW, MANY))
-        held = None if line.endswith("put_messages") else bar
-        lines.append(result(line, Kind.COUNT, many, few, bar=held, limit_is=f"{FEW} nodes"))
-    return lines
+def test_a_large_pool_costs_a_put_and_a_get_little_more() -> None:
+    """Conversations that share their first page: 64 nodes beside 2, and the busiest owner beside the mean."""
+    few, many = pool_of(2, seed=1), pool_of(64, seed=1)
+    assert many.per("get", "messages") <= 2 * few.per("get", "messages")
+    assert many.per("get", "bytes") <= few.per("get", "bytes")
+    assert many.per("put", "bytes") <= 1.5 * few.per("put", "bytes")
+    assert max(many.asked.values()) <= 2 * many.asked.total() / 64
+    entries = [len(each) for each in many.directories.values()]
+    assert max(entries) <= 2 * sum(entries) / 64
