@@ -12,6 +12,7 @@ from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.processes import Daemon, PeerProcess
 from kvstore.bench.stage import GIB, MIB, Stage, settle
 from kvstore.client.connect import connect
+from kvstore.client.local.grants import AHEAD_BYTES_MAX
 from kvstore.client.store import Store
 
 POOL_BYTES = 8 * GIB
@@ -32,7 +33,8 @@ def restart(stage: Stage, name: str, bar: Bar) -> list[Result]:
     work = BenchWork("256k", seed=10, chains=wanted // chain_bytes)
     crashes = 1 if settings.quick else min(CRASHES, settings.rounds)
     with ExitStack() as scene:
-        daemon = stage.daemon(scene, work.total_bytes + settings.extent_bytes)
+        # Beside the pages: an extent, and what the client that puts the probes asks for ahead. Nothing is evicted.
+        daemon = stage.daemon(scene, work.total_bytes + settings.extent_bytes + AHEAD_BYTES_MAX)
         with PeerProcess(daemon.name, settings.shm_dir) as writer:
             stored = int(writer.ask("write", work=work.to_json())["pages"])
         if stored != work.chains * work.pages:
