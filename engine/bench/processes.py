@@ -35,8 +35,7 @@ class Scale:
         step_tokens: of a chunk.
         long: prompts of the rows about reuse, in tokens: one more than full pages, and full pages. Of either the last
             token alone is computed.
-        short: prompts about where reuse begins to pay; a page and one token more is the shortest with any.
-        handed: the prompt of the rows about hand-offs.
+        handed: a prompt that is written to the pool, or handed over.
     """
 
     model: str
@@ -45,9 +44,7 @@ class Scale:
     token_bytes: int
     dram_bytes: int
     extent_bytes: int
-    nvme_extent_bytes: int
     long: Mapping[str, int]
-    short: Mapping[str, int]
     handed: int
 
     @classmethod
@@ -73,7 +70,6 @@ class Scale:
         }
 
 
-_PAGES = (1, 2, 4, 8, 16)
 FULL = Scale(
     "small-llama",
     page_tokens=64,
@@ -81,9 +77,7 @@ FULL = Scale(
     token_bytes=12 * 4 * 2 * 64 * 4,
     dram_bytes=GIB,
     extent_bytes=128 * MIB,
-    nvme_extent_bytes=128 * MIB,
     long={"1k": 1025, "1k_pages": 1024, "2k": 2049, "4k": 4097, "8k": 8193},
-    short={f"{64 * pages}": 64 * pages + 1 for pages in _PAGES},
     handed=2048,
 )
 QUICK = Scale(
@@ -93,9 +87,7 @@ QUICK = Scale(
     token_bytes=3 * 2 * 2 * 16 * 4,
     dram_bytes=48 * MIB,
     extent_bytes=16 * MIB,
-    nvme_extent_bytes=16 * MIB,
     long={"128": 129, "128_pages": 128, "256": 257},
-    short={"16": 17, "64": 65},
     handed=200,
 )
 

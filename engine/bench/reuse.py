@@ -5,8 +5,7 @@ stores it; then hits and recomputations (``use_pool=False``) take turns, and eve
 whole one: all full pages are loaded and the last token is computed, for its logits. What is timed is the engine's own
 TTFT, from submission to the first token.
 
-In the rows about NVMe the pages have left DRAM before, and are not promoted when they are read: each hit is cold. In
-those about HBM the engine has kept the pages in its arena; the other rows' engines keep none.
+In the row about HBM the engine has kept the pages in its arena; the other rows' engines keep none.
 """
 
 from __future__ import annotations
@@ -19,14 +18,11 @@ from dataclasses import dataclass
 from engine.bench.processes import EngineProcess, Scale, Tokens, node, prompt, same, started
 from engine.client import Answer
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
-from kvstore.bench.nvme import NEVER, vacate
-from kvstore.bench.nvme_disk import Scratch
-from kvstore.bench.stage import Stage, wait_for
+from kvstore.bench.stage import Stage
 from kvstore.client.connect import connect
 from kvstore.client.store import Store
 
 HITS = 3  # per round, beside one recomputation
-SAVED_S = 60.0
 BESIDE = Bar(1.25, at_least=False)  # either way one token is computed
 
 
@@ -56,16 +52,14 @@ class ReusePool:
         return found
 
 
-def reuse(stage: Stage, name: str, bar: Bar | None, tier: str) -> list[Result]:
-    """``<name>.1k`` and so on: how many times faster the first token comes on a full hit in ``tier``; and
+def reuse(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
+    """``<name>.1k`` and so on: how many times faster the first token comes on a full hit in DRAM; and
     ``<name>.1k_pages.longer``: a prompt of full pages beside one that is a token longer.
     """
     with ExitStack() as scene:
-        place = _place(stage, scene, with_nvme=tier == "nvme")
+        place = _place(stage, scene)
         lengths = place.scale.long
         answers = _stored(place, lengths)
-        if tier == "nvme":
-            _leave_dram(place, lengths)
         lines = [
             _line(stage, f"{name}.{label}", bar, place, length, answers[label]) for label, length in lengths.items()
         ]
@@ -79,7 +73,7 @@ def arena(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
     """
     lines: list[Result] = []
     with ExitStack() as scene:
-        dram = _place(stage, scene, with_nvme=False)
+        dram = _place(stage, scene)
         room = 2 * dram.scale.arena_bytes  # what is kept, and a prompt that is computed beside it
         settings = {"role": "both", "node": dram.store.name, "keep_pages": 1, "arena": room}
         hbm = ReusePool(started(stage, scene, 0, settings), dram.store, dram.scale, "hbm")
@@ -93,37 +87,13 @@ def arena(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
     return lines
 
 
-def pays(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
-    """From how many cached tokens on reuse pays, in either tier: the shortest prefix from which on every longer one of
-    the lengths measured brings the first token earlier than computing it again.
-
-    Lines ``<name>.dram`` and ``<name>.nvme``, tokens; and of every length the times, as ``reuse`` has them.
-    """
-    lines: list[Result] = []
-    with ExitStack() as scene:
-        place = _place(stage, scene, with_nvme=True)
-        lengths = place.scale.short
-        answers = _stored(place, lengths)
-        for tier in ("dram", "nvme"):
-            if tier == "nvme":
-                _leave_dram(place, lengths)
-            found = [
-                _line(stage, f"{name}.{tier}.{label}", None, place, length, answers[label])
-                for label, length in lengths.items()
-            ]
-            ratios = {length - 1: line.ratio or 0.0 for length, line in zip(lengths.values(), found, strict=True)}
-            lines.append(result(f"{name}.{tier}", Kind.TOKENS, [pays_from(ratios)], bar=bar))
-            lines += found
-    return lines
-
-
 def stores(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
     """TTFT of prompts that nobody has asked before, which an engine writes to the pool while it computes them, against
     prompts that it keeps to itself.
     """
     times: dict[bool, list[float]] = {True: [], False: []}
     with ExitStack() as scene:
-        place = _place(stage, scene, with_nvme=False)
+        place = _place(stage, scene)
         length = place.scale.handed
         for turn in range(stage.settings.rounds + 1):  # the first one shows the process what is new to it
             for written in (True, False) if turn % 2 else (False, True):
@@ -137,32 +107,12 @@ def stores(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
     return [result(name, Kind.TIME, times[True], times[False], bar=bar, limit_is=limit_is, details=details)]
 
 
-def pays_from(ratios: Mapping[int, float]) -> float:
-    """Of gains by cached tokens, ascending: the fewest from which on all are more than 1; infinite where none is."""
-    fewest = float("inf")
-    for tokens in sorted(ratios, reverse=True):
-        if ratios[tokens] <= 1:
-            break
-        fewest = tokens
-    return fewest
-
-
-def _place(stage: Stage, scene: ExitStack, with_nvme: bool) -> ReusePool:
-    scale = Scale.of(stage.settings)
-    settings: dict[str, object] = {}
-    if with_nvme:
-        size_bytes = scale.dram_bytes + 2 * scale.nvme_extent_bytes
-        scratch = scene.enter_context(Scratch(stage.settings.dir, size_bytes, quick=stage.settings.quick))
-        settings = {
-            "nvme": f"{scratch.path / 'pages'}:{size_bytes}",
-            "nvme_extent": scale.nvme_extent_bytes,
-            "promote_after": NEVER,
-        }
-    daemon = node(stage, scene, settings)
+def _place(stage: Stage, scene: ExitStack) -> ReusePool:
+    daemon = node(stage, scene, {})
     store = scene.enter_context(connect(daemon.name))
     engine = started(stage, scene, 0, {"role": "both", "node": daemon.name})
     engine.ready()
-    return ReusePool(engine, store, scale)
+    return ReusePool(engine, store, Scale.of(stage.settings))
 
 
 def _stored(place: ReusePool, lengths: Mapping[str, int]) -> dict[str, Answer]:
@@ -174,18 +124,6 @@ def _stored(place: ReusePool, lengths: Mapping[str, int]) -> dict[str, Answer]:
         if answers[label].usage.computed_tokens != length:
             raise BenchFailed(f"{label}: {answers[label].usage.cached_tokens} were there already")
     return answers
-
-
-def _leave_dram(place: ReusePool, lengths: Mapping[str, int]) -> None:
-    """Every page is on NVMe alone."""
-    pages = sum(length // place.scale.page_tokens for length in lengths.values())
-    vacate(place.store)
-
-    def there() -> bool:
-        return int(place.store.stats()["tiers"]["nvme"]["pages"]) >= pages
-
-    wait_for(there, f"{pages} pages are not on NVMe", SAVED_S)
-    place.tier = "nvme"
 
 
 def _line(stage: Stage, name: str, bar: Bar | None, place: ReusePool, length: int, want: Answer) -> Result:

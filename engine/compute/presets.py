@@ -114,7 +114,8 @@ _SMALL_MLA = {
 }
 # FAST'25's cost model (a model of 70 B, a prompt of 12,000 tokens in 1.7 s) where a token stands for 32 of its tokens,
 # and a second for 5 of its seconds: pages of 16 tokens stand for its blocks of 512.
-_PACE = Pace(tokens_per_s=7000 / 32 * 5, context_even=120_000 / 32, alone_s=0.02, each=0.01)
+PACED_TOKENS = 32  # of a large model, that a token of the paced one stands for
+_PACE = Pace(tokens_per_s=7000 / PACED_TOKENS * 5, context_even=120_000 / PACED_TOKENS, alone_s=0.02, each=0.01)
 _PACED = {**_TINY, "num_hidden_layers": 4, "num_key_value_heads": 2, "head_dim": 32, "max_position_embeddings": 4096}
 
 PRESETS: Mapping[str, Preset] = {

@@ -36,6 +36,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import count, islice
 from math import log
+from typing import Final
 
 import numpy as np
 
@@ -83,6 +84,10 @@ class ConversationShape:
             raise InvalidRequest("next_turn", "must hold at least one probability")
         for probability in self.next_turn:
             check("next_turn", probability, 0, 1)
+
+
+# The recorded conversation's lengths; sessions go on within seconds, as a simulated or a live round is short.
+QUICK_SESSIONS: Final = ConversationShape(tick_ms=1, pause_s_min=1.0, pause_s_median=3.0, pause_s_sigma=0.8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

@@ -43,10 +43,8 @@ class Kind(StrEnum):
 
     SPEED = "speed"  # bytes/s; ratio = ours / limit, more is better
     TIME = "time"  # s; ratio = ours / limit, less is better
-    RATE = "rate"  # calls/s; ratio = ours / limit, more is better
     GAIN = "gain"  # s; ratio = limit / ours: how many times faster, more is better
     COUNT = "count"  # bytes per page; no limit beside it, less is better
-    TOKENS = "tokens"  # of a prompt; no limit beside it, less is better
     TIMES = "times"  # how often, or a part of something; no limit beside it
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-import math
 import signal
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from types import FrameType
@@ -46,9 +46,17 @@ def bench(
     if listing:
         _list(rows, as_json)
         return
-    signal.signal(signal.SIGTERM, _interrupt)  # so that daemons and their memory go too
     rounds = runs or (QUICK_ROUNDS if quick else ROUNDS)
-    settings = RunSettings(rounds=rounds, quick=quick, dir=folder, device=device)
+    measure(rows, RunSettings(rounds=rounds, quick=quick, dir=folder, device=device), as_json)
+
+
+def measure(rows: Sequence[Row], settings: RunSettings, as_json: bool) -> None:
+    """Measure rows, and print a table or JSON.
+
+    Raises:
+        BenchFailed: after the report: a row failed.
+    """
+    signal.signal(signal.SIGTERM, _interrupt)  # so that daemons and their memory go too
     facts = machine()  # before: its load is that of the others
     results: list[Result] = []
     failed: dict[str, str] = {}
@@ -63,30 +71,21 @@ def bench(
         said = absent.get(row.name) or ("failed" if row.name in failed else "measured")
         click.echo(f"{row.name}: {said}", err=True)
     if as_json:
-        rows = _finite([asdict(each) for each in results])
-        print_json({"machine": facts, "settings": settings, "rows": rows, "failed": failed, "absent": absent})
+        lines = [asdict(each) for each in results]
+        print_json({"machine": facts, "settings": settings, "rows": lines, "failed": failed, "absent": absent})
     else:
-        _print(results, quick)
+        _print(results, settings.quick)
         for name, why in absent.items():
             click.echo(f"{name}: not measured, {why}")
     if failed:
         raise BenchFailed("; ".join(f"{name}: {reason}" for name, reason in failed.items()))
 
 
-def _finite(value: Any) -> Any:
-    """What JSON has words for: an infinity (no prefix is long enough that reuse pays) becomes null."""
-    if isinstance(value, float) and not math.isfinite(value):
-        return None
-    if isinstance(value, dict):
-        return {key: _finite(part) for key, part in value.items()}
-    return [_finite(part) for part in value] if isinstance(value, list) else value
-
-
 def _interrupt(number: int, frame: FrameType | None) -> None:
     raise KeyboardInterrupt
 
 
-def _list(rows: list[Row], as_json: bool) -> None:
+def _list(rows: Sequence[Row], as_json: bool) -> None:
     if as_json:
         print_json({"rows": [{"name": row.name, "about": row.about, "bar": row.bar_text} for row in rows]})
     else:
@@ -117,10 +116,6 @@ def _line(result: Result) -> tuple[Any, ...]:
 def _value(kind: Kind, value: float) -> str:
     if kind is Kind.SPEED:
         return speed_text(value)
-    if kind is Kind.RATE:
-        return f"{value:.0f}/s"
-    if kind is Kind.TOKENS:
-        return f"{value:g} tokens"
     if kind is Kind.TIMES:
         return f"{value:.3g}"
     return bytes_text(value) if kind is Kind.COUNT else duration_text(value)

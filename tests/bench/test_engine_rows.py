@@ -1,7 +1,8 @@
-"""Rows about engines: that ``kvstore bench`` finds them, the arithmetic of the ideal pipeline, and rows end to end."""
+"""Rows about engines: that ``kvstore bench`` finds them, what studies compute, and rows from end to end."""
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -9,11 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from engine.bench.fleet import FleetAnswer, FleetAsk, check, conversation, pace
-from engine.bench.handoff import WAYS, Prefilled, ideal_s
+from bench.studies.fleet import FleetAnswer, FleetAsk, check, conversation, pace
+from bench.studies.handoff import Prefilled, ideal_s
+from bench.studies.policies import measures
 from engine.bench.processes import FULL, QUICK, Scale, cores, prompt, same
-from engine.bench.reuse import pays_from
-from engine.bench.routing import measures
 from engine.bench.rows import ROWS
 from engine.client import Answer
 from engine.compute.pacing import paced_answer
@@ -25,14 +25,14 @@ from kvstore.bench.rows import chosen
 from tests.helpers.benchmarks import QUICK_S, run_quick
 from tests.helpers.nursery import of_engines
 
-MIB = 1 << 20
+ROOT = Path(__file__).resolve().parents[2]
 
 
 def test_rows_of_engines_are_added_and_replace_none() -> None:
     names = [row.name for row in ROWS]
     assert len(names) == len(set(names)) and not set(names) & set(OWN)
     assert {row.name for row in chosen([])} == {*OWN, *names}
-    assert [row.name for row in chosen(["handoff_050", "get_2m"])] == ["get_2m", "handoff_050"]
+    assert [row.name for row in chosen(["hook_layer", "get_2m"])] == ["get_2m", "hook_layer"]
 
 
 def test_rows_of_the_store_load_no_engine() -> None:
@@ -47,7 +47,7 @@ def test_scales_know_their_models(scale: Scale) -> None:
     config = PRESETS[scale.model].config
     content = 2 * config["num_key_value_heads"] * config["head_dim"]
     assert scale.token_bytes == 4 * content * config["num_hidden_layers"]
-    lengths = [*scale.long.values(), *scale.short.values(), scale.handed]
+    lengths = [*scale.long.values(), scale.handed]
     assert max(lengths) + scale.page_tokens <= config["max_position_embeddings"]
     assert scale.arena_bytes >= 2 * max(lengths) * scale.token_bytes
     assert sum(lengths) * scale.token_bytes < scale.dram_bytes, "nothing is evicted while a row runs"
@@ -124,45 +124,30 @@ def test_another_answer_fails_the_row() -> None:
         same("x", answers[2], answers[0])
 
 
-@pytest.mark.parametrize(
-    ("ratios", "tokens"),
-    [
-        ({64: 1.5, 128: 2, 256: 3}, 64),
-        ({64: 0.5, 128: 2, 256: 3}, 128),
-        ({64: 1.5, 128: 0.9, 256: 3}, 256),  # not before it does for all that are longer
-        ({64: 1.5, 128: 2, 256: 1.0}, float("inf")),
-    ],
-)
-def test_reuse_pays_from_where_it_goes_on_paying(ratios: dict[int, float], tokens: float) -> None:
-    assert pays_from(ratios) == tokens
-
-
 @pytest.mark.slow
 @pytest.mark.timeout(2 * QUICK_S)
 def test_rows_from_end_to_end(tmp_path: Path) -> None:
-    rows = "reuse_pays handoff_050 hook_layer prefill_stores turn_64 conductor_policies notebook engine_step_8"
-    rows += " mounted_step_8"
-    lines = run_quick(tmp_path, *rows.split(), nursery=of_engines())
-    for tier in ("dram", "nvme"):
-        assert lines[f"reuse_pays.{tier}"]["kind"] == "tokens"
-        assert all(lines[f"reuse_pays.{tier}.{label}"]["ratio"] > 0 for label in QUICK.short)
-    for way in WAYS:
-        line = lines[f"handoff_050.{way}"]
-        assert line["ours"] == pytest.approx(line["details"]["ttft_s"] + line["details"]["gap_s"])
+    rows = ("reuse_dram", "reuse_hbm", "hook_layer", "prefill_stores", "decode_step_8")
+    lines = run_quick(tmp_path, *rows, nursery=of_engines())
+    assert {f"reuse_dram.{label}" for label in QUICK.long} | {f"reuse_hbm.{label}.dram" for label in QUICK.long} <= set(
+        lines
+    )
+    assert all(line["ratio"] > 0 for line in lines.values() if line["limit"] is not None)
+    assert lines["hook_layer.chunk"]["ours"] > 0
     barred = {name for name, line in lines.items() if line["bar"]}
-    ideals = {"handoff_050.eager_layer.ideal", "handoff_050.eager_layer_dram.ideal"}
-    assert barred == ideals | {
+    assert barred == {
+        "reuse_dram.128_pages.longer",
         "hook_layer",
         "hook_layer.chunk",
         "prefill_stores",
-        "turn_64",
-        "engine_step_8",
-        "mounted_step_8",
+        "decode_step_8",
     }
-    assert lines["turn_64"]["ratio"] > 0
-    routed = lines["conductor_policies.0.5.kv-centric"]["details"]
-    assert routed["requests"] > 0 and routed["ttft_s"] > 0 and 0 <= routed["reuse"] <= 1
-    assert lines["notebook"]["ratio"] > 0
-    assert lines["mounted_step_8"]["ratio"] > 0 and lines["mounted_step_8.show"]["ours"] > 0
-    assert lines["prefill_stores"]["ratio"] > 0
-    assert lines["hook_layer"]["ratio"] > 0 and lines["hook_layer.chunk"]["ours"] > 0
+
+
+def test_studies_are_measured_by_the_same_harness(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "bench.studies", "--quick", "--json", "turn_64", "--dir", str(tmp_path)]
+    said = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=True).stdout
+    (line,) = json.loads(said)["rows"]
+    assert line["name"] == "turn_64" and line["ratio"] > 0
+    wrong = subprocess.run([*command, "turn_65"], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert wrong.returncode == 2 and "names: no such study (got turn_65)" in wrong.stderr

@@ -17,8 +17,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvstore
-from engine.bench import compression as bench
-from engine.bench.rows import ROWS
+from bench.studies import compression as study
 from engine.compute.models import Model, load_model
 from engine.memory import compression
 from engine.memory.compression import EXACT_DTYPES, Codec, decode, encode, lossy_layout
@@ -344,41 +343,40 @@ def test_bytes_saved() -> None:
         assert ratio == pytest.approx(1.016 / 2 if dtype == "bfloat16" else 1.031 / 4, rel=1e-2)
 
 
-# --- Its benchmark -------------------------------------------------------------------------------------------------
+# --- Its study -----------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module", params=["tiny-llama", "tiny-mla"])
 def model(request: pytest.FixtureRequest) -> Iterator[Model]:
-    with bench.one_thread():
+    with study.one_thread():
         yield load_model(request.param)
 
 
 def test_errors_of_logits_are_those_of_the_codec(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured() -> dict[str, bench.LogitError]:
-        return {one.codec: one for one in bench.logit_errors(model, prompt_tokens=192, positions=8)}
+    def measured() -> dict[str, study.LogitError]:
+        return {one.codec: one for one in study.logit_errors(model, prompt_tokens=192, positions=8)}
 
     found = measured()
     assert 0 < found["bfloat16"].mean_abs < found["int8"].mean_abs < found["int8"].std
     assert 0 < found["int8"].kl_mean <= found["int8"].kl_max
     # Controls: pages that come back as they were change nothing, pages that do not come back change all.
-    monkeypatch.setattr(bench, "there_and_back", lambda pages, layout, codec: pages)
+    monkeypatch.setattr(study, "there_and_back", lambda pages, layout, codec: pages)
     same = measured()["int8"]
     assert (same.argmax_same, same.greedy_same) == (8, 8) and same.max_abs < 1e-3 * same.std
-    monkeypatch.setattr(bench, "there_and_back", lambda pages, layout, codec: pages * 0)
+    monkeypatch.setattr(study, "there_and_back", lambda pages, layout, codec: pages * 0)
     assert measured()["int8"].mean_abs > 3 * found["int8"].mean_abs
 
 
 def test_a_model_can_be_trained_for_it() -> None:
-    with bench.one_thread():
-        model = bench.trained(2, length=64)
+    with study.one_thread():
+        model = study.trained(2, length=64)
     assert model.layout(64).shape == (4, 2, 64, 128) and not any(p.requires_grad for p in model.net.parameters())
 
 
 def test_rows_measure() -> None:
-    by_name = {row.name: row for row in ROWS}
     with Stage(RunSettings(rounds=1, quick=True)) as stage:
-        encoding, decoding, size = by_name["compress_int8_bfloat16"].measure(stage, "x", None)
-        lines = by_name["compress_logits_mla"].measure(stage, "y", None)
+        encoding, decoding, size = study.speed(stage, "x", None, codec="int8", dtype="bfloat16")
+        lines = study.logits(stage, "y", None, number=2)
     assert [line.kind for line in (encoding, decoding, size)] == [Kind.SPEED, Kind.SPEED, Kind.COUNT]
     assert size.ratio == pytest.approx(0.508, abs=1e-3)
     assert [line.name for line in lines] == ["y.int8", "y.bfloat16"]

@@ -14,23 +14,50 @@ from typing import Any
 
 import httpx2
 
-from engine.bench.instant import InstantAnswers
 from engine.conductor.door.opening import open_door
 from engine.conductor.door.patience import PATIENCE, HttpPatience
 from engine.conductor.door.prompts import PromptMaker
 from engine.conductor.door.server import HttpDoor
-from engine.conductor.shell.answers import AnswerPart, Ask, Drawn, ServedModel
+from engine.conductor.shell.answers import Answered, AnswerPart, Ask, Drawn, Routed, ServedModel
+from engine.model.request import Usage
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls
 from kvstore.serving.http import Route
 from kvstore.serving.identities import Identities
 
 START_S = 20.0
+CONTEXT_TOKENS = 8192
 BIG_TEXT = "x" * 4096
 CALL_S = 30.0
 WORDS = {"model": "words", "prompt": "a"}
 ONE_WORD = json.dumps(WORDS | {"max_tokens": 1}).encode()
 KINDS = ("words", "hangs", "floods", "busy", "gone", "breaks", "bug", "picky")
+
+
+class InstantAnswers:
+    """Draws ``max_tokens`` words at once, whatever is asked. ``models``: names, and the folders of their tokenizers."""
+
+    def __init__(self, **models: str | None) -> None:
+        self._models = [ServedModel(name, path, CONTEXT_TOKENS) for name, path in models.items()]
+
+    def models(self) -> list[ServedModel]:
+        """See ``Answers``."""
+        return self._models
+
+    async def answer(self, ask: Ask) -> AsyncGenerator[AnswerPart, None]:
+        """See ``Answers``."""
+        yield Routed(await self.explain(ask))
+        count = ask.sampling.max_tokens
+        for index in range(count):
+            yield Drawn((index,), f" word{index}")
+        cached = len(ask.tokens) // 2
+        yield Answered(
+            "length", "", Usage(prompt_tokens=len(ask.tokens), completion_tokens=count, cached_tokens={"dram": cached})
+        )
+
+    async def explain(self, ask: Ask) -> dict[str, Any]:
+        """See ``Answers``."""
+        return {"model": ask.model, "reason": "there is nothing to choose"}
 
 
 def head_of(length: int, *more: str, path: str = "/v1/completions") -> bytes:

@@ -15,7 +15,7 @@ from itertools import count
 
 import numpy as np
 
-from engine.bench.fleet import CONVERSATION, TOKENS, pace
+from engine.compute.presets import PACED_TOKENS, PRESETS
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state import integrity
@@ -23,7 +23,7 @@ from engine.conductor.state.conductor_state import ConductorRules, ConductorStat
 from engine.conductor.state.fleet import LoadReport
 from engine.conductor.state.options import Route
 from engine.model.request import Role
-from engine.simulator.generate import conversations
+from engine.simulator.generate import QUICK_SESSIONS, conversations
 from kvstore.model.span import Fingerprints
 from kvstore.state.directory import Told
 from tests.helpers.fleet import about, pages_of, wish
@@ -37,7 +37,8 @@ STEP_MORE_S = 0.002  # beside what it computes
 HANDOFF_S = 0.01
 POLL_S = 0.25
 SMOOTH = 0.2  # of what an engine measures of itself
-PACE = pace()
+PACE = PRESETS["paced-llama"].pace
+assert PACE is not None
 
 
 @dataclass
@@ -112,11 +113,12 @@ class SteppedFleet:
             said = replace(said, page_tokens=PAGE, kv_bytes=KV_BYTES)
             self._tell(ev.EngineFound(0.0, said, Role.BOTH))
         lengths = [
-            each.input_tokens // TOKENS for each in conversations(2000, rate=10.0, seed=seed, shape=CONVERSATION)
+            each.input_tokens // PACED_TOKENS
+            for each in conversations(2000, rate=10.0, seed=seed, shape=QUICK_SESSIONS)
         ]
         rate = load * engines / float(np.mean([PACE.step_s([(0, length)], 0) for length in lengths]))
-        for number, each in enumerate(conversations(int(rate * seconds), rate=rate, seed=seed, shape=CONVERSATION)):
-            tokens, answer = max(1, each.input_tokens // TOKENS), max(1, round(each.output_tokens / TOKENS))
+        for number, each in enumerate(conversations(int(rate * seconds), rate=rate, seed=seed, shape=QUICK_SESSIONS)):
+            tokens, answer = max(1, each.input_tokens // PACED_TOKENS), max(1, round(each.output_tokens / PACED_TOKENS))
             pages = pages_of(*each.block_ids)[: tokens // PAGE]
             self._asked[number] = each.timestamp_ms / 1e3, tokens, pages, answer
             self._after(each.timestamp_ms / 1e3, lambda number=number: self._arrive(number))  # type: ignore[misc]

@@ -2,8 +2,6 @@
 
 The error is measured as an engine would meet it: a prompt is prefilled, its full pages go through a codec, and what
 follows is computed over both, the exact pages and the lossy ones, from the same tokens.
-
-    python -m engine.bench.compression
 """
 
 from __future__ import annotations
@@ -20,7 +18,6 @@ import numpy as np
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from engine.bench.rows import ROWS
 from engine.compute.models import Model, load_model
 from engine.compute.paged_cache import Batch, Slice
 from engine.compute.presets import PRESETS
@@ -28,10 +25,9 @@ from engine.compute.probe import probe
 from engine.compute.runner import Runner
 from engine.memory.arena import Arena
 from engine.memory.compression import EXACT_DTYPES, Codec, decode, encode, lossy_layout
-from kvstore import errors
 from kvstore.bench.content import LAYOUTS
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, result, speeds
-from kvstore.bench.stage import MIB, RunSettings, Stage
+from kvstore.bench.stage import MIB, Stage
 from kvstore.model import layout as layout_module
 from kvstore.model import prefix as prefix_module
 from kvstore.model.layout import Layout
@@ -45,6 +41,7 @@ MODELS_QUICK = ("tiny-llama", "tiny-qwen3", "tiny-mla")
 PROMPT_TOKENS, POSITIONS, PAGE_TOKENS = 1024, 64, 64
 CHUNK_TOKENS = 512
 LEARNING_RATE = 2e-3
+TRAINED_STEPS, TRAINED_STEPS_QUICK = 300, 2
 # Beside the codecs: the pages rounded to bfloat16, an error that every server takes without a thought.
 YARDSTICK = "bfloat16"
 KINDS = (*(str(codec) for codec in Codec), YARDSTICK)
@@ -315,42 +312,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-# --- By hand -------------------------------------------------------------------------------------------------------
-
-
-@click.command()
-@click.option("--runs", type=click.IntRange(1, 1000), default=5, show_default=True, help="Rounds of rows about speed.")
-@click.option("--quick", is_flag=True, help="Little data, tiny models: shows that rows work.")
-@click.option("--train", "steps", type=click.IntRange(1), help="Also a model trained here for so many steps.")
-def main(runs: int, quick: bool, steps: int | None) -> None:
-    """Measure every row and print the tables of docs/compression.md."""
-    with Stage(RunSettings(rounds=runs, quick=quick)) as stage:
-        rows = [row for row in ROWS if row.name.startswith("compress_")]
-        lines = [line for row in rows for line in row.measure(stage, row.name, row.bar)]
-    for line in lines:
-        if line.kind is Kind.SPEED and line.limit is not None and line.ratio is not None:
-            click.echo(f"| {line.name} | {line.limit / 1e9:.1f} | {line.ours / 1e9:.2f} | {line.ratio:.2f} |")
-    if steps is not None:
-        with one_thread():
-            model = trained(steps)
-            for error in logit_errors(model):
-                layout = model.layout(PAGE_TOKENS)
-                ratio = packed_layout(layout, error.codec).page_bytes / layout.page_bytes
-                click.echo(_error_text(error, ratio))
-    for line in lines:
-        if "codec" in line.details:
-            click.echo(_error_text(LogitError(**line.details), line.ratio or 0))
-
-
-def _error_text(error: LogitError, ratio: float) -> str:
-    numbers = f"{error.std:.1f} | {error.max_abs / error.std:.4f} | {error.mean_abs / error.std:.5f}"
-    same = f"{error.argmax_same} / {error.positions} | {error.greedy_same} / {error.positions}"
-    kl = f"{error.kl_mean:.2e} | {error.kl_max:.2e}"
-    return f"| {error.model} | {error.codec} | {ratio:.3f} | {numbers} | {kl} | {same} |"
-
-
-if __name__ == "__main__":
-    try:
-        main()
-    except errors.KVStoreError as failed:
-        raise SystemExit(str(failed)) from failed
+def learnt(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
+    """``logits`` of a model that is trained here."""
+    with one_thread():
+        model = trained(TRAINED_STEPS_QUICK if stage.settings.quick else TRAINED_STEPS)
+        found = logit_errors(model, prompt_tokens=192 if stage.settings.quick else PROMPT_TOKENS)
+    layout = model.layout(PAGE_TOKENS)
+    return [_saved(f"{name}.{one.codec}", layout, packed_layout(layout, one.codec), asdict(one)) for one in found]

@@ -1,11 +1,9 @@
-"""Rows about the conductor, live: paced engines, real nodes and a real conductor (see ``engine.bench.fleet``).
+"""Rows about the conductor, live: paced engines, real nodes and a real conductor (see ``bench.studies.fleet``).
 
 ``conductor_policies``: the same arrivals for every policy, at three loads. Each cell has a salt of its own, so that it
 finds nothing of the one before. The table is printed as it is measured; lines are ``<name>.<load>.<policy>``.
 
 ``conductor_burst``: a thousand equal prompts at once.
-
-``conductor_real``: two engines that compute, with the demo's model. Every answer is compared with the recomputed one.
 """
 
 from __future__ import annotations
@@ -13,13 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Sequence
 from contextlib import ExitStack
-from dataclasses import replace
-from importlib.resources import files
 from typing import Any, Final
 
 import numpy as np
 
-from engine.bench.fleet import PAGE_TOKENS, FleetAnswer, FleetAsk, PacedFleet, check, conversation, say
+from bench.studies.fleet import PAGE_TOKENS, FleetAnswer, FleetAsk, PacedFleet, check, conversation, say
 from engine.conductor.state.policies import POLICIES
 from engine.model.request import Role
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
@@ -29,10 +25,6 @@ LOADS: Final = (0.5, 0.8, 1.1)
 ROUND_S, ROUND_QUICK_S = 20.0, 3.0
 FIRST_TOKEN_S, TOKEN_S = 2.0, 0.15  # that requests want to meet: of a large model's, 10 s and 23 ms
 ENGINES, NODES = 8, 4
-
-REAL_MODEL: Final = str(files("engine.demo") / "kvstore-docs")
-REAL_POLICIES: Final = ("least-load", "kv-centric")
-REAL_S, REAL_LOAD, REAL_TOKENS = 15.0, 0.5, 512  # of prompts, the longest
 
 BURST, BURST_QUICK = 1000, 60
 BURST_PAGES: Final = 40
@@ -111,25 +103,3 @@ def burst(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
         result(name, Kind.TIMES, [pages / BURST_PAGES], bar=bar, details=details),
         result(f"{name}.one", Kind.TIMES, [max(went.values()) / count], bar=BURST_ENGINES, details=details),
     ]
-
-
-def real(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
-    """Two engines that compute: what ``policies`` measures, of two of them."""
-    seconds = ROUND_QUICK_S if stage.settings.quick else REAL_S
-    asked = [replace(each, tokens=each.tokens[:REAL_TOKENS]) for each in conversation(seconds, REAL_LOAD, 2, seed=3)]
-    lines: list[Result] = []
-    with ExitStack() as scene:
-        fleet = PacedFleet(stage, scene, [Role.BOTH] * 2, 2, model=REAL_MODEL)
-        fleet.warm_up()
-        for policy in REAL_POLICIES:
-            with fleet.conductor(policy=policy, salt=policy) as conductor:
-                answers = conductor.ask(asked)
-            for each in answers:
-                want = fleet.engines[0].answer(each.asking.tokens, max_tokens=each.asking.answer, use_pool=False)
-                if tuple(each.drawn) != tuple(want.tokens):
-                    raise BenchFailed(f"{policy}: answered {each.drawn}, recomputed it is {want.tokens}")
-            found = measures(answers)
-            say(f"{policy:15} {found['ttft_s']:7.3f} {found['ttft_p99_s']:7.3f} {found['reuse']:6.3f}")
-            details = {"policy": policy, "requests": len(asked), **found}
-            lines.append(result(f"{name}.{policy}", Kind.TIME, [found["ttft_s"]], bar=bar, details=details))
-    return lines

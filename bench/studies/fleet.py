@@ -1,8 +1,8 @@
 """PacedFleet: nodes, paced engines and a conductor as real processes, and requests that are sent at their times.
 
 A paced engine (``engine.compute.pacing``) writes, reads and hands over real pages; what it computes is slept. So eight
-of them run on two cores. A token stands for ``TOKENS`` of a large model's, a page of 16 for 512 of them, and a second
-for five of its seconds.
+of them run on two cores. A token represents ``PACED_TOKENS`` of a large model's, a page of 16 represents 512 of them,
+and a second represents five of its seconds.
 """
 
 from __future__ import annotations
@@ -23,9 +23,9 @@ import numpy.typing as npt
 
 from engine.bench.processes import READY_S, EngineProcess
 from engine.compute.pacing import paced_answer
-from engine.compute.presets import PRESETS, Pace
+from engine.compute.presets import PACED_TOKENS, PRESETS, Pace
 from engine.model.request import Role
-from engine.simulator.generate import ConversationShape, conversations
+from engine.simulator.generate import QUICK_SESSIONS, conversations
 from kvstore.bench.find import catalog
 from kvstore.bench.harness import BenchFailed
 from kvstore.bench.processes import Daemon, cpu_s, environment
@@ -37,7 +37,6 @@ from kvstore.pb import conductor_pb2_grpc, engine_pb2, store_pb2
 from kvstore.serving.child import Child
 
 MODEL: Final = "paced-llama"
-TOKENS: Final = 32  # of a large model, that one of ours stands for
 PAGE_TOKENS: Final = 16
 NODE_BYTES: Final = 32 * MIB  # 1,024 pages
 EXTENT_BYTES: Final = 16 * MIB
@@ -46,9 +45,6 @@ ANSWER_S: Final = 120.0
 KNOWN_S: Final = 30.0
 WARM_UP: Final = 3  # prompts of every engine, so that it knows how fast it is
 WARM_TOKENS: Final = 200
-
-# The recorded conversation's lengths; sessions go on within seconds, as a round is short.
-CONVERSATION: Final = ConversationShape(tick_ms=1, pause_s_min=1.0, pause_s_median=3.0, pause_s_sigma=0.8)
 
 Tokens = npt.NDArray[np.uint32]
 
@@ -93,9 +89,13 @@ def conversation(seconds: float, load: float, engines: int, seed: int) -> list[F
     """A generated conversation workload. ``load`` 1: so many engines would compute its prompts without any reuse."""
 
     def scaled(rate: float, requests: int) -> list[FleetAsk]:
-        made = conversations(requests, rate=rate, seed=seed, shape=CONVERSATION)
+        made = conversations(requests, rate=rate, seed=seed, shape=QUICK_SESSIONS)
         return [
-            FleetAsk(each.timestamp_ms / 1e3, each.tokens()[::TOKENS] % 256, max(1, round(each.output_tokens / TOKENS)))
+            FleetAsk(
+                each.timestamp_ms / 1e3,
+                each.tokens()[::PACED_TOKENS] % 256,
+                max(1, round(each.output_tokens / PACED_TOKENS)),
+            )
             for each in made
         ]
 

@@ -1,4 +1,4 @@
-"""Row about roles that follow the load, live: paced engines, real nodes and a real conductor (``engine.bench.fleet``).
+"""Row about roles that follow the load, live: paced engines, real nodes and a real conductor (``bench.studies.fleet``).
 
 Work is counted in seconds of engines. First 80 of 100 of it are answers, then 80 of 100 are prompts. What a conductor
 that changes roles reaches 30 s after that is compared with the best split of roles that is fixed.
@@ -13,7 +13,7 @@ from typing import Final
 
 import numpy as np
 
-from engine.bench.fleet import FleetAnswer, FleetAsk, FleetConductor, PacedFleet, check, say
+from bench.studies.fleet import FleetAnswer, FleetAsk, FleetConductor, PacedFleet, check, say
 from engine.model.request import Role
 from kvstore.bench.harness import Bar, Kind, Result, result
 from kvstore.bench.stage import Stage
