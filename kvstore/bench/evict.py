@@ -3,35 +3,30 @@
 Two nodes are full, one of 10 thousand pages and one of a million, both of chains of 32 pages. Chains are put into them
 in turn, so that each put evicts as many pages as it stores, and waits until they are sealed. Frames are granted, and
 pages evicted for them, for a few puts at once: so the mean counts. It begins when the client knows all extents, or a
-large node's would be mapped in what is timed. The second line is the policy alone, without a node: the
-next page out, gone, and another in its place. (It has no bar: it does the same work whatever the number, but less of
-what it reads is in the processor's caches.)
+large node's would be mapped in what is timed.
 """
 
 from __future__ import annotations
 
-import random
 from contextlib import ExitStack
 from statistics import fmean
 
 import numpy as np
 
 from kvstore.bench.content import LAYOUTS, BenchWork, Content, Rows, tokens_of
-from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result
-from kvstore.bench.processes import PeerProcess
+from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, result
 from kvstore.bench.stage import MIB, Stage
 from kvstore.client.connect import connect
 from kvstore.client.store import Store
 from kvstore.model.prefix import Keys
-from kvstore.state.eviction import POLICIES, POLICY_DEFAULT, Page
+from kvstore.state.eviction import POLICY_DEFAULT
 
-FEW, MANY, MANY_QUICK = 10_000, 1_000_000, 20_000
+FEW, MANY = 10_000, 1_000_000
+FEW_QUICK, MANY_QUICK = 4_096, 8_192
 GEOMETRY = "4k"
 CHAIN_PAGES = 32
 WARM_STEPS = 600
 STEPS = 200  # per round
-POLICY_STEPS = 40
-POLICY_EVICTIONS = 2_000  # per step
 EXTENT_BYTES = 16 * MIB
 SEED = 6
 
@@ -39,9 +34,9 @@ SEED = 6
 def evict(stage: Stage, name: str, bar: Bar) -> list[Result]:
     """A put of 32 pages that evicts 32, per page: into a node of a million pages, over one of ten thousand."""
     stage.clear()
-    many = MANY_QUICK if stage.settings.quick else MANY
+    few, many = (FEW_QUICK, MANY_QUICK) if stage.settings.quick else (FEW, MANY)
     with ExitStack() as scene:
-        full = {"few": _Full(stage, scene, FEW), "many": _Full(stage, scene, many)}
+        full = {"few": _Full(stage, scene, few), "many": _Full(stage, scene, many)}
         steps = list(range(8 if stage.settings.quick else STEPS))
         for node in [*full.values()] * (8 if stage.settings.quick else WARM_STEPS):
             _check(node.put(node.prepare()))
@@ -57,9 +52,9 @@ def evict(stage: Stage, name: str, bar: Bar) -> list[Result]:
             node.verify()
     per_page = {size: [fmean(steps) / CHAIN_PAGES for steps in times] for size, times in seconds.items()}
     details = {"pages": pages, "batch_pages": CHAIN_PAGES, "policy": POLICY_DEFAULT}
-    limit_is = f"the same in a node of {FEW:,} pages"
-    put = result(name, Kind.TIME, per_page["many"], per_page["few"], bar=bar, limit_is=limit_is, details=details)
-    return [put, _policy(stage, f"{name}.policy", many)]
+    limit_is = f"the same in a node of {few:,} pages"
+    ours, limit = per_page["many"], per_page["few"]
+    return [result(name, Kind.TIME, ours, limit, bar=bar, limit_is=limit_is, details=details)]
 
 
 class _Full:
@@ -71,8 +66,7 @@ class _Full:
         self.pages = pool_bytes // layout.page_bytes
         daemon = stage.daemon(scene, pool_bytes, EXTENT_BYTES)
         work = BenchWork(GEOMETRY, SEED, chains=self.pages // CHAIN_PAGES + 1, pages=CHAIN_PAGES)
-        with PeerProcess(daemon.name, settings.shm_dir) as writer:
-            writer.ask("write", work=work.to_json())
+        stage.write(daemon, work)
         self.store: Store = scene.enter_context(connect(daemon.name))
         self.cache = self.store.cache(layout)
         self._content = Content(layout.page_bytes)
@@ -102,46 +96,3 @@ class _Full:
 def _check(stored: object) -> None:
     if stored != CHAIN_PAGES:
         raise BenchFailed(f"put stored {stored} of {CHAIN_PAGES} new pages")
-
-
-def _policy(stage: Stage, name: str, many: int) -> Result:
-    """The default policy over so many leaves: the next one out, gone, a new one in its place."""
-    turning = {"few": _Turning(FEW), "many": _Turning(many)}
-    seconds = alternate(
-        {size: policy.turn for size, policy in turning.items()},
-        list(range(4 if stage.settings.quick else POLICY_STEPS)),
-        stage.settings.rounds,
-        lambda _: POLICY_EVICTIONS // (10 if stage.settings.quick else 1),
-        lambda _, evicted: None,
-    )
-    evictions = POLICY_EVICTIONS // (10 if stage.settings.quick else 1)
-    each = {size: [step / evictions for step in medians(times)] for size, times in seconds.items()}
-    details = {"leaves": {"few": FEW, "many": many}, "policy": POLICY_DEFAULT}
-    limit_is = f"the same over {FEW:,} leaves"
-    return result(name, Kind.TIME, each["many"], each["few"], limit_is=limit_is, details=details)
-
-
-class _Turning:
-    """A policy full of leaves that were used at various times, one of which leaves for every one that comes."""
-
-    def __init__(self, leaves: int) -> None:
-        self._policy = POLICIES[POLICY_DEFAULT](leaves)
-        self._marks = [0] * leaves
-        self._random = random.Random(leaves)
-        self._now_ms = 10 * leaves
-        for slot in range(leaves):
-            self._add(slot, self._random.randrange(self._now_ms))
-
-    def turn(self, evictions: int) -> None:
-        """Evict so many."""
-        policy, marks = self._policy, self._marks
-        for _ in range(evictions):
-            self._now_ms += 10
-            slot = policy.victim(marks.__getitem__, self._now_ms)
-            assert slot is not None
-            policy.forget(slot, self._random.getrandbits(64))
-            self._add(slot, self._now_ms)
-
-    def _add(self, slot: int, used_ms: int) -> None:
-        self._marks[slot] = used_ms
-        self._policy.add(slot, Page(used_ms, self._random.getrandbits(64), position=slot % CHAIN_PAGES))

@@ -12,7 +12,7 @@ import numpy as np
 
 from kvstore.bench.content import BenchWork
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, Seconds, alternate, medians, result
-from kvstore.bench.processes import Daemon, PeerProcess
+from kvstore.bench.processes import Daemon
 from kvstore.bench.stage import Stage, settle, wait_for
 from kvstore.client.connect import connect
 from kvstore.client.local.cache import LocalCache
@@ -82,8 +82,7 @@ def find(stage: Stage, name: str, bar: Bar) -> list[Result]:
         catalogs = {"catalog": catalog(stage, scene)}
         sizes = (work.total_bytes + 2 * room, room, room)
         daemons = [stage.daemon(scene, size, settings=catalogs) for size in sizes]
-        with PeerProcess(daemons[0].name, settings.shm_dir) as writer:
-            writer.ask("write", work=work.to_json())
+        stage.write(daemons[0], work)
         settle(scene.enter_context(connect(daemons[0].name)))
         store = scene.enter_context(connect(daemons[-1].name))
         connection = scene.enter_context(closing(data_connection(daemons[1])))

@@ -12,7 +12,6 @@ import xxhash
 import kvstore
 from kvstore.bench.content import LAYOUTS, BenchWork, tokens_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result
-from kvstore.bench.processes import PeerProcess
 from kvstore.bench.stage import Stage, settle
 from kvstore.client.connect import connect
 from kvstore.client.prefix_cache import PrefixCache
@@ -82,10 +81,7 @@ def lookup(stage: Stage, name: str, bar: Bar) -> list[Result]:
     work = BenchWork("4k", seed=6, chains=8 if settings.quick else CHAINS, pages=CHAIN_PAGES)
     with ExitStack() as scene:
         daemon = stage.daemon(scene, work.total_bytes + settings.extent_bytes)
-        with PeerProcess(daemon.name, settings.shm_dir) as writer:
-            pages = writer.ask("write", work=work.to_json())["pages"]
-        if pages != work.chains * work.pages:
-            raise BenchFailed(f"the writer stored {pages} of {work.chains * work.pages} pages")
+        stage.write(daemon, work)
         store = scene.enter_context(connect(daemon.name))
         settle(store)
         lookups = Lookups(store.cache(work.layout), _index(scene, daemon.folder), work)
@@ -101,7 +97,7 @@ def lookup(stage: Stage, name: str, bar: Bar) -> list[Result]:
             limit,
             bar=bar,
             limit_is="512 LMDB gets in one read transaction",
-            details={"pages_stored": pages, "pages_found": EXPECTED[variant]},
+            details={"pages_stored": work.chains * work.pages, "pages_found": EXPECTED[variant]},
         )
         for variant, line in (("full", name), ("half", f"{name}.half"), ("miss", f"{name}.miss"))
     ]

@@ -8,8 +8,8 @@ from contextlib import ExitStack
 from pathlib import Path
 
 from kvstore.bench.content import BenchWork
-from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
-from kvstore.bench.processes import Daemon, PeerProcess
+from kvstore.bench.harness import Bar, Kind, Result, result
+from kvstore.bench.processes import Daemon
 from kvstore.bench.stage import Stage, wait_for
 from kvstore.client.connect import connect
 from kvstore.client.store import Store
@@ -38,12 +38,10 @@ def memory(stage: Stage, name: str, bar: Bar) -> list[Result]:
     with ExitStack() as scene:
         daemon = stage.daemon(scene, pool_bytes)
         before = daemon.memory_bytes()
-        with PeerProcess(daemon.name, settings.shm_dir) as writer:
-            pages = int(writer.ask("write", work=work.to_json())["pages"])
-        if pages != work.chains * work.pages:
-            raise BenchFailed(f"the writer stored {pages} of {work.chains * work.pages} pages")
+        stage.write(daemon, work)
         after = _at_work(daemon, scene.enter_context(connect(daemon.name)))
         files = _in_use(daemon.folder)
+    pages = work.chains * work.pages
     parts = {
         "index": files["index"] / pages,
         "records": files["records"] / pages - TOKEN_BYTES * work.layout.page_tokens,

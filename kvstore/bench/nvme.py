@@ -16,7 +16,7 @@ import numpy as np
 from kvstore.bench.content import LAYOUTS, BenchWork, Content, Rows
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
 from kvstore.bench.nvme_disk import LIMITS, MIB, RawFile, Scratch, Task, Where, target_bytes, warm_buffer
-from kvstore.bench.processes import Daemon, PeerProcess
+from kvstore.bench.processes import Daemon
 from kvstore.bench.stage import Stage, wait_for
 from kvstore.client.connect import connect
 from kvstore.client.store import Store
@@ -75,11 +75,7 @@ def saved(stage: Stage, scene: ExitStack, geometry: str, seed: int, settings: Ma
     scratch, given = target(stage, scene, work, settings)
     daemon = stage.daemon(scene, stage.settings.bounded(dram_bytes), extent_bytes, given)
     store = scene.enter_context(connect(daemon.name))
-    with PeerProcess(daemon.name, stage.settings.shm_dir) as writer:
-        answer = writer.ask("write", work=work.to_json())
-    if answer["pages"] != work.chains * work.pages:
-        raise BenchFailed(f"the writer stored {answer['pages']} of {work.chains * work.pages} pages")
-    return SavedPages(daemon, store, work, scratch, float(answer["seconds"]))
+    return SavedPages(daemon, store, work, scratch, stage.write(daemon, work))
 
 
 def vacate(store: Store, pages: int = 0) -> None:

@@ -6,14 +6,16 @@ import contextlib
 import ctypes
 import mmap
 import os
+import sys
 import tempfile
 import time
 from contextlib import ExitStack
 from pathlib import Path
-from types import TracebackType
+from types import FrameType, TracebackType
 
 import numpy as np
 
+import kvstore
 from kvstore.bench.content import LAYOUTS, Content, Rows, tokens_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, Seconds, alternate, medians, quickest, result, speeds
 from kvstore.bench.processes import Daemon
@@ -29,8 +31,9 @@ STEPS_BATCH = 96  # per round, at most: 32 of each variant
 STEPS_ONE_PAGE = 1500
 SEED = 5
 
+PAGES_COUNTED, WARM, GEOMETRY_COUNTED = 12, 3, "4k"  # of the put whose calls are counted
 PERCENTILES = (50, 99, 99.9)
-BACK_TO_BACK_BYTES = 1 << 29  # are put without a pause
+BACK_TO_BACK_BYTES, BACK_TO_BACK_BYTES_QUICK = 1 << 29, 1 << 25  # are put without a pause
 
 LIMITS = ("memmove_per_page", "copy_whole")
 
@@ -91,12 +94,12 @@ class PutBench:
         self._last = given[0]
         return self.cache.put(given[0], self.source)
 
-    def back_to_back(self, daemon: Daemon) -> tuple[float, dict[str, float]]:
+    def back_to_back(self, daemon: Daemon, nbytes: int) -> tuple[float, dict[str, float]]:
         """Put chain after chain without a pause: seconds per page, and processor seconds per page of both processes.
 
         The daemon's are counted in ticks of the kernel, 10 ms.
         """
-        puts = max(1, BACK_TO_BACK_BYTES // self.source.nbytes)
+        puts = max(1, nbytes // self.source.nbytes)
         tokens = self.pages * self.layout.page_tokens
         given = [self.cache.keys(tokens_of(SEED + 1, self._chain + i, tokens)) for i in range(puts)]
         self._chain += puts
@@ -179,7 +182,8 @@ def _put(stage: Stage, name: str, bar: Bar, geometry: str, pages: int, kind: Kin
             seconds = alternate(variants, steps, settings.rounds, writing.prepare, writing.check, before)
             writing.verify()
             lines.append(_line(f"{name}.full" if full else name, kind, None if full else bar, writing, seconds))
-        pages_s, cpu_s = zip(*(writing.back_to_back(daemon) for _ in range(settings.rounds)), strict=True)
+        nbytes = BACK_TO_BACK_BYTES_QUICK if settings.quick else BACK_TO_BACK_BYTES
+        pages_s, cpu_s = zip(*(writing.back_to_back(daemon, nbytes) for _ in range(settings.rounds)), strict=True)
     spent = {who: float(np.median([each[who] for each in cpu_s])) for who in cpu_s[0]}
     lines.append(result(f"{name}.back_to_back", Kind.TIME, pages_s, details={"cpu_s_per_page": spent}))
     return lines
@@ -221,3 +225,38 @@ def _sizes(settings: RunSettings) -> tuple[int, int]:
     """Bytes of the pool and of the limit's area: together what a row walks over, at least two batches of 2 MiB."""
     pool_bytes = max(settings.walk_bytes, 256 * MIB)
     return pool_bytes, pool_bytes // 2
+
+
+def put_calls(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
+    """``<name>``: calls of Python functions in the thread that puts; ``.files``: the files that they are in.
+
+    The store is embedded, so that the daemon's half counts too. Another machine gives the same numbers.
+    """
+    layout = LAYOUTS[GEOMETRY_COUNTED]
+    counts, files = list[float](), list[float]()
+    rows = np.ones((PAGES_COUNTED, layout.page_bytes), np.uint8)
+    with kvstore.open(dram="16MiB", shm_dir=stage.settings.shm_dir) as store:
+        cache = store.cache(layout)
+        for turn in range(WARM + stage.settings.rounds):
+            keys = cache.keys(tokens_of(SEED, turn, PAGES_COUNTED * layout.page_tokens))
+            called: list[str] = []
+
+            def note(frame: FrameType, event: str, argument: object, into: list[str] = called) -> None:
+                if event == "call":
+                    into.append(frame.f_code.co_filename)
+
+            sys.setprofile(note)
+            try:
+                stored = cache.put(keys, rows, wait=True)
+            finally:
+                sys.setprofile(None)
+            if stored != PAGES_COUNTED:
+                raise BenchFailed(f"put stored {stored} of {PAGES_COUNTED} new pages")
+            if turn >= WARM:
+                counts.append(len(called))
+                files.append(len(set(called)))
+    details = {"pages": PAGES_COUNTED}
+    return [
+        result(name, Kind.TIMES, counts, bar=bar, details=details),
+        result(f"{name}.files", Kind.TIMES, files, details=details),
+    ]

@@ -35,10 +35,7 @@ def restart(stage: Stage, name: str, bar: Bar) -> list[Result]:
     with ExitStack() as scene:
         # Beside the pages: an extent, and what the client that puts the probes asks for ahead. Nothing is evicted.
         daemon = stage.daemon(scene, work.total_bytes + settings.extent_bytes + AHEAD_BYTES_MAX)
-        with PeerProcess(daemon.name, settings.shm_dir) as writer:
-            stored = int(writer.ask("write", work=work.to_json())["pages"])
-        if stored != work.chains * work.pages:
-            raise BenchFailed(f"the writer stored {stored} of {work.chains * work.pages} pages")
+        stage.write(daemon, work)
         store = scene.enter_context(connect(daemon.name))
         settle(store)
         reader = scene.enter_context(PeerProcess(daemon.name, settings.shm_dir))
@@ -46,6 +43,7 @@ def restart(stage: Stage, name: str, bar: Bar) -> list[Result]:
         kept = store.stats()["tiers"]["dram"]["pages"] - crashes  # one probe page each
         settle(store)
         _read_all(store, work)
+    stored = work.chains * work.pages
     misses, errors = (sum(int(c[what]) for c in crash) for what in ("pages_missed", "errors"))
     details = {
         "pages_bytes": work.total_bytes,

@@ -13,7 +13,6 @@ from typing import Any
 
 from kvstore import about
 from kvstore.bench import (
-    calls,
     evict,
     find,
     get,
@@ -84,7 +83,7 @@ _ROWS = (
     Row("get_one_256k", "get of one page of 256 KiB / memcpy", _at_most(2), partial(get.get_one, geometry="256k")),
     *_sized("put", "put, 32 pages of {} / memcpy", (0.9, 0.8, 0.65), put.put),
     Row("put_one_256k", "put of one page of 256 KiB / memcpy", _at_most(4), partial(put.put_one, geometry="256k")),
-    Row("put_calls", "calls of Python functions for an embedded put of 12 pages", None, calls.put),
+    Row("put_calls", "calls of Python functions for an embedded put of 12 pages", None, put.put_calls),
     *_sized("objects_put", "put, 32 objects of {} by one call / memcpy", (0.9, 0.7, 0.5), objects.put),
     *_sized("objects_get", "get, 32 objects of {} by one call / memcpy", (0.9, 0.85, 0.6), objects.get),
     Row("evict_1m", "a page that evicts one: node of a million / of 10 k pages", _at_most(1.5), evict.evict),

@@ -121,12 +121,9 @@ class Stage:
         # lru: what was put last stays, as the rows count on it
         lru = {"eviction": "lru"}
         daemon = self.daemon(self._scene, settings.walk_bytes + settings.extent_bytes, settings=lru)
-        with PeerProcess(daemon.name, settings.shm_dir) as writer:
-            if recycled:
-                self._wear(daemon, work)
-            pages = writer.ask("write", work=work.to_json())["pages"]
-        if pages != work.chains * work.pages:
-            raise BenchFailed(f"the writer stored {pages} of {work.chains * work.pages} pages")
+        if recycled:
+            self._wear(daemon, work)
+        self.write(daemon, work)
         store = self._scene.enter_context(connect(daemon.name))
         settle(store)
         self._shown, self._stored = (geometry, recycled), StoredChains(daemon, store, work)
@@ -158,6 +155,18 @@ class Stage:
         with connect(name) as store:
             wait_for(lambda: _populated(store), f"{name}: memory is not populated")
         return daemon
+
+    def write(self, daemon: Daemon, work: BenchWork) -> float:
+        """Have another process put all pages of ``work``; the seconds that its puts took.
+
+        Raises:
+            BenchFailed: not all were new, and stored.
+        """
+        with PeerProcess(daemon.name, self.settings.shm_dir) as writer:
+            answer = writer.ask("write", work=work.to_json())
+        if answer["pages"] != work.chains * work.pages:
+            raise BenchFailed(f"the writer stored {answer['pages']} of {work.chains * work.pages} pages")
+        return float(answer["seconds"])
 
     def clear(self) -> None:
         """End the node with stored pages, if there is one."""

@@ -317,5 +317,5 @@ def test_quick_rows_from_end_to_end(disk_dir: Path, rows: tuple[str, ...]) -> No
     assert {name.partition(".")[0] for name in lines} == set(rows)
     assert all(len(line["rounds"]["ours"]) == 1 and line["ours"] > 0 for line in lines.values())
     assert all(0 < line["ratio"] < 1e5 for line in lines.values() if line["limit"] is not None)
-    more = {"get_2m.recycled", "put_256k.full", "put_256k.back_to_back", "put_calls.files", "evict_1m.policy"}
+    more = {"get_2m.recycled", "put_256k.full", "put_256k.back_to_back", "put_calls.files"}
     assert {name for name in more if name.partition(".")[0] in rows} <= set(lines)
