@@ -105,7 +105,7 @@ def main() -> None:
     parser.add_argument("--quick", action="store_true", help="little data: shows that rows work")
     parser.add_argument("--dir", type=Path, default=SCRATCH_DIR, help="on a disk")
     parser.add_argument("--json", action="store_true")
-    options = parser.parse_args()
+    options = parser.parse_intermixed_args()
     if unknown := set(options.names) - {row.name for row in ROWS}:
         parser.error(f"names: no such study (got {', '.join(sorted(unknown))})")
     rows = [row for row in ROWS if not options.names or row.name in options.names]
