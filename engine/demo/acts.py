@@ -178,9 +178,10 @@ class Demo:
                 answer += text
                 self._say(shown(text), nl=False)
         cached, prompt = usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
+        computes, answers = (Path(route[name]).name for name in ("computes", "answers"))  # a socket's file is the role
         expected = duration_text(route["first_token_s"])
         self._say(
-            f"\n    computed by {route['computes']}, answered by {route['answers']}; {cached} of {prompt} tokens were "
+            f"\n    computed by {computes}, answered by {answers}; {cached} of {prompt} tokens were "
             f"cached; first token after {duration_text(ttft_s)}, expected {expected}"
         )
         return {"document": document, "question": question, "answer": answer, "usage": usage, "route": route}
