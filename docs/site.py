@@ -19,6 +19,14 @@ ELSEWHERE = {
 PLACES = {place: page for page, place in ELSEWHERE.items()}
 
 
+def on_config(config: Any) -> Any:
+    """List the records of decisions in the navigation."""
+    records = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
+    decisions = next(part["Decisions"] for part in config.nav if "Decisions" in part)
+    decisions += [f"decisions/{record.name}" for record in records]
+    return config
+
+
 def on_files(files: Files, config: Any) -> Files:
     """Add the pages that are not in ``docs/``."""
     for page, place in ELSEWHERE.items():
