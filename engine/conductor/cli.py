@@ -18,7 +18,7 @@ def conductor(path: str | None, as_json: bool, **flags: Any) -> None:
     """Run a conductor until SIGTERM: it sends each request where it is answered soonest.
 
     It finds engines and nodes through --catalog, or is given them with --engine. Prints one line when it serves. Each
-    setting may also stand in the file under [conductor], or in the environment (KVSTORE_CONDUCTOR_POLICY=kv-centric).
+    setting may also be in the file under [conductor], or in the environment (KVSTORE_CONDUCTOR_POLICY=kv-centric).
     docs/conductor.md explains them.
     """
     settings, _ = configuration.load(path, flags=flags)

@@ -1,4 +1,4 @@
-"""What a program asks a conductor over gRPC."""
+"""Calls to a conductor over gRPC."""
 
 from __future__ import annotations
 
@@ -31,10 +31,10 @@ def ask_route(
     salt: str | None = None,
     max_tokens: int = 16,
 ) -> dict[str, Any]:
-    """Where the conductor at this address would send a prompt now, and why.
+    """Ask the conductor at this address where it would send a prompt now, and why.
 
     Raises:
-        InvalidRequest: the prompt or the address makes no sense; names the field.
+        InvalidRequest: the prompt or the address is not valid; names the field.
         NodeUnavailable, DeadlineExceeded: it does not answer.
     """
     request = engine_pb2.SubmitRequest(

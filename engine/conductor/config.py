@@ -24,7 +24,9 @@ ENV_PREFIX = "KVSTORE_CONDUCTOR_"
 
 @dataclass(frozen=True, kw_only=True)
 class ConductorConfig(DaemonConfig):
-    """One conductor. Checked however it is made: raises `InvalidRequest` naming the field. Sizes are bytes."""
+    """The settings of one conductor. Checked on construction: raises `InvalidRequest` naming the field. Sizes are
+    bytes.
+    """
 
     engine: tuple[str, ...] = setting(
         (),
@@ -130,12 +132,12 @@ class ConductorConfig(DaemonConfig):
 
     @property
     def offer(self) -> ClusterConfig:
-        """Where that is offered; how we prove ourselves there is as in our own catalog."""
+        """The pool to which it is offered; the credentials are those for our own catalog."""
         return replace(self, catalog=self.offer_catalog, pool=self.offer_pool, offer_catalog="")
 
     @property
     def rules(self) -> ConductorRules:
-        """What the decisions go by."""
+        """The rules that decisions follow."""
         return ConductorRules(
             policy=self.policy,
             split=self.split,
@@ -155,9 +157,9 @@ def load(
     env: Mapping[str, str] | None = None,
     flags: Mapping[str, object] | None = None,
 ) -> tuple[ConductorConfig, dict[str, str]]:
-    """The configuration, and where each of its values came from.
+    """The configuration, and the source of each of its values.
 
-    ``env`` is ``os.environ`` when None; of ``flags`` those that are None are not given. Raises `InvalidRequest` naming
-    the setting and saying where it was read.
+    ``env`` is ``os.environ`` when None; entries of ``flags`` that are None count as absent. Raises `InvalidRequest`
+    naming the setting and saying where it was read.
     """
     return read(ConductorConfig, "conductor", path, os.environ if env is None else env, flags or {}, ENV_PREFIX)

@@ -1,4 +1,4 @@
-"""Daemon: a conductor with its gRPC API and HTTP, from start to SIGTERM."""
+"""Daemon: runs a conductor with its gRPC API and HTTP, from start to SIGTERM."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ log = logging.getLogger("kvstore.conductor")
 
 @dataclass(frozen=True)
 class ConductorReady:
-    """What a conductor says of itself when it serves."""
+    """What a conductor reports when it begins to serve."""
 
     policy: str
     split: str
@@ -39,7 +39,7 @@ class ConductorReady:
 
     @property
     def line(self) -> str:
-        """The same for people; begins with ``kvstore conductor ready``."""
+        """The report as one line for people; begins with ``kvstore conductor ready``."""
         where = f"grpc on {' '.join(self.grpc)}" + (f", http on {self.http}" if self.http else "")
         what = f"policy {self.policy}, {self.engines} engines, {self.nodes} nodes"
         return f"kvstore conductor ready: {what}, {self.took_s:.2f} s, {where}"
@@ -49,12 +49,12 @@ def serve(config: ConductorConfig, announce: Callable[[ConductorReady], None]) -
     """Run a conductor until SIGTERM or SIGINT. ``announce`` is called once, when it serves.
 
     Raises:
-        InvalidRequest: an address that cannot be had, a catalog that makes no sense; names the setting.
+        InvalidRequest: an address that cannot be used, or a catalog that is not valid; names the setting.
         Unavailable: the catalog does not answer.
     """
     membership = Membership(config) if config.catalog else None
     offer = Membership(config.offer) if config.offer_catalog else None
-    with lifecycle.running(replace(config, http=None), log, "the conductor") as life:  # HTTP is the door's
+    with lifecycle.running(replace(config, http=None), log, "the conductor") as life:  # the HTTP server is separate
         listening.plan(config, Identities(config.identities))
         life.begun(policy=config.policy)
         _run(config, membership, offer, life, announce)

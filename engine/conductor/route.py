@@ -19,12 +19,12 @@ COLUMNS: Final = ("own_tokens", "cached_tokens", "donor", "wait_s", "move_s", "p
     "address",
     metavar="ADDRESS",
     required=True,
-    help="Its gRPC API: HOST:PORT or unix:PATH; credentials by KVSTORE_TOKEN, KVSTORE_TLS_CA and so on.",
+    help="The conductor's gRPC API: HOST:PORT or unix:PATH; credentials by KVSTORE_TOKEN, KVSTORE_TLS_CA and so on.",
 )
 @click.option("--model", default="", help="[default: the only one]")
 @click.option("--tokens", "ids", metavar="ID,ID,...", help="Token ids instead of a text.")
-@click.option("--max-tokens", type=click.IntRange(min=1), default=16, help="Of the answer.  [default: 16]")
-@click.option("--salt", help="Whose pages.  [default: the conductor's]")
+@click.option("--max-tokens", type=click.IntRange(min=1), default=16, help="Length of the answer.  [default: 16]")
+@click.option("--salt", help="Salt of the pages.  [default: the conductor's]")
 @click.option("--tenant", default="", help="Another tenant, for operators.  [default: the caller's name]")
 @click.option("--explain", is_flag=True, help="Show every candidate with its terms.")
 @json_option
@@ -34,7 +34,7 @@ def route(address: str, as_json: bool, explain: bool, text: str | None, ids: str
     from engine.conductor.client import ask_route  # only here: it loads gRPC
 
     if (text is None) == (ids is None):
-        raise InvalidRequest("TEXT", "a prompt as text, or --tokens: one of them")
+        raise InvalidRequest("TEXT", "give a prompt as text or --tokens, not both")
     found = ask_route(address, text or "", _tokens(ids) if ids is not None else (), CALL_S, **how)
     if as_json:
         print_json(found)
@@ -54,7 +54,7 @@ def _tokens(ids: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in ids.split(",") if part.strip())
     except ValueError:
-        raise InvalidRequest("--tokens", f"{ids[:80]!r} are no whole numbers") from None
+        raise InvalidRequest("--tokens", f"{ids[:80]!r} are not whole numbers") from None
 
 
 def _rows(found: dict[str, Any]) -> list[dict[str, Any]]:

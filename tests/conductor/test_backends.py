@@ -408,7 +408,7 @@ def test_settings_are_read_and_written() -> None:
         ("http://h:1", "tokenizer=FOLDER is missing"),
         ("http://h:1 tokenizer=bytes colour=red", "'colour=red' is not one of"),
         ("http://h:1 tokenizer=bytes tokenizer=bytes", "each once"),
-        ("http://h:1 tokenizer=bytes dialect=latin", "'latin' is none of openai, vllm"),
+        ("http://h:1 tokenizer=bytes dialect=latin", "'latin' is not one of openai, vllm"),
         ("http://h:1 tokenizer=bytes events=h:5557", "is not tcp://HOST:PORT"),
         ("http://h:1 tokenizer=bytes replay=tcp://h:1", "goes with events="),
         ("http://h:1 tokenizer=bytes page_tokens=0", "page_tokens must be"),

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP door of a conductor."""
+"""The OpenAI-compatible HTTP server of a conductor."""

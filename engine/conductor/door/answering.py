@@ -1,8 +1,8 @@
-"""Answering: the parts of one or several answers become one reply, streamed or whole.
+"""Answering: turns the parts of one or several answers into one reply, streamed or whole.
 
-Several answers run side by side. Of those to one prompt the first goes ahead until it draws: then its prompt's pages
-are there for the others. Nothing is queued here: a part is sent before the next one of its answer is asked for, so a
-client that reads slowly holds up its own answers and nothing else.
+Several answers run side by side. Among those to one prompt the first goes ahead until its first token: then the pages
+of its prompt are there for the others. Nothing is queued here: a part is sent before the next one of its answer is
+requested, so a client that reads slowly delays only its own answers.
 """
 
 from __future__ import annotations
@@ -18,20 +18,20 @@ from engine.conductor.shell.answers import Answered, AnswerPart, Answers, Ask, D
 from kvstore import boundary
 from kvstore.errors import DeadlineExceeded, KVStoreError
 
-SLACK_S = 5.0  # what an answer may take beyond its deadline, which its engine keeps
+SLACK_S = 5.0  # how far an answer may exceed its deadline, which its engine enforces
 
 _ANSWERING = boundary.answered("http/answer", OSError)  # a client that has gone
 
 Take = Callable[[int, AnswerPart], Awaitable[None]]
-"""Given the number of an answer and a part of it, one at a time."""
+"""Called with the number of an answer and a part of it, one at a time."""
 
 
 class EventSink(Protocol):
-    """Where events go."""
+    """Receives the events of a stream."""
 
     @property
     def begun(self) -> bool:
-        """Whether the client has had something."""
+        """True once the client has received something."""
         ...
 
     async def send(self, events: bytes) -> None:
@@ -40,10 +40,10 @@ class EventSink(Protocol):
 
 
 async def answer_all(answers: Answers, asks: Sequence[Ask], per_prompt: int, take: Take) -> None:
-    """Have all of them answered. The first error ends the others. Cancelling ends all.
+    """Get all answers. The first error ends the others. Cancelling ends all.
 
     Raises:
-        KVStoreError: what the first one failed with.
+        KVStoreError: the error of the first answer that failed.
     """
     if len(asks) == 1:
         await _answer(answers, 0, asks[0], take)
@@ -84,7 +84,7 @@ async def _answer(answers: Answers, index: int, ask: Ask, take: Take) -> None:
 
 
 async def reply_whole(answers: Answers, asks: Sequence[Ask], reply: OpenAIReply) -> bytes:
-    """The reply when all of it is there. Raises KVStoreError."""
+    """Send the reply when all of it is there. Raises KVStoreError."""
 
     async def take(index: int, part: AnswerPart) -> None:
         choice = reply.choices[index]
@@ -102,12 +102,12 @@ async def reply_whole(answers: Answers, asks: Sequence[Ask], reply: OpenAIReply)
 
 
 async def reply_streamed(answers: Answers, asks: Sequence[Ask], reply: OpenAIReply, stream: EventSink) -> None:
-    """The reply event by event. Nothing is sent before a first token is there: until then errors have a status.
+    """Send the reply event by event. Nothing is sent before the first token: until then errors have a status.
 
     Raises:
-        KVStoreError: before anything was sent; afterwards the last event tells of it.
+        KVStoreError: before anything was sent; afterwards the last event reports the error.
     """
-    held: list[bytes] = []  # a few: where answers go
+    held: list[bytes] = []  # a few events: where answers go
     opened: set[int] = set()
 
     async def take(index: int, part: AnswerPart) -> None:
@@ -148,5 +148,5 @@ async def _in_time(work: Awaitable[None], deadline_s: float) -> None:
             await work
     except TimeoutError:
         if limit.expired():
-            raise DeadlineExceeded("the answer did not come to its end within its deadline") from None
+            raise DeadlineExceeded("the answer did not end within its deadline") from None
         raise

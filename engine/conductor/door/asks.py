@@ -1,4 +1,4 @@
-"""Asks: what one request wants, as a conductor is asked for it."""
+"""Asks: turns one HTTP request into requests to the conductor."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from kvstore.serving.identities import ALL_SALTS, Identity
 
 
 def salt_of(caller: Identity, wanted: Wanted) -> str | None:
-    """Under which its pages lie: the one it names, else the one that the key is for. Raises PermissionDenied."""
+    """The salt of its pages: the one that the request names, else the one of the key. Raises PermissionDenied."""
     if wanted.salt is not None:
         caller.check_salt(wanted.salt)
         return wanted.salt
@@ -22,13 +22,13 @@ def salt_of(caller: Identity, wanted: Wanted) -> str | None:
         return next(iter(caller.salts))
     if caller.name in caller.salts:
         return caller.name
-    raise invalid("kvstore.salt", "is missing: this key may use several, or none", "missing_required_parameter")
+    raise invalid("kvstore.salt", "is missing: this key may use several or no salts", "missing_required_parameter")
 
 
 def asks_of(
     id: str, wanted: Wanted, model: ServedModel, prompts: list[Tokens], tenant: str, salt: str | None
 ) -> list[Ask]:
-    """One for each answer. Raises Refusal where a prompt and its answer are more than the model's context."""
+    """One request for each answer. Raises Refusal if a prompt and its answer exceed the model's context."""
     asks: list[Ask] = []
     for tokens in prompts:
         room = model.context_tokens - len(tokens)

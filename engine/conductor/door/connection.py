@@ -1,4 +1,4 @@
-"""Connections of the door: what aiohttp is told, and how a reply goes out."""
+"""Connections of the HTTP server: how aiohttp is set up, and how a reply is sent."""
 
 from __future__ import annotations
 
@@ -22,27 +22,26 @@ from kvstore.limits import DOOR_PART, Connections, Guest, connections_max
 from kvstore.serving.http import SERVER
 from kvstore.serving.identities import Identity
 
-LINE_BYTES_MAX: Final = 8190  # of a request line, and of a header
+LINE_BYTES_MAX: Final = 8190  # for a request line, and for a header
 HEADERS_MAX: Final = 64
 CONNECTIONS_MAX: Final = 4096
 BACKLOG: Final = 1024  # connections that wait to be accepted
-ACCEPTS: Final = 8  # in one turn of the event loop
-PAUSE_S: Final = 0.1  # in accepting, where there are no descriptors
-SHUTDOWN_S: Final = 2.0  # for the other end of a TLS connection to agree that it is over
+ACCEPTS: Final = 8  # connections accepted in one turn of the event loop
+PAUSE_S: Final = 0.1  # before accepting again when there are no descriptors
+SHUTDOWN_S: Final = 2.0  # for the other end of a TLS connection to confirm its end
 LINGER_S: Final = 1.0  # for the rest of a body that was refused: a client that is still sending it gets to read why
-LOOKS: Final = 4  # in the time that a client may stall
+LOOKS: Final = 4  # checks during the time that a client may stall
 JSON: Final = "application/json"
 
 log = logging.getLogger("kvstore.conductor")
 
 
 class HttpReply:
-    """Where one request's reply goes; an ``EventSink``. ``close`` it in the end.
+    """Sends one request's reply; an ``EventSink``. ``close`` it at the end.
 
-    ``headers`` go out with it. After a reply that ``is_last`` the connection closes, as after a reply that comes before
-    all of its request was read. A client that takes nothing for ``stall_s`` is cut off: what is in the buffers of its
-    connection goes with it. One timer looks after all writes; a timeout around each would cost a stream a third of its
-    speed.
+    ``headers`` are sent with it. The connection closes after a reply that ``is_last``, and after a reply that precedes
+    the end of its request. A client that takes nothing for ``stall_s`` is cut off, and what its connection has buffered
+    is dropped. One timer watches all writes; a timeout around each would cost a stream a third of its speed.
     """
 
     def __init__(self, request: web.BaseRequest, stall_s: float, tally: DoorTally) -> None:
@@ -77,7 +76,7 @@ class HttpReply:
         self._tally.sent_bytes += len(events)
 
     async def end(self) -> web.StreamResponse:
-        """The stream is complete."""
+        """End the stream: it is complete."""
         assert self._stream is not None, "something was sent"
         self._writing_since_s = self._loop.time()
         await self._stream.write_eof()
@@ -86,7 +85,7 @@ class HttpReply:
     async def whole(
         self, body: bytes, kind: str, status: int = 200, headers: Mapping[str, str] | None = None
     ) -> web.StreamResponse:
-        """A reply of one piece."""
+        """Send a reply that is one piece."""
         given = {"Content-Type": kind, **self.headers, **(headers or {})}
         response = web.Response(body=body, status=status, headers=given)
         self._began(response)
@@ -97,7 +96,7 @@ class HttpReply:
         return response
 
     def close(self) -> None:
-        """The reply is complete, or given up."""
+        """End the reply: it is complete, or given up."""
         if self._timer is not None:
             self._timer.cancel()
 
@@ -118,8 +117,8 @@ class HttpReply:
 class DoorServer(web.Server):
     """Accepts connections from ``listen`` to ``close``, and makes a handler for each of them.
 
-    A connection counts from the moment it is accepted, its TLS handshake included. Where there are too many, the oldest
-    one whose caller has not identified itself is dropped (``Connections``). Belongs to one event loop.
+    A connection counts from the moment it is accepted, including its TLS handshake. When there are too many, the oldest
+    one without an identified caller is dropped (``Connections``). Belongs to one event loop.
     """
 
     def __init__(
@@ -149,7 +148,7 @@ class DoorServer(web.Server):
         }
 
     def listen(self, host: str, port: int) -> tuple[str, int]:
-        """Accept connections from now on; returns the address. Raises OSError where it cannot be had."""
+        """Accept connections from now on; returns the address. Raises OSError if it cannot be used."""
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         self._listener = socket.create_server((host, port), family=family, backlog=BACKLOG)
         self._listener.setblocking(False)
@@ -171,7 +170,7 @@ class DoorServer(web.Server):
             self._loop.add_reader(self._listener, self._accept, self._listener)
 
     def _accept(self, listener: socket.socket) -> None:
-        """Accept a few of the connections that wait, so that a crowd of them delays nothing else."""
+        """Accept a few of the waiting connections, so that a crowd of them delays nothing else."""
         for _ in range(ACCEPTS):
             try:
                 sock, peer = listener.accept()
@@ -180,7 +179,7 @@ class DoorServer(web.Server):
             except ConnectionError:  # the caller has gone already
                 continue
             except OSError as error:  # the process, or the machine, has no descriptors left
-                log.warning("a connection could not be taken: %s", error)
+                log.warning("cannot accept a connection: %s", error)
                 self._loop.remove_reader(listener)
                 self._loop.call_later(PAUSE_S, self._resume)
                 return
@@ -196,7 +195,7 @@ class DoorServer(web.Server):
             task.add_done_callback(self._beginning.discard)
 
     async def _begin(self, handler: _Handler, sock: socket.socket) -> None:
-        """Shake hands, where that is asked for. The handler serves from then on."""
+        """Shake hands if TLS is used. The handler serves from then on."""
         handshake_s, shutdown_s = (self.patience.headers_s, SHUTDOWN_S) if self._tls is not None else (None, None)
         try:
             await self._loop.connect_accepted_socket(
@@ -214,8 +213,8 @@ class DoorServer(web.Server):
             raise
 
     def known(self, request: web.BaseRequest, caller: Identity) -> None:
-        """The caller of this connection has identified itself. Beyond the caller's share of connections it may still be
-        dropped, as one of a stranger."""
+        """Record that the caller of this connection has identified itself. Beyond the caller's share of connections it
+        may still be dropped, like one without a caller."""
         guest = request.protocol.guest if isinstance(request.protocol, _Handler) else None
         if guest is not None:
             with contextlib.suppress(TooManyCalls):
@@ -228,7 +227,7 @@ class DoorServer(web.Server):
         self.gone(handler)
 
     def gone(self, handler: _Handler) -> None:
-        """The connection of this handler is closed."""
+        """Record that the connection of this handler is closed."""
         if handler.guest is not None:
             self._guests.gone(handler.guest)
         self._tally.connections = len(self._guests)
@@ -244,10 +243,10 @@ class DoorServer(web.Server):
 
 
 class _Handler(web.RequestHandler):
-    """A connection whose headers come in time, and whose errors are of OpenAI's shape.
+    """A connection whose headers must arrive in time, and whose errors have OpenAI's form.
 
-    The headers of a request have ``headers_s`` from the connection's begin, or from their first byte on. A reply counts
-    as sent when the kernel has all of it.
+    The headers of a request have ``headers_s``, from the start of the connection or from their first byte on. A reply
+    counts as sent when the kernel has all of it.
 
     Attributes:
         guest: the connection, as the server counts it.
@@ -281,18 +280,18 @@ class _Handler(web.RequestHandler):
         self.headers_came()
 
     def headers_came(self) -> None:
-        """A request begins, or none will."""
+        """Record that a request begins, or that none will."""
         self._is_served = True
         if self._late is not None:
             self._late.cancel()
             self._late = None
 
     def request_ended(self) -> None:
-        """The reply is complete, and the next request may begin."""
+        """Record that the reply is complete, so that the next request may begin."""
         self._is_served = False
 
     def drop(self) -> None:
-        """End the connection soon, whatever it is at; to close it would wait for the other end."""
+        """End the connection soon, whatever its state; closing it would wait for the other end."""
         if self.transport is not None:
             self.transport.abort()
         else:
@@ -309,13 +308,11 @@ class _Handler(web.RequestHandler):
         exc: BaseException | None = None,
         message: str | None = None,
     ) -> web.StreamResponse:
-        """What was not HTTP, or our own bug. Raises ConnectionError where nothing can be said any more."""
+        """Answer input that is not HTTP, or our own bug. Raises ConnectionError if no answer can be sent any more."""
         if isinstance(exc, ConnectionError):  # the client has gone, or was dropped, while it was answered
             raise exc
         if isinstance(exc, HttpProcessingError):
-            what = Refusal(
-                431 if isinstance(exc, LineTooLong) else 400, INVALID, "not an HTTP request that is taken here"
-            )
+            what = Refusal(431 if isinstance(exc, LineTooLong) else 400, INVALID, "not a supported HTTP request")
         else:
             boundary.failed("http/connection", exc or AssertionError(message))
             what = internal()

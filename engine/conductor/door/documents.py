@@ -1,14 +1,14 @@
-"""Documents: the JSON of a request's body, at a cost that its size bounds.
+"""Documents: parses the JSON of a request's body, at a cost that its size bounds.
 
-Python makes 24 bytes of objects out of one byte of ``[1],[1],...``, and holds the interpreter until all are made: 8 MiB
-cost 200 MiB and stall every other request for a second. So a body that is not small is looked over first, in blocks,
-by numpy, which lets other threads run:
+Python makes 24 bytes of objects from one byte of ``[1],[1],...``, and holds the interpreter until all are made: 8 MiB
+cost 200 MiB and stall every other request for a second. So numpy first examines a body that is not small, in blocks,
+and other threads run in the meantime:
 
     {"model": "m", "prompt": [[5, 17, ... 100,000 more], "text"]}
     {"model": "m", "prompt": [NaN,                       "text"]}    what ``json`` reads; the ids are cut out
 
-Lists of token ids become arrays without a Python object for each id. What remains must have at most ``VALUES_MAX``
-values, whatever their kind and nesting; text is as large as it is.
+Lists of token ids become arrays without a Python object for each id. The rest must have at most ``VALUES_MAX``
+values, whatever their kind and nesting; texts may have any length.
 """
 
 from __future__ import annotations
@@ -23,17 +23,17 @@ import numpy.typing as npt
 
 from engine.conductor.door.errors import INVALID, Refusal
 
-SMALL_BYTES: Final = 16 << 10  # a body up to here is read as it is: at worst that takes a millisecond
-VALUES_MAX: Final = 32768  # of a body, apart from token ids in lists: some 8,000 messages
+SMALL_BYTES: Final = 16 << 10  # a body up to this size is parsed directly: at worst that takes a millisecond
+VALUES_MAX: Final = 32768  # values of a body, apart from token ids in lists: some 8,000 messages
 LISTS_MAX: Final = 64  # that are cut out: twice the prompts that a request may have
 CUT_BYTES_MIN: Final = 256  # a list that is shorter is left to ``json``, as one value for each id
 BLOCK_BYTES: Final = 64 << 10
 TOKEN_MAX: Final = 2**32 - 1
-TOKEN_DIGITS: Final = 10  # of the largest
+TOKEN_DIGITS: Final = 10  # digits of the largest token
 CUT: Final = b"NaN"  # in place of a list that was cut out: not JSON, so a body has none of its own
 
 _QUOTE, _ESCAPE, _COMMA, _ZERO = b'"'[0], b"\\"[0], b","[0], b"0"[0]
-_OPEN, _CLOSE = b"{"[0], b"}"[0]  # and brackets, which differ from braces in one bit
+_OPEN, _CLOSE = b"{"[0], b"}"[0]  # brackets differ from braces in one bit
 _CASE: Final = 0x20
 _IN_LISTS: Final = np.zeros(256, np.bool_)
 _IN_LISTS[list(b"0123456789, \t\r\n")] = True
@@ -44,7 +44,7 @@ Ids = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, eq=False)
 class TokenList:
-    """A long list of whole numbers in a document. ``ids``: None where one of them is above ``TOKEN_MAX``."""
+    """A long list of whole numbers in a document. ``ids``: None if one of them is above ``TOKEN_MAX``."""
 
     ids: Ids | None
 
@@ -87,7 +87,7 @@ def _parse_large(body: bytes | bytearray) -> Any:
 
     def cut_out(_: str) -> TokenList:
         found = next(waiting, None)
-        if found is None:  # a NaN of the client's own
+        if found is None:  # a NaN that the client sent
             raise ValueError
         return found
 
@@ -106,10 +106,10 @@ def _remaining(body: bytes | bytearray, cuts: list[tuple[int, int]]) -> Iterator
 
 
 def _outline(data: Bytes) -> tuple[npt.NDArray[np.int64], int]:
-    """Where brackets and braces are that are not part of a text; and how many such commas there are.
+    """Positions of brackets and braces outside texts, and the number of commas outside texts.
 
     Raises:
-        Refusal: the brackets alone are too many.
+        Refusal: there are too many brackets.
     """
     found: list[npt.NDArray[np.int64]] = []
     brackets, commas, in_text, escapes = 0, 0, False, 0
@@ -132,7 +132,7 @@ def _outline(data: Bytes) -> tuple[npt.NDArray[np.int64], int]:
 
 
 def _unescaped(block: Bytes, quotes: npt.NDArray[np.int64], carried: int) -> tuple[npt.NDArray[np.int64], int]:
-    """Those quotes that end or begin a text; and how many backslashes the block ends with.
+    """The quotes that begin or end a text, and how many backslashes the block ends with.
 
     Args:
         carried: how many backslashes came right before the block.
@@ -158,7 +158,7 @@ def _unescaped(block: Bytes, quotes: npt.NDArray[np.int64], carried: int) -> tup
 
 
 def _flat(data: Bytes, brackets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Where a list opens and closes that has no list or object in it and is long enough to be cut out."""
+    """Where a list opens and closes that contains no list or object and is long enough to cut out."""
     if len(brackets) < 2:
         return
     kinds = data[brackets]
@@ -168,7 +168,7 @@ def _flat(data: Bytes, brackets: npt.NDArray[np.int64]) -> Iterator[tuple[int, i
 
 
 def _token_list(text: Bytes) -> tuple[TokenList, int] | None:
-    """The whole numbers between two brackets, and how many; None: there is something else, or it is not JSON."""
+    """The whole numbers between two brackets, and how many; None: there is something else, or it is not valid JSON."""
     parts: list[Ids] = []
     beyond = False
     at = 0
@@ -191,7 +191,7 @@ def _token_list(text: Bytes) -> tuple[TokenList, int] | None:
 
 
 def _numbers(block: Bytes, is_last: bool) -> npt.NDArray[np.uint64] | None:
-    """Numbers with a comma after each, but for the last of all; what has more digits than a token is 2**32."""
+    """Numbers with a comma after each but the last; a number with more digits than a token becomes 2**32."""
     if not _IN_LISTS[block].all():
         return None
     is_digit = block - _ZERO < 10

@@ -31,10 +31,10 @@ RETRIED: Final = frozenset((408, 429, 503))  # the same request may be answered 
 
 
 class Refusal(Exception):
-    """What a client is told in place of an answer. ``status``: of HTTP.
+    """An error reply to a client. ``status``: the HTTP status.
 
-    OpenAI's clients ask twice more after any status from 500 on, and look at ``x-should-retry`` first. A request that
-    missed its deadline, or that met a bug of ours, costs the same again and ends the same.
+    OpenAI's clients retry twice after any status from 500 on, and look at ``x-should-retry`` first. A request that
+    missed its deadline, or that hit a bug of ours, would cost the same again and end the same.
     """
 
     def __init__(
@@ -51,7 +51,9 @@ class Refusal(Exception):
         super().__init__(message)
         self.status = status
         self.headers = dict(headers or {})
-        """That go with it. ``Retry-After`` has whole seconds; OpenAI's clients look at ``retry-after-ms`` first."""
+        """Headers of the reply. ``Retry-After`` has whole seconds; OpenAI's clients look at ``retry-after-ms``
+        first.
+        """
         self.headers["x-should-retry"] = "true" if status in RETRIED else "false"
         if retry_after_s is not None:
             self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
@@ -60,17 +62,17 @@ class Refusal(Exception):
 
     @property
     def body(self) -> bytes:
-        """As it travels."""
+        """The JSON document of the reply."""
         return json.dumps(self.document).encode()
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> Refusal:
-    """The client's mistake, in that parameter."""
+    """A refusal for an invalid parameter."""
     return Refusal(400, INVALID, message if param is None else f"{param}: {message}", param=param, code=code)
 
 
 def refusal_of(error: KVStoreError) -> Refusal:
-    """What a client is told of an error inside."""
+    """The refusal for an internal error."""
     match error:
         case InvalidRequest():
             param = error.field
@@ -94,5 +96,5 @@ def refusal_of(error: KVStoreError) -> Refusal:
 
 
 def internal() -> Refusal:
-    """Our own bug: the log tells more, the client only that."""
+    """The refusal for our own bug: details are only in the log."""
     return Refusal(500, SERVER, "the server failed at this request: its log tells more", code="internal_error")

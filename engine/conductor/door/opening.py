@@ -1,4 +1,4 @@
-"""Opening: checks what is configured, and makes the door. The web framework is loaded here, where there is a door."""
+"""Opening: checks the configuration and makes the HTTP server. The web framework is loaded only if there is one."""
 
 from __future__ import annotations
 
@@ -30,11 +30,11 @@ def open_door(
     prompts: PromptMaker,
     patience: HttpPatience = PATIENCE,
 ) -> HttpDoor:
-    """The door at ``config.http``; it is still to be started, on the event loop of ``answers``.
+    """The HTTP server at ``config.http``, not started yet; start it on the event loop of ``answers``.
 
     Raises:
-        InvalidRequest: "http": it is beyond loopback without TLS or keys, or the extra is not installed; or the
-            certificate cannot be used.
+        InvalidRequest: "http": the address is beyond loopback without TLS or keys, or the extra is not installed; or
+            the certificate cannot be used.
     """
     assert config.http is not None
     host, port = parse_address(config.http, "http")

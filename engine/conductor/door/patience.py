@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Final
 
 HEADERS_S: Final = 20.0  # for a request to begin on a new connection, and for its headers to come
-KEEPALIVE_S: Final = 75.0  # longer than load balancers keep a connection, most of them 60 s: else they meet closed ones
+KEEPALIVE_S: Final = 75.0  # longer than load balancers keep a connection, usually 60 s: they must not meet closed ones
 BODY_S: Final = 30.0
 STALL_S: Final = 20.0
 

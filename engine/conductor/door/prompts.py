@@ -1,7 +1,7 @@
-"""PromptMaker: texts and chats become tokens, in threads, for models by name.
+"""PromptMaker: turns texts and chats into tokens, in threads, for models by name.
 
-The event loop never waits for a tokenizer. Threads are few, callers share them in equal parts, and what waits for them
-is bounded by the bytes of bodies that callers may have. Tokenizers are loaded by threads of their own.
+The event loop never waits for a tokenizer. The threads are few and shared equally by callers; the work that waits
+is bounded by the bytes of bodies that callers may have. Separate threads load tokenizers.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ from kvstore import boundary
 from kvstore.errors import InvalidRequest
 from kvstore.limits import Lane, Owner
 
-THREADS: Final = 2  # for one caller at most
-LOADERS: Final = 2  # so that a tokenizer that takes long holds up no other
-TURN_S: Final = 30.0  # in which a thread has to be free
-PREPARE_S: Final = 1.0  # how often to look for models that are new
-MODELS_MAX: Final = 64  # whose tokenizers are kept
+THREADS: Final = 2  # at most, for one caller
+LOADERS: Final = 2  # so that a slow tokenizer delays no other
+TURN_S: Final = 30.0  # the longest wait for a free thread
+PREPARE_S: Final = 1.0  # how often to look for new models
+MODELS_MAX: Final = 64  # models whose tokenizers are kept
 
 Value = TypeVar("Value")
 
 
 class PromptMaker:
-    """Makes tokens of what is wanted. ``close`` when nobody asks any more. Of the event loop alone."""
+    """Turns requests into tokens. Call ``close`` once there are no more requests. Belongs to one event loop."""
 
     def __init__(self) -> None:
         self._lane = Lane(THREADS, "tokenize")
@@ -40,28 +40,28 @@ class PromptMaker:
         self._loaded: OrderedDict[tuple[str, str | None, int], asyncio.Future[PromptTokenizer]] = OrderedDict()
 
     def close(self) -> None:
-        """Let the threads go; what they are at goes on to its end."""
+        """Stop the threads; their current work runs to its end."""
         self._lane.close(wait=False)
         self._loader.shutdown(wait=False, cancel_futures=True)
 
     async def prepare(self, models: Callable[[], list[ServedModel]]) -> None:
-        """Load the tokenizers of models as they come, which takes seconds, so that who asks first need not wait.
+        """Load the tokenizers of new models, which takes seconds, so that the first caller need not wait.
 
-        Runs until it is cancelled. Who asks for a model whose tokenizer cannot be read is told why.
+        Runs until cancelled. A caller that asks for a model whose tokenizer cannot be read gets the error.
         """
         known: list[ServedModel] = []
 
         async def turn() -> None:
             nonlocal known
             now = models()
-            new, known = [model for model in now if model not in known], now  # one that fails is not tried for ever
+            new, known = [model for model in now if model not in known], now  # a failed one is not retried for ever
             await self._load(new)
             await asyncio.sleep(PREPARE_S)
 
         await boundary.kept_task("task/tokenizers", turn)
 
     async def prepared(self, models: list[ServedModel], timeout_s: float) -> None:
-        """Wait until the tokenizers of these are loaded, or cannot be; at most so long. They are loaded on."""
+        """Wait at most this long until these tokenizers are loaded or have failed. Loading goes on afterwards."""
         with contextlib.suppress(TimeoutError):
             async with asyncio.timeout(timeout_s):
                 await self._load(models)
@@ -72,7 +72,8 @@ class PromptMaker:
                 await self.tokenizer(model)
 
     async def tokens(self, wanted: Wanted, model: ServedModel, owner: Owner) -> list[Tokens]:
-        """Of each prompt, in order; of a chat one. What is too long for the model is cut after one token too many.
+        """The tokens of each prompt, in order, or of one chat. A prompt too long for the model is cut one token above
+        the limit.
 
         Raises:
             Refusal: the model has no chat template, or a prompt is empty.
@@ -95,7 +96,7 @@ class PromptMaker:
         return found
 
     async def tokenizer(self, model: ServedModel) -> PromptTokenizer:
-        """Loaded once; whoever comes meanwhile waits for the same."""
+        """The tokenizer of a model, loaded once; concurrent callers wait for the same load."""
         where = model.name, model.path, model.context_tokens
         found = self._loaded.get(where)
         if found is None or (found.done() and found.exception() is not None):
@@ -106,10 +107,10 @@ class PromptMaker:
             while len(self._loaded) > MODELS_MAX:
                 self._loaded.popitem(last=False)
         self._loaded.move_to_end(where)
-        return await asyncio.shield(found)  # who goes away meanwhile stops nobody else's
+        return await asyncio.shield(found)  # a caller that leaves must not cancel the load for others
 
     async def run(self, work: Callable[[], Value], owner: Owner, left_s: float = TURN_S) -> Value:
-        """Do ``work`` in one of the threads. Raises TooManyCalls where none is free in time."""
+        """Do ``work`` in one of the threads. Raises TooManyCalls if none is free in time."""
         return await self._lane.run(lambda _: None, work, None, owner, left_s)
 
 

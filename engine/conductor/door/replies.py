@@ -1,4 +1,4 @@
-"""Replies: the documents of OpenAI's API, whole, or as the events of a stream."""
+"""Replies: documents of OpenAI's API, whole or as the events of a stream."""
 
 from __future__ import annotations
 
@@ -19,14 +19,14 @@ _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass
 class Choice:
-    """One answer, as far as it has come. ``text``: of a reply that is not streamed."""
+    """One answer, as far as it has come. ``text``: for a reply that is not streamed."""
 
     texts: list[str] = field(default_factory=list)
     reason: str = ""
     usage: Usage | None = None
 
     def ended(self, answered: Answered) -> None:
-        """It is complete. Raises Unavailable where somebody else has cancelled it."""
+        """Mark the answer as complete. Raises Unavailable if another caller cancelled it."""
         if answered.reason not in REASONS:
             raise Unavailable("the answer was cancelled before its end")
         self.reason, self.usage = REASONS[answered.reason], answered.usage
@@ -34,7 +34,9 @@ class Choice:
 
 @dataclass
 class OpenAIReply:
-    """One request's. ``per_prompt``: choices of each prompt, which follow each other."""
+    """The documents of one request's reply. ``per_prompt``: the number of choices of each prompt, which are
+    consecutive.
+    """
 
     id: str
     created_s: int
@@ -56,25 +58,25 @@ class OpenAIReply:
     # --- streamed ---------------------------------------------------------------------------------------------------
 
     def opening(self, index: int) -> bytes:
-        """What a chat's choice begins with; nothing of a completion's."""
+        """The first events of a chat's choice; empty for a completion."""
         return self._event(index, '"delta":{"role":"assistant","content":""}') if self.is_chat else b""
 
     def drawn(self, index: int, text: str) -> bytes:
-        """More of a choice."""
+        """An event with more text of a choice."""
         said = _dumps(text)
         return self._event(index, f'"delta":{{"content":{said}}}' if self.is_chat else f'"text":{said}')
 
     def ended(self, index: int) -> bytes:
-        """The end of a choice."""
+        """The last event of a choice."""
         return self._event(index, '"delta":{}' if self.is_chat else '"text":""', f'"{self.choices[index].reason}"')
 
     def routed(self, index: int, part: Routed) -> bytes:
-        """Where a choice goes, and why: an event without choices."""
+        """An event without choices: where a choice goes, and why."""
         own = _dumps({"index": index, "route": part.document})
         return f'{self._head}"choices":[],"kvstore":{own}{self._tail}'.encode()
 
     def closing(self) -> bytes:
-        """After the last choice."""
+        """The events after the last choice."""
         if not self.include_usage:
             return DONE
         return f'{self._head}"choices":[],"usage":{_dumps(self.usage())}}}\n\n'.encode() + DONE
@@ -86,7 +88,7 @@ class OpenAIReply:
     # --- whole ------------------------------------------------------------------------------------------------------
 
     def whole(self) -> bytes:
-        """All of it."""
+        """The complete document."""
         document: dict[str, Any] = {
             "id": self.id,
             "object": "chat.completion" if self.is_chat else "text_completion",
@@ -105,7 +107,7 @@ class OpenAIReply:
         return {"index": index, **said, "logprobs": None, "finish_reason": choice.reason}
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of each prompt once, whatever number of answers it has; cached ones as its first answer found them."""
+        """Token counts. Each prompt counts once for all its answers; cached tokens are those of its first answer."""
         found = [choice.usage for choice in self.choices if choice.usage is not None]
         first = found[:: self.per_prompt]
         prompt, completion = sum(one.prompt_tokens for one in first), sum(one.completion_tokens for one in found)
@@ -118,7 +120,7 @@ class OpenAIReply:
 
 
 def _cached(usage: Usage) -> int:
-    """Of the prompt, by whichever engine computed the rest of it."""
+    """Cached tokens of the prompt, whichever engine computed the rest of it."""
     return max(_sum(usage.cached_tokens), _sum(usage.prefill_cached_tokens))
 
 
@@ -127,15 +129,15 @@ def _sum(tiers: Mapping[str, int]) -> int:
 
 
 def error_event(document: Mapping[str, Any]) -> bytes:
-    """What went wrong, to a client that has had the beginning of an answer."""
+    """The error, as an event for a client that has received the beginning of an answer."""
     return f"data: {_dumps(document)}\n\n".encode()
 
 
 def models_document(names: Sequence[str], created_s: int) -> dict[str, Any]:
-    """What ``/v1/models`` tells."""
+    """The document of ``/v1/models``."""
     return {"object": "list", "data": [model_document(name, created_s) for name in names]}
 
 
 def model_document(name: str, created_s: int) -> dict[str, Any]:
-    """One of them."""
+    """The entry of one model."""
     return {"id": name, "object": "model", "created": created_s, "owned_by": "kvstore"}

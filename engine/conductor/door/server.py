@@ -1,8 +1,8 @@
 """HttpDoor: OpenAI's HTTP API in front of a conductor, on the event loop of the conductor.
 
-What a client can make it hold is bounded: connections by number, headers and bodies by bytes and by the time they may
-take, replies by what its connection takes (an answer's next part is asked for when the last one is sent). A client that
-has gone ends its request at once; one that takes nothing for ``stall_s`` is cut off.
+What a client can occupy is bounded: connections by number, headers and bodies by bytes and by time, replies by what the
+connection takes (the next part of an answer is requested when the last one is sent). A client that has gone ends its
+request at once; one that takes nothing for ``stall_s`` is cut off.
 """
 
 from __future__ import annotations
@@ -43,20 +43,20 @@ from kvstore.serving.http import Route
 from kvstore.serving.identities import LOCAL, UNKNOWN, Identities, Identity
 
 BODY_BYTES_MAX: Final = 8 << 20
-BODY_BYTES_FREE: Final = 64 << 10  # a larger body counts as bytes held until it is tokens,
-BODY_COPIES: Final = 8  # as often as this: its bytes, and twice its text, of which a character may take four
-BODIES_BYTES: Final = 256 << 20  # that bodies hold, all together
+BODY_BYTES_FREE: Final = 64 << 10  # a larger body counts as memory in use until it is tokens,
+BODY_COPIES: Final = 8  # this many times: its bytes, and twice its text, with up to four bytes a character
+BODIES_BYTES: Final = 256 << 20  # memory of all bodies together
 REQUESTS_MAX: Final = 2048
-WAIT_S: Final = 2.0  # for room to hold a body
+WAIT_S: Final = 2.0  # for memory for a body
 RETRY_S: Final = 0.5
 GRACE_S: Final = 2.0  # for requests under way when the daemon ends
 
 ANSWERS: Final = {"/v1/completions": False, "/v1/chat/completions": True}  # path -> whether it is a chat
 MODELS: Final = "/v1/models"
 REQUEST_ID: Final = re.compile(r"[A-Za-z0-9._:/=+-]{1,128}")
-OPERATORS: Final = ("/metrics",)  # where keys are asked for
+OPERATORS: Final = ("/metrics",)  # paths for operators, if keys are required
 
-# Of a request's work: what it refuses, a client that has gone, or whose body is no HTTP, which ``_Handler`` answers.
+# Expected errors of a request: a refusal, a client that has gone, or a body that is not HTTP (see ``_Handler``).
 _EXPECTED = Refusal, OSError, HttpProcessingError, web.RequestPayloadError, web.PayloadAccessError
 
 
@@ -65,12 +65,12 @@ class HttpDoor:
 
     Args:
         address: HOST:PORT, checked by ``open_door``.
-        tls: None: in clear.
-        hosts: by which names it may be asked.
-        routes: what else is served by GET, such as /metrics.
+        tls: None: without TLS.
+        hosts: host names that are accepted.
+        routes: other paths served by GET, such as /metrics.
 
     Attributes:
-        tally: what has happened, for metrics.
+        tally: counts for metrics.
     """
 
     def __init__(
@@ -102,11 +102,11 @@ class HttpDoor:
 
     @property
     def address(self) -> str:
-        """HOST:PORT really listened on, once it is started."""
+        """The HOST:PORT that it listens on, once started."""
         return self._address
 
     async def start(self) -> None:
-        """Listen. Raises InvalidRequest where the address cannot be had."""
+        """Listen. Raises InvalidRequest if the address cannot be used."""
         host, port = parse_address(self._address, "http")
         self._server = DoorServer(self._serve, self.tally, self._patience, self._tls)
         try:
@@ -117,11 +117,11 @@ class HttpDoor:
         self._preparing = asyncio.create_task(self._prompts.prepare(self._answers.models))
 
     def drain(self) -> None:
-        """Refuse new requests, on connections that are open and on new ones. Any thread."""
+        """Refuse new requests, on open connections and on new ones. Any thread."""
         self._draining = True
 
     async def stop(self, grace_s: float = GRACE_S) -> None:
-        """Listen no more; requests under way have ``grace_s``, then they are ended. Does nothing before ``start``."""
+        """Stop listening; requests under way have ``grace_s``, then they are ended. Does nothing before ``start``."""
         if self._server is not None:
             self._server.close()
             self._server.pre_shutdown()
@@ -147,7 +147,7 @@ class HttpDoor:
             self.tally.ended[path, code] += 1
 
     def _known(self, request: web.BaseRequest) -> str:
-        """The path; "other" where there is nothing."""
+        """The path, or "other" if it is not served."""
         return request.path if request.path in (*ANSWERS, MODELS, *self._routes) else "other"
 
     async def _reply(self, request: web.BaseRequest) -> web.StreamResponse:
@@ -172,7 +172,7 @@ class HttpDoor:
             raise Refusal(403, DENIED, refused, code="host_not_allowed")
         path = request.path
         if self._draining and path not in self._routes:
-            raise Refusal(503, SERVER, "this server is ending", code="draining", retry_after_s=RETRY_S)
+            raise Refusal(503, SERVER, "this server is shutting down", code="draining", retry_after_s=RETRY_S)
         if path in ANSWERS:
             _check_method(request, "POST")
             return await self._answer(request, connection, ANSWERS[path])
@@ -234,10 +234,10 @@ class HttpDoor:
         await reply_streamed(self._answers, asks, reply, connection)
         return await connection.end()
 
-    # --- who, and what they send ------------------------------------------------------------------------------------
+    # --- callers and bodies ----------------------------------------------------------------------------------------
 
     def _caller(self, request: web.BaseRequest) -> Identity:
-        """Whose key it is; its connection is this caller's from now on. Raises Unauthenticated."""
+        """The caller whose key it is, to whom its connection belongs from now on. Raises Unauthenticated."""
         caller = self._identified(request)
         assert self._server is not None, "it is started"
         self._server.known(request, caller)
@@ -257,7 +257,7 @@ class HttpDoor:
 
     @contextlib.asynccontextmanager
     async def _body(self, request: web.BaseRequest, caller: Identity) -> AsyncIterator[bytearray]:
-        """The request's body. A large one is memory that all requests share, until the block ends."""
+        """The request's body. A large one takes memory that all requests share, until the block ends."""
         length = _check_body(request)
         taken, began_s = 0, time.monotonic()
         try:
@@ -265,7 +265,7 @@ class HttpDoor:
                 taken = await self._held.take(BODY_COPIES * length, WAIT_S, caller)
             if request.headers.get("Expect", "").lower() == "100-continue":
                 await request.writer.write(b"HTTP/1.1 100 Continue\r\n\r\n")
-                request.writer.output_size = 0  # it was no part of the reply
+                request.writer.output_size = 0  # the interim response is not part of the reply
             body = bytearray()
             try:
                 async with asyncio.timeout(self._patience.body_s):
@@ -283,11 +283,11 @@ class HttpDoor:
                 self._held.give(taken, caller, time.monotonic() - began_s)
 
 
-# --- What a request says -----------------------------------------------------------------------------------------
+# --- headers -----------------------------------------------------------------------------------------------------
 
 
 def _request_id(request: web.BaseRequest) -> str:
-    """By which the client knows this request; "" where it says none, or none that is short and plain."""
+    """The client's id for this request; "" if there is none that is short and plain."""
     given = request.headers.get("X-Request-Id", "")
     return given if REQUEST_ID.fullmatch(given) else ""
 
@@ -303,10 +303,11 @@ def _check_method(request: web.BaseRequest, *methods: str) -> None:
 
 
 def _check_body(request: web.BaseRequest) -> int:
-    """Its length; 0: unknown. A web page elsewhere cannot send JSON to us without asking first, which we do not answer.
+    """The body's length; 0: unknown. A web page elsewhere cannot send us JSON without a preflight, which we do not
+    answer.
 
     Raises:
-        Refusal: it is too large, compressed, or no JSON.
+        Refusal: the body is too large, compressed, or not JSON.
     """
     if request.content_type != JSON:
         raise Refusal(415, INVALID, f"Content-Type must be {JSON}", code="unsupported_media_type")

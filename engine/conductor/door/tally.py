@@ -1,4 +1,4 @@
-"""What has come through the door since the start, for ``/metrics``."""
+"""Counts of HTTP requests since the start, for ``/metrics``."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ GONE: Final = 499
 
 
 class DoorTally:
-    """Written by the door's event loop, read by any thread. Paths are those that are served, and "other"."""
+    """Written by the server's event loop, read by any thread. Paths are those that are served, and "other"."""
 
     def __init__(self) -> None:
         self.ended: Counter[tuple[str, int]] = Counter()
@@ -35,7 +35,7 @@ class DoorTally:
         self.sent_bytes = 0
 
     def add_samples(self, add: Families) -> None:
-        """A sample of each of ``METRICS``."""
+        """Add a sample of each of ``METRICS``."""
         for (path, code), count in dict(self.ended).items():
             add("http_requests", count, path, str(code))
         add.durations("http_first_token_seconds", self.first_token)

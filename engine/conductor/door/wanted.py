@@ -1,7 +1,7 @@
-"""Wanted: what a client asks for, read from the document of ``/v1/completions`` or ``/v1/chat/completions``.
+"""Wanted: reads a client's request from the document of ``/v1/completions`` or ``/v1/chat/completions``.
 
-Every parameter of OpenAI's API is in one of three tables: it is read; or it is accepted where it changes nothing
-(``NEUTRAL``); or it is refused by name. What is in none is refused as unknown.
+Every parameter of OpenAI's API is in one of three tables: it is read, or it is accepted because it changes nothing
+(``NEUTRAL``), or it is refused by name. Any other parameter is refused as unknown.
 """
 
 from __future__ import annotations
@@ -19,14 +19,14 @@ from engine.conductor.door.errors import Refusal, invalid
 from engine.conductor.shell.answers import PRIORITY_MAX
 from engine.model.request import Sampling
 
-CHOICES_MAX: Final = 32  # answers of one request
+CHOICES_MAX: Final = 32  # answers to one request
 STOP_MAX: Final = 4
 STOP_CHARACTERS_MAX: Final = 256
-MAX_TOKENS: Final = 16  # of a completion that says nothing
-CHAT_TOKENS: Final = 1024  # of a chat that says nothing, where the context leaves so many
+MAX_TOKENS: Final = 16  # default of a completion
+CHAT_TOKENS: Final = 1024  # default of a chat, if the context leaves this many
 SEED_MAX: Final = 2**63 - 1
 TEMPERATURE_MAX: Final = 2.0
-TEXT_MAX: Final = 256  # characters of a name
+TEXT_MAX: Final = 256  # characters in a name
 DEADLINE_S: Final = 300.0
 DEADLINE_S_MAX: Final = 3600.0
 PROMPT_KINDS: Final = "must be text, token ids, or a list of either"
@@ -41,7 +41,7 @@ READ: Final[Mapping[bool, frozenset[str]]] = {
     False: frozenset((*_BOTH, "prompt")),
     True: frozenset((*_BOTH, "messages", "max_completion_tokens")),
 }
-# Parameters that we have nothing for, and the values with which they ask for nothing. Null always does.
+# Parameters that we do not implement, and their values that ask for nothing. Null always does.
 NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "audio": (),
     "best_of": (1,),
@@ -66,7 +66,7 @@ NEUTRAL: Final[Mapping[str, tuple[Any, ...]]] = {
     "verbosity": ("medium",),
     "web_search_options": (),
 }
-# Parameters that say who asks, or for what: they change no answer.
+# Parameters that identify the caller or the purpose: they change no answer.
 NOTES: Final = frozenset(("metadata", "prompt_cache_key", "prompt_cache_retention", "safety_identifier", "user"))
 OWN: Final = frozenset(("explain", "salt", "adapter", "priority", "deadline_s", "first_token_s", "token_s"))
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
@@ -79,8 +79,8 @@ class Wanted:
     Attributes:
         max_tokens: None: ``CHAT_TOKENS``, or what the context leaves.
         n: answers to each prompt.
-        salt: None: what the caller's key says.
-        explain: the response tells where the request went, and why.
+        salt: None: the one of the caller's key.
+        explain: the response says where the request went, and why.
         deadline_s, first_token_s, token_s, priority, adapter: as in ``Ask``.
     """
 
@@ -103,7 +103,7 @@ class Wanted:
 
 
 def read_wanted(document: dict[str, Any], is_chat: bool) -> Wanted:
-    """What it asks for. Raises Refusal naming the parameter."""
+    """Read a request from its document. Raises Refusal naming the parameter."""
     _check_names(document, is_chat)
     given = _Given(document)
     model = given.text("model")
@@ -149,16 +149,16 @@ def read_wanted(document: dict[str, Any], is_chat: bool) -> Wanted:
 
 
 def check_text(value: str, param: str) -> str:
-    """``value``, which is text that can be encoded: half a surrogate pair is none."""
+    """Return ``value`` if it can be encoded: half a surrogate pair cannot."""
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise invalid(param, "is no text: it has half of a surrogate pair") from None
+        raise invalid(param, "must be valid Unicode: it has half of a surrogate pair") from None
     return value
 
 
 class _Given:
-    """Reads typed values out of a document; ``prefix`` goes before their names in errors. Null is as if absent."""
+    """Reads typed values from a document; ``prefix`` precedes their names in errors. Null counts as absent."""
 
     def __init__(self, document: dict[str, Any], prefix: str = "") -> None:
         self._document = document
@@ -186,7 +186,7 @@ class _Given:
             return None
         if isinstance(value, bool) or not isinstance(value, int | float):
             raise invalid(self._prefix + name, "must be a number", "invalid_type")
-        if not low <= value <= high:  # what is no number at all is in no range
+        if not low <= value <= high:  # NaN is in no range
             raise invalid(self._prefix + name, f"must be from {low:g} to {high:g}")
         return float(value)
 
@@ -206,7 +206,7 @@ def _check_names(document: dict[str, Any], is_chat: bool) -> None:
         if name in READ[is_chat] or name in NOTES or value is None:
             continue
         if name not in NEUTRAL:
-            raise invalid(_shown(name), "is no parameter that is known here", "unknown_parameter")
+            raise invalid(_shown(name), "unknown parameter", "unknown_parameter")
         is_n = name == "best_of" and value == document.get("n")
         if not is_n and not any(_is_same(value, one) for one in NEUTRAL[name]):
             raise invalid(name, "is not supported with this value", "unsupported_parameter")
@@ -227,12 +227,12 @@ def _own(value: Any) -> _Given:
         raise invalid("kvstore", "must be an object", "invalid_type")
     for name in value:
         if name not in OWN:
-            raise invalid(f"kvstore.{_shown(name)}", f"is none of {', '.join(sorted(OWN))}", "unknown_parameter")
+            raise invalid(f"kvstore.{_shown(name)}", f"must be one of {', '.join(sorted(OWN))}", "unknown_parameter")
     return _Given(value, "kvstore.")
 
 
 def _stream_options(value: Any, stream: bool) -> bool:
-    """Whether the last event tells the usage."""
+    """Whether the last event includes the usage."""
     if value is None:
         return False
     if not isinstance(value, dict):
@@ -241,7 +241,7 @@ def _stream_options(value: Any, stream: bool) -> bool:
         raise invalid("stream_options", "goes with stream: true")
     for name in value:
         if name not in ("include_usage", "include_obfuscation"):
-            raise invalid(f"stream_options.{_shown(name)}", "is no parameter that is known here", "unknown_parameter")
+            raise invalid(f"stream_options.{_shown(name)}", "unknown parameter", "unknown_parameter")
     options = _Given(value, "stream_options.")
     if options.flag("include_obfuscation"):
         raise invalid("stream_options.include_obfuscation", "is not supported", "unsupported_parameter")

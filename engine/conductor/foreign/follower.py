@@ -1,7 +1,7 @@
-"""BackendFollower: a back end as one of a conductor's engines: whether it is there, what it has, how fast it is.
+"""BackendFollower: follows a back end as one of a conductor's engines: whether it is there, its pages, its speed.
 
-It is asked for its models once a second. One that refuses twice, or says nothing for ``DEAD_S``, is an engine that has
-gone: its answers under way go on elsewhere where they can, and what is known of its cache is forgotten.
+It is asked for its models once a second. A back end that refuses twice, or does not answer for ``DEAD_S``, counts as
+gone: its answers under way continue elsewhere if they can, and what is known of its cache is forgotten.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable
 from kvstore.state.directory import Told
 
 POLL_S: Final = 1.0  # between two questions
-AGAIN_S: Final = 0.2  # after the first one that failed
+AGAIN_S: Final = 0.2  # after the first failed one
 STATUS_S: Final = 3.0  # for an answer
 DEAD_S: Final = 10.0
 REFUSALS: Final = 2
@@ -41,11 +41,11 @@ class BackendFollower:
     """Follows one back end while ``follow`` runs. On one event loop.
 
     Args:
-        engines: where it is put while it is there.
-        counts: of its KV events.
+        engines: the map that it is added to while it is there.
+        counts: outcomes of its KV events.
 
     Raises:
-        InvalidRequest: its key or its authorities cannot be read.
+        InvalidRequest: its key or its certificate authorities cannot be read.
     """
 
     def __init__(
@@ -65,7 +65,7 @@ class BackendFollower:
         self._heard_s = time.monotonic()
 
     async def follow(self, heard: Callable[[], None]) -> None:
-        """Until cancelled. ``heard`` is called when it has answered, or has not."""
+        """Run until cancelled. ``heard`` is called when it has answered, or has failed to."""
         name = self._settings.name
         try:
             while True:
@@ -83,7 +83,7 @@ class BackendFollower:
             await self._link.retire()
 
     def tell_anew(self) -> None:
-        """Tell again what it has."""
+        """Report all its pages again."""
         self._intake.anew = True
 
     def _told(self, batch: Told) -> None:
@@ -113,7 +113,9 @@ class BackendFollower:
         self._handle(ev.Reported(now_s, name, report))
 
     def _about(self, models: list[dict[str, Any]]) -> EngineAbout:
-        """Raises NodeUnavailable: it has not the model, or does not say how much fits."""
+        """What the back end says of itself. Raises NodeUnavailable: it lacks the model, or does not say how much
+        fits.
+        """
         settings = self._settings
         fit = [each for each in models if settings.model in ("", each["id"])]
         if not fit:
@@ -162,6 +164,6 @@ class BackendFollower:
 
 
 def layout_of(settings: BackendSettings) -> str:
-    """What stands for a layout where we know none: engines that are not ours have the same keys, and hand over none."""
+    """A placeholder for the unknown layout: foreign engines share keys, and hand over no pages."""
     said = b"foreign" + settings.page_tokens.to_bytes(4, "little")
     return hashlib.blake2b(said, digest_size=16, person=b"kvstore.foreign").hexdigest()

@@ -1,11 +1,12 @@
-"""KvIntake: follows the KV events of one engine in vLLM's wire format, and tells its pages as a node of ours would.
+"""KvIntake: follows one engine's KV events in vLLM's wire format, and reports its pages as a node of ours would.
 
-SUB ``[topic, number, payload]``. Where numbers are missing, DEALER asks the engine's ROUTER for all from there on, and
-is answered with ``[number, payload]`` each (newer engines put the topic before it), and ``[-1, ""]`` at the end. Where
-nobody can tell what was missed, all that was known is forgotten: what is not known costs no more than its computation.
+SUB receives ``[topic, number, payload]``. If numbers are missing, DEALER asks the engine's ROUTER for all messages from
+there on, and is answered with ``[number, payload]`` for each (newer engines put the topic before it), and ``[-1, ""]``
+at the end. If the missed messages cannot be replayed, everything known is forgotten: an unknown page only costs its
+computation.
 
-Numbers of one publisher go up. Where one goes back there is a new publisher, with an empty cache. What was told again
-may come a second time, by itself; a message with another content under such a number is of a new publisher, too.
+The numbers of a publisher increase. A lower number means a new publisher, with an empty cache. A replayed message may
+also arrive on its own; a message with other content under the same number is from a new publisher, too.
 """
 
 from __future__ import annotations
@@ -28,9 +29,9 @@ from kvstore.model.span import Fingerprints
 from kvstore.state.directory import Marks, Told
 
 FRAME_BYTES_MAX: Final = 2 << 20  # the blocks of 400 thousand tokens
-FRAMES_MAX: Final = 64  # that wait here
-TABLE_BYTES_MAX: Final = 128 << 20  # of blocks of one engine
-QUICK_BYTES: Final = 32 << 10  # of a payload, in the event loop; a larger one is read in a thread
+FRAMES_MAX: Final = 64  # messages that wait here
+TABLE_BYTES_MAX: Final = 128 << 20  # memory for blocks of one engine
+QUICK_BYTES: Final = 32 << 10  # a payload up to this size is read in the event loop; a larger one in a thread
 REPLAY_S: Final = 20.0
 REPLAY_BYTES_MAX: Final = 256 << 20
 REPLAYED_MAX: Final = 1 << 14  # digests that are kept
@@ -41,15 +42,15 @@ log = logging.getLogger("kvstore.conductor")
 
 
 class KvIntake:
-    """Follows while ``run`` does. On one event loop.
+    """Follows the events while ``run`` does. Belongs to one event loop.
 
     Args:
-        layout: that stands for its pages', as hexadecimal digits.
+        layout: stands for the layout of its pages, as hexadecimal digits.
         counts: see ``KvBlocks``.
-        tell: given the batches of a stream, see ``directory``.
+        tell: called with the batches of a stream, see ``directory``.
 
     Attributes:
-        anew: everything is to be told again, with the next message.
+        anew: True if everything is to be reported again with the next message.
 
     Raises:
         InvalidRequest: a package is missing.
@@ -71,9 +72,9 @@ class KvIntake:
             self._zmq, self._msgpack = _needed()
         self._stream = time.monotonic_ns()
         self._number = 0
-        self._next: int | None = None  # the message after those that were taken; None: any
-        self._heard = -1  # the last one that came by itself
-        self._replayed: dict[int, int] = {}  # digests of those that were told again, and may still come by themselves
+        self._next: int | None = None  # the message expected next; None: any
+        self._heard = -1  # the last one that arrived on its own
+        self._replayed: dict[int, int] = {}  # digests of replayed messages, which may still arrive on their own
         self.anew = False
 
     async def run(self) -> None:
@@ -84,7 +85,7 @@ class KvIntake:
             sub = self._socket(context, self._zmq.SUB, self._settings.events)
             sub.setsockopt(self._zmq.SUBSCRIBE, b"")
             self._heard = -1
-            await self._catch_up(context)  # what was before
+            await self._catch_up(context)  # earlier messages
             self._flush()
             while True:
                 await self._message(context, await sub.recv_multipart())
@@ -109,7 +110,7 @@ class KvIntake:
         before = self._next is not None and number < self._next and self._replayed.get(number) != _digest(payload)
         begun_anew, self._heard = before or number <= self._heard, number
         if begun_anew:
-            log.info("%s tells of its blocks from the beginning", self._settings.name)
+            log.info("%s reports its blocks from the beginning", self._settings.name)
             self._forget()
         if self._next is None or number > self._next:
             await self._catch_up(context, number)
@@ -119,7 +120,7 @@ class KvIntake:
         self._flush()
 
     async def _catch_up(self, context: Any, number: int = 0) -> None:
-        """Take what came before that number and was missed. Where it is not to be had any more, forget."""
+        """Take the messages that were missed before this number. If they are no longer available, forget everything."""
         known = self._next is not None
         self._counts["gap"] += known
         if self._settings.replay:
@@ -129,7 +130,7 @@ class KvIntake:
             self._forget()
 
     async def _replay(self, context: Any, start: int) -> None:
-        """Take all messages from there on, as far as they are told again."""
+        """Take all messages from there on, as far as they are replayed."""
         dealer = self._socket(context, self._zmq.DEALER, self._settings.replay)
         left = REPLAY_BYTES_MAX
         try:
@@ -145,7 +146,7 @@ class KvIntake:
                     else:
                         await self._again(int.from_bytes(frames[-2], "big"), frames[-1])
         except TimeoutError:
-            log.debug("%s does not tell again what was missed", self._settings.name)
+            log.debug("%s does not replay the missed messages", self._settings.name)
         finally:
             dealer.close(linger=0)
 
@@ -173,7 +174,7 @@ class KvIntake:
             return False
         return self._blocks.take(batch)
 
-    # --- telling ----------------------------------------------------------------------------------------------------
+    # --- reports ----------------------------------------------------------------------------------------------------
 
     def _forget(self) -> None:
         self._next = None
@@ -182,7 +183,7 @@ class KvIntake:
         self._begin()
 
     def _begin(self) -> None:
-        """Begin a stream with what is there."""
+        """Begin a stream with the pages that are there."""
         self.anew = False
         self._stream, self._number = self._stream + 1, 0
         self._send(*self._blocks.everything(), whole=True)

@@ -1,7 +1,7 @@
-"""BackendLink: the connection to a server that speaks OpenAI's API. It answers as the link to an engine of ours does.
+"""BackendLink: the connection to a server that speaks OpenAI's API, with the interface of a link to our own engines.
 
-A prompt goes to ``/v1/completions`` as token ids, and its answer comes as a stream of which no more is read than is
-taken. Where nobody takes it any more the connection is closed, which is how such a server is told to stop.
+A prompt is sent to ``/v1/completions`` as token ids, and its answer comes as a stream, which is read only as fast as it
+is taken. When the answer is no longer wanted the connection is closed, which tells such a server to stop.
 """
 
 from __future__ import annotations
@@ -24,18 +24,19 @@ from engine.model.request import Finished, Request, Role, RoleOrder, Usage
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
 from kvstore.model.replica import Tier
 
-BODY_BYTES_MAX: Final = 1 << 20  # of a reply that is no stream
+BODY_BYTES_MAX: Final = 1 << 20  # for a reply that is not a stream
 CONNECT_S: Final = 5.0
-READ_BYTES: Final = 64 << 10  # that wait here for a slow reader
+READ_BYTES: Final = 64 << 10  # buffered here for a slow reader
 REASONS: Final = {"length": "length"}  # any other one is "stop"
-SLACK: Final = 2  # parts of text may be more than tokens: what was held back comes at the end
+SLACK: Final = 2  # parts of text may outnumber tokens: text that was held back comes at the end
 VLLM: Final = "vllm"
 SEEDS: Final = 1 << 63
-REFUSING: Final = (400, 413, 422)  # the request's own fault
+REFUSING: Final = (400, 413, 422)  # statuses that mean the request itself is at fault
 
 
 class BackendLink:
-    """One back end. Life: made without a word -> connected by the first request -> ``retire``. Of one event loop.
+    """The link to one back end. Made unconnected -> connected by the first request -> ``retire``. Belongs to one event
+    loop.
 
     Attributes:
         speeds: as observed.
@@ -65,14 +66,14 @@ class BackendLink:
         await self._session.close()
 
     def cut(self) -> None:
-        """End what is under way: it is not there any more, or does not move."""
+        """End requests under way: the back end has gone, or makes no progress."""
         self._life += 1
         for limit in self._limits:
             limit.reschedule(0.0)
 
     @contextlib.asynccontextmanager
     async def _by(self, until_s: float, life: int) -> AsyncIterator[None]:
-        """What waits for the back end: until then, by the loop's clock, or until it is ``cut``."""
+        """Limit a wait for the back end: to a moment of the loop's clock, and until it is ``cut``."""
         if life != self._life:
             raise NodeUnavailable("it has gone")
         async with asyncio.timeout_at(until_s) as limit:
@@ -82,10 +83,10 @@ class BackendLink:
             finally:
                 self._limits.discard(limit)
 
-    # --- what it is -------------------------------------------------------------------------------------------------
+    # --- about ---------------------------------------------------------------------------------------------------
 
     async def models(self, timeout_s: float) -> list[dict[str, Any]]:
-        """The models that it lists. Raises Unavailable where it does not answer."""
+        """The models that it lists. Raises Unavailable if it does not answer."""
         until_s = asyncio.get_running_loop().time() + timeout_s
         async with self._asked("GET", "/v1/models", None, until_s) as chunks:
             listed = document_of(await _body(chunks)).get("data")
@@ -95,21 +96,21 @@ class BackendLink:
 
     async def set_role(self, role: Role, order: RoleOrder, timeout_s: float) -> None:
         """See ``AnswerLink``."""
-        raise InvalidRequest("role", f"{self.settings.name} does both, always")
+        raise InvalidRequest("role", f"{self.settings.name} always does both")
 
     def why_not(self, ask: Ask, salt: str, begun: bool) -> InvalidRequest | None:
         """See ``AnswerLink``."""
         sampling = ask.sampling
         if ask.adapter:
-            return InvalidRequest("adapter", f"{self.settings.name} takes none")
+            return InvalidRequest("adapter", f"{self.settings.name} supports no adapters")
         if begun and sampling.stop:
-            return InvalidRequest("stop", f"{self.settings.name} cannot go on where a text is to stop it")
+            return InvalidRequest("stop", f"{self.settings.name} cannot continue an answer that has stop texts")
         if self.tells_ids:  # a vLLM
             return None
         if salt:
             return InvalidRequest("salt", f"{self.settings.name} does not keep salts apart")
         if sampling.ignore_eos:
-            return InvalidRequest("ignore_eos", f"{self.settings.name} takes no such parameter")
+            return InvalidRequest("ignore_eos", f"{self.settings.name} does not support this parameter")
         if ask.ids:
             return InvalidRequest("tokens", f"{self.settings.name} does not tell the ids of its answers")
         return None
@@ -130,10 +131,10 @@ class BackendLink:
                     if part.ids or part.text:
                         drawn += self._count(part)
                         if drawn > most:
-                            raise NodeUnavailable("it draws more than it was asked for")
+                            raise NodeUnavailable("it generates more tokens than requested")
                         yield Drawn(part.ids or () if self.tells_ids else (), part.text)
             if not end.reason or end.reason == "abort":
-                raise NodeUnavailable("it ended the answer before its end")
+                raise NodeUnavailable("it closed the stream before the end of the answer")
         eos = end.reason == "stop" and self.tells_ids and not end.stopped
         yield Finished("eos" if eos else REASONS.get(end.reason, "stop"), _usage(request, told, drawn))
 
@@ -147,15 +148,15 @@ class BackendLink:
 
     @property
     def tells_ids(self) -> bool:
-        """Whether it tells the token ids of its answers."""
+        """True if it reports the token ids of its answers."""
         return self.settings.dialect == VLLM
 
     def _count(self, part: BackendPart) -> int:
-        """Its tokens; where it tells no ids, a part is taken for one."""
+        """The number of tokens in a part; a part without ids counts as one."""
         if not self.tells_ids:
             return 1
         if part.ids is None:
-            raise NodeUnavailable("it tells no token ids: is it a vLLM?")
+            raise NodeUnavailable("it reports no token ids: is it a vLLM server?")
         return len(part.ids)
 
     def _body_of(self, request: Request) -> bytes:
@@ -183,9 +184,9 @@ class BackendLink:
     async def _asked(
         self, method: str, path: str, body: bytes | None, until_s: float
     ) -> AsyncIterator[AsyncGenerator[bytes, None]]:
-        """What comes of a response with status 200. The connection is closed at the end, unless all was read.
+        """Yields the parts of a response with status 200. The connection is closed at the end, unless all was read.
 
-        Errors of the block are told as those of the back end.
+        Errors in the block are raised as errors of the back end.
         """
         name, life = self.settings.name, self._life
         headers = {"Content-Type": "application/json"} if body is not None else None
@@ -209,7 +210,7 @@ class BackendLink:
             raise NodeUnavailable(f"{name}: {type(error).__name__}: {error}") from None
 
     async def _chunks(self, response: aiohttp.ClientResponse, until_s: float, life: int) -> AsyncGenerator[bytes, None]:
-        """What comes, until its end. Nothing is timed while somebody else is at what has come."""
+        """The stream's bytes until its end. The time in which the caller handles them does not count."""
         while True:
             async with self._by(until_s, life):
                 chunk = await response.content.readany()
@@ -219,7 +220,7 @@ class BackendLink:
 
 
 def _usage(request: Request, told: BackendPart, drawn: int) -> Usage:
-    """``computed_tokens`` 0: it does not tell what it found."""
+    """The usage. ``computed_tokens`` 0: the back end does not report cached tokens."""
     drawn = drawn if told.completion is None else told.completion
     cached = min(told.cached or 0, len(request.tokens))
     return Usage(
@@ -242,7 +243,7 @@ async def _refusal(status: int, chunks: AsyncGenerator[bytes, None]) -> KVStoreE
 
 
 async def _body(chunks: AsyncGenerator[bytes, None]) -> bytes:
-    """All of it. Raises NodeUnavailable where it is too long."""
+    """The whole body. Raises NodeUnavailable if it is too long."""
     body = bytearray()
     async for chunk in chunks:
         body += chunk
@@ -256,7 +257,7 @@ def _key(path: Path | None) -> str:
         return ""
     try:
         if path.stat().st_mode & 0o077:
-            raise InvalidRequest("backend", f"{path} can be read by others; chmod 600 it")
+            raise InvalidRequest("backend", f"{path} can be read by other users; chmod 600 it")
         key = path.read_text().strip()
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest("backend", f"{path}: {error}") from error

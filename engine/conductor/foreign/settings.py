@@ -25,13 +25,13 @@ class BackendSettings:
     Attributes:
         url: http or https, host and port; OpenAI's API is at its ``/v1``.
         tokenizer: the folder of its model's tokenizer and chat template; "bytes": a byte is a token.
-        model: its name there and here; empty: the first that it lists.
-        dialect: "openai": nothing but OpenAI's own parameters; "vllm": it tells token ids, and keeps salts apart.
-        key_file: with its API key; only its owner may read it.
+        model: its name there and here; empty: the first one that it lists.
+        dialect: "openai": only OpenAI's own parameters; "vllm": it reports token ids, and keeps salts apart.
+        key_file: the file with its API key; only its owner may read it.
         ca: PEM file of authorities that sign its certificate; None: those of the system.
-        events, replay: ZMQ endpoints of its KV events; empty: it tells none.
-        page_tokens: of its pages, as far as we are concerned. Its blocks may have another size.
-        context: tokens of one sequence; 0: as it says.
+        events, replay: ZMQ endpoints of its KV events; empty: it publishes none.
+        page_tokens: the page size that we use for it. Its blocks may have another size.
+        context: tokens of one sequence; 0: as it reports.
         batch: sequences that it decodes together.
     """
 
@@ -49,7 +49,7 @@ class BackendSettings:
 
     @property
     def name(self) -> str:
-        """Of the engine that it is here."""
+        """The name of the engine that represents it here."""
         return self.url
 
     def __str__(self) -> str:
@@ -58,10 +58,10 @@ class BackendSettings:
 
 
 def parse_backends(value: object, name: str = "backend") -> tuple[BackendSettings, ...]:
-    """Back ends of ``"URL WORD=VALUE ..."``, several separated by commas, or a list of them.
+    """Parse back ends from ``"URL WORD=VALUE ..."``, several separated by commas, or from a list of them.
 
     Raises:
-        InvalidRequest: one of them makes no sense, or two have one address.
+        InvalidRequest: one of them is not valid, or two have the same address.
     """
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):
@@ -102,7 +102,7 @@ def _text(value: str, name: str) -> str:
 
 def _dialect(value: str, name: str) -> str:
     if value not in DIALECTS:
-        raise InvalidRequest(name, f"{value!r} is none of {', '.join(DIALECTS)}")
+        raise InvalidRequest(name, f"{value!r} is not one of {', '.join(DIALECTS)}")
     return value
 
 

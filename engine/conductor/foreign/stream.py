@@ -1,4 +1,4 @@
-"""What a back end says, read with care: the documents of OpenAI's API, and the events of a stream of completions."""
+"""Parses what a back end sends, without trusting it: documents of OpenAI's API, and events of a completion stream."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvstore.errors import NodeUnavailable
 EVENT_BYTES_MAX: Final = 1 << 20
 TOKEN_MAX: Final = 2**32 - 1
 DONE: Final = b"[DONE]"
-SHOWN_MAX: Final = 200  # characters of its own words, in our errors
+SHOWN_MAX: Final = 200  # characters of its error message in ours
 
 
 @dataclass(frozen=True)
 class BackendPart:
-    """A part of an answer. ``ids`` None: it does not tell them. ``reason``: of its end; ``stopped``: a text did.
+    """A part of an answer. ``ids`` None: not reported. ``reason``: why it ended; ``stopped``: a stop text ended it.
 
     Attributes:
-        prompt, cached, completion: tokens, as its usage has them; None: it does not tell.
+        prompt, cached, completion: token counts of its usage; None: not reported.
     """
 
     text: str = ""
@@ -33,18 +33,18 @@ class BackendPart:
 
 
 def document_of(body: bytes) -> dict[str, Any]:
-    """A JSON object. Raises NodeUnavailable where it is none."""
+    """Parse a JSON object. Raises NodeUnavailable if it is not valid."""
     try:
         found = json.loads(body)
     except (ValueError, RecursionError):
-        raise NodeUnavailable("it says what is no JSON") from None
+        raise NodeUnavailable("it sent invalid JSON") from None
     if not isinstance(found, dict):
-        raise NodeUnavailable("it says what is no JSON object")
+        raise NodeUnavailable("it sent JSON that is not an object")
     return found
 
 
 def error_in(document: dict[str, Any]) -> tuple[str, str]:
-    """The message and the parameter of an error, as far as there are any."""
+    """The message and the parameter of an error, as far as present."""
     error = document.get("error", document)
     if not isinstance(error, dict):
         return str(error)[:SHOWN_MAX], ""
@@ -54,7 +54,7 @@ def error_in(document: dict[str, Any]) -> tuple[str, str]:
 
 
 async def events_in(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """The data of server-sent events, up to ``[DONE]`` or the end. Raises NodeUnavailable: one is too long."""
+    """The data of server-sent events, up to ``[DONE]`` or the end. Raises NodeUnavailable if one is too long."""
     waiting = bytearray()
     async for chunk in chunks:
         waiting += chunk
@@ -68,18 +68,18 @@ async def events_in(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]
                         return
                     yield data
         if len(waiting) > EVENT_BYTES_MAX:
-            raise NodeUnavailable(f"it sends an event of more than {EVENT_BYTES_MAX} bytes")
+            raise NodeUnavailable(f"it sent an event of more than {EVENT_BYTES_MAX} bytes")
 
 
 def part_in(data: bytes) -> BackendPart:
-    """One event of a stream of completions. Raises NodeUnavailable: it is an error, or none."""
+    """Parse one event of a completion stream. Raises NodeUnavailable if it is an error or not valid."""
     said = document_of(data)
     if said.get("error") is not None:
         raise NodeUnavailable(f"it failed: {error_in(said)[0]}")
     choices, usage = said.get("choices"), said.get("usage")
     choice = choices[0] if isinstance(choices, list) and choices else {}
     if not isinstance(choice, dict):
-        raise NodeUnavailable("it says what is no completion")
+        raise NodeUnavailable("it sent an invalid completion")
     text, reason = choice.get("text"), choice.get("finish_reason")
     cached = None
     if isinstance(usage, dict) and isinstance(details := usage.get("prompt_tokens_details"), dict):
@@ -100,7 +100,7 @@ def _ids(value: Any) -> tuple[int, ...] | None:
     if not isinstance(value, list):
         return None
     if not all(type(each) is int and 0 <= each <= TOKEN_MAX for each in value):
-        raise NodeUnavailable("it says what are no token ids")
+        raise NodeUnavailable("it sent invalid token ids")
     return tuple(value)
 
 

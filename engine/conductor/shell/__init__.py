@@ -1,1 +1,3 @@
-"""The conductor around its decisions: finds engines and nodes, hears what they say, sends requests, streams answers."""
+"""Carries out a conductor's decisions: finds engines and nodes, reads their reports, sends requests, streams
+answers.
+"""

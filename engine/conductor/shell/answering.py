@@ -1,9 +1,10 @@
 """OpenAnswer: one request, from its arrival to the end of its answer, over as many engines as it takes.
 
-What was drawn so far goes along as part of the prompt. Token ``i`` depends on the seed, ``i`` and the logits alone, so
-another engine with the same model goes on as the first one would have, and no token comes twice. Tokens are taken from
-an engine as the reader takes them from here: who reads slowly holds up gRPC, then the engine's mailbox, never others.
-An engine that is not ours may tell no token ids: where it fails after its first token, the answer is lost.
+The tokens drawn so far are sent along as part of the prompt. Token ``i`` depends only on the seed, ``i`` and the
+logits, so another engine with the same model continues as the first one would have, and no token comes twice. Tokens
+are taken from an engine as fast as the reader takes them: a slow reader holds up gRPC, then the engine's mailbox, never
+other answers. An engine that is not ours may report no token ids: if it fails after its first token, the answer is
+lost.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ from engine.state.door import ROLE
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
 from kvstore.serving.gate import STALL_S
 
-ID_BYTES: Final = 64  # of the client's id, in the id that engines know a request by: theirs have a limit
+ID_BYTES: Final = 64  # of the client's id, in the id sent to engines, which limit its length
 
 log = logging.getLogger("kvstore.conductor")
 
@@ -42,7 +43,7 @@ Told = do.Send | do.Refuse | do.LoseRequest
 
 
 class Decides(Protocol):
-    """The conductor, as an answer needs it."""
+    """The conductor, as an answer uses it."""
 
     config: ConductorConfig
     tally: ConductorTally
@@ -52,14 +53,14 @@ class Decides(Protocol):
         """Decide, and perform what follows."""
 
     def barred(self, ask: Ask, begun: bool) -> dict[str, InvalidRequest]:
-        """Engines that cannot answer it, or cannot go on with what has begun, and why."""
+        """Engines that cannot answer it, or cannot continue an answer that has begun, and why."""
 
 
 class OpenAnswer:
-    """Life: made -> arrived -> sent, once or more often -> ended, by itself or by ``end``.
+    """Life: made -> arrived -> sent, once or more often -> ended, on its own or by ``end``.
 
     Args:
-        explained: of its decision; it is told with where it goes.
+        explained: the explanation of its decision, included in where it goes.
     """
 
     def __init__(self, conductor: Decides, ask: Ask, number: int, explained: Mapping[str, Any]) -> None:
@@ -67,21 +68,21 @@ class OpenAnswer:
         self.ask = ask
         self._explained = {"explained": explained} if explained else {}
         self._number = number
-        self._told: asyncio.Queue[Told] = asyncio.Queue(1)  # a request is told one thing at a time
+        self._told: asyncio.Queue[Told] = asyncio.Queue(1)  # a request gets one update at a time
         self._begun_s = time.monotonic()
         self._first_s = self._second_s = 0.0
         self._drawn: list[int] = []
-        self._tokens = 0  # as many, or more where an engine told no ids
+        self._tokens = 0  # the number of tokens, or more if an engine reported no ids
         self._attempts = 0
         self._failure = ""
         self._over = False
 
     def told(self, it: Told) -> None:
-        """What was decided about it."""
+        """Deliver a decision about it."""
         self._told.put_nowait(it)
 
     async def end(self) -> None:
-        """Nobody waits any more. Where it has not ended, its work does now."""
+        """End its work, if it has not ended: the answer is no longer wanted."""
         if not self._over:
             self._over = True
             self._conductor.tally.outcomes["cancelled"] += 1
@@ -94,7 +95,7 @@ class OpenAnswer:
             match it:
                 case do.Refuse():
                     self._close("refused")
-                    if it.retry_s is None:  # it never can be answered
+                    if it.retry_s is None:  # it can never be answered
                         raise InvalidRequest("tokens", it.why)
                     raise TooManyCalls(it.why, it.retry_s, "refused")
                 case do.LoseRequest():
@@ -115,7 +116,7 @@ class OpenAnswer:
             raise DeadlineExceeded(f"no engine had room within {self.ask.deadline_s:g} s") from None
 
     async def _from(self, it: do.Send) -> AsyncGenerator[AnswerPart, None]:
-        """What one engine gives: to the end, or until it breaks."""
+        """The parts that one engine gives: to the end, or until it fails."""
         name = it.route.answering.engine.about.name
         known = self._conductor.members.engines.get(name)
         stay = EngineStay(it, self._tokens)
@@ -135,14 +136,14 @@ class OpenAnswer:
                     self._count(part, first=self._tokens == stay.before)
                     yield part
                     stay.given()
-            raise NodeUnavailable(f"{name} ended the answer before its end")
+            raise NodeUnavailable(f"{name} closed the stream before the end of the answer")
         except InvalidRequest as error:
             if error.field != ROLE or known is None or known.about.foreign:
                 raise
             self._role_refused(name, error)
         except KVStoreError as error:
             if stay.waited_s >= STALL_S:
-                raise DeadlineExceeded(f"nobody took the answer for {stay.waited_s:.0f} s") from None
+                raise DeadlineExceeded(f"the client read nothing for {stay.waited_s:.0f} s") from None
             if self._left_s() <= 0:
                 raise DeadlineExceeded(f"no whole answer within {self.ask.deadline_s:g} s") from None
             for end in self._broke(name, error):
@@ -153,7 +154,7 @@ class OpenAnswer:
         return _took(route, usage, tokens) if speeds is None else stay.observed(usage, tokens, speeds)
 
     async def _request(self, it: do.Send) -> Request | None:
-        """What the engine that answers is asked; None: the remote cluster that was to compute it cannot."""
+        """The request to the engine that answers; None: the remote cluster that was to compute the prompt cannot."""
         ask, about = self.ask, it.route.computing.engine.about
         self._attempts += 1
         salt = self._conductor.config.salt if ask.salt is None else ask.salt
@@ -179,7 +180,7 @@ class OpenAnswer:
     def _left_s(self) -> float:
         return self._begun_s + min(self.ask.deadline_s, self._conductor.config.request_s_max) - time.monotonic()
 
-    # --- what happened ----------------------------------------------------------------------------------------------
+    # --- results --------------------------------------------------------------------------------------------------
 
     def _count(self, part: Drawn, first: bool) -> None:
         now_s, count = time.monotonic(), max(1, len(part.ids))
@@ -202,7 +203,7 @@ class OpenAnswer:
         self._conductor.handle(ev.Ended(time.monotonic(), self._number, self._tokens, cached, prefill_s))
 
     def _broke(self, name: str, error: KVStoreError) -> list[AnswerPart]:
-        """The engine has failed. Returns the end of the answer where nothing but that was missing."""
+        """Handle the failure of the engine. Returns the end of the answer if only that was missing."""
         self._conductor.tally.broken += 1
         if 0 < self.ask.sampling.max_tokens <= len(self._drawn):
             self._answered("length")
@@ -210,13 +211,13 @@ class OpenAnswer:
         self._failure = f" ({error})"
         lost = ""
         if self._tokens > len(self._drawn):
-            lost = f"{name} failed, and nobody can go on: it told no token ids"
+            lost = f"{name} failed, and no engine can continue: it reported no token ids"
         barred = self._conductor.barred(self.ask, begun=self._tokens > 0)
         self._conductor.handle(ev.Broke(time.monotonic(), self._number, name, len(self._drawn), tuple(barred), lost))
         return []
 
     def _role_refused(self, name: str, error: InvalidRequest) -> None:
-        """The engine does other work than it had reported. It is asked again, and the request goes elsewhere."""
+        """Handle a role that differs from the engine's report: ask it again, and send the request elsewhere."""
         log.debug("%s: %s", name, error)
         self._conductor.tally.role_refusals += 1
         self._conductor.handle(ev.RoleRefused(time.monotonic(), self._number, name))
@@ -227,9 +228,9 @@ class OpenAnswer:
         self._conductor.tally.outcomes[outcome] += 1
 
     def _usage(self, usage: Usage, stay: EngineStay | None = None) -> Usage:
-        """The last engine's usage, with tokens and times as they were here."""
+        """The usage of the last engine, with tokens and times as measured here."""
         completion = self._tokens
-        if stay is not None and self._tokens > len(self._drawn):  # parts were counted: it knows better
+        if stay is not None and self._tokens > len(self._drawn):  # parts were counted: the engine's count is better
             completion = stay.before + usage.completion_tokens
         return replace(
             usage,
@@ -241,9 +242,9 @@ class OpenAnswer:
 
 
 def _took(route: Route, usage: Usage, tokens: int) -> tuple[int, float]:
-    """Of a prompt, how much the engine that was to compute it had found, and how long it computed the others.
+    """How much of a prompt the computing engine had found, and how long it computed the rest.
 
-    (0, 0) where that is not known: the prompt was computed elsewhere.
+    (0, 0) if not known: the prompt was computed elsewhere.
     """
     if route.local:
         cached = sum(usage.cached_tokens.values())

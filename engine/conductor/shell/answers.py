@@ -1,7 +1,7 @@
-"""Answers: the seam between a conductor and its doors (HTTP, gRPC). A door makes an ``Ask`` and passes the parts on.
+"""Answers: the interface between a conductor and its servers (HTTP, gRPC), which make an ``Ask`` and pass the parts on.
 
-A part each, in this order: ``Routed`` (again where the answer goes on at another engine), ``Drawn`` as tokens come, one
-``Answered``. Where there is no whole answer, an error of ``kvstore.errors`` is raised in their place.
+The parts come in this order: ``Routed`` (again if the answer continues at another engine), ``Drawn`` as tokens come,
+one ``Answered``. If there is no complete answer, an error of ``kvstore.errors`` is raised instead.
 """
 
 from __future__ import annotations
@@ -15,24 +15,24 @@ import numpy.typing as npt
 
 from engine.model.request import Sampling, Usage
 
-PRIORITY_MAX: Final = 100  # of a request, above or below the others of its tenant
+PRIORITY_MAX: Final = 100  # the largest distance above or below the other requests of its tenant
 
 
 @dataclass(frozen=True, kw_only=True)
 class Ask:
-    """A prompt to be answered.
+    """A prompt to answer.
 
     Attributes:
         model: one of ``models()``.
         tokens: uint32 ``[n]``.
-        tenant: whose share of the engines it takes.
-        salt: the root of its pages; None: the one that requests without a salt have.
+        tenant: the tenant whose share of the engines it takes.
+        salt: the root of its pages; None: that of requests without a salt.
         priority: among requests of its tenant, the higher one first.
-        first_token_s, token_s: until the first token, and between two of them, at most; 0: the conductor's own rules.
+        first_token_s, token_s: limits for the first token, and between two tokens; 0: the conductor's own rules.
             A request that cannot meet them is refused at once.
-        deadline_s: within which it is answered or fails.
-        explain: whether ``Routed`` tells all candidates. It costs time.
-        ids: whether the ids of its tokens are wanted: not every engine tells them.
+        deadline_s: the time after which an unfinished answer fails.
+        explain: whether ``Routed`` includes all candidates. It costs time.
+        ids: whether the ids of its tokens are wanted: not every engine reports them.
     """
 
     request_id: str
@@ -59,7 +59,9 @@ class Routed:
 
 @dataclass(frozen=True)
 class Drawn:
-    """More tokens of the answer. ``text``: what is certain by now; it may be empty. No ``ids``: they are not known."""
+    """More tokens of the answer. ``text``: the part that is certain by now, maybe empty. No ``ids``: they are not
+    known.
+    """
 
     ids: tuple[int, ...]
     text: str
@@ -67,7 +69,7 @@ class Drawn:
 
 @dataclass(frozen=True)
 class Answered:
-    """The end. ``reason``: "stop", "eos", "length", "cancelled". ``text``: what was still held back."""
+    """The end. ``reason``: "stop", "eos", "length", "cancelled". ``text``: the rest that was held back."""
 
     reason: str
     text: str
@@ -79,7 +81,7 @@ AnswerPart = Routed | Drawn | Answered
 
 @dataclass(frozen=True)
 class ServedModel:
-    """A model that some engine has. ``path``: its folder, with tokenizer and chat template; None for a preset."""
+    """A model that an engine serves. ``path``: its folder, with tokenizer and chat template; None for a preset."""
 
     name: str
     path: str | None
@@ -87,25 +89,25 @@ class ServedModel:
 
 
 class Answers(Protocol):
-    """A conductor, as its doors see it. Used on its event loop alone."""
+    """A conductor, as its servers use it. Only on its event loop."""
 
     def models(self) -> list[ServedModel]:
-        """What can be asked for now, by name."""
+        """The models that can be asked for now, by name."""
 
     def answer(self, ask: Ask) -> AsyncGenerator[AnswerPart, None]:
         """Answer it. Closing the generator cancels the work within a second.
 
-        Parts wait for their reader: one that takes nothing holds up this answer alone, and a bounded part of it.
+        Parts wait for their reader: a slow one holds up only this answer, and a bounded part of it.
 
         Raises:
-            InvalidRequest: it names the field.
+            InvalidRequest: names the field.
             TooManyCalls: refused; ``retry_after_s``.
             Unavailable: no engine is there, or too many failed on it.
         """
 
     async def explain(self, ask: Ask) -> dict[str, Any]:
-        """What would be done with it now. Changes nothing.
+        """What would be done with this request now. Changes nothing.
 
         Raises:
-            InvalidRequest: it names the field.
+            InvalidRequest: names the field.
         """

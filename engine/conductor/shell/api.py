@@ -39,16 +39,16 @@ if TYPE_CHECKING:
 
 SERVICE: Final = "kvstore.v1.Conductor"
 SETTLE_S: Final = 3.0
-LOAD_S: Final = 30.0  # for tokenizers: transformers is imported, which takes seconds
-DOOR_S: Final = 10.0  # for what is done in the loop on behalf of another thread
+LOAD_S: Final = 30.0  # for tokenizers: importing transformers takes seconds
+DOOR_S: Final = 10.0  # for work in the loop on behalf of another thread
 LOOK_S: Final = 0.05
-MESSAGE_BYTES_ALL: Final = 256 << 20  # large requests, all together
+MESSAGE_BYTES_ALL: Final = 256 << 20  # large requests, together
 NAME_MAX: Final = 256  # characters of a tenant's name
 NOT_PASSED_ON: Final = ("generated", "prefill", "own_prefill", "handoff", "source", "grain", "no_pool", "allow_lossy")
 
 
 class ConductorCalls:
-    """All calls. On the event loop of ``answers``."""
+    """All calls. Used on the event loop of ``answers``."""
 
     def __init__(
         self,
@@ -90,7 +90,7 @@ class ConductorCalls:
                     await call.send(reply.SerializeToString())
 
     async def status(self, call: Call, message: bytes) -> bytes:
-        """What the conductor is, whom it knows, what waits."""
+        """What the conductor is, what it knows, what waits."""
         parse(store_pb2.Empty, message)
         return document(self._status())
 
@@ -98,7 +98,7 @@ class ConductorCalls:
         said = parse(pb.RouteRequest, message)
         for name in NOT_PASSED_ON:
             if getattr(said.request, name):
-                raise InvalidRequest(name, "is what a conductor decides, or does not pass on")
+                raise InvalidRequest(name, "is decided by the conductor, or not passed on")
         if said.request.retention:
             raise InvalidRequest("retention", "is not passed on by a conductor")
         call.caller.check_salt(salt_of(said.request, self._config.salt))
@@ -127,7 +127,7 @@ class ConductorCalls:
         if not name and len(models) > 1:
             raise InvalidRequest("model", f"is missing: one of {', '.join(each.name for each in models)}")
         fit = [each for each in models if each.name == name or not name]
-        return fit[0] if fit else ServedModel(name, None, 0)  # the conductor says what there is
+        return fit[0] if fit else ServedModel(name, None, 0)  # the conductor lists what there is
 
     async def _request(self, call: Call, said: engine_pb2.SubmitRequest, model: ServedModel) -> Request:
         left_s = min(call.left_s, self._config.request_s_max)
@@ -141,7 +141,7 @@ class ConductorCalls:
 def tenant_of(caller: Identity, named: str) -> str:
     """The tenant that a request of this caller counts for: the caller itself, or the one that an operator names.
 
-    A caller that could choose its tenant would take the shares of as many tenants as it has names for.
+    A caller that could choose its tenant would take the shares of as many tenants as it can name.
 
     Raises:
         PermissionDenied: the caller is not an operator, and names another tenant.
@@ -160,7 +160,7 @@ class ConductorServer(LoopServer):
     """Serves from ``start`` to ``stop``; its event loop is the conductor's.
 
     Attributes:
-        conductor: once it is started.
+        conductor: set once it has started.
     """
 
     conductor: Conductor
@@ -191,7 +191,7 @@ class ConductorServer(LoopServer):
         return (self.conductor.run(),)
 
     def open_door(self, routes: Mapping[str, Route]) -> HttpDoor:
-        """Answer over HTTP from now on. Not the loop's thread.
+        """Answer over HTTP from now on. Must not be called on the loop's thread.
 
         Raises:
             InvalidRequest: see ``open_door``.
@@ -202,7 +202,7 @@ class ConductorServer(LoopServer):
         return door
 
     def close_door(self, door: HttpDoor) -> None:
-        """Answer over HTTP no more, when those under way have ended, or a grace is over. Not the loop's thread."""
+        """Stop answering over HTTP once requests under way have ended, or a grace is over. Not on the loop's thread."""
         self._wait(door.stop())
 
     def _wait(self, work: Coroutine[Any, Any, None], timeout_s: float = DOOR_S) -> None:
@@ -210,15 +210,15 @@ class ConductorServer(LoopServer):
         asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     def refuse(self, door: HttpDoor | None) -> None:
-        """Answer no new requests from now on; the health service says so too."""
+        """Refuse new requests from now on; the health service reports it too."""
         self._draining.set()
         if door is not None:
             door.drain()
         self.retire()
 
     def drain(self, timeout_s: float, hurried: threading.Event, door: HttpDoor | None) -> int:
-        """Wait until requests under way have ended, or the daemon is told to hurry; how many are left. Not the loop's
-        thread."""
+        """Wait until requests under way have ended, or the daemon is told to hurry; returns how many are left. Not on
+        the loop's thread."""
         until_s = time.monotonic() + timeout_s
         while self._under_way(door) and time.monotonic() < until_s and not hurried.wait(LOOK_S):
             pass
@@ -228,14 +228,14 @@ class ConductorServer(LoopServer):
         return max(self.conductor.under_way, door.tally.requests_here if door is not None else 0)
 
     def settle(self) -> None:
-        """Wait until everybody who is known has answered, ``SETTLE_S`` at most; and, where there is a door, until the
-        tokenizers of their models are loaded, ``LOAD_S`` at most. Not the loop's thread."""
+        """Wait until all known engines and nodes have answered, ``SETTLE_S`` at most; with an HTTP server also until
+        the tokenizers of their models are loaded, ``LOAD_S`` at most. Not on the loop's thread."""
         self._wait(self.conductor.settled(SETTLE_S))
         if self._config.http is not None:
             self._wait(self._prompts.prepared(self.conductor.models(), LOAD_S), LOAD_S + DOOR_S)
 
     def _calls_ended(self) -> None:
-        """Calls that are cancelled end their answers themselves."""
+        """Wait for the calls: cancelled calls end their answers themselves."""
 
 
 def _struct(value: dict[str, Any]) -> struct_pb2.Struct:
@@ -243,7 +243,7 @@ def _struct(value: dict[str, Any]) -> struct_pb2.Struct:
 
 
 def _tokens(part: Drawn, index: int) -> engine_pb2.Tokens:
-    """Its tokens; all of the text with the last one."""
+    """The tokens of a part; the last one carries all of its text."""
     texts = [""] * (len(part.ids) - 1) + [part.text]
     tokens = [
         engine_pb2.Token(id=token, index=index + at, text=text)

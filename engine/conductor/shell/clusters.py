@@ -1,8 +1,8 @@
 """Clusters: other pools whose engines compute prompts for ours (PrfaaS: selective offload to a remote cluster).
 
-A remote cluster is told of here as one engine per model that computes prompts, as many at a time as it has engines for
-it. Its conductor says what they are and how busy; when a prompt goes there, it is asked once more which of its engines
-is to compute it. The engine that answers then pulls the KV from that one, as from any other.
+A remote cluster appears here as one engine per model, which computes as many prompts at a time as the cluster has
+engines for it. Its conductor reports what they are and how busy; when a prompt goes there, the conductor is asked again
+which of its engines is to compute it. The answering engine then pulls the KV from that one, as from any other.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from kvstore.pb import conductor_pb2, store_pb2
 
 CONDUCTORS: Final = "kvstore.v1.Conductor"
 STATUS_S: Final = 5.0
-ROUTE_S: Final = 1.0  # a prompt waits for this: later it is computed sooner elsewhere
+ROUTE_S: Final = 1.0  # how long a prompt waits for this: after that another engine computes it sooner
 MODELS_MAX: Final = 64
 
 log = logging.getLogger("kvstore.conductor")
 
 
 class ConductorLink(GrpcLink):
-    """To another conductor."""
+    """A connection to another conductor."""
 
     def __init__(self, address: str) -> None:
         super().__init__(CONDUCTORS, address)
 
     async def status(self) -> dict[str, Any]:
-        """What it is, whom it knows, what waits."""
+        """What it is, what it knows, what waits."""
         return document(await self._call("Status", store_pb2.Empty(), Struct, STATUS_S))
 
     async def route(self, request: Request, model: str) -> dict[str, Any]:
-        """Where it would send that, and why."""
+        """Where it would send this prompt, and why."""
         said = conductor_pb2.RouteRequest(request=submit_request(request), model=model)
         return document(await self._call("Route", said, Struct, ROUTE_S))
 
@@ -66,27 +66,27 @@ class _Offer:
 
     about: EngineAbout
     report: LoadReport
-    addresses: Mapping[str, str]  # by the engine's name there
+    addresses: Mapping[str, str]  # by the engine's name in that cluster
 
 
 class RemoteCluster:
-    """One remote cluster, as its entry tells of it. On one event loop.
+    """One remote cluster, as its catalog entry describes it. Belongs to one event loop.
 
     Args:
-        handle: takes what is found out.
+        handle: receives the resulting events.
     """
 
     def __init__(self, entry: ClusterEntry, handle: Callable[[ev.ConductorEvent], None]) -> None:
         self.link = ConductorLink(entry.addresses[0])
         self._entry = entry
         self._handle = handle
-        self._offers: dict[str, _Offer] = {}  # by the name that it has here
+        self._offers: dict[str, _Offer] = {}  # by their names here
 
     async def ask(self) -> None:
-        """What it has, and how busy that is.
+        """Ask what it has, and how busy that is.
 
         Raises:
-            KVStoreError: it does not answer, or says nothing that makes sense.
+            KVStoreError: it does not answer, or its answer is not valid.
         """
         for name in self._offers:
             self._handle(ev.ReportAsked(time.monotonic(), name))
@@ -103,12 +103,12 @@ class RemoteCluster:
             self._handle(ev.Reported(now_s, name, offer.report))
 
     def silent(self) -> None:
-        """It did not answer."""
+        """Record that it did not answer."""
         for name in self._offers:
             self._handle(ev.Silent(time.monotonic(), name))
 
     def lost(self) -> None:
-        """It is not in the catalog any more."""
+        """Record that it has left the catalog."""
         for name in self._offers:
             self._handle(ev.EngineLost(time.monotonic(), name))
         self._offers.clear()
@@ -117,10 +117,10 @@ class RemoteCluster:
         return name in self._offers
 
     async def computes(self, name: str, request: Request) -> str:
-        """The address of the engine that is to compute this, of those that are here by that name.
+        """The address of the engine that is to compute this prompt, among those that have this name here.
 
         Raises:
-            KVStoreError: nobody there can, or it does not answer.
+            KVStoreError: no engine there can, or it does not answer.
         """
         offer = self._offers[name]
         told = await self.link.route(replace(request, generated=0, prefill=None), offer.about.model)
@@ -133,10 +133,10 @@ class RemoteCluster:
 
 
 def _offers(entry: ClusterEntry, status: Mapping[str, Any]) -> dict[str, _Offer]:
-    """By model, what its engines that compute prompts are together; of several layouts the one with most engines.
+    """By model, its engines that compute prompts; with several layouts the one that most engines have.
 
     Raises:
-        VersionMismatch: what it says makes no sense.
+        VersionMismatch: its answer is not valid.
     """
     found: dict[tuple[str, str], dict[str, Said]] = {}
     for name, engine in sorted(Said(entry.addresses[0], status).part("engines").items(), key=lambda each: each[0]):

@@ -1,4 +1,4 @@
-"""Conductor: performs what ``ConductorState`` decides. One event loop: every method but ``members_told`` belongs to it.
+"""Conductor: performs the decisions of ``ConductorState``. All methods but ``members_told`` run on one event loop.
 
 ::
 
@@ -42,7 +42,7 @@ from kvstore.model.span import Fingerprints, fingerprints
 TICK_S: Final = 0.02
 COUNT_S: Final = 1.0
 LOOK_S: Final = 0.02
-HASHED_AT_ONCE: Final = 1 << 15  # tokens, in the event loop: a few milliseconds; of longer prompts in a thread
+HASHED_AT_ONCE: Final = 1 << 15  # tokens hashed in the event loop: a few milliseconds; longer prompts use a thread
 TOKEN_BYTES: Final = 4
 
 DECIDED: Final = boundary.Decided("state/conductor")
@@ -52,14 +52,14 @@ log = logging.getLogger("kvstore.conductor")
 
 
 class Conductor:
-    """A conductor for its doors: ``Answers``.
+    """A conductor, with the interface ``Answers`` for its servers.
 
     Args:
-        leading: the revision with which this one leads its pool now, and gives its orders; None: another one does.
+        leading: the revision with which this one leads its pool now, and gives orders; None: another one does.
 
     Attributes:
-        tally: what it has done.
-        pages: that nodes have told of, as of the last second.
+        tally: counts since its start.
+        pages: the number of pages that nodes reported, as of the last second.
     """
 
     def __init__(self, config: ConductorConfig, tally: ConductorTally, leading: Callable[[], int | None]) -> None:
@@ -67,7 +67,7 @@ class Conductor:
         self.tally = tally
         self.leading = leading
         self.pages = 0
-        self.membership: Callable[[], dict[str, Any]] = dict  # what ``status`` says of our place in the pool
+        self.membership: Callable[[], dict[str, Any]] = dict  # our place in the pool, for ``status``
         self.state = ConductorState(config.rules)
         self.members = FleetMembers(config.engine, config.backend, tally.kv_events, self.handle)
         self.members.changed([], [], [])
@@ -118,7 +118,7 @@ class Conductor:
 
     async def _set_role(self, it: do.SetRole) -> None:
         known = self.members.engines.get(it.engine)
-        if known is not None and self.leading() is not None:  # asked at the last moment: it may have been lost since
+        if known is not None and self.leading() is not None:  # checked last: leadership may have been lost since
             try:
                 with _ORDERING:
                     await known.link.set_role(it.role, it.order, ORDER_S)
@@ -128,10 +128,10 @@ class Conductor:
         self.members.look(it.engine)
 
     async def _bring(self, it: do.CopyPrefix | do.PrefetchPrefix) -> None:
-        """Have a node bring pages of a request's prompt into its memory; where it cannot, nothing is lost.
+        """Ask a node to bring pages of a request's prompt into its memory; if it cannot, nothing is lost.
 
-        Such an order needs no revision: that of a leader which has been replaced moves bytes in vain, and within the
-        budget of one leader. It is a call that any client may make, and changes nothing that others believe.
+        Such an order needs no revision: one from a leader that has been replaced only wastes transfers, within one
+        leader's budget. Any client may make this call, and it changes nothing that other conductors rely on.
         """
         answering, link = self._answering.get(it.number), self.members.nodes.get(it.node)
         layout = next((each.layout for each in self.members.engines.values() if each.about.layout == it.layout), None)
@@ -143,7 +143,7 @@ class Conductor:
                 with _ORDERING:
                     await link.prefetch(layout, salt, ask.adapter, tokens, LATE_S)
             except KVStoreError as error:
-                log.debug("%s brings nothing: %s", it.node, error)
+                log.debug("%s brings no pages: %s", it.node, error)
         self.handle(ev.OrderEnded(time.monotonic(), it.order))
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
@@ -171,7 +171,7 @@ class Conductor:
         await asyncio.sleep(TICK_S)
 
     def status(self) -> dict[str, Any]:
-        """What it is, whom it knows, what waits; plain values, ready for JSON. Any thread: it only looks."""
+        """What it is, what it knows, what waits, as plain values for JSON. Any thread: it only reads."""
         state, now_s = self.state, time.monotonic()
         engines = {
             name: {
@@ -216,11 +216,11 @@ class Conductor:
         return {phase: counts[phase] for phase in RequestPhase}
 
     def members_told(self, engines: list[EngineEntry], nodes: list[NodeEntry], clusters: list[ClusterEntry]) -> None:
-        """What the catalog lists now. Any thread."""
+        """Take the members that the catalog lists now. Any thread."""
         self._loop.call_soon_threadsafe(self.members.changed, engines, nodes, clusters)
 
     async def settled(self, timeout_s: float) -> None:
-        """Wait until everybody who is known has answered, so that the first decision is right; at most so long."""
+        """Wait at most this long until all known members have answered, so that the first decision is right."""
         until_s = time.monotonic() + timeout_s
         while not self.members.settled and time.monotonic() < until_s:
             await asyncio.sleep(LOOK_S)
@@ -270,9 +270,9 @@ class Conductor:
             models = [each.name for each in self.models()]
             if not models:
                 raise NodeUnavailable("no engine is there")
-            raise InvalidRequest("model", f"{ask.model!r} is none of {', '.join(models)}")
+            raise InvalidRequest("model", f"{ask.model!r} is not one of {', '.join(models)}")
         if ask.tokens.dtype != np.uint32 or ask.tokens.ndim != 1 or not len(ask.tokens):
-            raise InvalidRequest("tokens", "an empty prompt, or no uint32")
+            raise InvalidRequest("tokens", "must be non-empty uint32")
         most = max(known.about.context_max for known in engines)
         if len(ask.tokens) + ask.sampling.max_tokens > most:
             raise InvalidRequest("tokens", f"{len(ask.tokens)}, and {ask.sampling.max_tokens} more: {most} fit")
@@ -312,6 +312,8 @@ class Conductor:
 
 
 def _pages(ask: Ask, layout: str, page_tokens: int, salt: str) -> Fingerprints:
-    """Fingerprints of the prompt's full pages. No secret of the pool is in them: they are of the first half of keys."""
+    """Fingerprints of the prompt's full pages. They need no secret of the pool: they come from the first half of the
+    keys.
+    """
     keys = Keys.of(ask.tokens, page_tokens, root_of(bytes.fromhex(layout), salt, ask.adapter))
     return fingerprints(b"".join(keys.links))

@@ -1,6 +1,6 @@
 """Links: connections of a conductor to engines and nodes, on its event loop.
 
-Errors are those of ``kvstore.errors``, as for every client; who we are comes from the environment (``KVSTORE_TOKEN``,
+Errors are those of ``kvstore.errors``, as for every client; our identity comes from the environment (``KVSTORE_TOKEN``,
 ``KVSTORE_TLS_CA`` and so on).
 """
 
@@ -40,31 +40,31 @@ OPTIONS_HERE: Final = tuple((({key: value for key, value in OPTIONS if key != NO
 
 
 class AnswerLink(Protocol):
-    """A connection to an engine, whatever kind it is of."""
+    """A connection to an engine of any kind."""
 
     def answer(self, request: Request, deadline_s: float) -> AsyncGenerator[Drawn | Finished, None]:
-        """Its answer: one ``Finished`` at the end. Closing it ends the work there within a second.
+        """The engine's answer: one ``Finished`` at the end. Closing it ends the work there within a second.
 
         Raises:
             InvalidRequest: no engine would answer it.
-            KVStoreError: this one does not; another one may.
+            KVStoreError: this engine does not; another one may.
         """
 
     def why_not(self, ask: Ask, salt: str, begun: bool) -> InvalidRequest | None:
-        """Why it cannot answer that, or go on with what has ``begun``; None: it can."""
+        """Why it cannot answer this, or continue an answer that has ``begun``; None: it can."""
 
     async def set_role(self, role: Role, order: RoleOrder, timeout_s: float) -> None:
-        """Carry out an order of the leader. Raises KVStoreError where the engine refuses it, or does not answer."""
+        """Carry out an order of the leader. Raises KVStoreError if the engine refuses it, or does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownEngine:
-    """An engine that has said what it is.
+    """An engine that has described itself.
 
     Attributes:
-        layout: of its pages; None: it is foreign.
-        model_path: the folder of its model's tokenizer; None: a byte is a token.
-        speeds: as observed, of one that does not report them.
+        layout: of its pages; None: a foreign engine.
+        model_path: the folder of its model's tokenizer; None: every byte is a token.
+        speeds: observed, for an engine that does not report them.
     """
 
     about: EngineAbout
@@ -75,7 +75,7 @@ class KnownEngine:
 
 
 class GrpcLink:
-    """One connection. Life: made without a word -> connected by the first call -> ``retire``. Of one event loop."""
+    """One connection. Made unconnected -> connected by the first call -> ``retire``. Belongs to one event loop."""
 
     def __init__(self, service: str, address: str) -> None:
         self.address = address
@@ -91,7 +91,7 @@ class GrpcLink:
             self._channel = grpc.aio.insecure_channel(ours.target, options)
 
     async def retire(self) -> None:
-        """End the connection with the last stream under way; at once where there is none."""
+        """End the connection with the last stream under way; at once if there is none."""
         self._retired = True
         if not self._streams:
             await self._channel.close()
@@ -126,13 +126,13 @@ class GrpcLink:
 
 
 class EngineLink(GrpcLink):
-    """To an engine."""
+    """A connection to an engine."""
 
     def __init__(self, address: str) -> None:
         super().__init__(ENGINES, address)
 
     async def status(self, timeout_s: float) -> dict[str, Any]:
-        """What it is and how busy. Raises Unavailable where it does not answer."""
+        """What it is and how busy. Raises Unavailable if it does not answer."""
         return document(await self._call("Status", store_pb2.Empty(), Struct, timeout_s))
 
     async def set_role(self, role: Role, order: RoleOrder, timeout_s: float) -> None:
@@ -162,7 +162,7 @@ class EngineLink(GrpcLink):
 
 
 class NodeLink(GrpcLink):
-    """To a node."""
+    """A connection to a node."""
 
     def __init__(self, name: str, address: str) -> None:
         super().__init__(NODES, address)
@@ -178,21 +178,21 @@ class NodeLink(GrpcLink):
                 if len(batch.fingerprints) != 8 * len(marks):
                     raise KVStoreError(f"{self.address}: a batch has {len(marks)} marks, and fingerprints of others")
                 if len(marks) and int((marks & ~np.uint8(GONE)).max()) >= len(TIERS):
-                    raise KVStoreError(f"{self.address}: a batch names a tier that there is not")
+                    raise KVStoreError(f"{self.address}: a batch names an unknown tier")
                 pages = np.frombuffer(batch.fingerprints, "<u8").astype(np.uint64)
                 yield Told(self.name, batch.stream, batch.number, pages, marks, batch.whole)
 
     async def prefetch(
         self, layout: store_pb2.Layout, salt: str, adapter: str, tokens: npt.NDArray[np.uint32], timeout_s: float
     ) -> None:
-        """Have it bring the pages of these tokens, whole ones, into its memory: out of its NVMe, or of other nodes'."""
+        """Ask it to bring the full pages of these tokens into its memory, from its NVMe or from other nodes."""
         said = store_pb2.Pages(layout=layout, salt=salt, adapter=adapter, tokens=tokens_bytes(tokens), whole_pages=True)
         await self._call("Prefetch", store_pb2.LookupRequest(pages=said), store_pb2.LookupReply, timeout_s)
 
 
 @contextlib.contextmanager
 def _named(address: str) -> Iterator[None]:
-    """What a failed call means, with the other end named."""
+    """The error of a failed call, with the name of the other end."""
     try:
         yield
     except grpc.aio.AioRpcError as error:

@@ -1,8 +1,8 @@
-"""FleetMembers: the engines and nodes that a conductor knows. It finds them, asks engines how busy they are, and hears
-what pages nodes have.
+"""FleetMembers: the engines and nodes that a conductor knows. It finds them, asks engines how busy they are, and
+follows the pages that nodes report.
 
-An engine has one question at a time under way, and an answer that is late is an old report, no silence: silent is one
-that cannot be reached. gRPC finds out by itself where a process or its machine stands still.
+An engine is asked one question at a time, and a late answer is an old report, not silence: an engine is silent if it
+cannot be reached. gRPC detects on its own that a process or its machine is suspended.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ if TYPE_CHECKING:
 POLL_S: Final = 0.25  # between two questions to an engine
 STATUS_S: Final = 15.0  # for an answer; a lost connection is noticed sooner
 RETRY_S: Final = 0.5
-WATCH_S: Final = 3600.0  # of one stream of a node's pages
+WATCH_S: Final = 3600.0  # the longest stream of a node's pages
 
 log = logging.getLogger("kvstore.conductor")
 
@@ -46,14 +46,14 @@ class FleetMembers:
     """Follows engines and nodes from ``changed`` on, until ``close``. On one event loop.
 
     Args:
-        engines: addresses of some that no catalog lists; ``backends``: engines that are not ours.
-        counts: of their KV events, see ``KvBlocks``.
+        engines: addresses of engines that no catalog lists; ``backends``: engines that are not ours.
+        counts: outcomes of their KV events, see ``KvBlocks``.
 
     Attributes:
-        engines: that have said what they are, by name.
+        engines: that have described themselves, by name.
         nodes: that are there and have a gRPC API, by name.
         clusters: other pools that compute prompts for this one, by name.
-        refused: why engines that say something are not taken, by name.
+        refused: engines whose reports are not accepted, and why, by name.
     """
 
     def __init__(
@@ -67,8 +67,8 @@ class FleetMembers:
         self._handle = handle
         self._tasks: dict[tuple[str, str, str], asyncio.Task[None]] = {}  # by kind, name and address
         self._anew: set[str] = set()
-        self._looks: dict[str, asyncio.Event] = {}  # set: that engine is asked at once
-        self._heard: set[tuple[str, str, str]] = set()  # of those tasks, which have answered once
+        self._looks: dict[str, asyncio.Event] = {}  # set: ask that engine at once
+        self._heard: set[tuple[str, str, str]] = set()  # tasks that have answered at least once
         self._backends = self._foreign(backends, counts)
 
     def _foreign(self, backends: tuple[BackendSettings, ...], counts: Counter[str]) -> dict[str, BackendFollower]:
@@ -82,11 +82,11 @@ class FleetMembers:
 
     @property
     def settled(self) -> bool:
-        """Whether every engine and node that is known has answered."""
+        """True once all known engines and nodes have answered."""
         return self._heard >= self._tasks.keys()
 
     def changed(self, engines: list[EngineEntry], nodes: list[NodeEntry], clusters: list[ClusterEntry]) -> None:
-        """Those are in the catalog now."""
+        """Take the members that are in the catalog now."""
         wanted: dict[tuple[str, str, str], Callable[[], Coroutine[Any, Any, None]]] = {}
         for node in nodes:
             address = node.addresses[0] if node.addresses else ""
@@ -126,7 +126,7 @@ class FleetMembers:
     # --- engines ----------------------------------------------------------------------------------------------------
 
     def look(self, name: str) -> None:
-        """Ask this engine for its report now, or as soon as it has answered what it was asked before."""
+        """Ask this engine for its report now, or once it has answered the previous question."""
         if name in self._looks:
             self._looks[name].set()
 
@@ -146,7 +146,9 @@ class FleetMembers:
                 except KVStoreError as error:
                     self._silent(name, error)
                 self._heard.add(("engine", name, address))
-                if known or name not in self.engines:  # what it says first is not asked for, and counts as no report
+                if (
+                    known or name not in self.engines
+                ):  # its first description was not asked for, and does not count as a report
                     with contextlib.suppress(TimeoutError):
                         async with asyncio.timeout(POLL_S):
                             await look.wait()
@@ -163,7 +165,7 @@ class FleetMembers:
             self._handle(ev.EngineLost(time.monotonic(), name))
 
     def _reported(self, name: str, link: EngineLink, status: dict[str, Any], node: str, host: str) -> None:
-        """What an engine says of itself. Raises VersionMismatch where it makes no sense; nothing was changed."""
+        """Take an engine's report. Raises VersionMismatch if it is not valid; then nothing has changed."""
         now_s = time.monotonic()
         about = engine_about(name, link.address, status, node, host)
         report, layout = load_report(link.address, status), layout_of(link.address, status)
@@ -176,7 +178,7 @@ class FleetMembers:
         self._handle(ev.Reported(now_s, name, report))
 
     def _refuse(self, name: str, error: VersionMismatch) -> None:
-        """What it says makes no sense: it is no engine for us until it says something else."""
+        """Ignore an engine whose report is not valid, until it sends a valid one."""
         if self.refused.get(name) != str(error):
             log.warning("%s is refused: %s", name, error)
             self.refused[name] = str(error)
@@ -188,7 +190,7 @@ class FleetMembers:
             self._handle(ev.Silent(time.monotonic(), name))
 
     async def remote(self, name: str, request: Request) -> str:
-        """The address of the engine of a remote cluster that is to compute this.
+        """The address of the engine of a remote cluster that is to compute this prompt.
 
         Raises:
             KVStoreError: there is none.
@@ -225,7 +227,7 @@ class FleetMembers:
         self._handle(ev.NodeFound(time.monotonic(), node.name, node.host))
         link = NodeLink(node.name, address) if address else None
         try:
-            if link is None:  # nobody can tell what it has
+            if link is None:  # its pages cannot be followed
                 self._heard.add(key)
                 await asyncio.Event().wait()
                 return
@@ -244,7 +246,7 @@ class FleetMembers:
                 await link.retire()
 
     async def _hear(self, link: NodeLink, key: tuple[str, str, str]) -> None:
-        """One stream of a node's pages, to its end."""
+        """Follow one stream of a node's pages to its end."""
         self._anew.discard(link.name)
         async with contextlib.aclosing(link.pages(WATCH_S)) as batches:
             async for batch in batches:

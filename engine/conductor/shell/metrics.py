@@ -37,7 +37,7 @@ METRICS: Final = (
     _about("gauge", "engines", "Engines that are known, by role.", "role"),
     _about("gauge", "engines_draining", "Engines among them that take nothing new."),
     _about("gauge", "nodes", "Nodes whose pages are followed."),
-    _about("gauge", "index_pages", "Pages that nodes have told of."),
+    _about("gauge", "index_pages", "Pages that nodes have reported."),
     _about("gauge", "leads", "1 where this conductor gives the orders of its pool."),
     *DOOR_METRICS,
     _about("counter", "grpc_calls", "gRPC calls that ended, by status code; refused ones as well.", "method", "code"),
@@ -54,10 +54,10 @@ METRICS: Final = (
 
 
 class ConductorMetrics(DaemonMetrics):
-    """Of a conductor.
+    """Samples the metrics of a conductor.
 
     Attributes:
-        door: of its HTTP door, once that is open.
+        door: counts of its HTTP server, once that is open.
     """
 
     def __init__(

@@ -1,7 +1,7 @@
-"""Reports: what another process says of itself, read with bounds before anything is decided by it.
+"""Reports: reads what another process says of itself, with bounds, before any decision depends on it.
 
-Whoever may write to the catalog may list an engine, and what answers at its address may say anything. A value that
-makes no sense is refused with its name; a conductor never computes with it.
+Any process that may write to the catalog may list an engine, and the server at its address may say anything. A value
+that makes no sense is refused with its name; a conductor never computes with it.
 """
 
 from __future__ import annotations
@@ -19,7 +19,7 @@ PAGE_TOKENS_MAX: Final = (1 << 16) - 1
 PAGE_BYTES_MAX: Final = (1 << 32) - 1
 BATCH_MAX: Final = 1 << 16
 TOKENS_MAX: Final = 1 << 40
-REQUESTS_MAX: Final = 1 << 20  # a process has fewer
+REQUESTS_MAX: Final = 1 << 20  # more than any process has
 RATE_MAX: Final = 1e12  # tokens per second
 EGRESS_MAX: Final = 2.0**63
 STEP_MS_MAX: Final = 3.6e6
@@ -28,9 +28,9 @@ FINGERPRINT: Final = re.compile("[0-9a-f]{32}")
 
 
 class Said:
-    """A document of another process: ``address`` is where it comes from.
+    """A document of another process; ``address`` is its source.
 
-    Every method raises VersionMismatch where there is no such value, or it makes no sense.
+    Every method raises VersionMismatch if there is no such value, or it is not valid.
     """
 
     def __init__(self, address: str, document: Any, path: str = "") -> None:
@@ -39,7 +39,7 @@ class Said:
         self._document: Mapping[str, Any] = document if isinstance(document, Mapping) else {}
 
     def part(self, name: str) -> Said:
-        """The document in this document."""
+        """The nested document with this name."""
         found = self._document.get(name)
         if not isinstance(found, Mapping):
             raise self.wrong(name, "is not a document", found)
@@ -47,11 +47,11 @@ class Said:
 
     @property
     def document(self) -> Mapping[str, Any]:
-        """As it was said."""
+        """The whole document."""
         return self._document
 
     def items(self) -> list[tuple[str, Said]]:
-        """The documents in this document, by name."""
+        """The nested documents, by name."""
         return [(name, self.part(name)) for name in self._document]
 
     def number(self, name: str, least: float, most: float) -> float:
@@ -59,7 +59,7 @@ class Said:
         found = self._document.get(name)
         if isinstance(found, bool) or not isinstance(found, int | float):
             raise self.wrong(name, "is not a number", found)
-        if not least <= found <= most:  # nor is NaN
+        if not least <= found <= most:  # also refuses NaN
             raise self.wrong(name, f"must be from {least:g} to {most:g}", found)
         return float(found)
 
@@ -74,7 +74,7 @@ class Said:
         """A text of ``TEXT_MAX`` characters at most."""
         found = self._document.get(name)
         if not isinstance(found, str) or len(found) > TEXT_MAX or (pattern and not pattern.fullmatch(found)):
-            raise self.wrong(name, "is not such a text", found)
+            raise self.wrong(name, "is not a text, or too long", found)
         return found
 
     def flag(self, name: str) -> bool:
@@ -85,14 +85,14 @@ class Said:
         return found
 
     def role(self, name: str) -> Role:
-        """What an engine does."""
+        """The role of an engine."""
         try:
             return Role(self.text(name))
         except ValueError:
             raise self.wrong(name, f"is not one of {', '.join(Role)}", self._document.get(name)) from None
 
     def has(self, name: str) -> bool:
-        """Whether it says anything of that name."""
+        """True if there is a value with this name."""
         return self._document.get(name) is not None
 
     def wrong(self, name: str, problem: str, value: object) -> VersionMismatch:
@@ -105,7 +105,7 @@ def engine_about(name: str, address: str, status: Any, node: str, host: str) -> 
     """What an engine says of itself in its status.
 
     Raises:
-        VersionMismatch: it does not say it, or it makes no sense.
+        VersionMismatch: a value is missing or not valid.
     """
     said = Said(address, status)
     layout, frames, pool = said.part("layout"), said.part("frames"), said.part("pool")
@@ -128,7 +128,7 @@ def engine_about(name: str, address: str, status: Any, node: str, host: str) -> 
 
 
 def load_report(address: str, status: Any) -> LoadReport:
-    """How busy an engine says that it is. Raises as ``engine_about``."""
+    """How busy an engine says that it is. Raises like ``engine_about``."""
     said = Said(address, status)
     requests, speeds = said.part("requests"), said.part("speeds")
     return LoadReport(
@@ -144,13 +144,13 @@ def load_report(address: str, status: Any) -> LoadReport:
 
 
 def _order(said: Said) -> RoleOrder:
-    """The last order that an engine has carried out."""
+    """The last order that an engine carried out."""
     order = said.part("role_order")
     return RoleOrder(order.whole("revision", 0, REVISION_MAX), order.whole("number", 0, REVISION_MAX))
 
 
 def layout_of(address: str, status: Any) -> store_pb2.Layout:
-    """The layout of its pages, for calls about them. Raises as ``engine_about``."""
+    """The layout of its pages, for calls about them. Raises like ``engine_about``."""
     layout = Said(address, status).part("layout")
     fields = layout.part("fields")
     try:
@@ -163,6 +163,6 @@ def layout_of(address: str, status: Any) -> store_pb2.Layout:
 
 
 def model_path(address: str, status: Any) -> str | None:
-    """The folder of its model's tokenizer; None: a byte is a token. Raises as ``engine_about``."""
+    """The folder of its model's tokenizer; None: every byte is a token. Raises like ``engine_about``."""
     said = Said(address, status)
     return said.text("model_path") if said.has("model_path") else None

@@ -1,4 +1,4 @@
-"""EngineStay: an answer's time at one engine: what of it was the engine's, and what its reader's."""
+"""EngineStay: how an answer's time at one engine divides into the engine's part and its reader's."""
 
 from __future__ import annotations
 
@@ -10,13 +10,13 @@ from engine.model.request import Usage
 
 
 class EngineStay:
-    """Begins when the request is sent there.
+    """Begins when the request is sent to the engine.
 
     Args:
-        before: tokens of the answer that had come by then.
+        before: tokens of the answer that had come before.
 
     Attributes:
-        waited_s: for its reader, after the last part.
+        waited_s: how long it waited for its reader, after the last part.
     """
 
     def __init__(self, it: do.Send, before: int) -> None:
@@ -30,7 +30,7 @@ class EngineStay:
         self._waits_s = 0.0
 
     def came(self, tokens: int) -> None:
-        """Some more tokens have."""
+        """Record that more tokens have come."""
         now_s = time.monotonic()
         if not self._tokens:
             self._first_s, self._first_tokens = now_s, tokens
@@ -40,17 +40,17 @@ class EngineStay:
         self._last_s = now_s
 
     def given(self) -> None:
-        """The reader has taken them."""
+        """Record that the reader has taken them."""
         self.waited_s = time.monotonic() - self._last_s
 
     def observed(self, usage: Usage, tokens: int, speeds: ObservedSpeeds) -> tuple[int, float]:
-        """At the end of an answer by an engine that reports no speeds: they are observed.
+        """Learn the speeds of an engine that reports none, at the end of its answer.
 
         Args:
-            tokens: that it had to have computed before its first one.
+            tokens: tokens that it had to have computed before its first one.
 
         Returns:
-            How many of those were cached, and what the others took; (0, 0) where that is not known.
+            How many of those were cached, and how long the rest took; (0, 0) if not known.
         """
         if not self._tokens:
             return 0, 0.0

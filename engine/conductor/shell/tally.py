@@ -15,13 +15,13 @@ class ConductorTally:
     """Counts.
 
     Attributes:
-        outcomes: answers that ended, by how.
+        outcomes: ended answers, by outcome.
         routed: requests that were sent to engines; one that goes on elsewhere counts again.
         broken: times that an engine failed on an answer.
-        role_refusals: times that an engine refused a request for its role, which went elsewhere.
-        decided: what a request's decision took, at its arrival.
+        role_refusals: times that an engine refused a request because of its role, which was then routed again.
+        decided: time of the decision about an arriving request.
         ttft: from a request's arrival to its first token.
-        kv_events: of engines that are not ours, by what became of them.
+        kv_events: outcomes of KV events of foreign engines.
     """
 
     def __init__(self) -> None:

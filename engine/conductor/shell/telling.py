@@ -1,4 +1,4 @@
-"""Telling: where a request was sent, as a document. Seconds and names are those of ``explaining``."""
+"""Describes where a request was sent, as a document. Seconds and names are those of ``explaining``."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ DIGITS: Final = 6
 
 
 def routed(it: do.Send, rules: ConductorRules) -> dict[str, Any]:
-    """Where a request was sent, and what came of it by prediction."""
+    """Where a request was sent, and the predicted times."""
     computing, answering = it.route.computing, it.route.answering
     seconds = {
         "waited_s": it.waited_s,

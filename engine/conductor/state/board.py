@@ -1,10 +1,10 @@
-"""Board: what a decision looks at of every engine of one model, in columns: one operation looks at all engines.
+"""Board: the columns that a decision reads about the engines of one model; one array operation covers all engines.
 
-What is known of an engine is in its ``FleetEngine``. ``EngineFleet`` writes it here whenever it changes.
+What is known of an engine is in its ``FleetEngine``. ``EngineFleet`` copies it here whenever it changes.
 
-How fast engines are is measured, and so it is noisy. Of engines that differ by no more than that noise, one would
-always look a little faster, and draw whatever comes while nobody is busy. So in ``Paces`` an engine within ``NOISE`` of
-the middle one is like it.
+Engine speeds are measured, so they are noisy. Among engines that differ by no more than that noise, one would always
+look a little faster and attract all requests while the fleet is idle. So ``Paces`` treats an engine within ``NOISE`` of
+the median as equal to it.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from engine.model.request import Role
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
-"""Of engines in a board, or in what was taken of it."""
+"""Indices of engines in a board, or in a selection from it."""
 Distances = npt.NDArray[np.int64]
 """0: on one host; 1: in one zone; 2: further."""
 
 
-NOISE: Final = 0.25  # of what was measured
+NOISE: Final = 0.25  # as a fraction of the measurement
 
 
 class Paces(NamedTuple):
-    """How fast engines are, but for noise: columns. See ``FleetEngine``."""
+    """How fast engines are, with noise removed, in columns. See ``FleetEngine``."""
 
     tokens_per_s: Floats
     scale: Floats
@@ -42,18 +42,18 @@ class Paces(NamedTuple):
 
     @classmethod
     def of(cls, columns: Columns) -> Paces:
-        """By what was measured of these engines."""
+        """Paces from the measurements of these engines."""
         return cls(*(_but_for_noise(each) for each in (columns.tokens_per_s, columns.scale, columns.alone_s)))
 
 
 class Columns:
-    """Columns, with a place for each engine. Numbers of things, and yes and no, are floats here as well.
+    """Columns with one entry for each engine. Counts and flags are floats here as well.
 
     Attributes:
         first_done_s, behind_s, others_waiting, others_running, others_tokens, place_free_s, tokens, scale,
         tokens_per_s, alone_s, egress_free_s: see ``FleetEngine``.
         running: our requests that it answers or will answer.
-        open_s: the moment from which on it may get requests; never where it drains, or its role is unsure.
+        open_s: when it may get requests; never while it drains or its role is unsure.
         prefills, answers: what it does. ``silent``: see ``FleetEngine``.
         node, layout, host, zone: numbers; -1: none, or not known.
         page_tokens, kv_bytes, batch_max, chunk_tokens, tokens_max, kv_tokens_max, context_max, lanes, egress, foreign:
@@ -61,7 +61,7 @@ class Columns:
         page_bytes: of a page.
     """
 
-    CHANGING = 16  # columns that come first; the others are what the engine says of itself
+    CHANGING = 16  # the first columns; the others are what the engine says of itself
 
     def __init__(self, values: Floats) -> None:
         self.values = values
@@ -106,7 +106,7 @@ class Board:
     Attributes:
         engines: in the order of their names.
         layouts: of all of them.
-        mixed: not any two of them can hand over to each other.
+        mixed: True when no two of them can hand over to each other.
     """
 
     def __init__(self, engines: list[FleetEngine], nodes: NumberedNames, where: NumberedNames) -> None:
@@ -146,7 +146,7 @@ class Board:
         self._paces: Paces | None = None  # made when it is asked for
 
     def write(self, engine: FleetEngine) -> None:
-        """It has changed."""
+        """Copy the current state of an engine into the columns."""
         columns, place = self.columns, self._places[engine.about.name]
         pace = columns.tokens_per_s[place], columns.scale[place], columns.alone_s[place]
         if pace != (engine.tokens_per_s, engine.scale, engine.alone_s):
@@ -175,13 +175,14 @@ class Board:
         )
 
     def holds(self, tokens: int) -> bool:
-        """Whether some engine could ever hold a sequence of so many tokens."""
+        """True when some engine could hold a sequence of this many tokens."""
         return tokens <= self._fits_max
 
     def usable(self, tokens: int, barred: tuple[str, ...], without: tuple[str, ...], now_s: float) -> Places:
-        """Engines that a request of so many tokens can go to now.
+        """Engines that a request of this many tokens can go to now.
 
-        Never those that are ``barred``; those that it should do ``without`` only where there is no other.
+
+        Engines that are ``barred`` are excluded; those to do ``without`` are used only when there is no other.
         """
         columns = self.columns
         fit = (tokens <= self._fits) & (columns.open_s <= now_s)
@@ -198,14 +199,14 @@ class Board:
         return fit.nonzero()[0]
 
     def take(self, at: Places) -> tuple[list[FleetEngine], Columns, Distances]:
-        """These engines, their columns, and how far from each other they are."""
+        """Select these engines: their columns, and their distances from each other."""
         if at is self._all:
             return self.engines, self.columns, self._between
         engines = [self.engines[place] for place in at.tolist()]
         return engines, Columns(self.columns.values[:, at]), self._between[:, at][at]
 
     def paces(self, at: Places) -> Paces:
-        """How fast these engines are, but for noise."""
+        """How fast these engines are, with noise removed."""
         if self._paces is None:
             self._paces = Paces.of(self.columns)
         return self._paces if at is self._all else Paces(*(each[at] for each in self._paces))
@@ -219,8 +220,8 @@ class Board:
 
 
 def ending_by(engines: list[FleetEngine], moments_s: Iterable[float], now_s: float) -> Floats:
-    """Of the requests that each engine answers, how many will end from now until its moment. Those that should have
-    ended by now are taken to stay: they are late, and who sends more for that makes them later.
+    """How many of each engine's requests will end between now and its moment. Requests that should have ended by now
+    are assumed to stay: they are late, and sending more because of them would make them later.
     """
     ends = [engine.ends for engine in engines]
     until = np.fromiter(map(bisect_right, ends, moments_s), np.float64, len(engines))
@@ -228,7 +229,7 @@ def ending_by(engines: list[FleetEngine], moments_s: Iterable[float], now_s: flo
 
 
 def _but_for_noise(values: Floats) -> Floats:
-    """Those near the middle one are like it. 0: it is not known."""
+    """Replace values near the median by the median; 0 means not known."""
     known = np.sort(values[values > 0])
     if not len(known):
         return values.copy()

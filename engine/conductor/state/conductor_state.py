@@ -1,9 +1,9 @@
 """ConductorState: every decision of a conductor. Pure: ``handle(event)`` returns what is to be done.
 
-A request's life: arrived -> waiting (in the queue, until an engine has room) -> sent -> decoding -> ended. Where its
-prefix is being computed and will be brought from there, it is kept until that is done, and then sent. It may be
-refused when it arrives, or when it has waited longer than it wanted. Where its engine fails it goes back in front of
-the queue, with what was generated.
+A request's life: arrived -> waiting (in the queue, until an engine has room) -> sent -> decoding -> ended. While
+another engine computes its prefix, which will be brought from there, the request is kept, and is sent when that is
+done. A request may be refused when it arrives, or when it has waited longer than it allows. When its engine fails it
+returns to the front of the queue, with the tokens generated up to then.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ class ConductorRules:
 
     Attributes:
         policy, split: names, see ``policies``.
-        window_s: of prompts, what an engine has before it: beyond that requests wait here, where a fair share counts.
-        queue_bytes: of requests that wait here.
-        index_bytes: of what nodes tell of their pages.
+        window_s: seconds of prompts that an engine has before it; beyond that requests wait here, in fair shares.
+        queue_bytes: memory of requests that wait here.
+        index_bytes: memory of what nodes report about their pages.
         orders_bytes_per_s, orders_bytes_max: see ``Orders``.
-        roles_floor: engines of each role that are left in it; None: roles are left as they are.
-        first_token_s, token_s: what requests are to meet that say nothing themselves; 0: nothing.
-        seed: of all chance.
+        roles_floor: engines that stay in each role; None: roles are not changed.
+        first_token_s, token_s: limits of requests that name none; 0: no limit.
+        seed: seeds every random choice.
     """
 
     policy: str = "kv-centric"
@@ -94,7 +94,7 @@ class RoutedRequest:
 
     @property
     def engines(self) -> tuple[str, ...]:
-        """Where it is."""
+        """The engines that the request is at."""
         if self.route is None:
             return ()
         both = self.route.computing.engine.about.name, self.route.answering.engine.about.name
@@ -106,7 +106,7 @@ class ConductorState:
 
     Attributes:
         requests: those that have not ended, by number.
-        queues: of those that wait, by model.
+        queues: requests that wait, by model.
     """
 
     def __init__(self, rules: ConductorRules) -> None:
@@ -122,10 +122,10 @@ class ConductorState:
         self.split = make_split(rules.split)
         self._roles = FleetRoles(rules.roles_floor)
         self.requests: dict[int, RoutedRequest] = {}
-        self._kept: list[tuple[float, int]] = []  # a heap: when a request is to be sent that has its engine already
+        self._kept: list[tuple[float, int]] = []  # a heap of (when to send, number) of requests whose engine is chosen
 
     def handle(self, event: ev.ConductorEvent) -> list[Instruction]:
-        """What is to be done now."""
+        """Apply an event and return what is to be done now."""
         out: list[Instruction] = []
         match event:
             case ev.EngineFound():
@@ -230,12 +230,12 @@ class ConductorState:
         request = self.requests[wish.number] = RoutedRequest(wish, now_s, waiting)
         if options is None or route is None:
             return
-        if len(queue) == 1 and self._has_room(route):  # else those before it are looked at first
+        if len(queue) == 1 and self._has_room(route):  # otherwise requests before it are considered first
             self._start(queue, request, route, now_s, out)
         out += self.orders.asked(options, route, request.phase is RequestPhase.WAITING, self.prefixes, now_s)
 
     def _late(self, options: Options, route: Route) -> tuple[str, float] | None:
-        """Why a request would not meet what it wants, by prediction, and when to come back; None: it would."""
+        """Why a request would miss its limits, by prediction, and when to retry; None: it would meet them."""
         wish = options.wish
         queue = self.queues.get(wish.model)
         ahead_s = queue.ahead_s(wish.tenant, route.computing.prefill_s) if queue is not None else 0.0
@@ -278,7 +278,7 @@ class ConductorState:
         return f"no engine holds {wish.tokens} tokens and an answer of {wish.answer_max}"
 
     def _send(self, model: str, queue: Queue, now_s: float, out: list[Instruction]) -> None:
-        """Send those that come next, as far as engines of their model have room."""
+        """Send the next requests, as far as engines of their model have room."""
         while (first := queue.first()) is not None:
             tenant, waiting = first
             request = self.requests[waiting.number]
@@ -302,7 +302,7 @@ class ConductorState:
         self._release(now_s, out)
 
     def _release(self, now_s: float, out: list[Instruction]) -> None:
-        """Send those that were kept until now; those whose engines do other work by now go elsewhere."""
+        """Send requests that were kept until now; those whose engines have changed roles go elsewhere."""
         while self._kept and self._kept[0][0] <= now_s:
             _, number = heapq.heappop(self._kept)
             request = self.requests.get(number)
@@ -315,7 +315,7 @@ class ConductorState:
                 out.append(do.Send(number, request.route, now_s - request.arrived_s))
 
     def _takes(self, route: Route) -> bool:
-        """True where the engines of a route still do their parts, as far as is known."""
+        """True while the engines of a route still do their parts, as far as is known."""
         computes, answers = route.computing.engine.about.name, route.answering.engine.about.name
         return self.fleet.takes(answers, answers=True) and (route.local or self.fleet.takes(computes, answers=False))
 
@@ -343,7 +343,7 @@ class ConductorState:
             self._expect(answering.engine, wish, answering.own, ready_s, now_s)
 
     def _expect(self, engine: FleetEngine, wish: RouteWish, has: int, ready_s: float, now_s: float) -> None:
-        """Its node will have all of the prompt, of which it has ``has`` tokens, or will have them anyway."""
+        """Expect all of the prompt at its node, where ``has`` tokens of it are or will be anyway."""
         pages = wish.pages.get(engine.about.layout)
         if pages is not None and engine.about.node:
             self.prefixes.expect(engine.about.node, pages[has // engine.about.page_tokens :], ready_s, now_s)
@@ -381,7 +381,7 @@ class ConductorState:
         self.fleet.ended(event.number, request.engines, event.now_s)
 
     def _broke(self, event: ev.Broke, out: list[Instruction]) -> None:
-        """Another engine goes on, with what was generated. The one that failed is avoided by everybody for a while."""
+        """Let another engine continue from what was generated. Every request avoids the failed engine for a while."""
         self.fleet.failed(event.engine, event.now_s)
         request = self.requests.get(event.number)
         if request is None or request.phase in (RequestPhase.WAITING, RequestPhase.KEPT):
@@ -400,7 +400,7 @@ class ConductorState:
         self._back(request)
 
     def _role_refused(self, event: ev.RoleRefused) -> None:
-        """The request goes elsewhere, as if it had not been sent. The engine is in order; our view of it was not."""
+        """Route the request again as if it had not been sent. Our view of its role was outdated."""
         self.fleet.role_refused(event.engine)
         request = self.requests.get(event.number)
         if request is not None and request.phase in (RequestPhase.SENT, RequestPhase.DECODING):
@@ -408,7 +408,7 @@ class ConductorState:
             self._back(request)
 
     def _lost(self, event: ev.EngineLost) -> None:
-        """What it has got is told as broken by those who wait for it. What it was to get goes elsewhere."""
+        """Report its received KV as broken to requests that wait for it. What it was to receive goes elsewhere."""
         for number in self.fleet.lost(event.name):
             request = self.requests[number]
             if request.phase is RequestPhase.KEPT:

@@ -1,4 +1,4 @@
-"""Cost: what a request takes at an engine. Priors come from the configuration, scales from what was measured.
+"""Cost: how long a request takes at an engine. Priors come from the configuration, scales from measurements.
 
 The time to compute ``n`` tokens after ``c`` that are cached::
 
@@ -9,16 +9,16 @@ that is linear in their position is that of the middle one. A decode step of a b
 
     step_s = alone_s * (1 + batch * each)
 
-Every engine has a scale: how much longer prompts took there than was predicted, smoothed (a geometric mean, so that one
-outlier counts little). Engines also report their own speed; that takes the place of the prior. All of this is noisy:
-see ``Paces``.
+Every engine has a scale: how much longer prompts took there than predicted, smoothed (a geometric mean, so that one
+outlier counts little). Engines also report their own speed, which replaces the prior. All of this is noisy: see
+``Paces``.
 
-A hand-off takes more than its bytes: a second queue, a second step before the first token. What it takes more is how
-much later its first tokens come than predicted, beside those of engines that do both::
+A hand-off takes more than its bytes: a second queue, and a second step before the first token. The extra is how much
+later than predicted its first tokens come, compared with those of engines that do both::
 
     handoff_s += LATE_SMOOTH * (late_s of this hand-off - the usual late_s of the others)
 
-It is forgotten slowly, so that hand-offs are tried again.
+It decays slowly, so that hand-offs are tried again.
 """
 
 from __future__ import annotations
@@ -33,14 +33,14 @@ from engine.conductor.state.board import Floats, Paces
 from engine.conductor.state.fleet import FleetEngine
 
 SMOOTH: Final = 0.1
-SCALE_MAX: Final = 8.0  # one engine is believed to be slower by at most that
+SCALE_MAX: Final = 8.0  # the largest slowdown that is believed of one engine
 ANSWER_SMOOTH: Final = 0.02
-TENANTS_MAX: Final = 4096  # whose answers are remembered
+TENANTS_MAX: Final = 4096  # tenants whose answers are remembered
 PREFILL_SMOOTH: Final = 0.02
 LATE_SMOOTH: Final = 0.05
-LATE_MAX_S: Final = 1.0  # one request counts for at most that
-LATE_FORGOTTEN: Final = 0.002  # of it, with each answer of an engine that does both
-ANSWER_TOKENS: Final = 256.0  # of an answer, until some have ended
+LATE_MAX_S: Final = 1.0  # the most that one request counts for
+LATE_FORGOTTEN: Final = 0.002  # the fraction that decays with each answer of an engine that does both
+ANSWER_TOKENS: Final = 256.0  # assumed length of an answer until some have ended
 
 Number = TypeVar("Number", float, Floats)
 
@@ -49,12 +49,12 @@ HERE, NVME, HOST, ZONE, FAR = "here", "nvme", "host", "zone", "far"
 
 @dataclass(frozen=True, kw_only=True)
 class Priors:
-    """What is believed of an engine and of the ways between them, until it is measured.
+    """What is assumed of an engine and of the paths between engines, until it is measured.
 
     Attributes:
-        bytes_per_s: by where pages lie: in the memory of the engine's own node, on its NVMe, on another node of the
+        bytes_per_s: by where pages are: in the memory of the engine's own node, on its NVMe, on another node of the
             host, of the zone, or further away.
-        move_s: that such a move takes at least.
+        move_s: the least time that such a move takes.
     """
 
     prefill_tokens_per_s: float = 8_000.0
@@ -69,11 +69,11 @@ class Priors:
 
 
 class Costs:
-    """Predictions, and what was learned. What takes ``columns`` predicts for all engines of them at once.
+    """Predictions, and what was learned. Methods that take ``columns`` predict for all engines in them at once.
 
     Attributes:
         s_per_byte: see ``Priors.bytes_per_s``; ``ways``: of moves between nodes, by their distance.
-        handoff_s: what a hand-off takes beside what is predicted of its bytes.
+        handoff_s: what a hand-off takes in addition to what its bytes predict.
     """
 
     def __init__(self, priors: Priors) -> None:
@@ -83,14 +83,14 @@ class Costs:
         self.handoff_s = 0.0
         self._late_s = 0.0
         self._answer_tokens: dict[str, float] = {}
-        self._usual_s: dict[str, tuple[int, float]] = {}  # by model: of how many requests, and their mean
+        self._usual_s: dict[str, tuple[int, float]] = {}  # by model: how many requests, and their mean
 
     def speeds(self, paces: Paces) -> Floats:
-        """Tokens of a prompt per second, as engines report. Until one does, it is believed to be as the others are."""
+        """Prompt tokens per second, as engines report. An engine without a report is assumed to be like the others."""
         return _believed(paces.tokens_per_s, self.priors.prefill_tokens_per_s)
 
     def prefills_s(self, paces: Paces, speeds: Floats, tokens: int, cached: Floats) -> Floats:
-        """Computing the last ``tokens - cached`` of a prompt."""
+        """Seconds to compute the last ``tokens - cached`` tokens of a prompt."""
         return self._prefill_s(tokens, cached, speeds) * paces.scale
 
     def _prefill_s(self, tokens: int, cached: Number, speed: Number) -> Number:
@@ -98,31 +98,31 @@ class Costs:
         return self.priors.prefill_fixed_s + (tokens - cached) / speed * (cached / context + (1 + tokens / context))
 
     def steps_s(self, paces: Paces, *batches: Floats) -> list[Floats]:
-        """A decode step of so many sequences."""
+        """Seconds of a decode step of this many sequences."""
         alone_s = _believed(paces.alone_s, self.priors.step_alone_s)
         return [alone_s * (1 + batch * self.priors.step_each) for batch in batches]
 
     def token_s(self, engine: FleetEngine) -> float:
-        """What one token of an answer takes of an engine whose batch is full."""
+        """Seconds of an engine for one token of an answer, when its batch is full."""
         each, batch = self.priors.step_each, engine.about.batch_max
         alone = engine.alone_s or self.priors.step_alone_s
         return alone * (1 + batch * each) / batch
 
     def moves_s(self, size: Floats, s_per_byte: Floats | float) -> Floats:
-        """Bringing so many bytes."""
+        """Seconds to move this many bytes."""
         return (size > 0) * self.priors.move_s + size * s_per_byte
 
     # --- learned ----------------------------------------------------------------------------------------------------
 
     def took(self, engine: FleetEngine, tokens: int, cached: int, measured_s: float) -> None:
-        """Computing the last ``tokens - cached`` of a prompt took so long there; 0: it is not known."""
+        """Record how long the last ``tokens - cached`` tokens of a prompt took there; 0: not known."""
         if measured_s > 0:
             speed = engine.tokens_per_s or self.priors.prefill_tokens_per_s
             ratio = measured_s / (engine.scale * self._prefill_s(tokens, float(cached), speed))
             engine.scale = min(SCALE_MAX, max(1 / SCALE_MAX, engine.scale * ratio**SMOOTH))
 
     def began(self, local: bool, late_s: float) -> None:
-        """A first token came so much later than predicted. ``local``: one engine did both."""
+        """Record how much later than predicted a first token came. ``local``: one engine did both."""
         late_s = max(-LATE_MAX_S, min(LATE_MAX_S, late_s))
         if local:
             self._late_s += LATE_SMOOTH * (late_s - self._late_s)
@@ -131,20 +131,20 @@ class Costs:
             self.handoff_s = max(0.0, self.handoff_s + LATE_SMOOTH * (late_s - self._late_s))
 
     def asked(self, model: str, prefill_s: float) -> None:
-        """A request came, whose prompt takes so long. (Only for models that an engine has.)"""
+        """Record a request and how long its prompt takes. (Only for models that an engine has.)"""
         count, mean_s = self._usual_s.get(model, (0, 0.0))
         count += 1
         self._usual_s[model] = count, mean_s + (prefill_s - mean_s) * max(PREFILL_SMOOTH, 1 / count)
 
     def usual_prefill_s(self, model: str) -> float:
-        """What the prompts of this model took lately, in the mean."""
+        """The mean time that prompts of this model took recently."""
         return self._usual_s.get(model, (0, 0.0))[1]
 
     def answered(self, tenant: str, tokens: int) -> None:
-        """An answer had so many tokens."""
+        """Record the length of an answer, in tokens."""
         before = self._answer_tokens.pop(tenant, ANSWER_TOKENS)
         if len(self._answer_tokens) >= TENANTS_MAX:
-            del self._answer_tokens[next(iter(self._answer_tokens))]  # whose last answer is the longest ago
+            del self._answer_tokens[next(iter(self._answer_tokens))]  # the tenant whose last answer is oldest
         self._answer_tokens[tenant] = before + ANSWER_SMOOTH * (tokens - before)
 
     def answer_tokens(self, tenant: str, tokens_max: int) -> float:
@@ -153,7 +153,7 @@ class Costs:
 
 
 def _believed(reported: Floats, prior: float) -> Floats:
-    """What engines report; of those that report nothing yet, 0, the mean of the others, if there are any."""
+    """What engines report; for those without a report the mean of the others, or 0 if there are none."""
     known = reported > 0
     if known.all():
         return reported

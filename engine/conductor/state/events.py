@@ -1,4 +1,4 @@
-"""What a conductor's decisions hear of. Time arrives inside; ``number`` is the one the shell gave a request."""
+"""Events that a conductor handles. They carry the time; ``number`` is the one that the shell gave a request."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ class ConductorEvent:
     now_s: float
 
 
-# --- who there is -----------------------------------------------------------------------------------------------------
+# --- members -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, slots=True)
 class EngineFound(ConductorEvent):
-    """An engine is there, or says something else of itself."""
+    """An engine is there, or has changed what it says of itself."""
 
     about: EngineAbout
     role: Role
@@ -30,7 +30,7 @@ class EngineFound(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class EngineLost(ConductorEvent):
-    """It has left the catalog. Requests that it had are told about one by one, by ``Broke``."""
+    """An engine has left the catalog. Each of its requests is reported separately, by ``Broke``."""
 
     name: str
 
@@ -46,14 +46,14 @@ class NodeFound(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class NodeLost(ConductorEvent):
-    """It has left the catalog."""
+    """A node has left the catalog."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class PagesTold(ConductorEvent):
-    """What a node has, and what came and went there."""
+    """What a node has, and which pages came and went there."""
 
     batch: Told
 
@@ -67,7 +67,7 @@ class ReportAsked(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class Reported(ConductorEvent):
-    """It has answered."""
+    """An engine has answered with its report."""
 
     engine: str
     report: LoadReport
@@ -75,7 +75,7 @@ class Reported(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class Silent(ConductorEvent):
-    """It has not."""
+    """An engine did not answer when asked for a report."""
 
     engine: str
 
@@ -85,7 +85,7 @@ class Silent(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class Arrived(ConductorEvent):
-    """A request. ``size``: bytes that it keeps here while it waits."""
+    """A request has arrived. ``size``: bytes that it keeps here while it waits."""
 
     wish: RouteWish
     size: int
@@ -93,15 +93,15 @@ class Arrived(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class FirstToken(ConductorEvent):
-    """Its prompt is computed."""
+    """The prompt of a request is computed."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Ended(ConductorEvent):
-    """There is a whole answer, of so many tokens. Of its prompt ``cached`` were found, and the others took
-    ``prefill_s``; 0: that is not known."""
+    """An answer of this many tokens is complete. ``cached`` tokens of its prompt were found, and computing the others
+    took ``prefill_s``; 0: not known."""
 
     number: int
     tokens: int
@@ -111,18 +111,18 @@ class Ended(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled(ConductorEvent):
-    """Nobody wants the answer any more, or there will be none and no other engine would do better."""
+    """The client has gone, or there will be no answer and no other engine would do better."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class Broke(ConductorEvent):
-    """The engine that answers has failed, or another that it needed. ``generated`` tokens have come until now.
+    """The engine that answers, or another that it needed, has failed. ``generated`` tokens have come until now.
 
     Attributes:
         barred: engines that cannot go on with it.
-        lost: why no engine can; empty: one may.
+        lost: why no engine can continue; empty: one may.
     """
 
     number: int
@@ -134,7 +134,7 @@ class Broke(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class RoleRefused(ConductorEvent):
-    """An engine refused a request for its role: it does other work than it had reported. Nothing was computed."""
+    """An engine refused a request because of its role, which is not the one it reported. Nothing was computed."""
 
     number: int
     engine: str
@@ -150,7 +150,7 @@ class Ticked(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class LeadershipTold(ConductorEvent):
-    """Whether this conductor leads: the leader alone gives orders. ``revision``: of its election, see ``RoleOrder``."""
+    """Whether this conductor leads: only the leader gives orders. ``revision``: of its election, see ``RoleOrder``."""
 
     leads: bool
     revision: int = 0
@@ -158,13 +158,13 @@ class LeadershipTold(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class RoleAnswered(ConductorEvent):
-    """An order for another role is no longer under way: the engine has answered, or will not carry it out."""
+    """An order to change a role is no longer under way: the engine has answered, or will not carry it out."""
 
     engine: str
 
 
 @dataclass(frozen=True, slots=True)
 class OrderEnded(ConductorEvent):
-    """An order is carried out, or will not be."""
+    """An order to move pages was carried out, or will not be."""
 
     order: int

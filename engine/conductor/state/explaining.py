@@ -1,4 +1,4 @@
-"""Explaining: every candidate of a decision with its terms, what was chosen, and why, in plain words."""
+"""Explaining: every candidate of a decision with its terms, what was chosen and why, in plain words."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from engine.conductor.state.fleet import FleetEngine
 from engine.conductor.state.options import Options, Route, RouteWish
 
 Explained = dict[str, object]
-DIGITS: Final = 6  # of seconds
+DIGITS: Final = 6  # for seconds
 
 
 def explained(options: Options, board: Board, route: Route | None, outcome: str, policy: str, split: str) -> Explained:
@@ -41,7 +41,7 @@ def explained(options: Options, board: Board, route: Route | None, outcome: str,
 
 
 def unexplained(wish: RouteWish, outcome: str, policy: str, split: str) -> Explained:
-    """The same of a request that no engine could ever answer."""
+    """A document about a request that no engine could ever answer."""
     rest: Explained = {"chosen": None, "why": outcome, "candidates": [], "left_out": []}
     return {**_asked(wish), "policy": policy, "split": split, "outcome": outcome, **rest}
 
@@ -53,7 +53,7 @@ def _asked(wish: RouteWish) -> Explained:
 
 
 def _candidate(options: Options, place: int, route: Route | None) -> Explained:
-    """One engine: what it would do as the one that computes, beside its best partner, and as the one that answers."""
+    """One engine: its terms if it computes, with its best partner, and its terms if it answers."""
     computing, about = options.computing(place), options.engines[place].about
     pairs = [options.route(place, other) for other in _partners(options, place)]
     best = min(pairs, key=lambda pair: (pair.total_s, pair.answering.engine.about.name), default=None)
@@ -88,7 +88,7 @@ def _candidate(options: Options, place: int, route: Route | None) -> Explained:
 
 
 def _partners(options: Options, place: int) -> list[int]:
-    """The engines that could answer what this one computes: itself, and the others' best."""
+    """Engines that could answer what this one computes: itself, and the best of the others."""
     partners = [place] if place in options.answers else []
     if place in options.prefills:
         others = options.partners(place)

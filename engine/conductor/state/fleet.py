@@ -1,18 +1,18 @@
 """Fleet: the engines that requests can go to, and how busy each is.
 
-How busy an engine is has two sources. Of its own requests the conductor knows all: it sends them, and sees every token
-come back. What others send to the same engine is seen in the engine's reports alone. A report is the answer to a
-question, and says as many requests as there were at some moment between the two; the conductor remembers how many of
-its own were there when it asked, and takes the rest for the others'. So a report that is late cannot hide what was
-decided meanwhile, and nothing is counted twice.
+How busy an engine is comes from two sources. The conductor knows all of its own requests: it sends them, and sees
+every token come back. Requests that other conductors and clients send to the same engine are seen only in the engine's
+reports. A report answers a question, and counts the requests at some moment between the two; the conductor remembers
+how many of its own were there when it asked, and attributes the rest to other callers. So a late report cannot hide
+what was decided in the meantime, and nothing is counted twice.
 
-Whether an engine is there has three sources. Its reports and the tokens that come from it are signs of life. One that
-did not answer a question is silent, and gets requests where others are much busier. One that failed on a request gets
-none for a while; a report ends that, the first time, for it may have been the network.
+Whether an engine is there comes from three sources. Its reports and its tokens are signs of life. An engine that did
+not answer a question is silent, and gets requests only when others are much busier. One that failed on a request gets
+none for a while; the first time a report ends that, because the network may have been at fault.
 
-What an engine does, its role, has one source: its reports, in their order. A role that was ordered is believed when a
-report says it. Where an order is under way, or the engine refused a request for its role, its role is ``unsure``: the
-engine gets nothing until the answer to a question that was asked after that.
+An engine's role has one source: its reports, in their order. An ordered role is believed once a report confirms it.
+While an order is under way, or after the engine refused a request because of its role, its role is ``unsure``: the
+engine gets nothing until it answers a question that was asked after that.
 
 A request's life here: sent -> its first token has come (it decodes) -> ended.
 """
@@ -28,26 +28,26 @@ from engine.model.request import NO_ORDER, Role, RoleOrder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAbout:
-    """What an engine says of itself in the catalog, and does not change while it lives.
+    """What an engine says of itself in the catalog; it stays the same for the engine's life.
 
     Attributes:
         name: unique in the pool; the conductor's name for it.
         address: of its gRPC API.
-        node: whose pool it reads and writes; empty: none.
+        node: whose pool it reads and writes; empty: no node.
         host, zone: where it is; empty: not known.
-        layout: fingerprint of its pages. Engines of one fingerprint can hand over to each other.
+        layout: fingerprint of its pages. Engines with one fingerprint can hand over to each other.
         page_tokens: of its pages.
-        kv_bytes: of one token, in its pages.
+        kv_bytes: KV of one token, in its pages.
         batch_max: sequences that it decodes together.
-        chunk_tokens: of prompts, that it computes in one step; 0: not known.
-        tokens_max: of one sequence, that fit its memory; 0: not known.
-        kv_tokens_max: of all its sequences together; 0: not known.
-        context_max: tokens of one sequence; 0: not known.
+        chunk_tokens: prompt tokens that it computes in one step; 0: not known.
+        tokens_max: tokens of one sequence that fit in its memory; 0: not known.
+        kv_tokens_max: tokens of all its sequences together; 0: not known.
+        context_max: the longest sequence, in tokens; 0: not known.
         lanes: prompts that it computes at the same time, each as fast as a single one.
-        egress_bytes_per_s: of a remote cluster, that is told of here as one engine which computes prompts: what may
-            leave it; 0: it is no remote cluster. ``address`` is its conductor's.
-        foreign: no engine of ours. It computes what it answers, and has no part in a pool; ``node`` stands for its own
-            cache.
+        egress_bytes_per_s: what may leave a remote cluster, which appears here as one engine that computes prompts; 0:
+        not a remote cluster. ``address`` is then its conductor's.
+        foreign: not an engine of ours. It computes what it answers and is not part of a pool; ``node`` names its own
+        cache.
     """
 
     name: str
@@ -74,11 +74,11 @@ class LoadReport:
     """What an engine answers when it is asked how busy it is.
 
     Attributes:
-        order: the last order of a leader that it has carried out.
+        order: the last order of a leader that it carried out.
         waiting: requests whose prompt is not computed yet.
         running: requests that decode.
-        kv_tokens: that its memory is taken by.
-        prefill_tokens_per_s, step_s: as it has measured; 0: not yet.
+        kv_tokens: tokens in its memory.
+        prefill_tokens_per_s, step_s: as it measured; 0: not measured yet.
     """
 
     role: Role
@@ -93,15 +93,15 @@ class LoadReport:
 
 @dataclass(slots=True)
 class EngineWork:
-    """One request at one engine, for as long as the engine has to do with it.
+    """One request at one engine, for as long as the engine is involved in it.
 
     Attributes:
-        prefill_s: what its prompt takes there, by prediction; 0: the prompt is computed elsewhere.
-        tokens: that it holds there, at its end.
+        prefill_s: predicted time for its prompt there; 0: the prompt is computed elsewhere.
+        tokens: that it will hold there at its end.
         sent_s: when it was sent.
         decodes: the answer is made here.
-        ends_s: when that will be complete, by prediction.
-        computed: its prompt is.
+        ends_s: when the answer will be complete, by prediction.
+        computed: True once its prompt is computed.
     """
 
     number: int
@@ -118,24 +118,24 @@ class FleetEngine:
     """One engine, as far as is known. ``EngineFleet`` alone changes it.
 
     Attributes:
-        role: as it has reported, and ``order``: the last one of a leader that it had carried out.
+        role: as it last reported, and ``order``: the last order of a leader that it had carried out.
         ordered: an order of ours for another role is under way. unsure: see above.
-        works: requests of ours that it has to do with.
-        waiting: those of them whose prompt it computes, or will.
-        ends: of those that it answers or will answer, when that is over, by prediction; sorted.
+        works: our requests that it is involved in.
+        waiting: those of them whose prompt it computes or will compute.
+        ends: predicted ends of the requests that it answers or will answer, sorted.
         tokens: that these hold.
-        others_waiting, others_running, others_tokens: requests that somebody else has sent, and what they hold.
-        first_done_s: when it will have computed the first of our prompts that it has, by prediction.
-        behind_s: seconds that the prompts behind that one take. Where an engine computes several prompts at a time,
-            both are those of one engine that is that much faster.
-        scale: how much longer prompts take there than is predicted, by what was measured.
-        tokens_per_s: of prompts, and ``alone_s``: a decode step, but for its sequences: by its reports; 0: not yet.
+        others_waiting, others_running, others_tokens: requests of other callers, and what they hold.
+        first_done_s: when it will have computed the first of our prompts there, by prediction.
+        behind_s: seconds that the prompts after that one take. For an engine that computes several prompts at a time,
+            both are those of one engine that is faster by that factor.
+        scale: how much longer prompts take there than predicted, as measured.
+        tokens_per_s: of prompts, and ``alone_s``: a decode step without its sequences, by its reports; 0: not known.
         heard_s: when it gave the last sign of life.
         known_s: when the question was asked that it answered with its role.
-        silent: it was asked, and did not answer; there was no sign of life since.
-        failures: requests on which it failed, one after the other.
-        avoided_until_s: it gets nothing before.
-        egress_free_s: of a remote cluster, when all that is to leave it will have left.
+        silent: it was asked and did not answer, and there was no sign of life since.
+        failures: consecutive requests on which it failed.
+        avoided_until_s: it gets nothing before this moment.
+        egress_free_s: when everything that is to leave a remote cluster will have left.
         asked: our requests that were there when it was asked for its next report, and when that was: (waiting,
             running, tokens that they hold, seconds).
     """
@@ -168,7 +168,7 @@ class FleetEngine:
 
     @property
     def place_free_s(self) -> float:
-        """When it has a place in its batch for one more request, by prediction; 0: it has one."""
+        """When its batch has a place for one more request, by prediction; 0: it has one now."""
         beyond = len(self.ends) + self.others_running - self.about.batch_max
         return self.ends[min(beyond, len(self.ends) - 1)] if beyond >= 0 and self.ends else 0.0
 
@@ -181,7 +181,7 @@ class FleetEngine:
         return math.inf
 
     def add(self, work: EngineWork) -> None:
-        """One more."""
+        """Record one more request."""
         self.works[work.number] = work
         if work.prefill_s:
             if self.waiting:
@@ -194,7 +194,7 @@ class FleetEngine:
             self.tokens += work.tokens
 
     def computed(self, work: EngineWork, now_s: float, ends_s: float) -> None:
-        """Its prompt is. The next one begins: errors of prediction do not add up."""
+        """Record that its prompt is computed. The next one begins now: errors of prediction do not add up."""
         work.computed = True
         if work.prefill_s:
             self.waiting -= 1
@@ -207,7 +207,7 @@ class FleetEngine:
             insort(self.ends, ends_s)
 
     def remove(self, work: EngineWork, now_s: float) -> None:
-        """It is over here."""
+        """Remove a request that is over here."""
         if not work.computed:
             self.computed(work, now_s, work.ends_s)
         del self.works[work.number]

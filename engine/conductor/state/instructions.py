@@ -1,4 +1,4 @@
-"""What a conductor is told to do."""
+"""Instructions: what a conductor does after an event."""
 
 from __future__ import annotations
 
@@ -15,9 +15,9 @@ class Instruction:
 
 @dataclass(frozen=True, slots=True)
 class Send(Instruction):
-    """Send the request to the engine that answers; that one asks the other to compute its prompt, where it is another.
+    """Send the request to the engine that answers; if another engine computes the prompt, that engine asks it to.
 
-    What fails is told with ``Broke``.
+    A failure is reported with ``Broke``.
     """
 
     number: int
@@ -44,17 +44,17 @@ class LoseRequest(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class FollowAnew(Instruction):
-    """A batch of what this node tells is missing: ask it for a new stream, which begins with everything."""
+    """Ask this node for a new stream, which begins with everything: a batch of its reports is missing."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class SetRole(Instruction):
-    """Tell an engine to do something else from now on. What is under way there is finished as it began.
+    """Tell an engine to do something else from now on. Work under way there finishes as it began.
 
-    It is told within ``roles.ORDER_S`` or not at all, and then ``RoleAnswered`` follows. An engine refuses an order
-    that is not later than the last one it has carried out.
+    The engine is told within ``roles.ORDER_S`` or not at all, and then ``RoleAnswered`` follows. An engine refuses an
+    order that is not later than the last one it has carried out.
     """
 
     engine: str
@@ -67,7 +67,7 @@ class CopyPrefix(Instruction):
     """Tell a node to bring the first ``pages`` pages of a request's prompt into its memory, from another node.
 
     It is the node's ``Prefetch`` call with the keys of these pages; ``source`` is where they are known to be. What
-    becomes of it is told with ``OrderEnded``, within ``orders.LATE_S``: later than that nobody waits for it.
+    becomes of it is told with ``OrderEnded``, within ``orders.LATE_S``, after which the conductor stops waiting.
 
     Attributes:
         order: number of the order.
@@ -87,7 +87,7 @@ class CopyPrefix(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPrefix(Instruction):
-    """The same out of the node's own NVMe."""
+    """Tell a node to bring the first pages of a prompt into its memory from its own NVMe. See ``CopyPrefix``."""
 
     order: int
     number: int

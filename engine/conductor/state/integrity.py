@@ -1,4 +1,4 @@
-"""What holds in a conductor after every event. The simulated fleets of the tests run it."""
+"""What holds in a conductor after every event. The tests' simulated fleets check it."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from engine.conductor.state.names import NumberedNames
 
 
 def check(state: ConductorState) -> None:
-    """A request is in the queue or at its engines, and they know of no other."""
+    """Check that each request is in the queue or at its engines, and that engines know of no others."""
     waiting = [number for number, one in state.requests.items() if one.phase is RequestPhase.WAITING]
     assert sum(map(len, state.queues.values())) == len(waiting), (state.queues, waiting)
     there: dict[str, set[int]] = {}

@@ -25,8 +25,8 @@ from kvstore.model.prefix import Keys
 from kvstore.model.span import Fingerprints, fingerprint
 from kvstore.state.directory import GONE, Marks
 
-BLOCK_BYTES: Final = 600  # of a block here, without its tokens
-PAGE_BYTES: Final = 250  # of a page, and of each block that it is in
+BLOCK_BYTES: Final = 600  # memory of a block here, without its tokens
+PAGE_BYTES: Final = 250  # memory of a page, and of each block that it is in
 HASH_BYTES_MAX: Final = 64
 TOKEN_BYTES: Final = 4
 TIER_OF: Final = {None: 0, "GPU": 0, "CPU": 1}  # medium -> place in ``directory.TIERS``; any other one is the last
@@ -51,8 +51,8 @@ KV_OUTCOMES: Final = (
     *("stored", "removed", "cleared", "unknown", "malformed", "other_group", "not_kept", "no_room"),
     *("gap", "forgotten"),
 )
-"""What becomes of events. "not_kept": blocks whose chain is not known; "no_room": for want of memory. The last two are
-those of who follows them: messages were missed, and what was known was forgotten since nobody could tell them again."""
+"""Outcomes of events. "not_kept": blocks whose chain is not known; "no_room": for lack of memory. The last two are
+counted by the follower: messages were missed, and everything known was forgotten because they cannot be replayed."""
 
 BlockHash = int | bytes
 Root = Callable[[str, str], bytes]
@@ -60,7 +60,7 @@ Root = Callable[[str, str], bytes]
 
 
 class Malformed(ValueError):
-    """An event is none."""
+    """The payload is not an event."""
 
 
 @dataclass(slots=True)
@@ -68,11 +68,11 @@ class _Block:
     """A block.
 
     Attributes:
-        link: the key of the last page that ends in it or before it; ``rest``: the tokens after that.
-        size: bytes of its tokens; ``cost``: what it takes here.
-        tiers: a bit for each where it is.
-        pages: that it is a part of.
-        early: the one of them that begins before it, by ``early_bytes``; 0: none does.
+        link: the key of the last page that ends in or before it; ``rest``: the tokens after that.
+        size: bytes of its tokens; ``cost``: the memory it takes here.
+        tiers: one bit for each tier that it is in.
+        pages: the pages that it is a part of.
+        early: the page among them that begins before it, by ``early_bytes``; 0: there is none.
     """
 
     link: bytes
@@ -87,7 +87,7 @@ class _Block:
 
 
 class KvBlocks:
-    """The blocks of one engine. ``take`` changes it, ``told`` says what has changed of its pages since.
+    """The blocks of one engine. ``take`` changes it; ``told`` returns how its pages have changed since the last call.
 
     Args:
         page_tokens: of our pages.
@@ -104,28 +104,28 @@ class KvBlocks:
         self._max = bytes_max
         self._used = 0
         self._blocks: dict[BlockHash, _Block] = {}
-        self._pages: dict[int, int] = {}  # fingerprint -> a bit for each tier where it is
+        self._pages: dict[int, int] = {}  # fingerprint -> one bit for each tier that it is in
         self._changes: list[tuple[int, int]] = []  # fingerprint and mark, in order
 
     @property
     def nbytes(self) -> int:
-        """What is kept, roughly."""
+        """Bytes that are kept, roughly."""
         return self._used
 
     def clear(self) -> None:
-        """Forget everything; what is told next is to be told as a whole."""
+        """Forget everything; what is reported next is to be reported as a whole."""
         self._blocks.clear()
         self._pages.clear()
         self._changes.clear()
         self._used = 0
 
     def told(self) -> tuple[Fingerprints, Marks]:
-        """What came and went since it was asked last."""
+        """Pages that came and went since the last call."""
         changes, self._changes = self._changes, []
         return _arrays(changes)
 
     def everything(self) -> tuple[Fingerprints, Marks]:
-        """All pages; there are no changes any more."""
+        """All pages; this clears the list of changes."""
         self._changes.clear()
         return _arrays([(page, tier) for page, tiers in self._pages.items() for tier in _bits(tiers)])
 
@@ -156,7 +156,7 @@ class KvBlocks:
         if kind == "AllBlocksCleared":
             self.clear()
         elif given.get("group_idx"):
-            self.counts["other_group"] += 1  # of a hybrid model: the first group alone tells what a prompt has
+            self.counts["other_group"] += 1  # a hybrid model: the first group alone tells what a prompt has
             return False
         elif kind == "BlockStored":
             self._stored(given)
@@ -174,7 +174,7 @@ class KvBlocks:
         size, ids = given.get("block_size"), given.get("token_ids")
         if type(size) is not int or not 1 <= size <= 1 << 20 or not isinstance(ids, list):
             raise Malformed
-        if len(ids) != size * len(hashes):  # one that was copied to another medium may be told of without its tokens
+        if len(ids) != size * len(hashes):  # the event of a copy to another medium may lack its tokens
             for name in hashes:
                 self._copied(name, tier)
             return
@@ -195,7 +195,7 @@ class KvBlocks:
     def _add(
         self, name: BlockHash, parent: BlockHash | None, tokens: bytes, given: dict[str, Any], index: int, tier: int
     ) -> bool:
-        """One block more. False: its chain is not known, or there is no room."""
+        """Add a block. False: its chain is not known, or there is no room."""
         if parent is None:
             adapter, salt = _adapter(given), _salt(given, index)
             if salt is None or adapter is None:
@@ -225,12 +225,12 @@ class KvBlocks:
                 for each in before_it:
                     each.pages.add(page)
                 if not whole:
-                    continue  # what it begins with is not there any more
+                    continue  # the block that it begins with is not there any more
             self._page(page, tier, True)
         return True
 
     def _before(self, block: _Block) -> tuple[list[_Block], bool]:
-        """The blocks in which its first page begins, as far as they are there; and whether they all are."""
+        """The known blocks in which its first page begins, and whether all of them are known."""
         found: list[_Block] = []
         missing, name = block.early_bytes, block.parent
         while missing > 0:
@@ -243,7 +243,7 @@ class KvBlocks:
         return found, True
 
     def _copied(self, name: BlockHash, tier: int) -> None:
-        """A block that may be known is in one more tier."""
+        """Add a tier to a block, if the block is known."""
         block = self._blocks.get(name)
         if block is None:
             self.counts["not_kept"] += 1
@@ -304,7 +304,7 @@ def _tier(given: dict[str, Any]) -> int:
 
 
 def _adapter(given: dict[str, Any]) -> str | None:
-    """Under which its pages lie; None: it has a number alone, by which nobody asks."""
+    """The adapter of its pages; None: only its number is known, by which no request asks."""
     name = given.get("lora_name")
     if name is None:
         return "" if given.get("lora_id") is None else None
@@ -312,7 +312,7 @@ def _adapter(given: dict[str, Any]) -> str | None:
 
 
 def _salt(given: dict[str, Any], index: int) -> str | None:
-    """What one of its blocks depends on beside its tokens and the adapter, if that is a salt; None: something else."""
+    """The salt that its blocks depend on, besides tokens and adapter; None: they depend on something else."""
     rows = given.get("extra_keys")
     row = rows[index] if isinstance(rows, list) and index < len(rows) else None
     if not row:

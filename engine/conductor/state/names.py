@@ -1,4 +1,4 @@
-"""Names: of nodes, hosts and zones, as numbers that arrays can hold."""
+"""Names of nodes, hosts and zones, as numbers that arrays can hold."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ class NumberedNames:
         return len(self.names)
 
     def number(self, name: str) -> int:
-        """The name's, from now on."""
+        """The number of a name; it is assigned at the first call."""
         if name not in self._numbers:
             self._numbers[name] = len(self.names)
             self.names.append(name)

@@ -37,11 +37,11 @@ from engine.conductor.state.fleet import FleetEngine
 from engine.conductor.state.prefixes import Matches
 from kvstore.model.span import Fingerprints
 
-WORK_PRICE: Final = 0.5  # of a second of an engine, in seconds of waiting: somebody may come who needs it
+WORK_PRICE: Final = 0.5  # of a second of an engine, in seconds of waiting: a later request may need it
 LAYERS: Final = 32  # of a model, for the part of a hand-off that nothing hides
-SILENT_S: Final = 2.0  # others may be busier by so much than one that did not answer
+SILENT_S: Final = 2.0  # how much busier others may be before a silent engine is used
 LATE_S: Final = 1e9  # more than any answer takes
-EGRESS_BURST_S: Final = 2.0  # see the top
+EGRESS_BURST_S: Final = 2.0  # see the module's docstring
 SHORT: Final = 0.5
 
 
@@ -54,7 +54,7 @@ class RouteWish:
         pages: fingerprints of the prompt's full pages, in order, for each layout that an engine of its model has.
         tokens: of the prompt.
         answer_max: tokens that the answer may have.
-        first_token_s, token_s: what it wants to meet, at most; 0: nothing.
+        first_token_s, token_s: the limits that it wants to meet; 0: no limit.
         barred: engines that it can never go to.
     """
 
@@ -77,10 +77,10 @@ class Computing:
     Attributes:
         cached: tokens that it need not compute.
         own: those of them that its own node has now.
-        donor: the node that the others come from, its own where they are being computed there; empty: none.
-        after_s: the moment from which on the donor has them: the request is kept until then; 0: now.
-        wait_s, move_s, prefill_s: see the top.
-        harm_s: seconds that those that it answers lose together.
+        donor: the node that supplies the others, its own if they are being computed there; empty: none.
+        after_s: when the donor has them: the request is kept until then; 0: now.
+        wait_s, move_s, prefill_s: see the module's docstring.
+        harm_s: the total delay, in seconds, to the requests that it answers.
     """
 
     engine: FleetEngine
@@ -95,7 +95,7 @@ class Computing:
 
     @property
     def ready_s(self) -> float:
-        """Until the prompt is computed."""
+        """Seconds until the prompt is computed."""
         return max(self.wait_s, self.move_s) + self.prefill_s
 
 
@@ -107,7 +107,7 @@ class Answering:
         own: tokens of the prompt that its own node has now.
         batch: sequences that it would decode together, this one among them.
         token_s: its step then.
-        harm_s: seconds that the others lose together while this answer lasts.
+        harm_s: the total delay, in seconds, to the other requests while this answer lasts.
     """
 
     engine: FleetEngine
@@ -119,11 +119,11 @@ class Answering:
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """Both, and what comes of it.
+    """A pair of engines, and what it leads to.
 
     Attributes:
-        tail_s: of the hand-off, what nothing hides, and what it takes more; 0 where one engine does both.
-        total_s: until the last token, with the harm to others: what the default policy makes small.
+        tail_s: the exposed part of the hand-off, and its extra cost; 0 if one engine does both.
+        total_s: until the last token, including the harm to other requests: the default policy minimizes this.
     """
 
     computing: Computing
@@ -133,17 +133,17 @@ class Route:
 
     @property
     def local(self) -> bool:
-        """One engine does both."""
+        """True if one engine does both."""
         return self.computing.engine is self.answering.engine
 
     @property
     def first_token_s(self) -> float:
-        """Until the first token."""
+        """Seconds until the first token."""
         return self.computing.ready_s + self.tail_s
 
 
 class Options:
-    """What could be done with one request. A place in an array is an engine's, in the order of their names.
+    """What could be done with one request. Arrays have one entry for each engine, in the order of their names.
 
     Args:
         at: engines of the board that may get it.
@@ -151,21 +151,21 @@ class Options:
         window_s: of prompts that an engine has before it, at most, to have room for one more.
 
     Attributes:
-        engines: the same.
+        engines: as given.
         matches: as given; ``layouts``: of the engines, by the number that their column has.
-        own: of the prompt, tokens that the engine's own node has now.
-        own_pages, upper_pages: the same in pages, and how many of them lie in the node's memory.
-        own_prefill_s: the prompt's computation, had only the engine's own node any of it.
+        own: tokens of the prompt that the engine's own node has now.
+        own_pages, upper_pages: the same in pages, and how many of them are in the node's memory.
+        own_prefill_s: time to compute the prompt if only the pages of the engine's own node are used.
         cached, donor, after_s, wait_s, move_s, prefill_s, harm_s, ready_s: as of ``Computing``; ``donor``: a node's
             number, or -1.
         speeds: of prompts, in tokens per second.
-        doubt_s: added to what an engine takes where it is chosen, not to what is predicted: it is silent.
-        batch, token_s, answer_harm_s: as of ``Answering``; of no meaning where an engine does not answer.
-        answers_s: seconds of the whole answer, what others lose by it counted as its own.
+        doubt_s: added to an engine's time when it is chosen, but not to predictions: the engine is silent.
+        batch, token_s, answer_harm_s: as of ``Answering``; meaningless for an engine that does not answer.
+        answers_s: seconds of the whole answer, including the delay it causes to other requests.
         room_s: until the engine has a place in its batch and memory for the request.
         prompts_s: until the prompt is computed, with what that costs other requests, and a price for the work itself.
         prefills, answers: places of engines that compute prompts for others, and of those that answer.
-        answer_tokens: that the answer will have, by prediction.
+        answer_tokens: the predicted length of the answer.
     """
 
     def __init__(
@@ -189,7 +189,7 @@ class Options:
         self.engines, self.columns, self._apart = board.take(at)
         self.answer_tokens = costs.answer_tokens(wish.tenant, wish.answer_max)
         columns, paces = self.columns, board.paces(at)
-        full = columns.egress_free_s - now_s > EGRESS_BURST_S  # of a remote cluster: nothing leaves the others
+        full = columns.egress_free_s - now_s > EGRESS_BURST_S  # always False for local engines
         self._egress, self._mixed = bool(columns.egress.any()), board.mixed
         self.doubt_s = SILENT_S * columns.silent
         self.prefills = (columns.prefills > full).nonzero()[0]
@@ -210,7 +210,9 @@ class Options:
         self.answers_s = self.answer_tokens * self.token_s + self.answer_harm_s
 
     def _kept_here(self, fit: Places) -> Places:
-        """Of these engines, those of here alone where the prompt is short and does not wait long: see the top."""
+        """Keep only the local engines among these if the prompt is short and does not wait long: see the module's
+        docstring.
+        """
         here = fit[self.columns.egress[fit] == 0]
         usual_s = self.costs.usual_prefill_s(self.wish.model)
         short = len(here) > 0 and self.prefill_s[here].min() < SHORT * usual_s
@@ -249,23 +251,23 @@ class Options:
         self.ready_s = np.maximum(self.wait_s, self.move_s) + self.prefill_s
 
     def _rooms_s(self) -> Floats:
-        """Until each engine has a place in its batch and the memory that the request will hold."""
+        """Seconds until each engine has a place in its batch and the memory that the request will hold."""
         columns, now_s = self.columns, self.now_s
         rooms_s = np.maximum(0.0, columns.place_free_s - now_s)
         lack = columns.tokens + columns.others_tokens + self.wish.tokens + self.answer_tokens - columns.kv_tokens_max
         for at in (lack > 0).nonzero()[0].tolist():
             free_s = self.engines[at].memory_free_s(float(lack[at])) - now_s
-            # When requests of other callers end is not known: this one waits here until a report says there is room.
+            # Other callers' requests end at unknown times: this one waits here until a report says that there is room.
             rooms_s[at] = max(float(rooms_s[at]), free_s if free_s < np.inf else 2 * self._window_s)
         return rooms_s
 
     def _prefills_s(self, cached: Floats) -> Floats:
-        """The rest of the prompt, in steps in which the engine's sequences decode as well."""
+        """Seconds for the rest of the prompt, in steps in which the engine's sequences decode as well."""
         tokens = self.wish.tokens
         return self.costs.prefills_s(self._paces, self.speeds, tokens, cached) + (tokens - cached) * self._beside_s
 
     def _bring(self, matches: Matches, mine: Flags, nodes: Places) -> None:
-        """Where it pays, a longer prefix is waited for at its own node, or comes from another one."""
+        """Wait for a longer prefix at its own node, or bring it from another one, where that pays."""
         columns, costs, own_move_s = self.columns, self.costs, self.move_s
         best_s = np.maximum(self.wait_s, self.move_s) + (1 + WORK_PRICE) * self.prefill_s
 
@@ -305,7 +307,7 @@ class Options:
     # --- pairs ------------------------------------------------------------------------------------------------------
 
     def partners(self, computing: int) -> Places:
-        """Engines that could answer what this one computes, without itself."""
+        """Engines that could answer what this one computes, except itself."""
         columns, answers = self.columns, self.answers
         if not self._mixed:
             return answers[answers != computing]
@@ -315,9 +317,9 @@ class Options:
         return answers[fit & (answers != computing)]
 
     def tails_s(self, computing: Places, answering: Places) -> Floats:
-        """Of hand-offs from these engines to those, what nothing hides; the arrays are spread over each other.
+        """The exposed part of hand-offs from these engines to those; the arrays are broadcast against each other.
 
-        Where there can be none, since their pages differ or an engine is foreign, that is for ever.
+        Infinite if there can be no hand-off, because their pages differ or an engine is foreign.
         """
         tails_s, columns = self._tails_s(computing, answering) + self.costs.handoff_s, self.columns
         tails_s = np.maximum(tails_s, self.room_s[answering] - self.ready_s[computing])
@@ -336,31 +338,31 @@ class Options:
         egress = columns.egress[computing]
         moves_s = self.costs.moves_s(size, np.where(egress > 0, 1 / np.maximum(1.0, egress), way))
         tails_s = np.maximum(moves_s - self.prefill_s[computing], moves_s / LAYERS)
-        behind_s = columns.egress_free_s[computing] - self.now_s  # until what is to leave before it has left
+        behind_s = columns.egress_free_s[computing] - self.now_s  # until the data queued before it has left
         late_s = behind_s + moves_s - self.ready_s[computing]
         return np.where(egress > 0, np.maximum(tails_s, late_s), tails_s)
 
     def totals_s(self, computing: Places, answering: Places, tails_s: Floats | float) -> Floats:
-        """Of these pairs, see ``Route.total_s``."""
+        """``Route.total_s`` for each of these pairs."""
         return self.prompts_s[computing] + tails_s + self.answers_s[answering]
 
     @property
     def node_names(self) -> list[str]:
-        """Of nodes, by number."""
+        """The names of nodes, by number."""
         return self._fleet.nodes.names
 
     def with_room(self, fit: Places) -> Places:
-        """Those of these engines that have room; all where none has."""
+        """The engines among these that have room; all of them if none has."""
         roomy = fit[self.wait_s[fit] <= self._window_s]
         return roomy if len(roomy) else fit
 
     @property
     def hurries(self) -> bool:
-        """Whether the request wants anything to be met."""
+        """True if the request has any limit to meet."""
         return self.wish.first_token_s > 0 or self.wish.token_s > 0
 
     def late(self, first_token_s: Floats, token_s: Floats | float = 0.0) -> Floats:
-        """What is more than any total, for those that do not meet what the request wants."""
+        """A time above any total for pairs that miss the request's limits, otherwise 0."""
         wish = self.wish
         late = (first_token_s > (wish.first_token_s or np.inf)) | (np.asarray(token_s) > (wish.token_s or np.inf))
         return np.where(late, LATE_S, 0.0)
@@ -368,14 +370,14 @@ class Options:
     # --- as objects -------------------------------------------------------------------------------------------------
 
     def route(self, computing: int, answering: int) -> Route:
-        """These two together."""
+        """The route with these two engines."""
         one, other = np.array([computing]), np.array([answering])
         tails_s = self.tails_s(one, other) if computing != answering else np.zeros(1)
         total_s = float(self.totals_s(one, other, tails_s)[0])
         return Route(self.computing(computing), self.answering(answering), float(tails_s[0]), total_s)
 
     def computing(self, at: int) -> Computing:
-        """This engine, as one that computes."""
+        """The terms of this engine if it computes."""
         donor = int(self.donor[at])
         return Computing(
             self.engines[at],
@@ -390,7 +392,7 @@ class Options:
         )
 
     def answering(self, at: int) -> Answering:
-        """This engine, as one that answers."""
+        """The terms of this engine if it answers."""
         return Answering(
             self.engines[at],
             int(self.own[at]),

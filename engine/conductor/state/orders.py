@@ -1,9 +1,9 @@
-"""Orders: what the leader among conductors tells nodes to do before a request needs it.
+"""Orders: the leading conductor moves pages before a request needs them.
 
 - A prefix that many requests begin with is copied to another node, where all engines whose nodes have it are busy and
   one is not. How often a prefix is used is counted at its last page that some node has, and at every power of two
-  before it: so a prompt that everybody shares is seen, whatever follows it.
-- What a request that waits will need from its node's NVMe is brought to memory meanwhile.
+  before it: so a prompt that all tenants share is seen, whatever follows it.
+- What a request that waits will need from its node's NVMe is brought to memory in the meantime.
 
 Both move bytes that requests might want to move, so they have a budget: bytes per second, and bytes at a time.
 """
@@ -25,8 +25,8 @@ HOT_USES: Final = 8.0  # within about HOT_S: a prefix is hot
 HOT_S: Final = 10.0
 HOT_MAX: Final = 1 << 16  # prefixes that are counted; those counted first go first
 BUSY_S: Final = 0.1  # an engine whose prompts wait longer is busy
-BURST_S: Final = 1.0  # of the budget, what may be spent at once
-LATE_S: Final = 30.0  # nobody waits longer for an order to end
+BURST_S: Final = 1.0  # the part of the budget that may be spent at once
+LATE_S: Final = 30.0  # the longest that the end of an order is awaited
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,14 +39,14 @@ class _Order:
 class Orders:
     """Orders of one conductor.
 
-    An order ends when it is told to have, or ``LATE_S`` after it was given. Either way its bytes are free for others.
+    An order ends when its end is reported, or ``LATE_S`` after it was given. Either way its bytes become available.
 
     Args:
         bytes_per_s: of all orders together.
         bytes_max: of those that have not ended; a larger one is given alone.
 
     Attributes:
-        leads: whether any are given.
+        leads: whether orders are given.
     """
 
     def __init__(self, bytes_per_s: float, bytes_max: int) -> None:
@@ -57,14 +57,14 @@ class Orders:
         self._at_s = 0.0
         self._numbers = count(1)
         self._given: dict[int, _Order] = {}  # by number, so by age
-        self._uses: dict[int, tuple[float, float]] = {}  # by page: how often, when
+        self._uses: dict[int, tuple[float, float]] = {}  # by page: use count, time of the last use
 
     def ended(self, order: int) -> None:
-        """An order has."""
+        """Record that an order has ended."""
         self._given.pop(order, None)
 
     def asked(self, options: Options, route: Route, waits: bool, prefixes: Prefixes, now_s: float) -> list[Instruction]:
-        """A request came, and was taken; whether it ``waits`` for its engine. What nodes should do."""
+        """Return the orders that follow from an accepted request. ``waits``: whether it waits for its engine."""
         if not self.leads or route.computing.engine.about.foreign:
             return []
         copied = self._copy(options, route, prefixes, now_s)
@@ -111,7 +111,7 @@ class Orders:
         return PrefetchPrefix(order, options.wish.number, about.node, about.layout, pages, size)
 
     def _used(self, page: int, now_s: float) -> float:
-        """One use more; how many there were lately."""
+        """Record one more use; returns the recent number of uses."""
         uses, at_s = self._uses.pop(page, (0.0, now_s))
         if len(self._uses) >= HOT_MAX:
             del self._uses[next(iter(self._uses))]
@@ -120,7 +120,7 @@ class Orders:
         return uses
 
     def _give(self, node: str, page: int, size: int, now_s: float) -> int | None:
-        """The number of an order for so many bytes; None where there is no budget, or it is given already."""
+        """The number of an order for this many bytes; None if the budget is used up, or the order was given already."""
         self._expire(now_s)
         self._left = min(self._bytes_per_s * BURST_S, self._left + self._bytes_per_s * (now_s - self._at_s))
         self._at_s = now_s

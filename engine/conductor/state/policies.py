@@ -1,12 +1,12 @@
-"""Policies: who computes a prompt and who answers it. One interface; the live conductor and the simulator run the same.
+"""Policies: which engine computes a prompt and which answers it. The live conductor and the simulator share them.
 
-``kv-centric`` is the default. The others are what is published elsewhere, to compare with:
+``kv-centric`` is the default. The others are published policies, for comparison:
 
 - ``random``, ``round-robin``, ``least-load``: look at no prefix.
-- ``longest-prefix``: the engine whose node has most of the prompt. Where everybody shares the first page, those are
+- ``longest-prefix``: the engine whose node has most of the prompt. If every prompt shares the first page, those are
   all of one node's engines, until they have no room.
-- ``own-cache``: the soonest first token, what other nodes have left aside.
-- ``dynamo-linear``: the smallest sum of blocks that it would have to compute and blocks that it decodes (NVIDIA
+- ``own-cache``: the soonest first token, ignoring what other nodes have.
+- ``dynamo-linear``: the smallest sum of blocks to compute and blocks being decoded (NVIDIA
   Dynamo's KV router).
 - ``dualmap``: two candidates by two hashes of the prompt's first pages; the one with more of it unless that is late
   (after DualMap).
@@ -26,8 +26,8 @@ from engine.conductor.state.options import Options
 from kvstore.errors import InvalidRequest
 
 BEST: Final = 6  # engines of each kind whose pairs are tried
-DUALMAP_PAGES: Final = 4  # of the prompt's first pages, what a conversation is known by
-DUALMAP_LATE: Final = 2.0  # the warmer of two engines may be ready so much later
+DUALMAP_PAGES: Final = 4  # the first pages of a prompt, which identify a conversation
+DUALMAP_LATE: Final = 2.0  # how much later the warmer of two engines may be ready
 DYNAMO_LOCAL_TOKENS: Final = 2048
 DYNAMO_LOCAL_SHARE: Final = 0.7
 
@@ -36,7 +36,7 @@ class Policy:
     """Chooses a pair. A policy says which engine computes, of those that have room, lest requests wait behind one whose
     engine has none; by default the smallest batch answers.
 
-    The same request is routed again for as long as it waits, so nothing here changes by being asked.
+    A request is routed again for as long as it waits, so calling a policy changes no state.
     """
 
     name = ""
@@ -45,11 +45,11 @@ class Policy:
         self.seed = seed
 
     def computing(self, options: Options, fit: Places) -> int:
-        """Of these, at least one, who computes the prompt."""
+        """The place of the engine that computes the prompt, among these; at least one is given."""
         raise NotImplementedError
 
     def route(self, options: Options, split: Split) -> tuple[int, int] | None:
-        """Who computes and who answers; None where nobody can."""
+        """The engines that compute and answer; None if there are none."""
         apart = split(options)
         if apart is not False and len(options.prefills):
             chosen = self.computing(options, options.with_room(options.prefills))
@@ -65,12 +65,12 @@ class Policy:
 
 
 Split = Callable[[Options], bool | None]
-"""Whether the prompt is computed by another engine than the one that answers; None: as the policy finds."""
+"""True if another engine than the answering one computes the prompt; None: as the policy decides."""
 
 
 class KvCentric(Policy):
-    """The pair with the soonest last token, what it costs others counted as its own; of those that meet what the
-    request wants, if there are any. Of equal ones, each in its turn.
+    """The pair with the soonest last token, including the delay it causes to other requests, among the pairs that meet
+    the request's limits, if there are any. Equal pairs take turns.
     """
 
     name = "kv-centric"
@@ -89,7 +89,7 @@ class KvCentric(Policy):
             answering = _smallest(answers, options.answers_s)
             one_each, other_each = computing[:, None], answering[None, :]
             tails_s = options.tails_s(one_each, other_each)
-            tails_s[one_each == other_each] = np.inf  # those come below
+            tails_s[one_each == other_each] = np.inf  # these pairs are added below
             totals = options.totals_s(one_each, other_each, tails_s)
             totals = totals + options.doubt_s[one_each] + options.doubt_s[other_each]
             if options.hurries:
@@ -118,7 +118,7 @@ class Random(Policy):
 
 
 class RoundRobin(Policy):
-    """One after the other."""
+    """Engines take turns."""
 
     name = "round-robin"
 
@@ -138,7 +138,7 @@ class LeastLoad(Policy):
 
 
 class LongestPrefix(Policy):
-    """Most of the prompt; of equal ones the shortest wait."""
+    """Most of the prompt; among equal ones the shortest wait."""
 
     name = "longest-prefix"
 
@@ -148,7 +148,7 @@ class LongestPrefix(Policy):
 
 
 class OwnCache(Policy):
-    """The soonest first token by what its own node has."""
+    """The soonest first token, with only what the engine's own node has."""
 
     name = "own-cache"
 
@@ -172,7 +172,7 @@ class DynamoLinear(Policy):
 
 
 class DualMap(Policy):
-    """The warmer of two, by two hashes."""
+    """The warmer of two engines, which two hashes choose."""
 
     name = "dualmap"
 
@@ -204,7 +204,7 @@ def threshold(options: Options) -> bool | None:
 
 
 def cost(options: Options) -> bool | None:
-    """As the policy finds."""
+    """As the policy decides."""
     return None
 
 
@@ -221,7 +221,7 @@ def make_policy(name: str, seed: int) -> Policy:
     """A policy by name.
 
     Raises:
-        InvalidRequest: there is none of that name.
+        InvalidRequest: there is no policy with this name.
     """
     if name not in POLICIES:
         raise InvalidRequest("policy", f"there is no policy {name!r}; there are {', '.join(POLICIES)}")
@@ -232,7 +232,7 @@ def make_split(name: str) -> Split:
     """When two engines share a request, by name.
 
     Raises:
-        InvalidRequest: there is none of that name.
+        InvalidRequest: there is no split with this name.
     """
     if name not in SPLITS:
         raise InvalidRequest("split", f"there is no split {name!r}; there are {', '.join(SPLITS)}")
@@ -240,18 +240,18 @@ def make_split(name: str) -> Split:
 
 
 def _smallest(fit: Places, values: Floats) -> Places:
-    """Of these engines the ``BEST`` with the smallest values, in their order."""
+    """The ``BEST`` engines with the smallest values, in the order given."""
     if len(fit) <= BEST:
         return fit
     return np.sort(fit[values[fit].argsort(kind="stable")[:BEST]])
 
 
 def _first(values: Floats, options: Options) -> int:
-    """Where the smallest value is; of several equal ones another for every request."""
+    """Where the smallest value is; equal ones take turns from request to request."""
     smallest = (values == values.min()).nonzero()[0]
     return int(smallest[options.wish.number % len(smallest)])
 
 
 def _drawn(what: bytes, seed: int, count: int) -> int:
-    """A number below ``count``, by chance; the same for the same."""
+    """A pseudo-random number below ``count``, the same for the same request."""
     return xxhash.xxh3_64_intdigest(what, seed) % count

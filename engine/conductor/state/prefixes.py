@@ -1,17 +1,18 @@
-"""Prefixes: how much of a prompt each node has, as far as nodes have told, and what was decided a moment ago.
+"""Prefixes: how much of a prompt each node has, by the nodes' reports and by decisions made a moment ago.
 
-Nodes tell in streams, as they tell the owners of the directory (``kvstore.state.directory``). A decision counts before
+Nodes report in streams, as they do to the owners of the directory (``kvstore.state.directory``). A decision counts
+before
 any node confirms it: the pages that a request is going to store are taken for stored, for ``EXPECTED_S``, at the node
 of the engine that computes them. So a burst of equal prompts follows the first one instead of being spread.
 
-A page's fingerprint stands for all pages before it, too. So of two chains that are equal at one place everything before
-is equal, and what is expected is found by the first page of its chain alone.
+A page's fingerprint identifies all pages before it, too. If two chains are equal at one place, everything before it is
+equal, and expected pages are found by the first page of their chain alone.
 
-A node stores no page without the one before it, so whether it has a page tells of all before; where one is lost all the
-same, that is found out like any other error below.
+A node stores no page without the one before it, so a page's presence implies all pages before it; if one is lost
+nevertheless, that is found out like any other error below.
 
-Nodes are numbered from 0 on, in the order in which they were first heard of; answers are arrays over these numbers.
-Nothing here is trusted. A page that is not there any more costs a wrong choice: the engine finds out and computes it.
+Nodes are numbered from 0, in the order in which they first appeared; answers are arrays over these numbers. Nothing
+here is trusted. A page that is gone costs a wrong choice: the engine finds out and computes it.
 """
 
 from __future__ import annotations
@@ -30,10 +31,10 @@ from kvstore.model.span import Fingerprints
 from kvstore.state.directory import TIERS, Directory, Told
 
 EXPECTED_S: Final = 30.0
-EXPECTED_MAX: Final = 1 << 18  # pages; those decided first go first
-EXPECTED_SAME: Final = 4  # chains with the same first page that are expected at one node; those decided first go first
-STRIDE: Final = 16  # every so many pages are looked for first
-NODES_MAX: Final = 1024  # of which one page may be known
+EXPECTED_MAX: Final = 1 << 18  # pages; the oldest decisions are dropped first
+EXPECTED_SAME: Final = 4  # chains with the same first page that are expected at one node; the oldest go first
+STRIDE: Final = 16  # every 16th page is looked up first
+NODES_MAX: Final = 1024  # nodes that may be known to have one page
 DONORS: Final = 3  # nodes from which a longer prefix could come, the longest first
 
 _DRAM: Final = TIERS.index(Tier.DRAM)
@@ -43,7 +44,7 @@ Counts = npt.NDArray[np.int64]
 
 @dataclass(frozen=True, slots=True)
 class Donor:
-    """A node has so many pages of a prompt, or will have them at ``ready_s``; 0: now."""
+    """A node that has this many pages of a prompt, or will have them at ``ready_s``; 0: now."""
 
     node: int
     pages: int
@@ -57,10 +58,10 @@ class Matches:
     The arrays have one more place than there are nodes, with 0 in it: that of an engine without a node, -1.
 
     Attributes:
-        told: of each node, the longest prefix that it has whole.
-        upper: how many pages of that prefix lie in its DRAM or HBM; the others lie on NVMe.
-        soon, soon_s: what a node will have that is to get a longer one, else 0; and the moment when it will.
-        donors: who has most, or will have, the longest first; ``DONORS`` of them.
+        told: the longest prefix that each node has without gaps.
+        upper: how many pages of that prefix are in its DRAM or HBM; the others are on NVMe.
+        soon, soon_s: the longer prefix that a node will have, else 0; and when it will have it.
+        donors: nodes that have or will have most, the longest first; at most ``DONORS``.
     """
 
     told: Counts
@@ -91,7 +92,7 @@ class Prefixes:
     def __init__(self, bytes_max: int, nodes: NumberedNames) -> None:
         self._names = nodes
         self._told = Directory(bytes_max)
-        self._streams: list[str] = []  # the directory's names of them, and ...
+        self._streams: list[str] = []  # their names in the directory, and ...
         self._nodes = np.zeros(0, np.int64)  # ... the nodes' numbers in their order
         self._expected: dict[int, list[_Expected]] = {}  # by the first page, the newest last
         self._waits: deque[_Expected] = deque()
@@ -101,12 +102,12 @@ class Prefixes:
         return len(self._told)
 
     def told(self, batch: Told) -> int:
-        """A node's batch. Returns the number that is wanted next, or ``directory.AGAIN``."""
+        """Apply a node's batch. Returns the number of the next one expected, or ``directory.AGAIN``."""
         self._names.number(batch.node)
         return self._told.told(batch)
 
     def forget(self, node: str) -> None:
-        """The node has gone, and with it what it had and what it was to get."""
+        """Remove a node, with what it had and what it was to receive."""
         self._told.forget(node)
         number = self._names.number(node)
         stays: deque[_Expected] = deque()
@@ -122,7 +123,7 @@ class Prefixes:
     def expect(self, node: str, pages: Fingerprints, ready_s: float, now_s: float) -> None:
         """A request that was sent to an engine of this node will have stored these pages there by then.
 
-        ``pages``: those that the node has not, and is not expected to have, up to the end of the prompt.
+        ``pages``: up to the end of the prompt, those that the node neither has nor is expected to have.
         """
         if len(pages):
             waits = _Expected(now_s + EXPECTED_S, self._names.number(node), pages.tolist(), ready_s)
@@ -136,7 +137,7 @@ class Prefixes:
         self.expire(now_s)
 
     def expire(self, now_s: float) -> None:
-        """What should have been told by now is not expected any longer."""
+        """Drop expected pages that nodes should have reported by now."""
         while self._waits and (self._waits[0].until_s <= now_s or self._waiting > EXPECTED_MAX):
             self._drop(self._waits.popleft())
 
@@ -152,8 +153,8 @@ class Prefixes:
 
     def match(self, prompt: Fingerprints) -> Matches:
         """How much of a prompt every node has. ``prompt``: fingerprints of its full pages, in order."""
-        # The first page and every STRIDE-th; then those between the last one of them that a node has, or has in its
-        # memory, and the next.
+        # The first page and every STRIDE-th; then those between the last of them that a node has (or has in its
+        # memory) and the next.
         places = np.arange(-1, len(prompt), STRIDE)[: len(prompt)]
         places[:1] = 0
         probes = self._look(prompt[places], np.arange(len(places)), [np.zeros(len(self._names) + 1, np.int64)])
@@ -173,9 +174,9 @@ class Prefixes:
         return Matches(told, upper, pages, moments, donors[:DONORS])
 
     def _look(self, pages: Fingerprints, places: Counts, known: list[Counts]) -> list[Counts]:
-        """What is ``known`` of nodes: how much they have, and how much of it in memory, once where that is the same.
+        """How many of these pages nodes have, and how many in memory, once where that is the same.
 
-        With these pages, at these places.
+        ``known``: what nodes have of the pages at these places.
         """
         listed = self._told.find(pages, NODES_MAX)
         if not len(listed.pages):
@@ -210,7 +211,7 @@ class Prefixes:
 
 
 def _longer(known: Counts, nodes: Counts, places: Counts) -> Counts:
-    """How much each node has, with these places of nodes, in order, as far as each follows the one before it."""
+    """The length of each node's prefix, given places of nodes in order, while each follows the one before it."""
     steps = places - known[nodes]
     mine = steps >= 0
     follows = np.zeros((len(known), int(places[-1]) + 2), bool)
@@ -219,7 +220,7 @@ def _longer(known: Counts, nodes: Counts, places: Counts) -> Counts:
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """How many pages two chains have in common, from the first on; where they differ once they differ for good."""
+    """How many pages two chains have in common at their beginning; chains that differ once differ from there on."""
     length = min(len(one), len(other))
     if one[length - 1] == other[length - 1]:
         return length

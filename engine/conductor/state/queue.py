@@ -1,11 +1,11 @@
-"""Queue: requests that wait until an engine has room, a fair share for every tenant.
+"""Queue: requests that wait until an engine has room, with a fair share for every tenant.
 
 Start-time fair queueing (Goyal, Vin and Cheng, SIGCOMM 1996): a request's start tag is the later of the queue's virtual
-time and the end of the tenant's last request; its end is that much later as it costs, in seconds of an engine. The
-smallest start tag goes first, and becomes the virtual time. So a tenant that floods the queue delays others by what it
-has under way, and no more; one that comes back after a pause has saved up nothing. Priorities order the requests of one
-tenant alone: who claims them for everything gains nothing over others. Every model has its own queue, since its engines
-are no use to requests for another one.
+time and the end of the tenant's last request; its end is later by its cost, in seconds of an engine. The smallest
+start tag goes first, and becomes the virtual time. So a tenant that floods the queue delays other tenants by what it
+has under way, and no more; a tenant that comes back after a pause has saved up nothing. Priorities only order the
+requests of one tenant: claiming a high priority for all of them gains nothing over other tenants. Every model has its
+own queue, because its engines cannot serve requests for another one.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ class QueuedRequest:
 
 @dataclass(slots=True)
 class _Tenant:
-    """Of one tenant: its requests, by priority, and the end tag of the last one that has left the line."""
+    """The requests of one tenant, by priority, and the end tag of the last one that left the line."""
 
     end_s: float = 0.0
     lines: dict[int, deque[QueuedRequest]] = field(default_factory=dict)
@@ -49,7 +49,7 @@ class Queue:
     """Requests that wait for the engines of one model.
 
     Args:
-        room: of all queues.
+        room: shared by all queues.
     """
 
     def __init__(self, room: QueueRoom) -> None:
@@ -62,7 +62,7 @@ class Queue:
         return self._count
 
     def add(self, tenant: str, waiting: QueuedRequest) -> None:
-        """One more, behind those of its tenant and priority.
+        """Add a request, behind those of its tenant and priority.
 
         Raises:
             TooManyCalls: there is no room for it.
@@ -75,7 +75,7 @@ class Queue:
         self._counted(known, waiting, 1)
 
     def back(self, tenant: str, waiting: QueuedRequest) -> None:
-        """One that left the queue goes on in front: the engine that had it failed. It costs its tenant nothing more."""
+        """Put a request whose engine failed back at the front. It costs its tenant nothing more."""
         self._room.take(tenant, waiting.size, over=True)
         known = self._tenants.setdefault(tenant, _Tenant(self._now_s))
         known.end_s = max(self._now_s, known.end_s) - waiting.cost_s
@@ -83,7 +83,7 @@ class Queue:
         self._counted(known, waiting, 1)
 
     def first(self) -> tuple[str, QueuedRequest] | None:
-        """Who is next; it stays in the queue."""
+        """The next request; it stays in the queue."""
         best: tuple[float, str] | None = None
         for name, tenant in self._tenants.items():
             if tenant.lines:
@@ -92,14 +92,14 @@ class Queue:
         return (best[1], self._tenants[best[1]].first()) if best is not None else None
 
     def take(self, tenant: str, waiting: QueuedRequest) -> None:
-        """The one that ``first`` gave leaves, to be served."""
+        """Remove the request that ``first`` returned, to be served."""
         known = self._tenants[tenant]
         self._now_s = max(self._now_s, known.end_s)
         known.end_s = self._now_s + waiting.cost_s
         self.drop(tenant, waiting)
 
     def drop(self, tenant: str, waiting: QueuedRequest) -> None:
-        """One leaves unserved."""
+        """Remove a request unserved."""
         known = self._tenants[tenant]
         line = known.lines[waiting.priority]
         line.remove(waiting)
@@ -109,7 +109,7 @@ class Queue:
         self._room.give(tenant, waiting.size)
         if (
             not known.lines
-        ):  # a tenant without requests is forgotten once others have caught up with it, or nobody waits
+        ):  # a tenant without requests is forgotten once others have caught up with it, or nothing waits
             for name in [name for name, each in self._tenants.items() if not each.lines]:
                 if not self._count or self._tenants[name].end_s <= self._now_s:
                     del self._tenants[name]
@@ -117,8 +117,8 @@ class Queue:
     def ahead_s(self, tenant: str, cost_s: float) -> float:
         """Seconds of engines that are served before a new request of this tenant.
 
-        All that its tenant has waiting; of every other tenant what it has, at most as much as goes to this one
-        meanwhile.
+        Everything that its own tenant has waiting; of every other tenant at most as much as is served to this tenant in
+        the same time.
         """
         known = self._tenants.get(tenant)
         mine_s = known.cost_s if known is not None else 0.0
@@ -132,13 +132,13 @@ class Queue:
 
 
 class QueueRoom:
-    """Bytes that requests may keep together while they wait.
+    """Memory that waiting requests may take together.
 
-    Any one tenant may have as much as there is free (the dynamic threshold of Choudhury and Hahne, 1998): half of it
-    where it is alone, a third each where two want all of it, and so on; there is always some for one more.
+    A single tenant may take as much as is free (the dynamic threshold of Choudhury and Hahne, 1998): half of it if it
+    is alone, a third each if two want all of it, and so on; there is always some left for one more.
 
     Args:
-        bytes_max: so many.
+        bytes_max: the limit.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -147,7 +147,7 @@ class QueueRoom:
         self._tenants: dict[str, int] = {}
 
     def take(self, tenant: str, size: int, *, over: bool = False) -> None:
-        """For one more request; ``over``: it was here before, and is let in again in any case.
+        """Take memory for a request; with ``over``, which was here before, the request is always admitted.
 
         Raises:
             TooManyCalls: there is no room for it.
@@ -159,7 +159,7 @@ class QueueRoom:
         self._size += size
 
     def give(self, tenant: str, size: int) -> None:
-        """It waits no longer."""
+        """Return the memory of a request that no longer waits."""
         left = self._tenants[tenant] - size
         self._size -= size
         if left:

@@ -1,17 +1,17 @@
-"""Roles: how many engines of a model compute prompts for others, and how many answer, as the mix of work asks for it.
+"""Roles: how many engines of a model compute prompts for others, and how many answer, to match the mix of work.
 
-Demand is counted in seconds of engines per second, of prompts and of answers: what was asked for in the last
-``WINDOW_S``, also by those who were refused, and what waits, as if it were to be done in the next. With ``p`` of
-``n`` engines on prompts, the busier side is busy to ``max(prompts / p, answers / (n - p))``; the best ``p`` makes that
-small. One engine changes at a time, not sooner than ``CHANGE_S`` after the one before, and only where the busier side
-becomes less busy by a ``GAIN``: so a mix between two splits does not make engines go to and fro. An engine that does
-both is left alone, as is every foreign one. What is under way at an engine is finished as it began; the one with least
-of it changes. Where a role has fewer engines than its floor, one changes whatever is asked for.
+Demand is counted in seconds of engines per second, for prompts and for answers: what was asked for in the last
+``WINDOW_S``, including refused requests, and what waits, as if it were to be done in the next. With ``p`` of ``n``
+engines on prompts, the busier side has a load of ``max(prompts / p, answers / (n - p))``; the best ``p`` minimizes it.
+One engine changes at a time, at least ``CHANGE_S`` after the one before, and only if the busier side's load falls by a
+``GAIN``: so a mix between two splits does not make engines switch back and forth. An engine that does both is left
+alone, as is every foreign one. Work under way at an engine finishes as it began; the engine with least of it changes.
+If a role has fewer engines than its floor, one changes regardless of demand.
 
-Several conductors agree since the leader alone decides, and all of them believe what engines report. A new leader
-waits until no order of the leader before it can be under way, and until what it knows is from after that: so no two
-leaders take engines from one role at a time. Its orders carry its revision, so that an order which is late all the same
-(its conductor stood still) is refused by an engine that has heard of a later leader.
+Several conductors agree because only the leader decides, and all of them believe what engines report. A new leader
+waits until no order of the previous leader can be under way, and until its knowledge is from after that: so no two
+leaders take engines from one role at a time. Its orders carry its revision, so that an engine that has heard of a later
+leader refuses a late order (whose conductor was suspended).
 
 Worked example, conductors A and B, an engine E that decodes::
 
@@ -33,13 +33,13 @@ from engine.model.request import REVISION_MAX, Role, RoleOrder
 WINDOW_S: Final = 5.0
 CHANGE_S: Final = 2.0
 GAIN: Final = 1.2
-BUSY: Final = 0.1  # where the busier side is busy to less, any split does
+BUSY: Final = 0.1  # any split will do if the load of the busier side is below this
 ORDER_S: Final = 5.0  # the longest that an order is under way
-KNOWN_S: Final = 3.0  # an engine that was asked longer ago, and has not answered since, counts for no floor
+KNOWN_S: Final = 3.0  # an engine that was asked longer ago, and has not answered since, does not count towards a floor
 
 
 class Roles:
-    """What was asked for lately of one model.
+    """Recent demand for one model.
 
     Args:
         floor: engines that each role keeps.
@@ -53,7 +53,7 @@ class Roles:
         self._changed_s = -math.inf
 
     def asked(self, prompt_s: float, answer_s: float, now_s: float) -> None:
-        """A request came: what its prompt and its answer take of an engine."""
+        """Record what a request's prompt and answer take of an engine."""
         self._fade(now_s)
         self._prompts_s += prompt_s / WINDOW_S
         self._answers_s += answer_s / WINDOW_S
@@ -67,7 +67,7 @@ class Roles:
     def change(
         self, engines: list[FleetEngine], prompts_s: float, answers_s: float, now_s: float
     ) -> tuple[str, Role] | None:
-        """Which engine is to do what from now on. ``prompts_s``, ``answers_s``: of requests that wait."""
+        """Return which engines change to which role. ``prompts_s``, ``answers_s``: of requests that wait."""
         self._fade(now_s)
         usable = [engine for engine in engines if not engine.draining and not engine.unsure]
         ours = [engine for engine in usable if not engine.about.egress_bytes_per_s]
@@ -106,7 +106,7 @@ class Roles:
         return len(prompts) if now < BUSY or now < GAIN * then else best
 
     def _spare(self, engines: list[FleetEngine], now_s: float) -> list[FleetEngine]:
-        """The engines of one role of which one may change: the floor is kept without it."""
+        """The engines of a role that may change without violating the floor."""
         known = _known(engines, now_s)
         return known if len(known) > self._floor else []
 
@@ -124,41 +124,41 @@ class FleetRoles:
     def __init__(self, floor: int | None) -> None:
         self.revision: int | None = None
         self._floor = floor
-        self._models: dict[str, Roles] = {}  # that some engine has
-        self._number = 0  # of our last order of this revision
+        self._models: dict[str, Roles] = {}  # for models that at least one engine has
+        self._number = 0  # the number of our last order with this revision
         self._orders_from_s = 0.0
 
     def leads(self, revision: int | None, now_s: float) -> None:
-        """We lead from now on, by an election of this revision; None: another conductor does."""
+        """Record who leads: we do, by an election of this revision; None: another conductor."""
         self.revision, self._number, self._orders_from_s = revision, 0, now_s + ORDER_S + KNOWN_S
 
     def heard(self, order: RoleOrder) -> None:
-        """An engine has carried out this order.
+        """Record that an engine has carried out this order.
 
-        Where it is not ours, and later than ours while we lead, revisions have begun anew (a catalog that was lost, or
-        none at all): ours rises above it, or no engine would ever obey again.
+        If it is not ours, and later than ours while we lead, revisions have restarted (the catalog was lost, or there
+        is none): ours rises above it, otherwise no engine would ever obey again.
         """
         if self.revision is not None and order > (self.revision, self._number):
             self.revision, self._number = min(REVISION_MAX, order.revision + 1), 0
 
     def asked(self, model: str, prompt_s: float, answer_s: float, now_s: float) -> None:
-        """A request came: what its prompt and its answer take of an engine."""
+        """Record what a request's prompt and answer take of an engine."""
         if model in self._models:
             self._models[model].asked(prompt_s, answer_s, now_s)
 
     def keep(self, models: list[str]) -> None:
-        """Count for these, which some engine has, and for no others."""
+        """Keep counts for these models, which engines have, and drop the others."""
         if self._floor is not None:
             self._models = {model: self._models.get(model) or Roles(self._floor) for model in models}
 
     def may_order(self, now_s: float) -> bool:
-        """True where orders are ours to give."""
+        """True while we may give orders."""
         return self._floor is not None and self.revision is not None and now_s >= self._orders_from_s
 
     def changes(
         self, engines: list[FleetEngine], waiting: list[tuple[str, float, float]], now_s: float
     ) -> list[SetRole]:
-        """Which engines do something else from now on. ``waiting``: model, prompt and answer of requests that wait."""
+        """Return which engines change roles now. ``waiting``: model, prompt and answer of requests that wait."""
         assert self.may_order(now_s) and self.revision is not None
         found = []
         for model, roles in self._models.items():
@@ -173,11 +173,11 @@ class FleetRoles:
 
 
 def _known(engines: list[FleetEngine], now_s: float) -> list[FleetEngine]:
-    """Engines that have said recently what they do."""
+    """Engines that have reported their role recently."""
     return [engine for engine in engines if now_s - engine.known_s < KNOWN_S]
 
 
 def _busy(prompts_s: float, answers_s: float, prompts: int, both: int) -> float:
-    """How busy the busier side is with so many engines on prompts."""
+    """The load of the busier side with this many engines on prompts."""
     sides = ((prompts_s, prompts), (answers_s, both - prompts))
     return max(asked / count if count else (math.inf if asked else 0.0) for asked, count in sides)

@@ -1,15 +1,15 @@
-"""ObservedSpeeds: how fast an engine is that does not say so itself, by what its answers took."""
+"""ObservedSpeeds: how fast an engine is that does not report its speed, measured by its answers."""
 
 from __future__ import annotations
 
 from typing import Final
 
 SMOOTH: Final = 0.2
-TOKENS_MIN: Final = 64  # of a prompt: what is shorter tells of other things than the speed
+TOKENS_MIN: Final = 64  # prompt tokens; a shorter prompt says little about the speed
 
 
 class ObservedSpeeds:
-    """Of one engine.
+    """The observed speeds of one engine.
 
     Attributes:
         tokens_per_s: of prompts; ``step_s``: of a decode step; 0: not known yet.
@@ -19,12 +19,12 @@ class ObservedSpeeds:
         self.tokens_per_s = self.step_s = 0.0
 
     def computed(self, tokens: int, took_s: float) -> None:
-        """So many tokens of a prompt were computed, with no other prompt before it."""
+        """Record that this many tokens of a prompt were computed in this time, with no other prompt before it."""
         if tokens >= TOKENS_MIN and took_s > 0:
             self.tokens_per_s = _smoothed(self.tokens_per_s, tokens / took_s)
 
     def decoded(self, tokens: int, took_s: float) -> None:
-        """So many tokens came after the first one."""
+        """Record that this many tokens came after the first one in this time."""
         if tokens > 0 and took_s > 0:
             self.step_s = _smoothed(self.step_s, took_s / tokens)
 
