@@ -1,4 +1,4 @@
-"""Arrivals: how far the KV of one sequence is that threads bring, and how a forward waits for it."""
+"""Arrivals: how much KV of one sequence has arrived, as other threads bring it, and how a forward waits for it."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from kvstore.errors import KVStoreError
 
 
 class Arrivals:
-    """How many tokens of each layer are in the frames, where another thread brings them.
+    """How many tokens of each layer are in the frames, while another thread brings them.
 
-    Life: made -> ``reached`` per piece -> complete, or ``failed`` with the reason; both wake whoever waits.
+    Life: made -> ``reached`` for each piece -> complete, or ``failed`` with the reason; both wake waiting threads.
     """
 
     def __init__(self, layers: int) -> None:
@@ -22,12 +22,12 @@ class Arrivals:
         self._gates: list[Callable[[], None] | None] = [None] * layers
         self._changed = threading.Condition()
         self.failure: KVStoreError | None = None
-        self.late = False  # a step waited for it in vain
+        self.late = False  # a step waited for it without success
         self.layer_s = 0.0  # how long a layer takes to arrive, smoothed; 0: unknown
         self._last_s = 0.0
 
     def reached(self, layer: int, tokens: int, gate: Callable[[], None] | None = None) -> None:
-        """All of the first ``tokens`` tokens of ``layer`` are there, for what is computed behind ``gate``: see
+        """Record that the first ``tokens`` tokens of ``layer`` are there, for what is computed behind ``gate``: see
         ``Staging.landing``."""
         now = time.monotonic()
         with self._changed:
@@ -40,47 +40,49 @@ class Arrivals:
             self._changed.notify_all()
 
     def all_reached(self, tokens: int) -> None:
-        """The same for all layers, where they came together."""
+        """Record that the first ``tokens`` tokens of all layers are there, which came together."""
         with self._changed:
             self._tokens = [max(tokens, there) for there in self._tokens]
             self._changed.notify_all()
 
     def begin(self, tokens: Sequence[int]) -> None:
-        """So many tokens of each layer are there, or not needed."""
+        """Record that this many tokens of each layer are there, or not needed."""
         with self._changed:
             self._tokens = [max(each) for each in zip(tokens, self._tokens, strict=True)]
             self._changed.notify_all()
 
     def fail(self, error: KVStoreError) -> None:
-        """No more will come."""
+        """Record that no more will come."""
         with self._changed:
             self.failure = self.failure or error
             self._changed.notify_all()
 
     def tokens(self, layer: int) -> int:
-        """Tokens of that layer that are there."""
+        """The tokens of that layer that are there."""
         return self._tokens[layer]
 
     def pass_gate(self, layer: int) -> None:
-        """Have what is computed later wait for what has reached ``layer``. Returns at once."""
+        """Make later computations wait for what has reached ``layer``. Returns at once."""
         gate = self._gates[layer]
         if gate is not None:
             gate()
 
     def tokens_min(self) -> int:
-        """Tokens that are there in every layer."""
+        """The number of tokens that are there in every layer."""
         return min(self._tokens)
 
     def layers_with(self, tokens: int) -> int:
-        """Leading layers that have that many."""
+        """The number of leading layers that have this many tokens."""
         return next((i for i, there in enumerate(self._tokens) if there < tokens), len(self._tokens))
 
     def so_far(self, tokens: int) -> Arriving:
-        """What a decision about the next step wants to know, of a prompt of ``tokens`` tokens."""
+        """The state that decides the next step, for a prompt of ``tokens`` tokens."""
         return Arriving(self.layers_with(tokens), self.layer_s, self.late)
 
     def wait(self, layer: int, tokens: int, deadline_s: float) -> bool:
-        """Whether that many are there, by ``deadline_s`` of ``time.monotonic`` at the latest."""
+        """Wait until this many are there, at most until ``deadline_s`` of ``time.monotonic``; returns whether they
+        are.
+        """
         with self._changed:
             while self._tokens[layer] < tokens:
                 left_s = deadline_s - time.monotonic()
@@ -92,11 +94,11 @@ class Arrivals:
 
 @dataclass
 class Waits:
-    """The waiting of one forward for layers: bounded in sum, and nobody is waited for twice.
+    """How one forward waits for layers: with a bounded total, and no sequence is waited for twice.
 
     Attributes:
         awaited: arrivals and tokens, by the number of a sequence.
-        missed: numbers of those that were waited for in vain.
+        missed: numbers of sequences whose KV did not come in time.
     """
 
     awaited: dict[int, tuple[Arrivals, int]]

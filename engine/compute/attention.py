@@ -1,13 +1,13 @@
 """Attention over frames of an arena, registered with transformers as ``kvstore_paged``.
 
-Every slice of the batch attends to its own sequence: a token to those up to itself, in a sliding window to the last
-``window`` of those. Scaling, soft cap (Gemma 2) and sinks (gpt-oss: a logit per head that takes its share of the
+Every slice of the batch attends to its own sequence: a token to all tokens up to itself, in a sliding window to the
+last ``window`` of those. Scaling, soft cap (Gemma 2) and sinks (gpt-oss: a logit per head that takes its share of the
 softmax and has no value) are as the model passes them. No mask is made or read: transformers makes none for a function
 without a mask function of the same name.
 
-A device with a kernel for it (``engine.compute.kernels``) reads pages where they lie, steps and chunks alike.
+A device with a kernel for it (``engine.compute.kernels``) reads pages in place, steps and chunks alike.
 
-One token on a CPU reads pages where they lie (``kernel``); MLA does so in the absorbed form (DeepSeek-V2, section
+One token on a CPU reads pages in place (``kernel``); MLA does so in the absorbed form (DeepSeek-V2, section
 2.1.2), in which a query meets the latent itself and the context is never expanded. A chunk of tokens is bound by
 arithmetic: its context is gathered once per layer, and given to torch.
 """
@@ -27,7 +27,7 @@ from engine.compute.paged_cache import Batch, Steps
 from engine.compute.tiles import Terms
 
 NAME = "kvstore_paged"
-SHARED_BYTES_MIN = 256 << 10  # of a layer's KV; less is read before another thread has begun
+SHARED_BYTES_MIN = 256 << 10  # of a layer's KV; a smaller amount is read before another thread has begun
 
 Read = Callable[[torch.Tensor, int, int], torch.Tensor]  # of query, v_dim, v_at
 
@@ -50,14 +50,14 @@ def paged_attention(
 
     Args:
         query: ``[1, heads, T, dim]``.
-        key, value: not read, but for chunks with MLA: their expanded contexts, end to end.
-        paged: the batch, handed through by ``Runner``.
+        key, value: only read for chunks with MLA: their expanded contexts, end to end.
+        paged: the batch, passed through by ``Runner``.
 
     Returns:
         ``[1, T, heads, value dim]``, and no weights.
     """
     assert paged is not None, "this attention needs a batch: run the model through a Runner"
-    assert attention_mask is None and not dropout, "nobody makes masks for paged attention, nor trains with it"
+    assert attention_mask is None and not dropout, "paged attention takes no masks, and is not for training"
     layer = int(module.layer_idx)  # type: ignore[arg-type]
     sinks = s_aux if s_aux is not None else getattr(module, "sinks", None)
     terms = Terms(query.shape[-1] ** -0.5 if scaling is None else scaling, sliding_window or 0, softcap or 0.0, sinks)
@@ -104,7 +104,7 @@ def _step_mla(module: torch.nn.Module, query: torch.Tensor, batch: Batch, read: 
     latent = batch.layout.mla_latent
     nope = query.shape[-1] - batch.layout.mla_rope
     projection = module.kv_b_proj
-    assert isinstance(projection, torch.nn.Linear), "not the MLA that is known here"
+    assert isinstance(projection, torch.nn.Linear), "an unknown kind of MLA"
     assert getattr(projection, "bias", None) is None, "latents of a projection with a bias cannot be absorbed"
     rows = projection.weight.view(query.shape[1], -1, latent)
     absorbed = torch.bmm(query[..., :nope].transpose(0, 1), rows[:, :nope]).transpose(0, 1)
@@ -114,7 +114,7 @@ def _step_mla(module: torch.nn.Module, query: torch.Tensor, batch: Batch, read: 
 
 
 def _on_device(layer: int, batch: Batch, terms: Terms, query: torch.Tensor, v_dim: int, v_at: int) -> torch.Tensor:
-    """All tokens of the batch, chunks as well."""
+    """Attention for all tokens of the batch, chunks as well."""
     assert batch.kernel is not None
     reading = batch.readings[batch.arenas.places[layer][0]]
     return batch.kernel.attend(batch.arenas.layer_pages(layer), query, reading, terms, v_dim, v_at)
@@ -166,7 +166,7 @@ def attend(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) 
 
     Args:
         query: ``[n, heads, dim]``.
-        k, v: ``[kv_heads, m, dim]`` of the tokens up to the last one of ``query``; with a window at least of those that
+        k, v: ``[kv_heads, m, dim]`` of the tokens up to the last one of ``query``; with a window, at least those that
             the first one sees.
 
     Returns:
@@ -183,7 +183,8 @@ def attend(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) 
 
 
 def _flash(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
-    """``[kv_heads, group, n, v dim]`` of ``query [kv_heads, group, n, dim]``, and the logarithm of its sums of exps.
+    """Attention ``[kv_heads, group, n, v dim]`` of ``query [kv_heads, group, n, dim]``, and the logarithm of its sums
+    of exps.
 
     What is older than the chunk is seen by all of it: no mask, and the heads of a group are as good as more tokens. The
     chunk itself is causal. Both are joined by their sums. Only a window that ends inside the context needs a mask.
@@ -227,7 +228,7 @@ def _flash_cpu(
 
 
 def _eager(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:
-    """The same on any device, with a soft cap, written out."""
+    """Attention on any device, and with a soft cap, written out."""
     count, length = query.shape[2], k.shape[1]
     scores = (query * terms.scaling) @ k[:, None].transpose(2, 3)
     if terms.softcap:
@@ -239,7 +240,7 @@ def _eager(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) 
 
 
 def _mask(count: int, length: int, window: int, like: torch.Tensor) -> torch.Tensor:
-    """``[count, length]``: 0 where one of the last ``count`` tokens sees another, else minus infinity."""
+    """``[count, length]``: 0 where one of the last ``count`` tokens sees another token, else minus infinity."""
     positions = torch.arange(length, device=like.device)
     own = positions[length - count :, None]
     seen = positions <= own

@@ -1,11 +1,11 @@
-"""Step graphs: a step of decoding as one call to a device, in place of some hundred that the host makes one by one.
+"""Step graphs: a step of decoding as one call to a device, instead of some hundred that the host makes one by one.
 
-A graph is the forward of a batch of so many single tokens, recorded once over tensors that stay where they are. A step
-puts its tokens, positions and page tables there, and has the graph replayed. There is a graph for some numbers of
-sequences; what is left over repeats the first one, and writes the KV that the first one writes.
+A graph is the forward of a batch with a fixed number of single tokens, recorded once over tensors that stay in place. A
+step copies its tokens, positions and page tables there, and replays the graph. There are graphs for some numbers of
+sequences; spare rows repeat the first sequence, and write the same KV that it writes.
 
-Steps with anything else run as ever: chunks, layers that are still awaited (the host has to be asked between layers),
-longer page tables than there is room for.
+Steps with anything else run without a graph: chunks, layers that are still awaited (the host is asked between layers),
+page tables that are too long.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from engine.compute.tiles import BatchReading, PageKernel, SliceTable
 from engine.memory.arena import Arenas
 
 Run = Callable[[], torch.Tensor]
-EVEN = 8  # beyond so many sequences, graphs are so far apart
+EVEN = 8  # graphs for more sequences than this are this far apart
 
 
 def graph_sizes(rows_max: int) -> list[int]:
-    """For how many sequences there are graphs, ascending; at most twice as many rows are computed as are wanted.
+    """The numbers of sequences that have graphs, ascending; a step computes at most twice as many rows as it needs.
 
     Example: up to 20: 1, 2, 4, 8, 16 and 20.
     """
@@ -37,7 +37,7 @@ def graph_sizes(rows_max: int) -> list[int]:
 
 
 def step_rows(batch: Batch, sizes: Sequence[int], pages_max: int) -> int | None:
-    """Rows of the graph for this batch; None where it has to run as ever."""
+    """Rows of the graph for this batch; None if it has to run without one."""
     if batch.before is not None or batch.after is not None:
         return None
     page_tokens = batch.layout.page_tokens
@@ -47,15 +47,15 @@ def step_rows(batch: Batch, sizes: Sequence[int], pages_max: int) -> int | None:
 
 
 class StepTensors:
-    """Where graphs find a step, int64: ``heads [3 + groups, rows]`` (token, position, slot, then a frame per cache
-    group), ``tables [groups, rows, pages]``."""
+    """The tensors from which graphs read a step, int64: ``heads [3 + groups, rows]`` (token, position, slot, then a
+    frame per cache group), ``tables [groups, rows, pages]``."""
 
     def __init__(self, device: torch.device, groups: int, rows: int, pages: int) -> None:
         self.heads = torch.zeros((3 + groups, rows), dtype=torch.int64, device=device)
         self.tables = torch.zeros((groups, rows, pages), dtype=torch.int64, device=device)
 
     def fill(self, slices: Sequence[Slice], rows: int, page_tokens: int) -> None:
-        """Put single tokens there, so many rows of them: see the module on those that are left over."""
+        """Copy single tokens there, in this many rows: see the module on spare rows."""
         heads, tables = laid_out(slices, rows, page_tokens)
         self.heads[:, :rows] = torch.from_numpy(heads)
         self.tables[:, :rows, : tables.shape[2]] = torch.from_numpy(tables)
@@ -64,7 +64,7 @@ class StepTensors:
 def laid_out(
     slices: Sequence[Slice], rows: int, page_tokens: int
 ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.int64]]:
-    """What ``StepTensors`` holds, for so many rows; what no row reads of a table is 0."""
+    """The contents of ``StepTensors``, for this many rows; parts of a table that no row reads are 0."""
     starts = np.array([part.start for part in slices])
     pages = starts // page_tokens + 1
     tables = np.zeros((len(slices[0].tables), rows, int(pages.max())), np.int64)
@@ -80,7 +80,7 @@ def laid_out(
 
 
 class StepBatch(Batch):
-    """A batch of the first ``rows`` of ``tensors``, whatever these hold when it is run."""
+    """A batch of the first ``rows`` of ``tensors``, with their contents at the time of the run."""
 
     def __init__(self, arenas: Arenas, kernel: PageKernel, tensors: StepTensors, rows: int) -> None:
         self.arenas, self.layout = arenas, arenas.groups[0].layout
@@ -111,15 +111,15 @@ class StepBatch(Batch):
 
 
 class StepGraphs:
-    """See the module. Several threads may replay; one does at a time.
+    """Graphs for the steps of an engine. Several threads may replay; one does at a time.
 
     Args:
-        forward: of a batch, to be recorded.
-        kernel: what the forward reads pages with.
-        rows_max: sequences of a step at most.
-        pages_max: of one of them.
-        frames: of each cache group, one that nobody has meanwhile: recording writes there.
-        record: makes a call that repeats what another one does on the device, to the same tensors.
+        forward: runs a batch, to be recorded.
+        kernel: the kernel with which the forward reads pages.
+        rows_max: most sequences of a step.
+        pages_max: most pages of one of them.
+        frames: one unused frame of each cache group: recording writes there.
+        record: makes a call that repeats on the device what another call does, with the same tensors.
     """
 
     def __init__(
@@ -140,7 +140,7 @@ class StepGraphs:
             self._tensors.heads[3 + group] = self._tensors.tables[group] = frame
         self._lock = threading.Lock()
         self._graphs: dict[int, Run] = {}
-        for rows in reversed(self._sizes):  # the largest first: the others find room in its memory
+        for rows in reversed(self._sizes):  # the largest first: the others fit in its memory
             batch = StepBatch(arenas, kernel, self._tensors, rows)
             self._graphs[rows] = record(lambda batch=batch: forward(batch))  # type: ignore[misc]
 
@@ -149,15 +149,15 @@ class StepGraphs:
         return step_rows(batch, self._sizes, self._pages_max)
 
     def replay(self, batch: Batch, rows: int) -> torch.Tensor:
-        """What ``forward(batch)`` would give, by the graph of so many rows."""
+        """The result of ``forward(batch)``, by the graph with this many rows."""
         with self._lock:
             self._tensors.fill(batch.slices, rows, self._arenas.groups[0].layout.page_tokens)
             return self._graphs[rows]()[: len(batch.slices)].clone()
 
 
 def cuda_recorder(device: torch.device) -> Callable[[Run], Run]:
-    """Records CUDA graphs that share their memory, in a stream of their own: PyTorch's default one for that is of
-    whichever device was first recorded on. ``record`` raises RuntimeError: it cannot be recorded."""
+    """Records CUDA graphs that share their memory, in a stream of their own: PyTorch's default stream for that belongs
+    to the first device recorded on. ``record`` raises RuntimeError: it cannot be recorded."""
     pool: Any = None
     aside = torch.cuda.Stream(device)
 
@@ -166,12 +166,12 @@ def cuda_recorder(device: torch.device) -> Callable[[Run], Run]:
         here = torch.cuda.current_stream(device)
         aside.wait_stream(here)
         with torch.cuda.stream(aside):
-            run()  # what is made on first use is made here, and not recorded
+            run()  # objects made on first use are made here, and not recorded
             with _waiting_for_nothing():
                 run()
         here.wait_stream(aside)
         graph = torch.cuda.CUDAGraph()
-        # The outer one comes back to this stream also where the recording fails, which the inner one does not.
+        # The outer one returns to this stream also when recording fails; the inner one does not.
         with (
             torch.cuda.stream(here),
             torch.cuda.graph(graph, pool=pool, stream=aside, capture_error_mode="thread_local"),
@@ -190,8 +190,8 @@ def cuda_recorder(device: torch.device) -> Callable[[Run], Run]:
 
 @contextmanager
 def _waiting_for_nothing() -> Iterator[None]:
-    """Inside, what waits for the device raises RuntimeError. A recording that fails for it leaves PyTorch's allocator
-    and its random numbers as if it went on; so it is not begun."""
+    """Inside, calls that wait for the device raise RuntimeError. A recording that fails because of one leaves PyTorch's
+    allocator and its random numbers in recording state, so it must not be begun."""
     before = torch.cuda.get_sync_debug_mode()
     torch.cuda.set_sync_debug_mode("error")
     try:

@@ -1,8 +1,8 @@
-"""Kernels: which of them reads pages on a device, and why not the others.
+"""Kernels: which of them reads pages on a device, and why the others do not.
 
 On a CPU it is machine code of our own (``engine.compute.cpu``). On a CUDA device each candidate, the best first, is
-tried once on pages of the engine's own layout: the first that gives the right numbers is it. Where none does, the KV of
-every sequence is gathered into one piece and given to torch: right everywhere, and slow.
+tried once on pages of the engine's own layout: the first that gives the right numbers is used. If none does, the KV of
+every sequence is gathered into one piece for torch: correct everywhere, and slow.
 """
 
 from __future__ import annotations
@@ -25,10 +25,10 @@ CLOSE = {"float32": 2e-3, "bfloat16": 4e-2, "float16": 1e-2}
 
 @dataclass(frozen=True)
 class KernelChoice:
-    """The kernel of a device; None where pages are read without one.
+    """The kernel of a device; None if pages are read without one.
 
     Attributes:
-        line: which way is live and why the better ones are not, for status.
+        line: which one is in use and why better ones are not, for status.
     """
 
     kernel: PageKernel | None
@@ -37,7 +37,7 @@ class KernelChoice:
 
 @functools.cache
 def chosen(layout: Layout, device: torch.device) -> KernelChoice:
-    """What reads pages of ``layout`` on ``device``. The first call there compiles and runs a few small kernels."""
+    """The kernel that reads pages of ``layout`` on ``device``. The first call compiles and runs a few small kernels."""
     if device.type == "cpu":
         return KernelChoice(None, "cpu: machine code made for the model")
     refused: list[str] = []
@@ -50,14 +50,14 @@ def chosen(layout: Layout, device: torch.device) -> KernelChoice:
 
 
 def _tried(name: str, layout: Layout, device: torch.device) -> tuple[PageKernel | None, str]:
-    """The candidate, or why it is none here."""
+    """The candidate, or why it cannot be used."""
     module, kind = CANDIDATES[name]
     try:
         kernel: PageKernel = getattr(importlib.import_module(module), kind)()
         with torch.cuda.device(device) if device.type == "cuda" else nullcontext():
             off = trial(kernel, layout, device)
     except (ImportError, RuntimeError, ValueError, TypeError, NotImplementedError) as error:
-        # What a compiler of kernels raises where a layout does not suit it.
+        # Compilers of kernels raise this when a layout does not suit them.
         return None, " ".join(str(error).split())[:200] or type(error).__name__
     if not off <= CLOSE[layout.dtype]:
         return None, f"off by {off:.2g} where at most {CLOSE[layout.dtype]:g} is rounding"
@@ -65,7 +65,7 @@ def _tried(name: str, layout: Layout, device: torch.device) -> tuple[PageKernel 
 
 
 def trial(kernel: PageKernel, layout: Layout, device: torch.device) -> float:
-    """How far the kernel is from the formula, at most, for a step and a chunk over pages that lie scattered."""
+    """The largest error of the kernel against the formula, for a step and a chunk over scattered pages."""
     page_tokens, content = layout.page_tokens, layout.shape[-1]
     k_dim = layout.head_dim or content
     v_dim, v_at = (k_dim, k_dim) if layout.head_dim else (layout.mla_latent, 0)

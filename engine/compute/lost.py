@@ -1,4 +1,4 @@
-"""What torch raises where a device is lost, or has no room, in the words of the store."""
+"""Translates torch's errors for a lost device, or one without memory, to errors of the store."""
 
 from __future__ import annotations
 
@@ -28,11 +28,11 @@ def translated(device: torch.device) -> Iterator[None]:
 
 
 class StepFault:
-    """What a step raises inside costs its own requests, and no others: memory that is not there, an error of a library.
-    What ends more than that is raised as ever: a lost device, a mistake of ours.
+    """An error of a step inside costs its own requests, and no others: lack of memory, an error of a library. Errors
+    that concern the whole engine are raised as usual: a lost device, our own bugs.
 
     Attributes:
-        error: what those requests are told; None: nothing was raised. It holds nothing of what was computed: clients
+        error: the error for those requests; None: nothing was raised. It refers to nothing that was computed: clients
             keep it, and the memory is needed.
     """
 
@@ -57,6 +57,6 @@ class StepFault:
                 self.error = (OutOfSpace if short else Unavailable)(f"this step could not be computed: {says}")
             case _:
                 return False
-        # As text: whoever keeps a record keeps the frames of the forward with its traceback.
+        # As text: a record that is kept would keep the frames of the forward, through its traceback.
         log.error("a step failed, and its requests with it:\n%s", "".join(traceback.format_exception(error)).rstrip())
         return True

@@ -1,6 +1,6 @@
 """Models that engines run: a preset's random weights, or a directory with config, safetensors and tokenizer.
 
-Nothing is downloaded, no code of a model is run but transformers' own, no pickle is opened.
+Nothing is downloaded, only transformers' own code runs a model, and no pickle is opened.
 """
 
 from __future__ import annotations
@@ -36,27 +36,27 @@ WHOLE_BYTES_MAX = 4 << 30
 SAMPLE_BYTES, SAMPLE_STRIDE_BYTES = 64 << 10, 16 << 20
 DIGEST_THREADS = 4
 PIECE_BYTES, READ_BYTES = 64 << 20, 8 << 20
-# Of a config: what does not change any number a model computes.
+# Fields of a config that change no number that a model computes.
 CONFIG_IGNORED = ("_name_or_path", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
 TOKENIZER_FILES = ("tokenizer.json", "tokenizer.model", "vocab.json", "vocab.txt", "spiece.model")
 
 
 @dataclass(frozen=True, eq=False, kw_only=True)
 class Model:
-    """A model that is loaded: in evaluation mode, without gradients, on its device. It is never changed.
+    """A loaded model: in evaluation mode, without gradients, on its device. It is never changed.
 
     Attributes:
-        name, revision: what its pages are stored under; of a preset, of a directory (and commit, in a hub's cache).
+        name, revision: identify its pages; of a preset, or of a directory (and commit, in a hub's cache).
         net: the causal language model of transformers; attends by "sdpa" or "eager" as transformers chose.
-        geometry: found by running it, see `engine.probe`.
+        geometry: found by running it, see `engine.compute.probe`.
         dtype: of weights and KV, as in "float32".
-        context_tokens_max: of prompt and answer together.
+        context_tokens_max: tokens of prompt and answer together.
         eos_ids: tokens that end an answer.
         weights_digest: 32 hexadecimal digits over names, shapes, types and bytes of the weights (of a directory: the
             safetensors files as they are) and over the config. It begins with "sampled-" where the files are larger
             than ``WHOLE_BYTES_MAX``: then over their headers and a sample of their bytes.
         rope: the rope regime as text.
-        pace: of a model that is not run, but slept for; None: it is run.
+        pace: how long a simulated model sleeps in place of running; None: a real model.
     """
 
     name: str
@@ -73,10 +73,10 @@ class Model:
     pace: presets.Pace | None = None
 
     def layout(self, page_tokens: int) -> Layout:
-        """Layout of pages of so many tokens that hold all layers.
+        """The layout of pages of this many tokens that hold all layers.
 
         Raises:
-            InvalidRequest: pages of that size cannot be, see `kvstore.Layout`.
+            InvalidRequest: pages of that size are not possible, see `kvstore.Layout`.
         """
         kv = self.geometry
         return Layout(
@@ -94,7 +94,7 @@ class Model:
         )
 
     def layouts(self, page_tokens: int) -> tuple[Layout, ...]:
-        """Of each cache group (``Geometry.groups``) the layout of its pages. Where there is one group, pages hold all
+        """The layout of the pages of each cache group (``Geometry.groups``). If there is one group, pages hold all
         layers, and are chained, whether they have a window or not.
 
         Raises:
@@ -114,8 +114,8 @@ def load_model(spec: str, *, device: str = "cpu", dtype: str = "float32", seed: 
     """Load preset ``spec``, with weights from ``seed``, or the model in directory ``spec``.
 
     Raises:
-        InvalidRequest: "model", "device", "dtype" or "seed", and why: no such preset or directory, something missing
-            in it, a kind of model that is not handled, a device that is not here.
+        InvalidRequest: "model", "device", "dtype" or "seed", and why: no such preset or directory, a missing file
+            in it, an unsupported kind of model, a device that is not here.
     """
     if dtype not in (AUTO, *DTYPES):
         raise InvalidRequest("dtype", f"{dtype!r} is not one of {', '.join((AUTO, *DTYPES))}")
@@ -126,8 +126,9 @@ def load_model(spec: str, *, device: str = "cpu", dtype: str = "float32", seed: 
 
 
 def dtype_on(device: torch.device, saved: torch.dtype | None) -> str:
-    """What "auto" means for a model whose weights are saved as ``saved``: float32 on a CPU. On a GPU the same as they
-    are saved where that is half precision, else bfloat16: float32 takes twice the memory and leaves tensor cores idle.
+    """What "auto" means for a model whose weights are saved as ``saved``: float32 on a CPU. On a GPU the saved type if
+    that
+    is half precision, else bfloat16: float32 takes twice the memory and leaves tensor cores idle.
     """
     if device.type == "cpu":
         return "float32"
@@ -156,7 +157,9 @@ def find_device(name: str) -> torch.device:
 
 
 def rope_text(config: PreTrainedConfig) -> str:
-    """How positions turn keys: equal for two models where theta, scaling, fraction and pairing are. "" for none."""
+    """How positions rotate keys: equal for two models if theta, scaling, fraction and pairing are equal. "" for
+    none.
+    """
     parameters = getattr(config, "rope_parameters", None)
     if not parameters:
         return ""
@@ -188,7 +191,7 @@ def _preset(name: str, device: torch.device, dtype: str, seed: int) -> Model:
 def _directory(spec: str, device: torch.device, dtype: str) -> Model:
     path = Path(spec).expanduser()
     if not path.is_dir():
-        what = "is a file, not a directory" if path.exists() else "is no preset and no directory here"
+        what = "is a file, not a directory" if path.exists() else "is not a preset or a directory here"
         raise InvalidRequest("model", f"{spec!r} {what}; presets are {', '.join(presets.PRESETS)}")
     if not (path / "config.json").is_file():
         _lacks(path, "config.json")
@@ -217,10 +220,10 @@ def _weight_files(path: Path) -> list[Path]:
         try:
             names = sorted(set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values()))
         except (ValueError, KeyError, AttributeError, TypeError) as error:
-            raise InvalidRequest("model", f"{index} is no index of safetensors files: {one_line(error)}") from error
+            raise InvalidRequest("model", f"{index} is not an index of safetensors files: {one_line(error)}") from error
         for name in names:
             if not isinstance(name, str) or Path(name).name != name or not name.endswith(".safetensors"):
-                raise InvalidRequest("model", f"{index} names {name!r}, which is no safetensors file beside it")
+                raise InvalidRequest("model", f"{index} names {name!r}, which is not a safetensors file next to it")
             if not (path / name).is_file():
                 _lacks(path, name)
         return [path / name for name in names]
@@ -244,7 +247,7 @@ def _tokenizer(path: Path) -> HFTokenizer:
 
 
 def _read_weights(path: Path, config: PreTrainedConfig, dtype: str) -> PreTrainedModel:
-    load: Any = AutoModelForCausalLM.from_pretrained  # typed as if it gave the model alone
+    load: Any = AutoModelForCausalLM.from_pretrained  # typed as if it returned only the model
     try:
         net, report = load(
             path,
@@ -257,7 +260,7 @@ def _read_weights(path: Path, config: PreTrainedConfig, dtype: str) -> PreTraine
         )
     except (OSError, ValueError, KeyError, RuntimeError, SafetensorError) as error:
         raise InvalidRequest("model", f"weights in {path}: {one_line(error)}") from error
-    # transformers would go on with random numbers in their place.
+    # transformers would continue with random numbers in their place.
     if missing := sorted(report["missing_keys"]):
         _lacks(path, f"{len(missing)} of the weights, {missing[0]} among them")
     loaded: PreTrainedModel = net
@@ -265,7 +268,7 @@ def _read_weights(path: Path, config: PreTrainedConfig, dtype: str) -> PreTraine
 
 
 def _identity(path: Path) -> tuple[str, str]:
-    """Name and revision: ``models--ORG--NAME/snapshots/COMMIT`` of a hub's cache says both, else the folder's name."""
+    """Name and revision: ``models--ORG--NAME/snapshots/COMMIT`` of a hub's cache has both, else the folder's name."""
     real = path.resolve()
     match = re.fullmatch(r"models--(.+)", real.parent.parent.name) if real.parent.name == "snapshots" else None
     if match:
@@ -274,7 +277,7 @@ def _identity(path: Path) -> tuple[str, str]:
 
 
 def _files_digest(files: list[Path], config: str) -> str:
-    """Over the config and the safetensors files: whole, or a sample of large ones; several pieces at a time."""
+    """Digest of the config and the safetensors files: whole, or samples of large ones; several pieces at a time."""
     sizes = [file.stat().st_size for file in files]
     sampled = sum(sizes) > WHOLE_BYTES_MAX
     digest = blake2b(f"{config} {sizes}".encode(), digest_size=16, person=b"kvstore.weights")
@@ -286,7 +289,7 @@ def _files_digest(files: list[Path], config: str) -> str:
 
 
 def _piece_digest(piece: tuple[Path, int]) -> bytes:
-    """Over ``PIECE_BYTES`` of a file from a place on."""
+    """Digest of ``PIECE_BYTES`` of a file, from an offset on."""
     file, start = piece
     digest = blake2b(digest_size=32)
     with file.open("rb", buffering=0) as source:
@@ -296,7 +299,7 @@ def _piece_digest(piece: tuple[Path, int]) -> bytes:
 
 
 def _sample_digest(file: Path) -> bytes:
-    """Over the size, the header (names, shapes, types) and ``SAMPLE_BYTES`` of every ``SAMPLE_STRIDE_BYTES``."""
+    """Digest of the size, the header (names, shapes, types) and ``SAMPLE_BYTES`` of every ``SAMPLE_STRIDE_BYTES``."""
     size = file.stat().st_size
     digest = blake2b(str(size).encode(), digest_size=32)
     with file.open("rb", buffering=0) as source:
@@ -343,7 +346,7 @@ def _finish(
 
 
 def _moved(net: PreTrainedModel, to: torch.device | torch.dtype) -> PreTrainedModel:
-    module: torch.nn.Module = net  # transformers wraps `to` in a way that type checkers do not follow
+    module: torch.nn.Module = net  # transformers wraps `to` in a way that type checkers cannot follow
     module.to(to)
     return net
 
@@ -357,7 +360,9 @@ def _context(config: PreTrainedConfig) -> int:
 
 
 def _eos_ids(net: PreTrainedModel, tokenizer: Tokenizer) -> tuple[int, ...]:
-    """As ``generate`` of transformers sees it: of the generation config, else the config, else the tokenizer."""
+    """End tokens as ``generate`` of transformers finds them: in the generation config, else the config, else the
+    tokenizer.
+    """
     for source in (net.generation_config, net.config):
         value: Any = getattr(source, "eos_token_id", None)
         if value is not None:

@@ -1,4 +1,5 @@
-"""Pacing: a model that computes nothing, and takes as long as a cost model says. For benchmarks of what is around it.
+"""Pacing: a model that computes nothing, and takes as long as a cost model says. For benchmarks of everything around
+it.
 
 Everything else is real: a step writes KV of every layer into its frames, and calls the hooks of its batch, so pages are
 reserved, written, sealed and handed over layer by layer as those of any model. Between them it sleeps::
@@ -7,9 +8,9 @@ reserved, written, sealed and handed over layer by layer as those of any model. 
 
 for chunks of ``n`` tokens after ``c``: the cost model that a conductor predicts with (``engine.conductor.state.cost``).
 
-The KV of a token is its number, in every element, more by one in each layer. The next token is a hash of the KV of all
-tokens before it, read from the frames: it follows from the prompt alone (``paced_answer``), and a page that is not
-what it should be changes it.
+The KV of a token is its number, in every element, plus one for each layer. The next token is a hash of the KV of all
+tokens before it, read from the frames: it depends only on the prompt (``paced_answer``), and a page with wrong contents
+changes it.
 """
 
 from __future__ import annotations
@@ -25,13 +26,13 @@ import torch
 from engine.compute.paged_cache import Arenas, Batch, Slice
 from engine.compute.presets import Pace
 
-TOKENS: Final = 256  # an answer's are bytes
+TOKENS: Final = 256  # tokens of an answer are bytes
 SURE: Final = 100.0  # the logit of the token that follows; of all others it is 0
 MIX: Final = 0x9E3779B97F4A7C15
 
 
 class PacedRunner:
-    """Has the place of a ``Runner``. Several threads may run it, each a batch of its own."""
+    """Replaces a ``Runner``. Several threads may run it, each with a batch of its own."""
 
     graphs = "none: nothing is computed"
 
@@ -61,7 +62,7 @@ class PacedRunner:
         return logits
 
     def _next(self, part: Slice) -> int:
-        """The token after a slice, by what the frames hold."""
+        """The token after a slice, from the contents of the frames."""
         layout = self._arena.layout
         pages = part.tables[0, : -(-part.stop // layout.page_tokens)]
         held = self._arena.pages[pages, :, 0, :, 0].transpose(0, 1).reshape(layout.layers, -1)[:, : part.stop]
@@ -78,7 +79,7 @@ def paced_token(tokens: npt.NDArray[np.integer]) -> int:
 
 
 def paced_answer(prompt: Iterable[int], count: int) -> list[int]:
-    """The answer to a prompt, so many tokens of it."""
+    """The first tokens of the answer to a prompt, this many."""
     tokens = list(prompt)
     start = len(tokens)
     while len(tokens) < start + count:

@@ -1,9 +1,9 @@
-"""Batch: one packed forward over sequences whose KV lies in frames of an arena, and the cache that puts it there.
+"""Batch: one packed forward over sequences whose KV is in frames of an arena, and the cache that puts it there.
 
 Every sequence is a page table (its frames, in order), one per cache group of the model. A forward takes a slice of
 tokens of each: one token of those that decode, a chunk of those that prefill, all end to end in one ``[1, T]`` input
 with explicit position ids. Each layer then, in this order: ``before(layer)``, the new K and V go into the frames,
-``after(layer)``, attention reads frames. ``start`` of a slice is logical: what is before it may arrive as late as in
+``after(layer)``, attention reads frames. ``start`` of a slice is logical: the KV before it may arrive as late as in
 ``before(layer)``.
 """
 
@@ -60,13 +60,13 @@ class Slice:
 
 
 class Steps:
-    """Slices of one token each, as the kernel wants them: what it needs per forward, and not per layer.
+    """Slices of one token each, in the form that the kernel needs: computed once per forward, not per layer.
 
     Attributes:
-        index: int64 ``[n]``, where their tokens are in the input; None where they are the whole input, in order.
+        index: int64 ``[n]``, where their tokens are in the input; None if they are the whole input, in order.
         count: ``n``.
         tables: per group their page tables, int64, end to end; ``first[i]`` is where the one of ``i`` starts.
-        high: int64 ``[n]``: the tokens of each sequence, this one included; ``tokens``, of all of them.
+        high: int64 ``[n]``: the tokens of each sequence, this one included; ``tokens``: their sum.
     """
 
     def __init__(
@@ -96,7 +96,7 @@ class Steps:
 
 
 class Batch:
-    """One forward: what every layer of it needs, computed once. Used for one forward.
+    """One forward: everything that all its layers need, computed once. Used for one forward.
 
     Args:
         before: called once per layer, before older KV of that layer is read.
@@ -105,7 +105,7 @@ class Batch:
     Attributes:
         tokens, positions: int64 ``[1, T]``, all slices end to end.
         last: int64 ``[len(slices)]``, where the last token of each slice is.
-        steps: the slices of one token, None where there are none, or where they are read like chunks.
+        steps: the slices of one token, None if there are none, or if they are read like chunks.
         chunks: all other slices, and where each starts in the input.
         layout: of the first cache group; the others' differ in layers, and in what else a forward does not read.
         kernel: of a device with one, by which all slices are read as ``readings`` say, one per group; ``steps`` and
@@ -142,27 +142,27 @@ class Batch:
                 self.steps = Steps(arenas, slices, np.flatnonzero(single), ends - 1)
             self.chunks = [(firsts[i], slices[i]) for i in np.flatnonzero(~single).tolist()]
 
-    # What a forward needs goes to the device when it is first asked for: a step that is replayed needs none of it.
+    # Tensors go to the device when first used: a replayed step needs none of them.
 
     @cached_property
     def tokens(self) -> torch.Tensor:
-        """See the class."""
+        """All tokens; see the class."""
         parts = [torch.as_tensor(np.asarray(part.tokens, np.int64)) for part in self.slices]
         return torch.cat(parts)[None].to(self.arenas.device)
 
     @cached_property
     def positions(self) -> torch.Tensor:
-        """See the class."""
+        """Their positions; see the class."""
         return torch.from_numpy(self._places)[None].to(self.arenas.device)
 
     @cached_property
     def last(self) -> torch.Tensor:
-        """See the class."""
+        """Places of the last tokens; see the class."""
         return torch.from_numpy(self._ends - 1).to(self.arenas.device)
 
     @cached_property
     def readings(self) -> list[BatchReading]:
-        """See the class."""
+        """How the kernel reads all slices; see the class."""
         starts, counts, device = [part.start for part in self.slices], self._counts.tolist(), self.arenas.device
         tables = zip(*(part.tables for part in self.slices), strict=True)
         return [reading_of(each, starts, counts, self.layout.page_tokens, device) for each in tables]
@@ -182,7 +182,7 @@ class Batch:
         return torch.from_numpy(self._places % self.layout.page_tokens).to(self.arenas.device)
 
     def write(self, layer: int, content: torch.Tensor) -> None:
-        """Puts ``content [T, kv_heads, content]`` of all new tokens where it belongs."""
+        """Put ``content [T, kv_heads, content]`` of all new tokens into the frames."""
         group, number = self.arenas.places[layer]
         self.arenas.groups[group].pages[:, number][self._frames[group], :, self._slots] = content
 
@@ -199,7 +199,7 @@ class Batch:
 
 
 class PagedCache(Cache):
-    """What transformers takes for a cache during the forward of one batch. Holds nothing itself."""
+    """The object that transformers takes for a cache during the forward of one batch. Holds nothing itself."""
 
     def __init__(self, batch: Batch) -> None:
         super().__init__(layers=[])
@@ -208,11 +208,11 @@ class PagedCache(Cache):
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Puts the new K and V ``[1, kv_heads, T, dim]`` of a layer into the frames, and calls the hooks.
+        """Put the new K and V ``[1, kv_heads, T, dim]`` of a layer into the frames, and call the hooks.
 
         Returns:
-            Both as they came; attention reads frames. MLA, where attention is given what the model expands out of this:
-            latent and rope key of the whole context of every chunk, end to end; of one token, unread, without chunks.
+            Both unchanged; attention reads frames. For MLA, where the model expands them for attention: latent and rope
+                key of the whole context of every chunk, end to end; without chunks those of one token, unread.
         """
         batch = self._batch
         if batch.before is not None:
@@ -229,5 +229,5 @@ class PagedCache(Cache):
         return context[..., :k_dim], context[..., k_dim:]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """0: positions are given to the model, it need not count."""
+        """0: the model is given positions, so it need not count."""
         return 0

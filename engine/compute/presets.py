@@ -1,4 +1,4 @@
-"""Models made here: random weights from a seed, so that everything runs with nothing downloaded.
+"""Models made here: random weights from a seed, so that everything runs without a download.
 
 The tiny ones answer in milliseconds on one core and cover what attention must honour: grouped heads, normed keys, MLA,
 soft caps, sliding windows, sinks. The small ones have 50 M parameters or more, for measurements. The paced one computes
@@ -6,7 +6,7 @@ nothing (``engine.compute.pacing``). Text goes through the byte-level tokenizer,
 special tokens.
 
 Weights are wide (std 0.1 and more), unlike a fresh initialisation: with 0.02 every layer would hardly move its input,
-attention would be flat, and a wrong page would go unnoticed. Windows are small and no multiple of a page.
+attention would be flat, and a wrong page would go unnoticed. Windows are small and not multiples of a page.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, kw_only=True)
 class Pace:
-    """How long the steps of a model take that computes nothing: see ``engine.compute.pacing``."""
+    """How long the steps of a simulated model take: see ``engine.compute.pacing``."""
 
     tokens_per_s: float
     context_even: float
@@ -34,7 +34,7 @@ class Pace:
     each: float
 
     def step_s(self, parts: Sequence[tuple[int, int]], decoding: int) -> float:
-        """Of a step with these chunks, ``(tokens before, tokens)``, and so many sequences that decode."""
+        """The time of a step with these chunks, ``(tokens before, tokens)``, and this many sequences that decode."""
         chunks_s = (count / self.tokens_per_s * (1 + (start + count / 2) / self.context_even) for start, count in parts)
         return sum(chunks_s) + (self.alone_s * (1 + self.each * decoding) if decoding else 0.0)
 
@@ -43,8 +43,8 @@ class Pace:
 class Preset:
     """A family of transformers, its config, and the standard deviation of its weights.
 
-    ``head_norm`` is what normed queries and keys are multiplied by: with 1, scores would be as flat as with std 0.02.
-    With a ``pace`` the model is not run, but slept for.
+    ``head_norm`` is the factor for normed queries and keys: with 1, scores would be as flat as with std 0.02.
+    With a ``pace`` the model is simulated by sleeping.
     """
 
     family: str
@@ -109,7 +109,7 @@ _SMALL_MLA = {
     "qk_rope_head_dim": 32,
     "qk_nope_head_dim": 64,
     "v_head_dim": 64,
-    "first_k_dense_replace": 12,  # dense all through: the time of a step shall not depend on what is routed where
+    "first_k_dense_replace": 12,  # all dense: the time of a step must not depend on the routing of tokens
     "num_mtp_layers": 0,
 }
 # FAST'25's cost model (a model of 70 B, a prompt of 12,000 tokens in 1.7 s) where a token stands for 32 of its tokens,
@@ -133,7 +133,7 @@ PRESETS: Mapping[str, Preset] = {
     "tiny-gemma3": Preset(  # five layers with a window, then one without
         family="gemma3_text",
         std=0.2,
-        head_norm=1.0,  # to which its norms add 1
+        head_norm=1.0,  # its norms add 1 to this
         config={**_TINY, "num_hidden_layers": 6, "sliding_window": 40, "query_pre_attn_scalar": 16},
     ),
     "tiny-gpt-oss": Preset(
@@ -171,7 +171,7 @@ def build(name: str, seed: int) -> PreTrainedModel:
     config = AutoConfig.for_model(preset.family, **preset.config)
     net: PreTrainedModel = AutoModelForCausalLM.from_config(config)
     for parameter_name, parameter in net.named_parameters():
-        if parameter.dim() >= 2 or parameter_name.endswith(("bias", "sinks")):  # the others scale norms: they stay
+        if parameter.dim() >= 2 or parameter_name.endswith(("bias", "sinks")):  # the others scale norms, and stay
             fill(parameter, preset.std, f"{seed}/{parameter_name}")
         elif parameter_name.endswith(("q_norm.weight", "k_norm.weight")):
             parameter.data.fill_(preset.head_norm)

@@ -1,11 +1,11 @@
-"""What a model does with its KV: found by running it on one token, not by reading its config.
+"""Probe: finds out what a model does with its KV by running it on one token, not by reading its config.
 
 Engines serve models that hand keys and values of every layer to ``Cache.update`` and attend through transformers'
-attention interface, with forward arguments passed on to it. Anything else is refused by name: by config and class,
+attention interface, with forward arguments passed on to it. Any other model is refused by name: by config and class,
 before weights are read (`refuse_kind`), or by what a run shows (`probe`).
 
-The run is packed, as engines run it: the same few tokens twice in one row, told apart by position ids alone, attended
-to by the plain formula. Both must give the logits that the model gives by itself, else it attends in some other way.
+The run is packed, as in engines: the same few tokens twice in one row, told apart only by position ids, with attention
+by the plain formula. Both must give the logits that the model gives unpacked, else it attends in some other way.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 
 ATTENTION = "kvstore_probe"
 LAYER_TYPES = ("full_attention", "sliding_attention")
-# A rotation that depends on how long the prompt gets makes keys that no longer or shorter prompt can use.
+# A rotation that depends on the prompt's length makes keys that a longer or shorter prompt cannot use.
 ROPE_BY_LENGTH = ("dynamic", "longrope")
 TOKENS = 12
 # How far logits of the packed run may be from the model's own, relative to those, in float32 and in shorter types.
@@ -33,7 +33,9 @@ MEDIA = ("vision", "image", "audio", "video", "speech")
 
 
 class CacheGroup(NamedTuple):
-    """Layers of a model whose KV is kept alike. ``window``: tokens that they see, 0 where they see everything."""
+    """Layers of a model whose KV is kept in the same way. ``window``: tokens that they see, 0 if they see
+    everything.
+    """
 
     layers: tuple[int, ...]
     window: int
@@ -61,8 +63,8 @@ class Geometry:
 
     @property
     def groups(self) -> tuple[CacheGroup, ...]:
-        """Layers whose KV is kept alike, those that see most first: those that see everything, and those with a window,
-        where KV before it can be dropped. The largest window stands for all."""
+        """Layers whose KV is kept in the same way, those with the longest view first: layers that see everything, and
+        layers with a window, before which KV can be dropped. The largest window stands for all."""
         everything = tuple(layer for layer, window in enumerate(self.windows) if not window or self.is_mla)
         windowed = tuple(layer for layer in range(self.layers) if layer not in everything)
         found = CacheGroup(everything, 0), CacheGroup(windowed, max(self.windows))
@@ -70,10 +72,10 @@ class Geometry:
 
 
 def refuse_kind(config: PreTrainedConfig) -> None:
-    """Refuse what its config or its class says we do not handle.
+    """Refuse a model if its config or its class shows that it is not handled.
 
     Raises:
-        InvalidRequest: "model", with the kind and what it does that is not handled.
+        InvalidRequest: "model", with the kind and the feature that is not handled.
     """
     kind = config.model_type
     if config.is_encoder_decoder:
@@ -86,10 +88,10 @@ def refuse_kind(config: PreTrainedConfig) -> None:
         how = quantized.get("quant_method", "?") if isinstance(quantized, dict) else type(quantized).__name__
         _refuse(kind, f"has quantised weights ({how})")
     if type(config) not in AutoModelForCausalLM._model_mapping:
-        _refuse(kind, "is no causal language model of transformers")
+        _refuse(kind, "is not a causal language model of transformers")
     net_class = AutoModelForCausalLM._model_mapping[type(config)]
     if getattr(net_class, "_is_stateful", False):
-        _refuse(kind, "keeps recurrent state beside keys and values")
+        _refuse(kind, "keeps recurrent state in addition to keys and values")
     types = getattr(config, "layer_types", None) or ()
     for layer, layer_type in enumerate(types):
         if layer_type not in LAYER_TYPES:
@@ -107,7 +109,7 @@ def refuse_kind(config: PreTrainedConfig) -> None:
 
 
 def _rope_types(config: PreTrainedConfig) -> set[str]:
-    """Of all layers, or of each type of layer."""
+    """The rope types of all layers, or of each type of layer."""
     parameters = getattr(config, "rope_parameters", None) or {}
     per_type = [value for value in parameters.values() if isinstance(value, dict)]
     return {str(terms.get("rope_type", "default")) for terms in (parameters, *per_type)}
@@ -123,10 +125,10 @@ def _sub_configs(config: PreTrainedConfig) -> dict[str, object]:
 
 
 def probe(net: PreTrainedModel) -> Geometry:
-    """Run ``net`` on a few tokens and see. Its attention implementation is the same afterwards as before.
+    """Run ``net`` on a few tokens and find its geometry. Its attention implementation is the same afterwards as before.
 
     Raises:
-        InvalidRequest: "model", with the layer and what it does that is not handled.
+        InvalidRequest: "model", with the layer and the feature that is not handled.
     """
     kind, before = net.config.model_type, net.config._attn_implementation
     seen = _Seen(kind, net.config.num_hidden_layers)
@@ -174,7 +176,7 @@ class _Update:
 
 @dataclass(frozen=True)
 class _Call:
-    """What one layer attended to, and its window by the argument it passed."""
+    """The tensors that one layer attended to, and the window that it passed."""
 
     k: tuple[int, ...]
     v: tuple[int, ...]
@@ -192,7 +194,7 @@ class _Seen:
 
 
 class _Cache(Cache):
-    """Writes down what each layer caches; refuses what is not the keys and values of one."""
+    """Records what each layer caches; refuses anything but the keys and values of one layer."""
 
     def __init__(self, seen: _Seen) -> None:
         super().__init__(layers=[DynamicLayer() for _ in range(seen.layers)])
@@ -232,7 +234,7 @@ def _attend(
     s_aux: torch.Tensor | None = None,
     **kwargs: Any,
 ) -> tuple[torch.Tensor, None]:
-    """An attention function that writes down how it is called. Shapes ``[1, heads, 2 * TOKENS, dim]``."""
+    """An attention function that records its calls. Shapes ``[1, heads, 2 * TOKENS, dim]``."""
     layer = getattr(module, "layer_idx", None)
     if seen is None or layer is None:
         name = type(module).__name__
@@ -262,7 +264,7 @@ def _attend(
 
 
 def _geometry(config: PreTrainedConfig, seen: _Seen, vocab_size: int) -> Geometry:
-    """All layers must be alike."""
+    """The geometry, which all layers must share."""
     kind, first = seen.kind, seen.updates[0]
     for layer in range(seen.layers):
         update, call = seen.updates[layer], seen.calls[layer]

@@ -1,4 +1,4 @@
-"""Runner: a model's forward over batches whose KV lies in an arena."""
+"""Runner: a model's forward over batches whose KV is in an arena."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from engine.compute.paged_cache import Arenas, Batch, PagedCache, Slice
 
 
 class HasNet(Protocol):
-    """What a runner needs of a model."""
+    """A model, as a runner uses it."""
 
     @property
     def net(self) -> PreTrainedModel:
@@ -28,10 +28,10 @@ class HasNet(Protocol):
 
 
 class Forward(Protocol):
-    """What an engine computes with: a ``Runner``, or a ``PacedRunner`` in its place.
+    """Computes for an engine: a ``Runner``, or a ``PacedRunner`` in its place.
 
     Attributes:
-        graphs: how steps of decoding go by graphs, or why not, for status.
+        graphs: how decoding steps use graphs, or why they do not, for status.
     """
 
     graphs: str
@@ -42,7 +42,7 @@ class Forward(Protocol):
 
 
 def runner_of(model: Model, arenas: Arenas, steps_max: int) -> Forward:
-    """What runs this model over ``arenas``, in steps of so many sequences at most."""
+    """The runner for this model over ``arenas``, in steps of at most this many sequences."""
     if model.pace is not None:
         return PacedRunner(model.pace, model.geometry.vocab_size, arenas)
     with translated(arenas.device):
@@ -59,9 +59,9 @@ def _made(model: Model, arenas: Arenas, steps_max: int) -> Runner:
 
 
 class Runner:
-    """Runs batches through ``model.net`` over ``arenas``. Several threads may, each a batch of its own.
+    """Runs batches through ``model.net`` over ``arenas``. Several threads may run it, each with a batch of its own.
 
-    The net attends to pages from then on: nothing but a runner can run it. On a CPU its linear layers are packed.
+    The net then attends to pages: only a runner can run it. On a CPU its linear layers are packed.
     """
 
     graphs = "none: only a CUDA device has them"
@@ -77,7 +77,7 @@ class Runner:
     def forward(self, batch: Batch) -> torch.Tensor:
         """Float32 logits ``[len(batch.slices), vocab]`` of the last token of each slice.
 
-        Puts the KV of all tokens of the batch into their frames. What a hook of the batch raises ends the forward;
+        Puts the KV of all tokens of the batch into their frames. An error of a hook of the batch ends the forward;
         layers before it have been written.
         """
         assert batch.arenas is self._arenas, "a batch over another arena"
@@ -86,8 +86,8 @@ class Runner:
         return self._forward(batch)
 
     def record(self, rows_max: int, pages_max: int, record: Callable[[Run], Run]) -> None:
-        """Have steps of up to so many sequences replayed from now on, where the model and its kernel can be recorded.
-        Before anybody computes."""
+        """Replay steps of up to this many sequences from now on, if the model and its kernel can be recorded. Must be
+        called before the first computation."""
         kernel = chosen(self._arenas.groups[0].layout, self._arenas.device).kernel
         frames = self._borrow()
         if kernel is None or frames is None:
@@ -97,13 +97,13 @@ class Runner:
             some = frames[:, 0].tolist()
             self._graphs = StepGraphs(self._forward, self._arenas, kernel, rows_max, pages_max, some, record)
             self.graphs = f"steps of up to {rows_max} sequences and {pages_max} pages each"
-        except RuntimeError as error:  # a model that looks at numbers on its way, as some mixtures of experts do
+        except RuntimeError as error:  # a model that reads values on the host, as some mixtures of experts do
             self.graphs = f"none: {' '.join(str(error).split())[:200]}"
         finally:
             self._return(frames)
 
     def _borrow(self) -> torch.Tensor | None:
-        """A frame of each cache group, ``[groups, 1]``; None where one has none."""
+        """A frame of each cache group, ``[groups, 1]``; None if one has no free frame."""
         if any(not arena.frames_free for arena in self._arenas.groups):
             return None
         taken = [arena.take(1) for arena in self._arenas.groups]
@@ -127,7 +127,7 @@ class Runner:
             return output.logits[0].float()
 
     def _warm_up(self) -> None:
-        """Has the code for this model's shapes made, so that nobody's first token waits for it."""
+        """Compile the code for this model's shapes, so that no first token waits for it."""
         frames = self._borrow()
         if frames is None:
             return

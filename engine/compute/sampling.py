@@ -1,5 +1,5 @@
-"""How a token is chosen from logits. Token ``index`` depends on the seed, the index and the logits, on nothing else:
-there is no state to move when a decode goes on elsewhere.
+"""How a token is chosen from logits. Token ``index`` depends only on the seed, the index and the logits: there is no
+state to move when a decode continues elsewhere.
 """
 
 from __future__ import annotations
@@ -17,12 +17,12 @@ from kvstore.errors import InvalidRequest
 SEED_MAX = 2**63 - 1
 STOP_STRINGS_MAX = 16
 STOP_CHARS_MAX = 256
-# The nucleus is looked for among this many tokens first, then among 8 times as many: sorting 100 k takes 20 ms.
+# The nucleus is searched among this many tokens first, then among 8 times as many: sorting 100 k takes 20 ms.
 NUCLEUS_TOKENS = 1024
 
 
 def check(sampling: Sampling) -> None:
-    """Refuse settings that mean nothing.
+    """Refuse invalid settings.
 
     Raises:
         InvalidRequest: names the field, as "sampling.top_p".
@@ -47,7 +47,7 @@ def choose(logits: torch.Tensor, sampling: Sampling, index: int) -> int:
 
 
 def choose_many(logits: torch.Tensor, samplings: Sequence[Sampling], indexes: Sequence[int]) -> list[int]:
-    """A token for each row of ``logits [n, vocab]``; of equal ones the lowest id wins. No row affects another."""
+    """A token for each row of ``logits [n, vocab]``; among equal ones the lowest id wins. No row affects another."""
     tokens: list[int] = torch.argmax(logits, dim=-1).tolist()
     drawn = [row for row, sampling in enumerate(samplings) if sampling.temperature > 0]
     if drawn:
@@ -69,7 +69,7 @@ def _draw(logits: npt.NDArray[np.float32], sampling: Sampling, index: int) -> in
 
 
 def _nucleus(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.int64]:
-    """Ids of the fewest tokens that hold ``top_p`` of the weight, heaviest first, equal ones by id (Holtzman et al.,
+    """The smallest set of token ids with ``top_p`` of the weight, heaviest first, equal ones by id (Holtzman et al.,
     "The Curious Case of Neural Text Degeneration", 2020, section 3.1).
     """
     enough = top_p * weights.sum()
@@ -86,7 +86,9 @@ def _nucleus(weights: npt.NDArray[np.float64], top_p: float) -> npt.NDArray[np.i
 
 
 def _uniform(seed: int, index: int) -> float:
-    """In [0, 1): the ``index``-th block of Philox keyed by ``seed``, whose bits NumPy keeps the same over versions."""
+    """A number in [0, 1): the ``index``-th block of Philox keyed by ``seed``, whose bits NumPy keeps the same over
+    versions.
+    """
     raw = np.random.Philox(key=seed, counter=index).random_raw()
     return float(int(raw) >> 11) * 2.0**-53
 

@@ -1,4 +1,6 @@
-"""Side batches: steps of single sequences whose KV is still arriving, where they wait without keeping anybody."""
+"""Side batches: steps of single sequences whose KV is still arriving, where they wait without delaying other
+sequences.
+"""
 
 from __future__ import annotations
 
@@ -19,13 +21,13 @@ Done = Callable[[torch.Tensor | BaseException | None], None]
 
 
 class SideBatches:
-    """Steps of single sequences, each in a thread of its own, ``threads`` at once. None has a team (``teams``): those
-    of threads that wait would slow every other step.
+    """Steps of single sequences, each in a thread of its own, ``threads`` at once. None has a team (``teams``): teams
+    of waiting threads would slow every other step.
 
-    Ends with ``stop``, which waits for what runs; its waits end with the sequences' deadlines at the latest.
+    Ends with ``stop``, which waits for running steps; their waits end with the sequences' deadlines at the latest.
 
     Attributes:
-        steps: how many there were.
+        steps: the number of steps so far.
     """
 
     def __init__(self, runner: Forward, arenas: Arenas, threads: int) -> None:
@@ -35,14 +37,14 @@ class SideBatches:
         self.steps = 0
 
     def add(self, part: Slice, arrivals: Arrivals, tokens: int, deadline_s: float, done: Done) -> None:
-        """Compute ``part`` once ``tokens`` tokens have arrived. ``done`` is called, by a thread, with its logits
-        ``[vocab]``, None where they did not come, or what the step raised (``StepFault``).
+        """Compute ``part`` once ``tokens`` tokens have arrived. ``done`` is called by a thread with its logits
+        ``[vocab]``, None if they did not come, or the step's error (``StepFault``).
         """
         self.steps += 1
         self._threads.submit(self._step, part, Waits({0: (arrivals, tokens)}, 0.0), deadline_s, done)
 
     def stop(self) -> None:
-        """Wait for all."""
+        """Wait for all steps."""
         self._threads.shutdown(wait=True)
 
     def _step(self, part: Slice, waits: Waits, deadline_s: float, done: Done) -> None:

@@ -1,4 +1,4 @@
-"""Tiles: what a kernel of a device is told about a batch, and how a layer attends.
+"""Tiles: how a batch is described to a kernel of a device, and how a layer attends.
 
 A tile is up to ``tokens`` consecutive tokens of one slice: what one program of a kernel computes for some heads. A step
 of decoding has one tile per sequence, a chunk has many.
@@ -19,7 +19,7 @@ import torch
 
 @dataclass(frozen=True)
 class Terms:
-    """How a layer attends. ``window`` 0: everything before. ``sinks``: ``[heads]``."""
+    """How a layer attends. ``window`` 0: to all tokens before. ``sinks``: ``[heads]``."""
 
     scaling: float
     window: int = 0
@@ -60,7 +60,7 @@ class Tiles:
 
 
 class PageKernel(Protocol):
-    """Attention over pages where they lie, of one kind of device. Threads may share it.
+    """Attention over pages in place, for one kind of device. Threads may share it.
 
     Attributes:
         name: as status shows it.
@@ -88,7 +88,7 @@ class PageKernel(Protocol):
 
 
 class BatchReading:
-    """What one forward reads: the table of its slices, and their tiles, made once for all layers."""
+    """What one forward reads: the table of its slices, and their tiles, computed once for all layers."""
 
     def __init__(self, table: SliceTable, counts: npt.NDArray[np.int64]) -> None:
         self.table = table
@@ -96,7 +96,7 @@ class BatchReading:
         self._tiles: dict[int, Tiles] = {}
 
     def tiles(self, tokens: int) -> Tiles:
-        """In tiles of so many tokens."""
+        """The batch in tiles of this many tokens."""
         if tokens not in self._tiles:
             slices, first = tiled(self._counts, tokens)
             device = self.table.row.device
@@ -107,7 +107,7 @@ class BatchReading:
 def reading_of(
     frames: Sequence[torch.Tensor], starts: Sequence[int], counts: Sequence[int], page_tokens: int, device: torch.device
 ) -> BatchReading:
-    """Of slices ``[start, start + count)`` with these page tables."""
+    """The table of slices ``[start, start + count)`` with these page tables."""
     start, count = np.asarray(starts, np.int64), np.asarray(counts, np.int64)
     stop = start + count
     pages = -(-stop // page_tokens)

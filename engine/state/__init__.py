@@ -1,1 +1,1 @@
-"""Decisions of an engine, pure: no clock, no threads, no torch. ``engine_state.EngineState`` is where to begin."""
+"""Decisions of an engine, pure: no clock, no threads, no torch. Begin reading at ``engine_state.EngineState``."""

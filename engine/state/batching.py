@@ -1,9 +1,9 @@
 """Batching: what runs in the next step.
 
-Decode first: every sequence that can makes its next token; prompt tokens fill what is left of the chunk. A sequence
-whose first layer is there may join the batch when the other layers are predicted to be there in time: layer ``l`` is
-needed ``l`` layers' time into the step. Otherwise it makes its next token in a side batch of its own, where it waits
-without keeping anybody.
+Decoding comes first: every sequence that can makes its next token, and prompt tokens fill the rest of the chunk. A
+sequence whose first layer is there may join the batch if the other layers are predicted to arrive in time: layer ``l``
+is needed ``l`` layers' time into the step. Otherwise it makes its next token in a side batch, where waiting delays no
+other sequence.
 """
 
 from __future__ import annotations
@@ -15,13 +15,13 @@ from engine.state.instructions import Part
 from engine.state.rules import Rules
 from engine.state.sequence import Phase, Sequence
 
-MARGIN = 1.2  # a layer is predicted to take that much longer than it did
+MARGIN = 1.2  # a layer is predicted to take this much longer than it did
 
 
 def decoding(
     active: Iterable[Sequence], rules: Rules, arriving: Mapping[int, Arriving], layer_s: float, aside_now: int
 ) -> tuple[list[int], list[int]]:
-    """Numbers of those that make their next token together, and of those that begin to do so aside."""
+    """Numbers of the sequences that make their next token together, and of those that begin to do so aside."""
     batch: list[int] = []
     aside: list[int] = []
     for sequence in active:
@@ -42,7 +42,7 @@ def decoding(
 
 
 def in_time(arriving: Arriving, layers: int, layer_s: float) -> bool:
-    """Whether a step whose layers take ``layer_s`` would find every layer of the sequence there when it needs it."""
+    """True if a step whose layers take ``layer_s`` finds every layer of the sequence there when it needs it."""
     there = arriving.layers
     if there == layers:
         return True
@@ -54,7 +54,9 @@ def in_time(arriving: Arriving, layers: int, layer_s: float) -> bool:
 
 
 def parts(active: Iterable[Sequence], budget: int, page_tokens: int) -> list[Part]:
-    """The next tokens of prompts, ``budget`` together. They end where a page does, unless they are a prompt's last."""
+    """The next tokens of prompts, ``budget`` together. Each part ends at the end of a page, unless it is a prompt's
+    last.
+    """
     found: list[Part] = []
     for sequence in active:
         if budget <= 0:
@@ -66,7 +68,7 @@ def parts(active: Iterable[Sequence], budget: int, page_tokens: int) -> list[Par
 
 
 def part(sequence: Sequence, budget: int, page_tokens: int) -> Part:
-    """The next tokens of one of them."""
+    """The next tokens of one prompt."""
     start = sequence.cached
     stop = min(sequence.length, start + budget)
     if stop < sequence.length and stop - stop % page_tokens > start:

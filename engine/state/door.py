@@ -1,4 +1,4 @@
-"""Door: which requests are accepted. Decided while the caller waits, whatever the engine computes meanwhile."""
+"""Admission: which requests are accepted. Decided while the caller waits, whatever the engine is computing."""
 
 from __future__ import annotations
 
@@ -7,15 +7,15 @@ from typing import Final
 from engine.model.request import NO_ORDER, Role, RoleOrder
 from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls
 
-ROLE: Final = "role"  # the field of a request that is refused since the engine does other work
+ROLE: Final = "role"  # the field named in the refusal of a request that does not suit the engine's role
 
 
 class Door:
-    """The role, and who is inside. Ids are refused while they are in use.
+    """The role, and the ids in use. A request whose id is in use is refused.
 
     Attributes:
-        order: the last order of a leader that was carried out; ``by``: who set the role last.
-        known: numbers of sequences by id: all that have not ended, and prefills until nobody can pull them any more.
+        order: the last order of a leader that was carried out; ``by``: what set the role last.
+        known: numbers of sequences by id: all that have not ended, and prefills until no engine can pull them any more.
     """
 
     def __init__(self, role: Role, requests_max: int) -> None:
@@ -27,13 +27,13 @@ class Door:
         self._requests_max = requests_max
 
     def set_role(self, role: Role, order: RoleOrder | None) -> None:
-        """Take other requests from now on.
+        """Change which requests are taken from now on.
 
         Args:
-            order: of a leader among conductors. None: an operator sets the role, which also ends a drain.
+            order: of a leading conductor. None: an operator sets the role, which also ends a drain.
 
         Raises:
-            InvalidRequest: an order as late as this one was carried out before: another conductor leads by now.
+            InvalidRequest: an order as late as this one was carried out before: another conductor leads now.
             NodeUnavailable: the engine is drained, which no leader ends.
         """
         if order is None:
@@ -47,11 +47,11 @@ class Door:
         self.role, self.by, self.order = role, "leader", order
 
     def check(self, answers: bool) -> None:
-        """Whether requests of that kind are taken at all.
+        """Check that requests of this kind are taken.
 
         Raises:
             InvalidRequest: not in this role.
-            NodeUnavailable: no requests, by an engine that is drained or ends.
+            NodeUnavailable: the engine takes no requests: it is drained or ends.
         """
         if answers and self.role is Role.PREFILL:
             raise InvalidRequest(ROLE, "this engine computes prompts for others; ask one of role decode or both")
@@ -61,11 +61,11 @@ class Door:
             raise NodeUnavailable("this engine takes no new requests: it is being drained")
 
     def enter(self, request_id: str, number: int) -> None:
-        """One more.
+        """Register a request.
 
         Raises:
             InvalidRequest: its id is in use.
-            TooManyCalls: as many as may be are here.
+            TooManyCalls: the engine has the maximum number of requests.
         """
         if request_id in self.known:
             raise InvalidRequest("request_id", f"{request_id} is in use here")
@@ -74,5 +74,5 @@ class Door:
         self.known[request_id] = number
 
     def leave(self, request_id: str) -> None:
-        """Its id is free."""
+        """Free the id of a request."""
         del self.known[request_id]

@@ -1,15 +1,16 @@
 """EngineState: everything an engine decides about its requests. ``handle(event) -> [instruction]``.
 
-It knows phases, lengths and how many frames are free; the shell has the tokens, the frames themselves, the threads and
-the clients. One event per call, per step, and per thing that a thread has finished, never one per layer.
+It knows phases, lengths and how many frames are free; the shell has the tokens, the frames, the threads and the
+clients. There is one event for each call, each step, and each result of a thread, never one for each layer.
 
 ::
 
     Submitted ── Ask? ── frames free ── Load ── Loaded ─┬─ Ask, Move ── Computed ── Draw ── Moved ── Settle
                                                         └─ Step(parts) ── Stepped ... Step(decoding) ── Stepped ...
-    the end:  Forget, Finish or Fail ── nobody touches the frames ── GiveBack, Drop
+    the end:  Forget, Finish or Fail ── no thread uses the frames ── GiveBack, Drop
 
-``Turn`` comes when all else is handled: it ends what is late, admits who gets frames, and says what the next step is.
+``Turn`` comes when all else is handled: it ends what is late, admits sequences that get frames, and says what the next
+step is.
 
 Worked example, pages of 16 tokens, a prompt of 40 tokens of which 32 are in the pool, an answer of 2 tokens::
 
@@ -38,16 +39,16 @@ from engine.state.sequence import Phase, Sequence
 from engine.state.speeds import Speeds
 from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable
 
-STORE_S = 10.0  # for KV that still arrives when its answer is over: its frames are not kept for longer
+STORE_S = 10.0  # how long frames are kept for KV that still arrives after the answer is over
 
 
 class EngineState:
     """Decides. One thread calls ``handle``; each decision's instructions are performed before the next event.
 
     Attributes:
-        step: what was told to be run, until it is ``Stepped``; ``steps``: how many there were.
-        aside: sequences that make their next token aside.
-        stopped: it ends, or lost its device, and takes nothing more: what requests are told.
+        step: the step under way, until ``Stepped``; ``steps``: the number of steps so far.
+        aside: sequences that make their next token in a side batch.
+        stopped: the error for all requests, once the engine ends or has lost its device; it takes nothing more.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -89,14 +90,14 @@ class EngineState:
         self._handlers[type(event)](event)
         return self.roster.out
 
-    # --- until it has its prompt ------------------------------------------------------------------------------------
+    # --- until the prompt is there ------------------------------------------------------------------------------------
 
     def _submitted(self, event: ev.Submitted) -> None:
         capacity = event.prompt + (event.tokens_max - event.generated if event.answers else 0)
         (pages, *beside), span = self.rules.frames_for(capacity), -(-capacity // self.rules.page_tokens)
         windows = self.rules.windows_for(capacity)
-        assert not any(windows) or not event.names, "what is overwritten cannot be shared"
-        assert self.rules.holds(capacity), "refused before it comes here: it would wait for ever"
+        assert not any(windows) or not event.names, "frames that are overwritten cannot be shared"
+        assert self.rules.holds(capacity), "too large requests are refused earlier: this one would wait for ever"
         sequence = Sequence(
             number=event.sequence,
             name=event.name,
@@ -114,12 +115,12 @@ class EngineState:
             span=span,
             windows=windows,
             names=list(event.names),
-            pulled=not event.answers,  # from now on others may
+            pulled=not event.answers,  # other engines may from now on
         )
         self.roster.sequences[event.sequence] = sequence
         if self.stopped is not None:
             self.roster.fail(sequence, self.stopped)
-        elif event.stopped:  # all was told by the engine that died
+        elif event.stopped:  # the engine that died had sent the whole answer
             self.roster.finish(sequence, "stop")
         else:
             if event.answers:
@@ -155,7 +156,7 @@ class EngineState:
             active[number].aside = True
             self.aside += 1
             self.roster.out.append(do.Aside(number))
-        # No less than a page, or prompts would starve beside a large batch.
+        # At least a page: otherwise prompts would starve next to a large batch.
         budget = max(self.rules.page_tokens, self.rules.chunk_tokens - len(batch))
         chunks = parts(active.values(), budget, self.rules.page_tokens)
         if batch or chunks:
@@ -186,7 +187,7 @@ class EngineState:
                 self.roster.out.append(do.TellProgress(part.sequence, part.stop))
 
     def _step_failed(self, event: ev.StepFailed) -> None:
-        """Its sequences end, all of them: nobody knows whose tokens were too many. Pages that were whole stay."""
+        """End all sequences of the step: it is not known which of them were too large. Complete pages stay."""
         step, self.step = self.step, None
         assert step is not None
         for number in (*step.decoding, *(part.sequence for part in step.parts)):
@@ -216,7 +217,7 @@ class EngineState:
         self._routes.resolve(sequence, event.now_s)
 
     def _drew(self, sequence: Sequence, end: str, now_s: float) -> None:
-        """One more token of it is known; ``end`` says why it was the last one, or ""."""
+        """Record that one more token is known; ``end`` says why it was the last one, or ""."""
         if not sequence.answers:
             sequence.phase, sequence.held_until_s = Phase.HELD, now_s + sequence.hold_s
             del self.roster.active[sequence.number]
@@ -236,7 +237,7 @@ class EngineState:
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def _sweep(self, now_s: float) -> None:
-        """End what is late."""
+        """End sequences that are late."""
         late = []
         for sequence in self.roster.sequences.values():
             match sequence.phase:

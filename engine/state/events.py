@@ -1,4 +1,4 @@
-"""What an engine's decisions hear of: calls, and what threads have finished. Time arrives inside.
+"""Events that an engine handles: calls, and the results of threads. They carry the time.
 
 ``sequence`` is the number that the shell gave a request; ids of requests may be used again, numbers are not.
 """
@@ -24,9 +24,9 @@ class Event:
 
 @dataclass(slots=True)
 class EnginesFound(Event):
-    """Who computes prompts for others now, by what the cluster tells; replaces what was told before.
+    """The engines that compute prompts for others now, as the cluster reports; replaces the previous report.
 
-    Engines that we were started with come before them: then these are not asked.
+    Engines given at the start take precedence: then these are not asked.
     """
 
     engines: tuple[str, ...]
@@ -34,18 +34,18 @@ class EnginesFound(Event):
 
 @dataclass(slots=True)
 class Submitted(Event):
-    """A prompt is to be answered (or, not ``answers``, computed for another engine and held for ``hold_s``).
+    """A prompt to answer (or, not ``answers``, to compute for another engine and hold for ``hold_s``).
 
     Attributes:
-        name: what errors call it.
-        prompt: its tokens, with those that another engine has generated already, which are ``generated``.
-        tokens_max: of the answer, with those.
-        engines: to compute the prompt, in this order; None: those the engine was started with, or found.
+        name: how errors refer to it.
+        prompt: its tokens, including those that another engine has generated already, which are ``generated``.
+        tokens_max: tokens of the answer, including those.
+        engines: engines to compute the prompt, in this order; None: those given at the start, or found.
         stored: leading tokens that the pool has as exact pages.
-        lazy: the KV moves only once it is computed.
-        stopped: what was generated already holds a stop string.
-        names: of its leading full pages: each stands for all tokens up to its end, and who they belong to. Sequences of
-            the same names share frames; none where it shares nothing.
+        lazy: the KV is moved only once it is computed.
+        stopped: the tokens generated so far already contain a stop string.
+        names: names of its leading full pages: each stands for all tokens up to its end, and for their owner. Sequences
+            with the same names share frames; empty if it shares nothing.
     """
 
     sequence: int
@@ -66,14 +66,14 @@ class Submitted(Event):
 
 @dataclass(slots=True)
 class Cancelled(Event):
-    """Nobody wants it any more."""
+    """The request is no longer wanted."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class Migrate(Event):
-    """The engine at ``target`` shall go on with it; ``call`` is answered by a ``Reply``."""
+    """Let the engine at ``target`` continue it; a ``Reply`` answers ``call``."""
 
     sequence: int
     target: str
@@ -82,25 +82,25 @@ class Migrate(Event):
 
 @dataclass(slots=True)
 class Drain(Event):
-    """Answers shall go on at ``target``; None: they end here."""
+    """Let the engine at ``target`` continue all answers; None: they end here."""
 
     target: str | None
 
 
 @dataclass(slots=True)
 class Stop(Event):
-    """The engine ends. ``Turn`` comes no more."""
+    """The engine ends. No ``Turn`` follows."""
 
 
 @dataclass(slots=True)
 class DeviceFailed(Event):
-    """The device is lost, and all KV with it: ``error`` ends what is here and what comes."""
+    """The device is lost, and all KV with it: ``error`` ends all requests, present and later ones."""
 
     error: KVStoreError
 
 
 def device_failed(error: KVStoreError) -> NodeUnavailable:
-    """What requests are told."""
+    """The error for requests."""
     return NodeUnavailable(f"this engine lost its device: {error}")
 
 
@@ -109,7 +109,7 @@ def device_failed(error: KVStoreError) -> NodeUnavailable:
 
 @dataclass(slots=True)
 class PrefixLoaded(Event):
-    """``Load`` is done: that many leading tokens were in the pool, and are in the frames."""
+    """``Load`` is done: this many leading tokens were in the pool, and are in the frames."""
 
     sequence: int
     tokens: int
@@ -126,7 +126,7 @@ class Computed(Event):
 
 @dataclass(slots=True)
 class AskFailed(Event):
-    """That engine was not there, refused, or failed."""
+    """The engine that was asked was not there, refused, or failed."""
 
     sequence: int
     attempt: int
@@ -135,8 +135,8 @@ class AskFailed(Event):
 
 @dataclass(slots=True)
 class Moved(Event):
-    """``Move`` is over, and no thread of it touches the frames: all of the prompt is in them, or there is an
-    ``error``, and so much came before it.
+    """``Move`` is over, and its threads no longer use the frames: all of the prompt is in them, or there is an
+    ``error``, before which ``tokens`` tokens came.
     """
 
     sequence: int
@@ -147,7 +147,7 @@ class Moved(Event):
 
 @dataclass(slots=True)
 class SideStepped(Event):
-    """``Aside`` is over: its next token, or None where the KV did not come, or it failed (``error``)."""
+    """``Aside`` is over: the next token, or None if the KV did not come, or the step failed (``error``)."""
 
     sequence: int
     token: int | None
@@ -156,21 +156,21 @@ class SideStepped(Event):
 
 @dataclass(slots=True)
 class PullsEnded(Event):
-    """After a ``Close``: nobody pulls, and nobody will."""
+    """After a ``Close``: no engine pulls, and none will."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class PassTaken(Event):
-    """After a ``PassOn``: the other engine has said its first word."""
+    """After a ``PassOn``: the other engine has begun to answer."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class NotTaken(Event):
-    """After a ``PassOn``: it will not say one. The request goes on here."""
+    """After a ``PassOn``: the other engine will not answer. The request continues here."""
 
     sequence: int
     error: KVStoreError | None = None
@@ -178,7 +178,7 @@ class NotTaken(Event):
 
 @dataclass(slots=True)
 class PassedOn(Event):
-    """After ``PassTaken``: the client was told the end."""
+    """After ``PassTaken``: the client has received the end."""
 
     sequence: int
 
@@ -188,29 +188,29 @@ class PassedOn(Event):
 
 @dataclass(slots=True)
 class Arriving:
-    """How far the KV of a sequence is: leading layers that are there, and what a layer takes (0: unknown)."""
+    """How far the KV of a sequence has arrived: leading layers that are there, and the time of one (0: unknown)."""
 
     layers: int
     layer_s: float = 0.0
-    late: bool = False  # a step waited for it in vain
+    late: bool = False  # a step waited for it without success
 
 
 @dataclass(slots=True)
 class Turn(Event):
-    """All events so far are handled: what is to run next? ``arriving``: of sequences whose KV is on its way."""
+    """All events so far are handled: what is to run next? ``arriving``: sequences whose KV is on its way."""
 
     arriving: Mapping[int, Arriving] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Stepped(Event):
-    """``Step`` is done. Whoever was to draw has drawn and told its client.
+    """``Step`` is done. Sequences that were to draw have drawn, and their clients have the tokens.
 
     Attributes:
-        ends: by sequence, "eos" or "stop" where that token ended the answer.
-        missed: those whose KV did not come in time: they drew nothing.
-        names: by sequence, of the page that its new token is the last one of, where it shares pages.
-        seconds: what it took, of which it waited ``waited_s`` for layers.
+        ends: by sequence, "eos" or "stop" if that token ended the answer.
+        missed: sequences whose KV did not arrive in time: they drew nothing.
+        names: by sequence, the name of the page that its new token completes, if it shares pages.
+        seconds: how long it took, of which it waited ``waited_s`` for layers.
     """
 
     ends: Mapping[int, str]
@@ -222,8 +222,8 @@ class Stepped(Event):
 
 @dataclass(slots=True)
 class StepFailed(Event):
-    """``Step`` could not be computed, for a reason that is no other step's: memory that is not there. Nobody has drawn,
-    and behind what was cached before it the frames of its sequences hold anything.
+    """``Step`` could not be computed, for a reason of its own: memory that is not there. No sequence has drawn, and
+    beyond what was cached before the step the contents of its sequences' frames are undefined.
     """
 
     error: KVStoreError
@@ -231,7 +231,7 @@ class StepFailed(Event):
 
 @dataclass(slots=True)
 class TokenDrawn(Event):
-    """``Draw`` is done; ``end`` as in ``Stepped.ends``, or "", and ``name`` as there, or b""."""
+    """``Draw`` is done; ``end`` and ``name`` as in ``Stepped.ends`` and ``names``, or empty."""
 
     sequence: int
     end: str

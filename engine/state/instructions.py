@@ -1,5 +1,5 @@
-"""What an engine decides to do. The shell performs instructions in order; those that take time run in threads, which
-answer with the event named here. ``Step`` and ``Draw`` are performed at once, and answered before anything else.
+"""What an engine decides to do. The shell performs instructions in order; slow ones run in threads, which respond with
+the event named here. ``Step`` and ``Draw`` are performed at once, and their events come before any other.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from kvstore.errors import KVStoreError
 
 @dataclass(slots=True)
 class LoadPrefix:
-    """Give it frames for the pages of its ``table``, of which the first ``shared`` are in the arena, and read what else
-    is stored of its prompt into the others -> ``PrefixLoaded``. Of a ring, each page stands there several times.
-    ``beside``: the same of the model's other cache groups, where the same pages have frames of their own."""
+    """Give a sequence frames for the pages of its ``table``, the first ``shared`` of which are in the arena, and read
+    the rest of its stored prompt into the others -> ``PrefixLoaded``. Each page of a ring appears several times.
+    ``beside``: the tables of the model's other cache groups, where the same pages have frames of their own."""
 
     sequence: int
     table: list[int]
@@ -23,21 +23,23 @@ class LoadPrefix:
 
 @dataclass(slots=True)
 class EvictPages:
-    """These pages are kept no longer: their frames are unused."""
+    """Stop keeping these pages: their frames are unused."""
 
     pages: list[int]
 
 
 @dataclass(slots=True)
 class OfferPages:
-    """These kept pages, consecutive ones of a chain, will be evicted soon: write to the pool what it has not."""
+    """Write the missing ones of these kept pages to the pool: consecutive pages of a chain, which will be evicted
+    soon.
+    """
 
     pages: list[int]
 
 
 @dataclass(slots=True)
 class AskPrefill:
-    """Have another engine compute the prompt -> ``Computed`` or ``AskFailed``."""
+    """Ask another engine to compute the prompt -> ``Computed`` or ``AskFailed``."""
 
     sequence: int
     attempt: int
@@ -46,7 +48,7 @@ class AskPrefill:
 
 @dataclass(slots=True)
 class MoveIn:
-    """Bring the KV from token ``start`` on out of what ``AskPrefill`` began -> ``Moved``."""
+    """Bring the KV from token ``start`` on from the engine that ``AskPrefill`` asked -> ``Moved``."""
 
     sequence: int
     attempt: int
@@ -55,21 +57,21 @@ class MoveIn:
 
 @dataclass(slots=True)
 class GiveUp:
-    """Nobody wants what was asked for. A mover ends soon, with ``Moved``."""
+    """Give up a prefill that is no longer wanted. A mover ends soon, with ``Moved``."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class Settle:
-    """The hand-off from ``engine`` is complete."""
+    """Tell ``engine`` that its hand-off is complete."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class Dismiss:
-    """The hand-off has failed: the next engine is asked, or the prompt is computed here."""
+    """Drop a hand-off that has failed: the next engine is asked, or the prompt is computed here."""
 
     sequence: int
     engine: str
@@ -88,7 +90,7 @@ class Part:
 
 @dataclass(slots=True)
 class Step:
-    """One forward: the next token of each of ``decoding``, and the tokens of ``parts`` -> ``Stepped`` or
+    """Run one forward: the next token of each of ``decoding``, and the tokens of ``parts`` -> ``Stepped`` or
     ``StepFailed``."""
 
     decoding: list[int]
@@ -97,14 +99,14 @@ class Step:
 
 @dataclass(slots=True)
 class Aside:
-    """Make its next token in a thread of its own, which may wait for layers -> ``SideStepped``."""
+    """Make the next token in a thread of its own, which may wait for layers -> ``SideStepped``."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class Draw:
-    """This is its next token: tell its client -> ``TokenDrawn``."""
+    """Draw the next token and send it to the client -> ``TokenDrawn``."""
 
     sequence: int
     token: int
@@ -112,14 +114,14 @@ class Draw:
 
 @dataclass(slots=True)
 class Recompute:
-    """All of its prompt was loaded: its last token is computed all the same, for the logits."""
+    """Compute the last token again for its logits: all of the prompt was loaded."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class StorePages:
-    """Its first ``pages`` pages are full: write to the pool what is not there, without waiting."""
+    """Write the missing ones of the first ``pages`` pages, which are full, to the pool, without waiting."""
 
     sequence: int
     pages: int
@@ -127,7 +129,7 @@ class StorePages:
 
 @dataclass(slots=True)
 class TellAdmitted:
-    """Tell who asked for a prefill that it has begun, with ``cached`` tokens."""
+    """Tell the engine that asked for a prefill that it has begun, with ``cached`` tokens."""
 
     sequence: int
     cached: int
@@ -135,7 +137,7 @@ class TellAdmitted:
 
 @dataclass(slots=True)
 class TellProgress:
-    """Tell who asked for a prefill how far it is."""
+    """Tell the engine that asked for a prefill how far it is."""
 
     sequence: int
     tokens: int
@@ -143,21 +145,21 @@ class TellProgress:
 
 @dataclass(slots=True)
 class Hold:
-    """A prefill is complete: tell who asked, and keep the frames for who pulls."""
+    """Tell the engine that asked for a prefill that it is complete, and keep the frames for it to pull."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class Close:
-    """A prefill is over: let nobody begin to pull -> ``PullsEnded``."""
+    """End a prefill: no engine may begin to pull -> ``PullsEnded``."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class PassOn:
-    """Have the engine at ``target`` go on with it, and pass on what that says -> ``NotTaken``, or ``Taken`` and then
+    """Ask the engine at ``target`` to continue, and pass its replies on -> ``NotTaken``, or ``Taken`` and then
     ``PassedOn``.
     """
 
@@ -167,21 +169,21 @@ class PassOn:
 
 @dataclass(slots=True)
 class Left:
-    """Another engine goes on with it."""
+    """Record that another engine continues the sequence."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class CancelThere:
-    """Cancel it where it was passed on to."""
+    """Cancel the sequence at the engine that it was passed on to."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class AnswerCall:
-    """Answer a call; a ``call`` of 0 is a drain's, which wants errors told to the log."""
+    """Answer a call; for ``call`` 0, a drain's, errors are logged."""
 
     call: int
     result: bool | KVStoreError
@@ -189,7 +191,7 @@ class AnswerCall:
 
 @dataclass(slots=True)
 class Forget:
-    """Its id is free."""
+    """Free the id of a sequence."""
 
     sequence: int
 
@@ -204,7 +206,7 @@ class Finish:
 
 @dataclass(slots=True)
 class Fail:
-    """Tell its client the other end. ``cancelled``: the client wanted it."""
+    """Tell its client that it failed. ``cancelled``: at the client's request."""
 
     sequence: int
     error: KVStoreError
@@ -213,8 +215,8 @@ class Fail:
 
 @dataclass(slots=True)
 class GiveBack:
-    """It has no frames any more. The pages of ``freed`` are gone; ``stay`` are those of its leading tokens that stay in
-    the arena, kept or had by others, in order."""
+    """Take its frames back. The pages of ``freed`` are gone; ``stay`` are its leading pages that stay in the arena,
+    kept or in use by other sequences, in order."""
 
     sequence: int
     freed: list[int]
@@ -223,7 +225,7 @@ class GiveBack:
 
 @dataclass(slots=True)
 class EndSequence:
-    """Nothing is left of it; no event may name it any more."""
+    """Drop what remains of a sequence; no later event may name it."""
 
     sequence: int
 

@@ -1,4 +1,4 @@
-"""What holds in an engine after every event. Run when it is idle, and by the simulated engines of the tests."""
+"""What holds in an engine after every event. Checked when it is idle, and by the simulated engines of the tests."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ACTIVE = frozenset((Phase.LOADING, Phase.MOVING, Phase.COMPUTING, Phase.DECODING
 
 
 def check(state: EngineState) -> None:
-    """Frames free and held are all there are; every sequence is where its phase says, and can go on from there."""
+    """Check that free and held frames add up, and that every sequence is where its phase says and can continue."""
     roster = state.roster
     sequences = roster.sequences.values()
     roster.frames.check(list(sequences), state.rules.frames, [group.frames for group in state.rules.beside])
@@ -40,7 +40,7 @@ def _check(state: EngineState, sequence: Sequence) -> None:
         case Phase.COMPUTING:
             assert active and attempt is None and sequence.cached < sequence.length, sequence
         case Phase.DECODING:
-            first = sequence.cached == sequence.length == sequence.prompt  # of a hand-off, being drawn
+            first = sequence.cached == sequence.length == sequence.prompt  # the first token of a hand-off, being drawn
             assert active and sequence.answers and (first or sequence.cached == sequence.length - 1), sequence
         case Phase.HELD:
             assert not active and sequence.holds and sequence.pulled and not sequence.answers, sequence

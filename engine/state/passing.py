@@ -1,6 +1,6 @@
-"""Passing on: a running answer goes on at another engine, because somebody asked, or because this one is drained.
+"""Passing on: a running answer continues at another engine, because a caller asked, or because this one is drained.
 
-Until the other engine has said its first word the frames stay, and the answer can come back.
+Until the other engine has begun to answer the frames stay, and the answer can come back.
 """
 
 from __future__ import annotations
@@ -13,18 +13,20 @@ from engine.state.roster import Roster
 from engine.state.sequence import Passing, Phase, Sequence
 from kvstore.errors import DeadlineExceeded
 
-TAKE_S = 10.0  # for the other engine's first word
+TAKE_S = 10.0  # for the other engine to begin its answer
 
 
 class Passes:
-    """Who goes on elsewhere. ``target``: where a drain sends answers, one after the other; None where it does not."""
+    """Answers that move to other engines. ``target``: where a drain sends answers, one by one; None: there is no
+    drain.
+    """
 
     def __init__(self, roster: Roster) -> None:
         self.target: str | None = None
         self._roster = roster
 
     def migrate(self, event: ev.Migrate) -> None:
-        """Somebody asks for it."""
+        """Move an answer at a caller's request."""
         sequence = self._roster.active.get(event.sequence)
         if sequence is None or not _may_leave(sequence):
             self._roster.out.append(do.AnswerCall(event.call, False))
@@ -32,11 +34,11 @@ class Passes:
             self._begin(sequence, event.target, event.call, event.now_s)
 
     def drain(self, event: ev.Drain) -> None:
-        """All shall go, or no more of them."""
+        """Move all answers, or stop moving them."""
         self.target = event.target
 
     def next_drained(self, now_s: float) -> None:
-        """Where answers are to leave and none is on its way, the next one does."""
+        """Move the next answer, if answers are to leave and none is on its way."""
         if self.target is None:
             return
         active = self._roster.active.values()
@@ -47,13 +49,13 @@ class Passes:
                     return
 
     def _begin(self, sequence: Sequence, target: str, call: int, now_s: float) -> None:
-        """It stops here, and its tokens are offered to ``target``."""
+        """Pause a sequence here and offer its tokens to ``target``."""
         self._roster.store(sequence)
         sequence.phase, sequence.passing = Phase.LEFT, Passing(call, now_s + TAKE_S, drained=not call)
         self._roster.out.append(do.PassOn(sequence.number, target))
 
     def taken(self, event: ev.PassTaken) -> None:
-        """It goes on there, unless it has ended meanwhile."""
+        """Let the sequence continue there, unless it has ended in the meantime."""
         roster, sequence = self._roster, self._roster.sequences[event.sequence]
         assert sequence.passing is not None
         if sequence.phase is Phase.ENDED:
@@ -66,7 +68,7 @@ class Passes:
         roster.leave(sequence)
 
     def not_taken(self, event: ev.NotTaken) -> None:
-        """It goes on here. Whoever does not take one answer of a drain will not take the others."""
+        """Let the sequence continue here. An engine that refuses one answer of a drain is not offered the others."""
         roster, sequence = self._roster, self._roster.sequences[event.sequence]
         assert sequence.passing is not None
         if sequence.passing.drained:
@@ -79,7 +81,7 @@ class Passes:
             sequence.phase = Phase.DECODING
 
     def passed_on(self, event: ev.PassedOn) -> None:
-        """Its client has been told the end."""
+        """Record that its client has received the end."""
         roster, sequence = self._roster, self._roster.sequences[event.sequence]
         sequence.passing = None
         if sequence.phase is not Phase.ENDED:
@@ -88,7 +90,7 @@ class Passes:
         roster.leave(sequence)
 
     def look(self, sequence: Sequence, now_s: float) -> None:
-        """Whether the other engine takes too long: its stream ends then, and the request comes back."""
+        """End the other engine's stream if it takes too long to begin; the request then comes back."""
         passing = sequence.passing
         if passing is not None and passing.until_s < now_s:
             passing.until_s = math.inf
@@ -98,5 +100,5 @@ class Passes:
 
 
 def _may_leave(sequence: Sequence) -> bool:
-    """Whether all that has to move is in the pool, or soon will be."""
+    """True if everything that has to move is in the pool, or soon will be."""
     return sequence.phase is Phase.DECODING and sequence.attempt is None

@@ -1,4 +1,4 @@
-"""Roster: who is here, who has frames, and how each of them ends."""
+"""Roster: the sequences that are here, which of them have frames, and how each of them ends."""
 
 from __future__ import annotations
 
@@ -14,13 +14,14 @@ from kvstore.errors import KVStoreError
 
 
 class Roster:
-    """The sequences of an engine, and what it has decided to do (``out``) about the event that it is handling.
+    """The sequences of an engine, and the instructions (``out``) for the event that it is handling.
 
     Attributes:
-        sequences: all that have not ended, or whose frames somebody may still touch, by number.
-        active: those of them that take part in steps, or soon will, in the order in which they got their frames.
-        waiting: for frames: first come, first served, so that a large one is not overtaken for ever.
-        frames: how many are free, and who has which pages.
+        sequences: all that have not ended, or whose frames a thread may still use, by number.
+        active: those that take part in steps, or soon will, in the order in which they got their frames.
+        waiting: sequences that wait for frames: first come, first served, so that a large one is not overtaken for
+            ever.
+        frames: how many are free, and which sequences have which pages.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -32,10 +33,11 @@ class Roster:
         self.out: list[Instruction] = []
 
     def admit(self) -> None:
-        """Those that come next get frames, as far as there are any.
+        """Give the next sequences frames, as far as there are any.
 
-        One whose pages are being loaded or computed for another one waits until they are whole, as it would for its
-        turn to compute them, and lets others pass. But not where another engine waits for it, or computes its prompt.
+        A sequence whose pages are being loaded or computed for another one waits until they are complete, as it would
+        for its turn to compute them, and lets others pass. But not if another engine waits for it, or computes its
+        prompt.
         """
         for sequence in list(islice(self.waiting, self.rules.batch_max)):
             if len(self.active) >= self.rules.batch_max:
@@ -53,13 +55,13 @@ class Roster:
             self.out.append(do.LoadPrefix(sequence.number, sequence.laid_out(), shared, sequence.beside_out()))
 
     def offer(self) -> None:
-        """The pool is to have the pages that will be evicted soon."""
+        """Offer the pool the pages that will be evicted soon."""
         if pages := self.frames.to_offer():
             self.out.append(do.OfferPages(pages))
 
     def compute_rest(self, sequence: Sequence) -> None:
-        """What is not in the frames is computed here. Where all of it is, the last token is computed again, into its
-        own frame: nobody keeps logits.
+        """Compute here what is not in the frames. If all of it is there, the last token is computed again, into its own
+        frame, because logits are not kept.
         """
         if sequence.cached == sequence.length:
             sequence.cached -= 1
@@ -68,7 +70,7 @@ class Roster:
         self.frames.reached(sequence)
 
     def store(self, sequence: Sequence) -> None:
-        """Write its full pages, unless their KV is still arriving."""
+        """Write its full pages to the pool, unless their KV is still arriving."""
         pages = sequence.cached // self.rules.page_tokens
         if pages and sequence.attempt is None and sequence.holds:
             self.out.append(do.StorePages(sequence.number, pages))
@@ -76,26 +78,26 @@ class Roster:
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """An answer is over. One that was told before all of its KV is here keeps its mover: the next turn of a
-        conversation is to find it."""
+        """End an answer. If the end was sent before all of its KV is here, its mover stays: the next turn of a
+        conversation is to find the KV."""
         attempt = sequence.attempt
         if reason != "cancelled" and sequence.moving and attempt is not None and attempt.error is None:
             del self.active[sequence.number]
             sequence.phase = Phase.TOLD
         else:
             self._end(sequence)
-        self.out.append(do.Forget(sequence.number))  # first: its client may ask again under the same id
+        self.out.append(do.Forget(sequence.number))  # first: its client may use the same id again
         self.out.append(do.Finish(sequence.number, reason))
         self.leave(sequence)
 
     def end_told(self, sequence: Sequence) -> None:
-        """The KV of an answer that was told is stored, or nobody waits for it any longer."""
+        """End a sequence after its answer was sent: its KV is stored, or no longer awaited."""
         assert sequence.phase is Phase.TOLD
         self._end(sequence)
         self.leave(sequence)
 
     def fail(self, sequence: Sequence, error: KVStoreError, cancelled: bool = False) -> None:
-        """There will be no (whole) answer, or prefill."""
+        """End a sequence without a (complete) answer, or prefill."""
         self._end(sequence)
         if sequence.answers:
             self.out.append(do.Forget(sequence.number))
@@ -105,20 +107,20 @@ class Roster:
         self.leave(sequence)
 
     def let_go(self, sequence: Sequence) -> None:
-        """A prefill that is complete is over: it was fetched, or held for long enough."""
+        """End a complete prefill: it was fetched, or its hold time is over."""
         assert sequence.phase is Phase.HELD
         sequence.phase = Phase.ENDED
         self.out.append(do.Close(sequence.number))
 
     def reply(self, sequence: Sequence, result: bool | KVStoreError) -> None:
-        """Tell who asked for it to be passed on, once. Of a drain, errors alone are told."""
+        """Reply once to the caller that asked for it to be passed on. A drain's reply is only sent for errors."""
         passing = sequence.passing
         if passing is not None and (passing.call or isinstance(result, KVStoreError)):
             self.out.append(do.AnswerCall(passing.call, result))
             passing.call = 0
 
     def leave(self, sequence: Sequence) -> None:
-        """It needs its frames no longer: they are free once nobody may touch them."""
+        """Release its frames: they are free once no thread may use them."""
         if sequence.touched:
             return
         if sequence.holds:
@@ -128,7 +130,7 @@ class Roster:
             self.out.append(do.EndSequence(sequence.number))
 
     def _end(self, sequence: Sequence) -> None:
-        """It has no more part in anything."""
+        """Remove a sequence that takes no more part in anything."""
         if self.active.pop(sequence.number, None) is None and sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.phase = Phase.ENDED

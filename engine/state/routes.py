@@ -1,7 +1,7 @@
-"""Routes: where the prompt of a request is computed, here or by another engine, and what becomes of that.
+"""Routes: where the prompt of a request is computed, here or by another engine, and how that ends.
 
-A sequence is asked for at one engine after the other, until one has computed its prompt or none is left; then it is
-computed here, from where the KV that came ends.
+Engines are asked one by one, until one has computed the prompt or none is left; then it is computed here, from the end
+of the KV that has arrived.
 """
 
 from __future__ import annotations
@@ -14,12 +14,12 @@ from engine.state.sequence import Attempt, Phase, Sequence
 from kvstore.errors import Unavailable, VersionMismatch
 
 AVOID_S = 5.0
-BEGIN_S = 10.0  # for the other engine to begin: a mover waits no longer, since each may wait for the other's frames
+BEGIN_S = 10.0  # for the other engine to begin: a mover's wait is limited, since each may wait for the other's frames
 AVOIDED_MAX = 64  # addresses; clients may name any
 
 
 class Routes:
-    """The hand-offs, and which engines did not answer lately."""
+    """The hand-offs, and which engines recently did not answer."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
@@ -27,12 +27,12 @@ class Routes:
         self._found: tuple[str, ...] = ()
 
     def found(self, event: ev.EnginesFound) -> None:
-        """Others have come or gone."""
+        """Replace the engines that the cluster reports."""
         self._found = event.engines
 
     def choose(self, event: ev.Submitted, pages: int) -> list[str]:
-        """Engines to ask, none where it is computed here: so it is where the pool has almost all of it, or the arena,
-        which has ``pages`` of it."""
+        """The engines to ask; empty if the prompt is computed here, which it is if the pool or the arena, which has
+        ``pages`` of it, has almost all of it."""
         asked, rules = event.engines, self._roster.rules
         addresses = asked if asked is not None else self._ours(event.sequence) if event.role is Role.DECODE else ()
         there = max(event.stored, pages * rules.page_tokens)
@@ -41,14 +41,16 @@ class Routes:
         return [address for address in addresses if self._avoided.get(address, 0.0) <= event.now_s]
 
     def _ours(self, sequence: int) -> tuple[str, ...]:
-        """Those we were started with, in their order. Else those we found, each the first for its share of requests."""
+        """Engines given at the start, in their order; otherwise those found, each the first for its share of
+        requests.
+        """
         if self._roster.rules.prefill or not self._found:
             return self._roster.rules.prefill
         first = sequence % len(self._found)
         return self._found[first:] + self._found[:first]
 
     def ask(self, sequence: Sequence) -> bool:
-        """Ask the next engine. Whether there is one."""
+        """Ask the next engine. Returns whether there is one."""
         if not sequence.engines:
             return False
         sequence.attempts += 1
@@ -57,8 +59,8 @@ class Routes:
         return True
 
     def go(self, sequence: Sequence) -> None:
-        """It has frames, and in them what the pool had: the rest is brought from where it is computed, or computed
-        here.
+        """Begin with a sequence's frames, which contain what the pool had: the rest is brought from where it is
+        computed, or computed here.
         """
         if sequence.attempt is None and not self.ask(sequence):
             self._roster.compute_rest(sequence)
@@ -72,12 +74,12 @@ class Routes:
             self._first(sequence, attempt.first_token)
 
     def _first(self, sequence: Sequence, token: int) -> None:
-        """The first token comes before the last layer."""
+        """Draw the first token, which may come before the last layer."""
         sequence.phase, sequence.cached = Phase.DECODING, sequence.prompt
         self._roster.out.append(do.Draw(sequence.number, token))
 
     def computed(self, event: ev.Computed) -> None:
-        """The other engine has done its part; of a lazy hand-off, the KV waits there for frames here."""
+        """Record that the other engine has done its part; in a lazy hand-off the KV waits there for frames here."""
         sequence = self._of_attempt(event.sequence, event.attempt)
         if sequence is None or sequence.attempt is None or sequence.attempt.error is not None:
             return
@@ -88,7 +90,7 @@ class Routes:
             self._first(sequence, event.first_token)
 
     def ask_failed(self, event: ev.AskFailed) -> None:
-        """The other engine has not."""
+        """Record that the other engine has failed."""
         sequence = self._of_attempt(event.sequence, event.attempt)
         if sequence is None or sequence.attempt is None:
             return
@@ -101,7 +103,7 @@ class Routes:
             self.resolve(sequence, event.now_s)
 
     def moved(self, event: ev.Moved) -> None:
-        """Nobody writes to its frames any more."""
+        """Record that its frames are no longer written to."""
         sequence = self._roster.sequences[event.sequence]
         sequence.moving = False
         if sequence.phase is Phase.ENDED:
@@ -119,7 +121,7 @@ class Routes:
         self._roster.end_told(sequence)
 
     def resolve(self, sequence: Sequence, now_s: float) -> None:
-        """What has become of its attempt, once nobody is in the frames."""
+        """Decide how its attempt ended, once its frames are no longer in use."""
         attempt = sequence.attempt
         if attempt is None or not sequence.holds or sequence.loading or sequence.moving or sequence.aside:
             return
@@ -127,7 +129,7 @@ class Routes:
             self._dismiss(sequence, now_s)
             if sequence.phase is Phase.ENDED:
                 return
-            # Where no token was drawn another engine may still do all of it.
+            # If no token was drawn another engine may still do all of it.
             if sequence.length > sequence.prompt:
                 self._roster.compute_rest(sequence)
             else:
@@ -136,7 +138,7 @@ class Routes:
             self.settle(sequence)
 
     def settle(self, sequence: Sequence) -> None:
-        """Where all of its attempt is here, it is over: the pages may be stored, also those of an answer that ends."""
+        """Complete the attempt if all of it is here: the pages may be stored, also those of an answer that ends."""
         attempt = sequence.attempt
         if attempt is not None and attempt.moved and attempt.first_token is not None:
             sequence.attempt = None
@@ -145,15 +147,15 @@ class Routes:
             self._roster.store(sequence)
 
     def _dismiss(self, sequence: Sequence, now_s: float) -> None:
-        """The attempt is over. What it did not bring is still to be computed; what came as whole pages stays. Engines
-        that do not fit are a mistake to show; any other failure costs time only. A ring that is not whole has no
-        beginning: all is computed again.
+        """End the attempt. What it did not bring is still to be computed; complete pages that came stay. Engines that
+        do not fit each other are a mistake to report; any other failure only costs time. An incomplete ring has no
+        beginning: then all is computed again.
         """
         attempt = sequence.attempt
         assert attempt is not None and attempt.error is not None
         if attempt.begun:
             whole = 0 if sequence.has_ring else attempt.tokens - attempt.tokens % self._roster.rules.page_tokens
-            # Not back to the prompt's end: what was computed behind it may have overwritten the window before it.
+            # Not from the prompt's end: what was computed behind it may have overwritten the window before it.
             sequence.cached = max(sequence.cached, sequence.prompt) if attempt.tokens >= sequence.prompt else whole
         sequence.attempt = None
         self._roster.out.append(do.Dismiss(sequence.number, attempt.engine, attempt.error))
@@ -167,5 +169,5 @@ class Routes:
     def _of_attempt(self, number: int, attempt: int) -> Sequence | None:
         sequence = self._roster.sequences.get(number)
         if sequence is None or sequence.attempt is None or sequence.attempt.number != attempt:
-            return None  # it has ended, or another engine is asked by now
+            return None  # it has ended, or another engine is being asked now
         return sequence

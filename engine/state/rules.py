@@ -1,4 +1,4 @@
-"""Rules: what the decisions of an engine depend on, and does not change while it runs."""
+"""Rules: settings that an engine's decisions depend on and that do not change while it runs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ SIDE_MAX = 4  # side batches at once; each has a thread
 
 @dataclass(frozen=True)
 class GroupRules:
-    """Layers whose KV lies in frames of their own. ``frames``: of their arena, all; ``window``: tokens that the layer
-    sees which sees most, 0 where one sees everything."""
+    """Layers with an arena of their own. ``frames``: all of that arena; ``window``: the tokens that the layer with the
+    longest view sees, 0 if a layer sees all tokens."""
 
     frames: int
     window: int
@@ -40,21 +40,21 @@ class Rules:
         return GroupRules(self.frames, self.window), *self.beside
 
     def frames_for(self, tokens: int) -> tuple[int, ...]:
-        """Frames of each group that a sequence of so many tokens needs.
+        """Frames of each group that a sequence of this many tokens needs.
 
-        With a window no more than a ring: pages that the longest chunk and what its first token sees can touch. A page
-        is put where the page lies that is a ring's length before it, and that nobody sees any more.
+        With a window at most a ring: the pages that the longest chunk and the view of its first token can touch. A page
+        takes the place of the page one ring's length before it, which no later token sees.
         """
         pages = -(-tokens // self.page_tokens)
         return tuple(min(pages, self._ring(group.window)) if group.window else pages for group in self.groups)
 
     def windows_for(self, tokens: int) -> tuple[int, ...]:
-        """Of each group its window, where a sequence of so many tokens has a ring of frames; else 0."""
+        """The window of each group in which a sequence of this many tokens has a ring of frames; else 0."""
         pages, found = -(-tokens // self.page_tokens), self.frames_for(tokens)
         return tuple(group.window if some < pages else 0 for group, some in zip(self.groups, found, strict=True))
 
     def holds(self, tokens: int) -> bool:
-        """Whether all frames hold a sequence of so many tokens."""
+        """True if the arenas can hold a sequence of this many tokens."""
         return all(some <= group.frames for group, some in zip(self.groups, self.frames_for(tokens), strict=True))
 
     def _ring(self, window: int) -> int:
@@ -62,7 +62,7 @@ class Rules:
 
     @property
     def tokens_max(self) -> int:
-        """Tokens of the longest sequence that all frames hold; 0: any, since it needs no more than a ring of them."""
+        """The longest sequence that the arenas can hold, in tokens; 0: any, since it needs at most a ring of frames."""
         bounds = [
             group.frames * self.page_tokens
             for group in self.groups
@@ -77,6 +77,6 @@ def ring_frames(window: int, chunk_tokens: int, page_tokens: int) -> int:
 
 
 def needed_from(window: int, tokens: int, page_tokens: int) -> int:
-    """Of the first ``tokens`` tokens of a sequence with a ring, where the page begins from which on they are needed by
-    what follows, and by the last of them, were it computed again. ``window`` 0: all of them are."""
+    """The start of the first page that is still needed, among the first ``tokens`` tokens of a sequence with a ring: by
+    later tokens, or to compute the last of these again. ``window`` 0: all pages are."""
     return max(0, tokens - window) // page_tokens * page_tokens if window else 0

@@ -1,4 +1,4 @@
-"""Sequence: what the decisions need to know of one request. Its tokens, frames and client are the shell's."""
+"""Sequence: what the decisions need to know of one request. The shell has its tokens, frames and client."""
 
 from __future__ import annotations
 
@@ -20,14 +20,14 @@ class Phase(Enum):
                                                       COMPUTING -> HELD -> ENDED    computed for another engine
     """
 
-    WAITING = auto()  # for frames
+    WAITING = auto()  # until it gets frames
     LOADING = auto()  # a thread reads its prefix from the pool
     MOVING = auto()  # another engine computes its prompt; threads bring the KV
     COMPUTING = auto()  # chunk by chunk
     DECODING = auto()
     HELD = auto()  # computed for another engine, which has not fetched everything yet
-    LEFT = auto()  # another engine goes on with it, this one passes its tokens on
-    TOLD = auto()  # answered to the end, while its mover still moves: what it brings is stored then
+    LEFT = auto()  # another engine continues it, and this one passes its tokens on
+    TOLD = auto()  # the answer was sent, while its mover is still running: the KV is stored at the end
     ENDED = auto()
 
 
@@ -40,16 +40,16 @@ class Attempt:
 
     number: int
     engine: str
-    first_token: int | None = None  # known once it is computed
+    first_token: int | None = None  # set once it is computed
     begun: bool = False  # frames may have been written to
-    tokens: int = 0  # of the prompt that are in the frames, once the mover has ended
-    moved: bool = False  # all of it is
+    tokens: int = 0  # tokens of the prompt in the frames, once the mover has ended
+    moved: bool = False  # all of the prompt is there
     error: KVStoreError | None = None
 
 
 @dataclass(slots=True)
 class Passing:
-    """A sequence on its way to another engine; ``call`` is who asked, 0 where a drain did, or once it was answered."""
+    """A move to another engine; ``call`` is the call to answer, 0 for a drain, or once it was answered."""
 
     call: int
     until_s: float
@@ -59,23 +59,23 @@ class Passing:
 
 @dataclass(slots=True, eq=False)
 class Sequence:
-    """One request. Written by ``EngineState`` alone.
+    """One request. Only ``EngineState`` changes it.
 
     Attributes:
-        prompt: tokens it came with: what there is to prefill.
-        length: tokens that are known: the prompt, then what was drawn.
+        prompt: number of tokens that it came with, to be prefilled.
+        length: number of known tokens: the prompt, then the tokens drawn.
         cached: leading tokens whose KV is in the frames, or arriving there.
         pages: frames that it needs; it has all of them (``holds``) or none.
-        beside: and of the other cache groups, at most as many: its first pages have frames there, too.
-        span: pages of all its tokens: more than ``pages`` where it has a ring of frames, see ``Rules.frames_for``.
-        windows: of each group, where the sequence has a ring there, what its tokens see; else 0.
-        table: numbers of the pages in them, of which other sequences may have the leading ones, too: see ``Frames``.
-        names: of its leading full pages, as far as its tokens are known.
-        whole, listed: how many of these are complete in the frames; and how many leading ones of them others may take.
-        answers: False where it is computed for another engine.
+        beside: frames in the other cache groups, at most as many: its first pages have frames there, too.
+        span: pages of all its tokens: more than ``pages`` if it has a ring of frames, see ``Rules.frames_for``.
+        windows: for each group in which it has a ring, how many tokens its tokens see; else 0.
+        table: numbers of the pages in its frames; other sequences may share the leading ones: see ``Frames``.
+        names: names of its leading full pages, as far as its tokens are known.
+        whole, listed: how many of these are complete in the frames; and how many leading ones of them can be shared.
+        answers: False if it is computed for another engine.
         engines: those that may still be asked for the prompt.
-        loading, moving, aside, pulled: who may touch its frames beside the step: a loader, a mover, a side batch, other
-            engines that pull. The frames return when nobody does.
+        loading, moving, aside, pulled: users of its frames other than the step: a loader, a mover, a side batch, other
+            engines that pull. The frames return when none is left.
     """
 
     number: int
@@ -111,11 +111,11 @@ class Sequence:
     passing: Passing | None = None
 
     def laid_out(self) -> list[int]:
-        """The page in whose frame each of its pages lies: ``table``, over and over where that is a ring."""
+        """The page whose frame each of its pages uses: ``table``, repeated if that is a ring."""
         return self._round(self.pages)
 
     def beside_out(self) -> list[list[int]]:
-        """The same of each other cache group."""
+        """For each other cache group, the page whose frame each of its pages uses."""
         return [self._round(frames) for frames in self.beside]
 
     def _round(self, frames: int) -> list[int]:
@@ -123,14 +123,14 @@ class Sequence:
 
     @property
     def has_ring(self) -> bool:
-        """Whether some of its pages are overwritten by later ones."""
+        """True if some of its pages are overwritten by later ones."""
         return any(self.windows)
 
     def needed(self, tokens: int) -> int:
-        """Of the first ``tokens`` tokens, where the page begins from which on some group needs them."""
+        """The start of the first page that some group needs, among its first ``tokens`` tokens."""
         return min(needed_from(window, tokens, self.page_tokens) for window in self.windows)
 
     @property
     def touched(self) -> bool:
-        """Whether somebody may read or write its frames outside of a step."""
+        """True if its frames may be read or written outside of a step."""
         return self.loading or self.moving or self.aside or self.pulled

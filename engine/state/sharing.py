@@ -1,18 +1,19 @@
-"""Sharing: prompts that begin alike have one copy of their common full pages in the arena, also one after the other.
+"""Sharing: prompts with a common beginning share one copy of their common full pages in the arena, also over time.
 
-A full page has a name (``events.Submitted.names``) that stands for all tokens up to its end and for who they belong to.
-Once it is whole it is listed under that name. Whoever gets frames takes over the leading pages that are listed, and
-frames of its own for the rest: also for the page in which its answer begins, so nobody ever writes into a frame that
-several have.
+A full page has a name (``events.Submitted.names``) that stands for all tokens up to its end and for their owner. Once
+it is complete it is listed under that name. A sequence that gets frames takes over the leading pages that are listed,
+and frames of its own for the rest, including the page in which its answer begins, so a shared frame is never written
+to.
 
-A listed page that no sequence has any more is kept: its frame counts as free, and is evicted as soon as somebody needs
-a frame, the least recently used page first. Whoever has a page has its parents. So when the pages of a sequence are
-kept from the last one to the first, a page always stands behind its children, and no eviction leaves an unusable tail.
+A listed page that no sequence uses any more is kept: its frame counts as free, and is evicted when a sequence needs a
+frame, the least recently used page first. A sequence that has a page has its parents. So, because the pages of a
+sequence are kept from the last one to the first, a page always comes after its children in that order, and no eviction
+leaves an unusable tail.
 
-A sequence with a ring of frames (``Rules.frames_for``) has no names: its pages do not stay, so nobody shares them.
+A sequence with a ring of frames (``Rules.frames_for``) has no names: its pages do not stay, so they are not shared.
 
-Where the model has several cache groups, a page has a frame in each. Of a sequence with a ring, the first pages of its
-table alone have frames in the group with the ring, as many as the ring has: what is put there later has no number.
+If the model has several cache groups, a page has a frame in each. A sequence with a ring has frames in the ring's group
+only for the first pages of its table, as many as the ring has: later pages there have no numbers.
 
 Worked example, pages of 16 tokens, three prompts that begin with the same 40 tokens and differ from there::
 
@@ -36,18 +37,18 @@ from engine.state.sequence import Phase, Sequence
 # Phases in which ``cached`` says what is there.
 WHOLE: Final = frozenset((Phase.COMPUTING, Phase.DECODING, Phase.HELD, Phase.LEFT, Phase.TOLD))
 COMING: Final = frozenset((Phase.LOADING, Phase.COMPUTING))
-OFFER_SHARE: Final = 8  # pages are offered to the pool while less than this part of all frames is unused
-OFFER_AHEAD: Final = 64  # kept pages; those that are evicted next
+OFFER_SHARE: Final = 8  # pages are offered to the pool while less than 1/8 of all frames is unused
+OFFER_AHEAD: Final = 64  # kept pages considered, those that are evicted next
 OFFER_MAX: Final = 32  # pages at once
 
 
 @dataclass(slots=True, eq=False)
 class ListedPage:
-    """A whole page in the arena. Life: listed, by the sequence that has it -> kept, when nobody has it -> had again, or
-    evicted.
+    """A complete page in the arena. Life: listed, by the sequence that has it -> kept, when no sequence has it -> in
+    use again, or evicted.
 
     Attributes:
-        offered: the pool was told of it since it was used last.
+        offered: the pool was offered it since its last use.
     """
 
     number: int
@@ -58,12 +59,12 @@ class ListedPage:
 
 
 class Frames:
-    """How many frames are free, which pages are whole, and who has which of them.
+    """How many frames are free, which pages are complete, and which sequences have them.
 
     Attributes:
-        unused: frames with no page that is worth anything; ``beside``: the same of each other cache group.
+        unused: frames without a useful page; ``beside``: the same for each other cache group.
         shared: frames that more than one sequence has.
-        found, evicted: pages that were kept and had again, and those that left, since the start.
+        found, evicted: kept pages that were used again, and pages that were evicted, since the start.
     """
 
     def __init__(self, frames: int, kept_max: int = 0, beside: Iterable[int] = ()) -> None:
@@ -73,7 +74,7 @@ class Frames:
         self._offers_below = max(1, frames // OFFER_SHARE) if kept_max and not self.beside else 0
         self._numbers = 0
         self._pages: dict[bytes, ListedPage] = {}
-        self._kept: OrderedDict[bytes, ListedPage] = OrderedDict()  # the next one to be evicted first
+        self._kept: OrderedDict[bytes, ListedPage] = OrderedDict()  # the next one to be evicted comes first
         self._holders: dict[bytes, dict[int, Sequence]] = {}  # by the name of their first page
 
     @property
@@ -83,13 +84,13 @@ class Frames:
 
     @property
     def free(self) -> int:
-        """Frames that no sequence has: whoever comes may have them."""
+        """Frames that no sequence has, which are available to any."""
         return self.unused + len(self._kept)
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
     def match(self, sequence: Sequence) -> int:
-        """How many of its leading pages are listed, but for one that its prompt's last token is in."""
+        """How many of its leading pages are listed, except the one with its prompt's last token."""
         low, high = 0, min(len(sequence.names), (sequence.prompt - 1) // sequence.page_tokens)
         while low < high:
             middle = (low + high + 1) // 2
@@ -100,7 +101,7 @@ class Frames:
         return low
 
     def look(self, sequence: Sequence) -> tuple[int, bool]:
-        """How many pages it matches, and whether somebody is at more of them right now."""
+        """How many pages it matches, and whether more of them are being computed right now."""
         whole, coming = self.match(sequence), 0
         if sequence.names:
             for other in self._holders.get(sequence.names[0], {}).values():
@@ -109,7 +110,7 @@ class Frames:
         return whole, min(coming, (sequence.prompt - 1) // sequence.page_tokens) > whole
 
     def fits(self, sequence: Sequence, shared: int) -> bool:
-        """Whether it can have its frames now, the first ``shared`` of them those of listed pages."""
+        """True if it can have its frames now, the first ``shared`` of which are those of listed pages."""
         kept = 0
         while kept < shared and not self._pages[sequence.names[shared - 1 - kept]].users:
             kept += 1
@@ -118,7 +119,7 @@ class Frames:
         return sequence.pages - shared <= self.unused + kept and all(own - shared <= n + kept for n, own in others)
 
     def take(self, sequence: Sequence, shared: int) -> list[int]:
-        """It has its frames from now on. Returns the pages that were evicted for it."""
+        """Give it its frames. Returns the pages that were evicted for it."""
         for name in sequence.names[:shared]:
             page = self._pages[name]
             if not page.users:
@@ -143,10 +144,11 @@ class Frames:
         return evicted
 
     def reached(self, sequence: Sequence) -> None:
-        """More of its tokens may be in its frames: the pages that are complete, and stay as they are, are listed.
+        """List the pages that became complete with more of its tokens, if they stay as they are.
 
-        One that is listed for another sequence, which computed it at the same time, stays its own, and what follows it:
-        nobody has a page without its parents.
+        If another sequence, which computed the same page at the same time, has listed it, this copy and all that follow
+        it stay
+        unlisted: no sequence has a page without its parents.
         """
         if sequence.phase not in WHOLE or sequence.attempt is not None:
             return
@@ -156,7 +158,9 @@ class Frames:
             sequence.listed += 1
 
     def give_back(self, sequence: Sequence) -> tuple[list[int], list[int]]:
-        """It has none any more. Returns the pages that are gone; and of its whole pages, in order, those that stay."""
+        """Take its frames back. Returns the pages that are gone; and of its complete pages, in order, those that
+        stay.
+        """
         names, freed = sequence.names, []
         for name in names[: sequence.listed]:
             page = self._pages[name]
@@ -188,8 +192,8 @@ class Frames:
         return freed, stay
 
     def to_offer(self) -> list[int]:
-        """Pages that will be evicted soon, consecutive ones of one chain, if there are any: the pool is to have them by
-        then. Each is told once for each time that it was used."""
+        """Consecutive pages of one chain that will be evicted soon, if there are any, for the pool to store in time.
+        Each page is returned once for each time that it was used."""
         if self.unused >= self._offers_below:
             return []
         for last in islice(self._kept.values(), OFFER_AHEAD):
@@ -211,7 +215,7 @@ class Frames:
         self._pages[name] = ListedPage(sequence.table[index], name, parent, users)
 
     def _has(self, sequence: Sequence, shared: int) -> bool:
-        """Whether so many frames of each group are unused."""
+        """True if this many frames of each group are unused."""
         others = zip(self.beside, sequence.beside, strict=True)
         return self.unused >= sequence.pages - shared and all(n >= own - shared for n, own in others)
 
@@ -226,8 +230,8 @@ class Frames:
     # --- what holds -------------------------------------------------------------------------------------------------
 
     def check(self, sequences: list[Sequence], total: int, beside: Iterable[int] = ()) -> None:
-        """Frames unused, kept and taken are all there are. A listed page has its parent, and who has it has that. A
-        kept page is nobody's, and is evicted before its parent."""
+        """Check that unused, kept and taken frames add up. A listed page's parent is listed, and its users have the
+        parent, too. A kept page has no user, and is evicted before its parent."""
         users: dict[int, int] = {}
         listed: dict[bytes, int] = {}
         for sequence in sequences:
@@ -258,7 +262,7 @@ class Frames:
 
 
 def _common(one: list[bytes], other: list[bytes]) -> int:
-    """How many leading pages have the same names: a page that has, has parents that have."""
+    """How many leading pages have the same names: equal pages have equal parents."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2

@@ -14,8 +14,8 @@ from contextlib import contextmanager
 
 from llvmlite import ir
 
-LANES = 16  # of a vector; LLVM divides it where registers are shorter
-NEVER = -1e30  # the logit of what is not there: its exponential vanishes in any sum
+LANES = 16  # of a vector; LLVM splits it if registers are shorter
+NEVER = -1e30  # the logit of an absent token: its exponential vanishes in any sum
 LOG2_E = math.log2(math.e)
 _UNROLL_MAX = 8  # passes of a loop that are written out
 _EXP_MIN = -126.0  # 2 to this is the smallest normal number
@@ -36,7 +36,7 @@ F32, I16, I32, I64 = ir.FloatType(), ir.IntType(16), ir.IntType(32), ir.IntType(
 
 
 def integer(value: int) -> ir.Constant:
-    """A 64-bit one."""
+    """A 64-bit integer constant."""
     return ir.Constant(I64, value)
 
 
@@ -75,13 +75,13 @@ class Emitter:
         return b.bitcast(bits, x.type)
 
     def capped(self, x: ir.Value) -> ir.Value:
-        """``tanh(x / cap) * cap`` as a power of two; what was never there stays so."""
+        """``tanh(x / cap) * cap`` as a power of two; an absent token stays absent."""
         b = self.b
         cap = self.splat(self.arg["softcap"], LANES)
         x = b.fdiv(x, cap)
         size = self.call("llvm.fabs", x)
         one = self.splat(real(1.0), LANES)
-        # Of the size, so that the exponent is never above 0: (1 - e**-2x) / (1 + e**-2x).
+        # From the absolute value, so that the exponent is never above 0: (1 - e**-2x) / (1 + e**-2x).
         power = self.exp2(b.fmul(size, self.splat(real(-2 * LOG2_E), LANES)))
         large = b.fdiv(b.fsub(one, power), b.fadd(one, power))
         square = b.fmul(x, x)
@@ -96,7 +96,7 @@ class Emitter:
         return b.select(b.fcmp_ordered("<", b.fmul(x, cap), self.splat(real(NEVER / 2), LANES)), never, capped)
 
     def across(self, x: ir.Value, join: Callable[[ir.Value, ir.Value], ir.Value]) -> ir.Value:
-        """One number out of a vector: its halves are joined until one is left."""
+        """Reduce a vector to one number: its halves are joined until one is left."""
         b = self.b
         while x.type.count > 1:
             half = x.type.count // 2
@@ -108,11 +108,11 @@ class Emitter:
         return b.extract_element(x, I32(0))
 
     def more(self, x: ir.Value, y: ir.Value) -> ir.Value:
-        """The larger ones."""
+        """The elementwise maximum."""
         return self.b.select(self.b.fcmp_ordered(">", x, y), x, y)
 
     def least(self, *numbers: ir.Value) -> ir.Value:
-        """The smallest of some integers."""
+        """The minimum of some integers."""
         b = self.b
         return functools.reduce(lambda x, y: b.select(b.icmp_signed("<", x, y), x, y), numbers)
 
@@ -121,7 +121,7 @@ class Emitter:
         return self.call("llvm.fma", x, y, z)
 
     def call(self, name: str, *values: ir.Value) -> ir.Value:
-        """One of LLVM's own functions, of numbers or vectors."""
+        """Call one of LLVM's own functions, on numbers or vectors."""
         kind = values[0].type
         suffix = f"v{kind.count}f32" if isinstance(kind, ir.VectorType) else "f32"
         name = f"{name}.{suffix}"
@@ -133,20 +133,20 @@ class Emitter:
     # --- Memory and loops ---
 
     def at(self, base: ir.Value, index: ir.Value) -> ir.Value:
-        """Where element ``index`` is."""
+        """The address of element ``index``."""
         return self.b.gep(base, [index], inbounds=True)
 
     def load(self, where: ir.Value, lanes: int) -> ir.Value:
-        """A vector of float32."""
+        """Load a vector of float32."""
         kind = ir.VectorType(F32, lanes)
         return self.b.load(self.b.bitcast(where, kind.as_pointer()), align=4)
 
     def store(self, where: ir.Value, value: ir.Value) -> None:
-        """Puts a vector there."""
+        """Store a vector."""
         self.b.store(value, self.b.bitcast(where, value.type.as_pointer()), align=4)
 
     def load_as(self, dtype: str, where: ir.Value, lanes: int) -> ir.Value:
-        """A vector of elements of ``dtype``, as float32."""
+        """Load a vector of elements of ``dtype``, as float32."""
         b = self.b
         if dtype == "float32":
             return self.load(where, lanes)
@@ -158,7 +158,7 @@ class Emitter:
         return b.bitcast(b.shl(wide, ir.Constant(wide.type, [16] * lanes)), ir.VectorType(F32, lanes))
 
     def splat(self, value: ir.Value, lanes: int) -> ir.Value:
-        """A vector of one number."""
+        """A vector with all elements equal to one number."""
         kind = ir.VectorType(F32, lanes)
         if isinstance(value, ir.Constant):
             return ir.Constant(kind, [value.constant] * lanes)
@@ -166,14 +166,14 @@ class Emitter:
         return self.b.shuffle_vector(one, one, ir.Constant(ir.VectorType(I32, lanes), [0] * lanes))
 
     def array(self, count: int) -> ir.Value:
-        """Room for so many float32, until the function returns."""
+        """Stack memory for this many float32, until the function returns."""
         with self.b.goto_block(self.entry):
             array = self.b.alloca(F32, count)
             array.align = 64
             return array
 
     def variable(self, kind: ir.Type, value: ir.Value) -> ir.Value:
-        """What may change: ``load`` and ``store`` of ``b`` read and write it."""
+        """A variable: ``load`` and ``store`` of ``b`` read and write it."""
         with self.b.goto_block(self.entry):
             place = self.b.alloca(kind)
         self.b.store(value, place)
@@ -181,7 +181,7 @@ class Emitter:
 
     @contextmanager
     def repeat(self, condition: Callable[[], ir.Value]) -> Iterator[None]:
-        """As long as what ``condition`` writes is true."""
+        """Loop while the value that ``condition`` writes is true."""
         b = self.b
         test, body, done = (b.append_basic_block(name) for name in ("test", "body", "done"))
         b.branch(test)
@@ -194,7 +194,7 @@ class Emitter:
 
     @contextmanager
     def loop(self, start: ir.Value, stop: ir.Value, step: int = 1) -> Iterator[ir.Value]:
-        """Indices from ``start`` on, below ``stop``."""
+        """Loop over indices from ``start`` on, below ``stop``."""
         at = self.variable(I64, start)
         with self.repeat(lambda: self.b.icmp_signed("<", self.b.load(at), stop)):
             index = self.b.load(at)
@@ -202,7 +202,7 @@ class Emitter:
             self.b.store(self.b.add(index, integer(step)), at)
 
     def each(self, count: int, step: int = 1) -> Iterator[ir.Value]:
-        """Indices ``0, step, ...`` below ``count``: written out where they are few, else a loop around the body."""
+        """Indices ``0, step, ...`` below ``count``: unrolled if there are few, else a loop around the body."""
         if count // step <= _UNROLL_MAX:
             yield from (integer(i) for i in range(0, count, step))
             return

@@ -9,8 +9,8 @@ once: scores of all query heads of the group, their exponentials with a running 
 Gimelshein, arXiv:1805.02867), and the sum of values. Sums are kept in registers in tiles of ``_TOKENS`` tokens or
 ``_DIMS`` vectors by ``_HEADS`` query heads. All is float32, whatever pages hold.
 
-Logits are kept as powers of two: ``exp2`` needs no multiplication. What is not there (the rest of a block) is
-``NEVER``, and its value is not read. The code is made when a shape is first met, in a tenth of a second.
+Logits are kept as powers of two: ``exp2`` needs no multiplication. Absent tokens (the rest of a block) are
+``NEVER``, and their values are not read. The code is made when a shape is first met, in a tenth of a second.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from llvmlite import ir
 from engine.compute.cpu.emitter import F32, I16, I32, I64, LANES, LOG2_E, NEVER, Emitter, integer, real
 from engine.compute.teams import torch_library
 
-_TOKENS, _HEADS, _DIMS = 4, 4, 4  # tiles: 16 sums, and what they are made of, fit into 32 registers
-_BLOCK_BYTES = 32 << 10  # of a block of tokens: less than any first-level cache of data
+_TOKENS, _HEADS, _DIMS = 4, 4, 4  # tiles: 16 sums and their operands fit in 32 registers
+_BLOCK_BYTES = 32 << 10  # of a block of tokens: less than any first-level data cache
 _ELEMENT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2}
 _ADDRESSES = ("pages", "layer", "frames", "first", "low", "high", "query", "sinks", "out")
 NO_SINK = NEVER
@@ -38,7 +38,7 @@ NO_SINK = NEVER
 
 @dataclass(frozen=True)
 class Shape:
-    """What the code is made for. Elements, unless it says otherwise.
+    """The shape that the code is made for. In elements, unless noted otherwise.
 
     Attributes:
         group: query heads per KV head.
@@ -73,11 +73,11 @@ class Shape:
 
 
 class KernelWork(ctypes.Structure):
-    """What the code is given.
+    """The arguments of the code.
 
     Attributes:
-        next, items: items are pairs of sequence and KV head. Who computes takes the next one: ``next`` begins with 0.
-        pages, layer: address of the arena, and which layer.
+        next, items: items are pairs of sequence and KV head. Each thread takes the next one: ``next`` begins with 0.
+        pages, layer: address of the arena, and the layer's number.
         frames: address of int64 page tables, end to end; ``first``, of int64 per sequence: where its table starts.
         low, high: of int64 per sequence: the tokens ``[low, high)`` that it attends to, at least one.
         query: of float32 ``[sequences, kv_heads, group, k_dim]``; ``sinks``, of float32 ``[kv_heads, group]``.
@@ -101,9 +101,9 @@ class HostKernel:
         self._alone = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(address)
 
     def run(self, work: KernelWork, threads: int) -> None:
-        """Do all items, with so many threads of OpenMP's: those that torch computes with. They are at hand between two
-        products, where threads of our own would have to be woken, and be in their way. Where torch has others, the
-        caller's alone."""
+        """Do all items with this many of the OpenMP threads that torch computes with. Those are awake between two
+        products; threads of our own would have to be woken, and would compete with them. If torch uses another library,
+        only the caller's thread computes."""
         if threads > 1 and (parallel := _parallel()) is not None:
             parallel(self._address, ctypes.addressof(work), threads, 0)
         else:
@@ -112,7 +112,7 @@ class HostKernel:
 
 @functools.cache
 def _parallel() -> Callable[[int, int, int, int], None] | None:
-    """Has a function of one argument called by so many threads at once, and returns when all have."""
+    """Calls a function of one argument from this many threads at once, and returns when all have returned."""
     function = getattr(torch_library(), "GOMP_parallel", None)
     if function is None:
         return None
@@ -163,7 +163,7 @@ class _Writer(Emitter):
         fields = {name: self.b.gep(self.arg["call"], [I32(0), I32(at)]) for at, name in enumerate(kinds)}
         self.arg |= {name: self.b.load(where) for name, where in fields.items() if name != "next"}
         g = shape.group
-        self.q = self.array(g * shape.k_dim)  # of one item, scaled
+        self.q = self.array(g * shape.k_dim)  # the query of one item, scaled
         self.scores = self.array(g * shape.block)
         self.sums = self.array(g * shape.v_dim)
         self.peaks, self.totals, self.fades = self.array(g), self.array(g), self.array(g)
@@ -177,10 +177,10 @@ class _Writer(Emitter):
     # --- The algorithm ---
 
     def _item(self, item: ir.Value) -> None:
-        """One sequence and KV head."""
+        """Write the code for one sequence and KV head."""
         s, b = self.shape, self.b
         sequence, head = b.udiv(item, integer(s.kv_heads)), b.urem(item, integer(s.kv_heads))
-        # With a cap, scores are made into powers of two after it.
+        # With a cap, scores become powers of two after it.
         scaling = self.arg["scaling"] if s.softcap else b.fmul(self.arg["scaling"], real(LOG2_E))
         query = self.at(self.arg["query"], b.mul(item, integer(s.group * s.k_dim)))
         for i in self.each(s.group * s.k_dim, self.lanes):
@@ -198,7 +198,7 @@ class _Writer(Emitter):
         self._finish(item, head)
 
     def _tokens(self, sequence: ir.Value, table: ir.Value, pages: ir.Value) -> None:
-        """All blocks of the tokens that a sequence attends to."""
+        """Write the loop over all blocks of tokens that a sequence attends to."""
         s, b = self.shape, self.b
         high = b.load(self.at(self.arg["high"], sequence))
         at = self.variable(I64, b.load(self.at(self.arg["low"], sequence)))
@@ -212,7 +212,7 @@ class _Writer(Emitter):
             b.store(b.add(token, count), at)
 
     def _block(self, rows: ir.Value, count: ir.Value) -> None:
-        """Adds ``count`` tokens, whose contents are at ``rows``, to the sums."""
+        """Write the code that adds ``count`` tokens, whose contents are at ``rows``, to the sums."""
         s, b = self.shape, self.b
         with b.if_then(b.icmp_signed("!=", count, integer(s.block))):
             for i in self.each(s.group * s.block, LANES):
@@ -249,7 +249,7 @@ class _Writer(Emitter):
                 b.store(self.across(b.load(dots[i][j]), b.fadd), self.at(self.scores, where))
 
     def _soften(self, head: ir.Value) -> None:
-        """Scores of a query head become weights relative to the highest score so far."""
+        """Turn scores of a query head into weights relative to the highest score so far."""
         s, b = self.shape, self.b
         scores = self.at(self.scores, b.mul(head, integer(s.block)))
         parts = [self.at(scores, integer(i)) for i in range(0, s.block, LANES)]
@@ -271,7 +271,7 @@ class _Writer(Emitter):
     def _weigh(
         self, values: ir.Value, count: ir.Value, head: ir.Value, heads: int, dim: ir.Value, vectors: int
     ) -> None:
-        """Adds the weighted values of a block to a tile of the sums, and fades what they were before."""
+        """Add the weighted values of a block to a tile of the sums, and scale down what they were before."""
         s, b = self.shape, self.b
         start = b.mul(dim, integer(self.lanes))
         weights = [self.at(self.scores, b.mul(b.add(head, integer(j)), integer(s.block))) for j in range(heads)]
@@ -302,7 +302,7 @@ class _Writer(Emitter):
                 self.store(where[j][i], b.load(sums[j][i]))
 
     def _finish(self, item: ir.Value, head: ir.Value) -> None:
-        """Sinks join the total; the sums, divided by it, are the result."""
+        """Add the sinks to the total, and divide the sums by it."""
         s, b = self.shape, self.b
         out = self.at(self.arg["out"], b.mul(item, integer(s.group * s.v_dim)))
         for i in self.each(s.group):

@@ -1,8 +1,8 @@
 """Packed linear layers: weights in the order in which oneDNN reads them, on CPUs.
 
 torch gives a product in float32 to MKL, and one in a short type to oneDNN with the weights as they are. With weights
-that are reordered once the products of a step take half the time in float32 on an AMD EPYC, whether it has one sequence
-or many, and so do those of a chunk; in bfloat16 they take three quarters.
+that are reordered once, the products of a step take half the time in float32 on an AMD EPYC, for one sequence or many,
+and so do those of a chunk; in bfloat16 they take three quarters.
 """
 
 from __future__ import annotations
@@ -12,15 +12,15 @@ from typing import Any
 import torch
 from torch import nn
 
-# oneDNN makes code for each number of rows that it meets, a millisecond per shape: small layers do not earn it back.
+# oneDNN compiles code for each number of rows that it meets, a millisecond per shape: small layers do not earn it back.
 ELEMENTS_MIN = 1 << 16
-ROWS = 512  # what the order is chosen for; one that suits many rows suits one row as well
+ROWS = 512  # the order is chosen for this; one that suits many rows suits one row as well
 # Attention reads the weights themselves, see ``engine.compute.attention``.
 NOT_PACKED = ("kv_b_proj",)
 
 
 class PackedLinear(nn.Module):
-    """What a linear layer computes, without its plain weights. It is never changed: a copy of it is the same object."""
+    """A linear layer without its plain weights. It is never changed: a copy of it is the same object."""
 
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
@@ -35,7 +35,7 @@ class PackedLinear(nn.Module):
 
     @property
     def weight(self) -> torch.Tensor:
-        """The layer's weights as they were, unpacked for each who asks: some models look at those of a router."""
+        """The layer's weights as they were, unpacked at each access: some models look at those of a router."""
         plain: torch.Tensor = self._packed.to_dense()
         return plain
 
@@ -43,13 +43,13 @@ class PackedLinear(nn.Module):
         return self
 
     def extra_repr(self) -> str:
-        """As ``nn.Linear`` shows itself."""
+        """Its parameters, in the form that ``nn.Linear`` shows."""
         return f"in_features={self.in_features}, out_features={self.out_features}, bias={self._bias is not None}"
 
 
 def pack(net: nn.Module) -> None:
-    """Replace the linear layers of ``net`` that are worth it, on a CPU that has what it takes. Their weights are let go
-    of where nothing else has them."""
+    """Replace the linear layers of ``net`` that are worth it, on a CPU with the needed instructions. Plain weights that
+    nothing else refers to are freed."""
     for parent in list(net.modules()):
         for name, layer in list(parent.named_children()):
             if type(layer) is nn.Linear and name not in NOT_PACKED and _worth(layer.weight):

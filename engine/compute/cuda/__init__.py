@@ -1,1 +1,1 @@
-"""What an engine computes with on CUDA devices. Imported only where there is one, or where a test stands in for it."""
+"""The kernels of an engine on CUDA devices. Imported only if there is one, or if a test stands in for it."""

@@ -2,10 +2,10 @@
 """Attention over pages in Triton: steps and chunks, grouped heads and MLA, by one kernel.
 
 A program has a tile of tokens and some query heads of one KV head: ``BLOCK_M`` rows of queries. It visits the tokens
-they attend to in blocks of ``BLOCK_N``, each found through the page table by itself, so a page may have any number of
-tokens; scores, and the running maximum and sum of their exponentials (online softmax), are float32 whatever pages hold.
-Where tiles are too few to fill the device, each sequence's tokens are divided among ``SPLITS`` programs, whose sums a
-second kernel joins (flash-decoding). What no row sees is not loaded.
+they attend to in blocks of ``BLOCK_N``; each token is found through the page table separately, so a page may have any
+number of tokens; scores, and the running maximum and sum of their exponentials (online softmax), are float32 whatever
+pages hold. Where tiles are too few to fill the device, each sequence's tokens are divided among ``SPLITS`` programs,
+whose sums a second kernel joins (flash-decoding). What no row sees is not loaded.
 
 K is multiplied in two parts, a power of two and the rest: 576 elements of a latent and its rope key are 512 and 64.
 Needs ``TRITON_INTERPRET=1`` before it is imported to run on a CPU.
@@ -84,7 +84,7 @@ def _attend(
     item = (tl.load(row_of + part) + token) * HEADS + head
 
     main = tl.arange(0, K_MAIN)
-    inner = main < K_DIM if K_MAIN > K_DIM else main >= 0  # of heads of fewer elements than a tensor core takes
+    inner = main < K_DIM if K_MAIN > K_DIM else main >= 0  # for heads of fewer elements than a tensor core takes
     q = tl.load(query + item[:, None] * K_DIM + main[None, :], mask=real[:, None] & inner[None, :], other=0.0)
     if K_REST:
         rest = K_MAIN + tl.arange(0, K_REST)
@@ -124,7 +124,7 @@ def _attend(
             visible = visible & (seen_at[None, :] > position[:, None] - WINDOW)
         scores = tl.where(visible, scores * LOG2E, float("-inf"))
         higher = tl.maximum(peak, tl.max(scores, 1))
-        level = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen nothing yet
+        level = tl.where(higher == float("-inf"), 0.0, higher)  # a row that has seen no token yet
         weights = tl.exp2(scores - level[:, None])
         fade = tl.exp2(peak - level)
         v = tl.load(
@@ -185,7 +185,7 @@ class TritonKernel:
     """See ``PageKernel`` and the module.
 
     Args:
-        cores: multiprocessors of the device; None: as many as it has.
+        cores: multiprocessors of the device; None: all of them.
     """
 
     name = "triton"
@@ -251,7 +251,7 @@ class TritonKernel:
 
 
 def block_shape(group: int, k_dim: int, v_dim: int, element_bytes: int, steps: bool) -> dict[str, int]:
-    """How much one program does, by what its registers and shared memory hold; the tensor cores want 16 of each."""
+    """The work of one program, limited by its registers and shared memory; the tensor cores want 16 of each."""
     k_main = max(16, 1 << (k_dim.bit_length() - 1))
     k_rest = max(16, triton.next_power_of_2(k_dim - k_main)) if k_dim > k_main else 0
     block_h = min(HEADS_MAX, triton.next_power_of_2(group))
@@ -271,25 +271,25 @@ def block_shape(group: int, k_dim: int, v_dim: int, element_bytes: int, steps: b
 
 
 def head_shape(heads: int, v_dim: int, sinks: bool, splits: int) -> dict[str, int]:
-    """What both kernels are made for."""
+    """The shape that both kernels are made for."""
     v_pad = max(16, triton.next_power_of_2(v_dim))
     return {"HEADS": heads, "V_DIM": v_dim, "V_PAD": v_pad, "SINKS": sinks, "SPLITS": splits}
 
 
 def options_of(shape: dict[str, int], v_dim: int, element_bytes: int) -> dict[str, int]:
-    """How the first one is compiled."""
+    """The options with which the first kernel is compiled."""
     return {"num_warps": 8 if shape["BLOCK_M"] * v_dim > 64 * 64 else 4, "num_stages": stages_of(element_bytes)}
 
 
 def stages_of(element_bytes: int) -> int:
-    """Blocks that are on their way at once: of float32, for which nobody is in a hurry, one."""
+    """Blocks in flight at once: one for float32, which is not for speed."""
     return 2 if element_bytes == 2 else 1
 
 
 def splits_of(programs: int, cores: int, stop_max: int, block_n: int) -> int:
-    """Among how many programs a sequence is divided: a power of two, so that few kernels are made."""
+    """The number of programs that share a sequence: a power of two, so that few kernels are made."""
     wanted = PROGRAMS_PER_CORE * cores // max(1, programs)
-    useful = stop_max // (4 * block_n)  # each has some blocks to do
+    useful = stop_max // (4 * block_n)  # each has a few blocks to do
     return 1 << max(0, min(wanted, useful, SPLITS_MAX).bit_length() - 1)
 
 
