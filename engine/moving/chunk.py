@@ -28,7 +28,7 @@ class Chunk:
 
     @property
     def tokens(self) -> int:
-        """How many it computes."""
+        """The number of tokens that it computes."""
         return self.stop - self.start
 
     def before(self) -> None:
@@ -39,7 +39,7 @@ class Chunk:
             writer.before()
 
     def layer(self, layer: int) -> None:
-        """The layer's KV of this chunk is in the frames."""
+        """Write one layer's KV of this chunk, which is in the frames."""
         group, number = self._pool.places[layer]
         if group in self._writers:
             self._writers[group].layer(number)
@@ -47,7 +47,7 @@ class Chunk:
             self._progress.reached(layer, self.stop)
 
     def after(self, succeeded: bool = True) -> None:
-        """The forward is over."""
+        """End the chunk: the forward is over."""
         for writer in self._writers.values():
             writer.after(succeeded)
         if succeeded:

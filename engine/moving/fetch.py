@@ -1,8 +1,8 @@
 """Fetch: one prompt computed by another engine and brought into frames here.
 
-The engine that decodes leads: it asks a prefill engine to compute, and moves the KV itself, out of that engine's arena
-or, full pages, out of the pool. What goes wrong there costs time only: the next engine is asked, or the prompt is
-computed here.
+The engine that decodes leads: it asks a prefill engine to compute, and moves the KV itself, from that engine's arena
+or, for full pages, from the pool. A failure only costs time: the next engine is asked, or the prompt is computed
+here.
 
 Eager: both begin together, and layers arrive as they are computed. Lazy: the KV is fetched once the prompt is computed
 and there are frames for it. Whole: the KV moves in one piece, after the last layer.
@@ -49,7 +49,7 @@ class Fetch:
     """One attempt at one prefill engine.
 
     Life: made -> ``begin`` (it computes: ``Computed`` or ``AskFailed``) -> ``move`` once there are frames (at once, or
-    when it is computed: ``Moved``). ``give_up`` ends it early. Events are posted by threads of ours, ``Moved`` as the
+    when it is computed: ``Moved``). ``give_up`` ends it early. Our threads post events, ``Moved`` as the
     last thing its thread does: nobody writes to the frames then.
     """
 
@@ -77,13 +77,13 @@ class Fetch:
         self._attempt = attempt
         self._peers = peers
         self._stagings = stagings
-        self._layout = stagings.arenas.groups[0].layout  # of a token, which is alike in all groups
+        self._layout = stagings.arenas.groups[0].layout  # for a token, which is the same in all groups
         self._link = link
         self._codec_name, self._codec = codec
         exact = work.cache is not None and codec[1] is None
         self._source = source if exact else Source.ARENA  # lossy pages are in the pool under another layout
         self._grain = grain
-        self._chunk_tokens = chunk_tokens  # of a step here; the other engine is taken to be set up alike
+        self._chunk_tokens = chunk_tokens  # of a step here; the other engine is assumed to have the same setting
         self._vocab_size = vocab_size
         self._post = post
         self._admitted = threading.Event()
@@ -96,13 +96,13 @@ class Fetch:
     # --- called by the engine's thread ------------------------------------------------------------------------------
 
     def begin(self, layout: Layout, hold_s: float) -> None:
-        """Have it computed. Returns at once."""
+        """Ask the engine to compute the prompt. Returns at once."""
         if not self._run(self._compute, layout, hold_s) and self.failure is not None:
             self._post(ev.AskFailed(time.monotonic(), self._work.number, self._attempt, self.failure))
 
     def move(self, start: int) -> None:
-        """Bring it into the frames, from token ``start`` on; of layers with a ring, what their window needs. Returns at
-        once."""
+        """Bring the KV into the frames, from token ``start`` on; for layers with a ring, what their window needs.
+        Returns at once."""
         self._start, self.moving = start, True
         work, groups = self._work, [group for group, _ in self._stagings.arenas.places]
         self._starts = [max(start, work.needed(work.prompt, group)) for group in groups]
@@ -111,18 +111,18 @@ class Fetch:
             self._moved()
 
     def give_up(self) -> None:
-        """Nobody wants it any more."""
+        """End an attempt that is no longer wanted."""
         self._given_up = True
         self._fail(NodeUnavailable("the hand-off was given up"))
         self._run(self._release)
 
     @property
     def lossy(self) -> bool:
-        """Whether the other engine computes from what is not exact."""
+        """True if the other engine computes from inexact KV."""
         return self.admitted is not None and self.admitted.lossy
 
     def _run(self, target: Callable[..., None], *arguments: object) -> bool:
-        """Begin ``target`` in a thread of its own. False where the machine has no more threads: this attempt fails."""
+        """Run ``target`` in a thread of its own. False if the machine has no more threads: this attempt fails."""
         try:
             threading.Thread(target=target, args=arguments, name="engine-handoff", daemon=True).start()
             return True
@@ -139,7 +139,7 @@ class Fetch:
         except KVStoreError as error:
             self._fail(error)
             self._post(ev.AskFailed(time.monotonic(), self._work.number, self._attempt, error))
-            self._release()  # it may have finished all the same, and its last word was lost
+            self._release()  # it may have finished nevertheless, and its last message was lost
 
     def _ask(self, layout: Layout, hold_s: float) -> None:
         work = self._work
@@ -163,7 +163,7 @@ class Fetch:
                     return
                 case Failed():
                     raise event.error
-        raise NodeUnavailable(f"engine {self.address} ended a prefill without a word")
+        raise NodeUnavailable(f"engine {self.address} ended a prefill without a result")
 
     def _move(self) -> None:
         try:
@@ -173,7 +173,7 @@ class Fetch:
             self._fail(error)
         finally:
             self._settle()
-            self._run(self._release)  # nobody waits for that
+            self._run(self._release)  # nothing waits for that
             self._moved()
 
     def _bring(self) -> None:
@@ -189,14 +189,14 @@ class Fetch:
         self._await(self._done)  # released earlier, it would count as given up
 
     def _moved(self) -> None:
-        """Say what came. Nobody writes to the frames any more."""
+        """Report how much came. The frames are no longer written to."""
         arrived = self.arrivals.tokens_min()
         if arrived < self._work.prompt:
             self._fail(NodeUnavailable(f"engine {self.address} sent less than all of a prompt"))
         self._post(ev.Moved(time.monotonic(), self._work.number, self._attempt, arrived, self.failure))
 
     def _settle(self) -> None:
-        """Nobody writes to the frames any more."""
+        """Release the frames, which are no longer written to."""
         try:
             self._stagings.settle()
         except KVStoreError as error:
@@ -205,10 +205,10 @@ class Fetch:
             self._post(ev.DeviceFailed(time.monotonic(), device_failed(self.failure)))
 
     def _check(self, handoff: HandOff) -> None:
-        """Another engine's word is not taken for the tokens and pages of ours."""
+        """Check the other engine's reply against the tokens and pages of our prompt."""
         cache, work = self._work.cache, self._work
         if not 0 <= handoff.first_token < self._vocab_size:
-            raise InvalidRequest("first_token", f"{handoff.first_token} is no token of this model")
+            raise InvalidRequest("first_token", f"{handoff.first_token} is not a token of this model")
         ours = links_of(cache, work.tokens[: work.prompt]) if cache is not None and handoff.pages else []
         if ours and list(handoff.pages) != ours:
             raise InvalidRequest("pages", f"engine {self.address} names other pages than this prompt has")
@@ -219,8 +219,8 @@ class Fetch:
         try:
             with _HANDING_OFF:
                 self._peers[self.address].release(self._wire_id)
-        except KVStoreError as error:  # it lets go by itself, later
-            log.debug("engine %s was not told to release: %s", self.address, error)
+        except KVStoreError as error:  # it lets go on its own, later
+            log.debug("engine %s could not be asked to release: %s", self.address, error)
 
     def _fail(self, error: KVStoreError) -> None:
         self.failure = self.failure or error
@@ -247,7 +247,7 @@ class Fetch:
                 if self._stopped():
                     raise self.failure or NodeUnavailable("the hand-off was given up")
                 if not 0 <= piece.layer < self._stagings.layers:
-                    raise InvalidRequest("layer", f"{self.address} sent layer {piece.layer}, which there is not")
+                    raise InvalidRequest("layer", f"{self.address} sent layer {piece.layer}, which does not exist")
                 yield piece
         finally:  # or the other engine would hold what is still being pulled until this is collected
             pieces.close()
@@ -272,13 +272,13 @@ class Fetch:
         )
         whole = piece.token_start % page_tokens == 0 and (not rest or not count) and piece.tokens > 0
         if not inside or not whole or size != layout.kv_heads * piece.tokens * layout.token_bytes:
-            raise InvalidRequest("piece", f"engine {self.address} sent what is of no page of this prompt")
+            raise InvalidRequest("piece", f"engine {self.address} sent a piece outside this prompt's pages")
         self._link.carry(size, self._stopped)
         parts = runs(frames[first : first + count])
         if rest:
             staging.receive_tail(int(frames[first]), number, rest, self._aside(piece, (1, size)))
-        # What is there may be in use: it is verified first. And pinned memory is had by one part at a time, or movers
-        # would wait for each other's.
+        # Frames that are there may be in use: the piece is verified first. And one part at a time has pinned memory, or
+        # movers would wait for each other's.
         elif self._codec is not None or piece.token_start < there or (len(parts) > 1 and not self._stagings.in_place):
             data = self._aside(piece, (count, size // count))
             for index, frame, some in parts:
@@ -306,7 +306,7 @@ class Fetch:
     # --- out of the pool ----------------------------------------------------------------------------------------------
 
     def _move_from_pool(self) -> None:
-        """Full pages as they are written to the pool; what does not get there, and the tail, out of the arena.
+        """Move full pages as they are written to the pool; the rest of them, and the tail, from the arena.
 
         A chunk's pages at a time, all layers of them, then the next: in that order they are computed.
         """
@@ -321,14 +321,14 @@ class Fetch:
                 if not self._read_group(page, stop, tail):
                     self._take(self._pull(page * page_tokens))
                     return
-                if tail is not None:  # what of it was computed in a later chunk
+                if tail is not None:  # the part of it that was computed in a later chunk
                     self._take(tail)
             page = stop
         if full * page_tokens <= self._start < work.prompt:
             self._take(self._pull(full * page_tokens))
 
     def _read_group(self, page: int, stop: int, tail: Pieces | None) -> bool:
-        """Read pages layer by layer, with the tail's same layers. False where they are not in the pool."""
+        """Read pages layer by layer, with the same layers of the tail. False if they are not in the pool."""
         work = self._work
         readers = self._readers(page, stop)
         for layer in range(self._stagings.layers):
@@ -342,7 +342,7 @@ class Fetch:
                         break
                     except DeadlineExceeded:
                         self._still_coming(stop)
-                        if done:  # all is written that ever will be: this page had no room, or was evicted already
+                        if done:  # no more will be written: this page had no room, or was evicted already
                             return False
                 self._link.carry(count * self._layout.layer_bytes, self._stopped)
                 work.spent.moved_bytes += count * self._layout.layer_bytes
@@ -357,7 +357,7 @@ class Fetch:
         return True
 
     def _readers(self, page: int, stop: int) -> list[list[tuple[Reader, int, int]]]:
-        """Of each cache group what reads its pages that are needed of these: readers, each into so many frames."""
+        """Readers of the needed pages, by cache group, each with the number of its frames."""
         cache, frames = self._work.cache, self._work.frames
         assert cache is not None and frames is not None
         keys = cache.keys(self._work.tokens[: stop * self._work.page_tokens])
@@ -382,7 +382,7 @@ class Fetch:
             raise DeadlineExceeded(f"page {stop} did not arrive in time")
 
     def _move_whole(self) -> None:
-        """Everything at once, when all of it is computed."""
+        """Move everything at once, when all of it is computed."""
         work = self._work
         page_tokens = work.page_tokens
         position, moved = self._start, 0
@@ -406,7 +406,7 @@ class Fetch:
         self.arrivals.begin(arrived)
 
     def _get_stored(self, cache: GroupedCache, group: int, page: int, stop: int) -> tuple[int, int]:
-        """Get what a cache group needs of the pages from ``page`` on; up to where it has been got, and its bytes."""
+        """Get the pages from ``page`` on that a cache group needs; returns where it stopped, and the bytes."""
         work, one = self._work, cache.groups[group]
         assert work.frames is not None
         first = page = self._first(page, group)

@@ -1,7 +1,7 @@
-"""Link: how fast KV travels between two engines, where a test or a benchmark wants another answer than this machine's.
+"""Link: limits the speed of KV between two engines, for tests and benchmarks.
 
-Bytes are really moved; then the link is occupied until they would have arrived. One link serves one transfer after the
-other, as one network card does.
+Bytes are really moved; then the link is occupied until they would have arrived. A link serves one transfer at a time,
+as a network card does.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from collections.abc import Callable
 from kvstore.errors import InvalidRequest
 
 GB = 1e9
-# What the fabrics carry one way, bytes per second, and the time a transfer takes to begin.
+# One-way speed of the fabrics in bytes per second, and the start-up time of a transfer.
 FABRICS: dict[str, tuple[float, float]] = {
     "nvlink": (800 * GB, 2e-6),
     "pcie": (30 * GB, 5e-6),
@@ -34,7 +34,7 @@ class Link:
         self._free_at = 0.0
 
     def carry(self, size_bytes: int, given_up: Callable[[], bool] = lambda: False) -> None:
-        """Return when ``size_bytes`` more would have arrived, or when ``given_up`` says so."""
+        """Return when ``size_bytes`` more would have arrived, or when ``given_up`` returns True."""
         if not self.bytes_per_s:
             return
         with self._lock:
@@ -46,10 +46,10 @@ class Link:
 
 
 def parse_link(text: str) -> Link:
-    """``none``, a fabric of ``FABRICS``, or a speed such as ``1.5GB/s``.
+    """Parse ``none``, a fabric of ``FABRICS``, or a speed such as ``1.5GB/s``.
 
     Raises:
-        InvalidRequest: it is none of these.
+        InvalidRequest: it is not one of these.
     """
     if text in ("", "none"):
         return Link()

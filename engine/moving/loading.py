@@ -1,4 +1,4 @@
-"""Loading: the stored part of a prompt is copied out of the pool into frames."""
+"""Loading: copies the stored part of a prompt from the pool into frames."""
 
 from __future__ import annotations
 
@@ -21,14 +21,14 @@ WINDOW_TRIES: Final = 3
 
 
 class Loading:
-    """Of one pool. Several threads load, each for a request of its own."""
+    """Loads from one pool. Several threads may load, each for a request of its own."""
 
     def __init__(self, pool: Pool) -> None:
         self._pool = pool
 
     def load(self, work: Work) -> int:
-        """Copy the longest stored prefix of the prompt into the frames, but for pages that it shares; returns its
-        tokens with those, at most all.
+        """Copy the longest stored prefix of the prompt into the frames, except for pages that it shares; returns its
+        tokens including those, at most all.
 
         Called in a thread of its own. A pool that cannot be read has nothing. Into a ring only
         what the window needs is copied.
@@ -41,7 +41,7 @@ class Loading:
         lossy = self._pool.cache(work.request.salt, work.request.adapter, True) if work.request.allow_lossy else None
         kind = f"-{codec.name}" if codec is not None else ""
         keys = work.cache.keys(tokens)
-        if work.has_ring:  # nothing is shared, and nothing of it is worth anything unless all of the window is
+        if work.has_ring:  # nothing is shared, and it is useful only if all of the window is there
             exact = self._boundary(work.cache, keys) if lossy is not None else wanted
             if lossy is None or exact == wanted or self._boundary(lossy, lossy.keys(tokens)) <= exact:
                 return self._get_window(work, work.cache, keys, "") * page_tokens
@@ -55,16 +55,16 @@ class Loading:
         return pages * page_tokens
 
     def _get_all(self, work: Work, cache: GroupedCache, keys: GroupedKeys, first: int, kind: str) -> int:
-        """Load pages of all groups from number ``first`` on; how many leading ones are there then. The first group
-        comes last, and no further than the others: of those, pages may be missing that no boundary needs."""
+        """Load pages of all groups from number ``first`` on; returns how many leading ones are there then. The first
+        group comes last, and no further than the others: pages that no boundary needs may be missing in those."""
         pages = keys.pages(0)
         for group in reversed(range(len(cache.groups))):
             pages = first + self._get(work, cache, keys, group, range(first, pages), kind)
         return pages
 
     def _get_window(self, work: Work, cache: GroupedCache, keys: GroupedKeys, kind: str) -> int:
-        """Load what the longest stored prefix needs; how many pages it has. Pages may leave meanwhile: a shorter one is
-        tried then."""
+        """Load what the longest stored prefix needs; returns how many pages it has. If pages are evicted in the
+        meantime, a shorter one is tried."""
         step = work.page_tokens
         for _ in range(WINDOW_TRIES):
             pages = self._boundary(cache, keys)
@@ -72,7 +72,7 @@ class Loading:
             if missing is None:
                 if pages and (first := work.needed(pages * step, 0)):
                     tier = next(iter(work.spent.cached))
-                    work.spent.cached[tier] += first  # as if they were read: they need not be computed
+                    work.spent.cached[tier] += first  # they count as read: they need not be computed
                 work.brought(pages * step)
                 return pages
             work.spent.cached.clear()
@@ -80,7 +80,7 @@ class Loading:
         return 0
 
     def _get_needed(self, work: Work, cache: GroupedCache, keys: GroupedKeys, pages: int, kind: str) -> int | None:
-        """Load what so many leading pages need; the first page that could not be, or None."""
+        """Load what this many leading pages need; returns the first page that could not be loaded, or None."""
         for group in reversed(range(len(cache.groups))):
             needed = range(work.needed(pages * work.page_tokens, group) // work.page_tokens, pages)
             loaded = self._get(work, cache, keys, group, needed, kind)
@@ -89,7 +89,7 @@ class Loading:
         return None
 
     def _get(self, work: Work, cache: GroupedCache, keys: GroupedKeys, group: int, pages: range, kind: str) -> int:
-        """Load these pages of a group, up to the first one that is not there; how many that were."""
+        """Load these pages of a group, up to the first one that is not there; returns how many were."""
         assert work.frames is not None
         table, start = work.frames[group], pages.start
         for part in keys.parts(group, pages):
@@ -102,7 +102,7 @@ class Loading:
     def _get_part(self, work: Work, cache: PrefixCache, group: int, keys: Keys, frames: torch.Tensor, kind: str) -> int:
         loaded = 0
         if len(runs(frames)) > 1 and not kind:
-            there = self._there(cache, keys)  # one question to other nodes, and not one for each run of frames
+            there = self._there(cache, keys)  # one question to other nodes, instead of one for each run of frames
             keys, frames = keys[: there.pages], frames[: there.pages]
             if there.nodes:
                 return self._get_scattered(work, cache, group, keys, frames)
@@ -119,7 +119,7 @@ class Loading:
         return loaded
 
     def _get_run(self, work: Work, cache: PrefixCache, group: int, keys: Keys, frame: int, kind: str) -> int:
-        """The same of pages whose frames lie one after the other, by way of the host."""
+        """Load pages whose frames are consecutive, through the host."""
         loaded, staging = 0, self._pool.stagings[group]
         while loaded < len(keys):
             asked, found = keys[loaded : loaded + staging.frames_max], Match(0, 0, "")
@@ -137,8 +137,8 @@ class Loading:
         return loaded
 
     def _direct(self, cache: PrefixCache, group: int, keys: Keys, frame: int, count: int) -> Match:
-        """The same of pages that engines alone have, from device to device where that can be. Where it brings less than
-        all of them it has brought nothing."""
+        """Load pages that only engines have, from device to device if possible. If it brings fewer than all of them it
+        has brought none."""
         staging = self._pool.stagings[group]
         if staging.in_place or self._there(cache, keys).tiers != {Tier.HBM: count}:
             return Match(0, 0, "")
@@ -161,7 +161,7 @@ class Loading:
         return found
 
     def _get_scattered(self, work: Work, cache: PrefixCache, group: int, keys: Keys, frames: torch.Tensor) -> int:
-        """The same by way of a buffer: pages come from other nodes one after the other, and the frames lie apart."""
+        """Load pages through a buffer: they come from other nodes one by one, and the frames are scattered."""
         loaded, staging = 0, self._pool.stagings[group]
         with self._pool.forgiven():
             found = cache.get(keys)

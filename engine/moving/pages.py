@@ -1,8 +1,9 @@
 """Pages: which frames hold the pages that ``engine.state`` has numbered.
 
-A page that a sequence has left in the arena has nobody who knows its tokens any more. They are remembered here, so that
-the pool can be given a page that it lost, or never had, before the frame is used for another one. From then on other
-processes of the machine find it here (``memory.mounting``), until its frame is unused: nobody writes into it meanwhile.
+Once a sequence has left a page in the arena, its tokens are no longer known elsewhere. They are remembered here, so
+that the pool can be given a page that it lost, or never had, before the frame is used for another one. From then on
+other processes of the machine find it here (``memory.mounting``), until its frame is unused; it is not written to
+before that.
 """
 
 from __future__ import annotations
@@ -25,7 +26,7 @@ from kvstore.tier.device import DeviceLost
 
 
 class LeftPage(NamedTuple):
-    """What the pool knows a page by, of which no sequence may be left."""
+    """What the pool knows a page by, after its sequence may have gone."""
 
     cache: PrefixCache
     root: bytes
@@ -38,8 +39,8 @@ class LeftPage(NamedTuple):
 
 @dataclass(slots=True)
 class PlacedPage:
-    """A page in its frames, by cache group. ``left``: once a sequence left it here, and there is a pool. ``shown``:
-    others find it."""
+    """A page in its frames, by cache group. ``left``: set once a sequence left it here, if there is a pool. ``shown``:
+    other processes find it."""
 
     frames: dict[int, int] = field(default_factory=dict)
     left: LeftPage | None = None
@@ -47,18 +48,18 @@ class PlacedPage:
 
     @property
     def frame(self) -> int:
-        """In the first group."""
+        """Its frame in the first group."""
         return self.frames[0]
 
 
 class ArenaPages:
-    """Of one engine. Used by the engine's thread alone.
+    """The pages of one engine. Only used by the engine's thread.
 
     A page is placed (``take``) -> it may outlive its sequence (``give_back``) -> its frame is unused: its sequence did
     not leave it here, or it was evicted. A page number is used once.
 
     Args:
-        finish: returns when the device has computed what it was given.
+        finish: returns when the device has computed everything that it was given.
 
     Attributes:
         demoted: pages that the pool lacked, and was given before their frames were reused.
@@ -73,9 +74,9 @@ class ArenaPages:
         self._placed: dict[int, PlacedPage] = {}
 
     def take(self, work: Work, tables: list[list[int]], shared: int) -> None:
-        """A request has these pages, listed for each cache group, the first ``shared`` of which are here. It takes for
-        granted that the pool has those, too: who writes the next one finds out. Of a ring, each page stands several
-        times."""
+        """Place a request's pages, listed for each cache group, the first ``shared`` of which are here. The pool is
+        assumed to
+        have those, too: writing the next page finds out. In a ring each page is listed several times."""
         placed, found, rings = self._placed, [], []
         for group, (arena, table) in enumerate(zip(self._arenas, tables, strict=True)):
             numbers = list(dict.fromkeys(table))
@@ -93,7 +94,7 @@ class ArenaPages:
             work.spent.cached["hbm"] = shared * work.page_tokens
 
     def give_back(self, work: Work, freed: list[int], stay: list[int]) -> None:
-        """A request has no pages any more: some are gone, and those of its leading tokens may stay."""
+        """Take back a request's pages: some are gone, and those of its leading tokens may stay."""
         self.evict(freed)
         work.frames = None
         self._remember(work, stay)
@@ -101,7 +102,7 @@ class ArenaPages:
 
     def _remember(self, work: Work, stay: list[int]) -> None:
         cache = self._pool.written_to(work)
-        if cache is None or len(cache.groups) > 1:  # of several groups, what the pool did not take is not offered again
+        if cache is None or len(cache.groups) > 1:  # several groups: refused pages are not offered again
             return
         if all(self._placed[number].left is not None for number in stay):
             return
@@ -116,7 +117,7 @@ class ArenaPages:
             before = link
 
     def _show(self, work: Work, stay: list[int]) -> None:
-        """Others are to find these leading pages of a request. All at once, and at its end: not step by step."""
+        """Show these leading pages of a request to other processes. All at once, and at its end: not step by step."""
         fresh = [index for index, number in enumerate(stay) if not self._placed[number].shown]
         if not fresh or work.cache is None or not self._pool.up or self._mounted.why:
             return
@@ -125,7 +126,7 @@ class ArenaPages:
         except DeviceLost as error:  # the next step says so, too
             self._mounted.end(str(error))
             return
-        # What is here is exact, whatever replicas the pool is given.
+        # Pages here are exact, even if the pool gets lossy replicas.
         (keys,) = keys_to_store(work.cache, work, 0, range(len(stay)))
         for _, first, count in runs(fresh):
             pages = [self._placed[number] for number in stay[first : first + count]]
@@ -134,11 +135,11 @@ class ArenaPages:
                 page.shown = shown
 
     def hide(self, why: str) -> None:
-        """Others find nothing here any more."""
+        """Stop showing pages to other processes."""
         self._mounted.end(why)
 
     def evict(self, pages: list[int]) -> None:
-        """Their frames are unused."""
+        """Forget pages: their frames are unused."""
         if pages:
             placed = [self._placed.pop(number) for number in pages]
             shown = [page.frame for page in placed if page.shown]
@@ -148,13 +149,13 @@ class ArenaPages:
                 arena.give_back(torch.tensor([page.frames[group] for page in placed if group in page.frames]).long())
 
     def clear(self, work: Work) -> None:
-        """Return when its frames may be written into: others may still read what was there before. Any thread that was
-        told to load, and before it does."""
+        """Return when its frames may be written to: other processes may still read their previous contents. Called by
+        any thread that loads, before it begins."""
         assert work.frames is not None
         self._mounted.clear(work.frames[0, work.shared_pages :].tolist())
 
     def offer(self, pages: list[int]) -> None:
-        """Write to the pool what it lacks of these, consecutive ones of a chain."""
+        """Write the pages among these that the pool lacks; they are consecutive pages of a chain."""
         placed = [self._placed[number] for number in pages]
         left = [page.left for page in placed if page.left is not None]
         if len(left) < len(placed) or not self._pool.takes:

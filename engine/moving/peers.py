@@ -16,22 +16,22 @@ Pieces = Generator[Piece, None, None]
 
 
 class Peer(Protocol):
-    """Another engine, as far as a hand-off needs it. ``EngineClient`` is one."""
+    """Another engine, as a hand-off uses it. ``EngineClient`` is one."""
 
     def prefill(
         self, request: Request, layout: Layout, hold_s: float | None = None, *, timeout_s: float | None = None
     ) -> Iterator[PrefillEvent]:
-        """Have it compute a prompt."""
+        """Ask it to compute a prompt."""
         ...
 
     def pull(
         self, request_id: str, token_start: int = 0, codec: str = "none", *, timeout_s: float | None = None
     ) -> Pieces:
-        """Fetch the KV. Whoever uses a piece compares its checksum."""
+        """Fetch the KV. The user of a piece compares its checksum."""
         ...
 
     def release(self, request_id: str) -> bool:
-        """It is not needed any more."""
+        """Tell it that the KV is no longer needed."""
         ...
 
 

@@ -1,4 +1,4 @@
-"""Serve: what other engines pull of the prompts that are computed for them, layer by layer while that goes on."""
+"""Serve: lets other engines pull prompts that are computed for them, layer by layer while that goes on."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from engine.state import events as ev
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 
 PIECE_BYTES = 1 << 20
-BEAT_S = 1.0  # whoever pulls hears of us so often while a layer is being computed
+BEAT_S = 1.0  # how often a puller hears from us while a layer is being computed
 
 
 @dataclass
@@ -47,13 +47,13 @@ class Prefills:
         return len(self._known)
 
     def add(self, work: Work) -> None:
-        """Know it from now on; its id is no other's."""
+        """Add a prefill; its id is unique."""
         work.progress = Arrivals(self._stagings.layers)
         with self._lock:
             self._known[work.id] = _Prefill(work)
 
     def release(self, request_id: str) -> Work | None:
-        """Whoever asked has everything, or wants no more of it: nobody begins to pull. Any thread. None: unknown."""
+        """End a prefill at the request of the engine that asked: no pull may begin. Any thread. None: unknown."""
         with self._lock:
             prefill = self._known.get(request_id)
             if prefill is None:
@@ -62,8 +62,8 @@ class Prefills:
             return prefill.work
 
     def close(self, work: Work) -> None:
-        """It is over. ``PullsEnded`` follows when nobody pulls any more; who waits for a layer that is not there is
-        told that it will not come.
+        """End a prefill. ``PullsEnded`` follows when no engine pulls any more; a puller that waits for a layer that is
+        not there is told that it will not come.
         """
         assert work.progress is not None
         work.progress.fail(NodeUnavailable("it was cancelled, or too late"))
@@ -83,13 +83,13 @@ class Prefills:
     def pull(
         self, request_id: str, token_start: int, codec: str, timeout_s: float, beat: Callable[[], None] = lambda: None
     ) -> Generator[Piece, None, None]:
-        """Everything from ``token_start`` on, chunk by chunk and layer by layer as it is computed; of layers with a
-        ring of frames no more than what their window needs behind the prompt.
+        """Everything from ``token_start`` on, chunk by chunk and layer by layer as it is computed; for layers with a
+        ring of frames only what their window needs behind the prompt.
 
-        What comes lies in the frames themselves where it can: it holds until the next piece is asked for.
+        The data is in the frames themselves if possible: it is valid until the next piece is requested.
 
         Args:
-            beat: called every ``BEAT_S`` while a layer is waited for.
+            beat: called every ``BEAT_S`` while waiting for a layer.
 
         Raises:
             InvalidRequest: no such prefill, a start inside a page or beyond the prompt, or before what the window
@@ -105,7 +105,7 @@ class Prefills:
                 raise InvalidRequest("request_id", f"no prefill {request_id!r} is held here")
             work = prefill.work
             if token_start % work.page_tokens or not 0 <= token_start < work.prompt:
-                raise InvalidRequest("token_start", f"{token_start} begins no page of this prompt")
+                raise InvalidRequest("token_start", f"{token_start} is not the start of a page of this prompt")
             if token_start < min(work.needed(work.prompt, group) for group in range(len(work.windows))):
                 raise InvalidRequest("token_start", f"{token_start} is out of the window: it may be overwritten")
             prefill.pulls += 1

@@ -1,8 +1,8 @@
 """Pool: an engine's side of the store. Loads prefixes into frames, writes pages out of them.
 
-The store is there to save work, never to stop it: while the node is away nothing is written, what can still be read
-through shared memory is read, and the engine computes the rest. A thread looks whether the node is there, so that the
-computing one need not find out by waiting.
+The store is there to save work, never to stop it: while the node is away nothing is written, whatever is still readable
+through shared memory is read, and the engine computes the rest. A separate thread checks whether the node is there, so
+that the computing one need not find out by waiting.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ LOOK_S = 0.25
 LOOK_TIMEOUT_S = 0.05
 REMOTE_LOOK_TIMEOUT_S = 1.0
 CACHES_MAX = 1024  # of tenants and adapters, kept ready
-WRITE_TTL_S = 30.0  # of a chunk's pages; what takes longer is written with the next chunk
+WRITE_TTL_S = 30.0  # for a chunk's pages; what takes longer is written with the next chunk
 
 log = logging.getLogger("kvstore.engine.pool")
 clock = time.perf_counter
@@ -49,14 +49,14 @@ Rows = npt.NDArray[np.uint8]
 
 
 class Pool:
-    """All threads of an engine share it. Without a store it holds nothing and takes nothing.
+    """Shared by all threads of an engine. Without a store it holds nothing and takes nothing.
 
     Attributes:
         layouts: of the exact pages, one per cache group of the model.
         codec: how pages are written: None as they are, else as lossy replicas under layouts of their own.
-        places: of each layer of the model its group, and its number in there.
+        places: the group of each layer of the model, and its number in there.
         outgoing: waits for layers that a device sends, and writes them.
-        hook_s, hook_layers: spent in writing layers while a forward waits for it, since the start.
+        hook_s, hook_layers: time spent writing layers while a forward waits for it, and their number, since the start.
     """
 
     def __init__(
@@ -64,14 +64,14 @@ class Pool:
     ) -> None:
         self.store = store
         self.layouts = tuple(layouts)
-        self.codec: Lossy | None = Lossy.of(layouts[0], compress)  # of a token, which is alike in all groups
+        self.codec: Lossy | None = Lossy.of(layouts[0], compress)  # for a token, which is the same in all groups
         self.places = stagings.arenas.places
         self.hook_s, self.hook_layers = 0.0, 0
         self.failures = 0
         self.up = store is not None  # whether the node takes pages, as far as we know
         self._mapped = store is not None and store.reads_without_node
         self._failed_s = 0.0
-        self._in_doubt = False  # the node may hold frames for us that we know nothing of
+        self._in_doubt = False  # the node may hold frames for us that we do not know of
         self.stagings = stagings.groups
         self.outgoing = None if stagings.in_place else ThreadPoolExecutor(1, "engine-out")
         self._caches: dict[tuple[str, str, bool], GroupedCache] = {}
@@ -80,12 +80,12 @@ class Pool:
         self._watch = threading.Thread(target=look, name="engine-pool", daemon=True)
 
     def start(self) -> None:
-        """Watch the node from now on."""
+        """Begin to watch the node."""
         if self.store is not None:
             self._watch.start()
 
     def stop(self) -> None:
-        """Watch no more. The store stays open; it is its maker's."""
+        """Stop watching. The store stays open; its maker closes it."""
         self._stopped.set()
         if self._watch.ident is not None:
             self._watch.join()
@@ -99,15 +99,15 @@ class Pool:
         try:
             began_s = time.monotonic()
             self.store.wait_ready(LOOK_TIMEOUT_S if self._mapped else REMOTE_LOOK_TIMEOUT_S)
-            self.up = self.up or began_s > self._failed_s  # a failure meanwhile is newer than this look
+            self.up = self.up or began_s > self._failed_s  # a failure in the meantime is newer than this look
         except KVStoreError:
             self._in_doubt = self._in_doubt or self.up
             self.up = False
 
     @property
     def takes(self) -> bool:
-        """Whether the node takes pages, for the thread that is about to write some. A node of this machine is looked at
-        now: with one that has died since the last look, the write would wait for another one until its deadline."""
+        """True if the node takes pages, for the thread that is about to write some. A node of this machine is checked
+        now: if it has died since the last check, the write would wait for another one until its deadline."""
         if self.up and self._mapped and self.store is not None:
             with self.forgiven():
                 try:
@@ -117,8 +117,8 @@ class Pool:
         return self.up
 
     def between_steps(self) -> None:
-        """Called by the thread that writes, while it writes nothing: after a failure, have the node let go of what it
-        granted to us and we never heard of. It cannot tell by itself as long as this process lives.
+        """Called by the writing thread while it writes nothing: after a failure, ask the node to release what it
+        granted to us and we never learned of. It cannot tell on its own while this process lives.
         """
         if self._in_doubt and self.up and self.store is not None:
             self._in_doubt = False
@@ -141,7 +141,7 @@ class Pool:
         return found
 
     def check(self) -> None:
-        """Whether the node takes our pages at all. Raises InvalidRequest where they do not fit its extents."""
+        """Check that the node takes our pages at all. Raises InvalidRequest if they do not fit its extents."""
         if self.store is not None:
             self.cache("", "")
             self.cache("", "", True)
@@ -149,8 +149,8 @@ class Pool:
     # --- writing ----------------------------------------------------------------------------------------------------
 
     def chunk(self, work: Work, start_page: int, stop_page: int) -> dict[int, ChunkWriter]:
-        """By cache group a writer of the pages up to ``stop_page``, of which those from ``start_page`` on are being
-        computed; none where nothing is to be written.
+        """Writers, by cache group, of the pages up to ``stop_page``, of which those from ``start_page`` on are being
+        computed; empty if nothing is to be written.
         """
         cache = self.written_to(work) if self.takes else None
         if cache is None:
@@ -162,7 +162,9 @@ class Pool:
         }
 
     def append(self, work: Work, pages: int) -> None:
-        """Write those of the first ``pages`` pages that are not stored yet, without waiting for the acknowledgement."""
+        """Write the pages among the first ``pages`` that are not stored yet, without waiting for the
+        acknowledgement.
+        """
         cache = self.written_to(work) if self.takes else None
         if cache is None:
             return
@@ -172,8 +174,8 @@ class Pool:
                     work.stored_pages[group] = self._put(cache, work, group, pages)
 
     def written(self, work: Work, pages: int, arenas: bool = False) -> int:
-        """How many of the first ``pages`` pages are in the pool as exact pages, so that a prompt can go on behind them;
-        0 where it does not say. ``arenas``: those count that only an engine has."""
+        """How many of the first ``pages`` pages are in the pool as exact pages, so that a prompt can continue behind
+        them; 0 if unknown. ``arenas``: also count pages that only an engine has."""
         if work.cache is None or not pages or not self.readable:
             return 0
         found = 0
@@ -183,7 +185,7 @@ class Pool:
 
     @property
     def readable(self) -> bool:
-        """Whether pages can be read, as far as we know."""
+        """True if pages can be read, as far as we know."""
         return self.up or self._mapped
 
     def written_to(self, work: Work) -> GroupedCache | None:
@@ -195,8 +197,8 @@ class Pool:
         return work.cache if not work.lossy else None
 
     def _put(self, cache: GroupedCache, work: Work, group: int, stop: int) -> int:
-        """Put pages of a group up to ``stop`` that are not stored; returns up to where they are on their way: of a
-        chain less than ``stop`` where one is missing that a ring has overwritten."""
+        """Put pages of a group up to ``stop`` that are not stored; returns where the pages on their way end: in a chain
+        before ``stop`` if one is missing that a ring has overwritten."""
         assert work.frames is not None
         one, start = cache.groups[group], work.oldest(stop, group)
         if not is_chained(one.layout):
@@ -204,7 +206,7 @@ class Pool:
         elif start:
             (before,) = keys_to_store(cache, work, group, range(start))
             if (there := stored(one, before)) < start:
-                return there  # what follows a page that the pool never got is found by nobody
+                return there  # pages after a missing one cannot be found
         for keys in keys_to_store(cache, work, group, range(start, stop)):
             pages = self.put_missing(one, keys, work.frames[group, start : start + len(keys)], group)
             work.spent.written_bytes += pages * one.page_bytes
@@ -212,7 +214,7 @@ class Pool:
         return stop
 
     def put_missing(self, cache: PrefixCache, keys: Keys, frames: torch.Tensor, group: int = 0) -> int:
-        """Put those that are not stored: what was put before, without waiting, may have had no room. How many."""
+        """Put pages that are not stored: earlier puts, without waiting, may have had no room. Returns how many."""
         first, staging = stored(cache, keys), self.stagings[group]
         for index, frame, count in runs_upto(staging.frames_max, frames[first:]):
             start = first + index
@@ -220,12 +222,12 @@ class Pool:
         return len(keys) - first
 
     def encoded(self, rows: Rows) -> Rows:
-        """Pages as they are written."""
+        """Pages in the form in which they are written."""
         return rows if self.codec is None else self.codec.encode(rows)
 
     @contextmanager
     def forgiven(self) -> Iterator[None]:
-        """The pool may fail: it is left alone until it is seen again, and nothing is lost but time."""
+        """Tolerates failures of the pool: it is left alone until it is seen again, which only costs time."""
         try:
             yield
         except DeviceLost:  # not the pool's failure
@@ -240,10 +242,11 @@ class Pool:
 
 
 class ChunkWriter:
-    """The pages of one chunk in one cache group, layer by layer while it is computed: ``before`` the forward, ``layer``
-    from its hook, ``after`` it, which seals. Where anything fails the pages are written later, or not at all.
+    """Writes one chunk's pages in one cache group, layer by layer while it is computed: ``before`` the forward,
+    ``layer`` from its hook, ``after`` it, which seals. If anything fails the pages are written later, or not at all.
 
-    Between two layers of a forward caches are cold, and a call takes ten times as long: what can be done before is.
+    Between two layers of a forward caches are cold, and a call takes ten times as long: so work is done before if
+    possible.
     """
 
     __slots__ = (
@@ -261,16 +264,16 @@ class ChunkWriter:
         self._group = group
         self._behind = start_page  # pages before the chunk
         self._stop = stop_page
-        self._count = 0  # pages to be written
+        self._count = 0  # number of pages to write
         self._writers: list[Writer] = []  # one for a chain; else one per page
-        self._writes: list[Callable[[int], None]] = []  # a layer, while there are writers
+        self._writes: list[Callable[[int], None]] = []  # each writes a layer, while there are writers
         self._sent: list[Future[None]] = []  # layers that another thread writes
-        self._layers, self._spent_s = 0, 0.0  # in ``layer``
+        self._layers, self._spent_s = 0, 0.0  # calls of ``layer``, and time spent there
 
     def before(self) -> None:
         """Reserve frames; write first what an earlier failure left out, since no page is stored without its parent."""
         group, there = self._group, self._work.stored_pages
-        if not self._pool.up:  # another group has found out: who computes waits for one deadline
+        if not self._pool.up:  # another group has found out: the computing thread waits for only one deadline
             return
         try:
             if self._behind > there[group]:
@@ -284,7 +287,7 @@ class ChunkWriter:
             self._failed(error)
 
     def _open(self, first: int) -> None:
-        """Writers of the pages from ``first`` on."""
+        """Open writers of the pages from ``first`` on."""
         assert self._work.frames is not None
         self._count = self._stop - first
         table = self._work.frames[self._group]
@@ -301,7 +304,7 @@ class ChunkWriter:
             first += len(keys)
 
     def layer(self, layer: int) -> None:
-        """One layer of the group is in the frames: write it."""
+        """Write one layer of the group, which is in the frames."""
         if not self._writes:
             return
         start_s = clock()
@@ -322,12 +325,12 @@ class ChunkWriter:
 
     def _write_rows(self, writer: Writer, layer: int, rows: Callable[[], Rows]) -> None:
         data = rows()
-        # One layer failed: who tries the others waits as long for each.
+        # One layer failed: trying the others would wait as long for each.
         if not any(each.done() and each.exception() for each in self._sent):
             writer.write_layer(layer, self._pool.encoded(data))
 
     def _all_sent(self) -> None:
-        """Return when no other thread writes any more. Raises what it met."""
+        """Return when no other thread writes any more. Raises their error."""
         late = wait(self._sent, WRITE_TTL_S).not_done  # each has a deadline of its own, which is shorter
         sent, self._sent = self._sent, []
         if late:
@@ -336,7 +339,7 @@ class ChunkWriter:
             each.result()
 
     def after(self, succeeded: bool) -> None:
-        """Seal, or revoke where the forward failed."""
+        """Seal, or revoke if the forward failed."""
         self._pool.hook_s += self._spent_s
         self._pool.hook_layers += self._layers
         self._writes = []
@@ -353,14 +356,15 @@ class ChunkWriter:
                 writer.__exit__(None, None, None)
                 sealed += writer.sealed
                 work.spent.written_bytes += len(writer.pages_new) * self._cache.groups[self._group].page_bytes
-            # What was not new is stored, or had no room: the index knows.
+            # Pages that were not new are stored, or had no room: the index knows.
             work.stored_pages[self._group] = self._stop if sealed == self._count else self._stored()
         except KVStoreError as error:
             self._failed(error)
 
     def _stored(self) -> int:
-        """How many pages up to the chunk's end are in the pool: leading ones of a chain; of pages that are stored alone
-        those that were so before: who puts the others looks at each."""
+        """How many pages up to the chunk's end are in the pool: leading ones of a chain; for pages that are stored
+        alone, those
+        that were there before: putting the others checks each."""
         one = self._cache.groups[self._group]
         if not is_chained(one.layout):
             return self._work.stored_pages[self._group]

@@ -19,15 +19,15 @@ from kvstore.model.retention import hints_of
 if TYPE_CHECKING:
     import torch
 
-SILENT_S = 0.5  # a lookup that took longer waited for its node, and in vain or nearly so
+SILENT_S = 0.5  # a lookup that took longer waited for its node, probably without success
 
 
 def stored(cache: PrefixCache, keys: Keys, arenas: bool = False) -> int:
-    """How many leading pages of these are in the pool. Those that only an engine's arena has may be gone in a moment:
-    they do not count, nor what is found behind them, unless ``arenas`` are asked for.
+    """How many leading pages of these are in the pool. Pages that only an engine's arena has may be gone in a moment:
+    they and the pages behind them do not count, unless ``arenas`` are included.
 
-    Raises NodeUnavailable where that took long: a lookup does not say that its node stands still, and misses then. What
-    is asked next would wait as long again, and the thread that computes waits for one deadline.
+    Raises NodeUnavailable if that took long: a lookup that misses does not say that its node is suspended. The next
+    question would wait as long again, and the computing thread waits for only one deadline.
     """
     began_s = time.monotonic()
     found = cache.lookup(keys)
@@ -40,8 +40,8 @@ def stored(cache: PrefixCache, keys: Keys, arenas: bool = False) -> int:
 
 
 def stored_in_all(cache: GroupedCache, tokens: Any, arenas: bool = False) -> int:
-    """How many leading pages of these tokens are in the pool, so that a prompt can go on behind them: of the first
-    group all, of the others what they need there. Raises as ``stored``."""
+    """How many leading pages of these tokens are in the pool, so that a prompt can continue behind them: all pages of
+    the first group, and those of the others that are needed there. Raises like ``stored``."""
     keys = cache.keys(tokens)
     if not keys.pages(0):
         return 0
@@ -53,7 +53,7 @@ def stored_in_all(cache: GroupedCache, tokens: Any, arenas: bool = False) -> int
 
 
 def links_of(cache: GroupedCache, tokens: Any) -> list[bytes]:
-    """Links of the full pages of these tokens in the first group, which has them all."""
+    """Links of the full pages of these tokens in the first group, which has all of them."""
     keys = cache.keys(tokens)
     return [link for part in keys.parts(0, range(keys.pages(0))) for link in part.links]
 
@@ -61,8 +61,8 @@ def links_of(cache: GroupedCache, tokens: Any) -> list[bytes]:
 def placed_parts(
     keys: GroupedKeys, group: int, pages: range, table: torch.Tensor, most: int
 ) -> Iterator[tuple[Keys, int, int]]:
-    """Keys of these pages of a group, in pieces as its verbs take them, whose frames lie one after the other: with the
-    first of those, and how many, at ``most`` so many. ``table`` has the frames of all pages."""
+    """Keys of these pages of a group, in parts whose frames are consecutive, as its verbs take them: with the first
+    frame and the number of pages, at most ``most``. ``table`` has the frames of all pages."""
     start = pages.start
     for part in keys.parts(group, pages):
         for index, frame, count in runs_upto(most, table[start : start + len(part)]):
@@ -71,7 +71,7 @@ def placed_parts(
 
 
 def keys_to_store(cache: GroupedCache, work: Work, group: int, pages: range) -> list[Keys]:
-    """Keys of a request's pages in a group, with the hints that its caller gave: see ``GroupedKeys.parts``. Made once
+    """Keys of a request's pages in a group, with its caller's hints: see ``GroupedKeys.parts``. Made once
     for all pages that are known."""
     if work.keys is None or work.keys[0] is not cache or work.keys[1].pages(0) < pages.stop:
         count = work.length // work.page_tokens

@@ -1,4 +1,4 @@
-"""Work: one request's tokens, frames and client. What is decided about it is known to ``engine.state`` alone."""
+"""Work: one request's tokens, frames and client. Only ``engine.state`` knows what is decided about it."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from kvstore.client.grouped_cache import GroupedCache
 from kvstore.errors import KVStoreError
 from kvstore.model.groups import GroupedKeys
 
-NAME_BYTES: Final = 32  # as good as the tokens themselves: nobody finds two chains of one name
+NAME_BYTES: Final = 32  # as good as the tokens themselves: two chains with one name cannot be found
 
 
 @dataclass
@@ -39,23 +39,23 @@ class Spent:
 
 
 class Work:
-    """One request here. Belongs to the engine's thread; a thread that was told to load or to move has its frames,
-    ``spent``, ``lossy`` and ``from_arenas`` until it is done. Any thread may tell its client.
+    """One request. Belongs to the engine's thread; while a thread loads or moves, that thread has its frames,
+    ``spent``, ``lossy`` and ``from_arenas``. Any thread may tell its client.
 
     Attributes:
-        number: what ``engine.state`` knows it by.
+        number: its number in ``engine.state``.
         prompt: tokens it came with.
         tokens: uint32, of which the first ``length`` are known: the prompt, then what was drawn.
         frames: int64 page tables ``[groups, pages]``, one per cache group of the model; None while it has none.
-        windows: of each group where it has a ring of frames (``Rules.frames_for``), tokens that one sees; else 0.
-        rings: of each group its frames.
-        shared_pages: leading pages that were in the arena when it came: nobody writes there.
-        first_pages: of each group the first page that was brought into its frames: those before it were not needed.
-        stored_pages: of each group leading pages that are known to be in the pool.
-        keys: of its full pages, for whoever stores them, with the cache that made them, and hints.
-        from_arenas: some pages were loaded out of another engine's arena: the pool may not have them.
-        lossy: some of its KV came from a lossy replica: none of what follows may be stored as exact.
-        progress: of a prefill for another engine: what that may pull.
+        windows: for each group in which it has a ring of frames (``Rules.frames_for``), tokens that one sees; else 0.
+        rings: its frames, by group.
+        shared_pages: leading pages that were in the arena when it came: they are not written to.
+        first_pages: by group, the first page that was brought into its frames: earlier ones were not needed.
+        stored_pages: by group, the number of leading pages that are known to be in the pool.
+        keys: of its full pages, for storing them, with the cache that made them, and hints.
+        from_arenas: some pages were loaded from another engine's arena: the pool may not have them.
+        lossy: some of its KV came from a lossy replica: nothing after it may be stored as exact.
+        progress: what other engines may pull of a prefill.
         first_token: of such a prefill, once it is drawn.
     """
 
@@ -82,7 +82,7 @@ class Work:
         self.tokens: npt.NDArray[np.uint32] = np.empty(self.prompt + left, np.uint32)
         self.tokens[: self.prompt] = request.tokens
         self._text = text
-        if text is not None:  # what another engine has told already
+        if text is not None:  # what another engine has sent already
             for token in request.tokens[request.prompt_tokens :].tolist():
                 text.feed(token)
         self.frames: torch.Tensor | None = None
@@ -102,22 +102,22 @@ class Work:
         self._telling = threading.Lock()
         self._ended = False
         self._first_s = self._second_s = self._last_s = 0.0
-        self._name = b""  # of its last full page, where it shares any
+        self._name = b""  # the name of its last full page, if it shares any
 
     @property
     def generated(self) -> int:
-        """Tokens of the answer that are known, another engine's among them."""
+        """Tokens of the answer that are known, including another engine's."""
         return self.request.generated + self.length - self.prompt
 
     @property
     def stopped(self) -> bool:
-        """Whether what was told holds a stop string."""
+        """True if the text that was sent holds a stop string."""
         return self._text is not None and self._text.stopped is not None
 
     def page_names(self) -> tuple[bytes, ...]:
-        """Names of the full pages of its prompt, which others may share, see ``Submitted``. Called once, before any
-        token is drawn. Those of one tenant and adapter who do without lossy KV share; who leaves the pool alone has all
-        that it reads computed for itself. A ring has nothing to share: its pages do not stay."""
+        """Names of the full pages of its prompt, which requests may share, see ``Submitted``. Called once, before any
+        token is drawn. Requests of one tenant and adapter that do without lossy KV share; a request without the pool
+        has everything that it reads computed for itself. A ring has nothing to share: its pages do not stay."""
         request = self.request
         if not request.use_pool or request.allow_lossy or self.has_ring:
             return ()
@@ -125,7 +125,7 @@ class Work:
         return tuple(self._next_name(stop) for stop in range(self.page_tokens, self.prompt + 1, self.page_tokens))
 
     def new_page_name(self) -> bytes:
-        """The name of the page that the token drawn last is the last one of; b"" where it is in the middle of one."""
+        """The name of the page that the last drawn token completes; b"" if it completes none."""
         return self._next_name(self.length) if self._name and self.length % self.page_tokens == 0 else b""
 
     def _next_name(self, stop: int) -> bytes:
@@ -138,8 +138,9 @@ class Work:
         return time.monotonic() - self._first_s
 
     def for_prefill(self, wire_id: str) -> Request:
-        """What another engine is asked that computes the prompt: the same tokens and sampling, under an id of its
-        own."""
+        """The request to another engine that computes the prompt: the same tokens and sampling, under an id of its
+        own.
+        """
         request = self.request
         return Request(
             id=wire_id,
@@ -156,36 +157,36 @@ class Work:
 
     @property
     def has_ring(self) -> bool:
-        """Whether some of its pages are overwritten by later ones."""
+        """True if some of its pages are overwritten by later ones."""
         return any(self.windows)
 
     def needed(self, tokens: int, group: int) -> int:
-        """Of the first ``tokens`` tokens, where the page begins from which on a group needs them: ``needed_from``."""
+        """The start of the first page that a group needs, among its first ``tokens`` tokens: ``needed_from``."""
         return needed_from(self.windows[group], tokens, self.page_tokens)
 
     def oldest(self, pages: int, group: int) -> int:
-        """The first of so many leading pages that is in a group's frames, were the next one begun."""
+        """The first of this many leading pages that is in a group's frames, if the next one were begun."""
         return max(self.first_pages[group], pages + 1 - self.rings[group]) if self.windows[group] else 0
 
     def brought(self, tokens: int) -> None:
-        """What so many leading tokens need was brought into the frames, and maybe nothing before it."""
+        """Record that what this many leading tokens need was brought into the frames, and maybe nothing before it."""
         self.first_pages = [self.needed(tokens, group) // self.page_tokens for group in range(len(self.windows))]
 
     def all_stored(self, pages: int) -> None:
-        """So many leading pages of every group are in the pool, as far as they are needed."""
+        """Record that this many leading pages of every group are in the pool, as far as they are needed."""
         self.stored_pages = [pages] * len(self.windows)
 
     # --- telling its client -----------------------------------------------------------------------------------------
 
     def tell(self, event: Any) -> None:
-        """Pass an event on. A client that was told an end is told nothing more."""
+        """Pass an event on. After an end, a client gets no more events."""
         with self._telling:
             if not self._ended:
                 self._ended = isinstance(event, Finished | Failed)
                 self._emit(event)
 
     def token(self, token: int, eos: frozenset[int]) -> str:
-        """One more token was drawn; tells the client. Returns "eos" or "stop" where it ends the answer, else ""."""
+        """Record a drawn token and tell the client. Returns "eos" or "stop" if it ends the answer, else ""."""
         now = time.monotonic()
         if not self._first_s:
             self._first_s = now
@@ -201,25 +202,25 @@ class Work:
         return "stop" if self.stopped else ""
 
     def finish(self, reason: str) -> None:
-        """The last event."""
+        """Send the last event of an answer."""
         rest = self._text.flush() if self._text is not None else ""
-        # Where a stop string is met only now, its last character was held back.
+        # If a stop string is met only now, its last character was held back.
         self.tell(Finished("stop" if self.stopped else reason, self.usage(), rest))
 
     def fail(self, error: KVStoreError) -> None:
-        """The other last event."""
+        """Send the failure as the last event."""
         self.tell(Failed(error))
 
     # --- what it cost -----------------------------------------------------------------------------------------------
 
     def recompute_last(self) -> None:
-        """The last token of a prompt that was loaded is computed all the same: it counts as computed."""
+        """Count the last token of a loaded prompt as computed: it is computed again."""
         loaded = self.spent.cached
         if sum(loaded.values()) == self.prompt:
-            loaded[next(reversed(loaded))] -= 1  # pages came in their order: the tier of the last one
+            loaded[next(reversed(loaded))] -= 1  # pages came in order: the tier of the last one
 
     def usage(self) -> Usage:
-        """What it cost until now."""
+        """The usage until now."""
         made = self.length - self.prompt
         first, second = self._first_s or time.monotonic(), self._second_s
         spent = self.spent
