@@ -1,7 +1,7 @@
 """The configuration of an engine: one frozen tree, read once at the edge, as a node's is (``kvstore.config``).
 
 A value comes from, strongest first: a flag of ``kvstore engine``, the environment (``KVSTORE_ENGINE_ROLE``), a file
-(``role = "decode"`` under ``[engine]``; a node's settings may stand beside it), the default.
+(``role = "decode"`` under ``[engine]``; a node's settings may be in it, too), the default.
 """
 
 from __future__ import annotations
@@ -51,7 +51,7 @@ def parse_engines(value: object, name: str = "prefill") -> tuple[str, ...]:
     """Addresses of engines: ``HOST:PORT``, ``kv://HOST:PORT`` or ``unix:PATH``, several separated by commas, or a list.
 
     Raises:
-        InvalidRequest: one is none of these, or has no port.
+        InvalidRequest: one of them has another form, or no port.
     """
     if isinstance(value, str):
         found = [part.strip() for part in value.split(",") if part.strip()]
@@ -179,7 +179,7 @@ class EngineConfig(DaemonConfig):
     @property
     def unmounted(self) -> str:
         """Why the node is not to know what the arena keeps; "" where it is."""
-        return "mount is none" if self.mount == "none" else "" if self.keep_pages else "keep_pages is 0"
+        return "mount=none" if self.mount == "none" else "" if self.keep_pages else "keep_pages is 0"
 
     def __post_init__(self) -> None:
         require("model", self.model != "", "is missing: a folder, or a preset such as tiny-llama", self.model)

@@ -1,1 +1,1 @@
-"""Where KV lies in an engine: the arena, staging buffers, lossy codecs."""
+"""Memory for KV in an engine: the arena, staging buffers, lossy codecs."""

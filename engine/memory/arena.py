@@ -1,9 +1,9 @@
-"""Arena: the device memory of an engine, page-major frames that hold what the store's pages hold, byte for byte. A
-model with several cache groups has an arena for each (``Arenas``).
+"""Arena: the device memory of an engine, page-major frames with the same bytes as the store's pages. A model with
+several cache groups has an arena for each (``Arenas``).
 
-A frame is free -> taken (``take``) -> free again (``give_back``). ``engine.state`` decides who shares a frame, and how
-long it keeps its page. The allocator prefers one run of consecutive frames: a sequence in one run is read by attention,
-and moved by the store, with the fewest calls.
+A frame is free -> taken (``take``) -> free again (``give_back``). ``engine.state`` decides which sequences share a
+frame, and how long it keeps its page. The allocator prefers one run of consecutive frames: a sequence in one run is
+read by attention, and moved by the store, with the fewest calls.
 
 Example: frames 0-9, 2-4 taken. ``take(3)`` gives 5-7: of the free runs 0-1 and 5-9 the smallest that is large enough.
 ``take(6)`` would give 0, 1, 5-8: the largest run whole, the rest from the smallest that holds it.
@@ -27,7 +27,9 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Arenas(ABC):
-    """The memory of an engine: an arena per cache group of its model. One arena is the memory of a model with one."""
+    """The memory of an engine: an arena for each cache group of its model. A single arena is the memory of a model with
+    one.
+    """
 
     @property
     @abstractmethod
@@ -37,11 +39,11 @@ class Arenas(ABC):
     @property
     @abstractmethod
     def places(self) -> tuple[tuple[int, int], ...]:
-        """Of each layer of the model its group, and its number in there."""
+        """For each layer of the model its group, and its number in there."""
 
     @property
     def device(self) -> torch.device:
-        """Where they are."""
+        """The device of all arenas."""
         return self.groups[0].pages.device
 
     def layer_pages(self, layer: int) -> torch.Tensor:
@@ -51,7 +53,7 @@ class Arenas(ABC):
 
 
 class GroupedArenas(Arenas):
-    """Those of a model with several cache groups: ``members`` are the layers of each."""
+    """The arenas of a model with several cache groups: ``members`` are the layers of each."""
 
     def __init__(self, arenas: Sequence[Arena], members: Sequence[Sequence[int]]) -> None:
         assert [arena.layout.layers for arena in arenas] == [len(layers) for layers in members], members
@@ -71,14 +73,14 @@ class GroupedArenas(Arenas):
 
 
 class Arena(Arenas):
-    """``frames`` frames of the pages of ``layout`` on ``device``. Thread-safe as to who has which frame.
+    """``frames`` frames of the pages of ``layout`` on ``device``. Taking and returning frames is thread-safe.
 
-    What is in a frame belongs to whoever took it. Memory starts as zeros, and a frame given back keeps what was in it.
+    The contents of a frame belong to its taker. Memory starts as zeros, and a frame given back keeps its contents.
 
     Args:
         k_dim: elements of K (MLA: of the latent) in the content of a token and head; V (MLA: the rope key) follows.
-        memory: where it is not to be memory of its own: of a host, ``[frames, page_bytes]``, contiguous zeros; of a
-            device, as many bytes, whatever they hold.
+        memory: memory to use instead of its own: on a host, ``[frames, page_bytes]``, contiguous zeros; on a device,
+            that many bytes with any contents.
 
     Attributes:
         pages: ``[frames, layers, kv_heads, page_tokens, content]``.
@@ -130,7 +132,9 @@ class Arena(Arenas):
         return self._frames_free
 
     def take(self, count: int) -> torch.Tensor | None:
-        """``count`` frames, ascending int64, in as few runs as possible; None where there are not so many free."""
+        """Take ``count`` frames, ascending int64, in as few runs as possible; None if there are not enough free
+        ones.
+        """
         assert count >= 0, count
         with self._lock:
             if count > self._frames_free:
@@ -141,27 +145,27 @@ class Arena(Arenas):
         return torch.from_numpy(chosen)
 
     def give_back(self, frames: torch.Tensor) -> None:
-        """These frames, taken together or not, in any order, are free."""
+        """Free these frames, taken together or not, in any order."""
         numbers = frames.numpy()
         with self._lock:
             assert np.unique(numbers).size == numbers.size, "a frame is given back twice"
-            assert not self._free[numbers].any(), "a frame is given back that nobody has"
+            assert not self._free[numbers].any(), "a frame is given back that is not taken"
             self._free[numbers] = True
             self._frames_free += numbers.size
 
     def rows(self, frame: int, count: int) -> Bytes:
         """The bytes of ``count`` frames from ``frame`` on, ``[count, page_bytes]``: a contiguous view, CPU only."""
-        assert self._bytes is not None, "frames of a device have no bytes that a host could see"
+        assert self._bytes is not None, "the host cannot see the bytes of a device's frames"
         assert frame >= 0 and count >= 0 and frame + count <= self.frames_total, (frame, count)
         return self._bytes[frame : frame + count]
 
     def layer_rows(self, frame: int, count: int, layer: int) -> Bytes:
-        """The bytes of one layer of them, ``[count, layer_bytes]``: a strided view, CPU only."""
+        """The bytes of one layer of ``count`` frames, ``[count, layer_bytes]``: a strided view, CPU only."""
         start, stop = self.layout.byte_range(layer)
         return self.rows(frame, count)[:, start:stop]
 
     def check(self) -> None:
-        """Conservation: free and taken frames are all there are."""
+        """Check conservation: free and taken frames are all there are."""
         with self._lock:
             free = int(np.count_nonzero(self._free))
             assert free == self._frames_free, (free, self._frames_free)
@@ -169,7 +173,7 @@ class Arena(Arenas):
 
 
 def runs_upto(most: int, frames: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """``runs``, those of more than ``most`` frames in parts."""
+    """``runs``, with runs of more than ``most`` frames split."""
     for index, frame, count in runs(frames):
         for start in range(0, count, most):
             yield index + start, frame + start, min(most, count - start)
@@ -183,7 +187,9 @@ def runs(frames: torch.Tensor | npt.NDArray[np.int64] | Sequence[int]) -> list[t
     listed: list[int] = list(frames) if isinstance(frames, Sequence) else frames.tolist()
     if not listed:
         return []
-    if listed == list(range(listed[0], listed[0] + len(listed))):  # mostly; and numpy's calls are slow in a forward
+    if listed == list(
+        range(listed[0], listed[0] + len(listed))
+    ):  # the usual case; and numpy's calls are slow in a forward
         return [(0, listed[0], len(listed))]
     numbers = np.array(listed, np.int64)
     starts = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 2) != 1)
@@ -192,7 +198,7 @@ def runs(frames: torch.Tensor | npt.NDArray[np.int64] | Sequence[int]) -> list[t
 
 
 def _choose(free: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.int64]:
-    """Numbers of ``count`` of the free frames, ascending: the fewest runs, and of those the tightest fit."""
+    """Choose ``count`` of the free frames, ascending: the fewest runs, and among those the tightest fit."""
     edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
     starts, lengths = edges[::2], edges[1::2] - edges[::2]
     chosen: list[npt.NDArray[np.int64]] = []
@@ -211,7 +217,7 @@ def _choose(free: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.int64]:
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a host in memory of its own that starts at a page and asks for large pages.
+    """Zeros; on a host in page-aligned memory of its own that asks for large pages.
 
     A malloc'ed block starts 16 bytes after a page, and vector loads that cross cache lines cost attention its speed.
     """

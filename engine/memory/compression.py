@@ -1,18 +1,18 @@
-"""Compression: lossy replicas of pages, int8 with a scale per vector, as pages of a layout of their own.
+"""Compression: lossy replicas of pages, int8 with a scale for each vector, as pages of a layout of their own.
 
-A vector is what one token has in one head of one layer: K, or V, or with MLA the latent, or the rope part. Each is
+A vector belongs to one token in one head of one layer: K, or V, or with MLA the latent, or the rope part. Each is
 stored as one byte per element followed by its scale, a bfloat16: ``x`` is ``element * scale``. So a token's content
 only becomes shorter, and the order ``[layer][kv_head][token][content]`` stays: layers, heads (TP shards) and tokens (a
 partial last page) are byte ranges of a lossy page as they are of an exact one.
 
 Lossy pages belong to ``lossy_layout(exact, codec)``. Its fingerprint differs, hence the root and every key: neither a
-lookup nor a hand-off can take one for the other. Whoever reads lossy pages asked for them by that layout.
+lookup nor a hand-off can take one for the other. A reader of lossy pages asks for them by that layout.
 
 Worked example: ``kv_heads=8, head_dim=128, dtype=bfloat16``: a token's content is ``2 * 128 * 2`` = 512 bytes, lossy
 ``2 * (128 + 2)`` = 260 bytes: 128 of K, its scale, 128 of V, its scale. The lossy layout says ``head_dim=130, int8``.
 
-Error of an element, with ``scale = max|vector| / 127`` rounded up to a bfloat16: ``0.5001 * scale``. What decode gives
-is rounded to the exact dtype after that. Vectors of zeros come back as zeros. NaN and infinity are refused: a
+Error of an element, with ``scale = max|vector| / 127`` rounded up to a bfloat16: ``0.5001 * scale``. The result of
+decode is rounded to the exact dtype after that. Vectors of zeros come back as zeros. NaN and infinity are refused: a
 page that holds them is wrong already, and int8 has no code for them.
 """
 
@@ -33,7 +33,7 @@ from kvstore.tier.host_memory import empty
 
 SCALE_BYTES = 2  # bfloat16: the range of float32, and its product with 8 bits is exact in float32
 SCALE_MIN = 2.0**-126  # so that 1 / scale is finite
-BLOCK_BYTES = 1 << 20  # of exact bytes converted at a time: what is scratched for them stays in a core's cache
+BLOCK_BYTES = 1 << 20  # exact bytes converted at a time: scratch memory for them stays in a core's cache
 EXACT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
@@ -66,7 +66,7 @@ class _Vectors:
 
 @dataclass(frozen=True)
 class _Form:
-    """What the two functions need of a layout and a codec."""
+    """What both functions need of a layout and a codec."""
 
     dtype: torch.dtype
     exact_token_bytes: int
@@ -156,7 +156,7 @@ def _encode_block(form: _Form, exact: torch.Tensor, lossy: torch.Tensor, values:
 
 
 def _decode_block(form: _Form, exact: torch.Tensor, lossy: torch.Tensor, values: torch.Tensor) -> None:
-    """The other way round."""
+    """Decode ``lossy [..., bytes]`` into ``exact [..., bytes]``."""
     top = torch.finfo(form.dtype).max
     for part in form.vectors:
         x, elements, scales = part.of(values, lossy)
@@ -262,7 +262,9 @@ def _tokens(buffer: Any, token_bytes: int, field: str) -> torch.Tensor:
     else:
         raise InvalidRequest(field, f"must be a numpy array or a torch tensor, not {type(buffer).__name__}")
     if flat.shape[-1] % token_bytes:
-        raise InvalidRequest(field, f"a last axis of {flat.shape[-1]} bytes is no tokens of {token_bytes} bytes each")
+        raise InvalidRequest(
+            field, f"a last axis of {flat.shape[-1]} bytes is not a multiple of {token_bytes}-byte tokens"
+        )
     return flat.unflatten(-1, (flat.shape[-1] // token_bytes, token_bytes))
 
 

@@ -1,17 +1,17 @@
-"""DeviceStaging: bytes of a device's frames to and from the host, by copies on streams of their own.
+"""DeviceStaging: copies bytes of a device's frames to and from the host, on streams of its own.
 
-The computing thread gives its work to one stream and runs ahead of it. So a copy begins behind what it needs of that
-stream, and nobody touches its result before its event:
+The computing thread gives its work to one stream and runs ahead of it. So a copy begins after the work of that stream
+that it needs, and its result is not used before its event:
 
-- A layer that is sent leaves behind the event of that layer's compute (``computed``); whole pages behind all that was
-  given to the stream so far.
-- What is received enters frames behind all that was given to the stream so far: whoever had them before may still be
+- A layer is sent after the event of that layer's compute (``computed``); whole pages after everything that was given to
+  the stream so far.
+- Received data enters frames after everything that was given to the stream so far: the previous owner may still be
   read there. Whole pages are there when ``receive`` ends. Layers are on their way when ``layer_target`` ends: the
-  stream that computes waits for them (``landing``), no thread does; and ``settle`` waits before frames change hands.
-- Pinned memory goes back when the event of its copy is over.
+  computing stream waits for them (``landing``), no thread does; and ``settle`` waits before frames change hands.
+- Pinned memory is returned once the event of its copy is over.
 
-A device that does not compute a step within ``COMPUTE_S``, or does not end a copy within ``COPY_S`` once that was
-computed which the copy is behind, counts as lost: nobody knows what it still writes.
+A device that does not compute a step within ``COMPUTE_S``, or does not end a copy within ``COPY_S`` after the
+computation before it, counts as lost: it may still write anywhere.
 """
 
 from __future__ import annotations
@@ -43,16 +43,16 @@ Runs = Sequence[tuple[int, int, int]]
 COPY_S: Final = 10.0
 COMPUTE_S: Final = 60.0
 LAND_S: Final = 0.01  # between two looks whether such copies are over
-PART_BYTES_MAX: Final = BOUNCE_BYTES_MAX // 2  # of whole pages at once: others need pinned memory, too
+PART_BYTES_MAX: Final = BOUNCE_BYTES_MAX // 2  # for whole pages at once: other copies need pinned memory, too
 FLYING_MAX: Final = 8  # copies into frames whose pinned memory is not back yet
 
 
 class DeviceStaging(Staging):
-    """See ``Staging`` and the module. Threads may share it.
+    """Staging for a device, see ``Staging`` and the module. Threads may share it.
 
     Args:
         compute: the stream in which the engine computes.
-        computing: who uses that stream has it, where others do: a stream is of one thread at a time.
+        computing: a lock on that stream, if several threads use it: only one at a time may.
     """
 
     def __init__(
@@ -102,7 +102,7 @@ class DeviceStaging(Staging):
         self._bounces.close()
 
     def _now(self) -> DeviceEvent:
-        """Behind all that was given to the stream that computes."""
+        """After everything that was given to the computing stream."""
         with self._computing:
             return self._compute_stream.record()
 
@@ -124,7 +124,7 @@ class DeviceStaging(Staging):
             return data.reshape(1, -1).copy()
 
     def sending(self, frames: Runs, layer: int) -> Callable[[], Bytes]:
-        """See ``Staging``: the copy is under way; what it returns waits for it."""
+        """Start the copy; the returned call waits for it. See ``Staging``."""
         parts = [self._places(frame, count, layer) for _, frame, count in frames]
         places = np.concatenate([each[0] for each in parts]), np.concatenate([each[1] for each in parts])
         count = len(places[0])
@@ -149,7 +149,7 @@ class DeviceStaging(Staging):
     def _begin(
         self, stack: ExitStack, places: tuple[Addresses, Addresses], after: DeviceEvent | None
     ) -> tuple[Bytes, DeviceEvent]:
-        """Have bytes of frames copied to pinned memory, which is ours until ``stack`` ends."""
+        """Copy bytes of frames to pinned memory, which is ours until ``stack`` ends."""
         sources, nbytes = places
         size = int(nbytes.sum())
         bounce = self._borrowed(stack, size)
@@ -167,13 +167,13 @@ class DeviceStaging(Staging):
 
     @contextmanager
     def filling(self, frame: int, count: int) -> Iterator[Bytes | DeviceRows]:
-        """See ``Staging``. Whoever had the frames before may still be read there: they are waited for first."""
+        """Fill frames in place, see ``Staging``. Earlier reads of the frames are waited for first."""
         (first, *_), _ = self._places(frame, count)
         nbytes = self.arena.layout.page_bytes
         self.finish()
         try:
             yield DeviceRows(self._device, int(first), count, nbytes, nbytes, None, self.arena)
-        except DeadlineExceeded as error:  # nobody knows what it still writes
+        except DeadlineExceeded as error:  # it is unknown what it still writes
             raise DeviceLost(f"{self._device.name} does not finish its copies: {error}") from error
 
     def receive_layer(self, frame: int, layer: int, data: Bytes) -> None:
@@ -197,7 +197,7 @@ class DeviceStaging(Staging):
 
     @contextmanager
     def _entered(self, places: tuple[Addresses, Addresses]) -> Iterator[Bytes]:
-        """Pinned memory that is on its way into frames when this ends without an error."""
+        """Pinned memory whose contents are on their way into frames when this ends without an error."""
         targets, nbytes = places
         size = int(nbytes.sum())
         with ExitStack() as stack:
@@ -213,7 +213,7 @@ class DeviceStaging(Staging):
                 self._flying.append((bounce.event, after, stack.pop_all()))
 
     def _land(self) -> None:
-        """Wait for the oldest copy that is under way, and give its memory back."""
+        """Wait for the oldest copy under way, and return its memory."""
         event, after, stack = self._flying.popleft()
         with stack:
             self._wait(event, after)
@@ -221,8 +221,8 @@ class DeviceStaging(Staging):
     # --- both -------------------------------------------------------------------------------------------------------
 
     def _borrowed(self, stack: ExitStack, size: int) -> PinnedBounce:
-        """Pinned memory; where there is no more, that of copies into frames that are over, which have it until somebody
-        looks."""
+        """Pinned memory; if there is none left, that of finished copies into frames, which is only returned when
+        checked."""
         deadline_s = time.monotonic() + COMPUTE_S + COPY_S
         while True:
             try:
@@ -239,8 +239,7 @@ class DeviceStaging(Staging):
             raise DeviceLost(f"{self._device.name} did not compute a step within {COMPUTE_S:g} s") from error
 
     def _wait(self, event: DeviceEvent, after: DeviceEvent | None) -> None:
-        """For a copy. Where it is late, that may be for what it is behind, most of a step: its time begins when that
-        was computed."""
+        """Wait for a copy. If it is late, the computation before it may be the reason: its time begins after that."""
         try:
             try:
                 event.wait(time.monotonic() + COPY_S)
@@ -253,7 +252,7 @@ class DeviceStaging(Staging):
             raise DeviceLost(f"{self._device.name} did not finish a copy within {COPY_S:g} s") from error
 
     def _places(self, frame: int, count: int, layer: int | None = None) -> tuple[Addresses, Addresses]:
-        """Where frames lie, or a layer of them, and how long each piece is."""
+        """Addresses of frames, or of one layer of them, and the length of each piece."""
         layout = self.arena.layout
         assert frame >= 0 and count > 0 and frame + count <= self.arena.frames_total, (frame, count)
         start, stop = layout.byte_range(layer) if layer is not None else (0, layout.page_bytes)
@@ -262,7 +261,7 @@ class DeviceStaging(Staging):
         return places, np.full(count, stop - start, np.uint64)
 
     def _tail(self, frame: int, layer: int, tokens: int) -> tuple[Addresses, Addresses]:
-        """The same of the first tokens of a page: a piece of each head."""
+        """Addresses of the first tokens of a page: a piece of each head."""
         layout = self.arena.layout
         (start,), _ = self._places(frame, 1, layer)
         heads = np.arange(layout.kv_heads, dtype=np.uint64) * np.uint64(layout.page_tokens * layout.token_bytes)
@@ -270,10 +269,10 @@ class DeviceStaging(Staging):
 
 
 def stagings_of(arenas: Arenas) -> Stagings:
-    """The ways that suit where the arenas are.
+    """The staging that suits the device of the arenas.
 
     Raises:
-        InvalidRequest: the driver of their device cannot be had.
+        InvalidRequest: the driver of their device cannot be used.
     """
     if arenas.device.type == "cpu":
         return Stagings(arenas, [HostStaging(arena) for arena in arenas.groups])
@@ -283,10 +282,10 @@ def stagings_of(arenas: Arenas) -> Stagings:
 
 
 def device_of(place: torch.device) -> CudaDevice:
-    """A device of PyTorch's, by its driver.
+    """PyTorch's device, as its driver knows it.
 
     Raises:
-        InvalidRequest: it cannot be had.
+        InvalidRequest: it cannot be used.
     """
     from kvstore.tier import cuda
 

@@ -25,11 +25,11 @@ class Lossy:
 
     @classmethod
     def of(cls, exact: Layout, name: str) -> Lossy | None:
-        """The codec of that name; None for "none". Raises InvalidRequest where the layout does not permit it."""
+        """The codec of that name; None for "none". Raises InvalidRequest if the layout does not permit it."""
         return None if name in ("", "none") else cls(name, exact, lossy_layout(exact, name))
 
     def encode(self, rows: Bytes) -> Bytes:
-        """``[n, bytes]`` of whole tokens, exact to lossy."""
+        """Encode whole tokens ``[n, bytes]``, exact to lossy."""
         out: Bytes = encode(rows, self.exact, self.name)
         return out
 

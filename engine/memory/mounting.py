@@ -1,9 +1,9 @@
-"""Mounting: an arena as a segment of the node of its machine, so that other processes find and read what it keeps.
+"""Mounting: an arena as a segment of its machine's node, so that other processes find and read the pages it keeps.
 
-The arena of a host lies in the segment's shared memory from the start. That of a device is memory which the device
-gives us, and not PyTorch: what others open is an allocation as a whole. PyTorch's caching allocator puts many tensors
-into one, and in its expandable segments a tensor lies in many, none of which others can open. PyTorch takes ours for a
-tensor all the same. An engine does without where neither can be had: then nobody but itself reads its frames.
+A host's arena is in the segment's shared memory from the start. A device's arena is memory from the device itself, not
+from PyTorch: another process can only open whole allocations. PyTorch's caching allocator puts many tensors into one,
+and in its expandable segments a tensor spans many, none of which can be opened. PyTorch accepts our memory as a tensor
+all the same. If neither is possible, only the engine itself reads its frames.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from kvstore.model.prefix import Keys
 from kvstore.tier.device import DeviceMemory
 from kvstore.transfer.device_memory import DeviceFrames
 
-LOOK_S = 0.001  # between two looks whether a reader has ended
+LOOK_S = 0.001  # between two checks whether a reader has ended
 
 log = logging.getLogger("kvstore.engine.mounting")
 
@@ -36,27 +36,29 @@ log = logging.getLogger("kvstore.engine.mounting")
 class MountedArena:
     """Which frames of an arena the node and its other processes know. A frame's life::
 
-        taken ──show──> everybody may read it ──hide──> nobody begins to; its readers end ──clear──> written into again
+        taken ──show──> any process may read it ──hide──> no read begins; readers end ──clear──> written into again
 
-    ``show`` and ``hide`` are for the engine's thread, and wait for nobody. ``clear`` is for any other one.
+    ``show`` and ``hide`` are for the engine's thread, and never wait. ``clear`` is for other threads.
 
     Attributes:
-        why: it is not mounted (any more); "" while it is.
+        why: the reason that it is not mounted (any more); "" while it is.
     """
 
     def __init__(self, segment: LocalSegment | None, why: str = "") -> None:
         self.why = why
         self._segment = segment
         self._lock = threading.Lock()
-        self._read: set[int] = set()  # frames that were hidden while somebody read there
+        self._read: set[int] = set()  # frames that were hidden while they were read
 
     @property
     def number(self) -> int | None:
-        """What the node calls the segment; None: it is not mounted."""
+        """The segment's number at the node; None: it is not mounted."""
         return self._segment.number if self._segment is not None and not self.why else None
 
     def show(self, keys: Keys, frames: Sequence[int]) -> bool:
-        """These consecutive pages of a chain are whole in these frames. Whether others find them from now on."""
+        """Show consecutive pages of a chain, which are complete in these frames. Returns whether others find them
+        now.
+        """
         if self._segment is None or self.why:
             return False
         try:
@@ -69,7 +71,7 @@ class MountedArena:
         return told
 
     def hide(self, frames: Sequence[int]) -> None:
-        """Nobody begins to read in these frames, which were shown."""
+        """Let no read begin in these frames, which were shown."""
         if self._segment is not None:
             read = set(frames) - set(self._segment.retire(frames))
             if read:
@@ -77,8 +79,8 @@ class MountedArena:
                     self._read |= read
 
     def clear(self, frames: Sequence[int]) -> None:
-        """Return when nobody reads in these frames, which are hidden if they ever were shown: they may be written into.
-        That takes ``mounted.HOLD_NS`` at most, whatever readers say."""
+        """Return when these frames, which are hidden if they ever were shown, are no longer read: they may be written
+        to. That takes ``mounted.HOLD_NS`` at most, whatever readers say."""
         while self._segment is not None:
             with self._lock:
                 read = self._read.intersection(frames)
@@ -91,9 +93,9 @@ class MountedArena:
                 time.sleep(LOOK_S)
 
     def end(self, why: str, level: int = logging.WARNING) -> None:
-        """Nobody finds anything here any more. May be repeated: the first reason counts."""
+        """Show nothing from now on. May be repeated: the first reason counts."""
         if self._segment is not None and not self.why:
-            log.log(level, "what the arena keeps is not shown to others any more: %s", why)
+            log.log(level, "kept pages are no longer shown to other processes: %s", why)
             self.why = why
             self._segment.close()
 
@@ -107,13 +109,13 @@ def arenas_of(
     home: Store | None,
     why: str = "",
 ) -> tuple[Arenas, MountedArena]:
-    """An engine's arenas, one per cache group. One alone is mounted at the node of ``home``, where that is one of this
+    """An engine's arenas, one per cache group. One alone is mounted at the node of ``home``, if that is one of this
     machine: a segment shows pages of one layout, and pages of windows do not stay.
 
     Args:
         members: layers of each group.
-        home: a store of which nobody renews the session: the segment ends with it.
-        why: it is not to know the arena, for that reason.
+        home: a store whose session is not renewed: the segment ends with it.
+        why: a reason not to mount the arena.
     """
     if len(layouts) == 1:
         return _arena_of(layouts[0], frames[0], k_dim, device, home, why)
@@ -139,7 +141,7 @@ def _arena_of(
         there = device_of(torch.device(device))
         memory = there.allocate(nbytes, shared=True)
         arena = Arena(layout, frames, k_dim, device, tensor_of(memory, nbytes, device))
-    except (KVStoreError, RuntimeError) as error:  # RuntimeError: PyTorch does not take it for a tensor
+    except (KVStoreError, RuntimeError) as error:  # RuntimeError: PyTorch does not accept it as a tensor
         failed = error
     if failed is not None:
         if memory is not None:
@@ -154,12 +156,12 @@ def _arena_of(
 
 
 def _unmounted(error: Exception) -> MountedArena:
-    log.warning("what the arena keeps is not shown to others: %s", error)
+    log.warning("kept pages are not shown to other processes: %s", error)
     return MountedArena(None, str(error))
 
 
 class DeviceBytes:
-    """Memory of a device as PyTorch takes it: uint8. It is given back with the last tensor."""
+    """Device memory in a form that PyTorch accepts: uint8. It is freed with the last tensor."""
 
     def __init__(self, memory: DeviceMemory, nbytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -173,5 +175,5 @@ class DeviceBytes:
 
 
 def tensor_of(memory: DeviceMemory, nbytes: int, device: str) -> torch.Tensor:
-    """So many bytes of that memory. Raises RuntimeError: PyTorch does not take it."""
+    """A tensor over this many bytes of that memory. Raises RuntimeError: PyTorch does not accept it."""
     return torch.as_tensor(DeviceBytes(memory, nbytes), device=device)

@@ -1,4 +1,4 @@
-"""Staging: bytes of an arena's frames as the host sees them: in place on a CPU, by copies on a device
+"""Staging: moves bytes of an arena's frames to and from the host: in place on a CPU, by copies on a device
 (``device_staging``).
 """
 
@@ -21,14 +21,14 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Staging(ABC):
-    """The way of one arena's bytes to and from the host. Whoever calls has the frames. Holds nothing itself.
+    """Moves bytes of one arena to and from the host. The caller owns the frames. Holds nothing itself.
 
-    ``send`` brings bytes out of frames, ``receive`` into them; ``count`` frames lie one after the other from ``frame``
-    on. What is sent may be the frames themselves: it holds until they change.
+    ``send`` brings bytes out of frames, ``receive`` into them; ``count`` frames are consecutive, from ``frame``
+    on. Sent data may be the frames themselves: it is valid until they change.
 
     Attributes:
-        in_place: what is sent are the frames themselves, always: what is computed there later is seen in it.
-        frames_max: whole pages of more than so many are not to be sent or received at once.
+        in_place: sent data is always the frames themselves: later computations show in it.
+        frames_max: the most whole pages that may be sent or received at once.
     """
 
     in_place = False
@@ -38,69 +38,70 @@ class Staging(ABC):
         self.frames_max = arena.frames_total
 
     def computed(self, layer: int) -> None:  # noqa: B027 - nothing to do where nothing is late
-        """Called by the thread that computes, when it has given the device all that computes this layer so far: what is
-        sent of that layer from then on has it."""
+        """Called by the computing thread when it has given the device everything that computes this layer so far: data
+        of that layer that is sent from then on includes it."""
 
     def finish(self) -> None:  # noqa: B027
         """Return when the device has computed what it was given so far. Called by the thread that computes."""
 
     def landing(self) -> Callable[[], None] | None:
-        """What makes all that is computed later wait for the layers that were received so far; None: they are there."""
+        """A call that makes all later computations wait for the layers received so far; None: they are there."""
         return None
 
     def settle(self) -> None:  # noqa: B027
-        """Return when all that was received is in its frames. Whoever received layers calls it before the frames may
-        become another one's."""
+        """Return when everything received is in its frames. A thread that received layers calls it before the frames
+        get a new owner."""
 
     def close(self) -> None:  # noqa: B027
-        """Nothing is sent or received any more."""
+        """End: nothing is sent or received any more."""
 
     @abstractmethod
     def receive(self, frame: int, count: int) -> AbstractContextManager[Bytes]:
-        """Rows ``[count, page_bytes]`` to be filled; in the frames when the ``with`` ends. What is not filled leaves
-        anything in its frame."""
+        """Rows ``[count, page_bytes]`` to be filled; in the frames when the ``with`` ends. A row that is not filled
+        leaves its frame undefined."""
 
     @abstractmethod
     def filling(self, frame: int, count: int) -> AbstractContextManager[Bytes | DeviceRows]:
-        """As ``receive``, of the frames themselves: rows of the host or of the device, whoever fills them waits until
-        they are there."""
+        """Like ``receive``, but of the frames themselves: rows of the host or of the device; the writer waits until its
+        data is there."""
 
     @abstractmethod
     def receive_layer(self, frame: int, layer: int, data: Bytes) -> None:
-        """Put one layer of consecutive pages, ``[count, layer_bytes]``, into frames; there for whoever waits for
-        ``landing``."""
+        """Put one layer of consecutive pages, ``[count, layer_bytes]``, into frames; there for computations that wait
+        for ``landing``."""
 
     @abstractmethod
     def layer_target(self, frame: int, count: int, layer: int) -> AbstractContextManager[Bytes]:
-        """For one layer that is read straight into frames: rows ``[count, layer_bytes]``, there when the ``with`` ends,
-        for whoever waits for ``landing``."""
+        """Rows ``[count, layer_bytes]`` for one layer that is read straight into frames, there when the ``with`` ends,
+        for computations that wait for ``landing``."""
 
     @abstractmethod
     def send(self, frame: int, count: int) -> Bytes:
-        """Rows ``[count, page_bytes]``."""
+        """Rows ``[count, page_bytes]`` of whole frames."""
 
     @abstractmethod
     def send_layer(self, frame: int, count: int, layer: int) -> Bytes:
-        """One layer of them, ``[count, layer_bytes]``; may be strided."""
+        """One layer of whole frames, ``[count, layer_bytes]``; may be strided."""
 
     @abstractmethod
     def sending(self, frames: Sequence[tuple[int, int, int]], layer: int) -> Callable[[], Bytes]:
-        """One layer of all frames of these ``runs``, as a call that gives it: it may wait, for any thread to do. To be
-        called once."""
+        """A call that returns one layer of all frames of these ``runs``; it may wait, in any thread. To be called
+        once.
+        """
 
     @abstractmethod
     def send_tail(self, frame: int, layer: int, tokens: int) -> Bytes:
-        """The first ``tokens`` tokens of one layer of a page, ``[1, kv_heads * tokens * token_bytes]``. Only those:
-        what is behind them in the frame may be another tenant's.
+        """The first ``tokens`` tokens of one layer of a page, ``[1, kv_heads * tokens * token_bytes]``. No more:
+        the rest of the frame may be another tenant's.
         """
 
     @abstractmethod
     def receive_tail(self, frame: int, layer: int, tokens: int, data: Bytes) -> None:
-        """Put what ``send_tail`` gave, as ``receive_layer`` does."""
+        """Put the data of ``send_tail`` into a frame, like ``receive_layer``."""
 
 
 class Stagings:
-    """The ways of an engine's arenas, one per cache group of its model."""
+    """The stagings of an engine's arenas, one for each cache group of its model."""
 
     def __init__(self, arenas: Arenas, groups: Sequence[Staging]) -> None:
         assert tuple(staging.arena for staging in groups) == arenas.groups
@@ -110,11 +111,11 @@ class Stagings:
 
     @property
     def layers(self) -> int:
-        """Of the model."""
+        """The number of layers of the model."""
         return len(self.arenas.places)
 
     def at(self, layer: int) -> tuple[int, Staging, int]:
-        """Of a layer of the model its group, the way of that, and the layer's number in there."""
+        """For a layer of the model its group, the group's staging, and the layer's number in there."""
         group, number = self.arenas.places[layer]
         return group, self.groups[group], number
 
@@ -124,7 +125,7 @@ class Stagings:
         staging.computed(number)
 
     def finish(self) -> None:
-        """See ``Staging``. All are computed in one stream."""
+        """Wait for the device, see ``Staging``. All arenas are computed in one stream."""
         self.groups[0].finish()
 
     def settle(self) -> None:

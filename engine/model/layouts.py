@@ -1,4 +1,4 @@
-"""Layouts of two engines: whether KV of the one is of use to the other."""
+"""Layouts of two engines: whether one can use the other's KV."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from kvstore.model.layout import Layout
 
 
 def explain_mismatch(ours: Layout, theirs: Layout) -> str:
-    """Why KV of the one is of no use to the other: both fingerprints, and every field that differs."""
+    """Why one engine cannot use the other's KV: both fingerprints, and every field that differs."""
     differing = [
         f"{setting.name}: ours {getattr(ours, setting.name)!r}, theirs {getattr(theirs, setting.name)!r}"
         for setting in fields(Layout)

@@ -1,4 +1,4 @@
-"""Observer: who is told what an engine does. The one here does nothing with it; ``engine.api.metrics`` counts."""
+"""Observer: receives what an engine does. The one here ignores it; ``engine.api.metrics`` counts."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ class Observer:
         """A request ended: stop, eos, length, cancelled, prefilled, migrated, or failed."""
 
     def stepped(self, decoding: int, chunk_tokens: int, seconds: float) -> None:
-        """One forward: of so many sequences that decode, and so many prompt tokens."""
+        """One forward: how many sequences decode, and how many prompt tokens it has."""
 
     def handed_off(self, moved_bytes: int, seconds: float) -> None:
-        """The KV of a prompt was brought here; ``seconds`` from the first token to the last layer."""
+        """The KV of a prompt has arrived~; ``seconds`` from the first token to the last layer."""
 
     def stalled(self, seconds: float) -> None:
-        """A step waited so long for layers that are on their way."""
+        """A step waited this long for layers that are on their way."""

@@ -14,18 +14,18 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class PieceData(Protocol):
-    """The bytes of a piece, wherever they still are."""
+    """The bytes of a piece, which may not have arrived yet."""
 
     @property
     def nbytes(self) -> int:
-        """How many there are."""
+        """The number of bytes."""
         ...
 
     def read_into(self, rows: Sequence[Bytes]) -> None:
-        """Fill these arrays, one after the other: together as large. Once, before the next piece is asked for.
+        """Fill these arrays, in order; their total size is the same. Once, before the next piece is requested.
 
         Raises:
-            NodeUnavailable, DeadlineExceeded: they did not come; the arrays may hold anything.
+            NodeUnavailable, DeadlineExceeded: they did not come; the arrays are undefined.
         """
         ...
 
@@ -52,13 +52,13 @@ class HeldData:
 
 @dataclass(frozen=True)
 class Piece:
-    """One of them.
+    """KV of some tokens in one layer.
 
     Attributes:
         token_start: a multiple of the page's tokens.
         tokens: a multiple of them too, or fewer: then these are the tokens of a last page that is not full.
-        data: ``[pages][kv_head][token][content]``, one layer of the page format, encoded by the codec asked for.
-        checksum: xxh3_64 of ``data``; whoever uses it compares.
+        data: ``[pages][kv_head][token][content]``, one layer of the page format, encoded by the requested codec.
+        checksum: xxh3_64 of ``data``; the user compares it.
     """
 
     layer: int
@@ -69,7 +69,7 @@ class Piece:
 
 
 def checksum_of(rows: Iterable[Bytes]) -> int:
-    """xxh3_64 over these arrays, one after the other; the rows of each may lie apart."""
+    """xxh3_64 over these arrays, in order; the rows of each may be strided."""
     digest = xxhash.xxh3_64()
     for part in rows:
         for row in (part,) if part.flags.c_contiguous else part:

@@ -1,4 +1,4 @@
-"""Nouns of serving: what is asked of an engine, what it answers, and what a prefill hands to a decode.
+"""Nouns of serving: requests to an engine, its answers, and what a prefill hands to a decode.
 
 A request's life: submitted -> admitted (it waits for frames) -> its prefix is loaded, the rest computed, here or by
 another engine -> decoding, a ``Token`` event each -> one ``Finished`` or ``Failed``. Cancelling, the deadline and a
@@ -20,7 +20,7 @@ from kvstore.model.retention import Retention
 
 
 class Role(StrEnum):
-    """What an engine does. It can be changed while it runs; what is under way is finished as it began."""
+    """What an engine does. It can be changed while it runs; work under way finishes as it began."""
 
     PREFILL = "prefill"  # computes prompts for others
     DECODE = "decode"  # answers requests; prompts are computed elsewhere, short ones here
@@ -28,7 +28,7 @@ class Role(StrEnum):
 
 
 class RoleOrder(NamedTuple):
-    """Which order of a leader among conductors sets a role. Orders compare: an engine carries out none but later ones.
+    """The order of a leading conductor that sets a role. Orders compare: an engine only carries out later ones.
 
     Attributes:
         revision: of the leader that gave it. Every leader has a larger one than the leaders before it.
@@ -51,14 +51,14 @@ class Timing(StrEnum):
 
 
 class Source(StrEnum):
-    """Where a decode engine reads that KV."""
+    """Where a decode engine reads the KV of such a prompt."""
 
     ARENA = "arena"  # out of the prefill engine's device memory
     DRAM = "dram"  # full pages out of the pool, the rest out of the arena
 
 
 class Grain(StrEnum):
-    """In which pieces it moves."""
+    """The pieces in which KV moves."""
 
     LAYER = "layer"  # layer by layer, as they are ready
     WHOLE = "whole"  # at once, after the last layer
@@ -80,14 +80,14 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt to be answered.
+    """A prompt to answer.
 
     Attributes:
-        tokens: uint32 ``[n]``; of a resumed request the tokens generated so far stand at the end.
-        generated: how many of them those are.
+        tokens: uint32 ``[n]``; the tokens generated so far of a resumed request are at the end.
+        generated: the number of those.
         deadline_s: seconds from its submission within which it is answered or fails.
         prefill: addresses of engines to ask for the prefill, in this order; None: those the engine was started with.
-            Where none of them answers, it is computed here.
+            If none of them answers, it is computed here.
         handoff, source, grain: how the KV travels then; None: as the engine was started.
         use_pool: False neither loads from the pool nor writes to it, nor shares frames with other requests,
             nor leaves pages there.
@@ -149,7 +149,9 @@ class Usage:
 
 @dataclass(frozen=True)
 class Token:
-    """One more token. ``text`` is what is certain by now: a character may need several, a stop string may begin."""
+    """A token of the answer. ``text`` is what is certain by now: a character may need several, a stop string may
+    begin.
+    """
 
     id: int
     index: int
@@ -158,7 +160,9 @@ class Token:
 
 @dataclass(frozen=True)
 class Finished:
-    """The end. ``reason``: "stop" (a stop string), "eos", "length", "cancelled". ``text``: what was still held back."""
+    """The end of an answer. ``reason``: "stop" (a stop string), "eos", "length", "cancelled". ``text``: what was still
+    held back.
+    """
 
     reason: str
     usage: Usage
@@ -167,7 +171,7 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The other end: why there is no (whole) answer."""
+    """The end of a request without a (whole) answer, and why."""
 
     error: KVStoreError
 
@@ -196,18 +200,19 @@ Event = Token | Finished | Failed
 Emit = Callable[[Event], None]
 """Called by the engine's thread, once per event, in order; must not block."""
 Cancel = Callable[[], None]
-"""Ends one request; does nothing where it has ended."""
+"""Ends one request; does nothing if it has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HandOff:
-    """What a finished prefill tells the decode that asked for it. The KV itself is pulled, or read from the pool.
+    """The result of a finished prefill for the decode that asked for it. The KV itself is pulled, or read from the
+    pool.
 
     Attributes:
         pages: keys of the prompt's full pages, in order; all are sealed in the pool, or (not ``stored``) only held.
         tail_tokens: tokens of the last page that is not full: they have no key, and travel from the arena.
-        first_token: what the prompt's logits gave under the request's sampling.
-        generated: state of the sampler: how many tokens it has drawn.
+        first_token: the token from the prompt's logits under the request's sampling.
+        generated: state of the sampler: number of tokens drawn.
         prefill_ms: of the steps that computed it.
     """
 

@@ -20,7 +20,9 @@ from kvstore.errors import InvalidRequest
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
-COUNTED_CHARACTERS_MIN: Final = 256 << 10  # a text up to here becomes tokens at once: at worst 75 MiB, for a second
+COUNTED_CHARACTERS_MIN: Final = (
+    256 << 10
+)  # a text up to this size becomes tokens at once: at worst 75 MiB, for a second
 PIECE_CHARACTERS: Final = 64 << 10
 PIECE_SLACK: Final = 16  # a piece has at most this many tokens more than it has as a part of its text
 
@@ -28,9 +30,9 @@ Tokens = npt.NDArray[np.uint32]
 
 
 class PromptTokenizer:
-    """The tokenizer of one model; of a preset it is bytes, without a template. Threads may share it.
+    """The tokenizer of one model; for a preset it is bytes, without a template. Threads may share it.
 
-    A prompt is cut after ``tokens_max`` tokens: make that one more than what the model takes, to see what is too long.
+    A prompt is cut after ``tokens_max`` tokens: set it one above the model's limit to detect a prompt that is too long.
     A tokenizer needs 300 bytes and 3 us for each token, which would be 2 GiB and half a minute for 8 MiB of text. So a
     long text is first counted in pieces, until they are more tokens than the model takes.
     """
@@ -39,8 +41,8 @@ class PromptTokenizer:
         self.has_template = tokenizer is not None and bool(tokenizer.chat_template)
         self._tokenizer = tokenizer
         self._bytes = ByteTokenizer()
-        # Tokenizers in Rust take turns only where a call changes how they cut, and all calls cut alike. The others hold
-        # the interpreter anyway.
+        # Tokenizers in Rust only lock when a call changes how they truncate, and all calls truncate in the same way.
+        # The others hold the interpreter anyway.
         is_fast = tokenizer is not None and tokenizer.is_fast
         self._turn: contextlib.AbstractContextManager[Any] = contextlib.nullcontext() if is_fast else threading.Lock()
         self._tokens_max = max(1, tokens_max)
@@ -93,7 +95,7 @@ class PromptTokenizer:
 
 
 def prompt_tokenizer(path: str | None, tokens_max: int) -> PromptTokenizer:
-    """The tokenizer in a model's folder; None: of a preset.
+    """The tokenizer in a model's folder; None: the one of a preset.
 
     Raises:
         InvalidRequest: "model": it cannot be read.

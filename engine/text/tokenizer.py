@@ -1,6 +1,6 @@
 """Text to token ids and back: bytes as they are, or a tokenizer of Hugging Face from a local directory.
 
-Nothing here knows about stop strings: see `engine.text`.
+Stop strings are handled in `engine.text.detokenizer`.
 """
 
 from __future__ import annotations
@@ -20,11 +20,14 @@ if TYPE_CHECKING:
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
 # A character is at most 4 bytes and a token at least one, so that this many bytes may still become one.
 UNFINISHED_MAX = 3
-# Tokens that are no text are decoded again with each new one until there are this many; then all but the last few are
-# taken for what they are.
+# Tokens that are not text are decoded again with each new one until there are this many; then all but the last few
+# are given up as text.
 WINDOW_TOKENS_MAX, WINDOW_TOKENS_MIN = 24, 8
 
-SLOW_TO_TEXT = {"skip_special_tokens": True, "clean_up_tokenization_spaces": False}  # others have no such thing
+SLOW_TO_TEXT = {
+    "skip_special_tokens": True,
+    "clean_up_tokenization_spaces": False,
+}  # other tokenizers have no such option
 
 
 class TextStream(Protocol):
@@ -40,7 +43,7 @@ class TextStream(Protocol):
 
 
 class Tokenizer(Protocol):
-    """What an engine needs of a tokenizer. Safe to use from several threads; a stream belongs to one."""
+    """A tokenizer, as an engine uses it. Safe to use from several threads; a stream belongs to one."""
 
     @property
     def vocab_size(self) -> int:
@@ -82,7 +85,7 @@ class ByteTokenizer:
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Bytes that are no UTF-8 become U+FFFD; ids above 255 are left out."""
+        """Text of ``ids``: bytes that are not UTF-8 become U+FFFD; ids above 255 are left out."""
         return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
 
     def stream(self) -> TextStream:
@@ -106,11 +109,11 @@ class HFTokenizer:
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...] = ()) -> None:
         self._tokenizer = tokenizer
-        # Of the fast ones their own: answers are decoded token by token, and it takes an eighth of the time.
+        # The library's own for fast tokenizers: answers are decoded token by token, and it takes an eighth of the time.
         fast = getattr(tokenizer, "backend_tokenizer", None)
         how = {"skip_special_tokens": True} if fast else SLOW_TO_TEXT
         self._decode: Callable[[list[int]], Any] = partial((fast or tokenizer).decode, **how)
-        self._lock = threading.Lock()  # the fast ones fail with "Already borrowed" where two threads meet
+        self._lock = threading.Lock()  # the fast ones fail with "Already borrowed" if two threads meet
         own = tokenizer.eos_token_id
         self.eos_ids = eos_ids or (() if own is None else (int(own),))
         self.vocab_size = len(tokenizer)
@@ -121,7 +124,7 @@ class HFTokenizer:
             return [int(token) for token in self._tokenizer.encode(text)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``; bytes that are no UTF-8 become U+FFFD."""
+        """Text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
         with self._lock:
             text = self._decode(list(ids))
         assert isinstance(text, str)
@@ -133,8 +136,8 @@ class HFTokenizer:
 
 
 class _WindowStream:
-    """Decodes the last few tokens again with each new one, and hands out what their text grew by. The stream that
-    ``tokenizers`` has keeps all tokens that are no text, decodes them again with each new one, and has no flush.
+    """Decodes the last few tokens again with each new one, and returns what their text grew by. The stream of
+    ``tokenizers`` keeps all tokens that are not text, decodes them again with each new one, and has no flush.
 
     Single tokens cannot be decoded alone: a character may need several, and some tokenizers strip the space in front
     of the first word. A U+FFFD at the end may be the beginning of a character; with tokenizers that fall back to bytes
@@ -145,8 +148,8 @@ class _WindowStream:
     def __init__(self, tokenizer: HFTokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._whole = 0  # of those: tokens up to where the text was whole last
-        self._given = 0  # of their text: characters handed out
+        self._whole = 0  # number of these tokens up to the last place where the text was whole
+        self._given = 0  # number of characters of their text that were returned
 
     def feed(self, token: int) -> str:
         self._tokens.append(token)
@@ -175,7 +178,7 @@ class _WindowStream:
         return new
 
     def _give_up(self, text: str) -> str:
-        """These are bytes that are no text: only the last may become a character."""
+        """Give up bytes that are not text: only the last may become a character."""
         open_chars = min(len(text) - len(text.rstrip(REPLACEMENT)), UNFINISHED_MAX)
         new = self._give(text, len(text) - open_chars)
         del self._tokens[:-WINDOW_TOKENS_MIN]

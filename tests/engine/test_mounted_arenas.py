@@ -225,7 +225,7 @@ def test_lossy_pools_and_exact_arenas(lab: Lab) -> None:
 def test_an_engine_that_cannot_mount_serves_all_the_same(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     lab.machine.serve("n")
     home = lab.machine.connect("n")
-    assert "mount is none" in lab.engine("tiny-llama", home, home=home, keep_pages=1.0, mount="none").mounted.why
+    assert "mount=none" in lab.engine("tiny-llama", home, home=home, keep_pages=1.0, mount="none").mounted.why
     assert "no node" in lab.engine("tiny-llama", home, keep_pages=1.0).mounted.why
 
     def full(*_: Any) -> None:
