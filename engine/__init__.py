@@ -1,4 +1,4 @@
 """Inference engines, the conductor that routes requests to them, and the simulator that replays traces.
 
-Nothing is imported here: every part is imported by whoever needs it.
+Nothing is imported here: each user imports the part it needs.
 """

@@ -39,7 +39,7 @@ from kvstore.transfer.tcp import UNIX
 
 TIMEOUT_S: Final = 10.0
 ANSWER_S: Final = 300.0
-# An engine that stands still, or whose machine has gone, is known to have after so many milliseconds together, however
+# A suspended engine, or one whose machine has gone, is detected after the sum of these milliseconds, however
 # long its answer may take. (Not ``keepalive_timeout_ms``: a ping for another reason may be on its way instead.)
 WATCH: Final = {
     "grpc.keepalive_time_ms": 3000,
@@ -52,7 +52,9 @@ SLACK_S: Final = 2.0  # a call outlives its request by that much, so that the en
 
 @dataclass(frozen=True)
 class Answer:
-    """A whole answer. ``engines``: who gave it, in order; more than one where it had to be resumed elsewhere."""
+    """A whole answer. ``engines``: addresses that gave it, in order; more than one if it had to be resumed
+    elsewhere.
+    """
 
     tokens: tuple[int, ...]
     text: str
@@ -141,7 +143,7 @@ class EngineClient:
 
         Raises:
             InvalidRequest: the engine, or this call, refuses the request; names the field.
-            NodeUnavailable: nobody answers, or the engine was lost and so were those to resume at.
+            NodeUnavailable: no engine answers, or the engine was lost and so were those to resume at.
             TooManyCalls: it has enough to do.
             DeadlineExceeded: there was no whole answer in time.
         """
@@ -154,7 +156,7 @@ class EngineClient:
             yield from events_of(reply)
 
     def replies(self, message: pb.SubmitRequest, deadline_s: float) -> Iterator[pb.SubmitReply]:
-        """The same as messages."""
+        """The replies to a request, as messages."""
         yield from self._replies("Submit", message, pb.SubmitReply, deadline_s + SLACK_S)
 
     # --- hand-offs --------------------------------------------------------------------------------------------------
@@ -187,7 +189,7 @@ class EngineClient:
         self, request_id: str, token_start: int = 0, codec: str = "none", *, timeout_s: float | None = None
     ) -> Generator[Piece, None, None]:
         """The KV of a prefill that was admitted, as it is computed. Each piece is read into its place before the next
-        one is asked for, and whoever uses it compares its checksum.
+        one is asked for, and its user compares the checksum.
 
         Raises:
             InvalidRequest: there is no such prefill, or the start or the codec make no sense.
@@ -209,13 +211,13 @@ class EngineClient:
         return f"{host}:{self._data_port}"
 
     def release(self, request_id: str) -> bool:
-        """The KV of a prefill is not needed any more. Whether there was any."""
+        """End a prefill whose KV is no longer needed. Returns whether there was one."""
         return self._call("Release", pb.RequestId(request_id=request_id), pb.Found).found
 
     # --- requests and the engine ------------------------------------------------------------------------------------
 
     def cancel(self, request_id: str) -> bool:
-        """End a request; its caller gets ``Finished("cancelled")``. Whether there was one."""
+        """End a request; its caller gets ``Finished("cancelled")``. Returns whether there was one."""
         return self._call("Cancel", pb.RequestId(request_id=request_id), pb.Found).found
 
     def status(self, timeout_s: float | None = None) -> dict[str, Any]:
@@ -227,7 +229,7 @@ class EngineClient:
         self._call("SetRole", set_role_request(role, order), store_pb2.Empty)
 
     def migrate(self, request_id: str, target: str, timeout_s: float = 60.0) -> bool:
-        """Let the engine at ``target`` go on with a request; for operators. Whether there was one."""
+        """Let the engine at ``target`` continue a request; for operators. Returns whether there was one."""
         message = pb.MigrateRequest(request_id=request_id, target=target)
         return self._call("Migrate", message, pb.Found, timeout_s, again=False).found
 

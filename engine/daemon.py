@@ -49,7 +49,7 @@ class Ready:
 
     @property
     def line(self) -> str:
-        """The same for people; begins with ``kvstore engine ready``."""
+        """The report as one line for people; begins with ``kvstore engine ready``."""
         pool = f"pool {self.node}" if self.node is not None else "no pool"
         where = f"grpc on {' '.join(self.grpc)}" + (f", http on {self.http}" if self.http else "")
         what = f"role {self.role}, {self.model} on {self.device}, {self.frames} frames of {self.page_tokens} tokens"
@@ -94,7 +94,7 @@ def _connect(config: EngineConfig) -> Store | None:
 
 
 def _home(config: EngineConfig, store: Store | None) -> Store | None:
-    """The same node once more, where it is one of this machine that may know the arena: in a session of the arena's."""
+    """A second session at the node for the arena, if the node is one of this machine that may know the arena."""
     if store is None or not store.reads_without_node or config.unmounted:
         return None
     return kvstore.connect(store.name, POOL_S)
@@ -147,7 +147,7 @@ def _run(
         life.wait(lambda: None if place is None else place.look(engine.door.role))
         life.retires()
         if place is not None:
-            place.leave()  # before it drains: nobody should come any more
+            place.leave()  # before it drains: no new requests should come
         server.retire()
         left = engine.drain(None, config.drain_s)
         if left:

@@ -72,7 +72,7 @@ METRICS: Final = (
 
 
 class EngineTally(Observer):
-    """What has happened since the start. The engine's thread writes all but ``refused``; any thread reads."""
+    """Counts since the start. The engine's thread writes all but ``refused``; any thread reads."""
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -85,12 +85,12 @@ class EngineTally(Observer):
         self._refusals = threading.Lock()
 
     def refused(self, error: KVStoreError) -> None:
-        """A request was not taken. Any thread."""
+        """Count a refused request. Any thread."""
         with self._refusals:
             self.outcomes["invalid" if isinstance(error, InvalidRequest) else "refused"] += 1
 
     def ended(self, outcome: str, usage: Usage) -> None:
-        """A request ended so, and cost that."""
+        """Count a request with this end and this cost."""
         self.outcomes[outcome if outcome in OUTCOMES else "failed"] += 1
         for name in ("prompt_tokens", "completion_tokens", "computed_tokens", "loaded_bytes", "written_bytes"):
             self.totals[name] += getattr(usage, name)
@@ -111,7 +111,7 @@ class EngineTally(Observer):
 
     @property
     def done(self) -> dict[str, Any]:
-        """Tokens since the start, as ``Status`` tells them. Any thread."""
+        """Tokens since the start, for ``Status``. Any thread."""
         return {
             "prefill_tokens": self.totals["prefill_tokens"],
             "decode_tokens": self.totals["decode_tokens"],
@@ -123,18 +123,18 @@ class EngineTally(Observer):
         return dict(sorted({"hbm": 0, "dram": 0, "nvme": 0, **self.cached}.items()))
 
     def handed_off(self, moved_bytes: int, seconds: float) -> None:
-        """The KV of a prompt was brought here."""
+        """Count a hand-off that arrived."""
         self.totals["moved_bytes"] += moved_bytes
         self.handoff.add(max(0.0, seconds))
 
     def stalled(self, seconds: float) -> None:
-        """A step waited."""
+        """Count a step that waited."""
         self.stalls += 1
         self.stalled_s += seconds
 
 
 class EngineMetrics(DaemonMetrics):
-    """Of an engine."""
+    """Samples the metrics of an engine."""
 
     def __init__(
         self, name: str, tally: EngineTally, status: Callable[[], Mapping[str, Any]], calls: Calls | None

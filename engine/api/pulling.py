@@ -1,4 +1,5 @@
-"""Pulling: the KV of a prefill over a data connection, from the engine's frames into those of whoever asked for it.
+"""Pulling: the KV of a prefill over a data connection, from the engine's frames into those of the engine that asked for
+it.
 
 PULL names the prefill, which has to be the caller's. PIECE frames follow as layers are computed, each a head and its
 bytes; one of no tokens says that the engine is still at it. END is the end. A connection is admitted as a gRPC call is.
@@ -28,15 +29,15 @@ from kvstore.transfer.stream import Buffer
 from kvstore.transfer.tcp import DataConnection
 from kvstore.transfer.wire import FrameKind, Hello, WireError
 
-PULLS_MAX: Final = 384  # at a time, of one server; each has a thread: it waits for layers
-IDLE_S: Final = 10.0  # whoever connects asks at once
-SILENCE_S: Final = 5.0  # an engine that says nothing for so long stands still; it says something every second
-BESIDE: Final = ".data"  # what the unix socket of an engine's data is called, after the one that it listens at
+PULLS_MAX: Final = 384  # at a time, for one server; each has a thread, which waits for layers
+IDLE_S: Final = 10.0  # a client asks right after it connects
+SILENCE_S: Final = 5.0  # an engine that is silent for this long is suspended; it sends something every second
+BESIDE: Final = ".data"  # suffix of the unix socket of an engine's data, next to the one of its API
 _HEAD: Final = struct.Struct("<IIQQQ")  # layer, tokens, token_start, bytes, checksum
 
 
 class PulledEngine(Protocol):
-    """What is pulled from. See ``engine.shell.engine``."""
+    """The engine that is pulled from. See ``engine.shell.engine``."""
 
     def pull(
         self, request_id: str, token_start: int, codec: str, timeout_s: float, beat: Callable[[], None]
@@ -48,15 +49,15 @@ class PulledEngine(Protocol):
 
 
 class PullServer:
-    """Serves data connections of an engine, from ``start`` to ``stop``: one server per way in.
+    """Serves data connections of an engine, from ``start`` to ``stop``: one server per listening address.
 
     Args:
-        find: who shows this token, or a certificate of these names.
+        find: finds the caller with this token, or with a certificate of these names.
         name_of: the engine's name for the prefill that a caller has under an id; raises PermissionDenied where the
             caller has none.
 
     Attributes:
-        port: of TCP, the same on every host; before ``start`` the one that is wanted.
+        port: the TCP port, the same on every host; before ``start`` the requested one.
     """
 
     def __init__(
@@ -75,7 +76,7 @@ class PullServer:
         self._ways = 1  # servers that share the descriptors
 
     def start(self, addresses: Sequence[str]) -> None:
-        """Listen beside these addresses of the gRPC API. Raises InvalidRequest where that cannot be."""
+        """Listen next to these addresses of the gRPC API. Raises InvalidRequest if that is not possible."""
         hosts = list(dict.fromkeys(each.rpartition(":")[0] for each in addresses if not each.startswith(UNIX)))
         paths = [each.removeprefix(UNIX) for each in addresses if each.startswith(UNIX)]
         self._ways = len(hosts) + len(paths)
@@ -87,7 +88,7 @@ class PullServer:
             self.port = int(where.rpartition(":")[2])
 
     def stop(self) -> None:
-        """Cut what is under way."""
+        """End connections under way."""
         for server in self._servers:
             server.stop()
 
@@ -147,7 +148,7 @@ def pull(
     the generator is closed nothing of it can arrive any more.
 
     Raises:
-        InvalidRequest: there is no such prefill, or the start or the codec make no sense.
+        InvalidRequest: there is no such prefill, or the start or the codec is not valid.
         NodeUnavailable: the engine, or the prefill, has gone.
         DeadlineExceeded: not everything came in time.
     """
@@ -179,7 +180,7 @@ def _pieces(connection: DataConnection, number: int, deadline_s: float) -> Itera
 
 
 class _Arriving:
-    """The bytes of a piece that are still on their way: see ``PieceData``."""
+    """The bytes of a piece that have not arrived yet: see ``PieceData``."""
 
     def __init__(self, connection: DataConnection, nbytes: int, deadline_s: float) -> None:
         self.nbytes = nbytes
@@ -196,7 +197,7 @@ class _Arriving:
                 self._connection.receive_into(row.data.cast("B"), deadline_s=self._deadline_s)
 
     def check_read(self) -> None:
-        """Whoever asks for the next piece has read this one."""
+        """Check that this piece was read before the next one is requested."""
         assert self._read, "a piece was passed over"
 
 
@@ -220,7 +221,7 @@ def _pack_pull(request_id: str, token_start: int, codec: str, timeout_s: float) 
 
 
 def _unpack_pull(body: memoryview) -> tuple[str, int, str, float]:
-    """Raises InvalidRequest where it makes no sense."""
+    """Unpack a PULL. Raises InvalidRequest if it is not valid."""
     try:
         said: Any = json.loads(bytes(body))
         found = said["request_id"], said["token_start"], said["codec"], said["timeout_s"]
@@ -229,7 +230,7 @@ def _unpack_pull(body: memoryview) -> tuple[str, int, str, float]:
     if not all(
         type(value) in kinds for value, kinds in zip(found, ((str,), (int,), (str,), (int, float)), strict=True)
     ):
-        raise InvalidRequest("pull", "names no prefill, start, codec and time-out")
-    if not found[3] > 0:  # nor is NaN
+        raise InvalidRequest("pull", "must name a prefill, start, codec and time-out")
+    if not found[3] > 0:  # also refuses NaN
         raise InvalidRequest("timeout_s", f"must be more than zero, got {found[3]}")
     return found

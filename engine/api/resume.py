@@ -1,7 +1,7 @@
 """Asking: one answer, from as many engines as it takes.
 
-What was drawn so far goes along as part of the prompt. Token ``i`` depends on the seed, ``i`` and the logits alone, so
-another engine with the same model goes on as the first one would have.
+The tokens drawn so far are sent along as part of the prompt. Token ``i`` depends only on the seed, ``i`` and the
+logits, so another engine with the same model continues as the first one would have.
 """
 
 from __future__ import annotations
@@ -22,16 +22,16 @@ from kvstore.pb import engine_pb2 as pb
 
 Prompt = str | Sequence[int] | Tokens
 
-_GIVEN_BY_US = {"tokens", "sampling", "generated"}  # of a request's fields
+_GIVEN_BY_US = {"tokens", "sampling", "generated"}  # fields of a request that we set
 
 
 class Asked(Protocol):
-    """An engine, as far as an answer needs it. ``EngineClient`` is one."""
+    """An engine, as an answer uses it. ``EngineClient`` is one."""
 
     address: str
 
     def replies(self, message: pb.SubmitRequest, deadline_s: float) -> Iterator[pb.SubmitReply]:
-        """Its answer to a request."""
+        """The replies to a request."""
         ...
 
     def beside(self, address: str) -> Asked:
@@ -39,13 +39,13 @@ class Asked(Protocol):
         ...
 
     def close(self) -> None:
-        """It is not asked any more."""
+        """Stop using the engine."""
         ...
 
 
 @dataclass(frozen=True)
 class Wish:
-    """What is asked for. ``text``: instead of tokens, until an engine has told them."""
+    """A request as a user wrote it. ``text``: instead of tokens, until an engine has returned them."""
 
     request: Request
     text: str = ""
@@ -53,11 +53,11 @@ class Wish:
 
     @classmethod
     def of(cls, prompt: Prompt, **how: Any) -> Wish:
-        """From arguments as users write them. Raises InvalidRequest for those that nobody knows."""
+        """Make one from a user's arguments. Raises InvalidRequest for unknown ones."""
         sampling = {name: how.pop(name) for name in Sampling.__dataclass_fields__ if name in how}
         unknown = sorted(set(how) - (set(Request.__dataclass_fields__) - _GIVEN_BY_US))
         if unknown:
-            raise InvalidRequest(unknown[0], "is no argument of a request")
+            raise InvalidRequest(unknown[0], "unknown argument")
         if isinstance(sampling.get("stop"), str):
             sampling["stop"] = (sampling["stop"],)
         for name, kind in (("handoff", Timing), ("source", Source), ("grain", Grain)):
@@ -76,7 +76,7 @@ class Wish:
         return cls(Request(**how), prompt if isinstance(prompt, str) else "", salt_given)
 
     def message(self, drawn: Sequence[int], left_s: float) -> pb.SubmitRequest:
-        """What to send, after so many tokens. Raises InvalidRequest where it does not fit into a message."""
+        """The message to send after this many tokens. Raises InvalidRequest if it does not fit into a message."""
         tokens = np.append(self.request.tokens, np.array(drawn, np.uint32))
         request = replace(self.request, tokens=tokens, generated=len(drawn), deadline_s=left_s)
         try:
@@ -95,7 +95,7 @@ def _tokens(prompt: Prompt) -> Tokens:
     if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
         raise InvalidRequest("tokens", "must be text, or a list of token ids")
     if len(found) and not 0 <= int(found.min()) <= int(found.max()) < 1 << 32:
-        raise InvalidRequest("tokens", f"{found.min()} to {found.max()} are no token ids")
+        raise InvalidRequest("tokens", f"{found.min()} to {found.max()} are not token ids")
     return found.astype(np.uint32)
 
 
@@ -135,18 +135,18 @@ class Asking:
                 if client is not self.client:
                     client.close()
         said = "; ".join(f"{address}: {error}" for address, error in failures.items())
-        raise NodeUnavailable(f"nobody is left to go on after {len(self._drawn)} tokens ({said})")
+        raise NodeUnavailable(f"no engine is left to continue after {len(self._drawn)} tokens ({said})")
 
     def _from(self, client: Asked) -> Iterator[Token | Finished]:
         request = self.wish.request
         left_s = self._begun_s + request.deadline_s - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded(f"no whole answer within {request.deadline_s:g} s")
-        if 0 < request.sampling.max_tokens <= len(self._drawn):  # only the end was not heard any more
+        if 0 < request.sampling.max_tokens <= len(self._drawn):  # only the end was lost
             yield Finished("length", self._resumed(Usage(prompt_tokens=len(request.tokens))))
             return
         for reply in client.replies(self.wish.message(self._drawn, left_s), left_s):
-            if reply.accepted.tokens:  # what the text was
+            if reply.accepted.tokens:  # the tokens of the text
                 tokens = np.frombuffer(reply.accepted.tokens, "<u4").astype(np.uint32)
                 self.wish = replace(self.wish, request=replace(request, tokens=tokens), text="")
             for event in events_of(reply):
@@ -158,7 +158,7 @@ class Asking:
                         self._ended = True
                         yield replace(event, usage=self._resumed(event.usage)) if len(self.asked) > 1 else event
         if not self._ended:
-            raise NodeUnavailable(f"{client.address} ended the answer before its end")
+            raise NodeUnavailable(f"{client.address} closed the stream before the end of the answer")
 
     def _count(self, token: Token) -> None:
         now_s = time.monotonic()
@@ -169,7 +169,7 @@ class Asking:
         self._drawn.append(token.id)
 
     def _resumed(self, usage: Usage) -> Usage:
-        """The last engine's usage, with times as they were here."""
+        """The usage of the last engine, with times as measured here."""
         return replace(
             usage,
             completion_tokens=len(self._drawn),

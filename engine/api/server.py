@@ -1,6 +1,6 @@
 """EngineServer: the gRPC API of an engine.
 
-Identities, limits, deadlines and what errors are called are those of a node's API: the same gate.
+Identities, limits, deadlines and error names are those of a node's API: the same gate.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class EngineServer(LoopServer):
         self._pulls = PullServer(config, engine, self.identities.find, self._owners.find)
 
     def start(self) -> None:
-        """See ``LoopServer``; then the data connections, beside each address."""
+        """See ``LoopServer``; then the data connections, next to each address."""
         super().start()
         self._pulls.start(self.addresses)
 

@@ -2,7 +2,8 @@
 
 The engine works in a thread of its own and never waits for a caller: its events go into a mailbox per request, which a
 coroutine empties as fast as its caller reads. What is in a mailbox is bounded by the request: ``max_tokens`` events and
-one, or one per chunk of a prompt. Who reads nothing for ``STALL_S`` loses the call, and with it the request.
+one, or one per chunk of a prompt. A caller that reads nothing for ``STALL_S`` is disconnected and its request
+cancelled.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ from kvstore.rpc.messages import document, layout_of
 from kvstore.serving.gate import Call, parse
 from kvstore.serving.identities import Identity
 
-SHARE_MAX: Final = 0.75  # of the requests that may be here, by one caller
+SHARE_MAX: Final = 0.75  # largest share of the request limit for one caller
 RETRY_AFTER_S: Final = 0.2
-BEFORE_DEADLINE_S: Final = 0.2  # a call that waits on purpose ends so long before its deadline, to tell how it went
+BEFORE_DEADLINE_S: Final = 0.2  # how long before its deadline a waiting call ends, to report the result
 
 Item = TypeVar("Item")
 
 
 class ServedEngine(PulledEngine, Protocol):
-    """What is served. See ``engine.shell.engine``."""
+    """The engine that is served. See ``engine.shell.engine``."""
 
     def submit(self, request: Request, emit: Callable[[Event], None]) -> Cancel:
         """Answer a prompt."""
@@ -78,30 +79,30 @@ class ServedEngine(PulledEngine, Protocol):
         """End a request."""
 
     def release(self, request_id: str) -> bool:
-        """Let go of a prefill."""
+        """End a prefill."""
 
     def status(self) -> dict[str, Any]:
-        """What it is and how busy."""
+        """What it is and how busy it is."""
 
     def set_role(self, role: Role, order: RoleOrder | None) -> None:
-        """Change its role; ``order``: of a leader among conductors."""
+        """Change its role; ``order``: from a leading conductor."""
 
     def migrate(self, request_id: str, target: str) -> bool:
-        """Let another engine go on."""
+        """Let another engine continue a request."""
 
     def drain(self, target: str | None, timeout_s: float) -> int:
-        """Take nothing new; wait for what runs."""
+        """Refuse new requests; wait for running ones."""
 
 
 class Served(Protocol):
-    """What has to be known of the model."""
+    """The model, as far as the service needs it."""
 
     @property
     def tokenizer(self) -> Tokenizer:
         """Its tokenizer."""
 
     def layouts(self, page_tokens: int) -> tuple[Layout, ...]:
-        """Of pages of so many tokens, one per cache group."""
+        """Layouts of pages of this many tokens, one per cache group."""
 
 
 class Mailbox(Generic[Item]):
@@ -114,7 +115,7 @@ class Mailbox(Generic[Item]):
         self._told = False
 
     def put(self, item: Item) -> None:
-        """One more."""
+        """Add an event."""
         self._items.append(item)
         if not self._told:
             self._told = True
@@ -122,11 +123,11 @@ class Mailbox(Generic[Item]):
                 self._loop.call_soon_threadsafe(self._some.set)
 
     async def take(self) -> list[Item]:
-        """All there are; waits for one."""
+        """Take all events; waits for one."""
         while True:
             await self._some.wait()
             self._some.clear()
-            self._told = False  # before the look: what comes from now on tells again
+            self._told = False  # before the check: later events signal again
             found = []
             while self._items:
                 found.append(self._items.popleft())
@@ -143,8 +144,8 @@ class OwnedRequest(NamedTuple):
 
 
 class Owners:
-    """Whose request is whose. An id says nothing of the requests of another caller: each caller has ids of its own, and
-    the engine knows a request by a name that no caller chooses. Any thread may ``find``; the rest is the event loop's.
+    """Maps requests to their owners, so that knowing an id grants no access: each caller has ids of its own, and the
+    engine knows a request by a name that no caller chooses. Any thread may ``find``; the rest is the event loop's.
     """
 
     def __init__(self, requests_max: int) -> None:
@@ -154,9 +155,9 @@ class Owners:
 
     @contextlib.contextmanager
     def adding(self, request_id: str, caller: Identity, seconds: float) -> Iterator[str]:
-        """Know it from now on; forget it where what is done inside fails. Gives the engine's name for it.
+        """Add a request; it is removed if the block fails. Yields the engine's name for it.
 
-        Raises TooManyCalls where there is no room for more of this caller, InvalidRequest where its id is in use.
+        Raises TooManyCalls if there is no room for more requests of this caller, InvalidRequest if its id is in use.
         """
         now_s = time.monotonic()
         self._known = {name: each for name, each in self._known.items() if each.until_s > now_s}
@@ -174,20 +175,20 @@ class Owners:
             raise
 
     def drop(self, name: str) -> None:
-        """It has ended."""
+        """Remove a request that has ended."""
         self._known.pop(name, None)
 
     def find(self, request_id: str, caller: Identity) -> str:
-        """The engine's name for a request of this caller, or, for an operator, of any; the id where there is none.
+        """The engine's name for a request of this caller, or, for an operator, of any; the id if there is none.
 
-        Raises PermissionDenied where it is not the caller's, or there is none, and the caller is not an operator.
+        Raises PermissionDenied if it is not the caller's, or there is none, and the caller is not an operator.
         """
         found = [(each.caller, name) for name, each in list(self._known.items()) if each.request_id == request_id]
         own = [name for owner, name in found if owner == caller]
         if own:
             return own[0]
         if not caller.operator:
-            raise PermissionDenied(f"request {request_id!r} is none of {caller.name}'s")
+            raise PermissionDenied(f"request {request_id!r} is not one of {caller.name}'s")
         return found[0][1] if found else request_id
 
 
@@ -214,10 +215,10 @@ class EngineCalls:
         self._tally = tally
         self._owners = owners
         self._data_port = data_port
-        self._ends = ThreadPoolExecutor(1, "engine-ends")  # tells the engine that nobody waits any more
+        self._ends = ThreadPoolExecutor(1, "engine-ends")  # tells the engine that a caller has gone
 
     def close(self) -> None:
-        """Threads end after what they are at, which has a deadline."""
+        """End the threads after their current work, which has a deadline."""
         self._ends.shutdown(wait=True)
 
     # --- answering --------------------------------------------------------------------------------------------------
@@ -239,12 +240,12 @@ class EngineCalls:
             await call.send(pb.SubmitReply(accepted=accepted).SerializeToString())
             async for events in _until_end(call, mailbox):
                 if isinstance(events[-1], Finished):
-                    self._owners.drop(name)  # before its caller hears of it, and asks again
+                    self._owners.drop(name)  # before its caller receives the end, and asks again
                 for reply in replies_of(events):
                     await call.send(reply.SerializeToString())
         finally:
             self._owners.drop(name)
-            self._later(cancel)  # where it has ended already, nothing happens
+            self._later(cancel)  # if it has ended already, nothing happens
 
     def _request(self, said: pb.SubmitRequest, left_s: float) -> Request:
         """The request of a message. Blocks: it tokenises."""
@@ -255,7 +256,7 @@ class EngineCalls:
         return request_of(said, tokens, self._config.salt, deadline_s)
 
     def _check_engines(self, call: Call, request: Request) -> None:
-        """Operators alone name any engine: it is told the prompt, and this engine's own token."""
+        """Only operators may name any engine: it receives the prompt, and this engine's own token."""
         if not call.caller.operator and not {*(request.prefill or ())} <= {*self._config.prefill}:
             raise PermissionDenied(f"{call.caller.name} may name only engines that this one was started with")
 
@@ -275,7 +276,7 @@ class EngineCalls:
         hold_s = min(said.hold_ms / 1000 or self._config.hold_s, self._config.hold_s)
         with self._counting():
             if not said.request.request_id:
-                raise InvalidRequest("request_id", "is missing: the KV is asked for by it")
+                raise InvalidRequest("request_id", "is missing: the KV is requested by it")
             call.caller.check_salt(salt_of(said.request, self._config.salt))
             theirs = await call.quick(layout_of, said.layout)
             if theirs != self._layout:
@@ -304,7 +305,7 @@ class EngineCalls:
             self._ends.submit(what)
 
     async def release(self, call: Call, message: bytes) -> bytes:
-        """The KV of a prefill is not needed any more."""
+        """End a prefill whose KV is no longer needed."""
         said = parse(pb.RequestId, message)
         name = self._owners.find(said.request_id, call.caller)
         found = await call.quick(self._engine.release, name)
@@ -339,7 +340,7 @@ class EngineCalls:
         return store_pb2.Empty().SerializeToString()
 
     async def migrate(self, call: Call, message: bytes) -> bytes:
-        """Let another engine go on with a request."""
+        """Let another engine continue a request."""
         said = parse(pb.MigrateRequest, message)
         call.caller.check_operator()
         if not said.target:
@@ -349,7 +350,7 @@ class EngineCalls:
         return pb.Found(found=found).SerializeToString()
 
     async def drain(self, call: Call, message: bytes) -> bytes:
-        """Take nothing new, and wait for what runs, or let it go on elsewhere."""
+        """Refuse new requests, and wait for running ones, or move them elsewhere."""
         said = parse(pb.DrainRequest, message)
         call.caller.check_operator()
         left_s = max(0.0, call.left_s - BEFORE_DEADLINE_S)
@@ -359,7 +360,7 @@ class EngineCalls:
 
 
 async def _until_end(call: Call, mailbox: Mailbox[Any]) -> AsyncIterator[list[Any]]:
-    """Events, up to and with the last one. Raises what a ``Failed`` says, after what came before it."""
+    """Events, up to and with the last one. Raises the error of a ``Failed``, after the events before it."""
     while True:
         with call.waits():
             events = await mailbox.take()

@@ -77,14 +77,14 @@ def submit_request(request: Request, text: str = "") -> pb.SubmitRequest:
 
 
 def set_role_request(role: Role | str, order: RoleOrder | None) -> pb.SetRoleRequest:
-    """The message that changes a role; ``order``: of a leader among conductors, None: an operator's."""
+    """The message that changes a role; ``order``: from a leading conductor; None: from an operator."""
     if order is None:
         return pb.SetRoleRequest(role=role)
     return pb.SetRoleRequest(role=role, revision=order.revision, number=order.number)
 
 
 def salt_of(message: pb.SubmitRequest, salt: str) -> str:
-    """Whose pages a request uses; ``salt`` where it names none."""
+    """The salt of a request's pages; ``salt`` if it names none."""
     return message.salt if message.HasField("salt") else salt
 
 
@@ -93,8 +93,8 @@ def request_of(message: pb.SubmitRequest, tokens: Tokens, salt: str, deadline_s:
 
     Args:
         tokens: its prompt, see ``tokens_of``.
-        salt: where it names none.
-        deadline_s: the longest it may take, and what it may take where it says nothing.
+        salt: for a request that names none.
+        deadline_s: the longest time it may take, and the default.
 
     Raises:
         InvalidRequest: names the field.
@@ -149,7 +149,7 @@ def _choice(kind: type[Choice], name: str, value: str) -> Choice | None:
 
 
 def tokens_of(message: pb.SubmitRequest) -> Tokens | None:
-    """The token ids of a message; None where it has text. Raises InvalidRequest where it has none, or both."""
+    """The token ids of a message; None if it has text. Raises InvalidRequest if it has neither, or both."""
     given = [name for name in ("tokens", "token_ids", "text") if getattr(message, name)]
     if len(given) != 1:
         raise InvalidRequest("tokens", f"{' and '.join(given)} exclude each other" if given else "an empty prompt")
@@ -158,12 +158,12 @@ def tokens_of(message: pb.SubmitRequest) -> Tokens | None:
     if message.token_ids:
         return np.array(message.token_ids, np.uint32)
     if len(message.tokens) % 4:
-        raise InvalidRequest("tokens", f"{len(message.tokens)} bytes are no uint32 in little-endian order")
+        raise InvalidRequest("tokens", f"must be little-endian uint32 (got {len(message.tokens)} bytes)")
     return np.frombuffer(message.tokens, "<u4").astype(np.uint32)
 
 
 def tokens_bytes(tokens: Tokens) -> bytes:
-    """Token ids as they travel."""
+    """Token ids in the form in which they are sent."""
     return np.ascontiguousarray(tokens, "<u4").tobytes()
 
 
@@ -197,7 +197,7 @@ def events_of(reply: pb.SubmitReply) -> Iterator[Event]:
 
 
 def usage_of(message: pb.Usage) -> Usage:
-    """A usage as it came."""
+    """The usage in a message."""
     values = {setting.name: getattr(message, setting.name) for setting in fields(Usage)}
     values |= {name: dict(values[name]) for name in ("cached_tokens", "prefill_cached_tokens")}
     return Usage(**values)
@@ -216,11 +216,11 @@ def prefill_reply(event: PrefillEvent, data_port: int) -> pb.PrefillReply:
         case Done():
             return pb.PrefillReply(done=pb.HandOff(**asdict(event.handoff)))
         case Failed():
-            raise AssertionError("a failure is no message")
+            raise AssertionError("a failure is not sent as a message")
 
 
 def prefill_event(reply: pb.PrefillReply) -> PrefillEvent:
-    """The event in a message. Raises Unavailable where there is none that this version knows."""
+    """The event in a message. Raises Unavailable if this version knows none in it."""
     match reply.WhichOneof("event"):
         case "admitted":
             return Admitted(reply.admitted.prompt_tokens, dict(reply.admitted.cached_tokens), reply.admitted.lossy)
@@ -230,4 +230,4 @@ def prefill_event(reply: pb.PrefillReply) -> PrefillEvent:
             values = {setting.name: getattr(reply.done, setting.name) for setting in fields(HandOff)}
             pages, cached = tuple(reply.done.pages), dict(reply.done.cached_tokens)
             return Done(HandOff(**{**values, "pages": pages, "cached_tokens": cached}))
-    raise Unavailable("the engine asked said something that is no event of a prefill")
+    raise Unavailable("the engine sent an unknown event of a prefill")

@@ -1,4 +1,4 @@
-"""Checks: what no engine of this model and memory can ever serve."""
+"""Checks: refuses requests that no engine of this model and memory can ever serve."""
 
 from __future__ import annotations
 
@@ -16,14 +16,13 @@ from kvstore.model.retention import checked
 def memory_frames(
     arena_bytes: int, layouts: Sequence[Layout], windows: Sequence[int], chunk_tokens: int, batch_max: int
 ) -> tuple[int, ...]:
-    """Frames that fit, of each cache group.
+    """Frames of each cache group that fit in the memory.
 
-    A group with a window beside the first one gets rings for ``batch_max`` sequences, as long as those take no more
-    than half of the memory, and no more frames than pages of all layers would fit: the first group has at least so many
-    then.
+    A further group with a window gets rings for ``batch_max`` sequences, as long as those take no more than half of the
+    memory, and no more frames than pages of all layers would fit: the first group then has at least that many.
 
     Raises:
-        InvalidRequest: not even one page.
+        InvalidRequest: not even one page fits.
     """
     page_bytes = sum(layout.page_bytes for layout in layouts)
     whole = arena_bytes // page_bytes
@@ -38,11 +37,11 @@ def memory_frames(
 
 
 def check_request(request: Request, model: Model, rules: Rules, answers: bool) -> None:
-    """Refuse what can never be served.
+    """Refuse a request that can never be served.
 
     Raises:
         InvalidRequest: an empty prompt, ids that the model does not know, more tokens than its context or than all
-            frames hold, sampling or hints that make no sense; names the field.
+            frames hold, invalid sampling or hints; names the field.
     """
     check(request.sampling)
     tokens = request.tokens

@@ -1,9 +1,9 @@
 """Engine: one thread that computes, and the calls that reach it.
 
-Each turn of the thread handles what has been posted, then asks ``engine.state`` what to run: who gets frames, and one
-forward, the next token of every sequence that decodes and as many prompt tokens as fit beside them. The role decides
-what is accepted, not how it is run. Other threads load from the pool, bring hand-offs, and serve pulls; they reach the
-computing thread through its inbox alone.
+Each turn of the thread handles what has been posted, then asks ``engine.state`` what to run: which sequences get
+frames, and one forward, the next token of every sequence that decodes and as many prompt tokens as fit in addition. The
+role decides which requests are accepted, not how they run. Other threads load from the pool, bring hand-offs, and serve
+pulls; they reach the computing thread only through its inbox.
 """
 
 from __future__ import annotations
@@ -54,7 +54,7 @@ from kvstore.model.layout import Layout
 from kvstore.tier.device import DeviceLost
 
 IDLE_S = 0.05
-QUIET_S = 2.0  # for threads that still touch frames when the engine ends
+QUIET_S = 2.0  # for threads that still use frames when the engine ends
 STOP_S = 30.0
 
 _DECIDED = boundary.Decided("state/engine")  # its thread decides, and nothing is computed without it
@@ -68,8 +68,8 @@ class Engine:
     Every method may be called from any thread.
 
     Args:
-        home: a store of the node of this machine, which knows from it what the engine's arena keeps. Nobody else has
-            it: its session is the arena's.
+        home: a store of the node of this machine, which knows from it which pages the arena keeps. It is used for
+            nothing else: its session is the arena's.
     """
 
     def __init__(
@@ -84,7 +84,7 @@ class Engine:
         self.config = config
         self.model = model
         layouts, groups = model.layouts(config.page_tokens), model.geometry.groups
-        self.layout = layouts[0]  # engines of one have those of the other groups in common, too
+        self.layout = layouts[0]  # engines with the same one share those of the other groups, too
         self.observer = observer or Observer()
         self.membership: Callable[[], dict[str, Any]] = dict  # what ``status`` says of our place in a pool
         windows = [group.window for group in groups]
@@ -101,7 +101,7 @@ class Engine:
         self.inbox = Inbox()
         self.prefills = Prefills(self.stagings, forms, self.inbox.post)
         self.door = Door(config.role, config.requests_max)
-        self._entry = threading.Lock()  # of the door
+        self._entry = threading.Lock()  # guards ``Door``
         self.state = EngineState(
             Rules(
                 frames=frames,
@@ -136,7 +136,7 @@ class Engine:
         )
         self._numbers = itertools.count(1)
         self._stopping = False
-        self._died = ""  # of which mistake
+        self._died = ""  # the error that ended it
         self._found: tuple[str, ...] = ()
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -156,17 +156,17 @@ class Engine:
         self.stagings.close()
 
     def found(self, engines: tuple[str, ...]) -> None:
-        """Addresses of engines that compute prompts for others now; replaces what was found before."""
+        """Take the addresses of engines that compute prompts for others now; replaces the previous ones."""
         self._found = engines
         self.inbox.post(ev.EnginesFound(time.monotonic(), engines))
 
     @property
     def alive(self) -> bool:
-        """Whether it computes."""
+        """True while it computes."""
         return self._thread.is_alive()
 
     def check(self) -> None:
-        """What must hold in an engine that is idle; among it that frames with nothing in them are free."""
+        """Check what must hold in an idle engine, including that frames without contents are free."""
         integrity.check(self.state)
         frames = self.state.roster.frames
         for arena, unused in zip(self.arenas.groups, [frames.unused, *frames.beside], strict=True):
@@ -174,7 +174,7 @@ class Engine:
             assert arena.frames_free == unused
 
     def remains(self) -> dict[str, int]:
-        """What is here that an idle engine has none of."""
+        """What is here and must not be in an idle engine."""
         kept = self.state.roster.frames.kept
         counts = {
             "known": len(self.door.known),
@@ -184,21 +184,21 @@ class Engine:
         }
         return {name: count for name, count in counts.items() if count}
 
-    # --- what is asked of it ------------------------------------------------------------------------------------------
+    # --- calls ------------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, emit: Emit) -> Cancel:
-        """Answer a prompt. ``emit`` is called for every event by a thread of the engine, which it must not keep.
-        Returns what cancels this request, and no later one of the same id.
+        """Answer a prompt. ``emit`` is called for every event by a thread of the engine, which it must not block.
+        Returns a call that cancels this request, and no later one of the same id.
 
         Raises:
             InvalidRequest: see ``check_request``; or the role is prefill, or the id is in use.
-            TooManyCalls: as many requests as may be are here already.
+            TooManyCalls: the engine has the maximum number of requests.
             NodeUnavailable: the engine ends or is being drained.
         """
         return self._enter(request, emit, 0.0, answers=True)
 
     def prefill(self, request: Request, layout: Layout, hold_s: float, emit: Callable[[PrefillEvent], None]) -> Cancel:
-        """Compute a prompt for another engine, whose pages are of ``layout``. Returns what gives it up.
+        """Compute a prompt for another engine, whose pages are of ``layout``. Returns a call that gives it up.
 
         Raises:
             VersionMismatch: the layouts differ; says in which fields.
@@ -216,14 +216,14 @@ class Engine:
         return self.prefills.pull(request_id, token_start, codec, timeout_s, beat)
 
     def release(self, request_id: str) -> bool:
-        """A prefill is not needed any more. Whether there was one."""
+        """End a prefill that is no longer needed. Returns whether there was one."""
         work = self.prefills.release(request_id)
         if work is not None:
             self._cancel(work.number)
         return work is not None
 
     def cancel(self, request_id: str) -> bool:
-        """End a request. Whether there was one."""
+        """End a request. Returns whether there was one."""
         number = self.door.known.get(request_id)
         if number is not None:
             self._cancel(number)
@@ -246,11 +246,12 @@ class Engine:
             self.door.draining = self.door.draining or bool(self._died)
 
     def migrate(self, request_id: str, target: str) -> bool:
-        """Have the engine at ``target`` go on with a request; its client sees no difference. Whether there was one.
+        """Let the engine at ``target`` continue a request; its client sees no difference. Returns whether there was
+        one.
 
         Raises:
-            KVStoreError: the other engine is not there, or does not take it; it goes on here.
-            DeadlineExceeded: it was not taken in time; it goes on here.
+            KVStoreError: the other engine is not there, or refuses it; it continues here.
+            DeadlineExceeded: it was not taken in time; it continues here.
         """
         number = self.door.known.get(request_id)
         if number is None:
@@ -267,7 +268,7 @@ class Engine:
             self.performer.calls.pop(call, None)
 
     def drain(self, target: str | None, timeout_s: float) -> int:
-        """Accept nothing more; wait for what runs, moved to ``target`` where there is one. How many still run then."""
+        """Refuse new requests; wait for running ones, moved to ``target`` if given. Returns how many still run then."""
         self.door.draining = True
         deadline = time.monotonic() + timeout_s
         if target is not None and self.door.known:
@@ -275,7 +276,7 @@ class Engine:
                 self._check_target(target)
                 self.inbox.post(ev.Drain(time.monotonic(), target))
             except KVStoreError as error:
-                log.warning("what runs here stays, %s does not take it: %s", target, error)
+                log.warning("running answers stay here, %s refuses them: %s", target, error)
         while self.door.draining and self.door.known and time.monotonic() < deadline:
             time.sleep(IDLE_S)
         self.inbox.post(ev.Drain(time.monotonic(), None))
@@ -320,7 +321,7 @@ class Engine:
                 names=work.page_names(),
             )
         )
-        if (error := self._ended()) is not None:  # meanwhile, and maybe before this one was known
+        if (error := self._ended()) is not None:  # in the meantime, and maybe before this one was known
             work.fail(error)
         return partial(self._cancel, work.number)
 
@@ -336,8 +337,8 @@ class Engine:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # a mistake of ours: nothing is computed any more, and nobody waits for it
-            self._died = f"this engine has ended by a mistake: {type(error).__name__}: {error}"
+        except BaseException as error:  # our own bug: nothing is computed any more, and all callers are told
+            self._died = f"engine stopped after an internal error: {type(error).__name__}: {error}"
             self.door.draining = True
             self.state.stopped = self.state.stopped or NodeUnavailable(self._died)
             self.mounted.end(self._died)
@@ -363,7 +364,9 @@ class Engine:
         log.info("ended; %d of %d frames free", self.state.roster.frames.free, self.arena.frames_total)
 
     def _unless_lost(self, act: Callable[[], bool | None]) -> bool:
-        """Do that. A device that is lost on the way ends all requests here, and the engine goes on refusing."""
+        """Run a function. A device that is lost on the way ends all requests here, and the engine then refuses new
+        ones.
+        """
         try:
             with translated(self.arena.device):
                 return bool(act())

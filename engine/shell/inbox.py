@@ -1,4 +1,4 @@
-"""Inbox: what threads tell the one that computes."""
+"""Inbox: events from other threads for the one that computes."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from engine.state.events import Event
 
 
 class Inbox:
-    """Events in the order in which they were posted. What is in it is bounded by the requests that an engine takes: one
+    """Events in the order in which they were posted. Their number is bounded by the requests that an engine takes: one
     call and a few threads each.
     """
 
@@ -18,13 +18,13 @@ class Inbox:
         self._changed = threading.Condition()
 
     def post(self, item: Event | BaseException) -> None:
-        """One more, from any thread. An exception is a mistake of ours: who takes it ends with it, loudly."""
+        """Add an event, from any thread. An exception is our own bug: the thread that takes it raises it."""
         with self._changed:
             self._items.append(item)
             self._changed.notify()
 
     def take(self, timeout_s: float = 0.0) -> list[Event]:
-        """All there are; waits so long for the first one, at most."""
+        """Take all events; waits at most this long for the first one."""
         with self._changed:
             if not self._items and timeout_s:
                 self._changed.wait(timeout_s)

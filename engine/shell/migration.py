@@ -1,7 +1,7 @@
-"""Migration: a running answer goes on at another engine; its client keeps its stream.
+"""Migration: a running answer continues at another engine; its client keeps its stream.
 
 What has to move is in the pool: full pages, which the other engine loads as for any prompt; the tokens of the last page
-are computed again there, fewer than a page. The sampler has no state beside its position.
+are computed again there, fewer than a page. The sampler has no state other than its position.
 """
 
 from __future__ import annotations
@@ -27,10 +27,10 @@ log = logging.getLogger("kvstore.engine.migration")
 
 
 class Target(Protocol):
-    """The other engine, as far as a migration needs it. ``EngineClient`` is one."""
+    """The other engine, as a migration uses it. ``EngineClient`` is one."""
 
     def submit(self, request: Request) -> Iterator[Event]:
-        """Have it answer."""
+        """Ask it to answer."""
         ...
 
     def cancel(self, request_id: str) -> bool:
@@ -38,27 +38,27 @@ class Target(Protocol):
         ...
 
     def status(self) -> dict[str, Any]:
-        """What it is."""
+        """What it says of itself."""
         ...
 
 
 class Targets(Protocol):
-    """All of them. ``Peers`` is that."""
+    """All other engines, by address. ``Peers`` is one."""
 
     def __getitem__(self, address: str) -> Any:
-        """A ``Target``; raises KVStoreError where there can be none of that address."""
+        """A ``Target``; raises KVStoreError if the address is not valid."""
         ...
 
 
 def check_target(target: Target, address: str, layout: Layout) -> None:
-    """Whether the other engine is one that would go on with answers.
+    """Check that the other engine would continue answers.
 
     Raises:
         KVStoreError: it is not there, or would not.
     """
     status = target.status()
     if status["role"] == Role.PREFILL:
-        raise InvalidRequest("target", f"{address} computes prompts for others, and answers none")
+        raise InvalidRequest("target", f"{address} computes prompts for others, and answers no requests")
     if status["draining"]:
         raise NodeUnavailable(f"{address} takes no new requests: it is being drained")
     theirs, ours = status["layout"]["fingerprint"], layout.fingerprint.hex()
@@ -84,7 +84,7 @@ class Migration:
         )
 
     def start(self) -> None:
-        """Let it go on there. Returns at once."""
+        """Let it continue there. Returns at once."""
         try:
             threading.Thread(target=self._run, name="engine-migrated", daemon=True).start()
         except RuntimeError as error:  # the machine has no more threads
@@ -96,14 +96,14 @@ class Migration:
         try:
             threading.Thread(target=self._cancel, name="engine-cancel", daemon=True).start()
         except RuntimeError as error:
-            log.warning("an answer that went on elsewhere was not cancelled there: %s", error)
+            log.warning("an answer that continued elsewhere was not cancelled there: %s", error)
 
     def _cancel(self) -> None:
         try:
             with _MIGRATING:
                 self._targets[self._address].cancel(self._request.id)
         except KVStoreError as error:
-            log.warning("an answer that went on elsewhere was not cancelled there: %s", error)
+            log.warning("an answer that continued elsewhere was not cancelled there: %s", error)
 
     def _run(self) -> None:
         failure: KVStoreError | None = None
@@ -119,7 +119,7 @@ class Migration:
             self._post(ev.PassedOn(now_s, number) if self._begun else ev.NotTaken(now_s, number, failure))
 
     def _follow(self) -> None:
-        """Pass on what the other engine answers."""
+        """Pass on the other engine's replies."""
         for event in self._targets[self._address].submit(self._request):
             if isinstance(event, Failed):
                 raise event.error
@@ -133,11 +133,11 @@ class Migration:
             else:
                 self._work.tell(replace(event, usage=_joined(self._work.usage(), event.usage)))
                 return
-        raise NodeUnavailable(f"engine {self._address} ended an answer without a word")
+        raise NodeUnavailable(f"engine {self._address} closed the stream before the end of an answer")
 
 
 def _joined(here: Usage, there: Usage) -> Usage:
-    """What an answer cost both engines: the first token was made here, the last one there."""
+    """The cost of an answer at both engines: the first token was made here, the last one there."""
     return replace(
         here,
         completion_tokens=there.completion_tokens,

@@ -1,4 +1,4 @@
-"""Performer: does what the state of an engine has decided, and tells it what came of that."""
+"""Performer: carries out what the state of an engine has decided, and reports the results to it."""
 
 from __future__ import annotations
 
@@ -44,11 +44,11 @@ log = logging.getLogger("kvstore.engine")
 
 
 class EnginePerformer:
-    """Used by the engine's thread alone, but for ``works``, which others fill before they post ``Submitted``.
+    """Only used by the engine's thread, except ``works``, which other threads fill before they post ``Submitted``.
 
     Attributes:
-        works: what the shell has of every sequence, by number, until it is dropped; ``pages``: and of every page.
-        calls: who waits for a ``Reply``, by the number of the call.
+        works: the shell's data of every sequence, by number, until it is dropped; ``pages``: of every page.
+        calls: callers that wait for a ``Reply``, by the number of the call.
     """
 
     def __init__(
@@ -120,14 +120,14 @@ class EnginePerformer:
         }
 
     def handle(self, event: ev.Event) -> None:
-        """Have the state decide about an event, and do what it says."""
+        """Let the state decide about an event, and carry out its instructions."""
         if isinstance(event, ev.DeviceFailed):
             self.pages.hide(str(event.error))
         for instruction in self._state.handle(event):
             self._verbs[type(instruction)](instruction)
 
     def turn(self) -> bool:
-        """Run what is to be run next. Whether there was anything."""
+        """Run what is to be run next. Returns whether there was anything."""
         self._pool.between_steps()
         arriving = {}
         for number, fetch in self._fetches.items():
@@ -138,13 +138,13 @@ class EnginePerformer:
         return self._state.steps > steps
 
     def stop(self) -> None:
-        """End the threads; what they are at has a deadline."""
+        """End the threads; their current work has a deadline."""
         self.sides.stop()
         self._loaders.shutdown(wait=True)
 
     def abandon(self, error: KVStoreError) -> None:
-        """The engine's thread ends, and its state cannot be trusted: tell everybody who waits. Answers that another
-        engine has taken go on there."""
+        """Tell all callers that the engine's thread has ended and its state cannot be trusted. Answers that another
+        engine has taken continue there."""
         for call in list(self.calls.values()):
             if not call.done():
                 call.set_exception(error)
@@ -254,7 +254,7 @@ class EnginePerformer:
         if fetch.moving:
             whole = fetch.arrivals.tokens_min() >= work.prompt
             work.brought(work.prompt if whole else 0)
-            if work.has_ring and not whole:  # all of a ring is made again
+            if work.has_ring and not whole:  # a ring is recomputed as a whole
                 work.spent.cached.clear()
 
     def _tell_admitted(self, it: do.TellAdmitted) -> None:
@@ -284,7 +284,7 @@ class EnginePerformer:
         )
         work.tell(Done(handoff))
 
-    # --- another engine goes on ---------------------------------------------------------------------------------------
+    # --- another engine continues------------------------------------------------------------------------------------
 
     def _pass_on(self, it: do.PassOn) -> None:
         work = self.works[it.sequence]
@@ -297,7 +297,7 @@ class EnginePerformer:
             if call is not None:
                 call.set_exception(it.result)
             else:
-                log.warning("what runs here stays: %s", it.result)
+                log.warning("running answers stay here: %s", it.result)
         elif call is not None:
             call.set_result(it.result)
 

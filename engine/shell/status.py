@@ -32,7 +32,7 @@ def describe(
     graphs: str,
     demoted_pages: int,
 ) -> dict[str, Any]:
-    """The document of ``Engine.status``. Any thread: it only looks."""
+    """The document of ``Engine.status``. Any thread: it only reads."""
     arena = arenas.groups[0]
     found = [state.roster.sequences.get(number) for number in list(door.known.values())]
     frames = state.roster.frames
@@ -67,7 +67,7 @@ def describe(
         "context_tokens_max": model.context_tokens_max,
         "frames": {
             "total": arena.frames_total,
-            "free": frames.free,  # those with a page that is kept among them: it leaves as soon as a frame is needed
+            "free": frames.free,  # including kept pages, which are evicted as soon as a frame is needed
             "kept": frames.kept,
             "shared": frames.shared,
             "tokens_max": state.rules.tokens_max,  # of one sequence; 0: no bound

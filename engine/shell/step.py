@@ -24,18 +24,18 @@ STALL_S = 0.02  # for layers that were predicted to be there in time
 
 
 def next_token_slice(work: Work) -> Slice:
-    """The one token of an answer whose KV is missing."""
+    """The slice with the one token of an answer whose KV is missing."""
     assert work.frames is not None
     return Slice(work.frames, work.length - 1, work.tokens[work.length - 1 : work.length])
 
 
 def draw(works: Sequence[Work], logits: torch.Tensor) -> list[int]:
-    """The next token of each of ``works``, from ``logits [n, vocab]``."""
+    """Draw the next token of each of ``works``, from ``logits [n, vocab]``."""
     return choose_many(logits, [work.request.sampling for work in works], [work.generated for work in works])
 
 
 class StepRunner:
-    """Runs what the state has put together."""
+    """Runs the steps that the state has put together."""
 
     def __init__(self, runner: Forward, stagings: Stagings, pool: Pool, eos: frozenset[int]) -> None:
         self._runner = runner
@@ -46,9 +46,9 @@ class StepRunner:
     def run(
         self, step: do.Step, works: Mapping[int, Work], arrivals: Mapping[int, Arrivals], observer: Observer
     ) -> Stepped | StepFailed:
-        """Compute, write to the pool, draw, and tell clients. ``arrivals``: of KV that is on its way, by sequence.
+        """Compute, write to the pool, draw, and tell clients. ``arrivals``: KV that is on its way, by sequence.
 
-        Of a step that fails nothing is sealed, and nobody is told a token.
+        A step that fails seals nothing and sends no token to any client.
         """
         decoding = [works[number] for number in step.decoding]
         chunks = [Chunk(works[part.sequence], part.start, part.stop, self._pool) for part in step.parts]
@@ -72,7 +72,7 @@ class StepRunner:
                 self._stagings.finish()
                 succeeded = True
             if not succeeded:
-                with StepFault():  # raises where the device is lost, which a library's error does not say
+                with StepFault():  # raises if the device is lost, which a library's error does not say
                     self._stagings.finish()
         finally:
             for chunk in chunks:
@@ -102,8 +102,8 @@ class StepRunner:
         return Stepped(time.monotonic(), ends, frozenset(waits.missed), seconds, waits.waited_s, names)
 
     def _drawn(self, works: list[Work], tokens: list[int]) -> tuple[dict[int, str], dict[int, bytes]]:
-        """These are their next tokens; how the answers that this ends have ended, and the names of pages that are full
-        now."""
+        """Record their next tokens; returns how the answers that this ends have ended, and the names of pages that are
+        full now."""
         ends: dict[int, str] = {}
         names: dict[int, bytes] = {}
         for work, token in zip(works, tokens, strict=True):

@@ -1,4 +1,4 @@
 """Request traces: read, generated, measured; and the product's own decision code run over them.
 
-Nothing is imported here: every part is imported by whoever needs it.
+Nothing is imported here: each user imports the part it needs.
 """

@@ -71,8 +71,10 @@ def stats(trace: str, limit: int | None, as_json: bool) -> None:
 @simulate.command()
 @click.option("--trace", metavar="FILE", help="A trace in Mooncake's JSONL format.")
 @click.option("--generate", "kind", type=click.Choice(tuple(GENERATORS)), help="Make a trace instead of reading one.")
-@click.option("--requests", type=int, default=REQUESTS_DEFAULT, show_default=True, help="Of a generated trace.")
-@click.option("--seed", type=int, default=0, show_default=True, help="Of a generated trace.")
+@click.option(
+    "--requests", type=int, default=REQUESTS_DEFAULT, show_default=True, help="Requests of a generated trace."
+)
+@click.option("--seed", type=int, default=0, show_default=True, help="Seed of a generated trace.")
 @click.option("--limit", type=int, help="Run no more requests than this.")
 @click.option("--capacity", default="1000,5859,10000,50000", show_default=True, metavar="PAGES[,..]", help="In blocks.")
 @click.option("--policy", metavar="NAME[,..]", help=f"All unless given: {', '.join(known_policies())}.")

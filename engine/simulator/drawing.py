@@ -40,5 +40,5 @@ def gamma(random: np.random.Generator, mean: float, shape: float) -> int:
 
 
 def blocks_of(tokens: int) -> int:
-    """Blocks that hold so many tokens; the last may be partial."""
+    """Blocks that hold this many tokens; the last may be partial."""
     return -(-tokens // BLOCK_TOKENS)

@@ -1,4 +1,4 @@
-"""Hints in a simulation: which request says what of its pages, and whose it is.
+"""Hints in a simulation: the hints and tenants of requests.
 
 A trace names no tenants and no kinds of prompts, so a stated rule makes them. Its requests are dealt to ten tenants,
 whole sessions at a time, and tenants share no pages. A *system prompt* is the run of leading blocks that more than one
@@ -7,7 +7,8 @@ request in a hundred, and more than ten, open with. The rules:
 ``type``      what a program knows of its own requests: system prompts have priority 2; a prompt that opens with none is
               a document read once, with priority -2.
 ``sessions``  a program that knows of nine prompts in ten whether a later one goes on from them, which in a trace is
-              looked up ahead: new pages of those that nobody goes on from have priority -2. System prompts as above.
+              looked up ahead: new pages of requests that no later request continues have priority -2. System prompts as
+                  above.
 
 A *liar* says that every page is worth the most. A tenth of the tenants, one, hints like the others, is silent, or lies.
 """
@@ -34,7 +35,7 @@ _LIE = Retention(PRIORITY_MAX).hint
 
 
 def dealt(trace: Sequence[CacheAccess]) -> list[CacheAccess]:
-    """The same requests, each a tenant's. Blocks get other numbers, so that tenants share none."""
+    """The requests, each assigned to a tenant. Blocks are renumbered, so that tenants share none."""
     openings = _openings(trace)
     found = []
     for access in trace:
@@ -68,7 +69,7 @@ def hinted(trace: Sequence[CacheAccess], rule: str, tenth: str = "hints") -> lis
 
 
 def _openings(trace: Sequence[CacheAccess]) -> set[int]:
-    """Blocks of system prompts: so many requests have each of them."""
+    """Blocks of system prompts: those that enough requests have."""
     uses = Counter(block for access in trace for block in access.blocks)
     return {block for block, count in uses.items() if count > max(SHARED_LEAST, SHARED_RATIO * len(trace))}
 

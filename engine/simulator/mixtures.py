@@ -80,7 +80,7 @@ class AgentShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShiftShape:
-    """Phases of so many requests each, in this order and over again."""
+    """Phases of ``phase_requests`` requests each, in this order, repeated."""
 
     phase_requests: int = 3_000
     slow: ConversationShape = ConversationShape()

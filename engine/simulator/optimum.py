@@ -48,7 +48,7 @@ def lru_hits(trace: Sequence[CacheAccess], capacity: int, count_from: int = 0) -
 
 
 def belady_hits(trace: Sequence[CacheAccess], capacity: int, count_from: int = 0) -> int:
-    """Hits of single blocks where always the one whose next use is farthest is evicted, from that request on."""
+    """Hits of single blocks if the block whose next use is farthest is always evicted, from that request on."""
     blocks = [block for access in trace for block in access.blocks]
     following = [NEVER] * len(blocks)  # place of the next use of the same block
     last: dict[int, int] = {}

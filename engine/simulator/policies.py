@@ -40,7 +40,9 @@ class Leaf:
 
 
 class QueuePolicy:
-    """What these policies share: the table of leaves, and two queues. A policy adds where pages go and who leaves."""
+    """What these policies share: the table of leaves, and two queues. A policy adds where pages go and which page
+    leaves.
+    """
 
     hinted = False
 

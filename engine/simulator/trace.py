@@ -252,7 +252,9 @@ def _parse(line: bytes, where: str, block_tokens: int) -> TraceRequest:
 
 def _integer(members: dict[str, Any], name: str, least: int, where: str) -> int:
     value = members.get(name)
-    if type(value) is not int or not least <= value <= _INT64_MAX:  # `type`: true and false are no numbers here
+    if (
+        type(value) is not int or not least <= value <= _INT64_MAX
+    ):  # `type`: true and false do not count as numbers here
         raise InvalidRequest(f"{where} {name}", f"must be an integer of at least {least}")
     return value
 

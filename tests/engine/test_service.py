@@ -466,7 +466,7 @@ def test_an_answer_goes_on_where_its_engine_was_lost(machine: Machine) -> None:
             client.generate("anybody?", max_tokens=2)
         answer = client.generate("anybody?", max_tokens=2, resume=["127.0.0.1:1", second.address], ignore_eos=True)
         assert answer.engines == (first.address, "127.0.0.1:1", second.address)
-        with pytest.raises(NodeUnavailable, match="nobody is left to go on after 0 tokens"):
+        with pytest.raises(NodeUnavailable, match="no engine is left to continue after 0 tokens"):
             client.generate("anybody?", max_tokens=2, resume=["127.0.0.1:1"])
 
 
