@@ -16,6 +16,22 @@ import pytest
 
 ROOT = Path(__file__).resolve().parent.parent
 EDITED = (  # files, folders and pages of docs
+    "engine/__init__.py",
+    "engine/api",
+    "engine/client.py",
+    "engine/cluster.py",
+    "engine/daemon.py",
+    "engine/cli.py",
+    "engine/compute",
+    "engine/conductor",
+    "engine/config.py",
+    "engine/memory",
+    "engine/model",
+    "engine/moving",
+    "engine/shell",
+    "engine/simulator",
+    "engine/state",
+    "engine/text",
     "kvstore/about.py",
     "kvstore/boundary.py",
     "kvstore/catalog",

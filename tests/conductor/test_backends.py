@@ -222,7 +222,7 @@ def test_an_answer_without_token_ids_goes_on_elsewhere_only_before_its_first_tok
             other.tell(traits={"stop_after": 2})
             parts = conductor.answer(asking(PROMPT, MODEL, ids=False))
             texts = []
-            with pytest.raises(NodeUnavailable, match="nobody can go on: it told no token ids"):
+            with pytest.raises(NodeUnavailable, match="no engine can continue: it reported no token ids"):
                 async for part in parts:
                     texts.append(getattr(part, "text", ""))
                     if len([text for text in texts if text]) == 2:
@@ -265,15 +265,15 @@ NONSENSE: list[tuple[dict[str, Any], str]] = [
     ({"status": 429}, "answers 429"),
     ({"status": 307}, "answers 307"),
     ({"raw": "x" * 4096}, "more than"),
-    ({"raw": "data: {\n\n"}, "no JSON"),
-    ({"raw": "data: [7]\n\n"}, "no JSON object"),
-    ({"raw": "data: " + "[" * 5000 + "\n\n"}, "no JSON"),
+    ({"raw": "data: {\n\n"}, "invalid JSON"),
+    ({"raw": "data: [7]\n\n"}, "not an object"),
+    ({"raw": "data: " + "[" * 5000 + "\n\n"}, "invalid JSON"),
     ({"raw": 'data: {"choices":[{"text":"a"}]}\n\n'}, "no token ids"),
-    ({"raw": 'data: {"choices":[{"text":"a","token_ids":[-1]}]}\n\n'}, "no token ids"),
-    ({"raw": 'data: {"choices":[{"text":"a","token_ids":[1]}]}\n\n'}, "more than it was asked for"),
+    ({"raw": 'data: {"choices":[{"text":"a","token_ids":[-1]}]}\n\n'}, "invalid token ids"),
+    ({"raw": 'data: {"choices":[{"text":"a","token_ids":[1]}]}\n\n'}, "more tokens than requested"),
     ({"raw": 'data: {"error":{"message":"boom"}}\n\n'}, "it failed: boom"),
-    ({"raw": "data: {}\n\ndata: [DONE]\n\n"}, "before its end"),
-    ({"raw": ": nothing\n\n"}, "before its end"),
+    ({"raw": "data: {}\n\ndata: [DONE]\n\n"}, "before the end"),
+    ({"raw": ": nothing\n\n"}, "before the end"),
 ]
 
 
@@ -361,7 +361,7 @@ def test_over_tls_with_a_key(machine: Machine, tmp_path: Path) -> None:
             async with conducting([less]) as conductor:
                 assert not engines(conductor) and not conductor.models()
         wrong.chmod(0o644)
-        with pytest.raises(InvalidRequest, match="can be read by others"):
+        with pytest.raises(InvalidRequest, match="can be read by other users"):
             async with conducting([f"{words} key_file={wrong}"]):
                 pass
 

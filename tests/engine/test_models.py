@@ -256,7 +256,7 @@ def test_an_index_names_files_beside_it_only(directory):
     for name in ("../model.safetensors", "weights.bin", 3):
         index = {"weight_map": {"model.norm.weight": name}}
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
-        assert "no safetensors file beside it" in refusal(directory).reason
+        assert "not a safetensors file next to it" in refusal(directory).reason
     (directory / "model.safetensors.index.json").write_text("{")
     assert "no index" in refusal(directory).reason
 
@@ -310,7 +310,7 @@ def test_device_dtype_and_seed_are_checked():
         ({"model_type": "gemma3n_text"}, "share the KV"),
         ({"model_type": "llama4_text"}, "chunked_attention"),
         ({"model_type": "deepseek_v32"}, "indexed_attention"),
-        ({"model_type": "vit"}, "no causal language model"),
+        ({"model_type": "vit"}, "not a causal language model"),
         ({"model_type": "no-such-family"}, "no-such-family"),
         ({"model_type": "llama", "quantization_config": {"quant_method": "gptq", "bits": 4}}, "quantised weights"),
         ({"model_type": "llama", "hidden_size": "wide"}, "hidden_size"),
