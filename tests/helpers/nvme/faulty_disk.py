@@ -94,7 +94,7 @@ class FaultyDisk(MemoryDisk):
         raise OSError(code, os.strerror(code), self.path)
 
 
-class PowerCut(Exception):
+class PowerCut(BaseException):
     """The machine is off; what the program would do next does not happen."""
 
 
