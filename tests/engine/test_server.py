@@ -76,6 +76,7 @@ class Still:
     def pull(
         self, request_id: str, token_start: int, codec: str, timeout_s: float, beat: Callable[[], None]
     ) -> Generator[Piece, None, None]:
+        request_id = request_id.partition("~")[0]  # as its caller names it
         with self._mutex:
             self.pulling[request_id] += 1
             self.longest[request_id] = max(self.longest[request_id], self.pulling[request_id])
