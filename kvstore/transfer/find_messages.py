@@ -102,7 +102,7 @@ def unpack_hold(body: Body) -> tuple[Whose, list[bytes], bool]:
         raise WireError(f"hold: {error}") from None
     raw = bytes(body[at + _CLOSED.size :])
     if len(raw) % KEY_BYTES or len(raw) > KEY_BYTES * HOLD_PAGES_MAX:
-        raise WireError(f"hold: {len(raw)} bytes are not keys, or more than {HOLD_PAGES_MAX}")
+        raise WireError(f"hold: must be at most {HOLD_PAGES_MAX} keys (got {len(raw)} bytes)")
     return whose, [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)], bool(closed)
 
 

@@ -93,7 +93,7 @@ def test_what_is_refused_to_start_with(machine: Machine, tmp_path: Path) -> None
     identities = api.identities_file(tmp_path)
     assert "--tls-cert" in refused(machine, listen="0.0.0.0:0", identities=identities)
     assert "folder" in refused(machine, listen=f"unix:{tmp_path}/none/sock")
-    assert "is no socket" in refused(machine, listen=f"unix:{identities}")
+    assert "is not a socket" in refused(machine, listen=f"unix:{identities}")
     with socket.create_server(("127.0.0.1", 0)) as taken:
         assert "taken" in refused(machine, listen=f"127.0.0.1:{taken.getsockname()[1]}")
 

@@ -204,10 +204,10 @@ class Calls:
 
     def lose_object(self) -> Call:
         name, salt = self.random.choice(NAMES), self.salt()
-        pattern: Any = self.rare("o.?2", "(", None)
+        prefix: Any = self.rare("o", "", 7, None)
         names: Any = self.rare([name, "o1"], 7, name)
         if self.random.random() < 0.5:
-            return lambda store: store.remove(pattern, salt)
+            return lambda store: store.clear(prefix, salt)
         return lambda store: store.delete(names, salt)
 
     def salt(self) -> Any:

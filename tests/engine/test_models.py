@@ -258,7 +258,7 @@ def test_an_index_names_files_beside_it_only(directory):
         (directory / "model.safetensors.index.json").write_text(json.dumps(index))
         assert "not a safetensors file next to it" in refusal(directory).reason
     (directory / "model.safetensors.index.json").write_text("{")
-    assert "no index" in refusal(directory).reason
+    assert "not an index" in refusal(directory).reason
 
 
 def test_weights_that_are_not_there_are_not_made_up(directory):
