@@ -30,7 +30,6 @@ from tests.helpers.content import LARGE, chain, contents, first_wrong
 from tests.helpers.nvme.nodes import NODE, configure, save_all
 from tests.helpers.processes import Machine, Worker, put, wait_until
 
-JUDGED_S = 60.0
 PAGES = 32  # of 512 KiB: more than sockets hold
 WARM = 4
 LATE_S = 30.0
@@ -164,23 +163,15 @@ def test_two_tenants_at_full_load_have_equal_parts_of_nvme(node: Node) -> None:
     threads = [threading.Thread(target=work, args=(tenant,)) for tenant in "a" * 6 + "b" * 18]
     for thread in threads:
         thread.start()
-    # The sum over all replies counts: one reply has many pages, and a thread of the test may wait for the interpreter.
-    try:
-        wait_until(
-            "each has its part of many replies", lambda: pages.total() >= 200 * PAGES and is_fair(pages), JUDGED_S
-        )
-    finally:
-        over.set()
-        for thread in threads:
-            thread.join(60)
-
-
-def is_fair(counts: Counter[str]) -> bool:
-    return 0.4 <= counts["a"] / counts.total() <= 0.6
+    wait_until("there is enough to judge by", lambda: pages.total() >= 400 * PAGES, 60)
+    over.set()
+    for thread in threads:
+        thread.join(60)
+    assert_fair(pages)
 
 
 def assert_fair(counts: Counter[str]) -> None:
-    assert is_fair(counts), counts
+    assert 0.4 <= counts["a"] / counts.total() <= 0.6, counts
 
 
 # --- time under the directory's lock ----------------------------------------------------------------------------------
