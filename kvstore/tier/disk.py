@@ -1,4 +1,4 @@
-"""Disk: a file or block device as the NVMe tier sees it, and the in-memory one that is its peer.
+"""Disk: a file or block device as the NVMe tier sees it.
 
 Positions are bytes, everything comes in whole blocks of 4096, buffers are page-aligned (``aligned_buffer``, or frames
 of a DRAM segment: those are written straight from shared memory). ``FileDisk`` bypasses the page cache (O_DIRECT)
@@ -96,43 +96,6 @@ def check_blocks(disk: Disk, offset: int, buffers: Sequence[Bytes]) -> int:
         total += buffer.nbytes
     assert offset % BLOCK_BYTES == 0 and 0 <= offset <= offset + total <= disk.size_bytes, (offset, total)
     return total
-
-
-class MemoryDisk:
-    """A disk of this process's memory: for tests and simulations. Gone with its last reference, not with ``close``."""
-
-    def __init__(self, size_bytes: int, path: str = "memory") -> None:
-        assert size_bytes > 0 and size_bytes % BLOCK_BYTES == 0, size_bytes
-        self.path = path
-        self.size_bytes = size_bytes
-        self.direct = True  # and as demanding as a disk: see _check
-        self.data = aligned_buffer(size_bytes)
-
-    def read(self, offset: int, buffers: Sequence[Bytes]) -> None:
-        """See ``Disk``."""
-        self._check(offset, buffers)
-        for buffer in buffers:
-            buffer.reshape(-1)[:] = self.data[offset : offset + buffer.nbytes]
-            offset += buffer.nbytes
-
-    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
-        """See ``Disk``."""
-        self._check(offset, buffers)
-        for buffer in buffers:
-            self.data[offset : offset + buffer.nbytes] = buffer.reshape(-1)
-            offset += buffer.nbytes
-
-    def sync(self) -> None:
-        """See ``Disk``: there is no power to be lost."""
-
-    def close(self) -> None:
-        """See ``Disk``: it may be opened again."""
-
-    def _check(self, offset: int, buffers: Sequence[Bytes]) -> None:
-        check_blocks(self, offset, buffers)
-        for buffer in buffers:
-            assert buffer.ctypes.data % BLOCK_BYTES == 0 or not buffer.nbytes, "O_DIRECT would refuse this buffer"
-            assert buffer.flags.c_contiguous
 
 
 class FileDisk:

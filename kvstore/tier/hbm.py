@@ -49,23 +49,6 @@ class FrameMap(Protocol):
         ...
 
 
-class PageMajorFrames:
-    """See ``FrameMap``: frames of any class, each contiguous."""
-
-    def __init__(self, address: int, extent_bytes: int, positions: int) -> None:
-        self._address, self.extent_bytes, self.positions = address, extent_bytes, positions
-
-    def frames_of(self, frame_class: FrameClass) -> int:
-        """See ``FrameMap``."""
-        return self.extent_bytes // frame_class.frame_bytes
-
-    def pieces(self, position: int, frame: int, frame_class: FrameClass, count: int = 1) -> tuple[Addresses, Addresses]:
-        """See ``FrameMap``."""
-        start = self._address + position * self.extent_bytes + frame * frame_class.frame_bytes
-        sizes = np.full(count, frame_class.frame_bytes, np.uint64)
-        return places_in(start, sizes), sizes
-
-
 class StridedFrames:
     """See ``FrameMap``: blocks of another engine, all of one class, as one extent.
 

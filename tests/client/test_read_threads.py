@@ -12,7 +12,8 @@ import pytest
 from kvstore.client.local.read_threads import AHEAD, IN_FLIGHT, Bounce, Read, ReadBatch, ReadThreads
 from kvstore.model.replica import FrameClass
 from kvstore.tier import nvme_geometry
-from kvstore.tier.disk import BLOCK_BYTES, Bytes, MemoryDisk
+from kvstore.tier.disk import BLOCK_BYTES, Bytes
+from tests.helpers.nvme.memory_disk import MemoryDisk
 
 LONG_S = 60.0
 BLOCKS = 64

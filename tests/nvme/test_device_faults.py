@@ -13,11 +13,12 @@ import pytest
 from kvstore.errors import InvalidRequest
 from kvstore.model.replica import FrameClass
 from kvstore.tier import nvme_geometry
-from kvstore.tier.disk import FileDisk, MemoryDisk, aligned_buffer
+from kvstore.tier.disk import FileDisk, aligned_buffer
 from kvstore.tier.frame_header import REASONS
 from kvstore.tier.nvme import NvmeDevice
 from kvstore.tier.nvme_table import frame_offset
 from tests.helpers.nvme.faulty_disk import FaultyDisk, PowerCut
+from tests.helpers.nvme.memory_disk import MemoryDisk
 from tests.helpers.nvme.pages import (
     CLASS,
     CLASSES,

@@ -16,13 +16,14 @@ import pytest
 from kvstore.errors import InvalidRequest, NodeBusy
 from kvstore.model.replica import Address, FrameClass, position_of, turns_of
 from kvstore.tier import frame_header, nvme_geometry
-from kvstore.tier.disk import BLOCK_BYTES, FileDisk, MemoryDisk, aligned_buffer
+from kvstore.tier.disk import BLOCK_BYTES, FileDisk, aligned_buffer
 from kvstore.tier.folder import NodeFolder
 from kvstore.tier.nvme import NvmeDevice
 from kvstore.tier.nvme_devices import NvmeDevices
 from kvstore.tier.nvme_map import NvmeMap, runs
 from kvstore.tier.nvme_table import Superblock, interleave
 from tests.helpers.nvme.faulty_disk import FaultyDisk, PowerCut
+from tests.helpers.nvme.memory_disk import MemoryDisk
 from tests.helpers.nvme.pages import (
     CLASS,
     CLASSES,

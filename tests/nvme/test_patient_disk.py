@@ -9,8 +9,9 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvstore.tier.disk import Bytes, MemoryDisk, aligned_buffer
+from kvstore.tier.disk import Bytes, aligned_buffer
 from kvstore.tier.patient_disk import PatientDisk, is_silent, open_patiently
+from tests.helpers.nvme.memory_disk import MemoryDisk
 from tests.helpers.processes import wait_until
 
 ANSWER_S = 0.2

@@ -20,10 +20,10 @@ from kvstore.service.operator.stats import age_quantile
 from kvstore.state.eviction import POLICY_DEFAULT
 from kvstore.state.frames import Segment
 from kvstore.tier import nvme_geometry
-from kvstore.tier.disk import MemoryDisk
 from kvstore.tier.nvme_devices import NvmeDevices, today
 from kvstore.transfer.device_paths import DevicePaths
 from tests.helpers.inside import node_of
+from tests.helpers.nvme.memory_disk import MemoryDisk
 
 LAYOUT = kvstore.Layout(model="m", layers=4, kv_heads=2, head_dim=16, dtype="float16", page_tokens=8)
 PAGE = LAYOUT.page_bytes

@@ -211,9 +211,9 @@ def test_a_book_of_pins_is_a_line_per_change_and_stays_short(tmp_path: Path) -> 
     written.unpin([77])
     written.flush()
     assert path.stat() == before, "nothing changed"
-    found = book.read_pins(folder, 7)
+    found = book.read_pins(folder, 7, time.monotonic_ns())
     assert [(pin.pin, pin.keys, pin.root, pin.asked) for pin in found] == [
         (number, keys, ROOT, keys[-1]) for number in (1, 300)
     ], "whatever the wall clock says by now"
     assert [pin.until_ns for pin in found] == [until_ns] * 2
-    assert book.read_pins(folder, 8) == [] and not path.exists()
+    assert book.read_pins(folder, 8, time.monotonic_ns()) == [] and not path.exists()

@@ -16,15 +16,17 @@ from kvstore.service.node.nvme_store import NvmeStore
 from kvstore.tier import cuda
 from kvstore.tier.base import Bytes, TierStore
 from kvstore.tier.device import Addresses, Device, DeviceMemory
-from kvstore.tier.disk import Disk, FileDisk, MemoryDisk, aligned_buffer
+from kvstore.tier.disk import Disk, FileDisk, aligned_buffer
 from kvstore.tier.dram import SegmentFile
 from kvstore.tier.dram_store import DramStore
 from kvstore.tier.folder import NodeFolder
-from kvstore.tier.hbm import HbmStore, PageMajorFrames, StridedFrames
+from kvstore.tier.hbm import HbmStore, StridedFrames
 from kvstore.tier.host_device import HostDevice
 from kvstore.tier.nvme_devices import NvmeDevices
 from tests.helpers.memory_store import MemoryStore
 from tests.helpers.nvme.faulty_disk import refuse_direct
+from tests.helpers.nvme.memory_disk import MemoryDisk
+from tests.helpers.page_major import PageMajorFrames
 
 EXTENT_BYTES = 1 << 20
 POSITIONS = 4

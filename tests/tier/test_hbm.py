@@ -15,9 +15,10 @@ from kvstore.tier import device_copies, hbm
 from kvstore.tier.base import Bytes
 from kvstore.tier.device import DeviceLost
 from kvstore.tier.device_copies import CopyStream, PinnedBounces
-from kvstore.tier.hbm import HbmStore, PageMajorFrames, StridedFrames
+from kvstore.tier.hbm import HbmStore, StridedFrames
 from kvstore.tier.host_device import POISON, HostDevice
 from tests.helpers.device_waits import WaitSite, forget, wait_sites
+from tests.helpers.page_major import PageMajorFrames
 
 PAGE = FrameClass(page_bytes=8192, page_tokens=4, layers=2)
 NO_HEADER = np.empty(0, np.uint8)

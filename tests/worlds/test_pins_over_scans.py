@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -127,4 +128,4 @@ def test_a_kill_at_any_write_of_the_restored_book_loses_no_pin(
         again.pins(pins)
         with contextlib.suppress(KeyboardInterrupt):
             again.flush()
-    assert len(book.read_pins(folder, 7)) == len(pins)
+    assert len(book.read_pins(folder, 7, time.monotonic_ns())) == len(pins)

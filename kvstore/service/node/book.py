@@ -12,7 +12,6 @@ import json
 import logging
 import os
 import threading
-import time
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -130,8 +129,8 @@ def read_names(folder: NodeFolder, incarnation: int) -> Iterator[tuple[bytes, di
             log.error("a name of a tenant cannot be read and is lost: %s", error)
 
 
-def read_pins(folder: NodeFolder, incarnation: int) -> list[ev.Pin]:
-    """Pins of the daemon before, those that have not run out; to be restored before anything may leave."""
+def read_pins(folder: NodeFolder, incarnation: int, now_ns: int) -> list[ev.Pin]:
+    """Pins of the daemon before that have not run out by ``now_ns``; to be restored before anything may leave."""
     pins: dict[int, dict[str, Any]] = {}
     for line in _lines(folder.path / PINS, incarnation):
         try:
@@ -143,11 +142,10 @@ def read_pins(folder: NodeFolder, incarnation: int) -> list[ev.Pin]:
                 pins[int(said["pin"])] = said
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             log.error("a pin cannot be read and is lost: %s", error)
-    return list(_granted(pins))
+    return list(_granted(pins, now_ns))
 
 
-def _granted(pins: dict[int, dict[str, Any]]) -> Iterator[ev.Pin]:
-    now_ns = time.monotonic_ns()
+def _granted(pins: dict[int, dict[str, Any]], now_ns: int) -> Iterator[ev.Pin]:
     for number, pin in pins.items():
         try:
             raw, root, until_s = bytes.fromhex(pin["keys"]), bytes.fromhex(pin["root"]), float(pin["until"])

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import time
 from collections.abc import Collection, Iterator
 
 from kvstore.model.replica import Address
@@ -17,7 +16,7 @@ from kvstore.tier.mounted import MountedTable, mounted_numbers, remove_mounted
 log = logging.getLogger("kvstore.node")
 
 
-def found_mounts(folder: NodeFolder, header: Header, living: Collection[int]) -> Iterator[ev.FoundMount]:
+def found_mounts(folder: NodeFolder, header: Header, living: Collection[int], now_ns: int) -> Iterator[ev.FoundMount]:
     """One event per segment whose engine lives. What cannot be believed, and what dead engines left, is removed.
 
     Engines go on writing meanwhile. What they publish lies in the log behind, and counts when it is taken in: a frame
@@ -36,12 +35,12 @@ def found_mounts(folder: NodeFolder, header: Header, living: Collection[int]) ->
             logs.event(log, logging.ERROR, "more memory is mounted than a node may know", segment=number)
             remove_mounted(folder, number)
             return
-        yield _found(table)
+        yield _found(table, now_ns)
 
 
-def _found(table: MountedTable) -> ev.FoundMount:
+def _found(table: MountedTable, now_ns: int) -> ev.FoundMount:
     event = ev.FoundMount(
-        *(time.monotonic_ns(), table.session, table.number, table.frame_class, table.frames),
+        *(now_ns, table.session, table.number, table.frame_class, table.frames),
         *([], [], [], []),
     )
     for frame in table.sealed().tolist():

@@ -195,20 +195,26 @@ def _recover(
             if store is not None:
                 stack.callback(store.close)
                 stores[tier] = store
-        recovered = _recover_tiers(config, folder, header, stores)
+        recovered = recover_tiers(config, folder, header, stores, time.monotonic_ns)
         stack.pop_all()
         return recovered
 
 
-def _recover_tiers(
-    config: NodeConfig, folder: NodeFolder, header: Header, stores: dict[Tier, TierStore]
+def recover_tiers(
+    config: NodeConfig,
+    folder: NodeFolder,
+    header: Header,
+    stores: dict[Tier, TierStore],
+    now_ns: Callable[[], int],
 ) -> tuple[Performer, NodeState]:
+    """A node over its files and open ``stores``, as the daemon before left them at any moment. ``now_ns``: the clock
+    that deadlines in the files are of."""
     # The smallest frame there is takes a block, and where pages have headers another one.
     blocks = [store.positions * store.extent_bytes // FRAME_ALIGN for store in stores.values()]
     frames_max = blocks[0] + sum(blocks[1:]) // 2
     map_bytes = INDEX_BYTES_MIN + INDEX_BYTES_PER_FRAME * frames_max
     index = _open_index(folder, header, map_bytes)
-    performer = Performer(folder, header, stores, index, map_bytes, time.monotonic_ns)
+    performer = Performer(folder, header, stores, index, map_bytes, now_ns)
     nvme, segment_file = performer.nvme, performer.dram.segment
     performer.puts = puts = open_log(folder, header)
     living, lost = living_ids(folder) | set(puts.sessions() if puts is not None else ()), list[int]()
@@ -232,12 +238,12 @@ def _recover_tiers(
     state = _state(config, header, performer, book.read_names(folder, header.incarnation))
     performer.index.mounted = state.mounts.entries
     found = [extent_found(table) for table in performer.tables.values()]
-    instructions = recovery.recover(state, found, header.next_extent, time.monotonic_ns(), living, quarantined)
+    instructions = recovery.recover(state, found, header.next_extent, now_ns(), living, quarantined)
     if failpoint.ACTIVE:
         failpoint.hit("node.recover")
     performer.perform(instructions)
     header.mounts = 0
-    for mount in found_mounts(folder, header, living):
+    for mount in found_mounts(folder, header, living, now_ns()):
         performer.perform(state.handle(mount))
     if not performer.index.agrees():
         performer.index.rebuild("start")
@@ -246,9 +252,9 @@ def _recover_tiers(
         state.tiering.pairs[nvme.tier].demotion.begin_day(nvme.day_bytes_left(config.nvme_write_bytes_per_day))
     for position in sorted(state.segment.beyond):  # of a larger node that was here before
         performer.dram.give_back(position)
-    pins = book.read_pins(folder, header.incarnation)
+    pins = book.read_pins(folder, header.incarnation, now_ns())
     if pins:
-        performer.perform(state.handle(ev.RestorePins(time.monotonic_ns(), pins)))
+        performer.perform(state.handle(ev.RestorePins(now_ns(), pins)))
     performer.book.flush()
     header.names_forgotten += 1  # a kill may have come between a page and its root's name: clients say theirs again
     return performer, state

@@ -33,10 +33,11 @@ from kvstore.service.embedded import EmbeddedNode
 from kvstore.service.local.in_process import InProcessChannel
 from kvstore.service.node.node import Node
 from kvstore.tier import frame_header, nvme_geometry
-from kvstore.tier.disk import MemoryDisk, aligned_buffer
+from kvstore.tier.disk import aligned_buffer
 from kvstore.tier.frame_header import FrameHeader
 from tests.helpers.content import chain, contents, first_wrong, mismatch
 from tests.helpers.nvme.faulty_disk import FaultyDisk, PowerCut
+from tests.helpers.nvme.memory_disk import MemoryDisk
 
 T = TypeVar("T")
 

@@ -21,7 +21,6 @@ from kvstore.service.node.startup import extent_found
 from kvstore.state import events as ev
 from kvstore.state.extent_found import ExtentFound
 from kvstore.tier.base import TierStore
-from kvstore.tier.disk import MemoryDisk
 from kvstore.tier.dram import SegmentFile
 from kvstore.tier.dram_store import DramStore
 from kvstore.tier.folder import NodeFolder
@@ -29,6 +28,7 @@ from kvstore.tier.header import Header
 from kvstore.tier.index import Index
 from kvstore.tier.nvme_devices import NvmeDevices
 from kvstore.tier.records import ExtentTable
+from tests.helpers.nvme.memory_disk import MemoryDisk
 from tests.helpers.worlds.memory_shell import MemoryShell, Nvme, Watch
 from tests.helpers.worlds.tables import Table
 
