@@ -239,7 +239,8 @@ class Shares:
 
         Args:
             wait_s: how long the caller may wait, and hold what it gets, if it is to be of use.
-            mine: what the same request holds already.
+            mine: what the same request holds already. Where that is something, those of its owner that hold nothing are
+                behind it: they may need what it holds.
             begun: something was done for this request already: it takes turns with those of its owner that only begin,
                 however many these are, and is not refused for having to wait.
 
@@ -279,13 +280,14 @@ class Shares:
         """
         pace = self._pace(owner)
         pace.used = max(pace.used, self._used)
-        if (not size or owner.name not in self._waiting) and self._fits(size, owner, mine):
+        if (not size or mine or owner.name not in self._waiting) and self._fits(size, owner, mine):
             self.grant(size, owner)
             return None
-        waiter = _Waiter(size, owner, mine, self._before(owner), begun, wake)
+        ahead = self._ahead(owner, mine)
+        waiter = _Waiter(size, owner, mine, self._before(owner, ahead), begun, wake)
         self._check(waiter, wait_s)
         queue = self._waiting.setdefault(owner.name, deque())
-        queue.insert(2 * sum(other.begun for other in queue) + 1 if begun else len(queue), waiter)
+        queue.insert(2 * sum(other.begun for other in queue) + 1 if begun else ahead, waiter)
         return waiter
 
     def leave(self, waiter: _Waiter) -> TooManyCalls:
@@ -338,10 +340,14 @@ class Shares:
             if not queue:
                 del self._waiting[waiter.owner.name]
 
-    def _before(self, owner: Owner) -> int:
-        """How many are let in before the next request of this owner, where all use the same."""
-        mine = len(self._waiting.get(owner.name, ()))
-        return mine + sum(min(len(queue), mine + 1) for name, queue in self._waiting.items() if name != owner.name)
+    def _ahead(self, owner: Owner, mine: int) -> int:
+        """How many requests of this owner are let in before its next one, which holds ``mine`` already."""
+        queue = self._waiting.get(owner.name, ())
+        return sum(other.mine > 0 for other in queue) if mine else len(queue)
+
+    def _before(self, owner: Owner, ahead: int) -> int:
+        """How many are let in before that request of this owner, where all use the same."""
+        return ahead + sum(min(len(queue), ahead + 1) for name, queue in self._waiting.items() if name != owner.name)
 
     def _check(self, waiter: _Waiter, wait_s: float | None) -> None:
         """The first in line always waits: so it is seen that things go faster again."""

@@ -118,6 +118,25 @@ def test_an_owner_that_was_idle_has_no_credit() -> None:
     asyncio.run(test())
 
 
+def test_a_request_that_holds_some_is_before_one_that_needs_all() -> None:
+    """Else each of them would wait for the other, and both would be refused."""
+
+    async def test() -> None:
+        shares = Shares("buffers", "buffers", 16)
+        assert [await shares.take(1, 0.0, OPERATOR) for _ in range(2)] == [1, 1]
+        whole = asyncio.create_task(shares.take(16, 60.0, OPERATOR))
+        await asyncio.sleep(0)
+        assert await shares.take(16, 0.0, OPERATOR, mine=1) == 13  # what fits is had at once
+        second = asyncio.create_task(shares.take(16, 60.0, OPERATOR, mine=1))
+        await asyncio.sleep(0)
+        shares.give(14, OPERATOR)
+        assert await second == 13 and not whole.done()
+        shares.give(14, OPERATOR)
+        assert await whole == 16
+
+    asyncio.run(test())
+
+
 def test_threads_of_two_tenants_share_the_time_of_a_lock() -> None:
     turns, used, stop = ThreadShares("turns", "turns", 1), Counter[str](), threading.Event()
     waited: list[float] = []
