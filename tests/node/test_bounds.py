@@ -14,6 +14,7 @@ import pytest
 from kvstore import Store
 from tests.helpers.content import LARGE, SMALL, chain
 from tests.helpers.processes import (
+    WAIT_S,
     Machine,
     Worker,
     allocated_bytes,
@@ -77,9 +78,10 @@ def test_what_was_just_put_is_not_the_first_to_leave(machine: Machine) -> None:
 
 @pytest.mark.parametrize("first", ["small", "large"])
 def test_two_layouts_share_a_pool(first: str, machine: Machine) -> None:
-    """Pages 32 times as large beside small ones, both putting more than fits for a while: whoever comes second gets in.
+    """Pages 32 times as large beside small ones, both putting more than fits: the second layout gets in, and stays.
 
-    The first one has filled the whole pool by then, and goes on putting.
+    The first one has filled the whole pool by then, and goes on putting. How much each of them holds depends on how
+    fast each puts: ``tests/state/test_space.py`` judges that.
     """
     machine.serve("n", dram="32MiB")
     store = machine.connect("n")
@@ -93,20 +95,20 @@ def test_two_layouts_share_a_pool(first: str, machine: Machine) -> None:
         puts[name].wait_for("put", 20)
         if name == first:
             wait_until("the pool is full", lambda: store.stats()["counters"].get("evicted_space", 0) > 0)
-    held: dict[int, list[int]] = {SMALL.page_bytes: [], LARGE.page_bytes: []}
-    deadline = time.monotonic() + 4.0
-    while time.monotonic() < deadline:
-        for kind in store.stats()["tiers"]["dram"]["classes"]:
-            held[kind["page_bytes"]].append(kind["frames"]["sealed"] * kind["page_bytes"])
-        time.sleep(0.05)
+    before = store.stats()["counters"]["evicted_space"]
+    enough = {name: len(worker.events("put")) + 40 for name, worker in puts.items()}
+
+    def both_have_put() -> bool:
+        stats = store.stats()
+        for kind in stats["tiers"]["dram"]["classes"]:
+            assert kind["frames"]["sealed"] > 0, f"pages of {kind['page_bytes']} bytes were pressed out"
+        much = stats["counters"]["evicted_space"] > before + 500
+        return much and all(len(worker.events("put")) > enough[name] for name, worker in puts.items())
+
+    wait_until("both put while there is no room", both_have_put, 2 * WAIT_S)
     for worker in puts.values():
         worker.finish()
-    assert store.stats()["counters"]["evicted_space"] > 500, "there was room for all: nobody was pressed"
     assert store.stats()["counters"]["extents_reclaimed"] > 0
-    for page_bytes, sizes in held.items():
-        late = sizes[len(sizes) // 2 :]
-        assert min(late) > 0, f"pages of {page_bytes} bytes were pressed out: {sizes}"
-        assert sum(late) / len(late) >= 4 * MIB, f"pages of {page_bytes} bytes hold too little: {sizes}"
     for name, worker in puts.items():
         stalled = sum(event["pages"] == 0 for event in worker.events("put"))
         assert stalled == 0, f"{stalled} of {len(worker.events('put'))} puts of {name} pages stored nothing"

@@ -359,6 +359,38 @@ def test_classes_in_like_use_do_not_trade_extents(now_ns: int) -> None:
     world.check()
 
 
+@pytest.mark.parametrize("first", [SMALL, LARGE], ids=["small", "large"])
+@pytest.mark.parametrize("stalls", [False, True])
+def test_classes_with_equal_puts_hold_equal_parts_whichever_comes_first(first: FrameClass, stalls: bool) -> None:
+    """As many bytes of each class per step; one has filled the pool before, and one may pause for a whole turnover."""
+    world = node(positions=16)
+    capacity = 16 * EXTENT_BYTES
+    step_bytes, number = capacity // 16, iter(range(1 << 20))
+
+    def step(*classes: FrameClass) -> None:
+        for frame_class in classes:
+            for _ in range(step_bytes // 2 // frame_class.page_bytes):
+                put(world, next(number), frame_class=frame_class)
+        world.now_ns += 50 * MS
+
+    for _ in range(64):
+        step(first)
+    for _ in range(64):
+        step(SMALL, LARGE)
+    if stalls:
+        for _ in range(32):
+            step(first)
+        for _ in range(64):
+            step(SMALL, LARGE)
+    world.check()
+    for _ in range(32):
+        step(SMALL, LARGE)
+        for pool in world.state.segment.pools.values():
+            sealed = sum(extent.sealed for extent in pool.extents.values())
+            assert sealed * pool.frame_class.page_bytes >= capacity // 4, "a class holds less than half of its part"
+    world.check()
+
+
 def test_the_last_extent_of_an_idle_class_is_given_up() -> None:
     world = node(positions=1)
     put(world, 1)
