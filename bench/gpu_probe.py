@@ -31,9 +31,9 @@ sys.path.insert(0, str(ROOT))  # of a checkout that is not installed
 
 import numpy as np  # noqa: E402
 
+from kvstore.device import cuda, host_memory  # noqa: E402
+from kvstore.device.base import DeviceLost  # noqa: E402
 from kvstore.errors import KVStoreError  # noqa: E402
-from kvstore.tier import cuda, host_memory  # noqa: E402
-from kvstore.tier.device import DeviceLost  # noqa: E402
 
 MIB = 1 << 20
 PINNED_BYTES = 1 << 30  # that are registered to learn how long that takes
@@ -379,7 +379,7 @@ _OPENS_ANOTHERS = """
 import hashlib, sys, time
 import numpy as np
 from kvstore.tier import cuda
-from kvstore.tier.device import DeviceExport
+from kvstore.device.base import DeviceExport
 uuid, offset, nbytes, handle, length = sys.argv[1:]
 device = cuda.find().devices[0]
 memory = device.open_export(DeviceExport(bytes.fromhex(uuid), int(offset), int(nbytes), bytes.fromhex(handle)))
@@ -508,8 +508,8 @@ def lost() -> Found:
 def attention() -> Found:
     """Our Triton kernel in bfloat16: GB/s in steps, TFLOP/s in chunks, by stages; PyTorch's own for chunks."""
     torch, found = torch_of_the_device(), {}
-    from engine.compute.cuda import triton_kernel
-    from engine.compute.tiles import Terms, reading_of
+    from engine.compute import triton_kernel
+    from engine.compute.kernel_args import Terms, reading_of
 
     do_bench = __import__("triton.testing", fromlist=["do_bench"]).do_bench
     place = torch.device("cuda", 0)
@@ -562,7 +562,7 @@ def ways() -> Found:
     with tempfile.NamedTemporaryFile(dir="/var/tmp") as file:
         file.write(os.urandom(MIB))
         file.flush()
-        command = [sys.executable, "-m", "kvstore.transfer.device_paths", file.name]
+        command = [sys.executable, "-m", "kvstore.node.operator.device_paths", file.name]
         child = subprocess.run(command, capture_output=True, text=True, timeout=50, cwd=ROOT)
     report: Found = json.loads(child.stdout)
     return report

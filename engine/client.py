@@ -30,12 +30,12 @@ from engine.model.request import Event, Finished, PrefillEvent, Request, Role, R
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import SCHEMES, GivenCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS, RemoteNode, end
+from kvstore.cluster.data_connection import UNIX
 from kvstore.errors import NodeUnavailable
 from kvstore.model.layout import Layout
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import store_pb2
-from kvstore.rpc.messages import layout_message
-from kvstore.transfer.tcp import UNIX
+from kvstore.wire.grpc import layout_message
 
 TIMEOUT_S: Final = 10.0
 ANSWER_S: Final = 300.0

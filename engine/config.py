@@ -15,17 +15,9 @@ from pathlib import Path
 from typing import Any
 
 from engine.model.request import Grain, Role, Source, Timing
-from engine.moving.link import parse_link
+from engine.transfer.link import parse_link
 from kvstore.config.daemon import DaemonConfig, listen, require
-from kvstore.config.reading import read, setting
-from kvstore.config.values import (
-    GIB,
-    parse_address,
-    parse_count,
-    parse_number,
-    parse_size,
-    parse_text,
-)
+from kvstore.config.reading import GIB, parse_address, parse_count, parse_number, parse_size, parse_text, read, setting
 from kvstore.errors import InvalidRequest
 
 ENV_PREFIX = "KVSTORE_ENGINE_"

@@ -1,30 +1,99 @@
-"""Daemon: an engine with its gRPC API and HTTP, from start to SIGTERM."""
+"""Daemon: an engine with its gRPC API and HTTP, from start to SIGTERM.
+
+An engine in its cluster: what it says of itself, and which engines it may ask for prefills.
+"""
 
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import gc
 import logging
 import os
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import kvstore
 from engine.api.metrics import EngineMetrics, EngineTally
-from engine.cluster import ClusterPlace, entry_of
 from engine.config import WITHOUT_NODE, EngineConfig
+from engine.model.request import Role
+from kvstore import about, logs
 from kvstore.client.store import Store
+from kvstore.cluster.catalog import schema
+from kvstore.cluster.catalog.schema import EngineEntry
+from kvstore.cluster.membership import Membership, host, reachable
 from kvstore.config import format_size
-from kvstore.serving import lifecycle, listening, logs
-from kvstore.serving.http import readyz
-from kvstore.serving.identities import Identities
-from kvstore.serving.lifecycle import Life
-from kvstore.serving.membership import Membership
+from kvstore.errors import VersionMismatch
+from kvstore.server import lifecycle, listening
+from kvstore.server.http import readyz
+from kvstore.server.identities import Identities
+from kvstore.server.lifecycle import Life
 
 if TYPE_CHECKING:
     from engine.compute.models import Model
+
+
+def entry_of(config: EngineConfig, model: Model, store: Store | None, addresses: Sequence[str]) -> EngineEntry:
+    """What it publishes. Several engines may have one name in logs; here a number of its process follows it."""
+    process = schema.new_process()
+    return EngineEntry(
+        name=f"{config.name}-{process[:8]}",
+        process=process,
+        role=str(config.role),
+        model=model.name,
+        layout=model.layout(config.page_tokens).fingerprint.hex(),
+        addresses=reachable(addresses),
+        node=store.name if store is not None else "",
+        device=str(model.device),
+        host=host(),
+        version=about.version(),
+    )
+
+
+class ClusterPlace:
+    """Ours in the cluster, from the moment it is made.
+
+    Args:
+        found: told where engines of our layout compute prompts for others, whenever that changes. Never ourselves.
+        on_final: see ``Membership.start``.
+
+    Raises:
+        NodeBusy, Unavailable, InvalidRequest: see ``Membership.start``.
+    """
+
+    def __init__(
+        self,
+        membership: Membership,
+        mine: EngineEntry,
+        found: Callable[[tuple[str, ...]], None],
+        on_final: Callable[[VersionMismatch], None] = lambda error: None,
+    ) -> None:
+        self._membership = membership
+        self._mine = mine
+        self._found = found
+        membership.start(mine, self._changed, on_final=on_final)
+
+    def look(self, role: Role) -> None:
+        """Publish the role where it was changed."""
+        if role != self._mine.role:
+            self._mine = dataclasses.replace(self._mine, role=str(role))
+            self._membership.update(self._mine)
+
+    def leave(self) -> None:
+        """Nobody finds us any more."""
+        self._membership.stop()
+
+    def _changed(self) -> None:
+        mine = self._mine
+        fit = [
+            each
+            for each in self._membership.engines()
+            if each.layout == mine.layout and each.process != mine.process and each.role in (Role.PREFILL, Role.BOTH)
+        ]
+        self._found(tuple(each.addresses[0] for each in fit if each.addresses))
+
 
 log = logging.getLogger("kvstore.engine")
 
@@ -75,7 +144,7 @@ def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
         import torch  # only here: torch and transformers take seconds
 
         from engine.compute.models import load_model
-        from engine.compute.teams import apart
+        from engine.compute.omp_threads import apart
 
         life.begun(model=config.model)
         if config.threads:

@@ -21,22 +21,19 @@ from kvstore import errors
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
-    from kvstore.client.connect import connect
-    from kvstore.client.grouped_cache import GroupedCache
-    from kvstore.client.grouped_lease import GroupedLease
-    from kvstore.client.grouped_match import GroupedMatch
-    from kvstore.client.lease import Lease
-    from kvstore.client.match import Match
+    from kvstore.client.grouped_cache import GroupedCache, GroupedLease, GroupedMatch
+    from kvstore.client.match import Lease, Match
     from kvstore.client.prefix_cache import PrefixCache
     from kvstore.client.reader import Reader
     from kvstore.client.store import Store
     from kvstore.client.writer import Writer
+    from kvstore.connect import connect
+    from kvstore.device.host_memory import empty
     from kvstore.model.groups import GroupedKeys
     from kvstore.model.layout import Layout
     from kvstore.model.prefix import Keys
     from kvstore.model.replica import Tier
     from kvstore.model.retention import Retention
-    from kvstore.tier.host_memory import empty
 
     __version__: str
 
@@ -66,11 +63,11 @@ __all__ = [
 _HOMES = {
     "GroupedCache": "kvstore.client.grouped_cache",
     "GroupedKeys": "kvstore.model.groups",
-    "GroupedLease": "kvstore.client.grouped_lease",
-    "GroupedMatch": "kvstore.client.grouped_match",
+    "GroupedLease": "kvstore.client.grouped_cache",
+    "GroupedMatch": "kvstore.client.grouped_cache",
     "Keys": "kvstore.model.prefix",
     "Layout": "kvstore.model.layout",
-    "Lease": "kvstore.client.lease",
+    "Lease": "kvstore.client.match",
     "Match": "kvstore.client.match",
     "PrefixCache": "kvstore.client.prefix_cache",
     "Reader": "kvstore.client.reader",
@@ -78,8 +75,8 @@ _HOMES = {
     "Store": "kvstore.client.store",
     "Tier": "kvstore.model.replica",
     "Writer": "kvstore.client.writer",
-    "connect": "kvstore.client.connect",
-    "empty": "kvstore.tier.host_memory",
+    "connect": "kvstore.connect",
+    "empty": "kvstore.device.host_memory",
 }
 
 
@@ -123,7 +120,7 @@ def open(
     from kvstore.client.local.node import LocalNode
     from kvstore.client.local.store import LocalStore
     from kvstore.config import node_config
-    from kvstore.service.embedded import open_node  # only here: a client that connects needs no service
+    from kvstore.node.embedded import open_node  # only here: a client that connects needs no service
 
     if name is None:
         name = f"embedded-{os.getpid()}-{secrets.token_hex(4)}"

@@ -63,7 +63,7 @@ def test_files_that_a_page_names_are_there(page: Path) -> None:
 
 
 def test_a_file_that_is_not_there_is_noticed() -> None:
-    assert absent("see `kvstore/state/space.py`, `pages.py`, `docs/api.md` and `cpu/kernel.py`") == ["cpu/kernel.py"]
+    assert absent("see `kvstore/state/space.py`, `frames.py`, `docs/api.md` and `compute/cpu.py`") == ["compute/cpu.py"]
     assert absent("see `kvstore/tier/`: `dram.py`, `space.py`") == ["space.py"]
     assert absent("`kvstore/nowhere/` and `team-a/x`, `state/frames.py:Segment.donor`") == ["kvstore/nowhere/"]
 

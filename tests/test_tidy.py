@@ -23,69 +23,65 @@ Rule = Callable[[str, str], list[str]]
 
 # --- What is allowed -----------------------------------------------------------------------------------------------
 
-STORE_BELOW_RPC = ("about", "errors", "failpoint", "boundary", "model", "state", "tier", "catalog")
-STORE_BELOW_SERVING = (*STORE_BELOW_RPC, "limits", "rpc", "transfer", "pb", "client", "config")
-STORE_BELOW_CLI = (*STORE_BELOW_SERVING, "serving", "service")
+BASE = ("about", "errors", "failpoint", "boundary", "safe_files", "model")
+BELOW_CLUSTER = (*BASE, "config", "limits", "logs", "pb", "state", "shm", "device", "tier", "wire")
+BELOW_NODE = (*BELOW_CLUSTER, "cluster", "client", "server")
 
-# Which parts of the house a part may import; itself is understood. Imports point down only, so parts of one floor do
-# not see each other: what two of them need lies below both. `config` is read by daemons and the command line only.
+# Which parts of the store a part may import; itself is understood. Imports point down only, so two parts side by side
+# do not see each other: what both need is in a part below. `config` is read by daemons and the command line only.
 MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "about": (),
     "errors": (),
     "config": ("errors",),
+    "logs": ("config",),
     "pb": (),
     "__main__": ("cli",),
     "boundary": ("errors", "failpoint"),  # how far an unexpected error reaches
     "failpoint": (),  # a test's hand on a process: for the parts that act, never for nouns and decisions
-    "limits": ("errors",),  # below `transfer`, whose server has the same limits as those of `serving`
+    "safe_files": ("errors",),
+    "limits": ("errors",),
     "model": ("errors",),
     "state": ("errors", "model"),
-    "tier": ("errors", "failpoint", "boundary", "model"),
-    "catalog": ("errors", "config", "failpoint", "boundary", "model", "pb"),
-    "rpc": (*STORE_BELOW_RPC, "pb"),
-    "transfer": (*STORE_BELOW_RPC, "limits", "rpc", "pb"),
-    "client": (*STORE_BELOW_RPC, "rpc", "transfer", "pb"),
-    "serving": STORE_BELOW_SERVING,  # what every daemon needs: it knows no node
-    "service": (*STORE_BELOW_SERVING, "serving"),  # its gRPC API is a client of the node
-    "adapters": (*STORE_BELOW_RPC, "rpc", "transfer", "pb", "client", "kvstore"),
-    "bench": (*STORE_BELOW_CLI, "kvstore"),
-    "cli": (*STORE_BELOW_CLI, "kvstore", "bench"),
-    # kvstore/__init__.py, the front door: `open` joins a node (service) to a client.
-    "kvstore": STORE_BELOW_CLI,
+    "shm": BASE,  # files that processes of one machine share
+    "device": BASE,  # memory of GPUs, and its peer in host memory
+    "tier": (*BASE, "shm", "device"),
+    "wire": (*BASE, "pb"),  # byte formats: no socket
+    "cluster": BELOW_CLUSTER,  # below `client`, which reads pages of other nodes itself
+    "client": (*BASE, "pb", "state", "shm", "device", "tier", "wire", "cluster"),
+    "server": (*BELOW_CLUSTER, "cluster"),  # what every daemon needs: it knows no node
+    "node": BELOW_NODE,  # its gRPC API is a client of the node
+    "connect": (*BASE, "client", "shm", "cluster"),
+    "adapters": (*BASE, "pb", "shm", "device", "tier", "wire", "cluster", "client", "connect", "kvstore"),
+    "bench": (*BELOW_NODE, "node", "connect", "kvstore"),
+    "cli": (*BELOW_NODE, "node", "connect", "kvstore", "bench"),
+    # kvstore/__init__.py: `open` joins a node to a client.
+    "kvstore": (*BELOW_NODE, "node", "connect"),
     # An engine serves as a node does, and knows a node only as a client does.
-    "engine": (*STORE_BELOW_SERVING, "serving", "kvstore", "bench", "cli", "adapters"),
+    "engine": (*BELOW_NODE, "connect", "kvstore", "bench", "cli", "adapters"),
 }
 
 ENGINE_BELOW_COMPUTE = ("model", "state", "memory", "text")
+ENGINE_BELOW_SHELL = (*ENGINE_BELOW_COMPUTE, "compute", "pool", "transfer")
 
-# Inside a part, which rooms a room may import; itself is understood. Modules beside the rooms that are not named here
-# may import all of them: they put a process together.
+# Inside a part, which folders a folder may import; itself is understood. Modules next to the folders that are not named
+# here may import all of them: they put a process together.
 ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
-    "kvstore.service": {
-        "node": (),
-        "events": ("node",),
-        "verify": ("node",),
-        "upkeep": ("node", "events"),
-        "cluster": ("node",),
-        "operator": ("node", "events", "upkeep"),
-        "local": ("node", "upkeep", "operator"),
-        "api": ("node", "operator", "local"),
-    },
     "engine": {
         "model": (),
         "state": ("model",),
         "memory": ("model",),
         "text": ("model",),
         "compute": ENGINE_BELOW_COMPUTE,
-        "moving": (*ENGINE_BELOW_COMPUTE, "compute"),
-        "shell": (*ENGINE_BELOW_COMPUTE, "compute", "moving", "config"),
-        "api": (*ENGINE_BELOW_COMPUTE, "compute", "moving", "shell", "config"),
-        "config": ("model", "moving"),
+        "pool": (*ENGINE_BELOW_COMPUTE, "compute"),
+        "transfer": (*ENGINE_BELOW_COMPUTE, "compute", "pool"),
+        "shell": (*ENGINE_BELOW_SHELL, "config"),
+        "api": (*ENGINE_BELOW_SHELL, "shell", "config"),
+        "config": ("model", "pool", "transfer"),
         "client": ("model", "api"),
         "conductor": (*ENGINE_BELOW_COMPUTE, "api", "client", "config"),
         "simulator": ("model", "state"),
         "demo": (*ENGINE_BELOW_COMPUTE, "compute", "client"),
-        "bench": (*ENGINE_BELOW_COMPUTE, "compute", "moving", "shell", "config", "simulator", "client", "conductor"),
+        "bench": (*ENGINE_BELOW_SHELL, "shell", "config", "simulator", "client", "conductor"),
     },
 }
 
@@ -94,9 +90,13 @@ STORE_KINDS = ("local", "remote")
 
 # Nouns and decisions are pure: no I/O, no clock, no threads, no chance but from a seed. So they may import this much.
 PURE_PARTS = ("model", "state")
+# Decisions about the directory of a pool.
+PURE_MODULES_OF_CLUSTER = tuple(
+    f"kvstore/cluster/{name}.py" for name in ("directory", "directory_owner", "lookup_plan", "announce_plan")
+)
 # Of the store they know its nouns and errors; and a conductor keeps what nodes tell as an owner of the directory does.
 PURE_ROOMS = ("engine/model/", "engine/state/", "engine/conductor/state/")
-STORE_FOR_PURE_ROOMS = ("kvstore.model.", "kvstore.errors.", "kvstore.state.directory.")
+STORE_FOR_PURE_ROOMS = ("kvstore.model.", "kvstore.errors.", "kvstore.cluster.directory.")
 # fmt: off
 PURE_MODULES = frozenset((
     "__future__", "abc", "array", "base64", "bisect", "binascii", "collections", "contextlib", "copy",
@@ -120,7 +120,7 @@ FILE_LINES_MAX = 800
 FUNCTION_LINES_MAX = 70
 # "path" or "path:function" -> why it is better long than divided.
 LONG_FOR_A_REASON = {
-    "engine/compute/cuda/triton_kernel.py:_attend": "a kernel: its arguments are half of it, and its loop is one piece",
+    "engine/compute/triton_kernel.py:_attend": "a kernel: its arguments are half of it, and its loop is one piece",
 }
 
 # What reads the wall clock, which steps, and why. No lease, no deadline and no age that decides anything is among it:
@@ -129,14 +129,14 @@ WALL_CLOCK = re.compile(r"(time\.(time|time_ns)|(datetime\.)?(datetime\.(now|utc
 MAY_READ_WALL_CLOCK = {
     "engine/conductor/door/server.py": "OpenAI's replies say when they were made",
     "kvstore/cli/pin.py": "shows when a pin ends",
-    "kvstore/serving/identities.py": "a token expires on a date",
-    "kvstore/service/events/kv_events.py": "stamps events; numbers that a later daemon goes on from",
-    "kvstore/service/node/event_log.py": "the same",
-    "kvstore/service/node/book.py": "when pins end that a version without the other clock wrote down",
-    "kvstore/service/node/on_stop.py": "systemd tells by it whether the machine is going down",
-    "kvstore/service/operator/explaining.py": "tells how long ago an event was, by its stamp",
-    "kvstore/service/operator/tenant_calls.py": "tells when a pin ends",
-    "kvstore/tier/nvme_devices.py": "a day's writes to a device are counted by the day",
+    "kvstore/server/identities.py": "a token expires on a date",
+    "kvstore/node/kv_events.py": "stamps events; numbers that a later daemon goes on from",
+    "kvstore/node/event_log.py": "the same",
+    "kvstore/node/book.py": "when pins end that a version without the other clock wrote down",
+    "kvstore/node/on_stop.py": "systemd tells by it whether the machine is going down",
+    "kvstore/node/operator/explain_lookup.py": "tells how long ago an event was, by its stamp",
+    "kvstore/node/operator/tenant_calls.py": "tells when a pin ends",
+    "kvstore/tier/nvme/devices.py": "a day's writes to a device are counted by the day",
 }
 
 
@@ -173,7 +173,7 @@ def rooms_point_down(path: str, source: str) -> list[str]:
 def kinds_of_stores_are_peers(path: str, source: str) -> list[str]:
     """No kind of store knows another; the interfaces know none of them. `connect` alone chooses."""
     name = module_of(path)
-    if not name.startswith("kvstore.client") or name == "kvstore.client.connect":
+    if not name.startswith("kvstore.client") or name == "kvstore.connect":
         return []
     mine = name.split(".")[2] if name.count(".") > 1 else ""
     others = [f"kvstore.client.{kind}." for kind in STORE_KINDS if kind != mine]
@@ -186,7 +186,7 @@ def kinds_of_stores_are_peers(path: str, source: str) -> list[str]:
 
 def nouns_and_decisions_are_pure(path: str, source: str) -> list[str]:
     """`model` and `state` import nothing that touches the world, call no I/O, and draw nothing without a seed."""
-    if part_of(path) not in PURE_PARTS and not path.startswith(PURE_ROOMS):
+    if part_of(path) not in PURE_PARTS and not path.startswith((*PURE_ROOMS, *PURE_MODULES_OF_CLUSTER)):
         return []
     complaints = [
         f"{path}:{line}: {module} is no import for pure code"
@@ -521,8 +521,8 @@ def test_exceptions_to_the_guides_are_needed_and_explained() -> None:
 # --- The rules bite ------------------------------------------------------------------------------------------------
 
 BAD: list[tuple[Rule, str, str]] = [
-    (nothing_waits_by_the_wall_clock, "kvstore/catalog/x.py", "until = time.time() + 5"),
-    (nothing_waits_by_the_wall_clock, "kvstore/catalog/x.py", "def f(clock=time.time_ns): ..."),
+    (nothing_waits_by_the_wall_clock, "kvstore/cluster/x.py", "until = time.time() + 5"),
+    (nothing_waits_by_the_wall_clock, "kvstore/cluster/x.py", "def f(clock=time.time_ns): ..."),
     (nothing_waits_by_the_wall_clock, "engine/x.py", "from time import time"),
     (nothing_waits_by_the_wall_clock, "engine/x.py", "now = datetime.datetime.now(datetime.UTC)"),
     (imports_point_down, "kvstore/state/x.py", "import kvstore.tier.dram"),
@@ -532,19 +532,16 @@ BAD: list[tuple[Rule, str, str]] = [
     (imports_point_down, "kvstore/state/x.py", "from kvstore import failpoint"),
     (imports_point_down, "kvstore/model/x.py", "from kvstore.state.frames import Frame"),
     (imports_point_down, "kvstore/client/x.py", "def f():\n    from kvstore import connect"),
-    (imports_point_down, "kvstore/client/x.py", "from kvstore.service.node.node import Node"),
+    (imports_point_down, "kvstore/client/x.py", "from kvstore.node.node import Node"),
     (imports_point_down, "kvstore/client/x.py", "from kvstore.config import NodeConfig"),
     (imports_point_down, "kvstore/tier/x.py", "from kvstore.config import parse_size"),
     (imports_point_down, "kvstore/cli/x.py", "import engine.demo"),
     (imports_point_down, "kvstore/cli/x.py", "from engine import demo"),
-    (imports_point_down, "kvstore/serving/x.py", "from kvstore.service.node.node import Node"),
-    (imports_point_down, "engine/x.py", "from kvstore.service.api import wire"),
+    (imports_point_down, "kvstore/server/x.py", "from kvstore.node.node import Node"),
+    (imports_point_down, "engine/x.py", "from kvstore.node.api import wire"),
     (imports_point_down, "kvstore/__init__.py", "from .cli.main import main"),
     (imports_point_down, "kvstore/errors.py", "from kvstore.config import load"),
-    (rooms_point_down, "kvstore/service/node/x.py", "from kvstore.service.upkeep.scanner import Scanner"),
-    (rooms_point_down, "kvstore/service/node/x.py", "from kvstore.service import daemon"),
-    (rooms_point_down, "kvstore/service/node/x.py", "from ..operator import stats"),
-    (rooms_point_down, "kvstore/service/somewhere/x.py", ""),
+    (rooms_point_down, "engine/somewhere/x.py", ""),
     (kinds_of_stores_are_peers, "kvstore/client/remote/x.py", "from kvstore.client.local.store import LocalStore"),
     (kinds_of_stores_are_peers, "kvstore/client/local/x.py", "from kvstore.client import remote"),
     (kinds_of_stores_are_peers, "kvstore/client/store.py", "def f():\n    from .local import store"),
@@ -563,18 +560,18 @@ BAD: list[tuple[Rule, str, str]] = [
     (nouns_and_decisions_are_pure, "engine/state/x.py", "import torch"),
     (nouns_and_decisions_are_pure, "engine/state/x.py", "from kvstore.client.store import Store"),
     (nouns_and_decisions_are_pure, "engine/model/x.py", "import kvstore"),
-    (rooms_point_down, "engine/state/x.py", "from engine.compute.arrivals import Arrivals"),
-    (rooms_point_down, "engine/moving/x.py", "from engine.shell.engine import Engine"),
+    (rooms_point_down, "engine/state/x.py", "from engine.compute.kv_arrivals import Arrivals"),
+    (rooms_point_down, "engine/pool/x.py", "from engine.shell.engine import Engine"),
     (rooms_point_down, "engine/memory/x.py", "from engine import config"),
     (rooms_point_down, "engine/config.py", "from engine.shell.engine import Engine"),
     (rooms_point_down, "engine/client.py", "from engine.compute.models import Model"),
     (rooms_point_down, "engine/shell/x.py", "from engine.daemon import run"),
     (state_alone_writes_sequences, "engine/shell/x.py", "sequence.phase = Phase.ENDED"),
-    (state_alone_writes_sequences, "engine/moving/x.py", "a, sequence.cached = 1, 2"),
+    (state_alone_writes_sequences, "engine/pool/x.py", "a, sequence.cached = 1, 2"),
     (state_alone_writes_sequences, "engine/shell/x.py", "self.state.sequences[1].cached += 1"),
     (lengths_are_readable, "kvstore/x.py", "x = 1\n" * 801),
     (lengths_are_readable, "engine/x.py", "class A:\n    def f(self):\n" + "        x = 1\n" * 70),
-    (only_the_edge_prints, "kvstore/service/x.py", "print('ready')"),
+    (only_the_edge_prints, "kvstore/node/x.py", "print('ready')"),
     (only_the_edge_prints, "engine/compute/runner.py", "print('ready')"),
     (exceptions_are_named, "engine/x.py", "try:\n    f()\nexcept:\n    pass"),
     (exceptions_are_named, "engine/x.py", "try:\n    f()\nexcept Exception as e:\n    log(e)"),
@@ -596,7 +593,7 @@ GOOD: list[tuple[Rule, str, str]] = [
     ),
     (
         imports_point_down,
-        "kvstore/service/x.py",
+        "kvstore/node/x.py",
         "from kvstore.config import NodeConfig\nimport kvstore.tier.dram",
     ),
     (
@@ -604,14 +601,12 @@ GOOD: list[tuple[Rule, str, str]] = [
         "kvstore/cli/x.py",
         "from kvstore import connect\nfrom kvstore.bench import dram",
     ),
-    (imports_point_down, "kvstore/__init__.py", "from kvstore.client.store import Store\nfrom .service import node"),
+    (imports_point_down, "kvstore/__init__.py", "from kvstore.client.store import Store\nfrom .node import node"),
     (imports_point_down, "engine/simulator/x.py", "from kvstore import Layout\nfrom kvstore.state import eviction"),
-    (rooms_point_down, "kvstore/service/api/x.py", "from kvstore.service.node.node import Node\nimport numpy"),
-    (rooms_point_down, "kvstore/service/daemon.py", "from kvstore.service.api.server import ApiServer"),
     (rooms_point_down, "engine/daemon.py", "from engine.shell.engine import Engine\nfrom engine.config import load"),
     (rooms_point_down, "engine/config.py", "from engine.model.request import Role"),
     (kinds_of_stores_are_peers, "kvstore/client/local/x.py", "from kvstore.client.store import Store\nfrom . import y"),
-    (kinds_of_stores_are_peers, "kvstore/client/connect.py", "from kvstore.client.local.store import LocalStore"),
+    (kinds_of_stores_are_peers, "kvstore/connect.py", "from kvstore.client.local.store import LocalStore"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import random\nrandom.Random(7)"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import numpy as np\nnp.random.default_rng(seed)"),
     (nouns_and_decisions_are_pure, "kvstore/tier/x.py", "import os, mmap"),

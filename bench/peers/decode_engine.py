@@ -64,7 +64,7 @@ def direct(told: dict[str, Any]) -> Ask:
     import torch
 
     from engine.compute.models import load_model
-    from engine.compute.teams import apart
+    from engine.compute.omp_threads import apart
     from engine.config import EngineConfig
     from engine.model.request import Failed, Finished, Request, Sampling, Token
     from engine.shell.engine import Engine

@@ -23,8 +23,8 @@ from engine.conductor.state.options import RouteWish
 from engine.model.request import Role
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
-from kvstore.model.span import Fingerprints
-from kvstore.state.directory import Told
+from kvstore.cluster.directory import Told
+from kvstore.model.prefix import Fingerprints
 
 PAGES, PAGES_QUICK = 1_000_000, 100_000
 PROMPT_PAGES = 188  # 12,000 tokens, the mean of the conversations of Mooncake's trace

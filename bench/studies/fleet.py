@@ -1,6 +1,6 @@
 """PacedFleet: nodes, paced engines and a conductor as real processes, and requests that are sent at their times.
 
-A paced engine (``engine.compute.pacing``) writes, reads and hands over real pages; what it computes is slept. So eight
+A paced engine (``engine.compute.presets``) writes, reads and hands over real pages; what it computes is slept. So eight
 of them run on two cores. A token represents ``PACED_TOKENS`` of a large model's, a page of 16 represents 512 of them,
 and a second represents five of its seconds.
 """
@@ -22,19 +22,17 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.bench.processes import READY_S, EngineProcess
-from engine.compute.pacing import paced_answer
-from engine.compute.presets import PACED_TOKENS, PRESETS, Pace
+from engine.compute.presets import PACED_TOKENS, PRESETS, Pace, paced_answer
 from engine.model.request import Role
 from engine.simulator.generate import QUICK_SESSIONS, conversations
 from kvstore.bench.find import catalog
 from kvstore.bench.harness import BenchFailed
-from kvstore.bench.processes import Daemon, cpu_s, environment
+from kvstore.bench.processes import Child, Daemon, cpu_s, environment
 from kvstore.bench.stage import MIB, Stage, wait_for
 from kvstore.client.remote.admin import document
 from kvstore.errors import NodeUnavailable
 from kvstore.pb import conductor_pb2 as pb
 from kvstore.pb import conductor_pb2_grpc, engine_pb2, store_pb2
-from kvstore.serving.child import Child
 
 MODEL: Final = "paced-llama"
 PAGE_TOKENS: Final = 16

@@ -17,17 +17,15 @@ from typing import Any, Final
 from engine.model.observer import Observer
 from engine.model.request import Role, Usage
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.serving.durations import Durations
-from kvstore.serving.metric_table import INTERNAL_ERRORS, MEMBERSHIP, SHED_HELP, about
-from kvstore.serving.metrics import DaemonMetrics, Families
-from kvstore.serving.watching import Calls
+from kvstore.server.call_counts import Calls, Durations
+from kvstore.server.metrics import INTERNAL_ERRORS, MEMBERSHIP, SHED_HELP, DaemonMetrics, Families, metric_info
 
 PREFIX: Final = "kvstore_engine"
 OUTCOMES: Final = ("stop", "eos", "length", "cancelled", "prefilled", "migrated", "failed", "invalid", "refused")
 STEPS: Final = ("decode", "prefill", "mixed")
 
 
-_about = partial(about, PREFIX)
+_about = partial(metric_info, PREFIX)
 
 METRICS: Final = (
     _about("counter", "requests", f"Requests that ended: {', '.join(OUTCOMES)}.", "outcome"),

@@ -18,16 +18,14 @@ from typing import Any, Final, Protocol
 from engine.config import EngineConfig
 from engine.model.piece import Bytes, HeldData, Piece
 from kvstore.client.remote.endpoint import Endpoint, GivenCredentials
+from kvstore.cluster.data_connection import Buffer, DataConnection, DialCredentials, Exchange
+from kvstore.cluster.data_listener import Server, ServerLimits
 from kvstore.errors import InvalidRequest
 from kvstore.limits import PULLS_PART
-from kvstore.serving.certificates import ServerCertificate
-from kvstore.serving.identities import Identity
-from kvstore.serving.listening import UNIX
-from kvstore.transfer.base import DialCredentials, Exchange
-from kvstore.transfer.server import Server, ServerLimits
-from kvstore.transfer.stream import Buffer
-from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import FrameKind, Hello, WireError
+from kvstore.server.certificates import ServerCertificate
+from kvstore.server.identities import Identity
+from kvstore.server.listening import UNIX
+from kvstore.wire.data import FrameKind, Hello, WireError
 
 PULLS_MAX: Final = 384  # at a time, for one server; each has a thread, which waits for layers
 IDLE_S: Final = 10.0  # a client asks right after it connects

@@ -15,10 +15,9 @@ from engine.api.pulling import PullServer
 from engine.api.service import EngineCalls, Owners, Served, ServedEngine
 from engine.api.wire import SERVICE
 from engine.config import EngineConfig
-from kvstore.serving.gate import Gate
-from kvstore.serving.loop import Limits, LoopServer
-from kvstore.serving.methods import serving
-from kvstore.serving.weighing import weighed
+from kvstore.server.gate import Gate
+from kvstore.server.grpc_server import Limits, LoopServer, serving
+from kvstore.server.request_cost import weighed
 
 PING_MS_MIN: Final = 1000  # its clients watch it closely
 MESSAGE_BYTES_ALL: Final = 256 << 20  # large requests, all together

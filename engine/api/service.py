@@ -55,9 +55,9 @@ from kvstore.errors import (
 from kvstore.model.layout import Layout
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import store_pb2
-from kvstore.rpc.messages import document, layout_of
-from kvstore.serving.gate import Call, parse
-from kvstore.serving.identities import Identity
+from kvstore.server.gate import Call, parse
+from kvstore.server.identities import Identity
+from kvstore.wire.grpc import document, layout_of
 
 SHARE_MAX: Final = 0.75  # largest share of the request limit for one caller
 RETRY_AFTER_S: Final = 0.2

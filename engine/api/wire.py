@@ -33,7 +33,7 @@ from engine.model.request import (
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.retention import checked
 from kvstore.pb import engine_pb2 as pb
-from kvstore.rpc.messages import retention_messages, retention_of
+from kvstore.wire.grpc import retention_messages, retention_of
 
 SERVICE: Final = "kvstore.v1.Engine"
 ID_BYTES_MAX: Final = 128

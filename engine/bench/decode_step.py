@@ -19,8 +19,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache
 
-from engine.compute.cpu.packed import pack
 from engine.compute.models import Model, load_model
+from engine.compute.packed_linear import pack
 from engine.compute.paged_cache import Arena, Batch, Slice
 from engine.compute.runner import runner_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result

@@ -27,13 +27,12 @@ from engine.compute.runner import Runner
 from engine.memory.arena import Arena
 from engine.memory.staging import HostStaging, Stagings
 from engine.model.request import Request
-from engine.moving.chunk import Chunk
-from engine.moving.store_side import Pool
-from engine.moving.work import Work
+from engine.pool.store import Chunk, Pool
+from engine.pool.work import Work
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
-from kvstore.client.connect import connect
 from kvstore.client.store import Store
+from kvstore.connect import connect
 
 CHUNK = Bar(0.0003, at_least=False, of_ratio=False, unit="s")
 

@@ -15,10 +15,9 @@ import numpy.typing as npt
 
 from engine.client import Answer, EngineClient
 from kvstore.bench.harness import BenchFailed
-from kvstore.bench.processes import Daemon, environment
+from kvstore.bench.processes import Child, Daemon, environment
 from kvstore.bench.stage import GIB, MIB, RunSettings, Stage
 from kvstore.errors import NodeUnavailable
-from kvstore.serving.child import Child
 
 READY_S = 180.0  # a model is made or read
 ANSWER_S = 300.0

@@ -22,9 +22,9 @@ import torch
 from torch.nn import functional
 from transformers import AttentionInterface
 
-from engine.compute.cpu.kernel import NO_SINK, KernelWork, Shape, kernel
+from engine.compute.cpu_kernel import NO_SINK, KernelWork, Shape, kernel
+from engine.compute.kernel_args import Terms
 from engine.compute.paged_cache import Batch, Steps
-from engine.compute.tiles import Terms
 
 NAME = "kvstore_paged"
 SHARED_BYTES_MIN = 256 << 10  # of a layer's KV; a smaller amount is read before another thread has begun

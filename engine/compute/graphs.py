@@ -19,8 +19,8 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
+from engine.compute.kernel_args import BatchReading, PageKernel, SliceTable
 from engine.compute.paged_cache import Batch, Slice
-from engine.compute.tiles import BatchReading, PageKernel, SliceTable
 from engine.memory.arena import Arenas
 
 Run = Callable[[], torch.Tensor]

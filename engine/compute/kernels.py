@@ -14,11 +14,11 @@ from dataclasses import dataclass
 
 import torch
 
-from engine.compute.tiles import PageKernel, Terms, reading_of
+from engine.compute.kernel_args import PageKernel, Terms, reading_of
 from engine.memory.arena import DTYPES
 from kvstore.model.layout import Layout
 
-CANDIDATES = {"triton": ("engine.compute.cuda.triton_kernel", "TritonKernel")}
+CANDIDATES = {"triton": ("engine.compute.triton_kernel", "TritonKernel")}
 GROUP = 4  # query heads per KV head of the trial
 CLOSE = {"float32": 2e-3, "bfloat16": 4e-2, "float16": 1e-2}
 

@@ -19,8 +19,8 @@ import numpy.typing as npt
 import torch
 from transformers.cache_utils import Cache
 
+from engine.compute.kernel_args import BatchReading, reading_of
 from engine.compute.kernels import chosen
-from engine.compute.tiles import BatchReading, reading_of
 from engine.memory.arena import Arena, Arenas, runs
 
 __all__ = ["Arena", "Arenas", "Batch", "PagedCache", "Slice", "runs"]

@@ -11,13 +11,20 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from pathlib import Path
 
-from engine.conductor.foreign.settings import BackendSettings, parse_backends
+from engine.conductor.backends.settings import BackendSettings, parse_backends
 from engine.conductor.state.conductor_state import ConductorRules
 from engine.conductor.state.policies import POLICIES, SPLITS
 from engine.config import parse_engines
 from kvstore.config.daemon import ClusterConfig, DaemonConfig, listen, require
-from kvstore.config.reading import read, setting
-from kvstore.config.values import parse_address_or_none, parse_count, parse_number, parse_size, parse_text
+from kvstore.config.reading import (
+    parse_address_or_none,
+    parse_count,
+    parse_number,
+    parse_size,
+    parse_text,
+    read,
+    setting,
+)
 
 ENV_PREFIX = "KVSTORE_CONDUCTOR_"
 

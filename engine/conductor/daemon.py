@@ -12,14 +12,14 @@ from engine.conductor.config import ConductorConfig
 from engine.conductor.shell.api import ConductorServer
 from engine.conductor.shell.metrics import ConductorMetrics
 from engine.conductor.shell.tally import ConductorTally
-from kvstore import about
-from kvstore.catalog import schema
-from kvstore.catalog.schema import ClusterEntry, ConductorEntry
-from kvstore.serving import lifecycle, listening, logs
-from kvstore.serving.http import Readiness, readyz, routes
-from kvstore.serving.identities import Identities
-from kvstore.serving.lifecycle import Life
-from kvstore.serving.membership import Membership, host, reachable
+from kvstore import about, logs
+from kvstore.cluster.catalog import schema
+from kvstore.cluster.catalog.schema import ClusterEntry, ConductorEntry
+from kvstore.cluster.membership import Membership, host, reachable
+from kvstore.server import lifecycle, listening
+from kvstore.server.http import Readiness, readyz, routes
+from kvstore.server.identities import Identities
+from kvstore.server.lifecycle import Life
 
 log = logging.getLogger("kvstore.conductor")
 

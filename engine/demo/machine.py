@@ -17,9 +17,8 @@ from typing import Final
 
 from engine.client import EngineClient
 from engine.compute.presets import PRESETS
-from kvstore.serving.child import Child
-from kvstore.tier.folder import PREFIX
-from kvstore.tier.purging import purge
+from kvstore.bench.processes import Child
+from kvstore.shm.folder import PREFIX, purge
 
 NODE_START_S: Final = 60.0
 ENGINE_START_S: Final = 300.0  # torch is imported, and a large model read

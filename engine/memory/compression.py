@@ -14,22 +14,25 @@ Worked example: ``kv_heads=8, head_dim=128, dtype=bfloat16``: a token's content 
 Error of an element, with ``scale = max|vector| / 127`` rounded up to a bfloat16: ``0.5001 * scale``. The result of
 decode is rounded to the exact dtype after that. Vectors of zeros come back as zeros. NaN and infinity are refused: a
 page that holds them is wrong already, and int8 has no code for them.
+
+Lossy: a codec for replicas that may lose precision, bound to a layout. See ``engine.memory.compression``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from enum import StrEnum
 from functools import lru_cache
 from typing import Any
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
+from kvstore.device.host_memory import empty
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
-from kvstore.tier.host_memory import empty
 
 SCALE_BYTES = 2  # bfloat16: the range of float32, and its product with 8 bits is exact in float32
 SCALE_MIN = 2.0**-126  # so that 1 / scale is finite
@@ -312,3 +315,41 @@ def _codec(codec: str) -> Codec:
 
 def _refused(reason: str) -> InvalidRequest:
     return InvalidRequest("compression", reason)
+
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Lossy:
+    """Pages of ``exact`` as pages of ``layout``, and back."""
+
+    name: str
+    exact: Layout
+    layout: Layout
+
+    @classmethod
+    def of(cls, exact: Layout, name: str) -> Lossy | None:
+        """The codec of that name; None for "none". Raises InvalidRequest if the layout does not permit it."""
+        return None if name in ("", "none") else cls(name, exact, lossy_layout(exact, name))
+
+    def encode(self, rows: Bytes) -> Bytes:
+        """Encode whole tokens ``[n, bytes]``, exact to lossy."""
+        out: Bytes = encode(rows, self.exact, self.name)
+        return out
+
+    def decode(self, rows: Bytes, out: Bytes | None = None) -> Bytes:
+        """And back."""
+        exact: Bytes = decode(rows, self.exact, self.name, out)
+        return exact
+
+
+def codecs(exact: Layout) -> Mapping[str, Lossy | None]:
+    """Every codec that this layout permits, by name; "none" and "" are exact."""
+    found: dict[str, Lossy | None] = {"": None, "none": None}
+    for name in Codec:
+        try:
+            found[name] = Lossy.of(exact, name)
+        except InvalidRequest:
+            continue
+    return found

@@ -30,12 +30,12 @@ import torch
 from engine.memory.arena import Arena, Arenas
 from engine.memory.staging import HostStaging, Staging, Stagings
 from kvstore.client.device_rows import DeviceRows
+from kvstore.device.base import Addresses, Device, DeviceEvent, DeviceLost, DeviceStream
+from kvstore.device.copies import BOUNCE_BYTES_MAX, CopyStream, PinnedBounce, PinnedBounces, places_in
 from kvstore.errors import DeadlineExceeded, InvalidRequest
-from kvstore.tier.device import Addresses, Device, DeviceEvent, DeviceLost, DeviceStream
-from kvstore.tier.device_copies import BOUNCE_BYTES_MAX, CopyStream, PinnedBounce, PinnedBounces, places_in
 
 if TYPE_CHECKING:
-    from kvstore.tier.cuda import CudaDevice
+    from kvstore.device.cuda import CudaDevice
 
 Bytes = npt.NDArray[np.uint8]
 Runs = Sequence[tuple[int, int, int]]
@@ -287,7 +287,7 @@ def device_of(place: torch.device) -> CudaDevice:
     Raises:
         InvalidRequest: it cannot be used.
     """
-    from kvstore.tier import cuda
+    from kvstore.device import cuda
 
     found = cuda.find()
     name = f"cuda:{place.index or 0}"

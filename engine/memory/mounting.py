@@ -22,11 +22,11 @@ from engine.memory.device_staging import device_of
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
 from kvstore.client.store import Store
+from kvstore.device.base import DeviceMemory
 from kvstore.errors import KVStoreError
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.tier.device import DeviceMemory
-from kvstore.transfer.device_memory import DeviceFrames
+from kvstore.tier.peer_memory import DeviceFrames
 
 LOOK_S = 0.001  # between two checks whether a reader has ended
 

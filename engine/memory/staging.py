@@ -14,8 +14,8 @@ import torch
 
 from engine.memory.arena import Arena, Arenas
 from kvstore.client.device_rows import DeviceRows
+from kvstore.device.host_memory import copy
 from kvstore.errors import InvalidRequest
-from kvstore.tier.host_memory import copy
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -4,6 +4,10 @@ Each turn of the thread handles what has been posted, then asks ``engine.state``
 frames, and one forward, the next token of every sequence that decodes and as many prompt tokens as fit in addition. The
 role decides which requests are accepted, not how they run. Other threads load from the pool, bring hand-offs, and serve
 pulls; they reach the computing thread only through its inbox.
+
+Checks: refuses requests that no engine of this model and memory can ever serve.
+
+Status: what an engine says of itself.
 """
 
 from __future__ import annotations
@@ -12,46 +16,178 @@ import itertools
 import logging
 import threading
 import time
-from collections.abc import Callable, Generator
+from collections import Counter
+from collections.abc import Callable, Generator, Sequence
 from concurrent.futures import Future
+from dataclasses import asdict
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
-from engine.compute.lost import translated
+from engine.compute.kernels import chosen
 from engine.compute.models import Model
+from engine.compute.omp_threads import apart
 from engine.compute.runner import runner_of
-from engine.compute.teams import apart
+from engine.compute.sampling import check
+from engine.compute.torch_errors import translated
 from engine.config import EngineConfig
+from engine.memory.arena import Arenas
+from engine.memory.compression import codecs
 from engine.memory.device_staging import stagings_of
-from engine.memory.lossy import codecs
-from engine.memory.mounting import arenas_of
+from engine.memory.mounting import MountedArena, arenas_of
 from engine.model.layouts import explain_mismatch
 from engine.model.observer import Observer
 from engine.model.piece import Piece
 from engine.model.request import Cancel, Emit, PrefillEvent, Request, Role, RoleOrder, Timing
-from engine.moving.peers import Peer, Peers
-from engine.moving.serve import Prefills
-from engine.moving.store_side import Pool
-from engine.moving.work import Work
-from engine.shell.checks import check_request, memory_frames
-from engine.shell.inbox import Inbox
+from engine.pool.store import Pool
+from engine.pool.work import Work
 from engine.shell.migration import check_target
-from engine.shell.performer import EnginePerformer
-from engine.shell.status import describe
+from engine.shell.performer import EnginePerformer, Inbox
 from engine.state import events as ev
 from engine.state import integrity
-from engine.state.door import Door
+from engine.state.admission import Door
 from engine.state.engine_state import EngineState
-from engine.state.passing import TAKE_S
-from engine.state.rules import GroupRules, Rules
-from engine.text.detokenizer import Detokenizer
+from engine.state.migration import TAKE_S
+from engine.state.rules import GroupRules, Rules, ring_frames
+from engine.state.sequences import Phase
+from engine.text.tokenizer import Detokenizer
+from engine.transfer.remote_prefill import Peer, Peers
+from engine.transfer.serve import Prefills
 from kvstore import boundary
 from kvstore.client.store import Store
-from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable, VersionMismatch
+from kvstore.device.base import DeviceLost
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, VersionMismatch
 from kvstore.model.layout import Layout
-from kvstore.tier.device import DeviceLost
+from kvstore.model.retention import checked
+
+
+def memory_frames(
+    arena_bytes: int, layouts: Sequence[Layout], windows: Sequence[int], chunk_tokens: int, batch_max: int
+) -> tuple[int, ...]:
+    """Frames of each cache group that fit in the memory.
+
+    A further group with a window gets rings for ``batch_max`` sequences, as long as those take no more than half of the
+    memory, and no more frames than pages of all layers would fit: the first group then has at least that many.
+
+    Raises:
+        InvalidRequest: not even one page fits.
+    """
+    page_bytes = sum(layout.page_bytes for layout in layouts)
+    whole = arena_bytes // page_bytes
+    if not whole:
+        raise InvalidRequest("arena", f"{arena_bytes} bytes hold no page of {page_bytes}")
+    beside = []
+    for layout, window in list(zip(layouts, windows, strict=True))[1:]:
+        ring = ring_frames(window, chunk_tokens, layout.page_tokens)
+        beside.append(min(whole, batch_max * ring, max(ring, arena_bytes // 2 // layout.page_bytes)))
+    taken = sum(frames * layout.page_bytes for frames, layout in zip(beside, layouts[1:], strict=True))
+    return (arena_bytes - taken) // layouts[0].page_bytes, *beside
+
+
+def check_request(request: Request, model: Model, rules: Rules, answers: bool) -> None:
+    """Refuse a request that can never be served.
+
+    Raises:
+        InvalidRequest: an empty prompt, ids that the model does not know, more tokens than its context or than all
+            frames hold, invalid sampling or hints; names the field.
+    """
+    check(request.sampling)
+    tokens = request.tokens
+    if not len(tokens):
+        raise InvalidRequest("tokens", "must not be empty")
+    if int(tokens.max()) >= model.geometry.vocab_size:
+        where = int(tokens.argmax())
+        raise InvalidRequest("tokens", f"id {tokens[where]} at {where} is not in 0..{model.geometry.vocab_size - 1}")
+    if not 0 <= request.generated < len(tokens):
+        raise InvalidRequest("generated", f"{request.generated} of {len(tokens)} tokens leave no prompt")
+    if answers and request.generated >= request.sampling.max_tokens:
+        raise InvalidRequest("generated", f"{request.generated} tokens are all of max_tokens already")
+    total = request.prompt_tokens + (request.sampling.max_tokens if answers else request.generated)
+    if total > model.context_tokens_max:
+        what = f"{request.prompt_tokens} tokens and max_tokens={request.sampling.max_tokens}"
+        raise InvalidRequest("tokens", f"{what} are beyond the context of {model.context_tokens_max}")
+    if not rules.holds(total):
+        what = f"the arena of {rules.tokens_max}"
+        raise InvalidRequest("tokens", f"{total} tokens do not fit {what}")
+    if request.adapter:
+        raise InvalidRequest("adapter", "this engine runs its model without adapters")
+    checked(request.retention)
+    if not 0 < request.deadline_s < 1e6:
+        raise InvalidRequest("deadline_s", f"must be positive seconds, not {request.deadline_s!r}")
+
+
+def describe(
+    config: EngineConfig,
+    model: Model,
+    arenas: Arenas,
+    mounted: MountedArena,
+    pool: Pool,
+    door: Door,
+    state: EngineState,
+    prefills: Prefills,
+    side_steps: int,
+    graphs: str,
+    demoted_pages: int,
+) -> dict[str, Any]:
+    """The document of ``Engine.status``. Any thread: it only reads."""
+    arena = arenas.groups[0]
+    found = [state.roster.sequences.get(number) for number in list(door.known.values())]
+    frames = state.roster.frames
+    phases = Counter(Phase.WAITING if sequence is None else sequence.phase for sequence in found)
+    return {
+        "role": str(door.role),
+        "role_set_by": door.by,
+        "role_order": door.order._asdict(),  # the last one of a leader among conductors
+        "draining": door.draining,
+        "model": model.name,
+        "device": str(model.device),
+        "ended": str(state.stopped) if state.stopped is not None else "",
+        "graphs": graphs,
+        "attention": chosen(arena.layout, arena.device).line,
+        "model_path": str(Path(config.model).resolve()) if Path(config.model).is_dir() else None,
+        "layout": {
+            "fingerprint": arena.layout.fingerprint.hex(),
+            "page_tokens": arena.layout.page_tokens,
+            "page_bytes": arena.layout.page_bytes,
+            "fields": asdict(arena.layout),
+        },
+        "groups": [
+            {
+                "layers": each.layout.layers,
+                "window": group.window,
+                "page_bytes": each.layout.page_bytes,
+                "frames": each.frames_total,
+                "frames_unused": each.frames_free,
+            }
+            for each, group in zip(arenas.groups, state.rules.groups, strict=True)
+        ],
+        "context_tokens_max": model.context_tokens_max,
+        "frames": {
+            "total": arena.frames_total,
+            "free": frames.free,  # including kept pages, which are evicted as soon as a frame is needed
+            "kept": frames.kept,
+            "shared": frames.shared,
+            "tokens_max": state.rules.tokens_max,  # of one sequence; 0: no bound
+            "kv_tokens_max": 0 if state.rules.window else arena.frames_total * arena.layout.page_tokens,  # of all
+            "kv_tokens": (arena.frames_total - frames.free) * arena.layout.page_tokens,  # that sequences hold
+        },
+        "mounted": {"segment": mounted.number, "why_not": mounted.why},
+        "kept_pages": {"found": frames.found, "evicted": frames.evicted, "demoted": demoted_pages},
+        "requests": {phase.name.lower(): phases[phase] for phase in Phase if phase is not Phase.ENDED},
+        "batch_max": config.batch_max,
+        "chunk_tokens": config.chunk_tokens,
+        "prefills_held": len(prefills),
+        "side_steps": side_steps,
+        "speeds": {
+            "step_ms": 1e3 * state.speeds.step_s,
+            "prefill_tokens_per_s": state.speeds.prefill_tokens_per_s,
+            "hook_us_per_layer": 1e6 * pool.hook_s / max(1, pool.hook_layers),
+        },
+        "pool": {"node": pool.store.name if pool.store else None, "up": pool.up, "failures": pool.failures},
+    }
+
 
 IDLE_S = 0.05
 QUIET_S = 2.0  # for threads that still use frames when the engine ends

@@ -15,7 +15,7 @@ from dataclasses import replace
 from typing import Any, Protocol
 
 from engine.model.request import Event, Failed, Finished, Request, Role, Token, Usage
-from engine.moving.work import Work
+from engine.pool.work import Work
 from engine.state import events as ev
 from kvstore import boundary
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, VersionMismatch

@@ -8,10 +8,9 @@ from pathlib import Path
 
 import click
 
+from engine.simulator.cache import RULES
 from engine.simulator.compare import Half, compare, compare_hints, known_policies, plot, require_plotting, table
-from engine.simulator.generate import RATE_DEFAULT, bimodal, conversations
-from engine.simulator.hints import RULES
-from engine.simulator.mixtures import agents, scans, shifts
+from engine.simulator.generate import RATE_DEFAULT, agents, bimodal, conversations, scans, shifts
 from engine.simulator.trace import TraceRequest, read_trace, statistics, write_trace
 from kvstore.cli.output import json_option, print_json, print_pairs, print_table
 from kvstore.errors import InvalidRequest

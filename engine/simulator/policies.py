@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from kvstore.errors import InvalidRequest
 from kvstore.state import eviction
-from kvstore.state.policy_base import EvictionPolicy, Page, UsedMs
+from kvstore.state.eviction.base import EvictionPolicy, Page, UsedMs
 
 Queue = OrderedDict[int, None]  # slots, coldest first
 Ghosts = OrderedDict[int, None]  # keys of pages that were evicted, oldest first

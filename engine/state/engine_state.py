@@ -20,24 +20,128 @@ Worked example, pages of 16 tokens, a prompt of 40 tokens of which 32 are in the
     Stepped               -> [Store, Forget, Finish("length"), GiveBack, Drop]
 
 What holds after every event is in ``integrity.check``.
+
+Batching: what runs in the next step.
+
+Decoding comes first: every sequence that can makes its next token, and prompt tokens fill the rest of the chunk. A
+sequence whose first layer is there may join the batch if the other layers are predicted to arrive in time: layer ``l``
+is needed ``l`` layers' time into the step. Otherwise it makes its next token in a side batch, where waiting delays no
+other sequence.
+
+Speeds: what this engine has measured of itself, smoothed, for predictions and ``status``.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 from engine.state import events as ev
 from engine.state import instructions as do
-from engine.state.batching import decoding, parts
-from engine.state.instructions import Instruction
-from engine.state.passing import Passes
-from engine.state.roster import Roster
-from engine.state.routes import Routes
+from engine.state.events import Arriving
+from engine.state.instructions import Instruction, Part
+from engine.state.migration import Passes
+from engine.state.prefill_source import Routes
 from engine.state.rules import Rules
-from engine.state.sequence import Phase, Sequence
-from engine.state.speeds import Speeds
+from engine.state.sequences import Phase, Roster, Sequence
 from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable
+
+MARGIN = 1.2  # a layer is predicted to take this much longer than it did
+
+
+def decoding(
+    active: Iterable[Sequence], rules: Rules, arriving: Mapping[int, Arriving], layer_s: float, aside_now: int
+) -> tuple[list[int], list[int]]:
+    """Numbers of the sequences that make their next token together, and of those that begin to do so aside."""
+    batch: list[int] = []
+    aside: list[int] = []
+    for sequence in active:
+        if sequence.phase is not Phase.DECODING or sequence.aside:
+            continue
+        attempt = sequence.attempt
+        if attempt is None:
+            batch.append(sequence.number)
+            continue
+        there = arriving.get(sequence.number)
+        if attempt.error is not None or there is None:
+            continue
+        if in_time(there, rules.layers, layer_s):
+            batch.append(sequence.number)
+        elif there.layers and aside_now + len(aside) < rules.side_max:
+            aside.append(sequence.number)
+    return batch, aside
+
+
+def in_time(arriving: Arriving, layers: int, layer_s: float) -> bool:
+    """True if a step whose layers take ``layer_s`` finds every layer of the sequence there when it needs it."""
+    there = arriving.layers
+    if there == layers:
+        return True
+    if not there or not arriving.layer_s or arriving.late:
+        return False
+    # Both ends of a straight line: the first layer that is missing, and the last one.
+    each = MARGIN * arriving.layer_s
+    return each <= there * layer_s and (layers - there) * each <= (layers - 1) * layer_s
+
+
+def parts(active: Iterable[Sequence], budget: int, page_tokens: int) -> list[Part]:
+    """The next tokens of prompts, ``budget`` together. Each part ends at the end of a page, unless it is a prompt's
+    last.
+    """
+    found: list[Part] = []
+    for sequence in active:
+        if budget <= 0:
+            break
+        if sequence.phase is Phase.COMPUTING:
+            found.append(part(sequence, budget, page_tokens))
+            budget -= found[-1].stop - found[-1].start
+    return found
+
+
+def part(sequence: Sequence, budget: int, page_tokens: int) -> Part:
+    """The next tokens of one prompt."""
+    start = sequence.cached
+    stop = min(sequence.length, start + budget)
+    if stop < sequence.length and stop - stop % page_tokens > start:
+        stop -= stop % page_tokens
+    return Part(sequence.number, start, stop, stop == sequence.length)
+
+
+SMOOTH = 0.2
+OUTLIER = 3.0  # a step counts as at most this many times the smoothed value
+CHUNK_TOKENS_MIN = 16  # shorter ones measure mainly the fixed cost
+
+
+class Speeds:
+    """Measured speeds. Written by the engine's thread.
+
+    Attributes:
+        step_s: a step that only decodes; 0: none was measured yet, as for the next.
+        prefill_tokens_per_s: in steps that only prefill.
+    """
+
+    def __init__(self, layers: int) -> None:
+        self._layers = layers
+        self.step_s = 0.0
+        self.prefill_tokens_per_s = 0.0
+
+    @property
+    def layer_s(self) -> float:
+        """Seconds for one layer of a decode step."""
+        return self.step_s / self._layers
+
+    def measured(self, decoding: int, chunk_tokens: int, seconds: float) -> None:
+        """Record the time of a step."""
+        if decoding and not chunk_tokens:
+            # A suspended process has measured one step of seconds: without this limit it would get no requests again.
+            self.step_s = _smoothed(self.step_s, min(seconds, OUTLIER * self.step_s or seconds))
+        elif chunk_tokens >= CHUNK_TOKENS_MIN and not decoding:
+            self.prefill_tokens_per_s = _smoothed(self.prefill_tokens_per_s, chunk_tokens / seconds)
+
+
+def _smoothed(old: float, new: float) -> float:
+    return old + SMOOTH * (new - old) if old else new
+
 
 STORE_S = 10.0  # how long frames are kept for KV that still arrives after the answer is over
 

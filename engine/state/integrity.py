@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.state.engine_state import EngineState
-from engine.state.sequence import Phase, Sequence
+from engine.state.sequences import Phase, Sequence
 
 ACTIVE = frozenset((Phase.LOADING, Phase.MOVING, Phase.COMPUTING, Phase.DECODING))
 

@@ -14,16 +14,16 @@ from kvstore.bench.content import BenchWork
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, Seconds, alternate, medians, result
 from kvstore.bench.processes import Daemon
 from kvstore.bench.stage import Stage, settle, wait_for
-from kvstore.client.connect import connect
 from kvstore.client.local.cache import LocalCache
-from kvstore.client.local.elsewhere import Elsewhere
+from kvstore.client.local.peer_reads import Elsewhere
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
+from kvstore.cluster.data_connection import DataConnection
+from kvstore.connect import connect
 from kvstore.model.prefix import Keys
-from kvstore.tier.data_file import find_data_server
-from kvstore.tier.folder import NodeFolder
-from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import FrameKind, Hello
+from kvstore.shm.data_server_file import find_data_server
+from kvstore.shm.folder import NodeFolder
+from kvstore.wire.data import FrameKind, Hello
 
 NODES, CHAIN_PAGES, CHAINS = 3, 512, 16
 STEPS = 480

@@ -23,8 +23,8 @@ from pathlib import Path
 from typing import Any, TypeVar
 
 from kvstore import about
+from kvstore.device import cuda
 from kvstore.errors import KVStoreError
-from kvstore.tier import cuda
 
 T = TypeVar("T")
 Seconds = list[list[float]]  # [rounds][steps]

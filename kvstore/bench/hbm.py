@@ -14,9 +14,9 @@ import numpy as np
 
 from kvstore.bench.harness import Bar, BenchFailed, Kind, NotMeasured, Result, alternate, result, speeds
 from kvstore.bench.stage import MIB, Stage
-from kvstore.tier import cuda
-from kvstore.tier.device import Addresses, Device, DeviceStream
-from kvstore.tier.host_memory import empty
+from kvstore.device import cuda
+from kvstore.device.base import Addresses, Device, DeviceStream
+from kvstore.device.host_memory import empty
 
 BATCH_BYTES: Final = 64 * MIB
 BATCH_BYTES_QUICK: Final = 8 * MIB

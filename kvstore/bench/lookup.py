@@ -13,13 +13,13 @@ import kvstore
 from kvstore.bench.content import LAYOUTS, BenchWork, tokens_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result
 from kvstore.bench.stage import Stage, settle
-from kvstore.client.connect import connect
 from kvstore.client.prefix_cache import PrefixCache
+from kvstore.connect import connect
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.header import Header
-from kvstore.tier.index import Index
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import Header
+from kvstore.shm.index import Index
 
 CHAIN_PAGES = 512
 CHAINS = 64

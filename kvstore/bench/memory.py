@@ -11,8 +11,8 @@ from kvstore.bench.content import BenchWork
 from kvstore.bench.harness import Bar, Kind, Result, result
 from kvstore.bench.processes import Daemon
 from kvstore.bench.stage import Stage, wait_for
-from kvstore.client.connect import connect
 from kvstore.client.store import Store
+from kvstore.connect import connect
 
 PAGES = 1 << 20
 PAGES_QUICK = 1 << 13

@@ -2,26 +2,292 @@
 
 Another process puts several times as much as the node's DRAM holds, the node saves it, and then evicts what DRAM still
 has. Nothing is promoted (``promote_after``), so that every read of every round is a cold one.
+
+Rows about demotion: pages of DRAM saved to NVMe as fast as it goes, and what readers of DRAM feel of it.
+
+A step's pages are put into a node that saves nothing of its own accord (``demote_at`` 1). Then all of them are wished
+away (``evict``): none may leave before it is saved, so the node saves all, 32 MiB and one sync at a time. The step ends
+when the index has every chain's last page on NVMe: it is durable then. The limit writes as many bytes by O_DIRECT into
+a file with as much space, allocated alike on the same file system, with one fdatasync per 32 MiB: out of a buffer of
+large memory pages, or out of shared memory such as the node's pages lie in; the faster way counts.
+Both files are written for the first time.
+
+Disk: where a row's files lie, what the disk does without a store, and where on it a node's pages are.
+
+The limit of an NVMe row is O_DIRECT in the same process, with as many threads as the store has, into and out of
+page-aligned buffers, in two ways of which the faster one counts: pieces of 1 MiB, which the threads take one by one, or
+one piece per thread. The buffers are of large memory pages where the kernel has them: a request then has few segments,
+which on some disks (virtual ones above all) makes it two to three times as fast.
+
+Worked example: 32 pages of 256 KiB lie, each behind its header, in two runs of 20 and 12 frames: 5.1 and 3.0 MiB. That
+is six pieces of 1 MiB or less and four such pieces, or two and two quarters: every way reads the same bytes.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+import contextlib
+import errno
+import os
+import shutil
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from types import TracebackType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from kvstore.bench.content import LAYOUTS, BenchWork, Content, Rows
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
-from kvstore.bench.nvme_disk import LIMITS, MIB, RawFile, Scratch, Task, Where, target_bytes, warm_buffer
 from kvstore.bench.processes import Daemon
+from kvstore.bench.put import SharedArea, ahead_pages
 from kvstore.bench.stage import Stage, wait_for
-from kvstore.client.connect import connect
+from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
+from kvstore.connect import connect
+from kvstore.device.host_memory import large_buffer
+from kvstore.errors import KVStoreError
+from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.tier import nvme_geometry
+from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, Tier
+from kvstore.shm.folder import PREFIX, NodeFolder
+from kvstore.shm.header import Header
+from kvstore.shm.index import Index, IndexDamaged
+from kvstore.shm.records import ExtentTable
+from kvstore.tier.nvme import geometry
+from kvstore.tier.nvme import geometry as nvme_geometry
+from kvstore.tier.nvme.disk import BLOCK_BYTES, IO_THREADS, IoThreads, aligned_buffer
+from kvstore.tier.nvme.map import NvmeMap
+
+MIB = 1 << 20
+PIECE_BYTES = MIB
+LIMITS = ("pieces_1m", "piece_per_thread")
+IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
+TABLES_BYTES = MIB  # of a target, for what is not pages
+SPARE_BYTES = 64 * MIB  # left to others on the file system
+
+Range = tuple[int, int]  # offset, bytes
+Task = Callable[[], int]
+
+
+class Scratch:
+    """A folder of a row's own, removed with everything in it by the end of its ``with``.
+
+    Raises:
+        BenchFailed: there is no such place, it is no disk, or it has not ``needed_bytes`` free.
+    """
+
+    def __init__(self, folder: Path, needed_bytes: int, *, quick: bool = False) -> None:
+        try:
+            free = os.statvfs(folder)
+        except OSError as error:
+            raise BenchFailed(f"{folder}: {error.strerror}; --dir names another folder") from None
+        free_bytes = free.f_bavail * free.f_frsize
+        if free_bytes < needed_bytes + SPARE_BYTES:
+            raise BenchFailed(
+                f"{folder} has {free_bytes >> 20} MiB free, this row's files take {needed_bytes + SPARE_BYTES >> 20} "
+                "MiB; --dir names another folder"
+            )
+        kind = file_system(folder)
+        if kind in IN_MEMORY and not quick:
+            raise BenchFailed(f"{folder} is in memory ({kind}); --dir names a folder on a disk")
+        try:
+            self.path = Path(tempfile.mkdtemp(prefix="kvstore-bench-", dir=folder)).absolute()
+        except OSError as error:
+            raise BenchFailed(f"{folder}: {error.strerror}; --dir names another folder") from None
+
+    def __enter__(self) -> Scratch:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        shutil.rmtree(self.path, ignore_errors=True)
+
+
+def file_system(folder: Path) -> str:
+    """Its kind, such as ``ext4``; "" where the kernel does not tell."""
+    with contextlib.suppress(OSError, ValueError, IndexError):
+        device = os.stat(folder).st_dev
+        wanted = f"{os.major(device)}:{os.minor(device)}"
+        for line in Path("/proc/self/mountinfo").read_text().splitlines():
+            if line.split()[2] == wanted:
+                return line.partition(" - ")[2].split()[0]
+    return ""
+
+
+def target_bytes(pages: int, layout: Layout, extent_bytes: int) -> int:
+    """Size of an NVMe target with room for so many pages, and an extent more."""
+    frames = geometry.frames_in(extent_bytes, frame_class_of(layout))
+    return (-(-pages // frames) + 1) * extent_bytes + TABLES_BYTES
+
+
+def frame_class_of(layout: Layout) -> FrameClass:
+    """The frames that pages of this layout lie in."""
+    return FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
+
+
+def warm_buffer(nbytes: int) -> Rows:
+    """Memory in large pages, as far as the kernel has them, that was written to before."""
+    rows = large_buffer(nbytes)[:nbytes]
+    rows[:] = 1
+    return rows
+
+
+class RawFile:
+    """A file read or written past the page cache by ``IO_THREADS`` threads. Ends with ``with``.
+
+    Args:
+        create_bytes: make it, with all its space, and without a name, so that it goes with the process; 0: it is there.
+
+    Attributes:
+        buffer: what is read into and written from.
+    """
+
+    def __init__(self, path: Path, buffer_bytes: int, *, create_bytes: int = 0) -> None:
+        flags = os.O_RDWR | os.O_CREAT | os.O_EXCL if create_bytes else os.O_RDONLY
+        try:
+            self._fd = os.open(path, flags | os.O_DIRECT | os.O_CLOEXEC, 0o600)
+        except OSError as error:
+            raise BenchFailed(f"{path}: {error.strerror} (O_DIRECT); --dir names another folder") from None
+        try:
+            if create_bytes:
+                path.unlink()
+                os.posix_fallocate(self._fd, 0, create_bytes)
+                os.fsync(self._fd)
+        except OSError as error:
+            os.close(self._fd)
+            raise BenchFailed(f"{path}: {error.strerror}") from None
+        self._io = IoThreads(IO_THREADS)
+        self.buffer = warm_buffer(buffer_bytes)
+
+    def reads(self, ranges: Sequence[Range], how: str) -> list[Task]:
+        """What ``run`` needs to read these ranges, end to end into ``buffer``."""
+        return [partial(self._pieces, os.preadv, pieces) for pieces in self._cut(ranges, how)]
+
+    def writes(self, ranges: Sequence[Range], how: str, source: Rows | None = None) -> list[Task]:
+        """What ``run`` needs to write these ranges out of the start of ``source``, or of ``buffer``."""
+        return [partial(self._pieces, os.pwritev, pieces) for pieces in self._cut(ranges, how, source)]
+
+    def run(self, tasks: Sequence[Task]) -> int:
+        """Bytes that were moved. Raises BenchFailed."""
+        total = 0
+        for moved in self._io.run(tasks):
+            if isinstance(moved, OSError | KVStoreError):
+                raise BenchFailed(f"the disk failed: {moved}")
+            total += moved
+        return total
+
+    def sync(self) -> None:
+        """Written data survives power loss."""
+        os.fdatasync(self._fd)
+
+    def _cut(self, ranges: Sequence[Range], how: str, buffer: Rows | None = None) -> list[list[tuple[Rows, int]]]:
+        """Pieces ``(part of the buffer, offset)`` of every task."""
+        memory, total = self.buffer if buffer is None else buffer, sum(nbytes for _, nbytes in ranges)
+        per_thread = -(-total // (IO_THREADS * BLOCK_BYTES)) * BLOCK_BYTES
+        share = {"pieces_1m": PIECE_BYTES, "piece_per_thread": per_thread}[how]
+        tasks: list[list[tuple[Rows, int]]] = []
+        at, left = 0, 0  # in the buffer; of the task's share
+        for offset, nbytes in ranges:
+            while nbytes:
+                if not left:
+                    tasks.append([])
+                    left = share
+                step = min(nbytes, left)
+                tasks[-1].append((memory[at : at + step], offset))
+                at, offset, nbytes, left = at + step, offset + step, nbytes - step, left - step
+                if how == "pieces_1m" and step < PIECE_BYTES:
+                    left = 0  # a run's end: no task has two pieces
+        return tasks
+
+    def _pieces(self, call: Callable[[int, list[Any], int], int], pieces: list[tuple[Rows, int]]) -> int:
+        total = 0
+        for view, offset in pieces:
+            moved = call(self._fd, [view], offset)
+            if moved != view.nbytes:
+                raise OSError(errno.EIO, f"moved {moved} of {view.nbytes} bytes")
+            total += moved
+        return total
+
+    def __enter__(self) -> RawFile:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._io.close()
+        os.close(self._fd)
+
+
+@dataclass(frozen=True)
+class Where:
+    """A node's NVMe pages as its files name them. For nodes with one target whose pages rest."""
+
+    folder: NodeFolder
+    index: Index
+    frame_class: FrameClass
+
+    @classmethod
+    def of(cls, shm_dir: Path, node: str, layout: Layout) -> Where:
+        """Raises BenchFailed where the node is not there."""
+        folder = NodeFolder.at(shm_dir / f"{PREFIX}{node}")
+        header = Header.open(folder)
+        index = Index.open_reader(folder, header.epoch) if header is not None else None
+        if index is None:
+            raise BenchFailed(f"{node} has no index")
+        return cls(folder, index, frame_class_of(layout))
+
+    def saved(self, hashes: Sequence[bytes]) -> bool:
+        """Whether all of these are on NVMe, durably."""
+        try:
+            return None not in self.index.find_many(Tier.NVME, hashes)
+        except IndexDamaged as error:
+            raise BenchFailed(f"the index was replaced meanwhile: {error}") from None
+
+    def ranges(self, chains: Sequence[Sequence[bytes]]) -> list[list[Range]]:
+        """Where each chain's pages lie, headers included; consecutive frames are one range.
+
+        Raises:
+            BenchFailed: a page is not on NVMe, or its device cannot be read.
+        """
+        map_ = NvmeMap.open(self.folder)
+        if map_ is None:
+            raise BenchFailed(f"{self.folder.name} has no NVMe to read")
+        tables: dict[int, ExtentTable] = {}
+        found: list[list[Range]] = []
+        try:
+            for hashes in chains:
+                found.append([])
+                for raw in self.index.find_many(Tier.NVME, hashes):
+                    if raw is None:
+                        raise BenchFailed("a page is not on NVMe")
+                    number, frame, _ = np.frombuffer(raw[:ADDRESS_BYTES], ADDRESS_DTYPE)[0].tolist()
+                    table = tables.get(number) or ExtentTable.open(self.folder, number, map_.incarnation)
+                    place = map_.place(table.position, self.frame_class, frame) if table is not None else None
+                    if table is None or place is None:
+                        raise BenchFailed(f"extent {number} cannot be read")
+                    tables[number] = table
+                    _append(found[-1], place.offset, geometry.stride_bytes(self.frame_class))
+        finally:
+            map_.close()
+        return found
+
+    def close(self) -> None:
+        """Let go of the index."""
+        self.index.close()
+
+
+def _append(ranges: list[Range], offset: int, nbytes: int) -> None:
+    if ranges and sum(ranges[-1]) == offset:
+        offset, nbytes = ranges[-1][0], ranges[-1][1] + nbytes
+        ranges.pop()
+    ranges.append((offset, nbytes))
+
 
 SAVED_BYTES = {"2m": 2048 * MIB, "256k": 1024 * MIB, "64k": 512 * MIB}
 DRAM_BYTES = 256 * MIB
@@ -194,3 +460,250 @@ def _batches(stage: Stage, name: str, bar: Bar, reading: ColdReading) -> Result:
     ours, limit = speeds(seconds["get"], work.chain_bytes), speeds(seconds[best], work.chain_bytes)
     text = f"O_DIRECT reads of the same ranges, 4 threads, {best}"
     return result(name, Kind.SPEED, ours, limit, bar=bar, limit_is=text, details=details)
+
+
+STEP_BYTES, STEP_BYTES_QUICK = 384 * MIB, 64 * MIB  # saved in one go
+SYNC_BYTES = 32 * MIB  # what the node makes durable at a time
+HOT_BYTES, HOT_BYTES_QUICK = 512 * MIB, 32 * MIB  # that readers read meanwhile
+QUIET_S, QUIET_S_QUICK = 0.3, 0.05
+LEASE_S = 600.0
+WRITES = (*LIMITS, "out_of_shared_memory")
+SAVE_S = 60.0
+POLL_S = 0.001
+SEED, HOT_SEED = 31, 32
+
+
+class Saving:
+    """Chains put into DRAM, and saved when told to. Puts of ``step_bytes`` find free frames.
+
+    Args:
+        hot: pages that stay in DRAM: leased by somebody.
+    """
+
+    def __init__(self, store: Store, where: Where, geometry: str, pages: int, step_bytes: int, hot: int = 0) -> None:
+        layout = LAYOUTS[geometry]
+        self.store = store
+        self.cache = store.cache(layout)
+        self.work = BenchWork(geometry, SEED, step_bytes // (pages * layout.page_bytes), pages)  # of one step
+        self._where = where
+        self._content = Content(layout.page_bytes)
+        self._rows: Rows = np.zeros((pages, layout.page_bytes), np.uint8)
+        self._hot = hot
+        self._step = 0
+        self._tails: list[bytes] = []
+        self.loaded = False
+
+    def load(self) -> None:
+        """DRAM gets new pages, unless it has those that were not saved yet."""
+        if self.loaded:
+            return
+        vacate(self.store, self._hot)
+        self._step += 1
+        self._tails = []
+        for chain in self._chains():
+            keys = self.work.keys(self.cache, chain)
+            self._content.fill(self._rows, keys.hashes)
+            # Checksums from here: the node does not have to make them while something else is measured.
+            if (new := self.cache.put(keys, self._rows, checksum=True)) != self.work.pages:
+                raise BenchFailed(f"put stored {new} of {self.work.pages} new pages")
+            self._tails.append(keys.hashes[-1])
+        if any(self._where.saved([tail]) for tail in self._tails):
+            raise BenchFailed("pages were saved before they were told to")
+        self.loaded = True
+
+    def start(self) -> None:
+        """Now they are saved."""
+        self.loaded = False
+        self.store.evict(pages=self.work.chains * self.work.pages)
+
+    def done(self) -> bool:
+        """Whether all of them are, durably. Looks at one chain that was not, mostly: asking takes a processor, too."""
+        while self._tails and self._where.saved(self._tails[-1:]):
+            self._tails.pop()
+        return not self._tails
+
+    def save(self) -> int:
+        """From the first to the last of them; returns their bytes."""
+        deadline = time.monotonic() + SAVE_S
+        self.start()
+        while not self.done():
+            if time.monotonic() >= deadline:
+                raise BenchFailed(f"pages were not saved after {SAVE_S:g} s: {self.store.stats()['counters']}")
+            time.sleep(POLL_S)
+        return self.work.total_bytes
+
+    def verify(self) -> None:
+        """What was saved last, byte for byte, from NVMe. What was put since is saved, too."""
+        if self.loaded:
+            self.save()
+        vacate(self.store, self._hot)
+        for chain in self._chains():
+            keys = self.work.keys(self.cache, chain)
+            match = self.cache.get(keys, self._rows)
+            if match.pages != self.work.pages or match.tiers.get(Tier.NVME) != self.work.pages:
+                raise BenchFailed(f"{match} of {self.work.pages} saved pages")
+            self._content.check(self._rows, keys.hashes, "a saved page")
+
+    def _chains(self) -> range:
+        return range(self._step * self.work.chains, (self._step + 1) * self.work.chains)
+
+
+class RawWrites:
+    """The limit: as many bytes, from where in the file the last step ended; around at its end."""
+
+    def __init__(self, raw: RawFile, shared: SharedArea, step_bytes: int, file_bytes: int) -> None:
+        self._raw = raw
+        self._shared = shared.data
+        self._step_bytes = step_bytes
+        places = range(0, file_bytes, step_bytes)
+        self._batches = {variant: [self._plan(at, variant) for at in places] for variant in WRITES}
+        self._next = 0
+
+    def _plan(self, start: int, variant: str) -> list[list[Task]]:
+        """Per 32 MiB what ``RawFile.run`` needs."""
+        how, source = (variant, None) if variant in LIMITS else ("pieces_1m", self._shared)
+        cuts = range(start, start + self._step_bytes, SYNC_BYTES)
+        return [self._raw.writes([(at, min(SYNC_BYTES, start + self._step_bytes - at))], how, source) for at in cuts]
+
+    def write(self, variant: str, _: None) -> int:
+        """Write one step; returns the bytes."""
+        places = self._batches[variant]
+        batches = places[self._next % len(places)]
+        self._next += 1
+        total = 0
+        for tasks in batches:
+            total += self._raw.run(tasks)
+            self._raw.sync()
+        return total
+
+
+def demotion(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
+    """Bytes per second saved to NVMe."""
+    rounds, step_bytes = stage.settings.rounds, _step_bytes(stage)
+    limit_bytes = len(WRITES) * rounds * step_bytes
+    with ExitStack() as scene:
+        saving, scratch = _saving(stage, scene, geometry, (rounds + 1) * step_bytes, more_bytes=limit_bytes)
+        raw = scene.enter_context(RawFile(scratch.path / "limit", SYNC_BYTES, create_bytes=limit_bytes))
+        shared = scene.enter_context(SharedArea(stage.settings.shm_dir, SYNC_BYTES))
+        limit = RawWrites(raw, shared, step_bytes, limit_bytes)
+
+        def check(variant: str, value: object) -> None:
+            if value != saving.work.total_bytes:
+                raise BenchFailed(f"{variant} wrote {value} of {saving.work.total_bytes} bytes")
+
+        variants: dict[str, Callable[[None], int]] = {
+            "save": lambda _: saving.save(),
+            **{variant: partial(limit.write, variant) for variant in WRITES},
+        }
+        seconds = alternate(variants, range(len(variants)), rounds, lambda _: saving.load(), check)
+        saving.verify()
+    best = quickest(seconds, WRITES)
+    details = {
+        "page_bytes": saving.work.layout.page_bytes,
+        "chain_pages": saving.work.pages,
+        "step_bytes": step_bytes,
+        "sync_bytes": SYNC_BYTES,
+        "step_seconds": {variant: medians(times) for variant, times in seconds.items()},
+    }
+    ours, limits = speeds(seconds["save"], step_bytes), speeds(seconds[best], step_bytes)
+    limit_is = f"O_DIRECT writes, 4 threads, fdatasync per 32 MiB, {best}"
+    return [result(name, Kind.SPEED, ours, limits, bar=bar, limit_is=limit_is, details=details)]
+
+
+def get_while_demoting(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
+    """One reader's gets from DRAM while the node saves other pages, over the same with nothing else going on."""
+    quick, step_bytes = stage.settings.quick, _step_bytes(stage)
+    pages = BATCH_PAGES_QUICK if quick else BATCH_PAGES
+    hot_bytes = stage.settings.bounded(HOT_BYTES_QUICK if quick else HOT_BYTES)
+    hot = BenchWork(geometry, HOT_SEED, hot_bytes // (pages * LAYOUTS[geometry].page_bytes), pages)
+    quiet: list[float] = []
+    busy: list[float] = []
+    seconds: list[float] = []  # that saving took, while reading
+
+    def read_busy() -> None:
+        started = time.monotonic()
+        saving.start()
+        busy.append(reader.read(saving.done))
+        seconds.append(time.monotonic() - started)
+
+    def read_quiet() -> None:
+        deadline = time.monotonic() + (QUIET_S_QUICK if quick else QUIET_S)
+        quiet.append(reader.read(lambda: time.monotonic() >= deadline))
+
+    with ExitStack() as scene:
+        saved_bytes = (stage.settings.rounds + 1) * step_bytes + hot.total_bytes
+        saving, _ = _saving(stage, scene, geometry, saved_bytes, hot)
+        reader = HotReader(scene, saving.cache, hot)
+        saving.load()
+        saving.save()  # for once together with the hot pages
+        for turn in range(stage.settings.rounds):
+            saving.load()
+            for part in (read_busy, read_quiet) if turn % 2 else (read_quiet, read_busy):
+                part()
+        saving.verify()
+    details = {
+        "page_bytes": hot.layout.page_bytes,
+        "batch_pages": hot.pages,
+        "hot_bytes": hot.total_bytes,
+        "saved_bytes_per_s": [saving.work.total_bytes / took for took in seconds],
+    }
+    return [result(name, Kind.SPEED, busy, quiet, bar=bar, limit_is="get while nothing is saved", details=details)]
+
+
+class HotReader:
+    """Gets of chains that stay in DRAM: put and leased here, until the end of ``scene``."""
+
+    def __init__(self, scene: ExitStack, cache: PrefixCache, hot: BenchWork) -> None:
+        self._cache = cache
+        self._work = hot
+        self._out: Rows = aligned_buffer(hot.chain_bytes).reshape(hot.pages, -1)
+        self._order = np.random.default_rng(33)
+        content = Content(hot.layout.page_bytes)
+        for chain in range(hot.chains):
+            keys = hot.keys(cache, chain)
+            content.fill(self._out, keys.hashes)
+            if cache.put(keys, self._out, checksum=True) != hot.pages:
+                raise BenchFailed("the hot pages do not fit")
+            lease = scene.enter_context(cache.lease(keys, ttl_s=LEASE_S))
+            if len(lease.pages) != hot.pages:
+                raise BenchFailed(f"the lease holds {len(lease.pages)} of {hot.pages} pages")
+
+    def read(self, done: Callable[[], bool]) -> float:
+        """Bytes per second inside ``get`` until ``done``."""
+        deadline = time.monotonic() + SAVE_S
+        chains, seconds = 0, 0.0
+        while not chains or not done():
+            if time.monotonic() >= deadline:
+                raise BenchFailed(f"pages were not saved after {SAVE_S:g} s")
+            keys = self._work.keys(self._cache, int(self._order.integers(self._work.chains)))
+            before = time.perf_counter()
+            match = self._cache.get(keys, self._out)
+            seconds += time.perf_counter() - before
+            if match.tiers != {Tier.DRAM: self._work.pages}:
+                raise BenchFailed(f"a reader of DRAM got {match.tiers} ({match.reason})")
+            chains += 1
+        return chains * self._work.chain_bytes / seconds
+
+
+def _step_bytes(stage: Stage) -> int:
+    wanted = STEP_BYTES_QUICK if stage.settings.quick else STEP_BYTES
+    return stage.settings.bounded(wanted) // STEP_BYTES_QUICK * STEP_BYTES_QUICK
+
+
+def _saving(
+    stage: Stage, scene: ExitStack, geometry: str, saved_bytes: int, hot: BenchWork | None = None, more_bytes: int = 0
+) -> tuple[Saving, Scratch]:
+    """A node with room in DRAM for a step beside ``hot``, and on NVMe for ``saved_bytes``."""
+    stage.clear()
+    quick, page_bytes = stage.settings.quick, LAYOUTS[geometry].page_bytes
+    pages = BATCH_PAGES_QUICK if quick else BATCH_PAGES
+    extent_bytes = EXTENT_BYTES_QUICK if quick else DRAM_EXTENT_BYTES
+    step_bytes, hot_bytes = _step_bytes(stage), hot.total_bytes if hot is not None else 0
+    room = BenchWork(geometry, SEED, saved_bytes // (pages * page_bytes), pages)
+    scratch, given = target(stage, scene, room, {"demote_at": 1}, more_bytes)
+    ahead_bytes = ahead_pages(geometry) * page_bytes + 2 * extent_bytes
+    daemon = stage.daemon(scene, step_bytes + hot_bytes + ahead_bytes, extent_bytes, given)
+    store = scene.enter_context(connect(daemon.name))
+    where = Where.of(stage.settings.shm_dir, daemon.name, LAYOUTS[geometry])
+    scene.callback(where.close)
+    return Saving(store, where, geometry, pages, step_bytes, hot.chains * hot.pages if hot is not None else 0), scratch

@@ -13,10 +13,10 @@ from kvstore.bench.content import LAYOUTS, Content
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
 from kvstore.bench.put import SharedArea
 from kvstore.bench.stage import Stage
-from kvstore.client.connect import connect
 from kvstore.client.store import Store
+from kvstore.connect import connect
+from kvstore.device.host_memory import empty
 from kvstore.model.objects import key_hash, object_root
-from kvstore.tier.host_memory import empty
 
 Bytes = npt.NDArray[np.uint8]
 

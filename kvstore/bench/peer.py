@@ -15,9 +15,9 @@ from typing import Any
 import numpy as np
 
 from kvstore.bench.content import BenchWork, Content
-from kvstore.bench.reading import Reading
-from kvstore.client.connect import connect
+from kvstore.bench.get import Reading
 from kvstore.client.store import Store
+from kvstore.connect import connect
 from kvstore.errors import KVStoreError, NodeUnavailable
 
 

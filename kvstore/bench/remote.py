@@ -16,18 +16,16 @@ from contextlib import ExitStack, closing, contextmanager
 from kvstore.bench.content import BenchWork, Content, Rows
 from kvstore.bench.get import walk
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
-from kvstore.bench.processes import cpu_s, environment
+from kvstore.bench.processes import Child, cpu_s, environment
 from kvstore.bench.stage import Stage
 from kvstore.client.prefix_cache import PrefixCache
+from kvstore.cluster.data_connection import DataConnection
+from kvstore.cluster.transport import pull
+from kvstore.device.host_memory import empty
 from kvstore.model.prefix import Keys
-from kvstore.serving.child import Child
-from kvstore.tier.data_file import DataServerAt, find_data_server
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.host_memory import empty
-from kvstore.transfer.pulling import pull
-from kvstore.transfer.reading import ReadRequest, WantedChain
-from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import Hello
+from kvstore.shm.data_server_file import DataServerAt, find_data_server
+from kvstore.shm.folder import NodeFolder
+from kvstore.wire.data import Hello, ReadRequest, WantedChain
 
 READY_S = 30.0
 BATCH_S = 30.0

@@ -12,20 +12,7 @@ from functools import partial
 from typing import Any
 
 from kvstore import about
-from kvstore.bench import (
-    evict,
-    find,
-    get,
-    hbm,
-    lookup,
-    memory,
-    nvme,
-    nvme_write,
-    objects,
-    put,
-    remote,
-    restart,
-)
+from kvstore.bench import evict, find, get, hbm, lookup, memory, nvme, objects, put, remote
 from kvstore.bench.harness import Bar, Result
 from kvstore.bench.stage import RunSettings, Stage
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -88,14 +75,14 @@ _ROWS = (
     *_sized("objects_get", "get, 32 objects of {} by one call / memcpy", (0.9, 0.85, 0.6), objects.get),
     Row("evict_1m", "a page that evicts one: node of a million / of 10 k pages", _at_most(1.5), evict.evict),
     Row("memory_1m", "bytes per page beside data and token ids", BYTES_400, memory.memory),
-    Row("restart_8g", "kill -9 to serving again, under reads", IN_2_S, restart.restart),
+    Row("restart_8g", "kill -9 to serving again, under reads", IN_2_S, evict.restart),
     *_sized("get_nvme", "cold get from NVMe, 32 pages of {} / O_DIRECT reads", (0.85,) * 3, nvme.get),
-    *_sized("demotion", "saving pages of {} to NVMe / O_DIRECT writes", (0.8,) * 3, nvme_write.demotion),
+    *_sized("demotion", "saving pages of {} to NVMe / O_DIRECT writes", (0.8,) * 3, nvme.demotion),
     Row(
         "get_while_demoting_2m",
         "get from DRAM while pages are saved / in quiet",
         Bar(0.7),
-        partial(nvme_write.get_while_demoting, geometry="2m"),
+        partial(nvme.get_while_demoting, geometry="2m"),
     ),
     *_sized("remote_get", "get over TCP, 32 pages of {} / plain sockets", (0.8, 0.8, 0.6), remote.get),
     Row("find_512", "lookup of 512 pages over three nodes / one bare round trip", _at_most(2.5), find.find),

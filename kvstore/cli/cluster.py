@@ -11,16 +11,15 @@ from dataclasses import asdict, replace
 from typing import Any, Final
 
 from kvstore import config as configuration
-from kvstore.catalog import schema
-from kvstore.catalog.connect import to_catalog
-from kvstore.catalog.schema import ConductorEntry, DataEntry, EngineEntry, NodeEntry
 from kvstore.cli.output import bytes_text, duration_text, print_json, print_table
 from kvstore.cli.tiers import ways_text
+from kvstore.cluster.catalog import schema
+from kvstore.cluster.catalog.connect import to_catalog
+from kvstore.cluster.catalog.schema import ConductorEntry, DataEntry, EngineEntry, NodeEntry
+from kvstore.cluster.data_connection import DataConnection, credentials_of
+from kvstore.cluster.directory_messages import read_state
 from kvstore.errors import KVStoreError, NodeUnavailable
-from kvstore.transfer.credentials import credentials_of
-from kvstore.transfer.state_pages import read_state
-from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import FrameKind, Hello, WireError
+from kvstore.wire.data import FrameKind, Hello, WireError
 
 ASK_S: Final = 1.0
 

@@ -10,8 +10,8 @@ from kvstore import config as configuration
 from kvstore.cli.output import say
 from kvstore.cli.settings import with_settings
 from kvstore.config import NodeConfig
-from kvstore.service.cluster import data_server
-from kvstore.service.cluster.data_child import SETTINGS
+from kvstore.node.cluster import data_server
+from kvstore.node.cluster.data_child import SETTINGS
 
 
 @click.command()

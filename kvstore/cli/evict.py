@@ -8,9 +8,8 @@ import click
 
 import kvstore
 from kvstore.cli.node import node_option
-from kvstore.cli.output import bytes_text, json_option, print_json, print_table
+from kvstore.cli.output import Duration, Percent, Size, bytes_text, json_option, print_json, print_table
 from kvstore.cli.prompt import PromptOptions, prompt_options
-from kvstore.cli.values import Duration, Percent, Size
 from kvstore.errors import InvalidRequest
 
 NAMES_SHOWN = 20  # of tenants or models; --json has up to a hundred

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 import click
 from click.shell_completion import CompletionItem
 
-from kvstore.tier.folder import list_nodes
+from kvstore.shm.folder import list_nodes
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 

@@ -9,9 +9,8 @@ import click
 
 import kvstore
 from kvstore.cli.node import node_option
-from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, print_table
+from kvstore.cli.output import Duration, bytes_text, duration_text, json_option, print_json, print_table
 from kvstore.cli.prompt import SALT_HELP, PromptOptions, prompt_options
-from kvstore.cli.values import Duration
 from kvstore.errors import InvalidRequest
 
 

@@ -1,20 +1,295 @@
-"""Prompt options: how lookup, pages, evict, pin and unpin are told which prompt they are about."""
+"""Prompt options: how lookup, pages, evict, pin and unpin are told which prompt they are about.
+
+Layout of a prompt on the command line: from a file, from ``key=value`` text, or from what the node has met.
+
+Token ids of a prompt: from a list or ranges, from a file, or from text with a tokenizer.
+
+Tokenizers of Hugging Face are imported only when one is asked for; ``bytes`` (an id per byte of UTF-8) needs nothing.
+Every failure is an InvalidRequest that names the option it came with.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from dataclasses import dataclass
+import importlib
+import io
+import json
+import re
+import sys
+import tomllib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, fields
 from functools import cached_property
-from typing import Any, TypeVar
+from pathlib import Path
+from typing import Any, Final, TypeVar
 
 import click
+import numpy as np
 
-from kvstore.cli import prompt_tokens
-from kvstore.cli.prompt_layout import find_layout
+from kvstore.client.admin import AdminVerbs
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
-from kvstore.errors import InvalidRequest
-from kvstore.model.prefix import Keys, Tokens
+from kvstore.errors import InvalidRequest, PermissionDenied, Unavailable
+from kvstore.model.layout import Layout
+from kvstore.model.prefix import TOKEN_ID_MAX, Keys, Tokens, as_tokens
+
+FIELD: Final = "--layout"
+LAYOUT_FILE_BYTES_MAX: Final = 1 << 20
+_INTEGERS: Final = frozenset(field.name for field in fields(Layout) if field.type == "int")
+_NAMES: Final = frozenset(field.name for field in fields(Layout))
+_FINGERPRINT: Final = re.compile("[0-9a-f]{6,32}")
+_LISTED_MAX: Final = 8
+
+
+def find_layout(store: AdminVerbs, given: str | None, model: str | None) -> Layout:
+    """The layout that the user means.
+
+    Args:
+        given: a file (.json, .toml), ``model=m,layers=2,...``, or how the fingerprint of one begins that the node has
+            met. None: the only one that the node has met (of ``model``).
+
+    Raises:
+        InvalidRequest: it is none, or several fit.
+    """
+    if given is not None and (not _FINGERPRINT.fullmatch(given) or Path(given).is_file()):
+        layout = parse_layout(given)
+        if model is not None and layout.model != model:
+            raise InvalidRequest("--model", f"{model!r} is not that of the layout, {layout.model!r}")
+        return layout
+    try:
+        known = store.layouts(model)
+    except PermissionDenied:
+        raise InvalidRequest(FIELD, "is needed: which layouts a node has met is for operators") from None
+    except Unavailable as error:
+        raise InvalidRequest(FIELD, f"is needed: the node cannot say which it has met ({error})") from None
+    return _chosen(known, given, model)
+
+
+def parse_layout(text: str) -> Layout:
+    """A layout of a file or of ``key=value`` text. Raises InvalidRequest."""
+    found = _of_pairs(text) if "=" in text else _of_file(text)
+    unknown = sorted(set(found) - _NAMES)
+    if unknown:
+        raise InvalidRequest(FIELD, f"has no field {unknown[0]!r}; there are {', '.join(sorted(_NAMES))}")
+    missing = [name for name in ("model", "layers") if name not in found]
+    if missing:
+        raise InvalidRequest(FIELD, f"says no {missing[0]}")
+    try:
+        return Layout(**found)
+    except InvalidRequest as error:
+        raise InvalidRequest(FIELD, f"{error.field.removeprefix('layout.')} {error.reason}") from None
+
+
+def _chosen(known: Sequence[dict[str, Any]], prefix: str | None, model: str | None) -> Layout:
+    """One of those that the node has met."""
+    fit = [entry for entry in known if entry["fingerprint"].startswith(prefix or "")]
+    of = f" of model {model!r}" if model is not None else ""
+    if not fit:
+        which = f" whose fingerprint begins with {prefix}" if prefix else ""
+        raise InvalidRequest(FIELD, f"is needed: the node has met none{of}{which}; give a file or model=...,layers=...")
+    if len(fit) > 1:
+        listed = ", ".join(f"{entry['fingerprint'][:12]} ({_described(entry)})" for entry in fit[:_LISTED_MAX])
+        more = f" and {len(fit) - _LISTED_MAX} more" if len(fit) > _LISTED_MAX else ""
+        raise InvalidRequest(FIELD, f"the node has met {len(fit)}{of}, say which: {listed}{more}")
+    if fit[0]["layout"] is None:
+        raise InvalidRequest(FIELD, f"is needed: nobody told the node all of {fit[0]['fingerprint'][:12]}")
+    return Layout(**fit[0]["layout"])
+
+
+def _described(entry: dict[str, Any]) -> str:
+    layout = entry["layout"]
+    if layout is None:
+        return f"{entry['pages']} pages"
+    group = f", group {layout['group']}" if layout.get("group") else ""
+    return f"{layout['model']}{group}, {layout['page_tokens']} tokens a page, {entry['pages']} pages"
+
+
+def _of_pairs(text: str) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for part in filter(None, (part.strip() for part in text.split(","))):
+        name, equals, value = (word.strip() for word in part.partition("="))
+        if not equals or not name:
+            raise InvalidRequest(FIELD, f"{part!r} is not key=value")
+        if name in found:
+            raise InvalidRequest(FIELD, f"{name} is said twice")
+        if name in _INTEGERS and not re.fullmatch("[0-9]{1,10}", value):
+            raise InvalidRequest(FIELD, f"{name} must be a whole number, not {value!r}")
+        found[name] = int(value) if name in _INTEGERS else value
+    return found
+
+
+def _of_file(text: str) -> dict[str, Any]:
+    """JSON or TOML, as the name ends; in either the fields may stand in a table ``layout``."""
+    path = Path(text)
+    try:
+        with open(path, "rb") as file:
+            data = file.read(LAYOUT_FILE_BYTES_MAX + 1)
+    except OSError as error:
+        raise InvalidRequest(FIELD, f"{text}: {error.strerror}; give a file or model=...,layers=...") from None
+    try:
+        if len(data) > LAYOUT_FILE_BYTES_MAX:
+            raise ValueError(f"more than {LAYOUT_FILE_BYTES_MAX} bytes")
+        found = tomllib.loads(data.decode()) if path.suffix == ".toml" else json.loads(data)
+    except ValueError as error:  # of JSON, TOML and UTF-8 alike
+        raise InvalidRequest(FIELD, f"{text} cannot be read ({error})") from None
+    if isinstance(found, dict) and isinstance(found.get("layout"), dict):
+        found = found["layout"]
+    if not isinstance(found, dict):
+        raise InvalidRequest(FIELD, f"{text} has no fields")
+    return found
+
+
+FILE_BYTES_MAX = 256 << 20
+TOKENS_MAX = 1 << 24
+STDIN = "-"
+BYTES = "bytes"
+
+_RANGE = re.compile(r"([0-9]{1,10})(?:-([0-9]{1,10}))?")
+_SEPARATORS = re.compile(r"[\s,]+")
+
+
+def from_list(text: str, field: str = "--tokens") -> Tokens:
+    """``1,2,3``; ``A-B`` stands for all from A to B: ``5,7,100-355``. Separated by commas or blanks."""
+    parts: list[Any] = []
+    total = 0
+    for part in filter(None, _SEPARATORS.split(text)):
+        found = _RANGE.fullmatch(part)
+        if found is None:
+            raise InvalidRequest(field, f"{part!r} is not a token id or a range such as 0-1023")
+        first, last = int(found[1]), int(found[2] or found[1])
+        if last < first or last > TOKEN_ID_MAX:
+            raise InvalidRequest(field, f"{part!r} is not a range of ids from 0 to {TOKEN_ID_MAX}")
+        total += last - first + 1
+        if total > TOKENS_MAX:
+            raise InvalidRequest(field, f"has more than {TOKENS_MAX} tokens")
+        parts.append(np.arange(first, last + 1, dtype=np.int64) if found[2] else first)
+    if not parts:
+        raise InvalidRequest(field, "has no tokens")
+    return _checked(np.concatenate([np.atleast_1d(np.asarray(part, np.int64)) for part in parts]), field)
+
+
+def from_file(path: str, field: str = "--file") -> Tokens:
+    """``.npy``: an array of integers. Else JSON (a list of ids, or an object with ``tokens``), where it starts like it;
+    else text as ``from_list`` takes it. ``-`` is the standard input, in any of these forms."""
+    data = _read(path, field)
+    if data[:6] == b"\x93NUMPY":
+        try:
+            array = np.load(io.BytesIO(data), allow_pickle=False)
+        except (ValueError, EOFError, OSError) as error:
+            raise InvalidRequest(field, f"{path} is no array that can be read ({error})") from None
+        return _checked(array, field)
+    text = _text(data, path, field)
+    if text.lstrip()[:1] in ("[", "{"):
+        try:
+            found = json.loads(text)
+        except ValueError as error:
+            raise InvalidRequest(field, f"{path} is no JSON ({error})") from None
+        found = found.get("tokens") if isinstance(found, dict) else found
+        if not isinstance(found, list):
+            raise InvalidRequest(field, f"{path} has no list of token ids, nor an object with `tokens`")
+        return _checked(found, field)
+    return from_list(text, field)
+
+
+def from_text(text: str, tokenizer: str | None, special: bool) -> Tokens:
+    """The ids that a tokenizer makes of a text; ``special``: with those that it adds to a prompt."""
+    if tokenizer is None:
+        raise InvalidRequest("--tokenizer", f"text needs one: a path, or {BYTES!r} (an id per byte)")
+    if tokenizer == BYTES:
+        ids: Any = np.frombuffer(text.encode(errors="surrogateescape"), np.uint8)
+    else:
+        ids = _hugging_face(tokenizer, text, special)
+    if not len(ids):
+        raise InvalidRequest("--text", "has no tokens")
+    return _checked(ids, "--text")
+
+
+def read_text(path: str) -> str:
+    """A prompt's text from a file, or from the standard input."""
+    return _text(_read(path, "--text-file"), path, "--text-file")
+
+
+def _hugging_face(tokenizer: str, text: str, special: bool) -> list[int]:
+    """A ``tokenizer.json`` is read by `tokenizers`; a folder, or a name whose files are here, by `transformers`.
+    Nothing is downloaded."""
+    path = Path(tokenizer)
+    if (tokenizer.startswith((".", "/")) or path.suffix == ".json") and not path.exists():
+        raise InvalidRequest("--tokenizer", f"{tokenizer}: No such file or directory")
+    alone = path if path.is_file() else path / "tokenizer.json"
+    if path.is_file() or (alone.is_file() and not _installed("transformers")):
+        loader = _needed("tokenizers").Tokenizer.from_file
+        source: str = str(alone)
+    else:
+        auto = _needed("transformers").AutoTokenizer
+
+        def loader(name: str) -> Any:
+            return auto.from_pretrained(name, local_files_only=True)
+
+        source = tokenizer
+    with _BlamedOn(tokenizer):
+        encoded = loader(source).encode(text, add_special_tokens=special)
+    return list(getattr(encoded, "ids", encoded))
+
+
+class _BlamedOn:
+    """Whatever such a package raises of its files, plain `Exception` among it, is about what the user named."""
+
+    def __init__(self, tokenizer: str) -> None:
+        self._tokenizer = tokenizer
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, Exception):
+            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise InvalidRequest("--tokenizer", f"{self._tokenizer} cannot be used ({first})") from None
+
+
+def _installed(name: str) -> bool:
+    try:
+        importlib.import_module(name)
+    except ImportError:
+        return False
+    return True
+
+
+def _needed(name: str) -> Any:
+    try:
+        return importlib.import_module(name)
+    except ImportError:
+        reason = f"needs the Python package {name!r}, not found; {BYTES!r} needs none"
+        raise InvalidRequest("--tokenizer", reason) from None
+
+
+def _read(path: str, field: str) -> bytes:
+    if path == STDIN:
+        data = sys.stdin.buffer.read(FILE_BYTES_MAX + 1)
+    else:
+        try:
+            with open(path, "rb") as file:
+                data = file.read(FILE_BYTES_MAX + 1)
+        except OSError as error:
+            raise InvalidRequest(field, f"{path}: {error.strerror}") from None
+    if len(data) > FILE_BYTES_MAX:
+        raise InvalidRequest(field, f"{path} has more than {FILE_BYTES_MAX} bytes")
+    return data
+
+
+def _text(data: bytes, path: str, field: str) -> str:
+    try:
+        return data.decode()
+    except UnicodeDecodeError as error:
+        raise InvalidRequest(field, f"{path} is not text in UTF-8 ({error.reason} at byte {error.start})") from None
+
+
+def _checked(tokens: Any, field: str) -> Tokens:
+    try:
+        found = as_tokens(tokens)
+    except InvalidRequest as error:
+        raise InvalidRequest(field, error.reason) from None
+    if len(found) > TOKENS_MAX:
+        raise InvalidRequest(field, f"has more than {TOKENS_MAX} tokens")
+    return found
+
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
@@ -63,11 +338,11 @@ class PromptOptions:
         if self.tokenizer is not None and not sources[0].startswith("--text"):
             raise InvalidRequest("--tokenizer", "goes with --text or --text-file")
         if self.tokens is not None:
-            return prompt_tokens.from_list(self.tokens)
+            return from_list(self.tokens)
         if self.file is not None:
-            return prompt_tokens.from_file(self.file)
-        text = self.text if self.text is not None else prompt_tokens.read_text(str(self.text_file))
-        return prompt_tokens.from_text(text, self.tokenizer, self.special_tokens)
+            return from_file(self.file)
+        text = self.text if self.text is not None else read_text(str(self.text_file))
+        return from_text(text, self.tokenizer, self.special_tokens)
 
     def find(self, store: Store, salt: str | None) -> Prompt:
         """The prompt in that store. Raises InvalidRequest naming the option."""

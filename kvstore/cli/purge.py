@@ -9,9 +9,8 @@ import click
 
 from kvstore.cli.output import json_option, print_json
 from kvstore.errors import InvalidRequest
-from kvstore.tier.folder import PREFIX, NodeFolder, list_nodes
-from kvstore.tier.purging import check_purge, owned
-from kvstore.tier.purging import purge as purge_folder
+from kvstore.shm.folder import PREFIX, NodeFolder, check_purge, list_nodes, owned
+from kvstore.shm.folder import purge as purge_folder
 
 
 def shm_dir() -> Path:

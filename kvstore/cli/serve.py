@@ -10,7 +10,7 @@ from kvstore import config as configuration
 from kvstore.cli.output import say
 from kvstore.cli.settings import with_settings
 from kvstore.config import NodeConfig
-from kvstore.service import daemon
+from kvstore.node import daemon
 
 
 @click.command()

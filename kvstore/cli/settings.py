@@ -11,8 +11,7 @@ import click
 
 from kvstore.cli.output import json_option
 from kvstore.config import format_size
-from kvstore.config.reading import Declared, Settings, declared
-from kvstore.config.values import Parser, parse_size, parse_size_or_zero
+from kvstore.config.reading import Declared, Parser, Settings, declared, parse_size, parse_size_or_zero
 
 _SIZES = (parse_size, parse_size_or_zero)
 _Command = TypeVar("_Command", bound=Callable[..., Any])

@@ -1,4 +1,9 @@
-"""Buffers: what callers hand in (numpy, torch, bytearray, memoryview, ...) as plain rows of bytes, without a copy."""
+"""Buffers: what callers hand in (numpy, torch, bytearray, memoryview, ...) as plain rows of bytes, without a copy.
+
+Arguments: what callers give that every store checks alike. Each check raises InvalidRequest naming the field.
+
+Scattered: one value in several buffers of a caller.
+"""
 
 from __future__ import annotations
 
@@ -8,8 +13,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.device.host_memory import copy
 from kvstore.errors import InvalidRequest
-from kvstore.tier.host_memory import copy
 
 Rows = npt.NDArray[np.uint8]
 
@@ -162,3 +167,73 @@ def _flat_memory(buffer: Any, field: str) -> Rows:
     if view.nbytes == 0:
         return np.empty(0, np.uint8)
     return np.frombuffer(view, np.uint8)
+
+
+SECONDS_MAX = 1e6
+
+
+def check_seconds(value: Any, field: str) -> float:
+    """A number of seconds, more than zero."""
+    if not isinstance(value, int | float) or not 0 < value < SECONDS_MAX:
+        raise InvalidRequest(field, f"must be positive seconds, not {value!r}")
+    return value
+
+
+def check_text(value: Any, field: str) -> str:
+    """Text that UTF-8 can say."""
+    if not isinstance(value, str):
+        raise InvalidRequest(field, f"must be text, not {type(value).__name__}")
+    try:
+        value.encode()
+    except UnicodeEncodeError as error:
+        raise InvalidRequest(field, f"is not valid text ({error.reason})") from None
+    return value
+
+
+class Scattered:
+    """One value over several flat buffers, laid end to end."""
+
+    def __init__(self, parts: list[Rows]) -> None:
+        self.parts = parts
+        self.nbytes: int = parts[0].size if len(parts) == 1 else sum([part.size for part in parts])
+
+    @classmethod
+    def of(cls, value: Any, field: str, writable: bool) -> Scattered:
+        """A caller's buffer, or list of buffers. Raises InvalidRequest naming ``field``."""
+        parts = [flat_bytes(part, field) for part in (value if isinstance(value, list | tuple) else [value])]
+        if writable:
+            for part in parts:
+                if not part.flags.writeable:
+                    raise InvalidRequest(field, "must be writable")
+        return cls(parts)
+
+    def write(self, start: int, data: Rows) -> None:
+        """Copy ``data`` to ``start`` of the value."""
+        for part, low, high, at in self._cut(start, data.size):
+            copy(part[low:high], data[at : at + high - low])
+
+    def read(self, start: int, into: Rows) -> None:
+        """Copy from ``start`` of the value as much as ``into`` takes and there is."""
+        if len(self.parts) == 1:
+            part = self.parts[0][start : start + into.size]
+            copy(into[: part.size], part)
+            return
+        for part, low, high, at in self._cut(start, min(into.size, self.nbytes - start)):
+            copy(into[at : at + high - low], part[low:high])
+
+    def rows(self, start: int, rows: int, row_bytes: int) -> Rows | None:
+        """As many of these rows from ``start`` on as lie in one buffer, as a view; None where the first does not."""
+        for part, low, _, _ in self._cut(start, 1):
+            fit = min(rows, (part.size - low) // row_bytes)
+            return part[low : low + fit * row_bytes].reshape(fit, row_bytes) if fit else None
+        return None
+
+    def _cut(self, start: int, count: int) -> list[tuple[Rows, int, int, int]]:
+        """(buffer, low, high, place in ``start .. start + count``) of every buffer that has some of it."""
+        cut, base, stop = [], 0, start + count
+        for part in self.parts:
+            low, high = max(start - base, 0), min(stop - base, part.size)
+            if low < high:
+                cut.append((part, low, high, base + low - start))
+            base += part.size
+        return cut

@@ -11,9 +11,9 @@ from typing import Any, Final, NamedTuple
 import numpy as np
 
 from kvstore.client.buffers import Rows, rows_to_read
+from kvstore.device.base import Addresses, Device, DeviceEvent
+from kvstore.device.cuda import device_of, missing
 from kvstore.errors import InvalidRequest
-from kvstore.tier.device import Addresses, Device, DeviceEvent
-from kvstore.tier.devices import device_of, missing
 
 _DLPACK_CPU: Final = 1
 _DLPACK_CUDA: Final = (2, 13)  # device and managed memory

@@ -1,22 +1,27 @@
-"""GroupedCache: the pages of a model with several cache groups, as one cache."""
+"""GroupedCache: the pages of a model with several cache groups, as one cache.
+
+GroupedLease: pages of several cache groups kept where they are until a deadline, and views of them.
+
+GroupedMatch: what a lookup, a get or a lease of a cache with several groups found.
+"""
 
 from __future__ import annotations
 
 import time
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Final, NoReturn
+from contextlib import ExitStack
+from types import TracebackType
+from typing import Any, Final, NoReturn, Self
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.arguments import check_seconds
-from kvstore.client.buffers import Rows, rows_to_fill
+from kvstore.client.buffers import Rows, check_seconds, rows_to_fill
 from kvstore.client.device_rows import DeviceRows, any_rows, device_rows_to_fill, on_device
-from kvstore.client.grouped_lease import GroupedLease
-from kvstore.client.grouped_match import GroupedMatch
-from kvstore.client.match import ABSENT, Match
+from kvstore.client.match import ABSENT, Lease, Match
 from kvstore.client.prefix_cache import PrefixCache
+from kvstore.device.host_memory import empty
 from kvstore.errors import InvalidRequest
 from kvstore.model.groups import (
     GROUPS_MAX,
@@ -31,7 +36,147 @@ from kvstore.model.groups import (
 from kvstore.model.prefix import Keys, as_tokens
 from kvstore.model.replica import Tier
 from kvstore.model.retention import Retention, hints_of
-from kvstore.tier.host_memory import empty
+
+
+class GroupedMatch:
+    """How much of a prompt was found in every group. A value: it does not change.
+
+    Attributes:
+        tokens: the boundary: prompt tokens covered.
+        pages: of each group the pages that this boundary needs.
+        reason: why it is no longer: "" where it is as long as what was asked for, else as ``Match.reason``.
+        group: number of the group that lacks a page of the next longer boundary; None where ``reason`` is "".
+        data: of each group uint8 ``[len(pages[group]), page_bytes]`` where ``get`` was given no buffers, else None.
+        tiers: pages of all groups by the tier they were found in.
+        nodes: pages by the other node of the pool that they were found on, or came from.
+    """
+
+    __slots__ = ("data", "group", "nodes", "pages", "reason", "tiers", "tokens")
+
+    def __init__(
+        self,
+        tokens: int,
+        pages: tuple[range, ...],
+        reason: str,
+        group: int | None,
+        data: list[npt.NDArray[np.uint8]] | None,
+        tiers: Mapping[Tier, int],
+        nodes: Mapping[str, int],
+    ) -> None:
+        self.tokens: Final = tokens
+        self.pages: Final = pages
+        self.reason: Final = reason
+        self.group: Final = group
+        self.data: Final = data
+        self.tiers: Final = dict(tiers)
+        self.nodes: Final = dict(nodes)
+
+    def read(
+        self, data: list[npt.NDArray[np.uint8]] | None, tiers: Mapping[Tier, int], nodes: Mapping[str, int]
+    ) -> GroupedMatch:
+        """The same match, whose pages came from there."""
+        return GroupedMatch(self.tokens, self.pages, self.reason, self.group, data, tiers, nodes)
+
+    def because(self, reason: str, group: int | None) -> GroupedMatch:
+        """The same match, which is no longer for another reason."""
+        return GroupedMatch(self.tokens, self.pages, reason, group, self.data, self.tiers, self.nodes)
+
+    def __bool__(self) -> bool:
+        return self.tokens > 0
+
+    def __repr__(self) -> str:
+        return f"GroupedMatch(tokens={self.tokens}, pages={self.pages}, reason={self.reason!r})"
+
+
+Find = Callable[[dict[Lack, str]], GroupedMatch]
+
+
+class GroupedLease:
+    """Views of what the longest boundary needs: ``with cache.lease(tokens) as lease: use(lease.pages[group][0])``.
+
+    Life as that of a ``Lease``, one of which it holds for each chain of pages: one per full group, and one per page of
+    the others.
+
+    Attributes (once entered):
+        pages: of each group read-only uint8 arrays ``[page_bytes]``, those of ``match.pages[group]``.
+        match: how much was found. Nothing found is an empty lease.
+    """
+
+    def __init__(self, groups: Sequence[PrefixCache], keys: GroupedKeys, ttl_s: float, find: Find) -> None:
+        self.pages: list[list[npt.NDArray[np.uint8]]] = [[] for _ in groups]
+        self.match: GroupedMatch | None = None
+        self._groups, self._keys, self._find = groups, keys, find
+        self._ttl_s = check_seconds(ttl_s, "ttl_s")
+        self._leases: list[Lease] = []
+        self._held = ExitStack()
+
+    def __enter__(self) -> Self:
+        """Take the lease.
+
+        Raises:
+            NodeUnavailable, DeadlineExceeded: the daemon did not answer in time.
+        """
+        if self.match is not None:
+            raise InvalidRequest("lease", "is taken already: make another")
+        lost: dict[Lack, str] = {}
+        while not self._take(self._find(lost), lost):
+            pass  # the next shorter boundary
+        return self
+
+    def _take(self, match: GroupedMatch, lost: dict[Lack, str]) -> bool:
+        """Whether all pages of the match are leased; nothing is where one of them is not, which is ``lost`` then."""
+        leases, views = list[Lease](), [list[npt.NDArray[np.uint8]]() for _ in self._groups]
+        with ExitStack() as held:
+            for number, (group, needed) in enumerate(zip(self._groups, match.pages, strict=True)):
+                for part in self._keys.parts(number, needed):
+                    lease = held.enter_context(group.lease(part, self._ttl_s))
+                    leases.append(lease)
+                    views[number] += lease.pages
+                    if lease.match.pages < len(part):
+                        lost[Lack(number, needed.start + len(views[number]))] = lease.match.reason
+                        return False
+            self.match, self.pages, self._leases, self._held = match, views, leases, held.pop_all()
+        return True
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        """Release it.
+
+        Raises:
+            LeaseBroken: a page changed meanwhile. Inside the handling of another exception that one gets a note.
+        """
+        self.pages, self._leases = [[] for _ in self._groups], []
+        self._held.__exit__(kind, error, trace)
+
+    def renew(self, ttl_s: float) -> None:
+        """Move the deadline to ``ttl_s`` from now. A lease that had ended is taken again.
+
+        Raises:
+            LeaseBroken: it had ended, and a page has changed or is gone.
+            NodeUnavailable, DeadlineExceeded: the node did not answer; of some pages the old deadline holds.
+        """
+        for lease in self._leases:
+            lease.renew(ttl_s)
+
+    def check(self) -> None:
+        """Whether everything read through the views up to now was right.
+
+        Raises:
+            LeaseBroken: a page changed; the lease was overstayed.
+        """
+        for lease in self._leases:
+            lease.check()
+
+    def release(self) -> None:
+        """End it now. Views must not be used any more."""
+        for lease in self._leases:
+            lease.release()
+        self.pages, self._leases = [[] for _ in self._groups], []
+
+    def __reduce__(self) -> NoReturn:
+        raise InvalidRequest("lease", "cannot be pickled: it belongs to this process")
+
 
 Asked = Callable[[PrefixCache, Keys], Match]
 

@@ -1,4 +1,7 @@
-"""PrefixCache: the pages of one layout, salt and adapter in one store. The verbs users call most."""
+"""PrefixCache: the pages of one layout, salt and adapter in one store. The verbs users call most.
+
+PendingPut: a put whose last acknowledgements have not been read.
+"""
 
 from __future__ import annotations
 
@@ -12,18 +15,37 @@ from typing import Any, NoReturn
 from kvstore.client.buffers import Rows, rows_to_fill
 from kvstore.client.device_link import BOUNCE_BYTES, COPY_DEADLINE_S, link_of
 from kvstore.client.device_rows import DeviceRows, device_rows_to_fill, on_device
-from kvstore.client.lease import Lease
-from kvstore.client.match import Match
-from kvstore.client.pending import PendingPut
+from kvstore.client.match import Lease, Match
 from kvstore.client.reader import Reader
 from kvstore.client.writer import Writer
+from kvstore.device.host_memory import empty
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, as_tokens, check_extras, root_key
 from kvstore.model.replica import FrameClass, Tier
 from kvstore.model.retention import Retention, hints_of
 from kvstore.model.shard import Shard
-from kvstore.tier.host_memory import empty
+
+
+class PendingPut(ABC):
+    """A put on its way. Made by ``PrefixCache.put_async``; the caller's buffer is free already.
+
+    Ends with ``result``. After a failure some leading pages may be stored, and a later put of the same prompt continues
+    where this one stopped. Threads may share it.
+    """
+
+    __slots__ = ()
+
+    @abstractmethod
+    def result(self) -> int:
+        """Pages newly stored, once that is acknowledged. Fewer than were given: see ``PrefixCache.put``.
+
+        May be called again, and gives the same answer or failure.
+
+        Raises:
+            QuotaExceeded: nothing was stored, because the tenant has all it may have.
+            NodeUnavailable, DeadlineExceeded: the node did not acknowledge in time; some pages may be stored.
+        """
 
 
 class PrefixCache(ABC):

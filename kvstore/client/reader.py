@@ -6,14 +6,13 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any, Final, NoReturn
 
-from kvstore.client.arguments import check_seconds
-from kvstore.client.buffers import Rows, rows_to_fill
+from kvstore.client.buffers import Rows, check_seconds, rows_to_fill
 from kvstore.client.device_link import link_of
 from kvstore.client.device_rows import DeviceRows, device_rows_to_fill, on_device
+from kvstore.device.host_memory import empty
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.tier.host_memory import empty
 
 
 class Reader(ABC):

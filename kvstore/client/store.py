@@ -8,7 +8,7 @@ from types import TracebackType
 from typing import Any, Final, NoReturn, Self, overload
 
 from kvstore.client.admin import AdminVerbs
-from kvstore.client.arguments import check_text
+from kvstore.client.buffers import check_text
 from kvstore.client.grouped_cache import GroupedCache
 from kvstore.client.objects import ObjectVerbs
 from kvstore.client.prefix_cache import PrefixCache

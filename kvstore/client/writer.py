@@ -15,8 +15,7 @@ from typing import Any, Final, NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.arguments import check_seconds
-from kvstore.client.buffers import Rows, flat_bytes, rows_to_read
+from kvstore.client.buffers import Rows, check_seconds, flat_bytes, rows_to_read
 from kvstore.client.device_link import host_rows
 from kvstore.client.device_rows import DeviceRows, any_rows, device_rows_to_read, on_device
 from kvstore.errors import InvalidRequest

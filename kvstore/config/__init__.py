@@ -3,7 +3,7 @@
 A value comes from, strongest first: a flag, the environment (``KVSTORE_DRAM``), a TOML file (``dram = "4GiB"`` under
 ``[node]``), the default. `Config.sources` remembers which. Names nobody knows are refused, so that a typing error is
 never a silent default. Only `load` touches files and the environment; everything else here is pure. How text becomes a
-value stands in `kvstore.config.values`.
+value stands in `kvstore.config.reading`.
 
 To add a setting: one field with `setting(default, parser, help)`, which is its flag, its variable and its name in the
 file; its bounds or relations in `__post_init__`. Settings that every daemon has are in `kvstore.config.daemon`.
@@ -19,8 +19,7 @@ from pathlib import Path
 from types import MappingProxyType
 
 from kvstore.config.daemon import DaemonConfig, require
-from kvstore.config.reading import parsed, read, setting
-from kvstore.config.values import (
+from kvstore.config.reading import (
     GIB,
     KIB,
     MIB,
@@ -40,6 +39,9 @@ from kvstore.config.values import (
     parse_size_or_zero,
     parse_switch,
     parse_text,
+    parsed,
+    read,
+    setting,
 )
 
 __all__ = [

@@ -10,14 +10,14 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from kvstore.config.reading import setting
-from kvstore.config.values import (
+from kvstore.config.reading import (
     parse_address_or_none,
     parse_hosts,
     parse_listen,
     parse_number,
     parse_path_or_none,
     parse_text,
+    setting,
 )
 from kvstore.errors import InvalidRequest
 

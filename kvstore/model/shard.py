@@ -4,12 +4,27 @@ A model is cut by KV heads over ``ranks`` (tensor parallel) and by layers over `
 
 Worked example: 10 layers of 8 heads over 2 ranks and 4 stages. The stages have 3, 3, 2 and 2 layers; rank 1 of stage 2
 is shard 5 of 8 and has heads 4..7 of layers 6 and 7. With 16 ranks each head is held by two; the lower one writes it.
+
+Strides: where the bytes of a page are in memory that another engine has laid out.
+
+A page's bytes are ``[layer][kv_head][token][content]``. In memory of ours a page is contiguous. In that of another
+engine a page is one block of each layer's tensor, and inside of it heads and tokens may come in any order. All numbers
+are bytes, from where the memory begins; examples of ``frames`` blocks, H heads, N tokens, C bytes of content::
+
+    one piece, S bytes apart           layers [0]           block S       dims []                      piece L*H*N*C
+    a tensor [B, H, N, C] per layer    layers [0, B*H*N*C]  block H*N*C   dims []                      piece H*N*C
+    a tensor [B, N, H, C] per layer    layers as above      block H*N*C   dims [(H, C), (N, H*C)]      piece C
+    K and V apart, each [B, N, H, C/2] layers as above      block H*N*C/2 dims [(H, C/2), (N, H*C/2),  piece C/2
+                                                                                (2, B*H*N*C/2)]
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import cached_property
+from typing import Final
 
 import numpy as np
 import numpy.typing as npt
@@ -99,3 +114,100 @@ class Shard:
     def unpacked(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
         """A view of ``rows`` ``[n, nbytes]``, each contiguous, in the shape of the shard."""
         return rows.reshape(len(rows), self.layers[1] - self.layers[0], self.width)
+
+
+LAYERS_MAX: Final = 256
+DIMS_MAX: Final = 4
+NUMBER_MAX: Final = 1 << 56  # of bytes, and of pieces
+
+Addresses = npt.NDArray[np.uint64]
+
+
+@dataclass(frozen=True)
+class Strides:
+    """See the module. Nothing says that pages are apart from each other: who writes there sees to that.
+
+    Attributes:
+        layers: where each layer's first block begins.
+        block: from one block of a layer to the next.
+        dims: count and stride of each dimension between layer and piece, in the order of the page's bytes.
+        piece: the bytes that are contiguous.
+
+    Raises:
+        InvalidRequest: there are no layers, or too many layers or dimensions; or a number is not a length.
+    """
+
+    layers: Sequence[int]
+    block: int
+    dims: Sequence[tuple[int, int]]
+    piece: int
+
+    def __post_init__(self) -> None:
+        object.__setattr__(self, "layers", tuple(self.layers))
+        object.__setattr__(self, "dims", tuple((count, stride) for count, stride in self.dims))
+        if not 1 <= len(self.layers) <= LAYERS_MAX or len(self.dims) > DIMS_MAX:
+            raise InvalidRequest("strides", f"must have 1 to {LAYERS_MAX} layers, and {DIMS_MAX} dimensions at most")
+        counts = [self.piece, *(count for count, _ in self.dims)]
+        if min(counts) < 1 or not all(0 <= number < NUMBER_MAX for number in self.numbers()):
+            raise InvalidRequest("strides", "must be of positive lengths that a machine may have")
+
+    @classmethod
+    def whole(cls, page_bytes: int, stride: int) -> Strides:
+        """Strides of pages that are each contiguous, ``stride`` bytes apart."""
+        return cls((0,), stride, (), page_bytes)
+
+    def numbers(self) -> list[int]:
+        """All numbers: piece, block, layers, dimensions."""
+        return [self.piece, self.block, *self.layers, *(number for dim in self.dims for number in dim)]
+
+    @property
+    def page_bytes(self) -> int:
+        """Bytes of all pieces of a page together."""
+        return len(self.layers) * self.piece * math.prod(count for count, _ in self.dims)
+
+    def nbytes(self, frames: int) -> int:
+        """Bytes of the memory that contains ``frames`` pages: no byte of them is beyond that."""
+        inside = sum((count - 1) * stride for count, stride in self.dims)
+        return max(self.layers) + (frames - 1) * self.block + inside + self.piece
+
+    def part(self, number: int, parts: int) -> Strides | None:
+        """The strides of one of ``parts`` equal parts of a page, a layer for example; None where such a part is not as
+        regular as the whole."""
+        apart = len(self.layers)
+        if apart % parts == 0:
+            each = apart // parts
+            return replace(self, layers=self.layers[number * each : (number + 1) * each])
+        if parts % apart:
+            return None
+        parts //= apart
+        first, number = self.layers[number // parts], number % parts
+        for at, (count, stride) in enumerate(self.dims):
+            if count % parts == 0:
+                each = count // parts
+                dims = [(each, stride), *self.dims[at + 1 :]]
+                return Strides((first + number * each * stride,), self.block, dims, self.piece)
+            if parts % count:
+                return None
+            parts //= count
+            first, number = first + number // parts * stride, number % parts
+        if self.piece % parts:
+            return None
+        piece = self.piece // parts
+        return Strides((first + number * piece,), self.block, (), piece)
+
+    def pieces(self) -> tuple[Addresses, Addresses]:
+        """Offsets of the pieces of the first page, and their lengths, in the order of its bytes; neighbours as one."""
+        places = np.asarray(self.layers, np.uint64)
+        for count, stride in self.dims:
+            places = (places[:, None] + np.arange(count, dtype=np.uint64) * np.uint64(stride)).reshape(-1)
+        starts = np.flatnonzero(np.concatenate([[True], places[1:] != places[:-1] + np.uint64(self.piece)]))
+        counts = np.diff(np.append(starts, len(places)))
+        return places[starts], (counts * self.piece).astype(np.uint64)
+
+    def views(self, memory: npt.NDArray[np.uint8], frames: int) -> list[npt.NDArray[np.uint8]]:
+        """``[frames, counts of dims..., piece]`` of each layer, in memory that is as long as ``nbytes``."""
+        assert memory.flags.c_contiguous and memory.nbytes >= self.nbytes(frames), memory.nbytes
+        shape = (frames, *(count for count, _ in self.dims), self.piece)
+        strides = (self.block, *(stride for _, stride in self.dims), 1)
+        flat = memory.reshape(-1)
+        return [np.lib.stride_tricks.as_strided(flat[first:], shape, strides) for first in self.layers]

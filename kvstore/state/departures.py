@@ -15,11 +15,10 @@ from kvstore.model.replica import Address, Tier
 from kvstore.state import events as ev
 from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool, Extent
+from kvstore.state.interfaces import TierParts
 from kvstore.state.leases import LeaseTable
-from kvstore.state.pages import SEALED, Pages
 from kvstore.state.tenants import TierAccounts
-from kvstore.state.tier_parts import TierParts
-from kvstore.state.vacating import Leaving, Vacated
+from kvstore.state.tier_pages import SEALED, Leaving, Pages, Vacated
 
 
 class Below(Protocol):

@@ -44,7 +44,7 @@ from kvstore.state.instructions import (
     WriteUse,
     WriteWriter,
 )
-from kvstore.state.views import Rows
+from kvstore.state.interfaces import Rows
 
 __all__ = [
     "Adopt",

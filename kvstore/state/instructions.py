@@ -14,7 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier
-from kvstore.state.views import Rows
+from kvstore.state.interfaces import Rows
 
 
 @dataclass(slots=True)

@@ -11,11 +11,11 @@ from collections.abc import Callable, Iterable
 import numpy as np
 
 from kvstore.model.replica import Address, FrameState, Tier
-from kvstore.state import closure
+from kvstore.state import prefix_links
+from kvstore.state.directory_spans import spans_by_chain
+from kvstore.state.interfaces import Snapshot
 from kvstore.state.node_state import NodeState
 from kvstore.state.space import Space
-from kvstore.state.spans import spans_by_chain
-from kvstore.state.views import Snapshot
 
 SEALED = FrameState.SEALED
 
@@ -203,7 +203,7 @@ def _copies(state: NodeState, space: Space) -> list[str]:
 def _closure(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[str]:
     """Every sealed page's parent is sealed; children counts are true; exactly childless pages can be evicted."""
     wrong: list[str] = []
-    links = closure.link(snapshots) if snapshots else None
+    links = prefix_links.link(snapshots) if snapshots else None
     if links is None:
         return wrong
     for i in np.flatnonzero(links.parent == -2).tolist():
@@ -227,7 +227,7 @@ def _closure(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[
     return wrong + _spans(space, links)
 
 
-def _spans(space: Space, links: closure.Links) -> list[str]:
+def _spans(space: Space, links: prefix_links.Links) -> list[str]:
     """Every page is in the span that its place in its chain says."""
     wrong: list[str] = []
     true = spans_by_chain(space.segment, links)

@@ -20,11 +20,11 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any, Final
 
+from kvstore.model.prefix import spans_of
 from kvstore.model.replica import KEY_BYTES, Address, FrameClass, Status, Tier
-from kvstore.model.span import spans_of
 from kvstore.state import events as ev
-from kvstore.state.client_session import ClientSession
 from kvstore.state.frames import ExtentNumbers
+from kvstore.state.interfaces import ClientSession
 from kvstore.state.tenants import Tenants
 
 MOUNTS_MAX: Final = 64  # segments at a time

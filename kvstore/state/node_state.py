@@ -4,6 +4,12 @@ Its tiers are a row, the fastest first: clients write into the first one and lea
 neighbours (``tiering``). Which frames are free is in each tier's ``frames.Segment``, which pages are being written in
 ``writing.Writing``, which are leased in ``leases.LeaseTable``. Sealed pages are known by the index and the
 records alone, read through ``PageIndex`` and ``RecordView``. What engines say of their own memory is in ``mounts``.
+
+Shrinking: extents beyond a segment's bound give their positions up. See ``Segment.limit``; of DRAM alone.
+
+Nothing is granted there any more (``Extent.close``). What is stored there moves into other extents of its class, which
+evict as many of their coldest pages for it as have no room. Leases, reservations and copies on their way keep an extent
+where it is; it is asked again.
 """
 
 from __future__ import annotations
@@ -12,27 +18,47 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from kvstore.model.replica import ROOT, Address, FrameClass, Status, Tier, keys_of
+from kvstore.model.replica import ROOT, Address, FrameClass, FrameState, Status, Tier, keys_of
 from kvstore.state import events as ev
-from kvstore.state.begun import BegunPages
-from kvstore.state.choosing import Choosing
-from kvstore.state.client_session import ClientSession
+from kvstore.state.directory_spans import spans_after
 from kvstore.state.eviction import Page
-from kvstore.state.frames import GRANTED_AHEAD_SHARE
+from kvstore.state.frames import GRANTED_AHEAD_SHARE, Extent
+from kvstore.state.interfaces import ClientSession, TierParts
 from kvstore.state.leases import LeaseTable
 from kvstore.state.mounts import Mounts
-from kvstore.state.object_batches import ObjectBatches
-from kvstore.state.objects import Objects
-from kvstore.state.pages import standings_of
-from kvstore.state.pending import PendingTable
+from kvstore.state.objects import ObjectBatches, Objects
+from kvstore.state.operator_evict import Choosing
 from kvstore.state.pins import Pins
-from kvstore.state.shrinking import shrink
 from kvstore.state.space import Space
-from kvstore.state.spans import spans_after
 from kvstore.state.tenants import TenantQuota, Tenants
-from kvstore.state.tier_parts import TierParts
-from kvstore.state.tiering import Tiering
-from kvstore.state.writing import Writing, named_twice
+from kvstore.state.tier_pages import standings_of
+from kvstore.state.tiering.tiering import Tiering
+from kvstore.state.writing import BegunPages, PendingTable, Writing, named_twice
+
+FREE, SEALED = FrameState.FREE, FrameState.SEALED
+
+
+def shrink(space: Space, out: list[ev.Instruction]) -> None:
+    """Empty one extent beyond the bound, if one can be: one decision moves no more than that."""
+    beyond = [extent for extent in space.segment.extents.values() if extent.position >= space.segment.bound]
+    kept = space.leases.extents() | space.in_flight() if beyond else set()
+    for extent in beyond:
+        still = extent.number not in kept and extent.count(FREE) + extent.sealed == extent.frames
+        if still and _fits(space, extent, out):
+            for frame in [frame for frame in range(extent.frames) if extent.state[frame] == SEALED]:
+                target = space.grant(extent.pool, 1)[0]
+                space.move(Address(extent.number, frame, extent.generation[frame]), target, out)
+            space.drop_extent(extent, out)
+            return
+
+
+def _fits(space: Space, extent: Extent, out: list[ev.Instruction]) -> bool:
+    """What is sealed there finds room in other extents, once these have evicted their coldest pages."""
+    pool = extent.pool  # whose free frames do not count those of an extent that grants nothing
+    if extent.sealed > pool.free:
+        space.evict_for(pool, extent.sealed - pool.free, out)
+    return extent.sealed <= pool.free
+
 
 CHECK_SESSIONS_PER_TICK = 64
 _OK, _PRESENT, _BUSY = int(Status.OK), int(Status.PRESENT), int(Status.BUSY)

@@ -18,8 +18,8 @@ import numpy as np
 from kvstore.model.replica import Address, FrameClass, FrameState
 from kvstore.state import events as ev
 from kvstore.state.departures import Departures
+from kvstore.state.eviction.base import HINT_MS, HINT_WEIGHTS, Page
 from kvstore.state.frames import Extent
-from kvstore.state.policy_base import HINT_MS, HINT_WEIGHTS, Page
 from kvstore.state.tenants import Leaf, Share
 
 TRIM_LOOKS = 256  # leaves of a tenant that are looked at by one ``trim``

@@ -3,27 +3,92 @@
 What is kept: every sealed page whose ancestors are sealed; reservations and granted frames of sessions that may still
 be alive; leases until their deadlines. What goes: pages whose record does not hold, second copies of a key (a move
 was cut short), descendants of what went. Nothing is trusted that a generation or a sum contradicts.
+
+Doubts: frames that a record gives away at a start, though a session that lives may still write there.
+
+No sum covers a record's word, nor the sessions named behind it. While a daemon runs it knows better than they; one that
+starts has nothing else. So a frame that looks free, or sealed with a body that does not hold, and still names a session
+that lives, is held for that session: frames that became free name no session (``ExtentTable.forget_writers``).
+
+ExtentFound: an extent's tables as a start finds them, for recovery to judge.
 """
 
 from __future__ import annotations
 
 from array import array
 from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass
 
 import numpy as np
+import numpy.typing as npt
 
-from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, Address, FrameState
-from kvstore.state import closure, doubts
+from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, Address, FrameClass, FrameState, Tier
 from kvstore.state import events as ev
-from kvstore.state.client_session import ClientSession
-from kvstore.state.copying import NODE_SESSION
-from kvstore.state.extent_found import ExtentFound
+from kvstore.state import prefix_links
+from kvstore.state.directory_spans import find_spans
 from kvstore.state.frames import Extent, narrowest
+from kvstore.state.interfaces import ClientSession, Snapshot
 from kvstore.state.node_state import NodeState
-from kvstore.state.pending import Pending, was_granted
 from kvstore.state.space import Space
-from kvstore.state.spans import find_spans
 from kvstore.state.tenants import Tenants
+from kvstore.state.tiering.copying import NODE_SESSION
+from kvstore.state.writing import Pending, was_granted
+
+Words = npt.NDArray[np.uint64]
+
+
+@dataclass(slots=True)
+class ExtentFound:
+    """One extent's tables as found on start; all arrays ``[frames]``, ``writers`` ``[frames, SHARDS_MAX]``.
+
+    On NVMe ``groups`` and ``writers`` are empty: only the daemon writes there.
+    """
+
+    number: int
+    position: int
+    frame_class: FrameClass
+    snapshot: Snapshot
+    infos: Words
+    leases: Words
+    groups: Words
+    writers: Words
+    sound: npt.NDArray[np.bool_]  # the identity sum holds
+    tier: Tier = Tier.DRAM
+
+
+_STATE = np.uint64(0xFF)
+
+
+def hold_back(found: list[ExtentFound], living: Collection[int], out: list[ev.Instruction]) -> None:
+    """Such frames are QUARANTINED from here on, in ``found`` and by what is written."""
+    if not living:
+        return
+    known = np.array(sorted(living), np.uint64)
+    for table in found:
+        if not len(table.writers):  # only the node writes there
+            continue
+        words = table.snapshot.words
+        states = words & _STATE
+        broken = ~table.sound & ((states == FrameState.SEALED) | (states == FrameState.RETIRING))
+        named = np.isin(table.writers, known).any(axis=1)
+        frames = np.flatnonzero(((states == FrameState.FREE) | broken) & named)
+        if len(frames):
+            words[frames] = words[frames] & ~_STATE | np.uint64(FrameState.QUARANTINED)
+            addresses = [Address(table.number, frame, int(words[frame]) >> 8) for frame in frames.tolist()]
+            out.append(ev.WriteState(addresses, FrameState.QUARANTINED))
+
+
+def writer_of(named: int, living: Collection[int]) -> int:
+    """The session that a record means: the one it names, or the living one that differs from it in one byte."""
+    if not named or named in living:
+        return named
+    return next((session for session in living if _in_one_byte(session ^ named)), named)
+
+
+def _in_one_byte(difference: int) -> bool:
+    lowest = (difference & -difference).bit_length() - 1
+    return difference >> lowest // 8 * 8 <= 0xFF
+
 
 FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
 RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
@@ -51,7 +116,7 @@ def recover(
     state.segment.numbers.skip(max([next_extent, *(extent.number + 1 for extent in found)]))
     for space in state.spaces.values():
         space.begin(now_ns)
-    doubts.hold_back(found, living, out)
+    hold_back(found, living, out)
     for table in found:
         space = state.spaces[table.tier]
         _carve(space, space is state.space, state.tenants, table, out)
@@ -125,7 +190,7 @@ def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out:
     for frame in np.flatnonzero((states == RESERVED) | (states == QUARANTINED)).tolist():
         address = Address(table.number, frame, int(table.snapshot.words[frame]) >> 8)
         key = bytes(table.snapshot.keys[frame]).ljust(KEY_BYTES, b"\0")
-        named = {shard: doubts.writer_of(int(table.writers[frame, shard]), living) for shard in range(SHARDS_MAX)}
+        named = {shard: writer_of(int(table.writers[frame, shard]), living) for shard in range(SHARDS_MAX)}
         info = int(table.infos[frame])
         # Shards that had sealed. In a frame without a group (granted ahead), a seal that was cut short may have left
         # the page's place in its chain there.
@@ -193,13 +258,13 @@ def _drop_unsound(state: NodeState, space: Space, found: list[ExtentFound], out:
     snapshots = [table.snapshot for table in found]
     if not snapshots:
         return
-    links = closure.link(snapshots)
+    links = prefix_links.link(snapshots)
     unsound = np.zeros(len(links.parent), bool)
     for table in found:
         mine = links.extents == table.number
         unsound[mine] = ~table.sound[links.frames[mine]]
-    gone = closure.doomed(links, links.duplicate | unsound)
-    orphaned = closure.doomed(links, (links.parent == -2) & ~gone) & ~gone
+    gone = prefix_links.doomed(links, links.duplicate | unsound)
+    orphaned = prefix_links.doomed(links, (links.parent == -2) & ~gone) & ~gone
     scanning = any((table.snapshot.words & np.uint64(0xFF) == QUARANTINED).any() for table in found)
     if space is not state.space and scanning:  # the scan may find what they hang on
         waiting = [links.address(i) for i in np.flatnonzero(orphaned).tolist()]

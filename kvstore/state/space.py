@@ -20,13 +20,13 @@ from typing import Protocol
 from kvstore.model.replica import Address, FrameState, Tier, standing
 from kvstore.state import events as ev
 from kvstore.state.departures import Departures
+from kvstore.state.eviction.base import Page
 from kvstore.state.frames import ClassPool, Extent
+from kvstore.state.interfaces import TierParts
 from kvstore.state.leases import LeaseTable
-from kvstore.state.pages import FREE, RETIRING, SEALED
-from kvstore.state.policy_base import Page
 from kvstore.state.quotas import Quotas
 from kvstore.state.tenants import TierAccounts
-from kvstore.state.tier_parts import TierParts
+from kvstore.state.tier_pages import FREE, RETIRING, SEALED
 
 RESERVED = FrameState.RESERVED
 EVICT_STEP = 16  # pages taken from the coldest class before classes are compared again

@@ -2,20 +2,184 @@
 
 See ``pending`` for the life of a reserved page. The first seal of a key wins; a page is sealed once every shard has
 sealed and its parent is sealed.
+
+Begun: granted frames that a client is writing layer by layer, and whose pages readers may follow already.
+
+A writer that is alone with its pages asks for nothing: it writes into frames that were granted ahead, says so, and
+seals them like a put. What it says may come late, or never. Then its readers wait for the seal; nothing else depends
+on it.
+
+The pending table: pages reserved under a key and not sealed yet.
+
+A pending page lives from reserve until every shard has sealed (it becomes a SEALED frame) or until it is *doomed*:
+revoked by a shard, past its deadline, or its writer died. A doomed page's frame is QUARANTINED while any of its
+writers might still store into it, and free once each of them has spoken (sealed, revoked) or is proven dead.
+
+Behind: pages that are put behind a parent that the first tier does not have. What ``Writing`` asks about them.
+
+A node with one tier answers as ``Behind`` does: nobody has such a parent. With a second tier ``through.Through`` does.
 """
 
 from __future__ import annotations
 
 from collections import Counter, deque
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 from kvstore.model.objects import is_object_class
 from kvstore.model.replica import ROOT, Address, FrameState, Status, keys_of, standing
 from kvstore.state import events as ev
-from kvstore.state.behind import Behind
-from kvstore.state.pending import Pending, PendingTable
+from kvstore.state.directory_spans import spans_at
+from kvstore.state.frames import ClassPool
+from kvstore.state.interfaces import ClientSession
 from kvstore.state.space import Space
-from kvstore.state.spans import spans_at
 from kvstore.state.tenants import Tenants
+
+GROUP = 1 << 63  # of pages that are written into granted frames; the rest of the number is their least generation
+
+
+def was_granted(group: int, address: Address) -> bool:
+    """Whether a record of that group is of a page that was written into a granted frame."""
+    return group >= GROUP and group ^ GROUP <= address.generation
+
+
+@dataclass(slots=True)
+class Pending:
+    """One reserved page. ``writing`` are the shards (with their sessions) that may still store into the frame."""
+
+    key: bytes
+    parent: bytes
+    at_root: bool
+    address: Address
+    group: int
+    shards: int
+    until_ns: int
+    writing: dict[int, int] = field(default_factory=dict)
+    sealed_mask: int = 0
+    doomed: bool = False
+    holds_parent: bool = False
+    root: bytes = b""
+    hint: int = 0  # see ``kvstore.model.retention``
+    continues: bool = True  # it hangs on a page of the same request, not on what an earlier one left
+    begun: bool = False  # it is being written into a frame that was granted: see ``begun``
+
+    @property
+    def complete(self) -> bool:
+        """Every shard has sealed."""
+        return self.sealed_mask == (1 << self.shards) - 1
+
+    def open_to(self, shard: int, shards: int, session: int) -> bool:
+        """True where the session may write the shard: it is not sealed and no other session writes it. A session that
+        already writes it lost the reply and asks again: only one of its writers at a time asks for a shard
+        (``Claims``)."""
+        mine = self.writing.get(shard, session) == session
+        return shards == self.shards and mine and not self.sealed_mask >> shard & 1
+
+
+class PendingTable:
+    """Pending pages by address, by key (several groups may write one key) and by parent."""
+
+    def __init__(self) -> None:
+        self.by_address: dict[Address, Pending] = {}
+        self._by_key: dict[bytes, list[Pending]] = {}
+        self._by_parent: dict[bytes, list[Pending]] = {}
+
+    def __len__(self) -> int:
+        return len(self.by_address)
+
+    def add(self, page: Pending) -> None:
+        """A reservation was made."""
+        self.by_address[page.address] = page
+        if not page.doomed:
+            self._by_key.setdefault(page.key, []).append(page)
+            self._by_parent.setdefault(page.parent, []).append(page)
+
+    def find(self, root: bytes, key: bytes, group: int) -> Pending | None:
+        """The live reservation of ``key`` by ``group``; a page of another root is another page."""
+        return next((page for page in self._by_key.get(key, ()) if page.group == group and page.root == root), None)
+
+    def coming(self, root: bytes, key: bytes) -> bool:
+        """Whether any session has reserved that page."""
+        return any(page.root == root for page in self._by_key.get(key, ()))
+
+    def named(self, key: bytes) -> Pending | None:
+        """The reservation readers are shown for ``key``: the earliest live one."""
+        pages = self._by_key.get(key)
+        return pages[0] if pages else None
+
+    def children(self, key: bytes) -> list[Pending]:
+        """Live reservations whose page follows ``key``."""
+        return list(self._by_parent.get(key, ()))
+
+    def doom(self, page: Pending) -> None:
+        """No longer live: readers and other writers do not see it. Its frame stays until ``remove``."""
+        page.doomed = True
+        self._unlist(page)
+
+    def remove(self, page: Pending) -> None:
+        """Sealed, or its frame is free."""
+        del self.by_address[page.address]
+        if not page.doomed:
+            self._unlist(page)
+
+    def _unlist(self, page: Pending) -> None:
+        for table, key in ((self._by_key, page.key), (self._by_parent, page.parent)):
+            pages = table[key]
+            pages.remove(page)
+            if not pages:
+                del table[key]
+
+
+class Behind:
+    """The answers of a node with one tier."""
+
+    def has(self, root: bytes, key: bytes) -> bool:
+        """The second tier has that page."""
+        return False
+
+    def holds(self, root: bytes, key: bytes) -> bool:
+        """The second tier has that page, or is about to have it, and takes more pages of its class."""
+        return False
+
+    def room(self, pool: ClassPool, anchor: bytes, count: int) -> int:
+        """How many frames may be granted for pages after ``anchor``; all of ``count`` where they stay in this tier."""
+        return count
+
+    def make_room(self, anchor: bytes, pool: ClassPool, count: int, out: list[ev.Instruction]) -> list[Address]:
+        """Up to ``count`` frames for what a put goes on with after ``anchor``, where there were none."""
+        return []
+
+    def room_for(
+        self, anchor: bytes, pool: ClassPool, owner: int, taken: list[Address], count: int, out: list[ev.Instruction]
+    ) -> list[Address]:
+        """Frames for ``count`` reservations after ``anchor``, which need them all at once, where only ``taken`` were to
+        be had."""
+        return taken
+
+    def seal(
+        self, event: ev.SealGranted, granted: set[Address], keys: list[bytes], number: int
+    ) -> list[ev.Instruction] | None:
+        """A put whose pages hang on one that the first tier does not have; None where no tier has it."""
+        return None
+
+    def takes(self, page: Pending) -> bool:
+        """This page is complete and has no parent here: whether the second tier takes it. ``start`` has to follow."""
+        return False
+
+    def flies(self, page: Pending) -> bool:
+        """This page is being saved, or will be as soon as there is room for it."""
+        return False
+
+    def start(self, out: list[ev.Instruction]) -> None:
+        """Have those pages saved that ``takes`` said yes to."""
+
+    def again(self, out: list[ev.Instruction]) -> None:
+        """Try once more what the second tier had no room for."""
+
+    def saved(self, event: ev.Saved) -> list[ev.Instruction]:
+        """See ``events.Saved``, of pages that ``start`` had saved."""
+        raise AssertionError("nothing was to be saved behind anything")
+
 
 QUARANTINED = FrameState.QUARANTINED
 
@@ -287,3 +451,71 @@ class Writing:
 def named_twice() -> ev.Reply:
     """The refusal of a request that names one page, or one frame, twice."""
     return ev.Reply(Status.INVALID, detail={"field": "pages", "reason": "a key or a frame is named twice"})
+
+
+class BegunPages:
+    """The begun pages of a node. Part of ``NodeState``.
+
+    Life of a frame here: granted -> begun, a reservation of its session -> granted again, when its page is about to
+    be sealed, is given up, or was not sealed by its deadline. A session that ends takes both with it.
+    """
+
+    def __init__(self, writing: Writing, sessions: Mapping[int, ClientSession]) -> None:
+        self.writing = writing
+        self.space = writing.space
+        self.sessions = sessions
+
+    def begin(self, event: ev.Begin) -> list[ev.Instruction]:
+        """See ``events.Begin``."""
+        keys, root = keys_of(event.rows), event.rows[0, ROOT].tobytes()
+        if len(set(keys)) != len(keys) or len(set(event.addresses)) != len(keys):
+            return [named_twice()]
+        session = self.sessions.get(event.session)
+        if session is None or not (event.parent == root or self.space.find_in(root, event.parent) is not None):
+            return [ev.Reply()]
+        new = [i for i, address in enumerate(event.addresses) if address in session.granted]
+        new = [i for i in new if self.space.find(keys[i]) is None]
+        number = self.writing.tenants.number(root)
+        new = [i for i in new if self._may_expect(number, event.addresses[i])]
+        if not new:
+            return [ev.Reply()]
+        parents = [event.parent, *keys[:-1]]
+        addresses = [event.addresses[i] for i in new]
+        self.space.expect(addresses, number)
+        group, until_ns = GROUP | min(address.generation for address in addresses), event.now_ns + event.ttl_ns
+        for i, address in zip(new, addresses, strict=True):
+            session.granted.discard(address)
+            self.space.segment.extents[address.extent].pool.granted_ahead -= 1
+            writing = {0: event.session}
+            page = Pending(keys[i], parents[i], parents[i] == root, address, group, 1, until_ns, writing)
+            page.root, page.begun = root, True
+            self.writing.hold_parent(page)
+            self.writing.pending.add(page)
+        parents = [parents[i] for i in new]
+        reserved = ev.WriteReserved(addresses, event.rows[new], parents, event.session, group, 0, 1, until_ns)
+        return [reserved, ev.Reply()]
+
+    def _may_expect(self, number: int, address: Address) -> bool:
+        """The frame may count for that root: its tenant has no quota, or was charged with the frame already. A page in
+        any other is not begun: whether there is room for it its seal will tell."""
+        roots = self.space.holdings.roots
+        share, owner = roots[number].share, self.space.segment.extents[address.extent].owner[address.frame]
+        return share.quota is None or (owner > 0 and roots[owner].share is share)
+
+    def withdraw(self, session: int, addresses: list[Address], out: list[ev.Instruction]) -> None:
+        """Frames that the session has begun to write are merely granted again."""
+        for address in addresses if self.writing.pending else ():
+            page = self.writing.pending.by_address.get(address)
+            if page is not None and page.begun and not page.doomed and page.writing.get(0) == session:
+                self._withdraw(page, out)
+
+    def expire(self, now_ns: int, out: list[ev.Instruction]) -> None:
+        """Pages that were not sealed in time are shown to readers no longer."""
+        for page in list(self.writing.pending.by_address.values()):
+            if page.begun and not page.doomed and page.until_ns <= now_ns:
+                self._withdraw(page, out)
+
+    def _withdraw(self, page: Pending, out: list[ev.Instruction]) -> None:
+        self.writing.unbegin(page, out)
+        self.sessions[page.writing[0]].granted.add(page.address)
+        self.space.segment.extents[page.address.extent].pool.granted_ahead += 1

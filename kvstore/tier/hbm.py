@@ -15,12 +15,12 @@ from typing import Final, Protocol
 
 import numpy as np
 
+from kvstore.device.base import Addresses, Device
+from kvstore.device.copies import CopyStream, PinnedBounces, places_in
+from kvstore.device.host_memory import copy
 from kvstore.model.replica import FrameClass, Tier
-from kvstore.model.strides import Strides
+from kvstore.model.shard import Strides
 from kvstore.tier.base import Bytes
-from kvstore.tier.device import Addresses, Device
-from kvstore.tier.device_copies import CopyStream, PinnedBounces, places_in
-from kvstore.tier.host_memory import copy
 
 COPY_DEADLINE_S: Final = 10.0  # of one page
 BOUNCE_BYTES: Final = 8 << 20  # of pages that are on their way at a time, where a page is not larger

@@ -25,7 +25,7 @@ from transformers import (
 import kvstore
 from engine.compute.presets import build
 from kvstore.adapters.transformers import PromptCache, prefix_cache
-from kvstore.adapters.transformers.calls import FREE_FIELDS, NEUTRAL_FIELDS
+from kvstore.adapters.transformers.models import FREE_FIELDS, NEUTRAL_FIELDS
 from kvstore.errors import InvalidRequest
 
 PAGE, NEW, TOKENS = 4, 6, 64

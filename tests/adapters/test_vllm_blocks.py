@@ -16,14 +16,14 @@ import pytest
 import torch
 
 import kvstore
-from kvstore.adapters.vllm import blocks, moving, tensors
-from kvstore.adapters.vllm.moving import BlockMover
-from kvstore.adapters.vllm.paged import NO_BLOCK, BlockMove, GroupMove, PagedGroup, PagedModel
-from kvstore.adapters.vllm.tensors import Work, device_rows
+from kvstore.adapters.vllm import blocks
+from kvstore.adapters.vllm import worker as moving
+from kvstore.adapters.vllm.blocks import NO_BLOCK, BlockMove, GroupMove, PagedGroup, PagedModel, Work, device_rows
+from kvstore.adapters.vllm.worker import BlockMover
 from kvstore.client.device_rows import DeviceRows
+from kvstore.device.base import DeviceLost
+from kvstore.device.host_device import HostDevice, HostStream
 from kvstore.model.shard import Shard
-from kvstore.tier.device import DeviceLost
-from kvstore.tier.host_device import HostDevice, HostStream
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.device_buffers import added_device, finish
 from tests.helpers.device_waits import WaitSite, forget, wait_sites
@@ -307,4 +307,4 @@ def test_pages_that_are_gone_are_told_by_their_blocks(worker: Worker) -> None:
 
 def test_cache_on_a_device_that_the_store_cannot_use_is_refused_in_one_line() -> None:
     with pytest.raises(ValueError, match=r"^KVStoreConnector: the cache is on meta, which the store cannot use: "):
-        tensors.tensors_of(torch.empty(4, device="meta"))
+        blocks.tensors_of(torch.empty(4, device="meta"))

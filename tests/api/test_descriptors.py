@@ -15,8 +15,7 @@ from pathlib import Path
 import pytest
 
 from kvstore.pb import store_pb2
-from kvstore.serving.hosts import HostNames
-from kvstore.serving.http import ACCEPT_AGAIN_S, HttpServer
+from kvstore.server.http import ACCEPT_AGAIN_S, HostNames, HttpServer
 from tests.helpers.api import Client, address_of
 from tests.helpers.content import SMALL, chain
 from tests.helpers.processes import Daemon, Machine, put, wait_until

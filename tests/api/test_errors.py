@@ -12,7 +12,9 @@ import pytest
 
 from kvstore import errors
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.rpc.grpc_errors import (
+from kvstore.server.gate import Gate, Threads
+from kvstore.server.identities import Identities
+from kvstore.wire.grpc import (
     CLASSES,
     CODES,
     DETAILS_BYTES_MAX,
@@ -23,8 +25,6 @@ from kvstore.rpc.grpc_errors import (
     from_rpc,
     status_of,
 )
-from kvstore.serving.gate import Gate, Threads
-from kvstore.serving.identities import Identities
 
 KINDS = [kind for kind in vars(errors).values() if isinstance(kind, type) and issubclass(kind, KVStoreError)]
 

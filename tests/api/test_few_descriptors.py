@@ -16,12 +16,12 @@ from pathlib import Path
 import grpc
 import pytest
 
+from kvstore.cluster.data_connection import DataConnection
 from kvstore.errors import KVStoreError
 from kvstore.pb import store_pb2 as pb
-from kvstore.tier.data_file import find_data_server
-from kvstore.tier.folder import NodeFolder
-from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import HEAD, MAGIC, FrameKind, Hello
+from kvstore.shm.data_server_file import find_data_server
+from kvstore.shm.folder import NodeFolder
+from kvstore.wire.data import HEAD, MAGIC, FrameKind, Hello
 from tests.helpers import api
 from tests.helpers.api import Client
 from tests.helpers.beacon import Beacon

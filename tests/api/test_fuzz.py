@@ -22,8 +22,8 @@ from google.protobuf.descriptor import MethodDescriptor
 from kvstore import Store
 from kvstore.errors import KVStoreError
 from kvstore.pb import store_pb2 as pb
-from kvstore.rpc import control
-from kvstore.rpc.control import Op
+from kvstore.wire import control
+from kvstore.wire.control import Op
 from tests.helpers import api
 from tests.helpers.api import Client, pages_message
 from tests.helpers.content import chain, contents

@@ -16,9 +16,9 @@ import pytest
 from kvstore.boundary import kept_task
 from kvstore.errors import DeadlineExceeded, LeaseBroken, TooManyCalls
 from kvstore.limits import REST, Lane, Shares
-from kvstore.service.api.holdings import Holdings
-from kvstore.serving.gate import Call, Gate, Threads
-from kvstore.serving.identities import LOCAL, Identities, Identity
+from kvstore.node.api.reservations import Holdings
+from kvstore.server.gate import Call, Gate, Threads
+from kvstore.server.identities import LOCAL, Identities, Identity
 from tests.helpers.loops import run, until
 
 

@@ -8,7 +8,7 @@ import grpc
 import numpy as np
 
 from kvstore.pb import store_pb2 as pb
-from kvstore.rpc.data_messages import digest_of
+from kvstore.wire.grpc import digest_of
 from tests.helpers.api import Client, identities_file, pages_message, serve_api
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.processes import Machine, check_laws, put, wait_until

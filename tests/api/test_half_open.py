@@ -12,8 +12,8 @@ import pytest
 
 from kvstore.boundary import kept_task
 from kvstore.errors import DeadlineExceeded
-from kvstore.serving.gate import HALF_OPEN_S, Call, Gate, Threads
-from kvstore.serving.identities import LOCAL, Identities
+from kvstore.server.gate import HALF_OPEN_S, Call, Gate, Threads
+from kvstore.server.identities import LOCAL, Identities
 from tests.helpers.loops import run, until
 
 BOUND_S = 0.2  # for a request to come

@@ -10,8 +10,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import InvalidRequest, PermissionDenied, Unauthenticated
-from kvstore.serving import identities
-from kvstore.serving.identities import LOCAL, Identities
+from kvstore.server import identities
+from kvstore.server.identities import LOCAL, Identities
 
 
 def sha(token: str) -> str:

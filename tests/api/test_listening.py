@@ -17,8 +17,8 @@ import pytest
 from kvstore.config import NodeConfig
 from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
-from kvstore.serving import listening
-from kvstore.serving.identities import Identities
+from kvstore.server import listening
+from kvstore.server.identities import Identities
 from tests.helpers import api
 from tests.helpers.api import Certificates, Client, pages_message
 from tests.helpers.content import chain, contents

@@ -14,7 +14,7 @@ import pytest
 
 from kvstore.errors import InvalidRequest, QuotaExceeded
 from kvstore.pb import store_pb2 as pb
-from kvstore.rpc.grpc_errors import RETRY_KEY, from_rpc
+from kvstore.wire.grpc import RETRY_KEY, from_rpc
 from tests.helpers import api
 from tests.helpers.api import Client, pages_message
 from tests.helpers.beacon import Beacon

@@ -9,10 +9,10 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.model.span import fingerprints
+from kvstore.cluster.directory import AGAIN, Directory, Told
+from kvstore.model.prefix import fingerprints
+from kvstore.node.api import pages as page_watch
 from kvstore.pb import store_pb2 as pb
-from kvstore.service.api import page_watch
-from kvstore.state.directory import AGAIN, Directory, Told
 from tests.helpers import api
 from tests.helpers.api import Client
 from tests.helpers.content import SMALL

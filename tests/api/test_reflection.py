@@ -13,9 +13,9 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from kvstore import Keys, Layout
 from kvstore.model.prefix import as_tokens, root_key
+from kvstore.node.api.streams import pack_pages, read_data
 from kvstore.pb import store_pb2 as pb
-from kvstore.rpc.data_messages import digest_of, pack_data
-from kvstore.service.api.streams import pack_pages, read_data
+from kvstore.wire.grpc import digest_of, pack_data
 from tests.helpers import api
 from tests.helpers.content import contents, prompt
 from tests.helpers.processes import Machine

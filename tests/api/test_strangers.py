@@ -100,7 +100,7 @@ def test_strangers_are_refused_before_they_say_anything(
 
 def test_half_open_calls_of_a_tenant_give_way(machine: Machine, tmp_path: Path) -> None:
     """Else they would keep their places for good: this node waits an hour for a request."""
-    patient = f"from kvstore.serving.gate import Gate; Gate.first_message_s = 3600.0; {CLI[2]}"
+    patient = f"from kvstore.server.gate import Gate; Gate.first_message_s = 3600.0; {CLI[2]}"
     settings = {"cli": (sys.executable, "-c", patient), "identities": api.identities_file(tmp_path)}
     node = api.serve_with(machine, f"rpcs_max = {RPCS_MAX}", **settings)
     for token in ("a-token", "op-token"):

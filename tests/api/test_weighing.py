@@ -18,8 +18,8 @@ from google.protobuf import struct_pb2
 from kvstore.errors import InvalidRequest
 from kvstore.pb import engine_pb2
 from kvstore.pb import store_pb2 as pb
-from kvstore.serving.gate import Call
-from kvstore.serving.weighing import DEPTH_MAX, VALUES_AT_ONCE, VALUES_MAX, weigh, weighed
+from kvstore.server.gate import Call
+from kvstore.server.request_cost import DEPTH_MAX, VALUES_AT_ONCE, VALUES_MAX, weigh, weighed
 
 MEASURE = """
 import sys

@@ -16,8 +16,7 @@ from bench.studies.policies import measures
 from engine.bench.processes import FULL, QUICK, Scale, cores, prompt, same
 from engine.bench.rows import ROWS
 from engine.client import Answer
-from engine.compute.pacing import paced_answer
-from engine.compute.presets import PRESETS
+from engine.compute.presets import PRESETS, paced_answer
 from engine.model.request import Usage
 from kvstore.bench.harness import BenchFailed
 from kvstore.bench.rows import ROWS as OWN

@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from bench import gpu, gpu_probe
-from kvstore.tier import cuda
+from kvstore.device import cuda
 from tests.helpers.fake_driver import FakeDriver, faked, has_driver
 
 PYTHON = (sys.executable, "-c")

@@ -13,8 +13,8 @@ from kvstore.bench.hbm import CopiedFrames, done, lines
 from kvstore.bench.rows import ROWS
 from kvstore.bench.stage import RunSettings, Stage
 from kvstore.cli.bench import bench
-from kvstore.tier import cuda
-from kvstore.tier.host_device import HostDevice
+from kvstore.device import cuda
+from kvstore.device.host_device import HostDevice
 
 LENGTH, NBYTES = 4096, 64 << 10
 

@@ -14,15 +14,14 @@ from click.testing import CliRunner
 
 import kvstore
 from kvstore.bench.content import LAYOUTS, BenchWork, Content
+from kvstore.bench.get import Reading
 from kvstore.bench.harness import Bar, BenchFailed, Kind, alternate, medians, quickest, result, speeds
-from kvstore.bench.nvme import plan
-from kvstore.bench.nvme_disk import LIMITS, RawFile, Scratch, Where, file_system, target_bytes
-from kvstore.bench.reading import Reading
+from kvstore.bench.nvme import LIMITS, RawFile, Scratch, Where, file_system, plan, target_bytes
 from kvstore.bench.rows import ROWS, SIZES, chosen
 from kvstore.bench.stage import RunSettings, wait_for
 from kvstore.cli.bench import bench
 from kvstore.errors import InvalidRequest
-from kvstore.tier import nvme_geometry
+from kvstore.tier.nvme import geometry as nvme_geometry
 from tests.helpers.benchmarks import QUICK_S, run_quick
 
 # --- Arithmetic ----------------------------------------------------------------------------------------------------

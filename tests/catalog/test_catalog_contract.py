@@ -12,13 +12,12 @@ from typing import TypeAlias
 
 import pytest
 
-from kvstore.catalog.base import KEY_BYTES_MAX, VALUE_BYTES_MAX, Catalog, Entry, SessionLost, Taken, Update
-from kvstore.catalog.election import elect
-from kvstore.catalog.etcd import EtcdCatalog
-from kvstore.catalog.file import FileCatalog
-from kvstore.catalog.memory import Hub, MemoryCatalog
-from kvstore.catalog.presence import Presence
-from kvstore.catalog.task_health import TaskHealth
+from kvstore.cluster.catalog.base import KEY_BYTES_MAX, VALUE_BYTES_MAX, Catalog, Entry, SessionLost, Taken, Update
+from kvstore.cluster.catalog.etcd import EtcdCatalog
+from kvstore.cluster.catalog.file import FileCatalog
+from kvstore.cluster.catalog.memory import Hub, MemoryCatalog
+from kvstore.cluster.catalog.task_health import TaskHealth
+from kvstore.cluster.membership import Presence, elect
 from kvstore.errors import InvalidRequest, NodeBusy
 from tests.helpers.etcd import WAIT_S, told
 from tests.helpers.loops import run

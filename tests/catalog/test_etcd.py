@@ -11,12 +11,12 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.catalog import base
-from kvstore.catalog.base import Catalog, boot_s
-from kvstore.catalog.etcd import EtcdCatalog
-from kvstore.catalog.etcd_channel import Credentials
-from kvstore.catalog.presence import Presence
-from kvstore.catalog.task_health import TaskHealth
+from kvstore.cluster.catalog import base
+from kvstore.cluster.catalog.base import Catalog, boot_s
+from kvstore.cluster.catalog.etcd import EtcdCatalog
+from kvstore.cluster.catalog.etcd_channel import Credentials
+from kvstore.cluster.catalog.task_health import TaskHealth
+from kvstore.cluster.membership import Presence
 from kvstore.errors import InvalidRequest, Unauthenticated, Unavailable
 from tests.helpers.api import Certificates
 from tests.helpers.etcd import Etcd, binary, told
@@ -72,7 +72,7 @@ def test_a_watch_goes_on_after_a_restart(one: Etcd) -> None:
 
 
 def test_a_watch_begins_anew_where_etcd_has_forgotten(one: Etcd, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.catalog.task_health.PAUSE_MIN_S", 3.0)  # it is away for long enough
+    monkeypatch.setattr("kvstore.cluster.catalog.task_health.PAUSE_MIN_S", 3.0)  # it is away for long enough
 
     async def test() -> None:
         async with EtcdCatalog(one.endpoints) as catalog, EtcdCatalog(one.endpoints) as other:
@@ -282,7 +282,7 @@ def ctl(servers: Etcd, *words: str) -> None:
 
 
 def test_the_messages_are_those_of_the_package() -> None:
-    from kvstore.catalog.etcd_messages import messages
+    from kvstore.cluster.catalog.etcd_channel import messages
 
     request = messages().PutRequest(key=b"k", value=b"v", lease=7)
     assert messages().PutRequest.FromString(request.SerializeToString()) == request

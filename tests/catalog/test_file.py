@@ -14,9 +14,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.catalog.file import FileCatalog
-from kvstore.catalog.presence import Presence
-from kvstore.catalog.task_health import TaskHealth
+from kvstore.cluster.catalog.file import FileCatalog
+from kvstore.cluster.catalog.task_health import TaskHealth
+from kvstore.cluster.membership import Presence
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, VersionMismatch
 from tests.helpers.etcd import told
 from tests.helpers.loops import run
@@ -25,7 +25,7 @@ from tests.helpers.nursery import ROOT
 HOLDER = """
 import asyncio, sys
 from pathlib import Path
-from kvstore.catalog.file import FileCatalog
+from kvstore.cluster.catalog.file import FileCatalog
 async def main():
     async with FileCatalog(Path(sys.argv[1])) as catalog:
         session = await catalog.open_session(float(sys.argv[2]))
@@ -83,7 +83,7 @@ def test_entries_without_a_session_outlive_all(tmp_path: Path) -> None:
 
 
 def test_a_watch_that_is_far_behind_is_told_everything(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("kvstore.catalog.file.LOG_MAX", 4)
+    monkeypatch.setattr("kvstore.cluster.catalog.file.LOG_MAX", 4)
 
     async def test() -> None:
         async with FileCatalog(tmp_path / "c") as catalog, aclosing(catalog.watch("/a/")) as updates:
@@ -137,7 +137,7 @@ def test_damage_and_other_versions_are_named(tmp_path: Path) -> None:
 def test_who_holds_the_database_costs_the_others_their_deadline(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("kvstore.catalog.file.BUSY_S", 0.2)
+    monkeypatch.setattr("kvstore.cluster.catalog.file.BUSY_S", 0.2)
 
     async def test() -> None:
         async with FileCatalog(tmp_path / "c") as catalog:

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import pytest
 
-from kvstore.catalog import schema
-from kvstore.catalog.base import Entry
+from kvstore.cluster.catalog import schema
+from kvstore.cluster.catalog.base import Entry
+from kvstore.cluster.membership import reachable
 from kvstore.errors import InvalidRequest
-from kvstore.serving.membership import reachable
 
 
 def test_an_address_of_nowhere_is_told_to_nobody() -> None:

@@ -11,10 +11,10 @@ from dataclasses import replace
 
 import pytest
 
-from kvstore.catalog.base import boot_s
-from kvstore.catalog.etcd_channel import EtcdChannel
-from kvstore.catalog.schema import NodeEntry, new_process
-from kvstore.serving.membership import Membership
+from kvstore.cluster.catalog.base import boot_s
+from kvstore.cluster.catalog.etcd_channel import EtcdChannel
+from kvstore.cluster.catalog.schema import NodeEntry, new_process
+from kvstore.cluster.membership import Membership
 from tests.helpers.etcd_faults import FAULTS, FaultyEtcd
 from tests.helpers.processes import wait_until
 

@@ -13,16 +13,15 @@ from typing import Any
 import pytest
 
 from kvstore import boundary
-from kvstore.catalog import base, memory, task_health
-from kvstore.catalog.base import Catalog, Session
-from kvstore.catalog.ledger import Ledger
-from kvstore.catalog.memory import Hub, MemoryCatalog
-from kvstore.catalog.schema import NodeEntry
-from kvstore.catalog.task_health import TaskHealth
+from kvstore.cluster import membership as module
+from kvstore.cluster.catalog import base, memory, task_health
+from kvstore.cluster.catalog.base import Catalog, Session
+from kvstore.cluster.catalog.memory import Hub, Ledger, MemoryCatalog
+from kvstore.cluster.catalog.schema import NodeEntry
+from kvstore.cluster.catalog.task_health import TaskHealth
+from kvstore.cluster.membership import Membership
 from kvstore.config.daemon import ClusterConfig
 from kvstore.errors import InvalidRequest, KVStoreError, Unauthenticated, Unavailable, VersionMismatch
-from kvstore.serving import membership as module
-from kvstore.serving.membership import Membership
 from tests.helpers.etcd_faults import FAULTS
 
 TTL_S = 2.0

@@ -18,8 +18,8 @@ import pytest
 import kvstore
 from kvstore.client.local.channel import SocketChannel
 from kvstore.errors import InvalidRequest, NodeUnavailable, VersionMismatch
-from kvstore.rpc import control
-from kvstore.rpc.control import Op
+from kvstore.wire import control
+from kvstore.wire.control import Op
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.processes import CLI, ROOT, Machine, check_laws, check_pages, put, wait_until
 
@@ -162,7 +162,7 @@ def test_another_version_is_refused(machine: Machine, monkeypatch: pytest.Monkey
     with machine.connect("n") as other, pytest.raises(VersionMismatch, match="99"):
         put(other, 2, 4)
     monkeypatch.undo()
-    patched = "import kvstore.rpc.control as c; c.PROTOCOL = 99; from kvstore.cli.main import main; main()"
+    patched = "import kvstore.wire.control as c; c.PROTOCOL = 99; from kvstore.cli.main import main; main()"
     for command in (["status", "--node", "n"], ["verify", "--node", "n"]):
         result = subprocess.run(
             [sys.executable, "-c", patched, *command], env=machine.env(), cwd=ROOT, capture_output=True, text=True

@@ -14,11 +14,10 @@ import click
 import numpy as np
 import pytest
 
-from kvstore.cli import lookup, prompt_layout, prompt_tokens
+from kvstore.cli import lookup, prompt
 from kvstore.cli.main import cli, run
-from kvstore.cli.prompt_layout import find_layout, parse_layout
-from kvstore.cli.prompt_tokens import from_file, from_list, from_text
-from kvstore.cli.values import Duration, Percent, Size, parse_duration
+from kvstore.cli.output import Duration, Percent, Size, parse_duration
+from kvstore.cli.prompt import find_layout, from_file, from_list, from_text, parse_layout
 from kvstore.errors import InvalidRequest, NodeUnavailable, PermissionDenied
 from kvstore.model.layout import Layout
 
@@ -333,12 +332,12 @@ def test_what_makes_no_sense_is_one_line_before_any_node_is_asked(
 def test_bounds_of_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "a.txt").write_text("1 " * 20)
     (tmp_path / "a.json").write_text(json.dumps(asdict(LAYOUT)))
-    monkeypatch.setattr(prompt_tokens, "TOKENS_MAX", 19)
+    monkeypatch.setattr(prompt, "TOKENS_MAX", 19)
     with pytest.raises(InvalidRequest, match="^--file: has more than 19 tokens"):
         from_file(str(tmp_path / "a.txt"))
-    monkeypatch.setattr(prompt_tokens, "FILE_BYTES_MAX", 39)
+    monkeypatch.setattr(prompt, "FILE_BYTES_MAX", 39)
     with pytest.raises(InvalidRequest, match="^--file: .* has more than 39 bytes"):
         from_file(str(tmp_path / "a.txt"))
-    monkeypatch.setattr(prompt_layout, "FILE_BYTES_MAX", 39)
+    monkeypatch.setattr(prompt, "FILE_BYTES_MAX", 39)
     with pytest.raises(InvalidRequest, match="^--layout: .*more than 39 bytes"):
         parse_layout(str(tmp_path / "a.json"))

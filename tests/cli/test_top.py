@@ -13,9 +13,9 @@ import pytest
 import kvstore
 from kvstore.cli import events as cli_events
 from kvstore.cli.main import cli, run
-from kvstore.cli.top_frame import TENANTS_SHOWN, document, lines, name_text, quantile
+from kvstore.cli.top import TENANTS_SHOWN, name_text, node_document, node_lines, quantile
 from kvstore.errors import NodeUnavailable
-from kvstore.tier.counters import LATENCY_BOUNDS_S
+from kvstore.shm.counters import LATENCY_BOUNDS_S
 
 
 @pytest.fixture(scope="module")
@@ -38,40 +38,40 @@ def test_rates_are_what_grew_between_two_answers(stats: dict[str, Any]) -> None:
     now["tiers"]["dram"]["evicted"] = {"space": 30}
     now["tiers"]["dram"]["bytes_in"] += 4096
     now["latency"]["get"]["buckets"] = [[LATENCY_BOUNDS_S[3], 10], [LATENCY_BOUNDS_S[20], 10]]
-    frame = document(now, stats, 2.0)
+    frame = node_document(now, stats, 2.0)
     dram, get = frame["tiers"]["dram"], frame["operations"]["get"]
     assert (frame["interval_s"], frame["pages_asked_per_s"], frame["missed_per_s"]["absent"]) == (2.0, 50.0, 20.0)
     assert (dram["hit_tokens_per_s"], dram["hit_ratio"], dram["in_bytes_per_s"]) == (480.0, 0.6, 2048.0)
     assert dram["evicted_per_s"] == {"space": 15.0}
     assert get["per_s"] == 10.0
     assert LATENCY_BOUNDS_S[2] < get["p50_s"] <= LATENCY_BOUNDS_S[3] < LATENCY_BOUNDS_S[19] < get["p99_s"]
-    text = "\n".join(lines(frame, "12:00:00"))
+    text = "\n".join(node_lines(frame, "12:00:00"))
     assert "480" in text and "15.0 space" in text and "20.0 absent" in text and "rates of the last 2 s" in text
     json.dumps(frame, allow_nan=False)
 
 
 def test_without_an_earlier_answer_no_rate_is_claimed(stats: dict[str, Any]) -> None:
     for before in (None, {**stats, "pid": stats["pid"] + 1}):
-        frame = document(later(stats, gets=20), before, 2.0)
+        frame = node_document(later(stats, gets=20), before, 2.0)
         assert frame["interval_s"] is None and frame["operations"]["get"]["per_s"] is None
         assert frame["tiers"]["dram"]["hit_tokens_per_s"] is None and frame["pages_asked_per_s"] is None
-        assert "rates from the next frame on" in lines(frame, "")[0]
+        assert "rates from the next frame on" in node_lines(frame, "")[0]
 
 
 def test_a_node_that_is_down_is_said_to_be(stats: dict[str, Any]) -> None:
-    frame = document({"name": "n", "state": "down"}, stats, 2.0)
+    frame = node_document({"name": "n", "state": "down"}, stats, 2.0)
     assert frame == {"name": "n", "state": "down"}
-    assert "down" in lines(frame, "")[0] and len(lines(frame, "")) == 2
+    assert "down" in node_lines(frame, "")[0] and len(node_lines(frame, "")) == 2
 
 
 def test_tenants_are_the_largest_ones_and_cannot_steer_a_terminal(stats: dict[str, Any]) -> None:
     entry = {"pages": 1, "quota_bytes": None}
     salts = {f"tenant-{n:02d}": {"dram": {**entry, "bytes": n * 100}, "pins": 0} for n in range(20)}
     now = {**stats, "tenants": {**salts, "\x1b[2J": {"dram": {**entry, "bytes": 10**6}, "pins": 1}}}
-    frame = document(now, stats, 1.0)
+    frame = node_document(now, stats, 1.0)
     assert len(frame["tenants"]) == TENANTS_SHOWN and frame["tenants_left_off"] == 21 - TENANTS_SHOWN
     assert [tenant["bytes"] for tenant in frame["tenants"]][:2] == [10**6, 1900]
-    text = "\n".join(lines(frame, ""))
+    text = "\n".join(node_lines(frame, ""))
     assert "\x1b" not in text and "?[2J" in text and f"and {21 - TENANTS_SHOWN} more" in text
     assert (name_text(""), name_text("a\nb"), len(name_text("x" * 99))) == ("(none)", "a?b", 40)
 

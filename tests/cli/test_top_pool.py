@@ -14,12 +14,12 @@ import grpc
 import pytest
 from google.protobuf.struct_pb2 import Struct
 
-from kvstore.catalog.connect import to_catalog
-from kvstore.catalog.schema import EngineEntry, NodeEntry, Published, encode, key_of
-from kvstore.cli import top_pool
+from kvstore.cli import top
 from kvstore.cli.cluster import ASK_S
 from kvstore.cli.main import cli, run
-from kvstore.cli.top_pool import PoolWatch, lines
+from kvstore.cli.top import PoolWatch, pool_lines
+from kvstore.cluster.catalog.connect import to_catalog
+from kvstore.cluster.catalog.schema import EngineEntry, NodeEntry, Published, encode, key_of
 from kvstore.config import load
 from tests.helpers.conductors import client_of, serve_conductor
 from tests.helpers.engines.processes import prompt, spawn_engine
@@ -92,7 +92,7 @@ def test_a_pool_with_an_engine_that_hangs_and_one_that_dies(machine: Machine, et
         engine.kill()
         dead = next(frames)
         assert by_name(dead)["e"]["state"] == "no answer" and by_name(dead)["e"]["error"]
-        assert any("no answer" in line and " ago" in line for line in lines(dead, "12:00:00"))
+        assert any("no answer" in line and " ago" in line for line in pool_lines(dead, "12:00:00"))
         json.dumps(dead, allow_nan=False)
 
 
@@ -143,7 +143,7 @@ def test_what_members_say_cannot_harm_a_terminal(document: dict[str, Any], tmp_p
                 states = {each["name"]: each["state"] for each in frame["members"]}
                 assert (states["dead"], states["alone"]) == ("no answer", "no address")
                 assert states["e"] == "serving"
-                shown = lines(frame, "12:00:00")
+                shown = pool_lines(frame, "12:00:00")
                 assert all(line.isprintable() for line in shown) and max(map(len, shown)) < 1200
                 json.dumps(frame, allow_nan=False)
     finally:
@@ -151,12 +151,12 @@ def test_what_members_say_cannot_harm_a_terminal(document: dict[str, Any], tmp_p
 
 
 def test_members_that_are_too_many_are_left_off(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(top_pool, "MEMBERS_MAX", 3)
+    monkeypatch.setattr(top, "MEMBERS_MAX", 3)
     url = f"file:{tmp_path / 'catalog'}"
     publish(url, *(NodeEntry(name=f"n{n}", process=f"{n}", incarnation="1") for n in range(5)))
     with PoolWatch(url, "default") as watch:
         frame = next(watch.frames())
-    assert len(frame["members"]) == 3 and frame["members_left_off"] == 2 and lines(frame, "")[-1] == "and 2 more"
+    assert len(frame["members"]) == 3 and frame["members_left_off"] == 2 and pool_lines(frame, "")[-1] == "and 2 more"
 
 
 def test_a_catalog_that_goes_is_told_of_and_one_that_never_was_is_an_error(
@@ -170,7 +170,7 @@ def test_a_catalog_that_goes_is_told_of_and_one_that_never_was_is_an_error(
         path.rename(tmp_path / "away")
         path.write_bytes(b"no catalog" * 1000)
         frame = next(frames)
-        assert len(frame["members"]) == 1 and frame["catalog_error"] and "catalog" in lines(frame, "")[1]
+        assert len(frame["members"]) == 1 and frame["catalog_error"] and "catalog" in pool_lines(frame, "")[1]
     assert run(cli, ["top", "--catalog", "redis://x", "--once"]) == 2
     assert run(cli, ["top", "--catalog", f"file:{tmp_path}/c", "--node", "n", "--once"]) == 2
     errors = capfd.readouterr().err.splitlines()

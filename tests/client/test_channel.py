@@ -16,9 +16,9 @@ import pytest
 from kvstore.client.local.channel import OUTSTANDING_MAX, SocketChannel
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Unavailable, VersionMismatch
 from kvstore.model.replica import Status
-from kvstore.rpc import control
-from kvstore.rpc.control import MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
-from kvstore.tier.counters import Tally, read_counters
+from kvstore.shm.counters import Tally, read_counters
+from kvstore.wire import control
+from kvstore.wire.control import MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
 
 Answer = Callable[[Message], bytes | None]
 

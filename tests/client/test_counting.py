@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from kvstore.client.local.cache import LocalCache
-from kvstore.tier.counters import ONE_GET
+from kvstore.shm.counters import ONE_GET
 from tests.helpers.content import SMALL, chain
 from tests.helpers.processes import Machine, put
 

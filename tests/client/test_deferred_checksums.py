@@ -11,12 +11,12 @@ import pytest
 
 import kvstore
 from kvstore import Store, Tier
-from kvstore.client.local.checksums import checksums_of
-from kvstore.client.local.proof import Run, prove
+from kvstore.client.local.copying import checksums_of
+from kvstore.client.local.verify_hit import Run, prove
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import STAMPED
-from kvstore.service.cluster.read_handler import sums_for
-from kvstore.transfer.reading import ReadRequest, WantedChain, sums_of
+from kvstore.node.cluster.page_handlers import sums_for
+from kvstore.wire.data import ReadRequest, WantedChain, sums_of
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.device_buffers import InterfaceBuffer, added_device
 from tests.helpers.inside import node_of

@@ -14,13 +14,14 @@ import kvstore
 from kvstore import Keys, PrefixCache, Store, Tier
 from kvstore.client import device_link, device_rows, prefix_cache
 from kvstore.client.device_link import link_of
-from kvstore.client.local import frame_copies, layer_copies
-from kvstore.client.local.run_lease import RunLease
+from kvstore.client.local import frame_copies
+from kvstore.client.local import writer as layer_copies
+from kvstore.client.local.lease import RunLease
+from kvstore.device import copies
+from kvstore.device.base import DeviceLost
+from kvstore.device.host_device import FALSE_ANSWERS_MAX, HostDevice
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.model.shard import Shard
-from kvstore.tier import device_copies
-from kvstore.tier.device import DeviceLost
-from kvstore.tier.host_device import FALSE_ANSWERS_MAX, HostDevice
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.device_buffers import Array, DLPackBuffer, InterfaceBuffer, added_device, finish
 from tests.helpers.device_waits import WaitSite, forget, wait_sites
@@ -417,7 +418,7 @@ WAITS: dict[tuple[str, str], Callable[[PrefixCache, HostDevice], bool]] = {
     ("prefix_cache", "_get_to_device"): right_get_by_bounce,
     ("device_copies", "copy"): right_behind_the_callers_stream,
 }
-SITES = wait_sites(device_link, frame_copies, layer_copies, prefix_cache, device_copies)
+SITES = wait_sites(device_link, frame_copies, layer_copies, prefix_cache, copies)
 
 
 @pytest.mark.parametrize("site", SITES, ids=str)

@@ -14,9 +14,9 @@ import kvstore
 from kvstore.client import device_link
 from kvstore.client.device_link import DeviceLink, link_of
 from kvstore.client.device_rows import device_rows_to_read
+from kvstore.device.base import DeviceLost
+from kvstore.device.host_device import HostDevice
 from kvstore.errors import DeadlineExceeded
-from kvstore.tier.device import DeviceLost
-from kvstore.tier.host_device import HostDevice
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.device_buffers import InterfaceBuffer, added_device, finish
 from tests.helpers.processes import Machine, put

@@ -14,10 +14,10 @@ from kvstore.client.local.cache import LocalCache
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
 from kvstore.errors import InvalidRequest, NodeUnavailable
-from kvstore.rpc.control import CHAINED, Op, pack_addresses, pack_class
-from kvstore.tier import mounted
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.mounted import MountedTable, mounted_numbers, mounted_path
+from kvstore.shm import mounted
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.mounted import MountedTable, mounted_numbers, mounted_path
+from kvstore.wire.control import CHAINED, Op, pack_addresses, pack_class
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.mounted import FRAMES, Engine
 from tests.helpers.pool import Pool, patient

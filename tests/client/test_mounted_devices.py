@@ -11,14 +11,14 @@ import kvstore
 from kvstore import Tier
 from kvstore.client.local.store import LocalStore
 from kvstore.client.match import IO
+from kvstore.device.host_device import HostDevice
 from kvstore.errors import InvalidRequest
 from kvstore.model.replica import FrameClass
-from kvstore.model.strides import Strides
+from kvstore.model.shard import Strides
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.mounted import EXPORT_BYTES_MAX, MountedTable
 from kvstore.tier import hbm
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.host_device import HostDevice
-from kvstore.tier.mounted import EXPORT_BYTES_MAX, MountedTable
-from kvstore.transfer.exported import DEVICE, OPENERS
+from kvstore.tier.peer_memory import DEVICE, OPENERS
 from tests.helpers.content import SMALL, chain, contents, layer_of
 from tests.helpers.device_frames import STRIDE, shown
 from tests.helpers.inside import node_of

@@ -12,8 +12,8 @@ import kvstore
 from kvstore import Store, Tier
 from kvstore.client.local.store import LocalStore
 from kvstore.errors import DeadlineExceeded
-from kvstore.model.strides import Strides
-from kvstore.transfer.exported import SharedFrames
+from kvstore.model.shard import Strides
+from kvstore.tier.peer_memory import SharedFrames
 from tests.helpers.content import SMALL, chain, contents, layer_of, prompt
 from tests.helpers.device_buffers import InterfaceBuffer, added_device
 from tests.helpers.device_frames import STRIDE, shown

@@ -13,10 +13,10 @@ import xxhash
 from kvstore import Tier
 from kvstore.client.local.store import LocalStore
 from kvstore.errors import InvalidRequest
-from kvstore.model.strides import LAYERS_MAX, Strides
-from kvstore.tier import mounted
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.mounted import MountedTable, data_path, mounted_path
+from kvstore.model.shard import LAYERS_MAX, Strides
+from kvstore.shm import mounted
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.mounted import MountedTable, data_path, mounted_path
 from tests.helpers.content import SMALL, chain
 from tests.helpers.inside import node_of
 from tests.helpers.mounted import FRAMES, Engine

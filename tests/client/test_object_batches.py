@@ -14,16 +14,16 @@ import pytest
 
 import kvstore
 from kvstore import Store
-from kvstore.client.local import object_finding, object_reading
+from kvstore.client.local import object_batches
 from kvstore.client.local.grants import GrantPool, Purpose
 from kvstore.client.local.node import Mapped
-from kvstore.client.local.object_parts import find_head
+from kvstore.client.local.object_batches import find_head
+from kvstore.client.local.publisher import Channel
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, QuotaExceeded
 from kvstore.model import objects
 from kvstore.model.objects import About, class_for, object_root
 from kvstore.model.replica import Address, Status
-from kvstore.rpc.base import Channel
-from kvstore.rpc.control import Op, pack_addresses, pack_class
+from kvstore.wire.control import Op, pack_addresses, pack_class
 from tests.helpers.inside import node_of
 from tests.helpers.nursery import of_nodes
 from tests.helpers.nvme.nodes import NODE, configure, nvme
@@ -84,7 +84,7 @@ def test_batches_of_all_sizes_come_back_from_and_into_any_buffers(store: Store, 
 def test_what_is_replaced_while_a_batch_is_read_is_never_mixed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     old = {f"k{i}": bytes([i]) * (100_000 if i % 2 else 1_200_000) for i in range(6)}
     assert all(store.put_many(list(old), list(old.values())))
-    copies, genuine = [0], object_reading.copy
+    copies, genuine = [0], object_batches.copy
 
     def copy(target: Any, source: Any) -> None:
         genuine(target, source)
@@ -93,7 +93,7 @@ def test_what_is_replaced_while_a_batch_is_read_is_never_mixed(store: Store, mon
             assert store.put("k0", bytes([200]) * 900_000, replace=True) and store.delete("k1") == 1
             assert store.put("k5", bytes([205]) * 70_000, replace=True)
 
-    monkeypatch.setattr(object_reading, "copy", copy)
+    monkeypatch.setattr(object_batches, "copy", copy)
     outs = [bytearray(1_200_000) for _ in old]
     lengths = store.get_many(list(old), outs)
     assert lengths == [900_000, -1, 1_200_000, 100_000, 1_200_000, 70_000]
@@ -146,15 +146,15 @@ def test_a_head_that_leaves_memory_while_it_is_looked_at_is_found_below(
     store = machine.connect(NODE)
     assert store.put("k", b"value")
     wait_until("it is saved", lambda: nvme(store)["pages"] == 1)
-    gather = object_finding.gather
+    gather = object_batches.gather
 
-    def late(*given: Any) -> list[object_finding.GatheredFrames]:
+    def late(*given: Any) -> list[object_batches.GatheredFrames]:
         found = gather(*given)
         evict_all(store)
         return [frames._replace(rows=np.zeros_like(frames.rows)) for frames in found]
 
     with monkeypatch.context() as patch:
-        patch.setattr(object_finding, "gather", late)
+        patch.setattr(object_batches, "gather", late)
         assert store.contains(["k"]) == [True]
     assert store.delete(["k"]) == 1
 

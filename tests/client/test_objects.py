@@ -10,7 +10,7 @@ import pytest
 
 import kvstore
 from kvstore import Layout, Store
-from kvstore.client.local.object_parts import find_head
+from kvstore.client.local.object_batches import find_head
 from kvstore.errors import InvalidRequest, LeaseBroken
 from kvstore.model import objects
 from kvstore.model.replica import ADDRESS, Status, Tier
@@ -77,8 +77,8 @@ def test_replace_puts_the_new_value_in_place_of_the_old(store: Store) -> None:
 
 def test_equal_hashes_of_two_strings_are_a_miss(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(objects, "key_hash", lambda root, name: b"collision-of-all")
-    monkeypatch.setattr("kvstore.client.local.object_parts.key_hash", lambda root, name: b"collision-of-all")
-    monkeypatch.setattr("kvstore.client.local.object_finding.key_hash", lambda root, name: b"collision-of-all")
+    monkeypatch.setattr("kvstore.client.local.object_batches.key_hash", lambda root, name: b"collision-of-all")
+    monkeypatch.setattr("kvstore.client.local.object_batches.key_hash", lambda root, name: b"collision-of-all")
     assert store.put("mine", b"1")
     assert store.get("other") is None and not store.contains("other") and store.delete("other") == 0
     assert not store.put("other", b"2") and store.get("mine").tobytes() == b"1"
@@ -123,10 +123,10 @@ def test_pages_of_a_layout_that_looks_like_an_objects_cannot_be_deleted(store: S
 
 def test_only_a_head_is_sealed_as_one(store: Store) -> None:
     """The node checks what the key says it is: nobody replaces an object with a page of a prompt, or another key's."""
-    from kvstore.client.local import object_parts
+    from kvstore.client.local import object_batches
 
     assert store.put("k", b"1")
-    genuine = object_parts.About.head_keys
+    genuine = object_batches.About.head_keys
     forged = {
         "other key": lambda about, root, width: _with_key(genuine(about, root, width), b"x" * 16),
         "no tag": lambda about, root, width: _without_tag(genuine(about, root, width)),
@@ -135,7 +135,7 @@ def test_only_a_head_is_sealed_as_one(store: Store) -> None:
     }
     for what, head_keys in forged.items():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(object_parts.About, "head_keys", head_keys)
+            patch.setattr(object_batches.About, "head_keys", head_keys)
             with pytest.raises(InvalidRequest, match="object's head"):
                 store.put("k2", b"2")
         assert store.get("k").tobytes() == b"1" and not store.contains("k2"), what

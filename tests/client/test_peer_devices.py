@@ -23,14 +23,13 @@ from kvstore.client.local import hbm
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
 from kvstore.client.match import IO
+from kvstore.device import cuda
+from kvstore.device.base import DeviceExport, DeviceLost
+from kvstore.device.host_device import FALSE_ANSWERS_MAX, HostDevice, HostMemory
 from kvstore.errors import DeadlineExceeded, Unavailable
-from kvstore.tier import cuda
-from kvstore.tier.device import DeviceExport, DeviceLost
-from kvstore.tier.host_device import FALSE_ANSWERS_MAX, HostDevice
-from kvstore.tier.host_device_memory import HostMemory
-from kvstore.tier.mounted import MountedTable, passing_path
-from kvstore.transfer import descriptors, device_memory
-from kvstore.transfer.device_memory import DevicePages
+from kvstore.shm.mounted import MountedTable, passing_path
+from kvstore.tier import peer_memory
+from kvstore.tier.peer_memory import DevicePages
 from tests.helpers.content import SMALL, chain, contents, layer_of, prompt
 from tests.helpers.device_buffers import InterfaceBuffer, added_device
 from tests.helpers.device_frames import STRIDE, device_named, frames_of, shown
@@ -175,13 +174,13 @@ def test_a_killed_engines_memory_is_let_go_of(machine: Machine, monkeypatch: pyt
 def test_an_engine_that_was_stopped_costs_one_deadline(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody passes the descriptor: a miss, and it is not asked again at once."""
     asked: list[Path] = []
-    pass_on = descriptors.received
+    pass_on = peer_memory.received
 
     def counted(path: Path) -> int:
         asked.append(path)
         return pass_on(path)
 
-    monkeypatch.setattr(device_memory, "received", counted)
+    monkeypatch.setattr(peer_memory, "received", counted)
     machine.serve("n")
     store, engine = store_of(machine), Engine(machine, device="host:0")
     engine.publish(1, PAGES)
@@ -333,7 +332,7 @@ def test_a_copy_that_is_late_keeps_the_memory_mapped(two: Two, monkeypatch: pyte
 def test_a_late_copy_to_the_host_keeps_the_memory_mapped(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     assert two.store.cache(SMALL).get(two.keys).pages == PAGES
     opened = opened_by(two)
-    monkeypatch.setattr(device_memory, "COPY_S", 0.05)
+    monkeypatch.setattr(peer_memory, "COPY_S", 0.05)
     two.device.hold()
     match = two.store.cache(SMALL).get(two.keys)
     assert (match.pages, match.reason) == (0, IO)
@@ -408,7 +407,7 @@ def test_what_this_process_cannot_read_itself_is_not_shown(machine: Machine, mon
     machine.serve("n")
     store, device = store_of(machine), HostDevice("host:0")
     memory = device.allocate(FRAMES * STRIDE, shared=True)
-    monkeypatch.setattr(device_memory, "DevicePages", lost)
+    monkeypatch.setattr(peer_memory, "DevicePages", lost)
     with pytest.raises(DeviceLost):
         store.mount(SMALL, FRAMES, shown(device, memory))
     mapped = node_of(store).mapped()

@@ -11,11 +11,10 @@ import pytest
 
 from kvstore import PrefixCache
 from kvstore.client import device_link
-from kvstore.client.device_link import DeviceLink, link_of
+from kvstore.client.device_link import PINNED, DeviceLink, link_of
 from kvstore.client.device_rows import device_rows_to_read
-from kvstore.client.pins import PINNED
+from kvstore.device.host_device import HostDevice
 from kvstore.errors import DeadlineExceeded, Unavailable
-from kvstore.tier.host_device import HostDevice
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.device_buffers import Array, InterfaceBuffer, added_device
 from tests.helpers.inside import node_of

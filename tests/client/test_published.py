@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from kvstore import Layout, Store
-from kvstore.client.local import naming
-from kvstore.client.local.published import DRAIN_S
+from kvstore.client.local import hints
+from kvstore.client.local.publisher import DRAIN_S
 from kvstore.errors import DeadlineExceeded, QuotaExceeded, Unavailable
-from kvstore.service.verify.stopped import verify_folder
-from kvstore.tier import put_log
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.header import Header
-from kvstore.tier.put_log import PutLog
+from kvstore.node.verify_stopped import verify_folder
+from kvstore.shm import put_log
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import Header
+from kvstore.shm.put_log import PutLog
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.inside import hurry
 from tests.helpers.processes import (
@@ -289,7 +289,7 @@ def test_roots_with_a_quota_are_forgotten_with_their_names(machine: Machine, mon
     (machine.logs / "node.toml").write_text('[node]\nquotas = ["limited dram=256KiB"]\n')
     machine.serve("n", dram="64MiB", config=str(machine.logs / "node.toml"))
     store = machine.connect("n")
-    monkeypatch.setattr(naming, "NAMED_MAX", 4)
+    monkeypatch.setattr(hints, "NAMED_MAX", 4)
     for turn in range(2):
         for adapter in range(10):
             layout = replace(SMALL, revision=str(adapter))

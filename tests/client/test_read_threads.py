@@ -9,10 +9,10 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import numpy as np
 import pytest
 
-from kvstore.client.local.read_threads import AHEAD, IN_FLIGHT, Bounce, Read, ReadBatch, ReadThreads
+from kvstore.client.local.nvme import AHEAD, IN_FLIGHT, Bounce, Read, ReadBatch, ReadThreads
 from kvstore.model.replica import FrameClass
-from kvstore.tier import nvme_geometry
-from kvstore.tier.disk import BLOCK_BYTES, Bytes
+from kvstore.tier.nvme import geometry
+from kvstore.tier.nvme.disk import BLOCK_BYTES, Bytes
 from tests.helpers.nvme.memory_disk import MemoryDisk
 
 LONG_S = 60.0
@@ -139,10 +139,10 @@ def test_a_buffer_is_aligned_and_only_grows() -> None:
 def test_views_of_pages_are_kept_and_follow_the_buffer() -> None:
     bounce, frame_class = Bounce(), FrameClass(page_bytes=4096, page_tokens=8, layers=4)
     for frames in (2, 3, 2000):  # the last one is more than the buffer had
-        data = bounce.take(frames * nvme_geometry.stride_bytes(frame_class))
+        data = bounce.take(frames * geometry.stride_bytes(frame_class))
         pages = bounce.pages(frame_class, frames)
         assert len(pages) == frames and bounce.pages(frame_class, frames) is pages
-        data.reshape(frames, -1)[:, nvme_geometry.header_bytes(frame_class)] = np.arange(frames) % 251
+        data.reshape(frames, -1)[:, geometry.header_bytes(frame_class)] = np.arange(frames) % 251
         assert [page[0] for page in pages] == [number % 251 for number in range(frames)]
         assert {len(page) for page in pages} == {4096}
 

@@ -8,9 +8,9 @@ import pytest
 
 from kvstore import Store
 from kvstore.errors import DeadlineExceeded
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.header import Header
-from kvstore.tier.put_log import PutLog
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import Header
+from kvstore.shm.put_log import PutLog
 from tests.helpers.content import SMALL, chain
 from tests.helpers.inside import hurry
 from tests.helpers.processes import (

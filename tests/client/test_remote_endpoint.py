@@ -10,7 +10,7 @@ import kvstore
 from kvstore.client.remote.endpoint import GivenCredentials, endpoint, is_remote
 from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
-from kvstore.rpc.data_messages import OBJECT_DATA_FIELD, digest_of, fields, pack_data, pack_integer
+from kvstore.wire.grpc import OBJECT_DATA_FIELD, digest_of, fields, pack_data, pack_integer
 
 CLEAR = GivenCredentials()
 

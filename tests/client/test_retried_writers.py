@@ -10,7 +10,7 @@ import pytest
 from kvstore import PrefixCache
 from kvstore.client.writer import Writer
 from kvstore.errors import OutOfSpace
-from kvstore.rpc.control import Op, pack_json
+from kvstore.wire.control import Op, pack_json
 from tests.helpers.content import SMALL, Pages, chain, contents, layer_of
 from tests.helpers.inside import node_of
 from tests.helpers.processes import Machine, check_laws, check_right, evict_all, put, wait_settled, wait_until

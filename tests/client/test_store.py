@@ -14,10 +14,10 @@ import pytest
 
 import kvstore
 from kvstore.client.local.grants import AHEAD_FRAMES_MAX
-from kvstore.client.local.proof import prove
+from kvstore.client.local.verify_hit import prove
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from kvstore.model import prefix
-from kvstore.tier.purging import purge
+from kvstore.shm.folder import purge
 from tests.helpers.inside import node_of
 
 LAYOUT = kvstore.Layout(model="m", layers=4, kv_heads=2, head_dim=16, dtype="float16", page_tokens=8)

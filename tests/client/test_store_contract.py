@@ -22,9 +22,9 @@ import torch
 
 import kvstore
 from kvstore import Keys, Layout, PrefixCache, Retention, Store, Tier, client
+from kvstore.device.host_memory import PAGE_BYTES
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace
 from kvstore.model.shard import Shard
-from kvstore.tier.host_memory import PAGE_BYTES
 from tests.helpers.content import SMALL, contents, layer_of
 from tests.helpers.processes import Machine, free_port
 

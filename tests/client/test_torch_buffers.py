@@ -13,7 +13,7 @@ import pytest
 
 import kvstore
 from kvstore import PrefixCache, Store, Tier
-from kvstore.tier import cuda
+from kvstore.device import cuda
 from tests.helpers.content import SMALL, contents
 from tests.helpers.processes import Machine, free_port
 

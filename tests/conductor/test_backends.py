@@ -12,9 +12,9 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.conductor.foreign import follower
-from engine.conductor.foreign.link import BackendLink
-from engine.conductor.foreign.settings import parse_backends
+from engine.conductor.backends import follower
+from engine.conductor.backends.link import BackendLink
+from engine.conductor.backends.settings import parse_backends
 from engine.conductor.shell.answers import Drawn
 from engine.conductor.shell.conductor import Conductor
 from engine.model.request import Request, Sampling

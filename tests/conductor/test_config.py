@@ -16,7 +16,7 @@ from engine.conductor.shell.metrics import METRICS
 from engine.conductor.state.conductor_state import ConductorRules
 from kvstore import config as node_config
 from kvstore.errors import InvalidRequest
-from kvstore.serving.metric_table import table_text
+from kvstore.server.metrics import table_text
 from tests.helpers.settings import settings_table, table_in, with_table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "conductor.md"

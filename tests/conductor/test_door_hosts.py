@@ -9,10 +9,10 @@ from pathlib import Path
 import pytest
 
 from kvstore.config.daemon import DaemonConfig
-from kvstore.config.values import parse_hosts
+from kvstore.config.reading import parse_hosts
 from kvstore.errors import InvalidRequest
-from kvstore.serving.certificates import ServerCertificate
-from kvstore.serving.hosts import HostNames
+from kvstore.server.certificates import ServerCertificate
+from kvstore.server.http import HostNames
 from tests.helpers.api import Certificates, identities_file
 from tests.helpers.door import CALL_S, WORDS, RunningDoor, head_of, open_doors, read_all, replies_in
 from tests.helpers.processes import Machine

@@ -11,9 +11,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.conductor.state.kv_blocks import KV_OUTCOMES, KvBlocks
-from kvstore.model.prefix import Keys, root_of
-from kvstore.model.span import fingerprints
-from kvstore.state.directory import GONE
+from kvstore.cluster.directory import GONE
+from kvstore.model.prefix import Keys, fingerprints, root_of
 
 LAYOUT = bytes(16)
 TOKENS = list(range(1, 193))

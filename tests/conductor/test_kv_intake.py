@@ -13,12 +13,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.conductor.foreign import kv_intake
-from engine.conductor.foreign.follower import layout_of
-from engine.conductor.foreign.kv_intake import KvIntake
-from engine.conductor.foreign.settings import parse_backends
+from engine.conductor.backends import kv_intake
+from engine.conductor.backends.follower import layout_of
+from engine.conductor.backends.kv_intake import KvIntake
+from engine.conductor.backends.settings import parse_backends
 from engine.conductor.shell.conductor import Conductor
-from kvstore.state.directory import Told
+from kvstore.cluster.directory import Told
 from tests.helpers.backend import MODEL, BackendProcess, spawn_backend
 from tests.helpers.conducting import asking, conducting, until
 from tests.helpers.processes import Machine

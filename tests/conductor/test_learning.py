@@ -21,7 +21,7 @@ from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.fleet import LoadReport
 from engine.model.request import Finished, Request, Role, Usage
-from engine.state.speeds import Speeds
+from engine.state.engine_state import Speeds
 from kvstore.errors import InvalidRequest
 from tests.helpers.fleet import PAGE, STEP_S, TOKENS_PER_S, engines_of, pages_of, wish, world
 

@@ -13,7 +13,7 @@ from engine.conductor.state.engine_fleet import AVOID_S
 from engine.conductor.state.fleet import LoadReport
 from engine.conductor.state.roles import CHANGE_S, KNOWN_S, ORDER_S
 from engine.model.request import NO_ORDER, REVISION_MAX, Role, RoleOrder
-from engine.state.door import Door
+from engine.state.admission import Door
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from tests.helpers import fleet
 from tests.helpers.fleet import TTL_S, World, pages_of, wish, world

@@ -6,9 +6,9 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.catalog import schema
-from kvstore.catalog.base import Entry
-from kvstore.catalog.schema import ClusterEntry
+from kvstore.cluster.catalog import schema
+from kvstore.cluster.catalog.base import Entry
+from kvstore.cluster.catalog.schema import ClusterEntry
 from tests.helpers.conductors import client_of, serve_conductor
 from tests.helpers.engines.processes import prompt, spawn_engine
 from tests.helpers.processes import Machine, wait_until

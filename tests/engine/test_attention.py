@@ -8,8 +8,8 @@ import pytest
 import torch
 
 from engine.compute.attention import attend
+from engine.compute.kernel_args import Terms
 from engine.compute.paged_cache import Slice
-from engine.compute.tiles import Terms
 from tests.helpers.engines.paged import TERMS, attended, compare, formula, paged_world, steps
 
 

@@ -15,11 +15,9 @@ import pytest
 from engine.memory.device_staging import DeviceStaging
 from engine.model.observer import Observer
 from engine.model.request import Grain, Role, Source, Timing
-from engine.shell.checks import memory_frames
-from engine.shell.engine import Engine
+from engine.shell.engine import Engine, memory_frames
 from engine.state.rules import GroupRules, Rules
-from engine.state.sequence import Phase, Sequence
-from engine.state.sharing import Frames
+from engine.state.sequences import Frames, Phase, Sequence
 from kvstore import Store
 from kvstore.errors import InvalidRequest
 from tests.helpers.engines.device import DeviceHost

@@ -12,7 +12,7 @@ import pytest
 
 from engine.client import Answer
 from engine.model.request import Role
-from kvstore.catalog.schema import DataEntry, NodeEntry, decode, encode, key_of
+from kvstore.cluster.catalog.schema import DataEntry, NodeEntry, decode, encode, key_of
 from tests.helpers.engines.processes import EngineProcess, prompt, serve_engine
 from tests.helpers.etcd import Etcd
 from tests.helpers.processes import Machine, wait_until
@@ -114,7 +114,7 @@ def test_a_catalog_that_is_not_there_is_named(machine: Machine) -> None:
 
 
 def test_nonsense_in_a_catalog_is_skipped() -> None:
-    from kvstore.catalog.base import Entry
+    from kvstore.cluster.catalog.base import Entry
 
     right = NodeEntry(name="n", process="ab", incarnation="cd", addresses=("h:1",), capacity_bytes={"dram": 1})
     key, value = key_of("p", right), encode(right)

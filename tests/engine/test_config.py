@@ -17,7 +17,7 @@ from engine.model.request import Grain, Role, Source, Timing
 from kvstore import config as node_config
 from kvstore.config.reading import declared
 from kvstore.errors import InvalidRequest
-from kvstore.serving.metric_table import table_text
+from kvstore.server.metrics import table_text
 from tests.helpers.settings import settings_table, table_in, with_table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"

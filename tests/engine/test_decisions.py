@@ -11,15 +11,15 @@ from typing import Any
 import pytest
 
 from engine.model.request import Role
-from engine.state import batching, integrity
+from engine.state import engine_state, integrity
 from engine.state import events as ev
 from engine.state import instructions as do
-from engine.state.door import Door
+from engine.state.admission import Door
 from engine.state.engine_state import STORE_S, EngineState
-from engine.state.passing import TAKE_S
-from engine.state.routes import AVOID_S, AVOIDED_MAX
+from engine.state.migration import TAKE_S
+from engine.state.prefill_source import AVOID_S, AVOIDED_MAX
 from engine.state.rules import Rules
-from engine.state.sequence import Phase
+from engine.state.sequences import Phase
 from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls, VersionMismatch
 
 PAGE = 16
@@ -381,7 +381,7 @@ def test_frames_do_not_wait_for_a_mover_for_ever(why: str) -> None:
     ],
 )
 def test_who_joins_a_step_whose_layers_take_a_second(there: ev.Arriving, joins: bool) -> None:
-    assert batching.in_time(there, LAYERS, 1.0) is joins
+    assert engine_state.in_time(there, LAYERS, 1.0) is joins
 
 
 def test_who_is_late_goes_aside_and_only_so_many_do() -> None:

@@ -20,10 +20,10 @@ from engine.memory.device_staging import FLYING_MAX, DeviceStaging, stagings_of
 from engine.memory.staging import HostStaging
 from kvstore.client.device_link import link_of
 from kvstore.client.device_rows import DeviceRows
+from kvstore.device.base import DeviceLost
+from kvstore.device.copies import CopyStream, PinnedBounces
+from kvstore.device.host_device import HostDevice
 from kvstore.errors import DeadlineExceeded
-from kvstore.tier.device import DeviceLost
-from kvstore.tier.device_copies import CopyStream, PinnedBounces
-from kvstore.tier.host_device import HostDevice
 
 LAYOUT = kvstore.Layout(model="m", layers=3, kv_heads=2, head_dim=4, dtype="float32", page_tokens=8)
 FRAMES = 40

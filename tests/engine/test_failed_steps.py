@@ -15,14 +15,14 @@ import pytest
 import torch
 
 import engine.shell.performer
-from engine.compute.lost import StepFault
 from engine.compute.paged_cache import Batch
+from engine.compute.torch_errors import StepFault
 from engine.model.piece import Piece
 from engine.model.request import Failed, Grain, PrefillEvent, Request, Role, Timing
 from engine.shell.engine import Engine
-from engine.state import batching
+from engine.state import engine_state
+from kvstore.device.base import DeviceLost
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, OutOfSpace, Unavailable
-from kvstore.tier.device import DeviceLost
 from tests.helpers.engines.device import DeviceHost
 from tests.helpers.engines.tokens import Lab, Tokens, check_answer, keys_of, prompt, within
 from tests.helpers.pool import patient
@@ -157,7 +157,7 @@ def test_an_answer_whose_layers_still_come_fails_alone(lab: Lab, monkeypatch: py
                 come.wait(20)
             yield piece
 
-    monkeypatch.setattr(batching, "in_time", lambda there, layers, layer_s: there.layers == layers)
+    monkeypatch.setattr(engine_state, "in_time", lambda there, layers, layer_s: there.layers == layers)
     neighbour = lab.ask(decode, prompt(40, 40), 600, prefill=()).wait(5)
     monkeypatch.setattr(type(lab.connect("engine-0:1")), "pull", late_last)
     with failing(decode, MemoryError, lambda batch, layer: layer == 0 and batch.after is None is not batch.before):
@@ -175,7 +175,7 @@ def test_tokens_that_cannot_be_drawn(lab: Lab, monkeypatch: pytest.MonkeyPatch) 
     store, tokens = lab.store(), prompt(50, 100)
     one = lab.engine(PRESET, store)
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine.shell.step, "choose_many", lambda *_: torch.empty(1 << 55))
+        patched.setattr(engine.shell.performer, "choose_many", lambda *_: torch.empty(1 << 55))
         answer = lab.ask(one, tokens).wait()
     assert isinstance(answer.error, OutOfSpace) and not answer.tokens
     lab.answers(one, [tokens], 6)

@@ -16,8 +16,7 @@ from engine.model.observer import Observer
 from engine.model.request import Role
 from engine.shell.engine import Engine
 from engine.state import integrity
-from engine.state.sequence import Phase, Sequence
-from engine.state.sharing import OFFER_AHEAD, OFFER_MAX, Frames
+from engine.state.sequences import OFFER_AHEAD, OFFER_MAX, Frames, Phase, Sequence
 from tests.helpers.engines.tokens import EXACT, MAIN, TOLERANCE, Lab, Tokens, check_answer, distance, keys_of, prompt
 from tests.helpers.processes import Machine, wait_until
 

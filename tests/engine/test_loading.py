@@ -10,9 +10,9 @@ import torch
 from engine.memory.arena import Arena
 from engine.memory.staging import HostStaging, Stagings
 from engine.model.request import Request, Sampling
-from engine.moving import store_side
-from engine.moving.loading import Loading
-from engine.moving.work import Work
+from engine.pool import store
+from engine.pool.loading import Loading
+from engine.pool.work import Work
 from tests.helpers.content import LARGE, chain, contents, first_wrong, prompt
 from tests.helpers.pool import patient
 from tests.helpers.processes import Machine, put, wait_until
@@ -35,7 +35,7 @@ def test_frames_that_lie_apart_take_what_other_nodes_have(
     wait_until("the far pages are found", lambda: cache.lookup(prompt(1, PAGES, LARGE)).pages == PAGES, 60)
 
     arena = Arena(LARGE, 64, LARGE.head_dim)
-    pool = store_side.Pool(near, [LARGE], Stagings(arena, [HostStaging(arena)]))
+    pool = store.Pool(near, [LARGE], Stagings(arena, [HostStaging(arena)]))
     request = Request(id="r", tokens=prompt(1, PAGES, LARGE), sampling=Sampling())
     work = Work(1, request, lambda event: None, None, LARGE.page_tokens, pool.cache("", ""), False)
     work.frames, work.shared_pages = torch.tensor([FRAMES]), shared

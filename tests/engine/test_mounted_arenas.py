@@ -22,11 +22,11 @@ from kvstore.client.local import hbm
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
 from kvstore.client.store import Store
+from kvstore.device import cuda
+from kvstore.device.host_device import HostDevice, HostMemory
 from kvstore.errors import OutOfSpace
-from kvstore.tier import devices, mounted
-from kvstore.tier.host_device import HostDevice
-from kvstore.tier.host_device_memory import HostMemory
-from kvstore.transfer.device_memory import DeviceFrames
+from kvstore.shm import mounted
+from kvstore.tier.peer_memory import DeviceFrames
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.device_buffers import InterfaceBuffer, added_device
 from tests.helpers.device_frames import fill_frames
@@ -302,12 +302,12 @@ def test_an_engine_loads_from_device_to_device(lab: Lab, monkeypatch: pytest.Mon
     host = DeviceHost(monkeypatch)
     two = lab.engine("tiny-llama", lab.machine.connect("n"))
     for each in host.devices:
-        devices.add(each)
+        cuda.add(each)
     try:
         found = lab.answers(two, [tokens], 4)
     finally:
         for each in host.devices:
-            devices.remove(each)
+            cuda.remove(each)
     assert found[0].cached == {"hbm": PAGES * PAGE} and found[0].tokens == expected[0].tokens
     assert direct, "no byte went through the host"
 

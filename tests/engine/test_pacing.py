@@ -9,9 +9,8 @@ import numpy as np
 import pytest
 
 from engine.compute.models import Model, load_model
-from engine.compute.pacing import PacedRunner, paced_answer
 from engine.compute.paged_cache import Batch, Slice
-from engine.compute.presets import Pace
+from engine.compute.presets import Pace, PacedRunner, paced_answer
 from engine.compute.runner import runner_of
 from engine.memory.arena import Arena
 from tests.helpers.engines.tokens import Answer, Lab, prompt

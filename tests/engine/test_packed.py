@@ -14,15 +14,14 @@ import pytest
 import torch
 from torch import nn
 
-from engine.compute.arrivals import Arrivals
 from engine.compute.attention import SHARED_BYTES_MIN
-from engine.compute.cpu.packed import ELEMENTS_MIN, PackedLinear, pack
+from engine.compute.kernel_args import Terms
+from engine.compute.kv_arrivals import Arrivals
 from engine.compute.models import load_model
+from engine.compute.omp_threads import apart
+from engine.compute.packed_linear import ELEMENTS_MIN, PackedLinear, pack
 from engine.compute.paged_cache import Batch, Slice
-from engine.compute.runner import Runner
-from engine.compute.side_batches import SideBatches
-from engine.compute.teams import apart
-from engine.compute.tiles import Terms
+from engine.compute.runner import Runner, SideBatches
 from tests.helpers.engines.paged import attended, paged_world, steps
 from tests.helpers.engines.scheduled import Scheduler, arena_for, generated, prompts_of
 

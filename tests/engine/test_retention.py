@@ -15,7 +15,7 @@ from kvstore import Retention, Store
 from kvstore.errors import InvalidRequest
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import engine_pb2_grpc, store_pb2
-from kvstore.rpc.grpc_errors import from_rpc
+from kvstore.wire.grpc import from_rpc
 from tests.helpers.engines.processes import serve_engine
 from tests.helpers.engines.tokens import Lab, check_answer, prompt, within
 from tests.helpers.processes import Machine

@@ -15,7 +15,7 @@ import torch
 
 from engine.compute.sampling import choose
 from engine.model.request import Grain, Sampling, Source, Timing
-from engine.text.detokenizer import Detokenizer
+from engine.text.tokenizer import Detokenizer
 from tests.helpers.engines.tokens import MAIN, Answer, Lab, plain, prompt, within
 from tests.helpers.processes import Machine
 

@@ -24,13 +24,13 @@ from engine.model.piece import HeldData, Piece, checksum_of
 from engine.model.request import Admitted, Cancel, Done, Event, Failed, HandOff, PrefillEvent, Request
 from engine.text.tokenizer import ByteTokenizer
 from kvstore import Layout
+from kvstore.cluster.data_connection import DataConnection
 from kvstore.errors import InvalidRequest, PermissionDenied, TooManyCalls, Unauthenticated
 from kvstore.limits import REST, UNKNOWN_PART
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import engine_pb2_grpc
-from kvstore.rpc.messages import layout_message
-from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import FrameKind, Hello
+from kvstore.wire.data import FrameKind, Hello
+from kvstore.wire.grpc import layout_message
 from tests.helpers import api
 from tests.helpers.processes import wait_until
 

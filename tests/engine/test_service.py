@@ -37,8 +37,7 @@ from kvstore.errors import (
 )
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import engine_pb2_grpc
-from kvstore.rpc.grpc_errors import from_rpc
-from kvstore.rpc.messages import layout_message
+from kvstore.wire.grpc import from_rpc, layout_message
 from tests.helpers import api
 from tests.helpers.engines.processes import EngineProcess, prompt, serve_engine, spawn_engine, wait_idle
 from tests.helpers.processes import Machine, wait_until

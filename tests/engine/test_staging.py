@@ -9,8 +9,8 @@ import kvstore
 from engine.memory.arena import Arena
 from engine.memory.device_staging import DeviceStaging
 from engine.memory.staging import HostStaging, Staging
+from kvstore.device.host_device import HostDevice
 from kvstore.errors import InvalidRequest
-from kvstore.tier.host_device import HostDevice
 
 LAYOUT = kvstore.Layout(model="m", layers=3, kv_heads=2, head_dim=4, dtype="float32", page_tokens=8)
 

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers, trainers
 from transformers import PreTrainedTokenizerFast
 
-from engine.text.detokenizer import Detokenizer
-from engine.text.tokenizer import WINDOW_TOKENS_MAX, ByteTokenizer, HFTokenizer
+from engine.text.tokenizer import WINDOW_TOKENS_MAX, ByteTokenizer, Detokenizer, HFTokenizer
 
 BYTES = ByteTokenizer()
 CORPUS = [

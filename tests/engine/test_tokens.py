@@ -11,8 +11,8 @@ import pytest
 
 from engine.model.observer import Observer
 from engine.model.request import Usage
-from engine.moving import store_side
-from engine.moving import stored as stored_pages
+from engine.pool import keys as stored_pages
+from engine.pool import store as store_side
 from engine.shell.engine import Engine
 from kvstore import Store
 from kvstore.errors import InvalidRequest

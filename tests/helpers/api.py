@@ -16,7 +16,7 @@ from google.protobuf import struct_pb2
 from kvstore import Keys, Layout
 from kvstore.pb import store_pb2 as pb
 from kvstore.pb import store_pb2_grpc
-from kvstore.rpc.data_messages import digest_of
+from kvstore.wire.grpc import digest_of
 from tests.helpers.content import SMALL
 from tests.helpers.processes import Daemon, Machine
 

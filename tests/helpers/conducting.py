@@ -11,8 +11,8 @@ from typing import Any
 
 import numpy as np
 
+from engine.conductor.backends.settings import parse_backends
 from engine.conductor.config import ConductorConfig
-from engine.conductor.foreign.settings import parse_backends
 from engine.conductor.shell.answers import Answered, Ask, Drawn, Routed
 from engine.conductor.shell.conductor import Conductor
 from engine.conductor.shell.tally import ConductorTally

@@ -9,9 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.tier import devices
-from kvstore.tier.host_device import HostDevice
-from kvstore.tier.host_device_memory import POISON, HostMemory
+from kvstore.device import cuda
+from kvstore.device.host_device import POISON, HostDevice, HostMemory
 
 Array = npt.NDArray[np.uint8]
 
@@ -20,11 +19,11 @@ Array = npt.NDArray[np.uint8]
 def added_device(name: str = "host:0", reaches: Collection[str] = ()) -> Iterator[HostDevice]:
     """A device that this process has meanwhile."""
     device = HostDevice(name, seed=1, reaches=reaches)
-    devices.add(device)
+    cuda.add(device)
     try:
         yield device
     finally:
-        devices.remove(device)
+        cuda.remove(device)
         device.lose()  # what a test left undone
 
 

@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.tier import cuda
-from kvstore.tier.device import Addresses, Device, DeviceMemory
-from kvstore.tier.host_device import HostDevice
-from kvstore.transfer.device_memory import DeviceFrames
+from kvstore.device import cuda
+from kvstore.device.base import Addresses, Device, DeviceMemory
+from kvstore.device.host_device import HostDevice
+from kvstore.tier.peer_memory import DeviceFrames
 from tests.helpers.content import SMALL
 
 STRIDE = SMALL.page_bytes + 512

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import pytest
 
 from kvstore.client.device_link import DeviceLink
-from kvstore.tier.host_device import HostEvent, HostStream
+from kvstore.device.host_device import HostEvent, HostStream
 
 
 class WaitSite(NamedTuple):

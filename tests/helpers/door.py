@@ -22,8 +22,8 @@ from engine.conductor.shell.answers import Answered, AnswerPart, Ask, Drawn, Rou
 from engine.model.request import Usage
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls
-from kvstore.serving.http import Route
-from kvstore.serving.identities import Identities
+from kvstore.server.http import Route
+from kvstore.server.identities import Identities
 
 START_S = 20.0
 CONTEXT_TOKENS = 8192

@@ -12,7 +12,7 @@ import time
 from collections.abc import AsyncGenerator, Callable, Sequence
 from pathlib import Path
 
-from kvstore.catalog.base import Update
+from kvstore.cluster.catalog.base import Update
 from tests.helpers.processes import free_port
 
 START_S = 60.0

@@ -9,8 +9,8 @@ from collections.abc import Coroutine
 from pathlib import Path
 from typing import Any
 
-from kvstore.catalog.etcd import EtcdCatalog
-from kvstore.catalog.etcd_channel import Credentials
+from kvstore.cluster.catalog.etcd import EtcdCatalog
+from kvstore.cluster.catalog.etcd_channel import Credentials
 from kvstore.config.daemon import ClusterConfig
 from kvstore.errors import KVStoreError, Unavailable
 from tests.helpers.api import Certificates

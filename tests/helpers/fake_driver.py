@@ -1,4 +1,4 @@
-"""A driver of CUDA that carries its calls out in host memory: what ``kvstore.tier.cuda`` is tested over without a GPU.
+"""A driver of CUDA that carries its calls out in host memory: for tests of ``kvstore.device.cuda``.
 
 It is the package's module (``cuda.bindings.driver``) with the calls replaced. Each of them is first shown to the
 package's own, which refuses arguments of wrong types; then it is held to the driver's rules (a context is current, the
@@ -23,11 +23,10 @@ import numpy as np
 import pytest
 from cuda.bindings import driver as package
 
+from kvstore.device import cuda
+from kvstore.device.base import Addresses
+from kvstore.device.host_device import HostEvent, HostStream, Span, _Work
 from kvstore.errors import Unavailable
-from kvstore.tier import cuda, cuda_calibration
-from kvstore.tier.device import Addresses
-from kvstore.tier.host_device import HostEvent, HostStream, _Work
-from kvstore.tier.host_device_memory import Span
 from tests.helpers.fake_memory import INVALID, RESULT, SEEN_AT, FakeMemory, Refused, found
 
 PIECES_MAX: Final = 128  # of a kernel
@@ -332,10 +331,10 @@ def faked(patch: pytest.MonkeyPatch, fake: FakeDriver, *, measured: int = 1 << 1
 
     patch.setattr(cuda, "begin", lambda: fake)
     patch.setattr(cuda, "cubin_for", cubin)
-    patch.setattr(cuda_calibration, "MEASURED_BYTES", measured)
-    patch.setattr(cuda_calibration, "LENGTHS", tuple(x for x in cuda_calibration.LENGTHS if x <= measured))
+    patch.setattr(cuda, "MEASURED_BYTES", measured)
+    patch.setattr(cuda, "LENGTHS", tuple(x for x in cuda.LENGTHS if x <= measured))
     clock = SimpleNamespace(perf_counter=lambda: fake.clock_s, monotonic=time.monotonic)
-    patch.setattr(cuda_calibration, "time", clock)
+    patch.setattr(cuda, "time", clock)
     cuda._devices.cache_clear()
     try:
         (device,) = cuda.find().devices

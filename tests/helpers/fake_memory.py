@@ -10,9 +10,8 @@ from typing import Any, Final
 import numpy as np
 from cuda.bindings import driver as package
 
+from kvstore.device.host_device import HostDevice, HostMemory, check_mapped
 from kvstore.errors import OutOfSpace
-from kvstore.tier.host_device import HostDevice
-from kvstore.tier.host_device_memory import HostMemory, check_mapped
 
 SEEN_AT: Final = 1 << 48  # so much further the device sees registered memory
 STEP: Final = 2 << 20  # of mapped memory

@@ -20,10 +20,10 @@ from engine.conductor.state.fleet import EngineAbout, LoadReport
 from engine.conductor.state.options import RouteWish
 from engine.conductor.state.roles import ORDER_S
 from engine.model.request import Role, RoleOrder
-from engine.state.door import Door
+from engine.state.admission import Door
+from kvstore.cluster.directory import Told
 from kvstore.errors import InvalidRequest, KVStoreError
-from kvstore.model.span import Fingerprints
-from kvstore.state.directory import Told
+from kvstore.model.prefix import Fingerprints
 
 PAGE = 64
 LAYOUT = "layout"
@@ -32,7 +32,7 @@ TOKENS_PER_S = 8000.0
 FEW = 50  # requests; with more of them integrity is checked after every so many events
 CHECKED_EVERY = 20
 NOTICED_S = 1.0  # after so long a request at an engine that is dead or hangs is known to be broken
-DRAM, NVME = 1, 2  # marks of a page, see ``kvstore.state.directory``
+DRAM, NVME = 1, 2  # marks of a page, see ``kvstore.cluster.directory``
 KV_BYTES = 1 << 17  # of a token
 COPY_BYTES_PER_S = 3e9
 TICK_S = 0.05  # of a conductor's loop

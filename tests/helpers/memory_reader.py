@@ -9,12 +9,12 @@ from kvstore.client.match import ABSENT, CHECKSUM, GENERATION, IDENTITY
 from kvstore.model.objects import is_object_class
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS, Address, FrameClass, FrameState, word_of
-from kvstore.tier import frame_header
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.records import ExtentTable
 from kvstore.tier.base import Bytes
-from kvstore.tier.disk import aligned_buffer
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.frame_header import FrameHeader
-from kvstore.tier.records import ExtentTable
+from kvstore.tier.nvme import frame_header
+from kvstore.tier.nvme.disk import aligned_buffer
+from kvstore.tier.nvme.frame_header import FrameHeader
 from tests.helpers.memory_store import MemoryStore
 
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from kvstore.model.replica import FrameClass, Tier
-from kvstore.tier import nvme_geometry
 from kvstore.tier.base import Bytes
-from kvstore.tier.disk import aligned_buffer
+from kvstore.tier.nvme import geometry
+from kvstore.tier.nvme.disk import aligned_buffer
 
 
 class MemoryStore:
@@ -30,7 +30,7 @@ class MemoryStore:
         return self.extent_bytes // (self.header_bytes(frame_class) + frame_class.frame_bytes)
 
     def header_bytes(self, frame_class: FrameClass) -> int:
-        return nvme_geometry.header_bytes(frame_class)
+        return geometry.header_bytes(frame_class)
 
     def header_incarnation(self, position: int) -> int:
         return self.incarnation

@@ -13,12 +13,11 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any
 
+from kvstore.cluster.data_connection import Caller, Handler
+from kvstore.cluster.peer_links import PoolNode
 from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable, Unavailable
-from kvstore.serving.identities import LOCAL
-from kvstore.transfer.base import Caller, Handler
-from kvstore.transfer.lending import LentRun
-from kvstore.transfer.peers import PoolNode
-from kvstore.transfer.wire import FrameKind, Head, unpack_error
+from kvstore.server.identities import LOCAL
+from kvstore.wire.data import FrameKind, Head, LentRun, unpack_error
 
 
 class MemoryOwner:

@@ -34,13 +34,13 @@ from kvstore import failpoint
 ROOT = Path(__file__).resolve().parents[2]
 # What a process of each kind imports first or last; all below comes with it.
 NODES = (
-    *("kvstore.cli.main", "kvstore.cli.serve", "kvstore.service.daemon", "kvstore.service.api.server"),
-    *("kvstore.service.operator.metrics", "kvstore.client.remote.store"),
+    *("kvstore.cli.main", "kvstore.cli.serve", "kvstore.node.daemon", "kvstore.node.api.server"),
+    *("kvstore.node.operator.metrics", "kvstore.client.remote.store"),
 )
 ENGINES = (
     *("kvstore.cli.main", "engine.cli", "engine.daemon", "engine.compute.models", "engine.api.server"),
     *("engine.client", "engine.shell.engine", "kvstore.client.remote.store"),
-    *("engine.conductor.daemon", "engine.conductor.door.server", "engine.compute.cpu.kernel", "kvstore.service.daemon"),
+    *("engine.conductor.daemon", "engine.conductor.door.server", "engine.compute.cpu_kernel", "kvstore.node.daemon"),
 )
 MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "deepseek_v3"))
 IMPORT_S = 120.0

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import numpy as np
 
+from kvstore.device.base import Addresses
+from kvstore.device.copies import places_in
 from kvstore.model.replica import FrameClass
-from kvstore.tier.device import Addresses
-from kvstore.tier.device_copies import places_in
 
 
 class PageMajorFrames:

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 
 from kvstore import Match, Store
-from kvstore.client.local import elsewhere
+from kvstore.client.local import peer_reads
 from kvstore.client.local.cache import LocalCache
-from kvstore.tier.data_file import find_data_server
-from kvstore.tier.folder import NodeFolder
-from kvstore.transfer import finding
+from kvstore.cluster import find_pages
+from kvstore.shm.data_server_file import find_data_server
+from kvstore.shm.folder import NodeFolder
 from tests.helpers.content import SMALL, chain, contents, first_wrong, prompt
 from tests.helpers.processes import Daemon, Machine, wait_until
 
@@ -22,9 +22,9 @@ PAGES = 60
 
 def patient(monkeypatch: pytest.MonkeyPatch) -> None:
     """Silence means death later: for tests of what is brought, on machines where half a second is nothing."""
-    monkeypatch.setattr(elsewhere, "SILENCE_S", 3.0)
-    monkeypatch.setattr(elsewhere, "LOSS_S", 10.0)
-    monkeypatch.setattr(finding, "OWNER_S", 3.0)
+    monkeypatch.setattr(peer_reads, "SILENCE_S", 3.0)
+    monkeypatch.setattr(peer_reads, "LOSS_S", 10.0)
+    monkeypatch.setattr(find_pages, "OWNER_S", 3.0)
 
 
 class Pool:

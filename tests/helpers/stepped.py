@@ -1,8 +1,8 @@
 """Engines that compute in steps, simulated around the decisions of a conductor.
 
 A step computes a chunk of the prompts that wait and one token of every sequence that decodes, as our engines do
-(``engine.state.batching``), and takes as long as the pace of ``paced-llama`` says. The world of ``tests.helpers.fleet``
-has no steps: prompts cost sequences nothing there, and sequences cost prompts nothing.
+(``engine.state.engine_state``), and takes as long as the pace of ``paced-llama`` says. ``tests.helpers.fleet`` has
+no steps: prompts cost sequences nothing there, and sequences cost prompts nothing.
 """
 
 from __future__ import annotations
@@ -24,8 +24,8 @@ from engine.conductor.state.fleet import LoadReport
 from engine.conductor.state.options import Route
 from engine.model.request import Role
 from engine.simulator.generate import QUICK_SESSIONS, conversations
-from kvstore.model.span import Fingerprints
-from kvstore.state.directory import Told
+from kvstore.cluster.directory import Told
+from kvstore.model.prefix import Fingerprints
 from tests.helpers.fleet import about, pages_of, wish
 
 PAGE = 16

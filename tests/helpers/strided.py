@@ -6,7 +6,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.model.layout import Layout
-from kvstore.model.strides import Strides
+from kvstore.model.shard import Strides
 
 Bytes = npt.NDArray[np.uint8]
 

@@ -9,10 +9,10 @@ import pytest
 import torch
 
 from engine.compute import kernels, paged_cache, presets
+from engine.compute.kernel_args import Terms
 from engine.compute.models import Model, load_model
 from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Runner
-from engine.compute.tiles import Terms
 from engine.memory.arena import Arena
 from tests.helpers.engines.interpreter import ABSENT, DEVICE
 from tests.helpers.engines.paged import TERMS, compare, paged_world, steps
@@ -20,7 +20,7 @@ from tests.helpers.engines.paged import TERMS, compare, paged_world, steps
 if ABSENT:
     pytest.skip(ABSENT, allow_module_level=True)
 
-from engine.compute.cuda.triton_kernel import TritonKernel, block_shape, splits_of, stages_of
+from engine.compute.triton_kernel import TritonKernel, block_shape, splits_of, stages_of
 
 ONE, MANY = 1, 400  # cores: no sequence is divided, and every one that can be is
 RUN = [name for name, preset in presets.PRESETS.items() if preset.pace is None]

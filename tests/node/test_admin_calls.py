@@ -14,9 +14,9 @@ import pytest
 
 from kvstore import Layout, Store
 from kvstore.model.replica import Status
-from kvstore.rpc import control
-from kvstore.rpc.control import Op
-from kvstore.service.local.control import SLOW_THREADS
+from kvstore.node.socket_server import SLOW_THREADS
+from kvstore.wire import control
+from kvstore.wire.control import Op
 from tests.helpers.processes import Daemon, Machine, check_laws, wait_until
 
 TINY = Layout(model="tiny", layers=1, kv_heads=1, head_dim=64, dtype="bfloat16", page_tokens=16)

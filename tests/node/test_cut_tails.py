@@ -10,10 +10,10 @@ import pytest
 
 from kvstore import Store
 from kvstore.errors import Unavailable
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import Header
 from kvstore.tier.dram import SEGMENT_HEAD_BYTES, SegmentMap
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.header import Header
-from kvstore.tier.nvme_table import Superblock
+from kvstore.tier.nvme.table import Superblock
 from tests.helpers.content import SMALL, chain
 from tests.helpers.nvme.files import MIB, reboot, save_all, scanned, serve, serve_at, superblock_of, target
 from tests.helpers.nvme.files import found as found_pages

@@ -11,10 +11,10 @@ import pytest
 
 from kvstore import Store
 from kvstore.model.replica import Address, FrameClass, Tier
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import Header
+from kvstore.shm.records import RECORDS_HEAD_BYTES, ExtentTable
 from kvstore.tier.dram import SEGMENT_HEAD_BYTES, SegmentMap
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.header import Header
-from kvstore.tier.records import RECORDS_HEAD_BYTES, ExtentTable
 from tests.helpers.content import SMALL, chain, mismatch
 from tests.helpers.inside import node_of
 from tests.helpers.processes import (

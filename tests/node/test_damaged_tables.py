@@ -9,7 +9,7 @@ import pytest
 
 from kvstore import Store
 from kvstore.model.replica import FrameClass, FrameState
-from kvstore.tier.records import RECORDS_HEAD_BYTES
+from kvstore.shm.records import RECORDS_HEAD_BYTES
 from tests.helpers.content import SMALL, chain
 from tests.helpers.processes import (
     Machine,

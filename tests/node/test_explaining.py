@@ -16,11 +16,11 @@ import kvstore
 from kvstore import Keys, Layout, Store
 from kvstore.client.admin import KEYS_MAX, KEYS_PER_CALL, keys_argument
 from kvstore.errors import InvalidRequest
-from kvstore.rpc import control
-from kvstore.service.node.answers import fitted
-from kvstore.service.operator import named_pages
-from kvstore.service.operator.explaining import EXPLAIN_PAGES_MAX, layout_said
-from kvstore.service.operator.named_pages import NamedPages
+from kvstore.node.event_log import fitted
+from kvstore.node.operator import named_pages
+from kvstore.node.operator.explain_lookup import EXPLAIN_PAGES_MAX, layout_said
+from kvstore.node.operator.named_pages import NamedPages
+from kvstore.wire import control
 from tests.helpers.inside import admin
 
 LAYOUT = Layout(model="m", layers=1, kv_heads=1, head_dim=16, page_tokens=4)

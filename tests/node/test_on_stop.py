@@ -12,8 +12,8 @@ import pytest
 
 from kvstore.config import NodeConfig, node_config
 from kvstore.errors import InvalidRequest
-from kvstore.service.node import on_stop
-from kvstore.service.node.on_stop import Surroundings, memory_goes, save_s
+from kvstore.node import on_stop
+from kvstore.node.on_stop import Surroundings, memory_goes, save_s
 
 PIDS, IPC = 4026531836, 4026531839  # of the machine itself
 NAME = "kvstore-n"

@@ -13,9 +13,9 @@ import pytest
 import kvstore
 from kvstore import Layout, Store
 from kvstore.errors import InvalidRequest
-from kvstore.service.node.node import Node
-from kvstore.service.operator import page_calls
-from kvstore.service.upkeep.tier_mover import Mover
+from kvstore.node.node import Node
+from kvstore.node.operator import page_calls
+from kvstore.node.tier_mover import Mover
 from kvstore.state import events as ev
 from tests.helpers.inside import admin
 

@@ -12,10 +12,10 @@ import pytest
 
 import kvstore
 from kvstore import Layout, Store
-from kvstore.service.node import page_dump
-from kvstore.service.node.node import Node
-from kvstore.service.node.performer import Performer
-from kvstore.state.announcing import Entries
+from kvstore.cluster.announce_plan import Entries
+from kvstore.node import page_feed
+from kvstore.node.node import Node
+from kvstore.node.performer import Performer
 from kvstore.state.node_state import NodeState
 from tests.helpers.inside import node_of
 
@@ -68,7 +68,7 @@ def moved(node: Node) -> int:
 @pytest.mark.parametrize("seed", range(3))
 def test_what_happens_between_two_looks_is_in_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages come, go and move; what is told at the end is what a node that holds still has."""
-    monkeypatch.setattr(page_dump, "SLICE_FRAMES", 64)
+    monkeypatch.setattr(page_feed, "SLICE_FRAMES", 64)
     draw = np.random.default_rng(seed)
     with closing(kvstore.open(dram="16MiB", eviction="lru")) as store:
         node: Any = node_of(store)._ends.embedded
@@ -83,8 +83,8 @@ def test_what_happens_between_two_looks_is_in_it(seed: int, monkeypatch: pytest.
                     yield lambda number=number: put(store, number, 40, width=1024)
 
         between: Any = Between(node.node, itertools.islice(happens(), 12))
-        seen = page_dump.dump(between, SECRET)
-        quiet = page_dump.dump(node.node, SECRET)
+        seen = page_feed.dump(between, SECRET)
+        quiet = page_feed.dump(node.node, SECRET)
         assert seen is not None and quiet is not None
         assert between.looks > 12 and seen[0] == quiet[0], "nothing happened after the last look"
         assert told(seen) == told(quiet) and told(quiet)
@@ -92,13 +92,13 @@ def test_what_happens_between_two_looks_is_in_it(seed: int, monkeypatch: pytest.
 
 def test_a_page_that_only_moved_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """Out of an extent that was still to be looked at, into one that had been."""
-    begin = page_dump._begin
+    begin = page_feed._begin
 
     def last_first(performer: Performer, state: NodeState) -> tuple[int, list[tuple[int, int]]]:
         newest, extents = begin(performer, state)
         return newest, extents[::-1]
 
-    monkeypatch.setattr(page_dump, "_begin", last_first)
+    monkeypatch.setattr(page_feed, "_begin", last_first)
     with closing(kvstore.open(dram="16MiB", eviction="lru")) as store:
         node: Any = node_of(store)._ends.embedded
         for number in range(210):
@@ -110,7 +110,7 @@ def test_a_page_that_only_moved_is_in_it(monkeypatch: pytest.MonkeyPatch) -> Non
         for wait in range(1, 15):  # another class takes an extent, when so many have been looked at
             needs_room = [*[lambda: None] * wait, lambda wait=wait: put(store, 500 + wait, 15, width=1024)]
             between: Any = Between(node.node, iter(needs_room))
-            seen, quiet = page_dump.dump(between, SECRET), page_dump.dump(node.node, SECRET)
+            seen, quiet = page_feed.dump(between, SECRET), page_feed.dump(node.node, SECRET)
             assert told(seen) == told(quiet)
         assert moved(node.node)
 
@@ -120,7 +120,7 @@ def test_a_log_that_has_forgotten_is_no_dump(monkeypatch: pytest.MonkeyPatch) ->
         node: Any = node_of(store)._ends.embedded
         put(store, 1, 50)
 
-        assert told(page_dump.dump(node.node, SECRET))
-        monkeypatch.setattr("kvstore.service.node.event_log.PAGES_MAX", 3)
+        assert told(page_feed.dump(node.node, SECRET))
+        monkeypatch.setattr("kvstore.node.event_log.PAGES_MAX", 3)
         between: Any = Between(node.node, iter([lambda: put(store, 2, 9)]))
-        assert page_dump.dump(between, SECRET) is None
+        assert page_feed.dump(between, SECRET) is None

@@ -12,17 +12,17 @@ from typing import Any
 import pytest
 
 from kvstore import Keys
-from kvstore.client.local.published import Published as ReadPublished
+from kvstore.client.local.publisher import Published as ReadPublished
 from kvstore.config import NodeConfig, Quota
 from kvstore.errors import NodeUnavailable
 from kvstore.model.replica import Address, FrameClass, Tier
-from kvstore.rpc.control import BATCH_MAX, NO_REPLY, OBJECT, Op, encode, pack_addresses, pack_class
-from kvstore.service.node.book import NAMES
-from kvstore.service.node.node import Node
+from kvstore.node.book import NAMES
+from kvstore.node.node import Node
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import DaemonState, Header
+from kvstore.shm.put_log import PutLog
 from kvstore.state import events as ev
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.header import DaemonState, Header
-from kvstore.tier.put_log import PutLog
+from kvstore.wire.control import BATCH_MAX, NO_REPLY, OBJECT, Op, encode, pack_addresses, pack_class
 from tests.helpers.content import SMALL, chain
 
 CLASS = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)

@@ -6,7 +6,7 @@ import numpy as np
 
 from kvstore.client.local.put import LocalPut
 from kvstore.model.replica import Address, Status
-from kvstore.rpc.control import Op, pack_addresses
+from kvstore.wire.control import Op, pack_addresses
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.inside import node_of
 from tests.helpers.processes import Machine

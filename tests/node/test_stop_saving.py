@@ -14,11 +14,11 @@ import pytest
 import kvstore
 from kvstore.errors import Unavailable
 from kvstore.model.replica import Tier
-from kvstore.service.node.node import Node
-from kvstore.service.node.nvme_pages import NvmePages
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.header import Header
-from kvstore.tier.records import ExtentTable
+from kvstore.node.node import Node
+from kvstore.node.nvme_pages import NvmePages
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import Header
+from kvstore.shm.records import ExtentTable
 from tests.helpers.content import SMALL, chain
 from tests.helpers.nvme.nodes import NODE, check_closed, check_stored, configure, nvme, reboot, target, wait_scanned
 from tests.helpers.nvme.nodes import PROMPT_PAGES as PAGES
@@ -139,7 +139,7 @@ def test_a_machine_that_shuts_down(machine: Machine, tmp_path: Path, monkeypatch
 
 
 HANGING = """
-import signal, kvstore.tier.disk as disk
+import signal, kvstore.tier.nvme.disk as disk
 from kvstore.cli.main import main
 from tests.helpers.nvme.files import Faults
 disk.os = faults = Faults()

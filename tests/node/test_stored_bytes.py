@@ -15,15 +15,14 @@ import pytest
 import xxhash
 
 from kvstore.model.replica import Address, FrameClass, FrameState, Tier, info_word, standing
-from kvstore.service.node.performer import Performer
+from kvstore.node.performer import Performer
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import Header
+from kvstore.shm.index import Index
+from kvstore.shm.records import ExtentTable
 from kvstore.state import events as ev
-from kvstore.tier import frame_header, nvme_geometry
-from kvstore.tier.dram import SegmentFile
-from kvstore.tier.dram_store import DramStore
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.header import Header
-from kvstore.tier.index import Index
-from kvstore.tier.records import ExtentTable
+from kvstore.tier.dram import DramStore, SegmentFile
+from kvstore.tier.nvme import frame_header, geometry
 
 CLASS = FrameClass(page_bytes=12_000, page_tokens=15, layers=3)
 FRAMES, INCARNATION, INDEX_BYTES = 8, 7, 4 << 20
@@ -93,7 +92,7 @@ def everything() -> list[ev.Instruction]:
 
 def packed_header() -> bytes:
     """A page's header on NVMe."""
-    header = np.zeros(nvme_geometry.header_bytes(CLASS), np.uint8)
+    header = np.zeros(geometry.header_bytes(CLASS), np.uint8)
     place = CLASS, 0xFEDC_BA98, Address(3, 4, 5)
     info = info_word(CLASS.page_bytes, flags=1, position=6, turns=7)
     sums = np.arange(3, dtype=np.uint32) + 9
@@ -115,5 +114,5 @@ def test_what_is_stored_keeps_its_bytes(performer: Performer) -> None:
 
 
 def test_geometry_of_nvme() -> None:
-    assert (nvme_geometry.header_bytes(CLASS), nvme_geometry.stride_bytes(CLASS)) == (4096, 16_384)
+    assert (geometry.header_bytes(CLASS), geometry.stride_bytes(CLASS)) == (4096, 16_384)
     assert CLASS.lean.row_bytes == 96

@@ -13,19 +13,19 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client.local import lower_tiers
+from kvstore.client.local import node as lower_tiers
 from kvstore.client.match import CHECKSUM
 from kvstore.config import NodeConfig, NvmeTarget
 from kvstore.model.replica import Address, FrameClass, Status, Tier
-from kvstore.service.node import startup
-from kvstore.service.node.node import Node
-from kvstore.service.upkeep.relay import Relay
-from kvstore.service.upkeep.tier_mover import Mover
+from kvstore.node import startup
+from kvstore.node.node import Node
+from kvstore.node.relay import Relay
+from kvstore.node.tier_mover import Mover
 from kvstore.state import events as ev
-from kvstore.state.tier_parts import TieringRules
-from kvstore.tier import frame_header
-from kvstore.tier.disk import aligned_buffer
-from kvstore.tier.frame_header import FrameHeader
+from kvstore.state.interfaces import TieringRules
+from kvstore.tier.nvme import frame_header
+from kvstore.tier.nvme.disk import aligned_buffer
+from kvstore.tier.nvme.frame_header import FrameHeader
 from tests.helpers.inside import node_of
 from tests.helpers.memory_reader import MemoryReader
 from tests.helpers.memory_store import MemoryStore

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import xxhash
 
-from kvstore.tier.nvme_table import Superblock
+from kvstore.tier.nvme.table import Superblock
 from tests.helpers.processes import Machine, check_laws, check_pages, put
 
 PAGES = 8

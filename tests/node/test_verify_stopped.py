@@ -18,11 +18,11 @@ from kvstore import Store
 from kvstore.config import NvmeTarget
 from kvstore.errors import NodeBusy, NodeUnavailable
 from kvstore.model.replica import Address, FrameClass, Tier
-from kvstore.service.verify.stopped import verify_devices, verify_folder
+from kvstore.node.verify_stopped import verify_devices, verify_folder
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import Header
+from kvstore.shm.records import _COPIES_AT, RECORDS_HEAD_BYTES, ExtentTable
 from kvstore.tier.dram import SEGMENT_HEAD_BYTES
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.header import Header
-from kvstore.tier.records import _COPIES_AT, RECORDS_HEAD_BYTES, ExtentTable
 from tests.helpers.content import SMALL, chain
 from tests.helpers.inside import node_of
 from tests.helpers.nvme.files import MIB, Places, flip, reboot, serve, target, tier

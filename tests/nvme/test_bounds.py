@@ -13,7 +13,7 @@ import pytest
 
 from kvstore import Store, Tier
 from kvstore.errors import KVStoreError
-from kvstore.tier import nvme_geometry
+from kvstore.tier.nvme import geometry
 from tests.helpers.content import LARGE, SMALL, layer_of
 from tests.helpers.inside import node_of
 from tests.helpers.nvme.files import (
@@ -74,7 +74,7 @@ def test_five_times_what_nvme_holds(machine: Machine) -> None:
     store = machine.connect("n")
     about = tier(store)
     assert about["capacity_bytes"] <= 8 * MIB and about["extents_vacant"] > 0
-    capacity_pages = about["capacity_bytes"] // nvme_geometry.stride_bytes(CLASS)
+    capacity_pages = about["capacity_bytes"] // geometry.stride_bytes(CLASS)
     count = 5 * capacity_pages // PAGES // 2
     writers = [
         nvme_worker(machine, "put", first=first, count=count, pages=PAGES, parts=2, pause_s=0.005)
@@ -110,9 +110,9 @@ def test_what_may_be_written_in_a_day(machine: Machine) -> None:
     daemon = serve(machine, dram="5MiB", nvme_write_bytes_per_day=cap)  # an eighth may be granted ahead
     store = machine.connect("n")
     put_all(store, range(3 * DRAM_PROMPTS))
-    wait_until("it is used up", lambda: tier(store)["written_today_bytes"] > cap - nvme_geometry.stride_bytes(CLASS))
+    wait_until("it is used up", lambda: tier(store)["written_today_bytes"] > cap - geometry.stride_bytes(CLASS))
     written, saved = tier(store)["written_today_bytes"], tier(store)["demoted_pages"]
-    assert written <= cap and saved * nvme_geometry.stride_bytes(CLASS) == written, (written, saved)
+    assert written <= cap and saved * geometry.stride_bytes(CLASS) == written, (written, saved)
     assert there(store, range(2 * DRAM_PROMPTS + 5, 3 * DRAM_PROMPTS)) == DRAM_PROMPTS - 5
     assert counted(store, "evicted_space"), "pages that could not be saved left"
     for restart in (lambda: None, lambda: reboot(machine)):

@@ -14,22 +14,22 @@ import pytest
 
 import kvstore
 from kvstore import Tier
-from kvstore.client.local import nvme, prefetch, reader
-from kvstore.client.local.checksums import checksums_of
+from kvstore.client.local import hints, nvme, reader
+from kvstore.client.local.copying import checksums_of
 from kvstore.client.local.grants import GrantPools
 from kvstore.client.local.nvme import NvmeRead, NvmeReader
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from kvstore.model import prefix
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS, ADDRESS_BYTES, Address, FrameClass, FrameState, Status, info_word, word_of
-from kvstore.rpc import control
-from kvstore.rpc.control import HINT, NO_REPLY, Message, Op
-from kvstore.tier import frame_header, nvme_geometry
-from kvstore.tier.disk import FileDisk, aligned_buffer
-from kvstore.tier.index import Index
-from kvstore.tier.nvme_devices import NvmeDevices
-from kvstore.tier.nvme_map import NvmeMap, Place
-from kvstore.tier.records import ExtentTable
+from kvstore.shm.index import Index
+from kvstore.shm.records import ExtentTable
+from kvstore.tier.nvme import frame_header, geometry
+from kvstore.tier.nvme.devices import NvmeDevices
+from kvstore.tier.nvme.disk import FileDisk, aligned_buffer
+from kvstore.tier.nvme.map import NvmeMap, Place
+from kvstore.wire import control
+from kvstore.wire.control import HINT, NO_REPLY, Message, Op
 from tests.helpers.inside import node_of
 
 LAYOUT = kvstore.Layout(model="m", layers=4, kv_heads=2, head_dim=16, dtype="float16", page_tokens=8)
@@ -76,7 +76,7 @@ class Shelf:
         table = self.tables.get(frame_class) or self.carve(frame_class)
         identities = np.frombuffer(keys.identity_bytes, np.uint8).reshape(len(keys), -1)
         sums = checksums_of(rows, frame_class.layers)
-        header, page = aligned_buffer(nvme_geometry.header_bytes(frame_class)), aligned_buffer(frame_class.frame_bytes)
+        header, page = aligned_buffer(geometry.header_bytes(frame_class)), aligned_buffer(frame_class.frame_bytes)
         addresses = []
         self.devices.open_for_writing([table.position])
         for i in range(len(keys)):
@@ -328,7 +328,7 @@ def test_damage_ends_the_match_and_is_told(
 ) -> None:
     keys, data = chain(cache, 6), content(cache, 6)
     addresses = shelf.save(cache, keys, data)
-    header_bytes = nvme_geometry.header_bytes(cache.frame_class)
+    header_bytes = geometry.header_bytes(cache.frame_class)
     places = {"magic": 0, "incarnation": 16, "key": 73, "token": 72 + 48 + 5, "checksum": 72 + 48 + 32 + 1}
     places |= {"first layer": header_bytes, "last layer": header_bytes + cache.page_bytes - 1}
     shelf.damage(addresses[page], cache.frame_class, places[at])
@@ -347,8 +347,8 @@ def test_damage_is_no_error_where_the_daemon_is_silent(
 ) -> None:
     keys = chain(cache, 2)
     addresses = shelf.save(cache, keys, content(cache, 2))
-    shelf.damage(addresses[1], cache.frame_class, nvme_geometry.header_bytes(cache.frame_class))
-    monkeypatch.setattr(prefetch, "SILENT_NS", -1)
+    shelf.damage(addresses[1], cache.frame_class, geometry.header_bytes(cache.frame_class))
+    monkeypatch.setattr(hints, "SILENT_NS", -1)
     wait_until(lambda: shelf.mapped.header.heartbeat_ns > 0)
     assert cache.get(keys).reason == "checksum"
     assert line.sent == []
@@ -404,7 +404,7 @@ def test_a_page_overwritten_while_it_is_read(
     def meanwhile(disk: FileDisk, offset: int, buffers: Any) -> None:
         if not moved.is_set():
             moved.set()
-            shelf.damage(addresses[2], cache.frame_class, nvme_geometry.header_bytes(cache.frame_class))
+            shelf.damage(addresses[2], cache.frame_class, geometry.header_bytes(cache.frame_class))
             shelf.tables[cache.frame_class].words[addresses[2].frame] = word_of(1 << 50, FrameState.FREE)
             shelf.carve(cache.frame_class)
             shelf.save(cache, keys[2:], data[2:])
@@ -535,7 +535,7 @@ class Reads:
         self.before: Callable[[range], None] = lambda pages: None
         self.accepted: list[int] = []  # parts, by their first page
         start = shelf.place(self.addresses[0], cache.frame_class).offset
-        stride = nvme_geometry.stride_bytes(cache.frame_class)
+        stride = geometry.stride_bytes(cache.frame_class)
         read, accept = FileDisk.read, NvmeRead._accept
 
         def observed(disk: FileDisk, offset: int, buffers: Any) -> None:
@@ -596,7 +596,7 @@ def test_damage_found_last_ends_the_match_all_the_same(
 ) -> None:
     """The first part comes when all others, with a damaged page of their own, have been accepted."""
     for page in (2, 14):
-        shelf.damage(reads.addresses[page], cache.frame_class, nvme_geometry.header_bytes(cache.frame_class))
+        shelf.damage(reads.addresses[page], cache.frame_class, geometry.header_bytes(cache.frame_class))
     line.answers[Op.SCRUB] = lambda count, body: statuses(Status.DAMAGED)
 
     def before(pages: range) -> None:
@@ -623,7 +623,7 @@ def test_silence_after_the_first_bad_page_does_not_count(
     silent: int,
     expected: tuple[int, str],
 ) -> None:
-    shelf.damage(reads.addresses[14], cache.frame_class, nvme_geometry.header_bytes(cache.frame_class))
+    shelf.damage(reads.addresses[14], cache.frame_class, geometry.header_bytes(cache.frame_class))
     line.answers[Op.SCRUB] = lambda count, body: statuses(Status.DAMAGED)
     mapped, answer = node_of(store).writable(), threading.Event()
     mapped.timeout_s = 0.3
@@ -842,7 +842,7 @@ def test_prefetch_ends_at_its_deadline(shelf: Shelf, cache: kvstore.PrefixCache,
 def test_prefetch_goes_batch_by_batch(
     shelf: Shelf, cache: kvstore.PrefixCache, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(prefetch, "BATCH_MAX", 4)
+    monkeypatch.setattr(hints, "BATCH_MAX", 4)
     keys = chain(cache, 10)
     addresses = shelf.save(cache, keys, content(cache, 10))
     line.answers[Op.PREFETCH] = lambda count, body: statuses(*[Status.OK] * count)
@@ -986,7 +986,7 @@ def test_the_node_drops_what_a_reader_found_damaged(filled: Filled, tmp_path: Pa
     place = map_.place(table.position, cache.frame_class, address.frame)
     assert place is not None
     with open(tmp_path / "device", "r+b") as file:
-        file.seek(place.offset + nvme_geometry.header_bytes(cache.frame_class) + 100)
+        file.seek(place.offset + geometry.header_bytes(cache.frame_class) + 100)
         file.write(b"not what was stored there")
     match = cache.get(filled.keys[cold])
     assert (match.pages, match.reason) == (5, "checksum")

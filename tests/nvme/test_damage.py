@@ -17,8 +17,8 @@ import numpy as np
 import pytest
 
 from kvstore import Keys, Store
-from kvstore.tier import nvme_geometry
-from kvstore.tier.frame_header import VERSION
+from kvstore.tier.nvme import geometry
+from kvstore.tier.nvme.frame_header import VERSION
 from tests.helpers.content import SMALL
 from tests.helpers.nvme.files import (
     CLASS,
@@ -44,7 +44,7 @@ from tests.helpers.nvme.files import (
 from tests.helpers.processes import Machine, check_laws, wait_settled, wait_until
 
 PAGES, DAMAGED = 8, 3
-HEADER, STRIDE = nvme_geometry.header_bytes(CLASS), nvme_geometry.stride_bytes(CLASS)
+HEADER, STRIDE = geometry.header_bytes(CLASS), geometry.stride_bytes(CLASS)
 FLIPS = 100  # while it runs, and as many while it is down
 
 

@@ -12,11 +12,11 @@ import pytest
 
 from kvstore.errors import InvalidRequest
 from kvstore.model.replica import FrameClass
-from kvstore.tier import nvme_geometry
-from kvstore.tier.disk import FileDisk, aligned_buffer
-from kvstore.tier.frame_header import REASONS
-from kvstore.tier.nvme import NvmeDevice
-from kvstore.tier.nvme_table import frame_offset
+from kvstore.tier.nvme import geometry
+from kvstore.tier.nvme.device import NvmeDevice
+from kvstore.tier.nvme.disk import FileDisk, aligned_buffer
+from kvstore.tier.nvme.frame_header import REASONS
+from kvstore.tier.nvme.table import frame_offset
 from tests.helpers.nvme.faulty_disk import FaultyDisk, PowerCut
 from tests.helpers.nvme.memory_disk import MemoryDisk
 from tests.helpers.nvme.pages import (
@@ -218,7 +218,7 @@ def test_who_wrote_before_a_sync_that_failed_is_told_by_his_own() -> None:
     device = NvmeDevice.open(disk, "n", EXTENT_BYTES)
     device.carve(0, 1, CLASSES[0])
     device.open_for_writing([0])
-    blank = aligned_buffer(nvme_geometry.stride_bytes(CLASSES[0]))
+    blank = aligned_buffer(geometry.stride_bytes(CLASSES[0]))
     for frame in range(2):
         device.write_run(0, frame, CLASSES[0], blank)
     disk.fail_sync = errno.EIO
@@ -332,7 +332,7 @@ def test_swapped_frames_and_those_of_other_extents_are_not_believed() -> None:
     for position in (0, 1):
         for frame in range(4):
             write(device, position, frame, 1 << 32 | frame, seed=10 * position + frame)
-    stride = nvme_geometry.stride_bytes(CLASS)
+    stride = geometry.stride_bytes(CLASS)
     at = [frame_offset(device.superblock, p, CLASS, f) for p in (0, 1) for f in range(4)]
     first, second = disk.data[at[0] : at[0] + stride].copy(), disk.data[at[1] : at[1] + stride].copy()
     disk.data[at[0] : at[0] + stride], disk.data[at[1] : at[1] + stride] = second, first

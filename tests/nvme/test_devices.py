@@ -15,13 +15,13 @@ import pytest
 
 from kvstore.errors import InvalidRequest, NodeBusy
 from kvstore.model.replica import Address, FrameClass, position_of, turns_of
-from kvstore.tier import frame_header, nvme_geometry
-from kvstore.tier.disk import BLOCK_BYTES, FileDisk, aligned_buffer
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.nvme import NvmeDevice
-from kvstore.tier.nvme_devices import NvmeDevices
-from kvstore.tier.nvme_map import NvmeMap, runs
-from kvstore.tier.nvme_table import Superblock, interleave
+from kvstore.shm.folder import NodeFolder
+from kvstore.tier.nvme import frame_header, geometry
+from kvstore.tier.nvme.device import NvmeDevice
+from kvstore.tier.nvme.devices import NvmeDevices
+from kvstore.tier.nvme.disk import BLOCK_BYTES, FileDisk, aligned_buffer
+from kvstore.tier.nvme.map import NvmeMap, runs
+from kvstore.tier.nvme.table import Superblock, interleave
 from tests.helpers.nvme.faulty_disk import FaultyDisk, PowerCut
 from tests.helpers.nvme.memory_disk import MemoryDisk
 from tests.helpers.nvme.pages import (
@@ -55,17 +55,17 @@ def open_device(disk: Any, owner: str = "n", format: bool = False, extent_bytes:
 @pytest.mark.parametrize("extent_bytes", [4096, 1 * MIB, 16 * MIB, 64 * MIB])
 def test_an_extent_holds_as_many_frames_as_fit(page_bytes: int, extent_bytes: int) -> None:
     shape = FrameClass(page_bytes, 64, 32)
-    frames = nvme_geometry.frames_in(extent_bytes, shape)
+    frames = geometry.frames_in(extent_bytes, shape)
 
     def needs(count: int) -> int:
-        return nvme_geometry.directory_bytes(count) + count * nvme_geometry.stride_bytes(shape)
+        return geometry.directory_bytes(count) + count * geometry.stride_bytes(shape)
 
     assert frames == 0 or needs(frames) <= extent_bytes
     assert needs(frames + 1) > extent_bytes
     assert (
-        nvme_geometry.header_bytes(shape) % 4096
-        == nvme_geometry.stride_bytes(shape) % 4096
-        == nvme_geometry.directory_bytes(frames) % 4096
+        geometry.header_bytes(shape) % 4096
+        == geometry.stride_bytes(shape) % 4096
+        == geometry.directory_bytes(frames) % 4096
         == 0
     )
     assert shape.lean.row_bytes == 96
@@ -74,7 +74,7 @@ def test_an_extent_holds_as_many_frames_as_fit(page_bytes: int, extent_bytes: in
 def test_header_bytes_hold_all_tokens_and_checksums() -> None:
     for shape in (*CLASSES, FrameClass(4096, 990, 0), FrameClass(4096, 991, 0), FrameClass(4096, 1, 4096)):
         needs = frame_header._used(shape)
-        assert nvme_geometry.header_bytes(shape) - 4096 < needs <= nvme_geometry.header_bytes(shape)
+        assert geometry.header_bytes(shape) - 4096 < needs <= geometry.header_bytes(shape)
 
 
 def test_positions_lie_one_after_the_other_between_the_superblocks() -> None:
@@ -164,7 +164,7 @@ def test_a_run_of_headers_is_checked_at_once() -> None:
     assert frame_header.faults(heads, CLASS, 99, 7, 20, generations, identities) == [
         *("", "", "header", "foreign", "swapped", "swapped", "version", "swapped", "")
     ]
-    spread = aligned_buffer(count * nvme_geometry.stride_bytes(CLASS)).reshape(count, -1)
+    spread = aligned_buffer(count * geometry.stride_bytes(CLASS)).reshape(count, -1)
     spread[:, :4096] = heads
     strided = spread[:, :4096]
     assert frame_header.faults(strided, CLASS, 99, 7, 20, generations, identities)[2:4] == ["header", "foreign"]
@@ -341,8 +341,8 @@ def test_extents_and_their_state_survive() -> None:
     device.drop(0)
     again = open_device(disk.power_loss())
     assert {p: (e.number, e.frame_class, e.frames, e.clean) for p, e in again.extents.items()} == {
-        1: (10, CLASS, nvme_geometry.frames_in(EXTENT_BYTES, CLASS), False),
-        3: (11, WIDE, nvme_geometry.frames_in(EXTENT_BYTES, WIDE), False),
+        1: (10, CLASS, geometry.frames_in(EXTENT_BYTES, CLASS), False),
+        3: (11, WIDE, geometry.frames_in(EXTENT_BYTES, WIDE), False),
     }
 
 
@@ -377,7 +377,7 @@ def test_only_what_nobody_touched_becomes_clean() -> None:
     device = open_device(MemoryDisk(device_bytes(4)))
     for position in range(4):
         device.carve(position, 10 + position, CLASS)
-    rows = lean_rows(CLASS, nvme_geometry.frames_in(EXTENT_BYTES, CLASS), {})
+    rows = lean_rows(CLASS, geometry.frames_in(EXTENT_BYTES, CLASS), {})
     device.open_for_writing([0])
     versions = {position: device.version(position) for position in range(4)}
     device.close_for_writing([0])  # a page was sealed after the snapshot
@@ -454,7 +454,7 @@ def test_runs_of_frames_in_one_request() -> None:
     device.carve(1, 10, CLASS)
     device.open_for_writing([1])
     count, incarnation = 6, device.incarnation
-    frames = aligned_buffer(count * nvme_geometry.stride_bytes(CLASS)).reshape(count, -1)
+    frames = aligned_buffer(count * geometry.stride_bytes(CLASS)).reshape(count, -1)
     for i in range(count):
         frames[i, :4096] = header(CLASS, incarnation, Address(10, 4 + i, 50 + i), seed=i)
         frames[i, 4096:] = payload(CLASS, i)
@@ -587,7 +587,7 @@ def test_a_set_is_one_row() -> None:
     assert devices.header_incarnation(4) == devices.devices[1].incarnation != devices.incarnation
     devices.open_for_writing(range(6))
     devices.close_for_writing(range(6))
-    rows = lean_rows(CLASS, nvme_geometry.frames_in(EXTENT_BYTES, CLASS), {})
+    rows = lean_rows(CLASS, geometry.frames_in(EXTENT_BYTES, CLASS), {})
     for position in range(6):
         devices.write_directory(position, rows)
     assert devices.mark_clean({p: devices.version(p) for p in (0, 1, 5)}) == {0, 1, 5}
@@ -645,7 +645,7 @@ def test_where_one_of_a_set_is_not_ours_all_are_let_go(tmp_path: Path) -> None:
 def test_one_failing_device_of_a_set() -> None:
     disks = [FaultyDisk(device_bytes(2), at, f"disk {at}") for at in range(2)]
     devices = NvmeDevices.open(disks, "n", EXTENT_BYTES)
-    rows = lean_rows(CLASS, nvme_geometry.frames_in(EXTENT_BYTES, CLASS), {})
+    rows = lean_rows(CLASS, geometry.frames_in(EXTENT_BYTES, CLASS), {})
     for position in range(4):
         devices.carve(position, 10 + position, CLASS)
         devices.write_directory(position, rows)
@@ -705,7 +705,7 @@ def test_clients_read_what_the_owner_wrote(tmp_path: Path, folder: NodeFolder) -
         assert frame_header.unpack(head, CLASS, place.incarnation, 10 + position, 5, 78) == "swapped"
     assert map_.place(4, CLASS, 0) is None
     with pytest.raises(AssertionError):
-        map_.place(0, CLASS, nvme_geometry.frames_in(EXTENT_BYTES, CLASS))
+        map_.place(0, CLASS, geometry.frames_in(EXTENT_BYTES, CLASS))
     with pytest.raises(NodeBusy):
         FileDisk.open(tmp_path / "nvme-0", device_bytes(3))
     map_.close()

@@ -18,9 +18,8 @@ import numpy as np
 import pytest
 
 from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace
-from kvstore.tier import disk as disk_module
-from kvstore.tier.disk import BLOCK_BYTES, IOV_MAX, FileDisk, aligned_buffer
-from kvstore.tier.io_threads import IoThreads
+from kvstore.tier.nvme import disk as disk_module
+from kvstore.tier.nvme.disk import BLOCK_BYTES, IOV_MAX, FileDisk, IoThreads, aligned_buffer
 from tests.helpers.nvme.faulty_disk import FaultyDisk, PowerCut, refuse_direct
 from tests.helpers.nvme.memory_disk import MemoryDisk
 
@@ -226,7 +225,7 @@ def test_another_process_is_refused_and_a_dead_one_holds_nothing(tmp_path: Path)
     path = tmp_path / "nvme"
     source = """
 import sys
-from kvstore.tier.disk import FileDisk
+from kvstore.tier.nvme.disk import FileDisk
 from tests.helpers.nvme.memory_disk import MemoryDisk
 disk = FileDisk.open(sys.argv[1], 1 << 20, create=True)
 print("held", flush=True)

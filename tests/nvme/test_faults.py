@@ -17,8 +17,8 @@ import kvstore
 from kvstore import Store
 from kvstore.errors import OutOfSpace
 from kvstore.model.replica import Address, Tier
-from kvstore.tier import nvme_geometry
-from kvstore.tier.disk import FileDisk
+from kvstore.tier.nvme import geometry
+from kvstore.tier.nvme.disk import FileDisk
 from tests.helpers.content import SMALL
 from tests.helpers.inside import node_of
 from tests.helpers.nvme.files import (
@@ -104,7 +104,7 @@ def test_more_than_there_is_room_for(machine: Machine) -> None:
 def test_what_does_not_fit_is_not_tried(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take the last block from everybody else, for as long as it takes to fail."""
     tried: list[Any] = []
-    monkeypatch.setattr("kvstore.tier.disk.os.posix_fallocate", lambda *arguments: tried.append(arguments))
+    monkeypatch.setattr("kvstore.tier.nvme.disk.os.posix_fallocate", lambda *arguments: tried.append(arguments))
     system = os.statvfs(machine.logs)
     with pytest.raises(OutOfSpace, match="No space left on device"):
         FileDisk.open(target(machine), system.f_blocks * system.f_frsize, create=True)
@@ -290,7 +290,7 @@ def embedded(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> Iterator[Embe
     died: list[threading.ExceptHookArgs] = []
     monkeypatch.setattr(threading, "excepthook", died.append)
     faults = Faults()
-    monkeypatch.setattr("kvstore.tier.disk.os", faults)
+    monkeypatch.setattr("kvstore.tier.nvme.disk.os", faults)
     here = Embedded(machine, faults)
     try:
         yield here
@@ -405,7 +405,7 @@ def sector_of(store: Store, address: Address) -> int:
     assert extent is not None
     place = map_.place(extent.position, CLASS, address.frame)
     assert place is not None
-    return place.offset + nvme_geometry.header_bytes(CLASS) + 8192
+    return place.offset + geometry.header_bytes(CLASS) + 8192
 
 
 # --- disks that are slow, or silent ---------------------------------------------------------------------------------
@@ -457,7 +457,7 @@ def test_a_disk_that_does_not_answer_a_reader(machine: Machine, monkeypatch: pyt
     assert there(store, range(10)) == 10
     put_all(store, range(10, 20))
     faults = Faults()
-    monkeypatch.setattr("kvstore.tier.disk.os", faults)
+    monkeypatch.setattr("kvstore.tier.nvme.disk.os", faults)
     faults.add("preadv")
     mapped = node_of(store).writable()
     mapped.timeout_s = 1.0

@@ -6,8 +6,8 @@ import threading
 
 import pytest
 
-from kvstore.service.upkeep import tier_mover
-from kvstore.service.upkeep.device_lanes import DeviceLane, Joint
+from kvstore.node import tier_mover
+from kvstore.node.tier_mover import DeviceLane, Joint
 from tests.helpers.processes import wait_until
 
 

@@ -9,8 +9,7 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from kvstore.tier.disk import Bytes, aligned_buffer
-from kvstore.tier.patient_disk import PatientDisk, is_silent, open_patiently
+from kvstore.tier.nvme.disk import Bytes, PatientDisk, aligned_buffer, is_silent, open_patiently
 from tests.helpers.nvme.memory_disk import MemoryDisk
 from tests.helpers.processes import wait_until
 

@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from kvstore import Store
-from kvstore.client.local.published import ARRIVAL_S
+from kvstore.client.local.publisher import ARRIVAL_S
 from kvstore.errors import QuotaExceeded
 from kvstore.failpoint import STALL
 from tests.helpers.content import SMALL

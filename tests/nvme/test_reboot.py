@@ -18,9 +18,9 @@ import pytest
 import kvstore
 from kvstore import Store
 from kvstore.client.local import grants
-from kvstore.tier import nvme_geometry
-from kvstore.tier.disk import FileDisk
-from kvstore.tier.nvme_target import read_superblock, read_table
+from kvstore.tier.nvme import geometry
+from kvstore.tier.nvme.disk import FileDisk
+from kvstore.tier.nvme.target import read_superblock, read_table
 from tests.helpers.content import SMALL, chain, mismatch
 from tests.helpers.nursery import of_nodes
 from tests.helpers.nvme.nodes import (
@@ -218,7 +218,7 @@ def _directories(path: Path) -> dict[int, bytes]:
         for extent in table.extents().values():
             offset = superblock.data_start + extent.position * superblock.extent_bytes
             file.seek(offset)
-            found[offset] = file.read(nvme_geometry.directory_bytes(extent.frames))
+            found[offset] = file.read(geometry.directory_bytes(extent.frames))
     return found
 
 

@@ -18,15 +18,15 @@ import grpc
 import pytest
 
 from kvstore import Store
+from kvstore.cluster.data_connection import DataConnection
 from kvstore.errors import InternalError, KVStoreError, Unavailable
 from kvstore.pb import conductor_pb2, engine_pb2, store_pb2
-from kvstore.rpc import control
-from kvstore.rpc.control import Op
-from kvstore.rpc.grpc_errors import from_rpc
-from kvstore.tier.data_file import DataServerAt, find_data_server
-from kvstore.tier.folder import NodeFolder
-from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import FrameKind, Hello
+from kvstore.shm.data_server_file import DataServerAt, find_data_server
+from kvstore.shm.folder import NodeFolder
+from kvstore.wire import control
+from kvstore.wire.control import Op
+from kvstore.wire.data import FrameKind, Hello
+from kvstore.wire.grpc import from_rpc
 from tests.helpers.api import address_of
 from tests.helpers.conductors import ConductorProcess, serve_conductor
 from tests.helpers.content import SMALL, chain, contents, prompt

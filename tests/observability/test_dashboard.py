@@ -16,9 +16,9 @@ import pytest
 
 from engine.api.metrics import METRICS as ENGINE_METRICS
 from engine.conductor.shell.metrics import METRICS as CONDUCTOR_METRICS
+from kvstore.node.operator.metrics import METRICS as NODE_METRICS
 from kvstore.pb import store_pb2 as pb
-from kvstore.service.operator.metric_table import METRICS as NODE_METRICS
-from kvstore.serving.metric_table import MetricInfo, table_text
+from kvstore.server.metrics import MetricInfo, table_text
 from tests.helpers.api import Client, address_of, pages_message
 from tests.helpers.conductors import serve_conductor
 from tests.helpers.content import SMALL, chain

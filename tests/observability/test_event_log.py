@@ -15,9 +15,9 @@ import kvstore
 from kvstore import Layout
 from kvstore.errors import InvalidRequest
 from kvstore.model.replica import Tier
-from kvstore.rpc.control import HEAD, MESSAGE_BYTES_MAX
-from kvstore.service.node import event_log
-from kvstore.service.node.event_log import EventLog
+from kvstore.node import event_log
+from kvstore.node.event_log import EventLog
+from kvstore.wire.control import HEAD, MESSAGE_BYTES_MAX
 
 LAYOUT = Layout(model="events", layers=2, kv_heads=2, head_dim=8, dtype="float16", page_tokens=8)
 

@@ -14,9 +14,8 @@ import zmq
 import kvstore
 from kvstore import Store
 from kvstore.errors import InvalidRequest
-from kvstore.service.events import kv_events
-from kvstore.service.events.kv_pages import MEDIUMS
-from kvstore.service.node import event_log
+from kvstore.node import event_log, kv_events
+from kvstore.node.kv_events import MEDIUMS
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.inside import admin, node_of
 from tests.helpers.kv_follower import END, Follower, dump

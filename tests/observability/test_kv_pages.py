@@ -10,9 +10,9 @@ import numpy as np
 import kvstore
 from kvstore import Layout
 from kvstore.model.replica import Tier
-from kvstore.service.events.kv_pages import PageFacts, PageReader
-from kvstore.service.node.event_log import EventLog
-from kvstore.service.node.performer import Performer
+from kvstore.node.event_log import EventLog
+from kvstore.node.kv_events import PageFacts, PageReader
+from kvstore.node.performer import Performer
 from tests.helpers.inside import node_of
 
 LAYOUT = Layout(model="kv", layers=1, kv_heads=1, head_dim=8, dtype="float16", page_tokens=8)

@@ -14,10 +14,10 @@ from google.protobuf import empty_pb2
 
 from kvstore.limits import LEAVING_MAX
 from kvstore.model.replica import Tier
+from kvstore.node.operator.metrics import METRICS, TENANTS_MAX, TENANTS_REST
 from kvstore.pb import store_pb2 as pb
-from kvstore.service.operator.metric_table import METRICS, TENANTS_MAX, TENANTS_REST
-from kvstore.serving import http as http_module
-from kvstore.tier.counters import MISS_REASONS, OPERATIONS
+from kvstore.server import http as http_module
+from kvstore.shm.counters import MISS_REASONS, OPERATIONS
 from tests.helpers.api import Client, address_of, identities_file, pages_message, serve_api
 from tests.helpers.content import SMALL, chain, contents, prompt
 from tests.helpers.processes import Machine, evict_all, put, wait_until

@@ -14,14 +14,14 @@ import pytest
 import kvstore
 from kvstore.config import NodeConfig, NvmeTarget
 from kvstore.model.replica import FrameClass, FrameState, Tier
-from kvstore.service.node.node import Scan
-from kvstore.service.operator import stats as module
-from kvstore.service.operator.stats import age_quantile
+from kvstore.node.node import Scan
+from kvstore.node.operator import stats as module
+from kvstore.node.operator.device_paths import DevicePaths
+from kvstore.node.operator.stats import age_quantile
 from kvstore.state.eviction import POLICY_DEFAULT
 from kvstore.state.frames import Segment
-from kvstore.tier import nvme_geometry
-from kvstore.tier.nvme_devices import NvmeDevices, today
-from kvstore.transfer.device_paths import DevicePaths
+from kvstore.tier.nvme import geometry
+from kvstore.tier.nvme.devices import NvmeDevices, today
 from tests.helpers.inside import node_of
 from tests.helpers.nvme.memory_disk import MemoryDisk
 
@@ -155,7 +155,7 @@ def test_age_quantile_is_right_to_a_factor_of_two() -> None:
 # --- NVMe -----------------------------------------------------------------------------------------------------------
 
 EXTENT = 64 << 10
-FRAMES = nvme_geometry.frames_in(EXTENT, FrameClass(4096, 8, 4))
+FRAMES = geometry.frames_in(EXTENT, FrameClass(4096, 8, 4))
 
 
 class FakeNode:
@@ -170,7 +170,7 @@ class FakeNode:
         self.config = NodeConfig(nvme=targets, nvme_write_bytes_per_day=1 << 30)
         devices = NvmeDevices.open(disks, "n", EXTENT)
         self.nvme: Any = SimpleNamespace(devices=devices)
-        segment = Segment(EXTENT, devices.positions, frames_in=nvme_geometry.frames_in)
+        segment = Segment(EXTENT, devices.positions, frames_in=geometry.frames_in)
         position = next(p for p in range(devices.positions) if devices.place(p)[0] is devices.devices[0])
         extent = segment.carve(segment.pool(FrameClass(4096, 8, 4)), position)
         for frame in range(3):

@@ -16,7 +16,7 @@ from opentelemetry.sdk.trace import TracerProvider
 
 import kvstore
 from kvstore.pb import store_pb2 as pb
-from kvstore.serving.tracing import SPANS_WAITING_MAX
+from kvstore.server.tracing import SPANS_WAITING_MAX
 from tests.helpers.api import Client, identities_file, pages_message, serve_api
 from tests.helpers.collector import Collector, attributes
 from tests.helpers.content import SMALL, chain
@@ -114,7 +114,7 @@ def test_spans_that_nobody_takes_are_dropped(collector: Collector) -> None:
     """Making them waits for nobody, what waits for the collector has a bound, and so has the end."""
     collector.hold.set()
     script = (
-        "import gc, time; from kvstore.serving import tracing; from opentelemetry.sdk.trace import ReadableSpan\n"
+        "import gc, time; from kvstore.server import tracing; from opentelemetry.sdk.trace import ReadableSpan\n"
         f"tracing.configure({collector.endpoint!r}, 'x')\n"
         "for i in range(3 * tracing.SPANS_WAITING_MAX):\n"
         "    with tracing.span('x', number=i): pass\n"
@@ -129,7 +129,7 @@ def test_spans_that_nobody_takes_are_dropped(collector: Collector) -> None:
 
 def test_off_means_not_even_imported() -> None:
     script = (
-        "import sys, kvstore; from kvstore.service import daemon; from kvstore.serving import tracing\n"
+        "import sys, kvstore; from kvstore.service import daemon; from kvstore.server import tracing\n"
         "with tracing.span('x', pages=1) as span: span.set_attribute('y', 2)\n"
         "print([name for name in sys.modules if 'opentelemetry' in name])"
     )

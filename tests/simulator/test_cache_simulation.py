@@ -11,13 +11,30 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.simulator.cache import CacheAccess, CacheSimulation, accesses, key_of
+from engine.simulator.cache import LIAR, TENANTS, TENTHS, CacheAccess, CacheSimulation, accesses, dealt, hinted, key_of
 from engine.simulator.cli import GENERATORS, simulate
-from engine.simulator.compare import BELADY, BELADY_BLOCKS, LRU_BLOCKS, Half, compare, table
-from engine.simulator.generate import ConversationShape, conversations
-from engine.simulator.hints import LIAR, TENANTS, TENTHS, dealt, hinted
-from engine.simulator.mixtures import AgentShape, ScanShape, ShiftShape, agents, scans, shifts
-from engine.simulator.optimum import Belady, belady_hits, infinite_hits, lru_hits
+from engine.simulator.compare import (
+    BELADY,
+    BELADY_BLOCKS,
+    LRU_BLOCKS,
+    Belady,
+    Half,
+    belady_hits,
+    compare,
+    infinite_hits,
+    lru_hits,
+    table,
+)
+from engine.simulator.generate import (
+    AgentShape,
+    ConversationShape,
+    ScanShape,
+    ShiftShape,
+    agents,
+    conversations,
+    scans,
+    shifts,
+)
 from engine.simulator.policies import POLICIES, make_policy
 from engine.simulator.trace import TraceRequest, statistics, write_trace
 from kvstore.cli.main import run

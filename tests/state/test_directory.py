@@ -9,11 +9,10 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
+from kvstore.cluster import directory
+from kvstore.cluster.directory import AGAIN, GONE, TIERS, Directory, Placement, Told
+from kvstore.model.prefix import fingerprint, fingerprints, span_start, spans_of, starts_span
 from kvstore.model.replica import POSITION_MAX, Tier
-from kvstore.model.span import fingerprint, fingerprints, span_start, spans_of, starts_span
-from kvstore.state import directory
-from kvstore.state.directory import AGAIN, GONE, TIERS, Directory, Told
-from kvstore.state.placement import Placement
 
 Entry = tuple[int, str, Tier]
 

@@ -15,12 +15,23 @@ from hypothesis import strategies as st
 from engine.simulator.policies import POLICIES, Arc, S3Fifo, Slru, make_policy
 from kvstore.errors import InvalidRequest
 from kvstore.model.retention import Retention
-from kvstore.state import eviction, policy_gittins, policy_worth
+from kvstore.state import eviction
 from kvstore.state.eviction import POLICY_DEFAULT, EvictionPolicy, Page
-from kvstore.state.policy_base import STALE_MAX, heap_pop, heap_push
-from kvstore.state.policy_gittins import Ghosts, Gittins, step_of
-from kvstore.state.policy_lru import Lru
-from kvstore.state.policy_worth import BINS, CLASSES, PRIOR, WorthLedger, bin_of, bins_of, gittins
+from kvstore.state.eviction import gittins as policy_gittins
+from kvstore.state.eviction import gittins as policy_worth
+from kvstore.state.eviction.base import STALE_MAX, Lru, heap_pop, heap_push
+from kvstore.state.eviction.gittins import (
+    BINS,
+    CLASSES,
+    PRIOR,
+    Ghosts,
+    Gittins,
+    WorthLedger,
+    bin_of,
+    bins_of,
+    gittins,
+    step_of,
+)
 
 QUIET = settings(derandomize=True, deadline=None, max_examples=60)
 SLOTS = 40

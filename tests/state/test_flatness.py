@@ -8,15 +8,13 @@ from collections import Counter
 
 import numpy as np
 
+from kvstore.cluster.announce_plan import Announcing, Entries, pause_s
+from kvstore.cluster.directory import Directory, Placement
+from kvstore.cluster.directory_messages import pack_announce, pack_announced, pack_find, pack_found
+from kvstore.cluster.lookup_plan import Search
+from kvstore.model.prefix import fingerprints, spans_of
 from kvstore.model.replica import KEY_BYTES
-from kvstore.model.span import fingerprints, spans_of
-from kvstore.state.announcing import Announcing, Entries, pause_s
-from kvstore.state.directory import Directory
-from kvstore.state.placement import Placement
-from kvstore.state.searching import Search
-from kvstore.transfer.find_messages import pack_announce, pack_announced, pack_find, pack_found
-from kvstore.transfer.reading import Whose
-from kvstore.transfer.wire import HEAD
+from kvstore.wire.data import HEAD, Whose
 
 PUTS_PER_S = 40  # of each node
 PAGES = (8, 160)  # of a conversation, whose first page is everybody's

@@ -7,9 +7,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from kvstore.model.replica import Address, FrameState
-from kvstore.state import closure
+from kvstore.state import prefix_links
 from kvstore.state.eviction import STALE_MAX, Lru, Page
-from kvstore.state.views import Snapshot
+from kvstore.state.interfaces import Snapshot
 
 QUIET = settings(derandomize=True, deadline=None, max_examples=200)
 DAY_MS = 86_400_000
@@ -122,7 +122,7 @@ def naive_links(snapshots: list[Snapshot]) -> list[tuple[Address, bytes, bytes]]
 @QUIET
 @given(tables())
 def test_link_joins_every_page_with_its_parent(snapshots: list[Snapshot]) -> None:
-    links, naive = closure.link(snapshots), naive_links(snapshots)
+    links, naive = prefix_links.link(snapshots), naive_links(snapshots)
     assert [links.address(i) for i in range(len(links.parent))] == [address for address, _, _ in naive]
     assert [links.key(i) for i in range(len(links.parent))] == [key for _, key, _ in naive]
     keys = [key for _, key, _ in naive]
@@ -135,10 +135,10 @@ def test_link_joins_every_page_with_its_parent(snapshots: list[Snapshot]) -> Non
 @QUIET
 @given(tables(), st.integers(0, 2**24 - 1))
 def test_doomed_are_the_seeds_and_all_their_descendants(snapshots: list[Snapshot], which: int) -> None:
-    links = closure.link(snapshots)
+    links = prefix_links.link(snapshots)
     pages = len(links.parent)
     seeds = np.array([bool(which >> i & 1) for i in range(pages)], bool)
     gone = {i for i in range(pages) if seeds[i]}
     while more := {i for i in range(pages) if int(links.parent[i]) in gone} - gone:
         gone |= more
-    assert set(np.flatnonzero(closure.doomed(links, seeds)).tolist()) == gone
+    assert set(np.flatnonzero(prefix_links.doomed(links, seeds)).tolist()) == gone

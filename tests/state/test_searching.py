@@ -8,20 +8,10 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
+from kvstore.cluster.directory import TIERS, Directory, Listed, Placement, Told, Unsure
+from kvstore.cluster.lookup_plan import ASKED_MAX, Question, Search, Stretch, fewest, owned_spans, spread, stretches
+from kvstore.model.prefix import fingerprint, fingerprints, span_start, spans_between, spans_of
 from kvstore.model.replica import POSITION_MAX, Tier
-from kvstore.model.span import fingerprint, fingerprints, span_start, spans_between, spans_of
-from kvstore.state.directory import TIERS, Directory, Listed, Told, Unsure
-from kvstore.state.placement import Placement
-from kvstore.state.searching import (
-    ASKED_MAX,
-    Question,
-    Search,
-    Stretch,
-    fewest,
-    owned_spans,
-    spread,
-    stretches,
-)
 
 
 @dataclass

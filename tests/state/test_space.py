@@ -11,8 +11,8 @@ import pytest
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier
 from kvstore.state import events as ev
 from kvstore.state.eviction import Lru
+from kvstore.state.eviction.base import Page, UsedMs
 from kvstore.state.frames import CLASSES_MAX, IDLE_NS, ClassPool, Segment, narrowest
-from kvstore.state.policy_base import Page, UsedMs
 from tests.helpers.worlds.memory_shell import MemoryShell
 from tests.helpers.worlds.world import MS, Chain, World, root_of
 

@@ -9,13 +9,14 @@ import numpy as np
 import pytest
 
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier, position_of, standing, turns_of
-from kvstore.state import clearing, demotion, integrity, promotion, space
 from kvstore.state import events as ev
-from kvstore.state.copying import CopyBatch
-from kvstore.state.pages import standings_of
-from kvstore.state.tier_parts import TieringRules
-from kvstore.state.tiering import NODE_SESSION
-from kvstore.tier import nvme_geometry
+from kvstore.state import integrity, space
+from kvstore.state.interfaces import TieringRules
+from kvstore.state.tier_pages import standings_of
+from kvstore.state.tiering import demotion, extent_reclaim, promotion
+from kvstore.state.tiering.copying import CopyBatch
+from kvstore.state.tiering.tiering import NODE_SESSION
+from kvstore.tier.nvme import geometry
 from tests.helpers.worlds.memory_shell import MemoryShell, Nvme
 from tests.helpers.worlds.simulated_disk import SimulatedDisk
 from tests.helpers.worlds.tiered_world import Flight, TieredWorld
@@ -24,7 +25,7 @@ from tests.helpers.worlds.world import MS, Chain
 SMALL, LARGE = FrameClass(4096, 2, 2), FrameClass(16 << 10, 2, 2)
 EXTENT_BYTES = 32 << 10  # of DRAM: 8 SMALL frames, 2 LARGE ones
 NVME_EXTENT_BYTES = 136 << 10  # 16 SMALL frames, 6 LARGE ones
-STRIDE = nvme_geometry.stride_bytes(SMALL)
+STRIDE = geometry.stride_bytes(SMALL)
 A, B = 1, 2
 
 
@@ -477,7 +478,7 @@ def test_classes_take_turns() -> None:
     evict(world, 99)
     order = []
     for _ in range(4):
-        order.append(saves(demote(world, 2 * nvme_geometry.stride_bytes(LARGE)))[0])
+        order.append(saves(demote(world, 2 * geometry.stride_bytes(LARGE)))[0])
         fly(world)
     classes = ["large" if key in large else "small" for (key, *_) in order]
     assert classes in (["small", "large"] * 2, ["large", "small"] * 2)
@@ -518,7 +519,7 @@ def test_what_a_save_hangs_on_stays_in_nvme() -> None:
 def test_pages_that_an_event_has_moved_are_not_evicted_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
     """An extent of NVMe is emptied in steps, and others take the room meanwhile: pages that have just been carried are
     the coldest then, and have no record yet where they are now."""
-    monkeypatch.setattr(clearing, "CARRY_BYTES_MAX", 2 * STRIDE)
+    monkeypatch.setattr(extent_reclaim, "CARRY_BYTES_MAX", 2 * STRIDE)
     world = node(positions=6, nvme_positions=2)
     first = [put(world, i)[0] for i in range(16)]
     leave(world, 16)

@@ -11,11 +11,10 @@ import pytest
 
 from kvstore.config import Quota, parse_quotas
 from kvstore.model.replica import FrameClass, Tier
-from kvstore.service.node import book
+from kvstore.node import book
 from kvstore.state import events as ev
 from kvstore.state import pins, tenants
-from kvstore.state.names import Name
-from kvstore.state.tenants import ROOTS_KEPT, Tenants
+from kvstore.state.tenants import ROOTS_KEPT, Name, Tenants
 from tests.helpers.worlds.world import MS, Chain, World, root_of
 
 ROOT = b"r" * 16

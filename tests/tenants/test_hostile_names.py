@@ -12,8 +12,8 @@ import pytest
 import kvstore
 from kvstore import Layout
 from kvstore.errors import InvalidRequest
+from kvstore.node.book import NAMES, PINS, WASTE_BYTES
 from kvstore.pb import store_pb2 as pb
-from kvstore.service.node.book import NAMES, PINS, WASTE_BYTES
 from tests.helpers.api import Client, identities_file, serve_api
 from tests.helpers.content import SMALL, chain, prompt
 from tests.helpers.inside import node_of

@@ -15,14 +15,12 @@ import pytest
 import kvstore
 from kvstore import Layout, Store
 from kvstore.errors import InvalidRequest
-from kvstore.model.pool_secret import ARRAY_PAGES, TAG_BYTES, tag_of, tagged
-from kvstore.tier.disk import BLOCK_BYTES, FileDisk
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.header import Header
-from kvstore.tier.nvme import NvmeDevice
-from kvstore.tier.nvme_table import Superblock
-from kvstore.tier.purging import purge
-from kvstore.tier.secret_file import new_secret, read_secret
+from kvstore.model.prefix import ARRAY_PAGES, TAG_BYTES, tag_of, tagged
+from kvstore.shm.folder import NodeFolder, new_secret, purge, read_secret
+from kvstore.shm.header import Header
+from kvstore.tier.nvme.device import NvmeDevice
+from kvstore.tier.nvme.disk import BLOCK_BYTES, FileDisk
+from kvstore.tier.nvme.table import Superblock
 from tests.helpers.processes import wait_until
 
 LAYOUT = Layout(model="secret", layers=2, kv_heads=2, head_dim=32, dtype="uint8", page_tokens=16)

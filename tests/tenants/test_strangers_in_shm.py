@@ -18,8 +18,7 @@ import pytest
 
 import kvstore
 from kvstore.errors import InvalidRequest, NodeUnavailable
-from kvstore.tier.folder import NodeFolder, list_nodes
-from kvstore.tier.purging import purge, reap_embedded
+from kvstore.shm.folder import NodeFolder, list_nodes, purge, reap_embedded
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.processes import CLI
 

@@ -14,7 +14,7 @@ from kvstore import Retention, Store
 from kvstore.client.admin import keys_argument
 from kvstore.errors import InvalidRequest, OutOfSpace, PermissionDenied, QuotaExceeded
 from kvstore.pb import store_pb2 as pb
-from kvstore.rpc.grpc_errors import RETRY_KEY
+from kvstore.wire.grpc import RETRY_KEY
 from tests.helpers.api import Client, identities_file, pages_message, serve_api, write_messages
 from tests.helpers.content import SMALL, chain, contents, prompt
 from tests.helpers.inside import admin
@@ -205,7 +205,7 @@ def test_nvme_quota_takes_from_its_tenant_alone_and_survives_restarts_and_reboot
 
 def test_at_its_dram_quota_a_tenant_writes_as_fast_as_nvme(machine: Machine) -> None:
     """Its own tails are saved while it waits: the mover is woken, nothing is lost and nothing is refused."""
-    slow_mover = f"import kvstore.service.upkeep.tier_mover as mover; mover.IDLE_S = {IDLE_S}; {CLI[2]}"
+    slow_mover = f"import kvstore.node.tier_mover as mover; mover.IDLE_S = {IDLE_S}; {CLI[2]}"
     quota = configure(machine, dram="8MiB", demote_at=0.9, quotas=[f"t dram={2 * PROMPT}"])
     machine.serve(NODE, cli=(sys.executable, "-c", slow_mover), **quota)
     store = machine.connect(NODE)

@@ -10,19 +10,18 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.device import cuda
+from kvstore.device.base import Addresses, Device, DeviceMemory
+from kvstore.device.host_device import HostDevice
 from kvstore.model.replica import FrameClass, Tier
-from kvstore.model.strides import Strides
-from kvstore.service.node.nvme_store import NvmeStore
-from kvstore.tier import cuda
+from kvstore.model.shard import Strides
+from kvstore.node.nvme_pages import NvmeStore
+from kvstore.shm.folder import NodeFolder
 from kvstore.tier.base import Bytes, TierStore
-from kvstore.tier.device import Addresses, Device, DeviceMemory
-from kvstore.tier.disk import Disk, FileDisk, aligned_buffer
-from kvstore.tier.dram import SegmentFile
-from kvstore.tier.dram_store import DramStore
-from kvstore.tier.folder import NodeFolder
+from kvstore.tier.dram import DramStore, SegmentFile
 from kvstore.tier.hbm import HbmStore, StridedFrames
-from kvstore.tier.host_device import HostDevice
-from kvstore.tier.nvme_devices import NvmeDevices
+from kvstore.tier.nvme.devices import NvmeDevices
+from kvstore.tier.nvme.disk import Disk, FileDisk, aligned_buffer
 from tests.helpers.memory_store import MemoryStore
 from tests.helpers.nvme.faulty_disk import refuse_direct
 from tests.helpers.nvme.memory_disk import MemoryDisk

@@ -15,8 +15,8 @@ import pytest
 
 from kvstore.client.local.channel import SessionFile
 from kvstore.errors import OutOfSpace
-from kvstore.tier import counters as module
-from kvstore.tier.counters import (
+from kvstore.shm import counters as module
+from kvstore.shm.counters import (
     CARRY,
     COUNTERS_BYTES,
     LATENCY_BOUNDS_S,
@@ -34,8 +34,8 @@ from kvstore.tier.counters import (
     added,
     read_counters,
 )
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.sessions import Sessions
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.sessions import Sessions
 
 ZERO = dict.fromkeys(NAMES, 0)
 

@@ -15,11 +15,10 @@ import numpy as np
 import pytest
 from cuda.bindings import driver
 
-from kvstore.errors import DeadlineExceeded, OutOfSpace, Unavailable
-from kvstore.tier import cuda, cuda_driver
-from kvstore.tier.cuda import CudaEvent
-from kvstore.tier.cuda_calibration import LENGTHS, MEASURED_BYTES, pieces
-from kvstore.tier.cuda_copies import (
+from kvstore.device import cuda, cuda_driver
+from kvstore.device.base import DeviceLost
+from kvstore.device.cuda import LENGTHS, MEASURED_BYTES, CudaEvent, pieces
+from kvstore.device.cuda_copies import (
     BATCH_VERSION,
     RegisteredRange,
     RegisteredRanges,
@@ -28,19 +27,23 @@ from kvstore.tier.cuda_copies import (
     named,
     threshold,
 )
-from kvstore.tier.cuda_driver import LOST, DriverError, call, fault, too_old
-from kvstore.tier.cuda_memory import (
+from kvstore.device.cuda_driver import (
     HANDLE_BYTES,
+    LOST,
+    DriverError,
     access_of,
+    call,
     exported,
+    fault,
     handle_bytes,
     handle_of,
     mapped,
     opened,
     plain,
     properties_of,
+    too_old,
 )
-from kvstore.tier.device import DeviceLost
+from kvstore.errors import DeadlineExceeded, OutOfSpace, Unavailable
 from tests.helpers.fake_driver import has_driver, package_takes
 
 BASE = 0x7F00_0000_0000
@@ -87,7 +90,7 @@ def test_an_old_driver_is_told_with_its_version() -> None:
 
 
 def test_the_modules_load_no_driver_and_no_package() -> None:
-    look = "import sys, kvstore.tier.cuda; print([name for name in sys.modules if name.partition('.')[0] == 'cuda'])"
+    look = "import sys, kvstore.device.cuda; print([name for name in sys.modules if name.partition('.')[0] == 'cuda'])"
     assert subprocess.check_output([sys.executable, "-c", look], text=True) == "[]\n"
 
 

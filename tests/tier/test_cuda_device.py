@@ -14,11 +14,11 @@ import numpy as np
 import pytest
 from cuda.bindings import driver
 
+from kvstore.device import cuda, host_memory
+from kvstore.device.base import Addresses, Bytes, DeviceLost
+from kvstore.device.cuda import CudaDevice, CudaStream
+from kvstore.device.cuda_copies import Way
 from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
-from kvstore.tier import cuda, cuda_calibration, host_memory
-from kvstore.tier.cuda import CudaDevice, CudaStream
-from kvstore.tier.cuda_copies import Way
-from kvstore.tier.device import Addresses, Bytes, DeviceLost
 from tests.helpers.fake_driver import FakeDriver, faked
 
 PIECE = 9000  # longer than what goes by the kernel, as it is measured here
@@ -104,7 +104,7 @@ def test_what_goes_faster_by_the_kernel_is_measured_by_the_devices_time(
         return count * (2e-6 + nbytes / 50e9)
 
     fake.rate = rate
-    monkeypatch.setattr(cuda_calibration, "REPEATS", 1)
+    monkeypatch.setattr(cuda, "REPEATS", 1)
     with faked(monkeypatch, fake, measured=256 << 10) as device:
         assert device.kernel_below == {Way.TO_DEVICE: 64 << 10, Way.TO_HOST: 0, Way.WITHIN: 512 << 10}
     assert not fake.registered and fake.device.pinned_bytes == 0, "what it was measured with is given back"
@@ -120,14 +120,14 @@ def test_a_device_that_cannot_be_measured_uses_its_engines(fake: FakeDriver, mon
 def test_a_device_that_does_not_copy_is_lost_when_it_is_opened(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staying = len(cuda_calibration._STAYING)
+    staying = len(cuda._STAYING)
     with faked(monkeypatch, fake) as device:
-        monkeypatch.setattr(cuda_calibration, "DEADLINE_S", 0.01)
+        monkeypatch.setattr(cuda, "DEADLINE_S", 0.01)
         fake.device.hold()
         with pytest.raises(DeviceLost, match="did not end in time"):
             device.allocate(100)
-    assert len(cuda_calibration._STAYING) == staying + 1, "the device may still write there"
-    cuda_calibration._STAYING.pop()
+    assert len(cuda._STAYING) == staying + 1, "the device may still write there"
+    cuda._STAYING.pop()
     fake.device.let_go()
 
 

@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.errors import Unavailable
-from kvstore.tier.cuda_kernels import (
+from kvstore.device.cuda_copies import (
     NAME,
     PIECES_MAX,
     TILE_BYTES,
@@ -19,6 +18,7 @@ from kvstore.tier.cuda_kernels import (
     kept,
     launches,
 )
+from kvstore.errors import Unavailable
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])

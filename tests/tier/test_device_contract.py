@@ -11,10 +11,10 @@ from typing import Any
 import numpy as np
 import pytest
 
+from kvstore.device import cuda, host_memory
+from kvstore.device.base import Addresses, Bytes, Device, DeviceExport, DeviceLost, DeviceStream
+from kvstore.device.host_device import FALSE_ANSWERS_MAX, POISON, HostDevice
 from kvstore.errors import DeadlineExceeded, OutOfSpace, Unavailable
-from kvstore.tier import cuda, host_memory
-from kvstore.tier.device import Addresses, Bytes, Device, DeviceExport, DeviceLost, DeviceStream
-from kvstore.tier.host_device import FALSE_ANSWERS_MAX, POISON, HostDevice
 from tests.helpers.fake_driver import FakeDriver, faked
 
 PIECE = 3000

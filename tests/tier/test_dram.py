@@ -16,11 +16,10 @@ import pytest
 
 from kvstore.errors import OutOfSpace, VersionMismatch
 from kvstore.model.replica import SHARDS_MAX, FrameClass, FrameState, word_of
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.records import RECORDS_HEAD_BYTES, ExtentTable
 from kvstore.tier import dram
-from kvstore.tier.dram import SEGMENT_HEAD_BYTES, SegmentFile, SegmentMap
-from kvstore.tier.dram_store import DramStore
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.records import RECORDS_HEAD_BYTES, ExtentTable
+from kvstore.tier.dram import SEGMENT_HEAD_BYTES, DramStore, SegmentFile, SegmentMap
 
 MIB = 1 << 20
 CLASS = FrameClass(page_bytes=10_000, page_tokens=5, layers=4)  # frames of 12 KiB; tokens padded to 8 bytes
@@ -122,7 +121,7 @@ def test_client_and_owner_share_bytes_across_processes(folder: NodeFolder) -> No
     source = """
         import sys
         from kvstore.tier.dram import SegmentMap
-        from kvstore.tier.folder import NodeFolder
+        from kvstore.shm.folder import NodeFolder
         segment = SegmentMap.open(NodeFolder.at(sys.argv[1]), int(sys.argv[2]))
         frames = segment.frames(1, 4096, 256)
         frames[6] = frames[5] + 1
@@ -257,8 +256,8 @@ def test_a_second_process_sees_the_owner_and_marks_use(folder: NodeFolder) -> No
     owner.words[1] = word_of(5, FrameState.SEALED)
     source = """
         import sys
-        from kvstore.tier.folder import NodeFolder
-        from kvstore.tier.records import ExtentTable
+        from kvstore.shm.folder import NodeFolder
+        from kvstore.shm.records import ExtentTable
         table = ExtentTable.open(NodeFolder.at(sys.argv[1]), 7, int(sys.argv[2]))
         table.last_use[1:3] = 77
         print(int(table.words[1]))

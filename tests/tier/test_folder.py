@@ -15,11 +15,10 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace, VersionMismatch
+from kvstore.shm.folder import NodeFolder, list_nodes, purge, reap_embedded
+from kvstore.shm.header import HEADER_BYTES, DaemonState, Header, boot_id
 from kvstore.tier import dram
 from kvstore.tier.dram import check_space
-from kvstore.tier.folder import NodeFolder, list_nodes
-from kvstore.tier.header import HEADER_BYTES, DaemonState, Header, boot_id
-from kvstore.tier.purging import purge, reap_embedded
 
 
 @pytest.fixture(params=["tmp", "shm"])
@@ -34,7 +33,7 @@ def home(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Path]:
 
 HOLDER = """
     import sys, time
-    from kvstore.tier.folder import NodeFolder
+    from kvstore.shm.folder import NodeFolder
     folder = NodeFolder(sys.argv[1], sys.argv[2])
     folder.lock()
     print("locked", flush=True)
@@ -211,14 +210,14 @@ def test_purge_is_refused_while_the_owner_lives(home: Path) -> None:
 def test_purge_waits_for_who_looks_and_for_no_owner(home: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     folder, naps = NodeFolder(home, "n"), list[float]()
     folder.lock()
-    monkeypatch.setattr("kvstore.tier.purging.time.sleep", naps.append)
+    monkeypatch.setattr("kvstore.shm.folder.time.sleep", naps.append)
     with pytest.raises(NodeBusy):
         purge(folder.path)
     assert naps == []
     folder.close()
     with open(folder.lock_file) as looking:
         fcntl.flock(looking, fcntl.LOCK_SH)
-        monkeypatch.setattr("kvstore.tier.purging.time.sleep", lambda _: looking.close())
+        monkeypatch.setattr("kvstore.shm.folder.time.sleep", lambda _: looking.close())
         purge(folder.path)
     assert looking.closed and not folder.path.exists()
 
@@ -257,8 +256,8 @@ def test_locking_while_others_probe_and_purge(home: Path) -> None:
     source = """
         import sys, time
         from kvstore.errors import NodeBusy
-        from kvstore.tier.folder import list_nodes
-        from kvstore.tier.purging import purge
+        from kvstore.shm.folder import list_nodes
+        from kvstore.shm.folder import purge
         print("ready", flush=True)
         while True:
             list_nodes(sys.argv[1])
@@ -333,8 +332,8 @@ def test_another_format_is_said_so(folder: NodeFolder) -> None:
 def test_header_survives_its_writer(folder: NodeFolder) -> None:
     source = """
         import sys, time
-        from kvstore.tier.folder import NodeFolder
-        from kvstore.tier.header import Header
+        from kvstore.shm.folder import NodeFolder
+        from kvstore.shm.header import Header
         header = Header.create(NodeFolder(sys.argv[1], "n"), 42, 4096, 2)
         header.epoch = 6
         print("made", flush=True)

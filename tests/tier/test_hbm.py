@@ -8,15 +8,16 @@ import time
 import numpy as np
 import pytest
 
+from kvstore.device import copies
+from kvstore.device.base import DeviceLost
+from kvstore.device.copies import CopyStream, PinnedBounces
+from kvstore.device.host_device import POISON, HostDevice
 from kvstore.errors import DeadlineExceeded, OutOfSpace
 from kvstore.model.replica import FrameClass
-from kvstore.model.strides import Strides
-from kvstore.tier import device_copies, hbm
+from kvstore.model.shard import Strides
+from kvstore.tier import hbm
 from kvstore.tier.base import Bytes
-from kvstore.tier.device import DeviceLost
-from kvstore.tier.device_copies import CopyStream, PinnedBounces
 from kvstore.tier.hbm import HbmStore, StridedFrames
-from kvstore.tier.host_device import POISON, HostDevice
 from tests.helpers.device_waits import WaitSite, forget, wait_sites
 from tests.helpers.page_major import PageMajorFrames
 
@@ -86,7 +87,7 @@ def began_behind(fixture: Fixture) -> bool:
 WAITS = {"write_page": wrote, "read_pages": found, "copy": began_behind}
 
 
-@pytest.mark.parametrize("site", wait_sites(hbm, device_copies), ids=str)
+@pytest.mark.parametrize("site", wait_sites(hbm, copies), ids=str)
 def test_without_this_wait_bytes_are_wrong(fixture: Fixture, site: WaitSite, monkeypatch: pytest.MonkeyPatch) -> None:
     right = WAITS[site.function]
     assert right(Fixture())
@@ -97,7 +98,7 @@ def test_without_this_wait_bytes_are_wrong(fixture: Fixture, site: WaitSite, mon
 
 
 def test_every_wait_is_tried() -> None:
-    assert sorted(site.function for site in wait_sites(hbm, device_copies)) == sorted(WAITS)
+    assert sorted(site.function for site in wait_sites(hbm, copies)) == sorted(WAITS)
 
 
 def test_a_copy_that_is_late_spoils_nothing() -> None:

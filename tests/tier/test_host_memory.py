@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 import kvstore
+from kvstore.device import host_memory
+from kvstore.device.host_memory import PAGE_BYTES, copy, empty
 from kvstore.errors import InvalidRequest
-from kvstore.tier import host_memory
-from kvstore.tier.host_memory import PAGE_BYTES, copy, empty
 
 
 @pytest.mark.parametrize("shape", [0, 1, 7, np.int64(5), (3, 70_000), [2, 3, 5], (), (4, 0)])

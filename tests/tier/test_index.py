@@ -22,9 +22,9 @@ from hypothesis import strategies as st
 
 from kvstore.errors import NodeBusy
 from kvstore.model.replica import ADDRESS_DTYPE, Address, Tier
-from kvstore.tier import environment, index, transaction
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.index import Index, IndexDamaged, IndexFull
+from kvstore.shm import index, lmdb_environment
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.index import Index, IndexDamaged, IndexFull
 
 MIB = 1 << 20
 
@@ -302,7 +302,7 @@ def test_an_index_of_an_older_version_is_no_index(folder: NodeFolder) -> None:
     old = folder.index(1)
     os.mkdir(old)
     made = lmdb.open(str(old), map_size=MIB, max_dbs=2)
-    for name in (environment.TIER_TABLES[Tier.DRAM], environment.PENDING):
+    for name in (lmdb_environment.TIER_TABLES[Tier.DRAM], lmdb_environment.PENDING):
         made.open_db(name)
     made.close()
     assert Index.open_reader(folder, 1) is None
@@ -383,8 +383,8 @@ def test_threads_read_while_one_writes_and_another_closes(folder: NodeFolder, wr
 READER = """
     import sys
     from kvstore.model.replica import Tier
-    from kvstore.tier.folder import NodeFolder
-    from kvstore.tier.index import Index
+    from kvstore.shm.folder import NodeFolder
+    from kvstore.shm.index import Index
     reader = Index.open_reader(NodeFolder.at(sys.argv[1]), 1)
     print("open", flush=True)
     for line in sys.stdin:
@@ -413,8 +413,8 @@ def test_a_reader_in_another_process_sees_commits(folder: NodeFolder, writer: In
 WRITER = """
     import sys
     from kvstore.model.replica import Tier
-    from kvstore.tier.folder import NodeFolder
-    from kvstore.tier.index import Index
+    from kvstore.shm.folder import NodeFolder
+    from kvstore.shm.index import Index
     writer = Index.open_writer(NodeFolder.at(sys.argv[1]), 1, 1 << 24, fresh=False)
     print("open", flush=True)
     i = int(sys.argv[2])
@@ -451,8 +451,8 @@ def test_a_killed_writer_leaves_whole_transactions(folder: NodeFolder, writer: I
 HOLDER = """
     import sys, time
     from kvstore.model.replica import Tier
-    from kvstore.tier.folder import NodeFolder
-    from kvstore.tier.index import Index
+    from kvstore.shm.folder import NodeFolder
+    from kvstore.shm.index import Index
     reader = Index.open_reader(NodeFolder.at(sys.argv[1]), 1)
     transaction = reader._begin(reader._tables.tiers[Tier.DRAM])
     transaction.get(b"k" * 16)
@@ -529,7 +529,7 @@ def test_a_forked_child_opens_its_own_and_harms_nobody(folder: NodeFolder, write
 
 
 def test_rebuild_makes_a_whole_new_epoch(folder: NodeFolder, writer: Index, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "FILL_BATCH", 100)
+    monkeypatch.setattr(lmdb_environment, "FILL_BATCH", 100)
     items = sorted((key(i), raw(i)) for i in range(2500))
     pending = [(key(9), raw(9)), (key(3), raw(3)), (key(9), raw(10))]
     nvme = sorted((key(i), raw(i + 5)) for i in range(1000, 3000))
@@ -608,7 +608,7 @@ def test_without_memory_small_transactions_follow(folder: NodeFolder, monkeypatc
     def none(path: Path, size_bytes: int) -> None:
         raise IndexFull("no memory")
 
-    monkeypatch.setattr(transaction, "allocate_map", none)
+    monkeypatch.setattr(index, "allocate_map", none)
     keys = [key(number) for number in range(20_000)]
     with pytest.raises(IndexFull), writer.begin() as txn:
         txn.put(Tier.DRAM, keys, [raw(number) for number in range(len(keys))])

@@ -8,9 +8,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.tier import put_log
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.put_log import REQUEST_BYTES_MAX, RING_BYTES, SLOTS, LogDamaged, PutLog
+from kvstore.shm import put_log
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.put_log import REQUEST_BYTES_MAX, RING_BYTES, SLOTS, LogDamaged, PutLog
 
 SESSION = 77
 

@@ -11,8 +11,8 @@ import xxhash
 
 from kvstore.errors import VersionMismatch
 from kvstore.model.replica import SHARDS_MAX, FrameClass, FrameState, Tier, word_of
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.records import RECORDS_HEAD_BYTES, ExtentTable, claimed_positions
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.records import RECORDS_HEAD_BYTES, ExtentTable, claimed_positions
 
 CLASS = FrameClass(page_bytes=10_000, page_tokens=15, layers=3)
 INCARNATION = 0x1234_5678_9ABC

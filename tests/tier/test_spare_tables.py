@@ -9,9 +9,9 @@ import pytest
 
 from kvstore.errors import OutOfSpace
 from kvstore.model.replica import FrameClass
-from kvstore.service.node.spare_tables import CLASSES_MAX, SpareTables
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.records import ExtentTable
+from kvstore.node.performer import CLASSES_MAX, SpareTables
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.records import ExtentTable
 
 CLASS = FrameClass(page_bytes=8192, page_tokens=16, layers=4)
 
@@ -30,7 +30,7 @@ def test_a_spare_becomes_an_extents_table_without_memory(folder: NodeFolder, mon
     def full(fd: int, start: int, size_bytes: int, what: str) -> None:
         raise OutOfSpace("full")
 
-    monkeypatch.setattr("kvstore.tier.folder.allocate", full)
+    monkeypatch.setattr("kvstore.shm.folder.allocate", full)
     assert spares.have(CLASS, 7, 3) == 2, "no more than there are"
     with pytest.raises(OutOfSpace):
         ExtentTable.create(folder, 4, 1, CLASS, 99, 7)

@@ -10,8 +10,8 @@ import pytest
 
 from kvstore.errors import OutOfSpace, VersionMismatch
 from kvstore.model.replica import SHARDS_MAX, FrameClass, Tier
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.records import ExtentTable, TableFiles
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.records import ExtentTable, TableFiles
 
 CLASS = FrameClass(page_bytes=10_000, page_tokens=15, layers=3)
 INCARNATION, EXTENT, FRAMES, LAYERS = 0x1234_5678_9ABC, 5, 7, 300

@@ -15,7 +15,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from kvstore.serving.certificates import ServerCertificate
+from kvstore.server.certificates import ServerCertificate
 from tests.helpers.api import Certificates
 
 WAIT_S = 30.0

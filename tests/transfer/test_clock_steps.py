@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 
 from kvstore import Store
-from kvstore.transfer.peers import PeersFile
+from kvstore.cluster.peer_links import PeersFile
 from tests.helpers.content import SMALL, chain, contents, first_wrong, prompt
 from tests.helpers.pool import patient
 from tests.helpers.processes import CLI, Daemon, Machine, put, wait_until

@@ -12,6 +12,8 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.cluster.data_connection import Caller, DataConnection, DialCredentials, Exchange, Handler
+from kvstore.cluster.data_listener import Server, ServerLimits
 from kvstore.errors import (
     DeadlineExceeded,
     InvalidRequest,
@@ -23,12 +25,9 @@ from kvstore.errors import (
     Unavailable,
     VersionMismatch,
 )
-from kvstore.serving.certificates import ServerCertificate
-from kvstore.transfer import wire
-from kvstore.transfer.base import Caller, DialCredentials, Exchange, Handler
-from kvstore.transfer.server import Server, ServerLimits
-from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import HEAD, MAGIC, VERSION, FrameKind, Hello
+from kvstore.server.certificates import ServerCertificate
+from kvstore.wire import data as wire
+from kvstore.wire.data import HEAD, MAGIC, VERSION, FrameKind, Hello
 from tests.helpers.api import Certificates
 
 LIMITS = ServerLimits(hello_s=0.4, silence_s=0.4, idle_s=20.0)

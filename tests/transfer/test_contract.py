@@ -23,18 +23,16 @@ import pytest
 
 from kvstore import Store
 from kvstore.client.local.node import LocalNode
+from kvstore.cluster import nixl
+from kvstore.cluster.data_connection import DialCredentials
+from kvstore.cluster.nixl import AHEAD, CHUNK_BYTES, NixlTransport
+from kvstore.cluster.peer_links import PeerLinks, PoolNode
+from kvstore.cluster.transport import CHECKSUM, LateBytes, Pulled, TcpTransport, Transport
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import FrameClass, Tier
-from kvstore.transfer import nixl_agent
-from kvstore.transfer.base import DialCredentials
-from kvstore.transfer.links import PeerLinks
-from kvstore.transfer.nixl import AHEAD, CHUNK_BYTES, NixlTransport
-from kvstore.transfer.peers import PoolNode
-from kvstore.transfer.pulling import CHECKSUM, Pulled
-from kvstore.transfer.reading import ReadRequest, WantedChain
-from kvstore.transfer.transport import LateBytes, TcpTransport, Transport
+from kvstore.wire.data import ReadRequest, WantedChain
 from tests.helpers.api import Certificates
 from tests.helpers.content import LARGE, MLA, SMALL, Pages, chain, contents, first_wrong
 from tests.helpers.memory_transport import MemoryAgent, MemoryLinks, MemoryOwner
@@ -153,8 +151,8 @@ def owners(machine_of_all: Machine, tmp_path_factory: pytest.TempPathFactory) ->
 @pytest.fixture(params=WAYS)
 def way(request: pytest.FixtureRequest) -> str:
     found = str(request.param)
-    if found == "nixl" and nixl_agent.missing():
-        pytest.skip(f"nixl: {nixl_agent.missing()}; pip install --no-deps nixl-cu12 (69 MB) for this test")
+    if found == "nixl" and nixl.missing():
+        pytest.skip(f"nixl: {nixl.missing()}; pip install --no-deps nixl-cu12 (69 MB) for this test")
     return found
 
 

@@ -21,17 +21,16 @@ import numpy as np
 import pytest
 
 from kvstore import Store
-from kvstore.catalog import schema
-from kvstore.catalog.file import FileCatalog
-from kvstore.catalog.schema import DataEntry
+from kvstore.cluster.catalog import schema
+from kvstore.cluster.catalog.file import FileCatalog
+from kvstore.cluster.catalog.schema import DataEntry
+from kvstore.cluster.data_connection import DataConnection
+from kvstore.cluster.transport import Pulled, pull
 from kvstore.errors import DeadlineExceeded, Unauthenticated, Unavailable
 from kvstore.model.replica import FrameClass
-from kvstore.tier.data_file import DataFile, DataServerAt, find_data_server
-from kvstore.tier.folder import NodeFolder
-from kvstore.transfer.pulling import Pulled, pull
-from kvstore.transfer.reading import ReadRequest, WantedChain
-from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import FrameKind, Hello
+from kvstore.shm.data_server_file import DataFile, DataServerAt, find_data_server
+from kvstore.shm.folder import NodeFolder
+from kvstore.wire.data import FrameKind, Hello, ReadRequest, WantedChain
 from tests.helpers.content import SMALL, chain, contents, first_wrong
 from tests.helpers.etcd import told
 from tests.helpers.processes import CLI, Daemon, Machine, put, stopped, wait_until

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from kvstore.errors import Unavailable
-from kvstore.transfer import descriptors
-from kvstore.transfer.descriptors import DescriptorServer, received
+from kvstore.tier import peer_memory
+from kvstore.tier.peer_memory import DescriptorServer, received
 
 
 def test_a_descriptor_is_passed_to_all_who_ask_until_the_end(tmp_path: Path) -> None:
@@ -41,7 +41,7 @@ def test_a_descriptor_that_cannot_be_passed_is_closed(tmp_path: Path, monkeypatc
         raise OSError(24, "Too many open files")
 
     file = os.memfd_create("passed")
-    monkeypatch.setattr(descriptors.socket, "socket", refused)
+    monkeypatch.setattr(peer_memory.socket, "socket", refused)
     with pytest.raises(Unavailable, match="Too many open files"):
         DescriptorServer(tmp_path / "passing", 0o600, file)
     with pytest.raises(OSError):

@@ -8,11 +8,19 @@ from pathlib import Path
 
 import pytest
 
+from kvstore.device import cuda, cuda_driver
+from kvstore.device.host_device import HostDevice
 from kvstore.errors import Unavailable
-from kvstore.tier import cuda, cuda_driver
-from kvstore.tier.host_device import HostDevice
-from kvstore.transfer.device_paths import DevicePaths, ask, asked, copies, nothing, peers_of, understood
-from kvstore.transfer.gds import DirectFile
+from kvstore.node.operator.device_paths import (
+    DevicePaths,
+    DirectFile,
+    ask,
+    asked,
+    copies,
+    nothing,
+    peers_of,
+    understood,
+)
 
 FOUND = {"missing": "", "devices": {"cuda:0": "NVIDIA H100"}, "paths": {"engines": "", "gds": "no NVMe here"}}
 
@@ -35,7 +43,7 @@ def test_without_the_package_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) ->
 
 
 def test_what_the_process_says() -> None:
-    assert asked([sys.executable, "-m", "kvstore.transfer.device_paths"], 100) == ask([])
+    assert asked([sys.executable, "-m", "kvstore.node.operator.device_paths"], 100) == ask([])
     assert asked(python(f"print({json.dumps(json.dumps(FOUND))})"), 100) == FOUND
 
 
@@ -93,7 +101,7 @@ def test_a_file_that_cannot_be_read_directly_is_told() -> None:
 def test_a_gpu_has_its_ways(tmp_path: Path) -> None:
     """Engines and the kernel work wherever there is a device; what does not says why, in one line."""
     (nvme := tmp_path / "nvme").write_bytes(bytes(16 << 20))
-    report = asked([sys.executable, "-m", "kvstore.transfer.device_paths", str(nvme)], 100)
+    report = asked([sys.executable, "-m", "kvstore.node.operator.device_paths", str(nvme)], 100)
     assert report["missing"] == "" and report["devices"]["cuda:0"]
     paths = report["paths"]
     assert [*paths] == ["engines", "kernel", "peers", "gds", "nixl"]

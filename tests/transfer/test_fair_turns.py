@@ -13,17 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.cluster.data_connection import SILENCE_S, DataConnection
+from kvstore.cluster.directory_messages import pack_find, unpack_found
+from kvstore.cluster.transport import Pulled, pull, send_read
 from kvstore.errors import TooManyCalls, Unavailable
-from kvstore.model.pool_secret import veil_of
+from kvstore.model.prefix import veil_of
 from kvstore.model.replica import FrameClass, Tier
-from kvstore.service.cluster.read_handler import NVME_REPLIES_MAX, SLOW_S
-from kvstore.tier.data_file import find_data_server
-from kvstore.tier.folder import NodeFolder
-from kvstore.transfer.find_messages import pack_find, unpack_found
-from kvstore.transfer.pulling import Pulled, pull, send_read
-from kvstore.transfer.reading import ReadRequest, WantedChain, Whose
-from kvstore.transfer.tcp import SILENCE_S, DataConnection
-from kvstore.transfer.wire import FrameKind, Hello
+from kvstore.node.cluster.page_handlers import NVME_REPLIES_MAX, SLOW_S
+from kvstore.shm.data_server_file import find_data_server
+from kvstore.shm.folder import NodeFolder
+from kvstore.wire.data import FrameKind, Hello, ReadRequest, WantedChain, Whose
 from tests.helpers import api
 from tests.helpers.beacon import Beacon
 from tests.helpers.content import LARGE, chain, contents, first_wrong

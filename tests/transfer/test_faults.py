@@ -19,8 +19,8 @@ import numpy as np
 import pytest
 
 from kvstore import Store
-from kvstore.catalog.base import boot_s
-from kvstore.transfer.peers import PeersFile
+from kvstore.cluster.catalog.base import boot_s
+from kvstore.cluster.peer_links import PeersFile
 from tests.helpers.beacon import Beacon
 from tests.helpers.content import SMALL, chain, contents, first_wrong, prompt
 from tests.helpers.etcd import Etcd

@@ -8,8 +8,8 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvstore.state.directory import GONE, PER_PAGE_MAX, STREAMS_MAX, Directory, Listed, Told, Unsure, entries_told
-from kvstore.transfer.find_messages import (
+from kvstore.cluster.directory import GONE, PER_PAGE_MAX, STREAMS_MAX, Directory, Listed, Told, Unsure, entries_told
+from kvstore.cluster.directory_messages import (
     FIND_PAGES_MAX,
     NAME_BYTES_MAX,
     pack_announce,
@@ -27,8 +27,7 @@ from kvstore.transfer.find_messages import (
     unpack_list,
     unpack_listed,
 )
-from kvstore.transfer.reading import Whose
-from kvstore.transfer.wire import BODY_MAX, FrameKind, WireError, pack_head
+from kvstore.wire.data import BODY_MAX, FrameKind, Whose, WireError, pack_head
 
 WHOSE = Whose(bytes(range(16)), "tenant", "ädapter")
 

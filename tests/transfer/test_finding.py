@@ -15,33 +15,31 @@ import pytest
 
 import kvstore
 from kvstore import Layout, Store
-from kvstore.catalog import schema
-from kvstore.catalog.base import boot_s
-from kvstore.catalog.schema import DataEntry, NodeEntry
 from kvstore.client.local.node import LocalNode
+from kvstore.cluster import peer_links
+from kvstore.cluster.catalog import schema
+from kvstore.cluster.catalog.base import boot_s
+from kvstore.cluster.catalog.schema import DataEntry, NodeEntry
+from kvstore.cluster.data_connection import Caller, Exchange
+from kvstore.cluster.data_listener import Server
+from kvstore.cluster.directory import AGAIN, TIERS, Listed, Told
+from kvstore.cluster.directory_messages import pack_announce, pack_found, unpack_announce, unpack_announced
+from kvstore.cluster.directory_owner import LATE_S
+from kvstore.cluster.find_pages import Finder
+from kvstore.cluster.lookup_plan import Stretch
+from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode, PoolView
 from kvstore.errors import NodeUnavailable, PermissionDenied, TooManyCalls
+from kvstore.model.prefix import fingerprints
 from kvstore.model.replica import Tier
-from kvstore.model.span import fingerprints
-from kvstore.service.cluster import announcer, directory_shell, heard
-from kvstore.service.cluster.announcer import Announcer
-from kvstore.service.cluster.directory_shell import DirectoryShell
-from kvstore.service.cluster.hold_handler import HoldHandler
-from kvstore.service.cluster.view import ViewKeeper, serving
-from kvstore.service.node.node import Node
-from kvstore.serving.http import Readiness, readyz
-from kvstore.state.directory import AGAIN, TIERS, Listed, Told
-from kvstore.state.directory_owner import LATE_S
-from kvstore.state.searching import Stretch
-from kvstore.tier.folder import NodeFolder
-from kvstore.transfer import links, peers
-from kvstore.transfer.base import Caller, Exchange
-from kvstore.transfer.find_messages import pack_announce, pack_found, unpack_announce, unpack_announced
-from kvstore.transfer.finding import Finder
-from kvstore.transfer.links import PeerLinks
-from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
-from kvstore.transfer.reading import Whose
-from kvstore.transfer.server import Server
-from kvstore.transfer.wire import FrameKind, Hello
+from kvstore.node.cluster import announcer, directory_audit, directory_shell
+from kvstore.node.cluster.announcer import Announcer
+from kvstore.node.cluster.data_server import ViewKeeper, serving
+from kvstore.node.cluster.directory_shell import DirectoryShell
+from kvstore.node.cluster.page_handlers import HoldHandler
+from kvstore.node.node import Node
+from kvstore.server.http import Readiness, readyz
+from kvstore.shm.folder import NodeFolder
+from kvstore.wire.data import FrameKind, Hello, Whose
 from tests.helpers.inside import node_of
 from tests.helpers.processes import wait_until
 
@@ -235,7 +233,7 @@ def test_owners_that_do_not_answer_are_waited_for_once(
         wait_until("the owners know", lambda each=each: shape(machines["c"].find(each)) == [("a", 0, 100)], 30)
     asked: list[str] = []
     release = threading.Event()
-    monkeypatch.setattr(links, "PROBE_MIN_S", 60.0)  # they would answer HELLO
+    monkeypatch.setattr(peer_links, "PROBE_MIN_S", 60.0)  # they would answer HELLO
 
     def silent(self: DirectoryShell, exchange: Exchange, body: memoryview) -> None:
         asked.append("")
@@ -422,13 +420,13 @@ def test_a_pool_that_draws_another_secret_tells_all_anew(
 def test_a_node_is_told_which_owners_do_not_know_it(
     machines: dict[str, Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(heard, "BETWEEN_S", 0.1)
-    monkeypatch.setattr(heard, "LISTED_MAX", 16)
+    monkeypatch.setattr(directory_audit, "BETWEEN_S", 0.1)
+    monkeypatch.setattr(directory_audit, "LISTED_MAX", 16)
     monkeypatch.setattr(directory_shell, "LISTED_MAX", 16)  # so that an answer is not all
     a, b = machines["a"], machines["b"]
     a.put(prompt(11, 100))
     b.put(prompt(11, 70))
-    look = heard.Heard(a.node, a.name, a.members, a.peers, a.links).look
+    look = directory_audit.Heard(a.node, a.name, a.members, a.peers, a.links).look
 
     def owners() -> dict[str, dict[str, Any]]:
         return dict(look({})["owners"])
@@ -523,13 +521,13 @@ def test_a_peers_file_that_makes_no_sense_is_none(tmp_path: Path) -> None:
     assert file.look() is None
     file._look_ns = 0
     view = PoolView("pool", "n", 3.5, {"m": PoolNode("m", "0f", "ab", ("h:1",), True)})
-    peers.write(folder, view)
+    peer_links.write(folder, view)
     assert file.look() == view
     for text in ("", "{", "[]", "{}", '{"peers": 3}', '{"peers": [{"addresses": 5}]}', '{"peers": [[]]}'):
-        (folder.path / peers.NAME).write_text(text)
+        (folder.path / peer_links.NAME).write_text(text)
         assert PeersFile(folder.path).look() is None
-    (folder.path / peers.NAME).unlink()
-    (folder.path / peers.NAME).symlink_to("/etc/hostname")
+    (folder.path / peer_links.NAME).unlink()
+    (folder.path / peer_links.NAME).symlink_to("/etc/hostname")
     assert PeersFile(folder.path).look() is None
 
 

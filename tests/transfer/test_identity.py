@@ -14,8 +14,8 @@ import pytest
 import kvstore
 from kvstore import Store
 from kvstore.model.replica import Tier
-from kvstore.tier.data_file import find_data_server
-from kvstore.tier.folder import NodeFolder
+from kvstore.shm.data_server_file import find_data_server
+from kvstore.shm.folder import NodeFolder
 from tests.helpers.content import chain
 from tests.helpers.inside import node_of
 from tests.helpers.pool import PAGES, Pool

@@ -11,11 +11,11 @@ import numpy as np
 import pytest
 
 from kvstore import Store
-from kvstore.client.local.arriving import ArrivingPages, Bringer
-from kvstore.client.local.brought import BroughtBefore
 from kvstore.client.local.cache import LocalCache
+from kvstore.client.local.peer_caching import ArrivingPages, Bringer
+from kvstore.client.local.peer_reads import BroughtBefore
 from kvstore.client.prefix_cache import PrefixCache
-from kvstore.tier.folder import NodeFolder
+from kvstore.shm.folder import NodeFolder
 from tests.helpers.content import SMALL, chain, contents, first_wrong, layer_of, prompt
 from tests.helpers.pool import PAGES, Pool, patient
 from tests.helpers.processes import Machine, check_laws, put, wait_until

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from kvstore.client.local import arriving
-from kvstore.client.local.arriving import ArrivingPages, Bringer
+from kvstore.client.local import peer_caching
 from kvstore.client.local.cache import LocalCache
+from kvstore.client.local.peer_caching import ArrivingPages, Bringer
 from kvstore.model.replica import FrameClass
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.processes import Machine, frames, wait_until
@@ -21,7 +21,7 @@ def test_frames_that_were_left_are_nobodys_until_they_are_landed(
     machine: Machine, monkeypatch: pytest.MonkeyPatch, killed: bool
 ) -> None:
     """Also past the reservation's deadline, and when the daemon was killed and started again meanwhile."""
-    monkeypatch.setattr(arriving, "TTL_S", 0.5)
+    monkeypatch.setattr(peer_caching, "TTL_S", 0.5)
     daemon = machine.serve("n", dram="4MiB")
     store = machine.connect("n")
     cache = store.cache(SMALL)

@@ -12,22 +12,26 @@ from kvstore.client.local.node import LocalNode
 from kvstore.errors import KVStoreError, PermissionDenied, Unavailable
 from kvstore.model.layout import PAGE_BYTES_MAX
 from kvstore.model.replica import FrameClass
-from kvstore.service.cluster.lend_handler import LendHandler
-from kvstore.service.cluster.read_handler import ReadHandler
-from kvstore.serving.identities import Identity
-from kvstore.transfer.lending import (
+from kvstore.node.cluster.page_handlers import LendHandler, ReadHandler
+from kvstore.server.identities import Identity
+from kvstore.wire.data import (
+    BODY_MAX,
+    READ_PAGES_MAX,
+    FrameKind,
     LentRun,
     Loan,
+    ReadRequest,
+    WantedChain,
+    WireError,
     pack_attached,
     pack_lent,
     pack_return,
     pages_lent_max,
     unpack_attached,
+    unpack_end,
     unpack_lent,
     unpack_return,
 )
-from kvstore.transfer.reading import READ_PAGES_MAX, ReadRequest, WantedChain, unpack_end
-from kvstore.transfer.wire import BODY_MAX, FrameKind, WireError
 from tests.helpers.content import SMALL, chain
 from tests.helpers.memory_transport import MemoryAgent, MemoryConnection, MemoryOwner
 from tests.helpers.nvme.nodes import NODE, configure
@@ -148,7 +152,7 @@ def test_no_memory_is_made_for_pages_of_a_size_that_somebody_claims(
     store.evict(pages=1 << 20, tier="dram")
     node = LocalNode(machine.folder(NODE), timeout_s=10.0)
     made: list[object] = []
-    monkeypatch.setattr("kvstore.service.cluster.read_handler.empty", lambda shape: made.append(shape))
+    monkeypatch.setattr("kvstore.node.cluster.page_handlers.empty", lambda shape: made.append(shape))
     try:
         to = MemoryConnection(MemoryOwner({FrameKind.READ: ReadHandler(node)}), 1.0)
         shape = FrameClass(PAGE_BYTES_MAX, SMALL.page_tokens, SMALL.layers)

@@ -10,19 +10,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from kvstore.cluster.data_connection import Caller, DataConnection, DialCredentials, Exchange, credentials_of
+from kvstore.cluster.data_listener import Server, ServerLimits
+from kvstore.cluster.peer_links import PeerLinks, PoolNode, StaleConnection
+from kvstore.cluster.transport import pull
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unauthenticated
 from kvstore.model.replica import FrameClass, Tier
-from kvstore.serving.certificates import ServerCertificate
-from kvstore.serving.identities import LOCAL
-from kvstore.transfer.base import Caller, DialCredentials, Exchange
-from kvstore.transfer.credentials import credentials_of
-from kvstore.transfer.links import PeerLinks, StaleConnection
-from kvstore.transfer.peers import PoolNode
-from kvstore.transfer.pulling import pull
-from kvstore.transfer.reading import ReadRequest, WantedChain, pack_end, pack_range
-from kvstore.transfer.server import Server, ServerLimits
-from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import FrameKind, Hello, WireError
+from kvstore.server.certificates import ServerCertificate
+from kvstore.server.identities import LOCAL
+from kvstore.wire.data import FrameKind, Hello, ReadRequest, WantedChain, WireError, pack_end, pack_range
 from tests.helpers.api import Certificates
 from tests.helpers.content import SMALL, chain
 from tests.helpers.processes import wait_until

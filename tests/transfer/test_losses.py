@@ -16,19 +16,18 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.client.local import elsewhere as brings
-from kvstore.client.local.elsewhere import LOSS_S, Elsewhere, Patience
+from kvstore.client.local import peer_reads as brings
+from kvstore.client.local.peer_reads import LOSS_S, Elsewhere, Patience
+from kvstore.cluster import peer_links, transport
+from kvstore.cluster.data_connection import SILENCE_S
+from kvstore.cluster.data_listener import Server
+from kvstore.cluster.find_pages import Stretch
+from kvstore.cluster.peer_links import PoolNode, PoolView
 from kvstore.errors import DeadlineExceeded
 from kvstore.model.replica import FrameClass, Tier
-from kvstore.serving.identities import LOCAL
-from kvstore.tier.folder import NodeFolder
-from kvstore.transfer import peers, pulling
-from kvstore.transfer.finding import Stretch
-from kvstore.transfer.peers import PoolNode, PoolView
-from kvstore.transfer.reading import WantedChain, pack_end, pack_range, sums_of, unpack_read
-from kvstore.transfer.server import Server
-from kvstore.transfer.tcp import SILENCE_S
-from kvstore.transfer.wire import FrameKind, pack_head
+from kvstore.server.identities import LOCAL
+from kvstore.shm.folder import NodeFolder
+from kvstore.wire.data import FrameKind, WantedChain, pack_end, pack_head, pack_range, sums_of, unpack_read
 from tests.helpers.beacon import Beacon
 from tests.helpers.content import SMALL, chain
 from tests.helpers.pool import PAGES, Pool
@@ -81,7 +80,7 @@ def test_of_many_that_are_silent_few_are_waited_for(tmp_path: Path, listeners: l
         f"p{i}": PoolNode(f"p{i}", secrets.token_hex(8), "0", (f"127.0.0.1:{listener.getsockname()[1]}",))
         for i, listener in enumerate(listeners)
     }
-    peers.write(folder, PoolView("pool", "n", 0.0, {"n": PoolNode("n", "1", "0"), **known}))
+    peer_links.write(folder, PoolView("pool", "n", 0.0, {"n": PoolNode("n", "1", "0"), **known}))
     elsewhere = Named(folder.path)
     shape = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)
     wanted, rows = WantedChain(SMALL.fingerprint, "", "", shape, True), np.zeros((PAGES, SMALL.page_bytes), np.uint8)
@@ -126,7 +125,7 @@ def brought_from(tmp_path: Path, source: Paced) -> tuple[int, float]:
     peer = PoolNode("p", server.process, "0", (server.start("127.0.0.1", 0),))
     folder = NodeFolder(tmp_path, "n")
     folder.create()
-    peers.write(folder, PoolView("pool", "n", 0.0, {"n": PoolNode("n", "1", "0"), "p": peer}))
+    peer_links.write(folder, PoolView("pool", "n", 0.0, {"n": PoolNode("n", "1", "0"), "p": peer}))
     shape = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)
     wanted, rows = WantedChain(SMALL.fingerprint, "", "", shape, True), np.zeros((PAGES, SMALL.page_bytes), np.uint8)
     elsewhere = Named(folder.path)
@@ -152,7 +151,7 @@ def test_a_source_that_is_fast_enough_may_take_as_long_as_its_bytes_do(
 ) -> None:
     """Ten times as fast as it has to be, and twice as long as silence is waited for."""
     pause_s = 2 * LOSS_S / PAGES
-    for module in (brings, pulling):
+    for module in (brings, transport):
         monkeypatch.setattr(module, "RATE_MIN", int(SMALL.page_bytes / pause_s / 10))
     assert brought_from(tmp_path, Paced(pause_s))[0] == PAGES
 

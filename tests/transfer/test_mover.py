@@ -9,14 +9,12 @@ from collections.abc import Callable, Iterator
 import numpy as np
 import pytest
 
+from kvstore.cluster.page_mover import PageMover
+from kvstore.cluster.peer_links import PeerLinks, PoolNode
+from kvstore.cluster.transport import HeldPlaces, LateBytes, Places, Pulled, TransportKind
 from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable, PermissionDenied
 from kvstore.model.replica import FrameClass, Tier
-from kvstore.transfer.links import PeerLinks
-from kvstore.transfer.mover import PageMover
-from kvstore.transfer.peers import PoolNode
-from kvstore.transfer.pulling import Places, Pulled
-from kvstore.transfer.reading import ReadRequest, WantedChain
-from kvstore.transfer.transport import HeldPlaces, LateBytes, TransportKind
+from kvstore.wire.data import ReadRequest, WantedChain
 from tests.helpers.content import LARGE, chain
 from tests.helpers.processes import wait_until
 

@@ -10,13 +10,14 @@ from collections import OrderedDict
 import numpy as np
 import pytest
 
-from kvstore.tier import cuda
+from kvstore.cluster import nixl as nixl_agent
+from kvstore.cluster.nixl import DRAM, VRAM, NixlAgent
+from kvstore.device import cuda
+from kvstore.device.host_memory import empty
+from kvstore.node.operator import device_paths
+from kvstore.node.operator.device_paths import nixl_why_not, reads, tried
 from kvstore.tier.base import Bytes
-from kvstore.tier.host_memory import empty
-from kvstore.transfer import nixl_agent, nixl_probe
-from kvstore.transfer.lending import LentRun
-from kvstore.transfer.nixl_agent import DRAM, VRAM, NixlAgent
-from kvstore.transfer.nixl_probe import reads, tried, why_not
+from kvstore.wire.data import LentRun
 
 with_nixl = pytest.mark.skipif(bool(nixl_agent.missing()), reason=f"NIXL: {nixl_agent.missing()}")
 
@@ -69,7 +70,7 @@ def test_descriptors_of_a_devices_memory() -> None:
 
 def test_without_a_device_there_is_one_line() -> None:
     if cuda.find().missing:
-        assert tried() == cuda.find().missing == why_not(deadline_s=100)
+        assert tried() == cuda.find().missing == nixl_why_not(deadline_s=100)
 
 
 @pytest.mark.parametrize(
@@ -81,12 +82,12 @@ def test_without_a_device_there_is_one_line() -> None:
     ],
 )
 def test_what_the_process_says(code: str, words: str) -> None:
-    assert why_not(python(code), 100) == words
+    assert nixl_why_not(python(code), 100) == words
 
 
 def test_a_process_that_hangs_costs_its_deadline() -> None:
-    assert why_not(python("import time; time.sleep(100)"), 0.2) == "it did not answer in 0.2 s"
-    assert why_not(["/nonexistent"]) == "it cannot be tried (No such file or directory)"
+    assert nixl_why_not(python("import time; time.sleep(100)"), 0.2) == "it did not answer in 0.2 s"
+    assert nixl_why_not(["/nonexistent"]) == "it cannot be tried (No such file or directory)"
 
 
 def test_a_process_that_hangs_ends_itself() -> None:
@@ -97,14 +98,14 @@ from kvstore.tier import cuda
 setitimer = signal.setitimer
 signal.setitimer = lambda which, seconds: setitimer(which, seconds / 100)
 cuda.find = lambda: time.sleep(100)
-runpy.run_module("kvstore.transfer.nixl_probe", run_name="__main__")
+runpy.run_module("kvstore.node.operator.device_paths", run_name="__main__")
 """
-    assert why_not(python(code), 50) == "trying it ended with -14"
+    assert nixl_why_not(python(code), 50) == "trying it ended with -14"
 
 
 @with_nixl
 def test_one_agent_reads_what_another_one_has() -> None:
-    memory = some(nixl_probe.NBYTES)
+    memory = some(device_paths.NBYTES)
     assert reads(memory.ctypes.data, 0, DRAM, memory) == ""
     assert reads(memory.ctypes.data, 0, DRAM, memory[::-1].copy()) == "other bytes came than were there"
 
@@ -115,8 +116,8 @@ def test_memory_that_is_no_devices_is_refused() -> None:
     code = """
 import json, os
 from kvstore.errors import Unavailable
-from kvstore.tier.host_memory import empty
-from kvstore.transfer.nixl_probe import reads
+from kvstore.device.host_memory import empty
+from kvstore.node.operator.device_paths import reads
 memory = empty(1 << 20)
 memory[:] = 1
 try:
@@ -126,4 +127,4 @@ except Unavailable as error:
 print(json.dumps(found), flush=True)
 os._exit(0)
 """
-    assert why_not(python(code), 100).startswith("nixl: cannot register memory of kind VRAM (")
+    assert nixl_why_not(python(code), 100).startswith("nixl: cannot register memory of kind VRAM (")

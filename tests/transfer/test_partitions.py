@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from kvstore import Match
-from kvstore.transfer.peers import PeersFile
+from kvstore.cluster.peer_links import PeersFile
 from tests.helpers.api import Certificates, identities_file
 from tests.helpers.beacon import Beacon
 from tests.helpers.etcd import Etcd

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.transfer.plan import (
+from kvstore.cluster.page_mover import (
     FAILED_MAX_S,
     FAILED_MIN_S,
     LAST_RESORT,

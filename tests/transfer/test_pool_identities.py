@@ -9,9 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.serving.identities import UNKNOWN
-from kvstore.tier.data_file import find_data_server
-from kvstore.tier.folder import NodeFolder
+from kvstore.server.identities import UNKNOWN
+from kvstore.shm.data_server_file import find_data_server
+from kvstore.shm.folder import NodeFolder
 from tests.helpers.api import Certificates
 from tests.helpers.content import SMALL, chain, contents, first_wrong, prompt
 from tests.helpers.processes import CLI, Daemon, Machine, put, wait_until

@@ -14,20 +14,18 @@ import pytest
 
 from kvstore import Store
 from kvstore.client.local.node import LocalNode
+from kvstore.cluster.data_connection import Caller, DataConnection
+from kvstore.cluster.data_listener import Server
+from kvstore.cluster.transport import CHECKSUM, Pulled, pull, receive_pages
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, root_key
 from kvstore.model.replica import FrameClass, Tier
-from kvstore.service.cluster.read_handler import ReadHandler
-from kvstore.serving.identities import Identity
-from kvstore.tier.counters import ONE_GET
-from kvstore.transfer import reading
-from kvstore.transfer.base import Caller
-from kvstore.transfer.pulling import CHECKSUM, Pulled, pull, receive_pages
-from kvstore.transfer.reading import ReadRequest, WantedChain, unpack_read
-from kvstore.transfer.server import Server
-from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import FrameKind, Hello, WireError
+from kvstore.node.cluster.page_handlers import ReadHandler
+from kvstore.server.identities import Identity
+from kvstore.shm.counters import ONE_GET
+from kvstore.wire import data
+from kvstore.wire.data import FrameKind, Hello, ReadRequest, WantedChain, WireError, unpack_read
 from tests.helpers.content import FEW, LARGE, MLA, SMALL, chain, contents, first_wrong, prompt
 from tests.helpers.inside import node_of
 from tests.helpers.nvme.nodes import NODE, configure
@@ -181,13 +179,13 @@ def test_a_page_that_changes_while_it_is_sent_does_not_count(
 ) -> None:
     """END says so, after the bytes have come."""
     put(store, 1, 20)
-    keys, real = chain(1, 20), reading.pack_range
+    keys, real = chain(1, 20), data.pack_range
 
     def replaced(first: int, tier: Tier, sums: Any) -> bytes:
         store.evict(keys=keys)
         return real(first, tier, sums)
 
-    monkeypatch.setattr("kvstore.service.cluster.read_handler.pack_range", replaced)
+    monkeypatch.setattr("kvstore.node.cluster.page_handlers.pack_range", replaced)
     found, _ = remote.pull(keys)
     assert (found.pages, found.reason, found.touched) == (0, "generation", 20)
 
@@ -232,7 +230,7 @@ def test_pages_on_nvme_arrive(machine: Machine) -> None:
 def test_a_request_that_makes_no_sense_is_refused_by_name(change: dict[str, int], field: str) -> None:
     names = ("fingerprint", "page_bytes", "page_tokens", "layers", "pages", "offset", "length", "flags", "zero")
     body = b"".join(ReadRequest(chain_of(SMALL), chain(1, 2), 0, SMALL.page_bytes).pack())
-    fixed = reading._FIXED
+    fixed = data._FIXED
     values = dict(zip((*names, "salt", "adapter", "last"), fixed.unpack_from(body), strict=True)) | change
     with pytest.raises(InvalidRequest) as refused:
         unpack_read(memoryview(fixed.pack(*values.values()) + body[fixed.size :]))
@@ -256,7 +254,7 @@ def test_a_changed_request_is_refused_or_answered(remote: Reading, store: Store)
     while time.monotonic() < until_s:
         body = bytearray(good)
         for _ in range(chance.randrange(1, 3)):
-            size = len(body) if chance.random() < 0.5 else reading._FIXED.size
+            size = len(body) if chance.random() < 0.5 else data._FIXED.size
             body[chance.randrange(size)] ^= 1 << chance.randrange(8)
         if chance.random() < 0.2:
             del body[chance.randrange(len(body)) :]

@@ -9,19 +9,19 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.catalog import schema
-from kvstore.catalog.schema import DataEntry
-from kvstore.cli import cluster, verify_cluster
-from kvstore.service.cluster.directory_shell import DirectoryShell
-from kvstore.serving.identities import LOCAL
-from kvstore.state.directory import Told
-from kvstore.tier.folder import NodeFolder
-from kvstore.transfer import peers
-from kvstore.transfer.peers import PeersFile, PoolNode, PoolView
-from kvstore.transfer.server import Server
-from kvstore.transfer.state_pages import PAGE_NAMES, read_state, state_page
-from kvstore.transfer.tcp import DataConnection
-from kvstore.transfer.wire import BODY_MAX, FrameKind, Hello, WireError
+from kvstore.cli import cluster, verify
+from kvstore.cluster import peer_links
+from kvstore.cluster.catalog import schema
+from kvstore.cluster.catalog.schema import DataEntry
+from kvstore.cluster.data_connection import DataConnection
+from kvstore.cluster.data_listener import Server
+from kvstore.cluster.directory import Told
+from kvstore.cluster.directory_messages import PAGE_NAMES, read_state, state_page
+from kvstore.cluster.peer_links import PeersFile, PoolNode, PoolView
+from kvstore.node.cluster.directory_shell import DirectoryShell
+from kvstore.server.identities import LOCAL
+from kvstore.shm.folder import NodeFolder
+from kvstore.wire.data import BODY_MAX, FrameKind, Hello, WireError
 
 NODES = 1000
 NAMES = [f"a-node-with-a-name-of-26-{number:x}"[:26].ljust(26, "x") + f"{number:04}" for number in range(NODES)]
@@ -35,7 +35,7 @@ def served(tmp_path: Path) -> Iterator[DataEntry]:
         name: PoolNode(name, schema.new_process(), schema.new_process(), (f"[fd00:77::1:{at}]:7071",), True)
         for at, name in enumerate(NAMES)
     }
-    peers.write(folder, PoolView("default", "n", 1.0, nodes))
+    peer_links.write(folder, PoolView("default", "n", 1.0, nodes))
     shell = DirectoryShell(1 << 20, PeersFile(folder.path))
     for number, name in enumerate(NAMES):
         page, mark = np.array([number << 20], np.uint64), np.ones(1, np.uint8)
@@ -52,9 +52,9 @@ def test_a_thousand_nodes_are_told_in_pages(served: DataEntry) -> None:
     assert told is not None and told["peers"] == with_names and list(told["heard_ago_s"]) == with_names
     assert told["entries"] == NODES and "more" not in told and "last" not in told
     assert f"lists {NODES} of {NODES} nodes" in cluster._knows(served, told)
-    report = verify_cluster._verified(served, "default", 1.0)
+    report = verify._verified(served, "default", 1.0)
     assert report["directory"]["peers"] == with_names
-    findings = verify_cluster._findings({**report, "error": ""}, with_names, True)
+    findings = verify._findings({**report, "error": ""}, with_names, True)
     assert findings == []
 
 
@@ -88,7 +88,7 @@ def test_the_file_of_many_peers_is_read_whole(tmp_path: Path) -> None:
     folder = NodeFolder(tmp_path, "n")
     folder.path.mkdir(mode=0o700)
     many = {name: PoolNode(name, "p" * 16, "i" * 16, ("h:1",)) for name in (f"{at:048}" for at in range(6000))}
-    peers.write(folder, PoolView("default", "n", 1.0, many))
-    assert (folder.path / peers.NAME).stat().st_size > 1 << 20
+    peer_links.write(folder, PoolView("default", "n", 1.0, many))
+    assert (folder.path / peer_links.NAME).stat().st_size > 1 << 20
     view = PeersFile(folder.path).look()
     assert view is not None and view.peers == many

@@ -20,8 +20,8 @@ from kvstore.errors import (
     Unavailable,
     VersionMismatch,
 )
-from kvstore.transfer import wire
-from kvstore.transfer.wire import BODY_MAX, HEAD, FrameKind, Head, Hello, Welcome, WireError
+from kvstore.wire import data
+from kvstore.wire.data import BODY_MAX, HEAD, FrameKind, Head, Hello, Welcome, WireError
 
 FUZZ_S = float(os.environ.get("KVSTORE_TEST_FUZZ_S", "4")) / 4
 SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
@@ -29,20 +29,20 @@ SEED = int(os.environ.get("KVSTORE_TEST_SEED", "1"))
 
 def test_a_head_comes_out_as_it_went_in() -> None:
     for kind in FrameKind:
-        raw = wire.pack_head(kind, 0xFFFFFFFF, BODY_MAX[kind], flags=0xFFFF)
-        assert wire.unpack_head(raw) == Head(kind, 0xFFFF, 0xFFFFFFFF, BODY_MAX[kind])
+        raw = data.pack_head(kind, 0xFFFFFFFF, BODY_MAX[kind], flags=0xFFFF)
+        assert data.unpack_head(raw) == Head(kind, 0xFFFF, 0xFFFFFFFF, BODY_MAX[kind])
 
 
 def test_hello_and_welcome_come_out_as_they_went_in() -> None:
     hello = Hello(pool="p", node="n", caller="c", token="t" * 4096)
-    assert wire.unpack_hello(wire.pack_hello(hello)) == hello
+    assert data.unpack_hello(data.pack_hello(hello)) == hello
     assert "t" * 10 not in repr(hello)
     welcome = Welcome(node="n", process="0" * 16)
-    assert wire.unpack_welcome(wire.pack_hello(welcome)) == welcome
+    assert data.unpack_welcome(data.pack_hello(welcome)) == welcome
 
 
 def test_fields_that_a_reader_does_not_know_are_ignored() -> None:
-    assert wire.unpack_hello(b'{"node": "n", "colour": [1, 2]}') == Hello(node="n")
+    assert data.unpack_hello(b'{"node": "n", "colour": [1, 2]}') == Hello(node="n")
 
 
 @pytest.mark.parametrize(
@@ -60,22 +60,22 @@ def test_fields_that_a_reader_does_not_know_are_ignored() -> None:
     ],
 )
 def test_an_error_arrives_as_what_it_was(error: KVStoreError) -> None:
-    found = wire.unpack_error(wire.pack_error(error))
+    found = data.unpack_error(data.pack_error(error))
     assert type(found) is type(error) and str(found) == str(error)
 
 
 def test_an_error_of_a_kind_that_has_no_number_arrives_as_its_parent() -> None:
-    assert type(wire.unpack_error(wire.pack_error(QuotaExceeded("x")))) is Unavailable
-    assert type(wire.unpack_error(b"\xff\xffx")) is Unavailable
-    assert type(wire.unpack_error(b"\1")) is WireError
-    assert len(wire.pack_error(Unavailable("\u2603" * 9999))) <= BODY_MAX[FrameKind.ERROR]
+    assert type(data.unpack_error(data.pack_error(QuotaExceeded("x")))) is Unavailable
+    assert type(data.unpack_error(b"\xff\xffx")) is Unavailable
+    assert type(data.unpack_error(b"\1")) is WireError
+    assert len(data.pack_error(Unavailable("\u2603" * 9999))) <= BODY_MAX[FrameKind.ERROR]
 
 
 def test_random_bytes_are_refused_and_never_more() -> None:
     """Seeded; good frames with some bytes changed among them."""
     chance, until_s = random.Random(SEED), time.monotonic() + FUZZ_S
-    good = [wire.pack_head(kind, 7, 16) for kind in FrameKind]
-    bodies = [wire.pack_hello(Hello(pool="p", node="n")), wire.pack_hello(Welcome()), wire.pack_error(WireError("x"))]
+    good = [data.pack_head(kind, 7, 16) for kind in FrameKind]
+    bodies = [data.pack_hello(Hello(pool="p", node="n")), data.pack_hello(Welcome()), data.pack_error(WireError("x"))]
     refused = 0
     while time.monotonic() < until_s:
         raw, body = bytearray(chance.choice(good)), bytearray(chance.choice(bodies))
@@ -83,13 +83,13 @@ def test_random_bytes_are_refused_and_never_more() -> None:
             raw[chance.randrange(HEAD.size)] = chance.randrange(256)
             body[chance.randrange(len(body))] = chance.randrange(256)
         del body[chance.randrange(len(body) + 1) :]
-        for unpack in (wire.unpack_hello, wire.unpack_welcome, wire.unpack_error):
+        for unpack in (data.unpack_hello, data.unpack_welcome, data.unpack_error):
             try:
                 unpack(body)
             except (WireError, VersionMismatch):
                 refused += 1
         try:
-            head = wire.unpack_head(raw)
+            head = data.unpack_head(raw)
         except (WireError, VersionMismatch):
             refused += 1
         else:

@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.client.local import grants, prefetch
-from kvstore.service.node import nvme_pages, nvme_start
-from kvstore.service.operator import page_calls
-from kvstore.service.upkeep import tier_mover as mover
-from kvstore.tier import nvme_map
+from kvstore.client.local import grants, hints
+from kvstore.node import nvme_pages, nvme_start
+from kvstore.node import tier_mover as mover
+from kvstore.node.operator import page_calls
+from kvstore.tier.nvme import map
 from tests.helpers.worlds.power_world import Clock, Disks, InlineIo
 
 BATCH_BYTES = 64 << 10  # saved at a time, so that long chains take several
@@ -25,13 +25,13 @@ def disks(monkeypatch: pytest.MonkeyPatch) -> Disks:
     found = Disks()
     monkeypatch.setattr(nvme_start, "FileDisk", found)
     monkeypatch.setattr(nvme_start, "open_patiently", lambda *about: about[-1]())  # all in this one thread
-    monkeypatch.setattr(nvme_map, "FileDisk", found)
+    monkeypatch.setattr(map, "FileDisk", found)
     monkeypatch.setattr(nvme_pages, "IoThreads", lambda threads: InlineIo())
     monkeypatch.setattr(mover, "BATCH_BYTES", BATCH_BYTES)
     waits = (
         (grants, "BUSY_PAUSE_S"),
-        (prefetch, "PAUSE_MIN_S"),
-        (prefetch, "PAUSE_MAX_S"),
+        (hints, "PAUSE_MIN_S"),
+        (hints, "PAUSE_MAX_S"),
         (page_calls, "SAVE_WAIT_S"),
     )
     for module, name in waits:

@@ -13,9 +13,9 @@ from typing import Any
 
 import pytest
 
-from kvstore.state.announcing import Announcing
-from kvstore.state.directory import GONE, TIERS, Directory, Unsure
-from kvstore.state.directory_owner import DirectoryOwner
+from kvstore.cluster.announce_plan import Announcing
+from kvstore.cluster.directory import GONE, TIERS, Directory, Unsure
+from kvstore.cluster.directory_owner import DirectoryOwner
 from tests.helpers.worlds.cluster_node import SimNode
 from tests.helpers.worlds.cluster_world import OLD_S, ClusterWorld, play, play_found
 

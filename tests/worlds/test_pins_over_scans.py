@@ -12,9 +12,9 @@ from typing import Any
 import pytest
 
 from kvstore.model.replica import Tier
-from kvstore.service.node import book
+from kvstore.node import book
 from kvstore.state import events as ev
-from kvstore.state.tier_parts import TieringRules
+from kvstore.state.interfaces import TieringRules
 from tests.helpers.worlds.memory_shell import Nvme
 from tests.helpers.worlds.simulated_disk import SimulatedDisk
 from tests.helpers.worlds.simulation import SMALL

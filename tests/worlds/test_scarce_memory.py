@@ -13,7 +13,7 @@ from collections import Counter
 import pytest
 
 from kvstore.model.replica import FrameClass
-from kvstore.service.node.room import make_room
+from kvstore.node.node import make_room
 from kvstore.state import events as ev
 from tests.helpers.worlds.simulation import EXTENT_BYTES, LARGE, POSITIONS, SMALL, Simulation
 from tests.helpers.worlds.world import World

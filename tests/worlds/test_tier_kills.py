@@ -9,7 +9,7 @@ import pytest
 
 from kvstore.model.replica import FrameClass, FrameState, Status
 from kvstore.state import events as ev
-from kvstore.state.tier_parts import TieringRules
+from kvstore.state.interfaces import TieringRules
 from tests.helpers.worlds.memory_shell import Nvme
 from tests.helpers.worlds.simulated_disk import SimulatedDisk
 from tests.helpers.worlds.tiered_world import TieredWorld

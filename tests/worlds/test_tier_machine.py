@@ -8,7 +8,7 @@ from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
-from kvstore.state.tier_parts import TieringRules
+from kvstore.state.interfaces import TieringRules
 from tests.helpers.worlds.memory_shell import Nvme
 from tests.helpers.worlds.node_machine import EXTENT_BYTES, POSITIONS, NodeMachine, chains, fractions, sessions
 from tests.helpers.worlds.simulated_disk import SimulatedDisk

@@ -8,7 +8,7 @@ from engine.conductor.door.errors import invalid
 from engine.conductor.door.wanted import CHAT_TOKENS, SEED_MAX, Wanted
 from engine.conductor.shell.answers import Ask, ServedModel
 from engine.text.chat import Tokens
-from kvstore.serving.identities import ALL_SALTS, Identity
+from kvstore.server.identities import ALL_SALTS, Identity
 
 
 def salt_of(caller: Identity, wanted: Wanted) -> str | None:

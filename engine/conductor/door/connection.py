@@ -19,8 +19,8 @@ from engine.conductor.door.tally import DoorTally
 from kvstore import boundary
 from kvstore.errors import TooManyCalls
 from kvstore.limits import DOOR_PART, Connections, Guest, connections_max
-from kvstore.serving.http import SERVER
-from kvstore.serving.identities import Identity
+from kvstore.server.http import SERVER
+from kvstore.server.identities import Identity
 
 LINE_BYTES_MAX: Final = 8190  # for a request line, and for a header
 HEADERS_MAX: Final = 64

@@ -8,15 +8,14 @@ from typing import TYPE_CHECKING
 from engine.conductor.door.patience import PATIENCE, HttpPatience
 from engine.conductor.door.prompts import PromptMaker
 from engine.conductor.shell.answers import Answers
+from kvstore.cluster.data_connection import is_loopback
 from kvstore.config import parse_address
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest
-from kvstore.serving.certificates import ServerCertificate
-from kvstore.serving.hosts import HostNames
-from kvstore.serving.http import Route
-from kvstore.serving.identities import Identities
-from kvstore.serving.reach import check_certificates, check_far, numeric
-from kvstore.transfer.tcp import is_loopback
+from kvstore.server.certificates import ServerCertificate
+from kvstore.server.http import HostNames, Route
+from kvstore.server.identities import Identities
+from kvstore.server.listening import check_certificates, check_far, numeric
 
 if TYPE_CHECKING:
     from engine.conductor.door.server import HttpDoor

@@ -37,10 +37,9 @@ from kvstore import boundary
 from kvstore.config import parse_address
 from kvstore.errors import InvalidRequest, KVStoreError, TooManyCalls, Unauthenticated
 from kvstore.limits import Shares
-from kvstore.serving.gate import TOKEN_BYTES_MAX
-from kvstore.serving.hosts import HostNames
-from kvstore.serving.http import Route
-from kvstore.serving.identities import LOCAL, UNKNOWN, Identities, Identity
+from kvstore.server.gate import TOKEN_BYTES_MAX
+from kvstore.server.http import HostNames, Route
+from kvstore.server.identities import LOCAL, UNKNOWN, Identities, Identity
 
 BODY_BYTES_MAX: Final = 8 << 20
 BODY_BYTES_FREE: Final = 64 << 10  # a larger body counts as memory in use until it is tokens,

@@ -6,13 +6,12 @@ from collections import Counter
 from functools import partial
 from typing import Final
 
-from kvstore.serving.durations import Durations
-from kvstore.serving.metric_table import about
-from kvstore.serving.metrics import Families
+from kvstore.server.call_counts import Durations
+from kvstore.server.metrics import Families, metric_info
 
 PREFIX: Final = "kvstore_conductor"
 
-_about = partial(about, PREFIX)
+_about = partial(metric_info, PREFIX)
 
 METRICS: Final = (
     _about("counter", "http_requests", "HTTP requests that ended; 499: the client had gone.", "path", "code"),

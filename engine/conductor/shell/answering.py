@@ -31,9 +31,9 @@ from engine.conductor.state import instructions as do
 from engine.conductor.state.options import Route
 from engine.conductor.state.speeds import ObservedSpeeds
 from engine.model.request import Finished, Request, Usage
-from engine.state.door import ROLE
+from engine.state.admission import ROLE
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
-from kvstore.serving.gate import STALL_S
+from kvstore.server.gate import STALL_S
 
 ID_BYTES: Final = 64  # of the client's id, in the id sent to engines, which limit its length
 

@@ -26,13 +26,12 @@ from engine.model.request import Request
 from kvstore.errors import InvalidRequest, NodeUnavailable, PermissionDenied
 from kvstore.pb import conductor_pb2 as pb
 from kvstore.pb import engine_pb2, store_pb2
-from kvstore.rpc.messages import document
-from kvstore.serving.gate import Call, Gate, parse
-from kvstore.serving.http import Route
-from kvstore.serving.identities import Identity
-from kvstore.serving.loop import Limits, LoopServer
-from kvstore.serving.methods import serving
-from kvstore.serving.weighing import weighed
+from kvstore.server.gate import Call, Gate, parse
+from kvstore.server.grpc_server import Limits, LoopServer, serving
+from kvstore.server.http import Route
+from kvstore.server.identities import Identity
+from kvstore.server.request_cost import weighed
+from kvstore.wire.grpc import document
 
 if TYPE_CHECKING:
     from engine.conductor.door.server import HttpDoor  # the framework is loaded where there is a door

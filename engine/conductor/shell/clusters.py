@@ -31,8 +31,8 @@ from engine.conductor.shell.reports import (
 from engine.conductor.state import events as ev
 from engine.conductor.state.fleet import EngineAbout, LoadReport
 from engine.model.request import Request, Role
-from kvstore.catalog.schema import ClusterEntry
 from kvstore.client.remote.admin import document
+from kvstore.cluster.catalog.schema import ClusterEntry
 from kvstore.errors import NodeUnavailable
 from kvstore.pb import conductor_pb2, store_pb2
 

@@ -34,10 +34,9 @@ from engine.conductor.state.options import RouteWish
 from engine.conductor.state.orders import LATE_S
 from engine.conductor.state.roles import ORDER_S
 from kvstore import boundary
-from kvstore.catalog.schema import ClusterEntry, EngineEntry, NodeEntry
+from kvstore.cluster.catalog.schema import ClusterEntry, EngineEntry, NodeEntry
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
-from kvstore.model.prefix import Keys, root_of
-from kvstore.model.span import Fingerprints, fingerprints
+from kvstore.model.prefix import Fingerprints, Keys, fingerprints, root_of
 
 TICK_S: Final = 0.02
 COUNT_S: Final = 1.0

@@ -29,10 +29,10 @@ from engine.model.request import Finished, Request, Role, RoleOrder, Token
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import GivenCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS
+from kvstore.cluster.directory import GONE, TIERS, Told
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.pb import engine_pb2, store_pb2
-from kvstore.rpc.grpc_errors import from_rpc
-from kvstore.state.directory import GONE, TIERS, Told
+from kvstore.wire.grpc import from_rpc
 
 NODES: Final = "kvstore.v1.Store"
 NOT_ASYNC: Final = grpc.experimental.ChannelOptions.SingleThreadedUnaryStream

@@ -16,18 +16,18 @@ from collections.abc import Callable, Coroutine
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
-from engine.conductor.foreign.settings import BackendSettings
+from engine.conductor.backends.settings import BackendSettings
 from engine.conductor.shell.clusters import RemoteCluster
 from engine.conductor.shell.links import EngineLink, KnownEngine, NodeLink
 from engine.conductor.shell.reports import engine_about, layout_of, load_report, model_path
 from engine.conductor.state import events as ev
 from engine.model.request import Request
 from kvstore import boundary
-from kvstore.catalog.schema import ClusterEntry, EngineEntry, NodeEntry
+from kvstore.cluster.catalog.schema import ClusterEntry, EngineEntry, NodeEntry
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, VersionMismatch
 
 if TYPE_CHECKING:
-    from engine.conductor.foreign.follower import BackendFollower
+    from engine.conductor.backends.follower import BackendFollower
 
 POLL_S: Final = 0.25  # between two questions to an engine
 STATUS_S: Final = 15.0  # for an answer; a lost connection is noticed sooner
@@ -75,7 +75,7 @@ class FleetMembers:
         if not backends:
             return {}
         try:
-            from engine.conductor.foreign.follower import BackendFollower  # only here: it loads the web framework
+            from engine.conductor.backends.follower import BackendFollower  # only here: it loads the web framework
         except ModuleNotFoundError as error:
             raise InvalidRequest("backend", f"needs {error.name}: pip install 'kvstore[http,events]'") from None
         return {each.name: BackendFollower(each, self.engines, counts, self._handle) for each in backends}

@@ -15,13 +15,12 @@ from engine.conductor.door.tally import DoorTally
 from engine.conductor.shell.tally import OUTCOMES, ConductorTally
 from engine.conductor.state.kv_blocks import KV_OUTCOMES
 from engine.model.request import Role
-from kvstore.serving.metric_table import INTERNAL_ERRORS, MEMBERSHIP, SHED_HELP, about
-from kvstore.serving.metrics import DaemonMetrics, Families
-from kvstore.serving.watching import Calls
+from kvstore.server.call_counts import Calls
+from kvstore.server.metrics import INTERNAL_ERRORS, MEMBERSHIP, SHED_HELP, DaemonMetrics, Families, metric_info
 
 PREFIX: Final = "kvstore_conductor"
 
-_about = partial(about, PREFIX)
+_about = partial(metric_info, PREFIX)
 
 METRICS: Final = (
     _about("counter", "answers", f"Requests that ended: {', '.join(OUTCOMES)}.", "outcome"),

@@ -6,7 +6,7 @@ from collections import Counter
 from typing import Final
 
 from engine.conductor.state.kv_blocks import KV_OUTCOMES
-from kvstore.serving.durations import Durations
+from kvstore.server.call_counts import Durations
 
 OUTCOMES: Final = ("stop", "eos", "length", "cancelled", "refused", "failed")
 

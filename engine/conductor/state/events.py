@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from engine.conductor.state.fleet import EngineAbout, LoadReport
 from engine.conductor.state.options import RouteWish
 from engine.model.request import Role
-from kvstore.state.directory import Told
+from kvstore.cluster.directory import Told
 
 
 @dataclass(frozen=True, slots=True)

@@ -21,9 +21,8 @@ from typing import Any, Final
 
 import numpy as np
 
-from kvstore.model.prefix import Keys
-from kvstore.model.span import Fingerprints, fingerprint
-from kvstore.state.directory import GONE, Marks
+from kvstore.cluster.directory import GONE, Marks
+from kvstore.model.prefix import Fingerprints, Keys, fingerprint
 
 BLOCK_BYTES: Final = 600  # memory of a block here, without its tokens
 PAGE_BYTES: Final = 250  # memory of a page, and of each block that it is in

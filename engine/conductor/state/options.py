@@ -35,7 +35,7 @@ from engine.conductor.state.cost import HERE, NVME, Costs
 from engine.conductor.state.engine_fleet import EngineFleet
 from engine.conductor.state.fleet import FleetEngine
 from engine.conductor.state.prefixes import Matches
-from kvstore.model.span import Fingerprints
+from kvstore.model.prefix import Fingerprints
 
 WORK_PRICE: Final = 0.5  # of a second of an engine, in seconds of waiting: a later request may need it
 LAYERS: Final = 32  # of a model, for the part of a hand-off that nothing hides

@@ -1,6 +1,6 @@
 """Prefixes: how much of a prompt each node has, by the nodes' reports and by decisions made a moment ago.
 
-Nodes report in streams, as they do to the owners of the directory (``kvstore.state.directory``). A decision counts
+Nodes report in streams, as they do to the owners of the directory (``kvstore.cluster.directory``). A decision counts
 before
 any node confirms it: the pages that a request is going to store are taken for stored, for ``EXPECTED_S``, at the node
 of the engine that computes them. So a burst of equal prompts follows the first one instead of being spread.
@@ -26,9 +26,9 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.conductor.state.names import NumberedNames
+from kvstore.cluster.directory import TIERS, Directory, Told
+from kvstore.model.prefix import Fingerprints
 from kvstore.model.replica import Tier
-from kvstore.model.span import Fingerprints
-from kvstore.state.directory import TIERS, Directory, Told
 
 EXPECTED_S: Final = 30.0
 EXPECTED_MAX: Final = 1 << 18  # pages; the oldest decisions are dropped first

@@ -4,6 +4,14 @@
 cannot be named: hooks, modules that are neither torch's nor transformers', replaced methods, compiled or quantised
 modules. What can be named (weights, buffers, attributes of modules, the config, the precision of matrix products) is
 part of the digest, so that a model which differs in any of it has pages of its own.
+
+Which calls of ``generate`` are served: those whose arguments leave the KV of the prompt as it is.
+
+The generation config is built as ``generate`` builds it, and every field of it is either free, because it only acts on
+logits, lengths and outputs, or has to be neutral. A field or an argument that is not listed here is refused, so that
+one which a later version of transformers adds is refused as well.
+
+What the model was really given while a cache was filled.
 """
 
 from __future__ import annotations
@@ -17,16 +25,177 @@ from typing import TYPE_CHECKING, Any, NoReturn
 import torch
 import xxhash
 from torch.nn.modules import module as torch_module
-from transformers import DynamicCache, GenerationMixin, PreTrainedConfig, PreTrainedModel
+from transformers import DynamicCache, GenerationConfig, GenerationMixin, PreTrainedConfig, PreTrainedModel
 from transformers.cache_utils import DynamicLayer
 from transformers.masking_utils import ALL_MASK_ATTENTION_FUNCTIONS
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
-from kvstore.adapters.transformers.forward_record import ForwardRecord, autocast_device
 from kvstore.errors import InvalidRequest
 
 if TYPE_CHECKING:
     from torch.nn import Module
+    from transformers import DynamicCache, PreTrainedModel
+
+# Fields of the generation config that may have any value: none of them changes a key or a value of a token.
+FREE_FIELDS = frozenset(
+    (
+        # when the answer ends
+        *("max_length", "max_new_tokens", "min_length", "min_new_tokens", "max_time", "stop_strings"),
+        *("eos_token_id", "forced_bos_token_id", "forced_eos_token_id", "exponential_decay_length_penalty"),
+        # which token is chosen
+        *("do_sample", "temperature", "top_k", "top_p", "min_p", "top_h", "typical_p"),
+        *("epsilon_cutoff", "eta_cutoff", "repetition_penalty", "encoder_repetition_penalty"),
+        *("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "bad_words_ids", "renormalize_logits"),
+        *("remove_invalid_values", "suppress_tokens", "begin_suppress_tokens", "sequence_bias", "watermarking_config"),
+        # what is returned
+        *("output_scores", "output_logits", "return_dict_in_generate"),
+        # without effect on one sequence and a cache that grows; `pad_token_id` is compared with the prompt
+        *("bos_token_id", "pad_token_id", "decoder_start_token_id", "transformers_version", "disable_compile"),
+        *("early_stopping", "length_penalty", "num_assistant_tokens", "num_assistant_tokens_schedule"),
+        *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"),
+    )
+)
+# What these fields have to be; all others that are not free have to be None or False.
+NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
+    **dict.fromkeys(("num_beams", "num_return_sequences", "num_beam_groups"), (None, 1)),
+    "diversity_penalty": (None, 0.0),
+    "use_cache": (True,),
+}
+# Arguments beside those of the config that may have any value; the mask is compared with the prompt.
+FREE_ARGUMENTS = frozenset(
+    ("attention_mask", "generation_config", "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
+) | {"streamer", "tokenizer"}
+_NO_CONFIG = "must be a GenerationConfig of transformers, or None"
+
+
+def check_call(model: PreTrainedModel, input_ids: Any, settings: dict[str, Any]) -> None:
+    """Let a call pass, or refuse it. Changes nothing.
+
+    Raises:
+        InvalidRequest: names the argument or field that could change the KV of the prompt, or that is not known.
+    """
+    if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or not input_ids.shape[1]:
+        raise InvalidRequest("input_ids", "must be a tensor of shape [1, tokens]")
+    if input_ids.dtype not in (torch.int64, torch.int32):
+        raise InvalidRequest("input_ids", f"must be integers (got {input_ids.dtype})")
+    if len(input_ids) != 1:
+        raise InvalidRequest(
+            "input_ids", f"must be one prompt, since prompts are padded together (got {len(input_ids)})"
+        )
+    given = settings.get("generation_config")
+    if given is not None and type(given) is not GenerationConfig:
+        raise InvalidRequest("generation_config", f"{_NO_CONFIG} (got {type(given).__name__})")
+    others = {name: value for name, value in settings.items() if name not in FREE_ARGUMENTS}
+    _check_fields({name: value for name, value in others.items() if hasattr(model.generation_config, name)})
+    try:
+        config, arguments = model._prepare_generation_config(given, **others)  # type: ignore[operator]
+    except (ValueError, TypeError) as error:
+        raise InvalidRequest("generation_config", f"is refused by transformers: {error}".splitlines()[0]) from error
+    _check_fields(vars(config))
+    for name, value in arguments.items():
+        if value is not None and not (name == "synced_gpus" and value is False):
+            raise InvalidRequest(name, f"is not served: pages are of token ids alone (got {_short(value)})")
+    _check_mask(input_ids, settings.get("attention_mask"), config.pad_token_id)
+
+
+def _check_fields(fields: dict[str, Any]) -> None:
+    """Raises InvalidRequest where a field of a generation config may change what is cached."""
+    for name, value in fields.items():
+        if not (name.startswith("_") or name in FREE_FIELDS or _is_neutral(name, value)):
+            raise InvalidRequest(name, f"is not served, as it may change what is cached (got {_short(value)})")
+
+
+def _is_neutral(name: str, value: Any) -> bool:
+    return any(type(value) is type(each) and value == each for each in NEUTRAL_FIELDS.get(name, (None, False)))
+
+
+def _check_mask(input_ids: torch.Tensor, mask: Any, padding: Any) -> None:
+    """Raises InvalidRequest where a token of the prompt is hidden from others, or ``generate`` would guess so."""
+    if mask is None:
+        if padding is not None and bool(torch.isin(input_ids, torch.as_tensor(padding, device=input_ids.device)).any()):
+            raise InvalidRequest("attention_mask", "must be given for a prompt with the padding token in it")
+    elif not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
+        # A mask of another length makes `generate` take the prompt for what follows the loaded tokens.
+        shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
+        raise InvalidRequest("attention_mask", f"must be a tensor of the shape of input_ids (got {shape})")
+    elif not bool((mask == 1).all()):
+        raise InvalidRequest("attention_mask", "hides tokens; prompts without padding are served")
+
+
+def _short(value: Any) -> str:
+    return type(value).__name__ if isinstance(value, torch.Tensor) else repr(value)[:80]
+
+
+AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu", "maia", "privateuseone")
+# Inputs of a forward pass beside the cache, the tokens, their places and the mask, that change no key and no value.
+FREE_INPUTS = frozenset(("use_cache", "logits_to_keep", "return_dict", "cache_position"))
+
+
+def autocast_device() -> str:
+    """A device type for which autocast is on; "" without one."""
+    return next((device for device in AUTOCAST_DEVICES if torch.is_autocast_enabled(device)), "")
+
+
+class ForwardRecord:
+    """The inputs of the forward passes that fill one cache: a forward pre-hook of the model for one ``generate``.
+
+    The tokens of pages are those recorded here. What ``generate`` returns may differ from them: a logits processor, a
+    stopping criterion or a streamer can write into the sequence.
+
+    Args:
+        past: the cache; passes with another one, those of other threads for example, are not recorded.
+        tokens: what it holds already, ``[tokens]``.
+    """
+
+    def __init__(self, past: DynamicCache, tokens: torch.Tensor) -> None:
+        self._past = past
+        self._loaded = len(tokens)
+        self._tokens = [tokens]
+        self._places: list[torch.Tensor] = []
+        self._masks: list[torch.Tensor] = []
+        self._unknown = ""
+
+    def __call__(self, module: torch.nn.Module, args: tuple[Any, ...], inputs: dict[str, Any]) -> None:
+        """Called before each forward pass of the model. Changes nothing."""
+        if inputs.get("past_key_values") is not self._past:
+            return
+        given = {name: value for name, value in inputs.items() if value is not None and name not in FREE_INPUTS}
+        given.pop("past_key_values")
+        tokens, places = given.pop("input_ids", None), given.pop("position_ids", None)
+        mask = given.pop("attention_mask", None)
+        if args or given:
+            self._unknown = f"the model is given {', '.join(given) or 'arguments without names'}"
+        elif tokens is None or tokens.ndim != 2 or len(tokens) != 1:
+            self._unknown = "the model is not given one sequence of tokens"
+        elif module.training or autocast_device():
+            self._unknown = "training mode or autocast was switched on"
+        else:
+            self._tokens.append(tokens[0].to(self._tokens[0].device, copy=True))
+            if places is not None:
+                self._places.append(places.flatten())
+            if mask is not None:
+                self._masks.append((mask == 1).all() if mask.ndim == 2 else mask.new_zeros((), dtype=torch.bool))
+
+    def tokens(self) -> torch.Tensor:
+        """The tokens whose keys and values the cache holds.
+
+        Raises:
+            ValueError: they are not what the same tokens have in every other call, and says why.
+        """
+        tokens = torch.cat(self._tokens)
+        if self._places and not self._unknown:
+            places = torch.cat(self._places)
+            if not torch.equal(places, torch.arange(self._loaded, len(tokens), device=places.device)):
+                self._unknown = "tokens have other places"
+        if not all(bool(mask) for mask in self._masks):
+            self._unknown = "tokens are hidden from others"
+        for layer in self._past.layers:
+            if type(layer) is not DynamicLayer or layer.keys is None or layer.keys.shape[::2] != (1, len(tokens)):
+                self._unknown = self._unknown or "the cache does not hold the tokens that were computed"
+        if self._unknown:
+            raise ValueError(self._unknown)
+        return tokens
+
 
 PROBE_TOKENS = 8
 # Keys and values of the same tokens, computed in batches of another length: apart by rounding, or by attention to

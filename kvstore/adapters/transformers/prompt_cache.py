@@ -9,9 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import DynamicCache, PreTrainedModel
 
-from kvstore.adapters.transformers.calls import check_call
-from kvstore.adapters.transformers.forward_record import ForwardRecord
-from kvstore.adapters.transformers.models import ModelStamp, check_kind, probe
+from kvstore.adapters.transformers.models import ForwardRecord, ModelStamp, check_call, check_kind, probe
 from kvstore.errors import LeaseBroken, Unavailable
 from kvstore.model.layout import Layout
 

@@ -3,6 +3,13 @@
 Between the two are buffers in the tensors' memory. What is loaded comes into a buffer, and from there into its blocks
 in the stream that loads. What is saved goes from its blocks into a buffer in the stream that computes: later steps may
 write into the blocks, since their work is behind it.
+
+Tensors of a worker: in which order work on them is done, and how the store gets at their bytes.
+
+Work on tensors of the host is done when it is given. A GPU does it later, in the order of a stream, and streams know
+nothing of each other: what one thread gives is behind another thread's work only where a stream waits for an event.
+
+What both sides know: which pages a model has, and pages on their way between the store and blocks.
 """
 
 from __future__ import annotations
@@ -10,24 +17,273 @@ from __future__ import annotations
 import logging
 import queue
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from functools import partial
-from typing import TYPE_CHECKING, Any, Final
+from typing import TYPE_CHECKING, Any, Final, Protocol
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.adapters.vllm.paged import NO_BLOCK
+from kvstore.client.device_rows import DeviceRows
+from kvstore.device.base import Addresses, Device, DeviceEvent, DeviceStream
+from kvstore.device.cuda import device_of, missing
 from kvstore.errors import DeadlineExceeded
 
 if TYPE_CHECKING:
-    from kvstore.adapters.vllm.paged import GroupMove, PagedGroup
-    from kvstore.adapters.vllm.tensors import Tensors
+    from kvstore.client.grouped_cache import GroupedCache
     from kvstore.client.match import Match
     from kvstore.client.prefix_cache import PrefixCache
+    from kvstore.client.store import Store
+    from kvstore.device.base import DeviceEvent, DeviceStream
+    from kvstore.model.layout import Layout
     from kvstore.model.prefix import Keys
-    from kvstore.tier.device import DeviceEvent, DeviceStream
+    from kvstore.model.shard import Shard
+
+Work = Callable[[], None]
+
+
+class Tensors(Protocol):
+    """See the module.
+
+    Attributes:
+        late: work is done after it was given, so that the bytes of a save are there later.
+    """
+
+    @property
+    def late(self) -> bool:
+        """See the class."""
+        ...
+
+    def current(self) -> DeviceStream:
+        """The stream in which the calling thread computes."""
+        ...
+
+    def stream(self) -> DeviceStream:
+        """A stream of our own, ordered with no other."""
+        ...
+
+    def run(self, work: Work, stream: DeviceStream | None = None) -> None:
+        """Give work on tensors to one of our own streams, or to the one in which the calling thread computes."""
+        ...
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """A tensor in the same memory that holds anything."""
+        ...
+
+    def rows(self, pages: torch.Tensor, stream: DeviceStream | None = None) -> Any:
+        """Pages, one a row, as buffers of the store: it begins behind what ``stream`` has been given so far. None:
+        nothing of that has to be waited for."""
+        ...
+
+
+def tensors_of(tensor: torch.Tensor) -> Tensors:
+    """For a worker that has its cache in such tensors.
+
+    Raises:
+        ValueError: they are in memory of a device that this process cannot copy to and from.
+    """
+    if tensor.device.type == "cpu":
+        return HostTensors()
+    device = device_of(tensor.data_ptr())
+    if device is None:
+        why = missing() or "its driver does not know that memory"
+        raise ValueError(f"KVStoreConnector: the cache is on {tensor.device}, which the store cannot use: {why}")
+    return CudaTensors(device, tensor.device)
+
+
+class HostTensors:
+    """See ``Tensors``."""
+
+    late = False
+
+    def current(self) -> DeviceStream:
+        """See ``Tensors``."""
+        return _DONE
+
+    def stream(self) -> DeviceStream:
+        """See ``Tensors``."""
+        return _DONE
+
+    def run(self, work: Work, stream: DeviceStream | None = None) -> None:
+        """See ``Tensors``."""
+        work()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See ``Tensors``."""
+        return torch.empty(shape, dtype=dtype)
+
+    def rows(self, pages: torch.Tensor, stream: DeviceStream | None = None) -> torch.Tensor:
+        """See ``Tensors``."""
+        return pages.flatten(1)
+
+
+class CudaTensors:
+    """See ``Tensors``. Streams and events are the store's own, so that each wait has a deadline."""
+
+    late = True
+
+    def __init__(self, device: Device, place: torch.device) -> None:
+        self._device = device
+        self._place = place
+
+    def current(self) -> DeviceStream:
+        """See ``Tensors``."""
+        return self._device.stream_of(torch.cuda.current_stream(self._place).cuda_stream)
+
+    def stream(self) -> DeviceStream:
+        """See ``Tensors``."""
+        return self._device.stream()
+
+    def run(self, work: Work, stream: DeviceStream | None = None) -> None:
+        """See ``Tensors``."""
+        if stream is None:
+            work()
+            return
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle, self._place)):
+            work()
+
+    def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
+        """See ``Tensors``."""
+        return torch.empty(shape, dtype=dtype, device=self._place)
+
+    def rows(self, pages: torch.Tensor, stream: DeviceStream | None = None) -> DeviceRows:
+        """See ``Tensors``."""
+        return device_rows(self._device, pages, stream)
+
+
+def device_rows(device: Device, pages: torch.Tensor, stream: DeviceStream | None) -> DeviceRows:
+    """Contiguous pages in memory of a device, one a row."""
+    assert pages.is_contiguous()
+    row_bytes = pages[:1].nbytes
+    handle = None if stream is None else stream.handle
+    return DeviceRows(device, pages.data_ptr(), len(pages), row_bytes, row_bytes, handle, pages)
+
+
+class _DoneStream:
+    """The stream of work that is done when it is given."""
+
+    handle = 0
+
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        """See ``DeviceStream``. Bytes of the host are copied by the host."""
+        raise AssertionError("nothing is copied in a stream of the host")
+
+    def wait(self, event: DeviceEvent) -> None:
+        """See ``DeviceStream``."""
+
+    def record(self) -> DeviceEvent:
+        """See ``DeviceStream``."""
+        return _OVER
+
+
+class _OverEvent:
+    """An event of such a stream."""
+
+    def over(self) -> bool:
+        """See ``DeviceEvent``."""
+        return True
+
+    def wait(self, deadline_s: float) -> None:
+        """See ``DeviceEvent``."""
+
+
+_DONE = _DoneStream()
+_OVER = _OverEvent()
+
+
+NO_BLOCK = 0  # vLLM's null block, where a window needs none
+ROOTS_MAX = 1024  # of salts and adapters, whose caches are kept ready
+
+
+@dataclass(frozen=True)
+class PagedGroup:
+    """Layers that keep the same tokens.
+
+    Attributes:
+        layers: their names, as far as this process has their cache, as the model runs them.
+        tables: of each layer the number of vLLM's table that has its blocks.
+        shard: the part of a page that this process has.
+        block_size: tokens of a block. ``page_blocks``: blocks of a page.
+    """
+
+    layout: Layout
+    layers: tuple[str, ...]
+    tables: tuple[int, ...]
+    block_size: int
+    page_blocks: int
+    shard: Shard
+
+
+@dataclass(frozen=True)
+class PagedModel:
+    """What one engine serves.
+
+    Attributes:
+        page_tokens: tokens of a page, in every group.
+        by_blocks: whether what could not be loaded is told by blocks; else by whole requests, since of several tables,
+            and of a window, no part is of use.
+        media_have_names: see ``media``.
+    """
+
+    groups: tuple[PagedGroup, ...]
+    page_tokens: int
+    by_blocks: bool
+    media_have_names: bool
+
+    @property
+    def layouts(self) -> list[Layout]:
+        """Of the groups."""
+        return [group.layout for group in self.groups]
+
+
+@dataclass
+class GroupMove:
+    """Pages of one group.
+
+    Attributes:
+        parts: their keys, as ``GroupedKeys.parts`` gives them.
+        blocks: of each of vLLM's tables that the group's layers have, ``[pages * page_blocks]``, where they are;
+            ``NO_BLOCK``: nowhere, or nothing is to be written there.
+    """
+
+    parts: list[Keys]
+    blocks: dict[int, list[int]]
+
+
+@dataclass
+class BlockMove:
+    """Pages of one request on their way between the store and blocks.
+
+    Attributes:
+        groups: of each group of the model.
+        adapter: part of the pages' roots.
+    """
+
+    request: str
+    adapter: str
+    groups: list[GroupMove]
+
+
+class RootCaches:
+    """The caches of one tenant, by the adapter part of their roots. For one thread."""
+
+    def __init__(self, store: Store, layouts: list[Layout], salt: str) -> None:
+        self._store = store
+        self._layouts = layouts
+        self._salt = salt
+        self._caches: dict[str, GroupedCache] = {}
+
+    def of(self, adapter: str) -> GroupedCache:
+        """Made when it is asked for first."""
+        found = self._caches.get(adapter)
+        if found is None:
+            if len(self._caches) >= ROOTS_MAX:
+                self._caches.clear()
+            found = self._caches[adapter] = self._store.cache(self._layouts, self._salt, adapter)
+        return found
+
 
 _log = logging.getLogger(__name__)
 

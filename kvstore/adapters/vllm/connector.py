@@ -13,11 +13,11 @@ from vllm.distributed.kv_transfer.kv_connector.v1.base import (
 )
 
 import kvstore
-from kvstore.adapters.vllm.moving import BlockMover
-from kvstore.adapters.vllm.planning import Planner, StepMoves
-from kvstore.adapters.vllm.served import served
+from kvstore.adapters.vllm.kv_events import StoredBlocks
+from kvstore.adapters.vllm.layouts import served
+from kvstore.adapters.vllm.scheduler import Planner, StepMoves
 from kvstore.adapters.vllm.stats import MoveStats, PromMoveStats
-from kvstore.adapters.vllm.telling import StoredBlocks
+from kvstore.adapters.vllm.worker import BlockMover
 from kvstore.errors import KVStoreError
 
 if TYPE_CHECKING:

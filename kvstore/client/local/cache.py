@@ -12,37 +12,34 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore import failpoint
-from kvstore.client.arguments import check_seconds
-from kvstore.client.buffers import Rows, rows_to_fill
+from kvstore.client.buffers import Rows, check_seconds, rows_to_fill
 from kvstore.client.device_rows import DeviceRows, any_rows
 from kvstore.client.local.copying import copy_proven, copy_shard, verified
-from kvstore.client.local.elsewhere import Brought, Elsewhere, Patience
 from kvstore.client.local.frame_copies import near_to_device
-from kvstore.client.local.keeping import Keeping
+from kvstore.client.local.hints import bring, name_root, tell_damaged, tell_read
+from kvstore.client.local.index_lookup import known_below, locate, stored_beyond, stored_or_published, stored_pages
 from kvstore.client.local.lease import LocalLease
-from kvstore.client.local.naming import name_root
 from kvstore.client.local.node import LocalNode, Mapped
-from kvstore.client.local.prefetch import bring, tell_damaged, tell_read
-from kvstore.client.local.proof import copy_runs, prove, tell_reuse
+from kvstore.client.local.peer_caching import Keeping
+from kvstore.client.local.peer_reads import Brought, Elsewhere, Patience
 from kvstore.client.local.put import LocalPut
 from kvstore.client.local.reader import LocalReader
-from kvstore.client.local.stored import known_below, locate, stored_beyond, stored_or_published, stored_pages
 from kvstore.client.local.tier_reader import LowerReader
+from kvstore.client.local.verify_hit import copy_runs, prove, tell_reuse
 from kvstore.client.local.writer import LocalWriter
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION, HERE_ALONE, NONE_BELOW, Match
 from kvstore.client.prefix_cache import PrefixCache
+from kvstore.cluster.directory import TIERS
+from kvstore.cluster.lookup_plan import Stretch
+from kvstore.device.host_memory import copy, empty
 from kvstore.model.layout import Layout
-from kvstore.model.pool_secret import tag_of
-from kvstore.model.prefix import Keys
+from kvstore.model.prefix import Keys, tag_of
 from kvstore.model.replica import Tier
 from kvstore.model.retention import Retention
 from kvstore.model.shard import Shard
-from kvstore.rpc.control import CHECKSUMS
-from kvstore.state.directory import TIERS
-from kvstore.state.searching import Stretch
-from kvstore.tier.counters import CARRY, LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
-from kvstore.tier.host_memory import copy, empty
-from kvstore.transfer.reading import WantedChain
+from kvstore.shm.counters import CARRY, LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
+from kvstore.wire.control import CHECKSUMS
+from kvstore.wire.data import WantedChain
 
 # x86-64 shows stores in their order, so that equal words before and after prove the bytes between. Elsewhere the
 # checksums have to.

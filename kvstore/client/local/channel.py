@@ -16,6 +16,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, NoReturn
 
+from kvstore.client.local.publisher import Copies, Publisher
 from kvstore.client.store import AFTER_FORK
 from kvstore.errors import (
     DeadlineExceeded,
@@ -27,13 +28,11 @@ from kvstore.errors import (
     VersionMismatch,
 )
 from kvstore.model.replica import Status
-from kvstore.rpc import control
-from kvstore.rpc.control import AHEAD, MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
-from kvstore.rpc.copies import Copies
-from kvstore.rpc.publisher import Publisher
-from kvstore.tier.counters import SessionCounters
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.plain_files import open_plain
+from kvstore.safe_files import open_plain
+from kvstore.shm.counters import SessionCounters
+from kvstore.shm.folder import NodeFolder
+from kvstore.wire import control
+from kvstore.wire.control import AHEAD, MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
 
 OUTSTANDING_MAX = 64  # requests on their way; bounds what the daemon has to remember for us
 _POLL = struct.pack("ll", 0, 50_000)  # a blocked send or receive looks at its deadline every 50 ms

@@ -1,21 +1,34 @@
-"""Copying: proven pages out of a node's memory, their checksums compared where that is wanted."""
+"""Copying: proven pages out of a node's memory, their checksums compared where that is wanted.
+
+Checksums of pages, as records have them.
+"""
 
 from __future__ import annotations
 
 import time
 
 import numpy as np
+import numpy.typing as npt
+import xxhash
 
 from kvstore.client.buffers import Rows
-from kvstore.client.local.checksums import checksums_of
+from kvstore.client.local.hints import have_verified
 from kvstore.client.local.node import Mapped
-from kvstore.client.local.prefetch import have_verified
-from kvstore.client.local.proof import Run, copy_runs, prove
+from kvstore.client.local.verify_hit import Run, copy_runs, prove
 from kvstore.client.match import CHECKSUM, ELSEWHERE, GENERATION
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import STAMPED
 from kvstore.model.shard import Shard
-from kvstore.transfer.reading import WantedChain
+from kvstore.wire.data import WantedChain
+
+
+def checksums_of(rows: npt.NDArray[np.uint8], layers: int) -> npt.NDArray[np.uint32]:
+    """Low 32 bits of xxh3_64 of each layer of each page ``[pages, page_bytes]``, as uint32 ``[pages, layers]``."""
+    digest = xxhash.xxh3_64_intdigest
+    parts = rows.reshape(rows.shape[0] * layers, -1)
+    sums = [digest(part.data) & 0xFFFFFFFF for part in parts]
+    return np.array(sums, "<u4").reshape(rows.shape[0], layers)
+
 
 _STAMPED_BIT = np.uint64(STAMPED << 48)
 

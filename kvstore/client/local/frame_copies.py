@@ -11,21 +11,20 @@ import numpy.typing as npt
 
 from kvstore.client.device_link import COPY_DEADLINE_S, link_of
 from kvstore.client.device_rows import DeviceRows
-from kvstore.client.local.checksums import checksums_of
-from kvstore.client.local.copying import count_in_place
+from kvstore.client.local.copying import checksums_of, count_in_place
 from kvstore.client.local.grants import GrantPool
-from kvstore.client.local.mapped_extent import MappedExtent
+from kvstore.client.local.index_lookup import locate
+from kvstore.client.local.lease import RunLease
 from kvstore.client.local.node import LocalNode, Mapped
-from kvstore.client.local.proof import Run, prove
-from kvstore.client.local.run_lease import RunLease
-from kvstore.client.local.stored import locate
+from kvstore.client.local.tier_reader import MappedExtent
+from kvstore.client.local.verify_hit import Run, prove
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION
+from kvstore.device.base import DeviceLost
 from kvstore.errors import DeadlineExceeded, NodeUnavailable, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Address
-from kvstore.tier.device import DeviceLost
-from kvstore.tier.header import DaemonState
-from kvstore.transfer.reading import WantedChain
+from kvstore.shm.header import DaemonState
+from kvstore.wire.data import WantedChain
 
 LEASE_MS: Final = int(2000 * COPY_DEADLINE_S)
 

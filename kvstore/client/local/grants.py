@@ -8,11 +8,11 @@ import time
 from collections import deque
 from typing import NamedTuple
 
-from kvstore.client.pending import PendingPut
+from kvstore.client.local.publisher import Channel, PendingReply
+from kvstore.client.prefix_cache import PendingPut
 from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded, Unavailable
 from kvstore.model.replica import Address, FrameClass, FrameState, Status
-from kvstore.rpc.base import Channel, PendingReply
-from kvstore.rpc.control import AHEAD, BATCH_MAX, NO_REPLY, Op, pack_addresses, pack_class, unpack_addresses
+from kvstore.wire.control import AHEAD, BATCH_MAX, NO_REPLY, Op, pack_addresses, pack_class, unpack_addresses
 
 AHEAD_FRAMES_MAX = 256
 AHEAD_BYTES_MAX = 64 << 20

@@ -25,17 +25,17 @@ from kvstore.client.device_link import Pieces, link_of
 from kvstore.client.device_rows import DeviceRows
 from kvstore.client.local.tier_reader import ObjectHead
 from kvstore.client.match import ABSENT, EXTENT, GENERATION, IDENTITY, IO
+from kvstore.device.base import Addresses, DeviceLost
+from kvstore.device.copies import places_in
 from kvstore.errors import Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS, ADDRESS_BYTES, FrameClass, FrameState, Tier
+from kvstore.safe_files import is_locked
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import Header
+from kvstore.shm.mounted import HOLD_NS, MountedTable, mounted_path
 from kvstore.tier.base import Bytes
-from kvstore.tier.device import Addresses, DeviceLost
-from kvstore.tier.device_copies import places_in
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.header import Header
-from kvstore.tier.mounted import HOLD_NS, MountedTable, mounted_path
-from kvstore.tier.plain_files import is_locked
-from kvstore.transfer.exported import OPENERS, PeerMemory
+from kvstore.tier.peer_memory import OPENERS, PeerMemory
 
 LOOK_S: Final = 1.0  # between two looks whether engines have ended, of a process that reads nothing
 RECHECK_NS: Final = 100_000_000  # how often a read looks whether a segment's engine lives

@@ -1,4 +1,7 @@
-"""LocalNode: a node's files as this process maps them. Everything a read needs is here; only writes need its daemon."""
+"""LocalNode: a node's files as this process maps them. Everything a read needs is here; only writes need its daemon.
+
+Which tiers this machine's clients read below memory, and how.
+"""
 
 from __future__ import annotations
 
@@ -6,34 +9,38 @@ import os
 import threading
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from typing import Protocol
 
 from kvstore.client.local.channel import SocketChannel
-from kvstore.client.local.dram import DramReader
-from kvstore.client.local.elsewhere import Elsewhere
 from kvstore.client.local.grants import GrantPool, GrantPools
 from kvstore.client.local.hbm import HbmReader
-from kvstore.client.local.lower_tiers import lower_readers
-from kvstore.client.local.published import Published
-from kvstore.client.local.read_threads import ReadThreads
-from kvstore.client.local.tier_reader import LowerReader, TierReader
+from kvstore.client.local.nvme import NvmeReader, ReadThreads
+from kvstore.client.local.peer_reads import Elsewhere
+from kvstore.client.local.publisher import Channel, Published
+from kvstore.client.local.tier_reader import DramReader, LowerReader, TierReader
 from kvstore.client.store import AFTER_FORK
 from kvstore.client.workers import Workers
 from kvstore.errors import InvalidRequest, NodeUnavailable
-from kvstore.model.pool_secret import tag_of
-from kvstore.model.prefix import Keys
+from kvstore.model.prefix import Keys, tag_of
 from kvstore.model.replica import FrameClass, Tier
-from kvstore.rpc.base import Channel
-from kvstore.rpc.control import Message, Op
-from kvstore.tier.counters import TIMED_NS
+from kvstore.shm.counters import TIMED_NS
+from kvstore.shm.folder import NodeFolder, read_secret
+from kvstore.shm.header import Header, boot_id
+from kvstore.shm.index import Index
 from kvstore.tier.dram import SegmentMap
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.header import Header, boot_id
-from kvstore.tier.index import Index
-from kvstore.tier.secret_file import read_secret
+from kvstore.wire.control import Message, Op
+
+LOWER_READERS: dict[Tier, Callable[[NodeFolder, ReadThreads], LowerReader]] = {Tier.NVME: NvmeReader}
+"""The tiers below memory, the fastest first. Another one is a class (``LowerReader``) and a row here."""
+
+
+def lower_readers(folder: NodeFolder, threads: ReadThreads) -> dict[Tier, LowerReader]:
+    """A reader for each, of one node; nothing is opened yet."""
+    return {tier: reader(folder, threads) for tier, reader in LOWER_READERS.items()}
+
 
 _EPOCH, _INCARNATION, _MOUNTS = Header.epoch.position, Header.incarnation.position, Header.mounts.position
 

@@ -6,16 +6,23 @@ import time
 from collections.abc import Iterator, Sequence
 from typing import Any
 
+from kvstore.client.buffers import Scattered
 from kvstore.client.local.cache import ORDERED, LocalCache
 from kvstore.client.local.grants import OVER_QUOTA
-from kvstore.client.local.naming import name_objects
+from kvstore.client.local.hints import name_objects
 from kvstore.client.local.node import LocalNode, Mapped
-from kvstore.client.local.object_finding import find_heads
-from kvstore.client.local.object_parts import Found, HeadPut, PiecesPut, find_head, planned
-from kvstore.client.local.object_putting import ObjectsPut
-from kvstore.client.local.object_reading import read_objects
+from kvstore.client.local.object_batches import (
+    Found,
+    HeadPut,
+    ObjectsPut,
+    PiecesPut,
+    find_head,
+    find_heads,
+    planned,
+    read_objects,
+)
 from kvstore.client.objects import ObjectVerbs, listed, names_of, root_of_salt, sources_of, target_of
-from kvstore.client.scattered import Scattered
+from kvstore.device.host_memory import empty
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.objects import (
     class_for,
@@ -28,8 +35,7 @@ from kvstore.model.objects import (
     read_row,
 )
 from kvstore.model.replica import ADDRESS_BYTES, FrameClass, Status
-from kvstore.rpc.control import BATCH_MAX, Op, statuses_bytes
-from kvstore.tier.host_memory import empty
+from kvstore.wire.control import BATCH_MAX, Op, statuses_bytes
 
 BUSY_PAUSE_S = 0.005
 LOOK_PAGES = 8192  # of the node, looked at in one step of a call about all objects

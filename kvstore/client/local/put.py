@@ -11,20 +11,19 @@ from typing import Any
 from kvstore import failpoint
 from kvstore.client.buffers import Rows, fill
 from kvstore.client.device_rows import DeviceRows
-from kvstore.client.local.checksums import checksums_of
+from kvstore.client.local.copying import checksums_of
 from kvstore.client.local.frame_copies import frame_checksums, frames_of, from_device
 from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA, GrantPool, Purpose, still_ours
 from kvstore.client.local.node import Mapped
-from kvstore.client.pending import PendingPut
+from kvstore.client.local.publisher import PendingReply, Publisher
+from kvstore.client.prefix_cache import PendingPut
 from kvstore.errors import NodeUnavailable, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, word_of
-from kvstore.rpc.base import PendingReply
-from kvstore.rpc.control import CHECKSUMS, CONTINUES, HINTS, NO_REPLY, Op, batch_pages, encode, pack_addresses
-from kvstore.rpc.publisher import Publisher
-from kvstore.tier.counters import SessionCounters
-from kvstore.tier.header import DaemonState
-from kvstore.tier.index import IndexDamaged
+from kvstore.shm.counters import SessionCounters
+from kvstore.shm.header import DaemonState
+from kvstore.shm.index import IndexDamaged
+from kvstore.wire.control import CHECKSUMS, CONTINUES, HINTS, NO_REPLY, Op, batch_pages, encode, pack_addresses
 
 # The next batch is copied while this one is sealed; but sending wakes the node, often on this very core, so that a
 # request costs as much as copying half a MiB. Measured: 16 MiB is best from 64 KiB to 2 MiB pages.

@@ -13,17 +13,17 @@ from kvstore.client.buffers import Rows
 from kvstore.client.device_link import link_of
 from kvstore.client.device_rows import DeviceRows
 from kvstore.client.local.frame_copies import to_device
-from kvstore.client.local.mapped_extent import MappedExtent
+from kvstore.client.local.hints import wish, wish_shown
+from kvstore.client.local.index_lookup import known_below, locate
 from kvstore.client.local.node import LocalNode, Mapped
-from kvstore.client.local.prefetch import wish, wish_shown
-from kvstore.client.local.proof import Run, address_runs, equal_rows
-from kvstore.client.local.stored import known_below, locate
+from kvstore.client.local.tier_reader import MappedExtent
+from kvstore.client.local.verify_hit import Run, address_runs, equal_rows
 from kvstore.client.reader import Reader
+from kvstore.device.host_memory import copy, empty
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, FrameState
-from kvstore.tier.host_memory import copy, empty
-from kvstore.tier.index import IndexDamaged
+from kvstore.shm.index import IndexDamaged
 
 WISH_S = 0.05
 

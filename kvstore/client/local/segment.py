@@ -16,14 +16,13 @@ import numpy.typing as npt
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.errors import InvalidRequest, NodeUnavailable, OutOfSpace, Unavailable
 from kvstore.model.layout import Layout
-from kvstore.model.prefix import Keys
+from kvstore.model.prefix import Keys, fingerprint, span_start, spans_of
 from kvstore.model.replica import Address, FrameClass, Status
-from kvstore.model.span import fingerprint, span_start, spans_of
-from kvstore.model.strides import Strides
-from kvstore.rpc.control import BATCH_MAX, CHAINED, NO_REPLY, Op, encode, pack_addresses, pack_class
-from kvstore.tier.mounted import MountedTable, data_path
-from kvstore.tier.plain_files import open_plain
-from kvstore.transfer.exported import HOST, MountedMemory, SharedFrames
+from kvstore.model.shard import Strides
+from kvstore.safe_files import open_plain
+from kvstore.shm.mounted import MountedTable, data_path
+from kvstore.tier.peer_memory import HOST, MountedMemory, SharedFrames
+from kvstore.wire.control import BATCH_MAX, CHAINED, NO_REPLY, Op, encode, pack_addresses, pack_class
 
 ANSWER_S: Final = 0.25  # for a node that has to be told, the log being full
 SILENCE_NS: Final = 1_000_000_000  # one that did not answer is not told so again before that

@@ -14,12 +14,12 @@ from kvstore.client.store import Store, check_cache
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
-from kvstore.model.strides import Strides
-from kvstore.rpc import control
-from kvstore.rpc.control import Op
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.header import DaemonState
-from kvstore.transfer.exported import MountedMemory
+from kvstore.model.shard import Strides
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import DaemonState
+from kvstore.tier.peer_memory import MountedMemory
+from kvstore.wire import control
+from kvstore.wire.control import Op
 
 ADMIN_TIMEOUT_S = 60.0
 BEAT_NS_MAX = 1_000_000_000  # ten ticks of the daemon

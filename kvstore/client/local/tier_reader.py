@@ -6,16 +6,74 @@ tiers below are read into the caller's rows, by one ``LowerReader`` per tier. A 
 
 The index names addresses; all of them are hints. A reader opens what it needs when it is first asked, and again when
 the node says that it is another one.
+
+DramReader: pages in a node's memory as one process maps them. They are proven by their records; see ``proof``.
+
+MappedExtent: one extent of memory as a client maps it.
 """
 
 from __future__ import annotations
 
+import struct
+import time
 from typing import NamedTuple, Protocol
 
-from kvstore.client.local.mapped_extent import MappedExtent
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.model.objects import is_object_class
 from kvstore.model.prefix import Keys
-from kvstore.model.replica import FrameClass, Tier
+from kvstore.model.replica import FrameClass, FrameState, Tier, word_of
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.records import ExtentTable
 from kvstore.tier.base import Bytes
+from kvstore.tier.dram import SegmentMap
+
+
+class MappedExtent:
+    """One extent as a client sees it. Valid for ever: a dropped extent's words are zero, so that nothing matches.
+
+    ``words`` uint64 ``[frames]`` (generation and state), ``identity`` uint8 ``[frames, 48 + 4 * page_tokens]``,
+    ``info`` uint64 ``[frames]``, ``checksums`` uint32 ``[frames, layers]``: read-only, the daemon's.
+    ``uses``: what clients write, and of it ``last_use`` uint64 ``[frames]``.
+    ``memory`` uint8: the whole position of the segment, to be pinned. See ``pins``.
+    ``pages`` uint8 ``[frames, page_bytes]``: written only in frames granted to us; ``views``: the same, read-only.
+    """
+
+    __slots__ = (
+        "number",
+        "frame_class",
+        "page_bytes",
+        "words",
+        "identity",
+        "roots",
+        "info",
+        "checksums",
+        "last_use",
+        "uses",
+        "memory",
+        "pages",
+        "views",
+        "_table",
+    )
+
+    def __init__(self, table: ExtentTable, segment: SegmentMap) -> None:
+        frame_class, fmt = table.frame_class, table.fmt
+        self.number = table.extent
+        self.frame_class = frame_class
+        self.page_bytes = frame_class.page_bytes
+        self.words = table.words
+        self.identity = table.rows[:, fmt.identity]
+        self.roots = table.rows[:, fmt.root]
+        self.info = table.column(fmt.info)
+        self.checksums = table.rows[:, fmt.checksums].view(np.uint32)
+        self.last_use = table.last_use
+        self.uses = table.uses
+        self.memory: npt.NDArray[np.uint8] = segment.frames(table.position, segment.extent_bytes, 1)[0]
+        place = table.position, frame_class.frame_bytes, table.frames
+        self.pages: npt.NDArray[np.uint8] = segment.frames(*place)[:, : frame_class.page_bytes]
+        self.views: npt.NDArray[np.uint8] = segment.frames_readonly(*place)[:, : frame_class.page_bytes]
+        self._table = table  # keeps the mappings
 
 
 class ObjectHead(NamedTuple):
@@ -94,3 +152,70 @@ class LowerReader(TierReader, Protocol):
         Every page is proven before it counts: key, root, extra, tokens and checksum, and its generation afterwards.
         """
         ...
+
+
+_unpack_address = struct.Struct("<IIQ").unpack_from
+
+
+class DramReader:
+    """See ``TierReader``. One incarnation of a node's segment; its extents are mapped when somebody asks for them.
+
+    Attributes:
+        segment: the memory.
+        extents: those mapped so far, by number. ``extent`` maps one more.
+    """
+
+    tier = Tier.DRAM
+    __slots__ = ("segment", "extents", "_folder", "_incarnation")
+
+    def __init__(self, folder: NodeFolder, incarnation: int, segment: SegmentMap) -> None:
+        self.segment = segment
+        self.extents: dict[int, MappedExtent] = {}
+        self._folder = folder
+        self._incarnation = incarnation
+
+    def extent(self, number: int) -> MappedExtent | None:
+        """The extent of that number; None where there is none (any more)."""
+        found = self.extents.get(number)
+        return found if found is not None else self._open_extent(number)
+
+    def _open_extent(self, number: int) -> MappedExtent | None:
+        table = ExtentTable.open(self._folder, number, self._incarnation, writable=False)
+        if table is None or table.tier is not self.tier:
+            return None
+        extents = self.extents
+        for old in extents.keys() - set(self._folder.extents()):  # rare enough to look: their mappings hold memory
+            extents.pop(old, None)
+        extent = MappedExtent(table, self.segment)
+        extents[number] = extent
+        return extent
+
+    def root_at(self, raw: bytes) -> bytes | None:
+        """See ``TierReader``."""
+        number, frame, _ = _unpack_address(raw)
+        extent = self.extents.get(number) or self.extent(number)
+        return extent.roots[frame].tobytes() if extent is not None and frame < len(extent.roots) else None
+
+    def class_at(self, raw: bytes) -> FrameClass | None:
+        """See ``TierReader``."""
+        extent = self.extent(_unpack_address(raw)[0])
+        return extent.frame_class if extent is not None else None
+
+    def object_head(self, raw: bytes) -> ObjectHead | None:
+        """See ``TierReader``."""
+        number, frame, generation = _unpack_address(raw)
+        extent = self.extents.get(number) or self.extent(number)
+        word = word_of(generation, FrameState.SEALED)
+        if extent is None or frame >= len(extent.words) or int(extent.words[frame]) != word:
+            return None
+        row = extent.identity[frame].tobytes()
+        if not is_object_class(extent.frame_class) or int(extent.words[frame]) != word:
+            return None
+        return ObjectHead(extent.frame_class, row, extent, frame, word)
+
+    def mark_used(self, raw: bytes) -> None:
+        """Mark a page as used now: whoever looks for pages to evict looks elsewhere first."""
+        number, frame, _ = _unpack_address(raw)
+        extent = self.extents.get(number) or self.extent(number)
+        if extent is not None and frame < len(extent.last_use):
+            extent.last_use[frame] = time.monotonic_ns()

@@ -1,37 +1,45 @@
-"""LocalWriter: pages written layer by layer straight into reserved frames of this machine's memory."""
+"""LocalWriter: pages written layer by layer straight into reserved frames of this machine's memory.
+
+LayerCopies: layers of one writer on their way from a device into its frames.
+
+Spans: the pages a writer has reserved, as runs of consecutive frames.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 
 from kvstore import failpoint
 from kvstore.client.buffers import Rows
+from kvstore.client.device_link import DeviceLink, PinnedExtent, link_of
 from kvstore.client.device_rows import DeviceRows, on_device
 from kvstore.client.local.frame_copies import frame_runs
 from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA
-from kvstore.client.local.layer_copies import LayerCopies
-from kvstore.client.local.mapped_extent import MappedExtent
+from kvstore.client.local.hints import await_saved
+from kvstore.client.local.index_lookup import stored_or_published, stored_pages
 from kvstore.client.local.node import LocalNode, Mapped
-from kvstore.client.local.prefetch import await_saved
-from kvstore.client.local.proof import address_runs
+from kvstore.client.local.publisher import Copies, PendingReply, Publisher
 from kvstore.client.local.put import LocalPut
-from kvstore.client.local.spans import ReservedRun, parts_of, unbroken
-from kvstore.client.local.stored import stored_or_published, stored_pages
+from kvstore.client.local.tier_reader import MappedExtent
+from kvstore.client.local.verify_hit import address_runs
 from kvstore.client.writer import Writer
+from kvstore.device.base import DeviceEvent, DeviceLost
+from kvstore.device.host_memory import copy
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, OutOfSpace, QuotaExceeded, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, Address, FrameClass, FrameState, Status
 from kvstore.model.shard import Shard
-from kvstore.rpc.base import PendingReply
-from kvstore.rpc.control import (
+from kvstore.wire.control import (
+    BATCH_MAX,
     HINTS,
     NO_REPLY,
     WRITER,
@@ -42,9 +50,122 @@ from kvstore.rpc.control import (
     pack_class,
     statuses_bytes,
 )
-from kvstore.rpc.publisher import Publisher
-from kvstore.tier.device import DeviceLost
-from kvstore.tier.host_memory import copy
+
+Pairs = list[tuple[Rows, DeviceRows]]
+
+
+class _Begun(NamedTuple):
+    layer: int
+    link: DeviceLink
+    event: DeviceEvent
+    pairs: Pairs
+
+
+class LayerCopies:
+    """Copies that were begun and nobody waits for yet. While there is one, no session ends beneath it. Of one thread.
+
+    Ends with ``finish``. Where that gives up, the session stays until the process ends, and its frames with it: the
+    device may still write into them.
+    """
+
+    def __init__(self) -> None:
+        self._copies: Copies | None = None  # entered, while there are some
+        self._begun: deque[_Begun] = deque()
+
+    def __bool__(self) -> bool:
+        return bool(self._begun)
+
+    def begin(self, copies: Copies, layer: int, extents: Sequence[PinnedExtent], pairs: Pairs) -> None:
+        """Copy one layer into frames of these extents, behind what the caller's stream does.
+
+        Raises:
+            DeviceLost: nothing was begun.
+        """
+        link = link_of(pairs[0][1].device)
+        event = link.copy(pairs, extents, to_device=False, layer=True)
+        if self._copies is None:
+            copies.__enter__()
+            self._copies = copies
+        self._begun.append(_Begun(layer, link, event, pairs))
+
+    def below(self, layers: int) -> int:
+        """How many leading layers at most are there, of ``layers``. Waits for nothing. Raises DeviceLost."""
+        while self._begun and self._begun[0].event.over():
+            self._begun.popleft()
+        self._leave()
+        return min((begun.layer for begun in self._begun), default=layers)
+
+    def finish(self) -> None:
+        """Wait until all are there.
+
+        Raises:
+            DeviceLost: they never will be; nothing writes any more.
+            DeadlineExceeded: the device may still write.
+        """
+        memory = list(self._begun)
+        try:
+            for _, link, event, _ in memory:
+                link.wait(event, memory)
+        except DeadlineExceeded:
+            self._copies = None  # one that does not end
+            raise
+        finally:
+            self._begun.clear()
+            self._leave()
+
+    def _leave(self) -> None:
+        if not self._begun and self._copies is not None:
+            copies, self._copies = self._copies, None
+            copies.__exit__()
+
+
+class ReservedRun:
+    """Reserved pages in consecutive frames: ``pages[i]`` of the extent is page ``page + i`` of the keys."""
+
+    __slots__ = ("pages", "shown", "page", "count", "first", "levels")
+
+    def __init__(
+        self,
+        pages: npt.NDArray[np.uint8],
+        shown: npt.NDArray[Any],
+        page: int,
+        first: int,
+        levels: npt.NDArray[Any],
+    ) -> None:
+        self.pages = pages  # [count, page_bytes]
+        self.shown = shown  # [count], where this shard shows its progress
+        self.page = page
+        self.count = len(pages)
+        self.first = first  # of its pages among the writer's own
+        self.levels = levels  # [layers + 1, count], what it stores there after so many layers
+
+    def beside(self, shard: Shard, parts: list[Rows]) -> Iterator[tuple[list[Rows], list[Rows]]]:
+        """Of each array that has some of these pages, ``[n, layers, width]`` each, laid end to end: by layer, where in
+        our pages it goes, and where it is."""
+        first = 0
+        for part in parts:
+            low, high = max(first, self.page), min(first + len(part), self.page + self.count)
+            if low < high:
+                pages = shard.part(self.pages[low - self.page : high - self.page])
+                yield list(pages.swapaxes(0, 1)), list(part[low - first : high - first].swapaxes(0, 1))
+            first += len(part)
+
+
+def parts_of(raw: bytes, pages: int = BATCH_MAX) -> list[bytes]:
+    """Addresses, end to end, cut into what one request takes."""
+    step = pages * ADDRESS_BYTES
+    return [raw[start : start + step] for start in range(0, len(raw), step)]
+
+
+def unbroken(pages: list[int]) -> list[tuple[int, int]]:
+    """``(start, count)`` of runs of consecutive page numbers."""
+    runs, start = [], 0
+    for i in range(1, len(pages) + 1):
+        if i == len(pages) or pages[i] != pages[i - 1] + 1:
+            runs.append((start, i - start))
+            start = i
+    return runs
+
 
 _RESERVED = int(FrameState.RESERVED)
 _OURS = (int(Status.OK), int(Status.JOINED))

@@ -1,36 +1,212 @@
-"""RemoteCache: the pages of one layout, salt and adapter in a node reached over gRPC."""
+"""RemoteCache: the pages of one layout, salt and adapter in a node reached over gRPC.
+
+RemoteLease: pages kept in a node for some time, and fetched from there.
+
+Reading pages from a node over gRPC: a stream of data straight into its rows.
+
+RemoteReader: layers of a prompt's pages as they are sealed in a node reached over gRPC.
+"""
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import Future
 from dataclasses import asdict
-from typing import Any
+from typing import Any, NamedTuple
 
+import grpc
 import numpy as np
 
-from kvstore.client.arguments import check_seconds
-from kvstore.client.buffers import Rows, rows_to_fill
+from kvstore.client.buffers import Rows, check_seconds, rows_to_fill
 from kvstore.client.device_link import host_rows
-from kvstore.client.match import ABSENT, Match
-from kvstore.client.pending import PendingPut
-from kvstore.client.prefix_cache import PrefixCache
-from kvstore.client.remote.fetch import fetch
-from kvstore.client.remote.lease import RemoteLease
-from kvstore.client.remote.node import REQUEST_PAGES, RemoteNode
-from kvstore.client.remote.put import RemotePut
-from kvstore.client.remote.reader import RemoteReader
-from kvstore.client.remote.writer import RemoteWriter
-from kvstore.errors import InvalidRequest, NodeUnavailable, Unavailable
+from kvstore.client.match import ABSENT, CHECKSUM, GENERATION, Lease, Match
+from kvstore.client.prefix_cache import PendingPut, PrefixCache
+from kvstore.client.reader import Reader
+from kvstore.client.remote.node import REQUEST_PAGES, RemoteNode, end, lost
+from kvstore.client.remote.writer import RemotePut, RemoteWriter
+from kvstore.device.host_memory import copy, empty
+from kvstore.errors import InvalidRequest, LeaseBroken, NodeUnavailable, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
 from kvstore.model.retention import Retention, ranges_of
 from kvstore.model.shard import Shard
 from kvstore.pb import store_pb2 as pb
-from kvstore.rpc.messages import retention_messages
+from kvstore.wire.grpc import digest_of, fields, retention_messages
+
+_MATCH, _DATA, _DIGEST = 1, 2, 3  # fields of ReadReply
+
+
+class Fetched(NamedTuple):
+    """What came: whole pages in ``rows``, how many of them from NVMe, and why not more."""
+
+    pages: int
+    nvme_pages: int
+    reason: str
+    rows: Rows
+
+
+def fetch(node: RemoteNode, request: pb.ReadRequest, asked: int, page_bytes: int, rows: Rows | None) -> Fetched:
+    """The leading pages of a prompt; asked for once more where the connection was lost.
+
+    Args:
+        asked: how many pages the request names.
+        rows: ``[>= asked, page_bytes]``; None: made here, of the size that the node announces.
+
+    Data is verified before it counts; rows after the last page may have been written to.
+
+    Raises:
+        NodeUnavailable, DeadlineExceeded: the node did not answer, or the stream broke or stood still.
+    """
+    raw, again = request.SerializeToString(), True
+    while True:
+        try:
+            return _fetch(node, raw, asked, page_bytes, rows)
+        except grpc.RpcError as error:
+            if not (again and lost(error)):
+                node.refuse(error)
+            again = False
+        except ValueError as error:  # no protobuf, or gRPC's word for a channel closed by another thread
+            node.check_open()
+            raise Unavailable(f"{node.endpoint.address}: sent what is no reply: {error}") from None
+
+
+def _fetch(node: RemoteNode, request: bytes, asked: int, page_bytes: int, rows: Rows | None) -> Fetched:
+    match, position, limit, flat = pb.LookupReply(), 0, 0, np.empty(0, np.uint8)
+    stream = node.receive("Read", request, node.stream_s(asked * page_bytes))
+    try:
+        for message in stream:
+            data, digest = None, 0
+            for number, integer, view in fields(message):
+                if number == _DATA:
+                    data = view
+                elif number == _DIGEST:
+                    digest = integer
+                elif number == _MATCH and view is not None:
+                    match = pb.LookupReply.FromString(bytes(view))
+                    if rows is None:
+                        rows = empty((min(match.pages, asked), page_bytes))
+                    flat, limit = rows.reshape(-1), max(limit, min(match.pages, asked) * page_bytes)
+            if not data:
+                continue
+            stop = position + len(data)
+            if stop > limit:
+                raise ValueError(f"{stop} bytes where {limit} were announced")
+            if digest_of(data) != digest:
+                return _counted(match, position // page_bytes, CHECKSUM, rows, page_bytes)
+            copy(flat[position:stop], np.frombuffer(data, np.uint8))
+            position = stop
+    finally:
+        end(stream)
+    return _counted(match, position // page_bytes, match.reason, rows, page_bytes)
+
+
+def _counted(match: pb.LookupReply, pages: int, reason: str, rows: Rows | None, page_bytes: int) -> Fetched:
+    if pages > match.pages:  # the last message takes back what the first one announced
+        pages = match.pages
+    elif pages < match.pages and not reason:
+        reason = GENERATION
+    found = rows if rows is not None else np.empty((0, page_bytes), np.uint8)
+    return Fetched(pages, min(match.nvme_pages, pages), reason, found)
+
+
+RELEASE_S = 0.5  # a release that cannot be sent is no loss: the deadline passes by itself
+
+Named = Callable[[Keys], pb.Pages]
+
+
+class RemoteLease(Lease):
+    """A lease that keeps the pages in the node, for others to find. What is here is a copy, fetched when it is taken;
+    it is right whatever becomes of the lease. A restart of the node ends it.
+    """
+
+    def __init__(self, node: RemoteNode, layout: Layout, keys: Keys, ttl_s: float, named: Named) -> None:
+        super().__init__(layout, keys, ttl_s)
+        self._node = node
+        self._named = named
+        self._lease = b""
+
+    def _take(self) -> None:
+        self._node.check_open()
+        pages, reason = self._ask() if len(self._keys) else (0, "")
+        try:
+            if pages:
+                request = pb.ReadRequest(pages=self._named(self._keys[:pages]))
+                found = fetch(self._node, request, pages, self._layout.page_bytes, None)
+                if found.pages < pages:
+                    pages, reason = found.pages, found.reason
+                found.rows.flags.writeable = False
+                self.pages = list(found.rows[:pages])
+        except BaseException:
+            self.release()
+            raise
+        if reason:
+            self._node.missed(reason)
+        self.match = Match(pages * self._layout.page_tokens, pages, reason)
+
+    def check(self) -> None:
+        """Nothing to check: what was fetched was verified, and no one else writes there."""
+
+    def _renew(self) -> None:
+        if not self._lease:
+            return
+        try:
+            self._node.call("Renew", pb.RenewRequest(lease=self._lease, ttl_ms=self._ttl_ms), pb.LeaseReply)
+        except LeaseBroken:
+            held, self._lease = len(self.pages), b""
+            if self._ask()[0] < held:
+                raise
+
+    def release(self) -> None:
+        """See ``Lease.release``. The arrays in ``pages`` are forgotten, and stay right for whoever holds them."""
+        lease, self._lease = self._lease, b""
+        self.pages = []
+        if lease:
+            with contextlib.suppress(Unavailable, LeaseBroken, InvalidRequest):  # InvalidRequest: closed first
+                self._node.call("Release", pb.ReleaseRequest(lease=lease), pb.Empty, RELEASE_S, again=False)
+
+    def _ask(self) -> tuple[int, str]:
+        """Ask for the lease; for how many leading pages it was given, and why not more."""
+        request = pb.LeaseRequest(pages=self._named(self._keys), ttl_ms=self._ttl_ms)
+        reply = self._node.call("Lease", request, pb.LeaseReply)
+        self._lease = reply.lease
+        return min(reply.pages, len(self._keys)), reply.reason
+
+
+class RemoteReader(Reader):
+    """A reader that fetches pages whole, as they are sealed, and keeps them here (``pages * page_bytes``). So every
+    page crosses the network once, and an eviction in between does no harm.
+    """
+
+    def __init__(
+        self, node: RemoteNode, layout: Layout, keys: Keys, timeout_s: float, named: Callable[[Keys], pb.Pages]
+    ) -> None:
+        super().__init__(layout, keys, timeout_s)
+        self._node = node
+        self._named = named
+        self._rows = np.empty((0, layout.page_bytes), np.uint8)
+        self._fetched = 0
+
+    def _read(self, page: int, layer: int, start: int, stop: int, target: Rows) -> int:
+        self._node.check_open()
+        if page == self._fetched:
+            self._fetch()
+        copy(target[page : self._fetched], self._rows[page : self._fetched, start:stop])
+        return self._fetched - page
+
+    def _fetch(self) -> None:
+        """Fetch what is sealed beyond what we have."""
+        if not len(self._rows):
+            self._rows = empty((self.pages, self._layout.page_bytes))
+        rest = self._keys[self._fetched :]
+        request = pb.ReadRequest(pages=self._named(rest))
+        self._fetched += fetch(
+            self._node, request, len(rest), self._layout.page_bytes, self._rows[self._fetched :]
+        ).pages
+
 
 PUTS_UNREAD_MAX = 16  # asynchronous puts whose replies nobody has read
 PREFETCH_GRACE_S = 0.5  # for the answer, after the node has stopped waiting

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from urllib.parse import SplitResult, urlsplit
 
+from kvstore.cluster.data_connection import is_loopback
 from kvstore.errors import InvalidRequest
-from kvstore.transfer.tcp import is_loopback
 
 SCHEMES = ("kv://", "kv+unix://")
 _TLS_FIELDS = ("tls_ca", "tls_cert", "tls_key", "tls_server_name")

@@ -17,7 +17,7 @@ from kvstore.client.store import AFTER_FORK
 from kvstore.client.workers import Workers
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable, VersionMismatch
 from kvstore.pb import store_pb2 as pb
-from kvstore.rpc.grpc_errors import ERROR_KEY, from_rpc
+from kvstore.wire.grpc import ERROR_KEY, from_rpc
 
 SERVICE: Final = "/kvstore.v1.Store/"
 MESSAGE_BYTES_MAX: Final = 64 << 20  # received; the largest is a chunk of data, or a list of pages

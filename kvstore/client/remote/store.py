@@ -1,21 +1,195 @@
-"""RemoteStore: a node reached over gRPC, as its users see it."""
+"""RemoteStore: a node reached over gRPC, as its users see it.
+
+RemoteObjects: opaque objects over gRPC, one stream per value.
+"""
 
 from __future__ import annotations
 
 import time
-from collections import OrderedDict
-from typing import Any
+from collections import OrderedDict, deque
+from collections.abc import Iterator, Sequence
+from typing import Any, Final, NoReturn
+
+import grpc
+import numpy as np
 
 from kvstore.client.admin import KEYS_MAX
+from kvstore.client.buffers import Scattered, check_text
+from kvstore.client.objects import ObjectVerbs, listed, sources_of
 from kvstore.client.remote.admin import PROMPT, RemoteAdmin
 from kvstore.client.remote.cache import RemoteCache
 from kvstore.client.remote.endpoint import Endpoint
-from kvstore.client.remote.node import OVERHEAD_BYTES, RemoteNode
-from kvstore.client.remote.objects import RemoteObjects
+from kvstore.client.remote.node import OVERHEAD_BYTES, RemoteNode, end, lost
 from kvstore.client.store import Store, check_cache
+from kvstore.device.host_memory import empty
 from kvstore.errors import DeadlineExceeded, InvalidRequest, Unavailable
 from kvstore.model.layout import Layout
+from kvstore.model.objects import encode_name, encode_prefix
 from kvstore.model.prefix import Keys
+from kvstore.pb import store_pb2 as pb
+from kvstore.wire.grpc import OBJECT_DATA_FIELD, digest_of, fields, pack_data
+
+PUTS_AT_ONCE: Final = 8  # of one ``put_many``
+KEYS_PER_CALL: Final = 1024  # of at most 1000 bytes each: a quarter of a message
+_FOUND, _SIZE, _DATA, _DIGEST = 1, 2, OBJECT_DATA_FIELD, OBJECT_DATA_FIELD + 1  # fields of GetObjectReply
+
+
+class RemoteObjects(ObjectVerbs):
+    """Objects one stream each; every verb needs the node."""
+
+    _node: RemoteNode
+
+    def put_many(self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False) -> list[bool]:
+        """See ``ObjectVerbs.put_many``; ``PUTS_AT_ONCE`` values are on their way at a time.
+
+        Raises:
+            InvalidRequest: also where a value is larger than the node takes over gRPC.
+        """
+        sources = sources_of(keys, values)[1]
+        salt, most = check_text(salt, "salt"), self._node.about.object_bytes_max
+        for source in sources:
+            if most and source.nbytes > most:
+                raise InvalidRequest("data", f"has {source.nbytes} bytes, the node takes {most} over gRPC")
+        self._node.check_open()
+        stored: list[bool] = []
+        under_way: deque[Any] = deque()
+        try:
+            for key, source in zip(keys, sources, strict=True):
+                if len(under_way) == PUTS_AT_ONCE:
+                    stored.append(self._stored(under_way.popleft()))
+                under_way.append(self._put(key, source, salt, replace))
+            while under_way:
+                stored.append(self._stored(under_way.popleft()))
+        finally:
+            for call in under_way:  # one before has failed; the buffers are the caller's again
+                call.cancel()
+        return stored
+
+    def get(self, key: str, out: Any = None, salt: str = "") -> Any:
+        """See ``ObjectVerbs.get``. What is here of a value whose checksums do not hold is None."""
+        encode_name(key)
+        target = Scattered.of(out, "out", writable=True) if out is not None else None
+        request = pb.GetObjectRequest(key=key, salt=check_text(salt, "salt")).SerializeToString()
+        self._node.check_open()
+        again = True
+        while True:
+            try:
+                return self._get(request, target)
+            except grpc.RpcError as error:
+                if not (again and lost(error)):
+                    self._node.refuse(error)
+                again = False
+
+    def size(self, key: str, salt: str = "") -> int | None:
+        """See ``ObjectVerbs.size``."""
+        encode_name(key)
+        request = pb.GetObjectRequest(key=key, salt=check_text(salt, "salt")).SerializeToString()
+        stream = self._node.receive("GetObject", request, self._node.timeout_s)
+        try:
+            for message in stream:
+                first = pb.GetObjectReply.FromString(message)
+                return first.size_bytes if first.found else None
+        except grpc.RpcError as error:
+            self._node.refuse(error)
+        finally:
+            end(stream)
+        return None
+
+    def contains(self, keys: str | Sequence[str], salt: str = "") -> Any:
+        """See ``ObjectVerbs.contains``."""
+        found: list[bool] = []
+        named, salt = _listed(keys), check_text(salt, "salt")
+        self._node.check_open()
+        for part in _parts(named):
+            found += self._node.call("ContainsObjects", pb.ObjectKeys(keys=part, salt=salt), pb.ObjectsFound).found
+        return bool(found[0]) if isinstance(keys, str) else found
+
+    def delete(self, keys: str | Sequence[str], salt: str = "") -> int:
+        """See ``ObjectVerbs.delete``."""
+        named, salt, removed = _listed(keys), check_text(salt, "salt"), 0
+        self._node.check_open()
+        for part in _parts(list(dict.fromkeys(named))):
+            request = pb.ObjectKeys(keys=part, salt=salt)
+            removed += self._node.call("DeleteObjects", request, pb.ObjectsRemoved, again=False).removed
+        return removed
+
+    def clear(self, prefix: str, salt: str = "") -> int:
+        """See ``ObjectVerbs.clear``."""
+        encode_prefix(prefix)
+        request = pb.ClearObjectsRequest(prefix=prefix, salt=check_text(salt, "salt"))
+        return int(self._node.call("ClearObjects", request, pb.ObjectsRemoved, again=False).removed)
+
+    def object_keys(self, salt: str = "") -> NoReturn:
+        """Not over gRPC: a list of all keys has no bound."""
+        raise InvalidRequest("object_keys", "is for programs on the node's own machine")
+
+    def _check_open(self) -> None:
+        self._node.check_open()
+
+    def _put(self, key: str, source: Scattered, salt: str, replace: bool) -> Any:
+        """A put on its way: a future of its reply."""
+        begin = pb.PutObjectBegin(key=key, salt=salt, size_bytes=source.nbytes, replace=replace)
+        messages = _messages(begin, source, self._node.data_bytes)
+        return self._node.send("PutObject", messages, self._node.stream_s(source.nbytes))
+
+    def _stored(self, call: Any) -> bool:
+        try:
+            return bool(pb.PutObjectReply.FromString(call.result()).stored)
+        except grpc.RpcError as error:
+            self._node.refuse(error)
+        except grpc.FutureCancelledError:
+            self._node.check_open()
+            raise Unavailable(f"{self._node.endpoint.address}: the put was cancelled") from None
+
+    def _get(self, request: bytes, target: Scattered | None) -> Any:
+        """One try. Raises grpc.RpcError."""
+        node = self._node
+        into, size, position = target, -1, 0
+        # How large the value is is not known yet: a deadline for the largest that fits.
+        expected = target.nbytes if target is not None else 1 << 30
+        stream = node.receive("GetObject", request, node.stream_s(expected))
+        try:
+            for message in stream:
+                found = {number: view if view is not None else integer for number, integer, view in fields(message)}
+                if size < 0:
+                    size = int(found.get(_SIZE, 0)) if found.get(_FOUND) else -1
+                    if size < 0:
+                        return None
+                    if target is not None and target.nbytes < size:
+                        raise InvalidRequest("out", f"has {target.nbytes} bytes, the value has {size}")
+                    into = target if target is not None else Scattered([empty(size)])
+                data = found.get(_DATA)
+                if isinstance(data, memoryview) and len(data) and into is not None:
+                    if position + len(data) > size or digest_of(data) != found.get(_DIGEST):
+                        return None
+                    into.write(position, np.frombuffer(data, np.uint8))
+                    position += len(data)
+        except ValueError as error:
+            node.check_open()
+            if isinstance(error, InvalidRequest):
+                raise
+            raise Unavailable(f"{node.endpoint.address}: sent what is no reply: {error}") from None
+        finally:
+            end(stream)
+        if into is None or position != size:
+            return None
+        return size if target is not None else into.parts[0]
+
+
+def _messages(begin: pb.PutObjectBegin, source: Scattered, most: int) -> Iterator[bytes]:
+    yield pb.PutObjectRequest(begin=begin).SerializeToString()
+    for part in source.parts:
+        for start in range(0, part.size, most):
+            yield pack_data(part[start : start + most].data)
+
+
+def _listed(keys: str | Sequence[str]) -> list[str]:
+    return [encode_name(key).decode() for key in listed(keys)]
+
+
+def _parts(keys: list[str]) -> Iterator[list[str]]:
+    return (keys[start : start + KEYS_PER_CALL] for start in range(0, len(keys), KEYS_PER_CALL))
+
 
 ROOTS_MAX = 4096  # caches remembered by the root of their keys, so that an operator's verbs can name pages by keys
 _RETRY_S = 0.05

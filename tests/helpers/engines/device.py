@@ -15,10 +15,9 @@ from engine.compute.paged_cache import Batch
 from engine.memory.arena import Arena, Arenas
 from engine.memory.device_staging import DeviceStaging
 from engine.memory.staging import Stagings
-from engine.shell.step import StepRunner
-from kvstore.tier.device import Addresses, DeviceEvent
-from kvstore.tier.host_device import HostDevice, HostEvent, _Work
-from kvstore.tier.host_device_memory import POISON, Span
+from engine.shell.performer import StepRunner
+from kvstore.device.base import Addresses, DeviceEvent
+from kvstore.device.host_device import POISON, HostDevice, HostEvent, Span, _Work
 
 DEADLINE_S = 60.0
 

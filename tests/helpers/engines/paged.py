@@ -8,8 +8,8 @@ import torch
 
 import kvstore
 from engine.compute.attention import attend, paged_attention
+from engine.compute.kernel_args import BatchReading, Terms
 from engine.compute.paged_cache import Batch, Slice
-from engine.compute.tiles import BatchReading, Terms
 from engine.memory.arena import Arena
 
 TERMS = {

@@ -21,7 +21,7 @@ import numpy.typing as npt
 import pytest
 import torch
 
-import engine.shell.step
+import engine.shell.performer
 import kvstore
 from engine.compute.models import Model, load_model
 from engine.config import EngineConfig
@@ -311,7 +311,7 @@ class Lab:
         self.stores: list[Store] = []
         self._drawn: dict[int, tuple[Sampling, dict[int, torch.Tensor]]] = {}
         self._asked = 0
-        choose_many = engine.shell.step.choose_many
+        choose_many = engine.shell.performer.choose_many
 
         def tapped(logits: torch.Tensor, samplings: Sequence[Sampling], indexes: Sequence[int]) -> list[int]:
             for row, sampling, index in zip(logits, samplings, indexes, strict=True):
@@ -319,7 +319,7 @@ class Lab:
                     self._drawn[id(sampling)][1][index] = row.float().cpu().clone()
             return choose_many(logits, samplings, indexes)
 
-        monkeypatch.setattr(engine.shell.step, "choose_many", tapped)
+        monkeypatch.setattr(engine.shell.performer, "choose_many", tapped)
         # This process does not keep frames that it was granted ahead for seconds: the tests wait for them often.
         monkeypatch.setattr(grants, "IDLE_S", 0.1)
 

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvstore.tier.disk import Bytes
+from kvstore.tier.nvme.disk import Bytes
 from tests.helpers.nvme.memory_disk import MemoryDisk
 
 SECTOR_BYTES = 512  # what a disk writes whole or not at all

@@ -27,13 +27,13 @@ import xxhash
 from kvstore import Keys, Layout, Store
 from kvstore.failpoint import STALLED
 from kvstore.model.replica import Address, FrameClass, Tier
-from kvstore.tier import nvme_geometry
-from kvstore.tier.disk import FileDisk
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.nvme_map import NvmeMap
-from kvstore.tier.nvme_table import Superblock
-from kvstore.tier.nvme_target import read_superblock
-from kvstore.tier.records import ExtentTable
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.records import ExtentTable
+from kvstore.tier.nvme import geometry
+from kvstore.tier.nvme.disk import FileDisk
+from kvstore.tier.nvme.map import NvmeMap
+from kvstore.tier.nvme.table import Superblock
+from kvstore.tier.nvme.target import read_superblock
 from tests.helpers.content import SMALL, Pages, chain, contents, mismatch
 from tests.helpers.inside import node_of
 from tests.helpers.nursery import of_nodes
@@ -41,7 +41,7 @@ from tests.helpers.processes import WAIT_S, Daemon, Machine, Worker, wait_until
 
 MIB = 1 << 20
 CLASS = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)
-PROVEN_BYTES = nvme_geometry.HEAD_BYTES + 4 * SMALL.page_tokens + 4 * SMALL.layers  # of a header; then zeros
+PROVEN_BYTES = geometry.HEAD_BYTES + 4 * SMALL.page_tokens + 4 * SMALL.layers  # of a header; then zeros
 WORKER = (sys.executable, "-m", "tests.helpers.workers.auditors")
 
 # Not prefix-closed as clients see it: pages are found one by one.
@@ -165,7 +165,7 @@ class Places:
         self.map = found
         self.path = path or target(machine)
         self.superblock = superblock_of(self.path)
-        self.frames = nvme_geometry.frames_in(self.superblock.extent_bytes, CLASS)
+        self.frames = geometry.frames_in(self.superblock.extent_bytes, CLASS)
         self._tables: dict[int, int] = {}
 
     def __enter__(self) -> Places:
@@ -217,7 +217,7 @@ class Places:
             places[f"table {which}"] = range(block.slot(which), block.slot(which) + block.table_bytes)
         for position in range(block.positions):
             start = block.data_start + position * block.extent_bytes
-            places[f"directory {position}"] = range(start, start + nvme_geometry.directory_bytes(self.frames))
+            places[f"directory {position}"] = range(start, start + geometry.directory_bytes(self.frames))
         return places
 
 
@@ -266,7 +266,7 @@ def resummed(header: bytes) -> bytes:
 class Faults:
     """What system calls on disks do from now on, in this process: fail, be slow, or hang until ``heal``.
 
-    Stands in for ``os`` in ``kvstore.tier.disk``. ``path`` "": all disks. ``after``: so many calls succeed first.
+    Stands in for ``os`` in ``kvstore.tier.nvme.disk``. ``path`` "": all disks. ``after``: so many calls succeed first.
     """
 
     def __init__(self) -> None:

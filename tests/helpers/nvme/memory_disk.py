@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from kvstore.tier.disk import BLOCK_BYTES, Bytes, aligned_buffer, check_blocks
+from kvstore.tier.nvme.disk import BLOCK_BYTES, Bytes, aligned_buffer, check_blocks
 
 
 class MemoryDisk:

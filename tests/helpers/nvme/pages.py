@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 
 from kvstore.model.replica import IDENTITY_HEAD_BYTES, STAMPED, Address, FrameClass, FrameState, info_word, word_of
-from kvstore.tier import frame_header, nvme_geometry
-from kvstore.tier.disk import Bytes, aligned_buffer
-from kvstore.tier.frame_header import FrameHeader
-from kvstore.tier.nvme import NvmeDevice
+from kvstore.tier.nvme import frame_header, geometry
+from kvstore.tier.nvme.device import NvmeDevice
+from kvstore.tier.nvme.disk import Bytes, aligned_buffer
+from kvstore.tier.nvme.frame_header import FrameHeader
 
 EXTENT_BYTES = 256 << 10
 CLASS = FrameClass(page_bytes=10_000, page_tokens=5, layers=4)  # frames of 12 KiB
@@ -47,7 +47,7 @@ def parent(seed: int) -> bytes:
 
 def header(frame_class: FrameClass, incarnation: int, address: Address, seed: int) -> Bytes:
     """The header of a seed's page at that address."""
-    out = aligned_buffer(nvme_geometry.header_bytes(frame_class))
+    out = aligned_buffer(geometry.header_bytes(frame_class))
     out[:] = 0xEE
     page = payload(frame_class, seed)[: frame_class.page_bytes]
     sums = frame_header.layer_sums(page, frame_class.layers)
@@ -70,7 +70,7 @@ def find(device: NvmeDevice, position: int, frame: int, generation: int | None =
     """What header and payload say: ``(header, page)`` of a sound page, else a reason."""
     extent = device.extents[position]
     frame_class = extent.frame_class
-    head, page = aligned_buffer(nvme_geometry.header_bytes(frame_class)), aligned_buffer(frame_class.frame_bytes)
+    head, page = aligned_buffer(geometry.header_bytes(frame_class)), aligned_buffer(frame_class.frame_bytes)
     device.read_page(position, frame, frame_class, head, page)
     found = frame_header.unpack(head, frame_class, device.incarnation, extent.number, frame, generation)
     if isinstance(found, str):

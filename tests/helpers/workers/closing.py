@@ -33,7 +33,7 @@ if __name__ == "__main__" and json.loads(sys.argv[1])["end"] == "exit":
     atexit.register(stop_here)  # before the store's own: what is registered first is called last
 
 import kvstore  # noqa: E402
-from kvstore.client.local import object_parts, put, writer  # noqa: E402
+from kvstore.client.local import object_batches, put, writer  # noqa: E402
 from kvstore.errors import KVStoreError  # noqa: E402
 from tests.helpers.content import SMALL, chain, contents  # noqa: E402
 from tests.helpers.workers.pages import log, wait_for_go  # noqa: E402
@@ -65,7 +65,7 @@ def store_pages(store: kvstore.Store, way: str) -> None:
                 slow(writer, "copy")
                 pages.write_layer(0, data[:, : SMALL.layer_bytes])
         else:
-            slow(object_parts.Scattered, "read")
+            slow(object_batches.Scattered, "read")
             store.put("k", data)
     except KVStoreError as error:
         log("refused", error=f"{type(error).__name__}: {error}")

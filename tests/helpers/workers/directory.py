@@ -13,11 +13,11 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.cluster.data_listener import Server
+from kvstore.cluster.directory import Told
 from kvstore.limits import Named
-from kvstore.service.cluster.directory_shell import DirectoryShell
-from kvstore.state.directory import Told
-from kvstore.transfer.server import Server
-from kvstore.transfer.wire import Hello
+from kvstore.node.cluster.directory_shell import DirectoryShell
+from kvstore.wire.data import Hello
 
 NODES, PAGES, BATCH = 5, 1 << 20, 1 << 16
 

@@ -13,8 +13,8 @@ from pathlib import Path
 from typing import Any
 
 from kvstore.cli.main import main
-from kvstore.service.upkeep.scanner import Scanner
-from kvstore.tier.frame_header import FrameHeader
+from kvstore.node.scanner import Scanner
+from kvstore.tier.nvme.frame_header import FrameHeader
 
 LOOK_S = 0.01
 

@@ -16,8 +16,8 @@ from typing import Any
 import kvstore
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
-from kvstore.tier.device import Device, DeviceMemory
-from kvstore.transfer.device_memory import DeviceFrames
+from kvstore.device.base import Device, DeviceMemory
+from kvstore.tier.peer_memory import DeviceFrames
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.device_frames import STRIDE, device_named, fill_frames, shown
 from tests.helpers.strided import foreign_strides, write_foreign

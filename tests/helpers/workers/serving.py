@@ -13,17 +13,16 @@ from pathlib import Path
 from typing import Any
 
 import kvstore
+from kvstore.client.local.lease import RunLease
 from kvstore.client.local.node import LocalNode
-from kvstore.client.local.run_lease import RunLease
-from kvstore.service.cluster import lend_handler, read_handler
-from kvstore.service.cluster.lend_handler import LendHandler
-from kvstore.service.cluster.read_handler import ReadHandler
-from kvstore.serving.certificates import ServerCertificate
-from kvstore.serving.identities import LOCAL
-from kvstore.transfer.base import Caller
-from kvstore.transfer.nixl_agent import NixlAgent
-from kvstore.transfer.server import Server
-from kvstore.transfer.wire import FrameKind, Hello
+from kvstore.cluster.data_connection import Caller
+from kvstore.cluster.data_listener import Server
+from kvstore.cluster.nixl import NixlAgent
+from kvstore.node.cluster import page_handlers
+from kvstore.node.cluster.page_handlers import LendHandler, ReadHandler
+from kvstore.server.certificates import ServerCertificate
+from kvstore.server.identities import LOCAL
+from kvstore.wire.data import FrameKind, Hello
 
 PATIENCE_S = 10.0
 
@@ -46,7 +45,7 @@ def lose_when_armed(node: LocalNode, armed: Path) -> None:
         with kvstore.connect(node.name) as store:
             store.evict(pages=1 << 20)
 
-    pack_range, pack_lent = read_handler.pack_range, lend_handler.pack_lent
+    pack_range, pack_lent = page_handlers.pack_range, page_handlers.pack_lent
 
     def ranged(*given: Any) -> bytes:
         leave(0)
@@ -56,7 +55,7 @@ def lose_when_armed(node: LocalNode, armed: Path) -> None:
         leave(loan.lease)
         return pack_lent(loan)
 
-    read_handler.pack_range, lend_handler.pack_lent = ranged, lent
+    page_handlers.pack_range, page_handlers.pack_lent = ranged, lent
 
 
 def handlers(node: LocalNode, agent: Any) -> dict[FrameKind, Any]:

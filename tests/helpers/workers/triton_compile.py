@@ -14,7 +14,7 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from engine.compute.cuda import triton_kernel
+from engine.compute import triton_kernel
 
 # group, kv_heads, k_dim, v_dim, v_at, content, page_tokens, type
 SHAPES = {

@@ -26,11 +26,11 @@ from vllm.v1.core.sched.output import CachedRequestData, KVConnectorBlockState, 
 from vllm.v1.request import Request
 
 import kvstore
-from kvstore.adapters.vllm import telling
-from kvstore.adapters.vllm.paged import PagedGroup, PagedModel, RootCaches
-from kvstore.adapters.vllm.planning import Planner
-from kvstore.adapters.vllm.telling import StoredBlocks
-from kvstore.adapters.vllm.weights import weights_digest
+from kvstore.adapters.vllm import kv_events
+from kvstore.adapters.vllm.blocks import PagedGroup, PagedModel, RootCaches
+from kvstore.adapters.vllm.kv_events import StoredBlocks
+from kvstore.adapters.vllm.layouts import weights_digest
+from kvstore.adapters.vllm.scheduler import Planner
 from kvstore.model.shard import Shard
 
 LAYOUT = kvstore.Layout(model="m", layers=2, kv_heads=1, head_dim=8, dtype="float32", page_tokens=64, group="vllm")
@@ -135,7 +135,7 @@ def told(store: kvstore.Store) -> dict[str, list[int]]:
 
     def tell(what: str) -> None:
         counts = Counter[str]()
-        for _ in range(2 * telling.TRIES):
+        for _ in range(2 * kv_events.TRIES):
             for event in planner.take_events():
                 counts[type(event).__name__] += len(event.block_hashes)
         found[what] = [counts["BlockStored"], counts["BlockRemoved"]]
@@ -151,11 +151,11 @@ def told(store: kvstore.Store) -> dict[str, list[int]]:
     tell("found again")
     store.evict(2)
     tell("two have gone")
-    most, telling.TOLD_MAX = telling.TOLD_MAX, 1
+    most, kv_events.TOLD_MAX = kv_events.TOLD_MAX, 1
     tell("too many")
     planner.found(asked, 0)
     tell("too many again")
-    telling.TOLD_MAX = most
+    kv_events.TOLD_MAX = most
     planner.reset()
     tell("reset")
     assert stored is not None and not len(stored) and not stored._known

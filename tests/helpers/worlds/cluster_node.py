@@ -8,14 +8,9 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvstore.model.replica import Tier
-from kvstore.model.span import fingerprints
-from kvstore.state.announcing import Announcing, Entries
-from kvstore.state.directory import GONE, TIERS, Listed, Told
-from kvstore.state.directory_owner import IDLE_S, DirectoryOwner
-from kvstore.state.placement import Placement
-from kvstore.state.searching import Question, Search, Stretch
-from kvstore.transfer.find_messages import (
+from kvstore.cluster.announce_plan import Announcing, Entries
+from kvstore.cluster.directory import GONE, TIERS, Listed, Placement, Told
+from kvstore.cluster.directory_messages import (
     pack_announce,
     pack_announced,
     pack_find,
@@ -27,7 +22,11 @@ from kvstore.transfer.find_messages import (
     unpack_found,
     unpack_hold,
 )
-from kvstore.transfer.reading import Whose
+from kvstore.cluster.directory_owner import IDLE_S, DirectoryOwner
+from kvstore.cluster.lookup_plan import Question, Search, Stretch
+from kvstore.model.prefix import fingerprints
+from kvstore.model.replica import Tier
+from kvstore.wire.data import Whose
 
 if TYPE_CHECKING:
     from tests.helpers.worlds.cluster_world import ClusterWorld

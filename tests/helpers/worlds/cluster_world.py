@@ -20,11 +20,10 @@ from unittest.mock import patch
 
 import numpy as np
 
+from kvstore.cluster import announce_plan, directory
+from kvstore.cluster.directory import TIERS, Placement
+from kvstore.model.prefix import spans_of
 from kvstore.model.replica import Tier
-from kvstore.model.span import spans_of
-from kvstore.state import announcing, directory
-from kvstore.state.directory import TIERS
-from kvstore.state.placement import Placement
 from tests.helpers.worlds.cluster_node import TTL_S, Call, SimNode, Task
 
 ANSWER_S: Final = 0.5  # for an answer
@@ -388,7 +387,7 @@ class ClusterWorld:
 def play_found(seed: int) -> ClusterWorld:
     """A seed's history of ``ClusterWorld.play_found``."""
     world = ClusterWorld(seed)
-    with patch.multiple(announcing, BATCH_PAGES=64):
+    with patch.multiple(announce_plan, BATCH_PAGES=64):
         world.play_found()
     return world
 
@@ -398,7 +397,7 @@ def play(seed: int) -> ClusterWorld:
     world = ClusterWorld(seed)
     try:
         with (
-            patch.multiple(announcing, BATCH_PAGES=64, QUEUED_MAX=500),
+            patch.multiple(announce_plan, BATCH_PAGES=64, QUEUED_MAX=500),
             patch.multiple(directory, CHANGES_MIN=50, MERGED_MAX=seed % 2 * 500),
         ):
             world.play()

@@ -9,7 +9,7 @@ from __future__ import annotations
 from typing import TYPE_CHECKING, Any
 
 from engine.state import events as ev
-from engine.state.routes import BEGIN_S
+from engine.state.prefill_source import BEGIN_S
 from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable
 
 if TYPE_CHECKING:
@@ -83,7 +83,7 @@ class Link:
 
 
 class Fetch(Link):
-    """A prompt that another engine computes, as ``engine.moving.fetch.Fetch`` has it.
+    """A prompt that another engine computes, as ``engine.transfer.remote_prefill.Fetch`` has it.
 
     Attributes:
         arrived: leading tokens that are there in every layer; ``layers``: those that have all of the prompt.

@@ -17,11 +17,11 @@ from engine.model.request import Role
 from engine.state import events as ev
 from engine.state import instructions as do
 from engine.state import integrity
-from engine.state.door import Door
+from engine.state.admission import Door
 from engine.state.engine_state import STORE_S, EngineState
-from engine.state.passing import TAKE_S
+from engine.state.migration import TAKE_S
 from engine.state.rules import Rules
-from engine.state.sequence import Phase
+from engine.state.sequences import Phase
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, OutOfSpace
 from tests.helpers.worlds.engine_links import Fetch, Passing
 
@@ -136,7 +136,7 @@ class EngineMachine:
         self.door.check(answers)
         tokens = how["prompt"] + (how["tokens_max"] - how["generated"] if answers else 0)
         if not self.rules.holds(tokens) or (answers and how["generated"] >= how["tokens_max"]):
-            raise InvalidRequest("tokens", "see engine.shell.checks")
+            raise InvalidRequest("tokens", "see engine.shell.engine")
         self._numbers += 1
         self.door.enter(name, self._numbers)
         ring = any(self.rules.windows_for(tokens))

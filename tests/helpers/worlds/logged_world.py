@@ -16,7 +16,7 @@ from typing import Any
 
 from kvstore.model.replica import Address, FrameClass, Status
 from kvstore.state import events as ev
-from kvstore.state.views import Rows
+from kvstore.state.interfaces import Rows
 from tests.helpers.worlds.simulation import Simulation
 from tests.helpers.worlds.world import Chain, World, root_of
 

@@ -18,16 +18,15 @@ from typing import Any, Protocol
 import numpy as np
 
 from kvstore.model.replica import Address, FrameClass, FrameState, Tier, standing_of, word_of
-from kvstore.state import closure, integrity, recovery
 from kvstore.state import events as ev
-from kvstore.state.extent_found import ExtentFound
+from kvstore.state import integrity, prefix_links, recovery
 from kvstore.state.frames import Segment
+from kvstore.state.interfaces import Snapshot, TieringRules, TierParts
 from kvstore.state.node_state import NodeState
-from kvstore.state.pending import was_granted
-from kvstore.state.tier_parts import TieringRules, TierParts
-from kvstore.state.tiering import NODE_SESSION
-from kvstore.state.views import Snapshot
-from kvstore.tier import nvme_geometry
+from kvstore.state.recovery import ExtentFound
+from kvstore.state.tiering.tiering import NODE_SESSION
+from kvstore.state.writing import was_granted
+from kvstore.tier.nvme import geometry
 from tests.helpers.worlds.simulated_disk import SimulatedDisk
 from tests.helpers.worlds.tables import Table
 
@@ -557,8 +556,8 @@ class MemoryShell:
             below = Segment(
                 disk.extent_bytes,
                 disk.positions,
-                frames_in=nvme_geometry.frames_in,
-                stride=nvme_geometry.stride_bytes,
+                frames_in=geometry.frames_in,
+                stride=geometry.stride_bytes,
                 numbers=segment.numbers,
                 policy=self.policy,
             )
@@ -626,7 +625,7 @@ class MemoryShell:
                         self.pend[key] = address
 
     def _indexed(self, tier: Tier) -> dict[bytes, Address]:
-        links = closure.link(self.snapshots(tier))
+        links = prefix_links.link(self.snapshots(tier))
         assert not links.duplicate.any()
         return {links.key(i): links.address(i) for i in range(len(links.parent))}
 

@@ -28,13 +28,13 @@ from kvstore.client.local.store import LocalStore
 from kvstore.config import node_config
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.replica import Address, FrameState, Tier
-from kvstore.rpc.control import Message
-from kvstore.service.embedded import EmbeddedNode
-from kvstore.service.local.in_process import InProcessChannel
-from kvstore.service.node.node import Node
-from kvstore.tier import frame_header, nvme_geometry
-from kvstore.tier.disk import aligned_buffer
-from kvstore.tier.frame_header import FrameHeader
+from kvstore.node.dispatch import InProcessChannel
+from kvstore.node.embedded import EmbeddedNode
+from kvstore.node.node import Node
+from kvstore.tier.nvme import frame_header, geometry
+from kvstore.tier.nvme.disk import aligned_buffer
+from kvstore.tier.nvme.frame_header import FrameHeader
+from kvstore.wire.control import Message
 from tests.helpers.content import chain, contents, first_wrong, mismatch
 from tests.helpers.nvme.faulty_disk import FaultyDisk, PowerCut
 from tests.helpers.nvme.memory_disk import MemoryDisk
@@ -422,7 +422,7 @@ class World:
         assert nvme is not None
         table = self.node.contents.extents[address.extent]
         frame_class = table.frame_class
-        header, page = aligned_buffer(nvme_geometry.header_bytes(frame_class)), aligned_buffer(frame_class.frame_bytes)
+        header, page = aligned_buffer(geometry.header_bytes(frame_class)), aligned_buffer(frame_class.frame_bytes)
         nvme.devices.read_page(table.position, address.frame, frame_class, header, page)
         incarnation = nvme.devices.header_incarnation(table.position)
         found = frame_header.unpack(header, frame_class, incarnation, address.extent, address.frame, address.generation)

@@ -8,8 +8,8 @@ import numpy as np
 import xxhash
 
 from kvstore.model.replica import IDENTITY_HEAD_BYTES, SHARDS_MAX, FrameClass, FrameState, Tier
-from kvstore.state.extent_found import ExtentFound
-from kvstore.state.views import Snapshot
+from kvstore.state.interfaces import Snapshot
+from kvstore.state.recovery import ExtentFound
 
 
 class Table:

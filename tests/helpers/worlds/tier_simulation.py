@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from kvstore.model.replica import Status
 from kvstore.state.eviction import POLICIES
-from kvstore.state.tier_parts import TieringRules
+from kvstore.state.interfaces import TieringRules
 from tests.helpers.worlds.memory_shell import Nvme
 from tests.helpers.worlds.simulated_disk import SimulatedDisk
 from tests.helpers.worlds.simulation import CONVERSATIONS, PAGES_MAX, SMALL, Simulation

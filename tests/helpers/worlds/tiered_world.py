@@ -14,7 +14,7 @@ import numpy as np
 
 from kvstore.model.replica import Address, Status, Tier, position_of
 from kvstore.state import events as ev
-from kvstore.tier import nvme_geometry
+from kvstore.tier.nvme import geometry
 from tests.helpers.worlds.memory_shell import QUARANTINED, RESERVED, Nvme
 from tests.helpers.worlds.simulated_disk import Written
 from tests.helpers.worlds.tables import Table
@@ -237,7 +237,7 @@ class TieredWorld(World):
                 written = Written(page.target, flight.heads[i], parent, standing, proof, payload)
                 if self._fails() or not self.disk.write(target.position, written):
                     flight.failed[i] = "io"
-                self.written_today += nvme_geometry.stride_bytes(target.frame_class)
+                self.written_today += geometry.stride_bytes(target.frame_class)
             cap = self.nvme.rules.write_bytes_per_day
             assert not cap or self.written_today <= cap, f"{self.written_today} bytes in a day of {cap}"
         elif flight.stage == 2:

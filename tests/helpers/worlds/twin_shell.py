@@ -15,19 +15,18 @@ import pytest
 
 from kvstore import failpoint
 from kvstore.model.replica import SHARDS_MAX, FrameState, Tier, standing_of
-from kvstore.service.node.nvme_pages import NvmePages
-from kvstore.service.node.performer import Performer
-from kvstore.service.node.startup import extent_found
+from kvstore.node.nvme_pages import NvmePages
+from kvstore.node.performer import Performer
+from kvstore.node.startup import extent_found
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import Header
+from kvstore.shm.index import Index
+from kvstore.shm.records import ExtentTable
 from kvstore.state import events as ev
-from kvstore.state.extent_found import ExtentFound
+from kvstore.state.recovery import ExtentFound
 from kvstore.tier.base import TierStore
-from kvstore.tier.dram import SegmentFile
-from kvstore.tier.dram_store import DramStore
-from kvstore.tier.folder import NodeFolder
-from kvstore.tier.header import Header
-from kvstore.tier.index import Index
-from kvstore.tier.nvme_devices import NvmeDevices
-from kvstore.tier.records import ExtentTable
+from kvstore.tier.dram import DramStore, SegmentFile
+from kvstore.tier.nvme.devices import NvmeDevices
 from tests.helpers.nvme.memory_disk import MemoryDisk
 from tests.helpers.worlds.memory_shell import MemoryShell, Nvme, Watch
 from tests.helpers.worlds.tables import Table

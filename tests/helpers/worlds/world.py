@@ -17,7 +17,7 @@ import xxhash
 
 from kvstore.model.replica import Address, FrameClass, Status, Tier
 from kvstore.state import events as ev
-from kvstore.state.views import Rows
+from kvstore.state.interfaces import Rows
 from tests.helpers.worlds.memory_shell import FREE, RETIRING, MemoryShell, Nvme
 
 MS = 1_000_000

@@ -1,1 +1,0 @@
-"""The attention kernel for CPUs."""

@@ -1,0 +1,103 @@
+"""Passing on: a running answer continues at another engine, because a caller asked, or because this one is drained.
+
+Until the other engine has begun to answer the frames stay, and the answer can come back.
+"""
+
+from __future__ import annotations
+
+import math
+
+from engine.state import events as ev
+from engine.state import instructions as do
+from engine.state.sequences import Passing, Phase, Roster, Sequence
+from kvstore.errors import DeadlineExceeded
+
+TAKE_S = 10.0  # for the other engine to begin its answer
+
+
+class Passes:
+    """Answers that move to other engines. ``target``: where a drain sends answers, one by one; None: there is no
+    drain.
+    """
+
+    def __init__(self, roster: Roster) -> None:
+        self.target: str | None = None
+        self._roster = roster
+
+    def migrate(self, event: ev.Migrate) -> None:
+        """Move an answer at a caller's request."""
+        sequence = self._roster.active.get(event.sequence)
+        if sequence is None or not _may_leave(sequence):
+            self._roster.out.append(do.AnswerCall(event.call, False))
+        else:
+            self._begin(sequence, event.target, event.call, event.now_s)
+
+    def drain(self, event: ev.Drain) -> None:
+        """Move all answers, or stop moving them."""
+        self.target = event.target
+
+    def next_drained(self, now_s: float) -> None:
+        """Move the next answer, if answers are to leave and none is on its way."""
+        if self.target is None:
+            return
+        active = self._roster.active.values()
+        if not any(one.phase is Phase.LEFT for one in active):
+            for sequence in active:
+                if _may_leave(sequence):
+                    self._begin(sequence, self.target, 0, now_s)
+                    return
+
+    def _begin(self, sequence: Sequence, target: str, call: int, now_s: float) -> None:
+        """Pause a sequence here and offer its tokens to ``target``."""
+        self._roster.store(sequence)
+        sequence.phase, sequence.passing = Phase.LEFT, Passing(call, now_s + TAKE_S, drained=not call)
+        self._roster.out.append(do.PassOn(sequence.number, target))
+
+    def taken(self, event: ev.PassTaken) -> None:
+        """Let the sequence continue there, unless it has ended in the meantime."""
+        roster, sequence = self._roster, self._roster.sequences[event.sequence]
+        assert sequence.passing is not None
+        if sequence.phase is Phase.ENDED:
+            roster.out.append(do.CancelThere(sequence.number))
+            return
+        sequence.passing.taken = True
+        del roster.active[sequence.number]
+        roster.reply(sequence, True)
+        roster.out.append(do.Left(sequence.number))
+        roster.leave(sequence)
+
+    def not_taken(self, event: ev.NotTaken) -> None:
+        """Let the sequence continue here. An engine that refuses one answer of a drain is not offered the others."""
+        roster, sequence = self._roster, self._roster.sequences[event.sequence]
+        assert sequence.passing is not None
+        if sequence.passing.drained:
+            self.target = None
+        roster.reply(sequence, event.error or False)
+        sequence.passing = None
+        if sequence.phase is Phase.ENDED:
+            roster.leave(sequence)
+        else:
+            sequence.phase = Phase.DECODING
+
+    def passed_on(self, event: ev.PassedOn) -> None:
+        """Record that its client has received the end."""
+        roster, sequence = self._roster, self._roster.sequences[event.sequence]
+        sequence.passing = None
+        if sequence.phase is not Phase.ENDED:
+            sequence.phase = Phase.ENDED
+            roster.out.append(do.Forget(sequence.number))
+        roster.leave(sequence)
+
+    def look(self, sequence: Sequence, now_s: float) -> None:
+        """End the other engine's stream if it takes too long to begin; the request then comes back."""
+        passing = sequence.passing
+        if passing is not None and passing.until_s < now_s:
+            passing.until_s = math.inf
+            late = DeadlineExceeded(f"the other engine did not take {sequence.name} within {TAKE_S:g} s")
+            self._roster.reply(sequence, late)
+            self._roster.out.append(do.CancelThere(sequence.number))
+
+
+def _may_leave(sequence: Sequence) -> bool:
+    """True if everything that has to move is in the pool, or soon will be."""
+    return sequence.phase is Phase.DECODING and sequence.attempt is None

@@ -1,0 +1,1 @@
+"""KV between two engines: prompts computed by one engine for another."""

@@ -1,0 +1,586 @@
+"""ObjectsPut: several objects on their way into a node of this machine: copied into granted frames, and sealed many at
+a time, each as a whole.
+
+What cannot be put so is left to who puts one object after another, and says why an object is not stored: one that is
+larger than a request may bring, one that gets no frames now, one that the node is busy with.
+
+Many objects read at once, out of DRAM: heads and pieces found by two looks at the index, proven, copied, and their
+generations compared again once all are copied.
+
+What cannot be read so is left to who reads one object after another: what is not in DRAM, what changed meanwhile, and
+all of it where checksums are wanted.
+
+Many objects found at once: their heads named by one look at the index, and proven an extent at a time.
+
+A head is proven as any page is (see ``proof``): its frame's word says SEALED under the generation that the index named,
+and its record says the whole key. What ``object_parts.find_head`` tells of one key, ``find_heads`` tells of each.
+
+Parts of the object verbs: heads as they are found, pieces and heads as they are put.
+"""
+
+from __future__ import annotations
+
+import secrets
+import struct
+import time
+from collections import deque
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import failpoint
+from kvstore.client.buffers import Rows, Scattered
+from kvstore.client.device_rows import DeviceRows
+from kvstore.client.local.frame_copies import frames_of
+from kvstore.client.local.grants import GrantPool, Purpose, still_ours
+from kvstore.client.local.node import Mapped
+from kvstore.client.local.publisher import PendingReply
+from kvstore.client.local.put import BATCH_BYTES, LocalPut, SealBatch
+from kvstore.client.local.tier_reader import MappedExtent
+from kvstore.device.host_memory import copy
+from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded
+from kvstore.model.objects import (
+    NONCE_BYTES,
+    About,
+    HeadRows,
+    class_for,
+    is_object_class,
+    key_hash,
+    pieces_of,
+    read_row,
+)
+from kvstore.model.prefix import Keys
+from kvstore.model.replica import ADDRESS_BYTES, KEY, Address, FrameClass, FrameState, Status, word_of
+from kvstore.shm.index import IndexDamaged
+from kvstore.wire.control import OBJECT, Op, batch_objects, pack_addresses
+
+_SEALED = int(FrameState.SEALED)
+
+
+class GatheredFrames(NamedTuple):
+    """Frames of one extent as they were at one moment.
+
+    Attributes:
+        places: of each, among what was asked for.
+        gathered: the same as ``frames``.
+        words: what each frame's word was. ``rows``: the identity rows that were there then ``[frames, width]``.
+    """
+
+    extent: MappedExtent
+    places: Sequence[int]
+    frames: Sequence[int]
+    gathered: npt.NDArray[np.intp]
+    words: npt.NDArray[np.uint64]
+    rows: npt.NDArray[np.uint8]
+
+    def changed(self) -> list[int]:
+        """The places of those that are not any more what they were."""
+        now = self.extent.words[self.gathered]
+        if now.tobytes() == self.words.tobytes():
+            return []
+        same = (now == self.words).tolist()
+        return [place for place, held in zip(self.places, same, strict=True) if not held]
+
+
+def gather(mapped: Mapped, raws: Sequence[bytes | None]) -> list[GatheredFrames]:
+    """Of the frames at these raw addresses in DRAM those that are sealed under the generations named, by extent."""
+    places: Sequence[int] = range(len(raws))
+    if None in raws:
+        places = [place for place, raw in enumerate(raws) if raw is not None]
+    packed = b"".join([raw[:ADDRESS_BYTES] for raw in raws if raw is not None])
+    flat = struct.unpack("<" + "IIQ" * len(places), packed)
+    numbers, frames, generations = flat[0::3], flat[1::3], flat[2::3]
+    words = [generation << 8 | _SEALED for generation in generations]
+    several = dict.fromkeys(numbers)
+    if len(several) == 1:
+        return _sealed(mapped, numbers[0], places, frames, words)
+    found = []
+    for number in several:
+        mine = [i for i, other in enumerate(numbers) if other == number]
+        parts = ([of[i] for i in mine] for of in (places, frames, words))
+        found += _sealed(mapped, number, *parts)
+    return found
+
+
+def _sealed(
+    mapped: Mapped, number: int, places: Sequence[int], frames: Sequence[int], words: Sequence[int]
+) -> list[GatheredFrames]:
+    """Of these frames of an extent those whose words say so; nothing where there are none."""
+    extent = mapped.dram.extents.get(number) or mapped.dram.extent(number)
+    if extent is None or max(frames) >= len(extent.words):
+        return []
+    index = np.array(frames, np.intp)
+    now = extent.words[index]
+    if now.tolist() != words:
+        kept = [i for i, (mine, named) in enumerate(zip(now.tolist(), words, strict=True)) if mine == named]
+        if not kept:
+            return []
+        places, frames = [places[i] for i in kept], [frames[i] for i in kept]
+        index, now = index[kept], now[kept]
+    return [GatheredFrames(extent, places, frames, index, now, extent.identity[index])]
+
+
+class DramHeads:
+    """The heads of objects, as far as they are in DRAM.
+
+    Attributes:
+        keys: of all names, wherever they are. ``raws``: where the index names them in DRAM.
+        frames: what they were proven under.
+        heads: by place among the names: extent, frame and bytes of the value; None where it is not proven.
+        large: by place, which of those have pieces: how many, and their nonce.
+        other: places of names that the index gives to a page that is not theirs.
+    """
+
+    __slots__ = ("keys", "raws", "frames", "heads", "large", "other")
+
+    def __init__(self, mapped: Mapped, root: bytes, names: Sequence[bytes]) -> None:
+        self.keys = [key_hash(root, name) for name in names]
+        self.raws: list[bytes | None] = []
+        self.frames: list[GatheredFrames] = []
+        self.heads: list[tuple[MappedExtent, int, int] | None] = [None] * len(names)
+        self.large: dict[int, tuple[int, bytes]] = {}
+        self.other: set[int] = set()
+        try:
+            self.raws = mapped.index.find_many(mapped.dram.tier, self.keys)
+        except IndexDamaged:
+            return  # the daemon will rebuild it under a new epoch
+        for frames in gather(mapped, self.raws) if any(self.raws) else ():
+            if is_object_class(frames.extent.frame_class):
+                self.frames.append(frames)
+                self._prove(frames, root, names)
+
+    def _prove(self, frames: GatheredFrames, root: bytes, names: Sequence[bytes]) -> None:
+        told, heads, keys, extent = HeadRows(frames.rows, root), self.heads, self.keys, frames.extent
+        sizes, pieces = told.value_bytes, told.pieces
+        for i, (place, frame) in enumerate(zip(frames.places, frames.frames, strict=True)):
+            if told.key(i) == keys[place] and told.name(i) == names[place]:
+                heads[place] = extent, frame, sizes[i]
+                if pieces[i]:
+                    self.large[place] = pieces[i], told.nonce(i)
+            elif int(extent.words[frame]) == int(frames.words[i]):  # else it left meanwhile, and may be in a lower tier
+                self.other.add(place)
+
+
+def find_heads(mapped: Mapped, root: bytes, names: Sequence[bytes]) -> list[bytes | None]:
+    """Where the head of each of these objects is, in which tier ever; None: there is none, or another string's."""
+    proven = DramHeads(mapped, root, names)
+    found = [raw if head is not None else None for raw, head in zip(proven.raws, proven.heads, strict=False)]
+    found += [None] * (len(names) - len(found))
+    left = [place for place, raw in enumerate(found) if raw is None and place not in proven.other]
+    for reader in mapped.lower.values() if left else ():
+        try:
+            raws = mapped.index.find_many(reader.tier, [proven.keys[place] for place in left])
+        except IndexDamaged:
+            break
+        unseen = []
+        for place, raw in zip(left, raws, strict=True):
+            head = reader.object_head(raw) if raw is not None else None
+            about = read_row(head.row) if head is not None else None
+            if head is None:
+                unseen.append(place)
+            elif about is not None and about[0] == root and about[1].name == names[place]:
+                found[place] = raw if head.row[KEY] == proven.keys[place] else None
+        left = unseen
+    return found
+
+
+Place = tuple[MappedExtent, int]
+"""A page's frame."""
+
+
+def read_objects(
+    mapped: Mapped, root: bytes, names: Sequence[bytes], targets: Sequence[Rows | Scattered]
+) -> list[int | None]:
+    """Copy each of these objects into its target; how many bytes that were, None: it was not to be read so.
+
+    Raises:
+        InvalidRequest: a target is too small; nothing was copied.
+    """
+    found = DramHeads(mapped, root, names)
+    heads, large, lengths = found.heads, found.large, list[int | None]()
+    for place, (head, target) in enumerate(zip(heads, targets, strict=True)):
+        if head is None:
+            continue
+        extent, _, size = head
+        count = large[place][0] if place in large else 0
+        if (count or size > extent.page_bytes) and count != pieces_of(size, extent.page_bytes):
+            heads[place] = None  # its record is damaged
+            large.pop(place, None)
+        elif target.nbytes < size:
+            raise InvalidRequest("out", f"has {target.nbytes} bytes, the value has {size}")
+    pieces, before = _pieces(mapped, root, names, found) if large else ([], {})
+    if failpoint.ACTIVE:
+        failpoint.hit("client.reading")
+    for place, (head, target) in enumerate(zip(heads, targets, strict=True)):
+        if head is None or (place in large and place not in before):
+            lengths.append(None)
+            continue
+        extent, frame, size = head
+        if type(target) is Scattered or place in before:
+            _copy([*before.get(place, ()), (extent, frame)], size, target)
+        else:
+            assert not isinstance(target, Scattered)
+            row = extent.pages[frame]
+            copy(target if target.size == size else target[:size], row if row.size == size else row[:size])
+        lengths.append(size)
+    now_ns = time.monotonic_ns()
+    for frames in (*found.frames, *pieces):
+        for place in frames.changed():
+            lengths[place] = None
+        frames.extent.last_use[frames.gathered] = now_ns
+    for place, chain in before.items():  # they count as pages that were got, as where one object is read
+        if lengths[place] is not None:
+            mapped.counters.got(mapped.row(chain[0][0].frame_class), len(chain), len(chain), 0, "")
+    return lengths
+
+
+def _pieces(
+    mapped: Mapped, root: bytes, names: Sequence[bytes], heads: DramHeads
+) -> tuple[list[GatheredFrames], dict[int, list[Place]]]:
+    """The frames of these objects' pieces, and by place in ``names`` where they are, of those that are there with all
+    of them."""
+    keys: list[bytes] = []
+    rows: list[bytes] = []
+    owners: list[int] = []
+    for owner, (count, nonce) in heads.large.items():
+        head = heads.heads[owner]
+        assert head is not None, "proven"
+        about = About(names[owner], head[2], count, nonce)
+        chain = about.piece_keys(root, head[0].frame_class.page_tokens)
+        width = len(chain.identity_bytes) // count
+        keys += chain.hashes
+        rows += [chain.identity_bytes[at : at + width] for at in range(0, count * width, width)]
+        owners += [owner] * count
+    try:
+        raws = mapped.index.find_many(mapped.dram.tier, keys)
+    except IndexDamaged:
+        return [], {}
+    proven: list[Place | None] = [None] * len(keys)
+    found = gather(mapped, raws) if any(raws) else []
+    for frames in found:
+        data, width = frames.rows.tobytes(), frames.rows.shape[1]
+        for i, (place, frame) in enumerate(zip(frames.places, frames.frames, strict=True)):
+            head = heads.heads[owners[place]]
+            of_class = head is not None and frames.extent.frame_class == head[0].frame_class
+            if of_class and data[i * width : (i + 1) * width] == rows[place]:
+                proven[place] = frames.extent, frame
+    places: dict[int, list[Place]] = {}
+    lost = {owner for owner, piece in zip(owners, proven, strict=True) if piece is None}
+    for owner, piece in zip(owners, proven, strict=True):
+        if piece is not None and owner not in lost:
+            places.setdefault(owner, []).append(piece)
+    return [frames._replace(places=[owners[place] for place in frames.places]) for frames in found], places
+
+
+def _copy(pages: list[Place], value_bytes: int, target: Rows | Scattered) -> None:
+    """Lay a value's pages end to end into its target."""
+    if not value_bytes:
+        return  # into a target that may have no parts
+    page_bytes, at = pages[0][0].page_bytes, 0
+    parts = iter(target.parts if isinstance(target, Scattered) else [target])
+    part, start = next(parts), 0  # that has the byte ``at`` of the value, and where it begins there
+    while at < value_bytes:
+        while at == start + part.size:
+            start, part = start + part.size, next(parts)
+        extent, frame = pages[at // page_bytes]
+        low = at % page_bytes
+        size = min(page_bytes - low, start + part.size - at, value_bytes - at)
+        copy(part[at - start : at - start + size], extent.pages[frame, low : low + size])
+        at += size
+
+
+class Found(NamedTuple):
+    """An object's head, proven. ``extent`` None: it is not in memory."""
+
+    about: About
+    frame_class: FrameClass
+    address: bytes
+    extent: MappedExtent | None
+    frame: int
+    word: int
+
+    def copy_to(self, into: Scattered, start: int) -> bool:
+        """Copy what the head holds of the value, from DRAM; False where it changed meanwhile."""
+        assert self.extent is not None
+        into.write(start, self.extent.pages[self.frame, : self.about.value_bytes - start])
+        self.extent.last_use[self.frame] = time.monotonic_ns()
+        return int(self.extent.words[self.frame]) == self.word
+
+
+def find_head(mapped: Mapped, root: bytes, name: bytes) -> Found | None:
+    """The head of the object of that name, wherever it is; None where there is none, or another string's."""
+    key = key_hash(root, name)
+    try:
+        for reader in mapped.tiers:
+            raw = mapped.index.find_many(reader.tier, [key])[0]
+            head = reader.object_head(raw) if raw is not None else None
+            if raw is not None and head is not None:
+                about = read_row(head.row)
+                if about is None or about[0] != root or about[1].name != name or head.row[KEY] != key:
+                    return None
+                return Found(about[1], head.frame_class, raw, head.extent, head.frame, head.word)
+    except IndexDamaged:
+        pass  # the daemon will rebuild it under a new epoch
+    return None
+
+
+def planned(mapped: Mapped, name: bytes, value_bytes: int) -> tuple[FrameClass, About]:
+    """An object that is to be put, in pages of which class."""
+    frame_class = class_for(name, value_bytes, int(mapped.header.extent_bytes))
+    pieces = pieces_of(value_bytes, frame_class.page_bytes)
+    return frame_class, About(name, value_bytes, pieces, secrets.token_bytes(NONCE_BYTES))
+
+
+def copy_from(source: Scattered, start: int, mapped: Mapped, addresses: list[Address]) -> None:
+    """Copy a value, from ``start`` on, into these frames. Raises NodeUnavailable where they are gone."""
+    for extent, frame, i, j in frames_of(mapped, addresses):
+        for place in range(i, j):
+            source.read(start + place * extent.page_bytes, extent.pages[frame + place - i])
+        extent.last_use[frame : frame + j - i] = time.monotonic_ns()
+
+
+class _FromSource(LocalPut):
+    """Pages whose bytes come from a value in several buffers; see ``LocalPut``."""
+
+    _source: Scattered
+    _start = 0
+
+    def settled(self) -> int:
+        """``result``, but that it is 0 where the tenant may have no more; see ``refused``."""
+        try:
+            return self.result()
+        except QuotaExceeded:
+            return 0
+
+    @property
+    def refused(self) -> bool:
+        """Its tenant may have no more."""
+        return self._refused
+
+    def _copy(self, rows: Rows | DeviceRows, page: int, addresses: list[Address]) -> None:
+        copy_from(self._source, self._start + page * self._pool.frame_class.page_bytes, self._mapped, addresses)
+
+
+class PiecesPut(_FromSource):
+    """The pieces of an object, on their way in."""
+
+    pieces = 0
+
+    def send_from(self, source: Scattered, pieces: int) -> None:
+        """Copy them and send their seals."""
+        self._source, self.pieces = source, pieces
+        self.send(np.empty((pieces, 0), np.uint8), 0)
+
+    def last_address(self) -> bytes | None:
+        """Where the last piece that is stored is."""
+        try:
+            found = [
+                raw
+                for raw in self._mapped.index.find_many(self._mapped.dram.tier, self._keys.hashes)
+                if raw is not None
+            ]
+        except IndexDamaged:
+            return None
+        return found[-1] if found else None
+
+
+class HeadPut(_FromSource):
+    """The head of an object, on its way in. ``busy``, ``present``: why it is not stored, after ``result``."""
+
+    def __init__(self, mapped: Mapped, keys: Keys, frame_class: FrameClass, replaces: bytes) -> None:
+        super().__init__(mapped, keys, frame_class)
+        self._replaces = replaces
+        self.busy = self.present = False
+
+    def send_from(self, source: Scattered, start: int) -> None:
+        """Copy it and send its seal."""
+        self._source, self._start = source, start
+        self.send(np.empty((1, 0), np.uint8), 0)
+
+    def _seal(self, rows: Rows | DeviceRows | None, page: int, addresses: list[Address]) -> None:
+        body = (self._keys.parent, pack_addresses(addresses), self._keys.identity_bytes, self._replaces)
+        batch = SealBatch(page, addresses, body)
+        self._batches.append(batch)
+        self._request(batch)
+
+    def _request(self, batch: SealBatch) -> None:
+        number = self._pool.class_number
+        batch.reply = self._mapped.channel.request(Op.SEAL_GRANTED, count=1, a=number, flags=OBJECT, body=batch.body)
+        if failpoint.ACTIVE:
+            failpoint.hit("client.sealing")
+
+    def _sort_out(self, batch: SealBatch, statuses: bytes) -> list[int]:
+        self.busy, self.present = Status.BUSY in statuses, Status.PRESENT in statuses
+        return super()._sort_out(batch, statuses)
+
+
+_OK, _PRESENT, _STALE = int(Status.OK), int(Status.PRESENT), int(Status.STALE)
+_NOTHING: Final = bytes(ADDRESS_BYTES)
+
+
+class _Whole(NamedTuple):
+    """An object to be put: where among the names it is, and how many pages it will have."""
+
+    place: int
+    about: About
+    pages: int
+
+
+@dataclass(slots=True)
+class _Sealing:
+    """Objects under one request, and their pages' frames in order. ``reply``: None until it is sent."""
+
+    pool: GrantPool
+    objects: list[_Whole]
+    addresses: list[Address]
+    body: tuple[bytes, ...]
+    reply: PendingReply | None = None
+
+
+class ObjectsPut:
+    """One call's objects. ``stored`` is called once."""
+
+    def __init__(
+        self, mapped: Mapped, root: bytes, names: Sequence[bytes], sources: Sequence[Scattered], replace: bool
+    ) -> None:
+        self._mapped, self._root, self._replace = mapped, root, replace
+        self._names, self._sources = names, sources
+        self._replaced = find_heads(mapped, root, names)
+        self._stored: list[bool | None] = [None] * len(names)
+
+    def stored(self) -> list[bool | None]:
+        """Put them; of each whether it is stored, by this put; None: that is still to be done.
+
+        Raises:
+            InvalidRequest: the node refuses what these requests say; some may be stored.
+            NodeUnavailable, DeadlineExceeded: the node did not answer in time; some may be stored.
+        """
+        under_way: deque[_Sealing] = deque()
+        try:
+            for pool, objects in self._requests():
+                sealing = self._copied(pool, objects)
+                if sealing is not None:
+                    under_way.append(sealing)
+                    sealing.reply = self._request(sealing)
+            while under_way:
+                back = self._settle(under_way[0])
+                sealing = under_way.popleft()  # first: no frame is forfeited that the pool has again
+                sealing.pool.add(back)
+        except BaseException:
+            for sealing in under_way:
+                sealing.pool.forfeit(sealing.addresses)
+            raise
+        return self._stored
+
+    def _requests(self) -> Iterator[tuple[GrantPool, list[_Whole]]]:
+        """The objects that are to be put now, as many as one request takes at a time."""
+        by_class: dict[FrameClass, list[_Whole]] = {}
+        for place, (name, source) in enumerate(zip(self._names, self._sources, strict=True)):
+            if self._replaced[place] is not None and not self._replace:
+                self._stored[place] = False
+                continue
+            frame_class, about = planned(self._mapped, name, source.nbytes)
+            by_class.setdefault(frame_class, []).append(_Whole(place, about, about.pieces + 1))
+        for frame_class, objects in by_class.items():
+            pool = self._mapped.pool(frame_class)
+            limit = min(batch_objects(frame_class.page_tokens), max(1, BATCH_BYTES // frame_class.page_bytes))
+            some: list[_Whole] = []
+            left = limit
+            for each in objects:
+                if each.pages > limit:
+                    continue  # its pieces go by themselves, request after request
+                if each.pages > left:
+                    yield pool, some
+                    some, left = [], limit
+                some.append(each)
+                left -= each.pages
+            if some:
+                yield pool, some
+
+    def _copied(self, pool: GrantPool, objects: list[_Whole]) -> _Sealing | None:
+        """Copy these into frames; as many of them as there are frames for. None: of none."""
+        wanted = sum([each.pages for each in objects])
+        frames = pool.take_granted(wanted, Purpose(self._root), self._mapped.timeout_s)
+        if len(frames) < wanted:
+            left, wished, objects = len(frames), objects, []
+            for each in wished:
+                if each.pages <= left:
+                    objects.append(each)
+                    left -= each.pages
+            used = len(frames) - left
+            frames, spare = frames[:used], frames[used:]
+            pool.add(spare)
+            if not objects:
+                return None
+        try:
+            if failpoint.ACTIVE:
+                failpoint.hit("client.granted")
+            with self._mapped.channel.copies:
+                at = 0
+                for each in objects:
+                    copy_from(self._sources[each.place], 0, self._mapped, frames[at : at + each.pages])
+                    at += each.pages
+                    if failpoint.ACTIVE:
+                        failpoint.hit("client.copied")
+            return _Sealing(pool, objects, frames, self._body(pool.frame_class, objects, frames))
+        except BaseException:
+            pool.forfeit(frames)
+            raise
+
+    def _body(self, frame_class: FrameClass, objects: list[_Whole], frames: list[Address]) -> tuple[bytes, ...]:
+        """The identity rows of their pages, and what their heads replace."""
+        root, width = self._root, frame_class.page_tokens
+        rows: list[bytes] = []
+        replaced: list[bytes] = []
+        for each in objects:
+            if each.about.pieces:
+                rows.append(each.about.piece_keys(root, width).identity_bytes)
+                replaced.append(_NOTHING * each.about.pieces)
+            rows.append(each.about.head_keys(root, width).identity_bytes)
+            replaced.append(self._replaced[each.place] or _NOTHING)
+        return pack_addresses(frames), *rows, *replaced
+
+    def _request(self, sealing: _Sealing) -> PendingReply:
+        count, number = len(sealing.addresses), sealing.pool.class_number
+        reply = self._mapped.channel.request(Op.SEAL_OBJECTS, count=count, a=number, body=sealing.body)
+        if failpoint.ACTIVE:
+            failpoint.hit("client.sealing")
+        return reply
+
+    def _settle(self, sealing: _Sealing) -> list[Address]:
+        """Wait for what became of these; the frames that are still ours. Sent again once, where the daemon went away
+        before it answered."""
+        assert sealing.reply is not None
+        count, again = len(sealing.addresses), False
+        try:
+            message = sealing.reply.result()
+        except NodeUnavailable:
+            again = True
+            message = self._request(sealing).result()
+        statuses = bytes(message.body[:count])
+        back, stale = list[Address](), list[Address]()
+        at = sealed = 0
+        for each in sealing.objects:
+            addresses, status = sealing.addresses[at : at + each.pages], statuses[at]
+            at += each.pages
+            head = addresses[-1]
+            if status == _OK or (again and self._word(head) == word_of(head.generation, FrameState.SEALED)):
+                self._stored[each.place] = True
+                sealed += each.pages
+                continue
+            if status == _PRESENT and not self._replace:
+                self._stored[each.place] = False
+            # What the record says counts, not what the status implies; but a frame that the node does not know as ours
+            # is never written again, and all frames of an object have one status.
+            ours = [address for address in addresses if still_ours(address, self._word(address))]
+            (stale if status == _STALE else back).extend(ours)
+        sealing.pool.forfeit(stale)
+        self._mapped.counters.put(self._mapped.row(sealing.pool.frame_class), sealed)
+        return back
+
+    def _word(self, address: Address) -> int:
+        extent = self._mapped.dram.extent(address.extent)
+        return int(extent.words[address.frame]) if extent is not None else 0

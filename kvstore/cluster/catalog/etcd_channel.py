@@ -1,0 +1,405 @@
+"""EtcdChannel: calls to whichever endpoint answers. Deadlines, other endpoints, TLS, user and password are here.
+
+etcd's messages, out of the etcd3 package's files.
+
+The package cannot be imported together with protobuf 4 and later: its generated modules make descriptors in the old
+way. Their serialized file descriptors are sound, though. So this module reads those bytes out of the files with
+``ast``, runs none of their code, and makes classes in a descriptor pool of its own, where names like ``kv.proto``
+collide with no other.
+"""
+
+from __future__ import annotations
+
+import ast
+import asyncio
+import importlib.util
+import logging
+import ssl
+from collections.abc import AsyncGenerator, Sequence
+from dataclasses import dataclass
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from google.protobuf import descriptor_pb2, descriptor_pool, message_factory
+
+from kvstore.cluster.catalog.base import VALUE_BYTES_MAX
+from kvstore.config.reading import ChangedFiles
+from kvstore.errors import InvalidRequest, Unauthenticated, Unavailable
+
+_FILES: Final = ("kv_pb2.py", "auth_pb2.py", "rpc_pb2.py")  # each after those it imports
+_REMEDY: Final = "needs the etcd3 package: pip install 'kvstore[etcd]'"
+
+
+class Messages:
+    """One class per message of ``etcdserverpb`` and ``mvccpb``, as attributes made when first asked for."""
+
+    def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
+        self._pool = pool
+
+    def __getattr__(self, name: str) -> Any:
+        for package in ("etcdserverpb", "mvccpb"):
+            try:
+                found = self._pool.FindMessageTypeByName(f"{package}.{name}")
+            except KeyError:
+                continue
+            made = message_factory.GetMessageClass(found)
+            setattr(self, name, made)
+            return made
+        raise AttributeError(name)
+
+
+@cache
+def messages() -> Messages:
+    """Loads them once.
+
+    Raises:
+        InvalidRequest: the package is not installed.
+    """
+    package = importlib.util.find_spec("etcd3")
+    if package is None or package.origin is None:
+        raise InvalidRequest("catalog", f"etcd:// {_REMEDY}")
+    pool = descriptor_pool.DescriptorPool()
+    for name in _FILES:
+        file = descriptor_pb2.FileDescriptorProto.FromString(
+            _serialized(Path(package.origin).parent / "etcdrpc" / name)
+        )
+        pool.Add(file)
+    return Messages(pool)
+
+
+def _serialized(path: Path) -> bytes:
+    """The bytes that the module gives to ``FileDescriptor(serialized_pb=...)``."""
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.keyword) and node.arg == "serialized_pb":
+            value = node.value
+            # Old generators write `_b('...')`: text that stands for latin-1 bytes.
+            literal = value.args[0] if isinstance(value, ast.Call) else value
+            if isinstance(literal, ast.Constant):
+                return literal.value if isinstance(literal.value, bytes) else str(literal.value).encode("latin-1")
+    raise InvalidRequest("catalog", f"{path} holds no descriptor; the etcd3 package is not the one we know (0.12)")
+
+
+ATTEMPT_S: Final = 2.0  # one endpoint, while others may answer
+ASK_S: Final = 2.0  # a stream that was silent for this long is asked for a sign of life
+PAUSE_S: Final = 0.05
+MESSAGE_BYTES_MAX: Final = 256 << 20  # a listing; bounded by entries too
+_OPTIONS: Final = (
+    ("grpc.keepalive_time_ms", 6000),  # a server refuses pings more often than every 5 s
+    ("grpc.keepalive_timeout_ms", 3000),
+    ("grpc.http2.ping_timeout_ms", 3000),
+    ("grpc.keepalive_permit_without_calls", 0),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+    ("grpc.max_send_message_length", 2 * VALUE_BYTES_MAX),
+    ("grpc.initial_reconnect_backoff_ms", 100),
+    ("grpc.min_reconnect_backoff_ms", 2000),  # how long a server that hangs may take to greet us
+    ("grpc.max_reconnect_backoff_ms", 1000),
+    ("grpc.enable_retries", 0),
+)
+# What another endpoint may answer better. Anything else is told to the caller.
+_ELSEWHERE: Final = (
+    grpc.StatusCode.UNAVAILABLE,
+    grpc.StatusCode.DEADLINE_EXCEEDED,
+    grpc.StatusCode.UNKNOWN,
+    grpc.StatusCode.CANCELLED,
+    grpc.StatusCode.RESOURCE_EXHAUSTED,
+)
+_LEADER: Final = ("hasleader", "true")  # a member that is cut off from the others refuses, and does not stay silent
+# What etcd says of a token that it does not know any more, or that is older than its users and roles; and of none.
+_STALE_TOKEN: Final = ("invalid auth token", "revision of auth store is old", "user name is empty")
+_NO_USERS: Final = "authentication is not enabled"
+_NO_SPACE: Final = "database space exceeded"
+
+log = logging.getLogger("kvstore.cluster.catalog")
+
+
+class EtcdRefusal(Unavailable):
+    """An error of etcd's own, about one request. ``code``: its status."""
+
+    def __init__(self, code: grpc.StatusCode, reason: str) -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+@dataclass(frozen=True)
+class Credentials:
+    """How to prove oneself to etcd. Files are read again when they change.
+
+    Attributes:
+        ca, certificate, key: PEM files. With ``ca`` or ``certificate`` the connection is TLS.
+        user: of etcd's own authentication; "": none is told.
+        password_file: that user's password; only its owner may read it.
+    """
+
+    ca: Path | None = None
+    certificate: Path | None = None
+    key: Path | None = None
+    user: str = ""
+    password_file: Path | None = None
+
+    @property
+    def files(self) -> tuple[Path, ...]:
+        """What a channel is made with."""
+        return tuple(each for each in (self.ca, self.certificate, self.key) if each is not None)
+
+    def tls(self) -> grpc.ChannelCredentials | None:
+        """What a channel needs, or None for plain text. Raises InvalidRequest where the files make no sense."""
+        if self.ca is None and self.certificate is None:
+            return None
+        if (self.certificate is None) != (self.key is None):
+            raise InvalidRequest("catalog_cert", "a certificate and its key come together")
+        found = _pem("catalog_ca", self.ca), _pem("catalog_key", self.key), _pem("catalog_cert", self.certificate)
+        try:  # gRPC would take anything, and fail every connection later
+            context = ssl.create_default_context(cafile=self.ca)
+            if self.certificate is not None and self.key is not None:
+                context.load_cert_chain(self.certificate, self.key, password="")
+        except (OSError, ValueError) as error:
+            raise InvalidRequest("catalog_cert", f"certificate, key and authorities do not fit ({error})") from None
+        return grpc.ssl_channel_credentials(*found)
+
+    def password(self) -> str:
+        """As the file has it now. Raises InvalidRequest where it cannot be read, or others can read it."""
+        path = self.password_file
+        if path is None:
+            return ""
+        try:
+            if path.stat().st_mode & 0o077:
+                raise InvalidRequest("catalog_password_file", f"{path} can be read by others; chmod 600 it")
+            return path.read_text().strip()
+        except (OSError, UnicodeDecodeError) as error:
+            raise InvalidRequest("catalog_password_file", f"{path}: {error}") from error
+
+
+class EtcdChannel:
+    """Calls of ``etcdserverpb`` services over several endpoints. It stays with one as long as that one answers.
+
+    Certificates are looked at before each call: where their files changed, new channels take the place of the old ones.
+    A token is renewed with the password that the file has then, whenever etcd refuses it.
+    """
+
+    def __init__(self, endpoints: Sequence[str], credentials: Credentials) -> None:
+        self.messages: Messages = messages()
+        self._endpoints = tuple(endpoints)
+        self._credentials = credentials
+        self._channels: list[grpc.aio.Channel] = []
+        self._closing: set[asyncio.Task[None]] = set()
+        self._files = ChangedFiles(credentials.files)
+        self._at = 0
+        self._moved = asyncio.Event()  # set once we leave the endpoint we are at, or its channel
+        self._token: str | None = None  # None: to be asked for; "": none is needed
+        self._asking = asyncio.Lock()  # one asks for a token; the others get the same
+
+    def open(self) -> None:
+        """Make the channels; connects to nothing yet. Raises InvalidRequest where certificates make no sense."""
+        self._files.changed()
+        self._channels = self._made()
+
+    async def close(self) -> None:
+        """Close them."""
+        channels, self._channels = self._channels, []
+        await asyncio.gather(*(each.close() for each in channels), *self._closing)
+
+    async def call(self, method: str, request: Any, answer: type[Any], call_s: float) -> Any:
+        """One answer to ``/etcdserverpb.METHOD``.
+
+        Raises:
+            Unavailable: no endpoint answered within ``call_s``. It may have been done or not.
+            EtcdRefusal: etcd's own errors, for the caller to read (NOT_FOUND of a lease).
+            Unauthenticated: etcd refuses us, also with a new token.
+            InvalidRequest: the password's file cannot be read.
+        """
+        ends_s = asyncio.get_running_loop().time() + call_s
+        said, tries, renewed = "no time was left", 0, False
+        while (left_s := ends_s - asyncio.get_running_loop().time()) > 0:
+            at = self._at
+            try:
+                return await self._once(at, method, request, answer, min(ATTEMPT_S, left_s))
+            except grpc.aio.AioRpcError as error:
+                if self._forgets_token(error) and not renewed:
+                    renewed = True
+                    continue
+                if error.code() not in _ELSEWHERE or _NO_SPACE in (error.details() or ""):
+                    raise self._translated(error) from error
+                said = f"{self._endpoints[at]}: {error.details() or error.code().name}"
+            self.next_endpoint(at)
+            tries += 1
+            if tries % len(self._endpoints) == 0:
+                await asyncio.sleep(min(PAUSE_S * tries, 0.5))
+        raise Unavailable(f"etcd did not answer in {call_s:g} s ({said})")
+
+    async def stream(
+        self, method: str, request: Any, answer: type[Any], ask: bytes = b"", token: bool = True
+    ) -> AsyncGenerator[Any, None]:
+        """Answers to one request, until the stream breaks or the iterator is closed.
+
+        A server that hangs keeps its streams open and silent. So a stream also breaks once a call has moved on to
+        another endpoint or another certificate; and where ``ask`` is not answered.
+
+        Args:
+            ask: sent when nothing came for ``ASK_S``. Something has to come within ``ATTEMPT_S`` then.
+            token: whether etcd wants to know who asks.
+
+        Raises:
+            Unavailable, Unauthenticated, InvalidRequest: as ``call``. The next stream may go on elsewhere.
+        """
+        at = self._at
+        call = None
+        try:
+            async with asyncio.timeout(2 * ATTEMPT_S):  # every stream of ours is answered at once
+                metadata = await self._metadata(at, ATTEMPT_S, token)
+                moved, channel = self._moved, self._channels[at]
+                call = channel.stream_stream(
+                    f"/etcdserverpb.{method}", request_serializer=_bytes_of, response_deserializer=answer.FromString
+                )(metadata=metadata)
+                await call.write(request)
+                found = await call.read()
+            while found is not grpc.aio.EOF:
+                yield found
+                found = await _read(call, moved, ask)
+        except grpc.aio.AioRpcError as error:
+            if self._forgets_token(error):
+                raise Unavailable("etcd asked for a new token") from error
+            self.next_endpoint(at)
+            raise self._translated(error) from error
+        except (asyncio.InvalidStateError, grpc.aio.UsageError, TimeoutError) as error:
+            # A call whose channel has gone raises InvalidStateError from `write`.
+            self.next_endpoint(at)
+            raise Unavailable(f"etcd at {self._endpoints[at]} let a stream go") from error
+        finally:
+            if call is not None:
+                call.cancel()
+        self.next_endpoint(at)
+        raise Unavailable(f"etcd at {self._endpoints[at]} ended a stream")
+
+    @property
+    def endpoint(self) -> int:
+        """Number of the one it stays with now."""
+        return self._at
+
+    def next_endpoint(self, from_endpoint: int) -> None:
+        """Go on with the endpoint after this one, unless another call has done so already."""
+        if self._at == from_endpoint:
+            self._at = (from_endpoint + 1) % len(self._endpoints)
+            self._move()
+
+    def forget_token(self) -> None:
+        """The next call asks for a new one, where there is a user."""
+        self._token = None
+
+    def _move(self) -> None:
+        moved, self._moved = self._moved, asyncio.Event()
+        moved.set()
+
+    def _made(self) -> list[grpc.aio.Channel]:
+        tls = self._credentials.tls()
+        return [
+            grpc.aio.insecure_channel(each, _OPTIONS) if tls is None else grpc.aio.secure_channel(each, tls, _OPTIONS)
+            for each in self._endpoints
+        ]
+
+    def _look_at_files(self) -> None:
+        """New channels where certificates changed. While the new files make no sense the old channels stay."""
+        if not self._files.changed():
+            return
+        try:
+            made = self._made()
+        except InvalidRequest as error:
+            self._files.forget()  # they may be in the middle of being written
+            log.debug("certificates for etcd are not read again yet: %s", error)
+            return
+        old, self._channels = self._channels, made
+        self._move()
+        for channel in old:  # calls under way end within ATTEMPT_S
+            closing = asyncio.create_task(channel.close(3 * ATTEMPT_S))
+            self._closing.add(closing)
+            closing.add_done_callback(self._closing.discard)
+        log.info("certificates for etcd were read again")
+
+    async def _once(self, at: int, method: str, request: Any, answer: type[Any], timeout_s: float) -> Any:
+        metadata = await self._metadata(at, timeout_s)
+        stub = self._channels[at].unary_unary(
+            f"/etcdserverpb.{method}", request_serializer=_bytes_of, response_deserializer=answer.FromString
+        )
+        return await stub(request, timeout=timeout_s, metadata=metadata)
+
+    async def _metadata(self, at: int, timeout_s: float, token: bool = True) -> tuple[tuple[str, str], ...]:
+        """What goes with each call and each stream: a token that is not known to be refused."""
+        self._look_at_files()
+        if token and self._credentials.user and self._token is None:
+            async with self._asking:
+                if self._token is None:
+                    self._token = await self._new_token(at, timeout_s)
+        return (_LEADER, ("token", self._token)) if self._token else (_LEADER,)
+
+    async def _new_token(self, at: int, timeout_s: float) -> str:
+        """Raises Unauthenticated where user or password are wrong, and InvalidRequest where the file is."""
+        pb = self.messages
+        stub = self._channels[at].unary_unary(
+            "/etcdserverpb.Auth/Authenticate",
+            request_serializer=_bytes_of,
+            response_deserializer=pb.AuthenticateResponse.FromString,
+        )
+        request = pb.AuthenticateRequest(name=self._credentials.user, password=self._credentials.password())
+        try:
+            return str((await stub(request, timeout=timeout_s)).token)
+        except grpc.aio.AioRpcError as error:
+            if _NO_USERS in (error.details() or ""):
+                return ""
+            if error.code() in _ELSEWHERE:
+                raise
+            raise Unauthenticated(f"etcd refuses user {self._credentials.user!r}: {error.details()}") from error
+
+    def _forgets_token(self, error: grpc.aio.AioRpcError) -> bool:
+        """True where a new token may be taken instead."""
+        stale = bool(self._credentials.user) and is_stale_token(error.details() or "")
+        if stale:
+            self.forget_token()
+        return stale
+
+    def _translated(self, error: grpc.aio.AioRpcError) -> Exception:
+        code, said = error.code(), error.details() or error.code().name
+        if "user name is empty" in said:
+            return Unauthenticated("etcd wants a user and a password: catalog_user, catalog_password_file")
+        if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
+            return Unauthenticated(f"etcd refuses: {said}")
+        if _NO_SPACE in said:
+            said = "its storage quota is used up: compact it, defragment it, and disarm the alarm"
+        return EtcdRefusal(code, f"etcd at {self._endpoints[self._at]}: {said}")
+
+
+async def _read(call: Any, moved: asyncio.Event, ask: bytes) -> Any:
+    """The next answer. Raises TimeoutError where ``ask`` is not answered, or a call has moved on."""
+    reading = asyncio.ensure_future(call.read())
+    moving = asyncio.ensure_future(moved.wait())
+    try:
+        for wait_s in (ASK_S, ATTEMPT_S) if ask else (None,):
+            await asyncio.wait((reading, moving), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if reading.done() and not reading.cancelled():
+                return reading.result()
+            if reading.done() or moving.done():  # a call is cancelled when its channel is closed
+                break
+            if wait_s == ASK_S:
+                await call.write(ask)
+        raise TimeoutError
+    finally:
+        moving.cancel()
+        reading.cancel()
+
+
+def is_stale_token(said: str) -> bool:
+    """Whether etcd says by these words that a token has to be asked for."""
+    return any(each in said for each in _STALE_TOKEN)
+
+
+def _bytes_of(message: Any) -> bytes:
+    return message if isinstance(message, bytes) else bytes(message.SerializeToString())
+
+
+def _pem(setting: str, path: Path | None) -> bytes | None:
+    try:
+        return None if path is None else path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(setting, f"{path}: {error.strerror}") from error

@@ -1,0 +1,439 @@
+"""FileCatalog: a catalog for several daemons of one machine, in a folder. No server, no root, no etcd.
+
+The folder holds a SQLite database and one locked file per session. A session ends when its time is over, or at once
+when its process has died and so let go of the lock. Times are those of this machine since it started, so no step of
+the wall clock ends a session; a restart of the machine ends them all.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import fcntl
+import os
+import sqlite3
+import stat
+from collections.abc import AsyncGenerator, Callable
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from pathlib import Path
+from typing import Final, TypeVar
+
+from kvstore.cluster.catalog.base import (
+    CALL_S,
+    LISTING_MAX,
+    Catalog,
+    Entry,
+    Session,
+    SessionLost,
+    Taken,
+    Update,
+    boot_s,
+    check_key,
+    check_ttl_s,
+    check_value,
+)
+from kvstore.cluster.catalog.task_health import TaskHealth
+from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, VersionMismatch
+
+T = TypeVar("T")
+
+FORMAT: Final = 1
+LOG_MAX: Final = 4096  # changes that a watch can be behind before it is told everything again
+POLL_S: Final = 0.1
+LOOK_S: Final = 1.0  # a watch looks for changes this often at least: a sign of life
+LOCKS_EVERY: Final = 5  # polls between two looks at who has died
+BUSY_S: Final = 4.0  # another process writes; below CALL_S
+
+_TABLES = """
+CREATE TABLE about(format INTEGER NOT NULL, revision INTEGER NOT NULL, boot TEXT NOT NULL);
+CREATE TABLE entries(key TEXT PRIMARY KEY, value BLOB NOT NULL, revision INTEGER NOT NULL, session INTEGER NOT NULL)
+    WITHOUT ROWID;
+CREATE TABLE changes(revision INTEGER PRIMARY KEY, key TEXT NOT NULL);
+CREATE TABLE sessions(id INTEGER PRIMARY KEY AUTOINCREMENT, ends_s REAL NOT NULL, ttl_s REAL NOT NULL);
+"""
+
+
+class FileCatalog(Catalog):
+    """In folder ``path``, which is made with mode 0700 where it does not exist.
+
+    Raises:
+        InvalidRequest: the path is not a folder, or is a link, not ours, or writable by other users (from ``start``).
+    """
+
+    def __init__(self, path: Path) -> None:
+        self.url = f"file:{path}"
+        self._database = _Database(path)
+        self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-catalog")
+        self._free = asyncio.Lock()  # one call in the thread: what hangs there is not joined by more
+        self._bell = asyncio.Event()
+        self._poller: asyncio.Task[None] | None = None
+
+    async def start(self) -> None:
+        """See ``Catalog.start``."""
+        await self._call(self._database.open)
+        self._poller = asyncio.create_task(self._poll_always(), name="catalog file poll")
+
+    async def close(self) -> None:
+        """See ``Catalog.close``."""
+        if self._poller is not None:
+            self._poller.cancel()
+            await asyncio.gather(self._poller, return_exceptions=True)
+            self._poller = None
+            with contextlib.suppress(KVStoreError):
+                await self._call(self._database.close)
+        self._thread.shutdown(wait=False, cancel_futures=True)
+
+    async def listing(self, prefix: str) -> Update:
+        """See ``Catalog.listing``."""
+        return await self._call(lambda: self._database.listing(prefix))
+
+    async def publish(self, key: str, value: bytes, session: Session | None = None, only_if: int | None = None) -> int:
+        """See ``Catalog.publish``."""
+        check_key(key), check_value(value)
+        if session is not None and session.lost.is_set():
+            raise SessionLost(f"session {session.id:x} has ended")
+        revision = await self._call(lambda: self._database.publish(key, value, session.id if session else 0, only_if))
+        self._ring()
+        return revision
+
+    async def retract(self, key: str, only_if: int | None = None) -> bool:
+        """See ``Catalog.retract``."""
+        check_key(key)
+        done = await self._call(lambda: self._database.retract(key, only_if))
+        self._ring()
+        return done
+
+    async def watch(self, prefix: str, health: TaskHealth | None = None) -> AsyncGenerator[Update, None]:
+        """See ``Catalog.watch``."""
+        health = health or TaskHealth("watch")
+        since, opening = 0, 0
+        while True:
+            bell = self._bell
+            try:
+                opening, update = await self._call(partial(self._database.changes, prefix, since, opening))
+            except KVStoreError as error:
+                await asyncio.sleep(health.note_failure(error))
+                continue
+            health.note_success()
+            since = update.revision
+            if update.whole or update.entries or update.gone:
+                yield update
+            else:
+                with contextlib.suppress(TimeoutError):
+                    async with asyncio.timeout(LOOK_S):
+                        await bell.wait()
+
+    async def open_session(self, ttl_s: float, health: TaskHealth | None = None) -> Session:
+        """See ``Catalog.open_session``."""
+        check_ttl_s(ttl_s)
+        started_s = boot_s()
+        session_id, lock = await self._call(lambda: self._database.open_session(ttl_s))
+        session = _FileSession(self, session_id, ttl_s, started_s, lock)
+        session.start(health or TaskHealth("session"))
+        return session
+
+    async def _poll_always(self) -> None:
+        """Ring the bell where another process changed something. Also end sessions whose process is gone. What fails
+        here fails in a watch, too, which says so."""
+        seen, polls = -1, 0
+        while True:
+            polls += 1
+            look_at_locks = polls % LOCKS_EVERY == 0
+            with contextlib.suppress(KVStoreError):
+                version = await self._call(partial(self._database.version, look_at_locks))
+                if version != seen:
+                    seen = version
+                    self._ring()
+            await asyncio.sleep(POLL_S)
+
+    async def _call(self, work: Callable[[], T]) -> T:
+        """Do it in the database's thread, within ``CALL_S``."""
+        loop = asyncio.get_running_loop()
+        try:
+            async with asyncio.timeout(CALL_S):
+                await self._free.acquire()
+                future = loop.run_in_executor(self._thread, work)
+                future.add_done_callback(lambda _: self._free.release())
+                return await asyncio.shield(future)
+        except TimeoutError:
+            raise Unavailable(f"{self.url}: no answer in {CALL_S:g} s") from None
+        except sqlite3.DatabaseError as error:
+            if isinstance(error, sqlite3.OperationalError):
+                raise Unavailable(f"{self.url}: {error}") from error
+            self._database.damaged = True
+            raise InvalidRequest(
+                "catalog", f"{self.url} is damaged: {error}. Move it away; nodes publish anew"
+            ) from error
+        except OSError as error:
+            raise Unavailable(f"{self.url}: {error}") from error
+
+    def _ring(self) -> None:
+        bell, self._bell = self._bell, asyncio.Event()
+        bell.set()
+
+
+class _FileSession(Session):
+    def __init__(self, catalog: FileCatalog, session_id: int, ttl_s: float, started_s: float, lock: int) -> None:
+        super().__init__(session_id, ttl_s, started_s)
+        self._catalog = catalog
+        self._lock = lock
+
+    async def close(self) -> None:
+        """See ``Catalog.close``."""
+        await super().close()
+        os.close(self._lock)
+
+    async def _renew(self) -> bool:
+        return await self._catalog._call(lambda: self._catalog._database.renew(self.id))
+
+    async def _end(self) -> None:
+        await self._catalog._call(lambda: self._catalog._database.end(self.id))
+        self._catalog._ring()
+
+
+class _Database:
+    """The folder. Used from one thread. Every call is one transaction, begun by ending the sessions that are over.
+
+    A database that was found damaged, or was moved away, is opened again by the next call: a folder that was put in its
+    place, or is made then, is where the other processes are.
+
+    Attributes:
+        damaged: SQLite said so.
+        openings: how often it was opened. Revisions of one opening say nothing of those of another.
+    """
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self._file = path / "catalog.sqlite"
+        self._sql: sqlite3.Connection | None = None
+        self._of: os.stat_result | None = None  # the file that ``_sql`` has
+        self.damaged = False
+        self.openings = 0
+
+    def open(self) -> None:
+        check_folder(self._path)
+        file = self._file
+        os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
+        (self._path / "sessions").mkdir(mode=0o700, exist_ok=True)
+        # A catalog that is open belongs to its thread, yet a last close may come from another.
+        sql = sqlite3.connect(file, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
+        try:
+            sql.execute("PRAGMA journal_mode=WAL")
+            sql.execute("PRAGMA synchronous=FULL")
+            self._check(sql)
+        except BaseException:
+            sql.close()
+            raise
+        self._sql, self._of, self.damaged = sql, os.stat(file), False
+        self.openings += 1
+
+    def _check(self, sql: sqlite3.Connection) -> None:
+        """Make the tables where there are none; refuse those of another version; end the sessions of another boot."""
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        with _Transaction(sql):
+            if not sql.execute("SELECT 1 FROM sqlite_master WHERE name='about'").fetchone():
+                for statement in filter(str.strip, _TABLES.split(";")):
+                    sql.execute(statement)
+                sql.execute("INSERT INTO about VALUES(?,1,?)", (FORMAT, boot))
+            known, of_boot = sql.execute("SELECT format,boot FROM about").fetchone()
+            if known != FORMAT:
+                raise VersionMismatch(f"{self._path} has catalog format {known}, this version speaks {FORMAT}")
+            if of_boot != boot:
+                for (session,) in sql.execute("SELECT id FROM sessions").fetchall():
+                    self._end(sql, session)
+                sql.execute("UPDATE about SET boot=?", (boot,))
+
+    def close(self) -> None:
+        self._shut()
+        self._of = None
+
+    def listing(self, prefix: str) -> Update:
+        with self._begun() as sql:
+            return Update(self._revision(sql), self._found(sql, prefix), whole=True)
+
+    def publish(self, key: str, value: bytes, session: int, only_if: int | None) -> int:
+        with self._begun() as sql:
+            if session and not sql.execute("SELECT 1 FROM sessions WHERE id=?", (session,)).fetchone():
+                raise SessionLost(f"session {session:x} has ended")
+            row = sql.execute("SELECT key,value,revision,session FROM entries WHERE key=?", (key,)).fetchone()
+            there = Entry(*row) if row else None
+            if only_if is not None and only_if != (there.revision if there else 0):
+                raise Taken(key, there)
+            if there is None and sql.execute("SELECT COUNT(*) FROM entries").fetchone()[0] >= LISTING_MAX:
+                raise Unavailable(f"{self._path} holds at most {LISTING_MAX} entries")
+            revision = self._changed(sql, key)
+            sql.execute("INSERT OR REPLACE INTO entries VALUES(?,?,?,?)", (key, value, revision, session))
+            return revision
+
+    def retract(self, key: str, only_if: int | None) -> bool:
+        with self._begun() as sql:
+            row = sql.execute("SELECT revision FROM entries WHERE key=?", (key,)).fetchone()
+            if row is None or only_if not in (None, row[0]):
+                return False
+            sql.execute("DELETE FROM entries WHERE key=?", (key,))
+            self._changed(sql, key)
+            return True
+
+    def changes(self, prefix: str, since: int, opening: int) -> tuple[int, Update]:
+        """The current opening, and what changed below ``prefix`` after revision ``since`` of ``opening``; everything
+        where that is not known any more."""
+        with self._begun() as sql:
+            revision = self._revision(sql)
+            oldest = sql.execute("SELECT MIN(revision) FROM changes").fetchone()[0] or revision + 1
+            if opening != self.openings or since > revision or (since + 1 < oldest and since < revision):
+                return self.openings, Update(revision, self._found(sql, prefix), whole=True)
+            low, high = prefix, prefix + chr(0x10FFFF)
+            keys = {
+                key
+                for (key,) in sql.execute(
+                    "SELECT DISTINCT key FROM changes WHERE revision>? AND key>=? AND key<?", (since, low, high)
+                )
+            }
+            entries = [each for each in self._found(sql, prefix) if each.key in keys]
+            entries.sort(key=lambda each: each.revision)
+            gone = tuple(sorted(keys - {each.key for each in entries}))
+            return self.openings, Update(revision, tuple(entries), gone)
+
+    def open_session(self, ttl_s: float) -> tuple[int, int]:
+        """The session's id, and a descriptor that holds its lock. Sessions that died before are gone: their names are
+        free."""
+        with self._begun() as sql:
+            for dead in self._dead(sql):
+                self._end(sql, dead)
+            sql.execute("INSERT INTO sessions(ends_s,ttl_s) VALUES(?,?)", (boot_s() + ttl_s, ttl_s))
+            session = int(sql.execute("SELECT last_insert_rowid()").fetchone()[0])
+            lock = os.open(self._lock_file(session), os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600)
+            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            return session, lock
+
+    def renew(self, session: int) -> bool:
+        with self._begun() as sql:
+            done = sql.execute("UPDATE sessions SET ends_s=?+ttl_s WHERE id=?", (boot_s(), session))
+            return done.rowcount == 1
+
+    def end(self, session: int) -> None:
+        with self._begun() as sql:
+            self._end(sql, session)
+
+    def version(self, look_at_locks: bool) -> int:
+        """Changes with every commit of another process. Ends sessions that are over, and those whose process died."""
+        sql = self._opened()
+        over = sql.execute("SELECT 1 FROM sessions WHERE ends_s<=? LIMIT 1", (boot_s(),)).fetchone()
+        dead = self._dead(sql) if look_at_locks else []
+        if over or dead:
+            with self._begun():
+                for session in dead:
+                    self._end(sql, session)
+            return -2  # our own commit does not change the pragma
+        return int(sql.execute("PRAGMA data_version").fetchone()[0])
+
+    def _dead(self, sql: sqlite3.Connection) -> list[int]:
+        """Sessions whose lock is not held."""
+        dead = []
+        for (session,) in sql.execute("SELECT id FROM sessions").fetchall():
+            try:
+                lock = os.open(self._lock_file(session), os.O_RDWR | os.O_NOFOLLOW | os.O_CLOEXEC)
+            except FileNotFoundError:
+                dead.append(session)
+                continue
+            try:
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                dead.append(session)
+            except BlockingIOError:
+                pass
+            finally:
+                os.close(lock)
+        return dead
+
+    def _begun(self) -> _Transaction:
+        """A transaction for writing, in which no session is over."""
+        begun = _Transaction(self._opened())
+        begun.ending = self._end_over
+        return begun
+
+    def _end_over(self, sql: sqlite3.Connection) -> None:
+        for (session,) in sql.execute("SELECT id FROM sessions WHERE ends_s<=?", (boot_s(),)).fetchall():
+            self._end(sql, session)
+
+    def _end(self, sql: sqlite3.Connection, session: int) -> None:
+        for (key,) in sql.execute("SELECT key FROM entries WHERE session=?", (session,)).fetchall():
+            sql.execute("DELETE FROM entries WHERE key=?", (key,))
+            self._changed(sql, key)
+        sql.execute("DELETE FROM sessions WHERE id=?", (session,))
+        self._lock_file(session).unlink(missing_ok=True)
+
+    def _changed(self, sql: sqlite3.Connection, key: str) -> int:
+        sql.execute("UPDATE about SET revision=revision+1")
+        revision = self._revision(sql)
+        sql.execute("INSERT INTO changes VALUES(?,?)", (revision, key))
+        sql.execute("DELETE FROM changes WHERE revision<=?", (revision - LOG_MAX,))
+        return revision
+
+    def _revision(self, sql: sqlite3.Connection) -> int:
+        return int(sql.execute("SELECT revision FROM about").fetchone()[0])
+
+    def _found(self, sql: sqlite3.Connection, prefix: str) -> tuple[Entry, ...]:
+        rows = sql.execute(
+            "SELECT key,value,revision,session FROM entries WHERE key>=? AND key<? ORDER BY key",
+            (prefix, prefix + chr(0x10FFFF)),
+        )
+        return tuple(Entry(*row) for row in rows)
+
+    def _lock_file(self, session: int) -> Path:
+        return self._path / "sessions" / f"{session}"
+
+    def _opened(self) -> sqlite3.Connection:
+        if self._of is None:
+            raise Unavailable(f"{self._path} is not open")
+        if self._sql is None or self.damaged or not self._stands():
+            self._shut()
+            self.open()
+        assert self._sql is not None
+        return self._sql
+
+    def _stands(self) -> bool:
+        """Whether the path still leads to the file that is open."""
+        try:
+            return self._of is not None and os.path.samestat(self._of, os.stat(self._file))
+        except OSError:
+            return False
+
+    def _shut(self) -> None:
+        if self._sql is not None:
+            self._sql.close()
+            self._sql = None
+
+
+class _Transaction:
+    """BEGIN IMMEDIATE to COMMIT; ROLLBACK where it raises."""
+
+    def __init__(self, sql: sqlite3.Connection) -> None:
+        self._sql = sql
+        self.ending: Callable[[sqlite3.Connection], None] | None = None
+
+    def __enter__(self) -> sqlite3.Connection:
+        self._sql.execute("BEGIN IMMEDIATE")
+        if self.ending is not None:
+            self.ending(self._sql)
+        return self._sql
+
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        self._sql.execute("COMMIT" if kind is None else "ROLLBACK")
+
+
+def check_folder(path: Path) -> None:
+    """Make the folder, or check that it is ours alone.
+
+    Raises:
+        InvalidRequest: it is not a folder, or is a link, not ours, or writable by other users.
+    """
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+    except OSError as error:
+        raise InvalidRequest("catalog", f"file:{path}: {error.strerror}") from error
+    if not stat.S_ISDIR(found.st_mode):
+        raise InvalidRequest("catalog", f"file:{path} is not a folder")
+    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+        raise InvalidRequest("catalog", f"file:{path} belongs to another user, or other users may write into it")

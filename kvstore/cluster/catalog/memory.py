@@ -1,0 +1,222 @@
+"""MemoryCatalog: a catalog within one process. It ships: a node alone, tests, and simulations use it.
+
+Ledger: the rules of a catalog in plain dicts. Time comes as an argument; nothing here waits.
+
+The in-memory catalog is a ledger with a bell, and simulations of a cluster hold one.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from bisect import bisect_right
+from collections import deque
+from collections.abc import AsyncGenerator, Callable
+from typing import Final
+
+from kvstore.cluster.catalog.base import (
+    LISTING_MAX,
+    Catalog,
+    Entry,
+    Session,
+    SessionLost,
+    Taken,
+    Update,
+    boot_s,
+    check_key,
+    check_ttl_s,
+    check_value,
+)
+from kvstore.cluster.catalog.task_health import TaskHealth
+from kvstore.errors import KVStoreError, Unavailable
+
+LOG_MAX: Final = 4096  # changes that a watch can be behind before it is told everything again
+
+
+class Ledger:
+    """Entries, sessions and the last changes.
+
+    Attributes:
+        revision: of the last change.
+    """
+
+    def __init__(self, log_max: int = LOG_MAX) -> None:
+        self.revision = 0
+        self._entries: dict[str, Entry] = {}
+        self._deadlines: dict[int, tuple[float, float]] = {}  # session -> (when it ends, its time to live)
+        self._changes: deque[tuple[int, str]] = deque(maxlen=log_max)
+        self._last_session = 0
+
+    def listing(self, prefix: str) -> Update:
+        """As ``Catalog.listing``."""
+        found = sorted((each for each in self._entries.values() if each.key.startswith(prefix)), key=lambda e: e.key)
+        return Update(self.revision, tuple(found), whole=True)
+
+    def publish(self, key: str, value: bytes, session: int, only_if: int | None) -> int:
+        """As ``Catalog.publish``."""
+        if session and session not in self._deadlines:
+            raise SessionLost(f"session {session:x} has ended")
+        there = self._entries.get(key)
+        if only_if is not None and only_if != (there.revision if there else 0):
+            raise Taken(key, there)
+        if there is None and len(self._entries) >= LISTING_MAX:
+            raise Unavailable(f"the catalog holds at most {LISTING_MAX} entries")
+        self._changed(key)
+        self._entries[key] = Entry(key, value, self.revision, session)
+        return self.revision
+
+    def retract(self, key: str, only_if: int | None) -> bool:
+        """As ``Catalog.retract``."""
+        there = self._entries.get(key)
+        if there is None or only_if not in (None, there.revision):
+            return False
+        del self._entries[key]
+        self._changed(key)
+        return True
+
+    def changes(self, prefix: str, since: int) -> Update:
+        """What changed below ``prefix`` after revision ``since``; everything where that is known no more."""
+        oldest = self._changes[0][0] if self._changes else self.revision + 1
+        if since + 1 < oldest and since < self.revision:
+            return self.listing(prefix)
+        log = list(self._changes)
+        keys = {key for _, key in log[bisect_right(log, since, key=lambda each: each[0]) :] if key.startswith(prefix)}
+        entries = sorted((self._entries[key] for key in keys if key in self._entries), key=lambda e: e.revision)
+        return Update(self.revision, tuple(entries), tuple(sorted(keys - self._entries.keys())))
+
+    def open_session(self, ttl_s: float, now_s: float) -> int:
+        """A session that ends ``ttl_s`` after its last renewal."""
+        self._last_session += 1
+        self._deadlines[self._last_session] = (now_s + ttl_s, ttl_s)
+        return self._last_session
+
+    def renew(self, session: int, now_s: float) -> bool:
+        """False where it has ended."""
+        if session not in self._deadlines:
+            return False
+        ttl_s = self._deadlines[session][1]
+        self._deadlines[session] = (now_s + ttl_s, ttl_s)
+        return True
+
+    def end(self, session: int) -> None:
+        """Its entries leave."""
+        self._deadlines.pop(session, None)
+        for key in [each.key for each in self._entries.values() if each.session == session]:
+            del self._entries[key]
+            self._changed(key)
+
+    def expire(self, now_s: float) -> None:
+        """End the sessions whose time is over. Call it before anything else that happens at ``now_s``."""
+        for session in [each for each, (ends_s, _) in self._deadlines.items() if ends_s <= now_s]:
+            self.end(session)
+
+    def next_end_s(self) -> float | None:
+        """When the next session ends unless it is renewed."""
+        return min((ends_s for ends_s, _ in self._deadlines.values()), default=None)
+
+    def _changed(self, key: str) -> None:
+        self.revision += 1
+        self._changes.append((self.revision, key))
+
+
+LOOK_S: Final = 1.0  # a watch gives a sign of life this often
+
+
+class MemoryCatalog(Catalog):
+    """Over a ledger that several catalogs of one event loop may share.
+
+    Args:
+        clock: seconds; for tests.
+    """
+
+    def __init__(self, hub: Hub | None = None, clock: Callable[[], float] = boot_s) -> None:
+        self.url = "memory"
+        self._hub = hub or Hub()
+        self._clock = clock
+
+    async def start(self) -> None:
+        """Nothing to reach."""
+
+    async def close(self) -> None:
+        """Nothing to let go of."""
+
+    async def listing(self, prefix: str) -> Update:
+        """See ``Catalog.listing``."""
+        return self._now().listing(prefix)
+
+    async def publish(self, key: str, value: bytes, session: Session | None = None, only_if: int | None = None) -> int:
+        """See ``Catalog.publish``."""
+        check_key(key), check_value(value)
+        if session is not None and session.lost.is_set():
+            raise SessionLost(f"session {session.id:x} has ended")
+        revision = self._now().publish(key, value, session.id if session else 0, only_if)
+        self._hub.ring()
+        return revision
+
+    async def retract(self, key: str, only_if: int | None = None) -> bool:
+        """See ``Catalog.retract``."""
+        done = self._now().retract(check_key(key), only_if)
+        self._hub.ring()
+        return done
+
+    async def watch(self, prefix: str, health: TaskHealth | None = None) -> AsyncGenerator[Update, None]:
+        """See ``Catalog.watch``."""
+        health = health or TaskHealth("watch")
+        since: int | None = None
+        while True:
+            bell = self._hub.bell
+            try:
+                ledger = self._now()
+                update = ledger.listing(prefix) if since is None else ledger.changes(prefix, since)
+            except KVStoreError as error:
+                await asyncio.sleep(health.note_failure(error))
+                continue
+            health.note_success()
+            since = update.revision
+            if update.whole or update.entries or update.gone:
+                yield update
+                continue
+            ends_s = self._hub.ledger.next_end_s()
+            wait_s = LOOK_S if ends_s is None else min(LOOK_S, max(0.0, ends_s - self._clock()))
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(wait_s):  # unlike wait_for, of Python 3.11, it loses no cancellation
+                    await bell.wait()
+
+    async def open_session(self, ttl_s: float, health: TaskHealth | None = None) -> Session:
+        """See ``Catalog.open_session``."""
+        now_s = self._clock()
+        session = _MemorySession(self, self._now().open_session(check_ttl_s(ttl_s), now_s), ttl_s, now_s)
+        session.start(health or TaskHealth("session"))
+        self._hub.ring()
+        return session
+
+    def _now(self) -> Ledger:
+        """The ledger as of now: sessions whose time is over have ended."""
+        self._hub.ledger.expire(self._clock())
+        return self._hub.ledger
+
+
+class Hub:
+    """What the catalogs of one cluster share. ``bell`` rings once, at the next change."""
+
+    def __init__(self) -> None:
+        self.ledger = Ledger()
+        self.bell = asyncio.Event()
+
+    def ring(self) -> None:
+        """Wake who waits for a change."""
+        bell, self.bell = self.bell, asyncio.Event()
+        bell.set()
+
+
+class _MemorySession(Session):
+    def __init__(self, catalog: MemoryCatalog, session_id: int, ttl_s: float, started_s: float) -> None:
+        super().__init__(session_id, ttl_s, started_s)
+        self._catalog = catalog
+
+    async def _renew(self) -> bool:
+        return self._catalog._now().renew(self.id, self._catalog._clock())
+
+    async def _end(self) -> None:
+        self._catalog._now().end(self.id)
+        self._catalog._hub.ring()

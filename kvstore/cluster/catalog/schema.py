@@ -1,0 +1,277 @@
+"""Every key and value that the store keeps in a catalog, spelled once, versioned.
+
+::
+
+    /kvstore/v1/POOL/nodes/NAME       a node that serves
+    /kvstore/v1/POOL/engines/NAME     an engine that serves
+    /kvstore/v1/POOL/data/NAME        a data server: one process that sends the pages of a node
+    /kvstore/v1/POOL/secret           what veils the directory, see ``model.pool_secret``: drawn once, and nobody's
+    /kvstore/v1/POOL/conductors/NAME  a conductor that serves
+    /kvstore/v1/POOL/clusters/NAME    another pool whose engines compute prompts for this one
+    /kvstore/v1/POOL/leader           the name of the conductor that gives orders
+
+Values are JSON objects. ``v`` is the version of the format; readers skip a newer one. ``process`` is drawn by the
+process that wrote it, so that no process takes another's entry for its own. Fields that a reader does not know are
+ignored, and invalid entries are skipped: a process that may write into the catalog can harm the pool, yet not crash it.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import json
+import logging
+import re
+import secrets
+from collections.abc import Iterable
+from dataclasses import dataclass, field
+from typing import Any, Final, TypeVar
+
+from kvstore.cluster.catalog.base import Entry
+from kvstore.errors import InvalidRequest
+from kvstore.model.prefix import SECRET_BYTES
+
+VERSION: Final = 1
+NAME: Final = re.compile(r"[a-zA-Z0-9._-]{1,64}")
+TEXT_MAX: Final = 512
+ITEMS_MAX: Final = 64
+_ADDRESS: Final = re.compile(r"(\[[0-9a-fA-F:]{2,45}\]|[a-zA-Z0-9.-]{1,253}):[0-9]{1,5}")
+
+log = logging.getLogger("kvstore.cluster.catalog")
+
+
+@dataclass(frozen=True, kw_only=True)
+class NodeEntry:
+    """A node that serves.
+
+    Attributes:
+        name: unique in the pool.
+        process: of the daemon, 16 hex digits.
+        incarnation: of its DRAM segment, 16 hex digits.
+        addresses: HOST:PORT of its gRPC API, best first; none where only its own machine reaches it.
+        capacity_bytes: by tier, such as ``{"dram": 2**30}``.
+        host: its machine's name: engines of the same host map its memory.
+        version: of kvstore.
+    """
+
+    name: str
+    process: str
+    incarnation: str
+    addresses: tuple[str, ...] = ()
+    capacity_bytes: dict[str, int] = field(default_factory=dict)
+    host: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class EngineEntry:
+    """An engine that serves.
+
+    Attributes:
+        role: prefill, decode or both.
+        model: its name.
+        layout: fingerprint of its pages, 32 hex digits: only engines of one fingerprint can hand over to each other.
+        addresses: HOST:PORT of its gRPC API, best first.
+        node: name of the node whose pool it reads and writes; empty: none.
+        device: such as cpu or cuda:0.
+    """
+
+    name: str
+    process: str
+    role: str
+    model: str
+    layout: str
+    addresses: tuple[str, ...] = ()
+    node: str = ""
+    device: str = ""
+    host: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class DataEntry:
+    """A data server. Its life is its own: it serves a node's pages whether the node's daemon lives or not.
+
+    Attributes:
+        name: the node's, a dot, and digits of ``process``, which no other process has, on any machine and in any
+            container: the next data server need not wait until this one is forgotten, and removes its entry.
+        process: of the data server, 16 hex digits; every client that connects receives it.
+        node: whose pages these are.
+        incarnation: of that node's DRAM segment, 16 hex digits.
+        addresses: HOST:PORT of its data connections, best first.
+        tls: whether they are encrypted.
+        tls_name: what its certificate names, where that is not the address.
+        transports: by name, why pages do not leave the node that way, "" where they do.
+    """
+
+    name: str
+    process: str
+    node: str
+    incarnation: str
+    addresses: tuple[str, ...] = ()
+    tls: bool = False
+    tls_name: str = ""
+    transports: dict[str, str] = field(default_factory=lambda: {"tcp": ""})
+    host: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ConductorEntry:
+    """A conductor that serves.
+
+    Attributes:
+        addresses: HOST:PORT of its gRPC API, best first.
+        http: HOST:PORT of its HTTP door; empty: it has none.
+        policy: by which it routes.
+    """
+
+    name: str
+    process: str
+    addresses: tuple[str, ...] = ()
+    http: str = ""
+    policy: str = ""
+    host: str = ""
+    version: str = ""
+
+
+@dataclass(frozen=True, kw_only=True)
+class ClusterEntry:
+    """Another pool whose engines compute prompts for this one. Its conductor publishes it; several are one pool's.
+
+    Attributes:
+        offered: that pool's name; where two have one name, one of them is not seen.
+        addresses: HOST:PORT of that conductor's gRPC API, best first.
+        egress_bytes_per_s: of KV that may leave that pool for this one.
+    """
+
+    name: str
+    process: str
+    offered: str
+    addresses: tuple[str, ...] = ()
+    egress_bytes_per_s: int = 0
+    host: str = ""
+    version: str = ""
+
+
+Published = NodeEntry | EngineEntry | DataEntry | ConductorEntry | ClusterEntry
+Value = TypeVar("Value", NodeEntry, EngineEntry, DataEntry, ConductorEntry, ClusterEntry)
+_FOLDERS: Final = {
+    NodeEntry: "nodes",
+    EngineEntry: "engines",
+    DataEntry: "data",
+    ConductorEntry: "conductors",
+    ClusterEntry: "clusters",
+}
+
+
+def prefix(pool: str) -> str:
+    """What every key of a pool begins with."""
+    return f"/kvstore/v{VERSION}/{_named('pool', pool)}/"
+
+
+def folder(pool: str, kind: type[Any]) -> str:
+    """What every key of entries of that kind begins with."""
+    return f"{prefix(pool)}{_FOLDERS[kind]}/"
+
+
+def leader_key(pool: str) -> str:
+    """Where the conductor that gives orders says so."""
+    return f"{prefix(pool)}leader"
+
+
+def key_of(pool: str, value: Published) -> str:
+    """Where it is published."""
+    return folder(pool, type(value)) + _named("name", value.name)
+
+
+def encode(value: Published) -> bytes:
+    """As it is published."""
+    return json.dumps({"v": VERSION, **dataclasses.asdict(value)}, separators=(",", ":"), sort_keys=True).encode()
+
+
+def decode(kind: type[Value], entry: Entry) -> Value | None:
+    """The value of an entry; None where it makes no sense or is of a newer version."""
+    try:
+        found = json.loads(entry.value)
+        if not isinstance(found, dict) or found.get("v") != VERSION:
+            raise ValueError("of another version")
+        value = kind(**{each.name: _checked(each, found) for each in dataclasses.fields(kind) if each.name in found})
+        if entry.key.rpartition("/")[2] != value.name:
+            raise ValueError("the name is not that of the key")
+    except (ValueError, TypeError, RecursionError) as error:
+        log.warning("%s is skipped: %s", entry.key[:200], str(error)[:200])
+        return None
+    return value
+
+
+def secret_key(pool: str) -> str:
+    """Where the pool's secret is."""
+    return f"{prefix(pool)}secret"
+
+
+def new_secret() -> bytes:
+    """A new one, as it is published."""
+    return json.dumps({"v": VERSION, "secret": secrets.token_hex(SECRET_BYTES)}, separators=(",", ":")).encode()
+
+
+def decode_secret(value: bytes) -> bytes | None:
+    """The secret in that entry; None where it makes no sense."""
+    try:
+        found = json.loads(value)
+        secret = bytes.fromhex(found["secret"])
+        return secret if found["v"] == VERSION and len(secret) == SECRET_BYTES else None
+    except (ValueError, TypeError, KeyError, RecursionError):
+        return None
+
+
+def decode_all(kind: type[Value], entries: Iterable[Entry]) -> list[Value]:
+    """The values of the entries that are valid."""
+    return [value for value in (decode(kind, each) for each in entries) if value is not None]
+
+
+def new_process() -> str:
+    """Drawn once per process that publishes."""
+    return secrets.token_hex(8)
+
+
+def _named(what: str, name: str) -> str:
+    if not NAME.fullmatch(name):
+        raise InvalidRequest(what, f"must match {NAME.pattern}, got {name[:80]!r}")
+    return name
+
+
+def _checked(each: dataclasses.Field[Any], found: dict[str, Any]) -> Any:
+    value = found[each.name]
+    if each.name == "addresses":
+        if not isinstance(value, list) or len(value) > ITEMS_MAX or not all(_is_address(item) for item in value):
+            raise ValueError("addresses are HOST:PORT")
+        return tuple(value)
+    if each.name == "capacity_bytes":
+        if not isinstance(value, dict) or len(value) > ITEMS_MAX:
+            raise ValueError("capacity_bytes is an object of numbers")
+        if not all(type(size) is int and 0 <= size < 1 << 63 for size in value.values()):
+            raise ValueError("capacity_bytes holds sizes")
+        return value
+    if each.name == "transports":
+        if not isinstance(value, dict) or len(value) > ITEMS_MAX:
+            raise ValueError("transports is an object of texts")
+        if not all(
+            NAME.fullmatch(name) and isinstance(why, str) and len(why) <= TEXT_MAX for name, why in value.items()
+        ):
+            raise ValueError("transports has names, and short reasons")
+        return value
+    if each.name == "egress_bytes_per_s":
+        if type(value) is not int or not 0 < value < 1 << 63:
+            raise ValueError("egress_bytes_per_s is a number above zero")
+        return value
+    if each.name == "tls":
+        if type(value) is not bool:
+            raise ValueError("tls is true or false")
+        return value
+    if not isinstance(value, str) or len(value) > TEXT_MAX:
+        raise ValueError(f"{each.name} is a text of at most {TEXT_MAX} characters")
+    return value
+
+
+def _is_address(item: object) -> bool:
+    return isinstance(item, str) and _ADDRESS.fullmatch(item) is not None

@@ -1,0 +1,493 @@
+"""DataConnection: the client's end of a data connection over TCP, plain or TLS, or over a unix socket.
+
+What the two ends of a data connection agree on beside the wire: who calls, and what answers a request.
+
+How a process shows data servers who it is, as its environment says.
+
+Stream: a connected socket, plain or TLS, on which nothing waits without a deadline.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import itertools
+import socket
+import ssl
+import struct
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Final, Protocol
+
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
+from kvstore.shm.unix_sockets import short
+from kvstore.wire.data import (
+    BODY_MAX,
+    HEAD,
+    FrameKind,
+    Head,
+    Hello,
+    Welcome,
+    WireError,
+    pack_head,
+    pack_hello,
+    unpack_error,
+    unpack_head,
+    unpack_welcome,
+)
+
+LOOK_S: Final = 0.05  # how often a blocked send or receive looks at its deadline
+STALL_S: Final = 2 * LOOK_S  # what takes longer between two looks is a stall of our own
+TLS_PIECE: Final = 256 << 10  # is encrypted in one go
+BUFFERS_MAX: Final = 512  # of one call; the kernel takes 1024
+
+Buffer = bytes | bytearray | memoryview
+
+
+class Stream:
+    """One connection. One thread sends and one receives at a time.
+
+    Life: made of a connected socket -> used -> ``close``, once, by its owner. After an error it is of no use.
+
+    Args:
+        silence_s: how long the other end may bring, or take, not a single byte while we wait for it. May be changed.
+            With a ``rate_min``: how far it may be behind that rate.
+        who: the other end, for messages.
+
+    Attributes:
+        sent_bytes: what the kernel has taken so far.
+        rate_min: bytes per second that have to come while we wait for them; 0: any. May be changed.
+        behind_s: how much longer we have waited for what came than it takes at that rate.
+    """
+
+    def __init__(self, sock: socket.socket, silence_s: float, who: str) -> None:
+        self._sock = sock
+        self.silence_s = silence_s
+        self.sent_bytes = 0
+        self.rate_min = 0
+        self.behind_s = 0.0
+        self._who = who
+        self._tls = isinstance(sock, ssl.SSLSocket)
+        if sock.family in (socket.AF_INET, socket.AF_INET6):
+            sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        if self._tls:
+            sock.settimeout(LOOK_S)
+        else:
+            sock.settimeout(None)
+            look = struct.pack("ll", 0, int(LOOK_S * 1e6))
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, look)
+            sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, look)
+
+    @property
+    def who(self) -> str:
+        """The other end."""
+        return self._who
+
+    def receive_into(self, view: memoryview, deadline_s: float, silence_s: float | None = None) -> None:
+        """Fill ``view`` with what comes next.
+
+        Raises:
+            NodeUnavailable: the other end has gone.
+            DeadlineExceeded: it did not send all of it in time, or nothing at all for a while, or too slowly.
+        """
+        silence_s = self.silence_s if silence_s is None else silence_s
+        have, wanted, flags = 0, len(view), 0 if self._tls else socket.MSG_WAITALL
+        looked_s = time.monotonic()
+        self.behind_s = self.behind_s if self.rate_min else 0.0
+        while have < wanted:
+            try:
+                more = self._sock.recv_into(view[have:], wanted - have, flags)
+            except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
+                more = -1
+            except (OSError, ValueError) as error:  # ValueError: TLS after the other end was shut
+                raise NodeUnavailable(f"{self._who}: the connection is lost ({error})") from None
+            if more == 0:
+                raise NodeUnavailable(f"{self._who}: closed the connection")
+            now_s = time.monotonic()
+            self.behind_s += min(now_s - looked_s, STALL_S)
+            looked_s = now_s
+            if more > 0:
+                have += more
+                self.behind_s = max(0.0, self.behind_s - more / self.rate_min) if self.rate_min else 0.0
+            late = self.behind_s >= silence_s
+            if (have < wanted and (now_s >= deadline_s or late)) or (self.rate_min and late):
+                raise DeadlineExceeded(f"{self._who}: sent {have} of {wanted} bytes in time")
+
+    def receive(self, size: int, deadline_s: float, silence_s: float | None = None) -> bytearray:
+        """The next ``size`` bytes. Raises as ``receive_into``."""
+        data = bytearray(size)
+        self.receive_into(memoryview(data), deadline_s, silence_s)
+        return data
+
+    def receive_head(self, deadline_s: float, silence_s: float | None = None) -> Head:
+        """The head of the next frame. Raises as ``receive_into``, and what ``unpack_head`` does."""
+        return unpack_head(self.receive(HEAD.size, deadline_s, silence_s))
+
+    def receive_frame(self, kind: FrameKind, body_bytes_max: int, deadline_s: float) -> tuple[Head, bytearray]:
+        """The next frame, which has to be of that kind. Raises as ``receive_head``, WireError where it is another."""
+        head = self.receive_head(deadline_s)
+        if head.kind is not kind or head.body_bytes > body_bytes_max:
+            raise WireError(f"{self._who}: sent {head.kind.name} of {head.body_bytes} bytes, not {kind.name}")
+        return head, self.receive(head.body_bytes, deadline_s)
+
+    def send(self, buffers: Sequence[Buffer], deadline_s: float) -> None:
+        """Send all of these, end to end.
+
+        Raises:
+            NodeUnavailable: the other end has gone.
+            DeadlineExceeded: it did not take all of it in time, or nothing at all for a while; some may be on its way.
+        """
+        views = [view.cast("B") for each in buffers if (view := memoryview(each)).nbytes]
+        first, heard_s = 0, time.monotonic()
+        while first < len(views):
+            try:
+                sent = self._send_some(views, first)
+            except (BlockingIOError, TimeoutError, ssl.SSLWantWriteError):
+                sent = 0
+            except (OSError, ValueError) as error:
+                raise NodeUnavailable(f"{self._who}: the connection is lost ({error})") from None
+            now_s = time.monotonic()
+            heard_s = now_s if sent else heard_s
+            self.sent_bytes += sent
+            while first < len(views) and sent >= len(views[first]):
+                sent -= len(views[first])
+                first += 1
+            if sent:
+                views[first] = views[first][sent:]
+            if first < len(views) and (now_s >= deadline_s or now_s - heard_s >= self.silence_s):
+                raise DeadlineExceeded(f"{self._who}: does not take what is sent to it")
+
+    def _send_some(self, views: list[memoryview], first: int) -> int:
+        if self._tls:
+            return self._sock.send(views[first][:TLS_PIECE])
+        return self._sock.sendmsg(views[first : first + BUFFERS_MAX])
+
+    def send_frame(self, kind: FrameKind, request: int, buffers: Sequence[Buffer], deadline_s: float) -> None:
+        """Send a frame whose body these are. Raises as ``send``."""
+        size = sum(memoryview(each).nbytes for each in buffers)
+        self.send([pack_head(kind, request, size), *buffers], deadline_s)
+
+    def close(self) -> None:
+        """End the connection and give the socket back. Nobody may be using it."""
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+        self._sock.close()
+
+
+class Caller(Protocol):
+    """The caller at the other end of a connection, as the server knows it."""
+
+    @property
+    def name(self) -> str:
+        """For logs and shares."""
+        ...
+
+    @property
+    def operator(self) -> bool:
+        """Whether the caller may do what nodes and operators may."""
+        ...
+
+    def check_salt(self, salt: str) -> None:
+        """Raises PermissionDenied where pages under ``salt`` are not the caller's."""
+        ...
+
+
+Admit = Callable[[Hello, Sequence[str]], Caller]
+"""The caller that sends this hello, with a certificate of these names (none without TLS). Called again before each
+request: a caller may expire, or be known no longer.
+
+Raises Unauthenticated for an unknown caller, InvalidRequest for one that takes us for another server."""
+
+
+class Exchange(Protocol):
+    """One request as its handler sees it. Used by one thread; of no use once the handler has returned."""
+
+    @property
+    def caller(self) -> Caller:
+        """The caller that sent the request."""
+        ...
+
+    @property
+    def connections(self) -> int:
+        """How many the server has open."""
+        ...
+
+    @property
+    def sent_bytes(self) -> int:
+        """Bytes that this connection has sent so far. Any thread may ask."""
+        ...
+
+    def abort(self) -> None:
+        """End the connection now, from any thread: what sends over it fails."""
+        ...
+
+    def reply(self, kind: FrameKind, *body: Buffer) -> None:
+        """Send one frame of the reply; it has left our memory, or is copied by the kernel, when this returns.
+
+        Raises:
+            Unavailable: the other end has gone or takes nothing: the handler ends, and so does the connection.
+        """
+        ...
+
+
+Handler = Callable[[Exchange, memoryview], None]
+"""Answers a request with this body. Replies at least once, or raises: a KVStoreError is sent to the caller, and the
+connection goes on. Several threads call it at a time, one per connection. The body is reused when it returns."""
+
+
+def read_token(path: str) -> str:
+    """The token in that file. Raises OSError."""
+    return Path(path).read_text(encoding="latin-1").strip()
+
+
+@dataclass(frozen=True)
+class DialCredentials:
+    """How a client shows who it is, and what it trusts. Never part of a message or a repr.
+
+    Attributes:
+        token: "" for none; where it is in a file, what that held at first.
+        token_file: "" for none. It is read for every connection: a token may be replaced while we run.
+        ca, cert, key: paths of PEM files; TLS is used where one of them, or ``server_name``, is given.
+        server_name: what the server's certificate names, where that is not the address's host.
+    """
+
+    token: str = ""
+    ca: str = ""
+    cert: str = ""
+    key: str = ""
+    server_name: str = ""
+    token_file: str = ""
+
+    @property
+    def token_now(self) -> str:
+        """The token, as its file has it now; while that cannot be read, as it was at first."""
+        if not self.token_file:
+            return self.token
+        try:
+            return read_token(self.token_file)
+        except OSError:
+            return self.token
+
+    @property
+    def tls(self) -> bool:
+        """Whether connections are encrypted."""
+        return bool(self.ca or self.cert or self.key or self.server_name)
+
+    def __repr__(self) -> str:
+        return f"DialCredentials(tls={self.tls})"
+
+
+UNIX: Final = "unix:"
+SILENCE_S: Final = 0.5  # a peer that owes us bytes and sends none for this long is dead
+
+
+class DataConnection:
+    """One connection to one node. One thread at a time.
+
+    Life: ``open`` -> requests are sent, replies received in the same order -> ``close``. After an error other than one
+    that came as an ERROR frame (``broken`` says which) it is of no use: what it was about to bring may still come.
+
+    Attributes:
+        welcome: what the server said of itself.
+        broken: whether it is of no use any more.
+        fresh: whether it was opened for its first request, and not kept open since an earlier one.
+    """
+
+    def __init__(self, stream: Stream, welcome: Welcome) -> None:
+        self.welcome = welcome
+        self.broken = False
+        self.fresh = True
+        self._stream = stream
+        self._numbers = itertools.count(1)
+
+    @classmethod
+    def open(
+        cls,
+        address: str,
+        hello: Hello,
+        credentials: DialCredentials | None = None,
+        *,
+        tls: bool | None = None,
+        deadline_s: float,
+        silence_s: float = SILENCE_S,
+    ) -> DataConnection:
+        """Connect to HOST:PORT or unix:PATH, and say who we are.
+
+        Args:
+            tls: whether the server's connections are encrypted; None: where the credentials say so.
+            deadline_s: of ``time.monotonic()``.
+
+        Raises:
+            NodeUnavailable, DeadlineExceeded: nobody answers there.
+            InvalidRequest: the address or a certificate makes no sense; the server is another one; a token would
+                travel in clear.
+            Unauthenticated, VersionMismatch, TooManyCalls: the server refuses us.
+        """
+        within_s = max(0.001, min(deadline_s - time.monotonic(), silence_s))
+        try:
+            sock = _connect(address, credentials or DialCredentials(), tls, bool(hello.token), within_s)
+        except InvalidRequest:
+            raise
+        except TimeoutError:
+            raise DeadlineExceeded(f"{address}: does not answer") from None
+        except (OSError, ValueError) as error:
+            raise NodeUnavailable(f"{address}: cannot be reached ({error})") from None
+        stream = Stream(sock, silence_s, address)
+        try:
+            stream.send_frame(FrameKind.HELLO, 0, [pack_hello(hello)], deadline_s)
+            head = stream.receive_head(deadline_s)
+            body = stream.receive(min(head.body_bytes, BODY_MAX[FrameKind.ERROR]), deadline_s)
+            if head.kind is FrameKind.ERROR:
+                raise unpack_error(body)
+            if head.kind is not FrameKind.WELCOME:
+                raise WireError(f"{address}: answered HELLO with {head.kind.name}")
+            return cls(stream, unpack_welcome(body))
+        except KVStoreError:
+            stream.close()
+            raise
+
+    @property
+    def silence_s(self) -> float:
+        """How long the server may bring, or take, not a single byte while we wait for it."""
+        return self._stream.silence_s
+
+    @silence_s.setter
+    def silence_s(self, silence_s: float) -> None:
+        self._stream.silence_s = silence_s
+
+    @property
+    def rate_min(self) -> int:
+        """Bytes per second that the server has to send while we wait for them; 0: any. Until the next request."""
+        return self._stream.rate_min
+
+    @rate_min.setter
+    def rate_min(self, rate_min: int) -> None:
+        self._stream.rate_min = rate_min
+
+    def send(self, kind: FrameKind, *body: Buffer, deadline_s: float) -> int:
+        """Send a request, and do not wait for its reply; returns its number. Raises as ``Stream.send``."""
+        number = next(self._numbers) & 0xFFFFFFFF
+        self._stream.rate_min, self._stream.behind_s = 0, 0.0
+        try:
+            self._stream.send_frame(kind, number, body, deadline_s)
+        except KVStoreError:
+            self.broken = True
+            raise
+        return number
+
+    def receive_head(self, request: int, *kinds: FrameKind, deadline_s: float) -> Head:
+        """The head of the next frame of the reply to that request.
+
+        Raises:
+            KVStoreError: what the server answered instead, as ``wire.unpack_error`` tells it; the connection goes on.
+            NodeUnavailable, DeadlineExceeded, WireError, VersionMismatch: the connection is broken.
+        """
+        try:
+            head = self._stream.receive_head(deadline_s)
+            if head.kind is FrameKind.ERROR and head.request not in (request, 0):
+                words = unpack_error(self._stream.receive(head.body_bytes, deadline_s))  # it was idle, and was ended
+                raise NodeUnavailable(f"{self._stream.who}: ended the connection ({words})")
+            if head.kind not in (*kinds, FrameKind.ERROR) or head.request not in (request, 0):
+                raise WireError(f"{self._stream.who}: sent {head.kind.name} of request {head.request}")
+        except KVStoreError:
+            self.broken = True
+            raise
+        if head.kind is not FrameKind.ERROR:
+            return head
+        error = unpack_error(self.receive(head.body_bytes, deadline_s=deadline_s))
+        self.broken = self.broken or isinstance(error, WireError) or head.request != request
+        raise error
+
+    def receive(self, size: int, *, deadline_s: float) -> bytearray:
+        """The next bytes of a frame whose head was received. Raises as ``Stream.receive``."""
+        data = bytearray(size)
+        self.receive_into(memoryview(data), deadline_s=deadline_s)
+        return data
+
+    def receive_into(self, view: memoryview, *, deadline_s: float) -> None:
+        """Receive the next bytes of a frame into ``view``. Raises as ``receive``."""
+        try:
+            self._stream.receive_into(view, deadline_s)
+        except KVStoreError:
+            self.broken = True
+            raise
+
+    def call(self, kind: FrameKind, *body: Buffer, reply: FrameKind, deadline_s: float) -> bytearray:
+        """Send a request and wait for its reply of one frame, whose body this is. Raises as ``receive_head``."""
+        number = self.send(kind, *body, deadline_s=deadline_s)
+        head = self.receive_head(number, reply, deadline_s=deadline_s)
+        return self.receive(head.body_bytes, deadline_s=deadline_s)
+
+    def close(self) -> None:
+        """End it."""
+        self.broken = True
+        self._stream.close()
+
+
+def _connect(address: str, ours: DialCredentials, tls: bool | None, token: bool, within_s: float) -> socket.socket:
+    if address.startswith(UNIX):  # its permissions say who may connect
+        sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        try:
+            sock.settimeout(within_s)
+            with short(Path(address.removeprefix(UNIX))) as name:
+                sock.connect(name)
+        except OSError:
+            sock.close()
+            raise
+        return sock
+    host, port = _split(address)
+    context = _context(ours) if (ours.tls if tls is None else tls) else None
+    if context is None and not is_loopback(host):
+        if token:
+            raise InvalidRequest("token", f"would travel in clear to {host}: give the authorities of its certificate")
+        if ours.tls:  # a writer of the catalog cannot switch TLS off
+            raise InvalidRequest("tls", f"pages of {host} would travel in clear")
+    sock = socket.create_connection((host, port), within_s)
+    return context.wrap_socket(sock, server_hostname=ours.server_name or host) if context is not None else sock
+
+
+def _split(address: str) -> tuple[str, int]:
+    host, _, port = address.rpartition(":")
+    if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
+        raise InvalidRequest("address", f"must be HOST:PORT, not {address!r}")
+    return host.removeprefix("[").removesuffix("]"), int(port)
+
+
+def _context(credentials: DialCredentials) -> ssl.SSLContext:
+    try:
+        context = ssl.create_default_context(cafile=credentials.ca or None)
+        if credentials.cert:
+            context.load_cert_chain(credentials.cert, credentials.key or None)
+    except (OSError, ValueError) as error:
+        raise InvalidRequest("tls_ca", f"cannot be used ({error})") from None
+    return context
+
+
+def is_loopback(host: str) -> bool:
+    """Whether what is sent to that host, a name or an IP address, stays on this machine."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        return False
+
+
+def credentials_of(env: Mapping[str, str]) -> DialCredentials:
+    """``KVSTORE_TOKEN`` or ``KVSTORE_TOKEN_FILE``, ``KVSTORE_TLS_CA``, ``KVSTORE_TLS_CERT`` and ``KVSTORE_TLS_KEY``, as
+    for ``kv://`` addresses. Where a data server's connections are encrypted, its entry in the catalog says so.
+
+    Raises:
+        InvalidRequest: the token's file cannot be read; names the variable.
+    """
+    token, file = env.get("KVSTORE_TOKEN", ""), env.get("KVSTORE_TOKEN_FILE", "")
+    file = file if not token else ""
+    if file:
+        try:
+            token = read_token(file)
+        except OSError as error:
+            raise InvalidRequest("KVSTORE_TOKEN_FILE", f"cannot be read: {error.strerror}") from None
+    paths = {name: env.get(f"KVSTORE_TLS_{name.upper()}", "") for name in ("ca", "cert", "key")}
+    return DialCredentials(token=token, token_file=file, **paths)

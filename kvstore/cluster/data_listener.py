@@ -1,0 +1,351 @@
+"""Server: listens for data connections, and gives each request to the handler of its kind.
+
+A thread per connection, since what a connection does is to send large pieces of memory, and the kernel does that
+without the interpreter. Every connection holds one request at a time and no reply, so that memory is bounded by the
+number of connections, which ``limits.Connections`` shares between callers. A peer that reads slowly is waited for; one
+that reads nothing for a while is dropped.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import secrets
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any, Final
+
+from kvstore import boundary
+from kvstore.cluster.data_connection import Admit, Buffer, Caller, Exchange, Handler, Stream
+from kvstore.errors import InternalError, InvalidRequest, KVStoreError, Unavailable, VersionMismatch
+from kvstore.limits import DATA_PART, UNKNOWN_PART, Connections, Guest, connections_max
+from kvstore.shm.unix_sockets import short, socket_file
+from kvstore.wire.data import (
+    BODY_MAX,
+    REQUESTS,
+    FrameKind,
+    Hello,
+    Welcome,
+    WireError,
+    pack_error,
+    pack_hello,
+    unpack_hello,
+)
+
+STOP_S: Final = 5.0
+FAREWELL_S: Final = 0.5  # for the words to somebody who is being dropped
+ACCEPT_LOOK_S: Final = 0.25
+ROOM_S: Final = 1.0  # for those who were dropped to go
+
+log = logging.getLogger("kvstore.data")
+
+
+@dataclass(frozen=True)
+class ServerLimits:
+    """What one server bears.
+
+    Attributes:
+        connections_max: open at a time, of all callers; fewer where ``part`` of the process's descriptors are fewer.
+        part: see ``limits.connections_max``.
+        hello_s: how long somebody may take to say who they are.
+        silence_s: how long somebody may take nothing of a reply, or stop in the middle of a request.
+        reply_s: how long one reply may take in all.
+        idle_s: after which a connection without requests is closed.
+    """
+
+    connections_max: int = 384
+    part: float = DATA_PART
+    hello_s: float = 2.0
+    silence_s: float = 5.0
+    reply_s: float = 120.0
+    idle_s: float = 300.0
+
+
+class Server:
+    """Serves data connections at one address, from ``start`` to ``stop``.
+
+    Args:
+        node: name of the node whose pages these are.
+        handlers: by kind of request; PING is answered here.
+        admit: says who somebody is.
+        tls: None: connections are plain.
+        process: the number of this server; "": it is drawn.
+    """
+
+    def __init__(
+        self,
+        node: str,
+        handlers: Mapping[FrameKind, Handler],
+        admit: Admit,
+        limits: ServerLimits | None = None,
+        tls: ssl.SSLContext | None = None,
+        process: str = "",
+    ) -> None:
+        assert set(handlers) <= REQUESTS
+        self.node = node
+        self.process = process or secrets.token_hex(8)
+        self.limits = limits or ServerLimits()
+        self.tls = tls
+        self._handlers = handlers
+        self.answered = {kind: boundary.answered(f"data/{kind.name}") for kind in REQUESTS}
+        self._admit = admit
+        self._listener: socket.socket | None = None
+        self._unix: Path | None = None
+        self._guests = Connections(max(UNKNOWN_PART, connections_max(self.limits.part, self.limits.connections_max)))
+        self._lock = threading.Lock()
+        self._open: dict[_Connection, threading.Thread] = {}
+        self._stopping = threading.Event()
+        accept = boundary.kept("task/data accept", self._accept, self._stopping)
+        self._accepting = threading.Thread(target=accept, name="data accept", daemon=True)
+
+    def start(self, host: str, port: int) -> str:
+        """Listen; returns HOST:PORT, with the port that was taken where ``port`` is 0.
+
+        Raises:
+            InvalidRequest: the address cannot be listened at.
+        """
+        family = socket.AF_INET6 if ":" in host else socket.AF_INET
+        shown = f"[{host}]" if ":" in host else host
+        sock = socket.socket(family, socket.SOCK_STREAM)
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        self._listen(sock, (host, port), f"{shown}:{port}")
+        return f"{shown}:{sock.getsockname()[1]}"
+
+    def start_unix(self, path: Path, mode: int) -> None:
+        """Listen at a unix socket, whose permission bits say who may connect. Raises InvalidRequest as ``start``."""
+        with socket_file(path, mode), short(path) as name:
+            self._listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), name, str(path))
+        self._unix = path
+
+    def _listen(self, sock: socket.socket, where: tuple[str, int] | str, shown: str) -> None:
+        try:
+            sock.bind(where)
+            sock.listen(128)
+        except (OSError, OverflowError) as error:
+            sock.close()
+            raise InvalidRequest("listen", f"cannot listen on {shown} ({error})") from None
+        sock.settimeout(ACCEPT_LOOK_S)
+        self._listener = sock
+        self._accepting.start()
+
+    def stop(self) -> None:
+        """Close everything. Replies that are on their way are cut."""
+        self._stopping.set()
+        if self._listener is None:
+            return
+        self._accepting.join(STOP_S)
+        self._listener.close()
+        if self._unix is not None:
+            self._unix.unlink(missing_ok=True)
+        with self._lock:
+            opened = list(self._open.items())
+        for connection, _ in opened:
+            connection.abort()
+        deadline_s = time.monotonic() + STOP_S
+        for _, thread in opened:
+            thread.join(max(0.0, deadline_s - time.monotonic()))
+
+    @property
+    def connections(self) -> int:
+        """How many are open."""
+        return len(self._open)
+
+    def answer(self, kind: FrameKind) -> Handler | None:
+        """What answers requests of that kind."""
+        return _pong if kind is FrameKind.PING else self._handlers.get(kind)
+
+    def known(self, connection: _Connection) -> None:
+        """This connection's caller has said who it is. Raises TooManyCalls where the caller has its share."""
+        self._guests.known(connection.guest, connection.caller)
+
+    def admit(self, hello: Hello, names: list[str]) -> Caller:
+        """The caller of a hello. Raises as ``Admit``."""
+        return self._admit(hello, names)
+
+    def _accept(self) -> None:
+        assert self._listener is not None
+        try:
+            sock, peer = self._listener.accept()
+        except TimeoutError:
+            return
+        except OSError as error:  # no more descriptors, or the caller has gone already
+            log.warning("a connection could not be taken: %s", error)
+            self._stopping.wait(ACCEPT_LOOK_S)
+            return
+        connection = _Connection(self, sock, peer)
+        guest = self._guests.accept(connection.address, connection.abort, ROOM_S)
+        if guest is None:
+            sock.close()
+            return
+        connection.guest = guest
+        thread = threading.Thread(target=self._serve, args=(connection,), name="data", daemon=True)
+        with self._lock:
+            self._open[connection] = thread
+        self._begin(connection, thread)
+
+    def _begin(self, connection: _Connection, thread: threading.Thread) -> None:
+        try:
+            thread.start()
+        except RuntimeError as error:  # the machine, or our group of processes, has no more threads
+            log.warning("a connection could not be taken: %s", error)
+            self._ended(connection)
+            connection.close()
+            self._stopping.wait(ACCEPT_LOOK_S)
+
+    def _serve(self, connection: _Connection) -> None:
+        try:
+            with boundary.answered("data/connection"):
+                connection.run()
+        except InternalError:
+            pass  # nobody is left who could be told
+        finally:
+            self._ended(connection)
+
+    def _ended(self, connection: _Connection) -> None:
+        with self._lock:
+            del self._open[connection]
+        self._guests.gone(connection.guest)
+
+
+class _Connection:
+    """One connection, in its thread. Also what a handler sees of a request: see ``Exchange``."""
+
+    guest: Guest
+
+    def __init__(self, server: Server, sock: socket.socket, peer: tuple[str, int] | str) -> None:
+        self.address = peer[0] if peer else ""  # where it comes from; of a unix socket nothing is known
+        self._server = server
+        self._sock = sock
+        self._who = f"{peer[0]}:{peer[1]}" if peer else "somebody of this machine"
+        self._stream: Stream | None = None
+        self._caller: Caller | None = None
+        self._request = 0
+        self._deadline_s = 0.0
+        self._aborted = False
+        self._broken = False  # in the middle of a frame: nothing can be said any more
+
+    @property
+    def caller(self) -> Caller:
+        """See ``Exchange``."""
+        assert self._caller is not None
+        return self._caller
+
+    @property
+    def connections(self) -> int:
+        """See ``Exchange``."""
+        return self._server.connections
+
+    def reply(self, kind: FrameKind, *body: Buffer) -> None:
+        """See ``Exchange``."""
+        assert self._stream is not None
+        try:
+            self._stream.send_frame(kind, self._request, body, self._deadline_s)
+        except Unavailable:
+            self._broken = True
+            raise
+
+    @property
+    def sent_bytes(self) -> int:
+        """See ``Exchange``."""
+        return self._stream.sent_bytes if self._stream is not None else 0
+
+    def abort(self) -> None:
+        """See ``Exchange``."""
+        self._aborted = True
+        with contextlib.suppress(OSError):
+            socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
+
+    def run(self) -> None:
+        """From the first byte to the last."""
+        try:
+            self._serve()
+        except (Unavailable, VersionMismatch) as error:
+            log.debug("%s: %s", self._who, error)
+        finally:
+            self.close()
+
+    def close(self) -> None:
+        """Give everything back."""
+        if self._stream is not None:
+            self._stream.close()
+        self._sock.close()
+
+    def _serve(self) -> None:
+        server, limits = self._server, self._server.limits
+        deadline_s = time.monotonic() + limits.hello_s
+        names = self._secure(limits.hello_s)
+        self._stream = stream = Stream(self._sock, limits.silence_s, self._who)
+        try:
+            head, body = stream.receive_frame(FrameKind.HELLO, BODY_MAX[FrameKind.HELLO], deadline_s)
+            self._request = head.request
+            hello = unpack_hello(body)
+            self._caller = server.admit(hello, names)
+            self._who += f" ({hello.caller[:80]!r})"
+            server.known(self)
+            welcome = pack_hello(Welcome(node=server.node, process=server.process))
+            stream.send_frame(FrameKind.WELCOME, head.request, [welcome], deadline_s)
+            while True:
+                self._one(stream, limits, hello, names)
+        except KVStoreError as error:
+            self._farewell(stream, error)
+            if not isinstance(error, Unavailable):
+                log.warning("%s: %s", self._who, error)
+                return
+            raise
+
+    def _secure(self, hello_s: float) -> list[str]:
+        """Encrypt the connection where that is asked for; the names in the caller's certificate."""
+        context = self._server.tls
+        if context is None:
+            return []
+        self._sock.settimeout(hello_s)
+        try:
+            self._sock = secured = context.wrap_socket(self._sock, server_side=True, do_handshake_on_connect=False)
+            if self._aborted:  # the socket before this one was
+                raise WireError(f"{self._who}: dropped")
+            secured.do_handshake()
+        except (OSError, ValueError) as error:
+            raise WireError(f"{self._who}: no TLS ({error})") from None
+        return names_of(secured.getpeercert())
+
+    def _one(self, stream: Stream, limits: ServerLimits, hello: Hello, names: list[str]) -> None:
+        """Wait for a request, and answer it: to a caller who is still admitted when it comes."""
+        head = stream.receive_head(time.monotonic() + limits.idle_s, limits.idle_s)
+        self._request = head.request
+        handler = self._server.answer(head.kind)
+        if handler is None:
+            raise WireError(f"kind: {head.kind.name} is not a request that {self._server.node} answers")
+        self._caller = self._server.admit(hello, names)
+        self._deadline_s = time.monotonic() + limits.reply_s
+        body = stream.receive(head.body_bytes, self._deadline_s)
+        try:
+            with self._server.answered[head.kind]:
+                handler(self, memoryview(body))
+        except WireError:
+            raise
+        except KVStoreError as error:
+            if self._broken:
+                raise
+            self.reply(FrameKind.ERROR, pack_error(error))
+
+    def _farewell(self, stream: Stream, error: KVStoreError) -> None:
+        if self._broken:
+            return
+        with contextlib.suppress(Unavailable):
+            stream.send_frame(FrameKind.ERROR, self._request, [pack_error(error)], time.monotonic() + FAREWELL_S)
+
+
+def _pong(exchange: Exchange, body: memoryview) -> None:
+    exchange.reply(FrameKind.PONG, body)
+
+
+def names_of(certificate: Mapping[str, Any] | None) -> list[str]:
+    """Common and alternative names in a certificate that was verified."""
+    found = certificate or {}
+    names = [value for part in found.get("subject", ()) for name, value in part if name == "commonName"]
+    return names + [value for _, value in found.get("subjectAltName", ())]

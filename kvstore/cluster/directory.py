@@ -1,0 +1,386 @@
+"""Directory: where in the cluster pages are, as far as nodes have told this one. Soft state; nothing in it is trusted.
+
+A node owns the spans that ``placement`` gives it, and every node tells the owners of its pages what it has. An entry
+is a page's fingerprint, a node and a tier: no address, since the node that has the page finds and proves it.
+
+A node tells an owner in a *stream* of numbered batches, which begins with everything it has for this owner. While that
+is still coming, what an earlier stream told is used, too; with the batch that completes it (``whole``) the earlier
+stream is void. A batch that comes twice changes nothing. One that was late may seem to begin a stream; it is void as
+soon as the node goes on with the one before. Where an owner does not know a stream (it is new, or forgot
+the node), or misses a number, the node begins another one::
+
+    node    stream 7: 0 1 2(whole) 3 4 ..        stream 9: 0 1(whole) 2 ..
+    owner               1 2 3      4 5  (restarts)  AGAIN  1 2        3 ..
+
+With each batch the node says for which placement of spans the owner now has been told everything (``placed``). While a
+stream is coming, or entries of spans that moved are, the owner's entries of that node may be incomplete.
+
+An entry is 8 bytes: 48 bits of the fingerprint, 14 that number a stream, 2 for the tier. They are sorted in one array.
+Changes are sorted in a second one, and merged into it when they are many. Two pages whose 48 bits are equal are taken
+for each other: a node is asked without result, or not at all, once in some 10 million lookups at 10 million entries.
+
+Placement: which nodes own a span's part of the directory.
+
+Rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998): every pair of span
+and node has a weight, and the nodes of the two largest weights own the span. So when a node comes or goes, only the
+spans that it owned, or owns now, change hands.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.model.prefix import Fingerprints
+from kvstore.model.replica import Tier
+
+AGAIN: Final = -1
+TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # by number
+GONE: Final = 0x80  # of a mark: the page has left that tier
+CHANGES_MIN: Final = 4096  # kept in addition to the table
+CHANGES_SHARE: Final = 32  # or this part of the table
+MERGED_MAX: Final = 1 << 16  # up to this many entries the table is always whole when it is read
+STREAMS_MAX: Final = 1 << 12  # an entry has bits for four times this number; the names fit an answer
+SORTED_MIN: Final = 256  # pages of one lookup, of which more are sorted before
+PER_PAGE_MAX: Final = 8  # entries of one page that an answer holds
+
+_LOW: Final = np.uint64(0xFFFF)
+_HIGH: Final = ~_LOW
+_LOW_BITS: Final = np.uint64(16)
+_TIER_BITS: Final = np.uint64(2)
+_TIER: Final = np.uint64(3)
+Marks = npt.NDArray[np.uint8]
+"""Per page the number of its tier in ``TIERS``; with ``GONE``: it is there no more."""
+
+
+@dataclass(frozen=True, slots=True)
+class Told:
+    """A batch of a node's stream to one owner.
+
+    Attributes:
+        node: its name.
+        stream: drawn by the node.
+        number: of the batch in its stream, from 0 on.
+        fingerprints, marks: what came and went, in order.
+        whole: with this batch the node has told all that it has for this owner.
+        placed: the number of the ``Placement`` for which the owner has been told everything, once it has this batch; 0:
+            of none, or more is to be told at once.
+    """
+
+    node: str
+    stream: int
+    number: int
+    fingerprints: Fingerprints
+    marks: Marks
+    whole: bool = False
+    placed: int = 0
+
+
+class Unsure(NamedTuple):
+    """A node whose entries may be incomplete at an owner.
+
+    Attributes:
+        node: its name; "": any node.
+        placed: the number of the ``Placement`` for which the entries are complete; 0: of none, so that any may be
+            missing.
+    """
+
+    node: str
+    placed: int
+
+
+@dataclass(frozen=True, slots=True)
+class Listed:
+    """Where pages are: rows, ordered by page.
+
+    Attributes:
+        pages: places among those asked for, int64 ``[rows]``.
+        nodes: places in ``names``, int64 ``[rows]``.
+        tiers: numbers in ``TIERS``, uint8 ``[rows]``.
+        unsure: nodes that may have more of these pages.
+    """
+
+    pages: npt.NDArray[np.int64]
+    nodes: npt.NDArray[np.int64]
+    tiers: npt.NDArray[np.uint8]
+    names: list[str]
+    unsure: tuple[Unsure, ...] = ()
+
+
+@dataclass(slots=True)
+class _Stream:
+    place: int
+    number: int
+    next: int = 0
+    placed: int = 0
+
+
+class Directory:
+    """What one owner knows.
+
+    Args:
+        bytes_max: memory of the entries. What does not fit is not kept: those pages are not found elsewhere.
+
+    Attributes:
+        refused: entries that did not fit.
+    """
+
+    def __init__(self, bytes_max: int) -> None:
+        self._max = bytes_max // 16  # entries: a change of the table makes a second one
+        self._streams: dict[str, list[_Stream]] = {}  # of a node: the newest last
+        self._names: list[str] = []  # by place; "": free
+        self._table = _NONE
+        self._added = _NONE  # entries that are not in the table yet
+        self._removed = _NONE  # entries that may be in the table and are void
+        self.refused = 0
+
+    def __len__(self) -> int:
+        """Entries."""
+        self._merge()
+        return len(self._table)
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the entries."""
+        return self._table.nbytes + self._added.nbytes + self._removed.nbytes
+
+    @property
+    def nodes(self) -> list[str]:
+        """The nodes that have announced something."""
+        return sorted(self._streams)
+
+    def told(self, batch: Told) -> int:
+        """Take in a batch. Returns the number that is wanted next; ``AGAIN``: another stream, from its beginning."""
+        streams = self._streams.get(batch.node, [])
+        stream = next((each for each in streams if each.number == batch.stream), None)
+        if stream is None:
+            stream = self._begin(batch) if batch.number == 0 else None
+            if stream is None:
+                return AGAIN
+        if batch.number != stream.next:
+            if batch.number == stream.next - 1 and not batch.placed:
+                stream.placed = 0  # our answer was lost, and the node has news
+            return stream.next
+        stream.next += 1
+        stream.placed = batch.placed
+        self._change(stream, batch)
+        streams = self._streams[batch.node]
+        void = streams if batch.whole else streams[streams.index(stream) + 1 :]
+        for other in [each for each in void if each is not stream]:
+            self._end(batch.node, other)
+        return stream.next
+
+    def placed(self, node: str) -> int:
+        """The number of the placement for which this node has told everything in its newest stream; 0: of none."""
+        streams = self._streams.get(node)
+        return streams[-1].placed if streams else 0
+
+    def forget(self, node: str) -> None:
+        """This node has gone: so have its entries."""
+        for stream in self._streams.get(node, [])[:]:
+            self._end(node, stream)
+
+    def find(self, pages: Fingerprints, most: int = PER_PAGE_MAX) -> Listed:
+        """Where these pages are, as far as is known: of each the first ``most`` entries."""
+        if len(self._table) <= MERGED_MAX:
+            self._merge()
+        rows = _rows(self._table, pages, most)
+        if len(self._removed) or len(self._added):
+            rows = _with(_without(rows, _rows(self._removed, pages, most)), _rows(self._added, pages, most))
+            rows = _first(rows, most)
+        low = rows.astype(np.uint16)
+        places, nodes, tiers = rows >> _LOW_BITS, low >> np.uint16(2), low & np.uint16(3)
+        return Listed(places.astype(np.int64), nodes.astype(np.int64), tiers.astype(np.uint8), self._names)
+
+    def entries_of(self, node: str, start: int, count: int) -> Fingerprints:
+        """The first ``count`` entries from ``start`` on that this node has announced, as ``entries_told`` has them."""
+        self._merge()
+        rest = self._table[np.searchsorted(self._table, np.uint64(start) & ~_LOW) :]
+        places = [stream.place for stream in self._streams.get(node, [])]
+        mine = rest[np.isin((rest & _LOW) >> _TIER_BITS, np.array(places, np.uint64))]
+        told = np.unique(mine & (~_LOW | _TIER))
+        return told[np.searchsorted(told, np.uint64(start)) :][:count]
+
+    # --- streams ----------------------------------------------------------------------------------------------------
+
+    def _begin(self, batch: Told) -> _Stream | None:
+        """A new stream of a node; one that was not whole yet is void."""
+        for stream in self._streams.get(batch.node, [])[1:]:
+            self._end(batch.node, stream)
+        place = next((place for place, name in enumerate(self._names) if not name), len(self._names))
+        if place == STREAMS_MAX:
+            return None
+        if place == len(self._names):
+            self._names = [*self._names, batch.node]  # not changed in place: answers refer to it
+        else:
+            self._names = [*self._names[:place], batch.node, *self._names[place + 1 :]]
+        stream = _Stream(place, batch.stream)
+        self._streams.setdefault(batch.node, []).append(stream)
+        return stream
+
+    def _end(self, node: str, stream: _Stream) -> None:
+        self._merge()
+        place = np.uint64(stream.place)
+        self._table = self._table[(self._table & _LOW) >> _TIER_BITS != place]
+        self._names = [*self._names[: stream.place], "", *self._names[stream.place + 1 :]]
+        self._streams[node].remove(stream)
+        if not self._streams[node]:
+            del self._streams[node]
+
+    # --- entries ----------------------------------------------------------------------------------------------------
+
+    def _change(self, stream: _Stream, batch: Told) -> None:
+        """Take in what came and went; of an entry named twice the later one counts."""
+        low = np.uint64(stream.place << 2) | (batch.marks & 3).astype(np.uint64)
+        entries = batch.fingerprints & _HIGH | low
+        order = np.argsort(entries, kind="stable")
+        entries = entries[order]
+        last = np.ones(len(entries), bool)
+        last[:-1] = entries[1:] != entries[:-1]
+        gone = (batch.marks[order] & GONE != 0)[last]
+        came, went = entries[last][~gone], entries[last][gone]
+        room = max(0, self._max - len(self._table) - len(self._added))
+        self.refused += max(0, len(came) - room)
+        came = came[:room]
+        self._added = _with(_without(self._added, went), came)
+        self._removed = _with(_without(self._removed, came), went)
+        if len(self._added) + len(self._removed) > max(CHANGES_MIN, len(self._table) // CHANGES_SHARE):
+            self._merge()
+
+    def _merge(self) -> None:
+        """Bring the changes into the table."""
+        if len(self._added) or len(self._removed):
+            self._table = _with(_without(self._table, self._removed), self._added)
+            self._added = self._removed = _NONE
+
+
+_NONE: Final = np.zeros(0, np.uint64)
+
+
+def entries_told(pages: Fingerprints, marks: Marks) -> Fingerprints:
+    """What a directory keeps of these pages of a node, sorted: 48 bits of the fingerprint, and the tier."""
+    return np.unique(pages & ~_LOW | (marks & 3).astype(np.uint64))
+
+
+def _without(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Sorted ``entries`` but for those that are among the sorted ``others``."""
+    if not len(entries) or not len(others):
+        return entries
+    at = np.searchsorted(entries, others)
+    at = at[at < len(entries)]
+    there = at[entries[at] == others[: len(at)]]
+    return np.delete(entries, there)
+
+
+def _with(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """Sorted ``entries`` and sorted ``others``, each once. (``numpy.union1d`` would sort or hash all of them again.)"""
+    if not len(entries) or not len(others):
+        return entries if len(entries) else others
+    at = entries.searchsorted(others)
+    new = entries[np.minimum(at, len(entries) - 1)] != others
+    return np.insert(entries, at[new], others[new])
+
+
+def _first(rows: npt.NDArray[np.uint64], most: int) -> npt.NDArray[np.uint64]:
+    """The first ``most`` rows of each page, from sorted ``rows``."""
+    places = rows >> _LOW_BITS
+    return rows[np.arange(len(rows)) - places.searchsorted(places) < most]
+
+
+def _rows(entries: npt.NDArray[np.uint64], pages: Fingerprints, most: int) -> npt.NDArray[np.uint64]:
+    """Entries of these pages, at most ``most`` of each: with a page's place among them instead of its fingerprint."""
+    if not len(entries):
+        return _NONE
+    # In order they are found five times as fast: parts of a large table that are near each other are in a cache.
+    order = pages.argsort() if len(pages) >= SORTED_MIN else None
+    pages = pages if order is None else pages[order]
+    low = entries.searchsorted(pages & _HIGH)
+    at = (entries.take(low, mode="clip") ^ pages <= _LOW).nonzero()[0]
+    if not len(at):
+        return _NONE
+    rows = low[at]
+    if (entries.take(rows + 1, mode="clip") ^ pages[at] <= _LOW).any():  # some page has two entries
+        counts = np.minimum(entries.searchsorted(pages[at] | _LOW, "right") - rows, most)
+        at = np.repeat(at, counts)
+        rows = np.arange(len(at)) + np.repeat(rows - np.cumsum(counts) + counts, counts)
+    found = (at if order is None else order[at]).astype(np.uint64) << _LOW_BITS | entries[rows] & _LOW
+    if order is not None:
+        found.sort()
+    return found
+
+
+def joined(parts: list[Listed], step: int) -> Listed:
+    """What was found of pages that were looked up ``step`` at a time, as of one lookup."""
+    names: list[str] = []
+    nodes = []
+    for part in parts:
+        if part.names and names[-len(part.names) :] != part.names:
+            names = names + part.names
+        nodes.append(part.nodes + (len(names) - len(part.names)))
+    pages = np.concatenate([part.pages + step * number for number, part in enumerate(parts)])
+    return Listed(pages, np.concatenate(nodes), np.concatenate([part.tiers for part in parts]), names)
+
+
+OWNERS: Final = 2
+KNOWN_MAX: Final = 1 << 14  # spans whose owners are remembered: some 3 MB
+
+
+class Placement:
+    """Over one set of live nodes. It never changes: other members are another placement. Threads may share it.
+
+    Attributes:
+        nodes: names, sorted.
+        number: a hash of the names, never 0: two placements over the same nodes have the same one.
+    """
+
+    def __init__(self, nodes: Iterable[str]) -> None:
+        self.nodes = tuple(sorted(set(nodes)))
+        self.number = xxhash.xxh3_64_intdigest("\0".join(self.nodes).encode()) | 1
+        self._seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in self.nodes], np.uint64)
+        self._known: dict[int, tuple[int, ...]] = {}
+
+    def owners(self, spans: Fingerprints) -> npt.NDArray[np.int64]:
+        """Places in ``nodes`` of each span's owners, the first one first: int64 ``[spans, min(2, nodes)]``."""
+        count = min(OWNERS, len(self.nodes))
+        if count < OWNERS:
+            return np.zeros((len(spans), count), np.int64)
+        weights = _mixed(spans[:, None] ^ self._seeds)
+        return weights.argpartition(-OWNERS, axis=1)[:, : -OWNERS - 1 : -1]
+
+    def owners_of(self, spans: list[int]) -> list[tuple[int, ...]]:
+        """The owners of a few spans. They are remembered: a caller that asks for a chain asks for what follows it,
+        too."""
+        known = self._known
+        missing = [span for span in spans if span not in known]
+        if missing:
+            if len(known) + len(missing) > KNOWN_MAX:
+                self._known = known = {}
+                missing = spans
+            known.update(zip(missing, map(tuple, self.owners(np.array(missing, np.uint64)).tolist()), strict=True))
+        return [known[span] for span in spans]
+
+    def shares(self, spans: Fingerprints) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
+        """Each owner of some of these spans, with the places of its spans, ascending."""
+        owners = self.owners(spans)
+        flat = owners.ravel()
+        order = flat.argsort(kind="stable")
+        edges = np.flatnonzero(np.diff(flat[order])) + 1
+        for part in np.split(order, edges) if len(order) else ():
+            yield self.nodes[flat[part[0]]], part // owners.shape[1]
+
+    def owned(self, spans: Fingerprints) -> dict[str, npt.NDArray[np.bool_]]:
+        """By node, which of these spans it owns."""
+        owners = self.owners(spans)
+        return {name: (owners == place).any(axis=1) for place, name in enumerate(self.nodes)}
+
+
+def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+    """The finalizer of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
+    words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
+    words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
+    return words ^ (words >> np.uint64(31))

@@ -1,0 +1,262 @@
+"""FIND, HOLD, ANNOUNCE, LIST and their answers: what goes between owners of a directory, readers and nodes. Pure.
+
+::
+
+    FIND       whose | number of the caller's placement u64 | fingerprints u64[]
+    HOLD       whose | closed u8 | keys 16 bytes[]
+    FOUND      names u16, unsure u16, rows u32 | per name: length u8, UTF-8 | per unsure: placed u64, length u8, UTF-8 |
+               pages u32[rows] | nodes u16[rows] | tiers u8[rows]
+    ANNOUNCE   number of the node's daemon u64, stream u64, number u64, placed u64, pages u32, whole u8, length of the
+               node's name u8 | name | fingerprints u64[] | marks u8[]
+    ANNOUNCED  number wanted next i64; -1: another stream
+    LIST       entry from which on u64 | UTF-8 of the node's name
+    LISTED     entries u64[], see ``directory.entries_told``; fewer than ``LISTED_MAX``: these are the last
+
+Here whose is: fingerprint of the layout 16 bytes | lengths of salt and adapter u16, u16 | salt, adapter, UTF-8. FIND
+asks an owner which nodes have pages, HOLD asks a node which it has itself; FOUND answers both.
+
+A node's place in the names of FOUND says nothing beyond that answer; an empty name is nobody. Fingerprints of ANNOUNCE
+and LISTED are veiled by their root (``model.pool_secret.veil_of``), which only nodes can do. Those of FIND are not: the
+owner veils them by the root that the caller names, after it has seen that the caller may read it.
+
+STATE in pages: what a data server says of its part of the directory, however many nodes it names. Pure, but for the
+connection over which ``read_state`` asks.
+
+STATUS carries the last name of the page before, "" for the first one. Every page has the same numbers, and of what is
+told by node (``BY_NODE``) the next ``PAGE_NAMES`` names, in order; ``more``, whether others follow them.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+import time
+from functools import lru_cache
+from typing import Any, Final
+
+import numpy as np
+
+from kvstore.cluster.data_connection import DataConnection
+from kvstore.cluster.directory import GONE, TIERS, Listed, Told, Unsure
+from kvstore.cluster.lookup_plan import HOLD_PAGES_MAX
+from kvstore.model.prefix import Fingerprints
+from kvstore.model.replica import KEY_BYTES
+from kvstore.wire.data import FrameKind, Whose, WireError
+
+FIND_PAGES_MAX: Final = 1 << 16
+NAME_BYTES_MAX: Final = 64
+LISTED_MAX: Final = 1 << 16
+_FOUND: Final = struct.Struct("<HHI")
+_UNSURE: Final = struct.Struct("<QB")
+_PLACEMENT: Final = struct.Struct("<Q")
+_CLOSED: Final = struct.Struct("<B")
+_WHOSE: Final = struct.Struct(f"<{KEY_BYTES}sHH")
+_ANNOUNCE: Final = struct.Struct("<QQQQIBB")
+_ANNOUNCED: Final = struct.Struct("<q")
+_LIST: Final = struct.Struct("<Q")
+
+Body = bytes | bytearray | memoryview
+
+
+@lru_cache(maxsize=256)
+def _pack_whose(whose: Whose) -> bytes:
+    """What FIND and HOLD begin with."""
+    salt, adapter = whose.salt.encode(), whose.adapter.encode()
+    return _WHOSE.pack(whose.fingerprint, len(salt), len(adapter)) + salt + adapter
+
+
+def _unpack_whose(body: Body) -> tuple[Whose, int]:
+    """The owner of pages, from the start of FIND or HOLD, and where it ends. Raises struct.error, ValueError."""
+    fingerprint, salt_bytes, adapter_bytes = _WHOSE.unpack_from(body)
+    at = _WHOSE.size + salt_bytes
+    salt = bytes(body[_WHOSE.size : at]).decode()
+    return Whose(fingerprint, salt, bytes(body[at : at + adapter_bytes]).decode()), at + adapter_bytes
+
+
+def pack_find(whose: Whose, pages: Fingerprints, placement: int) -> bytes:
+    """The body of FIND. ``placement``: the number of the one by which the caller chose this owner."""
+    assert len(pages) <= FIND_PAGES_MAX
+    return _pack_whose(whose) + _PLACEMENT.pack(placement) + pages.astype("<u8", copy=False).tobytes()
+
+
+def unpack_find(body: Body) -> tuple[Whose, Fingerprints, int]:
+    """Whose pages a FIND asks for, their fingerprints, and the number of the placement. Raises WireError where it makes
+    no sense."""
+    try:
+        whose, at = _unpack_whose(body)
+        (placement,) = _PLACEMENT.unpack_from(body, at)
+    except (struct.error, ValueError) as error:
+        raise WireError(f"find: {error}") from None
+    at += _PLACEMENT.size
+    size = len(body) - at
+    if size % 8 or size > 8 * FIND_PAGES_MAX:
+        raise WireError(f"find: must be at most {FIND_PAGES_MAX} fingerprints (got {size} bytes)")
+    return whose, np.frombuffer(body, "<u8", size // 8, at).astype(np.uint64, copy=False), int(placement)
+
+
+def pack_hold(whose: Whose, keys: list[bytes], closed: bool) -> bytes:
+    """The body of HOLD. ``closed``: a node that has a page has those before it, so that it may skip some."""
+    assert len(keys) <= HOLD_PAGES_MAX
+    return b"".join((_pack_whose(whose), _CLOSED.pack(closed), *keys))
+
+
+def unpack_hold(body: Body) -> tuple[Whose, list[bytes], bool]:
+    """Whose pages a HOLD asks for, their keys, and whether the chain is closed. Raises WireError where it makes no
+    sense."""
+    try:
+        whose, at = _unpack_whose(body)
+        (closed,) = _CLOSED.unpack_from(body, at)
+    except (struct.error, ValueError) as error:
+        raise WireError(f"hold: {error}") from None
+    raw = bytes(body[at + _CLOSED.size :])
+    if len(raw) % KEY_BYTES or len(raw) > KEY_BYTES * HOLD_PAGES_MAX:
+        raise WireError(f"hold: must be at most {HOLD_PAGES_MAX} keys (got {len(raw)} bytes)")
+    return whose, [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)], bool(closed)
+
+
+def pack_found(found: Listed) -> bytes:
+    """The body of FOUND: of all nodes it names those that are in its rows."""
+    used = np.zeros(len(found.names), np.bool_)
+    used[found.nodes] = True
+    nodes = (used.cumsum(dtype="<u2") - np.uint16(1))[found.nodes]
+    names = [found.names[place].encode() for place in used.nonzero()[0].tolist()]
+    head = _FOUND.pack(len(names), len(found.unsure), len(found.pages))
+    head += b"".join([bytes([len(name)]) + name for name in names])
+    for node, placed in found.unsure:
+        name = node.encode()
+        head += _UNSURE.pack(placed, len(name)) + name
+    return b"".join((head, found.pages.astype("<u4").tobytes(), nodes.tobytes(), found.tiers.tobytes()))
+
+
+def unpack_found(body: Body, asked: int) -> Listed:
+    """What a FOUND says of ``asked`` pages. Raises WireError where it makes no sense."""
+    try:
+        count, doubts, rows = _FOUND.unpack_from(body)
+        at, names, unsure = _FOUND.size, list[str](), list[Unsure]()
+        for _ in range(count):
+            size = body[at]
+            names.append(bytes(body[at + 1 : at + 1 + size]).decode())
+            at += 1 + size
+        for _ in range(doubts):
+            placed, size = _UNSURE.unpack_from(body, at)
+            at += _UNSURE.size + size
+            unsure.append(Unsure(bytes(body[at - size : at]).decode(), placed))
+        if len(body) != at + 7 * rows:
+            raise ValueError(f"{len(body)} bytes")
+        pages = np.frombuffer(body, "<u4", rows, at).astype(np.int64)
+        nodes = np.frombuffer(body, "<u2", rows, at + 4 * rows).astype(np.int64)
+        tiers = np.frombuffer(body, np.uint8, rows, at + 6 * rows)
+    except (struct.error, ValueError, IndexError) as error:
+        raise WireError(f"found: {error}") from None
+    if rows and (int(pages.max()) >= asked or int(nodes.max()) >= count or int(tiers.max()) >= len(TIERS)):
+        raise WireError("found: names a page, a node or a tier that there is not")
+    return Listed(pages, nodes, tiers, names, tuple(unsure))
+
+
+def pack_announce(told: Told, daemon: int) -> bytes:
+    """The body of ANNOUNCE. ``daemon``: the number that the node's entry in the catalog has."""
+    name = told.node.encode()
+    head = _ANNOUNCE.pack(daemon, told.stream, told.number, told.placed, len(told.marks), told.whole, len(name))
+    return b"".join((head, name, told.fingerprints.astype("<u8", copy=False).tobytes(), told.marks.tobytes()))
+
+
+def unpack_announce(body: Body) -> tuple[Told, int]:
+    """The batch in an ANNOUNCE, and the number of the daemon. Raises WireError where it makes no sense."""
+    try:
+        daemon, stream, number, placed, pages, whole, size = _ANNOUNCE.unpack_from(body)
+        at = _ANNOUNCE.size + size
+        if not 0 < size <= NAME_BYTES_MAX or len(body) != at + 9 * pages:
+            raise ValueError(f"{len(body)} bytes")
+        node = bytes(body[_ANNOUNCE.size : at]).decode()
+        fingerprints = np.frombuffer(body, "<u8", pages, at).astype(np.uint64)
+        marks = np.frombuffer(body, np.uint8, pages, at + 8 * pages).copy()
+    except (struct.error, ValueError) as error:
+        raise WireError(f"announce: {error}") from None
+    if pages and int((marks & ~np.uint8(GONE)).max()) >= len(TIERS):
+        raise WireError("announce: names a tier that there is not")
+    return Told(node, stream, number, fingerprints, marks, bool(whole), placed), daemon
+
+
+def pack_announced(wanted: int) -> bytes:
+    """The body of ANNOUNCED."""
+    return _ANNOUNCED.pack(wanted)
+
+
+def unpack_announced(body: Body) -> int:
+    """The number that is wanted next. Raises WireError where it makes no sense."""
+    if len(body) != _ANNOUNCED.size:
+        raise WireError(f"announced: {len(body)} bytes")
+    (wanted,) = _ANNOUNCED.unpack(body)
+    return int(wanted)
+
+
+def pack_list(node: str, start: int) -> bytes:
+    """The body of LIST."""
+    return _LIST.pack(start) + node.encode()
+
+
+def unpack_list(body: Body) -> tuple[str, int]:
+    """The node and the entry in a LIST. Raises WireError where it makes no sense."""
+    try:
+        (start,) = _LIST.unpack_from(body)
+        return bytes(body[_LIST.size :][: NAME_BYTES_MAX + 1]).decode(), start
+    except (struct.error, ValueError) as error:
+        raise WireError(f"list: {error}") from None
+
+
+def pack_listed(entries: Fingerprints) -> bytes:
+    """The body of LISTED."""
+    assert len(entries) <= LISTED_MAX
+    return entries.astype("<u8", copy=False).tobytes()
+
+
+def unpack_listed(body: Body) -> Fingerprints:
+    """The entries in a LISTED. Raises WireError where it makes no sense: they ascend."""
+    if len(body) % 8 or len(body) > 8 * LISTED_MAX:
+        raise WireError(f"listed: must be at most {LISTED_MAX} entries (got {len(body)} bytes)")
+    entries = np.frombuffer(body, "<u8").astype(np.uint64, copy=False)
+    if not (entries[1:] > entries[:-1]).all():
+        raise WireError("listed: the entries do not ascend")
+    return entries
+
+
+PAGE_NAMES: Final = 256  # of at most 48 characters, each twice and once with a number: less than ``BODY_MAX`` of STATE
+BY_NODE: Final = ("peers", "heard_ago_s")
+
+
+def state_page(state: dict[str, Any], after: str) -> dict[str, Any]:
+    """The page of ``state`` behind that name."""
+    names = sorted({name for field in BY_NODE for name in state[field] if name > after})
+    page = frozenset(names[:PAGE_NAMES])
+    return {
+        **state,
+        "peers": [name for name in state["peers"] if name in page],
+        "heard_ago_s": {name: age_s for name, age_s in state["heard_ago_s"].items() if name in page},
+        "last": names[:PAGE_NAMES][-1] if names else after,
+        "more": len(names) > PAGE_NAMES,
+    }
+
+
+def read_state(connection: DataConnection, within_s: float) -> dict[str, Any]:
+    """All that a data server says of its part of the directory; the numbers are those of the last page.
+
+    Raises:
+        KVStoreError: as ``DataConnection.call``; WireError where a page makes no sense.
+    """
+    deadline_s = time.monotonic() + within_s
+    peers: list[str] = []
+    heard_ago_s: dict[str, float] = {}
+    last = ""
+    while True:
+        body = connection.call(FrameKind.STATUS, last.encode(), reply=FrameKind.STATE, deadline_s=deadline_s)
+        try:
+            page = json.loads(body)
+            peers += page["peers"]
+            heard_ago_s |= page["heard_ago_s"]
+            before, last, more = last, str(page.pop("last")), page.pop("more")
+        except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
+            raise WireError(f"state: a page makes no sense ({error!r})") from None
+        if not more:
+            return {**page, "peers": peers, "heard_ago_s": heard_ago_s}
+        if last <= before:
+            raise WireError(f"state: the page after {before!r} ends at {last!r}")

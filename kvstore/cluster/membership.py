@@ -1,0 +1,501 @@
+"""Membership: a daemon's place in its pool. It says that we are there, and knows who else is.
+
+Presence: entries that stay published as long as their process lives and reaches the catalog.
+
+Election: one leader at a time, over any catalog.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import socket
+import threading
+from collections.abc import Callable, Coroutine, Mapping, Sequence
+from contextlib import aclosing
+from dataclasses import replace
+from typing import Any, Final
+
+from kvstore import logs
+from kvstore.boundary import kept_task
+from kvstore.cluster.catalog import schema
+from kvstore.cluster.catalog.base import Catalog, Entry, Session, SessionLost, Taken, boot_s
+from kvstore.cluster.catalog.connect import check_url, to_catalog
+from kvstore.cluster.catalog.schema import ClusterEntry, DataEntry, EngineEntry, NodeEntry
+from kvstore.cluster.catalog.task_health import TaskHealth
+from kvstore.config.daemon import ClusterConfig
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeBusy, VersionMismatch
+
+RETRY_S: Final = 0.5
+
+
+class Presence:
+    """Publishes entries under a session; after an outage that ended it, under a new one.
+
+    An entry names one identity. While another process holds it, ours is not published: the second of one name loses.
+    What we wrote ourselves is told from another's by its bytes, so every value carries something random of its process.
+
+    Args:
+        ttl_s: how long others go on seeing us after we died or were cut off.
+        health: notes whether everything that we want is published.
+        session_health: notes how the session fares.
+    """
+
+    def __init__(
+        self,
+        catalog: Catalog,
+        ttl_s: float,
+        health: TaskHealth | None = None,
+        session_health: TaskHealth | None = None,
+    ) -> None:
+        self._catalog = catalog
+        self._ttl_s = ttl_s
+        self._health = health or TaskHealth("presence")
+        self._session_health = session_health or TaskHealth("session")
+        self._wanted: dict[str, bytes] = {}
+        self._lasting: dict[str, bytes] = {}
+        self._written: dict[str, list[bytes]] = {}  # what we may have written under a key: the last two values
+        self._stored: dict[str, tuple[bytes, int]] = {}  # what is known to be in the catalog: value and revision
+        self._session: Session | None = None
+        self._keeping: asyncio.Task[None] | None = None
+
+    @property
+    def published(self) -> bool:
+        """Whether others see us now, as far as we can know."""
+        return self._session is not None and self._session.alive
+
+    async def start(
+        self,
+        entries: dict[str, bytes],
+        former: bytes = b"",
+        lasting: dict[str, bytes] | None = None,
+        former_key: str = "",
+    ) -> None:
+        """Publish for the first time.
+
+        Args:
+            lasting: what is published where there is nothing under that key, and stays when we leave.
+            former: what a process that is known to be dead published under these keys: that is replaced at once.
+            former_key: another key of a process that is known to be dead: its entry goes once ours are there.
+
+        Raises:
+            NodeBusy: another process that is alive has one of these keys. Nothing of ours stays.
+            Unavailable: the catalog does not answer.
+        """
+        self._wanted, self._lasting = dict(entries), dict(lasting or {})
+        self._written = {key: [former] for key in entries if former}
+        try:
+            await self._publish_all()
+            if former_key:
+                await self._catalog.retract(former_key)
+            self._health.note_success()
+        except Taken as error:
+            await self.close()
+            raise NodeBusy(f"{error.key} is taken by another process; give this one another name") from error
+        except KVStoreError:
+            await self.close()
+            raise
+        self._keeping = asyncio.create_task(kept_task("membership/presence", self._keep), name="catalog presence")
+
+    async def update(self, key: str, value: bytes) -> None:
+        """Publish another value under a key; where the catalog is away, as soon as it is back."""
+        self._wanted[key] = value
+        if self._session is not None and self._session.alive:
+            try:
+                await self._publish(key, self._session)
+            except KVStoreError as error:
+                self._health.note_failure(error)  # it is tried again, see ``_keep``
+
+    def keep(self, key: str, value: bytes) -> None:
+        """This is published as ``lasting`` from now on: another process was faster."""
+        self._lasting[key] = value
+
+    def look(self, known: Mapping[str, Entry], revision: int, whole: bool) -> None:
+        """What a watch says is in the catalog at ``revision``: an entry of ours that is not is published again."""
+        for key, (value, since) in list(self._stored.items()):
+            there = known.get(key)
+            if (whole or revision >= since) and (there is None or (there.value != value and there.revision > since)):
+                del self._stored[key]
+
+    async def close(self) -> None:
+        """Take everything back, but for what lasts."""
+        if self._keeping is not None:
+            self._keeping.cancel()
+            await asyncio.gather(self._keeping, return_exceptions=True)
+            self._keeping = None
+        if self._session is not None:
+            session, self._session = self._session, None
+            await session.close()
+
+    async def _keep(self) -> None:
+        """One turn: whenever the session is lost, or something could not be written, publish again."""
+        try:
+            if self._session is None or not await self._stays(self._session):
+                await self._publish_all()
+            self._health.note_success()
+        except KVStoreError as error:
+            pause_s = self._health.note_failure(error)
+            await asyncio.sleep(max(pause_s, self._ttl_s / 2) if isinstance(error, Taken) else pause_s)
+
+    async def _stays(self, session: Session) -> bool:
+        """Wait for the session's end; False once it has ended or a wish is unwritten."""
+        if self._complete:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout(RETRY_S):
+                    await session.lost.wait()
+        return session.alive and self._complete
+
+    @property
+    def _complete(self) -> bool:
+        """Whether all that we want is stored, as far as we know."""
+        return all(self._stored.get(key, (None, 0))[0] == value for key, value in self._wanted.items())
+
+    async def _publish_all(self) -> None:
+        if self._session is None or not self._session.alive:
+            if self._session is not None:
+                await self._session.close()
+                self._session = None
+            try:
+                self._session = await self._catalog.open_session(self._ttl_s, self._session_health)
+            except KVStoreError as error:
+                self._session_health.note_failure(error)
+                raise
+            self._session_health.note_success()
+            self._written = {key: values[-1:] for key, values in self._written.items()}
+            self._stored.clear()
+        for key, value in self._lasting.items():
+            with contextlib.suppress(Taken):
+                await self._catalog.publish(key, value, only_if=0)
+        for key in self._wanted:
+            await self._publish(key, self._session)
+
+    async def _publish(self, key: str, session: Session) -> None:
+        value = self._wanted[key]
+        mine = self._written.setdefault(key, [])
+        self._stored.pop(key, None)
+        there = await self._catalog.get(key)
+        if there is not None and there.value not in mine:
+            raise Taken(key, there)
+        if there is not None and (there.session, there.value) == (session.id, value):
+            self._stored[key] = value, there.revision
+            return
+        mine.append(value)
+        del mine[:-2]
+        try:
+            revision = await self._catalog.publish(key, value, session, only_if=there.revision if there else 0)
+        except SessionLost:
+            session.lost.set()
+            raise
+        except Taken as error:
+            # A try of ours that was not answered in time may have been done: the next turn sees whether it is ours.
+            if error.entry is None or error.entry.value != value:
+                raise
+        else:
+            self._stored[key] = value, revision
+
+
+async def elect(catalog: Catalog, key: str, value: bytes, session: Session, health: TaskHealth | None = None) -> int:
+    """Wait until we lead: until ``key`` is ours, written under ``session``.
+
+    We lead as long as ``session.alive``. Ask that before each act as a leader: it is false before any other process can
+    win. Returns the revision of the win, which grows from leader to leader: a number to fence old ones with.
+
+    Raises:
+        SessionLost: the session ended while we waited.
+    """
+    async with aclosing(catalog.watch(key)) as updates:
+        async for update in updates:
+            held = key not in update.gone and any(each.key == key for each in update.entries)
+            if held and not any(each.session == session.id for each in update.entries if each.key == key):
+                continue
+            if not (update.whole or key in update.gone):
+                continue
+            try:
+                return await catalog.publish(key, value, session, only_if=0)
+            except Taken as error:
+                if error.entry is not None and error.entry.session == session.id:
+                    return error.entry.revision
+    raise AssertionError("a watch has no end")
+
+
+START_S: Final = 20.0
+STOP_S: Final = 8.0
+LEAD_LOOK_S: Final = 0.25
+TASKS: Final = ("watch", "session", "presence")
+ELECTION_TASKS: Final = ("election", "election_watch")
+
+log = logging.getLogger("kvstore.cluster")
+
+
+class Membership:
+    """From ``start`` to ``stop``, in a thread and an event loop of its own. Other methods may be called anywhere.
+
+    With the catalog away a daemon goes on with the members it knows, and publishes itself again once it is back. Each
+    of its tasks is tried again after any error, see ``TaskHealth``: ``watch`` learns who is there, ``session`` renews
+    ours, ``presence`` keeps our entries published, ``election`` takes part in the election of a leader, in which
+    ``election_watch`` waits for the leader before us to go.
+
+    Raises:
+        InvalidRequest: the catalog's URL is not valid.
+    """
+
+    def __init__(self, config: ClusterConfig) -> None:
+        check_url(config.catalog)
+        self._config = config
+        self._on_change: Callable[[], None] = lambda: None
+        self._known: dict[str, Entry] = {}  # replaced, never changed: readers have no lock
+        self._revision = 0  # of the catalog, as of ``_known``
+        self._nodes: tuple[dict[str, Entry], list[NodeEntry]] = self._known, []
+        self._secret: bytes | None = None
+        self._on_final: Callable[[VersionMismatch], None] = lambda error: None
+        self._ended = False
+        self._health = {name: self._new_health(name) for name in TASKS}
+        self._catalog: Catalog | None = None
+        self._presence: Presence | None = None
+        self._loop = asyncio.new_event_loop()
+        self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
+        self._watching: asyncio.Task[None] | None = None
+        self._leading: asyncio.Task[None] | None = None
+        self._lead: tuple[Session, int] | None = None  # and the revision of its election
+
+    def start(
+        self,
+        mine: schema.Published,
+        on_change: Callable[[], None] = lambda: None,
+        former: bytes = b"",
+        former_name: str = "",
+        on_final: Callable[[VersionMismatch], None] = lambda error: None,
+    ) -> None:
+        """Publish ``mine``, and know all other members when this returns.
+
+        Args:
+            on_change: called in that thread whenever nodes or engines come, change or go. It must not wait.
+            former: the entry of the process before us, where that is known to be dead: ours takes its place at once.
+            former_name: under which another process published the same kind of entry that is known to be dead: its
+                entry goes at once.
+            on_final: called in that thread when an error ends membership for ever, such as a catalog of another
+                version. It has to end the daemon.
+
+        Raises:
+            NodeBusy: another live process has that name.
+            Unavailable: the catalog does not answer; says what to do.
+            InvalidRequest: the catalog's settings make no sense; names the setting.
+        """
+        config = self._config
+        self._on_change, self._on_final = on_change, on_final
+        self._catalog = to_catalog(config.catalog, config)
+        self._thread.start()
+        try:
+            former_key = schema.key_of(config.pool, replace(mine, name=former_name)) if former_name else ""
+            self._do(self._start(self._catalog, mine, former, former_key), START_S)
+        except BaseException:
+            self.stop()
+            raise
+        logs.event(log, logging.INFO, "joined", catalog=self._catalog.url, pool=config.pool, members=len(self._known))
+
+    def update(self, mine: schema.Published) -> None:
+        """Publish ``mine`` anew, under the same name; where the catalog is away, once it is back. Does not wait."""
+        if self._presence is not None:
+            work = self._presence.update(schema.key_of(self._config.pool, mine), schema.encode(mine))
+            asyncio.run_coroutine_threadsafe(work, self._loop)
+
+    def lead(self, name: str) -> None:
+        """Take part in the election of the pool's leader from now on; ``leading`` says whether we won."""
+        catalog = self._catalog
+        assert catalog is not None, "it is started"
+        self._health = {**self._health, **{task: self._new_health(task) for task in ELECTION_TASKS}}
+
+        def begin() -> None:
+            work = kept_task("membership/election", lambda: self._lead_once(catalog, name.encode()))
+            self._leading = self._loop.create_task(work, name="catalog election")
+
+        self._loop.call_soon_threadsafe(begin)
+
+    @property
+    def leading(self) -> int | None:
+        """The revision of our election while we lead the pool, when no other process can; None: another one may.
+
+        Revisions grow from leader to leader. So what an order of ours reaches can refuse it once it has heard of a
+        later leader.
+        """
+        lead = self._lead
+        return lead[1] if lead is not None and lead[0].alive else None
+
+    def stop(self) -> None:
+        """Leave at once, in the eyes of others too."""
+        if self._thread.ident is None or self._loop.is_closed():
+            return
+        with contextlib.suppress(DeadlineExceeded):
+            self._do(self._stop(), STOP_S)
+        self._loop.call_soon_threadsafe(self._loop.stop)
+        self._thread.join(STOP_S)
+
+    @property
+    def published(self) -> bool:
+        """Whether others see us now, as far as we can know."""
+        return self._presence is not None and self._presence.published
+
+    @property
+    def heard_s(self) -> float:
+        """When the watch last gave a sign of life, by ``boot_s``; 0 where it never did: how old all of this can be."""
+        return self._health["watch"].succeeded_s
+
+    def status(self) -> dict[str, Any]:
+        """How long ago each task last succeeded, and why it fails; ``fault`` as below. {} before ``start``."""
+        tasks = {each.name: each.status() for each in self._health.values()}
+        return {**tasks, "fault": self.fault()} if self._presence is not None else {}
+
+    def ages(self) -> list[tuple[str, float, int]]:
+        """For metrics: each task, the seconds since it last succeeded, and its failures."""
+        return [(each.name, boot_s() - each.succeeded_s, each.failures) for each in self._health.values()]
+
+    def fault(self) -> str:
+        """Which tasks have failed for longer than ``catalog_ttl_s``, and why; "" where none has."""
+        faults = (each.fault(self._config.catalog_ttl_s) for each in self._health.values())
+        return "; ".join(f"membership: {each}" for each in faults if each)
+
+    def nodes(self) -> list[NodeEntry]:
+        """Nodes of the pool, ourselves among them, by name."""
+        known, nodes = self._nodes
+        if known is not self._known:  # for those who ask with every message
+            known, nodes = self._known, schema.decode_all(NodeEntry, self._below(NodeEntry))
+            self._nodes = known, nodes
+        return nodes
+
+    @property
+    def secret(self) -> bytes | None:
+        """The pool's secret, as nodes agreed on; None: not known yet."""
+        return self._secret
+
+    def engines(self) -> list[EngineEntry]:
+        """Engines of the pool, ourselves among them, by name."""
+        return schema.decode_all(EngineEntry, self._below(EngineEntry))
+
+    def clusters(self) -> list[ClusterEntry]:
+        """Conductors of other pools whose engines compute prompts for this one, by name."""
+        return schema.decode_all(ClusterEntry, self._below(ClusterEntry))
+
+    def data_servers(self) -> list[DataEntry]:
+        """Data servers of the pool, in the order in which they were published."""
+        return schema.decode_all(DataEntry, sorted(self._below(DataEntry), key=lambda each: each.revision))
+
+    def _below(self, kind: type[Any]) -> list[Entry]:
+        known, start = self._known, schema.folder(self._config.pool, kind)
+        return [known[key] for key in sorted(known) if key.startswith(start)]
+
+    async def _start(self, catalog: Catalog, mine: schema.Published, former: bytes, former_key: str) -> None:
+        await catalog.start()
+        ours = self._health["presence"], self._health["session"]
+        self._presence = Presence(catalog, self._config.catalog_ttl_s, *ours)
+        pool = self._config.pool
+        lasting = {} if isinstance(mine, EngineEntry | ClusterEntry) else {schema.secret_key(pool): schema.new_secret()}
+        await self._presence.start({schema.key_of(pool, mine): schema.encode(mine)}, former, lasting, former_key)
+        first = asyncio.Event()
+        watching = kept_task("membership/watch", lambda: self._watch(catalog, first))
+        self._watching = asyncio.create_task(watching, name="catalog watch")
+        await first.wait()
+
+    async def _lead_once(self, catalog: Catalog, value: bytes) -> None:
+        """Wait until we lead, and lead until the session is lost."""
+        health, session = self._health["election"], None
+        try:
+            session = await catalog.open_session(self._config.catalog_ttl_s, health)
+            key = schema.leader_key(self._config.pool)
+            won = asyncio.ensure_future(elect(catalog, key, value, session, self._health["election_watch"]))
+            try:
+                while not won.done() and session.alive:
+                    await asyncio.wait((won,), timeout=LEAD_LOOK_S)
+                if won.done():
+                    revision = won.result()
+                    self._lead = session, revision
+                    while session.alive and not self._lost_lead(key, revision):
+                        await asyncio.sleep(LEAD_LOOK_S)
+            finally:
+                won.cancel()
+        except KVStoreError as error:
+            await asyncio.sleep(health.note_failure(error))
+        finally:
+            self._lead = None
+            if session is not None:
+                await session.close()
+
+    def _lost_lead(self, key: str, revision: int) -> bool:
+        """Whether what we wrote at ``revision`` is not there any more, though our session lives: it was deleted."""
+        there = self._known.get(key)
+        return self._revision > revision and (there is None or there.revision != revision)
+
+    async def _stop(self) -> None:
+        for task in (self._watching, self._leading):
+            if task is not None:
+                task.cancel()
+                await asyncio.gather(task, return_exceptions=True)
+        if self._presence is not None:
+            await self._presence.close()
+        if self._catalog is not None:
+            await self._catalog.close()
+
+    async def _watch(self, catalog: Catalog, first: asyncio.Event) -> None:
+        prefix = schema.prefix(self._config.pool)
+        async with aclosing(catalog.watch(prefix, self._health["watch"])) as updates:
+            async for update in updates:
+                known = {} if update.whole else dict(self._known)
+                for key in update.gone:
+                    known.pop(key, None)
+                known.update({each.key: each for each in update.entries})
+                self._known, self._revision = known, update.revision
+                if self._presence is not None:
+                    self._presence.look(known, update.revision, update.whole)
+                self._learn_secret(known.get(schema.secret_key(self._config.pool)))
+                first.set()
+                self._on_change()
+
+    def _learn_secret(self, entry: Entry | None) -> None:
+        """The one that stands; a catalog that was made anew gets back the one we know."""
+        secret = schema.decode_secret(entry.value) if entry is not None else None
+        if secret is not None and entry is not None and self._presence is not None:
+            self._secret = secret
+            self._presence.keep(entry.key, entry.value)
+
+    def _new_health(self, name: str) -> TaskHealth:
+        return TaskHealth(name, on_final=self._end)
+
+    def _end(self, error: VersionMismatch) -> None:
+        if not self._ended:
+            self._ended = True
+            log.critical("membership cannot go on: %s", error)
+            self._on_final(error)
+
+    def _run(self) -> None:
+        asyncio.set_event_loop(self._loop)
+        try:
+            self._loop.run_forever()
+        finally:
+            self._loop.close()
+
+    def _do(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
+        done = asyncio.run_coroutine_threadsafe(work, self._loop)
+        try:
+            done.result(timeout_s)
+        except TimeoutError:
+            done.cancel()
+            why = "".join(f"; {each.name}: {each.error}" for each in self._health.values() if each.error)
+            raise DeadlineExceeded(f"{self._config.catalog}: no answer in {timeout_s:g} s{why}") from None
+
+
+def host() -> str:
+    """This machine, as its entries name it."""
+    return socket.gethostname()[:255]
+
+
+def reachable(addresses: Sequence[str]) -> tuple[str, ...]:
+    """The addresses, among those that a server listens at, that another machine or process can use.
+
+    Raises:
+        InvalidRequest: one means all addresses of this machine; another machine would find itself there.
+    """
+    found = tuple(each for each in addresses if not each.startswith("unix:"))
+    for each in found:
+        if each.rpartition(":")[0] in ("0.0.0.0", "[::]"):
+            raise InvalidRequest("listen", f"{each} is told to others of the pool: give an address that they reach")
+    return found

@@ -1,0 +1,522 @@
+"""NixlTransport: pages read one-sidedly by NIXL: over shared memory, TCP, or what else its backend finds (RDMA).
+
+The node lends the pages (``lending``): proven, and under a lease. Their bytes are read past its data server, then it is
+asked which of them were unchanged, and the checksums are compared here. Bytes that do not come in time may come later:
+memory that a read was posted into is not used again before that read has ended.
+
+- Pages that get a place in our own node are read into their frames. Where they are late the frames are left.
+- All others are read into memory of the transport's own, and copied from there. What is late stays with the transport.
+
+NixlAgent: NIXL in this process, as far as we use it: memory is registered, and read out of other processes.
+
+The package is optional. Its agent has no calls with a deadline, and what was posted cannot be taken back for certain:
+callers wait here, and keep what does not end.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import logging
+import os
+import secrets
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from functools import cache
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.cluster.data_connection import DataConnection
+from kvstore.cluster.peer_links import PeerLinks, PoolNode
+from kvstore.cluster.transport import CHECKSUM, HeldPlaces, LateBytes, Places, Pulled
+from kvstore.device.host_memory import copy, empty
+from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.model.replica import Tier
+from kvstore.wire.data import (
+    BODY_MAX,
+    FrameKind,
+    LentRun,
+    Loan,
+    ReadRequest,
+    pack_return,
+    sums_of,
+    unpack_attached,
+    unpack_end,
+    unpack_lent,
+)
+
+PACKAGES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
+BACKEND: Final = "UCX"
+DRAM, VRAM = "DRAM", "VRAM"  # kinds of memory, as NIXL has them
+PREPARED_MAX: Final = 256  # descriptor lists of other nodes' extents that are kept
+PAUSE_S: Final = 50e-6  # between two looks whether a read has ended
+
+Rows = npt.NDArray[np.uint8]
+
+
+@cache
+def missing() -> str:
+    """Why there is none on this machine; "": there is."""
+    if any(importlib.util.find_spec(name) is not None for name in PACKAGES):
+        return ""
+    return "not installed"
+
+
+class NixlAgent:
+    """One agent. Threads share it; one of them at a time is in NIXL.
+
+    Life: made, which takes half a second -> memory is registered, others are known -> dropped, with all of that.
+
+    Args:
+        name: no other agent that it meets has it.
+
+    Raises:
+        Unavailable: the package is missing, or cannot be used.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._lock = threading.Lock()
+        self._kept: list[Rows] = []  # what is registered may not be unmapped
+        self._prepared: OrderedDict[tuple[object, ...], Any] = OrderedDict()
+        api = _api()
+        errors = vars(importlib.import_module(f"{api.__package__}._bindings"))
+        found = [kind for kind in errors.values() if isinstance(kind, type) and issubclass(kind, Exception)]
+        self._errors: tuple[type[Exception], ...] = (*found, RuntimeError)
+        with self._saying("no agent"):
+            self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(True, False, 0, backends=[BACKEND]))
+            if BACKEND not in self._agent.backends:
+                raise Unavailable(f"nixl: there is no {BACKEND}")
+
+    def register(self, rows: Rows) -> None:
+        """Let other nodes read this memory, and us read into it, as long as the agent lives. Raises Unavailable."""
+        with self._saying("cannot register memory"):
+            self._agent.register_memory([(rows.ctypes.data, rows.nbytes, 0, "")], DRAM)
+            self._kept.append(rows)
+
+    def register_at(self, address: int, nbytes: int, device: int, kind: str) -> None:
+        """Register memory that the caller keeps, of a device if its kind is VRAM. Raises Unavailable: the backend does
+        not reach it."""
+        with self._saying(f"cannot register memory of kind {kind}"):
+            self._agent.register_memory([(address, nbytes, device, "")], kind)
+
+    def metadata(self) -> bytes:
+        """What another agent has to know of this one. Raises Unavailable."""
+        with self._saying("has no metadata"):
+            return bytes(self._agent.get_agent_metadata())
+
+    def meet(self, metadata: bytes) -> str:
+        """The name of another agent, whose memory can be read from now on. Raises Unavailable."""
+        with self._saying("the other end's metadata makes no sense"):
+            found = self._agent.add_remote_agent(metadata)
+            return found.decode() if isinstance(found, bytes) else str(found)
+
+    def part_from(self, name: str) -> None:
+        """Forget another agent."""
+        with self._lock:
+            for key in [key for key in self._prepared if key[0] == name]:
+                del self._prepared[key]
+            try:
+                self._agent.remove_remote_agent(name)
+            except self._errors as error:
+                logging.getLogger("kvstore.data").debug("nixl: %s", error)
+
+    def post(
+        self,
+        name: str,
+        runs: list[LentRun],
+        offset: int,
+        length: int,
+        places: list[int],
+        kind: str = DRAM,
+        device: int = 0,
+    ) -> NixlRead:
+        """Begin to read bytes ``offset`` to ``offset + length`` of each page of these runs into memory at ``places``.
+
+        Args:
+            kind, device: what memory the runs are in.
+
+        Raises:
+            Unavailable: nothing was posted.
+        """
+        with self._saying("cannot read"):
+            local = np.array([(place, length, 0) for place in places], np.uint64)
+            into, at, reads = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, DRAM), 0, []
+            for run in runs:
+                here = np.arange(at, at + run.pages, dtype=np.int32)
+                there = np.arange(run.frame, run.frame + run.pages, dtype=np.int32)
+                frames = self._frames_of(name, run, offset, length, kind, device)
+                reads.append(self._agent.make_prepped_xfer("READ", into, here, frames, there))
+                at += run.pages
+        return NixlRead(self, into, reads)
+
+    def _frames_of(self, name: str, run: LentRun, offset: int, length: int, kind: str, device: int) -> Any:
+        """The prepared list of that part of every frame of an extent."""
+        key = name, run.address, run.frames, run.stride, offset, length, kind, device
+        if key not in self._prepared:
+            row = np.array([[run.address + offset, length, device, run.stride, run.frames]], np.uint64)
+            self._prepared[key] = self._agent.prep_xfer_dlist(name, row, kind)
+            while len(self._prepared) > PREPARED_MAX:
+                self._prepared.popitem(last=False)
+        self._prepared.move_to_end(key)
+        return self._prepared[key]
+
+    def transfer(self, read: Any) -> str:
+        """Post one; as ``state``. Raises Unavailable: it may have been posted, or not."""
+        with self._saying("cannot read"):
+            return str(self._agent.transfer(read))
+
+    def state(self, read: Any) -> str:
+        """DONE or PROC; ERR: nobody knows whether its bytes may still land. Raises Unavailable, which is the same."""
+        with self._saying("the read failed"):
+            return str(self._agent.check_xfer_state(read))
+
+    def _saying(self, what: str) -> _Saying:
+        return _Saying(self, what)
+
+
+class _Saying:
+    """The agent's lock, and an error of NIXL as one of ours."""
+
+    def __init__(self, agent: NixlAgent, what: str) -> None:
+        self._agent = agent
+        self._what = what
+
+    def __enter__(self) -> None:
+        self._agent._lock.acquire()
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        self._agent._lock.release()
+        if isinstance(error, self._agent._errors):
+            raise Unavailable(f"nixl: {self._what} ({error})") from None
+
+
+class NixlRead:
+    """Reads that were prepared together. Life: ``begin`` -> ``wait``, until it is over; one that never is is kept."""
+
+    def __init__(self, agent: NixlAgent, into: Any, reads: list[Any]) -> None:
+        self._agent = agent
+        self._into = into  # is in use as long as they are
+        self._reads = reads
+
+    def begin(self) -> None:
+        """Post them. Raises Unavailable: some may have been."""
+        self._reads = [read for read in self._reads if self._agent.transfer(read) != "DONE"]
+
+    def over(self) -> bool:
+        """Whether all have brought their bytes. Raises Unavailable: they will not, and some may land all the same."""
+        while self._reads:
+            state = self._agent.state(self._reads[-1])
+            if state == "PROC":
+                return False
+            if state != "DONE":
+                raise Unavailable(f"nixl: the read ended with {state}")
+            self._reads.pop()
+        return True
+
+    def wait(self, until_s: float) -> bool:
+        """Wait until ``over`` is true, at most until ``until_s``; returns whether it is. Raises as ``over``."""
+        while not self.over():
+            if time.monotonic() >= until_s:
+                return False
+            time.sleep(PAUSE_S)
+        return True
+
+
+def _api() -> Any:
+    for name in PACKAGES:
+        if importlib.util.find_spec(name) is None:
+            continue
+        try:
+            found = importlib.import_module(f"{name}._api")
+        except ImportError as error:
+            raise Unavailable(f"nixl: cannot be used ({error})") from None
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # it tells stdout of every agent
+        return found
+    raise Unavailable(f"nixl: {missing()}")
+
+
+CHUNK_BYTES: Final = 8 << 20  # are read at a time, where a page is not larger
+AHEAD: Final = 2  # chunks of one call that are under way
+LANDING_BYTES_MAX: Final = 128 << 20  # of our own memory, what is late counted
+LATE_BYTES_MAX: Final = 256 << 20  # that may still land anywhere; with more nothing is read any more
+ATTACHED_MAX: Final = 64  # other nodes' agents that are known
+
+
+@dataclass
+class _Attached:
+    """Another node's agent."""
+
+    name: str
+    incarnation: int
+
+
+@dataclass
+class _Late:
+    """Reads that did not end in time, and what to call when they have."""
+
+    reads: list[NixlRead]
+    nbytes: int
+    landed: Callable[[], None]
+
+
+@dataclass
+class _Chunk:
+    """Pages of one request that are read together. ``block``: our own memory, None where they go to their places."""
+
+    first: int
+    pages: int
+    rows: list[Rows]
+    block: Rows | None
+    read: NixlRead = field(init=False)
+
+
+class NixlTransport:
+    """See ``Transport``. Nodes without an agent, or memory that cannot be registered, are left to other transports.
+
+    Args:
+        make: an agent of that name. Raises Unavailable.
+    """
+
+    def __init__(self, links: PeerLinks, make: Callable[[str], NixlAgent] = NixlAgent) -> None:
+        self._links = links
+        self._make = make
+        self._lock = threading.Lock()
+        self._agent: NixlAgent | None = None
+        self._attached: dict[str, _Attached] = {}  # by process of the data server
+        self._registered: dict[int, Rows] = {}  # by address
+        self._blocks: list[Rows] = []  # free ones of our own
+        self._blocks_bytes = 0
+        self._late: list[_Late] = []
+
+    @property
+    def late_bytes(self) -> int:
+        """How many may still land somewhere."""
+        return sum(each.nbytes for each in self._late)
+
+    def read(
+        self,
+        peer: PoolNode,
+        request: ReadRequest,
+        places: Places,
+        deadline_s: float,
+        silence_s: float,
+        held: HeldPlaces | None = None,
+    ) -> Pulled:
+        """See ``Transport``."""
+        self._reap()
+        if self.late_bytes > LATE_BYTES_MAX:
+            raise Unavailable(f"nixl: {self.late_bytes} bytes may still land here")
+        agent = self._begun()
+        with self._links.to(peer, deadline_s, silence_s) as connection:
+            attached = self._attach(agent, peer, connection, deadline_s)
+            body = connection.call(FrameKind.LEND, *request.pack(), reply=FrameKind.LENT, deadline_s=deadline_s)
+            loan = unpack_lent(body, request)
+            if loan.pages and loan.incarnation != attached.incarnation:
+                self._forget(peer, agent)
+                raise Unavailable(f"{peer.name}: its memory is another one now")
+            good = self._fetch(agent, attached.name, loan, request, places, deadline_s, silence_s, held)
+            body = connection.call(FrameKind.RETURN, pack_return(loan), reply=FrameKind.RETURNED, deadline_s=deadline_s)
+            same, reason = unpack_end(body[: BODY_MAX[FrameKind.END]], loan.pages)
+        pages = min(good, same)
+        why = CHECKSUM if good < same else reason or loan.reason
+        return Pulled(pages, why, {Tier.DRAM: pages} if pages else {}, loan.pages)
+
+    def close(self) -> None:
+        """See ``Transport``. The agent stays where bytes may still land: it alone could tell when they have."""
+        with self._lock:
+            agent, self._agent = self._agent, None
+            self._attached.clear()
+        if agent is not None and self._late:
+            _STAYING.append((agent, self._late))
+
+    # --- agents -----------------------------------------------------------------------------------------------------
+
+    def _begun(self) -> NixlAgent:
+        with self._lock:
+            if self._agent is None:
+                self._agent = self._make(f"kvstore-{os.getpid()}-{secrets.token_hex(4)}")
+            return self._agent
+
+    def _attach(self, agent: NixlAgent, peer: PoolNode, connection: DataConnection, deadline_s: float) -> _Attached:
+        with self._lock:
+            found = self._attached.get(peer.process)
+        if found is None:
+            body = connection.call(FrameKind.ATTACH, reply=FrameKind.ATTACHED, deadline_s=deadline_s)
+            incarnation, metadata = unpack_attached(body)
+            found = _Attached(agent.meet(metadata), incarnation)
+            with self._lock:
+                while len(self._attached) >= ATTACHED_MAX:
+                    agent.part_from(self._attached.pop(next(iter(self._attached))).name)
+                self._attached[peer.process] = found
+        return found
+
+    def _forget(self, peer: PoolNode, agent: NixlAgent) -> None:
+        with self._lock:
+            found = self._attached.pop(peer.process, None)
+        if found is not None:
+            agent.part_from(found.name)
+
+    # --- memory -----------------------------------------------------------------------------------------------------
+
+    def _lies_in_registered(self, agent: NixlAgent, places: Places) -> bool:
+        """Whether all these places lie in one piece of memory that is registered, or can be."""
+        root = places[0]
+        while isinstance(root.base, np.ndarray):
+            root = root.base
+        start, stop = root.ctypes.data, root.ctypes.data + root.nbytes
+        if not all(start <= place.ctypes.data <= stop - place.nbytes for place in places):
+            return False
+        with self._lock:
+            if start not in self._registered:
+                agent.register(root)
+                self._registered[start] = root
+        return True
+
+    def _block(self, agent: NixlAgent, nbytes: int) -> Rows:
+        """Our own memory of ``nbytes``. Raises Unavailable where too much of it is in use, or late."""
+        with self._lock:
+            for at, block in enumerate(self._blocks):
+                if block.nbytes >= nbytes:
+                    return self._blocks.pop(at)
+            size = max(nbytes, CHUNK_BYTES)
+            if self._blocks_bytes + size > max(LANDING_BYTES_MAX, size):
+                raise Unavailable(f"nixl: {self._blocks_bytes} bytes are in use")
+            block = empty((size,))
+            agent.register(block)
+            self._blocks_bytes += size
+            return block
+
+    def _give_back(self, block: Rows) -> None:
+        with self._lock:
+            self._blocks.append(block)
+
+    def _reap(self) -> None:
+        """What was late may have come meanwhile."""
+        with self._lock:
+            late, self._late = self._late, []
+        for each in late:
+            try:
+                each.reads = [read for read in each.reads if not read.over()]
+            except Unavailable:
+                pass  # nobody will ever know: it stays
+            if each.reads:
+                with self._lock:
+                    self._late.append(each)
+            else:
+                each.landed()
+
+    # --- reading ----------------------------------------------------------------------------------------------------
+
+    def _fetch(
+        self,
+        agent: NixlAgent,
+        name: str,
+        loan: Loan,
+        request: ReadRequest,
+        places: Places,
+        deadline_s: float,
+        silence_s: float,
+        held: HeldPlaces | None,
+    ) -> int:
+        """Read what was lent to its places; how many leading pages hold. Raises LateBytes, DeadlineExceeded,
+        Unavailable."""
+        step, good = max(1, CHUNK_BYTES // request.length), loan.pages
+        if held is not None and not (loan.pages and self._lies_in_registered(agent, places[: loan.pages])):
+            held = None
+        under_way: list[_Chunk] = []
+        first = 0
+        try:
+            while first < loan.pages or under_way:
+                if first < loan.pages and len(under_way) < AHEAD:
+                    pages = min(step, loan.pages - first)
+                    under_way.append(self._post(agent, name, loan, request, places, first, pages, held))
+                    under_way[-1].read.begin()
+                    first += pages
+                    continue
+                chunk = under_way[0]
+                if not chunk.read.wait(min(deadline_s, time.monotonic() + silence_s)):
+                    raise DeadlineExceeded(f"nixl: {chunk.pages} pages did not come in time")
+                under_way.pop(0)
+                bad = _first_bad(chunk, loan, request)
+                good = min(good, chunk.first + bad) if bad < chunk.pages else good
+                if chunk.block is not None:
+                    for place, row in zip(places[chunk.first :], chunk.rows[:bad], strict=False):
+                        copy(place, row)
+                    self._give_back(chunk.block)
+        except Unavailable as error:
+            self._leave(under_way, request.length, held)
+            if held is not None:
+                raise LateBytes(str(error)) from None
+            raise
+        return good
+
+    def _post(
+        self,
+        agent: NixlAgent,
+        name: str,
+        loan: Loan,
+        request: ReadRequest,
+        places: Places,
+        first: int,
+        pages: int,
+        held: HeldPlaces | None,
+    ) -> _Chunk:
+        if held is not None:
+            chunk = _Chunk(first, pages, [places[page] for page in range(first, first + pages)], None)
+        else:
+            block = self._block(agent, pages * request.length)
+            chunk = _Chunk(first, pages, list(block[: pages * request.length].reshape(pages, -1)), block)
+        try:
+            addresses = [row.ctypes.data for row in chunk.rows]
+            runs = _part(loan.runs, first, pages)
+            chunk.read = agent.post(name, runs, request.offset, request.length, addresses)
+        except Unavailable:
+            if chunk.block is not None:
+                self._give_back(chunk.block)
+            raise
+        return chunk
+
+    def _leave(self, under_way: list[_Chunk], length: int, held: HeldPlaces | None) -> None:
+        """Nobody uses the memory of these before their reads have ended."""
+        if not under_way:
+            return
+        landed = held.leave() if held is not None else None
+
+        def free() -> None:
+            if landed is not None:
+                landed()
+            for chunk in under_way:
+                if chunk.block is not None:
+                    self._give_back(chunk.block)
+
+        nbytes = sum(chunk.pages for chunk in under_way) * length
+        with self._lock:
+            self._late.append(_Late([chunk.read for chunk in under_way], nbytes, free))
+
+
+_STAYING: list[tuple[NixlAgent, list[_Late]]] = []  # of transports that were closed while bytes were late
+
+
+def _part(runs: list[LentRun], first: int, pages: int) -> list[LentRun]:
+    """The runs of pages ``first`` to ``first + pages``."""
+    found, at = [], 0
+    for run in runs:
+        start, stop = max(first, at), min(first + pages, at + run.pages)
+        if start < stop:
+            found.append(run._replace(frame=run.frame + start - at, pages=stop - start))
+        at += run.pages
+    return found
+
+
+def _first_bad(chunk: _Chunk, loan: Loan, request: ReadRequest) -> int:
+    """How many leading pages of a chunk have the checksums that they were lent with."""
+    for page, row in enumerate(chunk.rows):
+        wanted = loan.sums[chunk.first + page]
+        if (sums_of(row.reshape(1, -1), request.pieces)[0] != wanted).any():
+            return page
+    return chunk.pages

@@ -1,0 +1,257 @@
+"""PageMover: brings pages from other nodes by the transport that the plan picks, and by the next one where that fails.
+
+A transport that may be faster than the one in use is measured aside: a thread reads once more what was just read, into
+memory of its own, so that nobody waits for a transport that turns out to be slow, or not to work at all.
+
+TransportPlan: by which transports pages come from a node. Pure: time comes with each call.
+
+A transport is *fit* for a node where both ends have it. The fastest of the fit ones comes first, as measured; one that
+failed is left out for a while, longer each time. What every node has is the last resort, whatever happened to it.
+
+Worked example: n2 offers tcp and nixl, and so do we. tcp is expected to bring 2 GB/s, nothing is known about nixl: so
+tcp is taken, and nixl is to be measured. The measurements are 3 GB/s and 1: it stays tcp, for ten minutes. Then tcp's
+3 GB/s are known, as it is in use, and nixl is to be measured again. Where n2 offers nixl alone, nixl is taken at once,
+and tcp where that fails.
+
+The table of transports that a process of a node has: a transport more is a class, and a row here.
+"""
+
+from __future__ import annotations
+
+import logging
+import threading
+import time
+from collections import OrderedDict
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Final
+
+import numpy as np
+
+from kvstore.cluster import nixl
+from kvstore.cluster.nixl import NixlTransport
+from kvstore.cluster.peer_links import PeerLinks, PoolNode
+from kvstore.cluster.transport import HeldPlaces, LateBytes, Places, Pulled, TcpTransport, Transport, TransportKind
+from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unauthenticated
+from kvstore.model.replica import Tier
+from kvstore.wire.data import ReadRequest
+
+LAST_RESORT: Final = "tcp"  # what every data server speaks
+FAILED_MIN_S, FAILED_MAX_S = 5.0, 300.0  # how long a transport that failed is left out
+STALE_S: Final = 600.0  # a speed that is this old is measured again
+SAMPLE_BYTES: Final = 1 << 20  # less than this tells of latency, not of speed
+WEIGHT: Final = 0.25  # of the newest measurement
+PEERS_MAX: Final = 256  # that are remembered; who was read from least recently is forgotten
+
+
+@dataclass(slots=True)
+class _Known:
+    """What is known of one transport to one peer."""
+
+    bytes_per_s: float = 0.0  # 0: it has not been measured
+    measured_s: float = 0.0
+    failures: int = 0  # since it last brought something
+    until_s: float = 0.0  # it is left out
+
+
+class TransportPlan:
+    """The plan of one process. Used by one thread at a time.
+
+    Args:
+        expected: by transport, the bytes per second it is taken for until it was measured; 0: it has to be measured
+            before it is chosen from among several.
+    """
+
+    def __init__(self, expected: Mapping[str, float]) -> None:
+        self._expected = expected
+        self._peers: OrderedDict[str, dict[str, _Known]] = OrderedDict()
+
+    def order(self, peer: str, fit: Sequence[str], now_s: float) -> list[str]:
+        """Transports to try for the next pull, one after the other; the last resort is among them."""
+        ready = [name for name in fit if now_s >= self._known(peer, name).until_s]
+        rated = [name for name in ready if self.speed(peer, name)] or ready
+        rated.sort(key=lambda name: -self.speed(peer, name))
+        return rated if LAST_RESORT in rated else [*rated, LAST_RESORT]
+
+    def to_measure(self, peer: str, fit: Sequence[str], now_s: float) -> list[str]:
+        """Transports whose speed is not known, or not any more: they may be faster than the one in use."""
+        in_use = self.order(peer, fit, now_s)[0]
+        known = {name: self._known(peer, name) for name in fit if name != in_use}
+        return [name for name, each in known.items() if now_s >= each.until_s and _stale(each, now_s)]
+
+    def speed(self, peer: str, name: str) -> float:
+        """Bytes per second that it brings, as measured or expected; 0: nobody knows."""
+        return self._known(peer, name).bytes_per_s or self._expected.get(name, 0.0)
+
+    def moved(self, peer: str, name: str, nbytes: int, seconds: float, now_s: float) -> None:
+        """Record that the transport brought ``nbytes`` in ``seconds``."""
+        known = self._known(peer, name)
+        known.failures, known.until_s = 0, 0.0
+        if nbytes >= SAMPLE_BYTES and seconds > 0:
+            fresh, before = nbytes / seconds, known.bytes_per_s
+            old = before and not _stale(known, now_s)
+            known.bytes_per_s = WEIGHT * fresh + (1 - WEIGHT) * before if old else fresh
+            known.measured_s = now_s
+
+    def failed(self, peer: str, name: str, now_s: float) -> float:
+        """Record that the transport brought nothing, or not in time. Returns for how many seconds it is left out."""
+        known = self._known(peer, name)
+        known.failures += 1
+        pause_s = min(FAILED_MAX_S, FAILED_MIN_S * 2 ** min(known.failures - 1, 16))
+        known.until_s = now_s + pause_s
+        return float(pause_s)
+
+    def _known(self, peer: str, name: str) -> _Known:
+        found = self._peers.setdefault(peer, {})
+        self._peers.move_to_end(peer)
+        while len(self._peers) > PEERS_MAX:
+            self._peers.popitem(last=False)
+        return found.setdefault(name, _Known())
+
+
+def _stale(known: _Known, now_s: float) -> bool:
+    return not known.bytes_per_s or now_s - known.measured_s >= STALE_S
+
+
+def fit_for(ours: Mapping[str, str], offered: Sequence[str]) -> dict[str, str]:
+    """By transport of either end, why it leads to a node that offers these; "": it does, and is live.
+
+    Args:
+        ours: by transport of this process, why it has it not; "": it has it.
+    """
+    found = {name: why and f"not here: {why}" for name, why in ours.items()}
+    found |= {name: "not known here" for name in offered if name not in ours}
+    found |= {name: "not offered there" for name, why in found.items() if name not in offered and not why}
+    if found.get(LAST_RESORT) == "not offered there":
+        found[LAST_RESORT] = "the last resort"
+    return found
+
+
+ASIDE_BYTES: Final = 8 << 20  # are read once more to measure a transport, where a page is not larger
+ASIDE_S: Final = 10.0  # for that: the first read may have to make a connection
+ASIDE_SILENCE_S: Final = 5.0
+CLOSE_S: Final = 1.0  # for what is being measured
+
+log = logging.getLogger("kvstore.cluster")
+
+
+class PageMover:
+    """For one process. Threads share it.
+
+    Args:
+        kinds: the table of transports.
+        links: how data servers are reached.
+    """
+
+    def __init__(self, kinds: Mapping[str, TransportKind], links: PeerLinks) -> None:
+        self._kinds = {name: kind for name, kind in kinds.items() if not kind.missing()}
+        self._links = links
+        self._plan = TransportPlan({name: kind.bytes_per_s for name, kind in kinds.items()})
+        self._made: dict[str, Transport] = {}
+        self._lock = threading.Lock()
+        self._aside: threading.Thread | None = None
+        self._closed = False
+
+    def read(
+        self,
+        peer: PoolNode,
+        request: ReadRequest,
+        places: Places,
+        deadline_s: float,
+        silence_s: float,
+        held: HeldPlaces | None = None,
+    ) -> Pulled:
+        """See ``Transport.read``. Raises what the last transport that was tried did."""
+        with self._lock:
+            names = self._plan.order(peer.process, self._fit(peer), time.monotonic())
+        found = Pulled()
+        for last, name in enumerate(names, 1 - len(names)):
+            done, began_s = found.pages, time.monotonic()
+            rest = replace(request, keys=request.keys[done:]) if done else request
+            try:
+                more = self._transport(name).read(peer, rest, places[done:], deadline_s, silence_s, held)
+            except (InvalidRequest, PermissionDenied, Unauthenticated):
+                raise  # whichever way we came
+            except KVStoreError as error:
+                self._failed(peer, name, error)
+                if isinstance(error, LateBytes) or (last == 0 and not done):
+                    raise
+                continue
+            self._moved(peer, name, rest, more, began_s)
+            found.add(more)
+            if found.pages == len(request.keys):
+                break
+        return found
+
+    def close(self) -> None:
+        """End its transports."""
+        with self._lock:
+            self._closed = True
+            made, self._made, aside = list(self._made.values()), {}, self._aside
+        for transport in made:
+            transport.close()
+        if aside is not None:
+            aside.join(CLOSE_S)
+
+    def _fit(self, peer: PoolNode) -> list[str]:
+        return [name for name in self._kinds if name in peer.transports]
+
+    def _transport(self, name: str) -> Transport:
+        with self._lock:
+            found = self._made.get(name)
+            if found is None:
+                found = self._kinds[name].make(self._links)
+                if not self._closed:
+                    self._made[name] = found
+            return found
+
+    def _failed(self, peer: PoolNode, name: str, error: KVStoreError) -> None:
+        with self._lock:
+            pause_s = self._plan.failed(peer.process, name, time.monotonic())
+        log.info("%s: %s is left out for %g s: %s", peer.name, name, pause_s, error)
+
+    def _moved(self, peer: PoolNode, name: str, request: ReadRequest, pulled: Pulled, began_s: float) -> None:
+        """Note how fast it was, and have others measured where they may be faster."""
+        now_s, nbytes = time.monotonic(), pulled.pages * request.length
+        if nbytes < SAMPLE_BYTES or set(pulled.tiers) != {Tier.DRAM}:  # the speed of something else
+            nbytes = 0
+        with self._lock:
+            self._plan.moved(peer.process, name, nbytes, now_s - began_s, now_s)
+            others = self._plan.to_measure(peer.process, self._fit(peer), now_s) if nbytes else []
+            if not others or self._closed or (self._aside is not None and self._aside.is_alive()):
+                return
+            pages = max(1, min(pulled.pages, ASIDE_BYTES // request.length))
+            again = replace(request, keys=request.keys[:pages])
+            self._aside = threading.Thread(
+                target=self._measure, args=(peer, others, again), name="kvstore-measure", daemon=True
+            )
+            self._aside.start()
+
+    def _measure(self, peer: PoolNode, names: list[str], request: ReadRequest) -> None:
+        rows = np.zeros((len(request.keys), request.length), np.uint8)
+        for name in names:
+            try:
+                transport = self._transport(name)
+                for _ in range(2):  # the first read pays for the connection
+                    began_s = time.monotonic()
+                    pulled = transport.read(peer, request, rows, began_s + ASIDE_S, ASIDE_SILENCE_S)
+            except KVStoreError as error:
+                self._failed(peer, name, error)
+                continue
+            now_s = time.monotonic()
+            with self._lock:
+                self._plan.moved(peer.process, name, pulled.pages * request.length, now_s - began_s, now_s)
+                speed = self._plan.speed(peer.process, name)
+            log.info("%s: %s brings %.2f GB/s", peer.name, name, speed / 1e9)
+
+
+TRANSPORTS: Final[Mapping[str, TransportKind]] = {
+    "nixl": TransportKind(NixlTransport, nixl.missing, guarded=False),
+    "tcp": TransportKind(TcpTransport, lambda: "", bytes_per_s=2e9),
+}
+"""By the names under which nodes offer them in the catalog. Of two that are equally fast the first is taken."""
+
+
+def missing_here() -> dict[str, str]:
+    """By transport, why this machine has it not; "": it has."""
+    return {name: kind.missing() for name, kind in TRANSPORTS.items()}

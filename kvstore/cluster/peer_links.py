@@ -1,0 +1,343 @@
+"""PeerLinks: connections to the data servers of a pool, kept open between requests; and which of them do not answer.
+
+A data server that did not answer once is known to be dead: nobody waits for it again. A thread of our own asks it from
+time to time, and clears that when it answers. One that is started anew is another process, of which nothing is known.
+Where a connection that was kept open has ended, the server may be well all the same: it is asked once more, over a new
+connection, and is dead only where that fails.
+
+Peers: who else is in a node's pool, as a small file in its folder says.
+
+The node's data server writes it (``service.cluster.view``); the daemon and its clients read it, and never ask the
+catalog themselves. With the catalog away the last view stays; ``heard_s`` says how old it is.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import asdict, dataclass, fields, replace
+from pathlib import Path
+from typing import Any, Final, TypeVar
+
+from kvstore.cluster.data_connection import SILENCE_S, DataConnection, DialCredentials
+from kvstore.errors import KVStoreError, NodeUnavailable, TooManyCalls, Unauthenticated, Unavailable
+from kvstore.safe_files import NotPlain, read_plain
+from kvstore.shm.folder import NodeFolder
+from kvstore.wire.data import Hello, WireError
+
+NAME: Final = "peers"
+LOOK_NS: Final = 100_000_000  # between two looks at the file: a reader that misses a page must not pay for one
+
+
+@dataclass(frozen=True)
+class PoolNode:
+    """A node whose data server lives.
+
+    Attributes:
+        name: of the node.
+        process: of its data server, drawn when that started.
+        incarnation: of the node's memory, 16 hex digits.
+        addresses: HOST:PORT of its data server, best first.
+        tls: whether connections to it are encrypted.
+        transports: how pages may leave it.
+        tls_name: what its certificate names; "": the address.
+    """
+
+    name: str
+    process: str
+    incarnation: str
+    addresses: tuple[str, ...] = ()
+    tls: bool = False
+    transports: tuple[str, ...] = ("tcp",)
+    tls_name: str = ""
+
+
+@dataclass(frozen=True)
+class PoolView:
+    """One view.
+
+    Attributes:
+        pool: what they all belong to.
+        node: whose view it is.
+        heard_s: when the catalog was last heard of, on the clock that counts from the machine's start.
+        peers: by name; the node itself is among them.
+    """
+
+    pool: str
+    node: str
+    heard_s: float
+    peers: dict[str, PoolNode]
+
+    def lists(self, incarnation: int) -> bool:
+        """Whether its own node, of that incarnation, is among them, and not another that has its name now."""
+        mine = self.peers.get(self.node)
+        return mine is not None and mine.incarnation in ("", f"{incarnation:016x}")
+
+
+def write(folder: NodeFolder, view: PoolView) -> None:
+    """Replace the file: who reads it sees the old view or this one. Raises OSError where the folder is gone."""
+    told = {**asdict(view), "peers": [asdict(peer) for peer in view.peers.values()]}
+    temporary = folder.temporary(NAME)
+    temporary.unlink(missing_ok=True)
+    fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, folder.file_mode)
+    with open(fd, "wb") as file:
+        file.write(json.dumps(told, separators=(",", ":")).encode())
+    temporary.replace(folder.path / NAME)
+
+
+def forget(folder: NodeFolder) -> None:
+    """The node is in no cluster."""
+    (folder.path / NAME).unlink(missing_ok=True)
+
+
+class PeersFile:
+    """A reader. Threads may share it."""
+
+    def __init__(self, folder: Path) -> None:
+        self._path = folder / NAME
+        self._seen: tuple[tuple[int, int], PoolView | None] = (0, 0), None
+        self._look_ns = 0
+
+    def look(self) -> PoolView | None:
+        """The view now, or of a moment ago; None: the node is in no cluster."""
+        now_ns = time.monotonic_ns()
+        if now_ns < self._look_ns:
+            return self._seen[1]
+        self._look_ns = now_ns + LOOK_NS
+        try:
+            status = os.stat(self._path)
+        except OSError:
+            self._seen = (0, 0), None
+            return None
+        identity = status.st_ino, status.st_mtime_ns
+        seen, view = self._seen
+        if identity != seen:
+            view = _read(self._path)
+            self._seen = identity, view
+        return view
+
+
+def _read(path: Path) -> PoolView | None:
+    """What a file says; None where it is not plain or makes no sense."""
+    try:
+        told = json.loads(read_plain(path))
+        peers = [PoolNode(**_tuples(_known(PoolNode, each))) for each in told["peers"]]
+        return PoolView(**{**_known(PoolView, told), "peers": {peer.name: peer for peer in peers}})
+    except (OSError, NotPlain, ValueError, TypeError, KeyError, AttributeError):
+        return None
+
+
+def _tuples(told: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+
+
+def _known(kind: type[Any], told: dict[str, Any]) -> dict[str, Any]:
+    return {each.name: told[each.name] for each in fields(kind) if each.name in told}
+
+
+IDLE_MAX: Final = 4  # connections to one data server that nobody uses
+IDLE_S: Final = 60.0
+PROBE_MIN_S, PROBE_MAX_S = 0.5, 8.0  # between two looks whether a dead one answers, later and later
+PROBE_ANSWER_S: Final = 1.0
+FORGOTTEN_S: Final = 900.0  # after which a dead one is not asked any more, unless somebody needs it
+
+log = logging.getLogger("kvstore.cluster")
+
+T = TypeVar("T")
+
+
+class StaleConnection(NodeUnavailable):
+    """A connection that was kept open has ended. Its server is not known to be dead, and may be asked once more."""
+
+
+@dataclass
+class _Dead:
+    """One that did not answer: since when, and when it is asked next."""
+
+    peer: PoolNode
+    since_s: float
+    next_s: float
+    pause_s: float = PROBE_MIN_S
+
+
+class PeerLinks:
+    """Threads may share it. A connection is lent to one of them at a time; one that broke is closed.
+
+    Args:
+        pool: that its peers belong to.
+        caller: what we call ourselves.
+    """
+
+    def __init__(self, pool: str, caller: str, credentials: DialCredentials | None = None) -> None:
+        self._hello = Hello(pool=pool, caller=caller)
+        self._credentials = credentials or DialCredentials()
+        self._lock = threading.Lock()
+        self._idle: dict[str, list[tuple[float, DataConnection]]] = {}  # by process of the server
+        self._dead: dict[str, _Dead] = {}  # by process of the server
+        self._probing = False
+        self._closed = threading.Event()
+
+    def dead(self, peer: PoolNode) -> bool:
+        """Whether it did not answer, and has not since."""
+        return peer.process in self._dead
+
+    @contextlib.contextmanager
+    def to(self, peer: PoolNode, deadline_s: float, silence_s: float = SILENCE_S) -> Iterator[DataConnection]:
+        """A connection to that data server, closed when this ends where it is broken.
+
+        Args:
+            silence_s: how long it may bring nothing; of that what connecting took, but for a half.
+
+        Raises:
+            KVStoreError: as ``DataConnection.open``; NodeUnavailable at once where it is ``dead``; StaleConnection,
+                see ``call``.
+        """
+        if self.dead(peer):
+            raise NodeUnavailable(f"{peer.name}: did not answer, and has not since")
+        connection, began_s = self._take(peer), time.monotonic()
+        try:
+            if connection is None:
+                connection = self._open(peer, min(deadline_s, began_s + silence_s))
+            connection.silence_s = max(silence_s / 2, silence_s - (time.monotonic() - began_s))
+            yield connection
+        except KVStoreError as error:
+            if connection is not None and isinstance(error, WireError):
+                connection.broken = True  # we are in the middle of something that makes no sense
+            if connection is not None and isinstance(error, Unauthenticated):
+                connection.broken = True  # our token was replaced: the next connection shows the new one
+                self._drop(peer)
+            elif connection is not None and self.stale(peer, connection, error):
+                raise StaleConnection(str(error)) from error
+            elif (connection is None or connection.broken) and not isinstance(error, TooManyCalls):
+                self.lost(peer)
+                # A peer that is away may be back soon; a peer that refuses us is configured differently.
+                level = logging.DEBUG if isinstance(error, Unavailable) else logging.WARNING
+                log.log(level, "%s: %s", peer.name, error)
+            raise
+        except BaseException:
+            if connection is not None:
+                connection.close()  # in the middle of a reply, perhaps
+            raise
+        finally:
+            if connection is not None:
+                self._give_back(peer, connection)
+
+    def call(
+        self, peer: PoolNode, deadline_s: float, use: Callable[[DataConnection], T], silence_s: float = SILENCE_S
+    ) -> T:
+        """What ``use`` makes of a connection to that data server; where that one is stale, of another one.
+
+        Args:
+            use: may be called twice.
+
+        Raises:
+            KVStoreError: as ``to``, and what ``use`` raises.
+        """
+        try:
+            with self.to(peer, deadline_s, silence_s) as connection:
+                return use(connection)
+        except StaleConnection:
+            with self.to(peer, deadline_s, silence_s) as connection:
+                return use(connection)
+
+    def stale(self, peer: PoolNode, connection: DataConnection, error: KVStoreError) -> bool:
+        """Whether a connection that failed with this error was kept open for long, and has just ended. Then the others
+        that are kept have ended as well, and are closed."""
+        found = connection.broken and not connection.fresh and isinstance(error, NodeUnavailable)
+        if found:
+            self._drop(peer)
+        return found
+
+    def close(self) -> None:
+        """Close what nobody uses; what is used is closed when it comes back."""
+        with self._lock:
+            self._closed.set()
+            kept = [connection for idle in self._idle.values() for _, connection in idle]
+            self._idle.clear()
+        for connection in kept:
+            connection.close()
+
+    def _open(self, peer: PoolNode, deadline_s: float) -> DataConnection:
+        if not peer.addresses:
+            raise NodeUnavailable(f"{peer.name}: has no address")
+        ours = self._credentials
+        hello = replace(self._hello, node=peer.name, process=peer.process, token=ours.token_now)
+        ours = replace(ours, server_name=peer.tls_name) if peer.tls and not ours.server_name else ours
+        return DataConnection.open(peer.addresses[0], hello, ours, tls=peer.tls, deadline_s=deadline_s)
+
+    def _take(self, peer: PoolNode) -> DataConnection | None:
+        """One that is open; those that were idle for long, which the server may have closed, are closed."""
+        now_s, old = time.monotonic(), list[DataConnection]()
+        with self._lock:
+            idle = self._idle.get(peer.process, [])
+            taken = idle.pop()[1] if idle and idle[-1][0] > now_s - IDLE_S else None
+            if taken is None:
+                old = [connection for _, connection in idle]
+                idle.clear()
+        for connection in old:
+            connection.close()
+        return taken
+
+    def _give_back(self, peer: PoolNode, connection: DataConnection) -> None:
+        """Keep it for the next one. Those that nobody has used for long, of processes that are gone, are closed."""
+        now_s, old = time.monotonic(), list[DataConnection]()
+        with self._lock:
+            for process in [name for name, idle in self._idle.items() if not idle or idle[-1][0] <= now_s - IDLE_S]:
+                old += [each for _, each in self._idle.pop(process)]
+            idle = self._idle.setdefault(peer.process, [])
+            if not connection.broken and not self._closed.is_set() and len(idle) < IDLE_MAX:
+                connection.fresh = False
+                idle.append((now_s, connection))
+            else:
+                old.append(connection)
+        for each in old:
+            each.close()
+
+    def lost(self, peer: PoolNode) -> None:
+        """Nobody asks it until it answers again; its other connections are of no use either."""
+        now_s = time.monotonic()
+        with self._lock:
+            self._dead.setdefault(peer.process, _Dead(peer, now_s, now_s + PROBE_MIN_S))
+            start, self._probing = not self._probing and not self._closed.is_set(), True
+        self._drop(peer)
+        if start:
+            threading.Thread(target=self._probe, name="kvstore-probe", daemon=True).start()
+
+    def _drop(self, peer: PoolNode) -> None:
+        """Close the connections to it that nobody uses."""
+        with self._lock:
+            idle = self._idle.pop(peer.process, [])
+        for _, connection in idle:
+            connection.close()
+
+    def _probe(self) -> None:
+        """Ask the dead from time to time, as long as there are any."""
+        while not self._closed.wait(PROBE_MIN_S / 2):
+            now_s = time.monotonic()
+            for each in [each for each in list(self._dead.values()) if each.next_s <= now_s]:
+                forgotten = now_s - each.since_s > FORGOTTEN_S
+                if forgotten or self._answers(each.peer):
+                    with self._lock:
+                        del self._dead[each.peer.process]
+                else:
+                    each.pause_s = min(2 * each.pause_s, PROBE_MAX_S)
+                    each.next_s = time.monotonic() + each.pause_s
+            with self._lock:
+                if not self._dead:
+                    self._probing = False
+                    return
+
+    def _answers(self, peer: PoolNode) -> bool:
+        try:
+            connection = self._open(peer, time.monotonic() + PROBE_ANSWER_S)
+        except TooManyCalls:
+            return True  # it answers; who needs it is told what it lacks
+        except KVStoreError:
+            return False
+        self._give_back(peer, connection)
+        return True

@@ -1,0 +1,164 @@
+"""Copies to and from a device: a stream that threads share, and pinned memory of the host for what has to bounce."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+import numpy as np
+
+from kvstore.device.base import Addresses, Bytes, Device, DeviceEvent, DeviceLost
+from kvstore.device.host_memory import large_buffer
+from kvstore.errors import DeadlineExceeded, Unavailable
+
+BOUNCE_BYTES_MAX: Final = 64 << 20  # pinned at a time for one user, or a single larger one
+LATE_POLL_S: Final = 0.01
+
+
+class CopyStream:
+    """A stream of our own that several threads submit to."""
+
+    def __init__(self, device: Device) -> None:
+        self.device = device
+        self._stream = device.stream()
+        self._submitting = threading.Lock()  # a stream is of one thread at a time
+
+    def copy(
+        self, targets: Addresses, sources: Addresses, nbytes: Addresses, after: DeviceEvent | None = None
+    ) -> DeviceEvent:
+        """See ``DeviceStream.copy``; begins behind ``after``. The event behind it."""
+        with self._submitting:
+            if after is not None:
+                self._stream.wait(after)
+            self._stream.copy(targets, sources, nbytes)
+            return self._stream.record()
+
+
+@dataclass(eq=False)
+class PinnedBounce:
+    """Pinned memory, the borrower's until it gives it back. ``event``: behind the last copy to or from it, set by the
+    borrower as soon as there is one."""
+
+    memory: Bytes
+    pinned: bool
+    event: DeviceEvent | None = None
+
+    @property
+    def address(self) -> int:
+        """Where it begins."""
+        return self.memory.ctypes.data
+
+
+class PinnedBounces:
+    """Pinned host memory to be used again. A bounce::
+
+        free ──borrow──> borrowed ──(waited for its event)──> free
+                            └──(the wait failed)──> late ──its event──> free
+
+    A late one is nobody's: the device may still read or write it. With the last reference, or ``close``, all free ones
+    are unpinned; late ones stay until the process ends.
+    """
+
+    def __init__(self, device: Device, nbytes_max: int = BOUNCE_BYTES_MAX) -> None:
+        self._device, self._nbytes_max = device, nbytes_max
+        self._changed = threading.Condition()
+        self._free: list[PinnedBounce] = []  # the one used last on top: it may be in the cache
+        self._late: list[PinnedBounce] = []
+        self._nbytes = 0
+        weakref.finalize(self, _give_up, device, self._free, self._late).atexit = False
+
+    @contextlib.contextmanager
+    def borrow(self, nbytes: int, deadline_s: float) -> Iterator[PinnedBounce]:
+        """At least ``nbytes``, page-aligned, whatever it held. To leave without an error says that its event is over.
+
+        Raises:
+            DeadlineExceeded: others had all there may be.
+            DeviceLost: no memory can be pinned any more.
+        """
+        bounce = self._take(nbytes, deadline_s)
+        over = False
+        try:
+            yield bounce
+            over = True
+        finally:
+            with self._changed:
+                late = not over and bounce.event is not None
+                (self._late if late else self._free).append(bounce)
+                self._changed.notify()
+
+    def close(self) -> None:
+        """Unpin what nobody uses. What is borrowed or late stays."""
+        with self._changed:
+            self._reap()
+            self._nbytes -= sum(len(bounce.memory) for bounce in self._free)
+            _give_up(self._device, self._free, self._late)
+
+    def _take(self, nbytes: int, deadline_s: float) -> PinnedBounce:
+        with self._changed:
+            while True:
+                for bounce in reversed(self._free):
+                    if len(bounce.memory) >= nbytes:
+                        self._free.remove(bounce)
+                        bounce.event = None
+                        return bounce
+                while self._free and self._nbytes + nbytes > self._nbytes_max:
+                    self._drop(self._free.pop(0))
+                if not self._nbytes or self._nbytes + nbytes <= self._nbytes_max:
+                    return self._make(nbytes)
+                left_s = deadline_s - time.monotonic()
+                if left_s <= 0:
+                    raise DeadlineExceeded(f"{self._nbytes} bytes of pinned memory are all in use")
+                self._changed.wait(min(left_s, LATE_POLL_S) if self._late else left_s)
+                self._reap()
+
+    def _make(self, nbytes: int) -> PinnedBounce:
+        memory, pinned = large_buffer(nbytes), True
+        memory[:: 1 << 12] = 0  # what is pinned must be populated
+        try:
+            self._device.register(memory)
+        except DeviceLost:
+            raise
+        except Unavailable:
+            pinned = False  # copies take longer
+        self._nbytes += len(memory)
+        return PinnedBounce(memory, pinned)
+
+    def _reap(self) -> None:
+        """Late ones whose event has come are free."""
+        with contextlib.suppress(DeviceLost):
+            for bounce in list(self._late):
+                if bounce.event is not None and bounce.event.over():
+                    self._late.remove(bounce)
+                    self._free.append(bounce)
+
+    def _drop(self, bounce: PinnedBounce) -> None:
+        self._nbytes -= len(bounce.memory)
+        if bounce.pinned:
+            self._device.unregister(bounce.memory)
+
+
+# What no owner unpins: bounces that were late when theirs ended, and what the driver keeps. A device may touch them.
+_LEFT: Final[list[PinnedBounce]] = []
+
+
+def _give_up(device: Device, free: list[PinnedBounce], late: list[PinnedBounce]) -> None:
+    """Their owner has ended."""
+    while free:
+        bounce = free.pop()
+        if bounce.pinned:
+            try:
+                device.unregister(bounce.memory)
+            except Unavailable:
+                _LEFT.append(bounce)
+    _LEFT.extend(late)
+    late.clear()
+
+
+def places_in(address: int, nbytes: Addresses) -> Addresses:
+    """Where pieces of these lengths lie one behind the other from ``address``."""
+    return np.cumsum(nbytes, dtype=np.uint64) - nbytes + np.uint64(address)

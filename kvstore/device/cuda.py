@@ -1,0 +1,469 @@
+"""CudaDevice: a GPU, by its driver. See ``device`` for what all devices do.
+
+``find`` tells which there are, or why there are none. A device is opened by its first use, and not before: opening one
+takes some hundred megabytes of it for this process. When it is opened the ways of copies are measured, which takes some
+tenths of a second.
+
+Measuring on a device which pieces go faster by a kernel than by its engines: once, when it is opened.
+
+The devices of this process: GPUs as their driver shows them when one is first asked for, and those added.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+import weakref
+from collections.abc import Callable, Mapping
+from functools import cache
+from typing import Any, Final, NamedTuple, Protocol
+
+import numpy as np
+
+from kvstore.device import cuda_driver
+from kvstore.device.base import Addresses, Bytes, Device, DeviceEvent, DeviceExport, DeviceLost, DeviceStream
+from kvstore.device.cuda_copies import (
+    ALWAYS,
+    BatchCall,
+    CudaCopies,
+    Kernel,
+    RegisteredRange,
+    RegisteredRanges,
+    Way,
+    cache_folder,
+    cubin_for,
+    threshold,
+)
+from kvstore.device.cuda_driver import (
+    NOT_READY,
+    PEER_ACCESS_ALREADY_ENABLED,
+    SUCCESS,
+    CudaMemory,
+    CurrentContext,
+    DriverError,
+    PrimaryContext,
+    answered,
+    begin,
+    call,
+    fault,
+)
+from kvstore.device.host_memory import empty
+from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, Unavailable
+
+LENGTHS: Final = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)  # of pieces that are tried
+MEASURED_BYTES: Final = 8 << 20  # of one copy
+REPEATS: Final = 3  # the fastest counts
+DEADLINE_S: Final = 10.0  # for one of them
+
+Pieces = tuple[Addresses, Addresses, Addresses]  # targets, sources, lengths
+_STAYING: Final[list[Bytes]] = []  # what a device that hangs may still write to
+
+
+class TriedStream(DeviceStream, Protocol):
+    """A stream that copies either way."""
+
+    def copy_by_kernel(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        """By a kernel."""
+        ...
+
+    def copy_by_engines(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        """By the copy engines."""
+        ...
+
+
+def calibrate(device: Device, stream: TriedStream) -> Mapping[Way, int]:
+    """Below which length pieces go by the kernel. Where there is no memory to measure with, none do.
+
+    Raises:
+        DeviceLost: the device does not copy.
+    """
+    host = empty(2 * MEASURED_BYTES)
+    host[:] = 0  # what is registered has to be there
+    try:
+        memory = device.allocate(4 * MEASURED_BYTES)
+    except OutOfSpace:
+        return dict.fromkeys(Way, 0)
+    try:
+        device.register(host)
+    except (OutOfSpace, DriverError):
+        memory.free()
+        return dict.fromkeys(Way, 0)
+    ends = {
+        Way.TO_DEVICE: (memory.address, host.ctypes.data),
+        Way.TO_HOST: (host.ctypes.data, memory.address),
+        Way.WITHIN: (memory.address, memory.address + 2 * MEASURED_BYTES),
+    }
+    try:
+        found = {way: _measured(stream, *ends[way]) for way in Way}
+    except DeadlineExceeded as error:
+        _STAYING.append(host)
+        raise DeviceLost(str(error)) from None
+    except DeviceLost:
+        raise
+    except Unavailable:  # the kernel cannot reach registered memory here
+        found = dict.fromkeys(Way, 0)
+    device.unregister(host)
+    memory.free()
+    return found
+
+
+def pieces(target: int, source: int, length: int) -> Pieces:
+    """As many pieces of that length as are measured at once: every other one of what lies at either end."""
+    offsets = np.arange(MEASURED_BYTES // length, dtype=np.uint64) * np.uint64(2 * length)
+    return np.uint64(target) + offsets, np.uint64(source) + offsets, np.full(len(offsets), length, np.uint64)
+
+
+def _measured(stream: TriedStream, target: int, source: int) -> int:
+    """The threshold of one way."""
+    tried = [pieces(target, source, length) for length in LENGTHS]
+    kernel_s = [_fastest(stream, stream.copy_by_kernel, each) for each in tried]
+    engines_s = [_fastest(stream, stream.copy_by_engines, each) for each in tried]
+    return threshold(LENGTHS, kernel_s, engines_s)
+
+
+def _fastest(stream: DeviceStream, copy: Callable[[Addresses, Addresses, Addresses], None], each: Pieces) -> float:
+    """Seconds of the fastest of some copies; the first of all is not counted."""
+    seconds = []
+    for _ in range(1 + REPEATS):
+        begun_s = time.perf_counter()
+        copy(*each)
+        stream.record().wait(time.monotonic() + DEADLINE_S)
+        seconds.append(time.perf_counter() - begun_s)
+    return min(seconds[1:])
+
+
+SPIN_S: Final = 50e-6  # how long a wait for an event polls without a pause: a sleep takes about that
+PAUSE_PART: Final = 1 / 32  # of the time waited: a wait may end this much later than the event
+PAUSE_MAX_S: Final = 1e-3  # but no later than that
+
+
+class CudaDevices(NamedTuple):
+    """The devices of this machine that this process may use; ``missing``: why there are none, in one line, or ""."""
+
+    devices: tuple[CudaDevice, ...]
+    missing: str
+
+
+def find() -> CudaDevices:
+    """Which devices there are. None of them is opened by that."""
+    try:
+        devices = _devices()
+    except Unavailable as error:
+        return CudaDevices((), str(error))
+    left = tuple(device for device in devices if not device.lost)
+    return CudaDevices(left, "" if left else f"{devices[0].name} was lost ({devices[0].lost})")
+
+
+@cache
+def _devices() -> tuple[CudaDevice, ...]:
+    """Raises Unavailable where there are none."""
+    driver = begin()
+    found = tuple(CudaDevice(driver, ordinal) for ordinal in range(int(call(driver.cuDeviceGetCount))))
+    if not found:
+        raise Unavailable("no CUDA device")
+    return found
+
+
+class CudaDevice:
+    """See ``Device``. Life: made, which opens nothing -> opened by its first use -> until the process ends.
+
+    Attributes:
+        model: what its maker calls it.
+    """
+
+    def __init__(self, driver: Any, ordinal: int) -> None:
+        self._driver = driver
+        self._ordinal = ordinal
+        device = call(driver.cuDeviceGet, ordinal)
+        name = bytes(call(driver.cuDeviceGetName, 128, device))
+        self._uuid = bytes(call(driver.cuDeviceGetUuid, device).bytes)
+        self.model = name.partition(b"\0")[0].decode(errors="replace")
+        self._lock = threading.Lock()
+        self._ranges = RegisteredRanges()
+        self._opened: _Opened | None = None
+        # by address: what others can be passed a descriptor of
+        self._shared: weakref.WeakValueDictionary[int, CudaMemory] = weakref.WeakValueDictionary()
+        self._reached: set[bytes] = set()  # devices whose memory of this process ours was given access to
+
+    @property
+    def name(self) -> str:
+        """See ``Device``."""
+        return f"cuda:{self._ordinal}"
+
+    @property
+    def lost(self) -> str:
+        """Why it does not work any more; "" while it does."""
+        return "" if self._opened is None else self._opened.primary.lost
+
+    @property
+    def kernel_missing(self) -> str:
+        """Why small pieces do not go by a kernel; "": they do. Opens the device."""
+        return self._open().kernel_missing
+
+    @property
+    def kernel_below(self) -> Mapping[Way, int]:
+        """Below which length pieces go by the kernel, as was measured. Opens the device."""
+        return self._open().copies.kernel_below
+
+    @property
+    def batches(self) -> bool:
+        """Whether many pieces go with one call of the driver. Opens the device."""
+        return self._open().copies.batches
+
+    def _open(self) -> _Opened:
+        with self._lock:
+            if self._opened is not None:
+                return self._opened
+            opened = self._opened = _Opened(self._driver, self._ordinal, self._ranges)
+        if not opened.kernel_missing:  # others may copy meanwhile, with engines alone
+            opened.copies.kernel_below = calibrate(self, self.stream())
+        return opened
+
+    def current(self) -> CurrentContext:
+        """``with``: what other libraries ask the driver in this thread is of this device."""
+        return self._open().primary.current()
+
+    def allocate(self, nbytes: int, *, shared: bool = False) -> CudaMemory:
+        """See ``Device``. Shared memory is mapped, and plain where the driver has no descriptors."""
+        primary = self._open().primary
+        with primary.current():
+            if not shared:
+                return cuda_driver.plain(primary, nbytes)
+            try:
+                found = cuda_driver.mapped(primary, nbytes)
+            except DeviceLost:
+                raise
+            except Unavailable:
+                return cuda_driver.plain(primary, nbytes)
+        self._shared[found.address] = found
+        return found
+
+    def export(self, address: int) -> DeviceExport:
+        """See ``Device``."""
+        primary = self._open().primary
+        shared = [each for start, each in self._shared.items() if start <= address < start + each.nbytes]
+        with primary.current():
+            return cuda_driver.exported(primary, self.uuid, shared[0] if shared else None, address)
+
+    def open_export(self, export: DeviceExport) -> CudaMemory:
+        """See ``Device``."""
+        if why := self.reach(export.device):
+            raise Unavailable(why)
+        primary = self._open().primary
+        with primary.current():
+            return cuda_driver.opened(primary, export)
+
+    def reach(self, uuid: bytes) -> str:
+        """See ``Device``. Memory of this process on the other device is reached as soon as somebody uses that."""
+        if uuid == self._uuid:
+            return ""
+        other = next((device for device in _devices() if device.uuid == uuid), None)
+        if other is None:
+            return f"{self.name}: this process does not see the device of that memory"
+        ours, theirs = (call(self._driver.cuDeviceGet, device._ordinal) for device in (self, other))
+        if not call(self._driver.cuDeviceCanAccessPeer, ours, theirs):
+            return f"{self.name} cannot read the memory of {other.name}"
+        if other.in_use and uuid not in self._reached:
+            try:
+                with self._open().primary.current():
+                    call(self._driver.cuCtxEnablePeerAccess, other._open().primary.context, 0)
+            except DriverError as error:
+                if error.code != PEER_ACCESS_ALREADY_ENABLED:  # by PyTorch, say
+                    return str(error)
+            self._reached.add(uuid)
+        return ""
+
+    def owns(self, address: int) -> bool:
+        """See ``Device``. Where nobody in this process has opened the device, nobody has memory of it; and of a lost
+        one nobody has any more."""
+        try:
+            if self._opened is None and not self.in_use:
+                return False
+            opened = self._open()
+            with opened.primary.current():
+                return opened.copies.owns(address)
+        except DeviceLost:
+            return False
+
+    @property
+    def uuid(self) -> bytes:
+        """See ``Device``."""
+        return self._uuid
+
+    @property
+    def in_use(self) -> bool:
+        """See ``Device``."""
+        _, active = call(self._driver.cuDevicePrimaryCtxGetState, call(self._driver.cuDeviceGet, self._ordinal))
+        return bool(active)
+
+    def register(self, memory: Bytes) -> None:
+        """See ``Device``. Takes a second for each few gigabytes, and other calls of the process wait meanwhile. It is
+        registered for all devices, so that a second one of this process refuses the same memory."""
+        opened, driver = self._open(), self._driver
+        start, flags = memory.ctypes.data, driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
+        if not memory.flags.writeable:
+            if not opened.registers_read_only:
+                raise Unavailable(f"{self.name}: the driver cannot register memory that is mapped read-only")
+            flags |= driver.CU_MEMHOSTREGISTER_READ_ONLY
+        with opened.primary.current():
+            call(driver.cuMemHostRegister, start, memory.nbytes, flags)
+            try:
+                there = int(call(driver.cuMemHostGetDevicePointer, start, 0))
+            except DriverError:  # engines find the way all the same, the kernel is not given it
+                return
+        self._ranges.add(RegisteredRange(start, start + memory.nbytes, there, memory.flags.writeable))
+
+    def unregister(self, memory: Bytes) -> None:
+        """See ``Device``. Takes no lock: a finalizer may call this in a thread that is opening the device."""
+        self._ranges.remove(memory.ctypes.data)
+        if self._opened is not None and not self.lost:
+            with contextlib.suppress(DeviceLost), self._opened.primary.current():  # it may turn out to be lost
+                call(self._driver.cuMemHostUnregister, memory.ctypes.data)
+
+    def stream(self) -> CudaStream:
+        """See ``Device``. It waits for no other stream, not even for the default one."""
+        opened, driver = self._open(), self._driver
+        with opened.primary.current():
+            handle = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
+        stream = CudaStream(opened, handle)
+        weakref.finalize(stream, opened.primary.let_go, driver.cuStreamDestroy, handle).atexit = False
+        return stream
+
+    def stream_of(self, handle: int) -> CudaStream:
+        """See ``Device``. It stays the other library's, which keeps it as long as this is used."""
+        return CudaStream(self._open(), self._driver.CUstream(handle))
+
+
+class _Opened:
+    """What a device has once it was opened."""
+
+    def __init__(self, driver: Any, ordinal: int, ranges: RegisteredRanges) -> None:
+        self.driver = driver
+        self.primary = PrimaryContext(driver, ordinal)
+        self.kernel_missing = ""
+        with self.primary.current():
+            self.registers_read_only = bool(self.primary.attribute("READ_ONLY_HOST_REGISTER_SUPPORTED"))
+            self.copies = CudaCopies(self.primary, ranges, BatchCall.find(driver), self._kernel())
+
+    def _kernel(self) -> Kernel | None:
+        major, minor = (self.primary.attribute(f"COMPUTE_CAPABILITY_{part}") for part in ("MAJOR", "MINOR"))
+        try:
+            return Kernel(self.driver, cubin_for(10 * major + minor, cache_folder()))
+        except DeviceLost:
+            raise
+        except Unavailable as error:  # there is no NVRTC, or an older driver that cannot load what it makes
+            self.kernel_missing = str(error)
+        return None
+
+
+class CudaStream:
+    """See ``DeviceStream``."""
+
+    def __init__(self, opened: _Opened, handle: Any) -> None:
+        self._opened = opened
+        self._handle = handle
+
+    @property
+    def handle(self) -> int:
+        """See ``DeviceStream``. 0: the default stream of this process."""
+        return int(self._handle)
+
+    def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        """See ``DeviceStream``."""
+        if len(nbytes):
+            with self._opened.primary.current():
+                self._opened.copies.copy(self._handle, targets, sources, nbytes)
+
+    def copy_by_kernel(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        """Copy pieces of any length by the kernel. Raises Unavailable where the device cannot reach a piece."""
+        with self._opened.primary.current():
+            if not self._opened.copies.by_kernel(self._handle, targets, sources, nbytes, ALWAYS):
+                raise Unavailable("cuda: the kernel cannot reach that memory")
+
+    def copy_by_engines(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        """Copy pieces of any length by the copy engines."""
+        with self._opened.primary.current():
+            self._opened.copies.by_engines(self._handle, targets, sources, nbytes)
+
+    def wait(self, event: DeviceEvent) -> None:
+        """See ``DeviceStream``. The event may be another CUDA device's."""
+        assert isinstance(event, CudaEvent)
+        with self._opened.primary.current():
+            call(self._opened.driver.cuStreamWaitEvent, self._handle, event.handle, 0)
+
+    def record(self) -> CudaEvent:
+        """See ``DeviceStream``."""
+        primary, driver = self._opened.primary, self._opened.driver
+        with primary.current():
+            if (
+                call(driver.cuStreamIsCapturing, self._handle)
+                != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
+            ):
+                # What waits for the event would become part of the recording, and fail until it ends.
+                raise InvalidRequest(
+                    "stream", f"records a CUDA graph: copy outside of it (got stream {self.handle:#x})"
+                )
+            handle = call(driver.cuEventCreate, driver.CUevent_flags.CU_EVENT_DISABLE_TIMING)
+            event = CudaEvent(primary, handle)
+            weakref.finalize(event, primary.let_go, driver.cuEventDestroy, handle).atexit = False
+            call(driver.cuEventRecord, handle, self._handle)
+        return event
+
+
+class CudaEvent:
+    """See ``DeviceEvent``."""
+
+    def __init__(self, primary: PrimaryContext, handle: Any) -> None:
+        self._primary = primary
+        self.handle = handle
+
+    def over(self) -> bool:
+        """See ``DeviceEvent``."""
+        with self._primary.current():
+            (code,) = answered(self._primary.driver.cuEventQuery, self.handle)
+            if code not in (SUCCESS, NOT_READY):
+                raise fault(code, "cuEventQuery")
+        return bool(code == SUCCESS)
+
+    def wait(self, deadline_s: float) -> None:
+        """See ``DeviceEvent``. The driver's own way of waiting has no deadline: this looks, at first without pause."""
+        begun_s = time.monotonic()
+        while not self.over():
+            now_s = time.monotonic()
+            if now_s >= deadline_s:
+                raise DeadlineExceeded("cuda: a copy did not end in time")
+            waited_s = now_s - begun_s
+            if waited_s > SPIN_S:
+                time.sleep(min(PAUSE_MAX_S, waited_s * PAUSE_PART, deadline_s - now_s))
+
+
+_lock = threading.Lock()
+_added: list[Device] = []
+
+
+def devices() -> list[Device]:
+    """All there are now. None is opened by that."""
+    return [*_added, *find().devices]
+
+
+def missing() -> str:
+    """Why there is no GPU, in one line; "" where there is one."""
+    return find().missing
+
+
+def device_of(address: int) -> Device | None:
+    """Whose memory it is; None: the host's."""
+    return next((device for device in devices() if device.owns(address)), None)
+
+
+def add(device: Device) -> None:
+    """Have another one in this process: ``HostDevice`` for tests."""
+    with _lock:
+        _added.append(device)
+
+
+def remove(device: Device) -> None:
+    """Undo ``add``."""
+    with _lock:
+        _added.remove(device)

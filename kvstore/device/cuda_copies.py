@@ -1,0 +1,528 @@
+"""How the pieces of a copy go: by a device's copy engines, all with one call, or by its processors, in a kernel.
+
+Engines move large pieces at the full speed of the link, and leave the processors to computation. Each piece costs them
+a microsecond or two, so that small ones go faster by a kernel, which costs processors. The length from which engines
+are better is measured when a device is opened (``threshold``).
+
+A kernel must only be given what the device can reach: memory of its own, and host memory that is registered. A wrong
+address costs the process its device, where an engine's copy is merely refused. So each address is looked up before.
+
+Kernels: copies done by a device's processors, for pieces too small for its copy engines.
+
+The source is compiled by NVRTC for the device at hand, which takes a fraction of a second, and kept in a folder of this
+user alone. What is found there is proven before the driver sees it: its name says what it was made from, and its first
+bytes are the digest of the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import hashlib
+import importlib
+import os
+import secrets
+import stat
+import threading
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from enum import Enum
+from functools import cache
+from pathlib import Path
+from typing import Any, Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.device.base import Addresses
+from kvstore.device.cuda_driver import INVALID_VALUE, NOT_SUPPORTED, SUCCESS, DriverError, PrimaryContext, call, fault
+from kvstore.errors import Unavailable
+from kvstore.safe_files import NotPlain, open_folder, open_plain
+
+PIECES_MAX: Final = 128  # of a launch: they travel as its arguments, of which every device takes 4 KiB
+TILE_BYTES: Final = 16 << 10  # a block's share of a piece at a time
+THREADS: Final = 256  # of a block
+CUBIN_BYTES_MAX: Final = 4 << 20
+_DIGEST: Final = hashlib.sha256().digest_size
+
+NAME: Final = b"copy_pieces"
+SOURCE: Final = f"""
+typedef unsigned long long word;
+struct Pieces {{ word target[{PIECES_MAX}]; word source[{PIECES_MAX}]; word nbytes[{PIECES_MAX}]; }};
+
+// Bytes at the same places of both sides, by the widest type that suits both: the ends that do not fill one, singly.
+template <class Unit> __device__ void copy_units(char *target, const char *source, word nbytes) {{
+    const word head = min(nbytes, (sizeof(Unit) - (word)target % sizeof(Unit)) % sizeof(Unit));
+    const word units = (nbytes - head) / sizeof(Unit), tail = head + units * sizeof(Unit);
+    Unit *to = (Unit *)(target + head);
+    const Unit *from = (const Unit *)(source + head);
+    const word step = blockDim.x;
+    word at = threadIdx.x;
+    for (; at + 3 * step < units; at += 4 * step) {{  // four reads are under way before the first write
+        const Unit a = from[at], b = from[at + step], c = from[at + 2 * step], d = from[at + 3 * step];
+        to[at] = a; to[at + step] = b; to[at + 2 * step] = c; to[at + 3 * step] = d;
+    }}
+    for (; at < units; at += step) to[at] = from[at];
+    for (word i = threadIdx.x; i < head; i += blockDim.x) target[i] = source[i];
+    for (word i = tail + threadIdx.x; i < nbytes; i += blockDim.x) target[i] = source[i];
+}}
+
+// Block b copies tiles b, b + blocks, ... of all, `tiles` to a piece; those behind a shorter piece's end are empty.
+extern "C" __global__ void __launch_bounds__({THREADS})
+copy_pieces(const __grid_constant__ Pieces pieces, const unsigned count, const unsigned tiles) {{
+    for (word work = blockIdx.x; work < (word)count * tiles; work += gridDim.x) {{
+        const unsigned piece = work / tiles;
+        const word begin = work % tiles * {TILE_BYTES}, all = pieces.nbytes[piece];
+        if (begin >= all) continue;
+        const word nbytes = min(all - begin, (word){TILE_BYTES});
+        char *target = (char *)pieces.target[piece] + begin;
+        const char *source = (const char *)pieces.source[piece] + begin;
+        const word apart = (word)target ^ (word)source;
+        if (apart % 16 == 0) copy_units<uint4>(target, source, nbytes);
+        else if (apart % 4 == 0) copy_units<unsigned>(target, source, nbytes);
+        else copy_units<char>(target, source, nbytes);
+    }}
+}}
+"""
+
+
+class Launch:
+    """The arguments of one launch: some of the pieces of a copy. They are copied when it is launched.
+
+    Attributes:
+        blocks: how many blocks share the work, of as many as it has tiles.
+        address: of the array of addresses of the arguments.
+    """
+
+    __slots__ = ("_arguments", "_numbers", "_pieces", "address", "blocks")
+
+    def __init__(self, targets: Addresses, sources: Addresses, nbytes: Addresses, blocks_max: int) -> None:
+        count = len(nbytes)
+        tiles = -(-int(nbytes.max()) // TILE_BYTES)
+        self._pieces = np.zeros((3, PIECES_MAX), np.uint64)
+        for row, each in zip(self._pieces, (targets, sources, nbytes), strict=True):
+            row[:count] = each
+        self._numbers = np.array([count, tiles], np.uint32)
+        at = self._numbers.ctypes.data
+        self._arguments = np.array([self._pieces.ctypes.data, at, at + 4], np.uint64)
+        self.address = int(self._arguments.ctypes.data)
+        self.blocks = min(blocks_max, count * tiles)
+
+
+def launches(targets: Addresses, sources: Addresses, nbytes: Addresses, blocks_max: int) -> Iterator[Launch]:
+    """A copy's pieces, as many to a launch as it takes. Pieces without bytes are left out."""
+    if not nbytes.all():
+        some = nbytes > 0
+        targets, sources, nbytes = targets[some], sources[some], nbytes[some]
+    for at in range(0, len(nbytes), PIECES_MAX):
+        part = slice(at, at + PIECES_MAX)
+        yield Launch(targets[part], sources[part], nbytes[part], blocks_max)
+
+
+# --- Compiling ------------------------------------------------------------------------------------------------------
+
+
+@cache
+def _compiler() -> Any:
+    """NVRTC's module and version. Raises Unavailable."""
+    try:
+        nvrtc = importlib.import_module("cuda.bindings.nvrtc")
+    except ImportError:
+        raise Unavailable("cuda-python is not installed") from None
+    try:
+        nvrtc.nvrtcVersion()
+    except RuntimeError:
+        raise Unavailable("NVRTC is not installed") from None
+    return nvrtc
+
+
+def compiled(arch: int) -> bytes:
+    """The cubin for devices of that compute capability (90: 9.0). Raises Unavailable."""
+    nvrtc = _compiler()
+    program = _nvrtc(nvrtc.nvrtcCreateProgram, SOURCE.encode(), b"kvstore.cu", 0, [], [])
+    try:
+        code, *_ = nvrtc.nvrtcCompileProgram(program, 2, [b"--gpu-architecture=sm_%d" % arch, b"--std=c++17"])
+        if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
+            said = bytearray(_nvrtc(nvrtc.nvrtcGetProgramLogSize, program))
+            nvrtc.nvrtcGetProgramLog(program, said)
+            first = said.rstrip(b"\0").decode(errors="replace").strip().partition("\n")[0]
+            raise Unavailable(f"NVRTC: {first or code.name}")
+        cubin = bytearray(_nvrtc(nvrtc.nvrtcGetCUBINSize, program))
+        _nvrtc(nvrtc.nvrtcGetCUBIN, program, cubin)
+    finally:
+        nvrtc.nvrtcDestroyProgram(program)
+    return bytes(cubin)
+
+
+def _nvrtc(function: Any, *arguments: object) -> Any:
+    code, *found = function(*arguments)
+    if code.name != "NVRTC_SUCCESS":
+        raise Unavailable(f"NVRTC: {function.__name__}: {code.name}")
+    return found[0] if found else None
+
+
+def cubin_for(arch: int, folder: Path) -> bytes:
+    """The compiled kernels for ``arch``, from ``folder`` where they are there already. Raises Unavailable."""
+    _, *version = _compiler().nvrtcVersion()
+    made_from = f"{version} sm_{arch}\n{SOURCE}"
+    path = folder / f"{hashlib.sha256(made_from.encode()).hexdigest()}.cubin"
+    found = kept(path)
+    if found is None:
+        found = compiled(arch)
+        keep(path, found)
+    return found
+
+
+# --- What was compiled before ---------------------------------------------------------------------------------------
+
+
+def cache_folder() -> Path:
+    """Where cubins are kept: ``kvstore`` in the user's folder for caches."""
+    home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
+    return Path(home) / "kvstore"
+
+
+def kept(path: Path) -> bytes | None:
+    """What ``keep`` put there; None where there is nothing that may be trusted: it is compiled again."""
+    try:
+        folder_fd = _private(path.parent)
+        try:
+            with open(open_plain(path.name, os.O_RDONLY, dir_fd=folder_fd), "rb") as file:
+                found = file.read(CUBIN_BYTES_MAX)
+        finally:
+            os.close(folder_fd)
+    except OSError:
+        return None
+    digest, cubin = found[:_DIGEST], found[_DIGEST:]
+    return cubin if cubin and hashlib.sha256(cubin).digest() == digest else None
+
+
+def keep(path: Path, cubin: bytes) -> None:
+    """Put it there, whole or not at all. Where that cannot be, it is compiled again next time."""
+    temporary = f"{path.name}.{secrets.token_hex(4)}"
+    try:
+        path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        folder_fd = _private(path.parent)
+        try:
+            with open(open_plain(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL, dir_fd=folder_fd), "wb") as file:
+                file.write(hashlib.sha256(cubin).digest() + cubin)
+            os.rename(temporary, path.name, src_dir_fd=folder_fd, dst_dir_fd=folder_fd)
+        finally:
+            with contextlib.suppress(FileNotFoundError):
+                os.unlink(temporary, dir_fd=folder_fd)
+            os.close(folder_fd)
+    except OSError:
+        return
+
+
+def _private(folder: Path) -> int:
+    """The folder, open, where nobody but this user can write in it. Raises OSError where somebody can."""
+    fd = open_folder(folder)
+    about = os.fstat(fd)
+    if about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+        return fd
+    os.close(fd)
+    raise NotPlain(f"{folder}: others may write there")
+
+
+class Kernel:
+    """The kernel, loaded into a device's primary context, which is current while it is made and launched."""
+
+    def __init__(self, driver: Any, cubin: bytes) -> None:
+        self._driver = driver
+        self._module = call(driver.cuModuleLoadData, cubin)
+        self._function = call(driver.cuModuleGetFunction, self._module, NAME)
+
+    def launch(self, stream: object, targets: Addresses, sources: Addresses, nbytes: Addresses, blocks: int) -> None:
+        """Copy pieces, all of which the device can reach at these addresses; they overlap nowhere."""
+        for each in launches(targets, sources, nbytes, blocks):
+            grid, block = (each.blocks, 1, 1), (THREADS, 1, 1)
+            call(self._driver.cuLaunchKernel, self._function, *grid, *block, 0, stream, each.address, 0)
+
+
+KERNEL_GAIN_MIN: Final = 1.25  # a kernel has to be this much faster: it takes processors from computation
+HOST_BLOCKS: Final = 32  # blocks of a kernel over the link: they have half a megabyte under way, which fills it
+DEFAULT_STREAMS: Final = 2  # handles up to this are not of streams that somebody made
+ALLOCATIONS_MAX: Final = 8  # of the device that one copy's pieces may lie in, to go by a kernel
+
+BATCH_VERSION: Final = 12080  # of CUDA, the first with a batched call; it is asked for in the form that it had then
+_BATCH: Final = ctypes.CFUNCTYPE(
+    ctypes.c_int,
+    ctypes.c_void_p,  # targets
+    ctypes.c_void_p,  # sources
+    ctypes.c_void_p,  # bytes
+    ctypes.c_size_t,  # how many
+    ctypes.c_void_p,  # attributes
+    ctypes.c_void_p,  # from which piece on each of them holds
+    ctypes.c_size_t,  # how many attributes
+    ctypes.c_void_p,  # is told which piece was refused
+    ctypes.c_void_p,  # stream
+)
+
+Mask = npt.NDArray[np.bool_]
+
+
+class Way(Enum):
+    """Between which memories pieces go."""
+
+    TO_DEVICE = "to the device"
+    TO_HOST = "to the host"
+    WITHIN = "within the device"
+
+
+ALWAYS: Final[Mapping[Way, int]] = dict.fromkeys(Way, 1 << 62)
+"""For ``CudaCopies.by_kernel``: pieces of every length."""
+
+
+def threshold(lengths: Sequence[int], kernel_s: Sequence[float], engines_s: Sequence[float]) -> int:
+    """Below which length pieces go by a kernel, from measurements of ascending lengths; 0: none do."""
+    for length, kernel, engines in zip(lengths, kernel_s, engines_s, strict=True):
+        if engines < kernel * KERNEL_GAIN_MIN:
+            return length if length > lengths[0] else 0
+    return 2 * lengths[-1]
+
+
+class BatchCall:
+    """``cuMemcpyBatchAsync``, called with arrays as they are: what it costs does not grow with Python's objects.
+
+    Later versions of the call lack an argument; a request for that of 12.8 succeeds in all drivers since.
+    """
+
+    def __init__(self, driver: Any, address: int) -> None:
+        self._driver = driver
+        self._function = _BATCH(address)
+        self._attributes = attributes(driver)
+        self._first = ctypes.c_size_t(0)
+
+    @classmethod
+    def find(cls, driver: Any) -> BatchCall | None:
+        """None where the driver is older."""
+        code, address, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", BATCH_VERSION, 0)
+        return cls(driver, int(address)) if code.name == SUCCESS and address else None
+
+    def copy(self, stream: int, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        """One batch. Raises as ``fault``."""
+        failed = ctypes.c_size_t(0)
+        code = self._function(
+            targets.ctypes.data,
+            sources.ctypes.data,
+            nbytes.ctypes.data,
+            len(nbytes),
+            int(self._attributes.getPtr()),
+            ctypes.addressof(self._first),
+            1,
+            ctypes.addressof(failed),
+            stream,
+        )
+        if code:
+            raise fault(named(self._driver, code), "cuMemcpyBatchAsync")
+
+
+def attributes(driver: Any) -> Any:
+    """The attributes of every piece: its source is read when its stream comes to it, not before."""
+    found = driver.CUmemcpyAttributes()
+    found.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    return found
+
+
+def named(driver: Any, code: int) -> str:
+    """The driver's name of an error."""
+    try:
+        return str(driver.CUresult(code).name)
+    except ValueError:
+        return f"error {code}"
+
+
+# --- Where addresses lie --------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class RegisteredRange:
+    """Host memory that is registered. ``there``: where the device sees it."""
+
+    start: int
+    stop: int
+    there: int
+    writable: bool
+
+
+class RegisteredRanges:
+    """All of them. They overlap nowhere. Threads share it.
+
+    A finalizer may say that a range is not registered any more, and the collector runs finalizers wherever memory is
+    allocated: also in the midst of a change that this very thread makes. That one takes both in, then.
+    """
+
+    def __init__(self) -> None:
+        self._lock = threading.RLock()
+        self._changing = False  # by the thread that has the lock
+        self._changes: deque[RegisteredRange | int] = deque()  # a new range, or the start of one that is gone
+        self._all: dict[int, RegisteredRange] = {}
+        self._columns = np.zeros((4, 0), np.uint64)  # by address
+
+    def add(self, one: RegisteredRange) -> None:
+        """Note a range that is registered now."""
+        self._changes.append(one)
+        self._take_in()
+
+    def remove(self, start: int) -> None:
+        """Note that the range from ``start`` is not registered any more."""
+        self._changes.append(start)
+        self._take_in()
+
+    def _take_in(self) -> None:
+        with self._lock:
+            while self._changes and not self._changing:
+                self._changing = True
+                try:
+                    self._change(self._changes.popleft())
+                finally:
+                    self._changing = False
+
+    def _change(self, change: RegisteredRange | int) -> None:
+        if isinstance(change, int):
+            self._all.pop(change, None)
+        else:
+            self._all[change.start] = change
+        rows = [(each.start, each.stop, each.there, each.writable) for _, each in sorted(self._all.items())]
+        self._columns = np.array(rows, np.uint64).reshape(-1, 4).T.copy()
+
+    def seen(self, at: Addresses, nbytes: Addresses, write: bool) -> tuple[Mask, Addresses]:
+        """Which pieces lie in one of them (that may be written to), and where the device sees these."""
+        starts, stops, there, writable = self._columns
+        if not len(starts):
+            return np.zeros(len(at), np.bool_), at
+        which = np.searchsorted(starts, at, "right").astype(np.int64) - 1
+        first = np.maximum(which, 0)
+        inside = (which >= 0) & (at < stops[first]) & (nbytes <= stops[first] - np.minimum(at, stops[first]))
+        if write:
+            inside &= writable[first] != 0
+        return inside, np.where(inside, at - starts[first] + there[first], at)
+
+
+def in_allocations(at: Addresses, nbytes: Addresses, allocation: Callable[[int], tuple[int, int] | None]) -> bool:
+    """Whether all pieces lie in memory of the device, asking for as few of its allocations as can be."""
+    for _ in range(ALLOCATIONS_MAX):
+        if not len(at):
+            return True
+        found = allocation(int(at[0]))
+        if found is None:
+            return False
+        start, stop = np.uint64(found[0]), np.uint64(found[1])
+        inside = (at >= start) & (at < stop) & (nbytes <= stop - np.minimum(at, stop))
+        if not inside[0]:
+            return False
+        at, nbytes = at[~inside], nbytes[~inside]
+    return not len(at)
+
+
+# --- Copying --------------------------------------------------------------------------------------------------------
+
+
+class CudaCopies:
+    """The ways of pieces to, from and on one device. Threads share it; the context is current in each call.
+
+    Attributes:
+        kernel_below: by way, below which length pieces go by the kernel.
+    """
+
+    def __init__(
+        self, primary: PrimaryContext, ranges: RegisteredRanges, batch: BatchCall | None, kernel: Kernel | None
+    ) -> None:
+        self._driver = primary.driver
+        self._ordinal = primary.ordinal
+        self._ranges = ranges
+        self._batch = batch
+        self._kernel = kernel
+        self._blocks_within = 4 * primary.attribute("MULTIPROCESSOR_COUNT")
+        self.kernel_below: Mapping[Way, int] = dict.fromkeys(Way, 0)
+
+    @property
+    def batches(self) -> bool:
+        """Whether the driver takes many pieces with one call."""
+        return self._batch is not None
+
+    def copy(self, stream: Any, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        """See ``DeviceStream.copy``."""
+        small = nbytes < max(self.kernel_below.values())
+        if self._kernel is None or not small.any():
+            self.by_engines(stream, targets, sources, nbytes)
+        elif small.all():
+            self._small(stream, targets, sources, nbytes)
+        else:
+            self.by_engines(stream, targets[~small], sources[~small], nbytes[~small])
+            self._small(stream, targets[small], sources[small], nbytes[small])
+
+    def _small(self, stream: Any, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        if not self.by_kernel(stream, targets, sources, nbytes, self.kernel_below):
+            self.by_engines(stream, targets, sources, nbytes)
+
+    def by_kernel(
+        self,
+        stream: Any,
+        targets: Addresses,
+        sources: Addresses,
+        nbytes: Addresses,
+        below: Mapping[Way, int],
+    ) -> bool:
+        """Copy them by the kernel, where the device can reach all of them and they are short enough; else False."""
+        to_host, target_there = self._ranges.seen(targets, nbytes, write=True)
+        from_host, source_there = self._ranges.seen(sources, nbytes, write=False)
+        if (to_host & from_host).any():
+            return False
+        way = Way.TO_HOST if to_host.any() else Way.TO_DEVICE if from_host.any() else Way.WITHIN
+        if int(nbytes.max()) >= below[way]:
+            return False
+        on_device = np.concatenate([targets[~to_host], sources[~from_host]])
+        lengths = np.concatenate([nbytes[~to_host], nbytes[~from_host]])
+        if self._kernel is None or not in_allocations(on_device, lengths, self.allocation):
+            return False
+        blocks = self._blocks_within if way is Way.WITHIN else HOST_BLOCKS
+        self._kernel.launch(stream, target_there, source_there, nbytes, blocks)
+        return True
+
+    def by_engines(self, stream: Any, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
+        """Copy them in one batch; with a call for each where the driver has no batches, the stream is a default one,
+        which takes none, or the driver does not take one of these pieces in a batch."""
+        if self._batch is not None and int(stream) > DEFAULT_STREAMS:
+            some = nbytes > 0  # an empty piece is an error there
+            if not some.all():
+                targets, sources, nbytes = targets[some], sources[some], nbytes[some]
+            try:
+                if len(nbytes):
+                    self._batch.copy(int(stream), *(np.ascontiguousarray(each) for each in (targets, sources, nbytes)))
+                return
+            except DriverError as error:
+                if error.code not in (NOT_SUPPORTED, INVALID_VALUE):
+                    raise
+                # Memory that is not registered may be the reason: then the next batch may do. Else it is this device or
+                # this system, whatever the driver's version.
+                if error.code == NOT_SUPPORTED and self._registered(targets, sources, nbytes):
+                    self._batch = None
+        for target, source, length in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
+            if length:
+                call(self._driver.cuMemcpyAsync, target, source, length, stream)
+
+    def _registered(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> bool:
+        """True where each piece has one end in memory of the host that is registered."""
+        to_host, _ = self._ranges.seen(targets, nbytes, write=True)
+        from_host, _ = self._ranges.seen(sources, nbytes, write=False)
+        return bool((to_host | from_host).all())
+
+    def allocation(self, address: int) -> tuple[int, int] | None:
+        """From where to where the device's memory goes in which that address lies; None: it lies in none."""
+        if not self.owns(address):
+            return None
+        start, nbytes = call(self._driver.cuMemGetAddressRange, address)
+        return int(start), int(start) + int(nbytes)
+
+    def owns(self, address: int) -> bool:
+        """See ``Device.owns``."""
+        kinds, driver = self._driver.CUpointer_attribute, self._driver
+        try:
+            memory = call(driver.cuPointerGetAttribute, kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
+            ordinal = call(driver.cuPointerGetAttribute, kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
+        except DriverError:  # it knows nothing of that address
+            return False
+        return int(memory) == int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE) and int(ordinal) == self._ordinal

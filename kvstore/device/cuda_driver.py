@@ -1,0 +1,352 @@
+"""The CUDA driver in this process: whether there is one, its primary contexts, and its errors as ours.
+
+Only the modules ``cuda*`` of this folder call it. All of them import it late: without the package, without a driver and
+with an old one the same install works, and ``begin`` says in one line why there is none.
+
+A primary context is what every library of a process shares on a device, PyTorch among them. A call is made with it on
+top of the calling thread's stack of contexts, and the stack is left as it was found.
+
+Memory of a GPU: plain allocations, allocations that are mapped page by page, and both as other processes have them.
+
+Other processes of the machine open a plain allocation (``cuMemAlloc``) by the driver's IPC handle. One that the driver
+maps (``cuMemCreate``) has no such handle, but a file descriptor, which has to be passed through a socket; and it stays
+as long as a process has it mapped, whereas a handle must be closed by all openers before its owner frees the memory.
+So memory that is to be shared is mapped, and plain where the driver, or its container, cannot do that.
+
+Mapped memory of other libraries (expandable segments of PyTorch) cannot be exported: it consists of many pieces, and
+each of them has to have been made for that.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable
+from functools import cache
+from typing import Any, Final
+
+from kvstore.device.base import DeviceExport, DeviceLost
+from kvstore.errors import KVStoreError, OutOfSpace, Unavailable
+
+VERSION_MIN: Final = 12000  # of CUDA, as the driver counts: that of the oldest driver whose calls all of this has
+NO_PACKAGE: Final = "cuda-python is not installed"
+NO_DRIVER: Final = "no NVIDIA driver"
+SUCCESS: Final = "CUDA_SUCCESS"
+NOT_READY: Final = "CUDA_ERROR_NOT_READY"
+OUT_OF_MEMORY: Final = "CUDA_ERROR_OUT_OF_MEMORY"
+NO_DEVICE: Final = "CUDA_ERROR_NO_DEVICE"
+PEER_ACCESS_ALREADY_ENABLED: Final = "CUDA_ERROR_PEER_ACCESS_ALREADY_ENABLED"
+NOT_SUPPORTED: Final = "CUDA_ERROR_NOT_SUPPORTED"
+INVALID_VALUE: Final = "CUDA_ERROR_INVALID_VALUE"
+
+# After one of these every later call fails, until the process ends.
+LOST: Final = frozenset(
+    f"CUDA_ERROR_{name}"
+    for name in (
+        "DEINITIALIZED",
+        "ECC_UNCORRECTABLE",
+        "NVLINK_UNCORRECTABLE",
+        "CONTAINED",
+        "ILLEGAL_ADDRESS",
+        "LAUNCH_TIMEOUT",
+        "CONTEXT_IS_DESTROYED",
+        "ASSERT",
+        "HARDWARE_STACK_ERROR",
+        "ILLEGAL_INSTRUCTION",
+        "MISALIGNED_ADDRESS",
+        "INVALID_ADDRESS_SPACE",
+        "INVALID_PC",
+        "LAUNCH_FAILED",
+        "TENSOR_MEMORY_LEAK",
+        "MPS_CLIENT_TERMINATED",
+        "EXTERNAL_DEVICE",
+        "UNKNOWN",
+    )
+)
+
+
+class DriverError(Unavailable):
+    """The driver refused a call, and goes on. ``code``: its name of the error."""
+
+    def __init__(self, reason: str, code: str = "") -> None:
+        super().__init__(reason)
+        self.code = code
+
+
+def fault(code: str, call: str) -> KVStoreError:
+    """An error of the driver, by its name, as one of ours."""
+    reason = f"cuda: {call}: {code}"
+    if code in LOST:
+        return DeviceLost(reason)
+    return OutOfSpace(reason) if code == OUT_OF_MEMORY else DriverError(reason, code)
+
+
+def call(function: Callable[..., Any], *arguments: object) -> Any:
+    """What a call of the driver returns in addition to its code: nothing, a thing, or a tuple. Raises as ``fault``."""
+    code, *found = answered(function, *arguments)
+    if code != SUCCESS:
+        raise fault(code, function.__name__)
+    return found[0] if len(found) == 1 else tuple(found) or None
+
+
+def answered(function: Callable[..., Any], *arguments: object) -> tuple[Any, ...]:
+    """What a call of the driver returns, the name of its code first.
+
+    Raises:
+        DriverError: the driver has no such call, or its code is one that the package does not know.
+    """
+    try:
+        code, *found = function(*arguments)
+    except (RuntimeError, ValueError, KeyError) as error:
+        raise DriverError(f"cuda: {function.__name__}: {str(error).partition(chr(10))[0]}") from None
+    return code.name, *found
+
+
+def absent() -> str:
+    """Why there can be no driver, seen without asking it for anything; "": ``begin`` would tell."""
+    try:
+        if importlib.util.find_spec("cuda.bindings.driver") is None:
+            return NO_PACKAGE
+    except ModuleNotFoundError:
+        return NO_PACKAGE
+    try:
+        ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return NO_DRIVER
+    return ""
+
+
+@cache
+def begin() -> Any:
+    """The package's module of the driver, which has begun. Raises Unavailable: one line why there is none."""
+    try:
+        driver = importlib.import_module("cuda.bindings.driver")
+    except ImportError:
+        raise Unavailable(NO_PACKAGE) from None
+    if why := absent():  # by cuInit it would be an error of a kind that differs between versions of the package
+        raise Unavailable(why)
+    try:
+        (code,) = answered(driver.cuInit, 0)
+        if code == SUCCESS:
+            version = int(call(driver.cuDriverGetVersion))
+            if why := too_old(version):
+                raise Unavailable(why)
+            return driver
+    except DriverError as error:
+        raise Unavailable(f"the NVIDIA driver cannot be used ({error})") from None
+    if code == NO_DEVICE:
+        raise Unavailable("no CUDA device")
+    raise Unavailable(f"the NVIDIA driver does not begin ({code})")
+
+
+def too_old(version: int) -> str:
+    """Why a driver of that version is not used; "": it is."""
+    if version >= VERSION_MIN:
+        return ""
+    return f"the NVIDIA driver is too old (CUDA {_shown(version)}, not {_shown(VERSION_MIN)} or later)"
+
+
+def _shown(version: int) -> str:
+    return f"{version // 1000}.{version % 1000 // 10}"
+
+
+class PrimaryContext:
+    """A device's primary context. Kept until the process ends, as it is others' as well.
+
+    Attributes:
+        lost: why nothing works any more; "" while it does.
+        context: the driver's.
+    """
+
+    def __init__(self, driver: Any, ordinal: int) -> None:
+        self.driver = driver
+        self.ordinal = ordinal
+        self.device = call(driver.cuDeviceGet, ordinal)
+        self.lost = ""
+        self.context = call(driver.cuDevicePrimaryCtxRetain, self.device)
+
+    def attribute(self, name: str) -> int:
+        """What the driver says of the device, by the name after ``CU_DEVICE_ATTRIBUTE_``."""
+        attribute = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
+        return int(call(self.driver.cuDeviceGetAttribute, attribute, self.device))
+
+    def current(self) -> CurrentContext:
+        """``with``: calls of this thread are to this device. Raises DeviceLost."""
+        return CurrentContext(self)
+
+    def let_go(self, function: Callable[..., Any], handle: object) -> None:
+        """Give up an event or a stream: when nobody knows it any more, in whichever thread."""
+        with contextlib.suppress(Unavailable), self.current():  # where the device is lost, they are as well
+            function(handle)
+
+
+class CurrentContext:
+    """See ``PrimaryContext.current``.
+
+    Another thread may be recording a CUDA graph; while one does, the driver refuses some calls of all threads, and ends
+    the recording. Nothing of ours belongs to a recording, so that ours are exempt.
+    """
+
+    __slots__ = ("_mode", "_primary")
+
+    def __init__(self, primary: PrimaryContext) -> None:
+        self._primary = primary
+        self._mode: Any = None
+
+    def __enter__(self) -> None:
+        primary, driver = self._primary, self._primary.driver
+        if primary.lost:
+            raise DeviceLost(primary.lost)
+        call(driver.cuCtxPushCurrent, primary.context)
+        relaxed = driver.CUstreamCaptureMode.CU_STREAM_CAPTURE_MODE_RELAXED
+        self._mode = driver.cuThreadExchangeStreamCaptureMode(relaxed)[-1]
+
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+        primary, driver = self._primary, self._primary.driver
+        if isinstance(error, DeviceLost):
+            primary.lost = primary.lost or str(error)
+        if self._mode is not None:
+            driver.cuThreadExchangeStreamCaptureMode(self._mode)
+        driver.cuCtxPopCurrent()
+
+
+HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
+
+
+class CudaMemory:
+    """See ``DeviceMemory``. All of them may be given back from any thread.
+
+    Args:
+        undo: calls that give it back, one after the other.
+        handle: of memory that is mapped; None: it is plain, or another process's.
+    """
+
+    def __init__(
+        self, primary: PrimaryContext, address: int, nbytes: int, undo: list[Callable[[], object]], handle: Any = None
+    ) -> None:
+        self._primary = primary
+        self._undo = undo
+        self.address, self.nbytes, self.handle = address, nbytes, handle
+
+    def free(self) -> None:
+        """See ``DeviceMemory``."""
+        undo, self._undo = self._undo, []
+        if undo and not self._primary.lost:
+            with contextlib.suppress(DeviceLost), self._primary.current():  # it may turn out to be lost
+                for each in undo:
+                    each()
+
+
+def plain(primary: PrimaryContext, nbytes: int) -> CudaMemory:
+    """An allocation. The context is current here and in each of the next ones. Raises OutOfSpace, DeviceLost."""
+    driver = primary.driver
+    address = int(call(driver.cuMemAlloc, nbytes))
+    return CudaMemory(primary, address, nbytes, [lambda: call(driver.cuMemFree, address)])
+
+
+def mapped(primary: PrimaryContext, nbytes: int) -> CudaMemory:
+    """One that others can be passed a descriptor of. Raises OutOfSpace, DeviceLost; Unavailable where there is none."""
+    for needed in ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
+        if not primary.attribute(needed):
+            raise Unavailable(f"cuda: {needed} is not set")
+    driver, properties = primary.driver, properties_of(primary)
+    least = driver.CUmemAllocationGranularity_flags.CU_MEM_ALLOC_GRANULARITY_MINIMUM
+    step = int(call(driver.cuMemGetAllocationGranularity, properties, least))
+    size = -(-nbytes // step) * step
+    handle = call(driver.cuMemCreate, size, properties, 0)
+    memory = _at_an_address(primary, handle, size)
+    memory.handle = handle
+    return memory
+
+
+def properties_of(primary: PrimaryContext) -> Any:
+    """What ``cuMemCreate`` is asked for."""
+    driver = primary.driver
+    found = driver.CUmemAllocationProp()
+    found.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    found.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    found.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    found.location.id = primary.ordinal
+    if primary.attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):  # so that it can be registered with a network card
+        found.allocFlags.gpuDirectRDMACapable = 1
+    return found
+
+
+def access_of(primary: PrimaryContext) -> Any:
+    """What ``cuMemSetAccess`` is told: this device reads and writes. Reading alone some drivers refuse."""
+    driver = primary.driver
+    found = driver.CUmemAccessDesc()
+    found.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    found.location.id = primary.ordinal
+    found.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return found
+
+
+def exported(primary: PrimaryContext, device: bytes, memory: CudaMemory | None, address: int) -> DeviceExport:
+    """See ``Device.export``. ``memory``: the mapped allocation in which that address lies; None: a plain one."""
+    driver = primary.driver
+    if memory is None:
+        base, nbytes = call(driver.cuMemGetAddressRange, address)
+        handle = call(driver.cuIpcGetMemHandle, base)
+        return DeviceExport(device, address - int(base), int(nbytes), handle_bytes(handle))
+    kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    descriptor = int(call(driver.cuMemExportToShareableHandle, memory.handle, kind, 0))
+    os.set_inheritable(descriptor, False)
+    return DeviceExport(device, address - memory.address, memory.nbytes, b"", descriptor)
+
+
+def handle_bytes(handle: Any) -> bytes:
+    """The bytes of a ``CUipcMemHandle``. Some versions of the package name them, others do not."""
+    return ctypes.string_at(int(handle.getPtr()), HANDLE_BYTES)
+
+
+def handle_of(driver: Any, raw: bytes) -> Any:
+    """The ``CUipcMemHandle`` in these bytes."""
+    handle = driver.CUipcMemHandle()
+    ctypes.memmove(int(handle.getPtr()), raw, HANDLE_BYTES)
+    return handle
+
+
+def opened(primary: PrimaryContext, export: DeviceExport) -> CudaMemory:
+    """See ``Device.open_export``."""
+    driver = primary.driver
+    if export.descriptor >= 0:
+        kind = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+        theirs = call(driver.cuMemImportFromShareableHandle, export.descriptor, kind)
+        return _at_an_address(primary, theirs, export.nbytes)
+    if len(export.handle) != HANDLE_BYTES:
+        raise Unavailable("cuda: the export is not a handle")
+    handle = handle_of(driver, export.handle)
+    # Where the memory is another device's, this gives the device of the context access to it.
+    flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
+    base = int(call(driver.cuIpcOpenMemHandle, handle, flags))
+    memory = CudaMemory(primary, base, 0, [lambda: call(driver.cuIpcCloseMemHandle, base)])
+    try:
+        _, size = call(driver.cuMemGetAddressRange, base)
+    except Unavailable:
+        memory.free()
+        raise
+    memory.nbytes = int(size)  # of a copy from beyond its end this process would lose its device
+    return memory
+
+
+def _at_an_address(primary: PrimaryContext, handle: Any, size: int) -> CudaMemory:
+    """Map an allocation, for this device to read and write. Where that fails the handle is given back."""
+    driver = primary.driver
+    undo: list[Callable[[], object]] = [lambda: call(driver.cuMemRelease, handle)]
+    try:
+        address = int(call(driver.cuMemAddressReserve, size, 0, 0, 0))
+        undo.append(lambda: call(driver.cuMemAddressFree, address, size))
+        call(driver.cuMemMap, address, size, 0, handle, 0)
+        undo.insert(0, lambda: call(driver.cuMemUnmap, address, size))
+        call(driver.cuMemSetAccess, address, size, [access_of(primary)], 1)
+    except (Unavailable, OutOfSpace) as error:
+        if not isinstance(error, DeviceLost):
+            for each in undo:
+                with contextlib.suppress(Unavailable):
+                    each()
+        raise
+    return CudaMemory(primary, address, size, undo)

@@ -1,0 +1,239 @@
+"""Pages over gRPC: About, Lookup, Read, Prefetch, Write. Through the client library, as any client of this machine.
+
+PageWatch: WatchPages, by which a conductor is told what pages a node has, as an owner of the directory is.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import secrets
+import time
+from collections import Counter
+from collections.abc import AsyncIterator
+from functools import partial
+from typing import Any, Final
+
+from kvstore import about
+from kvstore.client.local.cache import WHOLE_BYTES
+from kvstore.client.match import ABSENT, Match
+from kvstore.client.store import Store
+from kvstore.cluster.announce_plan import LOOK_S, Announcing
+from kvstore.cluster.directory import Told
+from kvstore.device.host_memory import empty
+from kvstore.errors import InvalidRequest, QuotaExceeded, TooManyCalls
+from kvstore.model.replica import SHARDS_MAX
+from kvstore.model.shard import Shard
+from kvstore.node.api import streams
+from kvstore.node.api.messages import PromptPages, lookup_reply, prompt_of
+from kvstore.node.api.reservations import Reservations
+from kvstore.node.node import Node
+from kvstore.node.page_feed import PageFeed
+from kvstore.pb import store_pb2 as pb
+from kvstore.server.gate import Call, parse
+from kvstore.server.request_cost import weight_of
+from kvstore.wire.grpc import MESSAGE_BYTES_MAX
+
+LOOKUP_HERE_PAGES: Final = 256  # looked up in the event loop itself: a thread costs more than these
+LOOKUP_HERE_BYTES: Final = 64 << 10
+PREFETCH_STEP_S: Final = 0.25  # how long a thread waits for pages before it looks whether the call still lives
+
+
+class PageCalls:
+    """The calls about pages. ``store`` is a client of ``node`` in this process, shared by all callers."""
+
+    def __init__(self, store: Store, node: Node, reservations: Reservations, object_bytes_max: int) -> None:
+        self._store = store
+        self._node = node
+        self._reservations = reservations
+        self._about = pb.AboutReply(
+            name=node.config.name,
+            version=about.version(),
+            extent_bytes=node.look(lambda _, state: state.segment.extent_bytes),
+            message_bytes_max=MESSAGE_BYTES_MAX,
+            ranks_max=SHARDS_MAX,
+            object_bytes_max=object_bytes_max,
+        )
+
+    async def about(self, call: Call, message: bytes) -> bytes:
+        """What the node is, and what this caller may do."""
+        parse(pb.AboutRequest, message)
+        reply = pb.AboutReply(identity=call.caller.name, operator=call.caller.operator, salts=sorted(call.caller.salts))
+        reply.MergeFrom(self._about)
+        return reply.SerializeToString()
+
+    async def lookup(self, call: Call, message: bytes) -> bytes:
+        """How many leading pages are stored."""
+        request = parse(pb.LookupRequest, message)
+        call.caller.check_salt(request.pages.salt)
+
+        def work() -> bytes:
+            prompt = self._prompt(request.pages)
+            return lookup_reply(_looked_up(prompt), prompt).SerializeToString()
+
+        return work() if _is_short(request.pages) else await call.quick(work)
+
+    async def prefetch(self, call: Call, message: bytes) -> bytes:
+        """Bring pages to DRAM; in steps, so that a call that has ended holds no thread."""
+        request = parse(pb.LookupRequest, message)
+        call.caller.check_salt(request.pages.salt)
+        prompt = await call.quick(self._prompt, request.pages)
+        match = Match(0, 0, ABSENT)
+        while not prompt.orphan:
+            began_s = time.monotonic()
+            match = await call.wait(prompt.cache.prefetch, prompt.keys, min(PREFETCH_STEP_S, max(0.01, call.left_s)))
+            if match.pages == len(prompt.keys) or time.monotonic() - began_s < PREFETCH_STEP_S:
+                break
+        return lookup_reply(match, prompt).SerializeToString()
+
+    async def read(self, call: Call, message: bytes) -> None:
+        """A match, then the pages' bytes; batch by batch, each proven when it is read."""
+        request = parse(pb.ReadRequest, message)
+        call.caller.check_salt(request.pages.salt)
+
+        def find() -> tuple[PromptPages, Shard, Match]:
+            prompt = self._prompt(request.pages)
+            cut = request.rank, request.ranks or 1, request.stage, request.stages or 1
+            return prompt, Shard(prompt.cache.layout, *cut), _looked_up(prompt)
+
+        prompt, shard, match = find() if _is_short(request.pages) else await call.quick(find)
+        whole_bytes = max(WHOLE_BYTES, prompt.cache.page_bytes) if shard.count > 1 else 0
+        async with call.buffers(streams.buffer_bytes(shard.nbytes) + whole_bytes):
+            await call.send(pb.ReadReply(match=lookup_reply(match, prompt)).SerializeToString())
+            rows = empty((min(match.pages, streams.batch_pages(shard.nbytes)), shard.nbytes))
+            page, reason = 0, ""
+            steps = (
+                partial(_get, prompt, shard, start, min(start + len(rows), match.pages), rows, request.verify)
+                for start in range(0, match.pages, max(1, len(rows)))
+            )
+            async with contextlib.aclosing(streams.ahead(call, steps)) as found:
+                async for got, messages in found:
+                    for packed in messages:
+                        await call.send(packed)
+                    page, reason = page + got.pages, got.reason
+                    if reason:
+                        break
+            if page < match.pages:
+                real = Match(page * prompt.cache.layout.page_tokens, page, reason)
+                await call.send(pb.ReadReply(match=lookup_reply(real, prompt, with_keys=False)).SerializeToString())
+
+    async def write(self, call: Call, requests: AsyncIterator[bytes]) -> bytes:
+        """Store pages as they come, or write into reserved ones."""
+        first = await streams.first_of(requests, call)
+        async with call.buffers(await weight_of(call, pb.WriteBegin.DESCRIPTOR, first.begin or b"")):
+            return await self._write(call, first, requests)
+
+    async def _write(self, call: Call, first: streams.Data, requests: AsyncIterator[bytes]) -> bytes:
+        begin = parse(pb.WriteBegin, first.begin or b"")
+        if begin.reservation:
+            if begin.HasField("pages"):
+                raise InvalidRequest("pages", "are those of the reservation: do not name them again")
+            return await self._reservations.write(call, begin.reservation, streams.batches(first, requests, call))
+        call.caller.check_salt(begin.pages.salt)
+        prompt = await call.quick(self._prompt, begin.pages, False)
+        if prompt.orphan:  # as where its parent was evicted: nothing can be stored
+            return pb.WriteReply().SerializeToString()
+        new_pages = 0
+
+        def put(page: int, rows: Any) -> bool:
+            nonlocal new_pages
+            keys = prompt.keys[page : page + len(rows)]
+            try:
+                new_pages += prompt.cache.put(keys, rows, wait=True)
+            except QuotaExceeded:
+                if not new_pages:
+                    raise
+                return False  # some are stored: the reply says how many
+            return prompt.cache.lookup(keys).pages == len(keys)
+
+        page_bytes = prompt.cache.page_bytes
+        async with call.buffers(streams.buffer_bytes(page_bytes)):
+            pages = streams.PageAssembly(len(prompt.keys), page_bytes, put)
+            if await streams.feed(call, pages, streams.batches(first, requests, call)):
+                pages.end()
+        find = partial(prompt.cache.lookup, prompt.keys)
+        match = find() if _is_short(begin.pages) else await call.quick(find)
+        return pb.WriteReply(new_pages=new_pages, pages=match.pages).SerializeToString()
+
+    def _prompt(self, pages: pb.Pages, to_match: bool = True) -> PromptPages:
+        return prompt_of(self._store, self._node, pages, to_match=to_match)
+
+
+def _is_short(pages: pb.Pages) -> bool:
+    """Whether hashing takes no time, and nothing is looked up under the node's lock (as a parent is)."""
+    page_bytes = 4 * (pages.layout.page_tokens or 64)
+    size = len(pages.tokens)
+    return size <= LOOKUP_HERE_BYTES and size <= LOOKUP_HERE_PAGES * page_bytes and not pages.parent
+
+
+def _looked_up(prompt: PromptPages) -> Match:
+    return Match(0, 0, ABSENT) if prompt.orphan else prompt.cache.lookup(prompt.keys)
+
+
+def _get(
+    prompt: PromptPages, shard: Shard, page: int, stop: int, rows: streams.Rows, verify: bool
+) -> tuple[Match, list[bytes]]:
+    keys = prompt.keys[page:stop]
+    if shard.count == 1:
+        match = prompt.cache.get(keys, out=rows, verify=verify or None)
+    else:
+        rank, ranks, stage, stages = shard.cut.values()
+        match = prompt.cache.get_shard(
+            keys, rows, rank=rank, ranks=ranks, stage=stage, stages=stages, verify=verify or None
+        )
+    return match, streams.pack_pages(rows[: match.pages].reshape(-1).data)
+
+
+WATCHERS_MAX: Final = 16  # each may keep what the node has, and ``announcing.QUEUED_MAX`` changes, 9 bytes a page
+RETRY_AFTER_S: Final = 1.0
+BATCHES: Final = 16  # sent between two looks at the event log, which forgets what was not looked at for long
+END_S: Final = 0.5  # before the deadline: a watch ends well
+READER: Final = "reader"
+
+
+class PageWatch:
+    """All watchers of one node."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._watchers = 0
+
+    async def pages(self, call: Call, message: bytes) -> None:
+        """Everything the node has, then each change. A batch is made when the one before was taken."""
+        parse(pb.Empty, message)
+        call.caller.check_operator()
+        if self._watchers >= WATCHERS_MAX:
+            raise TooManyCalls(f"{WATCHERS_MAX} callers watch pages already", RETRY_AFTER_S)
+        self._watchers += 1
+        try:
+            await self._tell(call)
+        finally:
+            self._watchers -= 1
+
+    async def _tell(self, call: Call) -> None:
+        announcing = Announcing(self._node.folder.name, lambda: secrets.randbits(63))
+        announcing.members([READER])
+        feed = PageFeed(self._node, announcing, Counter())
+        while call.left_s > END_S:
+            await call.quick(feed.follow)
+            for _ in range(BATCHES):
+                batch = announcing.batch(READER)
+                if batch is None:
+                    break
+                await call.send(_message(batch))
+                announcing.answered(READER, batch, batch.number + 1)
+            if not announcing.queued:
+                call.check()
+                with call.waits():
+                    await asyncio.sleep(LOOK_S)
+
+
+def _message(batch: Told) -> bytes:
+    said = pb.PageBatch(
+        stream=batch.stream,
+        number=batch.number,
+        fingerprints=batch.fingerprints.astype("<u8").tobytes(),
+        marks=batch.marks.tobytes(),
+        whole=batch.whole,
+    )
+    return said.SerializeToString()

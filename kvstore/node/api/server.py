@@ -1,0 +1,129 @@
+"""ApiServer: the gRPC API of a node.
+
+It is a client of its own node: one store on an in-process channel serves all remote callers, so pages are proven, read
+and written by the same code as on this machine.
+
+The methods of store.proto, and the code that serves them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Coroutine, Sequence
+from typing import Any, Final
+
+import grpc
+
+from kvstore.client.local.node import LocalNode
+from kvstore.client.local.store import LocalStore
+from kvstore.config import NodeConfig
+from kvstore.node.api.admin import AdminCalls
+from kvstore.node.api.objects import ObjectCalls
+from kvstore.node.api.pages import PageCalls, PageWatch
+from kvstore.node.api.reservations import Leases, Reservations, sweep_forever
+from kvstore.node.dispatch import Dispatcher, InProcessChannel
+from kvstore.node.node import Node
+from kvstore.server.gate import Gate
+from kvstore.server.grpc_server import Limits, LoopServer, Sending, Taking, Unary, serving
+from kvstore.server.request_cost import weighed
+
+SERVICE: Final = "kvstore.v1.Store"
+
+
+def handlers(
+    gate: Gate,
+    pages: PageCalls,
+    reservations: Reservations,
+    leases: Leases,
+    objects: ObjectCalls,
+    admin: AdminCalls,
+    watch: PageWatch,
+) -> grpc.GenericRpcHandler:
+    """The whole service, every call through the gate."""
+    unary: dict[str, Unary] = {
+        "About": pages.about,
+        "Lookup": pages.lookup,
+        "Prefetch": pages.prefetch,
+        "Reserve": reservations.reserve,
+        "Seal": reservations.seal,
+        "Revoke": reservations.revoke,
+        "Lease": leases.lease,
+        "Renew": leases.renew,
+        "Release": leases.release,
+        "ContainsObjects": objects.contains,
+        "DeleteObjects": objects.delete,
+        "ClearObjects": objects.clear,
+        "Stats": admin.stats,
+        "Pages": admin.pages,
+        "Evict": admin.evict,
+        "Pin": admin.pin,
+        "Unpin": admin.unpin,
+        "Pins": admin.pins,
+        "Verify": admin.verify,
+        "Admin": admin.admin,
+    }
+    sending: dict[str, Sending] = {
+        "Read": pages.read,
+        "GetObject": objects.get,
+        "Watch": admin.watch,
+        "WatchPages": watch.pages,
+    }
+    taking: dict[str, Taking] = {"Write": pages.write, "PutObject": objects.put}
+    return serving(gate, SERVICE, weighed(SERVICE, unary), weighed(SERVICE, sending), taking)
+
+
+# Calls of one connection: at least, and as a part of ``rpcs_max``. Where a client does not wait, gRPC refuses further
+# ones before it makes a call of them; no refusal is cheaper.
+STREAMS_MIN, STREAMS_SHARE = 16, 16
+BUFFER_PAGES: Final = 4  # of the largest kind, which have to fit in the buffers of all calls
+
+
+class _Here:
+    """This daemon's node, as the client library knows an embedded one. It does not end with its client."""
+
+    def __init__(self, node: Node, dispatcher: Dispatcher) -> None:
+        self._node = node
+        self._dispatcher = dispatcher
+
+    def channel(self) -> InProcessChannel:
+        """See ``client.local.node.Embedded``."""
+        return InProcessChannel(self._node, self._dispatcher)
+
+    def close(self) -> None:
+        """The daemon ends its node itself."""
+
+
+class ApiServer(LoopServer):
+    """Serves from ``start`` to ``stop``. Its node is started before it, and stops after it."""
+
+    def __init__(self, config: NodeConfig, node: Node, dispatcher: Dispatcher) -> None:
+        extent_bytes = node.look(lambda _, state: state.segment.extent_bytes)
+        limits = Limits(
+            rpcs_max=config.rpcs_max,
+            call_s_max=config.rpc_timeout_s_max,
+            buffer_bytes=max(config.rpc_buffers, BUFFER_PAGES * extent_bytes),
+            streams_max=max(STREAMS_MIN, config.rpcs_max // STREAMS_SHARE),
+        )
+        super().__init__("kvstore-api", SERVICE, config, limits)
+        self._node = node
+        self._dispatcher = dispatcher
+
+    def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
+        store = LocalStore(LocalNode(self._node.folder, embedded=_Here(self._node, self._dispatcher)))
+        ends.callback(store.close)
+        self._reservations = Reservations(store, self._node, self.identities)
+        self._leases = Leases(store, self._node, self.identities)
+        admin = AdminCalls(store, self._node, self._dispatcher.admin)
+        objects = ObjectCalls(store, self._limits.buffer_bytes)
+        pages = PageCalls(store, self._node, self._reservations, objects.bytes_max)
+        return handlers(gate, pages, self._reservations, self._leases, objects, admin, PageWatch(self._node))
+
+    def _beside(self) -> Sequence[Coroutine[Any, Any, None]]:
+        return (sweep_forever(self._sweep),)  # without it leases would never end
+
+    def _calls_ended(self) -> None:
+        self._sweep(everything=True)
+
+    def _sweep(self, everything: bool = False) -> None:
+        self._reservations.held.sweep(everything)
+        self._leases.held.sweep(everything)

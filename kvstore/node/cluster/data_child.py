@@ -1,0 +1,138 @@
+"""DataChild: the data server that a daemon starts for itself, finds again, and ends."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from dataclasses import fields
+from typing import Final
+
+from kvstore import logs
+from kvstore.config import NodeConfig
+from kvstore.config.daemon import ClusterConfig
+from kvstore.config.reading import DATA_AUTO, DATA_NONE
+from kvstore.errors import InvalidRequest
+from kvstore.node.cluster.data_server import address_of
+from kvstore.shm.data_server_file import find_data_server, is_taken
+from kvstore.shm.folder import NodeFolder
+
+START_S: Final = 20.0
+STOP_S: Final = 8.0
+LOOK_S: Final = 0.02
+CHECK_S: Final = 1.0  # how often it is looked whether it lives
+RESTART_MAX_S: Final = 30.0
+
+SETTINGS: Final = (
+    *(each.name for each in fields(ClusterConfig)),
+    *(
+        "shm_dir",
+        "data_connections",
+        "data_transports",
+        "tls_cert",
+        "tls_key",
+        "tls_client_ca",
+        "identities",
+        "log_level",
+        "log_format",
+    ),
+)
+"""What a data server is told beside the node's name and its address."""
+
+log = logging.getLogger("kvstore.daemon")
+
+
+def wanted(config: NodeConfig) -> bool:
+    """Whether a daemon of this configuration has a data server."""
+    shared = bool(config.catalog) and config.catalog != "memory"
+    return shared if config.data == DATA_AUTO else config.data != DATA_NONE
+
+
+class DataChild:
+    """From ``start`` to ``stop``. The process outlives a daemon that is killed; the next one finds it by its file.
+
+    Life of the process: found, or started -> seen dead by ``look``, started again, later and later -> ``stop``.
+    """
+
+    def __init__(self, config: NodeConfig, folder: NodeFolder) -> None:
+        address_of(config)  # what makes no sense is refused before anything is started
+        self._config = config
+        self._folder = folder
+        self._process: subprocess.Popen[bytes] | None = None
+        self._check_s = 0.0
+        self._pause_s = CHECK_S
+
+    def start(self) -> str:
+        """Have one serve; returns its address.
+
+        Raises:
+            InvalidRequest: it ended at once: its address is taken, say. Its own line in the log says more.
+        """
+        found = find_data_server(self._folder)
+        if found is not None:
+            logs.event(log, logging.INFO, "data server found", address=found.address, pid=found.pid)
+            return found.address
+        self._spawn()
+        deadline_s = time.monotonic() + START_S
+        while (found := find_data_server(self._folder)) is None:
+            assert self._process is not None
+            ended = self._process.poll() is not None and not is_taken(self._folder)  # else another was faster
+            if ended or time.monotonic() >= deadline_s:
+                self.stop()
+                raise InvalidRequest("data", "the data server did not start; the line before says why")
+            time.sleep(LOOK_S)
+        self._check_s = time.monotonic() + CHECK_S
+        return found.address
+
+    def look(self) -> None:
+        """Start it again where it has died. Does not wait."""
+        now_s = time.monotonic()
+        if now_s < self._check_s:
+            return
+        self._check_s = now_s + CHECK_S
+        ended = self._process is not None and self._process.poll() is not None
+        if find_data_server(self._folder) is not None:
+            self._pause_s = CHECK_S
+        elif ended or self._process is None:
+            self._check_s = now_s + self._pause_s
+            self._pause_s = min(2 * self._pause_s, RESTART_MAX_S)
+            logs.event(log, logging.WARNING, "data server started again")
+            self._spawn()
+
+    def stop(self) -> None:
+        """End it, where a daemon started it."""
+        found = find_data_server(self._folder)
+        process, self._process = self._process, None
+        if process is not None:
+            process.terminate()
+            try:
+                process.wait(STOP_S)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel, over a disk that hangs
+                    process.wait(STOP_S)
+        elif found is not None and found.child:
+            os.kill(found.pid, signal.SIGTERM)  # its lock is held, so it lives and the number is its own
+
+    def _spawn(self) -> None:
+        self._process = subprocess.Popen(
+            [sys.executable, "-m", "kvstore", *arguments(self._config)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,  # what ends the daemon's group does not end it
+        )
+
+
+def arguments(config: NodeConfig) -> Sequence[str]:
+    """The command line of this configuration's data server."""
+    found = ["data", "--node", config.name, "--listen", config.data, "--child"]
+    for name in SETTINGS:
+        value = getattr(config, name)
+        if value not in (None, ""):
+            found += [f"--{name.replace('_', '-')}", str(value)]
+    return found

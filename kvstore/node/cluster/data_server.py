@@ -1,0 +1,376 @@
+"""The data server of a node: ``kvstore data``, a process of its own beside the daemon.
+
+It is a client of the node's memory and NVMe files, and serves its pages whether the daemon is busy, stopped or dead. It
+ends with SIGTERM, or when the node's folder is gone; a daemon that started it also ends it.
+
+ViewKeeper: keeps the ``peers`` file of a node as its catalog tells. See ``transfer.peers``.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import os
+import secrets
+import threading
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from typing import Any, Final
+
+from kvstore import about, boundary, logs
+from kvstore.client.local.node import LocalNode
+from kvstore.cluster import peer_links
+from kvstore.cluster.catalog import schema
+from kvstore.cluster.catalog.connect import check_url
+from kvstore.cluster.catalog.schema import DataEntry, NodeEntry
+from kvstore.cluster.catalog.task_health import TaskHealth
+from kvstore.cluster.data_connection import Admit, Caller, Handler, is_loopback
+from kvstore.cluster.data_listener import Server, ServerLimits
+from kvstore.cluster.membership import Membership, host
+from kvstore.cluster.nixl import NixlAgent
+from kvstore.cluster.page_mover import TRANSPORTS, missing_here
+from kvstore.cluster.peer_links import PeersFile, PoolNode, PoolView
+from kvstore.config import NodeConfig, parse_address
+from kvstore.config.reading import DATA_AUTO, DATA_NONE, TRANSPORTS_AUTO, ChangedFiles
+from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unauthenticated, Unavailable
+from kvstore.limits import UNKNOWN_PART
+from kvstore.node.cluster.directory_shell import DirectoryShell
+from kvstore.node.cluster.page_handlers import CheckHandler, HoldHandler, LendHandler, ReadHandler
+from kvstore.server import lifecycle
+from kvstore.server.certificates import ServerCertificate
+from kvstore.server.identities import Identities
+from kvstore.server.lifecycle import Life
+from kvstore.server.listening import check_certificates, check_far, numeric
+from kvstore.shm.data_server_file import DataFile, DataServerAt, tell_errors
+from kvstore.shm.folder import NodeFolder
+from kvstore.wire.data import FrameKind, Hello
+
+HEARD_STEP_S: Final = 1.0  # the file is written again when the catalog answered this much later
+
+cluster_log = logging.getLogger("kvstore.cluster")
+
+
+def serving(nodes: Iterable[NodeEntry], servers: Iterable[DataEntry]) -> dict[str, DataEntry]:
+    """By node, the data server that its pages are read from.
+
+    The newest of several: an older one is perhaps dead, and not forgotten yet. But where a name is a node's, a data
+    server of another incarnation is not that node's: another node had the name before, and was cut off since.
+
+    Args:
+        servers: the newest last.
+    """
+    named = {each.name: each.incarnation for each in nodes}
+    found: dict[str, DataEntry] = {}
+    for each in servers:
+        if each.node not in found or not each.incarnation or each.incarnation == named.get(each.node, each.incarnation):
+            found[each.node] = each
+    return found
+
+
+def offered_by(server: DataEntry) -> tuple[str, ...]:
+    """How pages may leave its node."""
+    return tuple(name for name, why in server.transports.items() if not why)
+
+
+class ViewKeeper:
+    """Lives in the node's data server, so that a dead daemon changes nothing. One thread calls ``refresh``."""
+
+    def __init__(self, folder: NodeFolder, pool: str, members: Membership) -> None:
+        self._folder = folder
+        self._members = members
+        self._view = PoolView(pool, folder.name, 0.0, {})
+        self._written = False
+
+    def refresh(self) -> None:
+        """Write the file where it would say something else."""
+        found = {
+            name: PoolNode(
+                name, each.process, each.incarnation, each.addresses, each.tls, offered_by(each), each.tls_name
+            )
+            for name, each in serving(self._members.nodes(), self._members.data_servers()).items()
+        }
+        heard_s, before = self._members.heard_s, self._view
+        if self._written and found == before.peers and heard_s < before.heard_s + HEARD_STEP_S:
+            return
+        self._view = PoolView(before.pool, before.node, heard_s, found)
+        try:
+            peer_links.write(self._folder, self._view)
+            self._written = True
+        except OSError as error:
+            cluster_log.warning("%s: cannot say who is in the cluster: %s", self._folder.name, error)
+
+
+# Shorter than the silence after which a reader takes us for dead: what the daemon or a device does not tell by then is
+# answered as a miss.
+PATIENCE_S: Final = 0.3
+NODE_S: Final = 60.0  # for a node that is just being made
+NODE_LOOK_S: Final = 0.05
+DIRECTORY_BYTES: Final = 256 << 20  # see ``Directory``
+NAME_DIGITS: Final = 12  # with the longest name of a node it is one that the catalog takes
+STOP_S: Final = 5.0  # for a catalog that does not answer; a daemon that ends us waits longer
+
+log = logging.getLogger("kvstore.data")
+
+
+def address_of(config: NodeConfig) -> tuple[str, int]:
+    """The numeric address and port to listen at.
+
+    Raises:
+        InvalidRequest: it is beyond loopback without TLS or identities, these or a certificate make no sense, there is
+            no such host, or it is the address of nowhere, which cannot be told to others.
+    """
+    named = config.data not in (DATA_AUTO, DATA_NONE)
+    host_name, port = parse_address(config.data, "data") if named else ("127.0.0.1", 0)
+    number = numeric(host_name, config.data, "data")[0]
+    if config.catalog and ipaddress.ip_address(number).is_unspecified:
+        raise InvalidRequest("data", f"others are told this address: name one that they reach, not {config.data}")
+    identities = Identities(config.identities)
+    if not is_loopback(number):
+        check_far(config, identities, config.data, "data")
+    check_certificates(config, identities)
+    ServerCertificate.of(config)
+    transports_of(config)
+    return number, port
+
+
+def host_of(config: NodeConfig) -> str:
+    """What ``--data`` calls the host; "" where it names none."""
+    return parse_address(config.data, "data")[0] if config.data not in (DATA_AUTO, DATA_NONE) else ""
+
+
+def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = False) -> None:
+    """Serve the pages of the node ``config.name`` until SIGTERM or SIGINT, or until the node's folder is gone.
+
+    Args:
+        announce: called once, with one line, when it serves.
+        child: a daemon started it, and will end it.
+
+    Raises:
+        NodeBusy: another process is the node's data server.
+        Unavailable: there is no such node, and none came.
+        InvalidRequest: a setting makes no sense.
+        VersionMismatch: the catalog is of another version.
+    """
+    where = address_of(config)
+    if config.catalog:
+        check_url(config.catalog)
+    folder = NodeFolder(config.shm_dir, config.name)
+    quiet = replace(config, http=None, listen=(), otlp_endpoint="")  # those are the daemon's own
+    with lifecycle.running(quiet, log, "the data server") as life:
+        life.begun(node=config.name)
+        file = _take(folder, life)
+        life.at_end(file.close)
+        node = LocalNode(folder.path, timeout_s=PATIENCE_S)
+        life.at_end(node.close)
+        certificate = ServerCertificate.of(config)
+        directory = DirectoryShell(DIRECTORY_BYTES, PeersFile(folder.path))
+        process = schema.new_process()
+        server = Server(
+            config.name,
+            handlers(node, directory, transports_of(config)),
+            admits(config, process),
+            limits_of(config),
+            tls=certificate.for_sockets() if certificate is not None else None,
+            process=process,
+        )
+        address = server.start(*where)
+        life.at_end(server.stop)
+        file.tell(DataServerAt(os.getpid(), server.process, address, child))
+        former = name_of(config.name, file.former.process) if file.former is not None else ""
+        told = _Told(config, node, directory, server.process, address, certificate, former, life.fail)
+        life.at_end(told.stop)
+        line = f"kvstore data server of node {config.name} ready: pages on {address}"
+        life.serves(lambda: announce(line), life.took_s, address=address)
+        life.wait_while(lambda: file.stands() and told.look())
+
+
+def transports_of(config: NodeConfig) -> dict[str, str]:
+    """By transport, why pages do not leave this node that way; "": they do. Raises InvalidRequest for unknown ones."""
+    found = missing_here()
+    wanted = [name.strip() for name in config.data_transports.split(",")]
+    if wanted == [TRANSPORTS_AUTO]:
+        named = {name for name, kind in TRANSPORTS.items() if not kind.guarded}
+        return {name: why or ("to be named in data_transports" if name in named else "") for name, why in found.items()}
+    unknown = [name for name in wanted if name not in found]
+    if unknown:
+        raise InvalidRequest("data_transports", f"must be auto, or some of {', '.join(found)}, not {unknown[0]!r}")
+    return {name: why if name in wanted else "switched off" for name, why in found.items()}
+
+
+def limits_of(config: NodeConfig) -> ServerLimits:
+    """What the data server of this configuration bears: ``Connections`` keeps one part in ``UNKNOWN_PART`` of all for
+    callers that have not said who they are."""
+    known = config.data_connections
+    return ServerLimits(connections_max=known + -(-known // (UNKNOWN_PART - 1)))
+
+
+def handlers(node: LocalNode, directory: DirectoryShell, transports: Mapping[str, str]) -> Mapping[FrameKind, Handler]:
+    """What a data server answers that offers these transports."""
+    found: dict[FrameKind, Handler] = {
+        FrameKind.READ: ReadHandler(node),
+        FrameKind.HOLD: HoldHandler(node),
+        FrameKind.CHECK: CheckHandler(node),
+    }
+    found |= directory.handlers
+    if not transports["nixl"]:
+        found |= LendHandler(node, lambda: NixlAgent(f"{node.name}-{secrets.token_hex(8)}")).handlers
+    return found
+
+
+def admits(config: NodeConfig, process: str) -> Admit:
+    """The callers that may ask: as over gRPC, and of the same pool. Where no identity is asked for, a caller has to
+    name this process: other users of the machine reach loopback, but read neither the catalog nor the node's folder."""
+    identities = Identities(config.identities)
+
+    def admit(hello: Hello, names: Sequence[str]) -> Caller:
+        if hello.node not in ("", config.name):
+            raise InvalidRequest("node", f"this is {config.name}, not {hello.node[:80]}")
+        if hello.pool not in ("", config.pool):
+            raise InvalidRequest("pool", f"{config.name} is of another pool")
+        if not identities.asked_for and not secrets.compare_digest(hello.process.encode(), process.encode()):
+            raise Unauthenticated(f"{config.name}: read the number of this data server in the catalog, and send it")
+        return identities.find(hello.token or None, names)
+
+    return admit
+
+
+def _take(folder: NodeFolder, life: Life) -> DataFile:
+    """Become the node's data server, as soon as there is a node."""
+    deadline_s = time.monotonic() + NODE_S
+    while True:
+        file = DataFile(folder)
+        try:
+            if folder.trusted():
+                file.take()
+                return file
+        except FileNotFoundError:  # purged in this moment
+            pass
+        if time.monotonic() >= deadline_s or life.ending(NODE_LOOK_S):
+            raise Unavailable(f"there is no node {folder.name!r} on this machine; start it with `kvstore serve`")
+
+
+def name_of(node: str, process: str) -> str:
+    """What the data server of that node and that number is called in the catalog: no other one ever has this name, and
+    so none has to wait for it."""
+    return f"{node}.{process[:NAME_DIGITS]}"
+
+
+class _Told:
+    """The data server's entry in the catalog: tried until it is there, and kept up to date. Serving does not wait.
+
+    Args:
+        former: the name of the data server before us, which is dead: its entry goes when ours is there.
+        on_final: what ends the process.
+    """
+
+    def __init__(
+        self,
+        config: NodeConfig,
+        node: LocalNode,
+        directory: DirectoryShell,
+        process: str,
+        address: str,
+        certificate: ServerCertificate | None,
+        former: str,
+        on_final: Callable[[KVStoreError], None],
+    ) -> None:
+        self._config = config
+        self._certificate = certificate
+        self._files = certificate.files if certificate is not None else ChangedFiles(())
+        self._former = former
+        self._on_final = on_final
+        self._node = node
+        self._directory = directory
+        self._entry = DataEntry(
+            name=name_of(config.name, process),
+            process=process,
+            node=config.name,
+            incarnation="",
+            addresses=(address,),
+            tls=config.tls_cert is not None,
+            tls_name=self._tls_name(address, ""),
+            transports=transports_of(config),
+            host=host(),
+            version=about.version(),
+        )
+        self._errors: dict[str, int] | None = None  # as its file has them
+        self._membership: Membership | None = None
+        self._keeper: ViewKeeper | None = None
+        self._stopping = threading.Event()
+        self._joining = TaskHealth("joining", on_final=on_final)
+        directory.membership = self._status
+        join = boundary.kept("task/data catalog", self._join, self._stopping)
+        self._thread = threading.Thread(target=join, name="data catalog", daemon=True)
+        if config.catalog:
+            self._thread.start()
+        else:
+            peer_links.forget(node.folder)
+
+    def look(self) -> bool:
+        """Tell a new incarnation of the node, the node's clients who else is there, and its daemon our errors. True."""
+        mapped = self._node.mapped()
+        incarnation = f"{mapped.incarnation:016x}" if mapped is not None else self._entry.incarnation
+        if self._keeper is not None:
+            self._keeper.refresh()
+        before, name = self._entry, self._entry.tls_name
+        if self._files.changed():
+            name = self._tls_name(before.addresses[0], name)
+        if (incarnation, name) != (before.incarnation, before.tls_name):
+            self._entry = replace(before, incarnation=incarnation, tls_name=name)
+            membership = self._membership
+            if membership is not None:
+                membership.update(self._entry)
+        errors = boundary.counts()
+        if errors != self._errors:
+            with contextlib.suppress(OSError, OutOfSpace):  # the next look tries again
+                tell_errors(self._node.folder, errors)
+                self._errors = errors
+        return True
+
+    def _tls_name(self, address: str, before: str) -> str:
+        """By which name others are to know us, see ``ServerCertificate.name_for``; ``before`` was the last one."""
+        if self._certificate is None:
+            return ""
+        number = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
+        try:
+            name = self._certificate.name_for(number, host_of(self._config))
+        except (OSError, ValueError):  # it is just being written; a server goes on with the one it has
+            self._files.forget()
+            return before
+        if name is None:
+            logs.event(
+                log, logging.WARNING, "others will not trust its certificate", cert=self._certificate.cert, at=address
+            )
+        return name or ""
+
+    def stop(self) -> None:
+        """Leave the catalog at once."""
+        self._stopping.set()
+        if self._thread.ident is not None:
+            self._thread.join(STOP_S)
+        if self._membership is not None:
+            self._membership.stop()
+
+    def _status(self) -> dict[str, Any]:
+        """How each task fares; before it has joined, how that goes."""
+        membership = self._membership
+        if membership is not None:
+            return membership.status()
+        return {"joining": self._joining.status(), "fault": self._joining.fault(self._config.catalog_ttl_s)}
+
+    def _join(self) -> bool:
+        """One try to be in the catalog; True once it is there."""
+        membership, entry = Membership(self._config), self._entry
+        try:
+            membership.start(entry, former_name=self._former, on_final=self._on_final)
+        except KVStoreError as error:  # also a refused password, or a file that cannot be read: they may be replaced
+            self._stopping.wait(self._joining.note_failure(error))
+            return False
+        self._joining.note_success()
+        self._membership = self._directory.members = membership
+        self._keeper = ViewKeeper(self._node.folder, self._config.pool, membership)
+        if self._entry is not entry:
+            membership.update(self._entry)
+        return True

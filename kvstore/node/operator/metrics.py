@@ -1,0 +1,329 @@
+"""Metrics: ``/metrics`` of a daemon, for Prometheus. ``metric_table`` says what there is.
+
+Everything counts from the start of this daemon. Clients count for themselves and longer than that (``tier.counters``);
+what they had counted when the daemon got ready is taken off. No counter goes down while a daemon lives.
+
+A scrape looks at extents, sessions, tenants and devices, never at pages; and there is a bound on every label's values.
+
+The table of all metrics a node exports: names, kinds, labels, and what they say. docs/metrics.md is made of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from kvstore.node.node import Node
+from kvstore.node.operator.stats import node_stats, pins_stats, tenant_rows
+from kvstore.node.scrubber import Scrubber
+from kvstore.server.metrics import INTERNAL_ERRORS, MEMBERSHIP, SHED_HELP, DaemonMetrics, Families, metric_info
+from kvstore.shm.counters import LATENCY_BOUNDS_S, MISS_REASONS, OPERATIONS, REUSE_BOUNDS_S, REUSE_SAMPLED, TIMED_NS
+from kvstore.shm.data_server_file import find_errors
+from kvstore.tier.nvme.frame_header import REASONS
+
+if TYPE_CHECKING:
+    from kvstore.server.call_counts import Calls
+
+TENANTS_MAX = 100
+TENANTS_REST = "(others)"
+
+
+_counter = partial(metric_info, "kvstore", "counter")
+_gauge = partial(metric_info, "kvstore", "gauge")
+_histogram = partial(metric_info, "kvstore", "histogram")
+
+METRICS = (
+    _counter("operations", "Calls of clients: get, put, put_async, lookup, lease.", "operation"),
+    _histogram(
+        "operation_duration_seconds",
+        f"Time from a client's call to its return. One get per {TIMED_NS / 1e6:g} ms is timed, "
+        "and counts for all since.",
+        "operation",
+    ),
+    _counter("asked_pages", "Pages that gets and leases asked for: those hit and those missed."),
+    _counter("hit_pages", "Pages that gets and leases found, by the tier they were read from.", "tier"),
+    _counter("hit_tokens", "Tokens of those pages.", "tier"),
+    _counter("missed_pages", "Pages that gets and leases did not find, by why the match ended.", "reason"),
+    _counter("missed_tokens", "Tokens of those pages."),
+    _counter("put_pages", "New pages that clients put: published in shared memory, or acknowledged by the node."),
+    _counter("read_bytes", "Bytes that clients copied or were lent, by tier.", "tier"),
+    _counter(
+        "tier_bytes", "Bytes that crossed a tier's border, clients and the other tier alike.", "tier", "direction"
+    ),
+    _histogram(
+        "reuse_gap_seconds",
+        f"Time since the last use of pages hit in DRAM, of one timed get in {REUSE_SAMPLED}, counted in pages.",
+    ),
+    _counter("sealed_pages", "Pages sealed in DRAM, by all writers."),
+    _counter("moved_pages", "Pages copied between DRAM and NVMe: demoted or promoted.", "direction"),
+    _counter("moved_bytes", "Bytes of those pages.", "direction"),
+    _counter(
+        "evicted_pages",
+        "Pages that left a tier. Reason saved: NVMe has them. Otherwise no lower tier has them: space was needed, "
+        "reclaim (an extent went to pages of another geometry), request (an operator's), quota (the tenant's).",
+        "tier",
+        "reason",
+    ),
+    _histogram("eviction_age_seconds", "Whole seconds since their last use, of pages that left a tier.", "tier"),
+    _counter("reclaimed_extents", "Extents that went to pages of another geometry.", "tier"),
+    _counter("damaged_pages", "Pages that did not hold and were dropped, without their descendants.", "reason"),
+    _counter("node_events", "Whatever else the node counts, by its name.", "event"),
+    _gauge("tier_capacity_bytes", "Size of a tier.", "tier"),
+    _gauge("tier_used_bytes", "Bytes of sealed pages.", "tier"),
+    _gauge("tier_failed_bytes", "Bytes of a tier that could not be had or failed.", "tier"),
+    _gauge("tier_populated_bytes", "Bytes of DRAM that memory is allocated for.", "tier"),
+    _gauge("pages", "Sealed pages; one may be in both tiers.", "tier"),
+    _gauge("frames", "Frames by state: free, reserved, sealed, retiring, quarantined.", "tier", "state"),
+    _gauge("extents", "Extents: carved for pages of one geometry, or vacant.", "tier", "state"),
+    _gauge(
+        "queue_length",
+        "What waits: copies (batches between tiers), unsaved (cold pages to be saved before they leave), ready (cold "
+        "pages that may leave), checksums (pages to get theirs), scan (frames on NVMe to be read after a start), "
+        "rpcs (gRPC calls under way).",
+        "queue",
+    ),
+    _gauge("sessions", "Clients: connected, or known (also those that may come back).", "state"),
+    _gauge("leases", "Leases held."),
+    _gauge("reservations", "Pages that are being written under a key."),
+    _gauge(
+        "tenant_used_bytes",
+        "Bytes of frames with pages. "
+        f"Tenants with quotas and the first {TENANTS_MAX} others by name, the rest as {TENANTS_REST}.",
+        "tenant",
+        "tier",
+    ),
+    _gauge("tenant_quota_bytes", "What a tenant may have; absent where there is no quota.", "tenant", "tier"),
+    _counter("tenant_refused_pages", "Pages refused because the tenant's quota was full.", "tenant", "tier"),
+    _counter("tenant_evicted_pages", "Pages that left to keep the tenant within its quota.", "tenant", "tier"),
+    _gauge("tenant_pins", "Pins of a tenant.", "tenant"),
+    _gauge("tenants", "Tenants that have or had pages."),
+    _gauge("pinned_bytes", "Bytes that pins keep from being evicted.", "tier"),
+    _counter("grpc_calls", "gRPC calls that ended, by status code; refused ones as well.", "method", "code"),
+    _counter("grpc_shed_calls", SHED_HELP, "reason"),
+    _histogram("grpc_call_duration_seconds", "Time from a call's arrival at the gate to its end.", "method"),
+    _counter("grpc_bytes", "Bytes of messages over gRPC.", "direction"),
+    _counter("event_log_entries", "Entries of the log of page events; one may be of many pages."),
+    _counter(
+        "event_log_overwritten", "Entries that gave their place to newer ones: who had not read them yet lost them."
+    ),
+    _gauge("device_up", "1 where an NVMe target is read and written, 0 where it failed.", "path"),
+    _gauge("device_direct", "1 where it is read and written past the page cache (O_DIRECT).", "path"),
+    _gauge("device_capacity_bytes", "Size of an NVMe target as it is used.", "path"),
+    _gauge("device_used_bytes", "Bytes of pages on it.", "path"),
+    _gauge("device_pages", "Pages on it.", "path"),
+    _gauge("nvme_written_today_bytes", "Bytes written to NVMe today (UTC)."),
+    _gauge("nvme_write_cap_bytes", "How many may be; 0: no cap."),
+    _counter("scrubber_sweeps", "Sweeps of the scrubber over all pages that ended."),
+    _counter("scrubber_pages", "Pages the scrubber verified, stamped with checksums, or found damaged.", "outcome"),
+    _gauge("scrubber_sweep_pages_left", "Pages left in the sweep that is going on."),
+    _gauge("index_used_bytes", "Bytes of the index in use."),
+    _counter("index_rebuilds", "Rebuilds of the index from the records, by reason.", "reason"),
+    *MEMBERSHIP,
+    INTERNAL_ERRORS,
+    _gauge("uptime_seconds", "Time since this daemon started."),
+    _gauge("process_resident_bytes", "Memory of the daemon that is resident, shared pages included."),
+    _counter("process_cpu_seconds", "Processor time of the daemon."),
+    _gauge("build_info", "1; the labels say what runs.", "version", "python", "node"),
+)
+
+
+SALT_CHARS_MAX = 100  # of a label; salts that begin alike are summed
+AGE_BOUNDS_S = tuple(float(1 << bits) for bits in range(32))
+EVICTION_REASONS = ("space", "reclaim", "request", "quota")  # shown before any page left for it
+SAVED = "saved"
+DAMAGE_REASONS = ("data", "record", "io", *REASONS)
+REBUILD_REASONS = ("start", "damaged", "full", "grown")
+TOLD_ELSEWHERE = ("demoted", "extents_reclaimed")
+
+
+class NodeMetrics(DaemonMetrics):
+    """The metrics of a node. A scrape holds the node's mutex for a moment, and the sessions' while it reads.
+
+    Args:
+        queues: further queue lengths by name.
+        calls: what became of gRPC calls, where there is an API.
+    """
+
+    def __init__(
+        self,
+        node: Node,
+        scrubber: Scrubber,
+        queues: Mapping[str, Callable[[], int]] | None = None,
+        calls: Calls | None = None,
+    ) -> None:
+        super().__init__("kvstore", METRICS)
+        self._node = node
+        self._scrubber = scrubber
+        self._queues = dict(queues or {})
+        self._calls = calls
+        self._before = node.sessions.totals()
+        self._tenants = _Tenants(quota.salt for quota in node.config.quotas)
+
+    def add_samples(self, add: Families) -> None:
+        """See ``DaemonMetrics``."""
+        stats = node_stats(self._node)
+        self._clients(add, stats)
+        self._decisions(add, stats)
+        _tiers(add, stats["tiers"])
+        rows, pins = self._node.look(lambda _, state: (tenant_rows(state), pins_stats(state)))
+        self._tenants.collect(add, rows, Counter(pin["salt"] for pin in pins["pins"]))
+        for tier, size in pins["bytes"].items():
+            add("pinned_bytes", size, tier)
+        self._rest(add, stats)
+        if self._calls is not None:
+            add.grpc(self._calls)
+
+    def _clients(self, add: Families, stats: dict[str, Any]) -> None:
+        tally = self._node.sessions.totals().minus(self._before)
+        counts, node = tally.counts, stats["counters"]
+        for operation in OPERATIONS:
+            name = operation if operation == "put_async" else f"{operation}s"
+            add("operations", counts[{"put_async": "puts_async"}.get(operation, name)], operation)
+            latency = tally.latency[operation]
+            add.buckets("operation_duration_seconds", LATENCY_BOUNDS_S, latency.counts, latency.sum_s, operation)
+        add("asked_pages", counts["pages_asked"])
+        for tier in ("dram", "nvme"):
+            add("hit_pages", counts[f"hit_{tier}"], tier)
+            add("hit_tokens", counts[f"hit_{tier}_tokens"], tier)
+            add("read_bytes", counts[f"read_{tier}_bytes"], tier)
+        if "hbm" in stats["tiers"]:
+            add("hit_pages", counts["hit_hbm"], "hbm")
+            add("read_bytes", counts["read_hbm_bytes"], "hbm")
+            add("tier_bytes", counts["read_hbm_bytes"], "hbm", "out")
+        for reason in MISS_REASONS:
+            add("missed_pages", counts[f"missed_{reason}"], reason)
+        add("missed_tokens", counts["missed_tokens"])
+        add("put_pages", counts["pages_put"])
+        add.buckets("reuse_gap_seconds", REUSE_BOUNDS_S, tally.reuse.counts, tally.reuse.sum_s)
+        saved, promoted = node.get("bytes_saved", 0), node.get("bytes_promoted", 0)
+        add("tier_bytes", counts["put_bytes"] + promoted, "dram", "in")
+        add("tier_bytes", counts["read_dram_bytes"] + saved, "dram", "out")
+        if "nvme" in stats["tiers"]:
+            add("tier_bytes", saved, "nvme", "in")
+            add("tier_bytes", counts["read_nvme_bytes"] + promoted, "nvme", "out")
+
+    @staticmethod
+    def _decisions(add: Families, stats: dict[str, Any]) -> None:
+        node = dict(stats["counters"])
+        add("sealed_pages", node.pop("pages_sealed", 0))
+        for direction, verb in (("demoted", "saved"), ("promoted", "promoted")):
+            add("moved_pages", node.pop(f"pages_{verb}", 0), direction)
+            add("moved_bytes", node.pop(f"bytes_{verb}", 0), direction)
+        for reason in DAMAGE_REASONS:  # a series that begins with its first event would hide that one from increase()
+            node.setdefault(f"damaged_{reason}", 0)
+        for name, count in node.items():
+            if name.startswith("damaged_"):
+                add("damaged_pages", count, name.removeprefix("damaged_"))
+            elif not name.startswith("evicted_") and name not in TOLD_ELSEWHERE:
+                add("node_events", count, name)
+
+    def _rest(self, add: Families, stats: dict[str, Any]) -> None:
+        for queue, length in stats["queues"].items():
+            add("queue_length", length, queue)
+        for queue, ask in self._queues.items():
+            add("queue_length", ask(), queue)
+        add("sessions", stats["sessions"], "known")
+        add("sessions", stats["sessions_connected"], "connected")
+        add("event_log_entries", stats["event_log"]["entries"])
+        add("event_log_overwritten", stats["event_log"]["overwritten"])
+        add("leases", stats["leases"])
+        add("reservations", stats["reservations"])
+        for place, count in find_errors(self._node.folder).items():
+            label = place if place.startswith("data/") else f"data/{place}"
+            add.families[INTERNAL_ERRORS.name].add_metric((label,), count)
+        scrubber = self._scrubber.stats()
+        add("scrubber_sweeps", scrubber["sweeps"])
+        for outcome, name in (("verified", "scrubbed"), ("stamped", "stamped"), ("damaged", "damaged")):
+            add("scrubber_pages", scrubber[f"pages_{name}"], outcome)
+        add("scrubber_sweep_pages_left", scrubber["sweep_pages_left"])
+        add("index_used_bytes", stats["index"]["used_bytes"])
+        for reason, rebuilds in (dict.fromkeys(REBUILD_REASONS, 0) | stats["index"]["rebuilds"]).items():
+            add("index_rebuilds", rebuilds, reason)
+        add.process(stats["uptime_s"], stats["name"])
+
+
+def _tiers(add: Families, tiers: Mapping[str, Any]) -> None:
+    for tier, about in tiers.items():
+        for name in ("capacity_bytes", "used_bytes", "failed_bytes", "populated_bytes"):
+            if name in about:
+                add(f"tier_{name}", about[name], tier)
+        add("pages", about["pages"], tier)
+        for state, frames in about["frames"].items():
+            add("frames", frames, tier, state)
+        add("extents", about["extents"], tier, "carved")
+        add("extents", about["extents_vacant"], tier, "vacant")
+        add("extents", about["extents_quarantined"], tier, "quarantined")
+        for reason in dict.fromkeys((*EVICTION_REASONS, *about["evicted"])):
+            add("evicted_pages", about["evicted"].get(reason, 0), tier, reason)
+        if "demoted" in about:
+            add("evicted_pages", about["demoted"], tier, SAVED)
+        add("reclaimed_extents", about["extents_reclaimed"], tier)
+        ages, sum_s = about["ages_at_eviction"], about["ages_at_eviction_sum_s"]
+        counts = [ages.get(bits, 0) for bits in range(len(AGE_BOUNDS_S))]
+        add.buckets("eviction_age_seconds", AGE_BOUNDS_S, [*counts, sum(ages.values()) - sum(counts)], sum_s, tier)
+        for device in about.get("devices", ()):
+            path = device["path"]
+            add("device_up", not device["state"].startswith("failed"), path)
+            add("device_direct", device["direct"], path)
+            for name in ("capacity_bytes", "used_bytes", "pages"):
+                add(f"device_{name}", device[name], path)
+        if tier == "nvme":
+            add("nvme_written_today_bytes", about["written_today_bytes"])
+            add("nvme_write_cap_bytes", about["write_bytes_per_day"])
+
+
+class _Tenants:
+    """Tenants by name as far as there is room, the others summed: label values cost memory in the scraper.
+
+    A tenant that has a name of its own keeps it. The node forgets tenants that have nothing any more, and what it
+    counted about them; what was seen of that is kept here, so that no counter goes down.
+    """
+
+    def __init__(self, quotas: Iterable[str]) -> None:
+        self._labels = {salt: _label(salt) for salt in quotas if salt != "*"}
+        self._room = TENANTS_MAX
+        self._seen: dict[tuple[str, str], tuple[int, int]] = {}
+        self._counted: Counter[tuple[str, ...]] = Counter()
+
+    def collect(
+        self, add: Families, rows: Iterable[tuple[str, str, int, int | None, int, int]], pins: Mapping[str, int]
+    ) -> None:
+        """Add the samples of what the node has now: ``rows`` as ``stats.tenant_rows`` has them, pins by salt."""
+        gauges: Counter[tuple[str, ...]] = Counter()
+        seen, salts = {}, set()
+        for salt, tier, size, quota, refused, evicted in rows:
+            label = self._named(salt)
+            gauges["tenant_used_bytes", label, tier] += size
+            if quota is not None:
+                gauges["tenant_quota_bytes", label, tier] += quota
+            before = 0, 0
+            if refused or evicted:
+                before = self._seen.get((salt, tier), before)
+                seen[salt, tier] = refused, evicted
+            if refused < before[0] or evicted < before[1]:  # it was forgotten, and came back
+                before = 0, 0
+            self._counted["tenant_refused_pages", label, tier] += refused - before[0]
+            self._counted["tenant_evicted_pages", label, tier] += evicted - before[1]
+            salts.add(salt)
+        self._seen = seen
+        for salt in salts | pins.keys():
+            gauges["tenant_pins", self._named(salt)] += pins.get(salt, 0)
+        add("tenants", len(salts))
+        for (name, *labels), value in (*gauges.items(), *self._counted.items()):
+            add(name, value, *labels)
+
+    def _named(self, salt: str) -> str:
+        label = self._labels.get(salt)
+        if label is None:
+            if not self._room:
+                return TENANTS_REST
+            self._room -= 1
+            label = self._labels[salt] = _label(salt)
+        return label
+
+
+def _label(salt: str) -> str:
+    """A salt as a label's value: text that is UTF-8 and not endless."""
+    return salt[:SALT_CHARS_MAX].encode("utf-8", "replace").decode()

@@ -1,0 +1,188 @@
+"""PageFeed: what pages a node has, and what comes and goes, taken from its event log for those who are to be told.
+
+Dump: all pages of a node, as those who are told of them see them, without holding the node still for long.
+
+The node is looked at some frames at a time, and goes on in between. What happened meanwhile is in its event log, and is
+brought into what was seen. A page that only moved is in no event, and may have moved out of frames that were still to
+be looked at, into some that had been; so at last all frames are looked at again, and those that hold another page than
+was seen there are taken in.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.cluster.announce_plan import Announcing, Entries, joined, settled
+from kvstore.cluster.directory import GONE, TIERS
+from kvstore.model.prefix import fingerprint, fingerprints, veil_of
+from kvstore.model.replica import FrameState, Tier
+from kvstore.node.event_log import CLEARED, STORED, EventLog, PageEvent
+from kvstore.node.node import Node
+from kvstore.node.performer import Performer
+from kvstore.state.node_state import NodeState
+
+SLICE_FRAMES: Final = 1 << 14  # are looked at while the node holds still
+
+
+def dump(node: Node, secret: bytes | None) -> tuple[int, Entries] | None:
+    """All pages of the node, as of the event of that number; None: more happened than its log keeps.
+
+    Args:
+        secret: of the pool, by which fingerprints are veiled, see ``veil_of``; None: they are not.
+
+    Raises:
+        Unavailable: the node is stopping.
+    """
+    begin, extents = node.look(_begin)
+    seen = {number: np.zeros(frames, np.uint64) for number, frames in extents}
+    parts = [entries([], secret)]
+    for number, frames in extents:
+        for first in range(0, frames, SLICE_FRAMES):
+            some = slice(first, first + SLICE_FRAMES)
+            parts.append(node.look(partial(_unseen, number=number, frames=some, seen=seen, secret=secret)))
+    until, late = node.look(partial(_end, seen=seen, secret=secret))
+    events = _between(node.events, begin, until)
+    if events is None:
+        return None
+    return until, settled(joined([*parts, *late]), entries(events, secret))
+
+
+def entries(events: list[PageEvent], secret: bytes | None) -> Entries:
+    """What these events say."""
+    marks, spans, pages = [np.zeros(0, np.uint8)], [np.zeros(0, np.uint64)], list[int]()
+    for event in events:
+        mark = TIERS.index(event.tier) | (0 if event.kind in STORED else GONE)
+        marks.append(np.full(len(event.keys), mark, np.uint8))
+        spans.append(np.array(event.spans, np.uint64))
+        roots = event.roots if len(event.roots) == len(event.keys) else event.roots[:1] * len(event.keys)
+        pages += [fingerprint(key) ^ _veil(secret, root) for key, root in zip(event.keys, roots, strict=True)]
+    return Entries(np.concatenate(spans), np.array(pages, np.uint64), np.concatenate(marks))
+
+
+Seen = dict[int, npt.NDArray[np.uint64]]
+"""By extent, the generations of the sealed frames that were seen; 0: none."""
+
+
+def _begin(performer: Performer, state: NodeState) -> tuple[int, list[tuple[int, int]]]:
+    """The newest event; the extents, and how many frames each has."""
+    segments = [space.segment for space in state.spaces.values()]
+    return performer.events.last, [(each.number, each.frames) for its in segments for each in its.extents.values()]
+
+
+def _end(performer: Performer, state: NodeState, seen: Seen, secret: bytes | None) -> tuple[int, list[Entries]]:
+    """The newest event, and all pages that were not seen."""
+    numbers = [number for space in state.spaces.values() for number in space.segment.extents]
+    whole = slice(None)
+    late = [_unseen(performer, state, number, whole, seen, secret) for number in numbers]
+    return performer.events.last, [*late, _mounted(state, secret)]
+
+
+def _mounted(state: NodeState, secret: bytes | None) -> Entries:
+    """All pages that engines have mounted: few enough to be looked at in one go."""
+    pages, spans, veils = list[int](), list[int](), dict[bytes, int]()
+    for key, root, span in state.mounts.listed():
+        if root not in veils:
+            veils[root] = _veil(secret, root)
+        pages.append(fingerprint(key) ^ veils[root])
+        spans.append(span)
+    marks = np.full(len(pages), TIERS.index(Tier.HBM), np.uint8)
+    return Entries(np.array(spans, np.uint64), np.array(pages, np.uint64), marks)
+
+
+def _unseen(
+    performer: Performer, state: NodeState, number: int, frames: slice, seen: Seen, secret: bytes | None
+) -> Entries:
+    """The pages in these frames of an extent that were not seen there; from now on they were."""
+    found = [
+        (tier, its, its.segment.extents[number]) for tier, its in state.spaces.items() if number in its.segment.extents
+    ]
+    if not found:  # given up meanwhile; what moved out of it is found where it is now
+        return entries([], secret)
+    ((tier, space, extent),) = found
+    generations = np.frombuffer(extent.generation, np.uint64)[frames]
+    before = seen.get(number)
+    if before is None or len(before) != extent.frames:
+        before = seen[number] = np.zeros(extent.frames, np.uint64)
+    sealed = np.frombuffer(extent.state, np.uint8)[frames] == FrameState.SEALED
+    at = np.flatnonzero(sealed & (generations != before[frames]))
+    before[frames] = np.where(sealed, generations, 0)
+    at += frames.start or 0
+    table = performer.tables[number]
+    pages = fingerprints(table.rows[at, table.fmt.key].tobytes())
+    owners, whose = np.unique(np.frombuffer(extent.owner, extent.owner.typecode)[at], return_inverse=True)
+    roots = [space.holdings.roots[owner].root for owner in owners.tolist()]
+    veils = np.array([_veil(secret, root) for root in roots], np.uint64)
+    marks = np.full(len(at), TIERS.index(tier), np.uint8)
+    return Entries(np.frombuffer(extent.span, np.uint64)[at], pages ^ veils[whose], marks)
+
+
+def _veil(secret: bytes | None, root: bytes) -> int:
+    return veil_of(secret, root) if secret is not None else 0
+
+
+def _between(log: EventLog, after: int, until: int) -> list[PageEvent] | None:
+    """Events of pages after that number, up to the other; None where not all are known any more."""
+    found: list[PageEvent] = []
+    while after < until:
+        events, after, lost = log.since(after, until - after)
+        if lost or any(event.kind == CLEARED for event in events) or not events:
+            return None
+        found += [event for event in events if event.keys]
+    return found
+
+
+EVENTS: Final = 1000  # taken in at a time
+
+
+class PageFeed:
+    """Feeds one ``Announcing`` from now on. One thread at a time calls ``follow``."""
+
+    def __init__(self, node: Node, announcing: Announcing, counters: Counter[str]) -> None:
+        self._node = node
+        self._announcing = announcing
+        self._after = node.events.last
+        self._counters = counters
+        self._secret: bytes | None = None
+
+    def veil(self, secret: bytes | None) -> None:
+        """From now on fingerprints are veiled by this secret of the pool, see ``veil_of``; None: they are not."""
+        if secret != self._secret:
+            self._secret = secret
+            self._announcing.lost()
+
+    def follow(self) -> None:
+        """Take in what happened to pages, and where that is not enough, all of them.
+
+        Raises:
+            Unavailable: the node is stopping.
+        """
+        its = self._announcing
+        if not its.wants_pages:
+            self._take_in(self._node.events.last)
+            return
+        dumped = dump(self._node, self._secret)
+        if dumped is None:  # more happened meanwhile than the log keeps
+            return
+        until, pages = dumped
+        self._take_in(until)
+        its.dumped(pages)
+        self._counters["dumps"] += 1
+
+    def _take_in(self, until: int) -> None:
+        """Events up to that number."""
+        while self._after < until:
+            events, after, lost = self._node.events.since(self._after, min(EVENTS, until - self._after))
+            self._after = after
+            if lost or any(event.kind == CLEARED for event in events):
+                self._announcing.lost()
+                self._counters["lost"] += lost
+            told = [event for event in events if event.keys]
+            if told:
+                self._announcing.changed(entries(told, self._secret))
+            if not events and not lost:
+                return

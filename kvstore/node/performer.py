@@ -1,0 +1,475 @@
+"""Performer: carries out a node's instructions on its record tables and index, in order, a batch at a time.
+
+It is also what the state reads records back through (``startup.TierView``). One thread uses it.
+
+SpareTables: memory for the tables of extents that a decision may carve, had before it is made.
+
+A decision cannot be half performed: where a table could not be made in its middle, state, records and index would tell
+different stories. So the node makes the tables of a class first, tells the state how many there are
+(``Segment.tables``), and an extent that is carved takes one of them.
+
+Waiting: what a node decided that takes its time. The performer puts it here, threads of ``upkeep`` carry it out.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import struct
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import xxhash
+
+from kvstore import boundary, failpoint
+from kvstore.errors import OutOfSpace
+from kvstore.model.replica import (
+    SHARDS_MAX,
+    STAMPED,
+    Address,
+    FrameClass,
+    FrameState,
+    RecordFormat,
+    Tier,
+    identity_bytes,
+    info_word,
+    keys_of,
+    standing_of,
+    word_of,
+)
+from kvstore.node.book import Book
+from kvstore.node.event_log import EventLog
+from kvstore.node.index_keeper import IndexKeeper, IndexOp
+from kvstore.node.nvme_pages import NvmePages
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import Header
+from kvstore.shm.index import Index
+from kvstore.shm.lmdb_environment import TIER_TABLES
+from kvstore.shm.mounted import remove_mounted
+from kvstore.shm.put_log import PutLog
+from kvstore.shm.records import ExtentTable, TableFiles
+from kvstore.state import events as ev
+from kvstore.state.interfaces import Rows
+from kvstore.tier.base import TierStore
+from kvstore.tier.dram import DramStore
+
+CLASSES_MAX = 4  # that spare tables are kept for: those asked for last
+
+
+class SpareTables:
+    """Spare tables of a node's DRAM extents. Files that a kill leaves are removed by the next start.
+
+    Attributes:
+        blocked: the last one could not be made for want of descriptors.
+    """
+
+    def __init__(self, folder: NodeFolder) -> None:
+        self._folder = folder
+        self._spares: dict[FrameClass, list[TableFiles]] = {}
+        self._made = 0
+        self.blocked = False
+
+    def have(self, frame_class: FrameClass, frames: int, count: int) -> int:
+        """Make spare tables of a class until there are ``count``; returns how many there are, fewer where memory is
+        out, or descriptors are (``blocked``). They are mapped already: to take one needs neither."""
+        self.blocked = False
+        spares = self._spares.setdefault(frame_class, [])
+        while len(self._spares) > CLASSES_MAX:
+            for files in self._spares.pop(next(iter(self._spares))):
+                files.remove()
+        while len(spares) < count:
+            self._made += 1
+            try:
+                spares.append(TableFiles.make(self._folder, self._made, frame_class, frames))
+            except (OSError, OutOfSpace) as error:
+                self.blocked = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
+                break
+        return min(len(spares), count)
+
+    def take(self, frame_class: FrameClass) -> TableFiles | None:
+        """A table for an extent that is carved now; None where none was asked for."""
+        spares = self._spares.get(frame_class)
+        return spares.pop() if spares else None
+
+
+UNSTAMPED_MAX = 16384  # sealed pages waiting for checksums; beyond, the scrubber's sweep finds them
+
+Work = ev.Save | ev.Carry | ev.Erase
+"""What waits for a device that is written to."""
+
+
+@dataclass(slots=True)
+class Waiting:
+    """Queues; all but the last are bounded by what ``Tiering`` allows to be on its way.
+
+    Attributes:
+        copies: for the mover, which writes.
+        loads: for the mover, which reads.
+        relays: of tiers that the mover has no hand on.
+        unstamped: sealed pages without checksums.
+    """
+
+    copies: deque[Work] = field(default_factory=deque)
+    loads: deque[ev.Load] = field(default_factory=deque)
+    relays: deque[Work | ev.Load] = field(default_factory=deque)
+    unstamped: deque[Address] = field(default_factory=lambda: deque(maxlen=UNSTAMPED_MAX))
+
+
+SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
+
+# A frame granted to a writer: ``info``, no sum, no deadline, no group; the first writer, and no other.
+_GRANTED = struct.Struct(f"<Q24xQ{8 * (SHARDS_MAX - 1)}x")
+
+log = logging.getLogger("kvstore.node")
+
+DECIDED = boundary.Decided("state/node")
+"""Around every decision of a node and its performance: one that ends half-way leaves no state to go on with."""
+
+
+class Performer:
+    """Owner side of a node's files. Lives from start to stop of the daemon; after a kill ``recovery`` begins anew."""
+
+    def __init__(
+        self,
+        folder: NodeFolder,
+        header: Header,
+        stores: Mapping[Tier, TierStore],
+        index: Index,
+        index_bytes: int,
+        now_ns: Callable[[], int],
+    ) -> None:
+        self.folder = folder
+        self.header = header
+        self.stores = dict(stores)
+        self.waiting = Waiting()
+        self.copies, self.loads = self.waiting.copies, self.waiting.loads
+        self.tables: dict[int, ExtentTable] = {}
+        self.spares = SpareTables(folder)
+        self.index = IndexKeeper(folder, header, index, index_bytes, self.tables, tuple(TIER_TABLES))
+        self.sessions_to_check: list[int] = []
+        self.events = EventLog(staged=True)
+        self.book = Book(folder, header.incarnation)
+        self.puts: PutLog | None = None
+        self._index_ops: list[IndexOp] = []  # of one decision
+        self._now_ns = now_ns
+        self._verbs: dict[type, Callable[[Any], None]] = {
+            ev.Carve: self._carve,
+            ev.Drop: self._drop,
+            ev.WriteGranted: self._write_granted,
+            ev.WriteReserved: self._write_reserved,
+            ev.WriteWriter: self._write_writer,
+            ev.WriteSealed: self._write_sealed,
+            ev.WriteShards: self._write_shards,
+            ev.WriteState: self._write_state,
+            ev.Unindex: self._unindex,
+            ev.Unpend: self._unpend,
+            ev.WriteLease: self._write_lease,
+            ev.WriteStamp: self._write_stamp,
+            ev.Move: self._move,
+            ev.WriteUse: self._write_use,
+            ev.WriteName: lambda said: self.book.name(said.line),
+            ev.WriteNames: self._forget_names,
+            ev.ForgetNames: self._forget_names,
+            ev.WritePin: self.book.pin,
+            ev.WritePins: lambda all_: self.book.pins(all_.pins),
+            ev.ErasePins: lambda over: self.book.unpin(over.numbers),
+            ev.WriteQuarantine: lambda said: self.book.quarantine(said.held),
+            ev.Save: self._copy,
+            ev.Load: self._copy,
+            ev.Carry: self._copy,
+            ev.Erase: self._copy,
+            ev.ShowPages: self._show_pages,
+            ev.WriteMounts: self._write_mounts,
+            ev.EndMount: lambda ended: remove_mounted(folder, ended.segment),
+        }
+
+    @property
+    def dram(self) -> DramStore:
+        """The pages in memory that clients map."""
+        dram = self.stores[Tier.DRAM]
+        assert isinstance(dram, DramStore)
+        return dram
+
+    @property
+    def nvme(self) -> NvmePages | None:
+        """The pages on NVMe; None where the node has no such tier."""
+        nvme = self.stores.get(Tier.NVME)
+        assert nvme is None or isinstance(nvme, NvmePages)
+        return nvme
+
+    # --- reading back -----------------------------------------------------------------------------------------------
+
+    def key(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        return self.tables[extent].key(frame)
+
+    def lineage(self, extent: int, frame: int) -> tuple[bytes, bytes, bytes]:
+        """See ``RecordView``."""
+        return self.tables[extent].lineage(frame)
+
+    def root(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        return self.tables[extent].root(frame)
+
+    def extra(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        return self.tables[extent].extra(frame)
+
+    def parent(self, extent: int, frame: int) -> bytes:
+        """See ``RecordView``."""
+        return self.tables[extent].parent(frame)
+
+    def standing(self, extent: int, frame: int) -> int:
+        """See ``RecordView``."""
+        return standing_of(self.tables[extent].info(frame))
+
+    def last_use_ns(self, extent: int, frame: int) -> int:
+        """See ``RecordView``; a mark from the future (a damaged or hostile one) counts as now."""
+        return min(self.tables[extent].used_ns(frame), self._now_ns())
+
+    def key_of(self, address: Address) -> bytes:
+        """What the index calls a sealed page; its record's word for it where the index does not know the page."""
+        key = self.key(address.extent, address.frame)
+        tier = self.tables[address.extent].tier
+        if self.index.find(tier, key) != address:
+            key = next((key for key, named in self.index.addresses(tier) if named == address), key)
+        return key
+
+    def close(self, keep_name: bool = False) -> None:
+        """Unmap everything, and release the name unless ``keep_name``. The files stay."""
+        self.book.flush()
+        self.index.close()
+        for table in self.tables.values():
+            table.close()
+        for store in self.stores.values():
+            store.close()
+        self.tables.clear()  # threads that are late for the end find nothing
+        self.stores.clear()
+        self.header.close()
+        if not keep_name:
+            self.folder.close()
+
+    # --- performing -------------------------------------------------------------------------------------------------
+
+    def perform(self, instructions: list[ev.Instruction]) -> ev.Reply | None:
+        """Carry out one decision; the index is committed before this returns. Returns its ``Reply``, if it has one."""
+        reply = None
+        if failpoint.ACTIVE:
+            failpoint.hit("node.event")
+        try:
+            for instruction in instructions:
+                if type(instruction) is ev.Reply:
+                    reply = instruction
+                elif type(instruction) is ev.CheckSession:
+                    self.sessions_to_check.append(instruction.session)
+                else:
+                    self._verbs[type(instruction)](instruction)
+                if failpoint.ACTIVE:
+                    failpoint.hit("node.instruction")
+        finally:  # whatever fails, the index follows what was written
+            if self._index_ops:
+                ops, self._index_ops = self._index_ops, []
+                self.index.commit(ops)
+                self.events.publish()  # a reader that is told of a page finds it in the index
+        return reply
+
+    def _carve(self, instruction: ev.Carve) -> None:
+        number, store = instruction.extent, self.stores[instruction.tier]
+        self.header.next_extent = number + 1  # stored first: a number is never used twice
+        self.tables[number] = ExtentTable.create(
+            self.folder,
+            number,
+            instruction.position,
+            instruction.frame_class,
+            store.incarnation,
+            instruction.frames,
+            tier=instruction.tier,
+            files=self.spares.take(instruction.frame_class) if store.mapped else None,  # of mapped ones, by ``room``
+        )
+        store.carve(instruction.position, number, instruction.frame_class)
+
+    def _drop(self, instruction: ev.Drop) -> None:
+        table = self.tables.pop(instruction.extent)
+        table.unlink()
+        self.stores[table.tier].drop(table.position)
+
+    def _copy(self, instruction: Work | ev.Load) -> None:
+        addresses = [address for page in instruction.pages for address in _ends(page)]
+        if any(self.stores[self.tables[address.extent].tier].relayed for address in addresses):
+            self.waiting.relays.append(instruction)
+        elif isinstance(instruction, ev.Load):
+            self.waiting.loads.append(instruction)
+        else:
+            self.waiting.copies.append(instruction)
+
+    def _write_granted(self, instruction: ev.WriteGranted) -> None:
+        for table, frames, places in self._runs(instruction.addresses):
+            fmt = table.fmt
+            table.rows[frames, fmt.key] = 0
+            if fmt.tail:
+                tail = _GRANTED.pack(info_word(table.frame_class.page_bytes), instruction.session)
+                table.rows[frames, fmt.words] = np.frombuffer(tail, np.uint8)
+            self._write_words(table, instruction.addresses[places], RESERVED)
+
+    def _write_reserved(self, instruction: ev.WriteReserved) -> None:
+        writers = np.zeros(1 + SHARDS_MAX, np.uint64)
+        writers[0], writers[1 + instruction.shard] = instruction.group, instruction.session
+        for table, frames, places in self._runs(instruction.addresses):
+            info = info_word(table.frame_class.page_bytes, instruction.shards)
+            parents, until_ns = instruction.parents[places], instruction.until_ns
+            infos = [info] * len(parents)
+            self._write_bodies(table, frames, instruction.rows[places], parents, infos, until_ns)
+            table.rows[frames, table.fmt.writing] = writers.view(np.uint8)
+            generations = [address.generation for address in instruction.addresses[places]]
+            table.uses.begin(frames, np.array(generations, np.uint64))
+            self._write_words(table, instruction.addresses[places], RESERVED)
+        for key, address in zip(keys_of(instruction.rows), instruction.addresses, strict=True):
+            if self.index.find_pending(key) is None:  # readers follow the earliest reservation of a key
+                self._index_ops.append((None, [key], [address]))
+
+    @staticmethod
+    def _write_bodies(
+        table: ExtentTable, frames: slice, rows: Rows, parents: list[bytes], infos: list[int], until_ns: int
+    ) -> None:
+        """Everything of these records between the word and the tail, in one store."""
+        fmt, digest = table.fmt, xxhash.xxh3_64_intdigest
+        width = identity_bytes(fmt.page_tokens)  # lean records keep no token ids
+        data = rows[:, :width].tobytes()
+        pad = bytes(fmt.parent.start - fmt.identity.stop)
+        lease = until_ns.to_bytes(8, "little")
+        bodies: list[bytes] = []
+        for i, parent in enumerate(parents):
+            identity = data[i * width : (i + 1) * width] + pad + parent
+            bodies += (identity, _info_bytes(infos[i], digest(identity)), lease)
+        block = np.frombuffer(b"".join(bodies), np.uint8).reshape(len(parents), -1)
+        table.rows[frames, fmt.before_writing] = block
+
+    def _write_writer(self, instruction: ev.WriteWriter) -> None:
+        for table, frames, _ in self._runs(instruction.addresses):
+            table.column(table.fmt.writers + 8 * instruction.shard)[frames] = instruction.session
+
+    def _write_sealed(self, instruction: ev.WriteSealed) -> None:
+        addresses, sums = instruction.addresses, instruction.checksums
+        tier = self.tables[addresses[0].extent].tier  # those of one instruction are of one
+        for table, frames, places in self._runs(addresses):
+            fmt = table.fmt
+            plain = info_word(table.frame_class.page_bytes, flags=0, position=0)
+            infos = [plain | info for info in instruction.standings[places]]
+            if instruction.rows is not None and instruction.parents is not None:
+                parents = instruction.parents[places]
+                self._write_bodies(table, frames, instruction.rows[places], parents, infos, 0)
+            else:
+                table.column(fmt.lease_until_ns)[frames] = 0
+            if failpoint.ACTIVE:
+                failpoint.hit("node.word")
+            self._write_words(table, addresses[places], SEALED)
+            if instruction.rows is None:
+                # Only now: while it is RESERVED, a start reads the page's shards there. Its place in the chain, which
+                # a kill in between leaves wrong, is a hint.
+                table.column(fmt.info)[frames] = np.array(infos, np.uint64)
+            if sums is not None:
+                if fmt.tail:  # not before: they lie where a start reads whose frame it is
+                    table.rows[frames, fmt.checksums] = sums[places].view(np.uint8)
+                table.column(fmt.info)[frames] |= np.uint64(STAMPED << 48)
+        self._index_ops.append((tier, instruction.keys, addresses))
+        root = self.root(addresses[0].extent, addresses[0].frame)
+        self.events.sealed(instruction.cause, tier, instruction.keys, root, instruction.rows, instruction.spans)
+        if sums is None and self.tables[addresses[0].extent].fmt.tail:
+            self.waiting.unstamped.extend(addresses)
+
+    def _write_shards(self, instruction: ev.WriteShards) -> None:
+        table = self.tables[instruction.address.extent]
+        info = info_word(table.frame_class.page_bytes, instruction.shards, instruction.mask)
+        table.column(table.fmt.info)[instruction.address.frame] = info
+
+    def _write_state(self, instruction: ev.WriteState) -> None:
+        for table, frames, places in self._runs(instruction.addresses):
+            self._write_words(table, instruction.addresses[places], instruction.state)
+            if instruction.state is FrameState.FREE:
+                table.forget_writers(frames)
+
+    @staticmethod
+    def _write_words(table: ExtentTable, addresses: list[Address], state: FrameState) -> None:
+        low, words = int(state), table.words
+        for _, frame, generation in addresses:
+            words[frame] = generation << 8 | low  # ``word_of``
+
+    def _unindex(self, instruction: ev.Unindex) -> None:
+        self._index_ops.append((instruction.tier, instruction.keys, []))
+        told = instruction
+        self.events.append(told.kind, told.tier, told.reason, told.keys, told.roots, told.spans)
+
+    def _show_pages(self, shown: ev.ShowPages) -> None:
+        self._index_ops.append((Tier.HBM, shown.keys, shown.addresses))
+        if shown.root:
+            self.events.sealed("put", Tier.HBM, shown.keys, shown.root, spans=shown.spans)
+
+    def _write_mounts(self, instruction: ev.WriteMounts) -> None:
+        self.header.next_extent = max(self.header.next_extent, instruction.next_extent)  # first: none is used twice
+        self.header.mounts = instruction.count
+
+    def _unpend(self, instruction: ev.Unpend) -> None:
+        heirs = [instruction.heir] if instruction.heir is not None else []
+        self._index_ops.append((None, [instruction.key], heirs))
+
+    def _write_lease(self, instruction: ev.WriteLease) -> None:
+        untils = np.array(instruction.until_ns, np.uint64)
+        for table, frames, places in self._runs(instruction.addresses):
+            table.column(table.fmt.lease_until_ns)[frames] = untils[places]
+
+    def _write_stamp(self, instruction: ev.WriteStamp) -> None:
+        table = self.tables[instruction.address.extent]
+        frame, fmt = instruction.address.frame, table.fmt
+        table.rows[frame, fmt.checksums] = instruction.checksums.view(np.uint8)
+        table.column(fmt.info)[frame] |= np.uint64(STAMPED << 48)
+
+    def _write_use(self, instruction: ev.WriteUse) -> None:
+        used = np.array(instruction.used_ns, np.uint64)
+        for table, frames, places in self._runs(instruction.addresses):
+            table.last_use[frames] = used[places]
+
+    def _forget_names(self, instruction: ev.WriteNames | ev.ForgetNames) -> None:
+        """Clients register a forgotten name again before they put, or its quota would not hold."""
+        self.header.names_forgotten += 1
+        if isinstance(instruction, ev.WriteNames):
+            self.book.names(instruction.lines)
+
+    def _move(self, instruction: ev.Move) -> None:
+        """Data (not mapped, it is there already) and body first, the new word, the index; the old word last."""
+        source, target = self.tables[instruction.source.extent], self.tables[instruction.target.extent]
+        old, new = instruction.source.frame, instruction.target.frame
+        if self.stores[instruction.tier].mapped:
+            self.frames_of(target)[new] = self.frames_of(source)[old]
+        target.rows[new, RecordFormat.body] = source.rows[old, RecordFormat.body]
+        target.last_use[new] = source.last_use[old]
+        target.words[new] = word_of(instruction.target.generation, SEALED)
+        self._index_ops.append((instruction.tier, [instruction.key], [instruction.target]))
+        source.words[old] = word_of(instruction.freed.generation, instruction.state)
+
+    def frames_of(self, table: ExtentTable) -> np.ndarray[Any, np.dtype[np.uint8]]:
+        """``[frames, frame_bytes]`` of an extent."""
+        return self.dram.segment.frame_view(table.position, table.frame_class.frame_bytes, table.frames)
+
+    def _runs(self, addresses: list[Address]) -> Iterator[tuple[ExtentTable, slice, slice]]:
+        """(table, frames, places in ``addresses``) per run of consecutive frames.
+
+        Where a large node is full, most runs are of one page: a view of it costs a tenth of an index of one.
+        """
+        start, (number, first, _) = 0, addresses[0]
+        for place, (extent, frame, _) in enumerate(addresses):
+            if frame - place != first - start or extent != number:
+                yield self.tables[number], slice(first, first + place - start), slice(start, place)
+                start, number, first = place, extent, frame
+        yield self.tables[number], slice(first, first + len(addresses) - start), slice(start, len(addresses))
+
+
+def _info_bytes(info: int, identity_sum: int) -> bytes:
+    return (info | identity_sum << 64).to_bytes(16, "little")
+
+
+def _ends(page: ev.Copying | tuple[bytes, Address]) -> tuple[Address, ...]:
+    """The frames that a copy, or an erasure, is about."""
+    return (page.source, page.target) if isinstance(page, ev.Copying) else page[1:]

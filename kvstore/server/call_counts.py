@@ -1,0 +1,98 @@
+"""Watching: every gRPC call counted, timed and traced by its method; and the callers that were refused, for the log.
+
+Durations: how long calls and the like took, counted in buckets.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from bisect import bisect_left
+from collections import Counter
+from collections.abc import Iterator
+from typing import Any, Final
+
+import grpc
+
+from kvstore.server import tracing
+
+BOUNDS_S: Final = tuple(2.0**bits for bits in range(-13, 7))  # 122 us to 64 s
+
+
+class Durations:
+    """Calls by how long they took: as many counts as ``BOUNDS_S`` and one more."""
+
+    def __init__(self) -> None:
+        self.counts = [0] * (len(BOUNDS_S) + 1)
+        self.sum_s = 0.0
+
+    def add(self, seconds: float) -> None:
+        """Count one call that took ``seconds``."""
+        self.counts[bisect_left(BOUNDS_S, seconds)] += 1
+        self.sum_s += seconds
+
+
+REFUSALS: Final = ("UNAUTHENTICATED", "PERMISSION_DENIED", "RESOURCE_EXHAUSTED")
+_NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
+
+
+class Calls:
+    """All calls since the start. The loop's thread counts, any thread reads. Methods are those that are served, so the
+    tables are bounded.
+
+    Attributes:
+        ended: (method, name of the status code) -> calls that ended so. Also those that were refused.
+        durations: by method.
+        sent_bytes, received_bytes: of messages, those of gRPC itself not counted.
+        refused: status code -> (calls refused with it, who was the last).
+        shed: of what there were too many -> calls refused for it, or ended to make room.
+    """
+
+    def __init__(self) -> None:
+        self.ended: Counter[tuple[str, str]] = Counter()
+        self.durations: dict[str, Durations] = {}
+        self.sent_bytes = 0
+        self.received_bytes = 0
+        self.refused: dict[str, tuple[int, str]] = {}
+        self.shed: Counter[str] = Counter()
+
+    @contextlib.contextmanager
+    def watch(self, method: str, context: Any) -> Iterator[None]:
+        """Around one call, outside the gate, which gives it its status."""
+        start_s, code = time.monotonic(), "UNKNOWN"
+        with tracing.span(f"kvstore.grpc {method}", _traceparent(context)) as traced:
+            try:
+                yield
+                code = "OK"
+            except asyncio.CancelledError:
+                code = "CANCELLED"
+                raise
+            except BaseException:
+                code = _code(context)
+                raise
+            finally:
+                traced.set_attribute("rpc.grpc.status", code)
+                self.ended[method, code] += 1
+                self.durations.setdefault(method, Durations()).add(time.monotonic() - start_s)
+                if code in REFUSALS:
+                    self.refused[code] = self.refused.get(code, (0, ""))[0] + 1, _host(context.peer())
+
+
+def _code(context: Any) -> str:
+    """The status that the call was ended with; of one that just failed it is UNKNOWN."""
+    code = context.code()
+    number = code.value[0] if isinstance(code, grpc.StatusCode) else int(code or 0)
+    return _NAMES.get(number, "UNKNOWN") if number else "UNKNOWN"
+
+
+def _traceparent(context: Any) -> str:
+    if not tracing.enabled():
+        return ""
+    said = [value for key, value in context.invocation_metadata() or () if key == "traceparent"]
+    return said[0] if len(said) == 1 and isinstance(said[0], str) else ""
+
+
+def _host(peer: str) -> str:
+    """``ipv4:10.0.0.1:5555`` without its port."""
+    return peer.rpartition(":")[0] if peer.startswith("ip") else peer

@@ -1,0 +1,186 @@
+"""ServerCertificate: what a server shows, and whose certificates it asks for, in gRPC's form and in that of sockets."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import ssl
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import grpc
+
+from kvstore.cluster.catalog.task_health import TaskHealth
+from kvstore.config.daemon import DaemonConfig
+from kvstore.config.reading import ChangedFiles
+from kvstore.errors import InvalidRequest
+
+log = logging.getLogger("kvstore.tls")
+
+
+@dataclass(frozen=True)
+class ServerCertificate:
+    """Files in PEM. Servers read them again when they change: no restart, no signal.
+
+    Attributes:
+        cert: the certificate and its chain.
+        key: its private key.
+        client_ca: every caller has to show a certificate that one of these signed; None: no caller is asked for one.
+    """
+
+    cert: Path
+    key: Path
+    client_ca: Path | None = None
+
+    @classmethod
+    def of(cls, config: DaemonConfig) -> ServerCertificate | None:
+        """What a daemon is configured to show, checked; None: its connections are plain. Raises as ``check``."""
+        if config.tls_cert is None or config.tls_key is None:
+            return None
+        found = cls(config.tls_cert, config.tls_key, config.tls_client_ca)
+        found.check()
+        return found
+
+    def check(self) -> None:
+        """What gRPC does not: it takes anything, and then refuses every caller without a word.
+
+        Raises:
+            InvalidRequest: a file is not PEM, certificate and key do not match, or other users can read the key.
+        """
+        for name, path in (("tls_key", self.key), ("tls_cert", self.cert), ("tls_client_ca", self.client_ca)):
+            if path is not None:
+                _pem(path, name)
+        self._context()
+        if os.stat(self.key).st_mode & 0o007:
+            raise InvalidRequest("tls_key", f"{self.key} can be read by others: chmod 600 {self.key}")
+
+    @property
+    def files(self) -> ChangedFiles:
+        """Whether one of them changed since the last look; now none has."""
+        found = ChangedFiles(each for each in (self.cert, self.key, self.client_ca) if each is not None)
+        found.changed()
+        return found
+
+    def for_grpc(self) -> grpc.ServerCredentials:
+        """For servers of gRPC; connections that come after the files changed are shown the new ones. Raises
+        InvalidRequest where a file cannot be read."""
+        renewal = _Renewal(self)
+
+        def renewed() -> Any:  # None: as before
+            return self._configuration() if renewal.due() else None
+
+        return grpc.dynamic_ssl_server_credentials(
+            self._configuration(), renewed, require_client_authentication=self.client_ca is not None
+        )
+
+    def for_sockets(self) -> ssl.SSLContext:
+        """For data servers and HTTP; connections that come after the files changed are shown the new ones. Raises
+        InvalidRequest where the files make no sense."""
+        renewal, first = _Renewal(self), self._context()
+        now = first
+
+        def begin(connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
+            """OpenSSL calls it in each handshake, whether the client names a server or not."""
+            nonlocal now
+            if renewal.due():
+                now = self._context()
+            if now is not first:
+                connection.context = now
+
+        first.sni_callback = begin
+        return first
+
+    def _configuration(self) -> grpc.ServerCertificateConfiguration:
+        authorities = _pem(self.client_ca, "tls_client_ca") if self.client_ca is not None else None
+        pair = _pem(self.key, "tls_key"), _pem(self.cert, "tls_cert")
+        return grpc.ssl_server_certificate_configuration([pair], authorities)
+
+    def _context(self) -> ssl.SSLContext:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.minimum_version = ssl.TLSVersion.TLSv1_2
+        try:
+            context.load_cert_chain(self.cert, self.key, password="")
+        except (OSError, ValueError) as error:
+            wrong = f"{self.cert} and {self.key} make no pair of certificate and key ({error})"
+            raise InvalidRequest("tls_cert", wrong) from None
+        if self.client_ca is not None:
+            try:
+                context.load_verify_locations(self.client_ca)
+            except (OSError, ValueError) as error:
+                raise InvalidRequest("tls_client_ca", f"{self.client_ca} cannot be used ({error})") from None
+            context.verify_mode = ssl.CERT_REQUIRED
+            context.num_tickets = 0  # else a client whose authority was removed goes on with its old session
+            context.options |= ssl.OP_NO_TICKET
+        return context
+
+    def name_for(self, address: str, host: str) -> str | None:
+        """By which name others are to know a server at this address, which was given as ``host``: "" where the
+        certificate names the address; else the host where it names that, or the first one that it names. None: others
+        would not trust it, since it names none of them or does not hold."""
+        names = self.names()
+        if address in names:
+            return ""
+        known = [name for name in (host, *names) if name in names and "*" not in name]
+        if known:
+            return known[0]
+        return host if any(_matches(name, host) for name in names) else None
+
+    def names(self) -> list[str]:
+        """Alternative names in the certificate; none where it is not valid. It is shown to ourselves, since only then
+        Python tells what is in it."""
+        ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
+        ours.load_cert_chain(self.cert, self.key, password="")
+        theirs.check_hostname = False
+        theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
+        theirs.load_verify_locations(self.cert)
+        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
+        server, client = ours.wrap_bio(there, back, server_side=True), theirs.wrap_bio(back, there)
+        try:
+            for end in (client, server, client):
+                with contextlib.suppress(ssl.SSLWantReadError):
+                    end.do_handshake()
+        except ssl.SSLError:
+            return []
+        found: Any = client.getpeercert() or {}
+        return [str(value) for _, value in found.get("subjectAltName", ())]
+
+
+class _Renewal:
+    """Whether a server's files changed to others that make sense. While they make none, the server goes on with what it
+    has: perhaps they are just being written."""
+
+    def __init__(self, certificate: ServerCertificate) -> None:
+        self._certificate = certificate
+        self._files = certificate.files
+        self._health = TaskHealth(f"certificate {certificate.cert}")
+
+    def due(self) -> bool:
+        """True once for each change. Any thread."""
+        if not self._files.changed():
+            return False
+        try:
+            self._certificate.check()
+        except InvalidRequest as error:
+            self._health.note_failure(error)
+            self._files.forget()
+            return False
+        self._health.note_success()
+        log.info("certificate %s was read again", self._certificate.cert)
+        return True
+
+
+def _matches(name: str, host: str) -> bool:
+    """Whether a name such as *.example stands for that host."""
+    return name.startswith("*.") and host.partition(".")[2] == name[2:]
+
+
+def _pem(path: Path, field_name: str) -> bytes:
+    try:
+        text = path.read_bytes()
+    except OSError as error:
+        raise InvalidRequest(field_name, f"cannot read {path}: {error.strerror}") from None
+    if b"-----BEGIN" not in text:
+        raise InvalidRequest(field_name, f"{path} is not a PEM file")
+    return text

@@ -1,0 +1,444 @@
+"""Gate: admits every call: who calls, whether there is room, how long the call may take, and the status of a failure.
+
+Nothing of a request is read before its caller is known, by its metadata. A call whose request does not come gives way
+to those that need its place, and ends soon anyway; but the time in which the loop is late does not count, for its
+request may be unread. What could not be answered in time is refused at once: by lanes and buffers for what waits
+there, by the loop's lag for what waits for the loop.
+
+Work that blocks runs in threads (``Call.quick``, ``run``, ``wait``), in steps of a few MiB each: a call that is
+cancelled or past its deadline ends at once; its step goes on to its own end, and the step's thread and memory count as
+taken until then.
+
+Pressure: how much a server has to do, and whether one more call would be answered in time.
+
+What waits for the event loop, or for the interpreter, is in no queue of ours. It is seen by what it does: the loop is
+late, and calls end at a certain rate however many there are. Then a new call takes as long as those before it need to
+end. Worked example: the loop is 8 ms late, 900 calls end per second and 300 are at work; so the next one will take a
+third of a second, and where it has half a second left it is let in, else refused (with ``MARGIN`` 1).
+
+Calls count by owner as in ``shares``: before the next call of an owner come its own, and as many of each other one.
+A call that waits for its caller is not at work.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+from collections import Counter
+from collections.abc import AsyncIterator, Callable, Iterable, Iterator
+from concurrent.futures import Future
+from functools import partial
+from typing import Any, Final, TypeVar
+
+import grpc
+import grpc.aio
+from google.protobuf.message import DecodeError, Message
+
+from kvstore import boundary
+from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, TooManyCalls, Unauthenticated
+from kvstore.limits import Lane, Shares, call_soon
+from kvstore.server.call_counts import Calls
+from kvstore.server.grpc_connections import GrpcConnections
+from kvstore.server.identities import LOCAL, UNKNOWN, Identities, Identity
+from kvstore.wire.grpc import status_of
+
+LOOK_S: Final = 0.02
+LOOK_S_MAX: Final = 2 * LOOK_S  # counts as time of a loop that is on time
+WINDOW_S: Final = 0.1  # in which calls that end are counted
+LAG_S_MIN: Final = 0.002  # a loop that is less late has nothing to do that it could not do
+LOOP_TURNS: Final = 4  # that a call takes at least: its request, its step, its reply, its end
+MARGIN: Final = 2.0  # a call is let in where it will probably end in half of the time it has
+RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
+_WEIGHT: Final = 0.3  # of the newest look
+_WEIGHT_LESS: Final = 0.1  # where less can be done than before: a machine that stops for a moment is not slower
+
+
+class Pressure:
+    """How busy the event loop is. Used in the event loop alone.
+
+    Attributes:
+        lag_s: how late the loop recently did what was due.
+        on_time_s: a clock that hardly moves while the loop is late: what arrived in that time has not been read.
+        ends_per_s: how many calls can end in a second, as observed; 0: not known yet.
+        at_work: calls by owner, without those that wait for their caller.
+    """
+
+    def __init__(self) -> None:
+        self.lag_s = 0.0
+        self.on_time_s = 0.0
+        self.ends_per_s = 0.0
+        self.at_work: Counter[Identity] = Counter()
+        self._ended = 0
+        self._began_s: float | None = None  # of the window
+        self._busy = True  # there was something to do all the time, as far as was looked
+
+    @contextlib.contextmanager
+    def working(self, owner: Identity) -> Iterator[None]:
+        """Around a call that was let in."""
+        self.at_work[owner] += 1
+        try:
+            yield
+        finally:
+            self._less(owner)
+            self._ended += 1
+
+    @contextlib.contextmanager
+    def waiting(self, owner: Identity) -> Iterator[None]:
+        """Around what a call waits for that is its caller's to do."""
+        self._less(owner)
+        try:
+            yield
+        finally:
+            self.at_work[owner] += 1
+
+    def _less(self, owner: Identity) -> None:
+        self.at_work[owner] -= 1
+        if not self.at_work[owner]:
+            del self.at_work[owner]
+
+    def check(self, owner: Identity, left_s: float) -> None:
+        """Raises TooManyCalls where a call of this owner that begins now would not end within ``left_s``."""
+        if self.lag_s < LAG_S_MIN or self.at_work.total() < LOOP_TURNS:
+            return  # whatever keeps the loop, it is not that calls are too many
+        expected_s = LOOP_TURNS * self.lag_s
+        if self.ends_per_s:
+            mine = self.at_work[owner]
+            before = sum(min(calls, mine + 1) for other, calls in self.at_work.items() if other != owner) + mine
+            expected_s = max(expected_s, MARGIN * before / self.ends_per_s)
+        if expected_s > left_s:
+            retry_s = min(max(expected_s - left_s, RETRY_S_MIN), RETRY_S_MAX)
+            raise TooManyCalls("too many calls come at once to answer this one in time", retry_s, "late")
+
+    async def look(self) -> None:
+        """Keep the numbers up to date: to be called again and again."""
+        clock = asyncio.get_running_loop().time
+        last_s = clock()
+        if self._began_s is None:
+            self._began_s = last_s
+        await asyncio.sleep(LOOK_S)
+        now_s = clock()
+        self.lag_s += _WEIGHT * (max(0.0, now_s - last_s - LOOK_S) - self.lag_s)
+        self.on_time_s += min(now_s - last_s, LOOK_S_MAX)
+        self._busy = self._busy and self.at_work.total() >= LOOP_TURNS
+        if now_s - self._began_s >= WINDOW_S:
+            self._count(self._ended / (now_s - self._began_s))
+            self._ended, self._busy, self._began_s = 0, True, now_s
+
+    def _count(self, rate: float) -> None:
+        """What ended in a window is what can end at least; and at most, where there always was something to do."""
+        if rate > self.ends_per_s:
+            self.ends_per_s += _WEIGHT * (rate - self.ends_per_s) if self.ends_per_s else rate
+        elif self._busy and self._ended:
+            self.ends_per_s += _WEIGHT_LESS * (rate - self.ends_per_s)
+
+
+RETRY_AFTER_S: Final = 0.1
+STALL_S: Final = 20.0  # a stream whose other end takes or sends nothing for this long is over: it holds buffers
+FIRST_MESSAGE_S: Final = 10.0  # of a loop that is on time, for a request to come after its headers
+HALF_OPEN_S: Final = 0.25  # where there is no room, calls whose request has not come for this long give way
+MESSAGE_BYTES_FREE: Final = 64 << 10  # a larger request counts as buffers while its call is under way,
+MESSAGE_COPIES: Final = 4  # as often as this: its bytes, the message, its keys and tokens
+CALLS_OUTSIDE: Final = 4  # as many as ``rpcs_max`` allows times this may be on their way into the gate, or be refused
+QUICK_THREADS: Final = 4  # of one caller, for what only looks at the index, or asks the node
+READ_THREADS: Final = 8  # for what copies or reads pages
+WAIT_THREADS: Final = 8  # for what may have to wait for room: writers of a full node do not hold up its readers
+TOKEN_BYTES_MAX: Final = 4096
+
+Item = TypeVar("Item")
+Request = TypeVar("Request", bound=Message)
+Value = TypeVar("Value")
+
+
+class Threads:
+    """The threads that do what blocks. Each call has one step in them at a time. Made in the event loop."""
+
+    def __init__(self) -> None:
+        self.quick = Lane(QUICK_THREADS, "quick")
+        self.read = Lane(READ_THREADS, "read")
+        self.wait = Lane(WAIT_THREADS, "wait")
+
+    def close(self) -> None:
+        """See ``Lane.close``."""
+        for lane in (self.quick, self.read, self.wait):
+            lane.close()
+
+
+class Call:
+    """One admitted call: who makes it and until when (``time.monotonic``). Lives as long as its handler."""
+
+    def __init__(self, gate: Gate, caller: Identity, context: Any, deadline: float) -> None:
+        self.caller = caller
+        self.deadline = deadline
+        self._gate = gate
+        self._context = context
+        self._step: Future[Any] | None = None
+        self._taken = 0  # bytes of buffers
+        self._requested = False  # its request, or the first message of it, has come
+
+    @property
+    def left_s(self) -> float:
+        """Seconds until the deadline, not negative."""
+        return max(0.0, self.deadline - time.monotonic())
+
+    def check(self) -> None:
+        """Raises Unauthenticated where the caller's identity has expired or was taken away since."""
+        self._gate.identities.check(self.caller)
+
+    async def quick(
+        self, work: Callable[..., Value], *args: Any, undo: Callable[[Value], object] | None = None
+    ) -> Value:
+        """Do ``work``, which neither copies much nor waits, in a thread. ``undo``: see ``wait``."""
+        return await self._run(self._gate.threads.quick, partial(work, *args), undo)
+
+    async def run(self, work: Callable[..., Value], *args: Any) -> Value:
+        """Read or copy a few MiB in a thread."""
+        return await self._run(self._gate.threads.read, partial(work, *args))
+
+    async def wait(
+        self, work: Callable[..., Value], *args: Any, undo: Callable[[Value], object] | None = None
+    ) -> Value:
+        """Do what may have to wait for room in a thread. ``undo``: what to do with its value where the call ends first,
+        so that nothing stays held for a caller who was not told of it."""
+        return await self._run(self._gate.threads.wait, partial(work, *args), undo)
+
+    async def _run(self, lane: Lane, work: Callable[[], Value], undo: Callable[[Value], object] | None = None) -> Value:
+        self.check()
+        begun = self._step is not None or self._taken > 0
+        return await lane.run(self._began, work, undo, self.caller, self.left_s, begun)
+
+    def waits(self) -> contextlib.AbstractContextManager[None]:
+        """Around what the caller has to do, or nobody: the call is not at work meanwhile."""
+        return self._gate.pressure.waiting(self.caller)
+
+    def _began(self, step: Future[Any]) -> None:
+        self._step = step
+
+    @contextlib.asynccontextmanager
+    async def buffers(self, size: int) -> AsyncIterator[None]:
+        """``size`` bytes of the node's buffers; given back when the last step that may use them has ended."""
+        budget = self._gate.budget
+        size = await budget.take(size, min(self.left_s, self._gate.buffers_wait_s), self.caller, self._taken)
+        self._taken += size
+        began_s = time.monotonic()
+        try:
+            yield
+        finally:
+            self._taken -= size
+            if self._step is None or self._step.done():
+                budget.give(size, self.caller, time.monotonic() - began_s)
+            else:  # its caller has gone, but a thread is in it
+                loop = asyncio.get_running_loop()
+                self._step.add_done_callback(lambda _: call_soon(loop, partial(budget.give, size, self.caller)))
+
+    async def send(self, message: bytes) -> None:
+        """One reply of a stream; waits until the transport has taken it. The identity must hold still."""
+        self.check()
+        with _stalls("took"), _gone(), self.waits():
+            async with asyncio.timeout(self._gate.stall_s):
+                await self._context.write(message)
+        self._gate.calls.sent_bytes += len(message)
+
+    @contextlib.asynccontextmanager
+    async def request(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
+        """The one message of a call; a large one is memory that all calls have to share."""
+        message = await self.receive(requests)
+        if message is None:
+            raise InvalidRequest("request", "is missing")
+        if len(message) <= MESSAGE_BYTES_FREE:
+            yield message
+            return
+        async with self.buffers(MESSAGE_COPIES * len(message)):
+            yield message
+
+    async def receive(self, requests: AsyncIterator[bytes]) -> bytes | None:
+        """The next message of a stream; None: the caller is done. The identity must hold still."""
+        if not self._requested:
+            message = await self.first(requests)
+        else:
+            with _stalls("sent"), self.waits():
+                async with asyncio.timeout(self._gate.stall_s):
+                    message = await anext(requests, None)
+        self._gate.calls.received_bytes += len(message or b"")
+        self.check()
+        return message
+
+    async def first(self, requests: AsyncIterator[Item]) -> Item | None:
+        """What comes first, which has to come soon."""
+        try:
+            async with self._gate.half_open(self):
+                with self.waits():
+                    return await anext(requests, None)
+        except TimeoutError:
+            raise DeadlineExceeded("the request did not come in time") from None
+        finally:
+            self._requested = True
+
+
+@contextlib.contextmanager
+def _stalls(what: str) -> Iterator[None]:
+    try:
+        yield
+    except TimeoutError:
+        raise DeadlineExceeded(f"the caller {what} nothing for too long, and its stream holds buffers") from None
+
+
+def parse(kind: type[Request], message: bytes) -> Request:
+    """A request of that kind. Raises InvalidRequest where the bytes are not one."""
+    try:
+        return kind.FromString(message)
+    except DecodeError:
+        raise InvalidRequest("request", f"must be a {kind.DESCRIPTOR.name}") from None
+
+
+class Gate:
+    """Admits calls, at most ``rpcs_max`` at once.
+
+    Attributes:
+        under_way: calls admitted and not ended.
+        calls: what became of all, for metrics.
+        connections: the server's connections, once it listens.
+        pressure: how much there is to do; the owner of the gate calls its ``look``.
+    """
+
+    buffers_wait_s = 2.0
+    stall_s = STALL_S
+    first_message_s = FIRST_MESSAGE_S
+
+    def __init__(
+        self, identities: Identities, threads: Threads, rpcs_max: int, timeout_s_max: float, buffer_bytes: int
+    ) -> None:
+        self.identities = identities
+        self.threads = threads
+        self.budget = Shares("buffers", "buffers", buffer_bytes)
+        self.places = Shares("places of rpcs_max", "calls", rpcs_max)
+        self.under_way = 0
+        self.calls = Calls()
+        self.pressure = Pressure()
+        self.connections = GrpcConnections((), 0)
+        self._rpcs_max = rpcs_max
+        self._timeout_s_max = timeout_s_max
+        self._half_open: dict[Call, tuple[float, asyncio.Timeout]] = {}  # since when (``on_time_s``); the oldest first
+
+    @contextlib.asynccontextmanager
+    async def admit(self, context: Any) -> AsyncIterator[Call]:
+        """A call from here on. What is raised inside ends it with the status that says so."""
+        try:
+            caller = self._identify(context)
+            self.connections.called(context.peer(), caller)
+            limit_s = self._limit_s(context)
+            self._make_room(caller, limit_s)
+            self.under_way += 1
+            try:
+                async with asyncio.timeout(limit_s):
+                    with self.pressure.working(caller):
+                        yield Call(self, caller, context, time.monotonic() + limit_s)
+            finally:
+                self.under_way -= 1
+                self.places.give(1, caller)
+        except KVStoreError as error:
+            if isinstance(error, TooManyCalls):
+                self.calls.shed[error.kind] += 1
+            await _abort(context, error)
+        except TimeoutError:
+            await _abort(context, DeadlineExceeded("the call did not end within its deadline"))
+        except grpc.aio.BaseError:
+            raise
+        except Exception as error:  # gRPC would tell its text to the caller
+            await _abort(context, boundary.failed("grpc", error))
+            raise
+
+    def _make_room(self, caller: Identity, limit_s: float) -> None:
+        """Raises TooManyCalls where there is none, or the call would end too late."""
+        self.pressure.check(caller, limit_s)  # first: no call gives way to one that is then refused
+        places = self.places
+        if places.take_now(1, caller):
+            return
+        if self._give_way(caller) or (places.free <= 0 and self._give_way(None)):
+            places.grant(1, caller)
+        elif places.free > 0:
+            raise TooManyCalls(f"{caller.name} has {places.held(caller)} calls under way", RETRY_AFTER_S, "share")
+        else:
+            reason = f"{self._rpcs_max} calls are under way, rpcs_max allows no more"
+            raise TooManyCalls(reason, RETRY_AFTER_S, "calls")
+
+    def _give_way(self, owner: Identity | None) -> bool:
+        """End the oldest call (of that owner) whose request has not come. It is over with the loop's next turn."""
+        before_s = self.pressure.on_time_s - HALF_OPEN_S
+        for call, (since_s, _) in self._half_open.items():
+            if since_s > before_s:
+                break
+            if owner is None or call.caller == owner:
+                self._end_half_open(call)
+                self.calls.shed["half_open"] += 1
+                return True
+        return False
+
+    def _end_half_open(self, call: Call) -> None:
+        _, timeout = self._half_open.pop(call)
+        timeout.reschedule(asyncio.get_running_loop().time())
+
+    @contextlib.asynccontextmanager
+    async def half_open(self, call: Call) -> AsyncIterator[None]:
+        """Around the wait for a request. Raises TimeoutError where it does not come, or others need its place."""
+        async with asyncio.timeout(None) as timeout:
+            self._half_open[call] = self.pressure.on_time_s, timeout
+            try:
+                yield
+            finally:
+                self._half_open.pop(call, None)
+
+    async def look(self) -> None:
+        """Keep ``pressure`` up to date, and end calls whose request does not come. To be called again and again."""
+        await self.pressure.look()
+        before_s = self.pressure.on_time_s - self.first_message_s
+        for call, (since_s, _) in list(self._half_open.items()):
+            if since_s > before_s:
+                break
+            self._end_half_open(call)
+
+    def _limit_s(self, context: Any) -> float:
+        left_s = context.time_remaining()
+        return self._timeout_s_max if left_s is None else min(max(0.0, left_s), self._timeout_s_max)
+
+    def _identify(self, context: Any) -> Identity:
+        if not self.identities.asked_for:
+            return LOCAL
+        token = _token(context.invocation_metadata() or ())
+        if token is None and context.peer().startswith("unix:"):
+            return LOCAL  # the socket's permissions have let it in
+        return self.identities.find(token, _certificate_names(context.auth_context()))
+
+
+def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
+    """The bearer token; None where there is no authorization at all."""
+    said = [value for key, value in metadata if key == "authorization"]
+    if not said:
+        return None
+    value = said[0]
+    if len(said) != 1 or not isinstance(value, str) or len(value) > TOKEN_BYTES_MAX:
+        raise Unauthenticated(UNKNOWN)
+    scheme, _, token = value.partition(" ")
+    if scheme.lower() != "bearer" or not token.strip():
+        raise Unauthenticated(UNKNOWN)
+    return token.strip()
+
+
+def _certificate_names(auth: Any) -> list[str]:
+    names = [*auth.get("x509_common_name", ()), *auth.get("x509_subject_alternative_name", ())]
+    return [name.decode("utf-8", "replace") if isinstance(name, bytes) else str(name) for name in names]
+
+
+async def _abort(context: Any, error: KVStoreError) -> None:
+    code, details, metadata = status_of(error)
+    with _gone():
+        await context.abort(grpc.StatusCode[code], details, metadata)
+
+
+@contextlib.contextmanager
+def _gone() -> Iterator[None]:
+    """Where the caller has gone, the call ends as one that was cancelled: nothing is logged."""
+    try:
+        yield
+    except grpc.aio.InternalError:
+        raise asyncio.CancelledError from None

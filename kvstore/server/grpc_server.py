@@ -1,0 +1,365 @@
+"""LoopServer: the gRPC server of a daemon, in a thread and an event loop of its own.
+
+Methods: from the names in a .proto to the code that serves them. Messages pass as bytes; the code parses them.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import threading
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable, Coroutine, Mapping, Sequence
+from dataclasses import dataclass
+from types import MappingProxyType
+from typing import Any, Final
+
+import grpc
+import grpc.aio
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from kvstore import boundary
+from kvstore.config.daemon import DaemonConfig
+from kvstore.errors import InvalidRequest
+from kvstore.limits import GRPC_PART, connections_max
+from kvstore.server import listening
+from kvstore.server.call_counts import Calls
+from kvstore.server.gate import CALLS_OUTSIDE, Call, Gate, Threads
+from kvstore.server.grpc_connections import GrpcConnections
+from kvstore.server.identities import Identities
+from kvstore.wire.grpc import MESSAGE_BYTES_MAX
+
+Unary = Callable[[Call, bytes], Awaitable[bytes]]
+"""A method with one request and one reply."""
+Sending = Callable[[Call, bytes], Awaitable[None]]
+"""Sends a stream of replies."""
+Taking = Callable[[Call, AsyncIterator[bytes]], Awaitable[bytes]]
+"""Takes a stream of requests."""
+
+
+def serving(
+    gate: Gate,
+    service: str,
+    unary: Mapping[str, Unary],
+    sending: Mapping[str, Sending],
+    taking: Mapping[str, Taking] = MappingProxyType({}),
+) -> grpc.GenericRpcHandler:
+    """A service of these methods, every call through the gate."""
+    # All take a stream, which looks the same to a caller: handlers of one message only begin when it is there.
+    table: dict[str, Any] = {
+        **{name: grpc.stream_unary_rpc_method_handler(_unary(gate, name, work)) for name, work in unary.items()},
+        **{name: grpc.stream_stream_rpc_method_handler(_sending(gate, name, work)) for name, work in sending.items()},
+        **{name: grpc.stream_unary_rpc_method_handler(_taking(gate, name, work)) for name, work in taking.items()},
+    }
+    return grpc.method_handlers_generic_handler(service, table)
+
+
+# Errors of the work that are not our mistakes: its transport has gone, or its time is over. The gate reports them.
+_EXPECTED = grpc.aio.BaseError, TimeoutError
+
+
+def _unary(gate: Gate, name: str, work: Unary) -> Any:
+    answered = boundary.answered(f"grpc/{name}", *_EXPECTED)
+
+    async def serve(messages: AsyncIterator[bytes], context: Any) -> bytes:
+        with gate.calls.watch(name, context):
+            async with gate.admit(context) as call, call.request(aiter(messages)) as message:
+                with answered:
+                    reply = await work(call, message)
+                gate.calls.sent_bytes += len(reply)
+                return reply
+
+    return serve
+
+
+def _sending(gate: Gate, name: str, work: Sending) -> Any:
+    answered = boundary.answered(f"grpc/{name}", *_EXPECTED)
+
+    async def serve(messages: AsyncIterator[bytes], context: Any) -> None:
+        with gate.calls.watch(name, context):
+            async with gate.admit(context) as call, call.request(aiter(messages)) as message:
+                with answered:
+                    await work(call, message)
+
+    return serve
+
+
+def _taking(gate: Gate, name: str, work: Taking) -> Any:
+    answered = boundary.answered(f"grpc/{name}", *_EXPECTED)
+
+    async def serve(messages: AsyncIterator[bytes], context: Any) -> bytes:
+        with gate.calls.watch(name, context):
+            async with gate.admit(context) as call:
+                with answered:
+                    reply = await work(call, aiter(messages))
+                gate.calls.sent_bytes += len(reply)
+                return reply
+
+    return serve
+
+
+class GateOthers(grpc.aio.ServerInterceptor):
+    """Health and reflection pass the gate as well: a stranger learns nothing. Their handlers come ready made."""
+
+    def __init__(self, gate: Gate, service: str) -> None:
+        self._gate = gate
+        self._ours = f"/{service}/"  # its handlers do it themselves
+
+    async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
+        """See ``grpc.aio.ServerInterceptor``."""
+        handler = await continuation(handler_call_details)
+        if handler is None or handler_call_details.method.startswith(self._ours):
+            return handler
+        name = handler_call_details.method.lstrip("/")
+        serializers = handler.request_deserializer, handler.response_serializer
+        if handler.unary_unary is not None:
+            return grpc.stream_unary_rpc_method_handler(self._replying(name, handler.unary_unary), *serializers)
+        if handler.unary_stream is not None:
+            return grpc.stream_stream_rpc_method_handler(self._streaming(name, handler.unary_stream), *serializers)
+        assert handler.stream_stream is not None, "health and reflection have no other kind"
+        work = self._streaming(name, handler.stream_stream, many=True)
+        return grpc.stream_stream_rpc_method_handler(work, *serializers)
+
+    def _replying(self, name: str, work: Any) -> Any:
+        async def serve(requests: AsyncIterator[Any], context: Any) -> Any:
+            with self._gate.calls.watch(name, context):
+                async with self._gate.admit(context) as call:
+                    request = await _only(call, requests)
+                    with boundary.answered(f"grpc/{name}", *_EXPECTED):
+                        return await work(request, context)
+
+        return serve
+
+    def _streaming(self, name: str, work: Any, many: bool = False) -> Any:
+        async def serve(requests: AsyncIterator[Any], context: Any) -> None:
+            with self._gate.calls.watch(name, context):
+                async with self._gate.admit(context) as call:
+                    given = _bounded(call, requests) if many else await _only(call, requests)
+                    with boundary.answered(f"grpc/{name}", *_EXPECTED):
+                        replies = work(given, context)
+                        if isinstance(replies, Awaitable):
+                            with call.waits():  # usually for changes of health
+                                await replies
+                            return
+                        async for reply in replies:
+                            call.check()
+                            await context.write(reply)
+
+        return serve
+
+
+async def _only(call: Call, requests: AsyncIterator[Any]) -> Any:
+    request = await call.first(aiter(requests))
+    if request is None:
+        raise InvalidRequest("request", "is missing")
+    return request
+
+
+async def _bounded(call: Call, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+    """Pass the requests on; the first has to come soon."""
+    coming = aiter(requests)
+    request = await call.first(coming)
+    while request is not None:
+        yield request
+        with call.waits():
+            request = await anext(coming, None)
+
+
+START_S: Final = 10.0
+STOP_S: Final = 10.0
+GRACE_S: Final = 2.0  # for calls under way when the daemon ends
+CONNECTIONS_MAX: Final = 2048
+HANDSHAKE_MS: Final = 5000  # who connects and says nothing is let go
+IDLE_MS: Final = 300_000  # a connection without calls; its client connects again with the next one
+PENDING_MIN: Final = 64
+
+
+@dataclass(frozen=True)
+class Limits:
+    """What a server takes on.
+
+    Attributes:
+        rpcs_max: calls under way.
+        call_s_max: the longest one may take.
+        buffer_bytes: what they move, all together.
+        streams_max: calls of one connection; more wait at the client.
+        ping_ms_min: between two pings of a client, which looks whether we live.
+    """
+
+    rpcs_max: int
+    call_s_max: float
+    buffer_bytes: int
+    streams_max: int
+    ping_ms_min: int = 5000
+
+
+class LoopServer(ABC):
+    """Serves one service from ``start`` to ``stop``, every call through a gate; health and reflection as well.
+
+    Args:
+        name: of its thread.
+        service: full name, as in its .proto.
+
+    Attributes:
+        addresses: where it listens, once it is started.
+        identities: who may call.
+
+    Raises:
+        InvalidRequest: what is configured would let strangers in, or show tokens; names the setting and the remedy.
+    """
+
+    def __init__(self, name: str, service: str, config: DaemonConfig, limits: Limits) -> None:
+        self.addresses: list[str] = []
+        self.identities = Identities(config.identities)
+        self._service = service
+        self._plan = listening.plan(config, self.identities)
+        self._limits = limits
+        self._started = threading.Event()
+        self._failure: BaseException | None = None
+        self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
+        self._loop: asyncio.AbstractEventLoop | None = None
+        self._stopping: asyncio.Event | None = None
+        self._alive: health.aio.HealthServicer | None = None
+        self._gate: Gate | None = None
+
+    def start(self) -> None:
+        """Listen and serve. ``addresses`` says where then. Raises InvalidRequest where an address cannot be had."""
+        self._thread.start()
+        if not self._started.wait(START_S):
+            raise InvalidRequest("listen", f"did not begin within {START_S:g} s")
+        if self._failure is not None:
+            raise self._failure
+
+    @property
+    def calls(self) -> Calls | None:
+        """What became of all calls; None before ``start``."""
+        return self._gate.calls if self._gate is not None else None
+
+    def under_way(self) -> int:
+        """Calls that were admitted and have not ended."""
+        return self._gate.under_way if self._gate is not None else 0
+
+    def reload(self) -> None:
+        """Read the identities again. For a signal handler: it only asks the loop to."""
+        if self._loop is not None:
+            with contextlib.suppress(RuntimeError):  # it has just ended
+                self._loop.call_soon_threadsafe(self.identities.reload)
+
+    def retire(self) -> None:
+        """Say by the health service that others should be asked. Calls are served as before."""
+        if self._loop is not None and self._alive is not None:
+            leaving = self._alive.enter_graceful_shutdown()
+            with contextlib.suppress(RuntimeError):
+                asyncio.run_coroutine_threadsafe(leaving, self._loop)
+
+    def stop(self) -> None:
+        """Take no more calls, and end those under way: by themselves within a grace, or cancelled."""
+        if self._loop is not None and self._stopping is not None:
+            with contextlib.suppress(RuntimeError):
+                self._loop.call_soon_threadsafe(self._stopping.set)
+        if self._thread.ident is not None:
+            self._thread.join(STOP_S)
+
+    # --- what is served ---------------------------------------------------------------------------------------------
+
+    @abstractmethod
+    def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
+        """The service. What it needs is closed by ``ends``, after the last step of a call has ended."""
+
+    def _beside(self) -> Sequence[Coroutine[Any, Any, None]]:
+        """What runs alongside calls until it is cancelled, each as a ``boundary.kept_task``."""
+        return ()
+
+    @abstractmethod
+    def _calls_ended(self) -> None:
+        """No call is served any more; steps of some may still run in threads."""
+
+    # --- in the loop ------------------------------------------------------------------------------------------------
+
+    def _serve(self) -> None:
+        try:
+            asyncio.run(self._run())
+        except InvalidRequest as error:
+            if self._started.is_set():
+                raise
+            self._failure = error
+            self._started.set()
+
+    async def _run(self) -> None:
+        self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
+        self._loop.set_exception_handler(boundary.loop_failed)
+        limits, threads = self._limits, Threads()
+        with contextlib.ExitStack() as ends:
+            gate = Gate(self.identities, threads, limits.rpcs_max, limits.call_s_max, limits.buffer_bytes)
+            handler = self._open(gate, ends)
+            ends.callback(threads.close)
+            ends.callback(self._calls_ended)
+            server = grpc.aio.server(
+                options=_options(limits),
+                interceptors=[GateOthers(gate, self._service)],
+                # The gate refuses politely; this bounds what strangers may have on its way there.
+                maximum_concurrent_rpcs=CALLS_OUTSIDE * limits.rpcs_max,
+            )
+            server.add_generic_rpc_handlers((handler,))
+            self._alive = await _add_others(server, self._service)
+            self.addresses = self._plan.bind(server)
+            await server.start()
+            gate.connections = GrpcConnections(self.addresses, connections_max(GRPC_PART, CONNECTIONS_MAX))
+            self._gate = gate
+            self._started.set()
+            await self._until_stopped(server, self._alive, gate, self._stopping)
+
+    async def _until_stopped(
+        self, server: grpc.aio.Server, alive: health.aio.HealthServicer, gate: Gate, stopping: asyncio.Event
+    ) -> None:
+        stopped = asyncio.create_task(stopping.wait())
+        looking = [
+            boundary.kept_task("task/gate", gate.look),
+            boundary.kept_task("task/connections", gate.connections.turn),
+        ]
+        beside = [asyncio.create_task(work) for work in (*looking, *self._beside())]
+        try:
+            ended, _ = await asyncio.wait({stopped, *beside}, return_when=asyncio.FIRST_COMPLETED)
+            for task in ended:
+                task.result()
+        finally:
+            for task in beside:
+                task.cancel()
+            await alive.enter_graceful_shutdown()
+            await server.stop(GRACE_S)
+            self._plan.unlink()
+
+
+def _options(limits: Limits) -> list[tuple[str, Any]]:
+    return [
+        ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
+        ("grpc.max_metadata_size", 16 << 10),
+        ("grpc.max_concurrent_streams", limits.streams_max),
+        # Else gRPC counts calls that have ended, but are not forgotten yet: clients who keep to the bound are refused.
+        ("grpc.http.overload_protection", 0),
+        # Calls that have not been looked at yet. More are cancelled without a look: to look at one in order to refuse
+        # it costs as much as to answer a short one. Some of them beyond the first bound, all beyond the second one.
+        ("grpc.server.max_pending_requests", max(PENDING_MIN, limits.rpcs_max)),
+        ("grpc.server.max_pending_requests_hard_limit", 2 * max(PENDING_MIN, limits.rpcs_max)),
+        ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
+        ("grpc.max_connection_idle_ms", IDLE_MS),
+        ("grpc.max_allowed_incoming_connections", connections_max(GRPC_PART, CONNECTIONS_MAX)),
+        ("grpc.so_reuseport", 0),  # two daemons on one port would each get some of the calls
+        ("grpc.keepalive_permit_without_calls", 1),
+        ("grpc.http2.min_ping_interval_without_data_ms", limits.ping_ms_min),
+        ("grpc.keepalive_time_ms", 60000),  # finds clients whose machine has gone
+        ("grpc.keepalive_timeout_ms", 20000),
+        ("grpc.default_compression_algorithm", 0),
+    ]
+
+
+async def _add_others(server: grpc.aio.Server, service: str) -> health.aio.HealthServicer:
+    """Health of ``service``, and reflection."""
+    alive = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(alive, server)
+    names = (service, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    await alive.set(service, health_pb2.HealthCheckResponse.SERVING)
+    reflection.enable_server_reflection(names, server)
+    return alive

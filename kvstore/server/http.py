@@ -1,0 +1,300 @@
+"""HTTP of a daemon: ``/healthz`` (the process answers), ``/readyz`` (it serves; 503 until then) and ``/metrics``.
+
+A connection is one request, and has ``REQUEST_S`` for all of it, however slowly it comes. Where there are too many, the
+oldest one whose request has not come is dropped.
+
+HostNames: by which names a daemon answers over HTTP, so that a web page cannot reach it through a browser.
+
+A page of ``evil.example`` may point that name at 127.0.0.1 once it is loaded (DNS rebinding): the browser then sends
+our answers to its scripts. Such requests name ``evil.example`` as their host. So a request has to name one of:
+
+- an IP address, or a name without a dot: neither is a name that a stranger can point anywhere;
+- ``localhost`` and what ends with ``.localhost``;
+- this machine's own name, the host of ``http``, and names in the certificate that is shown;
+- a name of ``http_hosts``: what a load balancer passes on, say.
+
+What a page of another site sends names that site as its origin, and is refused too. Clients that are not browsers name
+no origin.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import logging
+import re
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterable, Sequence
+from functools import partial
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from typing import Any, Final
+from urllib.parse import urlsplit
+
+from kvstore import boundary
+from kvstore.config import parse_address
+from kvstore.config.daemon import DaemonConfig
+from kvstore.errors import InternalError, InvalidRequest, KVStoreError, TooManyCalls
+from kvstore.limits import HTTP_PART, UNKNOWN_PART, Connections, Guest, Named, Owner, ThreadShares, connections_max
+
+ANY: Final = "*"
+_HEADER: Final = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{0,5})?")
+SHOWN_MAX: Final = 100  # characters of what was refused, in its error
+
+
+class HostNames:
+    """Decides about the Host and Origin of a request. Args: names, of which ``*.example`` stands for one more label."""
+
+    def __init__(self, names: Iterable[str]) -> None:
+        self._names = {name.lower().rstrip(".") for name in names}
+
+    @classmethod
+    def of(cls, config: DaemonConfig, certified: Iterable[str] = ()) -> HostNames:
+        """The host names of a daemon. ``certified``: names in the certificate that its HTTP server shows."""
+        served = [parse_address(config.http, "http")[0]] if config.http is not None else []
+        return cls((*served, socket.gethostname(), *certified, *config.http_hosts))
+
+    def refusal(self, hosts: Sequence[str], origins: Sequence[str]) -> str:
+        """Why a request with these headers is not answered; "" where it is."""
+        if len(hosts) > 1 or len(origins) > 1:
+            return "host: a request names one host and one origin"
+        host = _host(hosts[0]) if hosts else ""
+        if host is None or (host and not self._may_be_named(host)):
+            shown = _shown(hosts[0])
+            return f"host: is not a name of this server (got {shown!r}); the setting http_hosts takes more names"
+        if origins and not self._may_come_from(origins[0], host):
+            return f"origin: pages of other sites are not answered (got {_shown(origins[0])!r})"
+        return ""
+
+    def _may_be_named(self, host: str) -> bool:
+        return ANY in self._names or _is_number(host) or "." not in host or _is_local(host) or self._is_ours(host)
+
+    def _may_come_from(self, origin: str, host: str) -> bool:
+        try:
+            found = (urlsplit(origin).hostname or "").rstrip(".")
+        except ValueError:
+            return False
+        return bool(found) and (found == host or self._is_ours(found) or (_is_local(found) and _is_local(host)))
+
+    def _is_ours(self, host: str) -> bool:
+        return host in self._names or f"*.{host.partition('.')[2]}" in self._names
+
+
+def _host(header: str) -> str | None:
+    """The host in a Host header, in lower case, without its port; None where there is none."""
+    found = _HEADER.fullmatch(header)
+    return (found[1] or found[2]).lower().rstrip(".") or None if found else None
+
+
+def _is_number(host: str) -> bool:
+    try:
+        ipaddress.ip_address(host.partition("%")[0])
+    except ValueError:
+        return False
+    return True
+
+
+def _is_local(host: str) -> bool:
+    if _is_number(host):
+        return ipaddress.ip_address(host.partition("%")[0]).is_loopback
+    return host == "localhost" or host.endswith(".localhost")
+
+
+def _shown(header: str) -> str:
+    return header[:SHOWN_MAX].encode("ascii", "replace").decode()
+
+
+REQUEST_S: Final = 5.0  # a client that dawdles is cut off
+CONNECTIONS_MAX: Final = 64  # each has a thread
+ROOM_S: Final = 0.2  # for connections that were dropped to end
+LOOK_S: Final = 0.2
+ACCEPT_AGAIN_S: Final = 0.05  # after a connection that no descriptor was left for
+SERVER: Final = "kvstore"
+COSTLY: Final = ("/metrics",)  # made for one request at a time, in turns of addresses
+
+_BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\n\r\n"
+
+log = logging.getLogger("kvstore.http")
+
+Route = Callable[[], tuple[int, str, str]]
+"""Status, content type and body of a GET."""
+
+
+class _Handler(BaseHTTPRequestHandler):
+    timeout = REQUEST_S
+    server: HttpServer
+
+    def do_GET(self) -> None:
+        owner = self.server.asked(self.request)
+        path = self.path.partition("?")[0]
+        route = self.server.routes.get(path)
+        refused = self.server.hosts.refusal(self.headers.get_all("Host", []), self.headers.get_all("Origin", []))
+        try:
+            place = f"http/{path.strip('/') if route is not None else 'other'}"
+            with contextlib.ExitStack() as turn, boundary.answered(place):
+                if refused:
+                    status, kind, text = 403, "text/plain", f"{refused}\n"
+                elif route is None:
+                    status, kind, text = 404, "text/plain", "not found\n"
+                else:
+                    if path in COSTLY:
+                        turn.enter_context(self.server.turns.turn(owner, REQUEST_S))
+                    status, kind, text = route()
+        except InternalError as error:
+            status, kind, text = 500, "text/plain", f"{error}\n"
+        except KVStoreError as error:  # the node is stopping, or there was no turn
+            status, kind, text = 503, "text/plain", f"{error}\n"
+        body = text.encode()
+        self.send_response(status)
+        self.send_header("Content-Type", f"{kind}; charset=utf-8")
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_GET
+
+    def version_string(self) -> str:
+        """The Server header."""
+        return SERVER
+
+    def log_message(self, format: str, *args: Any) -> None:
+        """Log nothing: health checks are not worth a line."""
+
+
+class HttpServer(ThreadingHTTPServer):
+    """Serves ``routes`` from ``start`` to ``stop``, to requests that name one of ``hosts``.
+
+    Raises InvalidRequest where the address cannot be had.
+    """
+
+    daemon_threads = True
+    request_queue_size = 64
+
+    def __init__(self, address: str, routes: dict[str, Route], hosts: HostNames) -> None:
+        self.routes = routes
+        self.hosts = hosts
+        self._guests = Connections(max(UNKNOWN_PART, connections_max(HTTP_PART, CONNECTIONS_MAX)))
+        self.turns = ThreadShares("turns at HTTP", "http", 1)
+        self._served: dict[socket.socket, tuple[Guest, float]] = {}  # connection -> until when it has a thread
+        try:
+            super().__init__(parse_address(address, "http"), _Handler)
+        except OSError as error:
+            raise InvalidRequest("http", f"cannot listen on {address}: {error.strerror}") from None
+        self._thread = threading.Thread(target=self.serve_forever, args=(LOOK_S,), name="kvstore-http", daemon=True)
+
+    @property
+    def address(self) -> str:
+        """HOST:PORT really listened on."""
+        host, port = self.server_address[:2]
+        return f"{host!s}:{port}"
+
+    def start(self) -> None:
+        """Answer requests."""
+        self._thread.start()
+
+    def stop(self) -> None:
+        """Stop answering and free the port."""
+        self.shutdown()
+        self.server_close()
+
+    # --- of one connection: called by ``ThreadingHTTPServer`` -------------------------------------------------------
+
+    def get_request(self) -> tuple[socket.socket, Any]:
+        """Take a connection. Where there is no descriptor for it, it waits in the backlog, and is tried again soon."""
+        try:
+            return super().get_request()
+        except OSError:
+            time.sleep(ACCEPT_AGAIN_S)
+            raise
+
+    def process_request(self, request: Any, client_address: Any) -> None:
+        """A thread for this connection, where there is room."""
+        guest = self._guests.accept(client_address[0], partial(_shut, request), ROOM_S)
+        if guest is None:
+            with contextlib.suppress(OSError):
+                request.setblocking(False)
+                request.send(_BUSY)
+            super().shutdown_request(request)
+            return
+        self._served[request] = guest, time.monotonic() + REQUEST_S
+        super().process_request(request, client_address)
+
+    def asked(self, request: Any) -> Owner:
+        """A whole request has come over this connection: it does not give way to silent ones. Returns its owner.
+
+        Raises:
+            ConnectionError: it was dropped; what was heard of it looks like a request.
+        """
+        guest, _ = self._served[request]
+        owner = Named(guest.network)
+        if guest.leaving:
+            raise ConnectionAbortedError("dropped")
+        with contextlib.suppress(TooManyCalls):  # an address that has its share is served all the same
+            self._guests.known(guest, owner)
+        return owner
+
+    def shutdown_request(self, request: Any) -> None:
+        """The connection is done."""
+        guest, _ = self._served.pop(request, (None, 0.0))
+        super().shutdown_request(request)
+        if guest is not None:
+            self._guests.gone(guest)
+
+    def service_actions(self) -> None:
+        """Cut off who takes too long. Called every ``LOOK_S`` and after every connection."""
+        now = time.monotonic()
+        for request, (_, until) in list(self._served.items()):
+            if now > until:
+                _shut(request)
+
+    def handle_error(self, request: Any, client_address: Any) -> None:
+        """A connection ended by an unexpected error, or no thread could be started for it."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            boundary.failed("http/connection", error)
+
+    def finish_request(self, request: Any, client_address: Any) -> None:
+        """Serve it."""
+        with contextlib.suppress(ConnectionError, TimeoutError):
+            super().finish_request(request, client_address)
+
+
+def _shut(request: socket.socket) -> None:
+    with contextlib.suppress(OSError):
+        request.shutdown(socket.SHUT_RDWR)
+
+
+class Readiness(threading.Event):
+    """Set while a daemon serves. Once it is cleared after that, the daemon is draining."""
+
+    draining = False
+
+    def clear(self) -> None:
+        """See ``Event``."""
+        self.draining = self.draining or self.is_set()
+        super().clear()
+
+
+def readyz(ready: Readiness, fault: Callable[[], str] = lambda: "") -> Route:
+    """Whether it serves. ``fault``: what it reports in addition where something is wrong and it serves anyway."""
+
+    def answer() -> tuple[int, str, str]:
+        if not ready.is_set():
+            return 503, "text/plain", "draining\n" if ready.draining else "starting\n"
+        wrong = fault()
+        return 200, "text/plain", f"ready, but {wrong}\n" if wrong else "ready\n"
+
+    return answer
+
+
+def routes(ready: Readiness) -> dict[str, Route]:
+    """What every daemon answers from the beginning."""
+
+    return {
+        "/healthz": lambda: (200, "text/plain", "ok\n"),
+        "/readyz": readyz(ready),
+        "/metrics": lambda: (503, "text/plain", "starting\n"),  # until there is something to count
+    }

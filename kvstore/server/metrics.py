@@ -1,0 +1,178 @@
+"""Metrics for Prometheus: what every daemon's ``/metrics`` is made with. Each daemon says what it counts.
+
+What a table of metrics consists of. Each daemon has one: the list of all that it exports.
+"""
+
+from __future__ import annotations
+
+import os
+import platform
+import threading
+import time
+from abc import abstractmethod
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, Final, NamedTuple
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
+from prometheus_client.registry import Collector
+from prometheus_client.utils import floatToGoString
+
+from kvstore import about, boundary
+from kvstore.server.call_counts import BOUNDS_S, Durations
+
+if TYPE_CHECKING:
+    from kvstore.server.call_counts import Calls
+
+
+class MetricInfo(NamedTuple):
+    """One metric: ``kind`` is counter, gauge or histogram; counters are exported as ``name + "_total"``."""
+
+    name: str
+    kind: str
+    labels: tuple[str, ...]
+    help: str
+
+    @property
+    def exported(self) -> str:
+        """The name Prometheus knows; of a histogram the one without ``_bucket``."""
+        return f"{self.name}_total" if self.kind == "counter" else self.name
+
+
+def metric_info(prefix: str, kind: str, name: str, help: str, *labels: str) -> MetricInfo:
+    """The metric ``<prefix>_<name>``."""
+    return MetricInfo(f"{prefix}_{name}", kind, labels, help)
+
+
+def table_text(metrics: Sequence[MetricInfo]) -> str:
+    """The metrics as a table of the docs."""
+    rows = [f"| `{info.exported}` | {info.kind} | {', '.join(info.labels)} | {info.help} |" for info in metrics]
+    return "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *rows])
+
+
+SHED_HELP: Final = (
+    "Calls refused because too many come, by what there is too little of: time (late: it would have passed), calls or"
+    " share (of one tenant) of rpcs_max, buffers, threads (quick, read, wait), other (what is held);"
+    " half_open: they gave way because their request had not come."
+)
+
+INTERNAL_ERRORS: Final = metric_info(
+    "kvstore",
+    "counter",
+    "internal_errors",
+    "Unexpected errors by the place where they ended, see kvstore/boundary.py: a request, a connection, a turn of a"
+    " task. Each is in the log with its stack; places of the node's data server begin with data.",
+    "place",
+)
+"""Every daemon has this one, under this name."""
+
+MEMBERSHIP_AGE: Final = metric_info(
+    "kvstore",
+    "gauge",
+    "membership_success_age_seconds",
+    "Time since a task that keeps the daemon in its pool last succeeded: watch, session, presence, election,"
+    " election_watch, announcing. None of them takes longer than a few seconds while all is well.",
+    "task",
+)
+MEMBERSHIP_FAILURES: Final = metric_info(
+    "kvstore", "counter", "membership_failures", "Tries of these tasks that failed, and were made again.", "task"
+)
+MEMBERSHIP: Final = (MEMBERSHIP_AGE, MEMBERSHIP_FAILURES)
+"""Every daemon has these, under these names, where it is in a pool."""
+
+
+# it loads gRPC, which is loaded where there are calls
+
+CONTENT_TYPE: Final = "text/plain; version=0.0.4"
+_KINDS: Final = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
+
+
+class Families:
+    """All metric families of one scrape, in the order of their table; called to add a sample."""
+
+    def __init__(self, prefix: str, metrics: Sequence[MetricInfo]) -> None:
+        self._prefix = prefix
+        self.families: dict[str, Any] = {
+            about.name: _KINDS[about.kind](about.name, about.help, labels=about.labels) for about in metrics
+        }
+
+    def __call__(self, name: str, value: float, *labels: str) -> None:
+        """Add one sample to ``<prefix>_<name>``."""
+        self.families[f"{self._prefix}_{name}"].add_metric(labels, value)
+
+    def buckets(
+        self, name: str, bounds_s: Sequence[float], counts: Sequence[int], sum_s: float | None, *labels: str
+    ) -> None:
+        """Add one histogram: ``counts`` of each bucket, the last one without a bound."""
+        total, rows = 0, []
+        for bound, count in zip((*bounds_s, float("inf")), counts, strict=True):
+            total += count
+            rows.append((floatToGoString(bound), total))
+        self.families[f"{self._prefix}_{name}"].add_metric(labels, rows, sum_s)
+
+    def durations(self, name: str, took: Durations, *labels: str) -> None:
+        """Add one histogram."""
+        self.buckets(name, BOUNDS_S, list(took.counts), took.sum_s, *labels)
+
+    def grpc(self, calls: Calls) -> None:
+        """Add what became of gRPC calls."""
+        for (method, code), count in dict(calls.ended).items():
+            self("grpc_calls", count, method, code)
+        for reason, count in dict(calls.shed).items():
+            self("grpc_shed_calls", count, reason)
+        for method, took in dict(calls.durations).items():
+            self.durations("grpc_call_duration_seconds", took, method)
+        self("grpc_bytes", calls.received_bytes, "in")
+        self("grpc_bytes", calls.sent_bytes, "out")
+
+    def process(self, uptime_s: float, *what: str) -> None:
+        """Add what every process says of itself. ``what`` runs: labels in addition to the versions."""
+        for place, count in boundary.counts().items():
+            self.families[INTERNAL_ERRORS.name].add_metric((place,), count)
+        self("uptime_seconds", uptime_s)
+        self("process_resident_bytes", _resident_bytes())
+        self("process_cpu_seconds", time.process_time())
+        self("build_info", 1, about.version(), platform.python_version(), *what)
+
+
+class DaemonMetrics(Collector):
+    """``/metrics`` of a daemon. Collects on every scrape, one at a time.
+
+    Attributes:
+        membership: says of each task of membership its name, the seconds since it last succeeded, and its failures.
+    """
+
+    def __init__(self, prefix: str, metrics: Sequence[MetricInfo]) -> None:
+        self.membership: Callable[[], Iterable[tuple[str, float, int]]] = tuple
+        self._prefix = prefix
+        self._metrics = metrics
+        self._turn = threading.Lock()
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def route(self) -> tuple[int, str, str]:
+        """What a scrape gets."""
+        with self._turn:
+            return 200, CONTENT_TYPE, generate_latest(self._registry).decode()
+
+    def describe(self) -> list[Metric]:
+        """Nothing: there is one collector only."""
+        return []
+
+    def collect(self) -> Iterator[Metric]:
+        """See ``Collector``: all metrics, in the order of their table."""
+        add = Families(self._prefix, self._metrics)
+        self.add_samples(add)
+        for task, age_s, failures in self.membership():
+            add.families[MEMBERSHIP_AGE.name].add_metric((task,), age_s)
+            add.families[MEMBERSHIP_FAILURES.name].add_metric((task,), failures)
+        return iter(add.families.values())
+
+    @abstractmethod
+    def add_samples(self, add: Families) -> None:
+        """Add a sample of everything."""
+
+
+def _resident_bytes() -> int:
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGESIZE")

@@ -1,1 +1,0 @@
-"""The gRPC API of a node: ``server`` starts it, the others answer calls. ``kvstore.serving`` lets callers in."""

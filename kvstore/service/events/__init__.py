@@ -1,1 +1,0 @@
-"""KV events in vLLM's wire format."""

@@ -1,1 +1,0 @@
-"""Work in the background: copies between tiers, the scan of NVMe, the scrubber."""

@@ -1,1 +1,0 @@
-"""Folders and devices of nodes that do not run: read and judged as they lie."""

@@ -1,0 +1,160 @@
+"""Header: one page of 8-byte words that the daemon writes and every client of the node reads before each operation.
+
+Clients notice through it, with one load each, that the index was rebuilt (``epoch``), that the segment is another one
+(``incarnation``; 0 = the node was purged), and whether the daemon is alive (``heartbeat_ns``). It is rewritten in
+place, never replaced, so that maps made before a restart of the daemon see the new words.
+"""
+
+from __future__ import annotations
+
+import mmap
+import os
+from enum import IntEnum
+from pathlib import Path
+from typing import Final, overload
+
+from kvstore.errors import VersionMismatch
+from kvstore.safe_files import open_plain
+from kvstore.shm.folder import NodeFolder
+
+HEADER_BYTES: Final = 4096
+FORMAT_VERSION: Final = 2  # of all files of a node's folder but those that have one of their own
+_MAGIC: Final = int.from_bytes(b"KVSTORE1", "little")
+_WORDS: Final = 18  # those in use
+
+
+class DaemonState(IntEnum):
+    """What the daemon last said of itself."""
+
+    STARTING = 0
+    READY = 1
+    STOPPED = 2
+    ENDING = 3  # it saves what its memory holds, and takes no more
+
+
+class _Word:
+    """One word of the page as an attribute: reading is one aligned 8-byte load, assigning one store."""
+
+    def __init__(self, position: int) -> None:
+        self.position = position
+
+    @overload
+    def __get__(self, header: None, owner: type[Header]) -> _Word: ...
+    @overload
+    def __get__(self, header: Header, owner: type[Header]) -> int: ...
+    def __get__(self, header: Header | None, owner: type[Header]) -> int | _Word:
+        return self if header is None else header.words[self.position]
+
+    def __set__(self, header: Header, value: int) -> None:
+        header.words[self.position] = value
+
+
+class Header:
+    """A mapped header page. Made by ``create`` or ``open``; ends with ``close()``.
+
+    Assigning needs a writable map (the daemon's); elsewhere it raises TypeError. ``words`` is the page itself.
+    """
+
+    incarnation = _Word(2)  # random, not 0; drawn when the segment was made
+    epoch = _Word(3)  # of the index
+    extent_bytes = _Word(4)  # size of each position of the segment
+    positions = _Word(5)
+    pid = _Word(6)  # of the daemon
+    heartbeat_ns = _Word(7)  # CLOCK_MONOTONIC, stored by the daemon each tick
+    state = _Word(8)  # DaemonState
+    populated_bytes = _Word(11)  # of the segment: memory that has its pages already
+    next_extent = _Word(12)  # numbers below were used: none is used twice, whatever a restart forgets
+    verify_reads = _Word(13)  # 1: clients verify checksums on every read
+    names_forgotten = _Word(14)  # times that the node forgot names of roots: clients say theirs again
+    growing_to = _Word(15)  # the incarnation that its files are getting; 0: none. See ``resize``
+    puts_id = _Word(16)  # of its ``put_log.PutLog``; 0: none
+    mounts = _Word(17)  # segments of engines' own memory, see ``mounted``
+
+    def __init__(self, path: Path, map_: mmap.mmap) -> None:
+        self.path = path
+        self._map = map_
+        self.words = memoryview(map_).cast("Q")
+
+    @classmethod
+    def create(cls, folder: NodeFolder, incarnation: int, extent_bytes: int, positions: int) -> Header:
+        """Write a fresh header for a new segment: state STARTING, this pid and boot, epoch and the rest 0.
+
+        An older header is overwritten in place; clients that map it see the new incarnation.
+
+        Raises:
+            OutOfSpace: no memory for the page.
+        """
+        assert incarnation != 0, "0 means purged"
+        path = folder.header
+        try:
+            header = cls(path, _map(path, writable=True))
+        except (FileNotFoundError, ValueError):  # ValueError: it is too short
+            folder.new_file(path, HEADER_BYTES, b"")
+            header = cls(path, _map(path, writable=True))
+        words = header.words
+        words[0] = 0  # a client that opens it now sees no header; the magic comes last
+        for position in range(1, _WORDS):
+            words[position] = 0
+        header.extent_bytes, header.positions = extent_bytes, positions
+        header.pid, header.state = os.getpid(), DaemonState.STARTING
+        boot = boot_id()
+        words[9], words[10] = int.from_bytes(boot[:8], "little"), int.from_bytes(boot[8:], "little")
+        words[1], header.incarnation = FORMAT_VERSION, incarnation
+        words[0] = _MAGIC
+        return header
+
+    @classmethod
+    def open(cls, folder: NodeFolder, writable: bool = False) -> Header | None:
+        """Map the header that is there. None where it is absent, too short, half written, or of a purged node.
+
+        Raises:
+            VersionMismatch: it is of another version of the file formats.
+        """
+        try:
+            header = cls(folder.header, _map(folder.header, writable))
+        except (FileNotFoundError, ValueError):  # ValueError: it is too short
+            return None
+        magic, version = header.words[0], header.words[1]
+        if magic != _MAGIC or header.incarnation == 0:
+            header.close()
+            return None
+        if version != FORMAT_VERSION:
+            header.close()
+            raise unknown_version(folder, "file", version, FORMAT_VERSION)
+        return header
+
+    @property
+    def boot_id(self) -> bytes:
+        """16 bytes: the boot in which it was created. Deadlines in records mean nothing in another boot."""
+        return self.words[9].to_bytes(8, "little") + self.words[10].to_bytes(8, "little")
+
+    def close(self) -> None:
+        """Unmap. Reading a word afterwards raises ValueError. The file stays."""
+        self.words.release()
+        self._map.close()
+
+
+def unknown_version(folder: NodeFolder, what: str, version: int, known: int) -> VersionMismatch:
+    """What to raise where a node's sound file is of a version that this program cannot read."""
+    return VersionMismatch(
+        f"node {folder.name!r} has {what} format {version}, this program knows {known}; "
+        "run the same version on both sides (or `kvstore purge` the node)"
+    )
+
+
+def boot_id() -> bytes:
+    """16 bytes that name the running boot of this machine; zeros where the kernel does not tell."""
+    try:
+        with open("/proc/sys/kernel/random/boot_id", encoding="ascii") as file:
+            return bytes.fromhex(file.read().strip().replace("-", ""))[:16].ljust(16, b"\0")
+    except (OSError, ValueError):
+        return bytes(16)
+
+
+def _map(path: Path, writable: bool) -> mmap.mmap:
+    fd = open_plain(path, os.O_RDWR if writable else os.O_RDONLY)
+    try:
+        protection = mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0)
+        return mmap.mmap(fd, HEADER_BYTES, mmap.MAP_SHARED, protection)
+    finally:
+        os.close(fd)

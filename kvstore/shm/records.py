@@ -1,0 +1,551 @@
+"""ExtentTable: what is written down about the frames of one extent, as arrays over shared memory.
+
+``records-<extent>`` is one page of header and then a row per frame (``model.replica.RecordFormat``), written by the
+daemon alone. Clients write ``uses-<extent>`` (``tier.uses``). On x86-64 stores become visible in their order, so the
+protocol of a record is: body first, its word last; and to end it, the word first.
+
+An extent belongs to one tier. What lies on NVMe has its token ids and checksums in front of it on the device, so the
+tables of such an extent are lean: 96 bytes of record and the last use per frame, whatever the class.
+
+Record: a copy of what an extent's table says of one frame.
+
+Uses: what clients write in addition to the records of an extent: last uses, and the progress of writers.
+
+``uses-<extent>`` is a head and columns, a row per frame in each: when its page was used last (8 bytes), the generation
+that its progress is about (8), and the progress of each shard (a byte). Progress is the number of leading layers that a
+shard has finished; it counts under the frame's own generation alone, so that an earlier page's is never mistaken. A
+byte counts to 255: deeper layers of a page are not shown before it is sealed. Extents where clients do not write pages
+have the first column alone: ``shards`` is 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import mmap
+import os
+import struct
+from pathlib import Path
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.errors import OutOfSpace
+from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, STAMPED, FrameClass, RecordFormat, Tier
+from kvstore.safe_files import open_plain, remove
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import unknown_version
+
+
+class Record(NamedTuple):
+    """A copy of one frame's record. Whether it still is that, the word in the table says."""
+
+    raw: bytes
+    fmt: RecordFormat
+
+    @property
+    def word(self) -> int:
+        """Generation and state, see ``model.replica.word_of``."""
+        return self._word(0)
+
+    @property
+    def key(self) -> bytes:
+        """See ``ExtentTable.key``."""
+        return self.raw[RecordFormat.key]
+
+    @property
+    def root(self) -> bytes:
+        """See ``ExtentTable.root``."""
+        return self.raw[RecordFormat.root]
+
+    @property
+    def extra(self) -> bytes:
+        """See ``ExtentTable.extra``."""
+        return self.raw[RecordFormat.extra]
+
+    @property
+    def tokens(self) -> bytes:
+        """Token ids, little-endian uint32; none in a lean record."""
+        return self.raw[self.fmt.tokens]
+
+    @property
+    def identity(self) -> bytes:
+        """Key, root, extra and token ids."""
+        return self.raw[self.fmt.identity]
+
+    @property
+    def parent(self) -> bytes:
+        """See ``ExtentTable.parent``."""
+        return self.raw[self.fmt.parent]
+
+    @property
+    def info(self) -> int:
+        """See ``RecordFormat``."""
+        return self._word(self.fmt.info)
+
+    @property
+    def checksums(self) -> npt.NDArray[np.uint32]:
+        """One per layer, once they are ``stamped``."""
+        return np.frombuffer(self.raw[self.fmt.checksums], "<u4")
+
+    @property
+    def stamped(self) -> bool:
+        """The checksums are there."""
+        return bool(self.info >> 48 & STAMPED)
+
+    def is_sound(self) -> bool:
+        """Identity and parent are what was written, by their sum."""
+        return xxhash.xxh3_64_intdigest(self.raw[self.fmt.summed]) == self._word(self.fmt.identity_sum)
+
+    def _word(self, offset: int) -> int:
+        return int.from_bytes(self.raw[offset : offset + 8], "little")
+
+
+Words = npt.NDArray[np.uint64]
+Frames = slice
+
+_VERSION: Final = 2
+_MARKS_MAGIC: Final = int.from_bytes(b"KVUSES01", "little")
+_MARKS_HEAD = struct.Struct("<6Q16x")  # magic, version, incarnation of the segment, extent, frames, shards
+_LEVEL_MAX: Final = 0xFF
+
+
+class Uses:
+    """A mapped ``uses-<extent>``. Made by ``open``; ends with ``close``.
+
+    Attributes:
+        last_use: ``[frames]``, on the clock of ``time.monotonic_ns``; writable for everyone.
+    """
+
+    def __init__(self, map_: mmap.mmap, frames: int, shards: int) -> None:
+        self._map = map_
+        self.last_use: Words = np.frombuffer(map_, "<u8", frames, _MARKS_HEAD.size)
+        if shards:
+            self._generations: Words = np.frombuffer(map_, "<u8", frames, _MARKS_HEAD.size + 8 * frames)
+            progress = np.frombuffer(map_, np.uint8, shards * frames, _MARKS_HEAD.size + 16 * frames)
+            self._progress = progress.reshape(frames, shards)
+
+    @staticmethod
+    def bytes_of(frames: int, shards: int) -> int:
+        """Length of the file."""
+        return _MARKS_HEAD.size + frames * (8 + 8 + shards if shards else 8)
+
+    @staticmethod
+    def head(incarnation: int, extent: int, frames: int, shards: int) -> bytes:
+        """What the file begins with."""
+        return _MARKS_HEAD.pack(_MARKS_MAGIC, _VERSION, incarnation, extent, frames, shards)
+
+    @classmethod
+    def open(cls, folder: NodeFolder, extent: int, incarnation: int, frames: int, shards: int) -> Uses | None:
+        """Map the file; None where it is absent, cut, or another extent's.
+
+        Raises:
+            VersionMismatch: it is of another version of the file format.
+        """
+        try:
+            map_ = map_whole(folder.uses(extent), True)
+        except (FileNotFoundError, ValueError):  # ValueError: an empty file cannot be mapped
+            return None
+        if len(map_) >= _MARKS_HEAD.size:
+            magic, version, *named = _MARKS_HEAD.unpack_from(map_)
+            if magic == _MARKS_MAGIC and version != _VERSION:
+                map_.close()
+                raise unknown_version(folder, f"uses-{extent}", version, _VERSION)
+            whole = len(map_) == cls.bytes_of(frames, shards)
+            if whole and magic == _MARKS_MAGIC and named == [incarnation, extent, frames, shards]:
+                return cls(map_, frames, shards)
+        map_.close()
+        return None
+
+    @classmethod
+    def make(cls, folder: NodeFolder, extent: int, incarnation: int, frames: int, shards: int) -> Uses | None:
+        """The file for an extent that has none, or none that is sound: nothing was used yet. None: there is no memory
+        for it."""
+        try:
+            head = cls.head(incarnation, extent, frames, shards)
+            folder.new_file(folder.uses(extent), cls.bytes_of(frames, shards), head)
+        except OutOfSpace:
+            return None
+        return cls.open(folder, extent, incarnation, frames, shards)
+
+    @staticmethod
+    def rename(folder: NodeFolder, extent: int, old: int, new: int) -> None:
+        """A file of incarnation ``old`` is one of ``new`` from here on; any other stays as it is."""
+        try:
+            fd = open_plain(folder.uses(extent), os.O_RDWR)
+        except OSError:
+            return
+        try:
+            head = _MARKS_HEAD.unpack(os.pread(fd, _MARKS_HEAD.size, 0).ljust(_MARKS_HEAD.size, b"\0"))
+            if head[2] == old:
+                os.pwrite(fd, _MARKS_HEAD.pack(*head[:2], new, *head[3:]), 0)
+        finally:
+            os.close(fd)
+
+    def begin(self, frames: Frames, generations: Words) -> None:
+        """Pages of these generations are about to be written there. What was shown of them stays."""
+        begun = self._generations[frames]
+        if (begun != generations).any():
+            self._progress[frames][begun != generations] = 0
+            begun[:] = generations
+
+    def levels(self, generations: Words, layers: int) -> npt.NDArray[Any]:
+        """What to store for each of these pages after 0, 1, ... ``layers`` layers: ``[layers + 1, pages]``."""
+        counts = np.minimum(np.arange(layers + 1), _LEVEL_MAX).astype(np.uint8)
+        return counts.repeat(len(generations)).reshape(layers + 1, -1)  # broadcast_to takes longer
+
+    def shown(self, frames: Frames, shard: int) -> npt.NDArray[Any]:
+        """Where a shard stores that."""
+        return self._progress[frames, shard]
+
+    def leading(self, frames: Frames, generations: Words) -> npt.NDArray[np.int64]:
+        """How many leading layers of these pages each shard has shown, ``[pages, shards]``."""
+        begun = self._generations[frames] == generations  # before the progress is read: that was reset first
+        return np.where(begun[:, None], self._progress[frames], 0).astype(np.int64)
+
+    def close(self) -> None:
+        """Unmap. Where a caller still holds a view, the map lives until that view is gone."""
+        for name in ("last_use", "_generations", "_progress"):
+            self.__dict__.pop(name, None)
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+
+def map_whole(path: Path, writable: bool) -> mmap.mmap:
+    """Map a plain file. Raises as ``open_plain``, and ValueError where it is empty."""
+    fd = open_plain(path, os.O_RDWR if writable else os.O_RDONLY)
+    try:
+        return mmap.mmap(fd, 0, mmap.MAP_SHARED, mmap.PROT_READ | (mmap.PROT_WRITE if writable else 0))
+    finally:
+        os.close(fd)
+
+
+RECORDS_HEAD_BYTES: Final = 4096
+
+_MAGIC: Final = int.from_bytes(b"KVRECRD1", "little")
+# magic, version, incarnation, extent, position, page_bytes, page_tokens, layers, frames, tier, sum of what is before it
+_HEAD = struct.Struct("<11Q")
+_SUMMED_BYTES: Final = _HEAD.size - 8
+_COPIES_AT: Final = (0, 2048)  # of the head
+_TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # as the head numbers them
+_KEY_AND_ROOT: Final = struct.Struct(f"<{RecordFormat.key.start}x{KEY_BYTES}s{KEY_BYTES}s")
+_HEADLESS: Final = (Tier.DRAM,)  # nothing stands before their frames: the records say all of it
+_SHARDS: Final = {Tier.HBM: 0, Tier.DRAM: SHARDS_MAX, Tier.NVME: 0}  # of the uses: clients write to DRAM alone
+
+
+class ExtentTable:
+    """The mapped tables of one extent. Made by ``create`` (the daemon) or ``open``; ends with ``close`` or ``unlink``.
+
+    Attributes:
+        extent, position, frame_class, frames: what this extent is and where in its tier's segment it lies.
+        tier: where its frames are.
+        fmt: byte offsets inside a row; of an NVMe extent ``frame_class.lean``.
+        rows: ``[frames, row_bytes]`` uint8, read-only except for the daemon.
+        words: ``[frames]``, strided: generation << 8 | state of each frame (``model.replica.word_of``).
+        uses: what clients write; ``last_use`` is its column of that name, writable for everyone.
+    """
+
+    extent: int
+    position: int
+    frame_class: FrameClass
+    frames: int
+    tier: Tier
+    fmt: RecordFormat
+    rows: npt.NDArray[np.uint8]
+    words: Words
+    uses: Uses
+    last_use: Words
+
+    def __init__(self, folder: NodeFolder, head: tuple[int, ...], map_: mmap.mmap, uses: Uses) -> None:
+        _, _, _, self.extent, self.position, page_bytes, page_tokens, layers, self.frames, tier, _ = head
+        self.frame_class = FrameClass(page_bytes, page_tokens, layers)
+        self.tier = _TIERS[tier]
+        self.fmt = _format(self.frame_class, self.tier)
+        self._folder = folder
+        self._map = map_
+        self._row_bytes, self._parent, self._info = self.fmt.row_bytes, self.fmt.parent, self.fmt.info // 8
+        self._whole = slice(0, self._row_bytes)
+        flat = np.frombuffer(map_, np.uint8, self.frames * self.fmt.row_bytes, RECORDS_HEAD_BYTES)
+        self.rows = flat.reshape(self.frames, self.fmt.row_bytes)
+        self._columns = self.rows.view("<u8")  # [frames, row_bytes / 8]
+        self.words = self._columns[:, 0]
+        self.uses, self.last_use = uses, uses.last_use
+        self._used = uses.last_use.data  # read one by one: half as long as out of an array
+
+    @classmethod
+    def create(
+        cls,
+        folder: NodeFolder,
+        extent: int,
+        position: int,
+        frame_class: FrameClass,
+        incarnation: int,
+        frames: int,
+        tier: Tier = Tier.DRAM,
+        files: TableFiles | None = None,
+    ) -> ExtentTable:
+        """Make its files, all frames FREE with generation 0, and map them writable.
+
+        Files of that number which a dead daemon left are replaced. Readers see a whole table or none: the others are
+        there before the records, whose header is summed. ``incarnation`` is that of the tier's segment (of NVMe: of
+        the devices), so that tables of another one are never believed. ``files``: made before, for this class and
+        tier; then no memory and no descriptor is needed.
+
+        Raises:
+            OutOfSpace: no memory for the tables; nothing is left behind.
+        """
+        assert frames >= 1, "an extent holds at least one frame"
+        files = files or TableFiles.make(folder, -extent, frame_class, frames, tier)
+        head = (
+            *(_MAGIC, _VERSION, incarnation, extent, position),
+            *(frame_class.page_bytes, frame_class.page_tokens, frame_class.layers, frames, _TIERS.index(tier)),
+        )
+        packed = _HEAD.pack(*head, 0)[:_SUMMED_BYTES]
+        packed += xxhash.xxh3_64_intdigest(packed).to_bytes(8, "little")
+        both = b"".join(packed.ljust(_COPIES_AT[1], b"\0") for _ in _COPIES_AT)
+        records, uses = files.become(folder, extent, both, Uses.head(incarnation, extent, frames, _SHARDS[tier]))
+        return cls(folder, _HEAD.unpack_from(records, _COPIES_AT[0]), records, uses)
+
+    @classmethod
+    def open(cls, folder: NodeFolder, extent: int, incarnation: int, writable: bool = False) -> ExtentTable | None:
+        """Map the tables of ``extent``. ``writable`` maps the records for writing too (the daemon's view).
+
+        None where records or uses are absent or of another size or incarnation, or both copies of the header are
+        damaged: a doubt is a miss. Nothing is changed, but by the daemon: it repairs a damaged copy of the header, and
+        makes new uses where they are absent or damaged.
+
+        Raises:
+            VersionMismatch: it is whole, and of another version of the file format.
+        """
+        with contextlib.ExitStack() as stack:
+            try:
+                records = map_whole(folder.records(extent), writable)
+                stack.callback(records.close)
+            except (FileNotFoundError, ValueError):  # ValueError: an empty file cannot be mapped
+                return None
+            head = _sound_head(folder, records, extent, incarnation)
+            uses = _open_uses(folder, head, writable) if head is not None else None
+            if head is None or uses is None:
+                return None
+            stack.pop_all()
+            if writable:
+                _repair(records)
+            return cls(folder, head, records, uses)
+
+    def forget_writers(self, frames: Any) -> None:
+        """These frames are free: their records name nobody who might write there."""
+        if self.fmt.tail:
+            self.rows[frames, self.fmt.writing] = 0
+
+    @staticmethod
+    def rename(folder: NodeFolder, extent: int, old: int, new: int) -> None:
+        """A table of incarnation ``old`` is one of ``new`` from here on; any other stays as it is. May be repeated."""
+        Uses.rename(folder, extent, old, new)
+        try:
+            fd = open_plain(folder.records(extent), os.O_RDWR)
+        except OSError:
+            return
+        try:
+            data = os.pread(fd, RECORDS_HEAD_BYTES, 0).ljust(RECORDS_HEAD_BYTES, b"\0")
+            for at in _COPIES_AT:
+                head = _HEAD.unpack_from(data, at)
+                if _sum_holds(data, at) and head[2] == old:
+                    summed = _HEAD.pack(*head[:2], new, *head[3:])[:_SUMMED_BYTES]
+                    os.pwrite(fd, summed + xxhash.xxh3_64_intdigest(summed).to_bytes(8, "little"), at)
+        finally:
+            os.close(fd)
+
+    def lineage(self, frame: int) -> tuple[bytes, bytes, bytes]:
+        """Key, root and parent of the page in that frame."""
+        start, map_ = RECORDS_HEAD_BYTES + frame * self._row_bytes, self._map
+        key, root = _KEY_AND_ROOT.unpack_from(map_, start)
+        parent = start + self._parent.start
+        return key, root, map_[parent : parent + KEY_BYTES]
+
+    def used_ns(self, frame: int) -> int:
+        """When the page in that frame was last used."""
+        return self._used[frame]
+
+    def key(self, frame: int) -> bytes:
+        """The key of the page in that frame."""
+        return self._part(frame, RecordFormat.key)
+
+    def root(self, frame: int) -> bytes:
+        """The root of its chain."""
+        return self._part(frame, RecordFormat.root)
+
+    def extra(self, frame: int) -> bytes:
+        """What else is in its key, see ``model.prefix``."""
+        return self._part(frame, RecordFormat.extra)
+
+    def parent(self, frame: int) -> bytes:
+        """The key of the page before it, or the root."""
+        return self._part(frame, self._parent)
+
+    def info(self, frame: int) -> int:
+        """See ``RecordFormat``."""
+        return int(self._columns[frame, self._info])
+
+    def record(self, frame: int) -> Record:
+        """A copy of all that is written there."""
+        return Record(self._part(frame, self._whole), self.fmt)
+
+    def _part(self, frame: int, part: slice) -> bytes:
+        """These bytes of a row: out of the map, which takes half as long as out of an array."""
+        start = RECORDS_HEAD_BYTES + frame * self._row_bytes
+        return self._map[start + part.start : start + part.stop]
+
+    def column(self, offset: int) -> Words:
+        """The 8-byte word at byte ``offset`` of every row, as a strided view ``[frames]`` (no copy)."""
+        assert offset % 8 == 0, offset
+        return self._columns[:, offset // 8]
+
+    def identity_sums(self, frames: slice) -> list[int]:
+        """What ``identity_sum`` of each of these frames should be: xxh3_64 over identity and parent."""
+        summed, digest = self.fmt.summed, xxhash.xxh3_64_intdigest
+        data, width = self.rows[frames, summed].tobytes(), summed.stop - summed.start
+        return [digest(data[i : i + width]) for i in range(0, len(data), width)]
+
+    def close(self) -> None:
+        """Drop the arrays and unmap. Where a caller still holds a view, the map lives until that view is gone."""
+        for name in ("rows", "_columns", "words", "last_use", "_used"):
+            self.__dict__.pop(name, None)
+        self.uses.close()
+        with contextlib.suppress(BufferError):
+            self._map.close()
+
+    def disbelieve(self) -> None:
+        """The daemon gives the extent up, but for its position: whoever maps the table misses, and no start believes
+        it. What comes next is as for damage from outside. May be repeated."""
+        for at in _COPIES_AT:
+            self._map[at + _SUMMED_BYTES : at + _HEAD.size] = bytes(8)
+        self.words[:] = 0
+
+    def unlink(self) -> None:
+        """The daemon gives the extent up: the files go, and every word becomes 0, so that whoever maps it misses.
+
+        In this order: a restart must never find generations that start again. Call ``close`` afterwards.
+        """
+        remove_tables(self._folder, self.extent)
+        self.words[:] = 0
+
+
+class TableFiles:
+    """The files of a table that has no extent yet: zeros, with all the memory they need. Made by ``make``; ends with
+    ``become``, with ``remove``, or with the next start of the node."""
+
+    def __init__(self, records: Path, uses: Path) -> None:
+        self._records = records
+        self._uses = uses
+        self._maps: list[mmap.mmap] = []  # of the records, and of the uses
+
+    @classmethod
+    def make(
+        cls, folder: NodeFolder, number: int, frame_class: FrameClass, frames: int, tier: Tier = Tier.DRAM
+    ) -> TableFiles:
+        """Raises OutOfSpace where there is no memory for them; nothing is left behind."""
+        records, uses = (folder.temporary(f"table-{tier}-{number}-{what}") for what in ("records", "uses"))
+        files = cls(records, uses)
+        try:
+            folder.new_file(files._uses, Uses.bytes_of(frames, _SHARDS[tier]), b"")
+            records_bytes = RECORDS_HEAD_BYTES + frames * _format(frame_class, tier).row_bytes
+            folder.new_file(files._records, records_bytes, b"")
+            for mapped in (files._records, files._uses):
+                files._maps.append(map_whole(mapped, True))
+        except (OSError, OutOfSpace):
+            files.remove()
+            raise
+        return files
+
+    def become(self, folder: NodeFolder, extent: int, head: bytes, uses_head: bytes) -> tuple[mmap.mmap, Uses]:
+        """They are this extent's from here on: the records and the uses."""
+        records, uses = self._maps
+        records[: len(head)] = head
+        uses[: len(uses_head)] = uses_head
+        os.rename(self._uses, folder.uses(extent))
+        os.rename(self._records, folder.records(extent))
+        frames, tier = _HEAD.unpack_from(head)[8:10]
+        return records, Uses(uses, frames, _SHARDS[_TIERS[tier]])
+
+    def remove(self) -> None:
+        """They are not needed."""
+        for mapped in self._maps:
+            mapped.close()
+        for path in (self._records, self._uses):
+            remove(path)
+
+
+def remove_tables(folder: NodeFolder, extent: int) -> None:
+    """Remove the files of an extent, as far as there are any; the records, by which a start knows it, first."""
+    for path in (folder.records(extent), folder.uses(extent)):
+        remove(path)
+
+
+def _open_uses(folder: NodeFolder, head: tuple[int, ...], make: bool) -> Uses | None:
+    """Those of an extent with this head of records; None where it has none, or ``make`` finds no memory for any."""
+    incarnation, extent, frames, tier = head[2], head[3], head[8], _TIERS[head[9]]
+    about = folder, extent, incarnation, frames, _SHARDS[tier]
+    uses = Uses.open(*about)
+    return Uses.make(*about) if uses is None and make else uses
+
+
+def _repair(records: mmap.mmap) -> None:
+    """Make both copies of the head one again."""
+    first, second = (records[at : at + _HEAD.size] for at in _COPIES_AT)
+    if first != second:
+        sound = first if _sum_holds(records, _COPIES_AT[0]) else second
+        for at in reversed(_COPIES_AT):
+            records[at : at + _HEAD.size] = sound
+
+
+def claimed_positions(folder: NodeFolder, extent: int, incarnation: int) -> set[int] | None:
+    """Where in the segment of ``incarnation`` an extent lay whose tables cannot be opened; None: it might be anywhere.
+
+    Empty where its head is sound and says that it lay in another tier, or in another incarnation's segment.
+    """
+    try:
+        fd = open_plain(folder.records(extent), os.O_RDONLY)
+    except FileNotFoundError:
+        return None
+    with open(fd, "rb") as file:
+        data = file.read(RECORDS_HEAD_BYTES).ljust(RECORDS_HEAD_BYTES, b"\0")
+    heads = [_HEAD.unpack_from(data, at) for at in _COPIES_AT]
+    for at, head in zip(_COPIES_AT, heads, strict=True):
+        if _sum_holds(data, at):
+            ours = (head[2], head[9]) == (incarnation, _TIERS.index(Tier.DRAM))
+            return {head[4]} if ours else set()
+    # Each copy is damaged somewhere. What they agree on neither damage made.
+    return {heads[0][4]} if heads[0][4] == heads[1][4] and any(heads[0][:4]) and any(heads[1][:4]) else None
+
+
+def _sum_holds(data: mmap.mmap | bytes, at: int) -> bool:
+    """Whether the copy of a head that stands ``at`` these bytes of a file is sound."""
+    magic, total = int.from_bytes(data[at : at + 8], "little"), data[at + _SUMMED_BYTES : at + _HEAD.size]
+    summed = xxhash.xxh3_64_intdigest(data[at : at + _SUMMED_BYTES])
+    return magic == _MAGIC and summed == int.from_bytes(total, "little")
+
+
+def _sound_head(folder: NodeFolder, records: mmap.mmap, extent: int, incarnation: int) -> tuple[int, ...] | None:
+    """The header's words where everything about the file fits together, else None."""
+    if len(records) < RECORDS_HEAD_BYTES:
+        return None
+    at = next((at for at in _COPIES_AT if _sum_holds(records, at)), None)
+    if at is None:
+        return None
+    head: tuple[int, ...] = _HEAD.unpack_from(records, at)
+    if head[2:4] != (incarnation, extent):
+        return None
+    if head[1] != _VERSION:
+        raise unknown_version(folder, f"records-{extent}", head[1], _VERSION)
+    page_bytes, page_tokens, layers, frames, number = head[5:10]
+    if number >= len(_TIERS):
+        return None
+    tier = _TIERS[number]
+    row_bytes = _format(FrameClass(page_bytes, page_tokens, layers), tier).row_bytes
+    # The size too: a row beyond the end of a file would be a SIGBUS, not a miss.
+    return head if frames >= 1 and len(records) == RECORDS_HEAD_BYTES + frames * row_bytes else None
+
+
+def _format(frame_class: FrameClass, tier: Tier) -> RecordFormat:
+    return frame_class.record if tier in _HEADLESS else frame_class.lean

@@ -1,0 +1,63 @@
+"""Unix sockets: their files, and paths of any length, where the kernel takes 107 bytes."""
+
+from __future__ import annotations
+
+import os
+import socket
+import stat
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Final
+
+from kvstore.errors import InvalidRequest
+from kvstore.safe_files import chmod_socket
+
+LIVING_S: Final = 1.0  # for the server at a path to take a connection
+
+
+@contextmanager
+def short(path: Path) -> Iterator[str]:
+    """Inside, a short name of the same file: by way of its folder, which is held open. Raises OSError."""
+    folder = os.open(path.parent, os.O_PATH | os.O_DIRECTORY)
+    try:
+        yield f"/proc/self/fd/{folder}/{path.name}"
+    finally:
+        os.close(folder)
+
+
+@contextmanager
+def socket_file(path: Path, mode: int) -> Iterator[None]:
+    """Inside, binding a socket to that path makes a file of that mode; no client connects before it has it. The file
+    of a process that is gone is removed.
+
+    Raises:
+        InvalidRequest: another server is there, the path is not a socket, or none can be made.
+    """
+    before = os.umask(0o777 & ~mode)
+    try:
+        _make_way(path)
+        yield
+        chmod_socket(path, mode)
+    except (RuntimeError, OSError) as error:  # RuntimeError is what gRPC raises
+        raise InvalidRequest("listen", f"cannot listen on {path}: is its folder there? ({error})") from None
+    finally:
+        os.umask(before)
+
+
+def _make_way(path: Path) -> None:
+    try:
+        if not stat.S_ISSOCK(path.lstat().st_mode):
+            raise InvalidRequest("listen", f"{path} exists and is not a socket: remove it or name another")
+    except FileNotFoundError:
+        return
+    with short(path) as name, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as probe:
+        probe.settimeout(LIVING_S)
+        try:
+            probe.connect(name)
+        except (ConnectionRefusedError, FileNotFoundError):
+            path.unlink(missing_ok=True)
+            return
+        except TimeoutError:
+            pass
+    raise InvalidRequest("listen", f"another process serves at {path}")

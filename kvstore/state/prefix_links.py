@@ -1,0 +1,73 @@
+"""Prefix closure over all records at once: who is whose parent, who must go when a page goes.
+
+Vectorised over every record, a few hundred milliseconds for a million pages: for start and damage, never for a put.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.model.replica import KEY_BYTES, Address, FrameState
+from kvstore.state.interfaces import Snapshot
+
+
+@dataclass(slots=True)
+class Links:
+    """Sealed pages of all extents in key order; ``parent`` is the position of each one's parent, -1 at a root,
+    -2 where the parent is not sealed. All arrays ``[pages]``."""
+
+    extents: npt.NDArray[np.uint32]
+    frames: npt.NDArray[np.uint32]
+    generations: npt.NDArray[np.uint64]
+    keys: npt.NDArray[np.bytes_]
+    parent: npt.NDArray[np.int64]
+    duplicate: npt.NDArray[np.bool_]  # another page before it in the order has the same key
+
+    def address(self, i: int) -> Address:
+        """Address of page ``i``."""
+        return Address(int(self.extents[i]), int(self.frames[i]), int(self.generations[i]))
+
+    def key(self, i: int) -> bytes:
+        """Key of page ``i`` (numpy strips trailing zero bytes: put them back)."""
+        return bytes(self.keys[i]).ljust(KEY_BYTES, b"\0")
+
+
+def link(snapshots: list[Snapshot], across_roots: bool = False) -> Links:
+    """Join every sealed page with its parent; ``across_roots``: by keys alone, where a record's root may be damaged."""
+    none = np.zeros(0, "S16")
+    snapshots = snapshots or [Snapshot(0, np.zeros(0, np.uint64), none, none, none)]
+    masks = [(s.words & np.uint64(0xFF)) == FrameState.SEALED for s in snapshots]
+    frames = [np.flatnonzero(mask).astype(np.uint32) for mask in masks]
+    extents = np.concatenate([np.full(len(f), s.extent, np.uint32) for s, f in zip(snapshots, frames, strict=True)])
+    joined = [
+        np.concatenate([getattr(s, name)[mask] for s, mask in zip(snapshots, masks, strict=True)])
+        for name in ("words", "keys", "parents", "roots")
+    ]
+    order = np.argsort(joined[1], kind="stable")
+    words, keys, parents, roots = (values[order] for values in joined)
+    position = np.searchsorted(keys, parents)
+    position[position == len(keys)] = 0
+    found = keys[position] == parents if len(keys) else np.zeros(0, bool)
+    if len(keys) and not across_roots:
+        found &= roots[position] == roots  # a page of another root is not a parent, whatever its key
+    parent = np.where(parents == roots, -1, np.where(found, position, -2))
+    duplicate = np.zeros(len(keys), bool)
+    duplicate[1:] = keys[1:] == keys[:-1]
+    return Links(
+        extents[order], np.concatenate(frames)[order], words >> np.uint64(8), keys, parent.astype(np.int64), duplicate
+    )
+
+
+def doomed(links: Links, seeds: npt.NDArray[np.bool_]) -> npt.NDArray[np.bool_]:
+    """``seeds`` and every descendant of them ``[pages]``. One step per level of the longest doomed chain."""
+    gone = seeds.copy()
+    has_parent = links.parent >= 0
+    parent = np.where(has_parent, links.parent, 0)
+    while True:
+        more = has_parent & gone[parent] & ~gone
+        if not more.any():
+            return gone
+        gone |= more

@@ -1,0 +1,1 @@
+"""The NVMe tier: disks, the tables and headers written to them, and their extents."""

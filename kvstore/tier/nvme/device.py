@@ -1,0 +1,380 @@
+"""NVMe tier: the device (a file or a block device) that holds pages through loss of power, as its owner uses it.
+
+What lies where is in ``nvme_table``, what a frame's header says in ``frame_header``, who may read it in ``nvme_map``.
+Several devices are one row of positions to the node: ``nvme_devices.NvmeDevices``.
+
+Durability, in the order the owner keeps::
+
+    open_for_writing(positions)         from here on the next start does not believe their directories
+    write_run(...), write_page(...)     any number, any threads
+    sync()                              the pages survive; now records and index may say so
+    close_for_writing(positions)        when they do
+
+    v = version(p)                      a checkpoint: the next start need not scan this extent
+    write_directory(p, snapshot of its records)
+    mark_clean({p: v})                  only where nobody wrote since; durable when it returns
+
+A verb that raises OSError leaves everything stored before as it was. What a frame holds that was being written then
+means nothing; its header or its checksums tell.
+"""
+
+from __future__ import annotations
+
+import errno
+import logging
+import threading
+from collections import Counter
+from collections.abc import Iterable
+from dataclasses import replace
+
+from kvstore import failpoint
+from kvstore.model.replica import FrameClass
+from kvstore.tier.base import Bytes
+from kvstore.tier.nvme import geometry
+from kvstore.tier.nvme.disk import Disk, aligned_buffer
+from kvstore.tier.nvme.table import ExtentOnDisk, Superblock, Table, frame_offset, pack_directory, unpack_directory
+from kvstore.tier.nvme.target import NOTHING, open_target, reaching_beyond, read_table, restore_tail, tail_is_absent
+
+__all__ = ["ExtentOnDisk", "NvmeDevice"]
+
+log = logging.getLogger("kvstore.nvme")
+
+
+class NvmeDevice:
+    """One device as it lies on disk. Made by ``open``; ends with ``close``, the pages being kept. Any thread may call.
+
+    An extent's life on it::
+
+        empty ──carve──> being written ──mark_clean──> clean ──open_for_writing──> being written
+          ^─────────────────────────────drop────────────────────────────────────────────┘
+
+    Attributes:
+        incarnation, extent_bytes, positions: as in ``TierStore``.
+        disk: where it lies.
+        starts: how often it was opened by an owner, this time included. Numbers that begin with it are new.
+        extents: what is carved, by position. Replaced, never changed.
+        doubted: numbers of the extents that may have lost frames with the device's tail: only the scan tells.
+    """
+
+    def __init__(self, disk: Disk, superblock: Superblock, table: Table, slot: int) -> None:
+        self.disk = disk
+        self.superblock = superblock
+        self.incarnation = superblock.incarnation
+        self.extent_bytes = superblock.extent_bytes
+        self.positions = superblock.positions
+        self.extents = table.extents()
+        self.doubted: frozenset[int] = NOTHING
+        self._slot = slot  # that holds the newest table
+        self._table = table
+        self._table_mutex = threading.Lock()  # one writer of tables; held over their I/O
+        self._sync_mutex = threading.Lock()
+        self._mutex = threading.Lock()  # of everything below; never held over I/O
+        self._unsynced = False
+        self._versions: Counter[int] = Counter()
+        self._writers: Counter[int] = Counter()
+        self._directories: dict[int, tuple[int, int]] = {}  # position -> (version, sum) of the one written last
+        self._day, self._day_bytes = table.day, table.day_bytes
+        self._lost = False  # whether a sync failed
+
+    @classmethod
+    def open(
+        cls,
+        disk: Disk,
+        owner: str,
+        extent_bytes: int,
+        format: bool = False,
+        secret: bytes | None = None,
+        is_file: bool = False,
+    ) -> NvmeDevice:
+        """Become the owner of what lies on ``disk``. A blank disk, or any with ``format``, is made anew.
+
+        ``owner`` is the node's name, "" for an embedded one; ``secret`` and ``is_file``: see ``open_target``. After a
+        failure the disk is the caller's to close.
+
+        Raises:
+            InvalidRequest: field "nvme"; it is another owner's, of another size or version, too small, or holds
+                something else. Nothing was changed; the reason names ``--format``.
+            OSError: the disk fails.
+        """
+        superblock = open_target(disk, owner, extent_bytes, format, secret, is_file)
+        table, slot = read_table(disk, superblock)
+        device = cls(disk, superblock, table, slot)
+        device.raise_starts(table.starts + 1)
+        if tail_is_absent(disk):
+            device._restore_tail()
+        return device
+
+    @property
+    def starts(self) -> int:
+        """See the class."""
+        return self._table.starts
+
+    def raise_starts(self, starts: int) -> None:
+        """Make ``starts`` at least that, durably. In both slots: the loss of one must not bring numbers back."""
+        with self._table_mutex:
+            if self._table.starts < starts:
+                self._store(replace(self._table, starts=starts))
+                self._store(self._table)
+
+    def _restore_tail(self) -> None:
+        beyond = reaching_beyond(self.disk, self.superblock, self.extents)
+        log.warning(
+            "%s: its tail was cut off and is zeros now; %d of its %d extents are scanned for what is left",
+            *(self.disk.path, len(beyond), len(self.extents)),
+        )
+        with self._table_mutex:
+            clean = {p: replace(self.extents[p], clean=False) for p in beyond if self.extents[p].clean}
+            if clean:
+                self._change(dict(clean))
+        self.doubted = frozenset(self.extents[position].number for position in beyond)
+        restore_tail(self.disk, self.superblock)
+
+    # --- extents ----------------------------------------------------------------------------------------------------
+
+    def frames_of(self, frame_class: FrameClass) -> int:
+        """See ``TierStore``."""
+        return geometry.frames_in(self.extent_bytes, frame_class)
+
+    def header_bytes(self, frame_class: FrameClass) -> int:
+        """See ``TierStore``."""
+        return geometry.header_bytes(frame_class)
+
+    def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
+        """See ``TierStore``. Durable when it returns; opened for writing it is not.
+
+        Raises:
+            OSError: it is not carved; the next start may find it so, and empty.
+        """
+        frames = self.frames_of(frame_class)
+        with self._table_mutex:
+            assert 0 <= position < self.positions and position not in self.extents and frames, (position, frames)
+            self._change({position: ExtentOnDisk(position, number, frame_class, frames, clean=False)})
+
+    def drop(self, position: int) -> None:
+        """See ``TierStore``. Durable when it returns.
+
+        Raises:
+            OSError: it is still carved; the next start may find it so or not.
+        """
+        with self._table_mutex:
+            assert position in self.extents and not self._writers[position], position
+            self._change({position: None})
+            self._directories.pop(position, None)
+
+    def open_for_writing(self, positions: Iterable[int]) -> None:
+        """From now until ``close_for_writing`` frames may be written there. Waits for the disk where one was clean.
+
+        Raises:
+            OSError: none is open.
+        """
+        wanted = set(positions)
+        with self._table_mutex:
+            assert wanted <= self.extents.keys(), wanted
+            stale = {p: replace(self.extents[p], clean=False) for p in wanted if self.extents[p].clean}
+            if stale:
+                self._change(dict(stale))
+            with self._mutex:
+                self._versions.update(wanted)
+                self._writers.update(wanted)
+
+    def close_for_writing(self, positions: Iterable[int]) -> None:
+        """The pages are written, synced, and what the records say of them is said (or they are given up)."""
+        wanted = set(positions)
+        with self._mutex:
+            assert all(self._writers[position] > 0 for position in wanted), wanted
+            self._versions.update(wanted)
+            self._writers.subtract(wanted)
+
+    def withdraw(self, position: int, number: int) -> None:
+        """The directory of this extent is not to be believed any more. Nothing where it is another by now.
+
+        Raises:
+            OSError: the next start may believe it.
+        """
+        with self._table_mutex:
+            extent = self.extents.get(position)
+            if extent is not None and extent.number == number:
+                with self._mutex:
+                    self._versions.update([position])
+                if extent.clean:
+                    self._change({position: replace(extent, clean=False)})
+
+    def version(self, position: int) -> int:
+        """Changes whenever somebody begins or ends to write there, or withdraws the directory.
+
+        Read it before the records of a checkpoint.
+        """
+        with self._mutex:
+            return self._versions[position]
+
+    # --- frames -----------------------------------------------------------------------------------------------------
+
+    def write_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
+        """See ``TierStore``."""
+        self._write(position, frame, frame_class, [header, page])
+
+    def write_run(self, position: int, first: int, frame_class: FrameClass, frames: Bytes) -> None:
+        """Write consecutive frames in one request: ``frames`` ``[count, stride_bytes]``, contiguous, has header and
+        page of each. Survives loss of power after ``sync``.
+
+        Raises:
+            OSError: these frames may hold anything now.
+        """
+        self._write(position, first, frame_class, [frames])
+
+    def _write(self, position: int, first: int, frame_class: FrameClass, buffers: list[Bytes]) -> None:
+        assert self._writers[position] and self.extents[position].frame_class == frame_class, "not open for writing"
+        self.disk.write(self._offset(position, first, frame_class, buffers), buffers)
+        self._unsynced = True  # not before: a sync in the meantime does not sync this
+
+    def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
+        """See ``TierStore``."""
+        buffers = [header, page]
+        self.disk.read(self._offset(position, frame, frame_class, buffers), buffers)
+
+    def read_run(self, position: int, first: int, frame_class: FrameClass, frames: Bytes) -> None:
+        """Read consecutive frames in one request, into memory as ``write_run`` takes it.
+
+        Raises:
+            OSError: what ``frames`` holds means nothing.
+        """
+        self.disk.read(self._offset(position, first, frame_class, [frames]), [frames])
+
+    def _offset(self, position: int, first: int, frame_class: FrameClass, buffers: list[Bytes]) -> int:
+        """Where on the device these whole frames begin."""
+        count, rest = divmod(sum(buffer.nbytes for buffer in buffers), geometry.stride_bytes(frame_class))
+        assert count and not rest, "no whole frames"
+        return frame_offset(self.superblock, position, frame_class, first, count)
+
+    def read_header(self, position: int, frame: int, frame_class: FrameClass, header: Bytes) -> None:
+        """Read a frame's header ``[header_bytes]`` alone.
+
+        Raises:
+            OSError: what the buffer holds means nothing.
+        """
+        assert header.nbytes == geometry.header_bytes(frame_class), header.nbytes
+        self.disk.read(frame_offset(self.superblock, position, frame_class, frame), [header])
+
+    def erase_header(self, position: int, frame: int, frame_class: FrameClass) -> None:
+        """Overwrite a frame's header with zeros: nobody takes for a page what lies there. Durable after ``sync``.
+
+        Raises:
+            OSError: the header may or may not be there.
+        """
+        assert self._writers[position] and self.extents[position].frame_class == frame_class, "not open for writing"
+        blank = aligned_buffer(geometry.header_bytes(frame_class))
+        self.disk.write(frame_offset(self.superblock, position, frame_class, frame), [blank])
+        self._unsynced = True
+
+    def sync(self) -> None:
+        """See ``TierStore``. Costs nothing where nothing was written since.
+
+        Raises:
+            OSError: what was written since the last one must be given up; so must the device, which writes no more.
+        """
+        with self._sync_mutex:  # who comes second waits for the one who syncs his writes, too
+            if self._unsynced or self._lost:  # lost: what somebody else's sync was to make durable, too
+                self._unsynced = False  # first: what is written meanwhile needs another
+                self._flush()
+
+    # --- checkpoints ------------------------------------------------------------------------------------------------
+
+    def write_directory(self, position: int, rows: Bytes) -> None:
+        """Write down an extent's records ``[frames, 96]``. Means nothing before ``mark_clean``.
+
+        Raises:
+            OSError: the next start scans the extent.
+        """
+        extent = self.extents[position]
+        blocks, total = pack_directory(self.incarnation, extent, rows)
+        version = self.version(position)
+        start = self.superblock.data_start + position * self.extent_bytes
+        self.disk.write(start, [blocks])
+        self._unsynced = True
+        self._directories[position] = version, total
+
+    def mark_clean(self, versions: dict[int, int]) -> set[int]:
+        """Let the next start believe the directories of these extents, where ``version`` is still what is given here
+        and nobody writes there. Returns those that are clean now; durable.
+
+        Raises:
+            OSError: the next start may scan them.
+        """
+        with self._table_mutex:
+            clean = {}
+            for position, version in versions.items():
+                extent, directory = self.extents.get(position), self._directories.get(position)
+                if extent is None or directory is None or directory[0] != version or self._writers[position]:
+                    continue
+                if self.version(position) == version:
+                    clean[position] = replace(extent, clean=True, directory_sum=directory[1])
+            if any(self.extents[position] != extent for position, extent in clean.items()):
+                # One sync for both: a table that is there before the directory names its sum, and is not believed.
+                self._change(dict(clean))
+            return set(clean)
+
+    def directory(self, position: int) -> Bytes | None:
+        """The records ``[frames, 96]`` of a clean extent as its checkpoint wrote them down.
+
+        None where it is not clean, or the directory is damaged: then the extent has to be scanned.
+
+        Raises:
+            OSError: the disk fails.
+        """
+        extent = self.extents.get(position)
+        if extent is None or not extent.clean:
+            return None
+        blocks = aligned_buffer(geometry.directory_bytes(extent.frames))
+        self.disk.read(self.superblock.data_start + position * self.extent_bytes, [blocks])
+        return unpack_directory(self.incarnation, extent, blocks)
+
+    # --- daily writes -----------------------------------------------------------------------------------------------
+
+    def add_written(self, day: int, nbytes: int) -> None:
+        """Count bytes written on that day. A kill forgets what was counted since the table was written last."""
+        with self._mutex:
+            self._day_bytes = nbytes + (self._day_bytes if day == self._day else 0)
+            self._day = day
+
+    def written_today(self, day: int) -> int:
+        """Bytes counted on that day."""
+        with self._mutex:
+            return self._day_bytes if day == self._day else 0
+
+    def close(self) -> None:
+        """Write down what was counted, and let go of the disk. Nobody may be inside another verb."""
+        try:
+            with self._table_mutex:
+                if (self._day, self._day_bytes) != (self._table.day, self._table.day_bytes):
+                    self._store(self._table)
+        except OSError as error:
+            log.warning("%s: bytes written today are not written down: %s", self.disk.path, error)
+        self.disk.close()
+
+    def _change(self, changes: dict[int, ExtentOnDisk | None]) -> None:
+        """Make these changes durable, then visible."""
+        self._store(self._table.with_extents(changes))
+        changed = {**self.extents, **changes}
+        self.extents = {position: extent for position, extent in changed.items() if extent is not None}
+
+    def _store(self, table: Table) -> None:
+        """Write the next table over the older slot. When this returns it is the truth; when it raises, the old one."""
+        with self._mutex:
+            day, day_bytes = self._day, self._day_bytes
+        table = replace(table, sequence=self._table.sequence + 1, day=day, day_bytes=day_bytes)
+        slot = 1 - self._slot
+        self.disk.write(self.superblock.slot(slot), [table.packed(self.superblock)])
+        if failpoint.ACTIVE:
+            failpoint.hit("nvme.table")
+        self._flush()
+        self._slot, self._table = slot, table
+
+    def _flush(self) -> None:
+        """Sync the disk. The kernel reports lost writes once, to the first sync: so no sync may come after."""
+        if self._lost:
+            raise OSError(errno.EIO, "a sync failed before", self.disk.path)
+        try:
+            self.disk.sync()
+        except OSError:
+            self._lost = True
+            raise

@@ -1,0 +1,253 @@
+"""NvmeDevices: the NVMe devices of one node as one row of positions, each device in proportion to its size.
+
+The row is made anew at every start, from the devices that are there: on disk everything is named by the device's own
+positions. So a device may be missing, or come back, at any start; its pages are missing, or back, with it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import os
+import time
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+from dataclasses import replace
+
+import xxhash
+
+from kvstore.model.replica import FrameClass
+from kvstore.shm.folder import NodeFolder
+from kvstore.tier.base import Bytes
+from kvstore.tier.nvme import geometry
+from kvstore.tier.nvme.device import ExtentOnDisk, NvmeDevice
+from kvstore.tier.nvme.disk import Disk
+from kvstore.tier.nvme.map import map_text
+from kvstore.tier.nvme.table import interleave
+
+log = logging.getLogger("kvstore.nvme")
+
+
+class NvmeDevices:
+    """Several devices as it lies on disk. Made by ``join``; ends with ``close``, which closes all. Any thread may call.
+
+    Every verb is the device's of that position, see ``NvmeDevice``; an OSError has the failed device's ``filename``,
+    and ``neighbours`` tells what else lies there.
+
+    Attributes:
+        devices: in the order given.
+        incarnation: of this set: other devices, another order, or one of them made anew, and it is another.
+        starts: the same of all devices: numbers that begin with it are new.
+    """
+
+    def __init__(self, devices: Sequence[NvmeDevice]) -> None:
+        assert devices and len({(device.extent_bytes, device.starts) for device in devices}) == 1, "join them"
+        self.devices = tuple(devices)
+        self.extent_bytes = devices[0].extent_bytes
+        self._row = interleave([device.positions for device in devices])
+        self._global = {place: position for position, place in enumerate(self._row)}
+        self.positions = len(self._row)
+        names = [(device.incarnation, device.disk.size_bytes) for device in devices]
+        self.incarnation = xxhash.xxh3_64_intdigest(json.dumps(names).encode()) or 1
+
+    @classmethod
+    def join(cls, devices: Sequence[NvmeDevice]) -> NvmeDevices:
+        """Make a set of devices that were opened one by one. After a failure they are the caller's to close.
+
+        A device may have been away while the others went on: then ``starts`` of all becomes the largest, and of two
+        extents with one number only that of the device which was there last is kept.
+
+        Raises:
+            OSError: one of them fails.
+        """
+        numbers: set[int] = set()
+        latest_first = sorted(devices, key=lambda device: -device.starts)
+        for device in latest_first:
+            for extent in list(device.extents.values()):
+                if extent.number in numbers:
+                    log.warning("%s: extent %d is stale and dropped", device.disk.path, extent.number)
+                    device.drop(extent.position)
+                numbers.add(extent.number)
+            device.raise_starts(latest_first[0].starts)
+        return cls(devices)
+
+    @classmethod
+    def open(cls, disks: Sequence[Disk], owner: str, extent_bytes: int, format: bool = False) -> NvmeDevices:
+        """Open all of them, see ``NvmeDevice.open``, and join them. The disks are closed where it raises.
+
+        Raises:
+            InvalidRequest, OSError: as ``NvmeDevice.open``, of one of them. Those before it may have been opened.
+        """
+        with contextlib.ExitStack() as stack:
+            for disk in disks:
+                stack.callback(disk.close)
+            devices = cls.join([NvmeDevice.open(disk, owner, extent_bytes, format) for disk in disks])
+            stack.pop_all()
+            return devices
+
+    @property
+    def starts(self) -> int:
+        """See the class."""
+        return self.devices[0].starts
+
+    @property
+    def extents(self) -> dict[int, ExtentOnDisk]:
+        """What is carved, by position in the row; a copy."""
+        extents = {}
+        for at, device in enumerate(self.devices):
+            for local, extent in device.extents.items():
+                position = self._global[at, local]
+                extents[position] = replace(extent, position=position)
+        return extents
+
+    @property
+    def doubted(self) -> set[int]:
+        """See ``NvmeDevice``."""
+        return {number for device in self.devices for number in device.doubted}
+
+    def place(self, position: int) -> tuple[NvmeDevice, int]:
+        """The device of that position, and the position there."""
+        assert 0 <= position < self.positions, position
+        at, local = self._row[position]
+        return self.devices[at], local
+
+    def device_of(self, position: int) -> int:
+        """The place in ``devices`` of the one that this position is of."""
+        return self._row[position][0]
+
+    def positions_of(self, device: int) -> list[int]:
+        """All positions of the device at that place."""
+        return [position for position, (at, _) in enumerate(self._row) if at == device]
+
+    def neighbours(self, position: int) -> list[int]:
+        """All positions of the same device: what is lost with it."""
+        return self.positions_of(self.device_of(position))
+
+    def frames_of(self, frame_class: FrameClass) -> int:
+        """See ``TierStore``."""
+        return self.devices[0].frames_of(frame_class)
+
+    def header_bytes(self, frame_class: FrameClass) -> int:
+        """See ``TierStore``."""
+        return geometry.header_bytes(frame_class)
+
+    def header_incarnation(self, position: int) -> int:
+        """What headers of frames there carry: their device's incarnation."""
+        return self.place(position)[0].incarnation
+
+    def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
+        """See ``TierStore`` and ``NvmeDevice``."""
+        device, local = self.place(position)
+        device.carve(local, number, frame_class)
+
+    def drop(self, position: int) -> None:
+        """See ``TierStore`` and ``NvmeDevice``."""
+        device, local = self.place(position)
+        device.drop(local)
+
+    def open_for_writing(self, positions: Iterable[int]) -> None:
+        """See ``NvmeDevice``. Where one device fails, none is open."""
+        opened: list[tuple[NvmeDevice, list[int]]] = []
+        try:
+            for device, locals_ in self._by_device(positions):
+                device.open_for_writing(locals_)
+                opened.append((device, locals_))
+        except OSError:
+            for device, locals_ in opened:
+                device.close_for_writing(locals_)
+            raise
+
+    def close_for_writing(self, positions: Iterable[int]) -> None:
+        """See ``NvmeDevice``."""
+        for device, locals_ in self._by_device(positions):
+            device.close_for_writing(locals_)
+
+    def version(self, position: int) -> int:
+        """See ``NvmeDevice``."""
+        device, local = self.place(position)
+        return device.version(local)
+
+    def write_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
+        """See ``TierStore``."""
+        device, local = self.place(position)
+        device.write_page(local, frame, frame_class, header, page)
+
+    def write_run(self, position: int, first: int, frame_class: FrameClass, frames: Bytes) -> None:
+        """See ``NvmeDevice``."""
+        device, local = self.place(position)
+        device.write_run(local, first, frame_class, frames)
+
+    def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
+        """See ``TierStore``."""
+        device, local = self.place(position)
+        device.read_page(local, frame, frame_class, header, page)
+
+    def read_run(self, position: int, first: int, frame_class: FrameClass, frames: Bytes) -> None:
+        """See ``NvmeDevice``."""
+        device, local = self.place(position)
+        device.read_run(local, first, frame_class, frames)
+
+    def read_header(self, position: int, frame: int, frame_class: FrameClass, header: Bytes) -> None:
+        """See ``NvmeDevice``."""
+        device, local = self.place(position)
+        device.read_header(local, frame, frame_class, header)
+
+    def sync(self) -> None:
+        """See ``TierStore``: of every device that was written to."""
+        for device in self.devices:
+            device.sync()
+
+    def write_directory(self, position: int, rows: Bytes) -> None:
+        """See ``NvmeDevice``."""
+        device, local = self.place(position)
+        device.write_directory(local, rows)
+
+    def mark_clean(self, versions: dict[int, int]) -> set[int]:
+        """See ``NvmeDevice``. Where one device fails, those of others may be clean."""
+        clean = set()
+        for at, device in enumerate(self.devices):
+            mine = {self._row[p][1]: version for p, version in versions.items() if self._row[p][0] == at}
+            if mine:  # others may not answer
+                clean |= {self._global[at, local] for local in device.mark_clean(mine)}
+        return clean
+
+    def directory(self, position: int) -> Bytes | None:
+        """See ``NvmeDevice``."""
+        device, local = self.place(position)
+        return device.directory(local)
+
+    def add_written(self, day: int, nbytes: int) -> None:
+        """See ``NvmeDevice``: counted for the set, kept on its first device."""
+        self.devices[0].add_written(day, nbytes)
+
+    def written_today(self, day: int) -> int:
+        """See ``NvmeDevice``: of all devices."""
+        return sum(device.written_today(day) for device in self.devices)
+
+    def write_map(self, folder: NodeFolder) -> None:
+        """Tell clients where the devices are: the node's ``nvme`` file, replaced as a whole.
+
+        Raises:
+            OutOfSpace: no memory for it; the old one stays.
+        """
+        devices = [(os.fspath(device.disk.path), device.superblock) for device in self.devices]
+        text = map_text(self.incarnation, devices)
+        folder.new_file(folder.nvme, len(text), text)
+
+    def close(self) -> None:
+        """Close all of them."""
+        for device in self.devices:
+            device.close()
+
+    def _by_device(self, positions: Iterable[int]) -> list[tuple[NvmeDevice, list[int]]]:
+        found: dict[int, list[int]] = defaultdict(list)
+        for position in positions:
+            at, local = self._row[position]
+            found[at].append(local)
+        return [(self.devices[at], locals_) for at, locals_ in found.items()]
+
+
+def today() -> int:
+    """The day (UTC) for which bytes written to NVMe are counted, since the epoch."""
+    return int(time.time()) // 86_400

@@ -1,0 +1,651 @@
+"""Disk: a file or block device as the NVMe tier sees it.
+
+Positions are bytes, everything comes in whole blocks of 4096, buffers are page-aligned (``aligned_buffer``, or frames
+of a DRAM segment: those are written straight from shared memory). ``FileDisk`` bypasses the page cache (O_DIRECT)
+where the file system takes that, else it goes through it, says so once in the log, and everything works the same.
+
+What was written survives power loss only once ``sync`` has returned; until then any 512-byte sector of it may be on
+the disk or not, in any order.
+
+PatientDisk: a disk whose calls have a deadline.
+
+A system call to a device cannot be called off: where the device does not answer, its thread is lost until it does. So
+no caller makes one itself. Threads of the disk do, and the caller waits ``answer_s`` at most. Then the call is left
+behind (with its buffers, which may not be used again), and the disk is *silent*::
+
+    answers ──nothing for answer_s──> silent: every call fails at once ──what is owed has come──> reads again
+
+From its first silence on it takes no more writes: what was left behind may yet be written, or not, so nothing that is
+written later could be relied on. The next start begins anew.
+
+IoThreads: reads and writes side by side. System calls release the interpreter, so threads are all it takes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import itertools
+import logging
+import mmap
+import os
+import queue
+import stat
+import threading
+import time
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+from queue import SimpleQueue
+from typing import Any, Final, Generic, Protocol, TypeVar, cast
+
+import numpy as np
+
+from kvstore import boundary, failpoint
+from kvstore.device.host_memory import Bytes as Bytes
+from kvstore.errors import InvalidRequest, KVStoreError, NodeBusy, OutOfSpace
+from kvstore.safe_files import check_placed
+
+BLOCK_BYTES: Final = 4096
+IOV_MAX: Final = 1024  # buffers of one system call
+# A child that was just forked keeps the lock for a moment, until it closes what is not its own.
+_LOCK_TRIES: Final = 5
+_LOCK_RETRY_S: Final = 0.01
+
+
+log = logging.getLogger("kvstore.nvme")
+
+
+class Disk(Protocol):
+    """One file or device. Any thread may call; reads and writes of the same blocks are not ordered.
+
+    Attributes:
+        path: for people, and for clients that open it themselves.
+        size_bytes: a multiple of 4096.
+        direct: whether reads and writes bypass the page cache.
+    """
+
+    path: str
+    size_bytes: int
+    direct: bool
+
+    def read(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        """Fill all ``buffers`` from ``offset`` on.
+
+        Raises:
+            OSError: with ``filename``; what the buffers hold then means nothing.
+        """
+        ...
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        """Write all ``buffers`` from ``offset`` on.
+
+        Raises:
+            OSError: with ``filename``; those blocks then hold the old or the new bytes or a mixture.
+        """
+        ...
+
+    def sync(self) -> None:
+        """What was written before this call survives power loss.
+
+        Raises:
+            OSError: with ``filename``; nothing written since the last sync may be relied on, now or after another.
+        """
+        ...
+
+    def close(self) -> None:
+        """Let go of it, and of its lock. What is stored stays."""
+        ...
+
+
+def aligned_buffer(nbytes: int) -> Bytes:
+    """``nbytes`` of zeros that start at a memory page; freed with the last view."""
+    return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8, nbytes)
+
+
+def check_blocks(disk: Disk, offset: int, buffers: Sequence[Bytes]) -> int:
+    """Bytes of all ``buffers`` together; what is not whole blocks inside the disk is a bug of ours."""
+    total = 0
+    for buffer in buffers:
+        assert buffer.nbytes % BLOCK_BYTES == 0, buffer.nbytes
+        total += buffer.nbytes
+    assert offset % BLOCK_BYTES == 0 and 0 <= offset <= offset + total <= disk.size_bytes, (offset, total)
+    return total
+
+
+class FileDisk:
+    """A file or block device. Made by ``open``; ends with ``close``, with its last reference, or with the process.
+
+    The owner (``writable``) holds a lock on it, so that nobody else becomes owner of it, under whatever path. A forked
+    child never keeps that lock, nor the file.
+    """
+
+    def __init__(self, fd: int, path: str, size_bytes: int, owner: bool) -> None:
+        self.path = path
+        self.size_bytes = size_bytes
+        self.direct = False
+        self._fd = fd
+        self._closer = weakref.finalize(self, os.close, fd)
+        if owner:
+            _owned.add(self)
+
+    @classmethod
+    def open(
+        cls,
+        path: str | os.PathLike[str],
+        size_bytes: int,
+        *,
+        create: bool = False,
+        writable: bool = True,
+        resize: bool = False,
+        is_cut: Callable[[int, int], bool] | None = None,
+        mode: int = 0o600,
+    ) -> FileDisk:
+        """Open ``size_bytes`` (rounded down to 4096) of a file or device; for writing, as its only owner.
+
+        An owner's file has all its space when this returns. A file that is shorter but holds nothing yet (a kill while
+        it was being made) is completed. Nothing that is stored is changed, unless ``resize``. A reader takes a file of
+        another size: what was cut off cannot be read, the rest can.
+
+        Args:
+            create: make the file, with ``mode``, where there is none. A device that is absent is never made.
+            resize: cut or extend a file of another size: what it holds is about to be dropped.
+            is_cut: whether the file ``fd`` lost its tail of ``size_bytes``: then it is extended, with zeros.
+
+        Raises:
+            InvalidRequest: field "nvme"; it is absent, of another kind or size, or may not be opened.
+            NodeBusy: it has an owner: another process, or this one under another name.
+            OutOfSpace: the file system has not the room; a file made just now is gone again.
+            OSError: it fails.
+        """
+        name, size_bytes = os.path.abspath(path), size_bytes // BLOCK_BYTES * BLOCK_BYTES
+        if size_bytes <= 0:
+            raise InvalidRequest("nvme", f"{name}: a size of less than {BLOCK_BYTES} bytes")
+        fd, new = _open(name, create and writable, writable, mode)
+        disk, made = cls(fd, name, size_bytes, writable), False
+        try:
+            if writable:
+                _lock(fd, name)
+                made = new  # and ours: a faster process may have it by now
+            if not stat.S_ISBLK(os.fstat(fd).st_mode):
+                if writable:
+                    _size_file(fd, name, size_bytes, resize or (is_cut is not None and is_cut(fd, size_bytes)))
+                if made:
+                    _sync_folder(name)
+            elif os.lseek(fd, 0, os.SEEK_END) < size_bytes:
+                raise InvalidRequest("nvme", f"{name} has {os.lseek(fd, 0, os.SEEK_END)} bytes, not {size_bytes}")
+            disk._go_direct(warn=writable)
+        except BaseException:
+            if made:
+                os.unlink(name)
+            disk.close()
+            raise
+        return disk
+
+    def read(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        """See ``Disk``."""
+        self._transfer(os.preadv, offset, buffers)
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        """See ``Disk``."""
+        self._transfer(os.pwritev, offset, buffers)
+
+    def sync(self) -> None:
+        """See ``Disk``."""
+        if failpoint.ACTIVE:
+            failpoint.stall(self.path)
+        try:
+            os.fdatasync(self._fd)
+        except OSError as error:
+            error.filename = self.path
+            raise
+
+    def close(self) -> None:
+        """See ``Disk``. Nobody may be inside another call."""
+        _owned.discard(self)
+        self._closer()
+        self._fd = -1
+
+    def _transfer(self, call: Callable[..., int], offset: int, buffers: Sequence[Bytes]) -> None:
+        """All of ``buffers``, however short the kernel's steps are."""
+        total = check_blocks(self, offset, buffers)
+        if failpoint.ACTIVE:
+            failpoint.stall(self.path)
+        try:
+            done = call(self._fd, buffers, offset) if len(buffers) <= IOV_MAX else 0
+            while done < total:
+                if self.direct:
+                    done -= done % BLOCK_BYTES  # O_DIRECT knows no parts of blocks
+                count = call(self._fd, _rest(buffers, done), offset + done)
+                if count < (BLOCK_BYTES if self.direct else 1):
+                    raise OSError(errno.EIO, f"{total - done} bytes are not there")
+                done += count
+        except OSError as error:
+            error.filename = self.path
+            raise
+
+    def _go_direct(self, warn: bool) -> None:
+        """Switch O_DIRECT on where the file system takes it. Some refuse the flag, some only the first read."""
+        flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
+        try:
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
+            os.preadv(self._fd, [aligned_buffer(BLOCK_BYTES).data], 0)
+            self.direct = True
+        except OSError as error:
+            if error.errno not in (errno.EINVAL, errno.EOPNOTSUPP):
+                error.filename = self.path
+                raise
+            fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
+            if warn:
+                log.warning("%s: its file system does not take O_DIRECT; the page cache is used", self.path)
+
+
+def _open(name: str, create: bool, writable: bool, mode: int) -> tuple[int, bool]:
+    """``(fd, made just now)``; the file is not touched."""
+    flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK | os.O_CLOEXEC
+    try:
+        kind = os.stat(name).st_mode
+        if not stat.S_ISREG(kind) and not stat.S_ISBLK(kind):
+            raise InvalidRequest("nvme", f"{name} is neither a file nor a block device")
+        # Keeps out mounts and other owners; without O_CREAT only devices know it.
+        fd = os.open(name, flags | (os.O_EXCL if writable and stat.S_ISBLK(kind) else 0))
+        if writable:
+            _check_placed(name, fd)
+        return fd, False
+    except FileNotFoundError:
+        if not create:
+            raise InvalidRequest("nvme", f"{name} does not exist") from None
+    except OSError as error:
+        raise _refusal(error, name) from None
+    if name.startswith("/dev/") and not name.startswith("/dev/shm/"):
+        raise InvalidRequest("nvme", f"{name} does not exist (no file is made among the devices)")
+    try:
+        fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, mode)
+        os.fchmod(fd, mode)  # whatever the umask
+    except FileExistsError:
+        raise NodeBusy(f"{name} is just being made by somebody else") from None
+    except OSError as error:
+        raise _refusal(error, name) from None
+    return fd, True
+
+
+def _check_placed(name: str, fd: int) -> None:
+    try:
+        check_placed(name, fd)
+    except PermissionError:
+        os.close(fd)
+        raise
+
+
+def _refusal(error: OSError, name: str) -> Exception:
+    if error.errno == errno.EBUSY:
+        return NodeBusy(f"{name} is mounted or has another owner")
+    if error.errno in (errno.ENOENT, errno.ENOTDIR, errno.EACCES, errno.EPERM, errno.EROFS, errno.ELOOP):
+        return InvalidRequest("nvme", f"{name}: {error.strerror}")
+    return error
+
+
+def _lock(fd: int, name: str) -> None:
+    for attempt in range(_LOCK_TRIES):
+        try:
+            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            break
+        except BlockingIOError:
+            if attempt + 1 == _LOCK_TRIES:
+                raise NodeBusy(f"{name} is held by another node, or was given twice") from None
+            time.sleep(_LOCK_RETRY_S)
+    try:
+        same = os.path.samestat(os.fstat(fd), os.stat(name))
+    except FileNotFoundError:
+        same = False
+    if not same:
+        raise NodeBusy(f"{name} is just being made or removed by somebody else")
+
+
+def _size_file(fd: int, name: str, size_bytes: int, resize: bool) -> None:
+    """Make sure that an owner's file has ``size_bytes`` with all their space."""
+    has = os.fstat(fd).st_size
+    if has != size_bytes and not resize and not (has < size_bytes and _is_empty(fd, has)):
+        raise InvalidRequest(
+            "nvme",
+            f"{name} is a file of {has} bytes, not {size_bytes}; give that size, or --format makes it anew and drops "
+            "what is stored there",
+        )
+    if has > size_bytes:
+        os.ftruncate(fd, size_bytes)
+    status, system = os.fstat(fd), os.fstatvfs(fd)
+    free_bytes = system.f_bavail * system.f_frsize
+    try:
+        if size_bytes - 512 * status.st_blocks > free_bytes:  # to try would take all of it from everybody else
+            raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+        os.posix_fallocate(fd, 0, size_bytes)  # also where a copy of it was made with holes
+    except OSError as error:
+        with contextlib.suppress(OSError):
+            os.ftruncate(fd, min(has, size_bytes))
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):
+            raise OutOfSpace(
+                f"{name}: needs {size_bytes} bytes, its file system has {free_bytes} free "
+                f"({error.strerror}); remedy: a smaller --nvme size or another place"
+            ) from None
+        error.filename = name
+        raise
+    os.fsync(fd)
+
+
+def _is_empty(fd: int, has: int) -> bool:
+    """Whether nothing was ever written into the file: allocated space, as a kill during its making leaves it."""
+    if has == 0:
+        return True
+    try:
+        os.lseek(fd, 0, os.SEEK_DATA)
+    except OSError as error:
+        return error.errno == errno.ENXIO  # it has no data at all
+    return False
+
+
+def _sync_folder(name: str) -> None:
+    """Make a new file's name durable."""
+    fd = os.open(Path(name).parent, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    try:
+        os.fsync(fd)
+    finally:
+        os.close(fd)
+
+
+def _rest(buffers: Sequence[Bytes], done: int) -> list[Any]:
+    """What of ``buffers`` comes after ``done`` bytes, as many as one system call takes."""
+    rest: list[Any] = []
+    for buffer in buffers:
+        if len(rest) == IOV_MAX:
+            break
+        if done < buffer.nbytes:
+            rest.append(buffer.reshape(-1)[done:])
+        done = max(0, done - buffer.nbytes)
+    return rest
+
+
+# Locks belong to the open file, which a forked child shares: without this a child would keep a dead daemon's lock.
+_owned: weakref.WeakSet[FileDisk] = weakref.WeakSet()
+
+
+def _after_fork_in_child() -> None:
+    for disk in list(_owned):
+        disk.close()
+
+
+os.register_at_fork(after_in_child=_after_fork_in_child)
+
+
+T = TypeVar("T")
+
+THREADS_MAX: Final = 16  # of one disk: more than callers ever ask at a time
+
+_ASKING = boundary.answered("task/disk", OSError)
+
+
+class _Call:
+    """One call to the disk, and what its caller waits for."""
+
+    def __init__(self, perform: Callable[[], None]) -> None:
+        self.perform = perform
+        self.done = threading.Lock()
+        self.done.acquire()
+        self.error: BaseException | None = None
+        self.left_behind = False
+
+
+class PatientDisk:
+    """See the module. Any thread may call. Ends with ``close``, which never waits for what is owed."""
+
+    def __init__(self, disk: Disk, answer_s: float) -> None:
+        self.path = disk.path
+        self.size_bytes = disk.size_bytes
+        self.direct = disk.direct
+        self._disk = disk
+        self._answer_s = answer_s
+        self._calls: SimpleQueue[_Call | None] = SimpleQueue()
+        self._mutex = threading.Lock()  # of everything below; never held over a call
+        self._threads = 0
+        self._idle = 0  # threads that wait for a call, less the calls that wait for a thread
+        self._owed = 0  # calls that were left behind
+        self._was_silent = False
+        self._closed = False
+
+    def read(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        """See ``Disk``. Where it raises ETIMEDOUT, ``buffers`` may be written to at any time."""
+        self._make(partial(self._disk.read, offset, buffers))
+
+    def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
+        """See ``Disk``. Where it raises ETIMEDOUT, ``buffers`` may be read at any time."""
+        self._must_take_writes()
+        self._make(partial(self._disk.write, offset, buffers))
+
+    def sync(self) -> None:
+        """See ``Disk``."""
+        self._must_take_writes()
+        self._make(self._disk.sync)
+
+    def close(self) -> None:
+        """See ``Disk``. What is owed keeps the disk, and its lock, until it has come."""
+        with self._mutex:
+            if self._closed:
+                return
+            self._closed = True
+            for _ in range(self._threads):
+                self._calls.put(None)
+            waits = self._owed > 0
+        if not waits:
+            self._disk.close()
+
+    def _must_take_writes(self) -> None:
+        if self._was_silent:
+            raise OSError(errno.EIO, "it did not answer before, and takes no more writes", self.path)
+
+    def _make(self, perform: Callable[[], None]) -> None:
+        call = _Call(perform)
+        with self._mutex:
+            if self._owed:
+                raise self._silence()
+            assert not self._closed, "the disk is closed"
+            self._idle -= 1
+            if self._idle < 0 and self._threads < THREADS_MAX:
+                try:
+                    threading.Thread(target=self._serve, name="kvstore-disk", daemon=True).start()
+                    self._threads += 1
+                    self._idle += 1
+                except RuntimeError as error:  # the machine has no more: this call waits for those that there are
+                    if not self._threads:
+                        self._idle += 1
+                        raise OSError(errno.EAGAIN, f"no thread to ask it with: {error}", self.path) from None
+        self._calls.put(call)
+        if not call.done.acquire(timeout=self._answer_s):
+            with self._mutex:
+                if call.done.locked():  # it may have come just now
+                    call.left_behind = self._was_silent = True
+                    self._owed += 1
+                    raise self._silence()
+        if call.error is not None:
+            raise call.error
+
+    def _silence(self) -> OSError:
+        return OSError(errno.ETIMEDOUT, f"it did not answer for {self._answer_s:g} s", self.path)
+
+    def _serve(self) -> None:
+        while (call := self._calls.get()) is not None:
+            try:
+                if not call.left_behind:
+                    with _ASKING:
+                        call.perform()
+            except (OSError, KVStoreError) as error:
+                call.error = error
+            with self._mutex:
+                self._idle += 1
+                call.done.release()
+                last = False
+                if call.left_behind:
+                    self._owed -= 1
+                    last = self._closed and not self._owed
+            if last:
+                self._disk.close()
+            del call
+
+
+def is_silent(error: OSError) -> bool:
+    """The device behind this error did not answer."""
+    return error.errno == errno.ETIMEDOUT
+
+
+def open_patiently(path: str, size_bytes: int, answer_s: float, open_it: Callable[[], Disk]) -> PatientDisk:
+    """What ``open_it`` opens, within ``answer_s``; to make a file that is not there in its size may take any time.
+
+    Raises:
+        OSError: ETIMEDOUT; the disk, once it is open after all, is closed again. And what ``open_it`` raises.
+    """
+    found = _Late(lambda: _is_made(path, size_bytes)).result(path, answer_s)
+    late = _Late(open_it)
+    try:
+        disk = late.result(path, answer_s if found else None)
+    except OSError as error:
+        if is_silent(error):
+            late.then(lambda disk: disk.close())
+        raise
+    return PatientDisk(disk, answer_s)
+
+
+def _is_made(path: str, size_bytes: int) -> bool:
+    try:
+        status = os.stat(path)
+    except OSError:  # reported when it is opened
+        return False
+    return stat.S_ISBLK(status.st_mode) or status.st_size == size_bytes
+
+
+class _Late(Generic[T]):
+    """A call in a thread of its own, which may come too late."""
+
+    def __init__(self, perform: Callable[[], T]) -> None:
+        self._perform = perform
+        self._value: T | None = None
+        self._came = False
+        self._error: OSError | KVStoreError | None = None
+        self._then: Callable[[T], None] | None = None
+        self._mutex = threading.Lock()
+        self._thread = threading.Thread(target=self._run, name="kvstore-disk-open", daemon=True)
+        self._thread.start()
+
+    def result(self, path: str, answer_s: float | None) -> T:
+        """What the call returns, or raises. Raises OSError (ETIMEDOUT) after ``answer_s`` without one."""
+        self._thread.join(answer_s)
+        if self._thread.is_alive():
+            raise OSError(errno.ETIMEDOUT, f"it did not answer for {answer_s:g} s", path)
+        if self._error is not None:
+            raise self._error
+        assert self._came, "it failed in its thread"
+        return cast(T, self._value)
+
+    def then(self, use: Callable[[T], None]) -> None:
+        """Nobody waits any longer: what comes is used so."""
+        with self._mutex:
+            self._then, came = use, self._came
+        if came:
+            use(cast(T, self._value))
+
+    def _run(self) -> None:
+        try:
+            value = self._perform()
+        except (OSError, KVStoreError) as error:
+            self._error = error
+            return
+        with self._mutex:
+            self._value, self._came = value, True
+            use = self._then
+        if use is not None:
+            use(value)
+
+
+# Measured: four requests in flight read as fast as any number; io_uring gains nothing over them.
+IO_THREADS: Final = 4
+
+
+class _Batch:
+    """Tasks that any thread takes one by one."""
+
+    def __init__(self, tasks: Sequence[Callable[[], Any]]) -> None:
+        self.results: list[Any] = [None] * len(tasks)
+        self.finished = [False] * len(tasks)
+        self.done = threading.Semaphore(0)  # one release per task
+        self._tasks = tasks
+        self._next = itertools.count()  # next() of it is atomic
+
+    def work(self) -> None:
+        """Perform tasks until none is left. An unexpected failure is a bug and ends the thread, loudly."""
+        while (number := next(self._next)) < len(self._tasks):
+            try:
+                self.results[number] = self._tasks[number]()
+                self.finished[number] = True
+            except (OSError, KVStoreError) as error:
+                self.results[number] = error
+                self.finished[number] = True
+            finally:
+                self.done.release()
+
+
+class IoThreads:
+    """A pool of daemon threads; the caller of ``run`` is one of those that work. Many may call at a time.
+
+    Life: made (nothing started) -> the first ``run`` of more than one task starts the threads -> ``close`` ends them,
+    as does the end of the process. Closed, or in a forked child, ``run`` still works, in the caller alone.
+    """
+
+    def __init__(self, threads: int = IO_THREADS) -> None:
+        assert threads >= 1, threads
+        self._threads_max = threads - 1  # and the caller
+        self._threads: list[threading.Thread] = []
+        # At most one entry per helper and caller: a batch is offered, its tasks are not copied.
+        self._offers: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
+        self._mutex = threading.Lock()
+        self._closed = False
+        self._pid = os.getpid()  # threads do not live on in a forked child
+
+    def run(self, tasks: Sequence[Callable[[], T]]) -> list[T | OSError | KVStoreError]:
+        """Perform all ``tasks``; returns what each returned or raised (OSError, KVStoreError), in their order.
+
+        Anything else that a task raises is a bug: an AssertionError here, the traceback in the thread's.
+        """
+        batch = _Batch(tasks)
+        if len(tasks) > 1 and os.getpid() == self._pid:
+            self._start()
+            for _ in range(min(len(self._threads), len(tasks) - 1)):
+                self._offers.put(batch)
+        batch.work()
+        for _ in tasks:
+            batch.done.acquire()
+        assert all(batch.finished), "a task failed in another thread"
+        return batch.results
+
+    def close(self) -> None:
+        """The threads end after the task they are in."""
+        with self._mutex:
+            self._closed = True
+            for _ in self._threads:
+                self._offers.put(None)
+            self._threads = []
+
+    def _start(self) -> None:
+        self._threads = [thread for thread in self._threads if thread.is_alive()]  # a bug of ours ended the others
+        if len(self._threads) == self._threads_max or self._closed:
+            return
+        with self._mutex:
+            while len(self._threads) < self._threads_max and not self._closed:
+                thread = threading.Thread(target=self._serve, name="kvstore-io", daemon=True)
+                try:
+                    thread.start()
+                except RuntimeError:  # the machine has no more: who asks does the work
+                    return
+                self._threads.append(thread)
+
+    def _serve(self) -> None:
+        while (batch := self._offers.get()) is not None:
+            batch.work()

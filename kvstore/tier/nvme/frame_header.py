@@ -1,0 +1,223 @@
+"""Header of a page on NVMe: precedes every frame and proves, or disproves, which page is stored there.
+
+All little-endian, the rest of the header's 4096-byte blocks zero; the payload follows::
+
+      0  magic 8 | version u32 | used bytes u32, the sum included
+     16  incarnation u64                    of the device, drawn when it was made
+     24  extent u32 | frame u32 | generation u64      the page's address; the generation also is the sequence
+     40  page_tokens u32 | layers u32
+     48  parent 16                          key of the page before, or the root
+     64  info u64                           as in the page's record: payload bytes, position, flags, turns
+     72  payload sum u64                    xxh3_64 of the whole page: what a reader of whole pages checks
+     80  key 16 | root 16 | extra 16 | token ids 4 * page_tokens      the identity, as in a DRAM record
+         checksums u32 * layers             low 32 bits of xxh3_64 of each layer, as in a DRAM record
+         sum u64                            xxh3_64 of everything before it
+
+Worked example: 64 token ids and 32 layers: 136 + 256 + 128 = 520 bytes used, in one block of 4096. (One sum of a page
+of 64 KiB takes 4 us, 32 sums of its layers 20.)
+
+It contains the address too, so that a page which was once in an extent that is gone, or strayed to another frame, is
+not taken for one that is stored. A header that does not hold is not an error but a reason, one of ``REASONS``.
+"""
+
+from __future__ import annotations
+
+import struct
+from typing import Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.model.replica import IDENTITY_HEAD_BYTES, KEY_BYTES, Address, FrameClass
+from kvstore.tier.nvme import geometry
+
+VERSION: Final = 1
+REASONS: Final = (
+    "header",  # damaged, or never was one
+    "version",  # of another version of this format
+    "foreign",  # of another device, or of this one before it was made anew
+    "swapped",  # sound, but of another page or of another frame
+    "payload",  # the header holds, the page's checksums do not
+)
+_MAGIC: Final = b"KVFRAME1"
+_FIXED = struct.Struct("<8sIIQIIQII16sQQ")  # up to the identity
+_START: Final = struct.Struct("<8sII")
+_SUM_BYTES: Final = 8
+_IDENTITY: Final = _FIXED.size
+assert _IDENTITY + IDENTITY_HEAD_BYTES + _SUM_BYTES == geometry.HEAD_BYTES
+_PLACE: Final = struct.Struct("<8sIIQIIQII")  # what is known of a header beforehand: up to the layers
+assert _PLACE.size == _IDENTITY - KEY_BYTES - 16
+
+Bytes = npt.NDArray[np.uint8]
+Words = npt.NDArray[np.uint64]
+Sums = npt.NDArray[np.uint32]
+
+_digest = xxhash.xxh3_64_intdigest
+
+
+class FrameHeader(NamedTuple):
+    """What a sound header says. ``tokens`` and ``checksums`` are copies."""
+
+    address: Address
+    key: bytes
+    root: bytes
+    extra: bytes
+    parent: bytes
+    info: int
+    payload_sum: int
+    tokens: Sums
+    checksums: Sums
+
+
+def pack(
+    out: Bytes,
+    frame_class: FrameClass,
+    incarnation: int,
+    address: Address,
+    identity: Bytes,
+    parent: bytes,
+    info: int,
+    checksums: Sums,
+    payload_sum: int,
+) -> None:
+    """Write a page's header into ``out`` ``[header_bytes]``, all of it. See ``packed``."""
+    place = frame_class, incarnation, address
+    header = packed(*place, identity.tobytes(), parent, info, checksums, payload_sum)
+    assert len(out) == len(header), (len(out), len(header))
+    out[:] = np.frombuffer(header, np.uint8)
+
+
+def packed(
+    frame_class: FrameClass,
+    incarnation: int,
+    address: Address,
+    identity: bytes,
+    parent: bytes,
+    info: int,
+    checksums: Sums,
+    payload_sum: int,
+) -> bytes:
+    """A page's header, ``header_bytes`` long.
+
+    Args:
+        incarnation: of the device the frame lies on.
+        identity: ``48 + 4 * page_tokens`` bytes: key, root, extra and token ids, as they stand in a DRAM record.
+        checksums: one per layer.
+        payload_sum: of the page; made before the checksums are verified, it proves what they proved.
+    """
+    used = _used(frame_class)
+    tokens_end = used - _SUM_BYTES - 4 * frame_class.layers
+    assert len(checksums) == frame_class.layers, "of another class"
+    assert len(identity) == tokens_end - _IDENTITY and len(parent) == KEY_BYTES, (len(identity), len(parent))
+    fixed = _FIXED.pack(
+        *(_MAGIC, VERSION, used, incarnation, *address),
+        *(frame_class.page_tokens, frame_class.layers, parent, info, payload_sum),
+    )
+    summed = b"".join((fixed, identity, checksums.astype("<u4", copy=False).tobytes()))
+    header = summed + _digest(summed).to_bytes(_SUM_BYTES, "little")
+    return header.ljust(geometry.header_bytes(frame_class), b"\0")
+
+
+def unpack(
+    header: Bytes, frame_class: FrameClass, incarnation: int, extent: int, frame: int, generation: int | None = None
+) -> FrameHeader | str:
+    """What the header found in that frame says; a string of ``REASONS`` where it says nothing that counts.
+
+    ``generation`` None: any, for scans of an extent. The payload is not looked at; see ``is_payload_sound``.
+    """
+    raw = header.tobytes()
+    reason = _fault(raw, frame_class, incarnation)
+    if reason:
+        return reason
+    fixed = _FIXED.unpack_from(raw)
+    address, (parent, info, total) = Address(*fixed[4:7]), fixed[9:]
+    if address[:2] != (extent, frame) or generation not in (None, address.generation):
+        return "swapped"
+    if info & 0xFFFFFFFF > frame_class.page_bytes:
+        return "header"
+    key, root, extra = (raw[at : at + KEY_BYTES] for at in range(_IDENTITY, _IDENTITY + IDENTITY_HEAD_BYTES, KEY_BYTES))
+    tokens = np.frombuffer(raw, "<u4", frame_class.page_tokens, _IDENTITY + IDENTITY_HEAD_BYTES)
+    sums = np.frombuffer(raw, "<u4", frame_class.layers, _used(frame_class) - _SUM_BYTES - 4 * frame_class.layers)
+    return FrameHeader(address, key, root, extra, parent, info, total, tokens, sums)
+
+
+def faults(
+    headers: Bytes,
+    frame_class: FrameClass,
+    incarnation: int,
+    extent: int,
+    first: int,
+    generations: Words,
+    identities: Bytes,
+) -> list[str]:
+    """Per header of a run of consecutive frames: why it is not that of the page expected there, or "".
+
+    Args:
+        headers: ``[frames, header_bytes]``, may be strided along the first axis.
+        first: number of the first frame.
+        generations: ``[frames]``, of the addresses.
+        identities: ``[frames, 48 + 4 * page_tokens]``: key, root, extra and token ids of the pages asked for.
+    """
+    count, used = len(headers), _used(frame_class)
+    end = _IDENTITY + identities.shape[1]
+    assert end == used - _SUM_BYTES - 4 * frame_class.layers and count == len(generations) == len(identities)
+    head, tail = (_MAGIC, VERSION, used, incarnation, extent), (frame_class.page_tokens, frame_class.layers)
+    found, expected = headers[:, :used].tobytes(), identities.tobytes()
+    reasons = []
+    for row, generation in enumerate(generations.tolist()):  # bytes: a run has few headers, numpy's calls add up
+        raw = found[row * used : (row + 1) * used]
+        same = raw.startswith(_PLACE.pack(*head, first + row, generation, *tail))
+        same = same and raw[_IDENTITY:end] == expected[row * identities.shape[1] : (row + 1) * identities.shape[1]]
+        if same and _digest(raw[:-_SUM_BYTES]) == int.from_bytes(raw[-_SUM_BYTES:], "little"):
+            reasons.append("")
+        else:
+            reasons.append(_fault(raw, frame_class, incarnation) or "swapped")
+    return reasons
+
+
+def payload_sums_in(headers: Bytes) -> list[int]:
+    """The payload sums that headers ``[frames, header_bytes]`` carry."""
+    sums: list[int] = np.ascontiguousarray(headers[:, _IDENTITY - 8 : _IDENTITY]).view("<u8")[:, 0].tolist()
+    return sums
+
+
+def payload_sum(page: Bytes, frame_class: FrameClass) -> int:
+    """xxh3_64 of a page ``[>= page_bytes]``."""
+    return _digest(page[: frame_class.page_bytes].data)
+
+
+def layer_sums(page: Bytes, layers: int) -> Sums:
+    """Low 32 bits of xxh3_64 of each of the ``layers`` equal parts of ``page`` ``[page_bytes]``."""
+    view, step = page.data, len(page) // layers
+    assert step * layers == len(page), (len(page), layers)
+    return np.array([_digest(view[at : at + step]) & 0xFFFFFFFF for at in range(0, len(view), step)], "<u4")
+
+
+def is_payload_sound(page: Bytes, frame_class: FrameClass, total: int) -> bool:
+    """Whether ``page`` ``[>= page_bytes]`` is what its sound header speaks of; False is reason "payload".
+
+    ``total`` is the header's payload sum. The layers' checksums are for readers of parts of a page.
+    """
+    return payload_sum(page, frame_class) == total
+
+
+def _used(frame_class: FrameClass) -> int:
+    return geometry.HEAD_BYTES + 4 * frame_class.page_tokens + 4 * frame_class.layers
+
+
+def _fault(raw: bytes, frame_class: FrameClass, incarnation: int) -> str:
+    """Why this is not a sound header of a page of that class on that device, or ""."""
+    magic, version, used = _START.unpack_from(raw)
+    if magic != _MAGIC:
+        return "header"
+    if version != VERSION:
+        return "version"
+    if used != _used(frame_class):
+        return "header"
+    if _digest(raw[: used - _SUM_BYTES]) != int.from_bytes(raw[used - _SUM_BYTES : used], "little"):
+        return "header"
+    fixed = _FIXED.unpack_from(raw)
+    if fixed[3] != incarnation:
+        return "foreign"
+    return "" if fixed[7:9] == (frame_class.page_tokens, frame_class.layers) else "header"

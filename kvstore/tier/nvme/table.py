@@ -1,0 +1,280 @@
+"""What an NVMe device says of itself: superblock, extent table, and the directory of an extent. Bytes only, no I/O.
+
+::
+
+    0                      superblock                                                        4096 bytes
+    4096                   slot A of the extent table      table_bytes
+    4096 + table_bytes     slot B                          table_bytes
+    data_start             positions * extent_bytes
+    ...                    not used, less than an extent
+    size_bytes - 4096      the superblock again
+
+    an extent:  directory (head 64, then a lean record row per frame) | header, frame | header, frame | ...
+
+The table is written to the slot that does not hold the newest one, so that a torn write leaves the one before. Worked
+example: 1 GiB in extents of 64 MiB: 15 positions, a table of one block, data from 12 KiB on; frame 2 of an extent of
+256 KiB pages lies 24 + 2 * 260 KiB into it.
+"""
+
+from __future__ import annotations
+
+import os
+import struct
+from dataclasses import dataclass, field, replace
+from functools import lru_cache
+from typing import Final
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.model.prefix import SECRET_BYTES
+from kvstore.model.replica import FrameClass
+from kvstore.tier.nvme import geometry
+from kvstore.tier.nvme.disk import BLOCK_BYTES, aligned_buffer
+
+VERSION: Final = 2
+OWNER_BYTES: Final = 64  # of a node's name
+TABLE_AT: Final = BLOCK_BYTES
+_SUPER_MAGIC: Final = b"KVNVME01"
+_TABLE_MAGIC: Final = b"KVTABLE1"
+_DIRECTORY_MAGIC: Final = b"KVDIREC1"
+# magic, version, complete, incarnation, owner, size, extent, positions, table bytes. The sum is of the whole block (so
+# that a file system made over it is noticed), but stands in the same sector: on zeros it is written whole or not at all
+_SUPER = struct.Struct("<8sIIQ64sQQQQ")
+_TABLE_HEAD = struct.Struct("<8s6QQ")  # magic, incarnation, sequence, starts, day, bytes of it, positions, sum
+_DIRECTORY_HEAD = struct.Struct("<8sQQQ24xQ")  # magic, incarnation, extent, frames, sum
+_SECRET_AT: Final = 128
+_SUM_AT: Final = 512 - 8
+_CARVED: Final = 1
+_CLEAN: Final = 2
+ENTRY: Final = np.dtype(
+    {
+        "names": ["number", "flags", "page_bytes", "page_tokens", "layers", "frames", "directory_sum"],
+        "formats": ["<u4", "<u4", "<u8", "<u4", "<u4", "<u4", "<u8"],
+        "offsets": [0, 4, 8, 16, 20, 24, 32],
+        "itemsize": 64,
+    }
+)
+assert _SUPER.size <= _SECRET_AT and _SECRET_AT + SECRET_BYTES <= _SUM_AT
+assert _DIRECTORY_HEAD.size == geometry.DIRECTORY_HEAD_BYTES and _TABLE_HEAD.size == ENTRY.itemsize
+
+Bytes = npt.NDArray[np.uint8]
+
+
+@dataclass(frozen=True)
+class Superblock:
+    """Geometry and owner of a device. ``complete`` is False while it is being made: nothing is stored there yet."""
+
+    incarnation: int
+    owner: str
+    size_bytes: int
+    extent_bytes: int
+    positions: int
+    table_bytes: int
+    version: int = VERSION
+    complete: bool = True
+    secret: bytes = field(default=bytes(SECRET_BYTES), repr=False, compare=False)  # of the pool; zeros: not known here
+
+    @classmethod
+    def planned(
+        cls, incarnation: int, owner: str, size_bytes: int, extent_bytes: int, secret: bytes = bytes(SECRET_BYTES)
+    ) -> Superblock:
+        """The geometry of a new device: as many positions as fit, maybe none."""
+        rest = size_bytes - 2 * BLOCK_BYTES
+        positions = max(0, rest // extent_bytes)
+        while positions and positions * extent_bytes + 2 * _table_bytes(positions) > rest:
+            positions -= 1
+        return cls(incarnation, owner, size_bytes, extent_bytes, positions, _table_bytes(positions), secret=secret)
+
+    @property
+    def data_start(self) -> int:
+        """Where position 0 begins."""
+        return TABLE_AT + 2 * self.table_bytes
+
+    def slot(self, which: int) -> int:
+        """Where a slot of the table begins."""
+        return TABLE_AT + which * self.table_bytes
+
+    def packed(self) -> Bytes:
+        """The block as it lies on the disk, page-aligned."""
+        block = aligned_buffer(BLOCK_BYTES)
+        head = _SUPER.pack(
+            *(_SUPER_MAGIC, self.version, int(self.complete), self.incarnation, os.fsencode(self.owner)),
+            *(self.size_bytes, self.extent_bytes, self.positions, self.table_bytes),
+        )
+        block[: len(head)] = np.frombuffer(head, np.uint8)
+        block[_SECRET_AT : _SECRET_AT + SECRET_BYTES] = np.frombuffer(self.secret, np.uint8)
+        block[_SUM_AT : _SUM_AT + 8] = _word(_super_sum(block))
+        return block
+
+    @classmethod
+    def unpacked(cls, block: Bytes) -> Superblock | None:
+        """The superblock in a block; None where it is not a sound one. One of another version keeps only that
+        number."""
+        magic, version, complete, incarnation, owner, size, extent, positions, table = _SUPER.unpack_from(block.data)
+        if magic != _SUPER_MAGIC or _super_sum(block) != _word_at(block, _SUM_AT):
+            return None
+        if version != VERSION:
+            return cls(0, "", 0, 0, 0, 0, version)
+        name = os.fsdecode(owner.rstrip(b"\0"))
+        secret = block[_SECRET_AT : _SECRET_AT + SECRET_BYTES].tobytes()
+        return cls(incarnation, name, size, extent, positions, table, version, bool(complete), secret)
+
+
+@dataclass(frozen=True)
+class ExtentOnDisk:
+    """An extent as the table knows it.
+
+    Attributes:
+        position: where on the device, or in the row of devices.
+        number: the extent's, as in addresses.
+        clean: nobody has written into it since its directory was.
+        directory_sum: of that directory; 0 before there is one.
+    """
+
+    position: int
+    number: int
+    frame_class: FrameClass
+    frames: int
+    clean: bool
+    directory_sum: int = 0
+
+
+@dataclass(frozen=True)
+class Table:
+    """One version of the extent table. Changed by replacing it; ``entries`` is never written into."""
+
+    sequence: int
+    starts: int
+    day: int
+    day_bytes: int
+    entries: npt.NDArray[np.void]
+
+    @classmethod
+    def empty(cls, positions: int) -> Table:
+        """The table of a new device, before its first start."""
+        return cls(0, 0, 0, 0, np.zeros(positions, ENTRY))
+
+    def extents(self) -> dict[int, ExtentOnDisk]:
+        """What is carved, by position."""
+        carved = np.flatnonzero(self.entries["flags"] & _CARVED)
+        extents = {}
+        for position, entry in zip(carved.tolist(), self.entries[carved].tolist(), strict=True):
+            number, flags, page_bytes, page_tokens, layers, frames, directory_sum = entry
+            shape = FrameClass(page_bytes, page_tokens, layers)
+            extents[position] = ExtentOnDisk(position, number, shape, frames, bool(flags & _CLEAN), directory_sum)
+        return extents
+
+    def with_extents(self, changes: dict[int, ExtentOnDisk | None]) -> Table:
+        """A copy with these positions changed; None: nothing is carved there."""
+        entries = self.entries.copy()
+        for position, extent in changes.items():
+            if extent is None:
+                entries[position] = np.zeros((), ENTRY)
+                continue
+            flags = _CARVED | _CLEAN * extent.clean
+            shape = extent.frame_class
+            sizes = shape.page_bytes, shape.page_tokens, shape.layers, extent.frames
+            entries[position] = (extent.number, flags, *sizes, extent.directory_sum)
+        return replace(self, entries=entries)
+
+    def packed(self, superblock: Superblock) -> Bytes:
+        """One slot as it lies on the disk, page-aligned."""
+        block = aligned_buffer(superblock.table_bytes)
+        head = _TABLE_HEAD.pack(
+            *(_TABLE_MAGIC, superblock.incarnation, self.sequence, self.starts, self.day, self.day_bytes),
+            *(len(self.entries), 0),
+        )
+        entries = np.ascontiguousarray(self.entries).view(np.uint8)
+        block[: len(head)] = np.frombuffer(head, np.uint8)
+        block[len(head) : len(head) + len(entries)] = entries
+        block[len(head) - 8 : len(head)] = _word(_table_sum(block, len(head) + len(entries)))
+        return block
+
+    @classmethod
+    def unpacked(cls, block: Bytes, superblock: Superblock) -> Table | None:
+        """What a slot says; None where it is torn, damaged or of another incarnation."""
+        magic, incarnation, sequence, starts, day, day_bytes, positions, total = _TABLE_HEAD.unpack_from(block.data)
+        if magic != _TABLE_MAGIC or (incarnation, positions) != (superblock.incarnation, superblock.positions):
+            return None
+        end = _TABLE_HEAD.size + positions * ENTRY.itemsize
+        if _table_sum(block, end) != total:
+            return None
+        return cls(sequence, starts, day, day_bytes, block[_TABLE_HEAD.size : end].copy().view(ENTRY))
+
+
+def pack_directory(incarnation: int, extent: ExtentOnDisk, rows: Bytes) -> tuple[Bytes, int]:
+    """``(blocks, sum)`` of a directory with these rows ``[frames, 96]``; page-aligned."""
+    width = extent.frame_class.lean.row_bytes
+    assert rows.shape == (extent.frames, width) and rows.dtype == np.uint8, rows.shape
+    blocks = aligned_buffer(geometry.directory_bytes(extent.frames))
+    head = _DIRECTORY_HEAD.pack(_DIRECTORY_MAGIC, incarnation, extent.number, extent.frames, 0)
+    blocks[: len(head)] = np.frombuffer(head, np.uint8)
+    end = len(head) + extent.frames * width
+    blocks[len(head) : end] = rows.reshape(-1)
+    total = _directory_sum(blocks, end)
+    blocks[len(head) - 8 : len(head)] = _word(total)
+    return blocks, total
+
+
+def unpack_directory(incarnation: int, extent: ExtentOnDisk, blocks: Bytes) -> Bytes | None:
+    """Its rows ``[frames, 96]``; None where it is not, or not wholly, the one that the table means."""
+    width = extent.frame_class.lean.row_bytes
+    end = _DIRECTORY_HEAD.size + extent.frames * width
+    *head, total = _DIRECTORY_HEAD.unpack_from(blocks.data)
+    if head != [_DIRECTORY_MAGIC, incarnation, extent.number, extent.frames] or total != extent.directory_sum:
+        return None
+    if _directory_sum(blocks, end) != total:
+        return None
+    return blocks[_DIRECTORY_HEAD.size : end].reshape(extent.frames, width)
+
+
+@lru_cache(maxsize=256)
+def extent_shape(extent_bytes: int, frame_class: FrameClass) -> tuple[int, int]:
+    """``(frames, where frame 0's header begins)`` of an extent of that class."""
+    frames = geometry.frames_in(extent_bytes, frame_class)
+    return frames, geometry.directory_bytes(frames)
+
+
+def frame_offset(superblock: Superblock, position: int, frame_class: FrameClass, first: int, frames: int = 1) -> int:
+    """Where on the device the header of frame ``first`` begins; it and the next ones must lie in the extent."""
+    shape, start = extent_shape(superblock.extent_bytes, frame_class)
+    assert 0 <= position < superblock.positions and 0 <= first < first + frames <= shape, (position, first, frames)
+    extent_start = superblock.data_start + position * superblock.extent_bytes
+    return extent_start + start + first * geometry.stride_bytes(frame_class)
+
+
+def interleave(counts: list[int]) -> list[tuple[int, int]]:
+    """Positions of several devices as one row: ``(device, position there)``, each in proportion to its size.
+
+    Worked example: devices of 4 and 2 positions make 0.0, 1.0, 0.1, 0.2, 1.1, 0.3 (device.position).
+    """
+    places = ((2 * at + 1, count, device) for device, count in enumerate(counts) for at in range(count))
+    ordered = sorted((odd / count, device, odd // 2) for odd, count, device in places)
+    return [(device, at) for _, device, at in ordered]
+
+
+def _table_bytes(positions: int) -> int:
+    return -(-(_TABLE_HEAD.size + positions * ENTRY.itemsize) // BLOCK_BYTES) * BLOCK_BYTES
+
+
+def _super_sum(block: Bytes) -> int:
+    return xxhash.xxh3_64_intdigest(block[_SUM_AT + 8 :].data, xxhash.xxh3_64_intdigest(block[:_SUM_AT].data))
+
+
+def _table_sum(block: Bytes, end: int) -> int:
+    return xxhash.xxh3_64_intdigest(block[_TABLE_HEAD.size : end].data, xxhash.xxh3_64_intdigest(block[:56].data))
+
+
+def _directory_sum(blocks: Bytes, end: int) -> int:
+    head_sum = xxhash.xxh3_64_intdigest(blocks[: geometry.DIRECTORY_HEAD_BYTES - 8].data)
+    return xxhash.xxh3_64_intdigest(blocks[geometry.DIRECTORY_HEAD_BYTES : end].data, head_sum)
+
+
+def _word(value: int) -> Bytes:
+    return np.frombuffer(value.to_bytes(8, "little"), np.uint8)
+
+
+def _word_at(block: Bytes, offset: int) -> int:
+    return int.from_bytes(block[offset : offset + 8].tobytes(), "little")

@@ -1,0 +1,236 @@
+"""What lies on a target that was given as NVMe: ours, blank, half made, damaged at one end, or somebody else's.
+
+A target is made anew only where nothing is lost by it: it is blank, or was being made when power failed, or the
+operator said ``--format``. In that order it is written, each step made durable before the next::
+
+    1. superblock in front, not complete    from here on: half made, the next start begins again
+    2. table, superblock at the end
+    3. superblock in front, complete        from here on: ours
+
+A kill before 1 leaves what was there. Blocks of 4096 bytes that tear can at worst leave a front that is nobody's,
+where ``--format`` was given for a target that was not blank: it has to be given again.
+
+The tail of an NVMe target that was cut off: a file that is shorter than its superblock in front says.
+
+The file is made as long as it was; the space that is new holds zeros. So does the superblock at the end, until
+``NvmeDevice.open`` writes it, as the last step: a kill before that is a tail that was cut off.
+"""
+
+from __future__ import annotations
+
+import logging
+import os
+import secrets
+from collections.abc import Mapping
+from dataclasses import replace
+from typing import Final
+
+import numpy as np
+
+from kvstore import failpoint
+from kvstore.errors import InvalidRequest
+from kvstore.shm.folder import new_secret
+from kvstore.tier.nvme.disk import BLOCK_BYTES, Disk, aligned_buffer
+from kvstore.tier.nvme.table import OWNER_BYTES, VERSION, Bytes, ExtentOnDisk, Superblock, Table, frame_offset
+
+# Other systems leave the first blocks alone and sign what follows (btrfs at 64 KiB, ISO 9660 at 32 KiB, RAID at
+# 4 KiB, ZFS at 16 KiB and at the end): this much at either end is zero, or the target is not blank.
+BLANK_BYTES: Final = 1 << 20
+# A superblock that differs from its twin by no more than this is damaged; by more, it was written over on purpose.
+DAMAGED_BYTES_MAX: Final = 16
+_REMEDY: Final = "; --format makes it anew and drops what is stored there"
+
+log = logging.getLogger("kvstore.nvme")
+
+
+def open_target(
+    disk: Disk, owner: str, extent_bytes: int, make: bool, secret: bytes | None = None, is_file: bool = False
+) -> Superblock:
+    """The superblock of ``owner``'s target; a new one where it is blank or half made, or with ``make``.
+
+    Args:
+        secret: of the pool: a new one gets it, another's is refused. None: whatever it is, a fresh one for a new one.
+        is_file: zeros at the end are its tail that was cut off, see ``nvme_tail``; of a device somebody wiped it.
+
+    Raises:
+        InvalidRequest: field "nvme"; it is somebody else's, of another geometry, or too small. Nothing was changed.
+        OSError: the disk fails.
+    """
+    assert extent_bytes > 0 and extent_bytes % BLOCK_BYTES == 0, extent_bytes
+    if len(owner.encode()) > OWNER_BYTES:
+        raise InvalidRequest("nvme", f"owner {owner!r} has more than {OWNER_BYTES} bytes")
+    front, back = (_block(disk, offset) for offset in (0, disk.size_bytes - BLOCK_BYTES))
+    first, last = Superblock.unpacked(front), Superblock.unpacked(back)
+    half_made = first is not None and not first.complete and (first.owner, first.version) == (owner, VERSION)
+    found = first or last
+    if make or half_made or (found is None and _is_blank(disk)):
+        return _make(disk, owner, extent_bytes, secret or new_secret())
+    if found is None:
+        raise InvalidRequest("nvme", f"{disk.path} is neither blank nor a kvstore's{_REMEDY}")
+    _check(disk, found, owner, extent_bytes)
+    if secret is not None and found.secret != secret:
+        remedy = f", purge what the node has in memory, or{_REMEDY[1:]}"
+        raise InvalidRequest("nvme", f"{disk.path} has pages of a pool with another secret{remedy}")
+    if np.array_equal(front, back):
+        return found
+    if is_file and first is not None and not back.any():
+        return found
+    # Both ends are written with the same bytes. One that differs in many was overwritten by others.
+    if (first is not None and last is not None) or int(np.count_nonzero(front != back)) > DAMAGED_BYTES_MAX:
+        raise InvalidRequest("nvme", f"{disk.path} is a kvstore's at one end, something else at the other{_REMEDY}")
+    log.warning("%s: its superblock %s was damaged and is repaired", disk.path, "at the end" if first else "in front")
+    disk.write(disk.size_bytes - BLOCK_BYTES if first else 0, [found.packed()])
+    disk.sync()
+    return found
+
+
+def read_superblock(disk: Disk) -> Superblock | None:
+    """The complete superblock of either end, for processes that only read the device; None where none fits.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    failure: OSError | None = None
+    for offset in (0, disk.size_bytes - BLOCK_BYTES):
+        try:
+            found = Superblock.unpacked(_block(disk, offset))
+        except OSError as error:
+            failure = error
+            continue
+        if found is not None and (found.version, found.size_bytes, found.complete) == (VERSION, disk.size_bytes, True):
+            return found
+    if failure is not None:
+        raise failure
+    return None
+
+
+def read_table(disk: Disk, superblock: Superblock) -> tuple[Table, int]:
+    """The newest sound table, and the slot that holds it.
+
+    Raises:
+        InvalidRequest: both are damaged, which no loss of power explains.
+        OSError: the disk fails.
+    """
+    found = []
+    for which in (0, 1):
+        block = aligned_buffer(superblock.table_bytes)
+        disk.read(superblock.slot(which), [block])
+        table = Table.unpacked(block, superblock)
+        if table is not None:
+            found.append((table.sequence, which, table))
+    if not found:
+        raise InvalidRequest("nvme", f"{disk.path}: both copies of its extent table are damaged{_REMEDY}")
+    _, which, table = max(found, key=lambda slot: slot[0])
+    return table, which
+
+
+def _check(disk: Disk, found: Superblock, owner: str, extent_bytes: int) -> None:
+    """Refuse what is a kvstore's but not what is asked for."""
+    path = disk.path
+    if found.version != VERSION:
+        raise InvalidRequest("nvme", f"{path} is of format {found.version}, this program knows {VERSION}{_REMEDY}")
+    if found.owner != owner:
+        name = f"node {found.owner!r}" if found.owner else "an embedded store"
+        raise InvalidRequest("nvme", f"{path} belongs to {name}{_REMEDY}")
+    if found.size_bytes != disk.size_bytes:
+        raise InvalidRequest("nvme", f"{path} was made with {found.size_bytes} bytes, not {disk.size_bytes}{_REMEDY}")
+    if found.extent_bytes != extent_bytes:
+        has = f"{path} was made with extents of {found.extent_bytes} bytes, not {extent_bytes}"
+        raise InvalidRequest("nvme", has + _REMEDY)
+    planned = Superblock.planned(found.incarnation, owner, disk.size_bytes, extent_bytes)
+    if not found.complete or found != planned:
+        raise InvalidRequest("nvme", f"{path} is not wholly made{_REMEDY}")
+
+
+def _make(disk: Disk, owner: str, extent_bytes: int, secret: bytes) -> Superblock:
+    superblock = Superblock.planned(secrets.randbits(63) | 1, owner, disk.size_bytes, extent_bytes, secret)
+    if superblock.positions == 0:
+        least = extent_bytes + 2 * BLOCK_BYTES + 2 * superblock.table_bytes
+        raise InvalidRequest("nvme", f"{disk.path}: {disk.size_bytes} bytes are too few, {least} are the least")
+    empty = Table.empty(superblock.positions)
+    _write(disk, 0, replace(superblock, complete=False).packed())
+    disk.sync()
+    _write(disk, superblock.slot(0), empty.packed(superblock))
+    _write(disk, disk.size_bytes - BLOCK_BYTES, superblock.packed())
+    disk.sync()
+    _write(disk, 0, superblock.packed())
+    disk.sync()
+    return superblock
+
+
+def _write(disk: Disk, offset: int, block: Bytes) -> None:
+    if failpoint.ACTIVE:
+        failpoint.hit("nvme.format")
+    disk.write(offset, [block])
+    if failpoint.ACTIVE:
+        failpoint.hit("nvme.format")
+
+
+def _block(disk: Disk, offset: int) -> Bytes:
+    block = aligned_buffer(BLOCK_BYTES)
+    disk.read(offset, [block])
+    return block
+
+
+def _is_blank(disk: Disk) -> bool:
+    part = min(BLANK_BYTES, disk.size_bytes)
+    ends = aligned_buffer(2 * part)
+    disk.read(0, [ends[:part]])
+    disk.read(disk.size_bytes - part, [ends[part:]])
+    return not ends.any()
+
+
+NOTHING: Final = frozenset[int]()
+
+
+def is_cut(fd: int, size_bytes: int, *, owner: str, extent_bytes: int, secret: bytes | None) -> bool:
+    """Whether ``fd`` is a target that had ``size_bytes``, and that could be opened if it still had (``open_target``);
+    and long enough for anything to be whole.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    has_bytes = os.fstat(fd).st_size
+    front = os.pread(fd, BLOCK_BYTES, 0)
+    found = Superblock.unpacked(np.frombuffer(front, np.uint8)) if len(front) == BLOCK_BYTES else None
+    if found is None or secret not in (None, found.secret):
+        return False
+    planned = Superblock.planned(found.incarnation, owner, size_bytes, extent_bytes)
+    return found == planned and found.data_start <= has_bytes < size_bytes
+
+
+def tail_is_absent(disk: Disk) -> bool:
+    """Whether there are zeros where the superblock at the end should be.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    return not _block(disk, disk.size_bytes - BLOCK_BYTES).any()
+
+
+def reaching_beyond(disk: Disk, superblock: Superblock, extents: Mapping[int, ExtentOnDisk]) -> frozenset[int]:
+    """Positions of the extents that may have lost frames with the tail.
+
+    All that was cut off lies behind one place: where a directory or first header stands, extents in front are whole.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    beyond: set[int] = set()
+    for position in sorted(extents, reverse=True):
+        beyond.add(position)
+        start = superblock.data_start + position * superblock.extent_bytes
+        first = frame_offset(superblock, position, extents[position].frame_class, 0)
+        if _block(disk, start).any() or _block(disk, first).any():
+            break
+    return frozenset(beyond)
+
+
+def restore_tail(disk: Disk, superblock: Superblock) -> None:
+    """Write the superblock at the end; durable.
+
+    Raises:
+        OSError: the disk fails.
+    """
+    disk.write(disk.size_bytes - BLOCK_BYTES, [superblock.packed()])
+    disk.sync()

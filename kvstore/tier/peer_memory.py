@@ -1,0 +1,445 @@
+"""Exported: how one process reads memory that another one has mounted at the node of their machine.
+
+The owner of a segment writes in its records how other processes reach the memory: a ``kind``, and bytes that mean
+something to that kind alone. A reader opens it by the row of ``OPENERS``; what cannot be opened here is a miss.
+
+Memory of devices between processes of one machine: mounted by one, read by the others.
+
+``store.mount(layout, frames, DeviceFrames(device, memory.address, stride, memory.nbytes))`` shows a page-major arena
+in ``memory = device.allocate(nbytes, shared=True)``. Other processes open it by what the device exports: a handle of
+its driver, or a descriptor, which its owner passes them (``descriptors``).
+
+A process that opens memory needs a context on a device that reaches it, which takes some hundred megabytes of that. So
+it is opened only by devices that this process uses already: by one for reads into host memory, and by each other one
+whose memory is to be filled, where that reaches it (``places``).
+
+Descriptors: how a process passes an open file to others of its machine, by a unix socket in their node's folder.
+
+A process that may connect gets the descriptor: the socket has the mode of the folder's other files.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import mmap
+import os
+import socket
+import struct
+import threading
+import time
+import weakref
+from collections.abc import Callable
+from pathlib import Path
+from typing import Final, Protocol
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore.device.base import Addresses, Device, DeviceExport
+from kvstore.device.cuda import devices
+from kvstore.device.host_memory import copy
+from kvstore.errors import DeadlineExceeded, Unavailable
+from kvstore.model.replica import FrameClass
+from kvstore.model.shard import Strides
+from kvstore.safe_files import chmod_socket, open_plain, remove
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.mounted import MountedTable, data_path, passing_path
+from kvstore.shm.unix_sockets import short
+from kvstore.tier.hbm import HbmStore, StridedFrames
+
+HOST: Final = 1  # shared memory: the file beside the records
+DEVICE: Final = 3  # memory of a device, by what that exports; 2 was a form of it that nobody had read
+NO_INCARNATION: Final = 0  # records of others say what is there
+
+
+class PeerMemory(Protocol):
+    """The frames of a segment of another process. Threads may share it; it is unmapped with the last reference."""
+
+    def read(self, frame: int, rows: npt.NDArray[np.uint8], layer: int | None = None) -> None:
+        """Copy the pages in the frames from ``frame`` on into ``rows`` ``[pages, page_bytes]``, and return when that is
+        done. What lies there is somebody else's matter: ask the records before and after.
+
+        Args:
+            layer: only that one of each page, into ``[pages, layer_bytes]``.
+
+        Raises:
+            Unavailable: the memory, or the device, is gone, or too slow; or its layers do not lie apart.
+        """
+        ...
+
+    def places(
+        self, device: Device, frame: int, count: int, layer: int | None = None
+    ) -> tuple[Addresses, Addresses] | None:
+        """Where the pieces of these pages lie for streams of that device, and their lengths, in the order of the pages'
+        bytes; None: it cannot copy from there, and ``read`` is the way. This memory stays mapped until such a copy has
+        ended. Raises Unavailable as ``read``."""
+        ...
+
+
+class SharedFrames:
+    """Shared memory, mapped: see ``PeerMemory``."""
+
+    def __init__(self, memory: npt.NDArray[np.uint8], table: MountedTable) -> None:
+        self._memory, self._frames, self._strides = memory, table.frames, table.strides
+        self._page_layers = table.frame_class.layers
+        self._whole = table.strides.views(memory, table.frames)
+
+    @classmethod
+    def open(cls, folder: NodeFolder, table: MountedTable) -> SharedFrames | None:
+        """None where it is not as long as the records say: reading beyond its end would be a SIGBUS."""
+        try:
+            fd = open_plain(data_path(folder, table.number), os.O_RDONLY)
+        except OSError:
+            return None
+        try:
+            nbytes = table.nbytes
+            if os.fstat(fd).st_size < nbytes:
+                return None
+            map_ = mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ)
+        except (OSError, ValueError):  # it was cut meanwhile
+            return None
+        finally:
+            os.close(fd)
+        try:
+            return cls(np.frombuffer(map_, np.uint8), table)
+        except ValueError:  # pages so large that there are none
+            return None
+
+    def read(self, frame: int, rows: npt.NDArray[np.uint8], layer: int | None = None) -> None:
+        """See ``PeerMemory``."""
+        views = self._whole
+        if layer is not None:
+            views = layer_of(self._strides, layer, self._page_layers).views(self._memory, self._frames)
+        targets = rows.reshape(len(rows), len(views), *views[0].shape[1:])
+        for number, pages in enumerate(views):
+            copy(targets[:, number], pages[frame : frame + len(rows)])
+
+    def places(
+        self, device: Device, frame: int, count: int, layer: int | None = None
+    ) -> tuple[Addresses, Addresses] | None:
+        """See ``PeerMemory``: the host's memory is nobody's to copy from directly."""
+        return None
+
+
+def layer_of(strides: Strides, layer: int, layers: int) -> Strides:
+    """Where one layer of the pages lies. Raises Unavailable."""
+    found = strides.part(layer, layers)
+    if found is None:
+        raise Unavailable("the layers of that memory do not lie apart")
+    return found
+
+
+class MountedMemory(Protocol):
+    """Memory of this process, to be mounted. It stays as it is as long as the segment is open.
+
+    Attributes:
+        kind: the row of ``OPENERS`` by which others read it.
+        stride: bytes from one frame to the next, where pages lie in one piece.
+    """
+
+    @property
+    def kind(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def stride(self) -> int:
+        """See the class."""
+        ...
+
+    @property
+    def nbytes(self) -> int:
+        """The length of the memory in bytes."""
+        ...
+
+    def export(self, folder: NodeFolder, number: int) -> bytes:
+        """The bytes by which other processes open it, as the segment of that number. Raises Unavailable: it cannot be
+        shared."""
+        ...
+
+    def withdraw(self) -> None:
+        """Let no other process open it any more: the segment is closed."""
+        ...
+
+    def here(self, table: MountedTable) -> PeerMemory:
+        """The memory as this process reads it."""
+        ...
+
+
+def _open_device(folder: NodeFolder, table: MountedTable) -> PeerMemory | None:
+    opened = importlib.import_module("kvstore.tier.peer_memory").opened  # late: few processes need it
+    found: PeerMemory | None = opened(folder, table)
+    return found
+
+
+OPENERS: Final[dict[int, Callable[[NodeFolder, MountedTable], PeerMemory | None]]] = {
+    HOST: SharedFrames.open,
+    DEVICE: _open_device,
+}
+"""Kinds of memory that this machine's processes can read of one another."""
+
+
+PASS_S: Final = 0.5  # for one caller, at either end
+PAUSE_S: Final = 0.01
+LOOK_S: Final = 0.5  # between two looks whether the end has come
+
+_WORD: Final = b"\1"  # a descriptor does not travel alone
+
+
+class DescriptorServer:
+    """Passes one descriptor, which is its own from now on, to everybody who connects. Life: made -> ``close``.
+
+    Raises:
+        Unavailable: no socket can be made there.
+    """
+
+    def __init__(self, path: Path, mode: int, descriptor: int) -> None:
+        self._path, self._descriptor = path, descriptor
+        try:
+            self._listener = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
+        except OSError as error:
+            os.close(descriptor)
+            raise Unavailable(f"cannot pass descriptors at {path}: {error.strerror}") from None
+        try:
+            remove(path)
+            with short(path) as name:
+                self._listener.bind(name)
+            chmod_socket(path, mode)
+            self._listener.listen()
+        except OSError as error:
+            self._listener.close()
+            os.close(descriptor)
+            raise Unavailable(f"cannot pass descriptors at {path}: {error.strerror}") from None
+        self._listener.settimeout(LOOK_S)
+        self._closed = False
+        self._thread = threading.Thread(target=self._serve, name="kvstore-descriptors", daemon=True)
+        self._thread.start()
+
+    def close(self) -> None:
+        """Pass the descriptor to no more processes. Those that have it keep it. May be called twice."""
+        if self._closed:
+            return
+        self._closed = True
+        with contextlib.suppress(OSError):
+            remove(self._path)
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # wakes the thread
+        self._thread.join(2 * PASS_S + LOOK_S)
+
+    def _serve(self) -> None:
+        with contextlib.closing(self._listener):
+            while not self._closed:
+                try:
+                    caller, _ = self._listener.accept()
+                except TimeoutError:
+                    continue
+                except OSError:  # it was shut down, or there are too many open files
+                    time.sleep(PAUSE_S)
+                    continue
+                with caller, contextlib.suppress(OSError):  # it has gone, or takes nothing
+                    caller.settimeout(PASS_S)
+                    socket.send_fds(caller, [_WORD], [self._descriptor])
+        os.close(self._descriptor)
+
+
+def received(path: Path) -> int:
+    """The descriptor that is passed there; the caller's to close.
+
+    Raises:
+        Unavailable: nobody passes one, or not in time.
+    """
+    deadline_s = time.monotonic() + PASS_S
+    try:
+        with short(path) as name, socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as server:
+            server.settimeout(PASS_S)
+            server.connect(name)
+            server.settimeout(max(deadline_s - time.monotonic(), 0.01))
+            _, found, _, _ = socket.recv_fds(server, len(_WORD), 1)
+    except OSError as error:
+        raise Unavailable(f"no descriptor is passed at {path}: {error.strerror or error}") from None
+    if not found:
+        raise Unavailable(f"no descriptor is passed at {path}")
+    os.set_inheritable(found[0], False)
+    return int(found[0])
+
+
+COPY_S: Final = 5.0  # for pages of a device that are on their way to the host at a time
+
+_FORM: Final = struct.Struct("<16sQQ")  # UUID of the device, place in the allocation, its length; its handle follows
+
+_LATE: Final[list[object]] = []  # memory that a copy may still read, which nobody waits for any more
+
+
+class DeviceFrames:
+    """See ``MountedMemory``: frames ``stride`` bytes apart, from ``address`` on, in memory of a device."""
+
+    kind = DEVICE
+
+    def __init__(self, device: Device, address: int, stride: int, nbytes: int) -> None:
+        self._device, self._address = device, address
+        self.stride, self.nbytes = stride, nbytes
+        self._server: DescriptorServer | None = None
+
+    def export(self, folder: NodeFolder, number: int) -> bytes:
+        """See ``MountedMemory``."""
+        found = self._device.export(self._address)
+        if found.descriptor >= 0:
+            self._server = DescriptorServer(passing_path(folder, number), folder.file_mode, found.descriptor)
+        return _FORM.pack(found.device, found.offset, found.nbytes) + found.handle
+
+    def withdraw(self) -> None:
+        """See ``MountedMemory``."""
+        if self._server is not None:
+            self._server.close()
+
+    def here(self, table: MountedTable) -> PeerMemory:
+        """See ``MountedMemory``."""
+        device, address, mapped = self._device, self._address, self._server is not None
+
+        def address_for(other: Device) -> int | None:
+            if other is device:
+                return address
+            # Access between devices is to plain allocations: what is mapped is there for whom it was mapped alone.
+            return None if mapped or other.reach(device.uuid) else address
+
+        return DevicePages(device, address, table, address_for)
+
+
+class DevicePages:
+    """See ``PeerMemory``: pages that come to the host as they come out of every store of a device's memory.
+
+    Args:
+        device, address: by which this process reads them, and where it has them.
+        address_for: where another device has them; None: it does not reach them.
+    """
+
+    def __init__(
+        self, device: Device, address: int, table: MountedTable, address_for: Callable[[Device], int | None]
+    ) -> None:
+        self._class, self._table = table.frame_class, table
+        self._device, self._layers, self._address_for = device, _Layers(table, address), address_for
+        arena = StridedFrames(table.frame_class, address, table.frames, table.strides)
+        self._store = HbmStore(device, arena, NO_INCARNATION, [(0, table.frame_class)], COPY_S)
+        self._by_layer: HbmStore | None = None  # made when first a layer is read
+        self._making = threading.Lock()
+
+    def read(self, frame: int, rows: npt.NDArray[np.uint8], layer: int | None = None) -> None:
+        """See ``PeerMemory``."""
+        try:
+            if layer is None:
+                self._store.read_pages(0, frame, self._class, rows)
+            else:
+                self._layer_store().read_pages(layer, frame, self._layers.frame_class, rows)
+        except DeadlineExceeded:
+            _LATE.append(self)  # to unmap what a device still reads would cost this process the device
+            raise
+
+    def places(
+        self, device: Device, frame: int, count: int, layer: int | None = None
+    ) -> tuple[Addresses, Addresses] | None:
+        """See ``PeerMemory``."""
+        address = self._address_for(device)
+        if address is None:
+            return None
+        strides = self._table.strides
+        if layer is not None:
+            strides = layer_of(strides, layer, self._class.layers)
+        frame_class = self._class if layer is None else self._layers.frame_class
+        arena = StridedFrames(frame_class, address, self._table.frames, strides)
+        return arena.pieces(0, frame, frame_class, count)
+
+    def _layer_store(self) -> HbmStore:
+        layers = self._layers
+        with self._making:
+            if self._by_layer is None:
+                carved = ((position, layers.frame_class) for position in range(layers.positions))
+                self._by_layer = HbmStore(self._device, layers, NO_INCARNATION, carved, COPY_S)
+            return self._by_layer
+
+
+class PeerAllocation:
+    """Memory of another process, open as long as this is. Raises Unavailable where no device of ours reads it."""
+
+    def __init__(self, folder: NodeFolder, table: MountedTable) -> None:
+        if len(table.export) < _FORM.size:
+            raise Unavailable("the export is not memory of a device")
+        uuid, self._offset, nbytes = _FORM.unpack_from(table.export)
+        if self._offset + table.nbytes > nbytes:  # to copy from beyond its end would cost this process its device
+            raise Unavailable("that memory is not as long as it is said to be")
+        self._export = DeviceExport(uuid, self._offset, nbytes, table.export[_FORM.size :])
+        self._passing: Path = passing_path(folder, table.number)
+        self._lock = threading.Lock()
+        self._opened: dict[Device, int | None] = {}
+        self.device = self._opener(uuid)
+        address = self.address_for(self.device)
+        if address is None:
+            raise Unavailable(f"{self.device.name} cannot open that memory")
+        self.address = address
+
+    def address_for(self, device: Device) -> int | None:
+        """Where that device has what was exported; None: it does not reach it. It is asked once."""
+        with self._lock:
+            if device not in self._opened:
+                try:
+                    self._opened[device] = self._open(device) + self._offset
+                except Unavailable:
+                    self._opened[device] = None
+            return self._opened[device]
+
+    @staticmethod
+    def _opener(uuid: bytes) -> Device:
+        """The device itself, where this process uses it; else one that reaches it."""
+        used = [device for device in devices() if device.in_use]
+        used.sort(key=lambda device: device.uuid != uuid)
+        for device in used:
+            if not device.reach(uuid):
+                return device
+        raise Unavailable("no device that this process uses reaches that memory")
+
+    def _open(self, device: Device) -> int:
+        export = self._export
+        if not export.handle:
+            export = export._replace(descriptor=received(self._passing))
+        try:
+            memory = device.open_export(export)
+        finally:
+            if export.descriptor >= 0:
+                os.close(export.descriptor)
+        weakref.finalize(self, _close, memory.free).atexit = False
+        if memory.nbytes < export.nbytes:
+            raise Unavailable("that memory is not as long as it is said to be")
+        return memory.address
+
+
+def opened(folder: NodeFolder, table: MountedTable) -> PeerMemory | None:
+    """The row of ``OPENERS``; None where it cannot be read from here: what is there is a miss."""
+    try:
+        found = PeerAllocation(folder, table)
+    except Unavailable:
+        return None
+    return DevicePages(found.device, found.address, table, found.address_for)
+
+
+def _close(free: Callable[[], None]) -> None:
+    with contextlib.suppress(Unavailable):  # the device was lost, and the memory with it
+        free()
+
+
+class _Layers:
+    """See ``FrameMap``: of a segment's pages each layer is one position."""
+
+    def __init__(self, table: MountedTable, address: int) -> None:
+        whole, frames = table.frame_class, table.frames
+        self.frame_class = FrameClass(whole.page_bytes // whole.layers, whole.page_tokens, 1)
+        self.positions, self.extent_bytes = whole.layers, frames * self.frame_class.frame_bytes
+        self._address, self._frames, self._strides = address, frames, table.strides
+
+    def frames_of(self, frame_class: FrameClass) -> int:
+        """See ``FrameMap``."""
+        return self._frames if frame_class == self.frame_class else 0
+
+    def pieces(self, position: int, frame: int, frame_class: FrameClass, count: int = 1) -> tuple[Addresses, Addresses]:
+        """See ``FrameMap``. Raises Unavailable where the layers do not lie apart."""
+        strides = layer_of(self._strides, position, self.positions)
+        return StridedFrames(frame_class, self._address, self._frames, strides).pieces(0, frame, frame_class, count)

@@ -1,0 +1,618 @@
+"""The wire between nodes: frames over a plain or an encrypted stream of bytes. Pure.
+
+Every frame is a head of 16 bytes and a body, little-endian::
+
+    magic and version u32 | kind u16 | flags u16, 0 so far | request u32 | body bytes u32 | body
+
+The client says HELLO first and gets WELCOME, or ERROR and the end. Then it sends requests, as many as it likes before
+their replies come; the server answers them one by one, in order, and its replies carry the request's number:
+
+    PING -> PONG                READ -> RANGE ... END
+    STATUS -> STATE             FIND -> FOUND             ANNOUNCE -> ANNOUNCED
+    LIST -> LISTED              CHECK -> CHECKED          HOLD -> FOUND
+    PULL -> PIECE ... END       (engines: the KV of a prompt that is being computed)
+    ATTACH -> ATTACHED          LEND -> LENT              RETURN -> RETURNED      (see ``lending``)
+
+Any request may get ERROR instead of its reply, or in the middle of it. Each kind's body has a bound (``BODY_MAX``), and
+no body is read before it was held against that. A frame that breaks a rule ends the connection with ERROR in words.
+
+READ and its reply: which pages a client wants, and how their bytes come. Pure.
+
+A request names one chain by its fingerprint, salt and adapter, and consecutive pages of it by the hashes of the chain,
+with the token ids that prove them; of every page the same byte range. The reply has the leading pages that are there::
+
+    RANGE   first page, pages | tier | one checksum per piece | the bytes of all these pages, end to end
+    RANGE   ...
+    END     how many leading pages held still until they were sent, and why not more
+
+Nothing that a RANGE brought counts before END: pages are sent straight from memory in which they may be replaced, and
+END says which were not. ``Piece``: what one checksum (low 32 bits of xxh3_64) is of: each layer, where the range is of
+whole layers, so that the sums are those that the page was stored with; else the range.
+
+LEND and RETURN: pages of a node's memory that another process reads one-sidedly. Pure.
+
+The node proves the pages, keeps their frames under a lease, and sends their addresses and checksums. The reader gives
+them back when it has read them, and is told which were unchanged until then: nothing counts before that::
+
+    ATTACH     -
+    ATTACHED   incarnation of the memory u64 | what an agent has to know of the node's agent
+    LEND       as READ
+    LENT       incarnation u64, lease u64, runs u32, pages u32, checksums of a page u32 | runs | words u64[pages] |
+               checksums u32[pages, ...] | why not more
+    RETURN     lease u64, runs u32, pages u32 | runs | words u64[pages]
+    RETURNED   as END
+
+A run: address of its extent's first frame u64, bytes from frame to frame u32, frames of the extent u32, extent u32,
+first frame u32, pages u32.
+``words`` (generation and state of each frame) go back as they came, so that the node remembers nothing but the lease.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from dataclasses import asdict, dataclass, field, fields
+from enum import IntEnum
+from functools import cached_property
+from typing import Any, Final, NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+import xxhash
+
+from kvstore.errors import (
+    DeadlineExceeded,
+    InternalError,
+    InvalidRequest,
+    KVStoreError,
+    NodeUnavailable,
+    PermissionDenied,
+    TooManyCalls,
+    Unauthenticated,
+    Unavailable,
+    VersionMismatch,
+)
+from kvstore.model.layout import LAYERS_MAX, PAGE_BYTES_MAX, PAGE_TOKENS_MAX
+from kvstore.model.prefix import Keys, root_of
+from kvstore.model.replica import KEY_BYTES, FrameClass, Tier
+
+VERSION: Final = 2
+MAGIC: Final = int.from_bytes(b"KVT", "little") | VERSION << 24
+HEAD: Final = struct.Struct("<IHHII")
+KIB: Final = 1 << 10
+TEXT_MAX: Final = 512  # characters of a text in HELLO, but for the token
+
+
+class FrameKind(IntEnum):
+    """What a frame is."""
+
+    HELLO = 1
+    WELCOME = 2
+    ERROR = 3
+    PING = 4
+    PONG = 5
+    STATUS = 6
+    STATE = 7
+    READ = 16
+    RANGE = 17
+    END = 18
+    ATTACH = 20
+    ATTACHED = 21
+    LEND = 22
+    LENT = 23
+    RETURN = 24
+    RETURNED = 25
+    FOUND = 33
+    ANNOUNCED = 35
+    LIST = 36
+    LISTED = 37
+    FIND = 38
+    ANNOUNCE = 39
+    CHECK = 40
+    CHECKED = 41
+    HOLD = 42
+    PULL = 48
+    PIECE = 49
+
+
+BODY_MAX: Final[dict[FrameKind, int]] = {
+    FrameKind.HELLO: 8 * KIB,
+    FrameKind.WELCOME: 4 * KIB,
+    FrameKind.ERROR: 4 * KIB,
+    FrameKind.PING: 64,
+    FrameKind.PONG: 64,
+    FrameKind.STATUS: 4 * KIB,
+    FrameKind.STATE: 64 * KIB,
+    FrameKind.READ: 1024 * KIB,
+    FrameKind.RANGE: (1 << 32) - 1,  # is received in place, never as a whole: see ``reading.RangeHead``
+    FrameKind.END: 64,
+    FrameKind.ATTACH: 64,
+    FrameKind.ATTACHED: 256 * KIB,
+    FrameKind.LEND: 1024 * KIB,
+    FrameKind.LENT: 1024 * KIB,
+    FrameKind.RETURN: 256 * KIB,
+    FrameKind.RETURNED: 64,
+    FrameKind.FIND: 1024 * KIB,
+    FrameKind.FOUND: 4096 * KIB,
+    FrameKind.HOLD: 1024 * KIB,
+    FrameKind.ANNOUNCE: 1024 * KIB,
+    FrameKind.ANNOUNCED: 4 * KIB,
+    FrameKind.LIST: 4 * KIB,
+    FrameKind.LISTED: 1024 * KIB,
+    FrameKind.CHECK: 4 * KIB,
+    FrameKind.CHECKED: 256 * KIB,
+    FrameKind.PULL: 4 * KIB,
+    FrameKind.PIECE: (1 << 32) - 1,  # in place as well
+}
+"""The largest body of each kind. Sums of these bound what a connection holds: one request at a time, one reply."""
+
+REQUESTS: Final = frozenset(
+    (
+        *(FrameKind.PING, FrameKind.STATUS, FrameKind.READ, FrameKind.FIND, FrameKind.ANNOUNCE, FrameKind.LIST),
+        *(FrameKind.CHECK, FrameKind.HOLD, FrameKind.PULL, FrameKind.ATTACH, FrameKind.LEND, FrameKind.RETURN),
+    )
+)
+
+
+class WireError(Unavailable):
+    """The other end broke a rule of the wire. The connection is of no use any more."""
+
+
+class Head(NamedTuple):
+    """The head of a frame that holds."""
+
+    kind: FrameKind
+    flags: int
+    request: int
+    body_bytes: int
+
+
+def pack_head(kind: FrameKind, request: int, body_bytes: int, flags: int = 0) -> bytes:
+    """The head of a frame."""
+    assert body_bytes <= BODY_MAX[kind], f"{kind.name} of {body_bytes} bytes"
+    return HEAD.pack(MAGIC, kind, flags, request, body_bytes)
+
+
+def unpack_head(raw: bytes | bytearray | memoryview) -> Head:
+    """The head in these 16 bytes.
+
+    Raises:
+        WireError: it is not a head of this protocol, or its body is too large.
+        VersionMismatch: it has another version.
+    """
+    magic, number, flags, request, body_bytes = HEAD.unpack(raw)
+    if magic & 0xFFFFFF != MAGIC & 0xFFFFFF:
+        raise WireError("magic: not a frame of a kvstore data connection")
+    if magic != MAGIC:
+        raise VersionMismatch(f"the other end speaks version {magic >> 24} of the data protocol, this one {VERSION}")
+    try:
+        kind = FrameKind(number)
+    except ValueError:
+        raise WireError(f"kind: unknown (got {number})") from None
+    if body_bytes > BODY_MAX[kind]:
+        raise WireError(f"body: {body_bytes} bytes of {kind.name}, at most {BODY_MAX[kind]} are read")
+    return Head(kind, flags, request, body_bytes)
+
+
+# --- HELLO and WELCOME: JSON objects, unknown names ignored --------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Hello:
+    """What a client says first.
+
+    Attributes:
+        pool: the pool that it belongs to.
+        node: the node that it takes the server for; "": any.
+        caller: what it calls itself, for the server's log.
+        token: shows who it is; "" where it has none.
+        process: the server's own number (``Welcome.process``), as the catalog or the node's folder told it; "" where it
+            is not known.
+        version_min, version_max: of the protocol, what it speaks.
+    """
+
+    pool: str = ""
+    node: str = ""
+    caller: str = ""
+    token: str = ""
+    process: str = ""
+    version_min: int = VERSION
+    version_max: int = VERSION
+
+    def __repr__(self) -> str:
+        return f"Hello(pool={self.pool!r}, node={self.node!r}, caller={self.caller!r})"
+
+
+@dataclass(frozen=True)
+class Welcome:
+    """What the server answers.
+
+    Attributes:
+        version: of the protocol, what both speak from here on.
+        node: its name.
+        process: drawn anew whenever the server starts, 16 hex digits.
+    """
+
+    version: int = VERSION
+    node: str = ""
+    process: str = ""
+
+
+def pack_hello(message: Hello | Welcome) -> bytes:
+    """As the body of its frame."""
+    return json.dumps(asdict(message), separators=(",", ":")).encode()
+
+
+def unpack_hello(body: bytes | bytearray | memoryview) -> Hello:
+    """The body of HELLO.
+
+    Raises:
+        WireError: it makes no sense.
+        VersionMismatch: we speak none of its versions.
+    """
+    hello: Hello = _unpack(Hello, body)
+    if not hello.version_min <= VERSION <= hello.version_max:
+        spoken = f"{hello.version_min} to {hello.version_max}"
+        raise VersionMismatch(f"the caller speaks versions {spoken} of the data protocol, this node {VERSION}")
+    return hello
+
+
+def unpack_welcome(body: bytes | bytearray | memoryview) -> Welcome:
+    """The body of WELCOME. Raises WireError where it makes no sense."""
+    welcome: Welcome = _unpack(Welcome, body)
+    return welcome
+
+
+def _unpack(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
+    try:
+        found = json.loads(bytes(body))
+    except (ValueError, RecursionError):
+        raise WireError(f"{kind.__name__}: not valid JSON") from None
+    if not isinstance(found, dict):
+        raise WireError(f"{kind.__name__}: must be a JSON object")
+    values = {each.name: found[each.name] for each in fields(kind) if each.name in found}
+    for name, value in values.items():
+        wanted = type(getattr(kind, name))
+        if type(value) is not wanted:
+            raise WireError(f"{kind.__name__}: {name} must be a {wanted.__name__}")
+        if wanted is str and not value.isascii():  # what is compared has to be bytes, and surrogates have none
+            raise WireError(f"{kind.__name__}: {name} must be ASCII")
+        if wanted is str and len(value) > TEXT_MAX and name != "token":
+            raise WireError(f"{kind.__name__}: {name} has more than {TEXT_MAX} characters")
+    return kind(**values)
+
+
+# --- ERROR ---------------------------------------------------------------------------------------------------------
+
+# Which error a number stands for; of its subclasses the first that fits is sent.
+_ERRORS: Final[tuple[tuple[int, type[KVStoreError]], ...]] = (
+    (1, WireError),
+    (2, InvalidRequest),
+    (3, Unauthenticated),
+    (4, PermissionDenied),
+    (5, VersionMismatch),
+    (6, TooManyCalls),
+    (7, DeadlineExceeded),
+    (8, NodeUnavailable),
+    (10, InternalError),  # an older caller takes it for Unavailable
+    (9, Unavailable),
+)
+_CODE: Final = struct.Struct("<H")
+
+
+def pack_error(error: KVStoreError) -> bytes:
+    """An error as the body of its frame: a number, and its words; ``field\\0reason`` of an InvalidRequest."""
+    code = next((code for code, kind in _ERRORS if isinstance(error, kind)), 9)
+    text = f"{error.field}\0{error.reason}" if isinstance(error, InvalidRequest) else str(error)
+    return _CODE.pack(code) + text.encode(errors="replace")[: BODY_MAX[FrameKind.ERROR] - _CODE.size]
+
+
+def unpack_error(body: bytes | bytearray | memoryview) -> KVStoreError:
+    """The error that the other end sent, for the caller to raise."""
+    if len(body) < _CODE.size:
+        return WireError("the other end sent an error without words")
+    kind = dict(_ERRORS).get(_CODE.unpack_from(body)[0], Unavailable)
+    text = bytes(body[_CODE.size :]).decode(errors="replace")
+    if kind is InvalidRequest:
+        field, _, reason = text.partition("\0")
+        return InvalidRequest(field, reason)
+    return kind(text)
+
+
+READ_PAGES_MAX: Final = 2048  # of one request
+SALT_BYTES_MAX: Final = 4096  # of a salt, or an adapter
+RANGE_BYTES: Final = 1 << 23  # of the pages of one RANGE, where a page is not larger
+
+_FIXED: Final = struct.Struct("<16sIIIIIIIIHHI")  # see ``ReadRequest.pack``
+_RANGE: Final = struct.Struct("<IIII")  # first page, pages, checksums of a page, tier
+_END: Final = struct.Struct("<I")
+_CLOSED, _EXTRAS = 1, 2
+_TIERS: Final = (Tier.DRAM, Tier.NVME, Tier.HBM)
+RANGE_HEAD_BYTES: Final = _RANGE.size
+
+Sums = npt.NDArray[np.uint32]
+
+
+@dataclass(frozen=True)
+class Whose:
+    """The owner of pages: what their root is made of. ``fingerprint``: of the layout."""
+
+    fingerprint: bytes
+    salt: str
+    adapter: str
+
+    @cached_property
+    def root(self) -> bytes:
+        """16 bytes that start every chain of this owner."""
+        return root_of(self.fingerprint, self.salt, self.adapter)
+
+
+@dataclass(frozen=True)
+class WantedChain(Whose):
+    """The owner of pages, and all else that a node needs, besides their keys, to find and prove them.
+
+    Attributes:
+        closed: whether a stored page has its parents stored, so that a search may skip some (full attention).
+    """
+
+    frame_class: FrameClass
+    closed: bool
+
+
+@dataclass(frozen=True)
+class ReadRequest:
+    """Bytes ``offset`` to ``offset + length`` of each of these pages."""
+
+    chain: WantedChain
+    keys: Keys
+    offset: int
+    length: int
+
+    @property
+    def pieces(self) -> int:
+        """How many checksums come with each page."""
+        return pieces_of(self.chain.frame_class, self.offset, self.length)
+
+    def pack(self) -> list[bytes]:
+        """The body of READ, in parts."""
+        chain, keys, shape = self.chain, self.keys, self.chain.frame_class
+        salt, adapter = chain.salt.encode(), chain.adapter.encode()
+        flags = (_CLOSED if chain.closed else 0) | (_EXTRAS if keys.extras is not None else 0)
+        fixed = _FIXED.pack(
+            chain.fingerprint,
+            *(shape.page_bytes, shape.page_tokens, shape.layers),
+            *(len(keys), self.offset, self.length, flags, 0),
+            *(len(salt), len(adapter), 0),
+        )
+        return [fixed, salt, adapter, b"".join(keys.links), b"".join(keys.extras or ()), keys.tokens.tobytes()]
+
+
+def request_bytes(page_tokens: int, extras: bool) -> int:
+    """What one page adds to the body of READ."""
+    return KEY_BYTES + (KEY_BYTES if extras else 0) + 4 * page_tokens
+
+
+def pages_per_request(chain: WantedChain, extras: bool) -> int:
+    """How many pages one READ may name."""
+    room = BODY_MAX[FrameKind.READ] - _FIXED.size - 2 * SALT_BYTES_MAX
+    return min(READ_PAGES_MAX, room // request_bytes(chain.frame_class.page_tokens, extras))
+
+
+def unpack_read(body: memoryview) -> ReadRequest:
+    """The request in this body; its keys have no tag.
+
+    Raises:
+        InvalidRequest: it makes no sense; names the field.
+    """
+    if len(body) < _FIXED.size:
+        raise InvalidRequest("read", f"has {len(body)} bytes, at least {_FIXED.size} are needed")
+    fields = _FIXED.unpack_from(body)
+    fingerprint, page_bytes, page_tokens, layers, pages, offset, length, flags, _, salt_bytes, adapter_bytes, _ = fields
+    _check("page_bytes", 0 < page_bytes <= PAGE_BYTES_MAX, page_bytes)
+    _check("page_tokens", 0 < page_tokens <= PAGE_TOKENS_MAX, page_tokens)
+    _check("layers", 0 < layers <= LAYERS_MAX and page_bytes % layers == 0, layers)
+    _check("pages", 0 < pages <= READ_PAGES_MAX, pages)
+    _check("length", 0 < length <= page_bytes, length)
+    _check("offset", offset + length <= page_bytes, offset)
+    _check("salt", salt_bytes <= SALT_BYTES_MAX, salt_bytes)
+    _check("adapter", adapter_bytes <= SALT_BYTES_MAX, adapter_bytes)
+    with_extras = bool(flags & _EXTRAS)
+    wanted = _FIXED.size + salt_bytes + adapter_bytes + pages * request_bytes(page_tokens, with_extras)
+    _check("read", len(body) == wanted, f"{len(body)} bytes where {wanted} are due")
+    parts, at = [], _FIXED.size
+    extras_bytes = pages * KEY_BYTES if with_extras else 0
+    for size in (salt_bytes, adapter_bytes, pages * KEY_BYTES, extras_bytes, pages * page_tokens * 4):
+        parts.append(bytes(body[at : at + size]))
+        at += size
+    try:
+        salt, adapter = parts[0].decode(), parts[1].decode()
+    except UnicodeDecodeError:
+        raise InvalidRequest("salt", "salt and adapter are UTF-8") from None
+    chain = WantedChain(
+        fingerprint, salt, adapter, FrameClass(page_bytes, page_tokens, layers), closed=bool(flags & _CLOSED)
+    )
+    tokens, root = np.frombuffer(parts[4], "<u4"), chain.root
+    extras = _split(parts[3]) if with_extras else None
+    return ReadRequest(chain, Keys(page_tokens, root, root, _split(parts[2]), tokens, extras), offset, length)
+
+
+def pack_range(first: int, tier: Tier, sums: Sums) -> bytes:
+    """The head of a RANGE: its pages' bytes follow. ``sums``: ``[pages, pieces]``."""
+    return _RANGE.pack(first, sums.shape[0], sums.shape[1], _TIERS.index(tier)) + sums.tobytes()
+
+
+@dataclass(frozen=True)
+class RangeHead:
+    """What stands in front of the bytes of a RANGE, but for the checksums."""
+
+    first: int
+    pages: int
+    tier: Tier
+
+
+def unpack_range(raw: bytearray, body_bytes: int, request: ReadRequest, due: int) -> RangeHead:
+    """The head of a RANGE. ``due``: the page that comes next.
+
+    Raises:
+        WireError: it is not what was asked for.
+    """
+    first, pages, pieces, tier = _RANGE.unpack(raw)
+    wanted = RANGE_HEAD_BYTES + pages * (4 * request.pieces + request.length)
+    if first != due or not 0 < pages <= len(request.keys) - due or pieces != request.pieces or tier >= len(_TIERS):
+        raise WireError(f"range: pages {first} to {first + pages}, {pieces} checksums, where page {due} was due")
+    if body_bytes != wanted:
+        raise WireError(f"range: has {body_bytes} bytes where {wanted} are due")
+    return RangeHead(first, pages, _TIERS[tier])
+
+
+def pack_end(pages: int, reason: str) -> bytes:
+    """END: how many leading pages were sent unchanged; why not more, as ``Match.reason`` gives it."""
+    return _END.pack(pages) + reason.encode()
+
+
+def unpack_end(body: bytearray, sent: int) -> tuple[int, str]:
+    """The fields of END after ``sent`` pages. Raises WireError where they are impossible."""
+    if len(body) < _END.size:
+        raise WireError(f"end: has {len(body)} bytes")
+    (pages,) = _END.unpack_from(body)
+    if pages > sent:
+        raise WireError(f"end: {pages} pages where {sent} came")
+    return pages, body[_END.size :].decode("ascii", "replace")
+
+
+def pieces_of(shape: FrameClass, offset: int, length: int) -> int:
+    """How many checksums a range of a page of this class has."""
+    layer = shape.page_bytes // shape.layers
+    return length // layer if offset % layer == 0 and length % layer == 0 else 1
+
+
+def sums_of(rows: npt.NDArray[np.uint8], pieces: int) -> Sums:
+    """Checksums of each piece of each of these rows, ``[rows, pieces]``."""
+    digest: Any = xxhash.xxh3_64_intdigest  # takes arrays, too
+    count = rows.shape[0] * pieces
+    if rows.flags.c_contiguous:
+        sums = np.fromiter(map(digest, rows.reshape(count, -1)), np.uint64, count)
+    else:
+        parts = (part for row in rows for part in row.reshape(pieces, -1))
+        sums = np.fromiter(map(digest, parts), np.uint64, count)
+    return sums.astype("<u4").reshape(rows.shape[0], pieces)  # the low half of each
+
+
+def _split(data: bytes) -> list[bytes]:
+    return [data[i : i + KEY_BYTES] for i in range(0, len(data), KEY_BYTES)]
+
+
+def _check(name: str, holds: bool, value: object) -> None:
+    if not holds:
+        raise InvalidRequest(name, f"{value} makes no sense here")
+
+
+LOAN_MS: Final = 30_000  # after which a node keeps what was not given back no longer
+
+_ATTACHED: Final = struct.Struct("<Q")
+_LENT: Final = struct.Struct("<QQIII")
+_RETURN: Final = struct.Struct("<QII")
+_RUN: Final = struct.Struct("<QIIIII")
+
+Words = npt.NDArray[np.uint64]
+
+
+class LentRun(NamedTuple):
+    """Consecutive frames of an extent."""
+
+    address: int
+    stride: int
+    frames: int
+    extent: int
+    frame: int
+    pages: int
+
+
+@dataclass(frozen=True)
+class Loan:
+    """Pages that were lent.
+
+    Attributes:
+        words: of each page's frame.
+        sums: of each page, as those of a RANGE.
+        reason: why not more, "" where all.
+    """
+
+    incarnation: int
+    lease: int
+    runs: list[LentRun] = field(default_factory=list)
+    words: Words = field(default_factory=lambda: np.zeros(0, np.uint64))
+    sums: Sums = field(default_factory=lambda: np.zeros((0, 1), np.uint32))
+    reason: str = ""
+
+    @property
+    def pages(self) -> int:
+        """How many."""
+        return len(self.words)
+
+
+def pages_lent_max(request: ReadRequest) -> int:
+    """How many pages one LENT may tell of."""
+    return (BODY_MAX[FrameKind.LENT] - (64 << 10)) // (_RUN.size + 8 + 4 * request.pieces)
+
+
+def pack_attached(incarnation: int, metadata: bytes) -> bytes:
+    """The body of ATTACHED."""
+    return _ATTACHED.pack(incarnation) + metadata
+
+
+def unpack_attached(body: bytearray) -> tuple[int, bytes]:
+    """What an ATTACHED says. Raises WireError where it makes no sense."""
+    if len(body) <= _ATTACHED.size:
+        raise WireError(f"attached: has {len(body)} bytes")
+    return _ATTACHED.unpack_from(body)[0], bytes(body[_ATTACHED.size :])
+
+
+def pack_lent(loan: Loan) -> bytes:
+    """The body of LENT."""
+    head = _LENT.pack(loan.incarnation, loan.lease, len(loan.runs), loan.pages, loan.sums.shape[1])
+    runs = b"".join(_RUN.pack(*run) for run in loan.runs)
+    return b"".join((head, runs, loan.words.tobytes(), loan.sums.astype("<u4").tobytes(), loan.reason.encode()))
+
+
+def unpack_lent(body: bytearray, request: ReadRequest) -> Loan:
+    """What a LENT says. Raises WireError where it is not what was asked for."""
+    try:
+        incarnation, lease, count, pages, pieces = _LENT.unpack_from(body)
+        runs, at = _runs(body, _LENT.size, count, pages)
+        if pages > len(request.keys) or pieces != request.pieces:
+            raise ValueError(f"{pages} pages of {pieces} checksums")
+        words = np.frombuffer(body, "<u8", pages, at).astype(np.uint64)
+        sums = np.frombuffer(body, "<u4", pages * pieces, at + 8 * pages).reshape(pages, pieces)
+    except (struct.error, ValueError) as error:
+        raise WireError(f"lent: {error}") from None
+    end = at + pages * (8 + 4 * pieces)
+    return Loan(incarnation, lease, runs, words, sums, body[end:].decode("ascii", "replace"))
+
+
+def pack_return(loan: Loan) -> bytes:
+    """The body of RETURN."""
+    runs = b"".join(_RUN.pack(*run) for run in loan.runs)
+    return _RETURN.pack(loan.lease, len(loan.runs), loan.pages) + runs + loan.words.tobytes()
+
+
+def unpack_return(body: memoryview) -> Loan:
+    """What is given back: lease, runs and words. Raises WireError where it makes no sense."""
+    try:
+        lease, count, pages = _RETURN.unpack_from(body)
+        runs, at = _runs(body, _RETURN.size, count, pages)
+        if len(body) != at + 8 * pages:
+            raise ValueError(f"{len(body)} bytes")
+        return Loan(0, lease, runs, np.frombuffer(body, "<u8", pages, at).astype(np.uint64))
+    except (struct.error, ValueError) as error:
+        raise WireError(f"return: {error}") from None
+
+
+def _runs(body: bytearray | memoryview, at: int, count: int, pages: int) -> tuple[list[LentRun], int]:
+    """``count`` runs, of ``pages`` pages in all, and where they end. Raises ValueError, struct.error."""
+    if count > READ_PAGES_MAX:
+        raise ValueError(f"{count} runs")
+    runs = [LentRun(*_RUN.unpack_from(body, at + i * _RUN.size)) for i in range(count)]
+    if sum(run.pages for run in runs) != pages or any(not run.pages for run in runs):
+        raise ValueError(f"{pages} pages that are not in its runs")
+    return runs, at + count * _RUN.size
