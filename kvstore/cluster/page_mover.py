@@ -249,7 +249,7 @@ TRANSPORTS: Final[Mapping[str, TransportKind]] = {
     "nixl": TransportKind(NixlTransport, nixl.missing, guarded=False),
     "tcp": TransportKind(TcpTransport, lambda: "", bytes_per_s=2e9),
 }
-"""By the names under which nodes offer them in the catalog. Of two that are equally fast the first is taken."""
+"""By the names under which nodes offer them in the catalog. Where two are equally fast, the first is taken."""
 
 
 def missing_here() -> dict[str, str]:
