@@ -12,26 +12,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.simulator.policies import POLICIES, Arc, S3Fifo, Slru, make_policy
-from kvstore.errors import InvalidRequest
+from engine.simulator.policies import POLICIES, S3Fifo, Slru, make_policy
 from kvstore.model.retention import Retention
-from kvstore.state import eviction
-from kvstore.state.eviction import POLICY_DEFAULT, EvictionPolicy, Page
-from kvstore.state.eviction import gittins as policy_gittins
+from kvstore.state.eviction import EvictionPolicy, Page
 from kvstore.state.eviction import gittins as policy_worth
 from kvstore.state.eviction.base import STALE_MAX, Lru, heap_pop, heap_push
-from kvstore.state.eviction.gittins import (
-    BINS,
-    CLASSES,
-    PRIOR,
-    Ghosts,
-    Gittins,
-    WorthLedger,
-    bin_of,
-    bins_of,
-    gittins,
-    step_of,
-)
+from kvstore.state.eviction.gittins import BINS, CLASSES, PRIOR, Ghosts, Gittins, WorthLedger, bin_of, bins_of, gittins
 
 QUIET = settings(derandomize=True, deadline=None, max_examples=60)
 SLOTS = 40
@@ -201,13 +187,6 @@ def test_a_leaf_that_was_read_is_not_the_next_to_go(name: str) -> None:
     assert sorted(out(policy, 2, marks.__getitem__, 5001)) in ([1, 2], [1, 3], [2, 3])
 
 
-def test_there_is_no_such_policy() -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        make_policy("fifo", 10)
-    assert refused.value.field == "policy" and all(name in str(refused.value) for name in POLICIES)
-    assert POLICY_DEFAULT in eviction.POLICIES
-
-
 @QUIET
 @given(st.lists(st.integers(0, 2**64 - 1)))
 def test_a_heap_in_an_array_sorts(numbers: list[int]) -> None:
@@ -248,44 +227,12 @@ def test_slru_protects_what_was_read_again() -> None:
     assert out(policy, 3, lambda slot: 5 if slot in (0, 3) else 0) == [9, 0, 3]
 
 
-def test_slru_keeps_a_share_for_new_pages() -> None:
-    policy = Slru(100)
-    fill(policy, range(100))
-    assert out(policy, 1, lambda _: 5) == [0], "all were read again: the first to be protected falls back"
-
-
 def test_s3fifo_remembers_what_left_its_small_queue() -> None:
     policy = S3Fifo(10)
     fill(policy, range(4))
     assert out(policy, 2) == [0, 1]
     policy.add(7, Page(20, key=0))  # comes back: into the main queue
     assert out(policy, 3) == [2, 3, 7]
-
-
-def test_arc_moves_its_border_by_what_comes_back() -> None:
-    policy = Arc(10)
-    fill(policy, range(10))
-    out(policy, 5)
-    before = policy._share
-    policy.add(20, Page(20, key=0))
-    assert policy._share > before, "pages used once were evicted too soon"
-
-
-@pytest.mark.parametrize("policy", [Slru(10), S3Fifo(10), Arc(10), Gittins(10)])
-def test_uses_of_inner_pages_follow_from_their_children(policy: Slru | S3Fifo | Arc | Gittins) -> None:
-    """A child that a second later request stored, used since: its parent was used by both, and by that one."""
-    policy.add(1, Page(1000, key=1, position=5, turns=2))
-    marks = {1: 2000}
-    fill(policy, range(2, 4), 1500)
-    while (victim := policy.victim(lambda slot: marks.get(slot, 0), 3000)) != 1:
-        assert victim is not None
-        policy.forget(victim, None)
-    policy.forget(1, 1)
-    policy.add(9, Page(2500, key=9, position=4, turns=0))
-    if isinstance(policy, Gittins):
-        assert policy._word[9] >> 2 & 3 == 3
-    else:
-        assert policy._leaves[9].uses == 1 + 2 + 1 and policy._leaves[9].kept
 
 
 # --- worth -----------------------------------------------------------------------------------------------------------
@@ -347,10 +294,6 @@ def test_what_is_still_there_counts_as_unused() -> None:
 
 
 # --- the default -----------------------------------------------------------------------------------------------------
-
-
-def test_positions_are_told_from_their_neighbours() -> None:
-    assert [step_of(position) for position in range(10)] == [0, 1, 2, 3, 4, 1, 2, 3, 4, 1]
 
 
 def test_gittins_is_lru_until_it_knows_better() -> None:
@@ -450,15 +393,6 @@ def test_a_mark_from_nowhere_moves_no_clock() -> None:
     policy.add(2, Page(90_000))
     policy.forget(0, None)
     assert policy.victim(lambda _: 0, 200_000) == 2
-
-
-def test_large_samples_cover_all_leaves() -> None:
-    policy = Gittins(5000)
-    fill(policy, range(5000))
-    seen: set[int] = set()
-    for _ in range(60):
-        seen.update(policy._sample(policy_gittins.SAMPLE).tolist())
-    assert len(seen) == 5000
 
 
 def _two_owners(hint_of: Callable[[int, int], int], pages: int = 3000) -> list[int]:

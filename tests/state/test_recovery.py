@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import numpy as np
-import pytest
-
 from kvstore.model.replica import Address, FrameClass, FrameState, Status
-from kvstore.state import events as ev
-from kvstore.state import recovery
 from tests.helpers.worlds.world import MS, Chain, World
 
 SMALL, LARGE = FrameClass(4096, 2, 2), FrameClass(16 << 10, 2, 2)
@@ -33,29 +28,6 @@ def state_of(world: World, address: Address) -> FrameState:
     return world.shell.tables[address.extent].state(address.frame)
 
 
-def started(world: World) -> list[ev.Instruction]:
-    """What a daemon that starts now writes first."""
-    return recovery.recover(world.shell.state(), world.shell.found(), world.shell.next_extent, world.now_ns)
-
-
-def test_sealed_pages_stay_where_they_are() -> None:
-    world = node()
-    index = dict(world.shell.index)
-    assert started(world) == [], "nothing has to be written"
-    world.shell.index.clear()
-    world.restart()
-    assert world.shell.index == index
-    assert world.evict(pages=1) == 1
-    world.check()
-
-
-def test_an_empty_pool_starts() -> None:
-    world = World(EXTENT_BYTES, 2)
-    world.restart()
-    world.check()
-    assert world.open(A) and world.grant(A, SMALL, 1) == 0, "what is populated is not remembered"
-
-
 def test_frames_of_writers_that_may_live_stay_theirs() -> None:
     world = node()
     world.grant(B, SMALL, 2)
@@ -73,19 +45,6 @@ def test_frames_of_writers_that_may_live_stay_theirs() -> None:
     world.check()
 
 
-def test_frames_of_dead_writers_come_back() -> None:
-    world = node()
-    world.grant(B, SMALL, 2)
-    world.reserve(B, 1, 0, 1, Chain(SMALL, (1, 2, 3, 4)), 3, TTL_NS)
-    world.kill(B, noticed=False)
-    world.restart()
-    assert B in world.state.sessions
-    world.tick(1)
-    assert B not in world.state.sessions and not world.state.pending
-    assert {state for extent in world.state.segment.extents.values() for state in extent.state} == {0, 2}
-    world.check()
-
-
 def test_quarantine_outlives_the_daemon() -> None:
     world = node()
     world.reserve(B, 1, 0, 1, Chain(SMALL, (1, 2, 3, 4)), 3, TTL_NS)
@@ -99,19 +58,6 @@ def test_quarantine_outlives_the_daemon() -> None:
     world.check()
 
 
-def test_a_page_that_every_shard_has_sealed_holds_no_frame_for_nobody() -> None:
-    """Acknowledged as PARTIAL while it waited for its parent: no promise, and no writer will speak of it again."""
-    world = node()
-    chain = Chain(SMALL, (7, 8))
-    world.reserve(B, 1, 0, 1, chain, 0, TTL_NS)
-    first, second = world.state.pending.by_address
-    assert world.seal(B, 0, [second]) == [Status.PARTIAL]
-    world.restart()
-    assert list(world.state.pending.by_address) == [first]
-    assert state_of(world, second) == FrameState.FREE
-    world.check()
-
-
 def test_leases_last_until_their_deadlines_without_their_names() -> None:
     world = node()
     key = CHAIN.keys[2]
@@ -122,6 +68,19 @@ def test_leases_last_until_their_deadlines_without_their_names() -> None:
     assert not world.renew(B, 1, 50 * MS), "it has to be taken again"
     world.tick(50 * MS)
     assert world.shell.is_sealed(address) and world.evict(pages=3) == 3
+    world.check()
+
+
+def test_a_frame_whose_last_lease_ended_without_a_daemon_is_free() -> None:
+    world = node()
+    key = CHAIN.keys[2]
+    address = world.shell.index[key]
+    world.lease(B, 1, [key], 50 * MS)
+    world.damage(key)
+    assert state_of(world, address) == FrameState.RETIRING
+    world.now_ns += 50 * MS
+    world.restart()
+    assert state_of(world, address) == FrameState.FREE
     world.check()
 
 
@@ -148,22 +107,6 @@ def test_a_page_whose_record_does_not_hold_goes_with_its_descendants() -> None:
     world.check()
 
 
-def test_what_goes_at_start_keeps_its_frame_while_it_is_leased() -> None:
-    world = node()
-    leased = world.shell.index[CHAIN.keys[2]]
-    world.lease(B, 1, [CHAIN.keys[2]], 50 * MS)
-    address = world.shell.index[CHAIN.keys[0]]
-    world.shell.tables[address.extent].rows[address.frame, 50] ^= 4
-    world.stored.clear()
-    world.restart()
-    assert not world.shell.index
-    assert state_of(world, leased) == FrameState.RETIRING
-    world.check()
-    world.tick(50 * MS)
-    assert state_of(world, leased) == FrameState.FREE
-    world.check()
-
-
 def test_a_word_that_says_nothing_is_a_frame_nobody_gets_while_its_writer_lives() -> None:
     world = node()
     world.grant(B, SMALL, 1)
@@ -176,60 +119,6 @@ def test_a_word_that_says_nothing_is_a_frame_nobody_gets_while_its_writer_lives(
     world.kill(B)
     world.check()
     assert world.grant(A, SMALL, 1) == 1
-
-
-@pytest.mark.parametrize("step", range(6))
-def test_a_move_cut_short_leaves_one_copy(step: int) -> None:
-    world = node(positions=2)
-    world.grant(A, SMALL, 6)
-    world.put(A, Chain(SMALL, (5, 6, 7, 8, 9, 10)))
-    world.now_ns += MS
-    for key in CHAIN.keys:
-        world.use(key)
-    world.evict(pages=3)
-    index, keys = dict(world.shell.index), set(world.shell.index)
-    out = world.state.handle(ev.Grant(world.now_ns, B, LARGE, 1))
-    moves = [i for i in out if isinstance(i, ev.Move)]
-    assert moves
-    before = out.index(moves[0])
-    world.shell.perform(out[:before])
-    world.shell.perform(moves[:1], steps=step)
-    copies = [a for a in (moves[0].source, moves[0].target) if world.shell.is_sealed(a)]
-    assert len(copies) == (1, 1, 2, 1, 1, 1)[step]
-    world.restart()
-    assert set(world.shell.index) == keys
-    kept = {key: address for key, address in world.shell.index.items() if key != moves[0].key}
-    assert kept.items() <= index.items()
-    assert world.dropped_at_start == len(copies) - 1
-    world.check()
-
-
-@pytest.mark.parametrize("steps", range(14))
-def test_a_put_cut_short_is_all_or_a_prefix(steps: int) -> None:
-    world = node()
-    chain = Chain(SMALL, (5, 6, 7))
-    world.grant(B, SMALL, 3)
-    frames = world.frames(B, SMALL)
-    sums = np.arange(6, dtype=np.uint32).reshape(3, 2)
-    event = ev.SealGranted(world.now_ns, B, SMALL, chain.parents[0], frames, chain.rows, sums)
-    world.tried.update(chain.keys)
-    world.shell.perform(world.state.handle(event), steps)
-    world.restart()
-    stored = world.stored_pages(chain)
-    assert set(world.shell.index) == {*CHAIN.keys, *chain.keys[:stored]}
-    world.check()
-    world.tick(1)
-    world.check()
-
-
-def test_generations_go_on_from_the_highest() -> None:
-    world = node()
-    seen = {(e, f): t.generation(f) for e, t in world.shell.tables.items() for f in range(t.frames)}
-    world.restart()
-    world.evict(pages=3)
-    for (extent, frame), generation in seen.items():
-        now = world.shell.tables[extent].generation(frame)
-        assert now == generation or now > max(seen.values())
 
 
 def test_extent_numbers_go_on_even_where_the_last_one_is_gone() -> None:

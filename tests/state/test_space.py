@@ -8,7 +8,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier
+from kvstore.model.replica import FrameClass, FrameState, Status, Tier
 from kvstore.state import events as ev
 from kvstore.state.eviction import Lru
 from kvstore.state.eviction.base import Page, UsedMs
@@ -63,17 +63,6 @@ def test_chains_leave_from_their_tails() -> None:
     world.check()
     assert evict(world, 9) == [keys[1], keys[0]]
     world.check()
-
-
-def test_an_eviction_is_word_first_then_index() -> None:
-    world = node()
-    (key,) = put(world, 1)
-    address = world.shell.index[key]
-    assert world.decide(ev.Evict(world.now_ns, 1)) == [
-        ev.WriteState([Address(address.extent, address.frame, address.generation + 1)], FrameState.FREE),
-        ev.Unindex([key]),
-        ev.Reply(detail={"pages": 1, "bytes": 4096}),
-    ]
 
 
 def test_a_shared_prefix_leaves_after_its_last_branch() -> None:
@@ -139,35 +128,6 @@ def test_an_anchor_whose_extent_is_taken_away_is_still_found() -> None:
         world.check()
 
 
-def test_a_page_that_moved_is_offered_as_what_it_is() -> None:
-    """Its record is not at the new place yet when it is offered again."""
-    world = node(positions=3)
-    for i in range(4):
-        put(world, i)
-    keys = [put(world, 10 + i, frame_class=LARGE)[0] for i in range(4)]
-    world.now_ns += 1000 * MS
-    for i in range(4, 8):
-        put(world, i)
-    offered: dict[int, int] = {}  # slot -> key
-    pool = world.state.segment.pools[LARGE]
-    add = pool.policy.add
-
-    def listed(slot: int, page: Page) -> None:
-        offered[slot] = page.key
-        add(slot, page)
-
-    pool.policy.add = listed  # type: ignore[method-assign]
-    moved = 0
-    for key in keys:
-        offered.clear()
-        world.decide(ev.Grant(world.now_ns, B, SMALL, 20, anchor=key))
-        for slot, known in offered.items():
-            extent, frame = pool.locate(slot)
-            assert known == int.from_bytes(world.shell.key(extent.number, frame)[:8], "little")
-        moved += bool(offered) and world.state.counters["pages_moved"]
-    assert moved
-
-
 @pytest.mark.parametrize(("pages", "size", "left"), [(3, 0, 5), (0, 4096 * 3 - 1, 5), (1, 4096 * 4, 4), (99, 0, 0)])
 def test_evict_means_that_many_pages_and_bytes(pages: int, size: int, left: int) -> None:
     world = node()
@@ -210,13 +170,6 @@ def test_leased_pages_do_not_end_an_eviction_early() -> None:
     assert evict(world, 2) == [chain[1], chain[0]]
 
 
-def test_a_class_of_leased_pages_does_not_end_an_eviction_early() -> None:
-    world = node()
-    small, large = put(world, 1), put(world, 1, frame_class=LARGE)
-    world.lease(A, 1, small, 50 * MS)
-    assert evict(world, 1) == large
-
-
 def test_a_damaged_page_retires_while_it_is_leased() -> None:
     world = node()
     keys = put(world, 1, 2, 3)
@@ -248,29 +201,6 @@ def test_damage_goes_by_the_true_key_where_the_record_lies() -> None:
     world.check()
 
 
-def test_damage_ends_what_is_reserved_after_it() -> None:
-    world = node()
-    keys = put(world, 1, 2)
-    world.reserve(B, 1, 0, 1, Chain(SMALL, (1, 2, 3)), 2, 1000 * MS)
-    world.damage(keys[0])
-    world.check()
-    (page,) = world.state.pending.by_address.values()
-    assert page.doomed and world.shell.tables[page.address.extent].state(page.address.frame) == FrameState.QUARANTINED
-    assert world.evict(pages=9) == 0
-
-
-def test_a_lease_names_only_what_is_sealed() -> None:
-    world = node()
-    (key,) = put(world, 1)
-    address = world.shell.index[key]
-    stale = [address._replace(generation=address.generation - 1), address._replace(extent=9), Address(1, 10**6, 1)]
-    out = world.decide(ev.TakeLease(world.now_ns, A, 1, 50 * MS, [*stale, address]))
-    assert out == [
-        ev.WriteLease([address], [world.now_ns + 50 * MS]),
-        ev.Reply(statuses=[Status.STALE] * 3 + [Status.OK]),
-    ]
-
-
 def test_a_record_promises_the_longest_lease() -> None:
     world = node()
     (key,) = put(world, 1)
@@ -298,12 +228,6 @@ def test_positions_are_carved_as_they_are_populated() -> None:
     world.populate([0], failed=True)
     assert world.grant(A, SMALL, 1) == 0
     assert world.state.segment.extents[1].position == 1
-    world.check()
-
-
-def test_a_page_that_fits_no_extent_gets_no_frame() -> None:
-    world = node()
-    assert world.grant(A, FrameClass(EXTENT_BYTES + 1, 2, 2), 1) == 0
     world.check()
 
 
@@ -412,27 +336,6 @@ def test_what_is_still_wanted_moves() -> None:
     for move in moves:
         assert world.shell.index[move.key] == move.target
         assert move.freed.generation > move.source.generation
-    world.check()
-
-
-@pytest.mark.parametrize("what", ["leased", "granted", "reserved"])
-def test_extents_with_leased_or_unsealed_frames_stay(what: str) -> None:
-    world = node(positions=2)
-    keys = [put(world, i)[0] for i in range(16)]
-    by_extent = {world.shell.index[key].extent: key for key in keys}
-    assert len(by_extent) == 2
-    evict(world, 2)
-    for key in keys[2:12:3]:
-        world.damage(key)
-    if what == "leased":
-        world.lease(A, 1, list(by_extent.values()), 50 * MS)
-    elif what == "granted":
-        world.grant(A, SMALL, 6)
-    else:
-        world.reserve(A, 1, 0, 1, Chain(SMALL, tuple(range(100, 106))), 0, 50 * MS)
-    assert world.grant(B, LARGE, 1) == 0
-    world.kill(A)
-    assert world.grant(B, LARGE, 1) == 1
     world.check()
 
 

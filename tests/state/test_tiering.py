@@ -8,14 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier, position_of, standing, turns_of
+from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier, standing, turns_of
 from kvstore.state import events as ev
 from kvstore.state import integrity, space
 from kvstore.state.interfaces import TieringRules
 from kvstore.state.tier_pages import standings_of
 from kvstore.state.tiering import demotion, extent_reclaim, promotion
-from kvstore.state.tiering.copying import CopyBatch
-from kvstore.state.tiering.tiering import NODE_SESSION
 from kvstore.tier.nvme import geometry
 from tests.helpers.worlds.memory_shell import MemoryShell, Nvme
 from tests.helpers.worlds.simulated_disk import SimulatedDisk
@@ -107,36 +105,6 @@ def pool_of(world: TieredWorld, frame_class: FrameClass = SMALL) -> Any:
 # --- down -------------------------------------------------------------------------------------------------------------
 
 
-def test_a_save_is_frames_first_then_the_copy() -> None:
-    world = node()
-    keys = put(world, 1, 2)
-    assert evict(world, 1) == 0, "it has to be saved first"
-    carve, granted, save = demote(world)
-    assert isinstance(carve, ev.Carve) and (carve.tier, carve.position) == (Tier.NVME, 0)
-    assert isinstance(save, ev.Save) and isinstance(granted, ev.WriteGranted)
-    assert granted == ev.WriteGranted([page.target for page in save.pages], NODE_SESSION)
-    assert [(page.key, page.source) for page in save.pages] == [(key, world.shell.index[key]) for key in keys]
-    assert not world.shell.nvme_index, "a page that is being copied is not there yet"
-
-
-def test_what_was_saved_is_marks_then_records_and_index() -> None:
-    world = node()
-    keys = put(world, 1, 2)
-    evict(world, 1)
-    demote(world)
-    (save,) = world.shell.copies
-    heads = np.stack([world.shell.tables[page.source.extent].rows[page.source.frame, :48] for page in save.pages])
-    use, sealed = world.decide(ev.Saved(world.now_ns, save.number, heads, {}))
-    world.shell.copies.clear()
-    targets = [page.target for page in save.pages]
-    assert use == ev.WriteUse(targets, [world.now_ns] * 2)
-    assert isinstance(sealed, ev.WriteSealed) and (sealed.addresses, sealed.keys) == (targets, keys)
-    assert sealed.standings == [standing(0, 0), standing(1, 0)] and sealed.checksums is None
-    assert world.shell.nvme_index == dict(zip(keys, targets, strict=True))
-    assert list(pool_of(world).ready) and evict(world, 1) == 1
-    assert world.state.counters["demoted"] == 1 and not world.state.counters["evicted_request"]
-
-
 def test_a_chain_is_saved_whole_and_from_its_front() -> None:
     world = node()
     keys = put(world, 1, 2, 3, 4, 5)
@@ -188,13 +156,7 @@ def test_a_chain_that_is_saved_in_parts_is_looked_up_once() -> None:
     assert reads == 40
 
 
-def test_a_long_chain_is_looked_up_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(demotion, "CLIMB_MAX", 4)
-    world = node()
-    keys = put(world, *range(10))
-    evict(world, 1)
-    assert [saves(demote(world)) for _ in range(3)] == [[], [], [keys]]
-    fly(world)
+# --- before the memory goes -------------------------------------------------------------------------------------------
 
 
 def test_a_chain_whose_front_went_meanwhile_is_looked_up_again() -> None:
@@ -222,9 +184,6 @@ def test_a_chain_whose_front_went_meanwhile_is_looked_up_again() -> None:
     assert set(keys) <= world.readable()
 
 
-# --- before the memory goes -------------------------------------------------------------------------------------------
-
-
 def test_a_last_save_begins_with_the_hottest_chain_and_at_its_front() -> None:
     world = node()
     cold, hot = put(world, 1, 2), put(world, 3, 4, 5)
@@ -238,18 +197,6 @@ def test_a_last_save_begins_with_the_hottest_chain_and_at_its_front() -> None:
     assert last[-1] == ev.Reply(detail={"chains": 0, "under_way": 1, "begun": True})
     fly(world)
     assert world.shell.nvme_index.keys() == world.shell.index.keys(), "and nothing has left DRAM"
-
-
-def test_a_last_save_ends_whatever_fails() -> None:
-    world = node(positions=8)
-    for i in range(30):
-        put(world, i, 100 + i)
-    world.copies_fail = 1.0
-    world.last_save(3 * STRIDE)
-    assert not world.shell.nvme_index and len(world.shell.index) == 60
-    world.copies_fail = 0.0
-    world.last_save()
-    assert len(world.shell.nvme_index) == 60
 
 
 def test_a_last_save_lets_nothing_leave_for_what_is_colder() -> None:
@@ -419,19 +366,6 @@ def test_a_put_is_told_to_ask_again_until_a_frame_is_free() -> None:
     assert set(keys) <= world.readable()
 
 
-def test_what_may_not_leave_is_no_reason_to_ask_again() -> None:
-    world = node(positions=1)
-    keys = [put(world, i)[0] for i in range(8)]
-    world.lease(A, 1, keys, 100 * MS)
-    assert world.grant(B, SMALL, 1) == 0
-    world.settle()
-    assert world.grant(B, SMALL, 1) == 0 and world.status == Status.NO_SPACE
-    assert world.grant(B, SMALL, 1, ahead=True) == 0 and world.status == Status.NO_SPACE
-    world.tick(100 * MS)
-    assert world.grant(B, SMALL, 1) == 1
-    world.check()
-
-
 def test_a_put_of_a_class_without_extents_waits_for_the_other_class() -> None:
     world = node(positions=2)
     for i in range(16):
@@ -573,22 +507,6 @@ def test_what_nvme_has_no_room_for_leaves_as_it_is() -> None:
     assert world.shell.nvme_index.keys() >= {extra[0]}
 
 
-def test_a_copy_that_failed_leaves_the_page_where_it_was() -> None:
-    world = node()
-    keys = put(world, 1, 2)
-    evict(world, 1)
-    demote(world)
-    world.copies_fail = 1.0
-    fly(world)
-    assert not world.shell.nvme_index and set(world.shell.index) == set(keys)
-    assert world.state.counters["save_failed_io"] == 2
-    world.copies_fail = 0.0
-    evict(world, 1)
-    demote(world)
-    fly(world)
-    assert set(world.shell.nvme_index) == set(keys)
-
-
 def test_of_a_batch_that_failed_in_the_middle_the_front_is_kept() -> None:
     world = node()
     keys = put(world, 1, 2, 3)
@@ -618,19 +536,6 @@ def test_a_record_that_changed_its_mind_is_not_sealed() -> None:
 # --- damage while copies are under way --------------------------------------------------------------------------------
 
 
-def test_a_page_dropped_while_it_is_saved_is_not_sealed_below() -> None:
-    world = node()
-    keys = put(world, 1, 2, 3)
-    evict(world, 1)
-    demote(world)
-    world.move_on()  # its content was read
-    world.damage(keys[1])
-    world.check()
-    assert world.grant(B, SMALL, 30) == 30  # its frame may be anybody's now
-    fly(world)
-    assert set(world.shell.nvme_index) == set(keys[:1])
-
-
 def test_a_page_dropped_after_it_was_written_is_not_sealed_below() -> None:
     """It may be the copy that is damaged."""
     world = node()
@@ -642,29 +547,6 @@ def test_a_page_dropped_after_it_was_written_is_not_sealed_below() -> None:
     world.damage(keys[1])
     fly(world)
     assert set(world.shell.nvme_index) == set(keys[:1])
-
-
-def test_holds_survive_a_recount() -> None:
-    """Damage elsewhere counts all children anew: what is being copied stays held, and comes free at the end."""
-    world = node()
-    first = put(world, 1, 2)
-    other = put(world, 5, 6)
-    leave(world, 2)
-    world.prefetch(A, Chain(SMALL, (5, 6) if other[0] not in world.shell.index else (1, 2)))
-    evict(world, 1)
-    put(world, 7)
-    victim = put(world, 8)
-    evict(world, 9)
-    demote(world)
-    world.check()
-    world.damage(victim[0])
-    world.damage_below(next(key for key in world.shell.nvme_index if key in (first[1], other[1])))
-    world.check()
-    fly(world)
-    for each in world.state.spaces.values():
-        assert sum(sum(extent.children) for extent in each.segment.extents.values()) <= 4
-    world.settle()
-    world.check()
 
 
 def test_a_page_whose_copy_was_damaged_is_saved_again() -> None:
@@ -694,20 +576,6 @@ def below(world: TieredWorld, *path: int) -> list[bytes]:
     keys = put(world, *path)
     leave(world, len(world.shell.index))
     return keys
-
-
-def test_a_prefetch_is_frames_first_then_the_copy() -> None:
-    world = node()
-    keys = below(world, 1, 2)
-    statuses, (granted, load) = prefetch(world, *keys)
-    assert statuses == [Status.BUSY] * 2
-    assert isinstance(load, ev.Load) and granted == ev.WriteGranted([p.target for p in load.pages], NODE_SESSION)
-    assert prefetch(world, *keys) == ([Status.BUSY] * 2, []), "it is on its way"
-    fly(world)
-    assert list(world.shell.index) == keys and set(world.shell.nvme_index) == set(keys)
-    assert [position_of(world.shell.standing(*world.shell.index[key][:2])) for key in keys] == [0, 1]
-    assert prefetch(world, *keys) == ([Status.OK] * 2, [])
-    assert world.state.counters["pages_promoted"] == 2
 
 
 def test_why_a_page_is_not_loaded() -> None:
@@ -774,56 +642,20 @@ def test_what_is_loaded_at_a_time_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     assert list(world.shell.index) == keys, "a page larger than the bound is loaded alone"
 
 
-def test_loads_that_follow_each_other_hold_what_they_hang_on() -> None:
+def test_what_a_load_hangs_on_stays_until_the_load_has_ended() -> None:
     world = node(positions=1)
     keys = below(world, 1, 2, 3)
     prefetch(world, *keys[:1])
+    fly(world)
+    prefetch(world, *keys[:2])
     prefetch(world, *keys)
-    first, second = world.shell.copies
-    assert ([p.key for p in first.pages], [p.key for p in second.pages]) == (keys[:1], keys[1:])
-    copies = world.state.tiering.copies
-    batch: CopyBatch = copies.loading[second.number]
-    assert batch.waits_for == {keys[0]} and world.shell.index.get(keys[0]) not in batch.held
-    world.move_on()
-    while first.number in copies.loading:
+    assert evict(world, 9) == 0, "the second page hangs on the first"
+    number = world.shell.copies[0].number
+    while number in world.state.tiering.copies.loading:
         world.move_on()
-        world.check()
-    assert not batch.waits_for and world.shell.index[keys[0]] in batch.held
-    assert evict(world, 9) == 0
+    assert evict(world, 9) == 0, "the third page hangs on the second, which has just arrived"
     fly(world)
     assert list(world.shell.index) == keys
-
-
-def test_a_page_put_while_it_is_loaded() -> None:
-    world = node()
-    keys = below(world, 1, 2)
-    prefetch(world, *keys)
-    put(world, 1)
-    mine = world.shell.index[keys[0]]
-    fly(world)
-    assert world.shell.index[keys[0]] == mine and list(world.shell.index) == keys
-    assert world.state.counters["pages_promoted"] == 1
-
-
-def test_a_load_whose_parent_went_comes_to_nothing() -> None:
-    world = node()
-    keys = below(world, 1, 2)
-    prefetch(world, keys[0])
-    fly(world)
-    prefetch(world, *keys)
-    world.damage(keys[0])
-    fly(world)
-    assert not world.shell.index and set(world.shell.nvme_index) == set(keys)
-
-
-def test_altered_pages_on_nvme_are_dropped_when_they_are_read() -> None:
-    world = node()
-    keys = below(world, 1, 2, 3)
-    world.rot(keys[1])
-    world.prefetch(A, Chain(SMALL, (1, 2, 3)))
-    fly(world)
-    assert list(world.shell.index) == keys[:1] and list(world.shell.nvme_index) == keys[:1]
-    assert world.state.counters["load_failed_data"] == 1
 
 
 def test_reservations_follow_what_is_loaded() -> None:
@@ -876,130 +708,7 @@ def test_pages_of_a_failed_device_leave_in_their_turn() -> None:
     world.check()
 
 
-def test_a_save_onto_a_device_that_fails_meanwhile_comes_to_nothing() -> None:
-    world = node(nvme_positions=2)
-    keys = put(world, 1, 2)
-    evict(world, 1)
-    demote(world)
-    world.fail({0})
-    fly(world)
-    assert not world.shell.nvme_index and set(world.shell.index) == set(keys)
-    evict(world, 1)
-    world.settle()
-    assert set(world.shell.nvme_index) == set(keys), "on the other one"
-    assert {world.shell.tables[address.extent].position for address in world.shell.nvme_index.values()} == {1}
-
-
 # --- starting again ---------------------------------------------------------------------------------------------------
-
-
-def test_copies_under_way_are_undone_by_the_next_start() -> None:
-    for steps in range(4):
-        world = node()
-        keys = below(world, 1)
-        new = put(world, 5, 6)
-        evict(world, 9)
-        demote(world)
-        prefetch(world, *keys)
-        for _ in range(steps):
-            world.move_on()
-        world.restart()
-        world.check()
-        for each in world.state.spaces.values():
-            counts = [extent.count(FrameState.RESERVED) for extent in each.segment.extents.values()]
-            assert sum(counts) == 0, "nobody writes there any more"
-        assert NODE_SESSION not in world.state.sessions
-        assert set(world.shell.nvme_index) == set(keys) and set(world.shell.index) == set(new)
-
-
-def test_a_reboot_finds_what_was_saved() -> None:
-    world = node()
-    keys = put(world, 1, 2, 3)
-    save_all(world)
-    world.reboot()
-    world.check()
-    assert not world.shell.index and not world.shell.nvme_index, "not checkpointed: it has to be scanned"
-    while world.scan_on(count=1):
-        world.check()
-    assert list(world.shell.nvme_index) == keys
-    assert world.state.counters["pages_adopted"] == 3
-    assert all(a.generation < world.disk.starts << 32 for a in world.shell.nvme_index.values())
-
-
-def test_a_checkpoint_is_believed_until_somebody_writes() -> None:
-    world = node(positions=8)
-    keys = [put(world, i)[0] for i in range(20)]  # of two extents on NVMe
-    save_all(world)
-    for position in sorted(world.disk.extents):
-        taken = world.snapshot(position)
-        assert taken is not None and world.checkpoint(taken)
-    fresh = put(world, 100)
-    save_all(world)
-    world.reboot()
-    assert len(world.shell.nvme_index) == 16
-    while world.scan_on():
-        pass
-    assert set(world.shell.nvme_index) == {*keys, *fresh}
-    world.check()
-
-
-def test_a_directory_taken_while_a_save_is_on_its_way_does_not_count() -> None:
-    world = node()
-    keys = put(world, 1)
-    evict(world, 1)
-    demote(world)
-    for _ in range(3):
-        world.move_on()  # durable, and not in the records yet
-    (position,) = world.disk.extents
-    taken = world.snapshot(position)
-    assert taken is not None and not world.checkpoint(taken)
-    fly(world)
-    assert not world.checkpoint(taken)
-    world.reboot()
-    while world.scan_on():
-        pass
-    assert set(world.shell.nvme_index) == set(keys)
-
-
-def test_pages_whose_parents_are_not_scanned_yet_wait() -> None:
-    world = node(positions=8)
-    for i in range(15):
-        put(world, i)
-    leave(world, 15)
-    first = put(world, 100)
-    leave(world, 1)
-    put(world, 100)
-    keys = put(world, 100, 101, 102)
-    leave(world, 3)  # the parent is in the first extent, its children in the second
-    places = [world.shell.tables[world.shell.nvme_index[key].extent].position for key in keys]
-    assert places == [0, 1, 1] and first == keys[:1]
-    taken = world.snapshot(1)
-    assert taken is not None and world.checkpoint(taken)
-    world.reboot()
-    assert not world.shell.nvme_index
-    states = [t.state(f) for t in world.shell.tables.values() if t.position == 1 for f in range(2)]
-    assert states == [FrameState.QUARANTINED] * 2
-    while world.scan_on(count=3):
-        world.check()
-    assert set(keys) <= world.shell.nvme_index.keys()
-
-
-def test_of_two_copies_found_the_one_written_last_is_adopted() -> None:
-    world = node()
-    (key,) = below(world, 1)
-    old = world.shell.nvme_index[key]
-    world.damage_below(key)  # forgotten, and still on the disk
-    put(world, 2)  # into another frame: freed ones are granted last
-    put(world, 1)
-    save_all(world)
-    new = world.shell.nvme_index[key]
-    assert new != old
-    world.reboot()
-    while world.scan_on():
-        pass
-    assert world.shell.nvme_index[key] == new
-    assert world.state.counters["pages_not_adopted"] == 1
-    world.check()
 
 
 def test_only_frames_that_wait_are_adopted() -> None:
@@ -1011,38 +720,6 @@ def test_only_frames_that_wait_are_adopted() -> None:
         event = ev.Adopt(world.now_ns, [address], row, [chain.parents[0]], [standing(0, 0)])
         assert world.decide(event) == []
     assert set(world.shell.nvme_index) == {key}
-
-
-def test_ordinary_work_goes_on_during_the_scan() -> None:
-    world = node()
-    keys = put(world, 1, 2, 3)
-    save_all(world)
-    world.reboot()
-    world.populate([0, 1])
-    world.open(A)
-    world.scan_on()
-    put(world, 1, 2)
-    save_all(world)
-    again = {key: world.shell.nvme_index[key] for key in keys[:2]}
-    while world.scan_on(count=1):
-        world.check()
-    assert set(world.shell.nvme_index) == set(keys)
-    assert {key: world.shell.nvme_index[key] for key in keys[:2]} == again, "the first one wins"
-    assert sum(t.state(f) == FrameState.QUARANTINED for t in world.shell.tables.values() for f in range(t.frames)) == 0
-
-
-def test_a_kill_during_the_scan_starts_it_again() -> None:
-    world = node()
-    keys = put(world, 1, 2, 3)
-    save_all(world)
-    world.reboot()
-    for _ in range(3):
-        world.scan_on(count=1)
-        world.restart()
-        world.check()
-    while world.scan_on(count=1):
-        world.check()
-    assert set(world.shell.nvme_index) == set(keys)
 
 
 # --- laws and costs ---------------------------------------------------------------------------------------------------
@@ -1231,17 +908,6 @@ def test_a_last_save_goes_on_beside_a_late_device_and_comes_back_for_what_hangs_
     world.answer_late(set(), set())
     world.last_save()
     assert {*others, *keys} <= world.shell.nvme_index.keys()
-    world.check()
-
-
-def test_a_last_save_takes_what_was_to_lie_on_a_device_that_failed_elsewhere() -> None:
-    world, _ = two_devices()
-    keys = put(world, 1, 2, 3)
-    world.decide(ev.SaveAll(world.now_ns, 2 * STRIDE))
-    failed = position_of_page(world, keys[0])
-    world.fail({failed})
-    world.last_save()
-    assert {position_of_page(world, key) for key in keys} == {1 - failed}
     world.check()
 
 

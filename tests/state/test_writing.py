@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.model.replica import Address, FrameClass, FrameState, Status, standing
+from kvstore.model.replica import Address, FrameClass, FrameState, Status
 from kvstore.state import events as ev
 from tests.helpers.worlds.world import MS, Chain, World
 
@@ -59,28 +59,6 @@ def state_of(world: World, address: Address) -> FrameState:
 # --- one writer ------------------------------------------------------------------------------------------------------
 
 
-def test_reserve_then_seal_is_two_records_and_an_index_entry() -> None:
-    world = node()
-    event = ev.Reserve(world.now_ns, A, SMALL, 7, 0, 1, TTL_NS, CHAIN.parents[0], CHAIN.rows)
-    carve, reserved, reply = world.decide(event)
-    assert carve == ev.Carve(1, 0, SMALL, 8)
-    assert isinstance(reserved, ev.WriteReserved) and isinstance(reply, ev.Reply)
-    assert (reserved.session, reserved.group, reserved.shard, reserved.shards) == (A, 7, 0, 1)
-    assert reserved.until_ns == world.now_ns + TTL_NS
-    assert reserved.parents == CHAIN.parents and reserved.addresses == reply.addresses
-    assert reply.statuses == [Status.OK] * 3
-    assert world.shell.pend == dict(zip(KEYS, reply.addresses, strict=True))
-
-    sealed = world.decide(ev.Seal(world.now_ns, A, 0, reply.addresses[:1]))
-    assert sealed == [
-        ev.Unpend(KEYS[0], None),
-        ev.WriteSealed(reply.addresses[:1], KEYS[:1], [standing(0, 0)]),
-        ev.Reply(statuses=[Status.OK]),
-    ]
-    assert world.shell.index == {KEYS[0]: reply.addresses[0]}
-    world.check()
-
-
 def test_a_deadline_is_no_longer_than_the_node_allows() -> None:
     world = node()
     event = ev.Reserve(world.now_ns, A, SMALL, 1, 0, 1, 10**18, CHAIN.parents[0], CHAIN.rows)
@@ -125,26 +103,6 @@ def test_independent_writers_get_separate_frames_and_the_first_seal_wins() -> No
     assert all(state_of(world, address) == FrameState.FREE for address in first.addresses)
     assert not world.shell.pend
     world.check()
-
-
-def test_readers_are_shown_the_next_reservation_when_the_first_ends() -> None:
-    world = node()
-    first, second = reserve(world, A, 1), reserve(world, B, 2)
-    revoke(world, A, first.addresses)
-    assert world.shell.pend == dict(zip(KEYS, second.addresses, strict=True))
-    world.check()
-
-
-def test_stored_pages_are_present_and_hold_what_comes_after() -> None:
-    world = node()
-    world.grant(A, SMALL, 2)
-    world.put(A, Chain(SMALL, (1, 2)))
-    reply = reserve(world, B, 1)
-    assert reply.statuses == [Status.PRESENT, Status.PRESENT, Status.OK]
-    assert reply.addresses[:2] == [world.shell.index[key] for key in KEYS[:2]]
-    assert world.evict(pages=10) == 0, "a reservation holds its parent against eviction, and that one its parent"
-    revoke(world, B, reply.addresses[2:])
-    assert world.evict(pages=10) == 2
 
 
 def test_a_reservation_does_not_evict_what_it_hangs_on() -> None:
@@ -217,17 +175,6 @@ def test_a_rank_that_never_comes_costs_the_page_at_its_deadline() -> None:
 
 
 # --- PARTIAL: waiting for the parent ----------------------------------------------------------------------------------
-
-
-def test_pages_sealed_before_their_parents_follow_them() -> None:
-    world = node()
-    addresses = reserve(world, A, 1).addresses
-    assert seal(world, A, 0, addresses[1:][::-1]) == [Status.PARTIAL] * 2
-    assert not world.shell.index
-    out = world.decide(ev.Seal(world.now_ns, A, 0, addresses[:1]))
-    assert [i.keys for i in out if isinstance(i, ev.WriteSealed)] == [[key] for key in KEYS]
-    assert list(world.shell.index) == KEYS and not world.state.pending
-    world.check()
 
 
 def test_pages_that_wait_follow_a_parent_that_somebody_else_seals() -> None:
@@ -316,17 +263,6 @@ def test_quarantine_lasts_until_every_rank_has_spoken() -> None:
     world.check()
 
 
-def test_a_dead_rank_dooms_the_page_of_all() -> None:
-    world = node()
-    addresses = reserve(world, A, 1, 0, 2).addresses
-    reserve(world, B, 1, 1, 2)
-    out = world.decide(ev.SessionDead(world.now_ns, B))
-    assert {i.state for i in out if isinstance(i, ev.WriteState)} == {FrameState.QUARANTINED}
-    assert seal(world, A, 0, addresses) == [Status.STALE] * 3
-    assert all(state_of(world, address) == FrameState.FREE for address in addresses)
-    world.check()
-
-
 def test_a_lost_connection_takes_nothing_away() -> None:
     world = node()
     addresses = reserve(world, A, 1).addresses
@@ -340,17 +276,6 @@ def test_a_lost_connection_takes_nothing_away() -> None:
 
 
 # --- put ahead --------------------------------------------------------------------------------------------------------
-
-
-def test_a_put_is_one_decision() -> None:
-    world = node()
-    world.grant(A, SMALL, 3)
-    addresses = world.frames(A, SMALL)
-    event = ev.SealGranted(world.now_ns, A, SMALL, CHAIN.parents[0], addresses, CHAIN.rows)
-    sealed, reply = world.decide(event)
-    assert isinstance(sealed, ev.WriteSealed)
-    assert (sealed.addresses, sealed.keys, sealed.parents) == (addresses, KEYS, CHAIN.parents)
-    assert reply == ev.Reply(statuses=[Status.OK] * 3)
 
 
 def test_frames_of_another_session_or_freed_ones_are_stale() -> None:
@@ -374,19 +299,6 @@ def test_what_is_granted_ahead_is_a_small_share() -> None:
     assert world.grant(A, SMALL, 100, ahead=True) == 2  # an eighth of 16 frames
     assert world.grant(A, SMALL, 100, ahead=True) == 2  # of 24 by now, and 8 that there is room for
     assert world.grant(A, SMALL, 100, ahead=True) == 0
-    world.check()
-
-
-def test_a_dead_session_gives_everything_back() -> None:
-    world = node()
-    world.grant(A, SMALL, 4)
-    world.put(A, Chain(SMALL, (1, 2)))
-    world.lease(A, 1, KEYS[:2], TTL_NS)
-    reserve(world, A, 1)
-    world.kill(A)
-    assert not world.state.pending and not world.state.leases and A not in world.state.sessions
-    assert world.evict(pages=10) == 2
-    assert all(set(extent.state) == {FrameState.FREE} for extent in world.state.segment.extents.values())
     world.check()
 
 
