@@ -151,23 +151,3 @@ def test_what_is_given_up_is_free_again(end: str, machine: Machine) -> None:
     check_laws(store)
     assert write(store, keys) == PAGES
     evict_all(store)
-
-
-def test_the_first_of_two_writers_wins(machine: Machine) -> None:
-    """And the frames of the other are free; so is it where the other one puts."""
-    machine.serve("n")
-    stores = machine.connect("n"), machine.connect("n")
-    for store in stores:
-        warm(store)
-    one, other = (store.cache(SMALL) for store in stores)
-    keys = chain(1, PAGES)
-    layers = layers_of(keys)
-    with one.writer(keys) as first, other.writer(keys) as second:
-        for layer, data in enumerate(layers):
-            first.write_layer(layer, data)
-            second.write_layer(layer, data)
-        assert other.put(keys, contents(keys), wait=True) == PAGES
-    check_pages(stores[0], {1: PAGES})
-    wait_settled(stores[0])
-    assert len(stores[0].pages()["pages"]) == 6 * PAGES + PAGES, "what was warmed up with, and one of the two"
-    check_laws(stores[0])

@@ -61,16 +61,6 @@ def test_fill_refuses_by_name(buffer: object, word: str) -> None:
         rows_to_fill(buffer, 16, 3)
 
 
-def test_read_wants_exactly_the_bytes() -> None:
-    assert rows_to_read(bytes(range(48)), 16, 3)[1, 0] == 16
-    assert rows_to_read(torch.ones(3, 8, dtype=torch.float16), 16, 3).shape == (3, 16)
-    for size in (0, 47, 49):
-        with pytest.raises(InvalidRequest, match=f"^pages: has {size} bytes, .*48"):
-            rows_to_read(bytes(size), 16, 3)
-    with pytest.raises(InvalidRequest, match="^data: .*contiguous"):
-        rows_to_read(np.zeros((3, 32), np.uint8)[:, :16], 16, 3, "data")
-
-
 def arena() -> np.ndarray[tuple[int, ...], np.dtype[np.float16]]:
     """Page-major: ``[frames, layers, 8 elements]``."""
     return np.zeros((5, 3, 8), np.float16)
@@ -129,8 +119,3 @@ def test_rows_apart_share_the_callers_memory(kind: str) -> None:
 def test_rows_apart_are_refused_by_name(buffer: object, word: str) -> None:
     with pytest.raises(InvalidRequest, match=f"^out: .*{word}"):
         rows_to_fill(buffer, 16, 3, apart=True)
-
-
-def test_nothing_named_is_fine() -> None:
-    assert rows_to_fill(np.zeros((0, 16), np.uint8), 16, 0).shape == (0, 16)
-    assert rows_to_read(b"", 16, 0).shape == (0, 16)

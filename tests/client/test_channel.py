@@ -127,12 +127,6 @@ def test_outstanding_requests_are_bounded(server: Server, channel: SocketChannel
     assert [reply.result().a for reply in replies] == list(range(3 * OUTSTANDING_MAX))
 
 
-def test_no_reply_is_not_waited_for(server: Server, channel: SocketChannel) -> None:
-    channel.request(Op.RELEASE, a=5, flags=NO_REPLY)
-    assert channel.request(Op.ADMIN, a=6).result().a == 6
-    assert [message.a for message in server.seen] == [5, 6]
-
-
 def test_session_file_is_locked_until_close(server: Server, channel: SocketChannel) -> None:
     channel.request(Op.ADMIN).result()
     path = server.folder / "sessions" / f"{channel.session:016x}"
@@ -165,24 +159,6 @@ def test_begin_takes_the_session_file_alone(server: Server, channel: SocketChann
     assert server.sessions == [channel.session]
 
 
-def test_begin_without_a_node_is_no_failure(tmp_path: Path) -> None:
-    channel = SocketChannel(tmp_path / "kvstore-none")
-    channel.begin()
-    channel.counters.put(channel.counters.row(4096, 16), 1)
-    assert list(tmp_path.iterdir()) == []
-    channel.close()
-
-
-def test_constructor_starts_nothing(tmp_path: Path) -> None:
-    SocketChannel(tmp_path / "kvstore-none").close()
-    assert list(tmp_path.iterdir()) == []
-
-
-def test_absent_node(tmp_path: Path) -> None:
-    with pytest.raises(NodeUnavailable, match="no such node"):
-        SocketChannel(tmp_path / "kvstore-none").request(Op.ADMIN)
-
-
 def test_daemon_down_is_said_at_the_deadline(server: Server, channel: SocketChannel) -> None:
     server.stop()
     start = time.monotonic()
@@ -213,11 +189,6 @@ def test_requests_in_flight_fail_when_the_daemon_dies(server: Server, channel: S
     server.answer = echo
     server.start()
     assert channel.request(Op.ADMIN, a=7).result().a == 7
-
-
-def test_busy_is_an_answer_not_a_refusal(server: Server, channel: SocketChannel) -> None:
-    server.answer = lambda message: control.encode(Status.BUSY, message.request_id)
-    assert channel.request(Op.GRANT).result().op == Status.BUSY
 
 
 def test_what_needs_no_reply_and_cannot_be_sent_at_once_loses_nothing(server: Server, channel: SocketChannel) -> None:
@@ -314,31 +285,3 @@ def test_threads_share_a_channel(server: Server, channel: SocketChannel) -> None
     for thread in threads:
         thread.join(60)
     assert not wrong and not any(thread.is_alive() for thread in threads)
-
-
-def test_a_forked_child_is_refused_and_keeps_no_lock(server: Server, channel: SocketChannel) -> None:
-    channel.request(Op.ADMIN).result()
-    read, write = os.pipe()
-    hold, release = os.pipe()
-    child = os.fork()
-    if child == 0:
-        try:
-            channel.request(Op.ADMIN)
-            os.write(write, b"not refused")
-        except InvalidRequest as error:
-            os.write(write, str(error).encode())
-        finally:
-            os.read(hold, 1)
-            os._exit(0)
-    try:
-        assert b"was opened in process" in os.read(read, 200)
-        assert channel.request(Op.ADMIN, a=9).result().a == 9
-        channel.close()
-        fd = os.open(server.folder / "sessions" / f"{channel.session:016x}", os.O_RDWR)
-        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)  # the child, alive, holds nothing
-        os.close(fd)
-    finally:
-        os.write(release, b"x")
-        os.waitpid(child, 0)
-        for fd in (read, write, hold, release):
-            os.close(fd)

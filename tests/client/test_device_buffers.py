@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore import Keys, PrefixCache, Store, Tier
+from kvstore import Keys, PrefixCache, Store
 from kvstore.client import device_link, device_rows, prefix_cache
 from kvstore.client.device_link import link_of
 from kvstore.client.local import frame_copies
@@ -25,7 +25,6 @@ from kvstore.model.shard import Shard
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.device_buffers import Array, DLPackBuffer, InterfaceBuffer, added_device, finish
 from tests.helpers.device_waits import WaitSite, forget, wait_sites
-from tests.helpers.nvme.nodes import save_all
 from tests.helpers.processes import Machine, free_port
 
 WAYS = ("embedded", "daemon", "kv")
@@ -86,21 +85,6 @@ def test_put_and_get(cache: PrefixCache, device: HostDevice) -> None:
     again = buffer(device, 7)
     assert cache.get(keys, again, verify=True).pages == cache.get_async(keys, buffer(device, 7)).result(30).pages == 7
     np.testing.assert_array_equal(again.seen, data)
-
-
-def test_a_part_is_there(cache: PrefixCache, device: HostDevice) -> None:
-    keys = cache.keys(np.arange(6 * 16))
-    data = contents(keys)
-    assert cache.get(keys, buffer(device, 6)).reason == "absent"
-    assert cache.put_async(keys[:4], buffer(device, 4, data[:4]), checksum=True).result() == 4
-    out = buffer(device, 6)
-    match = cache.get(keys, out)
-    assert (match.pages, match.reason) == (4, "absent")
-    np.testing.assert_array_equal(out.seen[:4], data[:4])
-    assert out.part(slice(4, None)).untouched
-    assert cache.put(keys, buffer(device, 6, data)) == 2
-    assert cache.get(keys, out, verify=True).pages == 6
-    np.testing.assert_array_equal(out.seen, data)
 
 
 def test_by_dlpack(cache: PrefixCache, device: HostDevice) -> None:
@@ -167,20 +151,6 @@ def write(cache: PrefixCache, keys: Keys, pages: InterfaceBuffer) -> int:
             begin, end = SMALL.byte_range(layer)
             writer.write_layer(layer, pages.part(slice(None), slice(begin, end)))
     return writer.sealed
-
-
-def test_layers_there_and_back(cache: PrefixCache, device: HostDevice) -> None:
-    keys = cache.keys(np.arange(7 * 16))
-    data, out = contents(keys), buffer(device, 7)
-    assert write(cache, keys, buffer(device, 7, data)) == 7
-    reader = cache.reader(keys)
-    for layer in reversed(range(SMALL.layers)):
-        begin, end = SMALL.byte_range(layer)
-        reader.read_layer(layer, out.part(slice(None), slice(begin, end)))
-    np.testing.assert_array_equal(out.seen, data)
-    heads = InterfaceBuffer(device, (7, SMALL.layer_bytes // 2))
-    reader.read_layer(1, heads, heads=(0, 2))
-    np.testing.assert_array_equal(heads.seen, data[:, slice(*SMALL.byte_range(1, 0, 2))])
 
 
 def test_pages_and_prepared_layers(cache: PrefixCache, device: HostDevice) -> None:
@@ -280,26 +250,6 @@ def test_frames_are_pinned_once_and_as_long_as_they_are_mapped(tmp_path: Path, d
 
     gc.collect()
     assert device.pinned_bytes == 0
-
-
-def test_pages_that_nvme_alone_has(tmp_path: Path, device: HostDevice) -> None:
-    """Behind some that memory has again: those come from their frames, the others bounce."""
-    with kvstore.open(dram="8MiB", nvme=f"{tmp_path / 'nvme'}:16MiB", shm_dir=tmp_path) as store:
-        cache = store.cache(SMALL)
-        keys = chain(1, 12)
-        cache.put(keys, contents(keys), wait=True)
-        save_all(store, 12)
-        assert cache.prefetch(keys[:5]).pages == 5
-        out = buffer(device, 12)
-        match = cache.get(keys, out)
-        assert (match.pages, match.reason) == (12, "")
-        assert match.tiers.get(Tier.NVME, 0) >= 1 and sum(match.tiers.values()) == 12
-        np.testing.assert_array_equal(out.seen, contents(keys))
-
-
-def test_frames_that_cannot_be_pinned(near: PrefixCache, device: HostDevice) -> None:
-    device.refuse_registration = True
-    assert right_get(near, device) and right_put(near, device)
 
 
 def test_a_device_that_is_late_writes_into_nobodys_frames(

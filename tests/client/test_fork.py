@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import multiprocessing
 import os
-import pickle
 import signal
 import subprocess
 import sys
@@ -12,7 +11,6 @@ import sys
 import pytest
 
 import kvstore
-from kvstore.errors import InvalidRequest
 from tests.helpers.content import SMALL, chain, contents, mismatch
 from tests.helpers.processes import (
     ROOT,
@@ -22,7 +20,6 @@ from tests.helpers.processes import (
     check_pages,
     evict_all,
     frames,
-    put,
     wait_settled,
     wait_until,
 )
@@ -116,29 +113,6 @@ def spawned(name: str, seed: int, found: multiprocessing.SimpleQueue) -> None:  
         wrong = mismatch(match, keys)
         more = chain(seed + 1, PAGES)
         found.put((match.pages, wrong, store.cache(SMALL).put(more, contents(more))))
-
-
-def test_spawn_works(machine: Machine) -> None:
-    machine.serve("n", dram="4MiB")
-    store = machine.connect("n")
-    put(store, 1, PAGES)
-    context = multiprocessing.get_context("spawn")
-    found = context.SimpleQueue()
-    child = context.Process(target=spawned, args=("n", 1, found))
-    child.start()
-    child.join(60)
-    assert child.exitcode == 0
-    assert found.get() == (PAGES, "", PAGES)
-    check_pages(store, {1: PAGES, 2: PAGES})
-
-
-def test_what_belongs_to_a_process_cannot_be_pickled(machine: Machine) -> None:
-    machine.serve("n", dram="4MiB")
-    store = machine.connect("n")
-    cache = store.cache(SMALL)
-    for thing in (store, cache, cache.lease(chain(1, 1)), cache.writer(chain(1, 1)), cache.reader(chain(1, 1))):
-        with pytest.raises(InvalidRequest):
-            pickle.dumps(thing)
 
 
 def test_a_killed_embedded_node_is_reaped(machine: Machine) -> None:

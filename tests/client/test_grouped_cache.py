@@ -14,7 +14,7 @@ import numpy.typing as npt
 import pytest
 
 import kvstore
-from kvstore import GroupedCache, GroupedKeys, GroupedMatch, Layout, Retention, Store, Tier
+from kvstore import GroupedCache, GroupedKeys, GroupedMatch, Layout, Store, Tier
 from kvstore.errors import InvalidRequest
 from tests.helpers.content import SMALL, contents, layer_of
 from tests.helpers.device_buffers import InterfaceBuffer, added_device
@@ -293,15 +293,6 @@ def test_a_lease_keeps_every_group(cache: GroupedCache, store: Store) -> None:
         assert lease.match is not None and not lease.match
     with pytest.raises(InvalidRequest, match="^lease: "):
         lease.__enter__()
-
-
-def test_hints_go_with_the_pages(cache: GroupedCache, store: Store) -> None:
-    keys = cache.keys(range(64))
-    rows = [all_bytes(keys, group, range(4)) for group in range(3)]
-    cache.put(keys, rows, wait=True, retention=Retention(3, start=32))
-    for group in range(3):
-        hints = [store.pages(keys=keys.parts(group, range(page, page + 1))[0], limit=1)["pages"] for page in range(4)]
-        assert [page["priority"] for (page,) in hints] == [0, 0, 3, 3]
 
 
 def test_bad_input(store: Store, cache: GroupedCache) -> None:

@@ -79,34 +79,6 @@ def test_hbm_comes_before_nvme(machine: Machine, tmp_path: Any) -> None:
     check_laws(store)
 
 
-def test_a_page_that_two_engines_have_outlives_one_of_them(machine: Machine) -> None:
-    machine.serve("n")
-    store, first, second = machine.connect("n"), Engine(machine), Engine(machine)
-    first.publish(1, 8)
-    second.publish(1, 8, first=30)
-    assert mounted_pages(store) == 16
-    first.process.kill()
-    wait_until("the node has noticed", lambda: mounted_pages(store) == 8)
-    assert tiers(store, 1, 8) == {Tier.HBM: 8}
-    check_pages(store, {1: 8})
-    second.ask("retire", list(range(30, 34)))
-    assert tiers(store, 1, 8) == {}, "a prefix has no gap"
-    check_laws(store)
-
-
-def test_the_death_of_an_engine_ends_what_it_had(machine: Machine) -> None:
-    machine.serve("n")
-    store, engine = machine.connect("n"), Engine(machine)
-    engine.publish(1, 20)
-    assert tiers(store, 1, 20) == {Tier.HBM: 20}
-    folder = NodeFolder.at(machine.folder("n"))
-    assert mounted_numbers(folder) == [engine.number]
-    engine.process.kill()
-    wait_until("the node has noticed", lambda: not mounted_numbers(folder))
-    assert tiers(store, 1, 20) == {} and mounted_pages(store) == 0
-    check_laws(store)
-
-
 def test_a_dead_engine_is_not_read_while_there_is_no_daemon(machine: Machine) -> None:
     daemon = machine.serve("n")
     store, engine = machine.connect("n"), Engine(machine)
@@ -229,30 +201,6 @@ def test_a_reader_ends_well_in_a_frame_that_is_retired_meanwhile(
     monkeypatch.setattr(hbm._Located, "proven", read)
     assert segment.retire(range(4)) == [0, 1, 2, 3], "the reader has let go of them"
     assert store.cache(SMALL).get(keys).pages == 0
-
-
-def test_stats_and_commands_tell_of_it(machine: Machine) -> None:
-    machine.serve("n")
-    store, engine = machine.connect("n"), Engine(machine)
-    assert put(store, 7, 3) == 3
-    engine.publish(1, 20)
-    store.cache(SMALL).get(chain(1, 30))
-    engine.ask("retire", [0, 1])
-    stats = store.stats()
-    about, clients = stats["tiers"]["hbm"], stats["clients"]
-    assert list(stats["tiers"]) == ["hbm", "dram"]
-    assert (about["capacity_bytes"], about["used_bytes"]) == (FRAMES * SMALL.page_bytes, 18 * SMALL.page_bytes)
-    assert about["pages"] == about["frames"]["sealed"] == 18 and about["evicted"] == {"reused": 2}
-    assert (about["bytes_in"], about["bytes_out"]) == (20 * SMALL.page_bytes, 20 * SMALL.page_bytes)
-    assert clients["hit_hbm"] == 20 and clients["hit_nvme"] == 0 and clients["missed_absent"] == 10
-    assert clients["pages_asked"] == 30 and about["hit_ratio"] == pytest.approx(20 / 30)
-    explained = store.explain(chain(7, 3))["pages"] + store.explain(chain(1, 3))["pages"]
-    assert [page["tiers"] for page in explained] == [["dram"]] * 3 + [[], [], ["hbm"]]
-    for command in (("tiers",), ("status",), ("top", "--once", "--interval", "0.1")):
-        told = machine.run(*command, "--node", "n")
-        assert told.returncode == 0 and "hbm" in told.stdout, (told.stdout, told.stderr)
-    engine.process.kill()
-    wait_until("the node has noticed", lambda: "hbm" not in store.stats()["tiers"])
 
 
 def test_the_directory_is_told(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

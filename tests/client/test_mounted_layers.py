@@ -8,15 +8,12 @@ from typing import Any
 import numpy as np
 import pytest
 
-import kvstore
-from kvstore import Store, Tier
+from kvstore import Store
 from kvstore.client.local.store import LocalStore
 from kvstore.errors import DeadlineExceeded
 from kvstore.model.shard import Strides
 from kvstore.tier.peer_memory import SharedFrames
 from tests.helpers.content import SMALL, chain, contents, layer_of, prompt
-from tests.helpers.device_buffers import InterfaceBuffer, added_device
-from tests.helpers.device_frames import STRIDE, shown
 from tests.helpers.mounted import Engine
 from tests.helpers.pool import Pool, patient
 from tests.helpers.processes import Machine, check_laws, put, wait_until
@@ -93,17 +90,6 @@ def test_a_lease_outlives_the_engine(machine: Machine) -> None:
     check_laws(store)
 
 
-def test_a_lease_of_pages_in_every_tier(machine: Machine, tmp_path: Any) -> None:
-    machine.serve("n", dram="4MiB", nvme=f"{tmp_path / 'disk'}:64MiB", demote_at="0")
-    store, engine = machine.connect("n"), Engine(machine)
-    put(store, 1, 8)
-    wait_until("all are saved", lambda: store.stats()["tiers"]["nvme"]["pages"] == 8)
-    store.evict(pages=1 << 20)
-    engine.publish(1, 20)
-    check_lease(store, 1, 20)
-    check_laws(store)
-
-
 def test_layers_and_leases_over_nodes(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """What only engines' memory has, of the node itself and of another one; and pages that hang on it."""
     patient(monkeypatch)
@@ -118,26 +104,6 @@ def test_layers_and_leases_over_nodes(machine: Machine, monkeypatch: pytest.Monk
     assert pool.stores["a"].stats()["tiers"]["dram"]["pages"] == 0, "they came out of the engine's memory"
     for name in "ac":
         check_laws(pool.stores[name])
-
-
-def test_layers_and_leases_of_a_devices_memory() -> None:
-    keys, data = chain(1, 10), contents(chain(1, 10))
-    with added_device() as device, kvstore.open(dram="4MiB") as store:
-        memory = device.allocate(FRAMES * STRIDE, shared=True)
-        assert isinstance(store, LocalStore)
-        segment = store.mount(SMALL, FRAMES, shown(device, memory))
-        frames = [3, 4, 5, 6, 12, 0, 1, 2, 9, 8]
-        for page, frame in zip(data, frames, strict=True):
-            memory.view()[frame * STRIDE : frame * STRIDE + SMALL.page_bytes] = page
-        segment.publish(keys, frames)
-        check_layers(store, 1, 10)
-        reader, target = store.cache(SMALL).reader(prompt(1, 10)), InterfaceBuffer(device, (10, SMALL.layer_bytes))
-        reader.read_layer(2, target)
-        assert (target.seen == layer_of(data, 2)).all()
-        assert store.cache(SMALL).lookup(keys).tiers == {Tier.HBM: 10}
-        check_lease(store, 1, 10)
-        assert segment.retire(frames) == frames
-        check_lease(store, 1, 10)
 
 
 def test_a_layer_of_strided_memory() -> None:

@@ -81,37 +81,12 @@ def test_batches_of_all_sizes_come_back_from_and_into_any_buffers(store: Store, 
     assert store.verify()["findings"] == []
 
 
-def test_what_is_replaced_while_a_batch_is_read_is_never_mixed(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    old = {f"k{i}": bytes([i]) * (100_000 if i % 2 else 1_200_000) for i in range(6)}
-    assert all(store.put_many(list(old), list(old.values())))
-    copies, genuine = [0], object_batches.copy
-
-    def copy(target: Any, source: Any) -> None:
-        genuine(target, source)
-        copies[0] += 1
-        if copies[0] == 5:  # some are copied, others are not
-            assert store.put("k0", bytes([200]) * 900_000, replace=True) and store.delete("k1") == 1
-            assert store.put("k5", bytes([205]) * 70_000, replace=True)
-
-    monkeypatch.setattr(object_batches, "copy", copy)
-    outs = [bytearray(1_200_000) for _ in old]
-    lengths = store.get_many(list(old), outs)
-    assert lengths == [900_000, -1, 1_200_000, 100_000, 1_200_000, 70_000]
-    for i, (out, length) in enumerate(zip(outs, lengths, strict=True)):
-        assert length < 0 or out[:length] == bytes([200 + i if i in (0, 5) else i]) * length, i
-
-
 def test_one_target_too_small_and_nothing_is_copied(store: Store) -> None:
     assert all(store.put_many(["a", "b"], [b"aaaa", b"bbbb"]))
     first = bytearray(4)
     with pytest.raises(InvalidRequest, match="out"):
         store.get_many(["a", "b"], [first, bytearray(3)])
     assert first == bytes(4)
-
-
-def test_an_empty_value_into_no_buffers(store: Store) -> None:
-    assert store.put("empty", b"")
-    assert store.get("empty", []) == 0 and store.get_many(["empty", "none"], [[], []]) == [0, -1]
 
 
 @pytest.mark.parametrize(("value_bytes", "pieces"), [(5000, 0), (1 << 40, 0), (10, 1), (10, 1 << 31), (5000, 1 << 31)])
@@ -180,32 +155,7 @@ def test_a_batch_is_read_wherever_its_objects_are(machine: Machine) -> None:
     assert store.delete(keys) == len(values)
 
 
-def test_with_checksums_wanted_a_batch_is_verified(machine: Machine) -> None:
-    (machine.logs / "node.toml").write_text("[node]\nverify_reads = true\n")
-    machine.serve(NODE, config=str(machine.logs / "node.toml"))
-    store = machine.connect(NODE)
-    values = {f"k{i}": os.urandom(size) for i, size in enumerate((10, 70_000, 1_500_000))}
-    assert all(store.put_many(list(values), list(values.values())))
-    outs = [bytearray(len(value)) for value in values.values()]
-    assert store.get_many(list(values), outs) == [len(value) for value in values.values()]
-    assert [bytes(out) for out in outs] == list(values.values())
-
-
 # --- putting --------------------------------------------------------------------------------------------------------
-
-
-def test_of_names_that_are_there_the_old_values_stay_and_the_others_are_stored(store: Store) -> None:
-    sizes = {"a": 10, "b": 70_000, "c": 1_300_000, "d": 0}
-    assert store.put_many(["b", "c"], [b"old b", bytes(2_100_000)]) == [True, True]
-    values = {key: value_of(7, size) for key, size in sizes.items()}
-    assert store.put_many(list(values), list(values.values())) == [True, False, False, True]
-    assert store.get("b").tobytes() == b"old b" and store.get("c").tobytes() == bytes(2_100_000)
-    assert store.get("a").tobytes() == values["a"] and store.get("d").tobytes() == b""
-    assert store.put_many(list(values), list(values.values()), replace=True) == [True] * 4
-    assert {key: store.get(key).tobytes() for key in values} == values
-    pages = sum(1 + max(0, size - 1) // class_for(b"a", size, 64 << 20).page_bytes for size in sizes.values())
-    assert store.stats()["tiers"]["dram"]["frames"]["sealed"] == pages, "nothing is left of what was replaced"
-    assert store.verify()["findings"] == []
 
 
 def test_one_bad_name_or_value_and_nothing_is_stored(store: Store) -> None:

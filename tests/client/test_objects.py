@@ -39,40 +39,12 @@ def test_a_value_of_any_size_comes_back(store: Store, size: int) -> None:
     assert store.verify()["findings"] == []
 
 
-@pytest.mark.parametrize("key", ["", "x" * 1001, "é" * 501, "\ud800", 3, b"x"])
-def test_what_is_no_key_is_refused_by_name(store: Store, key: object) -> None:
-    with pytest.raises(InvalidRequest) as refused:
-        store.put(key, b"1")  # type: ignore[arg-type]
-    assert refused.value.field == "key" and store.object_keys() == []
-
-
 def test_keys_of_any_text_and_length(store: Store) -> None:
     keys = ["a", "x" * 104, "x" * 105, "y" * 1000, "schlüssel/日本", "a\0b"]
     assert store.put_many(keys, [key.encode() for key in keys]) == [True] * len(keys)
     assert [store.get(key).tobytes().decode() for key in keys] == keys
     assert store.object_keys() == sorted(keys, key=str.encode)
     assert store.clear("x") == 2 and store.contains(keys) == [True, False, False, True, True, True]
-
-
-def test_salts_keep_objects_apart(store: Store) -> None:
-    assert store.put("k", b"one", salt="a") and store.put("k", b"two", salt="b")
-    assert store.get("k") is None and store.delete("k", salt="a") == 1
-    assert store.get("k", salt="b").tobytes() == b"two" and store.object_keys("a") == []
-
-
-def test_values_from_and_into_several_buffers(store: Store) -> None:
-    data = os.urandom((3 << 20) + 7)
-    assert store.put_many(["k"], [[data[:5], data[5 : 1 << 20], data[1 << 20 :]]]) == [True]
-    outs = [np.zeros(3, np.uint8), np.zeros(1_500_000, np.uint8), np.zeros(2 << 20, np.uint8)]
-    assert store.get_many(["k", "none"], [outs, [bytearray(1)]]) == [len(data), -1]
-    assert b"".join(out.tobytes() for out in outs)[: len(data)] == data
-
-
-def test_replace_puts_the_new_value_in_place_of_the_old(store: Store) -> None:
-    for size in (10, 3 << 20, 0, 5000):
-        assert store.put("k", bytes([size % 251]) * size, replace=True)
-        assert store.get("k").tobytes() == bytes([size % 251]) * size
-    assert store.stats()["tiers"]["dram"]["frames"]["sealed"] == 2, "of the last one alone"
 
 
 def test_equal_hashes_of_two_strings_are_a_miss(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -82,14 +54,6 @@ def test_equal_hashes_of_two_strings_are_a_miss(store: Store, monkeypatch: pytes
     assert store.put("mine", b"1")
     assert store.get("other") is None and not store.contains("other") and store.delete("other") == 0
     assert not store.put("other", b"2") and store.get("mine").tobytes() == b"1"
-
-
-def test_out_too_small_or_read_only_is_refused(store: Store) -> None:
-    store.put("k", b"12345")
-    for out in (bytearray(4), b"12345", [bytearray(2), bytearray(2)]):
-        with pytest.raises(InvalidRequest) as refused:
-            store.get("k", out=out)
-        assert refused.value.field == "out"
 
 
 def test_registered_buffers(store: Store) -> None:
@@ -165,25 +129,3 @@ def test_a_deleted_object_stays_for_who_leased_it(gone: Callable[[Store], int], 
         assert store.stats()["tiers"]["dram"]["frames"]["retiring"] == 1
     assert store.stats()["tiers"]["dram"]["frames"]["retiring"] == 0
     assert store.verify()["findings"] == []
-
-
-def test_objects_count_for_their_salt(store: Store) -> None:
-    assert store.put("k", bytes(300_000), salt="a") and store.put("k", b"1")
-    tenants = store.stats()["tenants"]
-    assert tenants["a"]["dram"]["bytes"] >= 300_000 and tenants[""]["dram"]["pages"] == 1
-    assert store.evict(salt="a")["by_model"].keys() == {objects.OBJECTS_MODEL}
-    assert store.get("k", salt="a") is None and store.get("k").tobytes() == b"1"
-
-
-def test_what_makes_no_sense_is_refused_by_name_and_changes_nothing(store: Store) -> None:
-    for field, call in {
-        "keys": lambda: store.put_many(["a", "a"], [b"1", b"2"]),
-        "values": lambda: store.put_many(["a", "b"], [b"1"]),
-        "data": lambda: store.put("a", np.zeros((4, 4), np.uint8)[:, ::2]),
-        "salt": lambda: store.put("a", b"1", salt="\ud800"),
-        "outs": lambda: store.get_many(["a"], []),
-    }.items():
-        with pytest.raises(InvalidRequest) as refused:
-            call()
-        assert refused.value.field == field
-    assert store.object_keys() == [] and store.stats()["tiers"]["dram"]["pages"] == 0

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import os
-import threading
-import time
 
 import pytest
 
@@ -42,34 +40,6 @@ def test_a_deleted_object_does_not_come_back_others_do(machine: Machine, checkpo
 
 def _pages(store: object, tier: str) -> int:
     return int(store.stats()["tiers"][tier]["pages"])  # type: ignore[attr-defined]
-
-
-def test_replacing_under_readers_never_mixes(machine: Machine) -> None:
-    machine.serve(NODE, dram="64MiB")
-    writer, reader = machine.connect(NODE), machine.connect(NODE)
-    stop = threading.Event()
-
-    def write() -> None:
-        number = 0
-        while not stop.is_set():
-            number += 1
-            writer.put("k", bytes([number % 250]) * (1 + number * 77_777 % 3_000_000), replace=True)
-
-    thread = threading.Thread(target=write)
-    thread.start()
-    seen = set()
-    try:
-        deadline = time.monotonic() + 20
-        while len(seen) < 20 and time.monotonic() < deadline:
-            found = reader.get("k")
-            if found is not None:
-                assert (found == found[0]).all(), "two versions in one value"
-                seen.add(int(found[0]))
-    finally:
-        stop.set()
-        thread.join()
-    assert len(seen) >= 20
-    assert writer.verify()["findings"] == []
 
 
 @pytest.mark.parametrize("then", ["restart", "evict"])

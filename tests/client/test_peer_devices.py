@@ -22,12 +22,11 @@ from kvstore.client.device_link import DeviceLink
 from kvstore.client.local import hbm
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
-from kvstore.client.match import IO
 from kvstore.device import cuda
 from kvstore.device.base import DeviceExport, DeviceLost
 from kvstore.device.host_device import FALSE_ANSWERS_MAX, HostDevice, HostMemory
 from kvstore.errors import DeadlineExceeded, Unavailable
-from kvstore.shm.mounted import MountedTable, passing_path
+from kvstore.shm.mounted import MountedTable
 from kvstore.tier import peer_memory
 from kvstore.tier.peer_memory import DevicePages
 from tests.helpers.content import SMALL, chain, contents, layer_of, prompt
@@ -137,24 +136,6 @@ def test_devices_that_do_not_reach_each_other(machine: Machine, monkeypatch: pyt
             match = store.cache(SMALL).get(chain(1, PAGES), out)
             assert match.tiers == {Tier.HBM: PAGES} and (out.seen == contents(chain(1, PAGES))).all()
             assert ways.direct == 0 and ways.by_host > 0
-
-
-def test_pages_of_an_engine_that_turns_over_are_right_or_a_miss(machine: Machine) -> None:
-    machine.serve("n")
-    store, engine = store_of(machine), Engine(machine, device="host:0")
-    engine.begin("turn_over", 3, 8)
-    engine.process.wait_for("turning")
-    found = 0
-    with added_device("host:1", reaches=["host:0"]) as device:
-        for turn in range(300):
-            keys, out = chain(turn % 3, 8), buffer(device, 8)
-            match = store.cache(SMALL).get(keys, out)
-            assert (out.seen[: match.pages] == contents(keys)[: match.pages]).all()
-            found += match.pages
-            out.memory.free()
-    engine.process.tell("enough")
-    engine.end()
-    assert found, "it was found now and then"
 
 
 def test_a_killed_engines_memory_is_let_go_of(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -329,18 +310,6 @@ def test_a_copy_that_is_late_keeps_the_memory_mapped(two: Two, monkeypatch: pyte
     assert opened() is None and not any(memory.live for memory in two.device._memories if memory.theirs)
 
 
-def test_a_late_copy_to_the_host_keeps_the_memory_mapped(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert two.store.cache(SMALL).get(two.keys).pages == PAGES
-    opened = opened_by(two)
-    monkeypatch.setattr(peer_memory, "COPY_S", 0.05)
-    two.device.hold()
-    match = two.store.cache(SMALL).get(two.keys)
-    assert (match.pages, match.reason) == (0, IO)
-    let_go_of(two)
-    assert opened() is not None, "the device still reads there"
-    two.device.let_go()
-
-
 def test_memory_that_is_shorter_than_its_export_is_not_read(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
     """A copy from beyond its end would cost the reader its device."""
     whole = HostDevice.open_export
@@ -365,20 +334,6 @@ def test_layers_that_do_not_lie_apart_come_by_the_host(two: Two, monkeypatch: py
         match, out = two.get()
         assert match.tiers == {Tier.HBM: PAGES} and (out.seen == contents(two.keys)).all()
     assert ways.direct == 0 and ways.by_host
-
-
-def test_what_the_driver_refuses_to_copy_comes_by_the_host(two: Two, monkeypatch: pytest.MonkeyPatch) -> None:
-    """What somebody else has exported is no error of the caller's."""
-
-    def refused(*_: Any, **__: Any) -> None:
-        raise Unavailable("CUDA_ERROR_INVALID_VALUE")
-
-    ways = Ways(monkeypatch)
-    monkeypatch.setattr(DeviceLink, "copy_pieces", refused)
-    with added_device("host:0"):
-        match, out = two.get()
-        assert match.tiers == {Tier.HBM: PAGES} and (out.seen == contents(two.keys)).all()
-    assert ways.by_host
 
 
 def test_mapped_memory_of_this_process_comes_by_the_host_to_its_other_devices(
@@ -413,12 +368,3 @@ def test_what_this_process_cannot_read_itself_is_not_shown(machine: Machine, mon
     mapped = node_of(store).mapped()
     assert mapped is not None and not list(mapped.folder.path.glob("mounted-*-pass"))
     assert "hbm" not in store.stats()["tiers"]
-
-
-def test_a_closed_segment_is_shown_no_more(two: Two) -> None:
-    mapped = node_of(two.store).mapped()
-    assert mapped is not None
-    path = passing_path(mapped.folder, two.segment.number)
-    assert path.is_socket()
-    two.segment.close()
-    assert not path.exists() and two.get()[0].pages == 0

@@ -8,13 +8,12 @@ from __future__ import annotations
 import time
 from dataclasses import replace
 
-import numpy as np
 import pytest
 
 from kvstore import Layout, Store
 from kvstore.client.local import hints
 from kvstore.client.local.publisher import DRAIN_S
-from kvstore.errors import DeadlineExceeded, QuotaExceeded, Unavailable
+from kvstore.errors import QuotaExceeded, Unavailable
 from kvstore.node.verify_stopped import verify_folder
 from kvstore.shm import put_log
 from kvstore.shm.folder import NodeFolder
@@ -183,30 +182,6 @@ def test_a_stopped_daemon_costs_a_reader_one_deadline(machine: Machine) -> None:
     check_pages(reader, acked)
 
 
-def test_the_first_of_two_writers_wins_and_the_other_frames_are_free(machine: Machine) -> None:
-    daemon = machine.serve("n", dram="512MiB")
-    one, other = machine.connect("n"), machine.connect("n")
-    warm(one)
-    warm(other, first=2_000_000)
-    hurry(other, 0.2)
-    daemon.stop()
-    keys = chain(5, 4)
-    assert one.cache(SMALL).put(keys, contents(keys)) == 4
-    with pytest.raises(DeadlineExceeded):
-        other.cache(SMALL).put(keys, contents(keys), wait=True)  # it asks, and nobody answers
-    daemon.resume()
-    check_pages(one, {5: 4})
-    hurry(other, 60.0)
-    assert other.cache(SMALL).put(keys, contents(keys)) == 0
-    for store in (one, other):
-        store.close()
-    store = machine.connect("n")
-    wait_settled(store)
-    check_laws(store)
-    evict_all(store)
-    wait_until("every frame is free", lambda: frames(store)["reserved"] == 0)
-
-
 def test_a_full_log_is_taken_in_by_asking(machine: Machine) -> None:
     """Records of 130 KB: the ring has room for one or two; every put comes through."""
     machine.serve("n", dram="64MiB")
@@ -326,18 +301,6 @@ def test_more_sessions_than_slots(machine: Machine) -> None:
     for store in stores[1:]:
         store.close()
     wait_until("slots are free again", lambda: len(log_of(machine).sessions()) <= 1)
-
-
-def test_waiting_puts_count_what_the_node_took(machine: Machine) -> None:
-    machine.serve("n")
-    store = machine.connect("n")
-    keys = chain(3, 6)
-    cache = store.cache(SMALL)
-    assert cache.put(keys, contents(keys), wait=True) == 6
-    assert cache.put(keys, contents(keys), wait=True) == 0
-    assert store.stats()["counters"].get("puts_drained", 0) == 0
-    out = np.zeros((6, SMALL.page_bytes), np.uint8)
-    assert cache.get(keys, out).pages == 6
 
 
 @pytest.mark.parametrize("damaged", [False, True])

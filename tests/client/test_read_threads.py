@@ -9,9 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import numpy as np
 import pytest
 
-from kvstore.client.local.nvme import AHEAD, IN_FLIGHT, Bounce, Read, ReadBatch, ReadThreads
-from kvstore.model.replica import FrameClass
-from kvstore.tier.nvme import geometry
+from kvstore.client.local.nvme import AHEAD, Bounce, Read, ReadBatch, ReadThreads
 from kvstore.tier.nvme.disk import BLOCK_BYTES, Bytes
 from tests.helpers.nvme.memory_disk import MemoryDisk
 
@@ -127,26 +125,6 @@ def test_what_is_done_first_comes_first(threads: ReadThreads, answer: threading.
     assert done is not None and done[0] == 0
 
 
-def test_a_buffer_is_aligned_and_only_grows() -> None:
-    bounce = Bounce()
-    large = bounce.take(8192)
-    assert large.ctypes.data % 4096 == 0
-    assert bounce.take(4096).ctypes.data == large.ctypes.data
-    grown = bounce.take(5 << 20)
-    assert len(grown) == 5 << 20 and grown.ctypes.data % 4096 == 0
-
-
-def test_views_of_pages_are_kept_and_follow_the_buffer() -> None:
-    bounce, frame_class = Bounce(), FrameClass(page_bytes=4096, page_tokens=8, layers=4)
-    for frames in (2, 3, 2000):  # the last one is more than the buffer had
-        data = bounce.take(frames * geometry.stride_bytes(frame_class))
-        pages = bounce.pages(frame_class, frames)
-        assert len(pages) == frames and bounce.pages(frame_class, frames) is pages
-        data.reshape(frames, -1)[:, geometry.header_bytes(frame_class)] = np.arange(frames) % 251
-        assert [page[0] for page in pages] == [number % 251 for number in range(frames)]
-        assert {len(page) for page in pages} == {4096}
-
-
 def test_buffers_are_used_again_and_not_before_they_are_given_back(threads: ReadThreads) -> None:
     disk = FakeDisk(broken={9})
     first = threads.start([disk.block(1)])
@@ -158,15 +136,6 @@ def test_buffers_are_used_again_and_not_before_they_are_given_back(threads: Read
     first.recycle(bounce)
     assert run(threads, [disk.block(9)]) == ["failed"]
     assert bounce_of(threads.start([disk.block(3)])) is bounce, "a read that failed gave it back"
-
-
-def test_no_more_buffers_are_kept_than_a_batch_needs(threads: ReadThreads) -> None:
-    disk = FakeDisk()
-    batches = [threads.start(disk.blocks(AHEAD)) for _ in range(3)]
-    bounces = [bounce_of(batch) for batch in batches for _ in range(AHEAD)]
-    for bounce in bounces:
-        batches[0].recycle(bounce)
-    assert len(threads._bounces) == AHEAD + 1
 
 
 # --- a batch --------------------------------------------------------------------------------------------------------
@@ -183,19 +152,6 @@ def test_no_more_is_begun_than_the_caller_can_take(threads: ReadThreads) -> None
         batch.recycle(bounce_of(batch))
     assert [outcome is not None for outcome in outcomes(batch)] == [False] * 2 * AHEAD + [True] * AHEAD
     assert sorted(disk.asked) == list(range(3 * AHEAD)), "each once"
-
-
-def test_few_reads_of_a_short_batch_are_in_flight_on_a_disk(answer: threading.Event) -> None:
-    """Though there are more threads; the first ones are done first, and another disk has as many of its own."""
-    threads, one, other = ReadThreads("deep", 4 * IN_FLIGHT), FakeDisk(answer), FakeDisk(answer)
-    batch = threads.start(one.blocks(IN_FLIGHT + 3))
-    wait_until(lambda: len(one.asked) == IN_FLIGHT)
-    assert batch._at_work == IN_FLIGHT and sorted(one.asked) == list(range(IN_FLIGHT))
-    batch.add(other.block(7))
-    assert batch._at_work == IN_FLIGHT + 1
-    answer.set()
-    assert outcomes(batch) == [*range(IN_FLIGHT + 3), 7]
-    threads.close()
 
 
 def test_a_long_batch_does_not_keep_others_waiting(threads: ReadThreads) -> None:
@@ -216,13 +172,6 @@ def test_reads_are_added_while_others_run(threads: ReadThreads) -> None:
     assert outcomes(batch)[-1] == 50
 
 
-def test_a_read_that_is_added_to_an_empty_batch(threads: ReadThreads) -> None:
-    batch = threads.start([])
-    assert batch.next(LONG_S) is None
-    assert batch.add(FakeDisk().block(7)) == 0
-    assert outcomes(batch) == [7]
-
-
 # --- silence --------------------------------------------------------------------------------------------------------
 
 
@@ -238,25 +187,6 @@ def test_a_silent_disk_is_waited_for_once(threads: ReadThreads, answer: threadin
     wait_for_no_debt(threads)
     assert silent.asked == [1]
     assert run(threads, [silent.block(5)]) == [5], "it has answered"
-
-
-def test_what_is_left_of_a_batch_fails_when_another_gave_its_disk_up(
-    threads: ReadThreads, answer: threading.Event
-) -> None:
-    silent, sound = FakeDisk(answer), FakeDisk()
-    batch = threads.start([*sound.blocks(AHEAD), silent.block(1)])
-    wait_until(lambda: len(sound.asked) == AHEAD)
-    assert run(threads, [silent.block(2)], 0.05) == [None]
-    assert outcomes(batch) == [*range(AHEAD), "failed"]
-    assert silent.asked == [2]
-
-
-def test_as_long_as_something_comes_it_is_waited_for(threads: ReadThreads) -> None:
-    disk = FakeDisk(slow_s=0.2)
-    started = time.monotonic()
-    assert run(threads, disk.blocks(18), 1.5) == list(range(18))
-    assert time.monotonic() - started > 1.5, "longer than it may be silent"
-    assert not threads._owed
 
 
 def test_where_all_threads_are_lost_reads_fail_at_once(threads: ReadThreads, answer: threading.Event) -> None:
@@ -306,15 +236,6 @@ def test_giving_up_counts_what_is_under_way_once(threads: ReadThreads, answer: t
     assert run(threads, silent.blocks(3)) == [0, 1, 2]
 
 
-def test_who_gives_up_what_is_done_owes_nothing(threads: ReadThreads) -> None:
-    disk = FakeDisk()
-    batch = threads.start(disk.blocks(3))
-    wait_until(lambda: batch._done.qsize() == 3)
-    batch.give_up()
-    assert not threads._owed
-    assert run(threads, disk.blocks(3)) == [0, 1, 2]
-
-
 def test_an_answer_may_come_before_its_read_was_counted(threads: ReadThreads) -> None:
     disk = FakeDisk()
     threads.owe(disk, -1)
@@ -332,20 +253,6 @@ def test_closed_threads_read_nothing(threads: ReadThreads) -> None:
     threads.close()
     assert run(threads, disk.blocks(3)) == ["failed"] * 3
     assert disk.asked == [0, 1, 2]
-
-
-def test_threads_that_were_closed_before_they_started(threads: ReadThreads) -> None:
-    threads.close()
-    disk = FakeDisk()
-    assert run(threads, [disk.block(1)]) == ["failed"] and not disk.asked
-
-
-def test_what_a_batch_has_not_begun_fails_when_they_are_closed(threads: ReadThreads) -> None:
-    disk = FakeDisk()
-    batch = threads.start(disk.blocks(AHEAD + 3))
-    wait_until(lambda: batch._done.qsize() == AHEAD)
-    threads.close()
-    assert outcomes(batch) == [*range(AHEAD), "failed", "failed", "failed"]
 
 
 def wait_for_no_debt(threads: ReadThreads) -> None:

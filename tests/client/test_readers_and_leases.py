@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import time
-
 import pytest
 
 from kvstore import Store
@@ -27,7 +25,6 @@ from tests.helpers.processes import (
     wait_until,
 )
 
-LEASE_S = 5.0  # of a lease that is renewed
 POOL_PAGES = (4 << 20) // SMALL.page_bytes  # of --dram 4MiB
 
 
@@ -108,29 +105,6 @@ def test_leased_views_stay_true_through_a_restart(machine: Machine) -> None:
     evict_all(store)
 
 
-def test_a_renewed_lease_outlives_its_first_deadline_and_the_daemon(machine: Machine) -> None:
-    daemon = machine.serve("n", dram="4MiB")
-    store = machine.connect("n")
-    put(store, 1, 16)
-    holder = machine.worker("lease", "n", seed=1, pages=16, ttl_s=LEASE_S)
-    holder.wait_for("leased")
-    first_deadline = time.monotonic() + LEASE_S
-    daemon.kill()
-    machine.serve("n")
-    renewed = 0
-    while time.monotonic() < first_deadline:
-        renewed += 1
-        holder.tell("renew")
-        holder.wait_for("checked", renewed)
-    with machine.connect("n") as other:
-        fill(other, 1000, 1)
-    holder.tell("check")
-    assert holder.wait_for("checked", renewed + 1)["pages"] == 16
-    holder.tell("release")
-    holder.wait_for("released")
-    wait_until("the released lease is gone", lambda: store.stats()["leases"] == 0)
-
-
 def test_an_overstayed_lease_is_said_to_be_broken(machine: Machine) -> None:
     """Its deadline passed, its frames hold other pages: whoever read them must hear of it."""
     machine.serve("n", dram="4MiB")
@@ -180,24 +154,6 @@ def test_a_get_stopped_before_its_copy(meanwhile: str, given: bool, machine: Mac
     found = reader.wait_for("got")
     assert found["pages"] == (0 if meanwhile == "evicted" else 16), found
     reader.wait_well()
-
-
-def test_a_stopped_reader_gets_no_wrong_bytes(machine: Machine) -> None:
-    """SIGSTOP at random moments, the pool turned over meanwhile, SIGCONT: right bytes or misses."""
-    machine.serve("n", dram="4MiB")
-    store = machine.connect("n")
-    readers = [machine.worker("read", "n", first=0, count=40, pages=16, random=i) for i in range(2)]
-    for number in range(12):
-        fill(store, 0, 1)
-        for reader in readers:
-            reader.wait_for("read", number + 1)
-            reader.stop()
-        fill(store, 1000 * (number + 1), 1)
-        for reader in readers:
-            reader.resume()
-    for reader in readers:
-        assert reader.events("read")[-1]["pages"] > 0
-        reader.finish()
 
 
 def stop_at_rest(machine: Machine, daemon: Daemon) -> PutLog:

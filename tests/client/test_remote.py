@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import os
-import pickle
 import socket
 import subprocess
 import sys
@@ -27,7 +26,6 @@ from kvstore.errors import (
     DeadlineExceeded,
     InvalidRequest,
     KVStoreError,
-    LeaseBroken,
     NodeUnavailable,
     PermissionDenied,
     Unauthenticated,
@@ -38,7 +36,6 @@ from kvstore.pb import store_pb2 as pb
 from tests.helpers.api import Certificates, identities_file, serve_api
 from tests.helpers.content import LARGE, SMALL, chain, contents, layer_of, mismatch
 from tests.helpers.processes import ROOT, Machine, free_port, wait_until
-from tests.helpers.scraping import Scrape, http_of
 
 PAGES = 6
 SLOW_S = 1.5
@@ -55,53 +52,6 @@ def address(machine: Machine) -> str:
 def store(machine: Machine, address: str) -> Iterator[Store]:
     with kvstore.connect(address, timeout_s=LONG_S) as store:
         yield store
-
-
-def test_killed_and_restarted(machine: Machine, store: Store) -> None:
-    """A clear error at once while it is down; then everything works again, and the pages are there."""
-    cache, keys = store.cache(LARGE), chain(1, PAGES, LARGE)
-    assert cache.put(keys, contents(keys, LARGE)) == PAGES
-    lease = cache.lease(keys).__enter__()
-    writer = cache.writer(chain(2, 2, LARGE)).__enter__()
-    more = chain(3, 2, LARGE)
-    with ThreadPoolExecutor(1) as thread:  # it waits when the node dies
-        waiting = thread.submit(cache.reader(more, LONG_S).read_layer, 0, bytearray(2 * LARGE.layer_bytes))
-        node = http_of(machine.processes[0].output())
-        wait_until("it waits", lambda: Scrape(node)("kvstore_queue_length", queue="rpcs") == 1)
-        machine.processes[0].kill()
-        assert isinstance(waiting.exception(LONG_S / 2), NodeUnavailable)
-    calls = (
-        lambda: cache.lookup(keys),
-        lambda: cache.get(keys),
-        lambda: cache.put(more, contents(more, LARGE)),
-        lambda: cache.put_async(more, contents(more, LARGE)).result(),
-        lambda: cache.get_async(keys).result(LONG_S),
-        lambda: cache.lease(keys).__enter__(),
-        lambda: cache.writer(more).__enter__(),
-        lambda: cache.reader(keys).read_layer(0, bytearray(PAGES * LARGE.layer_bytes)),
-        lambda: cache.prefetch(keys),
-        lambda: store.get("object"),
-        lambda: store.put("object", b"x"),
-        store.stats,
-    )
-    for call in calls:
-        began = time.monotonic()
-        with pytest.raises(NodeUnavailable, match="kv://"):
-            call()
-        assert time.monotonic() - began < LONG_S / 2, "it waited for the node"
-    assert mismatch(kvstore.client.match.Match(0, PAGES, "", np.stack(lease.pages)), keys, LARGE) == ""
-    machine.serve("n")
-    store.wait_ready(LONG_S)
-    match = cache.get(keys)
-    assert match.pages == PAGES and mismatch(match, keys, LARGE) == ""
-    lease.renew(5)  # taken again
-    lease.__exit__(None, None, None)
-    data = contents(chain(2, 2, LARGE), LARGE)
-    with pytest.raises(LeaseBroken):
-        writer.write_layer(0, layer_of(data, 0, LARGE))
-    writer.__exit__(RuntimeError, RuntimeError(), None)
-    assert cache.put(more, contents(more, LARGE)) == 2
-    assert store.verify()["findings"] == []
 
 
 @pytest.mark.parametrize("failpoint", ["client.reading:2", "client.copied:2", "node.commit:2", "client.leased:1"])
@@ -324,35 +274,6 @@ def test_a_node_that_is_slow_to_take_a_connection(machine: Machine, address: str
         taking.join(60)
 
 
-def test_the_environment_names_the_node(machine: Machine, address: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSTORE_NODE", address)
-    with kvstore.connect() as store:
-        assert (store.name, address in repr(store)) == ("n", True)
-
-
-def test_a_closed_store_refuses(store: Store) -> None:
-    cache, keys = store.cache(SMALL), chain(1, 2)
-    lease = cache.lease(keys).__enter__()
-    store.close()
-    store.close()
-    for call in (
-        lambda: cache.lookup(keys),
-        lambda: cache.get(keys),
-        lambda: cache.get(chain(1, 1)[:0]),
-        lambda: cache.put(keys, contents(keys)),
-        lambda: cache.get_async(keys),
-        lambda: cache.lease(keys).__enter__(),
-        lambda: cache.writer(keys).__enter__(),
-        lambda: store.get("x"),
-        lambda: store.contains("x"),
-        store.stats,
-        lambda: store.cache(SMALL),
-    ):
-        with pytest.raises(InvalidRequest, match="^store: is closed"):
-            call()
-    lease.release()
-
-
 def test_a_forked_child_is_refused_and_ends_nothing(store: Store) -> None:
     cache, keys = store.cache(SMALL), chain(1, 2)
     cache.put(keys, contents(keys))
@@ -377,12 +298,6 @@ def test_a_forked_child_is_refused_and_ends_nothing(store: Store) -> None:
     assert cache.get(keys).pages == 2
 
 
-def test_it_cannot_be_pickled(store: Store) -> None:
-    for thing in (store, store.cache(SMALL)):
-        with pytest.raises(InvalidRequest, match=r"kvstore\.connect\(\) in the other process"):
-            pickle.dumps(thing)
-
-
 def test_a_dropped_store_ends_its_threads(machine: Machine, address: str) -> None:
     """A process that never closes anything exits by itself."""
     code = f"""
@@ -405,26 +320,3 @@ print(cache.get_async(keys).result(60).pages)
         check=False,
     )
     assert (done.returncode, done.stdout, done.stderr) == (0, "3\n", "")
-
-
-def test_operators_name_pages_by_keys(machine: Machine, store: Store) -> None:
-    cache, keys = store.cache(SMALL, "tenant"), chain(1, PAGES, salt="tenant")
-    cache.put(keys, contents(keys))
-    pin = store.pin(keys[:2], 30.0)
-    assert pin["pages"] == 2 and len(store.pins()["pins"]) == 1
-    assert store.evict(keys=keys, tier="all")["pages"] == PAGES - 2
-    store.unpin(pin["pin"])
-    assert store.evict(pages=PAGES)["pages"] == 2
-    seen = store.events(after=0, limit=1000, wait_s=0.2)
-    assert {"sealed", "evicted"} <= {event["kind"] for event in seen["events"]}
-    assert store.events(after=seen["next"], wait_s=0.1) == {"events": [], "next": seen["next"], "lost": 0}
-    with kvstore.connect("n") as local, pytest.raises(InvalidRequest, match="^keys: are of no cache"):
-        store.pin(local.cache(SMALL, "another").keys(range(100)), 5.0)
-    for field, call in (
-        ("order", lambda: store.pages(order="odd")),
-        ("wait_s", lambda: store.events(wait_s=2)),
-        ("call", lambda: store._admin("no such")),
-    ):
-        with pytest.raises((InvalidRequest, VersionMismatch), match=field):
-            call()
-    assert store.pages(order="recent")["total"] == 0

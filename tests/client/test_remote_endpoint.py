@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from pathlib import Path
-
 import pytest
 
 import kvstore
@@ -54,30 +52,6 @@ def test_a_token_goes_in_clear_on_this_machine_only(host: str) -> None:
             endpoint(f"kv://{away}:1", CLEAR, {"KVSTORE_TOKEN": "secret"})
 
 
-def test_credentials_from_arguments_files_and_the_environment(tmp_path: Path) -> None:
-    files = {name: tmp_path / name for name in ("token", "ca", "cert", "key")}
-    for name, path in files.items():
-        path.write_text(f"{name} text\n" if name != "token" else "from-file\n")
-    env = {
-        "KVSTORE_TOKEN_FILE": str(files["token"]),
-        "KVSTORE_TLS_CA": str(files["ca"]),
-        "KVSTORE_TLS_CERT": str(files["cert"]),
-        "KVSTORE_TLS_KEY": str(files["key"]),
-    }
-    found = endpoint("kv://away:1", CLEAR, env)
-    assert (found.token, found.tls, found.ca) == ("from-file", True, b"ca text\n")
-    assert (found.cert, found.key) == (b"cert text\n", b"key text\n")
-    assert "from-file" not in repr(found) and "text" not in repr(found)
-    assert endpoint("kv://away:1", CLEAR, env | {"KVSTORE_TOKEN": "env"}).token == "env"
-    assert endpoint("kv://away:1", GivenCredentials(token="given"), env).token == "given"
-    named = endpoint("kv://away:1", GivenCredentials(tls_server_name="node"), {})
-    assert (named.tls, named.ca, named.server_name) == (True, None, "node")
-    assert not endpoint("kv+unix:///s", CLEAR, env).tls
-    # A node's own certificate, set for `kvstore serve`, turns nothing on.
-    serving = {name: env[name] for name in ("KVSTORE_TLS_CERT", "KVSTORE_TLS_KEY")}
-    assert not endpoint("kv://127.0.0.1:1", CLEAR, serving).tls
-
-
 @pytest.mark.parametrize(
     ("given", "env", "field"),
     [
@@ -99,13 +73,6 @@ def test_bad_credentials(given: GivenCredentials, env: dict[str, str], field: st
         endpoint("kv://127.0.0.1:1", given, env)
     assert caught.value.field == field
     assert given.token is None or not given.token or given.token not in str(caught.value)
-
-
-def test_credentials_are_for_kv_addresses() -> None:
-    with pytest.raises(InvalidRequest, match="^token: "):
-        kvstore.connect("name", token="x")
-    with pytest.raises(InvalidRequest, match="^tls_ca: "):
-        endpoint("kv+unix:///s", GivenCredentials(tls_ca=__file__), {})
 
 
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 16383, 16384, 3_000_000])

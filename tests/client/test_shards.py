@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import itertools
-import json
 import random
 from typing import Any
 
@@ -14,7 +13,7 @@ import kvstore
 from kvstore import Layout, PrefixCache, Store
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.model.shard import Shard
-from tests.helpers.content import FEW, LAYOUTS, MLA, SMALL, chain, contents, layer_of
+from tests.helpers.content import FEW, MLA, SMALL, chain, contents, layer_of
 from tests.helpers.nvme.nodes import configure, save_all
 from tests.helpers.processes import (
     Machine,
@@ -26,69 +25,15 @@ from tests.helpers.processes import (
     free_port,
     put,
     wait_settled,
-    wait_until,
 )
 
 PAGES = 6
-DEVICES = 4  # worker processes
 Cut = tuple[int, int]  # ranks, stages
-
-# TP2, TP4, PP2, PP4, TP2 x PP2. All ranks hold the one head of MLA; of FEW each head is held by two of four ranks.
-WRITES: list[tuple[str, Cut]] = [
-    *(("small", cut) for cut in ((1, 1), (2, 1), (4, 1), (1, 2), (1, 4), (2, 2))),
-    *(("mla", cut) for cut in ((2, 1), (1, 2), (1, 4), (2, 2))),
-    *(("few", cut) for cut in ((4, 1), (1, 4), (2, 2))),
-]
-READS: tuple[Cut, ...] = ((1, 1), (2, 1), (1, 2), (4, 1), (1, 4), (2, 2))
 
 
 def shards(layout: Layout, cut: Cut) -> list[Shard]:
     """All shards of a cut, in the order of their numbers."""
     return [Shard(layout, rank, cut[0], stage, cut[1]) for stage in range(cut[1]) for rank in range(cut[0])]
-
-
-class Devices:
-    """Worker processes; each shard of a job is one's."""
-
-    def __init__(self, machine: Machine, count: int = DEVICES) -> None:
-        self.workers = [machine.worker("shards", "n") for _ in range(count)]
-
-    def start(self, do: str, layout: str, cut: Cut, seed: int, **more: Any) -> list[Worker]:
-        """Begin a job; the workers at it, in the order of the shards."""
-        at_it = list(zip(self.workers, shards(LAYOUTS[layout], cut), strict=False))
-        assert len(at_it) == cut[0] * cut[1]
-        for worker, shard in at_it:
-            worker.tell(json.dumps({"do": do, "layout": layout, "seed": seed, "pages": PAGES, **shard.cut, **more}))
-        return [worker for worker, _ in at_it]
-
-    def do(self, do: str, layout: str, cut: Cut, seed: int, **more: Any) -> list[int]:
-        """How many pages each shard wrote or got."""
-        name = {"write": "sealed", "read": "got"}[do]
-        before = [len(worker.events(name)) for worker in self.workers]
-        at_it = self.start(do, layout, cut, seed, **more)
-        return [worker.wait_for(name, n + 1)["pages"] for worker, n in zip(at_it, before, strict=False)]
-
-
-def test_written_by_some_and_read_by_others(machine: Machine) -> None:
-    """Every cut in processes of its own, read in every other cut, byte for byte; sums of whole layers hold as well."""
-    machine.serve("n")
-    store = machine.connect("n")
-    devices = Devices(machine)
-    for seed, (name, cut) in enumerate(WRITES):
-        layout = LAYOUTS[name]
-        keys = chain(seed, PAGES, layout)
-        assert devices.do("write", name, cut, seed, group=f"g{seed}") == [PAGES] * (cut[0] * cut[1]), (name, cut)
-        check_pages(store, {seed: PAGES}, layout)
-        match = store.cache(layout).get(keys, verify=True)
-        assert match.pages == PAGES and np.array_equal(match.data, contents(keys, layout)), (name, cut)
-        for read in READS:
-            if read[0] in (1, 2, 4) and read[1] <= layout.layers:
-                found = devices.do("read", name, read, seed)
-                assert found == [PAGES] * (read[0] * read[1]), (name, cut, read)
-    assert not [event for worker in devices.workers for event in worker.events("refused")]
-    check_laws(store)
-    wait_settled(store)
-    evict_all(store)
 
 
 @pytest.mark.parametrize("layout", [SMALL, MLA, FEW], ids=["small", "mla", "few"])
@@ -157,26 +102,6 @@ def test_shards_on_this_machine_and_another(machine: Machine) -> None:
             assert np.array_equal(cache.get(keys, verify=True).data, data)
 
 
-@pytest.mark.parametrize("given", [False, True], ids=["allocated", "given"])
-@pytest.mark.parametrize("meanwhile", ["nothing", "evicted", "evicted and put again"])
-def test_a_read_stopped_before_its_copy(meanwhile: str, given: bool, machine: Machine) -> None:
-    """Its pages are proven when their frames are given to others: what it copies then does not count."""
-    machine.serve("n", dram="4MiB", eviction="lru")  # the last page of the newest chain is not the first to leave
-    store = machine.connect("n")
-    put(store, 1, 16)
-    reader = machine.worker("stopped_get", "n", seed=1, pages=16, given=given, rank=1, ranks=2, stage=1, stages=2)
-    reader.wait_for("proven")
-    wait_until("it stops itself", lambda: reader.state() == "T")
-    for seed in range(100, 150) if meanwhile != "nothing" else ():
-        put(store, seed, 16)
-    if meanwhile == "evicted and put again":
-        put(store, 1, 16)
-    reader.resume()
-    found = reader.wait_for("got")
-    assert found["pages"] == (0 if meanwhile == "evicted" else 16), found
-    reader.wait_well()
-
-
 # --- incomplete sets ------------------------------------------------------------------------------------------------
 
 
@@ -228,39 +153,6 @@ def test_a_shard_that_is_killed_before_its_seal(missing: int, machine: Machine) 
     assert put(store, 1, PAGES) == PAGES
     check_pages(store, {1: PAGES})
     evict_all(store)
-
-
-@pytest.mark.parametrize("end", ["revokes", "expires", "never comes", "sees another cut"])
-def test_a_shard_that_does_not_seal(end: str, machine: Machine) -> None:
-    machine.serve("n", dram="4MiB")
-    store = machine.connect("n")
-    cache, keys = store.cache(SMALL), chain(1, PAGES)
-    rng = random.Random(1)
-    parts = shards(SMALL, (2, 2))
-    writers = [cache.writer(keys, group="g", ttl_s=3.0 if end != "revokes" else 30.0, **part.cut) for part in parts]
-    if end == "sees another cut":  # number 3 of 4 as well, but of other bytes
-        writers[3] = cache.writer(keys, group="g", rank=3, ranks=4, ttl_s=3.0)
-    for writer in writers[: 3 if end == "never comes" else 4]:
-        writer.__enter__()
-    for writer in writers[:3]:
-        _write(writer, contents(keys), rng)
-        writer.__exit__(None, None, None)
-        assert writer.sealed == PAGES
-    if end == "revokes":
-        writers[3].__exit__(RuntimeError, RuntimeError(), None)
-    elif end == "sees another cut":
-        _write(writers[3], contents(keys), rng)
-        writers[3].__exit__(None, None, None)
-    else:
-        wait_until("its deadline passes", lambda: not frames(store)["reserved"])
-        if end == "expires":
-            _write(writers[3], contents(keys), rng)
-            writers[3].__exit__(None, None, None)
-    wait_settled(store)
-    assert_missing(store, cache, keys)
-    check_laws(store)
-    assert put(store, 1, PAGES) == PAGES
-    check_pages(store, {1: PAGES})
 
 
 def test_the_daemon_is_killed_between_the_seals_of_shards(machine: Machine) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import pickle
 import threading
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,7 +11,6 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.client.local.grants import AHEAD_FRAMES_MAX
 from kvstore.client.local.verify_hit import prove
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from kvstore.model import prefix
@@ -51,41 +48,6 @@ def content(pages: int, seed: int = 0) -> np.ndarray[Any, Any]:
 # --- put and get ----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("pages", [1, 2, 7, 200])
-def test_put_then_get(cache: kvstore.PrefixCache, pages: int) -> None:
-    data = content(pages)
-    keys = cache.keys(prompt(pages))
-    assert not cache.get(keys)
-    assert cache.put(keys, data) == pages
-    assert cache.put(keys, data) == 0
-    out = np.zeros((pages, PAGE), np.uint8)
-    match = cache.get(keys, out)
-    assert (match.pages, match.tokens, match.reason, match.data) == (pages, pages * 8, "", None)
-    assert match.tiers == {kvstore.Tier.DRAM: pages} and bool(match)
-    np.testing.assert_array_equal(out, data)
-    np.testing.assert_array_equal(cache.get(keys).data, data)
-    assert cache.lookup(keys).pages == pages
-
-
-def test_a_prompt_keeps_its_last_token_out(cache: kvstore.PrefixCache) -> None:
-    tokens = prompt(3)
-    cache.put(tokens, content(3))
-    assert cache.lookup(tokens).pages == 2 and cache.get(tokens).pages == 2
-    longer = [*tokens.tolist(), 5]
-    assert cache.lookup(longer).pages == 3 and cache.get(longer).tokens == 24
-    short = cache.lookup(tokens[:5])
-    assert (short.pages, short.reason, bool(short)) == (0, "", False)
-
-
-def test_partial_match_says_why_and_leaves_the_rest_alone(cache: kvstore.PrefixCache) -> None:
-    cache.put(prompt(3), content(3))
-    out = np.full((5, PAGE), 7, np.uint8)
-    match = cache.get(cache.keys(prompt(5)), out)
-    assert (match.pages, match.reason) == (3, "absent")
-    np.testing.assert_array_equal(out[:3], content(3))
-    assert (out[3:] == 7).all()
-
-
 def test_chain_grown_in_pieces_lies_in_several_runs(cache: kvstore.PrefixCache) -> None:
     data = content(24)
     for pages in (1, 4, 5, 11, 24):
@@ -98,42 +60,6 @@ def test_chain_grown_in_pieces_lies_in_several_runs(cache: kvstore.PrefixCache) 
     assert len(runs) > 1 and (pages_proven, reason) == (24, "")
     np.testing.assert_array_equal(cache.get(keys).data, data)
     np.testing.assert_array_equal(cache.get(keys[3:20]).data, data[3:20])
-
-
-def test_slices_of_keys_name_their_pages(cache: kvstore.PrefixCache) -> None:
-    keys, data = cache.keys(prompt(6)), content(6)
-    assert cache.put(keys[:2], data[:2]) == 2
-    assert cache.put(keys[2:], data[2:]) == 4
-    assert cache.put(keys[4:], data[4:]) == 0
-    np.testing.assert_array_equal(cache.get(keys[4:]).data, data[4:])
-
-
-def test_put_without_its_parents_stores_nothing_and_loses_no_frame(cache: kvstore.PrefixCache) -> None:
-    keys = cache.keys(prompt(6))
-    for _ in range(3):
-        assert cache.put(keys[3:], content(3)) == 0
-    assert node_of(cache).writable().pool(cache.frame_class)._frames
-    assert cache.put(keys, content(6)) == 6
-
-
-def test_layouts_salts_adapters_and_media_are_apart(store: kvstore.Store) -> None:
-    tokens, extras = prompt(2), [b"", b"image-1"]
-    caches = [
-        store.cache(LAYOUT),
-        store.cache(LAYOUT, salt="a"),
-        store.cache(LAYOUT, salt="b"),
-        store.cache(LAYOUT, adapter="a"),
-        store.cache(kvstore.Layout(model="n", layers=4, kv_heads=2, head_dim=16, dtype="float16", page_tokens=8)),
-    ]
-    for i, cache in enumerate(caches):
-        assert not cache.lookup(cache.keys(tokens))
-        assert cache.put(tokens, content(2, i)) == 2
-        assert cache.put(tokens, content(2, i + 50), extras) == 1  # page 0 has no media: shared
-    for i, cache in enumerate(caches):
-        np.testing.assert_array_equal(cache.get(cache.keys(tokens)).data, content(2, i))
-        np.testing.assert_array_equal(cache.get(cache.keys(tokens, extras)).data[1], content(2, i + 50)[1])
-        assert cache.get(cache.keys(tokens, [b"", b"image-2"])).pages == 1
-        assert cache.lookup([*tokens.tolist(), 1], extras).pages == 2
 
 
 def test_a_forged_collision_is_a_miss(cache: kvstore.PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -175,22 +101,6 @@ def test_a_full_store_takes_what_fits(cache: kvstore.PrefixCache, store: kvstore
     assert store.verify()["findings"] == []
 
 
-def test_grants_ahead_are_bounded_and_reused(cache: kvstore.PrefixCache) -> None:
-    pool = node_of(cache).writable().pool(cache.frame_class)
-    for i in range(30):
-        cache.put(prompt(70, 10_000 * i), content(70))
-        assert len(pool) <= AHEAD_FRAMES_MAX
-
-
-def test_async_forms(cache: kvstore.PrefixCache) -> None:
-    puts = [cache.put_async(prompt(4, 1000 * i), content(4, i)) for i in range(40)]
-    assert [put.result() for put in puts] == [4] * 40
-    assert puts[3].result() == 4
-    futures = [cache.get_async(cache.keys(prompt(4, 1000 * i))) for i in range(40)]
-    for i, future in enumerate(futures):
-        np.testing.assert_array_equal(future.result(10).data, content(4, i))
-
-
 def test_threads_share_a_cache(cache: kvstore.PrefixCache) -> None:
     wrong: list[str] = []
 
@@ -215,52 +125,6 @@ def test_threads_share_a_cache(cache: kvstore.PrefixCache) -> None:
 # --- bad input ------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("tokens", [[], [-1], [2**32], [1.5], "text", [[1, 2]], None, 7])
-def test_bad_tokens(cache: kvstore.PrefixCache, tokens: Any) -> None:
-    for call in (cache.keys, cache.lookup, cache.get, cache.lease, cache.reader, cache.writer):
-        with pytest.raises(InvalidRequest, match="^tokens: "):
-            call(tokens)
-    with pytest.raises(InvalidRequest, match="^tokens: "):
-        cache.put(tokens, b"")
-
-
-def test_bad_buffers_change_nothing(cache: kvstore.PrefixCache, store: kvstore.Store) -> None:
-    with pytest.raises(InvalidRequest, match="^pages: "):
-        cache.put(prompt(2), content(3))
-    assert not cache.lookup(cache.keys(prompt(2)))
-    cache.put(prompt(3), content(3))
-    small = np.zeros((2, PAGE), np.uint8)
-    with pytest.raises(InvalidRequest, match="^out: "):
-        cache.get(cache.keys(prompt(3)), small)
-    assert not small.any()
-    assert cache.get(prompt(3), small).pages == 2
-
-
-def test_bad_extras_and_foreign_keys(cache: kvstore.PrefixCache, store: kvstore.Store) -> None:
-    with pytest.raises(InvalidRequest, match="^extras: "):
-        cache.put(prompt(2), content(2), [b"only one"])
-    with pytest.raises(InvalidRequest, match="^extras: "):
-        cache.get(prompt(2), extras=[b"only one"])
-    with pytest.raises(InvalidRequest, match="^extras: "):
-        cache.get(cache.keys(prompt(2)), extras=[b"", b""])
-    with pytest.raises(InvalidRequest, match="another layout, salt"):
-        cache.get(store.cache(LAYOUT, salt="else").keys(prompt(2)))
-
-
-@pytest.mark.parametrize(
-    ("arguments", "field"),
-    [
-        (("layout",), "layout"),
-        ((LAYOUT, 5), "salt"),
-        ((LAYOUT, "", b"x"), "adapter"),
-        ((kvstore.Layout(model="m", layers=64, kv_heads=8, head_dim=128, page_tokens=64),), "layout"),
-    ],
-)
-def test_bad_cache_arguments(store: kvstore.Store, arguments: tuple[Any, ...], field: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"^{field}: "):
-        store.cache(*arguments)
-
-
 @pytest.mark.parametrize("name", ["arc", "fifo"])
 def test_a_policy_that_no_node_runs(shm: str, name: str) -> None:
     """The refusal names those that a node runs; what only the simulator runs is not among them."""
@@ -268,27 +132,7 @@ def test_a_policy_that_no_node_runs(shm: str, name: str) -> None:
         kvstore.open(dram="8MiB", shm_dir=shm, eviction=name)
 
 
-@pytest.mark.parametrize(
-    ("call", "field"),
-    [({}, "evict"), ({"pages": 0}, "pages"), ({"bytes": -1}, "bytes"), ({"pages": 1, "bytes": 1}, "evict")],
-)
-def test_bad_evict(store: kvstore.Store, call: dict[str, int], field: str) -> None:
-    with pytest.raises(InvalidRequest, match=f"^{field}: "):
-        store.evict(**call)
-
-
 # --- store ----------------------------------------------------------------------------------------------------------
-
-
-def test_evict_and_stats(cache: kvstore.PrefixCache, store: kvstore.Store) -> None:
-    cache.put(prompt(10), content(10))
-    assert store.stats()["tiers"]["dram"]["pages"] == 10
-    assert store.evict(pages=4)["pages"] == 4
-    assert cache.lookup(cache.keys(prompt(10))).pages == 6
-    assert store.evict(bytes=1)["pages"] == 1
-    assert cache.get(cache.keys(prompt(10))).reason == "absent"
-    assert store.stats()["client"]["misses"] == {"absent": 1}
-    store.wait_ready(1)
 
 
 def test_closed_store_refuses_and_leaves_nothing(shm: Path) -> None:
@@ -318,35 +162,6 @@ def test_a_dropped_store_ends_its_node_but_a_cache_keeps_it(shm: Path) -> None:
     assert list(shm.iterdir())
     del cache
     assert list(shm.iterdir()) == []
-
-
-def test_pickling_is_refused_in_words(store: kvstore.Store, cache: kvstore.PrefixCache) -> None:
-    for value in (store, cache):
-        with pytest.raises(InvalidRequest, match=r"kvstore\.connect\(\) in the other process"):
-            pickle.dumps(value)
-
-
-def test_a_forked_child_is_refused_and_ends_nothing(store: kvstore.Store, cache: kvstore.PrefixCache) -> None:
-    cache.put(prompt(2), content(2))
-    read, write = os.pipe()
-    child = os.fork()
-    if child == 0:
-        said = []
-        for call in (lambda: cache.get(prompt(2)), lambda: cache.put(prompt(2), content(2)), store.stats):
-            try:
-                call()
-                said.append("not refused")
-            except InvalidRequest as error:
-                said.append(str(error))
-        store.close()
-        node_of(cache)._ends.end()
-        os.write(write, "\n".join(said).encode())
-        os._exit(0)
-    os.waitpid(child, 0)
-    said = os.read(read, 2000).decode().split("\n")
-    os.close(read), os.close(write)
-    assert len(said) == 3 and all("was opened in process" in line for line in said)
-    assert cache.get(prompt(2)).pages == 1 and cache.put(prompt(3), content(3)) == 1
 
 
 # --- connect --------------------------------------------------------------------------------------------------------

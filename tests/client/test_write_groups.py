@@ -58,45 +58,6 @@ def test_two_writers_of_one_chain_at_once(how: str, machine: Machine) -> None:
     evict_all(store)
 
 
-@pytest.mark.parametrize("ranks", [2, 4, 8])
-def test_ranks_of_one_group(ranks: int, machine: Machine) -> None:
-    """Each in a process of its own writes its heads (of 8 ranks every other one none): one page, whole and right."""
-    machine.serve("n")
-    store = machine.connect("n")
-    for seed in (1, 2):
-        workers = [
-            machine.worker("layers", "n", seed=seed, pages=PAGES, group=f"write {seed}", rank=rank, ranks=ranks)
-            for rank in range(ranks)
-        ]
-        for worker in workers:
-            worker.wait_well()
-            assert not worker.events("refused"), worker.events("refused")
-        assert max(worker.events("sealed")[0]["seen"] for worker in workers) == PAGES
-        check_pages(store, {seed: PAGES})
-    check_laws(store)
-    wait_settled(store)
-    evict_all(store)
-
-
-def test_ranks_seal_in_any_order_and_not_before_the_last(machine: Machine) -> None:
-    machine.serve("n")
-    store = machine.connect("n")
-    workers = [
-        machine.worker("layers", "n", seed=1, pages=PAGES, group="g", rank=rank, ranks=4, step=True)
-        for rank in range(4)
-    ]
-    for worker in workers:
-        worker.wait_for("reserved")
-    for done, rank in enumerate((2, 0, 3, 1)):
-        for _ in range(SMALL.layers + 1):
-            workers[rank].tell()
-        sealed = workers[rank].wait_for("sealed")
-        assert sealed["pages"] == PAGES
-        assert sealed["seen"] == (PAGES if done == 3 else 0), f"seen after {done + 1} of 4 ranks"
-    check_pages(store, {1: PAGES})
-    assert frames(store)["reserved"] == 0
-
-
 @pytest.mark.parametrize("missing", ["never starts", "is killed", "stops"])
 def test_a_rank_that_never_comes(missing: str, machine: Machine) -> None:
     """No copy at all; the deadline (or the dead rank) gives the frames back, and another group writes a right one."""
