@@ -17,7 +17,6 @@ from kvstore.client.local.channel import SessionFile
 from kvstore.errors import OutOfSpace
 from kvstore.shm import counters as module
 from kvstore.shm.counters import (
-    CARRY,
     COUNTERS_BYTES,
     LATENCY_BOUNDS_S,
     LEASE,
@@ -27,8 +26,6 @@ from kvstore.shm.counters import (
     ONE_GET,
     PUT,
     PUT_ASYNC,
-    REUSE_BOUNDS_S,
-    ROWS_MAX,
     SessionCounters,
     Tally,
     added,
@@ -140,22 +137,6 @@ def test_every_verb_counts() -> None:
     }
 
 
-def test_what_a_get_that_finds_everything_adds_itself() -> None:
-    """As ``PrefixCache.get`` does."""
-    counters = SessionCounters()
-    row = counters.row(4096, 16)
-    for _ in range(1000):
-        counters.words[row] += ONE_GET + 3
-    assert (counters.tally().counts["gets"], counters.tally().counts["hit_dram"]) == (1000, 3000)
-    word = counters.words[row] + (ONE_GET << 23)
-    assert word >= CARRY
-    counters.carry(row, word)
-    assert counters.words[row] == 0
-    counts = counters.tally().counts
-    assert (counts["gets"], counts["hit_dram"]) == (1000 + (1 << 23), 3000)
-    assert (counts["hit_dram_tokens"], counts["read_dram_bytes"]) == (3000 * 16, 3000 * 4096)
-
-
 def test_a_row_is_emptied_before_its_pages_or_gets_run_into_each_other() -> None:
     counters = SessionCounters()
     row = counters.row(4096, 16)
@@ -165,20 +146,6 @@ def test_a_row_is_emptied_before_its_pages_or_gets_run_into_each_other() -> None
         counters.got(row, 9, 5, 0, "absent")
     counts = counters.tally().counts
     assert (counts["gets"], counts["hit_dram"]) == (before["gets"] + 3, before["hit_dram"] + 15)
-
-
-def test_geometries_beyond_the_last_row_share_it() -> None:
-    counters = SessionCounters()
-    rows = [counters.row(1000 + i, 1) for i in range(ROWS_MAX + 10)]
-    assert len({*rows}) == ROWS_MAX and rows[ROWS_MAX - 1 :] == [rows[-1]] * 11
-    for row in rows:
-        counters.put(row, 1)
-    counts = counters.tally().counts
-    assert counts["pages_put"] == ROWS_MAX + 10
-    assert counts["put_bytes"] == sum(1000 + i for i in range(ROWS_MAX - 1)), "those that share a row have no size"
-    for i in range(10 * ROWS_MAX):
-        assert counters.row(10**6 + i, 1) == rows[-1]
-    assert len(counters.rows) < ROWS_MAX, "what clients think of is not remembered for ever"
 
 
 def test_sessions_that_write_anything_spoil_no_sum() -> None:
@@ -208,23 +175,6 @@ def test_buckets_of_latency(ns: int, bound_s: float, monkeypatch: pytest.MonkeyP
     assert pytest.approx(bound_s) == LATENCY_BOUNDS_S[bucket]
 
 
-def test_what_takes_longer_than_the_last_bound(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module.time, "monotonic_ns", lambda: int(1000e9))
-    counters = SessionCounters()
-    counters.took(LEASE, 0, 3)
-    took = counters.tally().latency["lease"]
-    assert took.counts[-1] == sum(took.counts) == 3 and took.sum_s == 3000
-
-
-def test_buckets_of_reuse_gaps() -> None:
-    counters = SessionCounters()
-    for gap_ns in (-5, 999_999, 1_000_000, 1_999_999, 2_000_000, int(4e18)):
-        counters.reused(gap_ns, 2)
-    counts = counters.tally().reuse.counts
-    assert (*counts[:3], counts[-1], sum(counts)) == (4, 4, 2, 2, 12)
-    assert REUSE_BOUNDS_S[:3] == (0.001, 0.002, 0.004)
-
-
 @pytest.mark.parametrize("reason", module.MISS_REASONS)
 def test_pages_asked_are_hit_or_missed(reason: str) -> None:
     counters = SessionCounters()
@@ -237,42 +187,6 @@ def test_pages_asked_are_hit_or_missed(reason: str) -> None:
 
 
 # --- the file -------------------------------------------------------------------------------------------------------
-
-
-def test_counts_before_the_file_go_with_it(folder: NodeFolder) -> None:
-    file = SessionFile(folder.path, 7)
-    put(file.counters, 3, 100)
-    file.lock()
-    put(file.counters, 1, 100)
-    path = folder.session(7)
-    assert path.stat().st_size == COUNTERS_BYTES and path.stat().st_mode & 0o777 == 0o660
-    with open(path, "rb") as other:
-        vector = read_counters(other.fileno())
-        assert vector is not None
-        assert Tally.of([vector]) == file.counters.tally()
-        assert file.counters.tally().counts == ZERO | {"pages_put": 4, "put_bytes": 400}
-    file.close()
-
-
-def test_a_file_that_was_removed_is_replaced_and_counts_from_zero(
-    folder: NodeFolder, sessions: Sessions, client: SessionFile
-) -> None:
-    put(client.counters, 3, 1)
-    folder.session(7).unlink()
-    client.lock()
-    put(client.counters, 1, 1)
-    assert sessions.totals().counts["pages_put"] == 1
-    client.lock()  # nothing to do
-    assert client.counters.tally().counts["pages_put"] == 1
-
-
-def test_the_map_keeps_no_lock(folder: NodeFolder, client: SessionFile) -> None:
-    with open(folder.session(7), "rb") as other:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        client.close()
-        put(client.counters, 1, 1)  # a thread that was late: harmless
-        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
 
 
 def test_no_memory_for_the_page_costs_the_counts_alone(folder: NodeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -336,27 +250,6 @@ def test_totals_never_go_down(folder: NodeFolder, sessions: Sessions, client: Se
     assert sessions.totals().counts["pages_put"] == 6
 
 
-def test_alive(folder: NodeFolder, sessions: Sessions, client: SessionFile) -> None:
-    sessions.join(1, SessionCounters())
-    assert sessions.alive(1) and sessions.alive(7) and not sessions.alive(99)
-    put(client.counters, 4, 1)
-    client.close()
-    sessions.leave(1)
-    assert not sessions.alive(7) and not sessions.alive(7) and not sessions.alive(1)
-    assert sessions.totals().counts["pages_put"] == 4
-
-
-def test_sweep_removes_the_dead_alone(folder: NodeFolder, sessions: Sessions, client: SessionFile) -> None:
-    dead = SessionFile(folder.path, 8)
-    dead.lock()
-    put(dead.counters, 2, 1)
-    dead.close()
-    (folder.sessions / "notes.txt").write_text("none of our business")
-    sessions.sweep()
-    assert sorted(os.listdir(folder.sessions)) == [f"{7:016x}", "notes.txt"]
-    assert sessions.totals().counts["pages_put"] == 2
-
-
 def test_counts_of_the_living_survive_the_node(folder: NodeFolder, client: SessionFile) -> None:
     put(client.counters, 2, 1)
     assert Sessions(folder).totals().counts["pages_put"] == 2
@@ -366,12 +259,6 @@ def test_counts_of_the_living_survive_the_node(folder: NodeFolder, client: Sessi
     after.sweep()
     assert after.totals().counts["pages_put"] == 2, "it ended while there was no node"
     assert Sessions(folder).totals().counts["pages_put"] == 0
-
-
-def test_a_node_without_its_folder(tmp_path: Path) -> None:
-    sessions = Sessions(NodeFolder(tmp_path, "gone"))
-    sessions.sweep()
-    assert sessions.totals().counts == ZERO and not sessions.alive(1)
 
 
 def test_a_killed_client_is_counted_once(folder: NodeFolder, sessions: Sessions) -> None:

@@ -17,7 +17,7 @@ from cuda.bindings import driver
 
 from kvstore.device import cuda, cuda_driver
 from kvstore.device.base import DeviceLost
-from kvstore.device.cuda import LENGTHS, MEASURED_BYTES, CudaEvent, pieces
+from kvstore.device.cuda import CudaEvent
 from kvstore.device.cuda_copies import (
     BATCH_VERSION,
     RegisteredRange,
@@ -25,23 +25,17 @@ from kvstore.device.cuda_copies import (
     attributes,
     in_allocations,
     named,
-    threshold,
 )
 from kvstore.device.cuda_driver import (
-    HANDLE_BYTES,
     LOST,
     DriverError,
     access_of,
     call,
     exported,
     fault,
-    handle_bytes,
-    handle_of,
     mapped,
     opened,
-    plain,
     properties_of,
-    too_old,
 )
 from kvstore.errors import DeadlineExceeded, OutOfSpace, Unavailable
 from tests.helpers.fake_driver import has_driver, package_takes
@@ -77,18 +71,6 @@ def test_without_a_driver_the_package_is_asked_for_nothing(monkeypatch: pytest.M
     assert cuda.find() == ((), "no NVIDIA driver")
 
 
-def test_without_the_package_there_is_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    cuda_driver.begin.cache_clear()
-    cuda._devices.cache_clear()
-    assert cuda.find() == ((), "cuda-python is not installed")
-
-
-def test_an_old_driver_is_told_with_its_version() -> None:
-    assert too_old(11080) == "the NVIDIA driver is too old (CUDA 11.8, not 12.0 or later)"
-    assert too_old(12000) == too_old(13040) == ""
-
-
 def test_the_modules_load_no_driver_and_no_package() -> None:
     look = "import sys, kvstore.device.cuda; print([name for name in sys.modules if name.partition('.')[0] == 'cuda'])"
     assert subprocess.check_output([sys.executable, "-c", look], text=True) == "[]\n"
@@ -117,15 +99,6 @@ def test_errors_of_the_driver_become_ours() -> None:
     assert str(pickle.loads(pickle.dumps(other))) == str(other)
     assert named(driver, 700) == "CUDA_ERROR_ILLEGAL_ADDRESS"
     assert named(driver, 54321) == "error 54321"
-
-
-def test_calls_return_what_stands_beside_the_code() -> None:
-    ok = driver.CUresult.CUDA_SUCCESS
-    assert call(lambda: (ok,)) is None
-    assert call(lambda: (ok, 3)) == 3
-    assert call(lambda: (ok, 3, 4)) == (3, 4)
-    with pytest.raises(OutOfSpace, match="CUDA_ERROR_OUT_OF_MEMORY"):
-        call(lambda: (driver.CUresult.CUDA_ERROR_OUT_OF_MEMORY, None))
 
 
 def test_a_call_that_the_driver_lacks_is_one_line() -> None:
@@ -187,23 +160,6 @@ def test_attributes_are_those_that_the_call_of_12_8_takes() -> None:
     found.flags = 9
     words = (ctypes.c_uint32 * 6).from_address(int(found.getPtr()))
     assert list(words) == [1, 0, 0, 0, 0, 9]
-
-
-def test_the_threshold_is_where_the_kernel_stops_being_worth_it() -> None:
-    lengths = (4, 16, 64)
-    assert threshold(lengths, [1, 1, 1], [2, 2, 2]) == 128
-    assert threshold(lengths, [1, 1, 1], [2, 2, 1]) == 64
-    assert threshold(lengths, [1, 1, 1], [2, 1.2, 2]) == 16  # faster, but not by enough
-    assert threshold(lengths, [1, 1, 1], [1, 2, 2]) == 0
-
-
-def test_what_is_measured_lies_in_what_was_allocated() -> None:
-    for length in LENGTHS:
-        targets, sources, nbytes = pieces(1 << 40, 2 << 40, length)
-        assert int(nbytes.sum()) == MEASURED_BYTES
-        assert (np.diff(targets) == 2 * length).all()
-        assert int(targets[-1]) + length <= (1 << 40) + 2 * MEASURED_BYTES
-        assert int(sources[0]) == 2 << 40
 
 
 def test_registered_memory_is_found_where_the_device_sees_it() -> None:
@@ -272,13 +228,6 @@ class Answers(NamedTuple):
         return self.attributes
 
 
-def test_handles_are_their_bytes() -> None:
-    """As the structure has them, whether this version of the package names them or not."""
-    raw = bytes(range(HANDLE_BYTES))
-    assert handle_bytes(handle_of(driver, raw)) == raw
-    assert handle_bytes(driver.CUipcMemHandle()) == bytes(HANDLE_BYTES)
-
-
 def test_what_the_driver_is_asked_for_memory_with_a_descriptor() -> None:
     """Field by field, as the driver's structures have them: what is set in a part is set in the whole."""
     primary: Any = Answers(1)
@@ -289,11 +238,6 @@ def test_what_the_driver_is_asked_for_memory_with_a_descriptor() -> None:
     assert properties_of(Answers(0)).allocFlags.gpuDirectRDMACapable == 0  # type: ignore[arg-type]
     told = (ctypes.c_int * 3).from_address(int(access.getPtr()))
     assert list(told) == [1, 3, 3], "device 3 reads and writes"
-
-
-def test_a_device_without_descriptors_gives_no_mapped_memory() -> None:
-    with pytest.raises(Unavailable, match="VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED is not set"):
-        mapped(Answers(0), 4096)  # type: ignore[arg-type]
 
 
 class CheckedDriver:
@@ -367,25 +311,6 @@ def test_mapped_memory_is_made_shown_and_given_back() -> None:
         each.free()
         each.free()
         assert made.said == UNMAPPED
-
-
-@without_a_driver
-def test_plain_memory_is_shown_by_its_handle() -> None:
-    made = CheckedDriver()
-    primary: Any = CheckedPrimary(1, made)
-    export = exported(primary, bytes(16), None, BASE + 100)
-    assert export == (bytes(16), 100, 8 << 20, bytes(HANDLE_BYTES), -1)
-    theirs = opened(primary, export)
-    assert (theirs.address, theirs.nbytes) == (BASE, 8 << 20)
-    theirs.free()
-    plain(primary, 100).free()
-    assert made.said[2:] == [
-        "cuIpcOpenMemHandle",
-        "cuMemGetAddressRange",
-        "cuIpcCloseMemHandle",
-        "cuMemAlloc",
-        "cuMemFree",
-    ]
 
 
 @without_a_driver

@@ -83,14 +83,6 @@ def there_and_back(device: CudaDevice, stream: CudaStream, source: Bytes) -> Non
 # --- Opening --------------------------------------------------------------------------------------------------------
 
 
-def test_nothing_is_opened_before_it_is_used(fake: FakeDriver, device: CudaDevice) -> None:
-    assert (device.name, device.model, device.uuid) == ("cuda:0", "Fake", fake.device.uuid)
-    assert not device.in_use and not device.owns(1 << 40)
-    assert "cuDevicePrimaryCtxRetain" not in fake.said
-    assert device.kernel_missing == "" and device.batches and device.in_use
-    assert fake.said.count("cuDevicePrimaryCtxRetain") == 1
-
-
 def test_what_goes_faster_by_the_kernel_is_measured_by_the_devices_time(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,12 +103,6 @@ def test_what_goes_faster_by_the_kernel_is_measured_by_the_devices_time(
     assert fake.device._bytes_free == 1 << 30
 
 
-def test_a_device_that_cannot_be_measured_uses_its_engines(fake: FakeDriver, monkeypatch: pytest.MonkeyPatch) -> None:
-    fake.device._bytes_free = 4096  # less than what is copied
-    with faked(monkeypatch, fake) as device:
-        assert device.kernel_below == dict.fromkeys(Way, 0)
-
-
 def test_a_device_that_does_not_copy_is_lost_when_it_is_opened(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -132,15 +118,6 @@ def test_a_device_that_does_not_copy_is_lost_when_it_is_opened(
 
 
 # --- Contexts and waits ---------------------------------------------------------------------------------------------
-
-
-def test_the_context_of_whoever_calls_is_as_it_was(fake: FakeDriver, device: CudaDevice) -> None:
-    fake.cuCtxPushCurrent(driver.CUcontext(7))
-    there_and_back(device, device.stream(), some())
-    assert fake.stack == [7]
-    with device.current():
-        assert len(fake.stack) == 2
-    fake.cuCtxPopCurrent()
 
 
 def test_each_thread_has_the_context_for_its_calls(fake: FakeDriver, device: CudaDevice) -> None:
@@ -172,14 +149,6 @@ def test_an_event_is_waited_for_until_the_deadline(fake: FakeDriver, device: Cud
     event.wait(time.monotonic() + 30)
     assert event.over()
     memory.free()
-
-
-def test_events_and_streams_that_nobody_knows_are_given_up(fake: FakeDriver, device: CudaDevice) -> None:
-    stream = device.stream()
-    event = stream.record()
-    events, streams = len(fake._events), len(fake._streams)
-    del event, stream
-    assert (len(fake._events), len(fake._streams)) == (events - 1, streams - 1)
 
 
 # --- Ways of pieces -------------------------------------------------------------------------------------------------
@@ -235,14 +204,6 @@ def test_default_streams_take_pieces_one_by_one(fake: FakeDriver, device: CudaDe
     assert ways(fake) == []
 
 
-def test_an_old_driver_takes_pieces_one_by_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    fake = FakeDriver(batches=False, kernels=False)
-    with faked(monkeypatch, fake) as device:
-        assert not device.batches and device.kernel_missing == "NVRTC is not installed"
-        there_and_back(device, device.stream(), some())
-        assert ways(fake) == [SINGLE] * 4
-
-
 def test_a_driver_that_knows_the_call_but_not_on_this_device(fake: FakeDriver, device: CudaDevice) -> None:
     """It is not asked again, once it refused memory that is registered: other memory may be the reason."""
     stream, source = device.stream(), some(4 * PIECE)  # too long for the kernel
@@ -279,16 +240,6 @@ def test_a_batch_with_pieces_that_it_may_not_have(fake: FakeDriver, device: Cuda
     memory.free()
 
 
-def test_another_refusal_of_a_batch_is_one(fake: FakeDriver, device: CudaDevice) -> None:
-    stream, source, memory = device.stream(), some(), device.allocate(PIECE)
-    fake.batch_answer = lambda spans: driver.CUresult.CUDA_ERROR_NOT_PERMITTED
-    ways(fake)
-    with pytest.raises(Unavailable, match="CUDA_ERROR_NOT_PERMITTED"):
-        stream.copy(at(memory.address), at(source.ctypes.data), at(PIECE))
-    assert ways(fake) == [BATCH] and device.batches
-    memory.free()
-
-
 # --- Registered memory ----------------------------------------------------------------------------------------------
 
 
@@ -312,24 +263,6 @@ def test_memory_that_is_mapped_read_only_is_registered_as_such(fake: FakeDriver,
     for each in (source, other):
         device.unregister(each)
     memory.free()
-
-
-def test_a_driver_that_registers_nothing_read_only(fake: FakeDriver, device: CudaDevice) -> None:
-    fake.reads_only = False
-    with pytest.raises(Unavailable, match="cuda:0: the driver cannot register memory that is mapped read-only"):
-        device.register(read_only(some()))
-    assert not fake.registered
-
-
-def test_what_is_registered_twice_is_refused(fake: FakeDriver, device: CudaDevice) -> None:
-    source = some()
-    device.register(source)
-    with pytest.raises(Unavailable, match="ALREADY_REGISTERED"):
-        device.register(source)
-    device.unregister(source)
-    with pytest.raises(Unavailable, match="NOT_REGISTERED"):
-        device.unregister(source)
-    there_and_back(device, device.stream(), source)
 
 
 # --- A device that is lost ------------------------------------------------------------------------------------------
@@ -379,22 +312,6 @@ def test_whoever_gives_back_is_the_first_to_see_that_the_device_is_lost(
     assert "ECC_UNCORRECTABLE" in device.lost
     for call in calls.values():
         assert not call()
-
-
-def test_a_device_that_is_lost_while_it_is_opened_owns_nothing(fake: FakeDriver, device: CudaDevice) -> None:
-    fake.cuDevicePrimaryCtxRetain(driver.CUdevice(0))  # somebody else uses it
-    assert device.in_use
-    fake.lose()
-    assert not device.owns(1 << 40)
-    with pytest.raises(DeviceLost):
-        device.allocate(1)
-
-
-def test_a_device_reaches_itself_also_where_the_list_of_devices_was_read_again(device: CudaDevice) -> None:
-    """Another object stands for it then; the driver says that a device has no peer access to itself."""
-    cuda._devices.cache_clear()
-    assert cuda.find().devices[0] is not device
-    assert device.reach(device.uuid) == ""
 
 
 @pytest.mark.timeout(60)

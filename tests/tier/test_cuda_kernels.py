@@ -7,18 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.device.cuda_copies import (
-    NAME,
-    PIECES_MAX,
-    TILE_BYTES,
-    cache_folder,
-    compiled,
-    cubin_for,
-    keep,
-    kept,
-    launches,
-)
-from kvstore.errors import Unavailable
+from kvstore.device.cuda_copies import NAME, PIECES_MAX, TILE_BYTES, compiled, keep, kept, launches
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
@@ -26,22 +15,6 @@ def test_the_kernel_compiles_without_a_device(arch: int) -> None:
     cubin = compiled(arch)
     assert cubin.startswith(b"\x7fELF")
     assert NAME in cubin
-
-
-def test_a_device_that_the_compiler_does_not_know_is_told_in_one_line() -> None:
-    with pytest.raises(Unavailable, match="^NVRTC: [^\n]+$"):
-        compiled(30)
-
-
-def test_a_cubin_is_compiled_once(tmp_path: Path) -> None:
-    folder = tmp_path / "a" / "kvstore"
-    first = cubin_for(90, folder)
-    (path,) = folder.iterdir()
-    assert kept(path) == first
-    keep(path, b"another one")  # what is found is what is used
-    assert cubin_for(90, folder) == b"another one"
-    assert cubin_for(80, folder).startswith(b"\x7fELF")  # another device's has another name
-    assert len(list(folder.iterdir())) == 2
 
 
 @pytest.mark.parametrize("damage", [lambda all: all[:-1], lambda all: all[:40] + b"?" + all[41:], lambda all: b""])
@@ -66,19 +39,6 @@ def test_what_others_can_write_is_not_trusted(tmp_path: Path) -> None:
     assert kept(folder / "y.cubin") is None
     (tmp_path / "link").symlink_to(folder)
     assert kept(tmp_path / "link" / "x.cubin") is None
-
-
-def test_a_folder_that_cannot_be_made_costs_nothing_but_time(tmp_path: Path) -> None:
-    (tmp_path / "file").touch()
-    assert cubin_for(90, tmp_path / "file" / "kvstore").startswith(b"\x7fELF")
-
-
-def test_cubins_lie_in_the_folder_for_caches(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("XDG_CACHE_HOME", "/c")
-    assert cache_folder() == Path("/c/kvstore")
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", "/h")
-    assert cache_folder() == Path("/h/.cache/kvstore")
 
 
 def arguments(launch) -> tuple[np.ndarray, int, int]:

@@ -4,20 +4,16 @@ from __future__ import annotations
 
 import gc
 import os
-import subprocess
-import sys
 import tempfile
-import textwrap
 from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from kvstore.errors import OutOfSpace, VersionMismatch
-from kvstore.model.replica import SHARDS_MAX, FrameClass, FrameState, word_of
+from kvstore.model.replica import FrameClass, FrameState, word_of
 from kvstore.shm.folder import NodeFolder
-from kvstore.shm.records import RECORDS_HEAD_BYTES, ExtentTable
+from kvstore.shm.records import ExtentTable
 from kvstore.tier import dram
 from kvstore.tier.dram import SEGMENT_HEAD_BYTES, DramStore, SegmentFile, SegmentMap
 
@@ -35,26 +31,7 @@ def folder(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[NodeFolde
         yield folder
 
 
-def run(source: str, *args: object) -> str:
-    """What a second process prints."""
-    command = [sys.executable, "-c", textwrap.dedent(source), *map(str, args)]
-    root = Path(__file__).parents[2]
-    return subprocess.run(command, capture_output=True, text=True, check=True, cwd=root).stdout.strip()
-
-
 # --- segment --------------------------------------------------------------------------------------------------------
-
-
-def test_a_new_segment_has_its_length_but_no_memory(folder: NodeFolder) -> None:
-    segment = SegmentFile.create(folder, INCARNATION, 4 * MIB, 3)
-    stat = folder.segment.stat()
-    assert stat.st_size == SEGMENT_HEAD_BYTES + 12 * MIB
-    assert stat.st_blocks * 512 <= 64 << 10
-    assert segment.data.shape == (12 * MIB,)
-    segment.populate(1)
-    assert folder.segment.stat().st_blocks * 512 >= 4 * MIB
-    assert SEGMENT_HEAD_BYTES % (2 * MIB) == 0
-    segment.close()
 
 
 def test_no_memory_is_given_back_under_an_extent(folder: NodeFolder) -> None:
@@ -111,24 +88,6 @@ def test_kernels_without_populate_are_served(folder: NodeFolder, monkeypatch: py
     monkeypatch.setattr(dram, "_MADV_POPULATE_WRITE", 9999)  # EINVAL, as before 5.14
     segment = SegmentFile.create(folder, INCARNATION, MIB, 2)
     segment.populate(0)
-    segment.close()
-
-
-def test_client_and_owner_share_bytes_across_processes(folder: NodeFolder) -> None:
-    segment = SegmentFile.create(folder, INCARNATION, MIB, 2)
-    segment.populate(1)
-    segment.frame_view(1, 4096, 256)[5] = 9
-    source = """
-        import sys
-        from kvstore.tier.dram import SegmentMap
-        from kvstore.shm.folder import NodeFolder
-        segment = SegmentMap.open(NodeFolder.at(sys.argv[1]), int(sys.argv[2]))
-        frames = segment.frames(1, 4096, 256)
-        frames[6] = frames[5] + 1
-        print(int(frames[5].sum()))
-    """
-    assert run(source, folder.path, INCARNATION) == str(9 * 4096)
-    assert (segment.frame_view(1, 4096, 256)[6] == 10).all()
     segment.close()
 
 
@@ -196,75 +155,11 @@ def test_a_segment_of_another_version_is_refused_in_words(folder: NodeFolder) ->
     assert len(os.listdir("/proc/self/fd")) == fds
 
 
-def test_a_segment_is_found_again(folder: NodeFolder) -> None:
-    segment = SegmentFile.create(folder, INCARNATION, MIB, 2)
-    segment.populate(0)
-    segment.data[:3] = (1, 2, 3)
-    segment.close()
-    again = SegmentFile.open(folder, INCARNATION)
-    assert again is not None
-    assert (again.extent_bytes, again.positions, again.data[:3].tolist()) == (MIB, 2, [1, 2, 3])
-    again.close()
-
-
 # --- tables ---------------------------------------------------------------------------------------------------------
 
 
 def table_of(folder: NodeFolder, frames: int = 6) -> ExtentTable:
     return ExtentTable.create(folder, 7, 2, CLASS, INCARNATION, frames)
-
-
-def test_geometry_of_a_table(folder: NodeFolder) -> None:
-    table = table_of(folder)
-    fmt = CLASS.record
-    assert (table.extent, table.position, table.frame_class, table.frames) == (7, 2, CLASS, 6)
-    assert table.rows.shape == (6, fmt.row_bytes)
-    assert table.words.strides == (fmt.row_bytes,)
-    assert not table.words.any() and not table.last_use.any()
-    assert folder.records(7).stat().st_size == RECORDS_HEAD_BYTES + 6 * fmt.row_bytes
-    assert folder.uses(7).stat().st_size == 64 + 6 * (16 + SHARDS_MAX)
-    assert table.words.__array_interface__["data"][0] % 8 == 0
-    table.column(fmt.group)[:] = np.arange(6)
-    assert table.rows[4, fmt.group : fmt.group + 8].tobytes() == (4).to_bytes(8, "little")
-    with pytest.raises(AssertionError):
-        table.column(3)
-    table.close()
-
-
-def test_readers_see_words_and_cannot_write_records(folder: NodeFolder) -> None:
-    owner = table_of(folder)
-    reader = ExtentTable.open(folder, 7, INCARNATION)
-    assert reader is not None
-    assert (reader.extent, reader.position, reader.frame_class, reader.frames) == (7, 2, CLASS, 6)
-    owner.rows[3, CLASS.record.identity] = 5
-    owner.words[3] = word_of(99, FrameState.SEALED)
-    assert int(reader.words[3]) == 99 << 8 | 2
-    assert (reader.rows[3, CLASS.record.identity] == 5).all()
-    for array in (reader.rows, reader.words, reader.column(CLASS.record.info)):
-        with pytest.raises(ValueError, match="read-only"):
-            array[0] = 1
-        with pytest.raises(ValueError):
-            array.flags.writeable = True
-    reader.last_use[3] = 12345
-    assert owner.last_use.tolist() == [0, 0, 0, 12345, 0, 0]
-    owner.close()
-    reader.close()
-
-
-def test_a_second_process_sees_the_owner_and_marks_use(folder: NodeFolder) -> None:
-    owner = table_of(folder)
-    owner.words[1] = word_of(5, FrameState.SEALED)
-    source = """
-        import sys
-        from kvstore.shm.folder import NodeFolder
-        from kvstore.shm.records import ExtentTable
-        table = ExtentTable.open(NodeFolder.at(sys.argv[1]), 7, int(sys.argv[2]))
-        table.last_use[1:3] = 77
-        print(int(table.words[1]))
-    """
-    assert run(source, folder.path, INCARNATION) == str(5 << 8 | 2)
-    assert owner.last_use.tolist() == [0, 77, 77, 0, 0, 0]
-    owner.close()
 
 
 @pytest.mark.parametrize(
@@ -330,28 +225,3 @@ def test_closing_under_a_view_neither_crashes_nor_leaks(folder: NodeFolder) -> N
     del words, table
     gc.collect()
     assert len(os.listdir("/proc/self/fd")) == fds
-
-
-def test_a_table_that_does_not_fit_leaves_nothing(folder: NodeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
-    real = os.posix_fallocate
-
-    def full(fd: int, start: int, size: int) -> None:
-        if size > RECORDS_HEAD_BYTES:
-            raise OSError(28, "No space left on device")
-        real(fd, start, size)
-
-    monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(OutOfSpace):
-        table_of(folder)
-    assert os.listdir(folder.path) == ["sessions"]
-
-
-def test_a_table_replaces_what_a_dead_daemon_left(folder: NodeFolder) -> None:
-    old = table_of(folder)
-    old.words[:] = 9
-    new = ExtentTable.create(folder, 7, 0, CLASS, INCARNATION + 1, 3)
-    assert not new.words.any()
-    assert old.words.tolist() == [9] * 6, "maps of the old one are another file"
-    assert ExtentTable.open(folder, 7, INCARNATION) is None
-    old.close()
-    new.close()

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import fcntl
 import os
-import signal
 import subprocess
 import sys
 import tempfile
@@ -14,9 +13,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace, VersionMismatch
+from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace
 from kvstore.shm.folder import NodeFolder, list_nodes, purge, reap_embedded
-from kvstore.shm.header import HEADER_BYTES, DaemonState, Header, boot_id
+from kvstore.shm.header import HEADER_BYTES, Header
 from kvstore.tier import dram
 from kvstore.tier.dram import check_space
 
@@ -61,21 +60,6 @@ def test_names_that_are_none_are_refused(name: str, tmp_path: Path) -> None:
         NodeFolder(tmp_path, name)
 
 
-def test_paths_and_numbers(home: Path) -> None:
-    folder = NodeFolder(home, "n")
-    assert folder.extents() == folder.epochs() == []
-    folder.create()
-    for name in ("records-3", "records-12", "records-x", "index-2.tmp"):
-        (folder.path / name).touch()
-    folder.index(7).mkdir()
-    assert folder.extents() == [3, 12]
-    assert folder.epochs() == [7]
-    assert folder.session(255) == folder.path / "sessions" / "00000000000000ff"
-    assert NodeFolder.at(folder.path).path == folder.path
-    with pytest.raises(InvalidRequest):
-        NodeFolder.at(home / "other")
-
-
 @pytest.mark.parametrize("group_shared", [False, True])
 def test_modes_whatever_the_umask(home: Path, group_shared: bool) -> None:
     folder = NodeFolder(home, "n", group_shared)
@@ -100,20 +84,6 @@ def test_a_second_owner_is_refused_with_the_pid_of_the_first(home: Path) -> None
     first.close()
     second.lock()
     second.close()
-
-
-def test_a_killed_owner_holds_nothing(home: Path) -> None:
-    process = start(HOLDER, home, "n")
-    try:
-        with pytest.raises(NodeBusy, match=f"process {process.pid}"):
-            NodeFolder(home, "n").lock()
-        assert list_nodes(home) == [("n", True)]
-    finally:
-        stop(process)
-    assert list_nodes(home) == [("n", False)]
-    folder = NodeFolder(home, "n")
-    folder.lock()
-    folder.close()
 
 
 def test_a_forked_child_keeps_no_lock(home: Path) -> None:
@@ -170,13 +140,6 @@ def test_new_files_are_whole_or_absent(home: Path, monkeypatch: pytest.MonkeyPat
     assert sorted(os.listdir(folder.path)) == ["file", "sessions"]
 
 
-def test_missing_shm_dir_is_named(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="shm_dir"):
-        NodeFolder(tmp_path / "absent", "n").create()
-    assert list_nodes(tmp_path / "absent") == []
-    assert reap_embedded(tmp_path / "absent") == []
-
-
 def test_a_link_in_the_place_of_a_folder_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / "kvstore-n").symlink_to(tmp_path / "elsewhere")
@@ -220,23 +183,6 @@ def test_purge_waits_for_who_looks_and_for_no_owner(home: Path, monkeypatch: pyt
         monkeypatch.setattr("kvstore.shm.folder.time.sleep", lambda _: looking.close())
         purge(folder.path)
     assert looking.closed and not folder.path.exists()
-
-
-def test_purge_touches_nothing_but_node_folders(tmp_path: Path) -> None:
-    (tmp_path / "precious").mkdir()
-    with pytest.raises(InvalidRequest):
-        purge(tmp_path / "precious")
-    assert (tmp_path / "precious").is_dir()
-
-
-def test_list_nodes_says_who_lives(home: Path) -> None:
-    alive, dead = NodeFolder(home, "b"), NodeFolder(home, "a")
-    dead.create()
-    alive.lock()
-    (home / "kvstore-not a node").mkdir()
-    (home / "unrelated").mkdir()
-    assert list_nodes(home) == [("a", False), ("b", True)]
-    alive.close()
 
 
 def test_reap_takes_dead_embedded_folders_only(home: Path) -> None:
@@ -288,25 +234,6 @@ def folder(home: Path) -> NodeFolder:
     return folder
 
 
-def test_header_words_are_seen_by_readers_at_once(folder: NodeFolder) -> None:
-    writer = Header.create(folder, 77, 1 << 21, 9)
-    reader = Header.open(folder)
-    assert reader is not None
-    assert (reader.incarnation, reader.extent_bytes, reader.positions) == (77, 1 << 21, 9)
-    assert (reader.pid, reader.state, reader.epoch) == (os.getpid(), DaemonState.STARTING, 0)
-    assert reader.boot_id == boot_id()
-    writer.epoch, writer.heartbeat_ns, writer.state = 3, 2**63, DaemonState.READY
-    assert (reader.epoch, reader.heartbeat_ns, DaemonState(reader.state)) == (3, 2**63, DaemonState.READY)
-    with pytest.raises(TypeError):
-        reader.epoch = 4
-    again = Header.create(folder, 78, 4096, 1)  # in place: old maps see the new node
-    assert (reader.incarnation, reader.epoch) == (78, 0)
-    for header in (writer, reader, again):
-        header.close()
-    with pytest.raises(ValueError):
-        _ = reader.epoch
-
-
 @pytest.mark.parametrize("damage", ["absent", "empty", "short", "magic", "purged"])
 def test_a_doubtful_header_is_none(folder: NodeFolder, damage: str) -> None:
     if damage != "absent":
@@ -321,38 +248,7 @@ def test_a_doubtful_header_is_none(folder: NodeFolder, damage: str) -> None:
     assert Header.open(folder, writable=True) is None
 
 
-def test_another_format_is_said_so(folder: NodeFolder) -> None:
-    header = Header.create(folder, 77, 4096, 1)
-    header.words[1] = 9
-    header.close()
-    with pytest.raises(VersionMismatch, match="file format 9"):
-        Header.open(folder)
-
-
-def test_header_survives_its_writer(folder: NodeFolder) -> None:
-    source = """
-        import sys, time
-        from kvstore.shm.folder import NodeFolder
-        from kvstore.shm.header import Header
-        header = Header.create(NodeFolder(sys.argv[1], "n"), 42, 4096, 2)
-        header.epoch = 6
-        print("made", flush=True)
-        time.sleep(60)
-    """
-    process = start(source, folder.path.parent)
-    os.kill(process.pid, signal.SIGKILL)
-    stop(process)
-    header = Header.open(folder)
-    assert header is not None
-    assert (header.incarnation, header.epoch, header.pid) == (42, 6, process.pid)
-    header.close()
-
-
 # --- space ----------------------------------------------------------------------------------------------------------
-
-
-def test_space_that_is_there_is_accepted() -> None:
-    check_space("/dev/shm", 1 << 20)
 
 
 def test_too_little_space_names_the_remedy() -> None:

@@ -9,10 +9,9 @@ import numpy as np
 import pytest
 
 from kvstore.device import copies
-from kvstore.device.base import DeviceLost
 from kvstore.device.copies import CopyStream, PinnedBounces
 from kvstore.device.host_device import POISON, HostDevice
-from kvstore.errors import DeadlineExceeded, OutOfSpace
+from kvstore.errors import DeadlineExceeded
 from kvstore.model.replica import FrameClass
 from kvstore.model.shard import Strides
 from kvstore.tier import hbm
@@ -117,43 +116,6 @@ def test_a_copy_that_is_late_spoils_nothing() -> None:
     assert (page == 9).all()
 
 
-def test_a_lost_device_fails_its_calls(fixture: Fixture) -> None:
-    fixture.write(0, 1)
-    fixture.device.lose()
-    with pytest.raises(DeviceLost):
-        fixture.read(0)
-    with pytest.raises(OSError, match="lost"):
-        fixture.write(0, 1)
-    fixture.store.close()
-    fixture.memory.free()
-
-
-def test_closing_unpins(fixture: Fixture) -> None:
-    fixture.write(0, 1)
-    assert fixture.device.pinned_bytes
-    fixture.store.close()
-    assert not fixture.device.pinned_bytes
-
-
-def test_memory_that_cannot_be_pinned_does_as_well(fixture: Fixture) -> None:
-    fixture.device.refuse_registration = True
-    assert wrote(fixture) and found(fixture)
-    fixture.store.close()
-
-
-def test_only_so_much_is_pinned() -> None:
-    device = HostDevice()
-    bounces = PinnedBounces(device, nbytes_max=4 << 20)
-    with bounces.borrow(2 << 20, time.monotonic() + NOBODY), bounces.borrow(2 << 20, time.monotonic() + NOBODY):
-        with pytest.raises(DeadlineExceeded), bounces.borrow(1, time.monotonic() + 0.01):
-            raise AssertionError("there was none left")
-        assert device.pinned_bytes == 4 << 20
-    with bounces.borrow(3 << 20, time.monotonic() + NOBODY):
-        assert device.pinned_bytes == 4 << 20  # in whole large pages
-    bounces.close()
-    assert not device.pinned_bytes
-
-
 def test_a_late_bounce_is_nobodys() -> None:
     device = HostDevice(seed=2)
     memory, stream = device.allocate(2 << 20), CopyStream(device)
@@ -201,12 +163,3 @@ def test_pages_of_a_foreign_arena() -> None:
         written[: page.page_bytes] = wanted[block]
         store.write_page(0, block, page, NO_HEADER, written)
     assert (theirs.transpose(2, 0, 4, 3, 1, 5).reshape(blocks, -1) == wanted).all()
-
-
-def test_a_device_without_room() -> None:
-    device = HostDevice(nbytes=4096)
-    memory = device.allocate(4096)
-    with pytest.raises(OutOfSpace):
-        device.allocate(1)
-    memory.free()
-    device.allocate(4096).free()

@@ -14,14 +14,10 @@ import threading
 from collections.abc import Iterator
 from pathlib import Path
 
-import lmdb
-import numpy as np
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from kvstore.errors import NodeBusy
-from kvstore.model.replica import ADDRESS_DTYPE, Address, Tier
+from kvstore.model.replica import Address, Tier
 from kvstore.shm import index, lmdb_environment
 from kvstore.shm.folder import NodeFolder
 from kvstore.shm.index import Index, IndexDamaged, IndexFull
@@ -70,23 +66,7 @@ def start(source: str, *args: object) -> subprocess.Popen[str]:
     return process
 
 
-def in_child(work: object) -> bool:
-    """Whether ``work()`` returned true in a forked child."""
-    pid = os.fork()
-    if pid == 0:
-        status = 2
-        try:
-            status = 0 if work() else 1  # type: ignore[operator]
-        finally:
-            os._exit(status)
-    return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
-
-
 # --- verbs ----------------------------------------------------------------------------------------------------------
-
-
-def test_an_address_is_what_the_model_says() -> None:
-    assert raw(7) == np.array([(7, 8, 9)], ADDRESS_DTYPE).tobytes()
 
 
 def test_put_find_delete(writer: Index) -> None:
@@ -105,20 +85,6 @@ def test_put_find_delete(writer: Index) -> None:
     assert writer.find(Tier.DRAM, key(7)) == Address(70, 71, 72)
     assert writer.find(Tier.DRAM, key(8)) is None
     assert writer.count(Tier.DRAM) == 99
-
-
-def test_pending_is_a_table_of_its_own(writer: Index) -> None:
-    with writer.begin() as txn:
-        txn.put_pending([key(2), key(1)], [raw(2), raw(1)])
-        assert txn.find_pending(key(1)) == Address(1, 2, 3)
-        assert txn.find(Tier.DRAM, key(1)) is None
-    assert writer.find_pending(key(1)) == Address(1, 2, 3)
-    assert writer.find(Tier.DRAM, key(1)) is None
-    assert (writer.count(Tier.DRAM), writer.count_pending()) == (0, 2)
-    assert list(writer.scan_pending()) == sorted((key(i), raw(i)) for i in (1, 2))
-    with writer.begin() as txn:
-        assert txn.delete_pending([key(1), key(9)]) == 1
-    assert writer.find_pending(key(1)) is None
 
 
 def test_nvme_is_a_table_of_its_own(writer: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,20 +138,6 @@ def test_longest(writer: Index) -> None:
         length = min(stored, asked)
         found = (length, raw(length - 1) if length else None)
         assert writer.longest(Tier.DRAM, [key(i) for i in range(asked)]) == found, (stored, asked)
-
-
-@settings(max_examples=60, deadline=None)
-@given(stored=st.integers(0, 70), start_=st.integers(0, 70), asked=st.integers(0, 70))
-def test_longest_is_the_count_of_leading_keys(stored: int, start_: int, asked: int) -> None:
-    with tempfile.TemporaryDirectory(dir="/dev/shm") as home:
-        folder = NodeFolder(home, "n")
-        folder.create()
-        writer = Index.open_writer(folder, 0, MIB, fresh=True)
-        put(writer, range(stored))
-        keys = [key(i) for i in range(start_, start_ + asked)]
-        leading = max(0, min(stored - start_, asked))
-        assert writer.longest(Tier.DRAM, keys) == (leading, raw(start_ + leading - 1) if leading else None)
-        writer.close()
 
 
 def test_scan_goes_on_from_batch_to_batch(writer: Index, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -273,59 +225,7 @@ def test_modes(folder: NodeFolder) -> None:
     assert modes == {"data.mdb": 0o600, "lock.mdb": 0o600}
 
 
-def test_closed_is_closed(folder: NodeFolder, writer: Index) -> None:
-    reader = Index.open_reader(folder, 1)
-    assert reader is not None
-    reader.close()
-    reader.close()
-    for verb in (
-        lambda: reader.find(Tier.DRAM, key(1)),
-        lambda: reader.find_pending(key(1)),
-        lambda: reader.find_many(Tier.DRAM, [key(1)]),
-        lambda: reader.longest(Tier.DRAM, [key(1)]),
-        lambda: reader.find(Tier.NVME, key(1)),
-        lambda: reader.find_many(Tier.NVME, [key(1)]),
-        lambda: reader.longest(Tier.NVME, [key(1)]),
-        lambda: reader.count(Tier.DRAM),
-        lambda: list(reader.scan(Tier.DRAM)),
-        lambda: reader.used_bytes(),
-        lambda: reader.clear_dead_readers(),
-        lambda: reader.begin().__enter__(),
-    ):
-        with pytest.raises(IndexDamaged):
-            verb()
-    assert writer.find(Tier.DRAM, key(1)) is None, "the others of this process go on"
-
-
-def test_an_index_of_an_older_version_is_no_index(folder: NodeFolder) -> None:
-    """Without the NVMe table: the daemon makes another one, readers miss until then."""
-    old = folder.index(1)
-    os.mkdir(old)
-    made = lmdb.open(str(old), map_size=MIB, max_dbs=2)
-    for name in (lmdb_environment.TIER_TABLES[Tier.DRAM], lmdb_environment.PENDING):
-        made.open_db(name)
-    made.close()
-    assert Index.open_reader(folder, 1) is None
-    with pytest.raises(IndexDamaged):
-        Index.open_writer(folder, 1, MIB, fresh=False)
-
-
 # --- one process ----------------------------------------------------------------------------------------------------
-
-
-def test_writer_and_readers_of_one_process_share(folder: NodeFolder, writer: Index) -> None:
-    first, second = Index.open_reader(folder, 1), Index.open_reader(folder, 1)
-    assert first is not None and second is not None
-    put(writer, range(5))
-    assert first.count(Tier.DRAM) == second.count(Tier.DRAM) == 5
-    first.close()
-    writer.close()  # the daemon of this process stops; readers go on
-    assert second.find(Tier.DRAM, key(3)) == Address(3, 4, 5)
-    again = Index.open_writer(folder, 1, MIB, fresh=False)
-    put(again, range(5, 6))
-    assert second.count(Tier.DRAM) == 6
-    again.close()
-    second.close()
 
 
 def test_a_new_index_of_the_same_epoch_is_not_mixed_up_with_the_old(folder: NodeFolder, writer: Index) -> None:
@@ -379,36 +279,6 @@ def test_threads_read_while_one_writes_and_another_closes(folder: NodeFolder, wr
 
 
 # --- several processes ----------------------------------------------------------------------------------------------
-
-READER = """
-    import sys
-    from kvstore.model.replica import Tier
-    from kvstore.shm.folder import NodeFolder
-    from kvstore.shm.index import Index
-    reader = Index.open_reader(NodeFolder.at(sys.argv[1]), 1)
-    print("open", flush=True)
-    for line in sys.stdin:
-        print(reader.find(Tier.DRAM, bytes.fromhex(line)), flush=True)
-"""
-
-
-def test_a_reader_in_another_process_sees_commits(folder: NodeFolder, writer: Index) -> None:
-    process = start(READER, folder.path)
-    assert process.stdin is not None and process.stdout is not None
-    try:
-        for i in range(3):
-            print(key(i).hex(), file=process.stdin, flush=True)
-            assert process.stdout.readline() == "None\n"
-            put(writer, range(i, i + 1))
-            print(key(i).hex(), file=process.stdin, flush=True)
-            assert process.stdout.readline() == f"{Address(i, i + 1, i + 2)}\n"
-        put(writer, range(100, 5100))  # the file grows under the reader
-        print(key(5000).hex(), file=process.stdin, flush=True)
-        assert process.stdout.readline() == f"{Address(5000, 5001, 5002)}\n"
-    finally:
-        process.kill()
-        process.communicate()
-
 
 WRITER = """
     import sys
@@ -489,40 +359,6 @@ def test_a_stopped_reader_makes_the_index_full_at_worst(folder: NodeFolder) -> N
         process.kill()
         process.communicate()
         writer.close()
-
-
-# --- forks ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_forked_child_opens_its_own_and_harms_nobody(folder: NodeFolder, writer: Index) -> None:
-    put(writer, range(5))
-    inherited = Index.open_reader(folder, 1)
-    assert inherited is not None
-
-    def child() -> bool:
-        for stale in (inherited, writer):
-            try:
-                stale.find(Tier.DRAM, key(1))
-                return False
-            except IndexDamaged:
-                pass
-        reads.clear()
-        own = Index.open_reader(folder, 1)
-        found = own is not None and own.find(Tier.DRAM, key(1)) == Address(1, 2, 3)
-        if own is not None:
-            own.close()
-        gc.collect()
-        return found
-
-    reads = [inherited._begin(inherited._tables.tiers[Tier.DRAM])]  # the parent is inside a read
-    for _ in range(3):
-        assert in_child(child)
-    assert inherited._environment is not None
-    assert str(os.getpid()) in inherited._environment.readers(), "the parent kept its place"
-    assert reads.pop().get(key(1)) == raw(1)
-    put(writer, range(5, 9))
-    assert inherited.count(Tier.DRAM) == 9
-    inherited.close()
 
 
 # --- rebuilding -----------------------------------------------------------------------------------------------------

@@ -89,21 +89,6 @@ def test_what_is_published_and_not_taken_in_is_held(log: PutLog) -> None:
         assert all(log.holder(key) < 0 for key in list(gone)[-3:])
 
 
-def test_slots_belong_to_sessions(log: PutLog) -> None:
-    slots = {session: log.give(session) for session in range(1, SLOTS + 1)}
-    assert sorted(slot for slot in slots.values() if slot is not None) == list(range(SLOTS))
-    assert log.give(SLOTS + 1) is None
-    assert log.give(5) == slots[5], "the one that it has"
-    assert not log.append(slots[5] or 0, 6, b"not mine")
-    assert log.append(slots[5] or 0, 5, b"mine")
-    log.skip(slots[5] or 0)
-    log.free(slots[5] or 0)
-    assert not log.append(slots[5] or 0, 5, b"not any more")
-    assert log.give(99) == slots[5]
-    assert log.append(slots[5] or 0, 99, b"new")
-    assert taken(log, slots[5] or 0) == [b"new"]
-
-
 def test_a_closed_slot_is_given_to_nobody_until_its_session_has_ended(log: PutLog) -> None:
     slot = slot_of(log)
     log.append(slot, SESSION, b"lost")
@@ -171,11 +156,3 @@ def test_only_the_file_that_was_asked_for_is_opened(folder: NodeFolder, log: Put
     assert PutLog.open(folder, log.id) is None
     folder.puts.unlink()
     assert PutLog.open(folder, log.id) is None
-
-
-def test_memory_is_taken_by_slots_that_are_used(folder: NodeFolder, log: PutLog) -> None:
-    before = folder.puts.stat().st_blocks * 512
-    assert before <= 16 << 10
-    for session in (1, 2, 3):
-        log.give(session)
-    assert folder.puts.stat().st_blocks * 512 - before <= 3 * RING_BYTES + (64 << 10)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import struct
 from pathlib import Path
 
-import numpy as np
 import pytest
 import xxhash
 
@@ -56,13 +55,6 @@ def test_tables_of_both_tiers(folder: NodeFolder, tier: Tier, row_bytes: int, us
     assert table.last_use.tolist() == [0, 0, 0, 0, 123, 0, 0]
     with pytest.raises(ValueError, match="read-only"):
         reader.words[0] = 1
-
-
-def test_a_lean_record_has_no_token_ids_and_no_tail(folder: NodeFolder) -> None:
-    fmt = create(folder, tier=Tier.NVME).fmt
-    assert fmt == CLASS.lean
-    assert (fmt.identity, fmt.parent) == (slice(8, 56), slice(56, 72))
-    assert (fmt.info, fmt.identity_sum, fmt.lease_until_ns, fmt.row_bytes) == (72, 80, 88, 96)
 
 
 @pytest.mark.parametrize("tier", [Tier.DRAM, Tier.NVME])
@@ -180,13 +172,6 @@ def test_what_a_lost_table_says_of_its_place(folder: NodeFolder) -> None:
     assert claimed_positions(folder, 5, INCARNATION) == set(), "another tier's"
 
 
-def test_a_table_of_the_other_tier_under_that_number_is_replaced(folder: NodeFolder) -> None:
-    create(folder, tier=Tier.DRAM)
-    create(folder, tier=Tier.NVME)
-    found = ExtentTable.open(folder, 5, INCARNATION)
-    assert found is not None and found.tier is Tier.NVME
-
-
 @pytest.mark.parametrize("tier", [Tier.DRAM, Tier.NVME])
 def test_what_was_unlinked_matches_nothing(folder: NodeFolder, tier: Tier) -> None:
     table = create(folder, tier=tier)
@@ -198,10 +183,3 @@ def test_what_was_unlinked_matches_nothing(folder: NodeFolder, tier: Tier) -> No
     assert not reader.words.any()
     assert ExtentTable.open(folder, 5, INCARNATION) is None
     assert not folder.records(5).exists() and not folder.uses(5).exists()
-
-
-def test_a_view_outlives_its_table(folder: NodeFolder) -> None:
-    table = create(folder, tier=Tier.NVME)
-    words = table.words
-    table.close()
-    assert np.count_nonzero(words) == 0

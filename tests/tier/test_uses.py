@@ -8,7 +8,7 @@ from collections.abc import Iterator
 import numpy as np
 import pytest
 
-from kvstore.errors import OutOfSpace, VersionMismatch
+from kvstore.errors import OutOfSpace
 from kvstore.model.replica import SHARDS_MAX, FrameClass, Tier
 from kvstore.shm.folder import NodeFolder
 from kvstore.shm.records import ExtentTable, TableFiles
@@ -88,16 +88,6 @@ def test_uses_that_are_not_sound_are_made_anew(damage: str, folder: NodeFolder) 
     assert not opened(folder).last_use.any()
 
 
-def test_uses_of_another_version_are_refused(folder: NodeFolder) -> None:
-    create(folder)
-    with open(folder.uses(EXTENT), "r+b") as file:
-        file.seek(8)
-        file.write(b"\x09")
-    for writable in (False, True):
-        with pytest.raises(VersionMismatch, match="uses-5 format 9, this program knows 2"):
-            opened(folder, writable)
-
-
 def test_where_there_is_no_memory_for_uses_there_is_no_table(
     folder: NodeFolder, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -111,14 +101,6 @@ def test_where_there_is_no_memory_for_uses_there_is_no_table(
     assert ExtentTable.open(folder, EXTENT, INCARNATION, writable=True) is None
     with pytest.raises(OutOfSpace):
         TableFiles.make(folder, 6, CLASS, FRAMES)
-
-
-@pytest.mark.parametrize("tier", [Tier.NVME, Tier.HBM])
-def test_an_extent_that_clients_do_not_write_to_has_last_uses_alone(tier: Tier, folder: NodeFolder) -> None:
-    table = create(folder, tier)
-    reader = opened(folder)
-    reader.last_use[4] = 6
-    assert table.used_ns(4) == 6 and folder.uses(EXTENT).stat().st_size == 64 + 8 * FRAMES
 
 
 def test_uses_follow_their_extent(folder: NodeFolder) -> None:
