@@ -19,7 +19,6 @@ from tests.helpers.inside import node_of
 from tests.helpers.nvme.files import (
     CLASS,
     MIB,
-    WINDOW,
     counted,
     found,
     nvme_worker,
@@ -131,35 +130,6 @@ def test_what_may_be_written_in_a_day(machine: Machine) -> None:
     check_laws(store)
 
 
-def test_only_chains_that_were_used_again_are_admitted(machine: Machine) -> None:
-    serve(machine, nvme_admission="reused")
-    store = machine.connect("n")
-    put_all(store, range(10))
-    for seed in range(100, 110):
-        assert put(store, seed, PAGES // 2) == put(store, seed, PAGES) == PAGES // 2
-    put_all(store, range(200, 200 + 3 * DRAM_PROMPTS))
-    wait_until("the extended ones are saved", lambda: tier(store)["pages"] >= 10 * PAGES)
-    store.evict(pages=1 << 16)
-    wait_until("DRAM is empty", lambda: tier(store, "dram")["pages"] == 0)
-    assert tier(store)["pages"] == tier(store)["demoted_pages"] == 10 * PAGES
-    assert there(store, range(100, 110)) == 10
-    assert there(store, range(10)) == there(store, range(200, 200 + 3 * DRAM_PROMPTS)) == 0
-    check_laws(store)
-
-
-def test_the_watermark(machine: Machine) -> None:
-    """Below it nothing is written; above it cold pages are saved before their frames are needed."""
-    serve(machine, demote_at=0.75)
-    store = machine.connect("n")
-    put_all(store, range(15))
-    time.sleep(0.5)
-    assert tier(store)["pages"] == 0, "120 of 256 frames are in use"
-    put_all(store, range(15, 26))
-    wait_until("it saves", lambda: tier(store)["pages"] > 0)
-    assert tier(store, "dram")["demoted"] == 0 and tier(store, "dram")["pages"] == 26 * PAGES, "nothing had to leave"
-    check_laws(store)
-
-
 @pytest.mark.parametrize("nvme", [2 * MIB, 16 * MIB], ids=["full", "empty"])
 def test_a_dram_full_of_leases(nvme: int, machine: Machine) -> None:
     """A put ends in time, with what found room; when the leases end, puts find room again."""
@@ -207,19 +177,6 @@ def ended(workers: list[Worker], timeout_s: float = 60.0) -> None:
     assert missing == [], f"{len(missing)} times, first {missing[:3]}"
 
 
-def test_a_dram_of_a_few_pages(machine: Machine) -> None:
-    """1 MiB for three writers, whose prompts are a quarter of it each: what is accepted is found."""
-    serve(machine, dram="1MiB", nvme=32 * MIB, promote_after=1)
-    writers = [nvme_worker(machine, "accepted", first=10_000 * i, count=25, pages=16) for i in range(3)]
-    ended(writers)
-    store = machine.connect("n")
-    acked = {seed: pages for writer in writers for seed, pages in writer.acknowledged().items()}
-    assert sum(acked.values()) >= 3 * 25 * 8, "hardly anything was accepted"
-    assert {seed: found(store, seed, pages) for seed, pages in acked.items()} == acked
-    wait_settled(store)
-    check_laws(store)
-
-
 def test_pages_of_two_sizes(machine: Machine) -> None:
     """Of 16 and of 512 KiB at once, with all ways to write: both overflow DRAM, and both are found."""
     serve(machine, dram="8MiB", nvme=64 * MIB, extent="1MiB", nvme_extent=4 * MIB, promote_after=2)
@@ -235,23 +192,6 @@ def test_pages_of_two_sizes(machine: Machine) -> None:
         range(25), 2
     )
     assert {kind["page_bytes"] for kind in tier(store)["classes"]} == {SMALL.page_bytes, LARGE.page_bytes}
-    check_laws(store)
-
-
-def test_a_layout_that_is_not_prefix_closed(machine: Machine) -> None:
-    """Its pages are looked up one by one, in both tiers."""
-    serve(machine, nvme=32 * MIB, promote_after=3)
-    writers = [
-        nvme_worker(machine, "accepted", first=first, count=60, pages=PAGES, parts=2, layout="window")
-        for first in (0, 1000)
-    ]
-    reader = nvme_worker(machine, "read", first=0, count=60, pages=PAGES, layout="window", ways=["get", "out"])
-    ended(writers)
-    reader.finish()
-    store = machine.connect("n")
-    save_all(store)
-    assert store.cache(WINDOW).lookup(prompt(5, PAGES, WINDOW)[0]).tiers == {Tier.NVME: PAGES}
-    assert all(found(store, seed, PAGES, WINDOW) == PAGES for seed in (*range(60), *range(1000, 1060)))
     check_laws(store)
 
 

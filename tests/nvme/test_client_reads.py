@@ -14,11 +14,10 @@ import pytest
 
 import kvstore
 from kvstore import Tier
-from kvstore.client.local import hints, nvme, reader
+from kvstore.client.local import hints, nvme
 from kvstore.client.local.copying import checksums_of
 from kvstore.client.local.grants import GrantPools
-from kvstore.client.local.nvme import NvmeRead, NvmeReader
-from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
+from kvstore.client.local.nvme import NvmeRead
 from kvstore.model import prefix
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS, ADDRESS_BYTES, Address, FrameClass, FrameState, Status, info_word, word_of
@@ -230,17 +229,6 @@ def test_get_goes_on_from_dram_to_nvme(
     assert cache.get(keys[:stored]).reason == ""
 
 
-def test_any_buffer_will_do(shelf: Shelf, cache: kvstore.PrefixCache) -> None:
-    keys, data = chain(cache, 6), content(cache, 6)
-    shelf.save(cache, keys, data)
-    unaligned = np.zeros(6 * cache.page_bytes + 3, np.uint8)[3:]
-    assert cache.get(keys, unaligned).pages == 6
-    np.testing.assert_array_equal(unaligned.reshape(6, -1), data)
-    plain = bytearray(6 * cache.page_bytes)
-    assert cache.get(keys, plain).pages == 6
-    assert bytes(plain) == data.tobytes()
-
-
 def test_a_chain_in_several_extents_and_devices(store: kvstore.Store, line: Line, tmp_path: Path) -> None:
     shelf, cache = Shelf(store, tmp_path / "nvme", devices=3), store.cache(LARGE)
     keys, data = chain(cache, 30), content(cache, 30)
@@ -285,14 +273,6 @@ def test_a_full_dram_hit_does_not_look_at_nvme(
         monkeypatch.setattr(Index, verb, _never_of_nvme(getattr(Index, verb)))
     assert cache.lookup(keys).tiers == cache.get(keys).tiers == {Tier.DRAM: 8}
     assert cache.put(keys, data) == 0
-
-
-def test_a_node_without_nvme(cache: kvstore.PrefixCache, line: Line) -> None:
-    keys, data = chain(cache, 4), content(cache, 4)
-    cache.put(keys[:2], data[:2])
-    assert cache.lookup(keys).tiers == cache.get(keys).tiers == {Tier.DRAM: 2}
-    assert cache.prefetch(keys).pages == 2
-    assert not line.asked(Op.PREFETCH)
 
 
 def test_pages_of_a_layout_that_is_not_closed_lie_here_and_there(
@@ -380,18 +360,6 @@ def test_a_page_that_left_is_a_miss(shelf: Shelf, cache: kvstore.PrefixCache, pa
     assert cache.get(keys).pages == 5
 
 
-def test_an_extent_that_is_gone(shelf: Shelf, cache: kvstore.PrefixCache) -> None:
-    keys, data = chain(cache, 5), content(cache, 5)
-    shelf.save(cache, keys, data)
-    assert cache.get(keys).pages == 5
-    table = shelf.tables[cache.frame_class]
-    table.unlink()
-    assert (cache.get(keys).pages, cache.get(keys).reason) == (0, "extent")
-    shelf.carve(cache.frame_class)
-    shelf.save(cache, keys[:2], data[:2])
-    assert cache.get(keys).pages == 2
-
-
 def test_a_page_overwritten_while_it_is_read(
     shelf: Shelf, cache: kvstore.PrefixCache, line: Line, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -417,67 +385,7 @@ def test_a_page_overwritten_while_it_is_read(
     assert not line.asked(Op.SCRUB)
 
 
-def test_a_page_promoted_while_it_is_read_comes_from_dram(
-    shelf: Shelf, cache: kvstore.PrefixCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    keys, data = chain(cache, 5), content(cache, 5)
-    addresses = shelf.save(cache, keys, data)
-    start = NvmeReader.start
-
-    def meanwhile(*args: Any) -> Any:
-        if not cache.lookup(keys).tiers.get(Tier.DRAM):
-            cache.put(keys, data)
-            shelf.tables[cache.frame_class].words[addresses[1].frame] = word_of(1 << 50, FrameState.FREE)
-        return start(*args)
-
-    monkeypatch.setattr(NvmeReader, "start", meanwhile)
-    match = cache.get(keys)
-    assert (match.pages, match.reason, match.tiers) == (5, "", {Tier.DRAM: 4, Tier.NVME: 1})
-    np.testing.assert_array_equal(match.data, data)
-
-
 # --- devices that fail ----------------------------------------------------------------------------------------------
-
-
-def test_no_devices_no_pages(
-    store: kvstore.Store, shelf: Shelf, cache: kvstore.PrefixCache, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Without the node's file, or with one that makes no sense; and again when it is there."""
-    monkeypatch.setattr(nvme, "RECHECK_NS", 0)
-    keys, data = chain(cache, 5), content(cache, 5)
-    cache.put(keys[:2], data[:2])
-    shelf.save(cache, keys, data)
-    path = shelf.mapped.folder.nvme
-    sound = path.read_bytes()
-    for text in (None, b"", b"nonsense", sound[:-1], sound):
-        path.unlink(missing_ok=True)
-        if text is not None:
-            path.write_bytes(text)
-        pages = 5 if text == sound else 2
-        assert (cache.lookup(keys).pages, cache.get(keys).pages) == (pages, pages), text
-        assert cache.get(keys).reason == ("" if text == sound else "io")
-
-
-def test_a_device_that_cannot_be_opened(store: kvstore.Store, line: Line, tmp_path: Path) -> None:
-    shelf, cache = Shelf(store, tmp_path / "nvme", devices=2), store.cache(LARGE)
-    keys, data = chain(cache, 12), content(cache, 12)
-    for start in range(0, 12, 4):  # on the first, the second and the first device
-        shelf.carve(cache.frame_class)
-        shelf.save(cache, keys[start : start + 4], data[start : start + 4])
-    shelf.paths[1].rename(shelf.paths[1].with_name("away"))
-    match = cache.get(keys)
-    assert (match.pages, match.reason) == (4, "io")
-    np.testing.assert_array_equal(match.data, data[:4])
-    shelf.devices.close()
-
-
-def test_another_nodes_device_is_not_read(store: kvstore.Store, shelf: Shelf, cache: kvstore.PrefixCache) -> None:
-    keys = chain(cache, 3)
-    shelf.save(cache, keys, content(cache, 3))
-    shelf.devices.close()
-    path = shelf.paths[0]
-    NvmeDevices.open([FileDisk.open(path, path.stat().st_size)], "", 4 * MIB, format=True).close()
-    assert (cache.get(keys).pages, cache.get(keys).reason) == (0, "io")
 
 
 def test_a_failing_device_is_reason_io(
@@ -559,11 +467,6 @@ def reads(shelf: Shelf, cache: kvstore.PrefixCache, monkeypatch: pytest.MonkeyPa
     return Reads(shelf, cache, monkeypatch)
 
 
-def test_the_first_part_is_shorter_and_the_last_ones_are(reads: Reads, cache: kvstore.PrefixCache) -> None:
-    assert cache.get(reads.keys).pages == 40
-    assert sorted(reads.accepted) == list(Reads.STARTS)
-
-
 @pytest.mark.parametrize("page", [0, 10, 11, 17, 39])
 def test_a_frame_that_cannot_be_read_does_not_cost_those_before_it(
     reads: Reads, cache: kvstore.PrefixCache, page: int
@@ -578,17 +481,6 @@ def test_a_frame_that_cannot_be_read_does_not_cost_those_before_it(
     assert (match.pages, match.reason) == (expected, "io")
     if expected:
         np.testing.assert_array_equal(match.data, reads.data[:expected])
-
-
-def test_what_only_fails_together_is_read_frame_by_frame(reads: Reads, cache: kvstore.PrefixCache) -> None:
-    def before(pages: range) -> None:
-        if len(pages) > 1:
-            raise OSError(errno.EIO, "broken")
-
-    reads.before = before
-    match = cache.get(reads.keys)
-    assert (match.pages, match.reason) == (40, "")
-    np.testing.assert_array_equal(match.data, reads.data)
 
 
 def test_damage_found_last_ends_the_match_all_the_same(
@@ -613,67 +505,6 @@ def test_damage_found_last_ends_the_match_all_the_same(
     assert line.asked(Op.SCRUB) == [(0, 0, ADDRESS.pack(*reads.addresses[2]))]
 
 
-@pytest.mark.parametrize(("silent", "expected"), [(0, (0, "io")), (11, (11, "io")), (27, (14, "checksum"))])
-def test_silence_after_the_first_bad_page_does_not_count(
-    reads: Reads,
-    store: kvstore.Store,
-    shelf: Shelf,
-    cache: kvstore.PrefixCache,
-    line: Line,
-    silent: int,
-    expected: tuple[int, str],
-) -> None:
-    shelf.damage(reads.addresses[14], cache.frame_class, geometry.header_bytes(cache.frame_class))
-    line.answers[Op.SCRUB] = lambda count, body: statuses(Status.DAMAGED)
-    mapped, answer = node_of(store).writable(), threading.Event()
-    mapped.timeout_s = 0.3
-
-    def before(pages: range) -> None:
-        assert pages[0] != silent or answer.wait(20)
-
-    reads.before = before
-    out = np.full((40, cache.page_bytes), 7, np.uint8)
-    match = cache.get(reads.keys, out)
-    answer.set()
-    wait_until(lambda: not mapped.below[Tier.NVME].threads._owed)
-    assert (match.pages, match.reason) == expected
-    np.testing.assert_array_equal(out[: match.pages], reads.data[: match.pages])
-    assert (out[silent : silent + 4] == 7).all(), "answered too late"
-
-
-def test_a_closed_store_reads_no_more(store: kvstore.Store, shelf: Shelf, cache: kvstore.PrefixCache) -> None:
-    keys = chain(cache, 3)
-    shelf.save(cache, keys, content(cache, 3))
-    assert cache.get(keys).pages == 3
-    threads = [thread for thread in threading.enumerate() if "-nvme-" in thread.name]
-    assert threads
-    store.close()
-    wait_until(lambda: not any(thread.is_alive() for thread in threads))
-    with pytest.raises(InvalidRequest):
-        cache.get(keys)
-
-
-def test_many_threads_read(shelf: Shelf, cache: kvstore.PrefixCache) -> None:
-    keys, data = chain(cache, 40), content(cache, 40)
-    shelf.save(cache, keys, data)
-    wrong: list[str] = []
-
-    def work(me: int) -> None:
-        out = np.empty((40, cache.page_bytes), np.uint8)
-        for i in range(25):
-            start = (7 * me + i) % 30
-            match = cache.get(keys[start : start + 10], out)
-            if match.pages != 10 or (out[:10] != data[start : start + 10]).any():
-                wrong.append(f"{me} {i} {match}")
-
-    threads = [threading.Thread(target=work, args=(me,)) for me in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong and not any(thread.is_alive() for thread in threads)
-
-
 # --- put ------------------------------------------------------------------------------------------------------------
 
 
@@ -690,65 +521,7 @@ def test_put_writes_to_dram_what_is_on_nvme_only_and_calls_it_not_new(
     np.testing.assert_array_equal(cache.get(keys).data, data)
 
 
-def test_put_of_a_layout_that_is_not_closed(store: kvstore.Store, shelf: Shelf, line: Line) -> None:
-    cache = store.cache(WINDOW)
-    keys, data = chain(cache, 6), content(cache, 6)
-    shelf.save(cache, keys[1:2], data[1:2])
-    shelf.save(cache, keys[4:5], data[4:5])
-    assert cache.put(keys, data) == 4
-
-
-def test_a_writer_writes_what_is_on_nvme_only(shelf: Shelf, cache: kvstore.PrefixCache) -> None:
-    keys, data = chain(cache, 4), content(cache, 4)
-    cache.put(keys[:1], data[:1])
-    shelf.save(cache, keys[:3], data[:3])
-    layers = data.reshape(4, LAYOUT.layers, -1)
-    with cache.writer(keys) as writer:
-        assert writer.pages_new == [1, 2, 3]
-        for layer in range(LAYOUT.layers):
-            writer.write_layer(layer, np.ascontiguousarray(layers[:, layer]))
-    assert cache.get(keys).tiers == {Tier.DRAM: 4}
-
-
 # --- a busy node ----------------------------------------------------------------------------------------------------
-
-
-def busy_at_first(line: Line, op: Op, times: int) -> None:
-    """The node answers BUSY so often, and then as it does."""
-    left = [times]
-
-    def answer(count: int, body: bytes) -> bytes:
-        left[0] -= 1
-        if not left[0]:
-            del line.answers[op]
-        return control.encode(Status.BUSY, 0)
-
-    line.answers[op] = answer
-
-
-def test_put_waits_for_a_busy_node(cache: kvstore.PrefixCache, line: Line) -> None:
-    busy_at_first(line, Op.GRANT, 5)
-    keys, data = chain(cache, 4), content(cache, 4)
-    assert cache.put(keys, data) == 4
-    np.testing.assert_array_equal(cache.get(keys).data, data)
-
-
-def test_put_gives_up_a_node_that_stays_busy(store: kvstore.Store, cache: kvstore.PrefixCache, line: Line) -> None:
-    mapped = node_of(store).writable()
-    mapped.timeout_s = 0.1
-    line.answers[Op.GRANT] = lambda count, body: control.encode(Status.BUSY, 0)
-    started = time.monotonic()
-    assert cache.put(chain(cache, 4), content(cache, 4)) == 0
-    assert 0.09 < time.monotonic() - started < 30
-
-
-def test_a_writer_waits_for_a_busy_node(cache: kvstore.PrefixCache, line: Line) -> None:
-    busy_at_first(line, Op.RESERVE, 3)
-    keys, data = chain(cache, 4), content(cache, 4)
-    with cache.writer(keys) as writer:
-        for page in writer.pages_new:
-            writer.write_page(page, data[page])
-    np.testing.assert_array_equal(cache.get(keys).data, data)
 
 
 def test_a_writer_goes_on_where_the_node_was_busy(cache: kvstore.PrefixCache, line: Line) -> None:
@@ -771,15 +544,6 @@ def test_a_writer_goes_on_where_the_node_was_busy(cache: kvstore.PrefixCache, li
             writer.write_page(page, data[page])
     assert writer.sealed == 5
     np.testing.assert_array_equal(cache.get(keys).data, data)
-
-
-def test_a_writer_gives_up_a_node_that_stays_busy(
-    store: kvstore.Store, cache: kvstore.PrefixCache, line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(node_of(store), "timeout_s", 0.1)
-    line.answers[Op.RESERVE] = lambda count, body: control.encode(Status.BUSY, 0)
-    with pytest.raises(kvstore.errors.OutOfSpace), cache.writer(chain(cache, 4)):
-        pass
 
 
 # --- bringing pages to DRAM -----------------------------------------------------------------------------------------
@@ -819,17 +583,6 @@ def test_prefetch(shelf: Shelf, cache: kvstore.PrefixCache, line: Line, room: in
     assert cache.lookup(keys).tiers.get(Tier.DRAM) == room
 
 
-def test_prefetch_of_nothing_asks_nobody(shelf: Shelf, cache: kvstore.PrefixCache, line: Line) -> None:
-    keys, data = chain(cache, 6), content(cache, 6)
-    assert cache.prefetch(keys).pages == 0
-    cache.put(keys, data)
-    shelf.save(cache, keys, data)
-    assert (cache.prefetch(keys).pages, cache.prefetch(keys).reason) == (6, "")
-    assert not line.asked(Op.PREFETCH)
-    with pytest.raises(InvalidRequest, match="^timeout_s: "):
-        cache.prefetch(keys, 0)
-
-
 def test_prefetch_ends_at_its_deadline(shelf: Shelf, cache: kvstore.PrefixCache, line: Line) -> None:
     keys = chain(cache, 6)
     shelf.save(cache, keys, content(cache, 6))
@@ -837,32 +590,6 @@ def test_prefetch_ends_at_its_deadline(shelf: Shelf, cache: kvstore.PrefixCache,
     started = time.monotonic()
     assert (cache.prefetch(keys, 0.1).pages, cache.prefetch(keys, 0.001).reason) == (0, "absent")
     assert 0.1 < time.monotonic() - started < 30
-
-
-def test_prefetch_goes_batch_by_batch(
-    shelf: Shelf, cache: kvstore.PrefixCache, line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(hints, "BATCH_MAX", 4)
-    keys = chain(cache, 10)
-    addresses = shelf.save(cache, keys, content(cache, 10))
-    line.answers[Op.PREFETCH] = lambda count, body: statuses(*[Status.OK] * count)
-    cache.prefetch(keys)
-    bodies = [body for _, _, body in line.asked(Op.PREFETCH)]
-    assert [len(body) // ADDRESS_BYTES for body in bodies] == [4, 4, 2]
-    assert b"".join(bodies) == b"".join(ADDRESS.pack(*address) for address in addresses)
-
-
-def test_prefetch_says_that_the_node_is_down(shelf: Shelf, cache: kvstore.PrefixCache, line: Line) -> None:
-    keys = chain(cache, 3)
-    shelf.save(cache, keys, content(cache, 3))
-
-    def down(count: int, body: bytes) -> bytes:
-        raise NodeUnavailable("down")
-
-    line.answers[Op.PREFETCH] = down
-    with pytest.raises(NodeUnavailable):
-        cache.prefetch(keys)
-    assert cache.get(keys).pages == 3, "reading needs nobody"
 
 
 def test_a_lease_brings_pages_first(shelf: Shelf, cache: kvstore.PrefixCache, line: Line) -> None:
@@ -879,24 +606,6 @@ def test_a_lease_brings_pages_first(shelf: Shelf, cache: kvstore.PrefixCache, li
     assert len(promoter.asked) == 3
     with cache.lease(keys):
         assert len(promoter.asked) == 3, "all there"
-
-
-def test_a_reader_has_pages_brought(
-    shelf: Shelf, cache: kvstore.PrefixCache, line: Line, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(reader, "WISH_S", 0.01)
-    keys, data = chain(cache, 6), content(cache, 6)
-    shelf.save(cache, keys, data)
-    follower = cache.reader(keys, timeout_s=0.05)
-    out = np.zeros((6, LAYOUT.page_bytes // LAYOUT.layers), np.uint8)
-    with pytest.raises(DeadlineExceeded):
-        follower.read_layer(0, out)
-    assert {(flags, a) for flags, a, _ in line.asked(Op.PREFETCH)} == {(NO_REPLY, 0)}
-    Promoter(cache, keys, data, line)
-    follower = cache.reader(keys, timeout_s=60)
-    for layer in range(LAYOUT.layers):
-        follower.read_layer(layer, out)
-        np.testing.assert_array_equal(out, data.reshape(6, LAYOUT.layers, -1)[:, layer])
 
 
 def wait_until(holds: Callable[[], bool], timeout_s: float = 60.0) -> None:
@@ -936,18 +645,6 @@ def filled(tmp_path: Path) -> Iterator[Filled]:
         yield Filled(store)
 
 
-def test_more_than_dram_holds_is_read_back(filled: Filled) -> None:
-    cache = filled.cache
-    tiers: set[Tier] = set()
-    for keys, data in zip(filled.keys, filled.data, strict=True):
-        found = cache.lookup(keys)
-        match = cache.get(keys)
-        assert (found.pages, match.pages, match.reason) == (PAGES, PAGES, "")
-        np.testing.assert_array_equal(match.data, data)
-        tiers |= match.tiers.keys()
-    assert tiers == {Tier.DRAM, Tier.NVME}
-
-
 def test_pages_are_brought_to_dram(filled: Filled) -> None:
     cache, store = filled.cache, filled.store
     first = filled.on_nvme_only()
@@ -967,12 +664,6 @@ def test_pages_are_brought_to_dram(filled: Filled) -> None:
         follower.read_layer(layer, out)
         np.testing.assert_array_equal(out, filled.data[third].reshape(PAGES, LARGE.layers, -1)[:, layer])
     assert store.verify()["findings"] == []
-
-
-def test_put_of_what_is_on_nvme_only_is_not_new(filled: Filled) -> None:
-    cold = filled.on_nvme_only()
-    assert filled.cache.put(filled.keys[cold], filled.data[cold]) == 0
-    assert filled.cache.lookup(filled.keys[cold]).tiers == {Tier.DRAM: PAGES}
 
 
 def test_the_node_drops_what_a_reader_found_damaged(filled: Filled, tmp_path: Path) -> None:

@@ -137,40 +137,6 @@ def test_flipped_bytes_while_it_runs(machine: Machine) -> None:
     check_laws(store)
 
 
-def test_flipped_bytes_while_it_is_down(machine: Machine) -> None:
-    """Over reboots, after clean ends and after kills."""
-    rng, seeds = random.Random(12), 60
-    daemon = serve(machine)
-    store = machine.connect("n")
-    filled(store, seeds)
-    flips, lost = 0, 0
-    while flips < FLIPS:
-        clean = rng.random() < 0.5
-        (daemon.terminate if clean else daemon.kill)()
-        with Places(machine) as places:
-            owners = places.owners(store, range(seeds), PAGES)
-            offsets = [somewhere(rng, places, seeds, owners) for _ in range(rng.choice((10, 20)))]
-        damage = hits(offsets, owners)
-        for offset in offsets:
-            flip(target(machine), offset, 1 << rng.randrange(8))
-        flips += len(offsets)
-        reboot(machine)
-        daemon = machine.serve("n")
-        store = machine.connect("n")
-        scanned(store)
-        for seed in range(seeds):
-            pages, left = found(store, seed, PAGES), damage.get(seed, PAGES)
-            # A scan may find an earlier copy of a page that was damaged: it is as good.
-            assert pages == left or left < pages <= PAGES, f"prompt {seed}, damaged from {left}: {pages} pages"
-        lost += len(damage)
-        counters = store.stats()["counters"]
-        seen = sum(n for name, n in counters.items() if name.startswith(("damaged_", "scan_")))
-        assert seen >= len(damage), (damage, counters)
-        check_laws(store)
-        mended(store, damage)
-    assert lost > 20
-
-
 # --- each fault by name ---------------------------------------------------------------------------------------------
 
 

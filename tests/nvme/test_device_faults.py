@@ -10,7 +10,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.errors import InvalidRequest
 from kvstore.model.replica import FrameClass
 from kvstore.tier.nvme import geometry
 from kvstore.tier.nvme.device import NvmeDevice
@@ -292,35 +291,6 @@ def test_flipped_bytes_are_never_a_wrong_page(batch: int, tmp_path: Path) -> Non
         assert len(believed) >= 1 or kind == "tables"
         for position in believed:
             assert np.array_equal(again.directory(position), directories_before[position])  # type: ignore[arg-type]
-
-
-def test_many_flipped_bytes_on_a_file(tmp_path: Path) -> None:
-    path = tmp_path / "nvme"
-    device, model = full_device(FileDisk.open(path, device_bytes(POSITIONS), create=True), random.Random(5))
-    start, end = device.superblock.data_start, device.disk.size_bytes - 4096
-    device.close()
-    chance = random.Random(6)
-    image = bytearray(path.read_bytes())
-    for _ in range(200):
-        image[chance.randrange(start, end)] ^= 1 << chance.randrange(8)
-    path.write_bytes(image)
-    disk = FileDisk.open(path, device_bytes(POSITIONS))
-    again = NvmeDevice.open(disk, "n", EXTENT_BYTES)
-    sound, reasons = sound_pages(again, model)
-    assert 0 < sound < len(model.sealed) and set(reasons) <= set(REASONS)
-    again.close()
-
-
-def test_a_cut_file_is_refused_with_a_reason(tmp_path: Path) -> None:
-    path = tmp_path / "nvme"
-    device, _ = full_device(FileDisk.open(path, device_bytes(POSITIONS), create=True), random.Random(5))
-    device.close()
-    image = path.read_bytes()
-    for cut in (1, 4096, len(image) // 2, len(image) - 100):
-        path.write_bytes(image[:-cut])
-        with pytest.raises(InvalidRequest, match="is a file of"):
-            FileDisk.open(path, device_bytes(POSITIONS), create=True)
-        assert path.stat().st_size == len(image) - cut
 
 
 def test_swapped_frames_and_those_of_other_extents_are_not_believed() -> None:

@@ -6,7 +6,6 @@ import errno
 import logging
 import os
 import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -19,9 +18,9 @@ from kvstore.shm.folder import NodeFolder
 from kvstore.tier.nvme import frame_header, geometry
 from kvstore.tier.nvme.device import NvmeDevice
 from kvstore.tier.nvme.devices import NvmeDevices
-from kvstore.tier.nvme.disk import BLOCK_BYTES, FileDisk, aligned_buffer
-from kvstore.tier.nvme.map import NvmeMap, runs
-from kvstore.tier.nvme.table import Superblock, interleave
+from kvstore.tier.nvme.disk import FileDisk, aligned_buffer
+from kvstore.tier.nvme.map import NvmeMap
+from kvstore.tier.nvme.table import Superblock
 from tests.helpers.nvme.faulty_disk import FaultyDisk, PowerCut
 from tests.helpers.nvme.memory_disk import MemoryDisk
 from tests.helpers.nvme.pages import (
@@ -29,7 +28,6 @@ from tests.helpers.nvme.pages import (
     CLASSES,
     EXTENT_BYTES,
     WIDE,
-    claimed,
     device_bytes,
     find,
     header,
@@ -69,31 +67,6 @@ def test_an_extent_holds_as_many_frames_as_fit(page_bytes: int, extent_bytes: in
         == 0
     )
     assert shape.lean.row_bytes == 96
-
-
-def test_header_bytes_hold_all_tokens_and_checksums() -> None:
-    for shape in (*CLASSES, FrameClass(4096, 990, 0), FrameClass(4096, 991, 0), FrameClass(4096, 1, 4096)):
-        needs = frame_header._used(shape)
-        assert geometry.header_bytes(shape) - 4096 < needs <= geometry.header_bytes(shape)
-
-
-def test_positions_lie_one_after_the_other_between_the_superblocks() -> None:
-    for size in (5 * BLOCK_BYTES + EXTENT_BYTES, 100 * MIB, 1000 * MIB + 4096, 1 << 44):
-        block = Superblock.planned(7, "n", size, EXTENT_BYTES)
-        end = block.data_start + block.positions * EXTENT_BYTES
-        assert block.data_start % BLOCK_BYTES == 0 and end <= size - BLOCK_BYTES
-        assert size - BLOCK_BYTES - end < EXTENT_BYTES + 2 * BLOCK_BYTES
-        assert block.table_bytes >= 64 * (block.positions + 1)
-        assert Superblock.unpacked(block.packed()) == block
-
-
-def test_a_row_of_devices_is_in_proportion() -> None:
-    assert interleave([4, 2]) == [(0, 0), (1, 0), (0, 1), (0, 2), (1, 1), (0, 3)]
-    row = interleave([30, 10, 20])
-    assert sorted(row) == [(d, at) for d, n in enumerate([30, 10, 20]) for at in range(n)]
-    for stop in range(6, 61, 6):
-        count = Counter(device for device, _ in row[:stop])
-        assert all(abs(count[d] - stop * n / 60) <= 1 for d, n in enumerate([30, 10, 20]))
 
 
 # --- headers --------------------------------------------------------------------------------------------------------
@@ -171,19 +144,6 @@ def test_a_run_of_headers_is_checked_at_once() -> None:
 
 
 # --- whose it is ----------------------------------------------------------------------------------------------------
-
-
-def test_a_blank_disk_is_made_and_found_again() -> None:
-    disk = MemoryDisk(device_bytes(4))
-    device = open_device(disk)
-    assert (device.positions, device.extent_bytes, device.extents, device.starts) == (4, EXTENT_BYTES, {}, 1)
-    incarnation = device.incarnation
-    assert incarnation != 0
-    device.close()
-    again = open_device(disk)
-    assert (again.incarnation, again.starts) == (incarnation, 2)
-    anew = open_device(disk, format=True)
-    assert anew.incarnation != incarnation and anew.starts == 1
 
 
 def foreign(disk: MemoryDisk, what: str) -> None:
@@ -270,21 +230,6 @@ def test_another_owner_size_or_extent_is_left_alone() -> None:
     assert open_device(embedded, "").starts == 2
 
 
-@pytest.mark.parametrize("size", [4096, 3 * 4096, 4 * 4096 + EXTENT_BYTES - 4096])
-def test_too_small_a_disk_names_the_least(size: int) -> None:
-    disk = MemoryDisk(size)
-    with pytest.raises(InvalidRequest, match=f"too few, {4 * 4096 + EXTENT_BYTES} are the least"):
-        open_device(disk)
-    assert not disk.data.any()
-    assert open_device(MemoryDisk(4 * 4096 + EXTENT_BYTES)).positions == 1
-
-
-def test_a_name_that_is_too_long_is_refused() -> None:
-    assert open_device(MemoryDisk(device_bytes(1)), "n" * 64).superblock.owner == "n" * 64
-    with pytest.raises(InvalidRequest):
-        open_device(MemoryDisk(device_bytes(1)), "n" * 65)
-
-
 @pytest.mark.parametrize("at", [0, 9, 30, 300, 505, 4095])
 @pytest.mark.parametrize("end", [False, True])
 def test_a_damaged_superblock_is_repaired_from_the_other(at: int, end: bool, caplog: pytest.LogCaptureFixture) -> None:
@@ -332,45 +277,10 @@ def test_power_lost_at_any_step_of_making_one(start: str) -> None:
 # --- extents and checkpoints ----------------------------------------------------------------------------------------
 
 
-def test_extents_and_their_state_survive() -> None:
-    disk = FaultyDisk(device_bytes(4), 1)
-    device = open_device(disk)
-    device.carve(1, 10, CLASS)
-    device.carve(3, 11, WIDE)
-    device.carve(0, 12, CLASS)
-    device.drop(0)
-    again = open_device(disk.power_loss())
-    assert {p: (e.number, e.frame_class, e.frames, e.clean) for p, e in again.extents.items()} == {
-        1: (10, CLASS, geometry.frames_in(EXTENT_BYTES, CLASS), False),
-        3: (11, WIDE, geometry.frames_in(EXTENT_BYTES, WIDE), False),
-    }
-
-
 def checkpoint(device: NvmeDevice, position: int, sealed: dict[int, tuple[int, int]]) -> set[int]:
     extent, version = device.extents[position], device.version(position)
     device.write_directory(position, lean_rows(extent.frame_class, extent.frames, sealed))
     return device.mark_clean({position: version})
-
-
-def test_a_checkpoint_is_believed_until_somebody_writes() -> None:
-    disk = FaultyDisk(device_bytes(4), 1)
-    device = open_device(disk)
-    device.carve(2, 10, CLASS)
-    assert device.directory(2) is None
-    device.open_for_writing([2])
-    write(device, 2, 3, generation=7, seed=1)
-    device.sync()
-    device.close_for_writing([2])
-    assert checkpoint(device, 2, {3: (7, 1)}) == {2}
-    again = open_device(disk.power_loss())
-    rows = again.directory(2)
-    assert again.extents[2].clean and rows is not None
-    assert claimed(rows) == {3: (7, identity(CLASS, 1)[:16].tobytes())}
-    again.open_for_writing([2])
-    assert again.directory(2) is None
-    later = open_device(again.disk.power_loss())  # type: ignore[attr-defined]
-    assert not later.extents[2].clean and later.directory(2) is None
-    assert is_page(*find(later, 2, 3, 7), CLASS, 1)
 
 
 def test_only_what_nobody_touched_becomes_clean() -> None:
@@ -402,18 +312,6 @@ def test_only_what_nobody_touched_becomes_clean() -> None:
     device.open_for_writing([3])
     device.write_directory(3, rows)
     assert device.mark_clean({3: device.version(3)}) == set(), "who is writing is not done"
-
-
-def test_a_directory_that_is_rewritten_is_not_the_one_that_was_believed() -> None:
-    """Until it is marked clean again the extent is scanned: no half of both is ever believed."""
-    disk = FaultyDisk(device_bytes(4), 3)
-    device = open_device(disk)
-    device.carve(0, 10, CLASS)
-    assert checkpoint(device, 0, {1: (7, 1), 2: (8, 2)}) == {0}
-    device.write_directory(0, lean_rows(CLASS, device.extents[0].frames, {1: (7, 1)}))
-    device.sync()
-    again = open_device(disk.power_loss())
-    assert again.extents[0].clean and again.directory(0) is None
 
 
 @pytest.mark.parametrize("slot", [0, 1])
@@ -470,20 +368,6 @@ def test_runs_of_frames_in_one_request() -> None:
         device.read_run(1, device.extents[1].frames - 2, CLASS, found)
     with pytest.raises(AssertionError):
         device.read_run(1, 4, CLASS, found.reshape(-1)[4096:])
-
-
-def test_bytes_written_today_are_remembered() -> None:
-    disk = MemoryDisk(device_bytes(2))
-    device = open_device(disk)
-    device.add_written(100, 10)
-    device.add_written(100, 5)
-    assert (device.written_today(100), device.written_today(101)) == (15, 0)
-    device.close()
-    again = open_device(disk)
-    assert again.written_today(100) == 15
-    again.add_written(101, 1)
-    again.carve(0, 1, CLASS)
-    assert open_device(disk).written_today(101) == 1  # after a kill: as of the last table
 
 
 def test_writers_in_many_threads_and_checkpoints_between() -> None:
@@ -560,14 +444,6 @@ def test_after_a_failed_sync_nothing_is_called_durable() -> None:
         device.sync()
 
 
-def test_sync_costs_nothing_where_nothing_was_written() -> None:
-    disk = FaultyDisk(device_bytes(4), 1)
-    device = open_device(disk)
-    steps = disk.steps
-    device.sync()
-    assert disk.steps == steps
-
-
 # --- several devices ------------------------------------------------------------------------------------------------
 
 
@@ -629,34 +505,6 @@ def test_a_device_may_be_away_and_come_back() -> None:
     assert sorted(numbers) == [10, 11, 13, 14, 15]
     assert numbers[11] is back.devices[0] and numbers[13] is back.devices[1]
     assert NvmeDevices.open(disks, "n", EXTENT_BYTES).starts == 7
-
-
-def test_where_one_of_a_set_is_not_ours_all_are_let_go(tmp_path: Path) -> None:
-    good, bad = tmp_path / "good", tmp_path / "bad"
-    bad.write_bytes(b"x" * device_bytes(2))
-    disks = [FileDisk.open(path, device_bytes(2), create=True) for path in (good, bad)]
-    with pytest.raises(InvalidRequest, match="bad is neither blank"):
-        NvmeDevices.open(disks, "n", EXTENT_BYTES)
-    assert bad.read_bytes() == b"x" * device_bytes(2)
-    for path in (good, bad):
-        FileDisk.open(path, device_bytes(2)).close()
-
-
-def test_one_failing_device_of_a_set() -> None:
-    disks = [FaultyDisk(device_bytes(2), at, f"disk {at}") for at in range(2)]
-    devices = NvmeDevices.open(disks, "n", EXTENT_BYTES)
-    rows = lean_rows(CLASS, geometry.frames_in(EXTENT_BYTES, CLASS), {})
-    for position in range(4):
-        devices.carve(position, 10 + position, CLASS)
-        devices.write_directory(position, rows)
-    devices.mark_clean({p: devices.version(p) for p in range(4)})
-    disks[1].fail_writes = errno.EIO
-    with pytest.raises(OSError) as caught:
-        devices.open_for_writing([0, 1])
-    assert caught.value.filename == "disk 1"
-    assert devices.neighbours(1) == [1, 3]
-    devices.open_for_writing([0])  # the other one works
-    devices.close_for_writing([0])
 
 
 # --- what clients see -----------------------------------------------------------------------------------------------
@@ -734,19 +582,6 @@ def test_a_doubtful_map_is_none(tmp_path: Path, folder: NodeFolder, damage: str)
     devices.close()
 
 
-def test_a_device_that_was_cut_short_is_read_as_far_as_it_goes(tmp_path: Path, folder: NodeFolder) -> None:
-    devices = file_devices(tmp_path, 2, 2)
-    devices.write_map(folder)
-    devices.close()
-    os.truncate(tmp_path / "nvme-1", device_bytes(1))
-    map_ = NvmeMap.open(folder)
-    assert map_ is not None and all(map_.place(position, CLASS, 0) is not None for position in range(4))
-    assert read_one(map_, 1, 10, 0, 1)[0] == "header", "nothing was stored there"
-    with pytest.raises(OSError, match="not there") as raised:
-        read_one(map_, 3, 10, 0, 1)
-    assert raised.value.filename == str(tmp_path / "nvme-1")
-
-
 @pytest.mark.parametrize("damage", ["absent", "made anew", "not allowed"])
 def test_a_device_that_is_not_the_one_meant_has_no_place(tmp_path: Path, folder: NodeFolder, damage: str) -> None:
     devices = file_devices(tmp_path, 2, 2)
@@ -767,17 +602,6 @@ def test_a_device_that_is_not_the_one_meant_has_no_place(tmp_path: Path, folder:
     assert read_one(map_, 1, 10, 0, 1) is None
 
 
-def test_a_map_that_is_forgotten_lets_go(tmp_path: Path, folder: NodeFolder) -> None:
-    devices = file_devices(tmp_path, 1, 1)
-    devices.write_map(folder)
-    fds = len(os.listdir("/proc/self/fd"))
-    map_ = NvmeMap.open(folder)
-    assert len(os.listdir("/proc/self/fd")) == fds + 2
-    del map_
-    assert len(os.listdir("/proc/self/fd")) == fds
-    devices.close()
-
-
 def test_pages_made_before_the_device_was_made_anew_are_foreign(tmp_path: Path) -> None:
     devices = file_devices(tmp_path, 1)
     devices.carve(0, 10, CLASS)
@@ -789,10 +613,3 @@ def test_pages_made_before_the_device_was_made_anew_are_foreign(tmp_path: Path) 
     assert find(anew.devices[0], 0, 3)[0] == "foreign"
     anew.drop(0)
     anew.close()
-
-
-def test_places_are_cut_into_runs() -> None:
-    places = [(1, 4), (1, 5), (1, 7), (2, 8), (2, 9), (2, 10), (2, 11)]
-    assert list(runs(places, 100, 300)) == [slice(0, 2), slice(2, 3), slice(3, 6), slice(6, 7)]
-    assert list(runs(places, 1000, 300)) == [slice(i, i + 1) for i in range(7)]
-    assert list(runs([], 100)) == []

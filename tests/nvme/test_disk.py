@@ -17,10 +17,10 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace
+from kvstore.errors import NodeBusy, OutOfSpace
 from kvstore.tier.nvme import disk as disk_module
-from kvstore.tier.nvme.disk import BLOCK_BYTES, IOV_MAX, FileDisk, IoThreads, aligned_buffer
-from tests.helpers.nvme.faulty_disk import FaultyDisk, PowerCut, refuse_direct
+from kvstore.tier.nvme.disk import FileDisk, IoThreads, aligned_buffer
+from tests.helpers.nvme.faulty_disk import refuse_direct
 from tests.helpers.nvme.memory_disk import MemoryDisk
 
 MIB = 1 << 20
@@ -75,17 +75,6 @@ def test_written_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct
     reader.close()
 
 
-def test_more_buffers_than_one_call_takes(tmp_path: Path) -> None:
-    count = IOV_MAX + 100
-    disk = FileDisk.open(tmp_path / "nvme", count * BLOCK_BYTES, create=True)
-    data = filled(count * BLOCK_BYTES, 3)
-    disk.write(0, list(data.reshape(count, BLOCK_BYTES)))
-    back = aligned_buffer(count * BLOCK_BYTES)
-    disk.read(0, list(back.reshape(count, BLOCK_BYTES)))
-    assert (back == data).all()
-    disk.close()
-
-
 @pytest.mark.parametrize("direct", [True, False])
 def test_short_steps_of_the_kernel_are_continued(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, direct: bool) -> None:
     if not direct:
@@ -137,11 +126,6 @@ def test_parts_of_blocks_and_what_lies_outside_are_bugs(tmp_path: Path, offset: 
     file.close()
 
 
-def test_the_memory_disk_is_as_demanding_as_a_direct_one() -> None:
-    with pytest.raises(AssertionError, match="O_DIRECT"):
-        MemoryDisk(MIB).read(0, [aligned_buffer(8192)[512 : 512 + 4096]])
-
-
 def test_pages_go_to_disk_straight_from_shared_memory(tmp_path: Path) -> None:
     import mmap
     import tempfile
@@ -191,19 +175,6 @@ def test_some_file_systems_refuse_only_the_first_read(tmp_path: Path, monkeypatc
     disk.close()
 
 
-def test_a_disk_that_fails_at_once_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    def failing(fd: int, buffers: Any, offset: int) -> int:
-        raise OSError(errno.EIO, "no")
-
-    FileDisk.open(tmp_path / "nvme", MIB, create=True).close()
-    monkeypatch.setattr(os, "preadv", failing)
-    fds = open_fds()
-    with pytest.raises(OSError) as caught:
-        FileDisk.open(tmp_path / "nvme", MIB)
-    assert caught.value.filename == str(tmp_path / "nvme")
-    assert open_fds() == fds
-
-
 # --- owners ---------------------------------------------------------------------------------------------------------
 
 
@@ -242,78 +213,7 @@ sys.stdin.read()
     FileDisk.open(path, MIB).close()
 
 
-def test_a_forked_child_does_not_keep_the_file(tmp_path: Path) -> None:
-    disk = FileDisk.open(tmp_path / "nvme", MIB, create=True)
-    context = multiprocessing.get_context("fork")
-    go_on = context.Event()
-    child = context.Process(target=go_on.wait, args=(30,))
-    child.start()
-    try:
-        disk.close()
-        FileDisk.open(tmp_path / "nvme", MIB).close()
-    finally:
-        go_on.set()
-        child.join()
-
-
-def test_a_disk_that_is_forgotten_lets_go(tmp_path: Path) -> None:
-    fds = open_fds()
-    disk = FileDisk.open(tmp_path / "nvme", MIB, create=True)
-    assert open_fds() == fds + 1
-    del disk
-    assert open_fds() == fds
-
-
-def test_closing_twice_is_one_close(tmp_path: Path) -> None:
-    disk = FileDisk.open(tmp_path / "nvme", MIB, create=True)
-    disk.close()
-    disk.close()
-    with pytest.raises(OSError):
-        disk.read(0, [aligned_buffer(4096)])
-
-
 # --- what is no file for us -----------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("name", "create", "reason"),
-    [
-        ("absent", False, "does not exist"),
-        ("folder", True, "neither a file nor a block device"),
-        ("fifo", True, "neither a file nor a block device"),
-        ("no/such/folder/nvme", True, "No such file"),
-        ("file/below", True, "Not a directory"),
-        ("/dev/kvstore-no-such-device", True, "no file is made among the devices"),
-        ("/dev/null", True, "neither a file nor a block device"),
-    ],
-)
-def test_what_cannot_be_opened_is_the_callers_mistake(tmp_path: Path, name: str, create: bool, reason: str) -> None:
-    (tmp_path / "folder").mkdir()
-    os.mkfifo(tmp_path / "fifo")
-    (tmp_path / "file").write_bytes(b"x")
-    before = sorted(os.listdir(tmp_path))
-    with pytest.raises(InvalidRequest, match=reason) as caught:
-        FileDisk.open(tmp_path / name, MIB, create=create)
-    assert caught.value.field == "nvme"
-    assert sorted(os.listdir(tmp_path)) == before
-
-
-@pytest.mark.parametrize("size", [0, -5, 4095])
-def test_no_size_is_the_callers_mistake(tmp_path: Path, size: int) -> None:
-    with pytest.raises(InvalidRequest):
-        FileDisk.open(tmp_path / "nvme", size, create=True)
-    assert os.listdir(tmp_path) == []
-
-
-@pytest.mark.parametrize("has", [1, MIB - 4096, MIB + 4096])
-def test_a_file_of_another_size_is_left_alone(tmp_path: Path, has: int) -> None:
-    path = tmp_path / "nvme"
-    path.write_bytes(b"x" * has)
-    with pytest.raises(InvalidRequest, match=r"is a file of .* bytes, not .*--format"):
-        FileDisk.open(path, MIB, create=True)
-    assert path.read_bytes() == b"x" * has
-    FileDisk.open(path, MIB, create=True, resize=True).close()
-    assert path.stat().st_size == MIB
 
 
 def test_what_a_kill_left_of_a_new_file_is_completed(tmp_path: Path) -> None:
@@ -324,14 +224,6 @@ def test_what_a_kill_left_of_a_new_file_is_completed(tmp_path: Path) -> None:
     assert path.stat().st_size == MIB
     path.write_bytes(b"")
     FileDisk.open(path, MIB).close()
-
-
-def test_holes_are_filled(tmp_path: Path) -> None:
-    path = tmp_path / "nvme"
-    path.write_bytes(b"")
-    os.truncate(path, MIB)
-    FileDisk.open(path, MIB).close()
-    assert path.stat().st_blocks * 512 >= MIB
 
 
 @pytest.mark.parametrize("code", [errno.ENOSPC, errno.EDQUOT, errno.EIO])
@@ -359,12 +251,6 @@ def test_a_full_file_system_leaves_nothing_behind(
     assert open_fds() == fds
 
 
-def test_a_file_bigger_than_any_disk(tmp_path: Path) -> None:
-    with pytest.raises((OutOfSpace, OSError)):
-        FileDisk.open(tmp_path / "nvme", 1 << 60, create=True)
-    assert os.listdir(tmp_path) == []
-
-
 def test_two_that_make_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The slower one neither takes nor removes what the faster one has made."""
     path = tmp_path / "nvme"
@@ -383,75 +269,7 @@ def test_two_that_make_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
     faster[0].close()
 
 
-def test_a_file_that_is_removed_while_it_is_opened(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    path = tmp_path / "nvme"
-    real = disk_module._lock
-
-    def late(fd: int, name: str) -> None:
-        path.unlink()
-        real(fd, name)
-
-    monkeypatch.setattr(disk_module, "_lock", late)
-    with pytest.raises(NodeBusy, match="made or removed"):
-        FileDisk.open(path, MIB, create=True)
-
-
-# --- the faulty disk ------------------------------------------------------------------------------------------------
-
-
-def test_the_faulty_disk_keeps_what_was_synced() -> None:
-    for seed in range(50):
-        disk = FaultyDisk(64 * 4096, seed)
-        disk.write(0, [filled(8 * 4096, 1)])
-        disk.sync()
-        disk.write(4096, [filled(4096, 2)])
-        after = disk.power_loss()
-        assert (after.data[:4096] == disk.data[:4096]).all()
-        old, new = filled(8 * 4096, 1)[4096:8192].reshape(8, 512), filled(4096, 2).reshape(8, 512)
-        for sector, found in enumerate(after.data[4096:8192].reshape(8, 512)):
-            assert (found == old[sector]).all() or (found == new[sector]).all()
-
-
-def test_the_faulty_disk_fails_on_request() -> None:
-    disk = FaultyDisk(64 * 4096, 1)
-    disk.fail_writes, disk.fail_after = errno.ENOSPC, 1
-    disk.write(0, [filled(4096, 1)])
-    with pytest.raises(OSError) as caught:
-        disk.write(0, [filled(4096, 2)])
-    assert caught.value.errno == errno.ENOSPC
-    disk.fail_writes, disk.cut_at = None, 4
-    disk.sync()
-    with pytest.raises(PowerCut):
-        disk.write(0, [filled(4096, 2)])
-
-
 # --- threads --------------------------------------------------------------------------------------------------------
-
-
-def test_tasks_run_side_by_side_and_answer_in_order() -> None:
-    threads = IoThreads(4)
-    together = threading.Barrier(4, timeout=60)
-
-    def task(number: int) -> int:
-        together.wait()
-        return number
-
-    assert threads.run([lambda n=n: task(n) for n in range(4)]) == [0, 1, 2, 3]  # type: ignore[misc]
-    assert threads.run([]) == []
-    assert threads.run([lambda: 7]) == [7]
-    threads.close()
-    assert threads.run([lambda: 1, lambda: 2]) == [1, 2]
-
-
-def test_failures_are_answers() -> None:
-    threads = IoThreads(3)
-
-    def failing() -> int:
-        raise OSError(errno.EIO, "no")
-
-    results = threads.run([lambda: 1, failing, lambda: 3])
-    assert results[0] == 1 and isinstance(results[1], OSError) and results[2] == 3
-    threads.close()
 
 
 def test_bugs_are_bugs(monkeypatch: pytest.MonkeyPatch) -> None:

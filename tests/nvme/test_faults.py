@@ -16,21 +16,16 @@ import pytest
 import kvstore
 from kvstore import Store
 from kvstore.errors import OutOfSpace
-from kvstore.model.replica import Address, Tier
-from kvstore.tier.nvme import geometry
 from kvstore.tier.nvme.disk import FileDisk
 from tests.helpers.content import SMALL
-from tests.helpers.inside import node_of
 from tests.helpers.nvme.files import (
     AT_ONCE,
-    CLASS,
     MIB,
     Faults,
     counted,
     found,
     prompt,
     save_all,
-    serve,
     serve_at,
     target,
     tier,
@@ -95,12 +90,6 @@ def goes_on_with_dram(machine: Machine, daemon: Any, path: Path, *words: str) ->
     check_laws(store)
 
 
-def test_more_than_there_is_room_for(machine: Machine) -> None:
-    path = target(machine)
-    daemon = serve_at(machine, "n", [f"{path}:100TiB"], nvme_extent=0)
-    goes_on_with_dram(machine, daemon, path, "needs 109951162777600 bytes", "free")
-
-
 def test_what_does_not_fit_is_not_tried(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """It would take the last block from everybody else, for as long as it takes to fail."""
     tried: list[Any] = []
@@ -133,26 +122,6 @@ def test_more_than_a_small_disk_has_room_for(small_disk: Path, machine: Machine)
     daemon = serve_at(machine, "n", [f"{path}:32MiB"])
     goes_on_with_dram(machine, daemon, path, "needs 33554432 bytes", "25165824 free")
     assert os.statvfs(small_disk).f_bfree * 4096 == 24 * MIB, "nothing is left behind"
-
-
-def test_one_of_two_targets_fits(small_disk: Path, machine: Machine) -> None:
-    """The other one is used; when there is room, the next start uses both."""
-    paths = [small_disk / "large", target(machine)]
-    serve_at(machine, "n", [f"{path}:32MiB" for path in paths])
-    store = machine.connect("n")
-    put_all(store, range(3 * DRAM_PROMPTS))
-    save_all(store)
-    assert there(store, range(3 * DRAM_PROMPTS)) == 3 * DRAM_PROMPTS
-    assert device(store, 0).startswith("failed: ") and device(store, 1).startswith("ready")
-    assert "ready" in tier(store)["state"] and "failed" in tier(store)["state"]
-    machine.processes[-1].terminate()
-    subprocess.run(["mount", "-o", "remount,size=48m", str(small_disk)], check=True)
-    machine.serve("n")
-    store = machine.connect("n")
-    assert device(store, 0).startswith("ready") and device(store, 1).startswith("ready")
-    wait_until("the scan is over", lambda: not tier(store)["frames"].get("quarantined", 0))
-    assert there(store, range(3 * DRAM_PROMPTS)) == 3 * DRAM_PROMPTS
-    check_laws(store)
 
 
 def unusable(kind: str, machine: Machine, small_disk: Path) -> str:
@@ -189,20 +158,6 @@ def test_paths_that_no_target_can_have(small_disk: Path, machine: Machine) -> No
     serve_at(machine, "n", [])  # and the name is free
 
 
-def test_a_target_of_another_node(machine: Machine) -> None:
-    """In use: refused. Its owner gone: refused as well, for it is the other's; with that name it works."""
-    first = serve(machine)
-    store = machine.connect("n")
-    put_all(store, range(10))
-    save_all(store)
-    for words in ("held by another node", "belongs to node 'n'"):
-        other = serve_at(machine, "other", [f"{target(machine)}:{16 * MIB}"], failing=True)
-        assert other.wait() in (1, 2) and words in other.errors.read_text(), other.trace()
-        first.terminate()
-    machine.serve("n")
-    assert there(machine.connect("n"), range(10)) == 10
-
-
 # --- disks that fill ------------------------------------------------------------------------------------------------
 
 
@@ -214,24 +169,6 @@ def fill(folder: Path) -> None:
                 os.write(file.fileno(), bytes(1 << 16))
             except OSError:
                 return
-
-
-def test_a_target_on_a_small_disk(small_disk: Path, machine: Machine) -> None:
-    """All its space is taken at the start, so that a disk that fills does no harm; O_DIRECT where it can be had."""
-    path = small_disk / "device"
-    daemon = serve_at(machine, "n", [f"{path}:16MiB"])
-    store = machine.connect("n")
-    fill(small_disk)
-    put_all(store, range(2 * DRAM_PROMPTS))
-    save_all(store)
-    assert there(store, range(2 * DRAM_PROMPTS)) == 2 * DRAM_PROMPTS
-    assert path.stat().st_size == 16 * MIB and path.stat().st_blocks * 512 >= 16 * MIB
-    direct = tier(store)["devices"][0]["direct"]
-    assert ("does not take O_DIRECT" in daemon.errors.read_text()) == (not direct)
-    assert device(store) == ("ready" if direct else "ready, buffered (no O_DIRECT)")
-    daemon.terminate()
-    machine.serve("n")
-    assert there(machine.connect("n"), range(2 * DRAM_PROMPTS)) == 2 * DRAM_PROMPTS
 
 
 def test_a_disk_that_promised_more_than_it_has(small_disk: Path, machine: Machine) -> None:
@@ -378,36 +315,6 @@ def dropped(store: Store, seeds: range) -> int:
     return sum(store.cache(SMALL).lookup(prompt(seed, PAGES)[0]).pages == PAGES for seed in seeds)
 
 
-def test_a_page_that_cannot_be_read_costs_no_other(embedded: Embedded) -> None:
-    """One bad sector: the pages before it come, in the same get, and others are neither missed nor dropped."""
-    store = embedded.open(promote_after=1)
-    put_all(store, range(40))
-    save_all(store)
-    mapped = node_of(store).writable()
-    address = mapped.index.find(Tier.NVME, store.in_pool(prompt(7, PAGES)[0]).hashes[5])
-    assert address is not None
-    embedded.faults.bad_sector = sector_of(store, address)
-    assert [timed(lambda s=seed: found(store, s, PAGES)) for seed in range(40)] == [8] * 7 + [5] + [8] * 32
-    wait_until("it is dropped", lambda: counted(store, "pages_dropped") == {"pages_dropped": 3})
-    assert counted(store, "damaged_") == {"damaged_io": 1}
-    embedded.faults.bad_sector = None
-    assert store.cache(SMALL).put(*prompt(7, PAGES)) == 3
-    save_all(store)
-    assert there(store, range(40)) == 40
-
-
-def sector_of(store: Store, address: Address) -> int:
-    """A byte of that page's payload, in the file of its device."""
-    reader = node_of(store).writable().below[Tier.NVME]
-    map_ = reader._opened()
-    assert map_ is not None
-    extent = reader._open_extent(address.extent, map_)
-    assert extent is not None
-    place = map_.place(extent.position, CLASS, address.frame)
-    assert place is not None
-    return place.offset + geometry.header_bytes(CLASS) + 8192
-
-
 # --- disks that are slow, or silent ---------------------------------------------------------------------------------
 
 
@@ -446,30 +353,3 @@ def test_a_disk_that_takes_no_write_and_says_nothing(embedded: Embedded) -> None
     save_all(store)
     assert there(store, range(300, 350)) == 50 and all(found(store, seed, PAGES) == PAGES for seed in stored)
     check_laws(store)
-
-
-def test_a_disk_that_does_not_answer_a_reader(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A get ends with its deadline and the reason "io"; the next ones at once; DRAM is read as ever."""
-    serve(machine)
-    store = machine.connect("n")
-    put_all(store, range(10))
-    save_all(store)
-    assert there(store, range(10)) == 10
-    put_all(store, range(10, 20))
-    faults = Faults()
-    monkeypatch.setattr("kvstore.tier.nvme.disk.os", faults)
-    faults.add("preadv")
-    mapped = node_of(store).writable()
-    mapped.timeout_s = 1.0
-    match = timed(lambda: store.cache(SMALL).get(prompt(3, PAGES)[0]))
-    assert (match.pages, match.reason) == (0, "io")
-    mapped.timeout_s = 3600.0  # nobody waits for it again
-    for _ in range(20):
-        match = timed(lambda: store.cache(SMALL).get(prompt(4, PAGES)[0]))
-        assert (match.pages, match.reason) == (0, "io")
-        assert timed(lambda: found(store, 15, PAGES)) == PAGES
-    put_all(store, range(20, 25))
-    with machine.connect("n") as other:  # in this process the disk is silent; the node does not notice
-        assert timed(lambda: found(other, 16, PAGES)) == PAGES
-    faults.heal()
-    wait_until("it is read again", lambda: there(store, range(10)) == 10)

@@ -200,23 +200,6 @@ def test_killed_while_a_file_of_others_is_made_anew(hit: int, machine: Machine) 
     assert daemon.terminate() == 0
 
 
-def test_killed_while_directories_are_loaded(machine: Machine) -> None:
-    """A reboot with clean checkpoints, and then the next starts do not come far."""
-    daemon, store, acked = stored(machine)
-    assert daemon.terminate() == 0
-    store.close()
-    reboot(machine)
-    flags = configure(machine)
-    for step in ("nvme.loaded:1", "nvme.loaded:4", "node.recover", "nvme.loaded:2", "node.rebuild", "node.rebuild"):
-        if step == "nvme.loaded:2":
-            reboot(machine)
-        start_killed(machine, step, **flags)
-    machine.serve(NODE)
-    store = machine.connect(NODE)
-    check_stored(store, acked)
-    check_at_rest(store, acked)
-
-
 def test_killed_while_extents_are_scanned(machine: Machine) -> None:
     """The same without checkpoints. What was on NVMe is there when a scan has come to its end."""
     daemon, store, acked = stored(machine, prompts=80)

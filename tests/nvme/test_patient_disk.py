@@ -59,26 +59,6 @@ def refused(call: Callable[[], None]) -> OSError:
     return error.value
 
 
-def test_a_disk_that_answers_is_the_disk() -> None:
-    disk = PatientDisk(StoppedDisk(), PATIENT_S)
-    disk.write(4096, [block(7)])
-    disk.sync()
-    buffer = block(0)
-    disk.read(4096, [buffer])
-    assert (buffer == 7).all()
-    disk.close()
-    disk.close()
-
-
-def test_errors_are_the_disk_s_own() -> None:
-    class Broken(StoppedDisk):
-        def sync(self) -> None:
-            raise OSError(errno.EIO, "broken", self.path)
-
-    error = refused(PatientDisk(Broken(), PATIENT_S).sync)
-    assert error.errno == errno.EIO and not is_silent(error)
-
-
 def test_silence_costs_one_deadline_once() -> None:
     below = StoppedDisk()
     disk = PatientDisk(below, ANSWER_S)

@@ -114,21 +114,6 @@ def test_a_chain_longer_than_dram(machine: Machine, node: tuple[Daemon, Store, S
     lives_on(machine, daemon, LONG)
 
 
-def test_layers_of_a_chain_longer_than_dram(machine: Machine, node: tuple[Daemon, Store, Store]) -> None:
-    """As engines write: chunk by chunk."""
-    _, store, local = node
-    keys, pages = prompt(1, LONG)
-    cache = store.cache(SMALL)
-    for first in range(0, LONG, TURN):
-        with cache.writer(keys[first : first + TURN]) as writer:
-            for layer in range(SMALL.layers):
-                writer.write_layer(layer, layer_of(pages[first : first + TURN], layer))
-        assert writer.sealed == TURN, (first, writer.pages_new, cache.lookup(keys).pages)
-    assert found(local, 1, LONG) == LONG
-    wait_settled(local)
-    check_laws(local)
-
-
 def test_what_nvme_cannot_hold_is_cut(machine: Machine) -> None:
     """A chain longer than both tiers: a prefix of it is stored, the put ends in time, and its neighbour goes on."""
     started(machine, nvme=4 << 20, nvme_extent=1 << 20)
@@ -140,32 +125,6 @@ def test_what_nvme_cannot_hold_is_cut(machine: Machine) -> None:
         wait_settled(store)
         check_laws(store)
         assert store.cache(SMALL).put(*prompt(2, TURN)) == TURN
-
-
-def test_many_conversations_at_once(machine: Machine) -> None:
-    """Threads extend chains, their own and a shared one, that are longer than DRAM together."""
-    started(machine, nvme=32 << 20)
-    failures: list[str] = []
-
-    def extend(seed: int) -> None:
-        with kvstore.connect("n", timeout_s=60.0) as store:
-            cache = store.cache(SMALL)
-            for one in (seed, 9):
-                keys, pages = prompt(one, 60)
-                for first in range(0, 60, 12):
-                    cache.put(keys[first : first + 12], pages[first : first + 12])
-                if (there := found(store, one, 60)) != 60:
-                    failures.append(f"{one}: {there}")
-
-    threads = [threading.Thread(target=extend, args=(seed,)) for seed in range(1, 5)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert not failures, failures
-    with kvstore.connect("n") as store:
-        wait_settled(store)
-        check_laws(store)
 
 
 def test_killed_while_pages_go_through(machine: Machine) -> None:

@@ -5,7 +5,6 @@ A reboot is a daemon that ends, by SIGTERM or kill -9, and its folder in /dev/sh
 
 from __future__ import annotations
 
-import os
 import shutil
 import sys
 import threading
@@ -22,7 +21,6 @@ from kvstore.tier.nvme import geometry
 from kvstore.tier.nvme.disk import FileDisk
 from kvstore.tier.nvme.target import read_superblock, read_table
 from tests.helpers.content import SMALL, chain, mismatch
-from tests.helpers.nursery import of_nodes
 from tests.helpers.nvme.nodes import (
     NODE,
     check_closed,
@@ -37,12 +35,11 @@ from tests.helpers.nvme.nodes import (
     serve_format,
     stored,
     target,
-    wait_pages,
     wait_quiet,
     wait_scanned,
 )
 from tests.helpers.nvme.nodes import PROMPT_PAGES as PAGES
-from tests.helpers.processes import Machine, Process, put, wait_until
+from tests.helpers.processes import Machine, put, wait_until
 
 REFUSED = 2  # exit code of a daemon that may not have its target
 NO_CHECKPOINT: dict[str, Any] = {"checkpoint_s": 1e6}
@@ -154,31 +151,6 @@ def test_unclean_extents_are_there_after_the_scan(end: str, machine: Machine) ->
     wait_quiet(store)
     check_all(store, both | {200: PAGES})
     kill(daemon)
-
-
-def test_reboot_under_load(machine: Machine) -> None:
-    """Killed while pages are on their way; again and again. No page that NVMe had said to have is missing."""
-    flags = configure(machine)
-    acked: dict[int, int] = {}
-    had = 0
-    for life in range(5):
-        daemon = machine.serve(NODE, **flags)
-        store = machine.connect(NODE)
-        wait_scanned(store)
-        assert nvme(store)["pages"] >= had
-        writer = machine.worker("put", NODE, first=1000 * life, count=200, pages=PAGES, parts=2, pause_s=0.002)
-        had = wait_pages(store, had + 100)
-        kill(daemon)
-        writer.kill()
-        acked |= writer.acknowledged()
-        store.close()
-        reboot(machine)
-    machine.serve(NODE)
-    store = machine.connect(NODE)
-    wait_scanned(store)
-    wait_quiet(store)
-    check_sound(store)
-    assert check_closed(store, acked) >= had >= 500
 
 
 @pytest.mark.parametrize("how", ["stale", "damaged"])
@@ -322,19 +294,6 @@ def _refuses(machine: Machine, name: str, *words: str) -> None:
     assert path.read_bytes() == before, "it was changed"
 
 
-def test_foreign_content_is_refused_and_unchanged(machine: Machine) -> None:
-    """Until --format is given, which drops it."""
-    target(machine).write_bytes(os.urandom(1 << 20) * 64)
-    _refuses(machine, NODE, "neither blank")
-    daemon = serve_format(machine)
-    store = machine.connect(NODE)
-    put(store, 1, PAGES)
-    check_all(store, {1: PAGES})
-    assert daemon.terminate() == 0
-    machine.serve(NODE, **configure(machine))
-    check_stored(store, {1: PAGES})
-
-
 def test_a_file_of_another_node_is_refused(machine: Machine) -> None:
     """Until --format is given; then nothing of the other node's is ever served, not even to its own readers."""
     daemon, store, acked = stored(machine)
@@ -356,23 +315,6 @@ def test_a_file_of_another_node_is_refused(machine: Machine) -> None:
 def _refuses_busy(machine: Machine, name: str) -> None:
     daemon = machine.spawn(name, **configure(machine, name))
     assert daemon.wait() != 0 and "another node" in daemon.errors.read_text(), daemon.trace()
-
-
-def test_format_of_a_file_of_another_size(machine: Machine) -> None:
-    """A file of ours that is of no use with these settings is refused, and dropped with --format."""
-    daemon, store, acked = stored(machine, prompts=10)
-    assert daemon.terminate() == 0
-    reboot(machine)
-    before = target(machine).read_bytes()
-    refused = machine.spawn(NODE, **configure(machine, nvme=[f"{target(machine)}:32MiB"]))
-    assert refused.wait() == REFUSED and "--format" in refused.errors.read_text(), refused.trace()
-    assert target(machine).read_bytes() == before
-    serve_format(machine, nvme=[f"{target(machine)}:32MiB"])
-    store = machine.connect(NODE)
-    assert nvme(store)["pages"] == 0 and check_closed(store, acked) == 0
-    assert target(machine).stat().st_size == 32 << 20
-    put(store, 1, PAGES)
-    check_all(store, {1: PAGES})
 
 
 # --- embedded -------------------------------------------------------------------------------------------------------
@@ -400,27 +342,6 @@ def test_an_embedded_store_reopens_with_its_pages(name: str | None, machine: Mac
             if life == 1:
                 check_all(store, acked)
         assert [path.name for path in machine.shm_dir.iterdir()] == ([f"kvstore-{name}"] if name else [])
-
-
-def test_an_embedded_store_is_dropped_without_close(machine: Machine) -> None:
-    """What had reached NVMe is there for the next one."""
-    node = target(machine)
-    code = (
-        "import os, sys, time, kvstore; from tests.helpers.content import *;"
-        f"s = kvstore.open(dram='4MiB', nvme='{node}:32MiB', nvme_extent='1MiB');"
-        "c = s.cache(SMALL);"
-        f"[c.put(k, contents(k)) for k in (chain(i, {PAGES}) for i in range(40))];"
-        f"e = time.monotonic() + 20\n"
-        f"while s.stats()['tiers']['nvme']['pages'] < {40 * PAGES} and time.monotonic() < e: s.evict(pages=1 << 20)\n"
-        "os.kill(os.getpid(), 9)"
-    )
-    process = machine.start(Process, "embedded", [sys.executable, "-c", code], of_nodes())
-    assert process.wait(60) == -9, process.trace()
-    with kvstore.open(dram="4MiB", nvme=f"{node}:32MiB", nvme_extent="1MiB", shm_dir=str(machine.shm_dir)) as store:
-        wait_scanned(store)
-        check_stored(store, dict.fromkeys(range(40), PAGES))
-        check_sound(store)
-        assert len(list(machine.shm_dir.iterdir())) == 1, "the dead one's memory is given back"
 
 
 def test_two_readers_while_an_embedded_store_closes(machine: Machine) -> None:
