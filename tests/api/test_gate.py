@@ -6,7 +6,6 @@ import asyncio
 import threading
 import time
 from collections.abc import AsyncIterator
-from contextlib import AsyncExitStack
 from typing import Any
 
 import grpc
@@ -15,7 +14,7 @@ import pytest
 
 from kvstore.boundary import kept_task
 from kvstore.errors import DeadlineExceeded, LeaseBroken, TooManyCalls
-from kvstore.limits import REST, Lane, Shares
+from kvstore.limits import Lane, Shares
 from kvstore.node.api.reservations import Holdings
 from kvstore.server.gate import Call, Gate, Threads
 from kvstore.server.identities import LOCAL, Identities, Identity
@@ -91,53 +90,6 @@ def test_the_budget_is_shared_waited_for_and_given_back() -> None:
         assert budget.free == 0
         budget.give(10)
         assert budget.free == 10
-
-    run(test)
-
-
-def test_calls_that_hold_a_little_do_not_wait_for_each_others_little() -> None:
-    async def test() -> None:
-        budget = budget_of(1000)
-        for _ in range(2):
-            assert await budget.take(10, 1.0) == 10
-        taking = asyncio.create_task(budget.take(1000, 3600.0, mine=10))  # for which nobody would wait
-        assert 800 < await asyncio.wait_for(taking, 60.0) < 980
-
-    run(test)
-
-
-def test_no_tenant_takes_everything() -> None:
-    async def test() -> None:
-        a, b, op = (Identity(name, frozenset(), operator=name == "op") for name in ("a", "b", "op"))
-        budget = budget_of(100)
-        await budget.take(30, 1.0, a)
-        with pytest.raises(TooManyCalls):
-            await budget.take(30, 0.05, a)
-        await budget.take(30, 1.0, b)
-        budget.give(30, a)
-        await budget.take(70, 1.0, a)  # alone one call may be as large as there is room
-        budget.give(70, a)
-        budget.give(30, b)
-        for _ in range(10):
-            await budget.take(10, 1.0, op)
-        for _ in range(10):
-            budget.give(10, op)
-        assert budget.free == 100 and not budget._of
-
-        gate = Gate(Identities(None), Threads(), 4, 60.0, 1000)
-        caller = a
-        gate._identify = lambda _: caller  # type: ignore[method-assign]
-        async with AsyncExitStack() as under_way:
-            for _ in range(2):
-                await under_way.enter_async_context(gate.admit(Context()))
-            refused = Context()
-            with pytest.raises(grpc.aio.AbortError):
-                await under_way.enter_async_context(gate.admit(refused))
-            caller = b
-            await under_way.enter_async_context(gate.admit(Context()))
-        assert refused.said is not None and refused.said[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-        assert gate.under_way == 0 and gate.places.free == 4
-        gate.threads.close()
 
     run(test)
 
@@ -260,28 +212,6 @@ def test_holdings_are_bounded_their_owners_own_and_end() -> None:
     assert len(held) == 1
     held.sweep(everything=True)
     assert things[2].ended == 1 and len(held) == 0
-
-
-def test_a_large_request_may_still_have_all_buffers_for_its_pages() -> None:
-    async def test() -> None:
-        a = Identity("a", frozenset())
-        gate = Gate(Identities(None), Threads(), 4, 60.0, 1 << 20)
-        gate.buffers_wait_s = 0.05
-        gate.identities.check = lambda _: None  # type: ignore[method-assign]
-        for caller in (a, LOCAL):
-            gate._identify = lambda _, caller=caller: caller  # type: ignore
-            async with gate.admit(Context()) as call, call.request(large()), call.buffers(1 << 20):
-                assert gate.budget.free <= (1 << 20) // REST
-            assert gate.budget.free == 1 << 20 and not gate.budget._of
-            async with gate.admit(Context()) as before, before.buffers(200_000):
-                refused = Context()
-                with pytest.raises(grpc.aio.AbortError):
-                    async with gate.admit(refused) as call, call.request(large()), call.buffers(1 << 20):
-                        pass
-                assert refused.said is not None and refused.said[0] is grpc.StatusCode.RESOURCE_EXHAUSTED
-            assert gate.budget.free == 1 << 20 and not gate.budget._of
-
-    run(test)
 
 
 def test_calls_that_begin_have_every_second_turn() -> None:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import grpc
 import numpy as np
 
 from kvstore.pb import store_pb2 as pb
@@ -12,8 +11,6 @@ from kvstore.wire.grpc import digest_of
 from tests.helpers.api import Client, identities_file, pages_message, serve_api
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.processes import Machine, check_laws, put, wait_until
-
-Code = grpc.StatusCode
 
 PAGES = 8
 KEYS = chain(1, PAGES, SMALL, "a")
@@ -54,21 +51,6 @@ def test_a_rank_that_gives_up_leaves_nobody_a_frame_that_others_get(machine: Mac
             assert found.data is not None and np.array_equal(found.data, contents(keys)[: found.pages])
         assert a.call("Seal", pb.ReservationRequest(reservation=second)).new_pages == 0
         wait_until("all frames are back", lambda: frames(store)["quarantined"] == 0)
-    check_laws(store)
-    a.close()
-
-
-def test_a_rank_has_one_writer_and_ranks_make_whole_pages(machine: Machine) -> None:
-    _, address = serve_api(machine, dram="4MiB", identities=identities_file(machine.logs))
-    a, store = Client(address, "a-token"), machine.connect("api")
-    held = [a.call("Reserve", reserve(rank, 2)).reservation for rank in range(2)]
-    for rank in range(2):
-        assert a.code("Reserve", reserve(rank, 2)) is Code.RESOURCE_EXHAUSTED
-    for rank in range(2):
-        a.call("Write", write(held[rank], rank, 2, contents(KEYS)))
-        a.call("Seal", pb.ReservationRequest(reservation=held[rank]))
-    found = store.cache(SMALL, salt="a").get(KEYS)
-    assert found.data is not None and np.array_equal(found.data, contents(KEYS))
     check_laws(store)
     a.close()
 

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import datetime
 import hashlib
-import os
 from pathlib import Path
 
 import pytest
 
 from kvstore.errors import InvalidRequest, PermissionDenied, Unauthenticated
 from kvstore.server import identities
-from kvstore.server.identities import LOCAL, Identities
+from kvstore.server.identities import Identities
 
 
 def sha(token: str) -> str:
@@ -63,30 +61,6 @@ def test_certificates(path: Path) -> None:
             known.find(token, names)
 
 
-def test_nobody_is_asked_without_a_file() -> None:
-    known = Identities(None)
-    assert not known.asked_for
-    assert known.find(None, ()) is LOCAL
-    assert LOCAL.operator and LOCAL.may_use("anything")
-
-
-def test_a_date_is_the_last_day(path: Path) -> None:
-    now = [datetime.datetime(2027, 1, 31, 23, 59, tzinfo=datetime.UTC).timestamp()]
-    known = Identities(write(path, entry(expires="2027-01-31")), clock=lambda: now[0])
-    found = known.find("secret", ())
-    known.check(found)
-    now[0] += 120
-    for refused in (lambda: known.find("secret", ()), lambda: known.check(found)):
-        with pytest.raises(Unauthenticated):
-            refused()
-
-
-def test_a_moment_may_have_a_zone(path: Path) -> None:
-    known = Identities(write(path, entry(expires="2027-01-31T12:00:00+01:00")), clock=lambda: 0.0)
-    expected = datetime.datetime(2027, 1, 31, 11, tzinfo=datetime.UTC).timestamp()
-    assert known.find("secret", ()).expires_s == expected
-
-
 @pytest.mark.parametrize("mode", [0o640, 0o604, 0o660, 0o666])
 def test_a_file_others_can_read_is_refused_with_the_remedy(path: Path, mode: int) -> None:
     with pytest.raises(InvalidRequest, match="chmod 600"):
@@ -119,11 +93,6 @@ def test_a_file_that_makes_no_sense_is_refused(path: Path, text: str, reason: st
     assert sha("secret") not in str(refused.value)
 
 
-def test_an_absent_file_is_refused(path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="No such file"):
-        Identities(path)
-
-
 def test_a_change_is_seen_and_a_bad_one_changes_nothing(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(identities, "LOOK_S", 0.0)
     known = Identities(write(path, entry()))
@@ -140,13 +109,3 @@ def test_a_change_is_seen_and_a_bad_one_changes_nothing(path: Path, monkeypatch:
         known.find("secret", ())
     with pytest.raises(Unauthenticated):  # also in a stream that began before
         known.check(a)
-
-
-def test_a_signal_reads_at_once(path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(identities, "LOOK_S", 3600.0)
-    known = Identities(write(path, entry()))
-    os.utime(write(path, entry("b", "other")))
-    with pytest.raises(Unauthenticated):
-        known.find("other", ())
-    known.reload()
-    assert known.find("other", ()).name == "b"

@@ -3,10 +3,7 @@
 from __future__ import annotations
 
 import signal
-import socket
 import stat
-import subprocess
-import sys
 import threading
 from pathlib import Path
 from typing import Any
@@ -22,7 +19,7 @@ from kvstore.server.identities import Identities
 from tests.helpers import api
 from tests.helpers.api import Certificates, Client, pages_message
 from tests.helpers.content import chain, contents
-from tests.helpers.processes import ROOT, Machine, wait_until
+from tests.helpers.processes import Machine, wait_until
 
 Code = grpc.StatusCode
 
@@ -33,16 +30,6 @@ BY_OTHER_NAME = '[[identity]]\nname = "d"\ncertificate = "alias.example"\nsalts 
 @pytest.fixture
 def certificates(tmp_path: Path) -> Certificates:
     return Certificates(tmp_path)
-
-
-def refused(machine: Machine, **flags: str) -> str:
-    """What a daemon says that does not start; it may not leave anything running."""
-    command = [part for flag, value in flags.items() for part in (f"--{flag.replace('_', '-')}", value)]
-    done = machine.run("serve", "--name", "no", "--dram", "32MiB", *command)
-    assert done.returncode == 2, done.stderr
-    said = [line for line in done.stderr.splitlines() if line.startswith("kvstore: ")]  # the others are its log
-    assert len(said) == 1 and not done.stdout and "Traceback" not in done.stderr, done.stderr
-    return said[0]
 
 
 def test_tls_with_tokens_beyond_loopback(machine: Machine, tmp_path: Path, certificates: Certificates) -> None:
@@ -87,15 +74,6 @@ def test_mtls(machine: Machine, tmp_path: Path, certificates: Certificates) -> N
     client = Client(address, None, grpc.ssl_channel_credentials(certificates.read("ca.pem"), *pair))
     assert client.code("About", pb.AboutRequest(), 3) is Code.UNAVAILABLE
     client.close()
-
-
-def test_what_is_refused_to_start_with(machine: Machine, tmp_path: Path) -> None:
-    identities = api.identities_file(tmp_path)
-    assert "--tls-cert" in refused(machine, listen="0.0.0.0:0", identities=identities)
-    assert "folder" in refused(machine, listen=f"unix:{tmp_path}/none/sock")
-    assert "is not a socket" in refused(machine, listen=f"unix:{identities}")
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        assert "taken" in refused(machine, listen=f"127.0.0.1:{taken.getsockname()[1]}")
 
 
 def test_what_would_let_strangers_in_is_refused(tmp_path: Path, certificates: Certificates) -> None:
@@ -175,13 +153,6 @@ def test_several_addresses_and_hangup(machine: Machine, tmp_path: Path) -> None:
     assert Client(addresses[1]).code("About", pb.AboutRequest()) is Code.OK
 
 
-def test_hangup_ends_no_daemon_that_has_nothing_to_read_again(machine: Machine) -> None:
-    daemon = machine.serve("a", dram="16MiB")
-    daemon.signal(signal.SIGHUP)
-    daemon.signal(signal.SIGTERM)
-    assert daemon.wait() == 0, "it ended in its own time"
-
-
 def test_sigterm_ends_calls_within_seconds(machine: Machine) -> None:
     daemon, address = api.serve_api(machine)
     client = Client(address)
@@ -210,29 +181,3 @@ def test_sigterm_ends_calls_within_seconds(machine: Machine) -> None:
     store = machine.connect("api")
     assert store.cache(api.SMALL).lookup(keys).pages == 8
     client.close()
-
-
-def test_local_use_loads_no_grpc(machine: Machine) -> None:
-    machine.serve("plain", dram="32MiB")
-    code = """
-import sys
-from kvstore.cli.main import cli
-try:
-    cli(["--help"])
-except SystemExit:
-    pass
-import kvstore
-kvstore.connect("plain").stats()
-kvstore.open(dram="32MiB").close()
-assert not [name for name in sys.modules if name.partition(".")[0] in ("grpc", "google")], "grpc was loaded"
-"""
-    done = subprocess.run(
-        [sys.executable, "-c", code],
-        env=machine.env(),
-        cwd=ROOT,
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=False,
-    )
-    assert done.returncode == 0, done.stderr

@@ -13,9 +13,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 
 from kvstore import Keys, Layout
 from kvstore.model.prefix import as_tokens, root_key
-from kvstore.node.api.streams import pack_pages, read_data
 from kvstore.pb import store_pb2 as pb
-from kvstore.wire.grpc import digest_of, pack_data
 from tests.helpers import api
 from tests.helpers.content import contents, prompt
 from tests.helpers.processes import Machine
@@ -82,58 +80,6 @@ def test_a_client_by_reflection_alone(machine: Machine) -> None:
     assert store.cache(ours, salt="s").get(keys).data.tobytes() == data
 
 
-def test_reservations_and_objects_by_reflection_alone(machine: Machine) -> None:
-    _, address = api.serve_api(machine)
-    node = Reflected(address)
-    layout = node.make("Layout", model="any", layers=2, kv_heads=2, head_dim=64, page_tokens=16)
-    ours = Layout(model="any", layers=2, kv_heads=2, head_dim=64, page_tokens=16)
-    tokens = as_tokens(prompt(4, 3, ours)[:-1])
-    keys = Keys.of(tokens, 16, root_key(ours))
-    pages = node.make("Pages", layout=layout, tokens=tokens.astype("<u4").tobytes(), whole_pages=True)
-    reserved = node.call("Reserve", node.make("ReserveRequest", pages=pages))
-    assert list(reserved.wanted) == [0, 1, 2]
-    begin = node.make("WriteRequest", begin=node.make("WriteBegin", reservation=reserved.reservation))
-    messages, half = [begin], ours.layer_bytes
-    for page, row in reversed(list(enumerate(contents(keys, ours)))):  # in any order, layer by layer
-        for offset in (half, 0):
-            part = row.tobytes()[offset : offset + half]
-            digest = xxhash.xxh3_64_intdigest(part)
-            messages.append(node.make("WriteRequest", data=part, data_xxh3=digest, page=page, offset=offset))
-    node.call("Write", *messages)
-    sealed = node.call("Seal", node.make("ReservationRequest", reservation=reserved.reservation))
-    assert (sealed.new_pages, sealed.pages) == (3, 3)
-    lease = node.call("Lease", node.make("LeaseRequest", pages=pages, ttl_ms=5000))
-    assert lease.pages == 3
-    node.call("Release", node.make("ReleaseRequest", lease=lease.lease))
-
-    value = bytes(range(256)) * 3000
-    begin = node.make("PutObjectRequest", begin=node.make("PutObjectBegin", key="weights/1", size_bytes=len(value)))
-    assert node.call("PutObject", begin, *node.data("PutObjectRequest", value)).stored
-    assert not node.call("PutObject", begin, *node.data("PutObjectRequest", value)).stored
-    replies = node.call("GetObject", node.make("GetObjectRequest", key="weights/1"))
-    assert (replies[0].found, replies[0].size_bytes) == (True, len(value))
-    assert b"".join(reply.data for reply in replies) == value
-    found = node.call("ContainsObjects", node.make("ObjectKeys", keys=["weights/1", "weights/2"]))
-    assert list(found.found) == [True, False]
-    assert node.call("ClearObjects", node.make("ClearObjectsRequest", prefix="weights/")).removed == 1
-    assert machine.connect("api").get("weights/1") is None
-
-
-def test_handmade_messages_are_those_of_the_generated_classes() -> None:
-    data = bytes(range(256)) * 20
-    made = pb.ReadReply.FromString(pack_data(memoryview(data)))
-    assert (made.data, made.data_xxh3) == (data, digest_of(data))
-    assert pack_data(data) == pb.ReadReply(data=data, data_xxh3=digest_of(data)).SerializeToString()
-    assert pack_data(data, 3) == pb.GetObjectReply(data=data, data_xxh3=digest_of(data)).SerializeToString()
-    assert b"".join(pb.ReadReply.FromString(m).data for m in pack_pages(memoryview(data * 500))) == data * 500
-    sent = pb.WriteRequest(data=data, data_xxh3=digest_of(data), page=70000, offset=1 << 40)
-    read = read_data(sent.SerializeToString())
-    assert (bytes(read.data), read.digest, read.page, read.offset) == (data, digest_of(data), 70000, 1 << 40)
-    assert read.begin is None
-    begin = pb.WriteRequest(begin=pb.WriteBegin(reservation=b"x" * 16))
-    assert read_data(begin.SerializeToString()).begin == begin.begin.SerializeToString()
-
-
 def test_descriptors_are_those_of_the_repository(machine: Machine) -> None:
     """The proto that is served is the one that is shipped."""
     _, address = api.serve_api(machine)
@@ -142,13 +88,3 @@ def test_descriptors_are_those_of_the_repository(machine: Machine) -> None:
     shipped = descriptor_pb2.FileDescriptorProto()
     pb.DESCRIPTOR.CopyToProto(shipped)
     assert served == shipped
-
-
-@pytest.mark.parametrize("name", ["", SERVICE])
-def test_health(machine: Machine, name: str) -> None:
-    from grpc_health.v1 import health_pb2, health_pb2_grpc
-
-    _, address = api.serve_api(machine)
-    with grpc.insecure_channel(address) as channel:
-        reply = health_pb2_grpc.HealthStub(channel).Check(health_pb2.HealthCheckRequest(service=name), timeout=60)
-    assert reply.status == health_pb2.HealthCheckResponse.SERVING

@@ -106,45 +106,6 @@ def test_others_go_on_during_a_long_call(machine: Machine, call: str) -> None:
     check_laws(store)
 
 
-def test_replies_come_in_the_order_of_requests(machine: Machine) -> None:
-    full_node(machine)
-    caller = Caller(machine.folder("n"))
-    caller.ask("verify", 2)  # half a second
-    caller.ask("scrub_status", 3)  # at once
-    caller.ask("nonsense", 4)
-    caller.ask("pages", 5, limit=1)
-    found = [caller.receive() for _ in range(4)]
-    assert [number for _, number, _ in found] == [2, 3, 4, 5]
-    assert found[0][2]["findings"] == [] and "sweeps" in found[1][2] and found[2][0] == Status.INVALID
-    assert found[3][2]["total"] == PAGES
-    callers = [caller, *(Caller(machine.folder("n")) for _ in range(11))]  # more at once than there are threads for it
-    for one in callers:
-        one.ask("pages", 9, limit=1)
-    for one in callers:
-        status, number, answer = one.receive()
-        assert (status, number, answer["total"]) == (Status.OK, 9, PAGES)
-
-
-def test_who_hangs_up_meanwhile_harms_nothing(machine: Machine) -> None:
-    daemon, store = full_node(machine)
-    before = len(threads(daemon))
-    for _ in range(SLOW_THREADS + 2):
-        caller = Caller(machine.folder("n"))
-        caller.ask("verify")
-        caller.close()
-    evicting = Caller(machine.folder("n"))
-    evicting.ask("evict", percent=50)
-    evicting.close()
-    wait_until("its session ends", lambda: store.stats()["sessions"] == 1)
-    assert put_one(store) == PUT_PAGES
-    wait_until("what was asked is done all the same", lambda: pages_of(store) <= 0.55 * PAGES, ANSWER_S)
-    asking = Caller(machine.folder("n"))
-    asking.ask("pages", limit=1)
-    assert asking.receive()[0] == Status.OK
-    assert len(threads(daemon)) <= before + SLOW_THREADS
-    check_laws(store)
-
-
 def test_a_daemon_ends_in_time_during_long_calls(machine: Machine) -> None:
     daemon, store = full_node(machine)
     before = len(threads(daemon))
@@ -158,14 +119,6 @@ def test_a_daemon_ends_in_time_during_long_calls(machine: Machine) -> None:
     assert "Traceback" not in daemon.trace()
     machine.serve("n")
     check_laws(store)
-
-
-def put_one(store: Store) -> int:
-    return store.cache(TINY, salt="other").put(tokens(2000, PUT_PAGES), np.ones((PUT_PAGES, TINY.page_bytes), np.uint8))
-
-
-def pages_of(store: Store) -> int:
-    return int(store.stats()["tiers"]["dram"]["pages"])
 
 
 def threads(daemon: Daemon) -> list[Path]:

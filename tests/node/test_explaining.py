@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-import base64
-import secrets
 from collections.abc import Iterator
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -14,11 +11,9 @@ import pytest
 
 import kvstore
 from kvstore import Keys, Layout, Store
-from kvstore.client.admin import KEYS_MAX, KEYS_PER_CALL, keys_argument
+from kvstore.client.admin import KEYS_MAX, KEYS_PER_CALL
 from kvstore.errors import InvalidRequest
-from kvstore.node.event_log import fitted
 from kvstore.node.operator import named_pages
-from kvstore.node.operator.explain_lookup import EXPLAIN_PAGES_MAX, layout_said
 from kvstore.node.operator.named_pages import NamedPages
 from kvstore.wire import control
 from tests.helpers.inside import admin
@@ -62,13 +57,6 @@ def test_of_each_page_what_is_known(store: Store) -> None:
     assert told["elsewhere"] == [] and told["scanning"] is False
 
 
-def test_a_page_that_returned_is_told_as_stored(store: Store) -> None:
-    keys = put(store, 0, 2)
-    store.evict(keys=keys)
-    put(store, 0, 2)
-    assert store.explain(keys)["pages"] == [{"tiers": ["dram"]}] * 2
-
-
 def test_the_same_tokens_elsewhere(store: Store) -> None:
     longer = Layout(model="longer", layers=1, kv_heads=1, head_dim=16, page_tokens=8)
     put(store, 0, 4, "a")
@@ -80,30 +68,6 @@ def test_the_same_tokens_elsewhere(store: Store) -> None:
     assert {other["salt"] for other in store.explain(mine[:1])["elsewhere"]} == {"a"}  # too short for the other's page
     store.evict(salt="a")
     assert {other["salt"] for other in store.explain(mine)["elsewhere"]} == {"b"}
-
-
-def test_another_page_under_the_key(store: Store) -> None:
-    """As after a forged collision: the record has another root."""
-    keys = put(store, 0, 1)
-    told = admin(store, "explain", keys=[keys.hashes[0].hex()], root=ROOT)
-    assert told["pages"] == [{"tiers": [], "identity": True}]
-
-
-@pytest.mark.parametrize(
-    ("field", "changed"),
-    [
-        *(("keys", {"keys": []}), ("keys", {"keys": "ab"}), ("keys", {"keys": [ROOT] * (EXPLAIN_PAGES_MAX + 1)})),
-        *(("root", {"root": None}), ("root", {"root": "zz" * 16}), ("root", {"root": 5})),
-        *(("tokens", {"tokens": "?"}), ("tokens", {"tokens": "AAA="}), ("tokens", {"tokens": 5})),
-        ("tokens", {"tokens": "\u00e9"}),
-    ],
-)
-def test_bad_questions(store: Store, field: str, changed: dict[str, Any]) -> None:
-    good = {"keys": [ROOT], "root": ROOT, "tokens": base64.b64encode(bytes(16)).decode()}
-    assert admin(store, "explain", **good)["pages"] == [{"tiers": []}]
-    with pytest.raises(InvalidRequest) as error:
-        admin(store, "explain", **{**good, **changed})
-    assert error.value.field == field
 
 
 # --- layouts --------------------------------------------------------------------------------------------------------
@@ -122,23 +86,6 @@ def test_layouts_that_were_met(store: Store) -> None:
     ]
     assert [Layout(**about["layout"]) for about in found] == [other, LAYOUT]
     assert [about["layout"]["model"] for about in store.layouts("m")] == ["m"] and store.layouts("x") == []
-
-
-def test_what_is_remembered_of_a_layout() -> None:
-    said = layout_said(asdict(LAYOUT), LAYOUT.fingerprint)
-    assert Layout(**said) == LAYOUT and "dtype" not in said
-    long = Layout(model="m", layers=1, head_dim=16, rope="x" * 5000)
-    bad: list[tuple[Any, bytes]] = [("m", LAYOUT.fingerprint), ({}, LAYOUT.fingerprint), ({"x": 1}, LAYOUT.fingerprint)]
-    bad += [(asdict(LAYOUT), bytes(16)), (asdict(long), long.fingerprint)]
-    for given, fingerprint in bad:
-        with pytest.raises(InvalidRequest, match="^layout"):
-            layout_said(given, fingerprint)
-
-
-def test_a_layout_too_long_to_remember_is_no_hindrance(store: Store) -> None:
-    long = Layout(model="m", layers=1, kv_heads=1, head_dim=16, page_tokens=4, rope="x" * 5000)
-    put(store, 0, 2, layout=long)
-    assert [about["layout"] for about in store.layouts()] == [None]
 
 
 # --- prompts in parts -----------------------------------------------------------------------------------------------
@@ -190,11 +137,6 @@ def test_names_are_bounded_and_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
 # --- answers --------------------------------------------------------------------------------------------------------
 
 
-def test_lists_fit() -> None:
-    assert fitted(["x" * 100] * 50, 1024) == ["x" * 100] * 9
-    assert fitted(["x" * 5000, "y"], 1024) == ["x" * 5000]  # one at least, or nobody would get on
-
-
 def test_answers_with_long_names_fit_one_message(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
     """Names of tenants take up to 6 KB each as JSON, and there may be many."""
     sent: list[int] = []
@@ -226,13 +168,3 @@ def test_pages_say_what_keeps_them(store: Store, tmp_path: Path) -> None:
         (True, False, 1),
         (False, False, 0),
     ]
-
-
-def test_a_pin_on_nvme_does_not_pin_dram(tmp_path: Path) -> None:
-    with kvstore.open(dram="16MiB", nvme=f"{tmp_path}/{secrets.token_hex(4)}:64MiB") as store:
-        keys = put(store, 0, 4)
-        assert store.evict(keys=keys)["pages"] == 4  # saved first
-        store.pin(keys, 60.0)
-        assert store.explain(keys)["pages"] == [{"tiers": ["nvme"], "pinned": True}] * 4
-        assert store.evict(keys=keys, tier="all")["stayed"] == {"pinned": 4}
-        assert keys_argument(keys[:1])["root"] == keys.root.hex()

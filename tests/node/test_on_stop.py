@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import struct
 import subprocess
 import time
 from pathlib import Path
@@ -52,10 +51,6 @@ def test_where_memory_goes(facts: dict[str, Any], why: str, tmp_path: Path) -> N
     assert why in reason and bool(reason) == bool(why)
 
 
-def test_a_store_without_a_name_has_its_memory_to_itself(tmp_path: Path) -> None:
-    assert memory_goes("kvstore-embedded-1-2", around(tmp_path, systemd="running"))
-
-
 def test_a_shutdown_that_is_due(tmp_path: Path) -> None:
     here = around(tmp_path)
     scheduled = here.run / "systemd/shutdown/scheduled"
@@ -67,21 +62,6 @@ def test_a_shutdown_that_is_due(tmp_path: Path) -> None:
     ):
         scheduled.write_text(text)
         assert bool(memory_goes(NAME, here)) == due, text
-
-
-def test_the_runlevel(tmp_path: Path) -> None:
-    here = around(tmp_path)
-    user = struct.pack("<hxxi376x", 7, ord("0"))
-    for letter, goes in (("0", True), ("6", True), ("5", False)):
-        level = struct.pack("<hxxi376x", 1, ord("N") << 8 | ord(letter))
-        (here.run / "utmp").write_bytes(user + level)
-        assert bool(memory_goes(NAME, here)) == goes, letter
-    (here.run / "utmp").write_bytes(user + level[:100])
-    assert not memory_goes(NAME, here)
-
-
-def test_nothing_is_known(tmp_path: Path) -> None:
-    assert not memory_goes(NAME, Surroundings(lambda: "", tmp_path / "none", tmp_path / "none", 1, 0))
 
 
 def test_what_an_end_does(tmp_path: Path) -> None:

@@ -12,12 +12,10 @@ import pytest
 
 import kvstore
 from kvstore import Layout, Store
-from kvstore.errors import InvalidRequest
 from kvstore.node.node import Node
 from kvstore.node.operator import page_calls
 from kvstore.node.tier_mover import Mover
 from kvstore.state import events as ev
-from tests.helpers.inside import admin
 
 LAYOUT = Layout(model="m", layers=2, kv_heads=1, head_dim=16, page_tokens=16)
 
@@ -49,13 +47,6 @@ def test_a_dry_run_says_what_leaves_and_changes_nothing(store: Store) -> None:
     assert [page["key"] for page in did["listed"]] == [key.hex() for key in reversed(cold.hashes[1:])]
     assert store.cache(LAYOUT).lookup(cold).pages == 1 and store.cache(LAYOUT).lookup(warm).pages == 4
     assert store.verify()["findings"] == []
-
-
-def test_a_tenant_leaves_and_others_stay(store: Store) -> None:
-    put(store, 1, 3, "a"), put(store, 1, 5, "b")
-    gone = store.evict(salt="a")
-    assert gone["pages"] == 3 and gone["by_tenant"] == {"a": {"pages": 3, "bytes": 3 * LAYOUT.page_bytes}}
-    assert store.pages(salt="a")["total"] == 0 and store.pages(salt="b")["total"] == 5
 
 
 def test_a_prompt_leaves_but_for_what_other_pages_hang_on(store: Store) -> None:
@@ -103,38 +94,6 @@ def test_a_call_ends_in_time_and_says_what_it_left(store: Store, monkeypatch: py
     assert (found["pages"], found["by_tier"], found["stayed"]) == (0, {}, {"time": 5}) and stored(store) == 5
     monkeypatch.setattr(page_calls, "EVICT_S", 40.0)
     assert store.evict(percent=100.0)["pages"] == 5
-
-
-def test_pages_are_listed_in_parts(store: Store) -> None:
-    put(store, 1, 7)
-    found = store.pages(limit=5)
-    assert found["total"] == 7 and len(found["pages"]) == 5
-    rest = admin(store, "pages", limit=5, tier="all", after=found["next"])
-    assert len(rest["pages"]) == 2 and "next" not in rest
-    assert sorted(page["position"] for page in found["pages"] + rest["pages"]) == list(range(7))
-
-
-@pytest.mark.parametrize(
-    ("wish", "field"),
-    [
-        ({}, "evict"),
-        ({"pages": 0}, "pages"),
-        ({"pages": 1, "bytes": 1}, "bytes"),
-        ({"percent": 101}, "percent"),
-        ({"percent": float("nan")}, "percent"),
-        ({"age_s": -1}, "age_s"),
-        ({"age_s": 1, "tier": "tape"}, "tier"),
-        ({"salt": 5}, "salt"),
-        ({"pages": 1, "dry_run": "yes"}, "dry_run"),
-        ({"keys": ["xy"]}, "keys"),
-        ({"keys": []}, "keys"),
-    ],
-)
-def test_bad_wishes_are_refused_and_nothing_leaves(store: Store, wish: dict[str, Any], field: str) -> None:
-    put(store, 1, 4)
-    with pytest.raises(InvalidRequest, match=f"^{field}"):
-        admin(store, "evict", **wish)
-    assert stored(store) == 4
 
 
 def test_an_eviction_from_dram_is_saved_first_and_from_all_is_gone(tmp_path: Path) -> None:

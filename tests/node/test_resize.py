@@ -9,7 +9,7 @@ import time
 import pytest
 
 import kvstore
-from kvstore.errors import InvalidRequest, KVStoreError
+from kvstore.errors import KVStoreError
 from tests.helpers.content import SMALL, chain, contents, layer_of
 from tests.helpers.processes import Machine, check_laws, check_pages, check_right, frames, put, wait_until
 
@@ -162,30 +162,3 @@ def test_a_lease_keeps_its_memory_until_it_ends(machine: Machine) -> None:
     assert time.monotonic() > until_s or all(right)
     shrunk(machine)
     check_laws(other)
-
-
-def test_larger_again(machine: Machine) -> None:
-    """Within the file's length nobody has to map anything again."""
-    daemon = machine.serve("n", eviction="lru", **LARGER)
-    store = machine.connect("n")
-    fill(store, 0, 120)
-    for flags in (SMALLER, LARGER):
-        daemon.kill()
-        daemon = machine.serve("n", eviction="lru", **flags)
-    acked = fill(store, 200, 100)
-    check_pages(store, acked)
-    check_laws(store)
-
-
-def test_an_embedded_store_with_a_name(machine: Machine) -> None:
-    with kvstore.open("mine", dram="4MiB", shm_dir=str(machine.shm_dir)) as store:
-        acked = fill(store, 0, 24)
-    with kvstore.open("mine", dram="16MiB", shm_dir=str(machine.shm_dir)) as store:
-        acked |= fill(store, 100, 80)
-        check_pages(store, acked)
-    with kvstore.open("mine", dram="4MiB", shm_dir=str(machine.shm_dir)) as store:
-        shrunk(machine, "mine")
-        assert 0 < check_right(store, acked) <= 32 * PAGES
-        check_laws(store)
-    with pytest.raises(InvalidRequest, match="extent"):
-        kvstore.open("mine", dram="4MiB", extent="1MiB", shm_dir=str(machine.shm_dir))

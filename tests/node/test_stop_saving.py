@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import os
 import signal
 import sys
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -75,20 +73,6 @@ def test_a_page_that_cannot_be_saved_is_tried_once(machine: Machine, monkeypatch
         assert check_stored(store, {2: PAGES}) == PAGES
 
 
-def test_a_close_takes_nothing_out_of_dram(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """To save is enough: its decisions are as many as its batches, however many pages there are."""
-    store = kvstore.open(**settings(machine, demote_at=1.0))
-    for seed in range(25):
-        put(store, seed, PAGES)
-    spy = Spy(monkeypatch)
-    store.close()
-    assert sum(spy.saves) == 25 * PAGES
-    assert "Evict" not in spy.events and spy.events.count("Saved") == len(spy.saves) <= 8, spy.events
-    monkeypatch.undo()
-    with kvstore.open(**settings(machine)) as store:
-        assert check_stored(store, dict.fromkeys(range(25), PAGES)) == 25 * PAGES
-
-
 # --- daemons ----------------------------------------------------------------------------------------------------------
 
 
@@ -124,18 +108,6 @@ def test_what_sigterm_saves(on_stop: str, saved: bool, machine: Machine) -> None
     if saved:
         assert check_stored(machine.connect(NODE), dict.fromkeys(range(40), PAGES)) == 40 * PAGES
         assert "saved" in daemon.errors.read_text() and f"pages={40 * PAGES}" in daemon.errors.read_text()
-
-
-def test_a_machine_that_shuts_down(machine: Machine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """systemd says so, and ``auto`` saves."""
-    systemctl = tmp_path / "bin" / "systemctl"
-    systemctl.parent.mkdir()
-    systemctl.write_text("#!/bin/sh\ntest $1 = is-system-running && echo stopping\nexit 1\n")
-    systemctl.chmod(0o755)
-    monkeypatch.setenv("PATH", f"{systemctl.parent}:{os.environ['PATH']}")
-    daemon = served(machine, 10)
-    assert daemon.terminate() == 0
-    assert kept(machine) == (10 * PAGES, 10 * PAGES)
 
 
 HANGING = """

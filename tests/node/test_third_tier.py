@@ -14,7 +14,6 @@ import pytest
 
 import kvstore
 from kvstore.client.local import node as lower_tiers
-from kvstore.client.match import CHECKSUM
 from kvstore.config import NodeConfig, NvmeTarget
 from kvstore.model.replica import Address, FrameClass, Status, Tier
 from kvstore.node import startup
@@ -218,27 +217,3 @@ def test_a_client_reads_the_third_tier(store: kvstore.Store, attention: str) -> 
     assert match.tiers == {Tier.NVME: 2, FAR: 4} and match.data is not None and (match.data == data).all()
     with cache.lease(PROMPT) as lease:  # views are of memory: all come up, tier by tier
         assert len(lease.pages) == 6 and all((view == page).all() for view, page in zip(lease.pages, data, strict=True))
-
-
-def test_a_damaged_page_of_the_third_tier_ends_the_match(store: kvstore.Store) -> None:
-    cache = store.cache(LAYOUT)
-    data = np.zeros((6, LAYOUT.page_bytes), np.uint8)
-    cache.put(TOKENS, data)
-    sink(store, "dram", "nvme")
-    mapped = node_of(store).writable()
-    far = mapped.below[FAR]
-    assert isinstance(far, MemoryReader)
-    key = mapped.in_pool(cache.keys(TOKENS)).hashes[3]
-    address = mapped.index.find(FAR, key)
-    assert address is not None
-    far.flip(address)
-    match = cache.get(PROMPT)
-    assert (match.pages, match.reason) == (3, CHECKSUM)
-
-
-def test_objects_are_read_from_the_third_tier(store: kvstore.Store) -> None:
-    value = np.random.default_rng(2).bytes(100_000)
-    assert store.put("name", value)
-    sink(store, "dram", "nvme")
-    assert store.contains("name") and store.object_keys() == ["name"]
-    assert bytes(store.get("name")) == value

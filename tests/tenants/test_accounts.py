@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from kvstore.config import Quota, parse_quotas
+from kvstore.config import Quota
 from kvstore.model.replica import FrameClass, Tier
 from kvstore.node import book
 from kvstore.state import events as ev
@@ -18,21 +18,6 @@ from kvstore.state.tenants import ROOTS_KEPT, Name, Tenants
 from tests.helpers.worlds.world import MS, Chain, World, root_of
 
 ROOT = b"r" * 16
-
-
-def test_a_root_that_is_named_late_takes_its_bytes_along() -> None:
-    accounts = Tenants([Tier.DRAM, Tier.NVME], [Quota("a", dram=100), Quota("*", nvme=7)])
-    number = accounts.number(ROOT)
-    accounts.holdings[Tier.DRAM].add(number, 2, 20)
-    accounts.holdings[Tier.DRAM].expect(number, 10)
-    assert accounts.stats()[""]["dram"]["bytes"] == 20
-    assert accounts.name(ROOT, {"salt": "a"}) and not accounts.name(ROOT, {"salt": "a"})
-    stats = accounts.stats()
-    assert stats.keys() == {"a"} and stats["a"]["dram"]["bytes"] == 20
-    assert (stats["a"]["dram"]["quota_bytes"], stats["a"]["nvme"]["quota_bytes"]) == (100, None)
-    assert accounts.holdings[Tier.NVME].share("").quota == 7
-    share = accounts.holdings[Tier.DRAM].share("a")
-    assert share.coming == 10 and not share.complete
 
 
 def test_roots_without_pages_are_forgotten_and_those_with_pages_are_not() -> None:
@@ -85,22 +70,6 @@ def test_more_names_than_fit_cost_those_who_say_most(monkeypatch: pytest.MonkeyP
     for i in range(5000):
         accounts.number(i.to_bytes(16, "little"))
     assert len(dram.shares) <= 3 and len(dram.roots) < 4000, "what is empty is forgotten"
-
-
-def test_what_is_said_and_not_stored_under_is_not_written_and_passes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tenants, "SPOKEN_BYTES_MAX", 16 << 10)
-    accounts = Tenants([Tier.DRAM])
-    mine = b"m" * 16
-    accounts.name(mine, {"salt": "mine"})
-    for i in range(1000):
-        accounts.name(i.to_bytes(16, "big"), {"salt": "reader", "adapter": "x" * 500})
-    assert accounts.spoken.bytes <= accounts.spoken.bytes_max and not accounts.named
-    assert {type(instruction) for instruction in accounts.book} == {ev.ForgetNames}
-    accounts.book.clear()
-    accounts.number(mine)
-    assert [type(instruction) for instruction in accounts.book] == [ev.WriteName] and mine in accounts.named
-    accounts.number(mine)
-    assert len(accounts.book) == 1, "once"
 
 
 def world(**options: Any) -> World:
@@ -158,27 +127,12 @@ def test_a_key_alone_pins_and_unpins_nothing() -> None:
     assert reply is not None and reply.detail == {"unpinned": 1} and not made.state.pins.pins
 
 
-def test_a_pin_has_the_number_that_was_drawn_for_it() -> None:
-    """Numbers in order would tell a tenant how often others pin. Pinning again keeps the number."""
-    made = world()
-    store(made, Chain(PAGE, (1, 2, 3))), store(made, Chain(PAGE, (7,)))
-    assert pin(made, Chain(PAGE, (1,)), 4711)["pin"] == 4711
-    assert pin(made, Chain(PAGE, (1,)), 99)["pin"] == 4711
-    assert pin(made, Chain(PAGE, (7,)), 4711)["pin"] == 4712, "that of another pin is taken"
-    assert sorted(made.state.pins.pins) == [4711, 4712]
-
-
 def pin(made: World, chain: Chain, number: int = 0) -> dict[str, Any]:
     """The answer to a wish for a pin."""
     until_ns = made.now_ns + 1000 * MS
     reply = made.send(ev.Pin(made.now_ns, number, list(chain.keys), root_of(PAGE), until_ns, until_ns / 1e9))
     assert reply is not None
     return dict(reply.detail)
-
-
-def test_the_default_tenant_can_be_named_in_a_quota() -> None:
-    (quota,) = parse_quotas('"" dram=1MiB')
-    assert quota.salt == "" and str(quota) == '"" dram=1MiB'
 
 
 def test_a_book_with_a_torn_line_loses_that_line_alone(tmp_path: Path) -> None:

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
@@ -11,7 +9,7 @@ import kvstore
 from kvstore import Layout, Store
 from kvstore.errors import InvalidRequest
 from kvstore.state import tenants
-from tests.helpers.inside import admin, node_of
+from tests.helpers.inside import admin
 
 LAYOUT = Layout(model="naming", layers=1, kv_heads=1, head_dim=64, page_tokens=16)
 PAGES = 4
@@ -39,31 +37,6 @@ def test_a_root_that_was_forgotten_still_counts_for_its_tenant(monkeypatch: pyte
         found = store.stats()["tenants"]
         assert found["t"]["dram"]["evicted_quota"] > 0 and "" not in found
         assert found["t"]["dram"]["bytes"] <= QUOTA
-
-
-def test_a_name_is_said_once_while_the_node_remembers_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    with kvstore.open(dram="16MiB") as store:
-        mapped = node_of(store).writable()
-        calls: list[str] = []
-        call = mapped.channel._dispatcher.admin.call  # type: ignore[attr-defined]
-
-        def counted(request: dict[str, Any]) -> dict[str, Any]:
-            calls.append(request["call"])
-            return dict(call(request))
-
-        monkeypatch.setattr(mapped.channel._dispatcher.admin, "call", counted)  # type: ignore[attr-defined]
-        for seed in range(5):
-            put(store, "mine", seed)
-        assert calls == ["root"]
-
-
-def test_tiny_pages_count_as_their_frames() -> None:
-    tiny = Layout(model="tiny", layers=1, kv_heads=1, head_dim=1, page_tokens=1)
-    with kvstore.open(dram="16MiB", quotas=["t dram=64KiB"]) as store:
-        store.cache(tiny, salt="t").put(np.arange(200), np.zeros((200, tiny.page_bytes), np.uint8))
-        found = store.stats()["tenants"]["t"]["dram"]
-        assert 0 < found["pages"] <= (64 << 10) // 4096 and found["bytes"] == 4096 * found["pages"]
-        assert store.verify()["findings"] == []
 
 
 def test_a_pin_of_a_tail_would_keep_more_than_it_counts() -> None:

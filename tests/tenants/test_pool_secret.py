@@ -18,13 +18,11 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.prefix import ARRAY_PAGES, TAG_BYTES, tag_of, tagged
 from kvstore.shm.folder import NodeFolder, new_secret, purge, read_secret
 from kvstore.shm.header import Header
-from kvstore.tier.nvme.device import NvmeDevice
-from kvstore.tier.nvme.disk import BLOCK_BYTES, FileDisk
+from kvstore.tier.nvme.disk import BLOCK_BYTES
 from kvstore.tier.nvme.table import Superblock
 from tests.helpers.processes import wait_until
 
 LAYOUT = Layout(model="secret", layers=2, kv_heads=2, head_dim=32, dtype="uint8", page_tokens=16)
-MIB = 1 << 20
 PAGES = 4
 PROMPT = np.arange(PAGES * 16, dtype=np.uint32)
 Open = Callable[..., Store]
@@ -84,12 +82,6 @@ def check(store: Store) -> None:
     found = cache.get(keys)
     assert found.pages == PAGES and found.data is not None and (found.data == 1).all()
     assert store.verify()["findings"] == []
-
-
-def other_target(path: Path) -> None:
-    """One that was made for a pool of its own."""
-    disk = FileDisk.open(path, 8 * MIB, create=True)
-    NvmeDevice.open(disk, "n", MIB).close()
 
 
 def test_tags_tell_roots_apart_and_leave_keys_alone() -> None:
@@ -174,16 +166,6 @@ def test_targets_of_two_pools_are_not_mixed(opened: Open, tmp_path: Path) -> Non
     with opened("ab", nvme_format=True) as store:
         check(store)
     assert on_disk(tmp_path / "b") == [secrets[0]] * 2
-
-
-def test_a_node_with_pages_takes_no_other_pool_s_target(opened: Open, tmp_path: Path) -> None:
-    other_target(tmp_path / "a")
-    with opened() as store:
-        fill(store)
-    with pytest.raises(InvalidRequest, match="purge"):
-        opened("a")
-    with opened() as store:
-        check(store)
 
 
 def test_caches_and_keys_outlive_a_pool(opened: Open, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import time
 from typing import Any
 
@@ -12,19 +11,18 @@ import pytest
 import kvstore
 from kvstore import Retention, Store
 from kvstore.client.admin import keys_argument
-from kvstore.errors import InvalidRequest, OutOfSpace, PermissionDenied, QuotaExceeded
+from kvstore.errors import OutOfSpace, PermissionDenied, QuotaExceeded
 from kvstore.pb import store_pb2 as pb
 from kvstore.wire.grpc import RETRY_KEY
 from tests.helpers.api import Client, identities_file, pages_message, serve_api, write_messages
 from tests.helpers.content import SMALL, chain, contents, prompt
 from tests.helpers.inside import admin
 from tests.helpers.nvme.nodes import NODE, check_sound, configure, reboot, save_all, wait_quiet, wait_scanned
-from tests.helpers.processes import CLI, Machine, check_laws, check_pages, put, wait_until
+from tests.helpers.processes import Machine, check_laws, check_pages, put, wait_until
 
 PAGES = 8
 PROMPT = PAGES * SMALL.page_bytes
 QUOTA = 4 * PROMPT
-IDLE_S = 10.0  # the mover looks after so long, where nobody wakes it
 
 
 def share(store: Store, salt: str, tier: str = "dram") -> dict[str, Any]:
@@ -145,26 +143,6 @@ def test_pins_outlive_a_kill_and_a_flood(machine: Machine) -> None:
     wait_until("the pin runs out", lambda: not admin(store, "pins")["pins"])
 
 
-def test_pins_are_bounded_and_bad_calls_change_nothing(machine: Machine) -> None:
-    (machine.logs / "node.toml").write_text("[node]\npins_share_max = 0.0\n")
-    machine.serve("a", dram="16MiB", config=str(machine.logs / "node.toml"))
-    store = machine.connect("a")
-    put(store, 0, PAGES)
-    named = keys_argument(store.in_pool(chain(0, PAGES, SMALL, "")))
-    for field, call, arguments in (
-        ("keys", "pin", {**named, "ttl_s": 5}),
-        ("ttl_s", "pin", {**named, "ttl_s": -1}),
-        ("keys", "pin", {**named, "keys": ["zz"], "ttl_s": 5}),
-        ("pin", "unpin", {"pin": 77}),
-        ("root", "root", {"root": "00" * 16, "fingerprint": "00" * 16, "salt": "thief"}),
-    ):
-        with pytest.raises(InvalidRequest) as error:
-            admin(store, call, **arguments)
-        assert error.value.field == field
-    assert admin(store, "pins")["pins"] == []
-    assert "thief" not in admin(store, "tenants")["tenants"]
-
-
 # --- NVMe -----------------------------------------------------------------------------------------------------------
 
 
@@ -203,22 +181,6 @@ def test_nvme_quota_takes_from_its_tenant_alone_and_survives_restarts_and_reboot
     check_sound(store)
 
 
-def test_at_its_dram_quota_a_tenant_writes_as_fast_as_nvme(machine: Machine) -> None:
-    """Its own tails are saved while it waits: the mover is woken, nothing is lost and nothing is refused."""
-    slow_mover = f"import kvstore.node.tier_mover as mover; mover.IDLE_S = {IDLE_S}; {CLI[2]}"
-    quota = configure(machine, dram="8MiB", demote_at=0.9, quotas=[f"t dram={2 * PROMPT}"])
-    machine.serve(NODE, cli=(sys.executable, "-c", slow_mover), **quota)
-    store = machine.connect(NODE)
-    flood(store, "t", 0, 4)
-    start_s = time.monotonic()
-    flood(store, "t", 4, 30)
-    assert (time.monotonic() - start_s) / 30 < IDLE_S / 4, "a put waits for the mover's next look"
-    about = share(store, "t")
-    assert about["bytes"] <= 2 * PROMPT and about["refused"] == 0
-    assert found(store, "t", range(34)) == 34 * PAGES
-    check_sound(store)
-
-
 def test_pins_on_nvme_outlive_eviction_and_a_kill_and_fill_a_quota(machine: Machine) -> None:
     flags = configure(machine, quotas=[f"t dram={PROMPT}"])
     daemon, store = machine.serve(NODE, **flags), machine.connect(NODE)
@@ -250,31 +212,6 @@ def test_pins_on_nvme_outlive_eviction_and_a_kill_and_fill_a_quota(machine: Mach
 
 
 # --- edges ----------------------------------------------------------------------------------------------------------
-
-
-def test_quotas_of_no_page_of_no_salt_and_changed_by_a_restart(machine: Machine) -> None:
-    page = SMALL.page_bytes
-    daemon = serve_with(machine, ["tiny dram=16383", '"" dram=64KiB', f"t dram={QUOTA}"])
-    store = machine.connect("a")
-    for _ in range(2):
-        with pytest.raises(QuotaExceeded):
-            put(store, 1, 1, salt="tiny")
-    assert share(store, "tiny")["pages"] == 0 and share(store, "tiny")["refused"] >= 2
-    for seed in range(3):
-        assert put(store, seed, 4) == 4
-    assert share(store, "")["bytes"] == 4 * page, "nobody's quota is that of whoever names no salt"
-    assert put(store, 9, 6) == 4, "no more than fits"
-    flood(store, "t", 0, 4)
-    daemon.kill()
-    daemon = serve_with(machine, [f"t dram={PROMPT}"])
-    wait_until("t is within the smaller quota", lambda: share(store, "t")["bytes"] <= PROMPT)
-    assert found(store, "t", range(4)) == PAGES, "whole tails left, the coldest first"
-    assert put(store, 1, 1, salt="tiny") == 1 and put(store, 10, 20) == 20, "quotas that are gone bind nobody"
-    daemon.kill()
-    serve_with(machine, [f"t dram={QUOTA}"])
-    flood(store, "t", 100, 3)
-    assert share(store, "t")["bytes"] == QUOTA, "nothing leaves where there is room"
-    check_laws(store)
 
 
 def test_over_grpc_a_full_quota_is_back_pressure_with_a_hint(machine: Machine) -> None:

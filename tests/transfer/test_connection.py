@@ -123,28 +123,6 @@ def last_words(sock: socket.socket) -> KVStoreError:
     return wire.unpack_error(data[HEAD.size :])
 
 
-def test_requests_are_answered_in_order(served: Served) -> None:
-    connection = served.open()
-    assert connection.welcome.node == "n1"
-    numbers = [connection.send(FrameKind.STATUS, b"%d" % i, deadline_s=later()) for i in range(20)]
-    for i, number in enumerate(numbers):
-        head = connection.receive_head(number, FrameKind.STATE, deadline_s=later())
-        assert connection.receive(head.body_bytes, deadline_s=later()) == b"%d" % i
-    assert connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) == b"x"
-    connection.close()
-
-
-def test_a_refused_request_leaves_the_connection_good(served: Served) -> None:
-    connection = served.open()
-    with pytest.raises(InvalidRequest, match="asked: is no good"):
-        connection.call(FrameKind.STATUS, b"fail", reply=FrameKind.STATE, deadline_s=later())
-    with pytest.raises(PermissionDenied):
-        connection.call(FrameKind.STATUS, b"salt:theirs", reply=FrameKind.STATE, deadline_s=later())
-    assert not connection.broken
-    assert connection.call(FrameKind.STATUS, b"more", reply=FrameKind.STATE, deadline_s=later()) == b"more"
-    connection.close()
-
-
 @pytest.mark.parametrize(
     ("hello", "error"),
     [
@@ -187,12 +165,6 @@ def test_nothing_travels_in_clear_to_another_machine() -> None:
         DataConnection.open("192.0.2.1:7000", Hello(token="t"), deadline_s=later())
     with pytest.raises(InvalidRequest, match="tls"):  # whatever the catalog says
         DataConnection.open("192.0.2.1:7000", Hello(), DialCredentials(ca="ca.pem"), tls=False, deadline_s=later())
-
-
-@pytest.mark.parametrize("address", ["nohost", ":1", "127.0.0.1:0", "127.0.0.1:99999", "127.0.0.1:x"])
-def test_an_address_that_is_none_is_refused(address: str) -> None:
-    with pytest.raises(InvalidRequest, match="address"):
-        DataConnection.open(address, Hello(), deadline_s=later())
 
 
 @pytest.mark.parametrize(
@@ -273,15 +245,6 @@ def test_a_reader_that_reads_slowly_gets_everything(served: Served) -> None:
     sock.close()
 
 
-def test_a_reader_that_vanishes_is_forgotten(served: Served) -> None:
-    sock = served.welcomed()
-    sock.sendall(wire.pack_head(FrameKind.STATUS, 1, 4) + b"much")
-    sock.recv(100_000)
-    sock.close()
-    assert_none_open(served)
-    served.open().close()
-
-
 def test_connections_are_bounded() -> None:
     """Twelve, of which eight are for callers that have said who they are; a tenant has half of them."""
     made = Served(replace(LIMITS, connections_max=12))
@@ -325,18 +288,6 @@ def test_strangers_who_say_nothing_shut_out_nobody(tmp_path: Path, tls: bool) ->
         assert_none_open(made)
     finally:
         made.server.stop()
-
-
-def test_a_server_that_stops_ends_its_connections() -> None:
-    made = Served(LIMITS)
-    connection = made.open()
-    threading.Timer(0.1, made.server.stop).start()
-    with pytest.raises(NodeUnavailable):
-        connection.receive_head(1, FrameKind.PONG, deadline_s=later())
-    assert connection.broken
-    connection.close()
-    with pytest.raises(NodeUnavailable):
-        made.open()
 
 
 def test_a_server_that_says_nothing_costs_the_silence_alone() -> None:
@@ -387,22 +338,6 @@ def wait_until(holds: object) -> None:
 
 def assert_none_open(served: Served) -> None:
     wait_until(lambda: not served.server.connections)
-
-
-def test_a_unix_socket_whose_path_is_longer_than_the_kernel_takes(tmp_path: Path) -> None:
-    folder = tmp_path / ("f" * 120)
-    folder.mkdir()
-    server = Server("n1", {}, admit)
-    server.start_unix(folder / "socket", 0o600)
-    try:
-        assert (folder / "socket").stat().st_mode & 0o777 == 0o600
-        with closing(DataConnection.open(f"unix:{folder}/socket", Hello(), deadline_s=later())) as connection:
-            assert connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) == b"x"
-    finally:
-        server.stop()
-    assert not (folder / "socket").exists()
-    with pytest.raises(NodeUnavailable):
-        DataConnection.open(f"unix:{folder}/socket", Hello(), deadline_s=later())
 
 
 def test_a_server_for_which_no_thread_can_be_started_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:

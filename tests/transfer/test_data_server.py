@@ -7,9 +7,7 @@ import contextlib
 import json
 import os
 import re
-import shutil
 import signal
-import sqlite3
 import time
 import urllib.request
 from contextlib import aclosing
@@ -26,14 +24,14 @@ from kvstore.cluster.catalog.file import FileCatalog
 from kvstore.cluster.catalog.schema import DataEntry
 from kvstore.cluster.data_connection import DataConnection
 from kvstore.cluster.transport import Pulled, pull
-from kvstore.errors import DeadlineExceeded, Unauthenticated, Unavailable
+from kvstore.errors import Unauthenticated
 from kvstore.model.replica import FrameClass
 from kvstore.shm.data_server_file import DataFile, DataServerAt, find_data_server
 from kvstore.shm.folder import NodeFolder
 from kvstore.wire.data import FrameKind, Hello, ReadRequest, WantedChain
 from tests.helpers.content import SMALL, chain, contents, first_wrong
 from tests.helpers.etcd import told
-from tests.helpers.processes import CLI, Daemon, Machine, put, stopped, wait_until
+from tests.helpers.processes import CLI, Daemon, Machine, put, wait_until
 
 PAGES = 20
 LATE_S = 30.0
@@ -87,22 +85,6 @@ def dead(pid: int) -> bool:
         return True
 
 
-def test_a_daemon_with_a_catalog_has_a_data_server(machine: Machine, catalog: str) -> None:
-    daemon, store = serve(machine, catalog)
-    put(store, 1, PAGES)
-    server = living(machine)
-    assert f"data on {server.address}" in daemon.wait_ready()
-    assert read(server).pages == PAGES
-    (entry,) = wait_until("it is in the catalog", lambda: members(machine, catalog))
-    assert (entry["node"], entry["addresses"], entry["process"]) == ("n", [server.address], server.process)
-    assert entry["transports"]["tcp"] == ""
-    told = [each for each in members(machine, catalog) if each["incarnation"] == f"{incarnation(machine):016x}"]
-    assert told or wait_until("its incarnation is told", lambda: members(machine, catalog)[0]["incarnation"])
-    assert daemon.terminate() == 0
-    assert dead(server.pid) and server_of(machine) is None
-    assert members(machine, catalog) == []
-
-
 def test_who_has_not_read_where_it_is_gets_nothing(machine: Machine, catalog: str) -> None:
     """Another user of this machine, who reaches loopback."""
     _, store = serve(machine, catalog)
@@ -112,15 +94,6 @@ def test_who_has_not_read_where_it_is_gets_nothing(machine: Machine, catalog: st
         with pytest.raises(Unauthenticated):
             read(replace(server, process=process))
     assert read(server).pages == PAGES
-
-
-def incarnation(machine: Machine) -> int:
-    from kvstore.client.local.node import LocalNode
-
-    node = LocalNode(machine.folder("n"))
-    found = node.writable().incarnation
-    node.close()
-    return found
 
 
 def test_it_outlives_the_daemon_and_is_found_again(machine: Machine, catalog: str) -> None:
@@ -151,17 +124,6 @@ def test_a_killed_one_is_replaced(machine: Machine, catalog: str) -> None:
     name = f"n.{living(machine).process[:12]}"
     wait_until("it alone is in the catalog", lambda: [each["name"] for each in members(machine, catalog)] == [name])
     assert living(machine).process != server.process
-
-
-def test_a_stopped_one_costs_the_silence(machine: Machine, catalog: str) -> None:
-    serve(machine, catalog)
-    server = living(machine)
-    with stopped(server.pid):
-        began_s = time.monotonic()
-        with pytest.raises(DeadlineExceeded):
-            read(server, silence_s=0.3)
-        assert time.monotonic() - began_s < LATE_S / 2
-    assert read(server).pages == 0
 
 
 def test_one_of_its_own_is_taken_as_it_is(machine: Machine, catalog: str) -> None:
@@ -231,69 +193,6 @@ def private_bytes(pid: int) -> int:
     """Memory of its own that a process has."""
     status = Path(f"/proc/{pid}/status").read_text().splitlines()
     return next(int(line.split()[1]) << 10 for line in status if line.startswith("RssAnon:"))
-
-
-def test_it_ends_with_the_nodes_folder(machine: Machine, catalog: str) -> None:
-    daemon, _ = serve(machine, catalog)
-    server = living(machine)
-    daemon.kill()
-    shutil.rmtree(machine.folder("n"))
-    wait_until("it has noticed", lambda: dead(server.pid))
-
-
-@pytest.mark.parametrize(
-    ("data", "says"),
-    [
-        ("0.0.0.0:0", "beyond loopback"),
-        ("127.0.0.1", "is not HOST:PORT"),
-        ("no.such.host.invalid:1", "there is no host"),
-        ("[::]:0", "others are told this address"),
-    ],
-)
-def test_an_address_that_cannot_be_is_refused_at_the_start(
-    machine: Machine, catalog: str, data: str, says: str
-) -> None:
-    refused = machine.spawn("n", dram="16MiB", data=data, catalog="" if says == "beyond loopback" else catalog)
-    assert refused.wait() == 2
-    assert says in refused.errors.read_text()
-    assert not machine.folder("n").exists()
-
-
-def test_a_transport_that_there_is_not_is_refused_at_the_start(machine: Machine, catalog: str) -> None:
-    refused = machine.spawn("n", dram="16MiB", catalog=catalog, data_transports="tcp,pigeons")
-    assert refused.wait() == 2
-    assert "data_transports" in refused.errors.read_text() and "pigeons" in refused.errors.read_text()
-
-
-def test_an_address_that_is_taken_is_refused_at_the_start(machine: Machine, catalog: str) -> None:
-    serve(machine, catalog)
-    taken = living(machine).address
-    other = machine.spawn("other", dram="16MiB", catalog=catalog, data=taken)
-    assert other.wait() == 2
-    assert "cannot listen" in other.errors.read_text()
-
-
-def test_nobody_has_one_who_does_not_want_it(machine: Machine, catalog: str) -> None:
-    serve(machine, catalog, data="none")
-    assert server_of(machine) is None
-    alone = machine.serve("alone", dram="16MiB")
-    assert "data on" not in alone.wait_ready()
-    with pytest.raises(Unavailable):
-        read(DataServerAt(0, "", "127.0.0.1:1", False))
-
-
-def test_a_catalog_of_another_version_ends_the_daemon_with_that_reason(
-    machine: Machine, catalog: str, tmp_path: Path
-) -> None:
-    daemon, _ = serve(machine, catalog)
-    newer = tmp_path / "newer"
-    asyncio.run(opened(newer))
-    with contextlib.closing(sqlite3.connect(newer / "catalog.sqlite", isolation_level=None)) as database:
-        database.execute("UPDATE about SET format=2")
-    (tmp_path / "catalog").rename(tmp_path / "older")
-    newer.rename(tmp_path / "catalog")
-    assert daemon.wait() not in (0, -signal.SIGKILL)
-    assert "catalog format 2" in daemon.errors.read_text()
 
 
 async def opened(folder: Path) -> None:

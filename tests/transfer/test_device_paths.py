@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 from pathlib import Path
 
@@ -11,18 +10,7 @@ import pytest
 from kvstore.device import cuda, cuda_driver
 from kvstore.device.host_device import HostDevice
 from kvstore.errors import Unavailable
-from kvstore.node.operator.device_paths import (
-    DevicePaths,
-    DirectFile,
-    ask,
-    asked,
-    copies,
-    nothing,
-    peers_of,
-    understood,
-)
-
-FOUND = {"missing": "", "devices": {"cuda:0": "NVIDIA H100"}, "paths": {"engines": "", "gds": "no NVMe here"}}
+from kvstore.node.operator.device_paths import DevicePaths, asked, copies, nothing, peers_of
 
 
 def python(code: str) -> list[str]:
@@ -35,16 +23,6 @@ def test_without_a_driver_nobody_is_asked() -> None:
         assert found == {"missing": "no NVIDIA driver", "devices": {}, "paths": {}}
     else:
         assert found["missing"] == "the NVIDIA driver is being asked"
-
-
-def test_without_the_package_nobody_is_asked(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "cuda.bindings.driver", None)
-    assert DevicePaths([]).look() == nothing("cuda-python is not installed")
-
-
-def test_what_the_process_says() -> None:
-    assert asked([sys.executable, "-m", "kvstore.node.operator.device_paths"], 100) == ask([])
-    assert asked(python(f"print({json.dumps(json.dumps(FOUND))})"), 100) == FOUND
 
 
 @pytest.mark.parametrize(
@@ -63,11 +41,6 @@ def test_a_process_that_hangs_costs_its_deadline() -> None:
     assert asked(python("import time; time.sleep(100)"), 0.2) == nothing("the NVIDIA driver did not answer in 0.2 s")
 
 
-def test_a_process_that_cannot_be_started() -> None:
-    assert asked(["/nonexistent"], 1)["missing"] == "the NVIDIA driver cannot be asked (No such file or directory)"
-    assert understood(b'{"missing": ""}', 0) == nothing("asking the NVIDIA driver ended with 0")
-
-
 def test_bytes_come_there_and_back() -> None:
     assert copies(HostDevice()) == ""
     device = HostDevice()
@@ -81,20 +54,6 @@ def test_which_devices_reach_each_other() -> None:
     assert peers_of([one]) == "" == peers_of([two])
     assert peers_of([one, two]) == "by way of the host where it would be to host:1 from host:2"
     assert peers_of([HostDevice("host:1", reaches=["host:2"]), two]) == ""
-
-
-def test_memory_that_cannot_be_shown_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: object) -> None:
-        raise Unavailable("no handle")
-
-    monkeypatch.setattr(HostDevice, "export", refused)
-    assert peers_of([HostDevice()]) == "memory cannot be shown to other processes (no handle)"
-
-
-def test_a_file_that_cannot_be_read_directly_is_told() -> None:
-    device = next(iter(cuda.find().devices), None)
-    with pytest.raises(Unavailable, match="^[^\n]+$"):
-        DirectFile(device, Path("/nonexistent"))  # type: ignore[arg-type]
 
 
 @pytest.mark.skipif(bool(cuda.find().missing), reason=f"ways to a GPU: {cuda.find().missing}")

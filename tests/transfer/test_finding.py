@@ -22,23 +22,21 @@ from kvstore.cluster.catalog.base import boot_s
 from kvstore.cluster.catalog.schema import DataEntry, NodeEntry
 from kvstore.cluster.data_connection import Caller, Exchange
 from kvstore.cluster.data_listener import Server
-from kvstore.cluster.directory import AGAIN, TIERS, Listed, Told
+from kvstore.cluster.directory import TIERS, Listed, Told
 from kvstore.cluster.directory_messages import pack_announce, pack_found, unpack_announce, unpack_announced
 from kvstore.cluster.directory_owner import LATE_S
 from kvstore.cluster.find_pages import Finder
 from kvstore.cluster.lookup_plan import Stretch
-from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode, PoolView
+from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode
 from kvstore.errors import NodeUnavailable, PermissionDenied, TooManyCalls
 from kvstore.model.prefix import fingerprints
 from kvstore.model.replica import Tier
-from kvstore.node.cluster import announcer, directory_audit, directory_shell
+from kvstore.node.cluster import directory_audit, directory_shell
 from kvstore.node.cluster.announcer import Announcer
-from kvstore.node.cluster.data_server import ViewKeeper, serving
+from kvstore.node.cluster.data_server import ViewKeeper
 from kvstore.node.cluster.directory_shell import DirectoryShell
 from kvstore.node.cluster.page_handlers import HoldHandler
 from kvstore.node.node import Node
-from kvstore.server.http import Readiness, readyz
-from kvstore.shm.folder import NodeFolder
 from kvstore.wire.data import FrameKind, Hello, Whose
 from tests.helpers.inside import node_of
 from tests.helpers.processes import wait_until
@@ -290,30 +288,6 @@ def test_pages_that_owners_do_not_hear_of_are_found(machines: dict[str, Machine]
     assert shape(c.finder.find(replace(WHOSE, salt="others"), keys, 0, time.monotonic() + 30)) == [("a", 0, 50)]
 
 
-def test_connections_that_ended_while_nobody_used_them_cost_nothing(machines: dict[str, Machine]) -> None:
-    c = machines["c"]
-    machines["a"].put(prompt(15, 20))
-    wait_until("the owners know", lambda: shape(c.find(prompt(15, 20))) == [("a", 0, 20)], 30)
-    for _ in range(5):
-        for machine in machines.values():
-            assert machine.server is not None
-            for connection in list(machine.server._open):
-                connection.abort()
-        assert shape(c.find(prompt(15, 20))) == [("a", 0, 20)]
-        view = c.peers.look()
-        assert view is not None and not any(c.finder._links.dead(peer) for peer in view.peers.values())
-
-
-def test_what_was_told_is_kept_for_a_moment(machines: dict[str, Machine]) -> None:
-    machines["a"].put(prompt(6, 20))
-    finder, keys = machines["c"].finder, machines["c"].cache.keys(prompt(6, 20)).hashes
-    wait_until("the owners know", lambda: shape(machines["c"].find(prompt(6, 20))) == [("a", 0, 20)], 30)
-    for machine in machines.values():
-        machine.stop_serving()
-    assert shape(finder.find(WHOSE, keys, 0, time.monotonic() + 30)) == [("a", 0, 20)]
-    assert machines["c"].find(prompt(6, 20)) == []
-
-
 def nothing(self: HoldHandler, exchange: Exchange, body: memoryview) -> None:
     """A node that says it has no page, so that what is found is what owners list."""
     none = np.zeros(0, np.int64)
@@ -384,39 +358,6 @@ def test_a_tenant_finds_pages_under_its_own_salts_alone(
         assert not np.isin(machine.directory._owner.directory._table | low, asked | low).any()
 
 
-def test_a_node_says_that_it_tells_nobody_any_more(
-    machines: dict[str, Machine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    a = machines["a"]
-    assert a.announcer.status()["fault"] == ""
-    ready = Readiness()
-    ready.set()
-    answer = readyz(ready, lambda: a.announcer.status()["fault"])
-    assert answer()[:1] + answer()[2:] == (200, "ready\n")
-    release = threading.Event()
-    monkeypatch.setattr(announcer, "STUCK_S", 0.5)
-    monkeypatch.setattr(a.announcer, "_follow", lambda view: release.wait(60))
-    wait_until("it says so", lambda: "have not been told" in a.announcer.status()["fault"], 60)
-    assert answer()[0] == 200 and answer()[2].startswith("ready, but others have not")
-    monkeypatch.undo()
-    release.set()
-    wait_until("it goes on", lambda: a.announcer.status()["fault"] == "", 60)
-
-
-def test_a_pool_that_draws_another_secret_tells_all_anew(
-    machines: dict[str, Machine], monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setattr(HoldHandler, "__call__", nothing)
-    long = prompt(14, 40)
-    machines["a"].put(long)
-    wait_until("the owners know", lambda: shape(machines["c"].find(long)) == [("a", 0, 40)], 30)
-    machines["a"].members.secret = b"t" * 16
-    machines["b"].put(long[: 3 * LAYOUT.page_tokens])
-    wait_until("all is told anew", lambda: shape(machines["c"].find(long)) == [("a", 0, 40)], 30)
-    machines["a"].members.secret = None
-    assert machines["c"].find(long) == []
-
-
 def test_a_node_is_told_which_owners_do_not_know_it(
     machines: dict[str, Machine], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -453,12 +394,6 @@ def test_a_node_is_told_which_owners_do_not_know_it(
     wait_until("a is no member", lambda: look({})["reason"], 30)
 
 
-def test_who_is_not_listed_is_not_remembered(machines: dict[str, Machine]) -> None:
-    machines["a"].members.daemons["somebody"] = NodeEntry(name="somebody", process=f"{1:016x}", incarnation="")
-    none = Told("somebody", 1, 7, np.zeros(0, np.uint64), np.zeros(0, np.uint8))  # in the middle of a stream
-    assert announced(machines["a"], none, 1) == AGAIN and "somebody" not in machines["a"].directory._owner.heard_s
-
-
 def test_pages_on_nvme_are_found_there(tmp_path: Path) -> None:
     members = Members()
     with kvstore.open(dram="8MiB", nvme=f"{tmp_path}/n:64MiB") as store, kvstore.open(dram="8MiB") as other:
@@ -475,60 +410,6 @@ def test_pages_on_nvme_are_found_there(tmp_path: Path) -> None:
         finally:
             a.close()
             b.close()
-
-
-def test_chains_that_are_not_closed_are_pieced_together(machines: dict[str, Machine]) -> None:
-    long = prompt(9, 70)
-    machines["a"].put(long[: 40 * LAYOUT.page_tokens])
-    machines["b"].put(long)
-    keys = machines["c"].cache.keys(long).hashes
-    finder = machines["c"].finder
-
-    def found(without: set[str]) -> list[tuple[str, int, int]]:
-        finder._kept.clear()
-        return shape(finder.find(WHOSE, keys, 0, time.monotonic() + 30, without, closed=False))
-
-    wait_until("both owners of every page know", lambda: entries(machines) == 2 * (40 + 70), 30)
-    assert found(set()) == [("b", 0, 70)]
-    assert found({machines["b"].name}) == [("a", 0, 40)]
-    for end in (1, 2, 3, 40, 41, 69):  # a closed one, whichever page it ends at
-        finder._kept.clear()
-        assert [each.stop for each in finder.find(WHOSE, keys[:end], 0, time.monotonic() + 30)] == [end]
-        alone = finder.find(WHOSE, keys[:end], 0, time.monotonic() + 30, {machines["b"].name})
-        assert [each.stop for each in alone] == [min(end, 40)]
-
-
-def test_of_several_data_servers_the_nodes_own_is_read_from() -> None:
-    def server(process: str, incarnation: str) -> DataEntry:
-        return DataEntry(name=f"n.{process}", process=process, node="n", incarnation=incarnation)
-
-    def chosen(*servers: DataEntry, node: str = "1") -> str:
-        nodes = [NodeEntry(name="n", process="", incarnation=node)] if node else []
-        return serving(nodes, servers)["n"].process
-
-    assert chosen(server("a", "1"), server("b", "1")) == "b", "the next one of the same node"
-    assert chosen(server("a", "1"), server("b", "2")) == "a", "it had the name before"
-    assert chosen(server("a", "2"), server("b", "1")) == "b"
-    assert chosen(server("a", "1"), server("b", "")) == "b", "it has not said yet whose it is"
-    assert chosen(server("a", "1"), server("b", "2"), node="") == "b", "nobody has the name: the newest"
-    assert chosen(server("a", "2")) == "a", "there is no other"
-
-
-def test_a_peers_file_that_makes_no_sense_is_none(tmp_path: Path) -> None:
-    folder = NodeFolder(tmp_path, "n")
-    folder.path.mkdir(mode=0o700)
-    file = PeersFile(folder.path)
-    assert file.look() is None
-    file._look_ns = 0
-    view = PoolView("pool", "n", 3.5, {"m": PoolNode("m", "0f", "ab", ("h:1",), True)})
-    peer_links.write(folder, view)
-    assert file.look() == view
-    for text in ("", "{", "[]", "{}", '{"peers": 3}', '{"peers": [{"addresses": 5}]}', '{"peers": [[]]}'):
-        (folder.path / peer_links.NAME).write_text(text)
-        assert PeersFile(folder.path).look() is None
-    (folder.path / peer_links.NAME).unlink()
-    (folder.path / peer_links.NAME).symlink_to("/etc/hostname")
-    assert PeersFile(folder.path).look() is None
 
 
 def test_an_owner_that_has_no_connection_for_a_node_is_named_and_told_later(

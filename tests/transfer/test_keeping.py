@@ -13,9 +13,7 @@ import pytest
 from kvstore import Store
 from kvstore.client.local.cache import LocalCache
 from kvstore.client.local.peer_caching import ArrivingPages, Bringer
-from kvstore.client.local.peer_reads import BroughtBefore
 from kvstore.client.prefix_cache import PrefixCache
-from kvstore.shm.folder import NodeFolder
 from tests.helpers.content import SMALL, chain, contents, first_wrong, layer_of, prompt
 from tests.helpers.pool import PAGES, Pool, patient
 from tests.helpers.processes import Machine, check_laws, put, wait_until
@@ -125,23 +123,6 @@ def test_a_program_that_stands_still_while_it_brings_pages(pool: Pool) -> None:
     check_laws(pool.stores["c"])
 
 
-def test_of_what_came_only_leading_pages_are_stored(pool: Pool) -> None:
-    """The frames of the others go back, and are used again."""
-    store = pool.stores["c"]
-    cache = store.cache(SMALL)
-    assert isinstance(cache, LocalCache)
-    cache.put(prompt(2, 1), contents(chain(2, 1)), wait=True)
-    mapped, keys = cache.node.writable(), chain(1, PAGES)
-    for came in (0, 7):
-        arrival = ArrivingPages(cache.node, mapped, mapped.in_pool(keys), cache.frame_class, LATE_S)
-        assert arrival.reserve() is Bringer.OURS
-        for row, page in zip(arrival.rows[:came], contents(keys), strict=False):
-            row[:] = page
-        arrival.seal(came)
-        assert pool.get("c", 1).pages == came
-    check_laws(store)
-
-
 def test_a_full_node_keeps_what_it_has(pool: Pool) -> None:
     """Copies take no place from pages that are leased; what is brought comes all the same."""
     room = 32 * 1024 * 1024 // SMALL.page_bytes
@@ -155,15 +136,3 @@ def test_a_full_node_keeps_what_it_has(pool: Pool) -> None:
         assert len(lease.pages) > room // 2
         lease.check()
     check_laws(pool.stores["c"])
-
-
-def test_what_was_brought_before_is_a_prefix(tmp_path: Path) -> None:
-    folder = NodeFolder(tmp_path, "n")
-    folder.create()
-    for seen, other in ((BroughtBefore(None),) * 2, (BroughtBefore(folder), BroughtBefore(folder))):
-        a, b, c, d = (bytes([i]) * 16 for i in range(1, 5))
-        assert seen.leading([a, b]) == 0
-        seen.add([a, b])
-        assert other.leading([a, b, c]) == 2, "all processes of a node see it"
-        other.add([a, b, c, d])
-        assert seen.leading([d, a]) == 2

@@ -15,19 +15,14 @@ from kvstore.model.replica import FrameClass
 from kvstore.node.cluster.page_handlers import LendHandler, ReadHandler
 from kvstore.server.identities import Identity
 from kvstore.wire.data import (
-    BODY_MAX,
-    READ_PAGES_MAX,
     FrameKind,
     LentRun,
     Loan,
     ReadRequest,
     WantedChain,
     WireError,
-    pack_attached,
     pack_lent,
     pack_return,
-    pages_lent_max,
-    unpack_attached,
     unpack_end,
     unpack_lent,
     unpack_return,
@@ -49,22 +44,6 @@ LOAN = Loan(
     np.arange(12, dtype=np.uint32).reshape(3, 4),
     "absent",
 )
-
-
-def test_messages_come_out_as_they_went_in() -> None:
-    found = unpack_lent(bytearray(pack_lent(LOAN)), REQUEST)
-    assert (found.incarnation, found.lease, found.runs, found.reason) == (7, 9, LOAN.runs, "absent")
-    assert (found.words == LOAN.words).all() and (found.sums == LOAN.sums).all()
-    back = unpack_return(memoryview(pack_return(LOAN)))
-    assert (back.lease, back.runs) == (9, LOAN.runs) and (back.words == LOAN.words).all()
-    assert unpack_attached(bytearray(pack_attached(7, b"agent"))) == (7, b"agent")
-
-
-def test_the_largest_loan_fits_its_frame() -> None:
-    pages = min(pages_lent_max(REQUEST), READ_PAGES_MAX)
-    runs = [LentRun(0, 0, 1, 0, page, 1) for page in range(pages)]
-    loan = Loan(0, 0, runs, np.zeros(pages, np.uint64), np.zeros((pages, REQUEST.pieces), np.uint32))
-    assert len(pack_lent(loan)) <= BODY_MAX[FrameKind.LENT] and len(pack_return(loan)) <= BODY_MAX[FrameKind.RETURN]
 
 
 def test_what_makes_no_sense_is_refused() -> None:

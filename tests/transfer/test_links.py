@@ -7,20 +7,16 @@ import time
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-import numpy as np
 import pytest
 
-from kvstore.cluster.data_connection import Caller, DataConnection, DialCredentials, Exchange, credentials_of
+from kvstore.cluster.data_connection import Caller, DataConnection, DialCredentials, credentials_of
 from kvstore.cluster.data_listener import Server, ServerLimits
 from kvstore.cluster.peer_links import PeerLinks, PoolNode, StaleConnection
-from kvstore.cluster.transport import pull
-from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unauthenticated
-from kvstore.model.replica import FrameClass, Tier
+from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Unauthenticated
 from kvstore.server.certificates import ServerCertificate
 from kvstore.server.identities import LOCAL
-from kvstore.wire.data import FrameKind, Hello, ReadRequest, WantedChain, WireError, pack_end, pack_range
+from kvstore.wire.data import FrameKind, Hello
 from tests.helpers.api import Certificates
-from tests.helpers.content import SMALL, chain
 from tests.helpers.processes import wait_until
 
 LATE_S = 30.0
@@ -46,19 +42,6 @@ def links() -> Iterator[PeerLinks]:
     made = PeerLinks("p", "test")
     yield made
     made.close()
-
-
-def test_connections_are_used_again(links: PeerLinks) -> None:
-    server = Server("n", {}, admit)
-    peer = PoolNode("n", server.process, "", (server.start("127.0.0.1", 0),))
-    for _ in range(5):
-        ping(links, peer)
-    assert server.connections == 1
-    with pytest.raises(ZeroDivisionError), links.to(peer, later()) as connection:
-        connection.send(FrameKind.PING, b"its answer is nobody's", deadline_s=later())
-        raise ZeroDivisionError
-    ping(links, peer)
-    server.stop()
 
 
 def test_a_dead_peer_costs_one_wait_until_it_answers(links: PeerLinks) -> None:
@@ -111,17 +94,6 @@ def pinged(connection: DataConnection) -> bytearray:
     return connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later())
 
 
-def test_a_connection_on_which_nonsense_came_is_not_used_again(links: PeerLinks) -> None:
-    server = Server("n", {FrameKind.READ: range_of_another_page}, admit)
-    peer = PoolNode("n", server.process, "", (server.start("127.0.0.1", 0),))
-    wanted = WantedChain(SMALL.fingerprint, "", "", FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers), True)
-    request, rows = ReadRequest(wanted, chain(1, 2), 0, SMALL.page_bytes), np.zeros((2, SMALL.page_bytes), np.uint8)
-    with pytest.raises(WireError, match="where page 0 was due"), links.to(peer, later()) as connection:
-        pull(connection, request, rows, later())
-    assert connection.broken and links.dead(peer)
-    server.stop()
-
-
 def test_a_token_that_was_replaced_is_taken_up(tmp_path: Path) -> None:
     """The file is read for every connection; the one that showed the old token costs one call, and nobody is dead."""
     valid = ["first"]
@@ -169,47 +141,3 @@ def test_a_certificate_is_known_by_the_name_that_the_catalog_says(tmp_path: Path
             ping(links, PoolNode("n", f"q{wrong}", "", (address,), tls=True, tls_name=wrong))
     links.close()
     server.stop()
-
-
-def range_of_another_page(exchange: Exchange, body: memoryview) -> None:
-    sums = np.zeros((1, SMALL.layers), "<u4")
-    exchange.reply(FrameKind.RANGE, pack_range(1, Tier.DRAM, sums), bytes(SMALL.page_bytes))
-    exchange.reply(FrameKind.END, pack_end(1, ""))
-
-
-def test_a_server_that_took_the_place_of_another_is_not_taken_for_it(links: PeerLinks) -> None:
-    server = Server("n", {}, admit)
-    address = server.start("127.0.0.1", 0)
-    with pytest.raises(KVStoreError, match="this is n"):
-        ping(links, PoolNode("m", "a", "", (address,)))
-    server.stop()
-
-
-def test_credentials_are_those_of_the_environment(tmp_path: Path) -> None:
-    certificates = Certificates(tmp_path)
-    files = (Path(certificates.path(name)) for name in ("server.pem", "server.key", "ca.pem"))
-    context = ServerCertificate(*files).for_sockets()
-    server = Server("n", {}, admit, tls=context)
-    address = server.start("127.0.0.1", 0)
-    (tmp_path / "token").write_text("secret\n")
-    env = {
-        "KVSTORE_TOKEN_FILE": str(tmp_path / "token"),
-        **{f"KVSTORE_TLS_{name.upper()}": certificates.path(file) for name, file in FILES.items()},
-    }
-    ours = credentials_of(env)
-    assert ours.token == "secret" and "secret" not in repr(ours)
-    links = PeerLinks("p", "test", ours)
-    ping(links, PoolNode("n", server.process, "", (address,), tls=True))
-    with pytest.raises(KVStoreError):  # the catalog is wrong
-        ping(links, PoolNode("n", "x", "", (address,), tls=False))
-    links.close()
-    stranger = PeerLinks("p", "test", DialCredentials())
-    with pytest.raises(KVStoreError):  # whose certificate nobody vouches for
-        ping(stranger, PoolNode("n", server.process, "", (address,), tls=True))
-    stranger.close()
-    server.stop()
-    with pytest.raises(InvalidRequest, match="KVSTORE_TOKEN_FILE"):
-        credentials_of({"KVSTORE_TOKEN_FILE": str(tmp_path / "none")})
-
-
-FILES = {"ca": "ca.pem", "cert": "client.pem", "key": "client.key"}

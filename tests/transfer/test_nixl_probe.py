@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import sys
 import threading
 from collections import OrderedDict
@@ -12,10 +11,9 @@ import pytest
 
 from kvstore.cluster import nixl as nixl_agent
 from kvstore.cluster.nixl import DRAM, VRAM, NixlAgent
-from kvstore.device import cuda
 from kvstore.device.host_memory import empty
 from kvstore.node.operator import device_paths
-from kvstore.node.operator.device_paths import nixl_why_not, reads, tried
+from kvstore.node.operator.device_paths import nixl_why_not, reads
 from kvstore.tier.base import Bytes
 from kvstore.wire.data import LentRun
 
@@ -66,28 +64,6 @@ def test_descriptors_of_a_devices_memory() -> None:
         into,
         ("owner", [[4112, 100, 0, 512, 8]], DRAM),
     ], "one list for each kind of memory at an address"
-
-
-def test_without_a_device_there_is_one_line() -> None:
-    if cuda.find().missing:
-        assert tried() == cuda.find().missing == nixl_why_not(deadline_s=100)
-
-
-@pytest.mark.parametrize(
-    ("code", "words"),
-    [
-        ("import os; os.kill(os.getpid(), 11)", "trying it ended with -11"),
-        (f"print({json.dumps(json.dumps('two lines').replace(' ', chr(92) + 'n'))})", "two lines"),
-        ("print(repr('').replace(chr(39), chr(34)))", ""),
-    ],
-)
-def test_what_the_process_says(code: str, words: str) -> None:
-    assert nixl_why_not(python(code), 100) == words
-
-
-def test_a_process_that_hangs_costs_its_deadline() -> None:
-    assert nixl_why_not(python("import time; time.sleep(100)"), 0.2) == "it did not answer in 0.2 s"
-    assert nixl_why_not(["/nonexistent"]) == "it cannot be tried (No such file or directory)"
 
 
 def test_a_process_that_hangs_ends_itself() -> None:

@@ -2,16 +2,7 @@
 
 from __future__ import annotations
 
-from kvstore.cluster.page_mover import (
-    FAILED_MAX_S,
-    FAILED_MIN_S,
-    LAST_RESORT,
-    PEERS_MAX,
-    SAMPLE_BYTES,
-    STALE_S,
-    TransportPlan,
-    fit_for,
-)
+from kvstore.cluster.page_mover import FAILED_MAX_S, FAILED_MIN_S, LAST_RESORT, STALE_S, TransportPlan, fit_for
 
 BOTH = ["tcp", "fast"]
 EXPECTED = {"tcp": 2e9, "fast": 0.0}
@@ -41,12 +32,6 @@ def test_the_fastest_is_chosen_and_a_speed_grows_old() -> None:
     assert plan.order("n", BOTH, STALE_S) == ["tcp", "fast"], "it has become slow"
 
 
-def test_little_tells_nothing_of_speed() -> None:
-    plan = TransportPlan(EXPECTED)
-    plan.moved("n", "tcp", SAMPLE_BYTES - 1, 100.0, 0.0)
-    assert plan.speed("n", "tcp") == EXPECTED["tcp"]
-
-
 def test_what_failed_is_left_out_for_a_while_longer_each_time() -> None:
     plan = TransportPlan({"tcp": 2e9, "fast": 9e9})
     now_s, pauses = 0.0, []
@@ -67,14 +52,6 @@ def test_the_last_resort_is_always_there() -> None:
     assert plan.order("n", [], 0.0) == [LAST_RESORT]
     assert plan.order("n", ["fast"], 0.0) == ["fast", "tcp"], "a node that offers it alone forces it"
     assert plan.to_measure("n", ["fast"], 0.0) == []
-
-
-def test_who_is_forgotten_costs_no_memory() -> None:
-    plan = TransportPlan(EXPECTED)
-    plan.moved("first", "fast", GB, 0.1, 0.0)
-    for i in range(PEERS_MAX):
-        plan.order(f"n{i}", BOTH, 0.0)
-    assert plan.order("first", BOTH, 0.0) == ["tcp"]
 
 
 def test_why_a_transport_is_not_live() -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import time
 from collections.abc import Iterator
-from dataclasses import asdict, replace
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -102,31 +102,6 @@ def test_a_stopped_daemon_keeps_its_pages_readable(pool: Pool) -> None:
     pool.daemons["c"].resume()
 
 
-def test_what_leaves_and_what_dies_is_found_no_more(pool: Pool) -> None:
-    put(pool.stores["a"], 4, PAGES)
-    put(pool.stores["a"], 5, PAGES)
-    pool.known("c", 4)
-    evict_all(pool.stores["a"])
-    wait_until("it is gone", lambda: pool.lookup("c", 4).pages == 0, 60)
-    put(pool.stores["b"], 6, PAGES)
-    pool.known("c", 6)
-    pool.daemons["b"].terminate()
-    wait_until("b is gone", lambda: pool.lookup("c", 6).pages == 0, 60)
-    put(pool.stores["a"], 7, PAGES)
-    pool.known("c", 7)
-
-
-def test_a_daemon_killed_and_started_again_has_told_everything(pool: Pool, tmp_path: Path) -> None:
-    put(pool.stores["a"], 8, PAGES)
-    pool.known("c", 8)
-    pool.daemons["a"].kill()
-    assert pool.get("c", 8).pages == PAGES, "its data server lives"
-    pool.daemons["a"] = pool.machine.serve("a", dram="32MiB", catalog=catalog_in(tmp_path))
-    put(pool.stores["a"], 9, PAGES)
-    pool.known("c", 9)
-    pool.known("c", 8)
-
-
 def test_a_pool_is_verified(pool: Pool, tmp_path: Path) -> None:
     put(pool.stores["a"], 11, PAGES)
     put(pool.stores["b"], 11, 5)
@@ -156,30 +131,3 @@ def test_a_pool_is_verified(pool: Pool, tmp_path: Path) -> None:
     for wrong in (["--cluster", "--node", "a"], ["--catalog", catalog], ["--cluster"]):
         refused = pool.machine.run("verify", *wrong)
         assert refused.returncode == 2 and "--c" in refused.stderr, refused.stderr
-
-
-def test_the_command_line_says_where(pool: Pool, tmp_path: Path) -> None:
-    put(pool.stores["a"], 10, PAGES)
-    put(pool.stores["c"], 10, 5)
-    pool.known("c", 10)
-    tokens = tmp_path / "tokens.json"
-    tokens.write_text(json.dumps(prompt(10, PAGES).tolist()))
-    layout = tmp_path / "layout.json"
-    layout.write_text(json.dumps(asdict(SMALL)))
-    told = pool.machine.run("lookup", "--node", "c", "--file", str(tokens), "--layout", str(layout), "--json")
-    assert told.returncode == 0, told.stderr
-    document = json.loads(told.stdout)
-    assert (document["stored_pages"], document["other_nodes_pages"], document["match_pages"]) == (5, PAGES - 5, PAGES)
-    assert [page["node"] for page in document["pages"]] == [""] * 5 + ["a"] * (PAGES - 5)
-    shown = pool.machine.run("lookup", "--node", "c", "--file", str(tokens), "--layout", str(layout)).stdout
-    assert "on a" in shown and f"{PAGES - 5} more are on other nodes" in shown
-    servers: list[dict[str, Any]] = []
-
-    def all_told() -> bool:
-        status = pool.machine.run("status", "--catalog", catalog_in(tmp_path), "--json")
-        servers[:] = json.loads(status.stdout)["members"]["data"]
-        return sum(each["directory"]["entries"] for each in servers) == 2 * (PAGES + 5)
-
-    wait_until("each page has two owners", all_told, 60)
-    assert all(age < 60 for each in servers for age in each["directory"]["heard_ago_s"].values())
-    assert "last heard" in pool.machine.run("status", "--catalog", catalog_in(tmp_path)).stdout

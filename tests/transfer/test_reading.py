@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import random
-import signal
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any
@@ -16,17 +15,16 @@ from kvstore import Store
 from kvstore.client.local.node import LocalNode
 from kvstore.cluster.data_connection import Caller, DataConnection
 from kvstore.cluster.data_listener import Server
-from kvstore.cluster.transport import CHECKSUM, Pulled, pull, receive_pages
+from kvstore.cluster.transport import Pulled, pull, receive_pages
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.model.layout import Layout
-from kvstore.model.prefix import Keys, root_key
+from kvstore.model.prefix import Keys
 from kvstore.model.replica import FrameClass, Tier
 from kvstore.node.cluster.page_handlers import ReadHandler
 from kvstore.server.identities import Identity
-from kvstore.shm.counters import ONE_GET
 from kvstore.wire import data
 from kvstore.wire.data import FrameKind, Hello, ReadRequest, WantedChain, WireError, unpack_read
-from tests.helpers.content import FEW, LARGE, MLA, SMALL, chain, contents, first_wrong, prompt
+from tests.helpers.content import SMALL, chain, contents, first_wrong, prompt
 from tests.helpers.inside import node_of
 from tests.helpers.nvme.nodes import NODE, configure
 from tests.helpers.processes import Machine, put, wait_until
@@ -85,34 +83,6 @@ def remote(machine: Machine, store: Store) -> Iterator[Reading]:
     found.close()
 
 
-@pytest.mark.parametrize("layout", [SMALL, LARGE, MLA, FEW], ids=lambda layout: layout.model)
-def test_pages_arrive(remote: Reading, store: Store, layout: Layout) -> None:
-    """Whole pages, whole layers and ranges that are of no layer; of pages that are there, and a tail that is not."""
-    keys, want = chain(1, 40, layout), contents(chain(1, 40, layout), layout)
-    put(store, 1, 33, layout)
-    layer = layout.layer_bytes
-    for part in [(0, layout.page_bytes), (layer, 2 * layer), (3, 5), (layer - 1, layer), (layout.page_bytes - 1, 1)]:
-        found, rows = remote.pull(keys, layout, part)
-        assert (found.pages, found.reason, found.tiers) == (33, "absent", {Tier.DRAM: 33})
-        assert first_wrong(rows[:33], want[:33, part[0] : part[0] + part[1]]) == ""
-        assert not rows[33:].any()
-    found, rows = remote.pull(keys[20:30], layout)  # from the middle of a chain
-    assert (found.pages, found.reason) == (10, "") and first_wrong(rows, want[20:30]) == ""
-
-
-def test_gets_are_counted_without_an_end(remote: Reading, store: Store) -> None:
-    """The word that counts them is carried before it is full."""
-    put(store, 1, 5)
-    keys, mapped = chain(1, 5), remote.node.mapped()
-    assert mapped is not None and remote.pull(keys)[0].pages == 5
-    row = mapped.counters.row(SMALL.page_bytes, SMALL.page_tokens)
-    mapped.counters.words[row] = (1 << 64) - 2 * ONE_GET  # a second get does not fit
-    for _ in range(3):
-        assert remote.pull(keys)[0].pages == 5
-    counts = mapped.counters.tally().counts
-    assert (counts["gets"], counts["hit_dram"]) == ((1 << 24) - 2 + 3, 15)
-
-
 def test_pages_of_another_salt_are_refused_and_unknown_ones_are_a_miss(remote: Reading, store: Store) -> None:
     put(store, 1, 5, salt="theirs")
     keys = chain(1, 5, salt="theirs")
@@ -142,52 +112,6 @@ def test_tokens_prove_a_page(remote: Reading, store: Store) -> None:
     forged = Keys(keys.page_tokens, keys.root, keys.before, keys.links, tokens, None)
     found, rows = remote.pull(forged)
     assert (found.pages, found.reason) == (0, "identity") and not rows.any()
-
-
-def test_a_stopped_and_a_killed_daemon_change_nothing(machine: Machine, remote: Reading, store: Store) -> None:
-    put(store, 1, 20)
-    keys = chain(1, 20)
-    assert remote.pull(keys)[0].pages == 20  # so that the daemon has taken them in
-    daemon = machine.processes[0]
-    daemon.stop()
-    assert first_wrong(remote.pull(keys)[1], contents(keys)) == ""
-    daemon.signal(signal.SIGKILL)
-    daemon.wait()
-    found, rows = remote.pull(keys)
-    assert found.pages == 20 and first_wrong(rows, contents(keys)) == ""
-
-
-def test_a_flipped_bit_in_the_source_is_found_by_the_reader(remote: Reading, store: Store) -> None:
-    put(store, 1, 20)
-    keys = chain(1, 20)
-    store.verify()  # which stamps
-    mapped = remote.node.writable()
-    address = mapped.index.find(Tier.DRAM, mapped.in_pool(keys).hashes[7])
-    assert address is not None
-    extent = mapped.dram.extent(address.extent)
-    assert extent is not None
-    extent.pages[address.frame, 1234] ^= 1
-    found, rows = remote.pull(keys)
-    assert (found.pages, found.reason) == (7, CHECKSUM)
-    assert first_wrong(rows[:7], contents(keys)[:7]) == ""
-    # Its descendants leave with it as soon as the daemon hears of it.
-    assert not remote.connection.broken and remote.pull(keys[:7])[0].pages == 7
-
-
-def test_a_page_that_changes_while_it_is_sent_does_not_count(
-    remote: Reading, store: Store, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """END says so, after the bytes have come."""
-    put(store, 1, 20)
-    keys, real = chain(1, 20), data.pack_range
-
-    def replaced(first: int, tier: Tier, sums: Any) -> bytes:
-        store.evict(keys=keys)
-        return real(first, tier, sums)
-
-    monkeypatch.setattr("kvstore.node.cluster.page_handlers.pack_range", replaced)
-    found, _ = remote.pull(keys)
-    assert (found.pages, found.reason, found.touched) == (0, "generation", 20)
 
 
 def test_pages_on_nvme_arrive(machine: Machine) -> None:
@@ -235,14 +159,6 @@ def test_a_request_that_makes_no_sense_is_refused_by_name(change: dict[str, int]
     with pytest.raises(InvalidRequest) as refused:
         unpack_read(memoryview(fixed.pack(*values.values()) + body[fixed.size :]))
     assert refused.value.field == field
-
-
-def test_a_request_comes_out_as_it_went_in() -> None:
-    keys = Keys.of(prompt(1, 4)[:-1], SMALL.page_tokens, root_key(SMALL, "s\u2603"), [b"a", b"", b"", b"b"])
-    request = ReadRequest(chain_of(SMALL, "s\u2603"), keys, 7, 9)
-    found = unpack_read(memoryview(b"".join(request.pack())))
-    assert (found.chain, found.offset, found.length) == (request.chain, 7, 9)
-    assert found.keys.identity_bytes == keys.identity_bytes
 
 
 def test_a_changed_request_is_refused_or_answered(remote: Reading, store: Store) -> None:
