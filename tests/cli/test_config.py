@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 
 from kvstore.config import (
     GIB,
-    KIB,
     MIB,
     NodeConfig,
     NvmeTarget,
@@ -65,19 +64,9 @@ def test_size_refused(given_: object) -> None:
     assert "\n" not in str(refused.value)
 
 
-def test_size_zero_only_where_it_means_something() -> None:
-    assert parse_size("0", zero_ok=True) == 0
-    with pytest.raises(InvalidRequest, match="zero or more"):
-        parse_size(-1, zero_ok=True)
-
-
 @given(st.integers(1, (1 << 63) - 1))
 def test_size_round_trip(size_bytes: int) -> None:
     assert parse_size(format_size(size_bytes)) == size_bytes
-
-
-def test_size_text_is_short() -> None:
-    assert [format_size(size) for size in (0, 4097, 4 * KIB, 512 * MIB)] == ["0", "4097", "4KiB", "512MiB"]
 
 
 @pytest.mark.parametrize(
@@ -172,25 +161,6 @@ def test_default_policy_is_the_node_s() -> None:
 # --- A node's settings ---------------------------------------------------------------------------------------------
 
 
-def test_node_defaults() -> None:
-    node = NodeConfig()
-    assert (node.nvme, node.nvme_format, node.demote_at, node.promote_after) == ((), False, 0.5, 2)
-    assert (node.name, node.dram, node.http, node.shm_dir) == ("default", 512 * MIB, None, Path("/dev/shm"))
-    assert node.file_mode == 0o600
-    shared = NodeConfig(group=True)
-    assert shared.file_mode == 0o660
-
-
-def test_node_is_frozen() -> None:
-    with pytest.raises(dataclasses.FrozenInstanceError):
-        NodeConfig().dram = 1  # type: ignore[misc]
-
-
-def test_node_from_keywords() -> None:
-    node = node_config(dram="64MiB", extent="4MiB", shm_dir="/tmp", http="none", verify_reads="yes", sessions_max="8")
-    assert node == NodeConfig(dram=64 * MIB, extent=4 * MIB, shm_dir=Path("/tmp"), verify_reads=True, sessions_max=8)
-
-
 @pytest.mark.parametrize(
     ("name", "value"),
     [
@@ -274,22 +244,6 @@ def test_precedence_and_sources(tmp_path: Path) -> None:
     assert config.sources["node.extent"] == "flag --extent"
     assert config.sources["node.http"] == "default"
     assert len(config.sources) == len(dataclasses.fields(NodeConfig))
-
-
-def test_no_file_no_environment_no_flags() -> None:
-    config = load(env={})
-    assert config.node == NodeConfig()
-    assert set(config.sources.values()) == {"default"}
-
-
-def test_environment_is_the_process_s_own(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("KVSTORE_NAME", "from-env")
-    assert load().node.name == "from-env"
-
-
-def test_names_of_others_are_left_alone() -> None:
-    env = {"KVSTORE_NODE": "kv://host:7070", "KVSTORE_TEST_SEED": "1", "KVSTORE_FAILPOINT": "seal", "KVSTOREX": "1"}
-    assert load(env=env).node == NodeConfig()
 
 
 @pytest.mark.parametrize(

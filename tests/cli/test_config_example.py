@@ -14,16 +14,14 @@ import tomllib
 from pathlib import Path
 
 import click
-import pytest
 from click.testing import CliRunner
 
 from kvstore import config as configuration
 from kvstore.cli.config import config, plain
-from kvstore.cli.main import COMMANDS, cli
+from kvstore.cli.main import cli
 from kvstore.cli.settings import value_text
 from kvstore.config import NodeConfig
 from kvstore.config.reading import declared, parsers_of
-from kvstore.errors import InvalidRequest
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "deploy" / "kvstore.example.toml"
@@ -81,21 +79,6 @@ def test_what_is_commented_out_loads_when_it_is_not() -> None:
     configuration.node_config(**values)
 
 
-def test_the_example_says_of_each_setting_what_help_says() -> None:
-    assert EXAMPLE.read_text() == example(), "run `python -m tests.cli.test_config_example`"
-
-
-def test_every_setting_of_the_example_is_explained_above_it() -> None:
-    paragraphs = re.split(r"\n\s*\n", EXAMPLE.read_text().partition("[node]")[2])
-    for paragraph in paragraphs:
-        lines = paragraph.strip().splitlines()
-        settings = [line for line in lines if COMMENTED.fullmatch(line) or not line.startswith("#")]
-        if settings:
-            words = " ".join(line.lstrip("# ") for line in lines if line not in settings)
-            assert len(words) >= 20, paragraph
-            assert len(lines) - len(settings) <= 2, f"one or two lines explain it: {paragraph}"
-
-
 # --- docs/config.md -------------------------------------------------------------------------------------------------
 
 
@@ -123,13 +106,6 @@ def test_the_command_tells_values_and_sources(tmp_path: Path) -> None:
     assert node["http"] == {"value": None, "source": "default"}
 
 
-def test_the_command_s_text_is_a_line_per_setting() -> None:
-    result = CliRunner().invoke(config, ["--dram", "1536KiB", "--demote-at", "0"], env={})
-    lines = result.output.splitlines()[2:]
-    assert [line.split()[0] for line in lines] == SETTINGS
-    assert lines[SETTINGS.index("dram")].split() == ["dram", '"1536KiB"', "flag", "--dram"]
-
-
 def test_what_the_command_shows_can_be_read_again() -> None:
     found = configuration.load(
         env={}, flags={"nvme": '/tmp/with "quotes"\\and\ttab:1GiB', "dram": "4097", "listen": "127.0.0.1:1,unix:/a"}
@@ -138,13 +114,6 @@ def test_what_the_command_shows_can_be_read_again() -> None:
     text = "\n".join(f"{name} = {value}" for name, value in shown.items())
     assert configuration.node_config(**tomllib.loads(text)) == found
     json.dumps({name: plain(getattr(found, name)) for name in SETTINGS})
-
-
-@pytest.mark.parametrize("flags", [["--dram", "lots"], ["--demote-at", "2"], ["--kv-events-replay", "tcp://x:1"]])
-def test_the_command_refuses_what_serve_refuses(flags: list[str]) -> None:
-    result = CliRunner().invoke(config, flags, env={})
-    assert isinstance(result.exception, InvalidRequest)
-    assert result.exception.field == flags[0].removeprefix("--").replace("-", "_")
 
 
 def test_serve_and_config_have_a_flag_for_every_setting_and_say_its_default() -> None:
@@ -158,33 +127,6 @@ def test_serve_and_config_have_a_flag_for_every_setting_and_say_its_default() ->
             default = texts(NodeConfig())[name].strip('"')
             said = str(options[name].help).partition("[default: ")[2].rstrip("]")
             assert said == {"": "none", "[]": "none", "false": "off"}.get(default, default), name
-
-
-def test_every_kind_of_flag_is_read() -> None:
-    flags = [
-        "--nvme",
-        "/a:1GiB",
-        "--nvme",
-        "/b:2GiB",
-        "--format",
-        "--group",
-        "--listen",
-        "unix:/s",
-        "--http",
-        "[::1]:1",
-    ]
-    flags += ["--http", "[::1]:1", "--quota", "a,b dram=1MiB", "--quota", "* nvme=1GiB", "--json"]
-    result = CliRunner().invoke(config, flags, env={})
-    assert result.exit_code == 0, result.output
-    found = {name: about["value"] for name, about in json.loads(result.output)["node"].items()}
-    assert found["nvme"] == ["/a:1GiB", "/b:2GiB"] and found["nvme_format"] and found["group"]
-    assert found["listen"] == ["unix:/s"] and found["http"] == "[::1]:1" and not found["verify_reads"]
-    assert found["quotas"] == ["a,b dram=1MiB", "* nvme=1GiB"]
-
-
-def test_the_command_is_listed() -> None:
-    assert "config" in COMMANDS
-    assert cli.get_command(cli.make_context("kvstore", ["config"]), "config") is config
 
 
 # --- the unit -------------------------------------------------------------------------------------------------------

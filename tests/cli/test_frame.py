@@ -65,23 +65,6 @@ def test_usage_is_one_line(args: list[str], line: str, capsys: pytest.CaptureFix
     assert stderr_of(capsys) == line
 
 
-def test_missing_parameters_are_named(capsys: pytest.CaptureFixture[str]) -> None:
-    @click.command()
-    @click.option("-d", "--dram", required=True)
-    @click.argument("file", required=True)
-    def command(dram: str, file: str) -> None: ...
-
-    assert run(command, ["f"]) == 2
-    assert stderr_of(capsys) == "kvstore: --dram: is missing"
-    assert run(command, ["--dram", "1"]) == 2
-    assert stderr_of(capsys) == "kvstore: FILE: is missing"
-
-
-def test_unknown_command(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(cli, ["serv"]) == 2
-    assert stderr_of(capsys) == "kvstore: serv: no such command; did you mean serve?"
-
-
 @pytest.mark.parametrize("error", [KeyboardInterrupt(), click.Abort()])
 def test_ctrl_c(error: BaseException, capsys: pytest.CaptureFixture[str]) -> None:
     assert run(fail_with(error), []) == 130
@@ -105,11 +88,6 @@ def test_exit_codes() -> None:
     assert run(command, []) == 0
     assert run(command, ["--how", "number"]) == 4
     assert run(command, ["--how", "exit"]) == 3
-
-
-def test_nothing_asked_is_help_and_no_success(capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(cli, []) == 2
-    assert "Usage: kvstore" in capsys.readouterr().err
 
 
 def test_reader_that_has_gone_is_quiet() -> None:
@@ -160,22 +138,6 @@ def test_help_lists_all_and_imports_none(commands: LazyGroup, capsys: pytest.Cap
     assert loaded() == set()
 
 
-def test_a_command_imports_itself_alone(commands: LazyGroup, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(commands, ["second"]) == 0
-    assert capsys.readouterr().out == "second ran\n"
-    assert loaded() == {"frame_second"}
-
-
-def test_an_entry_point_adds_but_never_replaces(commands: LazyGroup, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(commands, ["third"]) == run(commands, ["first"]) == 0
-    assert capsys.readouterr().out == "third ran\nfirst ran\n"
-
-
-def test_a_missing_module_is_named(commands: LazyGroup, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(commands, ["lacking"]) == 1
-    assert stderr_of(capsys) == "kvstore: lacking: needs the Python module no_such_module_anywhere, not found"
-
-
 @pytest.mark.parametrize("name", sorted(COMMANDS))
 def test_our_own_table_is_true(name: str) -> None:
     command = cli.get_command(click.Context(cli), name)
@@ -201,22 +163,6 @@ print("IMPORTED", *sys.modules)
 # --- Output --------------------------------------------------------------------------------------------------------
 
 
-def test_table_aligns_text_left_and_numbers_right() -> None:
-    assert output.table_text(["work", "GB/s"], [["get", "19.2"], ["lookup", "-"]]).splitlines() == [
-        "work    GB/s",
-        "------  ----",
-        "get     19.2",
-        "lookup     -",
-    ]
-    assert output.table_text(["empty"], []) == "empty\n-----"
-    assert output.table_text(["key"], [["0" * 32]]).splitlines()[0] == "key"
-
-
-def test_pairs(capsys: pytest.CaptureFixture[str]) -> None:
-    output.print_pairs({"name": "default", "dram": 5})
-    assert capsys.readouterr().out == "name  default\ndram  5\n"
-
-
 def test_json_takes_what_we_measure(capsys: pytest.CaptureFixture[str]) -> None:
     @dataclass
     class Row:
@@ -233,41 +179,3 @@ def test_json_takes_what_we_measure(capsys: pytest.CaptureFixture[str]) -> None:
         "path": "/x",
         "s": [1, 2],
     }
-
-
-@pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_json_has_no_word_for_nan(value: float) -> None:
-    with pytest.raises(ValueError, match="JSON"):
-        output.print_json({"x": value})
-
-
-@pytest.mark.parametrize(
-    ("size", "text"),
-    [(0, "0 B"), (999, "999 B"), (1000, "0.98 KiB"), (4096, "4 KiB"), (512 << 20, "512 MiB"), (1536 << 20, "1.5 GiB")],
-)
-def test_bytes_text(size: int, text: str) -> None:
-    assert output.bytes_text(size) == text
-
-
-@pytest.mark.parametrize(
-    ("seconds", "text"),
-    [
-        (0, "0 s"),
-        (8.5e-8, "85 ns"),
-        (8.54e-5, "85.4 us"),
-        (0.0146, "14.6 ms"),
-        (1, "1 s"),
-        (59.4, "59.4 s"),
-        (59.9, "1 min 0 s"),
-        (200, "3 min 20 s"),
-        (7500, "2 h 5 min"),
-    ],
-)
-def test_duration_text(seconds: float, text: str) -> None:
-    assert output.duration_text(seconds) == text
-
-
-def test_speed_and_ratio_text() -> None:
-    assert output.speed_text(19_240_000_000) == "19.2 GB/s"
-    assert output.ratio_text(0.5, 0.6) == "0.83"
-    assert output.ratio_text(1, 0) == "-"

@@ -10,10 +10,7 @@ import signal
 import subprocess
 import time
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
-
-import msgpack
 
 from kvstore import Store
 from tests.helpers.content import SMALL, chain
@@ -166,31 +163,6 @@ def test_events_are_the_same_here_and_over_grpc(machine: Machine) -> None:
     assert (kept.returncode, first["kind"], first["reason"]) == (0, "cleared", "start")
     since = machine.run("events", "--after", str(last), "--no-follow", "--kind", "sealed", "--node", address)
     assert f"{PAGES} pages" in since.stdout and "evicted" not in since.stdout
-
-
-def test_events_outlive_the_daemon(machine: Machine) -> None:
-    _, address = node(machine, listen=True)
-    daemon = machine.processes[0]
-    followers = [started(machine, "events", "--after", "0", "--json", "--node", where) for where in ("n", address)]
-    for one in followers:
-        wait_until("it follows", lambda one=one: len(documents(one)) == 1)
-    daemon.kill()
-    wait_until("the node is missed", lambda: "does not answer; looking on" in followers[1].errors.read_text())
-    machine.serve("n")
-    for one in followers:
-        wait_until("it is back", lambda one=one: [event["kind"] for event in documents(one)] == ["cleared"] * 2)
-    assert [one.terminate() for one in followers] == [-signal.SIGTERM] * 2
-
-
-def test_events_dump_is_all_that_is_stored(machine: Machine, tmp_path: Path) -> None:
-    store, _ = node(machine)
-    put(store, 1, PAGES)
-    with open(tmp_path / "dump", "wb") as out:
-        subprocess.run([*CLI, "events", "--dump"], env=machine.env(), cwd=ROOT, stdout=out, check=True, timeout=60)
-    with open(tmp_path / "dump", "rb") as dumped:
-        events = [event for _, batch, _ in msgpack.Unpacker(dumped) for event in batch]
-    assert events[0] == {"type": "AllBlocksCleared"}
-    assert {key for event in events[1:] for key in event["block_hashes"]} == set(store.in_pool(chain(1, PAGES)).hashes)
 
 
 # --- completion -----------------------------------------------------------------------------------------------------

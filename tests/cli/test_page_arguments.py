@@ -10,14 +10,13 @@ from pathlib import Path
 from types import ModuleType, SimpleNamespace
 from typing import Any
 
-import click
 import numpy as np
 import pytest
 
 from kvstore.cli import lookup, prompt
 from kvstore.cli.main import cli, run
-from kvstore.cli.output import Duration, Percent, Size, parse_duration
-from kvstore.cli.prompt import find_layout, from_file, from_list, from_text, parse_layout
+from kvstore.cli.output import parse_duration
+from kvstore.cli.prompt import find_layout, from_file, from_text, parse_layout
 from kvstore.errors import InvalidRequest, NodeUnavailable, PermissionDenied
 from kvstore.model.layout import Layout
 
@@ -38,43 +37,7 @@ def test_durations(text: str, seconds: float) -> None:
     assert parse_duration(text) == pytest.approx(seconds)
 
 
-@pytest.mark.parametrize("text", ["", "x", "3x", "-1s", "1h30", "h", "1e3", "1,5h", "nan", "inf", "1s!", "9" * 400])
-def test_no_durations(text: str) -> None:
-    with pytest.raises(ValueError, match="is not a duration"):
-        parse_duration(text)
-
-
-def converted(kind: click.ParamType, value: str) -> Any:
-    return kind.convert(value, None, None)
-
-
-def test_percentages_sizes_and_bounded_durations() -> None:
-    assert converted(Percent(), "25%") == converted(Percent(), " 25 ") == 25.0
-    assert converted(Percent(), "100") == 100.0 and converted(Percent(), "0.5") == 0.5
-    assert converted(Size(), "1MiB") == 1 << 20
-    assert converted(Duration(days_max=1), "24h") == 86_400.0 and converted(Duration(), "0s") == 0.0
-    bad = [(Percent(), text) for text in ("0", "-1", "100.1", "nan", "inf", "x", "%")]
-    bad += [(Size(), text) for text in ("0", "-1", "1XB", "x", "1.5B")]
-    bad += [(Duration(days_max=1), text) for text in ("0", "25h", "x")]
-    for kind, text in bad:
-        with pytest.raises(click.BadParameter):
-            converted(kind, text)
-
-
 # --- tokens ---------------------------------------------------------------------------------------------------------
-
-
-def test_lists_and_ranges() -> None:
-    assert from_list("1,2,3").tolist() == [1, 2, 3]
-    assert from_list(" 5, 7 10-12\n0").tolist() == [5, 7, 10, 11, 12, 0]
-    assert from_list("4294967295").dtype == np.uint32
-
-
-@pytest.mark.parametrize("text", ["", ",", "a", "1-", "-1", "3-1", "1.5", "4294967296", "0-4294967295", "1--2", "0x10"])
-def test_no_lists(text: str) -> None:
-    with pytest.raises(InvalidRequest) as error:
-        from_list(text)
-    assert error.value.field == "--tokens"
 
 
 def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -88,30 +51,6 @@ def test_files(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         data = (tmp_path / name).read_bytes()
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(data)))
         assert from_file("-").tolist() == ids, name
-
-
-def test_no_files(tmp_path: Path) -> None:
-    np.save(tmp_path / "float.npy", np.zeros(3))
-    np.save(tmp_path / "two.npy", np.zeros((3, 3), int))
-    np.save(tmp_path / "object.npy", np.array([{}], object), allow_pickle=True)
-    written = {"cut.json": b"[1, 2", "none.json": b"{}", "text.json": b'["a"]', "nested.json": b"[[1]]"}
-    written |= {"big.json": b"[4294967296]", "empty.txt": b"", "binary.txt": b"\xff\xfe", "cut.npy": b"\x93NUMPY"}
-    for name, data in written.items():
-        (tmp_path / name).write_bytes(data)
-    names = ["float.npy", "two.npy", "object.npy", *written, "absent", "."]
-    for name in names:
-        with pytest.raises(InvalidRequest) as error:
-            from_file(str(tmp_path / name))
-        assert error.value.field == "--file", name
-        assert "\n" not in error.value.reason, name
-
-
-def test_text_in_bytes() -> None:
-    assert from_text("aé", "bytes", True).tolist() == [97, 195, 169]
-    for text, tokenizer, field in (("", "bytes", "--text"), ("a", None, "--tokenizer")):
-        with pytest.raises(InvalidRequest) as error:
-            from_text(text, tokenizer, True)
-        assert error.value.field == field
 
 
 class FakeTokenizer:
@@ -141,38 +80,6 @@ def test_text_with_a_tokenizer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
         from_text("a", str(tmp_path), True)
 
 
-def test_text_with_transformers(monkeypatch: pytest.MonkeyPatch) -> None:
-    asked: list[tuple[str, bool]] = []
-
-    def from_pretrained(name: str, local_files_only: bool) -> Any:
-        asked.append((name, local_files_only))
-        return SimpleNamespace(encode=lambda text, add_special_tokens: [1, *text.encode()])
-
-    module = ModuleType("transformers")
-    module.AutoTokenizer = SimpleNamespace(from_pretrained=from_pretrained)  # type: ignore[attr-defined]
-    monkeypatch.setitem(sys.modules, "transformers", module)
-    assert from_text("a", "some/model", True).tolist() == [1, 97]
-    assert asked == [("some/model", True)]  # nothing is downloaded
-
-
-def test_tokenizers_that_are_not_installed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setitem(sys.modules, "tokenizers", None)
-    monkeypatch.setitem(sys.modules, "transformers", None)
-    (tmp_path / "tokenizer.json").write_text("{}")
-    for path, package in ((tmp_path / "tokenizer.json", "tokenizers"), ("some/model", "transformers")):
-        with pytest.raises(InvalidRequest, match=f"^--tokenizer: needs the Python package '{package}', not found"):
-            from_text("a", str(path), True)
-    for path in (tmp_path / "none", "none.json"):
-        with pytest.raises(InvalidRequest, match=f"^--tokenizer: {path}: No such file or directory$"):
-            from_text("a", str(path), True)
-
-
-def test_an_array_of_something_else_is_said_once(tmp_path: Path) -> None:
-    np.save(tmp_path / "a.npy", np.zeros(3))
-    with pytest.raises(InvalidRequest, match="^--file: must be integers, not float64$"):
-        from_file(str(tmp_path / "a.npy"))
-
-
 # --- layouts --------------------------------------------------------------------------------------------------------
 
 PAIRS = "model=m, layers=2,kv_heads=1,head_dim=16,page_tokens=16"
@@ -186,19 +93,6 @@ def test_layouts(tmp_path: Path) -> None:
     (tmp_path / "b.toml").write_text("[layout]\n" + (tmp_path / "a.toml").read_text())
     for text in (PAIRS, *(str(path) for path in tmp_path.iterdir())):
         assert parse_layout(text) == LAYOUT, text
-
-
-def test_no_layouts(tmp_path: Path) -> None:
-    (tmp_path / "cut.json").write_text('{"model": "m"')
-    (tmp_path / "list.json").write_text("[]")
-    (tmp_path / "cut.toml").write_text("model = ")
-    (tmp_path / "type.json").write_text('{"model": "m", "layers": "2", "head_dim": 16}')
-    bad = ["model=m", "layers=2", f"{PAIRS},colour=red", f"{PAIRS},layers=3", "model=m,layers=x", "model=m,layers=0"]
-    bad += ["model=m,layers=2,head_dim", "absent.json", *(str(path) for path in tmp_path.iterdir())]
-    for text in bad:
-        with pytest.raises(InvalidRequest) as error:
-            parse_layout(text)
-        assert error.value.field == "--layout" and "\n" not in error.value.reason, text
 
 
 class Knows:
@@ -239,34 +133,7 @@ def test_a_layout_that_the_node_has_met() -> None:
             find_layout(silent, None, None)
 
 
-def test_a_layout_that_nobody_has_said_whole() -> None:
-    met = [{"fingerprint": "ab" * 16, "layout": None, "pages": 3, "tenants": 1}]
-    with pytest.raises(InvalidRequest, match="^--layout: is needed: nobody"):
-        find_layout(SimpleNamespace(layouts=lambda model: met), None, None)  # type: ignore[arg-type]
-
-
 # --- what is printed ------------------------------------------------------------------------------------------------
-
-
-def page(number: int, tiers: str = "", reason: str = "", **detail: Any) -> lookup.PageLine:
-    return lookup.PageLine(number, f"{number:032x}", bool(tiers) and not reason, tiers.split(), reason, detail)
-
-
-def test_runs_of_equal_answers_share_a_line() -> None:
-    event = {"kind": "evicted", "tier": "nvme", "reason": "space", "ago_s": 90.0}
-    writing = {"shards": 2, "sealed": 1, "left_s": 12.0}
-    pages = [page(0, "dram nvme", pinned=True), page(1, "dram nvme", pinned=True), page(2, "dram"), page(3, "nvme")]
-    pages += [page(4, reason="evicted", event=event), page(5, reason="evicted", event=event | {"ago_s": 91.0})]
-    pages += [page(6, reason="writing", writing=writing), page(7, reason="parent"), page(8, reason="parent")]
-    rows = [(row[0], row[1], row[3], row[4], row[5]) for row in lookup._rows(pages, 16)]
-    assert rows == [
-        ("0-1", "0-31", "hit", "dram+nvme", "pinned"),
-        ("2", "32-47", "hit", "dram", ""),
-        ("3", "48-63", "hit", "nvme", ""),
-        ("4-5", "64-95", "miss", "-", "evicted from nvme 1 min 30 s ago (space)"),
-        ("6", "96-111", "miss", "-", "reserved: being written, 1 of 2 ranks are done, for 12 s at most"),
-        ("7-8", "112-143", "miss", "-", "the pages before it are not stored"),
-    ]
 
 
 def test_every_reason_has_a_text() -> None:

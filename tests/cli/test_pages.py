@@ -20,7 +20,7 @@ from kvstore import Keys, Layout, Store
 from kvstore.cli.main import cli, run
 from tests.helpers import api
 from tests.helpers.content import contents
-from tests.helpers.processes import Daemon, Machine, check_laws, wait_until
+from tests.helpers.processes import Daemon, Machine, wait_until
 
 LAYOUT = Layout(model="m", layers=2, kv_heads=1, head_dim=16, page_tokens=16)
 PAIRS = "model=m,layers=2,kv_heads=1,head_dim=16,page_tokens=16"
@@ -109,58 +109,6 @@ def stored(store: Store) -> tuple[int, int]:
     return tiers["dram"]["pages"], tiers["nvme"]["pages"]
 
 
-# --- evict ----------------------------------------------------------------------------------------------------------
-
-
-def test_a_dry_run_says_what_the_run_does(store: Store, ask: Run, salt: str) -> None:
-    other = f"{salt}-b"
-    wishes: list[list[str]] = [
-        *(["--pages", "3"], ["--bytes", "5KiB"], ["--percent", "25%"], ["--tenant", other]),
-        *(["--tenant", salt, "--pages", "2"], prompt(salt, first=5000), ["--age", "0s", "--tier", "nvme"]),
-        ["--percent", "100", "--tier", "all"],
-    ]
-    for whose in (salt, other):
-        put(store, whose)
-        put(store, whose, first=5000)
-    put(store, salt, first=9000, pages=2 * PAGES)
-    store.cache(LAYOUT, salt).get(np.arange(5000, 5000 + 16 * PAGES + 1))
-    for wish in wishes:
-        wait_until("nothing is being copied", lambda: _at_rest(store))
-        before = stored(store)
-        would = ask("evict", *wish, "--dry-run")
-        assert stored(store) == before
-        did = ask("evict", *wish)
-        assert (would.pop("dry_run"), did.pop("dry_run")) == (True, False)
-        assert would == did and did["pages"] > 0, wish
-        dram, nvme = stored(store)
-        assert dram == before[0] - did["by_tier"].get("dram", {"pages": 0})["pages"]
-        if "nvme" in did["by_tier"]:
-            assert nvme == before[1] - did["by_tier"]["nvme"]["pages"]
-    assert stored(store) == (0, 0)
-    check_laws(store)
-
-
-def test_what_stays_and_why(store: Store, ask: Run, salt: str) -> None:
-    leased, pinned, plain = put(store, salt), put(store, salt, first=5000), put(store, salt, first=9000)
-    ask("pin", "--ttl", "1h", *prompt(salt, 3, first=5000))
-    with store.cache(LAYOUT, salt).lease(leased[:2]):
-        would = ask("evict", "--percent", "100", "--tier", "all", "--dry-run")
-        did = ask("evict", "--percent", "100", "--tier", "all")
-    assert would["stayed"] == did["stayed"] == {"leased": 2, "pinned": 3}
-    assert did["pages"] == 3 * PAGES - 5 and did["by_model"]["m"]["bytes"] == did["bytes"] == did["pages"] * 2048
-    lookup = store.cache(LAYOUT, salt).lookup
-    assert [lookup(keys).pages for keys in (leased, pinned, plain)] == [2, 3, 0]
-
-
-def test_a_prompt_shared_in_part(store: Store, ask: Run, salt: str) -> None:
-    put(store, salt)
-    longer = np.concatenate([np.arange(16 * 4), np.arange(7000, 7000 + 16 * 4)])
-    assert store.cache(LAYOUT, salt).put(longer, np.zeros((8, LAYOUT.page_bytes), np.uint8)) == 4
-    found = ask("evict", *prompt(salt), "--tier", "all")
-    assert found["pages"] == 4 and found["stayed"] == {"children": 4}
-    assert store.cache(LAYOUT, salt).get(np.append(longer, 1)).pages == 8
-
-
 # --- pins -----------------------------------------------------------------------------------------------------------
 
 
@@ -181,12 +129,6 @@ def test_pins(store: Store, ask: Run, salt: str) -> None:
     assert ask("pin", "--list")["pins"] == []
     assert ask("evict", "--percent", "100", "--tier", "all")["pages"] == PAGES
     assert store.cache(LAYOUT, salt).lookup(keys).pages == 0
-
-
-def test_many_pins_are_listed_whole(store: Store, ask: Run, salt: str) -> None:
-    for first in range(230):  # more than one message tells
-        store.pin(put(store, salt, first=first * 1000, pages=1), 60.0)
-    assert len({pin["pin"] for pin in ask("pin", "--list")["pins"]}) == 230
 
 
 # --- lookup ---------------------------------------------------------------------------------------------------------
@@ -233,28 +175,6 @@ def test_lookup_of_what_is_being_written(store: Store, ask: Run, salt: str) -> N
         assert [page["detail"].get("leased") for page in leased] == [True, True]
 
 
-def test_lookup_of_what_was_damaged(store: Store, ask: Run, node: tuple[str, str], salt: str) -> None:
-    keys = put(store, salt)
-    store.verify()  # which also gives every page its checksum
-    with open(Path(node[0]) / "kvstore-n" / "segment", "r+b") as segment:
-        place = segment.read().index(contents(keys[5:6], LAYOUT).tobytes())
-        segment.seek(place + 100)
-        segment.write(b"damage")
-    store.verify()  # finds it, where the scrubber was not faster
-    found = ask("lookup", *prompt(salt))
-    assert reasons(found) == ["dram"] * 5 + ["dropped"] * 3
-    assert found["pages"][5]["detail"]["event"]["reason"] == "data"
-
-
-def test_lookup_under_the_wrong_salt(store: Store, ask: Run, salt: str) -> None:
-    put(store, salt)
-    found = ask("lookup", *prompt("nobody"))
-    assert reasons(found) == ["elsewhere"] + ["parent"] * (PAGES - 1)
-    told = {"salt": salt, "adapter": "", "model": "m", "fingerprint": LAYOUT.fingerprint.hex()}
-    assert found["elsewhere"] == [told]
-    assert ask("lookup", *prompt("nobody", first=9000))["elsewhere"] == []
-
-
 def test_prompts_of_every_kind(
     store: Store, ask: Run, salt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -276,49 +196,6 @@ def test_prompts_of_every_kind(
         monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(said.encode())))
         assert ask("lookup", "--salt", salt, *given)["stored_pages"] == 2, given
     assert ask("lookup", "--salt", salt, "--text", "short", "--tokenizer", "bytes")["pages"] == []
-
-
-# --- pages ----------------------------------------------------------------------------------------------------------
-
-
-def test_pages_are_filtered_ordered_and_paged(store: Store, ask: Run, salt: str) -> None:
-    cold, warm = put(store, salt), put(store, "warm", first=5000)
-    store.cache(LAYOUT, "warm").get(warm)
-    found = ask("pages", "--limit", "3")
-    assert found["total"] == 2 * PAGES and found["bytes"] == 2 * PAGES * 2048
-    assert {page["key"] for page in found["pages"]} <= {key.hex() for key in cold.hashes}
-    assert {page["tenant"] for page in ask("pages", "--order", "recent", "--limit", "3")["pages"]} == {"warm"}
-    listed, after = list(found["pages"]), found["next"]
-    while after:
-        found = ask("pages", "--limit", "3", "--after", after)
-        listed, after = listed + found["pages"], found["next"]
-    assert {page["key"] for page in listed} == {key.hex() for key in (*cold.hashes, *warm.hashes)}
-    assert len(listed) == 2 * PAGES
-    assert ask("pages", "--tenant", "warm")["total"] == ask("pages", *prompt(salt))["total"] == PAGES
-    assert ask("pages", "--tier", "nvme")["total"] == ask("pages", "--age", "1h")["total"] == 0
-    assert ask("pages", "--age", "0s", "--tier", "dram")["total"] == 2 * PAGES
-
-
-def test_long_prompts(store: Store, ask: Run, salt: str) -> None:
-    """More pages than one message of the control socket names."""
-    pages = 5000
-    asked = prompt(salt, pages)
-    keys = put(store, salt, pages=pages)
-    assert ask("lookup", *asked)["stored_pages"] == pages
-    assert ask("pages", *asked, "--limit", "600")["total"] >= pages
-    assert ask("pin", *asked, "--ttl", "1h")["pages"] == pages
-    assert ask("evict", *asked, "--dry-run")["stayed"] == {"pinned": pages}
-    assert ask("unpin", *asked)["unpinned"] == 1
-    assert ask("evict", *asked, "--tier", "all")["pages"] >= pages
-    assert store.cache(LAYOUT, salt).lookup(keys).pages == 0
-
-
-def test_a_prompt_of_a_million_tokens(store: Store, ask: Run, salt: str) -> None:
-    """More than one message of the gRPC API names by its tokens: it is named by its keys."""
-    put(store, salt)
-    asked = prompt(salt, 65536)
-    assert ask("pages", *asked)["total"] == PAGES
-    assert ask("evict", *asked, "--dry-run")["pages"] == PAGES
 
 
 # --- what all commands have in common -------------------------------------------------------------------------------
@@ -372,39 +249,7 @@ def test_documents_and_tables(
         assert "dram" in capsys.readouterr().out
 
 
-def test_refusals_change_nothing(store: Store, where: str, salt: str, capsys: pytest.CaptureFixture[str]) -> None:
-    put(store, salt)
-    before, mine = stored(store), prompt(salt)
-    refused = [
-        *(["evict", "--percent", "101"], ["evict", "--tokens", "0-3", "--tier", "all"], ["pages", "--after", "x"]),
-        *(["pin", *prompt(salt, first=9000), "--ttl", "1h"], ["unpin", "77"], ["unpin", *mine]),
-        *(["evict", *mine, "--layout", "model=m"], ["evict", *mine, "--model", "no"]),
-        *(["pin", *prompt(salt, 65537), "--ttl", "1h"], ["evict", *prompt(salt, 65537)]),
-    ]
-    for command in refused:
-        assert run(cli, [*command, "--node", where]) == 2, command
-        printed = capsys.readouterr()
-        assert printed.err.startswith("kvstore: ") and printed.err.count("\n") == 1 and not printed.out, command
-    assert stored(store) == before and store.pins()["pins"] == []
-
-
 # --- nodes of their own ---------------------------------------------------------------------------------------------
-
-
-def test_which_layout(machine: Machine, capsys: pytest.CaptureFixture[str]) -> None:
-    _, address = serve(machine)
-    wide = Layout(model="wide", layers=4, kv_heads=1, head_dim=16, page_tokens=16)
-    store, mine = machine.connect("n"), prompt("a")
-    put(store, "a")
-    put(store, "a", layout=wide)
-    for where in ("n", address):
-        for which in (["--model", "m"], ["--layout", LAYOUT.fingerprint.hex()[:10]], ["--layout", PAIRS]):
-            assert run(cli, ["lookup", *mine, *which, "--node", where, "--json"]) == 0
-            found = json.loads(capsys.readouterr().out)
-            assert (found["stored_pages"], found["fingerprint"]) == (PAGES, LAYOUT.fingerprint.hex())
-        assert run(cli, ["lookup", *mine, "--node", where]) == 2
-        said = capsys.readouterr().err
-        assert said.startswith("kvstore: --layout: the node has met 2, say which: ") and said.count("\n") == 1
 
 
 def test_who_is_no_operator(

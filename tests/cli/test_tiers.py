@@ -82,17 +82,6 @@ def lines(text: str) -> list[str]:
     return [" ".join(line.split()) for line in text.splitlines()]
 
 
-def test_dram_alone(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    text = tiers(monkeypatch, capsys, {"dram": dram()})
-    found = lines(text)
-    assert found[0] == f"tier capacity used pages {' '.join(FRAMES)} state"
-    assert found[2] == "dram 64 MiB 60 MiB 900 10 2 900 0 0 ready"
-    assert found[6] == "dram 0.750 80 MiB 3 GiB lru 3 12 750 ms 3 min 20 s"
-    assert "evicted: request  evicted: space" in text
-    assert "pages missed 150 absent" in found
-    assert "nvme" not in text and "demoted" not in text
-
-
 def test_nvme_and_its_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
     text = tiers(monkeypatch, capsys, {"dram": dram(), "nvme": nvme()})
     found = lines(text)
@@ -109,20 +98,6 @@ def test_nvme_and_its_devices(monkeypatch: pytest.MonkeyPatch, capsys: pytest.Ca
     assert "written today 2 GiB, of 1 TiB allowed" in lines(capped)
 
 
-def test_what_is_not_whole(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    fresh = dram(populated_bytes=16 * MIB, failed_bytes=8 * MIB, hit_ratio=None, evicted={})
-    found = lines(tiers(monkeypatch, capsys, {"dram": fresh}))
-    assert found[2].endswith(" 16 MiB populated, 8 MiB failed")
-    assert found[6].startswith("dram - ")
-
-
-def test_json(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    found = {"dram": dram(), "nvme": nvme()}
-    document = json.loads(tiers(monkeypatch, capsys, found, "--json"))
-    assert document.keys() == {"name", "state", "tiers", "clients"}
-    assert document["tiers"] == found and document["clients"]["pages_asked"] == 1000
-
-
 @pytest.mark.parametrize("args", [(), ("--json",)])
 def test_daemon_down(
     args: tuple[str, ...], monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
@@ -136,35 +111,3 @@ def test_daemon_down(
         assert json.loads(text) == {"name": "n", "state": "down", "tiers": {"dram": about}}
     else:
         assert lines(text) == ["node n (down)", "dram 64 MiB, 32 MiB populated", "pages 7 in DRAM, 5 on NVMe"]
-
-
-@pytest.mark.parametrize("command", ["tiers", "status"])
-@pytest.mark.parametrize(
-    ("found", "words"),
-    [
-        ({"missing": "no NVIDIA driver", "devices": {}, "paths": {}}, "none: no NVIDIA driver"),
-        (
-            {
-                "missing": "",
-                "devices": {"cuda:0": "NVIDIA H100"},
-                "paths": {"engines": "", "kernel": "", "peers": "there is one device", "nixl": "not installed"},
-            },
-            "cuda:0 (NVIDIA H100); engines, kernel; peers: there is one device; nixl: not installed",
-        ),
-    ],
-)
-def test_devices_are_one_line(
-    command: str,
-    found: dict[str, Any],
-    words: str,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
-    with kvstore.open(dram="8MiB", scrub_bytes_per_s=0) as store:
-        stats = {**store.stats(), "devices": found}
-    monkeypatch.setattr(kvstore, "connect", lambda node: FakeStore(stats))
-    assert run(cli, [command]) == 0
-    (line,) = [line for line in capsys.readouterr().out.splitlines() if line.startswith("devices")]
-    assert line.split(maxsplit=1)[1] == words
-    assert run(cli, [command, "--json"]) == 0
-    assert json.loads(capsys.readouterr().out)["devices"] == found

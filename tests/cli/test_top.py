@@ -13,7 +13,7 @@ import pytest
 import kvstore
 from kvstore.cli import events as cli_events
 from kvstore.cli.main import cli, run
-from kvstore.cli.top import TENANTS_SHOWN, name_text, node_document, node_lines, quantile
+from kvstore.cli.top import TENANTS_SHOWN, name_text, node_document, node_lines
 from kvstore.errors import NodeUnavailable
 from kvstore.shm.counters import LATENCY_BOUNDS_S
 
@@ -76,22 +76,6 @@ def test_tenants_are_the_largest_ones_and_cannot_steer_a_terminal(stats: dict[st
     assert (name_text(""), name_text("a\nb"), len(name_text("x" * 99))) == ("(none)", "a?b", 40)
 
 
-def test_quantiles() -> None:
-    first, second = LATENCY_BOUNDS_S[4], LATENCY_BOUNDS_S[5]
-    assert quantile({}, 0.5) is None
-    assert quantile({second: 10}, 0.5) == pytest.approx((first + second) / 2)
-    assert quantile({second: 99, None: 1}, 0.99) == second
-    assert quantile({None: 1}, 0.5) == LATENCY_BOUNDS_S[-1]
-    assert quantile({second: 0, first: -3}, 0.5) is None  # a session's words went back: nothing is known
-
-
-@pytest.mark.parametrize("interval", ["0", "-1", "x", "nan", "99999"])
-def test_a_bad_interval_is_one_line(interval: str, capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(cli, ["top", "--interval", interval, "--once"]) == 2
-    error = capfd.readouterr().err
-    assert error.startswith("kvstore: --interval") and error.count("\n") == 1
-
-
 # --- events ---------------------------------------------------------------------------------------------------------
 
 
@@ -140,16 +124,6 @@ def test_events_that_are_overwritten_are_told_of(
     assert documents[0] == {"lost": 4} and [d["seq"] for d in documents[1:]] == [6, 8, 10]
 
 
-@pytest.mark.parametrize(
-    "flags",
-    [["--kind", "eaten"], ["--after", "-1"], ["--after", "x"], ["--dump", "--json"], ["--dump", "--after", "0"]],
-)
-def test_bad_flags_of_events_are_one_line(flags: list[str], capfd: pytest.CaptureFixture[str]) -> None:
-    assert run(cli, ["events", *flags]) == 2
-    error = capfd.readouterr().err
-    assert error.startswith("kvstore: --") and error.count("\n") == 1
-
-
 # --- completion -----------------------------------------------------------------------------------------------------
 
 
@@ -162,9 +136,3 @@ def test_names_are_completed_without_importing_their_modules() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert done.stdout == "['verify'] [] False\n"
-
-
-@pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_each_shell_has_its_script(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
-    assert run(cli, ["completion", shell]) == 0
-    assert "_KVSTORE_COMPLETE" in capsys.readouterr().out

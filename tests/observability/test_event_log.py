@@ -9,11 +9,9 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import pytest
 
 import kvstore
 from kvstore import Layout
-from kvstore.errors import InvalidRequest
 from kvstore.model.replica import Tier
 from kvstore.node import event_log
 from kvstore.node.event_log import EventLog
@@ -45,11 +43,6 @@ def test_a_log_begins_with_cleared_and_numbers_are_consecutive() -> None:
     assert log.since(after) == ([], 103, 0)
 
 
-def test_nothing_asked_for_is_from_now_on() -> None:
-    log = filled(3)
-    assert log.since(None) == ([], 103, 0)
-
-
 def test_a_reader_that_goes_on_misses_nothing_and_gets_nothing_twice() -> None:
     log, after, seen = EventLog(1), 0, []
     for number in range(1000):
@@ -62,23 +55,6 @@ def test_a_reader_that_goes_on_misses_nothing_and_gets_nothing_twice() -> None:
         seen += events
         after = events[-1].seq
     assert [event.seq for event in seen] == list(range(1, 1002))
-
-
-def test_pages_max_bounds_an_answer_but_never_to_nothing() -> None:
-    log = EventLog(0)
-    for _ in range(3):
-        log.append("evicted", Tier.DRAM, "space", [key(n) for n in range(100)])
-    assert [len(e.keys) for e in log.since(0, pages_max=250)[0]] == [100, 100]
-    assert [len(e.keys) for e in log.since(0, pages_max=1)[0]] == [100]
-
-
-def test_a_large_batch_becomes_several_events() -> None:
-    log = EventLog(0)
-    keys = [key(n) for n in range(event_log.EVENT_PAGES_MAX * 2 + 1)]
-    log.append("dropped", Tier.NVME, "checksum", keys)
-    events = log.since(0)[0]
-    assert [len(e.keys) for e in events] == [event_log.EVENT_PAGES_MAX, event_log.EVENT_PAGES_MAX, 1]
-    assert [k for e in events for k in e.keys] == keys
 
 
 def test_slots_are_bounded_and_what_was_overwritten_is_counted() -> None:
@@ -146,16 +122,6 @@ def test_a_reader_beside_a_writer_sees_every_number_once_or_counted_as_lost() ->
     assert told == after > 1000
 
 
-@pytest.mark.parametrize(
-    ("argument", "value"),
-    [("after", -1), ("after", "x"), ("after", True), ("limit", 0), ("limit", 10**6), ("wait_s", -1), ("wait_s", 2)],
-)
-def test_a_bad_argument_is_named(argument: str, value: object) -> None:
-    with pytest.raises(InvalidRequest) as error:
-        event_log.answer(EventLog(0), {argument: value})
-    assert error.value.field == argument
-
-
 def test_an_event_names_whose_pages_it_is_of() -> None:
     log = EventLog(0)
     roots = [bytes([n]) * 16 for n in range(200)]
@@ -199,21 +165,6 @@ def tokens(seed: int, pages: int) -> Any:
 
 def content(pages: int) -> Any:
     return np.zeros((pages, LAYOUT.page_bytes), np.uint8)
-
-
-def test_a_node_tells_of_put_and_evict() -> None:
-    with kvstore.open(dram="4MiB") as store:
-        cache = store.cache(LAYOUT)
-        assert told(store, 0)[0] == ("cleared", "dram", "start", [])
-        start = store.events()["next"]
-        chain = tokens(1, 3)
-        keys = [k.hex() for k in cache.keys(chain)]
-        cache.put(chain, content(3))
-        assert told(store, start) == [("sealed", "dram", "", keys)]
-        cache.put(chain, content(3))
-        assert len(told(store, start)) == 1  # there already: nothing happened
-        store.evict(1)
-        assert told(store, start)[1:] == [("evicted", "dram", "request", keys[2:])]
 
 
 def test_a_node_tells_what_it_evicts_for_space() -> None:

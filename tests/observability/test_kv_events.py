@@ -19,7 +19,6 @@ from kvstore.node.kv_events import MEDIUMS
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.inside import admin, node_of
 from tests.helpers.kv_follower import END, Follower, dump
-from tests.helpers.mounted import Engine
 from tests.helpers.processes import Daemon, Machine, free_port, wait_until
 
 SEEDS = range(40)
@@ -95,33 +94,6 @@ def test_what_is_told_is_what_is_stored(machine: Machine, addresses: dict[str, s
     assert {"BlockStored", "BlockRemoved", "AllBlocksCleared"} == set(follower.kinds)
     store.evict(10_000)
     follower.follow_until(lambda: told(follower) == {})
-
-
-def test_both_tiers_are_told_of(
-    machine: Machine, addresses: dict[str, str], follower: Follower, tmp_path: Path
-) -> None:
-    serve(machine, addresses, tmp_path / "kv")
-    store = machine.connect("kv")
-    put_at_random(store, 150, random.Random(2))
-    follower.follow_until(lambda: agrees(follower, store))
-    assert set(told(follower)) == {"CPU", "DISK"}
-    check_facts(follower)
-
-
-def test_what_engines_mount_is_told_of(machine: Machine, addresses: dict[str, str], follower: Follower) -> None:
-    serve(machine, addresses)
-    store, engine = machine.connect("kv"), Engine(machine, "kv")
-    engine.publish(1, PAGES)
-    engine.publish(2, PAGES, first=PAGES)
-    follower.follow_until(lambda: agrees(follower, store) and len(follower.held.get("GPU", ())) == 2 * PAGES)
-    check_facts(follower)
-    engine.ask("retire", [PAGES - 1])
-    store.stats()
-    follower.follow_until(lambda: agrees(follower, store) and len(follower.held["GPU"]) == 2 * PAGES - 1)
-    late = Follower.of_dump(dump(store)[0])
-    assert late.held["GPU"] == follower.held["GPU"]
-    engine.process.kill()
-    follower.follow_until(lambda: told(follower) == stored(store) == {})
 
 
 def test_missed_events_are_replayed_to_a_dealer_and_to_a_req(
@@ -299,21 +271,3 @@ def test_objects_are_not_blocks(addresses: dict[str, str], follower: Follower) -
         store.evict(1)
         follower.follow_until(lambda: len(follower.held.get("CPU", {})) == 1)
         check_facts(follower)
-
-
-@pytest.mark.parametrize("address", ["nonsense", "tcp://127.0.0.1:notaport", "tcp://203.0.113.1:5557"])
-def test_an_address_that_cannot_be_bound_is_named(machine: Machine, address: str) -> None:
-    result = machine.run("serve", "--name", "x", "--dram", "4MiB", KVSTORE_KV_EVENTS=address)
-    assert result.returncode == 2
-    last = result.stderr.splitlines()[-1]
-    assert last.startswith("kvstore: kv_events: ") and address in last
-    assert "Traceback" not in result.stderr
-    with pytest.raises(InvalidRequest) as error:
-        kvstore.open(dram="4MiB", kv_events=address)
-    assert error.value.field == "kv_events"
-
-
-def test_a_replay_address_alone_is_refused() -> None:
-    with pytest.raises(InvalidRequest) as error:
-        kvstore.open(dram="4MiB", kv_events_replay="tcp://127.0.0.1:5558")
-    assert error.value.field == "kv_events_replay"

@@ -18,7 +18,6 @@ from tests.helpers.api import Client, identities_file, pages_message, serve_api
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.processes import Daemon, Machine, put, wait_until
 
-TEXT = re.compile(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d,\d{3} (DEBUG|INFO|WARNING|ERROR) kvstore[.\w]* \S.*")
 ALWAYS = {"time", "level", "logger", "message", "node"}
 
 
@@ -106,22 +105,3 @@ def damage(machine: Machine, store: kvstore.Store) -> None:
         segment.seek(where)
         segment.write(bytes([data[0, 0] ^ 1]))
     assert store.cache(SMALL).get(keys, verify=True).pages == 0, "found by this, or by the scrubber before it"
-
-
-def test_text_is_for_people(machine: Machine) -> None:
-    daemon = machine.spawn("m", dram="16MiB", http="127.0.0.1:0", quota=f"it's dram={2 * SMALL.page_bytes}")
-    daemon.wait_ready()
-    refuse_puts(machine.connect("m"), "it's", 3)
-    wait_until("the refusal is told", lambda: "quota refused" in daemon.errors.read_text())
-    assert daemon.terminate() == 0
-    said = daemon.errors.read_text().splitlines()
-    assert all(TEXT.fullmatch(line) for line in said), said
-    assert any(" WARNING kvstore.watch quota refused tenant=it's tier=dram pages=" in line for line in said), said
-    assert " INFO kvstore.daemon stop uptime_s=" in said[-1]
-
-
-def test_levels(machine: Machine) -> None:
-    daemon = machine.spawn("m", dram="4MiB", log_level="error", log_format="json")
-    daemon.wait_ready()
-    assert daemon.terminate() == 0
-    assert daemon.errors.read_text() == ""

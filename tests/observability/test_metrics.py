@@ -2,26 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
 import socket
 import threading
 from collections import Counter
 from pathlib import Path
 
-import grpc
-import pytest
-from google.protobuf import empty_pb2
-
 from kvstore.limits import LEAVING_MAX
 from kvstore.model.replica import Tier
 from kvstore.node.operator.metrics import METRICS, TENANTS_MAX, TENANTS_REST
-from kvstore.pb import store_pb2 as pb
 from kvstore.server import http as http_module
 from kvstore.shm.counters import MISS_REASONS, OPERATIONS
-from tests.helpers.api import Client, address_of, identities_file, pages_message, serve_api
 from tests.helpers.content import SMALL, chain, contents, prompt
 from tests.helpers.processes import Machine, evict_all, put, wait_until
-from tests.helpers.scraping import Growth, Scrape, fetch, http_of, serve_http
+from tests.helpers.scraping import Growth, Scrape, fetch, serve_http
 
 PAGE, TOKENS = SMALL.page_bytes, SMALL.page_tokens
 
@@ -99,39 +92,6 @@ def test_hits_on_nvme_and_what_moves(machine: Machine, tmp_path: Path) -> None:
     assert now("kvstore_device_up", path=path) == 1
     assert now("kvstore_device_pages", path=path) == now("kvstore_pages", tier="nvme") > 0
     assert now("kvstore_device_used_bytes", path=path) == now("kvstore_tier_used_bytes", tier="nvme")
-
-
-def test_calls_over_grpc(machine: Machine, tmp_path: Path) -> None:
-    flags = {"http": "127.0.0.1:0", "identities": identities_file(tmp_path)}
-    daemon, api = serve_api(machine, "m", **flags)
-    address = http_of(daemon.output())
-    assert address_of(daemon.output()) == api
-    grown = Growth(address)
-    right, stranger = Client(api, "a-token"), Client(api, "wrong")
-    keys = chain(1, 4, SMALL, "a")
-    for _ in range(3):
-        assert right.call("Lookup", pb.LookupRequest(pages=pages_message(keys, salt="a"))).pages == 0
-    assert right.code("Lookup", pb.LookupRequest(pages=pages_message(keys, salt="b"))).name == "PERMISSION_DENIED"
-    assert right.code("Lookup", pb.LookupRequest()).name == "PERMISSION_DENIED"
-    for _ in range(2):
-        assert stranger.code("Stats", empty_pb2.Empty()) == grpc.StatusCode.UNAUTHENTICATED
-    for client in (right, stranger):
-        client.close()
-    calls = "kvstore_grpc_calls_total"
-
-    def counted() -> bool:  # a caller has its answer a moment before its call has ended
-        grown.look()
-        ended = (("Lookup", "OK"), ("Lookup", "PERMISSION_DENIED"), ("Stats", "UNAUTHENTICATED"))
-        return sum(grown(calls, method=method, code=code) for method, code in ended) >= 7
-
-    wait_until("all calls have ended", counted)
-    assert grown(calls, method="Lookup", code="OK") == 3
-    assert grown(calls, method="Lookup", code="PERMISSION_DENIED") == 2
-    assert grown(calls, method="Stats", code="UNAUTHENTICATED") == 2
-    assert grown("kvstore_grpc_call_duration_seconds_count", method="Lookup") == 5
-    assert grown("kvstore_grpc_bytes_total", direction="in") > 3 * 4 * TOKENS * 4
-    assert grown("kvstore_operations_total", operation="lookup") == 3, "served by the node's own client"
-    assert Scrape(address)("kvstore_queue_length", queue="rpcs") == 0
 
 
 # --- how it is told -------------------------------------------------------------------------------------------------
@@ -315,23 +275,3 @@ def answers(address: str) -> bool:
         return fetch(address)[0] == 200
     except OSError:
         return False
-
-
-@pytest.mark.parametrize(
-    "request_bytes",
-    [b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03", b"POST /metrics HTTP/1.1\r\n\r\n", b"GET " + b"a" * 100_000],
-    ids=["tls", "post", "long"],
-)
-def test_what_is_no_request_changes_nothing(machine: Machine, request_bytes: bytes) -> None:
-    daemon, address = serve_http(machine, dram="4MiB")
-    host, port = address.rsplit(":", 1)
-    with socket.create_connection((host, int(port)), timeout=60) as one:
-        with contextlib.suppress(OSError):  # cut off before all of it was sent
-            one.sendall(request_bytes)
-            one.shutdown(socket.SHUT_WR)
-        with contextlib.suppress(OSError):
-            assert b"200 OK" not in one.recv(1 << 16)
-    assert [fetch(address, path)[0] for path in ("/metrics", "/readyz", "/nothing", "/metrics?x=1")] == [
-        *(200, 200, 404, 200)
-    ]
-    assert daemon.errors.read_text().count("\n") == 2, daemon.trace()

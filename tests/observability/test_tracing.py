@@ -12,14 +12,12 @@ from pathlib import Path
 
 import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
-from opentelemetry.sdk.trace import TracerProvider
 
-import kvstore
 from kvstore.pb import store_pb2 as pb
 from kvstore.server.tracing import SPANS_WAITING_MAX
 from tests.helpers.api import Client, identities_file, pages_message, serve_api
 from tests.helpers.collector import Collector, attributes
-from tests.helpers.content import SMALL, chain
+from tests.helpers.content import chain
 from tests.helpers.processes import Machine, put, wait_until
 
 TRACE, PARENT = "4bf92f3577b34da6a3ce929d0e0e4736", "00f067aa0ba902b7"
@@ -73,21 +71,6 @@ def test_spans_of_start_calls_and_demotion(machine: Machine, collector: Collecto
     assert propagated.kind == Span.SPAN_KIND_SERVER
 
 
-def test_a_remote_client_s_own_span_is_the_parent(machine: Machine, collector: Collector) -> None:
-    daemon, api = serve_api(machine, "traced", otlp_endpoint=collector.endpoint)
-    with kvstore.connect(f"kv://{api}") as store:
-        cache = store.cache(SMALL)
-        with TracerProvider().get_tracer("test").start_as_current_span("mine") as mine:
-            assert cache.lookup(chain(1, 2)).pages == 0
-        assert cache.lookup(chain(1, 2)).pages == 0
-    assert daemon.terminate() == 0
-    inside, outside = collector.named("kvstore.grpc Lookup")
-    context = mine.get_span_context()
-    assert int.from_bytes(inside.trace_id, "big") == context.trace_id
-    assert int.from_bytes(inside.parent_span_id, "big") == context.span_id
-    assert outside.parent_span_id == b""
-
-
 def test_a_collector_that_is_down_does_no_harm(machine: Machine, collector: Collector) -> None:
     """Neither one that refuses, nor one that takes requests and never answers; and the queue has a bound."""
     with socket.create_server(("127.0.0.1", 0)) as nobody:
@@ -135,10 +118,3 @@ def test_off_means_not_even_imported() -> None:
     )
     done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout == "[]\n"
-
-
-@pytest.mark.parametrize("endpoint", ["collector:4318", "ftp://x", "http://", "http://[::1"])
-def test_an_endpoint_that_is_none_is_refused(machine: Machine, endpoint: str) -> None:
-    done = machine.run("serve", "--name", "x", "--dram", "4MiB", "--otlp-endpoint", endpoint)
-    assert done.returncode == 2 and done.stdout == ""
-    assert done.stderr.startswith("kvstore: otlp_endpoint: ") and done.stderr.count("\n") == 1, done.stderr
