@@ -25,7 +25,6 @@ from tests.helpers.conducting import answered, asking, conducting, until
 from tests.helpers.processes import Machine
 
 PROMPT = list(range(1, 101))  # six pages and a part of one
-GONE_S = 10.0  # the promise is one second
 CALL_S = 30.0
 
 
@@ -124,52 +123,6 @@ def test_salts_are_kept_apart_where_the_server_does(machine: Machine) -> None:
     run(test())
 
 
-def test_requests_go_where_their_prefix_is(machine: Machine) -> None:
-    async def test() -> None:
-        one, other = spawn_backend(machine), spawn_backend(machine)
-        async with conducting([one.words(), other.words()]) as conductor:
-            first = await answered(conductor, asking(PROMPT, MODEL))
-            there, elsewhere = (one, other) if first.routes[0]["answers"] == one.url else (other, one)
-            await knows(conductor, there, 96)
-            assert await own_tokens(conductor, elsewhere) == 0
-            again = await answered(conductor, asking(PROMPT, MODEL))
-            assert again.routes[0]["answers"] == again.routes[0]["computes"] == there.url and again.cached == 96
-
-    run(test())
-
-
-def test_speeds_are_learned_from_answers(machine: Machine) -> None:
-    async def test() -> None:
-        slow, quick = spawn_backend(machine, step_s=0.05), spawn_backend(machine)
-        async with conducting([slow.words(), quick.words()]) as conductor:
-            known = conductor.state.fleet.engines
-            seed = 0
-            while not known[slow.url].alone_s > 2 * known[quick.url].alone_s > 0:
-                prompts = [[seed + at + each for each in range(70)] for at in range(8)]
-                seed += 8
-                await asyncio.gather(*(answered(conductor, asking(each, MODEL)) for each in prompts))
-            told = await conductor.explain(asking([9] * 70, MODEL))
-            assert told["chosen"]["answers"] == quick.url, told["why"]
-
-    run(test())
-
-
-def test_who_goes_away_frees_the_work_there(machine: Machine) -> None:
-    async def test() -> None:
-        backend = spawn_backend(machine, stop_after=3)
-        async with conducting([backend.words()]) as conductor:
-            parts = conductor.answer(asking(PROMPT, MODEL))
-            async for part in parts:
-                if getattr(part, "ids", ()):
-                    break
-            assert backend.seen()["open"] == 1
-            await parts.aclose()
-            await asyncio.wait_for(until("it is told", lambda: backend.seen()["open"] == 0), GONE_S)
-            assert backend.seen()["gone"] == 1 and not any(conductor.status()["requests"].values())
-
-    run(test())
-
-
 # --- what can go wrong -----------------------------------------------------------------------------------------------
 
 
@@ -249,17 +202,6 @@ def test_one_that_stands_still_is_left(machine: Machine, monkeypatch: pytest.Mon
     run(test())
 
 
-def test_a_request_that_it_refuses_is_the_callers_mistake(machine: Machine) -> None:
-    async def test() -> None:
-        backend = spawn_backend(machine, status=400)
-        async with conducting([backend.words()]) as conductor:
-            with pytest.raises(InvalidRequest, match="answers 400: it is not to its taste") as refused:
-                await answered(conductor, asking(PROMPT, MODEL))
-            assert refused.value.field == "top_p" and not any(conductor.status()["requests"].values())
-
-    run(test())
-
-
 NONSENSE: list[tuple[dict[str, Any], str]] = [
     ({"status": 500}, "answers 500: it is not to its taste"),
     ({"status": 429}, "answers 429"),
@@ -292,32 +234,6 @@ def test_a_server_that_talks_nonsense_is_as_one_that_fails(machine: Machine) -> 
         assert len([part async for part in link.answer(request, CALL_S)]) == 5
         await link.retire()
         await until("it is left alone", lambda: backend.seen()["open"] == 0)
-
-    run(test())
-
-
-def test_one_that_fails_gets_nothing_for_a_while(machine: Machine) -> None:
-    async def test() -> None:
-        backend = spawn_backend(machine, status=500)
-        async with conducting([backend.words()]) as conductor:
-            answer = asyncio.create_task(answered(conductor, asking(PROMPT, MODEL)))
-            await until("it has failed", lambda: conductor.tally.broken)
-            assert conductor.state.fleet.engines[backend.url].failures == 1
-            answer.cancel()
-            with contextlib.suppress(asyncio.CancelledError):
-                await answer
-            assert not any(conductor.status()["requests"].values())
-
-    run(test())
-
-
-def test_more_tokens_than_were_asked_for_are_left_out(machine: Machine) -> None:
-    async def test() -> None:
-        backend = spawn_backend(machine, raw='data: {"choices":[{"text":"a","token_ids":[1]}]}\n\n')
-        async with conducting([backend.words()]) as conductor:
-            found = await answered(conductor, asking(PROMPT, MODEL))
-            assert found.ids == [1] * 8 and found.text == "a" * 8
-            assert found.end is not None and found.end.reason == "length"
 
     run(test())
 
@@ -391,14 +307,6 @@ def test_one_that_is_not_there_yet_is_found_when_it_is(machine: Machine) -> None
 # --- settings --------------------------------------------------------------------------------------------------------
 
 
-def test_settings_are_read_and_written() -> None:
-    words = "https://h:8000 tokenizer=/m model=a dialect=vllm events=tcp://h:1 replay=tcp://h:2 page_tokens=32 batch=8"
-    (found,) = parse_backends([words])
-    assert (found.url, found.tokenizer, found.model, found.page_tokens) == ("https://h:8000", "/m", "a", 32)
-    assert set(str(found).split()) == set(words.split()) and parse_backends(str(found)) == (found,)
-    assert len(parse_backends("http://a:1 tokenizer=bytes,http://a:2 tokenizer=bytes")) == 2
-
-
 @pytest.mark.parametrize(
     ("words", "why"),
     [
@@ -419,8 +327,3 @@ def test_settings_that_make_no_sense_are_refused(words: str, why: str) -> None:
     with pytest.raises(InvalidRequest, match=why) as refused:
         parse_backends([words] if words else [7])
     assert refused.value.field.startswith("backend")
-
-
-def test_two_of_one_address_are_refused() -> None:
-    with pytest.raises(InvalidRequest, match="same address"):
-        parse_backends("http://h:1 tokenizer=bytes,http://h:1 tokenizer=/m")

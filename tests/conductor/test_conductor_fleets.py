@@ -84,35 +84,6 @@ def test_long_prompts_go_to_another_cluster(seed: int) -> None:
     assert all(send.route.local or send.route.answering.engine.about.name != "far" for _, send in made.sends)
 
 
-def test_short_prompts_stay_while_long_ones_are_usual() -> None:
-    """Another cluster that has nothing to do looks as good as an engine here, since what leaves it while it computes
-    costs nothing; yet it is for long prompts. A short one goes there where it would wait here beyond a window."""
-    made = world(roles="pd", priors=LINEAR, split="always")
-    made.add("far", Role.PREFILL, node="", zone="other", lanes=LANES, egress_bytes_per_s=EGRESS)
-
-    def computes(number: int, pages: int) -> str:
-        made.arrive(wish(number, pages_of(*range(1000 * number, 1000 * number + pages))))
-        return made.sends[-1][1].route.computing.engine.about.name
-
-    assert {computes(number, SHORT) for number in range(4)} == {"e0", "far"}, "they are as long as what is usual"
-    made.settle()
-    assert {computes(number, LONG) for number in range(4, 8)} == {"e0", "far"}
-    made.settle()
-    assert {computes(number, SHORT) for number in range(8, 12)} == {"e0"}
-    assert {computes(number, SHORT) for number in range(12, 24)} == {"e0", "far"}, "the window here is full"
-    made.settle()
-
-
-def test_nothing_leaves_a_cluster_whose_egress_is_taken() -> None:
-    """Half a megabyte per second: a prompt that is sent away would come back after everybody else."""
-    made = world(roles="pd", priors=LINEAR)
-    made.add("far", Role.PREFILL, node="", zone="other", lanes=8, egress_bytes_per_s=5e5)
-    for number in range(6):
-        made.arrive(wish(number, pages_of(*range(1000 * number, 1000 * number + 60))))
-    assert {send.route.computing.engine.about.name for _, send in made.sends} <= {"e0", "e1"}
-    made.settle()
-
-
 # --- Roles ------------------------------------------------------------------------------------------------------------
 
 SPLIT_S, WANTED_S = 20.0, 2.0

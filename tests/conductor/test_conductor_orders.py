@@ -12,18 +12,6 @@ from engine.model.request import Role
 from tests.helpers.fleet import NVME, PAGE, STEP_S, World, engines_of, pages_of, wish, world
 
 
-def test_a_request_waits_for_engines_of_its_own_model_alone() -> None:
-    """Nobody stands behind a request for a model whose engines are all away."""
-    made = world(1)
-    made.add("other", model="other")
-    made.tell(ev.Broke(0.0, 999, "other", 0))
-    made.arrive(wish(1, pages_of(1), model="other"))  # type: ignore[arg-type]
-    made.arrive(wish(2, pages_of(2)))
-    assert engines_of(made) == ["e0"] and not made.refused
-    made.settle()
-    assert set(made.done) == {1, 2}
-
-
 def test_engines_that_are_silent_are_better_than_none() -> None:
     """All reports fail, and tokens come all the same: nobody is refused, and nobody waits for nothing."""
     made = world(3, first_token_s=5.0)
@@ -35,16 +23,6 @@ def test_engines_that_are_silent_are_better_than_none() -> None:
         made.run(made.now_s + 0.5)
     made.settle()
     assert len(made.done) == 30 and not made.refused
-
-
-def test_an_engine_that_hangs_gets_nothing_while_others_answer() -> None:
-    made = world(3)
-    made.tell(ev.ReportAsked(0.0, "e1"))
-    made.tell(ev.Silent(0.0, "e1"))
-    for number in range(12):
-        made.arrive(wish(number, pages_of(number)))
-    made.settle()
-    assert set(engines_of(made)) == {"e0", "e2"}
 
 
 def test_an_engine_that_fails_again_is_avoided_longer() -> None:

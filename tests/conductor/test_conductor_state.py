@@ -4,19 +4,16 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from itertools import pairwise
 
 import numpy as np
 import pytest
 
 from engine.conductor.state import events as ev
 from engine.conductor.state.conductor_state import ATTEMPTS_MAX
-from engine.conductor.state.engine_fleet import AVOID_S
 from engine.conductor.state.fleet import EngineWork, LoadReport
 from engine.conductor.state.policies import POLICIES
 from engine.model.request import Role
-from kvstore.errors import InvalidRequest
-from tests.helpers.fleet import LAYOUT, PAGE, about, engines_of, pages_of, wish, world
+from tests.helpers.fleet import PAGE, engines_of, pages_of, wish, world
 
 
 def test_a_prompt_goes_where_most_of_it_is() -> None:
@@ -70,15 +67,6 @@ def test_a_prompt_is_handed_over_where_that_is_sooner() -> None:
     by_number = {send.number: send.route for _, send in made.sends}
     assert not by_number[100].local and by_number[100].answering.engine.about.name == "e1"
     assert by_number[101].local
-
-
-@pytest.mark.parametrize("split", ["never", "always"])
-def test_what_is_told_about_hand_offs_is_done(split: str) -> None:
-    made = world(roles="pbb", split=split)
-    for number in range(6):
-        made.arrive(wish(number, pages_of(*range(50 * number, 50 * number + 30))))
-    made.settle()
-    assert {send.route.local for _, send in made.sends} == {split == "never"}
 
 
 def test_refused_early_by_what_is_predicted() -> None:
@@ -158,30 +146,6 @@ def test_what_waits_is_bounded() -> None:
     assert len(made.done) + len(made.refused) == 41
 
 
-def test_an_engine_that_died_gets_no_second_request() -> None:
-    made = world(3)
-    made.engines["e1"].up = False
-    for number in range(12):
-        made.arrive(wish(number, pages_of(*range(100 * number, 100 * number + 20))))
-        made.run(made.now_s + 1.2)
-    made.settle()
-    assert len(made.done) == 12 and not made.given_up
-    at = [at_s for at_s, send in made.sends if send.route.computing.engine.about.name == "e1"]
-    assert all(later - sooner > AVOID_S for sooner, later in pairwise(at)), at
-
-
-def test_an_answer_goes_on_elsewhere_with_what_was_generated() -> None:
-    made = world(2)
-    made.arrive(wish(1, pages_of(1, 2, 3), answer=50))
-    made.run(made.now_s + 0.5)
-    (name,) = engines_of(made)
-    made.tell(ev.Broke(made.now_s, 1, name, 12))
-    request = made.state.requests[1]
-    assert engines_of(made)[1] != name and request.wish.tokens == 3 * PAGE + 10 + 12 and request.wish.answer_max == 38
-    made.tell(ev.RequestCancelled(made.now_s, 1))
-    assert not made.state.requests
-
-
 def test_a_request_that_breaks_every_engine_is_given_up() -> None:
     made = world(8)
     for sim in made.engines.values():
@@ -204,16 +168,6 @@ def test_a_late_report_hides_nothing() -> None:
     running = len(made.state.fleet.engines["e0"].ends)
     made.tell(ev.Reported(made.now_s, "e0", LoadReport(role=Role.BOTH, running=running + 5)))
     assert made.state.fleet.engines["e0"].others_running == 5
-    made.settle()
-
-
-def test_a_draining_engine_gets_nothing_new() -> None:
-    made = world(2)
-    made.tell(ev.ReportAsked(0.0, "e0"))
-    made.tell(ev.Reported(0.0, "e0", LoadReport(role=Role.BOTH, draining=True)))
-    for number in range(6):
-        made.arrive(wish(number, pages_of(number)))
-    assert set(engines_of(made)) == {"e1"}
     made.settle()
 
 
@@ -275,24 +229,6 @@ def test_no_request_is_lost_whatever_engines_do(policy: str, seed: int) -> None:
     assert not set(made.done) & (set(made.refused) | set(made.given_up))
     for engine in made.state.fleet.engines.values():
         assert not engine.works and not engine.ends and not engine.waiting and not engine.tokens
-
-
-def test_the_same_seed_decides_the_same() -> None:
-    def sends() -> list[tuple[int, str]]:
-        made = world(4, policy="random", seed=5)
-        for number in range(50):
-            made.arrive(wish(number, pages_of(number)))
-        return [(send.number, send.route.computing.engine.about.name) for _, send in made.sends]
-
-    assert sends() == sends()
-
-
-def test_names_are_checked() -> None:
-    with pytest.raises(InvalidRequest, match="policy"):
-        world(1, policy="best")
-    with pytest.raises(InvalidRequest, match="split"):
-        world(1, split="sometimes")
-    assert about("x").layout == LAYOUT
 
 
 def test_answers_that_are_late_still_take_room() -> None:

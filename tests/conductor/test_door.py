@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import asyncio
-import json
 import ssl
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,7 +14,7 @@ import pytest
 from engine.demo.command import MODEL
 from kvstore.errors import InvalidRequest
 from tests.helpers.api import TENANTS, Certificates, identities_file, identity
-from tests.helpers.door import CALL_S, WORDS, RunningDoor, head_of, open_doors, post, refused
+from tests.helpers.door import CALL_S, WORDS, RunningDoor, open_doors, post, refused
 from tests.helpers.processes import wait_until
 
 GONE_S = 10.0  # the promise is one second
@@ -57,12 +55,6 @@ def test_a_completion_and_what_it_cost(door: RunningDoor, client: openai.OpenAI)
     assert door.answers.asks[-1].sampling.max_tokens == 3 and door.answers.asks[-1].tenant == "local"
 
 
-def test_a_completion_that_says_nothing_gets_16_tokens(door: RunningDoor, client: openai.OpenAI) -> None:
-    client.completions.create(model="words", prompt="hello")
-    sampling = door.answers.asks[-1].sampling
-    assert (sampling.max_tokens, sampling.temperature, sampling.top_p, sampling.stop) == (16, 1.0, 1.0, ())
-
-
 def test_a_stream_is_the_same_answer_and_tells_its_usage_last(client: openai.OpenAI) -> None:
     asked = {"model": "words", "prompt": "hello", "max_tokens": 3}
     events = list(client.completions.create(**asked, stream=True, stream_options={"include_usage": True}))
@@ -97,14 +89,6 @@ def test_several_answers_of_one_prompt_differ_in_their_seeds_alone(door: Running
     assert {ask.sampling.stop for ask in asks.values()} == {("x", "y")}
 
 
-def test_several_answers_in_one_stream(client: openai.OpenAI) -> None:
-    texts: dict[int, str] = {}
-    for event in client.completions.create(model="words", prompt="a", n=3, max_tokens=4, stream=True):
-        for choice in event.choices:
-            texts[choice.index] = texts.get(choice.index, "") + choice.text
-    assert texts == dict.fromkeys(range(3), " word0 word1 word2 word3")
-
-
 def test_a_chat_goes_by_the_models_own_template(door: RunningDoor, folder: Path, client: openai.OpenAI) -> None:
     from transformers import AutoTokenizer
 
@@ -119,13 +103,6 @@ def test_a_chat_goes_by_the_models_own_template(door: RunningDoor, folder: Path,
     assert door.answers.asks[-1].tokens.tolist() == door.answers.asks[-2].tokens.tolist()
 
 
-def test_a_streamed_chat_opens_with_its_role(client: openai.OpenAI) -> None:
-    events = list(client.chat.completions.create(model="talks", messages=HELLO, max_tokens=2, stream=True))
-    deltas = [event.choices[0].delta for event in events]
-    assert deltas[0].role == "assistant" and [delta.content for delta in deltas] == ["", " word0", " word1", None]
-    assert events[-1].choices[0].finish_reason == "length"
-
-
 def test_the_route_is_told_where_it_is_asked_for(door: RunningDoor, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "words", "prompt": "a", "max_tokens": 1}
     found = client.completions.create(**asked, extra_body={"kvstore": {"explain": True, "priority": 3}})
@@ -134,24 +111,6 @@ def test_the_route_is_told_where_it_is_asked_for(door: RunningDoor, client: open
     first, *_ = client.completions.create(**asked, extra_body={"kvstore": {"explain": True}}, stream=True)
     assert first.choices == [] and first.model_extra is not None and first.model_extra["kvstore"]["route"]["reason"]
     assert "kvstore" not in (client.completions.create(**asked).model_extra or {})
-
-
-def test_models(client: openai.OpenAI) -> None:
-    assert {"words", "talks"} <= {model.id for model in client.models.list()}
-    assert client.models.retrieve("talks").owned_by == "kvstore"
-    with pytest.raises(openai.NotFoundError):
-        client.models.retrieve("org/none such")
-
-
-def test_the_asynchronous_client(door: RunningDoor) -> None:
-    async def ask() -> tuple[str, list[str]]:
-        async with openai.AsyncOpenAI(base_url=f"{door.url}/v1", api_key="any", timeout=CALL_S) as client:
-            asked = {"model": "words", "prompt": "hello", "max_tokens": 2}
-            whole = await client.completions.create(**asked)
-            texts = [event.choices[0].text async for event in await client.completions.create(**asked, stream=True)]
-            return whole.choices[0].text, texts
-
-    assert asyncio.run(ask()) == (" word0 word1", [" word0", " word1", ""])
 
 
 # --- Refusals --------------------------------------------------------------------------------------------------------
@@ -229,39 +188,6 @@ def test_a_bad_chat_is_refused_by_its_parameter(door: RunningDoor, more: dict[st
     assert (error["param"], error["code"]) == (param, code)
 
 
-def test_what_changes_nothing_is_taken(door: RunningDoor) -> None:
-    neutral = {
-        "frequency_penalty": 0,
-        "logit_bias": {},
-        "user": "u",
-        "best_of": 2,
-        "n": 2,
-        "suffix": None,
-        "echo": False,
-    }
-    assert post(door, WORDS | neutral).status_code == 200
-    chat = {"tools": [], "response_format": {"type": "text"}, "logprobs": False, "store": False, "metadata": {"a": "b"}}
-    assert post(door, CHAT | chat | {"max_tokens": 1}, "/v1/chat/completions").status_code == 200
-
-
-def test_bodies_that_are_no_request(door: RunningDoor) -> None:
-    for body in (b"", b"{", b"[]", b"\xff\xfe", b"[" * 100_000, b'{"seed": ' + b"9" * 5000 + b"}"):
-        assert refused(post(door, body), 400)["code"] == "invalid_json"
-    nan = b'{"model": "words", "prompt": "a", "temperature": NaN}'
-    assert refused(post(door, nan), 400)["param"] == "temperature"
-    large = refused(post(door, b" " * (9 << 20)), 413)
-    assert large["code"] == "request_too_large"
-    assert refused(post(door, WORDS, **{"Content-Type": "text/plain"}), 415)["code"] == "unsupported_media_type"
-    assert refused(post(door, b"\x1f\x8b", **{"Content-Encoding": "gzip"}), 415)["code"]
-
-
-def test_places_and_methods_that_are_not_served(door: RunningDoor) -> None:
-    assert refused(httpx2.get(f"{door.url}/v1/embeddings"), 404)["code"] == "unknown_url"
-    response = httpx2.get(f"{door.url}/v1/completions")
-    assert refused(response, 405)["code"] == "method_not_allowed" and response.headers["Allow"] == "POST"
-    assert refused(post(door, WORDS | {"model": "none"}), 404)["code"] == "model_not_found"
-
-
 @pytest.mark.parametrize("stream", [False, True])
 def test_what_answers_refuse(client: openai.OpenAI, stream: bool) -> None:
     def ask(model: str) -> None:
@@ -294,15 +220,6 @@ def test_a_client_that_leaves_a_stream_ends_its_work(door: RunningDoor, client: 
         next(iter(stream))
         wait_until("it runs", lambda: door.answers.open["floods"] == n)
     wait_until("nobody answers it any more", lambda: not door.answers.open["floods"], GONE_S)
-
-
-def test_a_client_that_leaves_before_its_answer_ends_its_work(door: RunningDoor, client: openai.OpenAI) -> None:
-    for stream in (False, True):
-        with door.connect() as connection:
-            body = json.dumps({"model": "hangs", "prompt": "a", "n": 1, "stream": stream}).encode()
-            connection.sendall(head_of(len(body)) + body)
-            wait_until("it runs", lambda: door.answers.open["hangs"] == 1)
-        wait_until("nobody answers it any more", lambda: not door.answers.open["hangs"], GONE_S)
 
 
 # --- Keys and TLS ----------------------------------------------------------------------------------------------------

@@ -87,21 +87,6 @@ def test_large_requests_are_refused_before_they_are_read(door: RunningDoor) -> N
             assert status in (400, 431) and json.loads(body)["error"]["type"] == "invalid_request_error"
 
 
-def test_a_body_in_pieces_and_one_that_waits_to_be_asked_for(door: RunningDoor) -> None:
-    close = "Connection: close"
-    pieces = b"".join(b"%x\r\n%s\r\n" % (len(part), part) for part in (WORDS[:9], WORDS[9:])) + b"0\r\n\r\n"
-    with door.connect(ENDS_S) as connection:
-        connection.sendall(head_of(0, close).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked") + pieces)
-        ((status, _),) = replies_in(read_all(connection))
-        assert status == 200
-    with door.connect(ENDS_S) as connection:
-        connection.sendall(head_of(len(WORDS), close, "Expect: 100-continue"))
-        assert connection.recv(65536).startswith(b"HTTP/1.1 100 ")
-        connection.sendall(WORDS)
-        ((status, _),) = replies_in(read_all(connection))
-        assert status == 200
-
-
 # --- Anything at all -------------------------------------------------------------------------------------------------
 
 

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import json
 import socket
-import threading
 import time
-from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager
 from itertools import pairwise
@@ -28,9 +26,6 @@ from tests.helpers.engines.proxy import EngineProxy
 from tests.helpers.processes import Machine, wait_until
 
 LONG, SOME = 3000, 300  # tokens: the first are some seconds of an answer
-EQUAL = 100  # prompts at a time
-SIDES = 32  # answers of one prompt
-GONE_S = 10.0  # the promise is one second
 SLOW_BYTES = 48 << 20  # of all that an engine could tell a reader that takes nothing
 
 
@@ -168,96 +163,7 @@ def test_a_late_report_of_an_engine_that_died_brings_it_nothing(fleet: FaultyFle
         conductor.kill()
 
 
-def test_an_engine_that_appears_takes_work_and_one_that_drains_gives_it_back(fleet: FaultyFleet) -> None:
-    with fleet.asked() as client:
-        alone, old, streams = fleet.alone(), set(fleet.named(client)), SomeAnswers(client)
-        streams.begin()
-        new = fleet.spawn()
-        client.knows(3)
-        wait_until("it answers one of them", lambda: not streams.begin() <= old)
-        (name,) = fleet.named(client).keys() - old
-        with new.client() as one:
-            one.drain()
-        wait_until("it is known to drain", lambda: client.status()["engines"][name]["draining"])
-        assert name not in {first_route(client, seed) for seed in range(4)}
-        assert new.terminate() == 0
-        for answer in streams.end():
-            assert answer.tokens == alone and answer.indices == list(range(SOME))
-        client.knows(2)
-
-
-class SomeAnswers:
-    """Equal ones, under way side by side."""
-
-    def __init__(self, client: ConductorClient) -> None:
-        self._client = client
-        self._streams: list[Any] = []
-        self._begun: list[list[Any]] = []
-
-    def begin(self) -> set[str]:
-        """One more has begun; where they went."""
-        self._streams.append(self._client.submit(prompt(60), max_tokens=SOME))
-        self._begun.append([next(self._streams[-1]), next(self._streams[-1])])
-        return {ConductorAnswer(replies[:1]).routes[0]["answers"] for replies in self._begun}
-
-    def end(self) -> list[ConductorAnswer]:
-        """All of them, whole."""
-        return [ConductorAnswer([*begun, *rest]) for begun, rest in zip(self._begun, self._streams, strict=True)]
-
-
-def test_equal_prompts_go_to_both_and_all_are_answered(fleet: FaultyFleet) -> None:
-    with fleet.asked() as client:
-        streams = [client.submit(prompt(48), max_tokens=8) for _ in range(EQUAL)]
-        answers: list[ConductorAnswer] = []
-
-        def read() -> None:
-            answers.extend(ConductorAnswer(list(stream)) for stream in streams)
-
-        reader = threading.Thread(target=read)
-        reader.start()
-        reader.join(ANSWER_S)
-        assert len(answers) == EQUAL and len({tuple(answer.tokens) for answer in answers}) == 1
-        counts = Counter(answer.routes[-1]["answers"] for answer in answers)
-        assert len(counts) == 2, counts
-
-
 # --- clients ---------------------------------------------------------------------------------------------------------
-
-
-def test_callers_that_go_away_free_their_work(fleet: FaultyFleet) -> None:
-    """At the engine, by what it says itself."""
-    with fleet.asked() as client:
-        connections = [engine.client() for engine in fleet.engines]
-
-        def working() -> int:
-            return sum(sum(one.status()["requests"].values()) for one in connections)
-
-        wait_until("no engine works", lambda: not working())
-        ways = (lambda: over_grpc(client), lambda: over_http(fleet, True), lambda: over_http(fleet, False))
-        for way in ways:
-            cancelled, goes = client.status()["answers"]["cancelled"], way()
-            wait_until("an engine works", working)
-            gone_s = time.monotonic()
-            goes()
-            wait_until("no engine works", lambda: not working(), GONE_S)
-            assert time.monotonic() - gone_s < GONE_S
-            wait_until("it is known", lambda was=cancelled: client.status()["answers"]["cancelled"] > was)  # type: ignore[misc]
-        for one in connections:
-            one.close()
-        wait_until("nothing is under way", lambda: not any(client.status()["requests"].values()))
-
-
-def over_grpc(client: ConductorClient) -> Callable[[], Any]:
-    """A long answer under way; what the caller does to go away."""
-    stream = client.submit(prompt(60), max_tokens=LONG)
-    next(stream)
-    return stream.cancel  # type: ignore[no-any-return]
-
-
-def over_http(fleet: FaultyFleet, stream: bool) -> Callable[[], Any]:
-    """The same over HTTP."""
-    connection, _ = ask_http(fleet.conductor, stream, SIDES)
-    return connection.close
 
 
 def ask_http(conductor: ConductorProcess, stream: bool, sides: int) -> tuple[socket.socket, bytes]:

@@ -122,18 +122,6 @@ def test_a_replay_that_never_comes_is_not_waited_for(machine: Machine, monkeypat
     run(test())
 
 
-def test_a_publisher_that_begins_anew_has_nothing(machine: Machine) -> None:
-    async def test() -> None:
-        backend = spawn_backend(machine)
-        async with conducting([backend.words()]) as conductor:
-            await joined(conductor, backend)
-            backend.tell(anew=True)
-            backend.ask(PROMPTS[0])
-            await knows(conductor, PROMPTS[0])
-
-    run(test())
-
-
 def test_one_that_was_heard_of_by_a_replay_alone_may_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first numbers are those of messages that were told again, and not those messages."""
     (words,) = parse_backends("http://h:1 tokenizer=bytes events=tcp://h:1 replay=tcp://h:2")
@@ -171,28 +159,6 @@ def test_one_that_was_heard_of_by_a_replay_alone_may_begin_anew(monkeypatch: pyt
 def payload_of(name: int, tokens: list[int]) -> bytes:
     """A message with one block."""
     return bytes(msgpack.packb([0.0, [["BlockStored", [name], None, tokens, len(tokens), None, "GPU"]], 0]))
-
-
-def test_messages_that_are_none_are_counted_and_the_next_one_is_taken(machine: Machine) -> None:
-    deep: Any = []
-    for _ in range(500):
-        deep = [deep]
-    payloads = [b"", b"\xc1", b"\x92", msgpack.packb(7), msgpack.packb(deep), msgpack.packb([0, [{"type": 3}]])]
-    payloads += [b"\x81\x90\x01", b"\xdd\xff\xff\xff\xff", msgpack.packb([0, [["BlockStored", [b"x" * 99]]]])]
-    payloads += [msgpack.packb([0, [["BlockStored", [1], None, [1] * 100_000, 7]]])]  # large enough for a thread
-
-    async def test() -> None:
-        backend = spawn_backend(machine)
-        async with conducting([backend.words()]) as conductor:
-            await joined(conductor, backend)
-            for payload in payloads:
-                backend.tell(payload=payload.hex())
-            backend.ask(PROMPTS[0])
-            await knows(conductor, PROMPTS[0], PROMPTS[3])
-            counts = conductor.tally.kv_events
-            assert counts["malformed"] == len(payloads) - 1 and counts["not_kept"] == 1 and counts["gap"] == 0
-
-    run(test())
 
 
 def test_what_it_told_is_told_again_where_the_index_asks(machine: Machine) -> None:

@@ -21,7 +21,6 @@ from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.fleet import LoadReport
 from engine.model.request import Finished, Request, Role, Usage
-from engine.state.engine_state import Speeds
 from kvstore.errors import InvalidRequest
 from tests.helpers.fleet import PAGE, STEP_S, TOKENS_PER_S, engines_of, pages_of, wish, world
 
@@ -80,16 +79,6 @@ def test_a_slow_engine_is_known_by_its_answers() -> None:
     assert engine.scale > 1.0
 
 
-def test_what_was_found_is_known_beside_what_was_computed() -> None:
-    made = world(1)
-    made.arrive(wish(1, pages_of(*range(40))))
-    found = replace(
-        WHOLE, cached_tokens={"dram": 30 * PAGE, "nvme": 9 * PAGE}, computed_tokens=PAGE + 1, prefill_ms=20.0
-    )
-    last = ended(made.sends[0][1], found)
-    assert (last.cached, last.prefill_s) == (39 * PAGE, 0.02)
-
-
 def test_a_hand_off_teaches_of_the_engine_that_computed() -> None:
     made = world(roles="pd", split="always")
     made.arrive(wish(1, pages_of(*range(40))))
@@ -145,30 +134,6 @@ def test_equal_engines_share_cold_prompts() -> None:
     counts = noisy(1)
     assert all(COLD / ENGINES * 0.5 <= counts[f"e{n}"] <= COLD / ENGINES * 1.5 for n in range(ENGINES)), counts
     assert counts == noisy(1), "the same events, the same decisions"
-
-
-def test_an_engine_that_is_really_slower_gets_less() -> None:
-    counts = noisy(2, slow="e2")
-    assert counts["e2"] <= COLD / 20 and min(counts[f"e{n}"] for n in (0, 1, 3)) >= COLD / 6, counts
-
-
-def test_an_answer_of_an_engine_that_has_left_is_taken() -> None:
-    made = world(2)
-    made.arrive(wish(1, pages_of(*range(40))))
-    ((_, send),) = made.sends
-    made.tell(ev.EngineLost(made.now_s, send.route.computing.engine.about.name))
-    made.tell(ev.Ended(made.now_s, 1, 8, 0, 9.0))
-    assert 1 not in made.state.requests
-
-
-def test_one_step_in_which_an_engine_stood_still_tells_little_of_its_speed() -> None:
-    speeds = Speeds(layers=4)
-    for seconds in (0.002, 0.002, 7.0):
-        speeds.measured(decoding=1, chunk_tokens=0, seconds=seconds)
-    assert 0.002 < speeds.step_s < 0.003
-    for _ in range(20):
-        speeds.measured(decoding=1, chunk_tokens=0, seconds=0.2)
-    assert speeds.step_s > 0.1, "what lasts is believed"
 
 
 def test_an_engine_that_has_reported_nothing_is_believed_to_be_as_fast_as_the_others() -> None:

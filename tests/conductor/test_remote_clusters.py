@@ -6,9 +6,6 @@ from pathlib import Path
 
 import numpy as np
 
-from kvstore.cluster.catalog import schema
-from kvstore.cluster.catalog.base import Entry
-from kvstore.cluster.catalog.schema import ClusterEntry
 from tests.helpers.conductors import client_of, serve_conductor
 from tests.helpers.engines.processes import prompt, spawn_engine
 from tests.helpers.processes import Machine, wait_until
@@ -45,12 +42,3 @@ def test_a_prompt_is_computed_in_another_pool(machine: Machine, tmp_path: Path) 
         again = client.answer(prompt(100))
         assert again.routes[0]["computes"] == own and again.tokens == list(alone.tokens)
     assert ours.terminate() == 0
-
-
-def test_an_entry_that_makes_no_sense_is_no_cluster() -> None:
-    entry = ClusterEntry(name="c", process="0", offered="far", addresses=("h:1",), egress_bytes_per_s=5)
-    key = schema.key_of("home", entry)
-    right = schema.encode(entry)
-    assert schema.decode(ClusterEntry, Entry(key, right, 1)) == entry
-    for wrong in (b'"egress_bytes_per_s":0', b'"egress_bytes_per_s":-1', b'"egress_bytes_per_s":"5"'):
-        assert schema.decode(ClusterEntry, Entry(key, right.replace(b'"egress_bytes_per_s":5', wrong), 1)) is None

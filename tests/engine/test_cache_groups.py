@@ -15,13 +15,12 @@ import pytest
 from engine.memory.device_staging import DeviceStaging
 from engine.model.observer import Observer
 from engine.model.request import Grain, Role, Source, Timing
-from engine.shell.engine import Engine, memory_frames
+from engine.shell.engine import Engine
 from engine.state.rules import GroupRules, Rules
 from engine.state.sequences import Frames, Phase, Sequence
 from kvstore import Store
 from kvstore.errors import InvalidRequest
 from tests.helpers.engines.device import DeviceHost
-from tests.helpers.engines.missed import check_missed_pages
 from tests.helpers.engines.tokens import (
     CPU,
     TOLERANCE,
@@ -111,31 +110,6 @@ def test_a_sequence_has_all_frames_of_one_group_and_a_ring_of_the_other(lab: Lab
     assert one.state.roster.frames.kept == 1
     with pytest.raises(InvalidRequest, match="do not fit the arena"):
         lab.ask(one, prompt(1, 1000), 100)
-
-
-def test_how_memory_is_shared_out() -> None:
-    """Pages of a group with a window are five times as large; a ring has 5 frames."""
-    full, window = served("tiny-gemma3").layouts(PAGE)
-    assert window.page_bytes == 5 * full.page_bytes and (full.layers, window.layers) == (1, 5)
-
-    def frames(pages: int, batch_max: int) -> tuple[int, ...]:
-        return memory_frames(pages * 6 * full.page_bytes, (full, window), (0, 40), CHUNK, batch_max)
-
-    assert frames(1000, 16) == (6000 - 16 * 5 * 5, 16 * 5), "rings for all, and the rest"
-    assert frames(100, 16) == (600 - 60 * 5, 60), "no more than half"
-    assert frames(7, 16) == (7 * 6 - 5 * 5, 5), "but one ring"
-    assert frames(3, 16) == (3, 3), "of a memory that holds fewer pages, as many as there would be of all layers"
-    with pytest.raises(InvalidRequest, match="arena"):
-        frames(0, 16)
-
-
-def test_the_longest_sequence_is_that_of_the_group_that_sees_all() -> None:
-    rules = Rules(frames=64, layers=2, page_tokens=16, chunk_tokens=24, batch_max=2, beside=(GroupRules(5, 40),))
-    assert rules.frames_for(1024) == (64, 5) and rules.windows_for(1024) == (0, 40)
-    assert rules.frames_for(70) == (5, 5) and rules.windows_for(70) == (0, 0)
-    assert rules.tokens_max == 1024 and rules.holds(1024) and not rules.holds(1025)
-    small = Rules(frames=64, layers=2, page_tokens=16, chunk_tokens=24, batch_max=2, beside=(GroupRules(4, 40),))
-    assert small.tokens_max == 64 and small.holds(64) and not small.holds(65)
 
 
 def test_frames_of_all_groups_are_counted() -> None:
@@ -278,27 +252,6 @@ def test_chunks_of_any_size_beside_others(lab: Lab, mixed: Mixed, chunk: int) ->
     prompts = [prompt(35 + i, count) for i, count in enumerate((16, 33, 170, 250))]
     for pool in (False, True, True):
         lab.answers(one, prompts, 12, use_pool=pool)
-
-
-def test_what_the_pool_missed_is_missing_and_nothing_else(lab: Lab, mixed: Mixed) -> None:
-    check_missed_pages(lab, lab.engine(mixed.preset, lab.store(), **HOW), 300, (60, 120, 250, 390))
-
-
-def test_lossy_pages_of_both_groups(lab: Lab, mixed: Mixed) -> None:
-    store = lab.store()
-    one = lab.engine(mixed.preset, store, compress="int8", **HOW)
-    for turn in range(2):
-        for seed, count, found in ((80, 327, 320), (81, 40, 32)):  # with a ring, and without
-            answer = lab.ask(one, prompt(seed, count), 3, allow_lossy=True).wait()
-            assert answer.cached == ({"dram-int8": found} if turn else {})
-            assert distance(answer) < 1.0  # a wrong page makes more
-
-
-def test_arenas_of_several_groups_are_not_mounted(lab: Lab) -> None:
-    store = lab.store()
-    one = lab.engine("tiny-gemma2", store, home=store, keep_pages=1.0, **HOW)
-    assert one.status()["mounted"] == {"segment": None, "why_not": "the model has several cache groups"}
-    assert [group["window"] for group in one.status()["groups"]] == [0, 40]
 
 
 # --- hand-offs --------------------------------------------------------------------------------------------------------

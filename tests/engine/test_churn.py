@@ -15,7 +15,7 @@ import pytest
 
 from engine.model.request import Grain, Role, Source, Timing
 from engine.shell.engine import Engine
-from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
+from kvstore.errors import DeadlineExceeded, KVStoreError
 from tests.helpers.engines.tokens import Answer, Lab, check_answer, expected, is_moving, prompt, within
 from tests.helpers.processes import Machine, check_laws
 
@@ -112,45 +112,3 @@ def test_a_deadline_within_a_handoff(lab: Lab, handoff: Timing, grain: Grain) ->
     other = lab.ask(decode, prompt(61, 40), 20, prefill=())
     check_answer(other)
     assert isinstance(late.wait().error, DeadlineExceeded)
-
-
-def test_drained_to_another_engine(lab: Lab) -> None:
-    """Everything that runs moves; clients see no difference."""
-    store = lab.store()
-    one, other = lab.engine(PRESET, store), lab.engine(PRESET, store)
-    asked = [lab.ask(one, prompt(70 + i, 20 + 9 * i), 150) for i in range(6)]
-    for answer in asked:
-        answer.wait(2)
-    assert one.drain(lab.address_of(other), 30.0) == 0
-    for answer in asked:
-        check_answer(answer)
-
-
-def test_roles_change_while_requests_run(lab: Lab) -> None:
-    """What is under way is finished as it began; what comes is taken as the role says."""
-    store = lab.store()
-    one, other = lab.pair(PRESET, store)
-    asked = []
-    for turn in range(6):
-        asked += [lab.ask(other, prompt(80 + turn, 90), 25)]
-        other.set_role((Role.BOTH, Role.DECODE)[turn % 2])
-        one.set_role((Role.BOTH, Role.PREFILL)[turn % 2])
-        if one.door.role is Role.BOTH:
-            asked += [lab.ask(one, prompt(90 + turn, 50), 25)]
-        else:
-            with pytest.raises(InvalidRequest, match="role"):
-                lab.ask(one, prompt(90 + turn, 50), 25)
-        asked[-1].wait(1)
-    for answer in asked:
-        check_answer(answer)
-
-
-def test_stopping_fails_what_runs(lab: Lab) -> None:
-    """An engine that ends says so to everybody, and has all its frames."""
-    _, decode = lab.pair(PRESET, lab.store(), link="20KB/s")
-    asked = [lab.ask(decode, prompt(100 + i, 120), 60, handoff=handoff) for i, handoff in enumerate([*Timing] * 2)]
-    asked.append(lab.ask(decode, prompt(104, 30), 2000, prefill=()).wait(3))
-    decode.stop()
-    for answer in asked:
-        assert isinstance(answer.wait().error, NodeUnavailable)
-    del lab.engines[lab.address_of(decode)]  # it ends with its frames; the other engine gets its own back

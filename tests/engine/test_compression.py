@@ -2,9 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
-import warnings
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -17,12 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 import kvstore
-from bench.studies import compression as study
-from engine.compute.models import Model, load_model
-from engine.memory import compression
 from engine.memory.compression import EXACT_DTYPES, Codec, decode, encode, lossy_layout
-from kvstore.bench.harness import Kind
-from kvstore.bench.stage import RunSettings, Stage
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 
@@ -82,22 +74,6 @@ def assert_near(layout: Layout, codec: Codec, values: torch.Tensor) -> None:
 # --- Layouts -------------------------------------------------------------------------------------------------------
 
 
-def test_lossy_layout_of_the_worked_example() -> None:
-    layout = Layout(model="m", layers=32, kv_heads=8, head_dim=128, dtype="bfloat16", page_tokens=64, rope="r")
-    lossy = lossy_layout(layout, "int8")
-    assert (layout.token_bytes, lossy.token_bytes, lossy.head_dim, lossy.dtype) == (512, 260, 130, "int8")
-    changed = ("dtype", "head_dim", "group")
-    assert replace(lossy, **{name: getattr(layout, name) for name in changed}) == layout
-    assert lossy.shard_heads(1, 4) == layout.shard_heads(1, 4)
-    assert lossy.page_bytes / layout.page_bytes == pytest.approx(0.508, abs=1e-3)
-
-
-def test_mla_has_a_scale_for_the_latent_and_one_for_the_rope_part() -> None:
-    lossy = lossy_layout(MLA, "int8")
-    assert (lossy.mla_latent, lossy.mla_rope, lossy.token_bytes) == (26, 11, 37)
-    assert lossy_layout(LATENT, "int8").mla_rope == 0
-
-
 def test_no_two_kinds_of_page_share_a_fingerprint() -> None:
     exact = [replace(GQA, dtype=dtype, group=group) for dtype in EXACT_DTYPES for group in ("", "window")]
     lossy = [lossy_layout(layout, codec) for layout in exact for codec in CODECS]
@@ -124,10 +100,6 @@ def test_layouts_that_do_not_permit_it_are_refused(layout: Layout, codec: str, r
         with pytest.raises(InvalidRequest, match=reason) as caught:
             refused()
         assert caught.value.field == "compression"
-
-
-def test_sliding_windows_permit_it() -> None:
-    assert lossy_layout(replace(GQA, attention="window", window=64), "int8").window == 64
 
 
 def test_a_store_never_takes_one_for_the_other(tmp_path: Path) -> None:
@@ -232,18 +204,6 @@ def test_layers_heads_and_tokens_are_the_same_bytes_as_in_whole_pages(layout: La
         assert torch.equal(decode(whole[:, lossy_start:lossy_stop], layout, codec), back[:, start:stop])
 
 
-@pytest.mark.parametrize("block_bytes", [1, 1000, 1 << 13])
-def test_blocks_do_not_show(monkeypatch: pytest.MonkeyPatch, block_bytes: int) -> None:
-    pages = bytes_of(values_of(GQA, 7, 4))
-    whole = encode(pages, GQA, "int8")
-    back = decode(whole, GQA, "int8")
-    monkeypatch.setattr(compression, "BLOCK_BYTES", block_bytes)
-    assert torch.equal(encode(pages, GQA, "int8"), whole)
-    assert torch.equal(decode(whole, GQA, "int8"), back)
-    frames = pages.view(torch.bfloat16).view(7, *GQA.shape)[::2, 1]  # strided, as an arena's are
-    assert torch.equal(encode(frames, GQA, "int8").flatten(1), whole[::2].view(4, 3, -1)[:, 1])
-
-
 def test_strided_frames_in_and_out() -> None:
     arena = values_of(GQA, 6, 5)
     whole = encode(bytes_of(arena), GQA, "int8")
@@ -259,48 +219,6 @@ def test_strided_frames_in_and_out() -> None:
     assert not target[:, :2].any() and not target[0].any() and not target[5].any()
     decode(whole[:3], GQA, "int8", out=target[::2])
     assert torch.equal(target[::2], exact[:3])
-
-
-@pytest.mark.parametrize("codec", CODECS)
-def test_numpy_and_torch_give_the_same_and_protected_arrays_are_read(codec: Codec) -> None:
-    pages = bytes_of(values_of(MLA, 3, 6))
-    array = pages.numpy().copy()
-    array.flags.writeable = False
-    with warnings.catch_warnings():
-        warnings.simplefilter("error")
-        lossy = encode(array, MLA, codec)
-        assert type(lossy) is np.ndarray and lossy.dtype == np.uint8
-        assert np.array_equal(lossy, encode(pages, MLA, codec).numpy())
-        lossy.flags.writeable = False
-        out = np.zeros_like(pages.numpy())
-        assert decode(lossy, MLA, codec, out=out) is out
-        assert np.array_equal(out, decode(torch.from_numpy(lossy.copy()), MLA, codec).numpy())
-
-
-def test_bytes_at_odd_addresses() -> None:
-    pages = bytes_of(values_of(MLA, 2, 8))
-    want = encode(pages, MLA, "int8")
-    shifted = torch.zeros(2, MLA.page_bytes + 1, dtype=torch.uint8)
-    shifted[:, 1:] = pages
-    assert torch.equal(encode(shifted[:, 1:], MLA, "int8"), want)
-    assert np.array_equal(encode(shifted.numpy()[:, 1:], MLA, "int8"), want.numpy())
-    shifted[:] = 0
-    decode(want, MLA, "int8", out=shifted[:, 1:])
-    assert torch.equal(shifted[:, 1:], decode(want, MLA, "int8")) and not shifted[:, 0].any()
-
-
-def test_nothing_and_one_row_and_inference_tensors() -> None:
-    assert encode(np.zeros((0, GQA.page_bytes), np.uint8), GQA, "int8").shape == (
-        0,
-        lossy_layout(GQA, "int8").page_bytes,
-    )
-    with torch.inference_mode():
-        values = values_of(GQA, 1, 2)[0]
-        target = torch.zeros_like(values)
-    row = encode(values.flatten().view(torch.uint8), GQA, "int8")
-    assert row.shape == (lossy_layout(GQA, "int8").page_bytes,) and not row.is_inference()
-    decode(row, GQA, "int8", out=target)
-    assert torch.equal(target.flatten().view(torch.uint8), decode(row, GQA, "int8"))
 
 
 def _array(shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
@@ -334,50 +252,3 @@ def test_buffers_that_do_not_fit_are_refused(pages: Any, out: Any, field: str) -
     with pytest.raises(InvalidRequest) as caught:
         encode(pages, GQA, "int8", out)
     assert caught.value.field == field
-
-
-def test_bytes_saved() -> None:
-    for (dtype, head_dim), codec in itertools.product([("float32", 64), ("bfloat16", 128)], CODECS):
-        layout = replace(GQA, dtype=dtype, head_dim=head_dim)
-        ratio = lossy_layout(layout, codec).page_bytes / layout.page_bytes
-        assert ratio == pytest.approx(1.016 / 2 if dtype == "bfloat16" else 1.031 / 4, rel=1e-2)
-
-
-# --- Its study -----------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module", params=["tiny-llama", "tiny-mla"])
-def model(request: pytest.FixtureRequest) -> Iterator[Model]:
-    with study.one_thread():
-        yield load_model(request.param)
-
-
-def test_errors_of_logits_are_those_of_the_codec(model: Model, monkeypatch: pytest.MonkeyPatch) -> None:
-    def measured() -> dict[str, study.LogitError]:
-        return {one.codec: one for one in study.logit_errors(model, prompt_tokens=192, positions=8)}
-
-    found = measured()
-    assert 0 < found["bfloat16"].mean_abs < found["int8"].mean_abs < found["int8"].std
-    assert 0 < found["int8"].kl_mean <= found["int8"].kl_max
-    # Controls: pages that come back as they were change nothing, pages that do not come back change all.
-    monkeypatch.setattr(study, "there_and_back", lambda pages, layout, codec: pages)
-    same = measured()["int8"]
-    assert (same.argmax_same, same.greedy_same) == (8, 8) and same.max_abs < 1e-3 * same.std
-    monkeypatch.setattr(study, "there_and_back", lambda pages, layout, codec: pages * 0)
-    assert measured()["int8"].mean_abs > 3 * found["int8"].mean_abs
-
-
-def test_a_model_can_be_trained_for_it() -> None:
-    with study.one_thread():
-        model = study.trained(2, length=64)
-    assert model.layout(64).shape == (4, 2, 64, 128) and not any(p.requires_grad for p in model.net.parameters())
-
-
-def test_rows_measure() -> None:
-    with Stage(RunSettings(rounds=1, quick=True)) as stage:
-        encoding, decoding, size = study.speed(stage, "x", None, codec="int8", dtype="bfloat16")
-        lines = study.logits(stage, "y", None, number=2)
-    assert [line.kind for line in (encoding, decoding, size)] == [Kind.SPEED, Kind.SPEED, Kind.COUNT]
-    assert size.ratio == pytest.approx(0.508, abs=1e-3)
-    assert [line.name for line in lines] == ["y.int8", "y.bfloat16"]
-    assert lines[0].details["kl_mean"] > 0

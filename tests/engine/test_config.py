@@ -12,18 +12,14 @@ from typing import Any
 import pytest
 
 from engine.api.metrics import METRICS
-from engine.config import EngineConfig, load, parse_engines
-from engine.model.request import Grain, Role, Source, Timing
+from engine.config import EngineConfig, load
+from engine.model.request import Role
 from kvstore import config as node_config
-from kvstore.config.reading import declared
 from kvstore.errors import InvalidRequest
 from kvstore.server.metrics import table_text
 from tests.helpers.settings import settings_table, table_in, with_table
 
 PAGE = Path(__file__).resolve().parents[2] / "docs" / "engines.md"
-SETTINGS = declared(EngineConfig)
-
-
 TABLES = {"settings": partial(settings_table, EngineConfig), "metrics": partial(table_text, METRICS)}
 
 
@@ -39,13 +35,6 @@ def test_flags_go_before_the_environment_before_the_file(tmp_path: Path) -> None
     assert sources["arena"] == f"file {path}" and sources["http"] == "default"
     node = node_config.load(path, env={**env, "KVSTORE_ENGINE_ANYTHING": "1"}).node  # that is the engine's to refuse
     assert node.dram == 2 << 30
-
-
-def test_words_become_nouns() -> None:
-    given = {"model": "m", "handoff": "lazy", "source": "dram", "grain": "whole", "listen": "a:1,unix:/b"}
-    config, _ = load(env={}, flags=given)
-    assert (config.handoff, config.source, config.grain) == (Timing.LAZY, Source.DRAM, Grain.WHOLE)
-    assert config.listen == ("a:1", "unix:/b")
 
 
 @pytest.mark.parametrize(
@@ -98,13 +87,6 @@ def test_names_nobody_knows(tmp_path: Path, text: str, env: dict[str, str], said
     with pytest.raises(InvalidRequest) as refused:
         load(path, env=env, flags={"model": "m"})
     assert str(refused.value).startswith(said)
-
-
-def test_engines_are_named_like_this() -> None:
-    assert parse_engines("a:1, kv://b:2,unix:/c") == ("a:1", "kv://b:2", "unix:/c")
-    assert parse_engines("") == ()
-    with pytest.raises(InvalidRequest, match="^prefill: "):
-        parse_engines(3)
 
 
 @pytest.mark.parametrize("name", TABLES)

@@ -17,7 +17,7 @@ from engine.state import instructions as do
 from engine.state.admission import Door
 from engine.state.engine_state import STORE_S, EngineState
 from engine.state.migration import TAKE_S
-from engine.state.prefill_source import AVOID_S, AVOIDED_MAX
+from engine.state.prefill_source import AVOID_S
 from engine.state.rules import Rules
 from engine.state.sequences import Phase
 from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls, VersionMismatch
@@ -125,37 +125,12 @@ def test_one_waits_for_pages_that_another_is_at_and_lets_others_pass() -> None:
     assert do.Part(2, 2 * PAGE, 3 * PAGE, False) in only(out, do.Step)[0].parts
 
 
-def test_one_goes_on_by_itself_where_the_other_was_given_up() -> None:
-    driver = Driver()
-    driver.submit(1, 4 * PAGE, names=(b"a", b"b", b"c"))
-    driver.submit(2, 4 * PAGE, names=(b"a", b"b", b"c"))
-    assert [it.sequence for it in only(driver.turn(), do.LoadPrefix)] == [1]
-    driver.state.handle(ev.Cancelled(0.0, 1))
-    assert only(driver.turn(), do.LoadPrefix) == [do.LoadPrefix(2, [5, 6, 7, 8, 9])]
-
-
 @pytest.mark.parametrize("how", [{"answers": False, "hold_s": 5.0}, {"engines": (ONE,)}])
 def test_nobody_waits_for_pages_while_another_engine_waits_for_him(how: dict[str, Any]) -> None:
     driver = Driver()
     driver.submit(1, 4 * PAGE, names=(b"a", b"b", b"c"))
     driver.submit(2, 4 * PAGE, names=(b"a", b"b", b"c"), **how)
     assert [it.sequence for it in only(driver.turn(), do.LoadPrefix)] == [1, 2]
-
-
-def test_kv_that_still_arrives_is_not_shared() -> None:
-    driver = Driver()
-    driver.submit(1, engines=(ONE,), names=(b"a", b"b", b"c"))
-    driver.turn()
-    driver.loaded(1, PAGE)
-    driver.state.handle(ev.Computed(driver.now_s, 1, 1, 5))
-    driver.state.handle(ev.TokenDrawn(driver.now_s, 1, ""))
-    driver.submit(2, names=(b"a", b"b", b"c"))
-    assert only(driver.turn(), do.LoadPrefix) == [do.LoadPrefix(2, [5, 6, 7, 8, 9])]
-
-
-def test_what_fits_no_arena_is_no_request_of_ours() -> None:
-    with pytest.raises(AssertionError):
-        Driver(frames=2).submit(1, 3 * PAGE)
 
 
 def test_a_prompt_goes_on_beside_a_batch_larger_than_a_chunk() -> None:
@@ -198,11 +173,6 @@ def test_deadlines_end_whoever_waits_loads_and_decodes() -> None:
     assert late == [[], [1], [2], [3]]
 
 
-def test_an_answer_that_was_told_whole_before_ends_at_once() -> None:
-    out = Driver().submit(1, PAGE + 3, generated=3, stopped=True)
-    assert kinds(out) == ["Forget", "Finish", "EndSequence"] and only(out, do.Finish)[0].reason == "stop"
-
-
 # --- which engine is asked -----------------------------------------------------------------------------------------
 
 
@@ -237,21 +207,6 @@ def test_engines_that_were_found_are_asked_by_turns() -> None:
     assert [asked(configured, number, role=Role.DECODE) for number in (1, 2)] == [ONE, ONE]
 
 
-def test_what_is_almost_all_stored_is_computed_here() -> None:
-    rules = {"prefill": (ONE,), "local_prefill_tokens": 2 * PAGE}
-    assert asked(Driver(**rules), role=Role.DECODE, stored=2 * PAGE) == ""
-    assert asked(Driver(**rules), role=Role.DECODE, stored=PAGE) == ONE
-    assert asked(Driver(**rules), role=Role.DECODE, stored=4 * PAGE, engines=(TWO,)) == TWO
-
-
-def test_the_next_engine_is_asked_then_none() -> None:
-    driver = Driver()
-    assert asked(driver, engines=(ONE, TWO)) == ONE
-    assert [it.engine for it in only(driver.failed(1, 1), do.AskPrefill)] == [TWO]
-    assert kinds(driver.failed(1, 2)) == ["Dismiss"]
-    assert [part.sequence for part in only(driver.turn(), do.Step)[0].parts] == [1]
-
-
 def test_a_lazy_request_waits_for_frames_only_when_it_is_computed() -> None:
     driver = Driver()
     assert kinds(driver.submit(1, engines=(ONE,), lazy=True)) == ["AskPrefill"]
@@ -271,15 +226,6 @@ def test_an_engine_that_failed_is_left_alone_for_a_while() -> None:
     assert asked(driver, 3, engines=(ONE, TWO)) == ONE
 
 
-def test_few_engines_are_remembered_as_failed() -> None:
-    driver = Driver(frames=10_000, batch_max=1000)
-    for number in range(1, AVOIDED_MAX + 2):
-        asked(driver, number, engines=(f"engine-{number}:1",))
-        driver.failed(number, 1)
-    assert asked(driver, 1001, engines=("engine-2:1", TWO)) == TWO
-    assert asked(driver, 1002, engines=("engine-1:1", TWO)) == "engine-1:1"
-
-
 def test_an_engine_that_does_not_fit_is_a_mistake_to_show() -> None:
     driver = Driver()
     asked(driver, engines=(ONE, TWO))
@@ -295,25 +241,6 @@ def test_what_came_as_whole_pages_is_not_computed_again() -> None:
         driver.state.handle(ev.Moved(0.0, 1, 1, tokens, GONE))
         (step,) = only(driver.turn(), do.Step)
         assert step.parts[0].start == start
-
-
-def test_words_of_an_engine_that_was_given_up_are_not_heard() -> None:
-    driver = Driver()
-    asked(driver, engines=(ONE, TWO))
-    driver.state.handle(ev.Moved(0.0, 1, 1, 0, GONE))  # and TWO is asked
-    assert not driver.state.handle(ev.Computed(0.0, 1, 1, 5))
-    assert not driver.state.handle(ev.AskFailed(0.0, 1, 1, GONE))
-    assert kinds(driver.state.handle(ev.Computed(0.0, 1, 2, 6))) == ["Draw"]
-
-
-def test_pages_of_an_answer_that_ends_with_its_first_token_are_stored() -> None:
-    driver = Driver()
-    asked(driver, tokens_max=1, engines=(ONE,))
-    driver.state.handle(ev.Moved(0.0, 1, 1, 4 * PAGE))
-    assert kinds(driver.state.handle(ev.Computed(0.0, 1, 1, 5))) == ["Draw"]
-    out = kinds(driver.state.handle(ev.TokenDrawn(0.0, 1, "")))
-    assert out[0] == "Settle" and out[-4:] == ["Forget", "Finish", "GiveBack", "EndSequence"]
-    assert out.index("StorePages") < out.index("Finish")
 
 
 def told(**how: Any) -> Driver:
@@ -337,22 +264,6 @@ def test_pages_of_an_answer_are_stored_where_its_mover_reports_after_its_end() -
     integrity.check(driver.state)
     driver.submit(2, names=(b"a", b"b", b"c", b"d"))
     assert only(driver.turn(), do.LoadPrefix)[0].shared == 3, "the arena has them, too"
-
-
-def test_pages_of_an_answer_of_one_token_are_stored_once_they_came() -> None:
-    driver = Driver()
-    asked(driver, tokens_max=1, engines=(ONE,))
-    driver.state.handle(ev.Computed(0.0, 1, 1, 5))
-    assert kinds(driver.state.handle(ev.TokenDrawn(0.0, 1, ""))) == ["Forget", "Finish"]
-    out = kinds(driver.state.handle(ev.Moved(0.0, 1, 1, 4 * PAGE)))
-    assert out == ["Settle", "StorePages", "GiveBack", "EndSequence"]
-
-
-def test_nothing_is_stored_of_an_answer_whose_mover_fails_after_its_end() -> None:
-    driver = told()
-    out = driver.state.handle(ev.Moved(0.0, 1, 1, PAGE, GONE))
-    assert kinds(out) == ["GiveUp", "GiveBack", "EndSequence"]
-    assert driver.state.roster.frames.free == 64
 
 
 @pytest.mark.parametrize("why", ["late", "deadline", "stop"])
@@ -429,18 +340,6 @@ def test_speeds_are_of_steps_of_one_kind_without_their_waits() -> None:
 # --- answers that leave, prefills that are held --------------------------------------------------------------------
 
 
-def test_a_drain_ends_with_the_first_answer_that_is_not_taken() -> None:
-    driver = Driver()
-    driver.decoding(1, 2)
-    driver.state.handle(ev.Drain(0.0, TWO))
-    assert [it.sequence for it in only(driver.turn(), do.PassOn)] == [1]
-    driver.stepped()
-    assert not only(driver.turn(), do.PassOn), "one after the other"
-    driver.stepped()
-    assert kinds(driver.state.handle(ev.NotTaken(0.0, 1, GONE))) == ["AnswerCall"]
-    assert not only(driver.turn(), do.PassOn)
-
-
 def test_an_answer_comes_back_that_is_not_taken_in_time() -> None:
     driver = Driver()
     driver.decoding(1)
@@ -452,29 +351,6 @@ def test_an_answer_comes_back_that_is_not_taken_in_time() -> None:
     assert kinds(driver.turn()) == []
     assert kinds(driver.state.handle(ev.NotTaken(driver.now_s, 1))) == []
     assert [step.decoding for step in only(driver.turn(), do.Step)] == [[1]]
-
-
-def test_what_cannot_leave_says_so() -> None:
-    driver = Driver()
-    driver.arriving(1)
-    driver.submit(2)
-    for number in (1, 2, 77):
-        out = driver.state.handle(ev.Migrate(0.0, number, TWO, 9))
-        assert out == [do.AnswerCall(9, False)]
-
-
-def test_a_prefill_is_held_for_so_long() -> None:
-    driver = Driver()
-    driver.submit(1, PAGE, 1, answers=False, hold_s=3.0)
-    driver.turn()
-    driver.loaded(1)
-    driver.turn()
-    assert kinds(driver.stepped()) == ["Hold"]
-    driver.now_s = 2.9
-    assert not driver.turn()
-    driver.now_s = 3.0
-    assert kinds(driver.turn()) == ["Close"]
-    assert kinds(driver.state.handle(ev.PullsEnded(3.0, 1))) == ["Forget", "GiveBack", "EndSequence"]
 
 
 # --- the door ------------------------------------------------------------------------------------------------------

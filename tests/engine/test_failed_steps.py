@@ -2,10 +2,8 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 import time
-import weakref
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -14,7 +12,6 @@ import numpy as np
 import pytest
 import torch
 
-import engine.shell.performer
 from engine.compute.paged_cache import Batch
 from engine.compute.torch_errors import StepFault
 from engine.model.piece import Piece
@@ -119,17 +116,6 @@ def test_all_requests_of_the_step_fail_and_those_beside_it_go_on(lab: Lab) -> No
         assert again.cached == {"hbm": (len(history) - 1) // 16 * 16}
 
 
-def test_a_prompt_whose_last_token_is_computed_again_when_that_fails(lab: Lab) -> None:
-    """The page that is written into is not kept, though all of it was loaded."""
-    store, tokens = lab.store(), prompt(20, 64)
-    one = lab.engine(PRESET, store, keep_pages=1.0)
-    lab.answers(lab.engine(PRESET, store), [tokens], 4)
-    with failing(one, MemoryError, from_token(0)):
-        assert isinstance(lab.ask(one, tokens).wait().error, OutOfSpace)
-    (again,) = lab.answers(one, [tokens], 4)
-    assert again.cached.get("hbm", 0) == 48, again.cached
-
-
 @pytest.mark.parametrize("preset", [PRESET, "tiny-mistral"])
 def test_a_prefill_that_fails_while_its_layers_are_pulled(lab: Lab, preset: str) -> None:
     """Who asked for it computes what is missing."""
@@ -169,35 +155,6 @@ def test_an_answer_whose_layers_still_come_fails_alone(lab: Lab, monkeypatch: py
     assert neighbour.wait().reason == "cancelled"
     lab.settle()
     lab.answers(decode, [prompt(41, 100)], 6)
-
-
-def test_tokens_that_cannot_be_drawn(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    store, tokens = lab.store(), prompt(50, 100)
-    one = lab.engine(PRESET, store)
-    with pytest.MonkeyPatch.context() as patched:
-        patched.setattr(engine.shell.performer, "choose_many", lambda *_: torch.empty(1 << 55))
-        answer = lab.ask(one, tokens).wait()
-    assert isinstance(answer.error, OutOfSpace) and not answer.tokens
-    lab.answers(one, [tokens], 6)
-
-
-def test_what_is_told_holds_nothing_of_the_forward() -> None:
-    """Clients keep an error; the memory of a forward that had too little is needed."""
-    found: list[weakref.ref[torch.Tensor]] = []
-
-    def forward(error: BaseException) -> None:
-        activations = torch.zeros(4)
-        found.append(weakref.ref(activations))
-        raise error from KeyError("the cause")
-
-    faults = [StepFault() for _ in range(2)]
-    for fault, error in zip(faults, (torch.OutOfMemoryError("none left"), OutOfSpace("none left")), strict=True):
-        with fault:
-            forward(error)
-        del error
-    gc.collect()
-    assert [str(fault.error)[-9:] for fault in faults] == ["none left"] * 2
-    assert [each() for each in found] == [None, None]
 
 
 @pytest.mark.parametrize("error", [DeviceLost("gone"), torch.AcceleratorError("gone", 719), AssertionError("ours")])

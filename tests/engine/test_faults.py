@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import shutil
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -10,7 +9,7 @@ from typing import Any
 import pytest
 
 from kvstore.errors import DeadlineExceeded
-from tests.helpers.engines.cluster import NODE, Cluster, Running, holds_of, made, right, wait_no_more
+from tests.helpers.engines.cluster import Cluster, Running, holds_of, made, right, wait_no_more
 from tests.helpers.engines.processes import prompt
 from tests.helpers.processes import wait_until
 
@@ -162,14 +161,3 @@ def test_a_node_that_is_away_is_missed_by_nobody(cluster: Cluster, how: str) -> 
     wait_until("the pool is used again", lambda: stores(cluster, seed + 6))
     right(cluster, "decode", answer)
     assert (gap_s := answer.gap_s(cluster.heart)) < NODE_STALL_S, f"tokens stood still for {gap_s:.2f} s"
-
-
-def test_a_node_made_anew_is_used_again(cluster: Cluster) -> None:
-    decode = cluster.client("decode")
-    tokens = prompt(400, 60)
-    cluster.node.kill()
-    shutil.rmtree(cluster.machine.folder(NODE))
-    run = Running(decode, tokens, max_tokens=24)
-    right(cluster, "decode", run)
-    cluster.restart_node()
-    wait_until("the pool is used again", lambda: stores(cluster, 61))

@@ -16,7 +16,7 @@ import torch
 
 import kvstore
 from engine.compute import graphs, kernels, paged_cache, runner
-from engine.compute.graphs import StepGraphs, graph_sizes, laid_out, step_rows
+from engine.compute.graphs import StepGraphs, graph_sizes, step_rows
 from engine.compute.models import load_model
 from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Runner
@@ -28,14 +28,6 @@ LAYOUT = kvstore.Layout(model="m", layers=2, kv_heads=2, head_dim=4, dtype="floa
 
 def slice_of(frames: list[int], start: int, *tokens: int) -> Slice:
     return Slice(torch.tensor(frames), start, np.array(tokens))
-
-
-def test_graphs_are_few_and_none_computes_more_than_twice_what_is_wanted() -> None:
-    assert graph_sizes(20) == [1, 2, 4, 8, 16, 20] and graph_sizes(1) == [1] and graph_sizes(3) == [1, 2, 3]
-    for most in range(1, 70):
-        sizes = graph_sizes(most)
-        assert sizes == sorted(set(sizes)) and sizes[-1] == most
-        assert all(next(size for size in sizes if size >= n) < 2 * n or n == 1 for n in range(1, most + 1))
 
 
 def test_when_a_step_is_replayed_and_by_which_graph() -> None:
@@ -50,12 +42,6 @@ def test_when_a_step_is_replayed_and_by_which_graph() -> None:
     assert step_rows(Batch(arena, [one, long]), sizes, 4) == 2
     assert step_rows(Batch(arena, [one], before=print), sizes, 3) is None, "a layer is awaited"
     assert step_rows(Batch(arena, [one], after=print), sizes, 3) is None
-
-
-def test_what_is_left_over_repeats_the_first() -> None:
-    heads, tables = laid_out([slice_of([5, 9, 7], 17, 100), slice_of([4], 3, 101)], 4, 16)
-    assert heads.tolist() == [[100, 101, 100, 100], [17, 3, 17, 17], [1, 3, 1, 1], [9, 4, 9, 9]]
-    assert tables.tolist() == [[[5, 9], [4, 0], [5, 9], [5, 9]]]
 
 
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mla", "tiny-gpt-oss", "tiny-gemma2"])

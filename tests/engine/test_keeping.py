@@ -16,13 +16,12 @@ from engine.model.observer import Observer
 from engine.model.request import Role
 from engine.shell.engine import Engine
 from engine.state import integrity
-from engine.state.sequences import OFFER_AHEAD, OFFER_MAX, Frames, Phase, Sequence
-from tests.helpers.engines.tokens import EXACT, MAIN, TOLERANCE, Lab, Tokens, check_answer, distance, keys_of, prompt
+from engine.state.sequences import Frames, Phase, Sequence
+from tests.helpers.engines.tokens import EXACT, MAIN, Lab, Tokens, check_answer, keys_of, prompt
 from tests.helpers.processes import Machine, wait_until
 
 PAGE = 16
 WINDOWED = ("tiny-gpt-oss", "tiny-gemma2")  # sliding windows beside full attention, sinks, soft caps
-CALLS = ("get", "lookup", "put", "put_async", "writer", "lease")
 
 
 @pytest.fixture(params=EXACT, ids=str)
@@ -118,25 +117,6 @@ def test_no_more_are_kept_than_may_be(kept_max: int) -> None:
     frames.check([], 8)
 
 
-def test_the_pool_is_offered_what_will_be_evicted_once_after_each_use() -> None:
-    pages = OFFER_AHEAD + 8
-    frames = Frames(pages + 2, pages)
-    names = " ".join(f"p{index}" for index in range(pages))
-    computed(frames, one := sequence(1, names, pages * PAGE))
-    frames.give_back(one)
-    offers: list[int] = []
-    while offer := frames.to_offer():
-        assert len(offer) <= OFFER_MAX
-        offers += offer
-    assert offers == list(range(pages)), "parents first"
-    frames.take(again := sequence(2, "p0 p1", 2 * PAGE + 1), 2)
-    frames.give_back(again)
-    assert frames.to_offer() == [], "they are not among the next ones"
-    for number in range(3, 3 + pages - 2):
-        computed(frames, sequence(number, "", PAGE))
-    assert frames.to_offer() == [0, 1]
-
-
 # --- answers ----------------------------------------------------------------------------------------------------------
 
 
@@ -160,29 +140,6 @@ def test_repeats_parts_and_next_turns(lab: Lab, preset: str) -> None:
     assert about["kept_pages"]["evicted"] == 0
 
 
-def test_what_is_found_costs_no_call_to_the_store(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    one = keeper(lab, store=lab.store())
-    tokens = prompt(73, 5 * PAGE + 3)
-    lab.answers(one, [tokens], 4)
-    caches = one.pool.cache("", "")
-    assert caches is not None
-    kind: Any = type(caches.groups[0])
-    calls: list[str] = []
-    for name in CALLS:
-        real = getattr(kind, name)
-
-        def counted(self: Any, *given: Any, _name: str = name, _real: Any = real, **how: Any) -> Any:
-            calls.append(_name)
-            return _real(self, *given, **how)
-
-        monkeypatch.setattr(kind, name, counted)
-    assert lab.answers(one, [tokens], 4)[0].cached == {"hbm": 5 * PAGE}
-    assert not calls
-    longer = np.concatenate([tokens, prompt(74, 2 * PAGE)])
-    assert lab.answers(one, [longer], 4)[0].cached == {"hbm": 5 * PAGE}
-    assert calls, "what is not in the arena is looked for, and written"
-
-
 def test_the_rest_comes_from_the_pool(lab: Lab) -> None:
     """Another engine has computed more of it."""
     store = lab.store()
@@ -191,15 +148,6 @@ def test_the_rest_comes_from_the_pool(lab: Lab) -> None:
     lab.answers(one, [long[: 4 * PAGE + 1]], 2)
     lab.answers(other, [long], 2)
     assert lab.answers(one, [long], 4)[0].cached == {"hbm": 4 * PAGE, "dram": 6 * PAGE}
-
-
-def test_bytes_of_kept_pages_are_what_is_read(lab: Lab) -> None:
-    one, tokens = keeper(lab), prompt(76, 70)
-    lab.answers(one, [tokens], 4)
-    lab.settle()
-    one.arena.pages.zero_()
-    answer = lab.ask(one, tokens, 12).wait()
-    assert answer.cached == {"hbm": full(tokens)} and distance(answer) > 100 * TOLERANCE
 
 
 @pytest.mark.parametrize("other", [{"salt": "b"}, {"use_pool": False}, {"allow_lossy": True}])
@@ -286,15 +234,6 @@ def test_a_request_that_is_given_up_keeps_what_is_whole(lab: Lab) -> None:
 
 
 # --- when frames are needed -------------------------------------------------------------------------------------------
-
-
-def test_a_request_that_needs_all_frames_has_them_at_once(lab: Lab) -> None:
-    one = keeper(lab, frames=12)
-    lab.answers(one, [prompt(82, 9 * PAGE)], 4)
-    lab.settle()
-    assert kept(one) == 9 and one.status()["frames"]["free"] == 12
-    lab.answers(one, [prompt(83, 11 * PAGE)], PAGE)
-    assert one.status()["kept_pages"]["evicted"] == 9
 
 
 def test_a_page_that_the_pool_lost_is_there_before_its_frame_is_reused(lab: Lab) -> None:

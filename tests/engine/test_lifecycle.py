@@ -18,13 +18,12 @@ from unittest.mock import Mock
 import numpy as np
 import pytest
 
-from engine.memory.compression import lossy_layout
 from engine.model.observer import Observer
 from engine.model.piece import Bytes, HeldData, Piece, checksum_of
-from engine.model.request import Done, Failed, PrefillEvent, Request, Role, Sampling, Source
+from engine.model.request import Done, Failed, PrefillEvent, Request, Role, Sampling
 from engine.shell.engine import Engine
 from kvstore import Store
-from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls
+from kvstore.errors import InvalidRequest, NodeUnavailable
 from tests.helpers.engines.tokens import (
     Answer,
     InProcess,
@@ -207,17 +206,6 @@ def test_a_prefill_and_an_answer_of_one_id(lab: Bench) -> None:
     check_answer(answer)
 
 
-def test_two_threads_submit_one_id(lab: Bench) -> None:
-    one, both = lab.engine(PRESET, lab.store()), threading.Barrier(2)
-    cache = one.pool.cache
-    one.pool.cache = lambda *names: (both.wait(GATE_S), cache(*names))[1]  # type: ignore[method-assign]
-    with ThreadPoolExecutor(2) as threads:
-        twins = [threads.submit(lab.ask_as, one, "twin", tokens) for tokens in (LONG, prompt(5, 50))]
-    refused = [twin.exception() for twin in twins]
-    assert sorted(type(error).__name__ for error in refused) == ["InvalidRequest", "NoneType"]
-    check_answer(twins[refused.index(None)].result())
-
-
 def test_an_id_asked_again_right_after_its_end(lab: Bench) -> None:
     """Another prompt of another tenant: it has nothing of the hand-off that was given up."""
     lab.sends = lab.trickle
@@ -231,28 +219,6 @@ def test_an_id_asked_again_right_after_its_end(lab: Bench) -> None:
         second = lab.ask_as(decode, "x", prompt(8 + turn, 100), salt="two")
         lab.holding = False
         check_answer(second)
-
-
-def test_a_tail_that_is_computed_in_two_chunks(lab: Bench) -> None:
-    _, decode = lab.pair(PRESET, lab.store(), page_tokens=64, chunk_tokens=16, source=Source.DRAM)
-    lab.answers(decode, [prompt(168, 2 * 64 + 40)], 6)
-    lab.answers(decode, [prompt(242, 3 * 64 + 50)], 6)
-
-
-def test_what_another_engine_took_from_lossy_pages_is_not_exact(lab: Bench) -> None:
-    store, tokens = lab.store(), prompt(11, 120)
-    lossy = lab.engine(PRESET, store, role=Role.PREFILL, compress="int8")
-    decode = lab.decoding(lossy, store)
-    prefill(lossy, "first", tokens[:100], 0.05)
-    pages = store.cache(lossy_layout(lossy.layout, "int8"))
-    within("lossy pages are stored", lambda: pages.lookup(tokens[:100]).tokens == 96)
-    lax = lab.ask(decode, tokens, 24, allow_lossy=True).wait()
-    assert lax.usage.prefill_cached_tokens == {"dram-int8": 96}
-    lab.settle()
-    assert store.cache(decode.layout).lookup(np.append(tokens, lax.tokens).astype(np.uint32)).tokens == 0
-    strict = lab.ask(decode, tokens, 24)
-    check_answer(strict)
-    assert strict.cached == {} == strict.usage.prefill_cached_tokens
 
 
 def test_a_layer_that_comes_late(lab: Bench) -> None:
@@ -279,17 +245,6 @@ def test_a_layer_that_comes_late(lab: Bench) -> None:
     assert seen.stalled.call_count <= 1
     assert [call.args[0] for call in seen.handed_off.call_args_list] == [late.usage.moved_bytes]
     check_beginning(neighbour)
-
-
-def test_a_sequence_that_waits_aside_is_cancelled(lab: Bench) -> None:
-    """Its layers would never come: nobody waits for them any longer."""
-    lab.sends = lab.trickle
-    _, decode = lab.pair(PRESET, chunk_tokens=512)
-    answer = lab.ask(decode, prompt(13, 100), 6).wait(1)
-    within("it is aside", lambda: decode.state.aside == 1)
-    assert decode.cancel(answer.request.id)
-    check_beginning(answer)
-    all_free(decode)
 
 
 def bytes_of(it: Piece) -> Bytes:
@@ -345,27 +300,6 @@ def test_bytes_that_changed_on_the_way_are_noticed(lab: Bench) -> None:
     all_free(source)
 
 
-def test_a_resumed_answer_that_holds_a_stop_string(lab: Bench) -> None:
-    one = lab.engine(PRESET)
-    tokens = np.concatenate([LONG, np.frombuffer(b"abEND", np.uint8).astype(np.uint32)])
-    answer = lab.ask(one, tokens, 50, sampling={"stop": ("END",)}, generated=5).wait()
-    assert (answer.reason, answer.tokens) == ("stop", [])
-
-
-def test_an_answer_that_a_full_engine_does_not_take(lab: Bench) -> None:
-    """It goes on here, and there when there is room."""
-    here, full = lab.engine(PRESET), lab.engine(PRESET, requests_max=1)
-    slowed(here, full)
-    other = lab.ask(full, prompt(5, 40), 1000).wait(2)
-    answer = lab.ask(here, LONG, 300).wait(20)
-    with pytest.raises(TooManyCalls):
-        here.migrate(answer.request.id, lab.address_of(full))
-    full.cancel(other.request.id)
-    other.wait()
-    assert here.migrate(answer.request.id, lab.address_of(full))
-    check_answer(answer)
-
-
 @pytest.mark.parametrize("moment", ["on its way", "there"])
 def test_a_migrated_answer_is_cancelled(lab: Bench, moment: str) -> None:
     """Its client is told soon, and the other engine computes it no longer."""
@@ -385,16 +319,6 @@ def test_a_migrated_answer_is_cancelled(lab: Bench, moment: str) -> None:
     check_beginning(answer)
     all_free(there)
     assert seen.stepped.call_count < 300, "nobody reads that"
-
-
-def test_prompts_do_not_starve_beside_a_large_batch(lab: Bench) -> None:
-    one = lab.engine(PRESET, chunk_tokens=4)
-    slowed(one)
-    running = [lab.ask(one, LONG[: 4 + i], 500).wait(2) for i in range(5)]
-    check_answer(lab.ask(one, prompt(9, 50), 4))
-    assert len(one.door.known) == 5, "they have not ended"
-    for answer in running:
-        one.cancel(answer.request.id)
 
 
 @pytest.mark.parametrize("end", ["release", "role"])

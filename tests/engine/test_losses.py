@@ -13,11 +13,9 @@ import pytest
 from engine.model.request import Source, Timing
 from engine.shell.engine import Engine
 from kvstore import Store
-from kvstore.model.replica import Tier
 from tests.helpers.engines.tokens import (
     ANSWER_S,
     MAIN,
-    Answer,
     Lab,
     Tokens,
     check_answer,
@@ -27,7 +25,6 @@ from tests.helpers.engines.tokens import (
     to_nvme,
     within,
 )
-from tests.helpers.inside import node_of
 from tests.helpers.nvme.nodes import reboot
 from tests.helpers.processes import Machine, check_laws, wait_until
 
@@ -83,35 +80,6 @@ def test_any_subset_is_evicted(lab: Lab, nvme: bool, number: int) -> None:
     check_laws(store)
 
 
-@pytest.mark.parametrize("way", ["local", Timing.EAGER, Timing.LAZY])
-def test_pages_leave_all_the_time(lab: Lab, way: str) -> None:
-    """Somebody evicts while requests run: whatever is found, or is gone when it is read, answers are right."""
-    store = lab.store(nvme=True)
-    if way == "local":
-        one = lab.engine("tiny-llama", store)
-    else:
-        _, one = lab.pair("tiny-llama", store, handoff=Timing(way), source=Source.DRAM)
-    chance = random.Random(way)
-    asked: list[Answer] = []
-    for i in range(24):
-        asked.append(lab.ask(one, np.concatenate([prompt(i % 3, 16 * (1 + i % 5)), prompt(20 + i % 7, 30)]), 6))
-        for _ in range(2):
-            store.evict(pages=chance.randint(1, 20), tier=chance.choice(("dram", "all")))
-    for answer in asked:
-        check_answer(answer)
-    check_laws(store)
-
-
-def test_a_store_that_is_full(lab: Lab) -> None:
-    """Far fewer pages fit than are written: some are found later, none is wrong."""
-    store = lab.store(dram="1MiB", extent="256KiB")
-    one = lab.engine("tiny-llama", store, page_tokens=16)
-    prompts = [prompt(30 + i, 300) for i in range(8)]
-    for _ in range(2):
-        lab.answers(one, prompts, 20)
-    assert store.stats()["tiers"]["dram"]["pages"] < 8 * 18
-
-
 @pytest.mark.parametrize("preset", MAIN)
 def test_a_damaged_page_on_nvme_is_a_hole(lab: Lab, preset: str) -> None:
     """A page in the middle whose bytes do not hold: what is before it is used, the rest computed and stored again."""
@@ -151,24 +119,6 @@ def spoil(path: Path, row: bytes) -> None:
         file.write(bytes([byte[0] ^ 0xFF]))
 
 
-def test_a_damaged_page_in_dram_is_a_hole(lab: Lab) -> None:
-    """As above, where the node verifies what is read."""
-    store = lab.store(verify_reads=True, scrub_bytes_per_s=1)
-    one = lab.engine("tiny-mla", store)
-    tokens = prompt(43, 100)
-    lab.answers(one, [tokens], 4)
-    store.verify()  # they have checksums now
-    mapped = node_of(store).mapped()
-    assert mapped is not None
-    address = mapped.index.find(Tier.DRAM, keys_of(one, store, tokens).hashes[3])
-    assert address is not None
-    extent = mapped.dram.extent(address.extent)
-    assert extent is not None
-    extent.pages[address.frame, 77] ^= 0xFF
-    assert lab.answers(one, [tokens], 4)[0].cached == {"dram": 48}
-    assert lab.answers(one, [tokens], 4)[0].cached == {"dram": 96}
-
-
 # --- a node that is killed --------------------------------------------------------------------------------------------
 
 
@@ -199,43 +149,6 @@ def killed_at(lab: Lab, what: str, moment: Callable[[], bool]) -> None:
     """Kill the node when that has come."""
     wait_until(what, moment)
     kill(lab.machine)
-
-
-@pytest.mark.parametrize(("preset", "back"), [*zip(MAIN, (True, False, True), strict=True), ("tiny-gemma3", True)])
-def test_node_killed_while_a_prompt_is_computed(lab: Lab, preset: str, back: bool) -> None:
-    store = node(lab)
-    one = lab.engine(preset, store, chunk_tokens=16)
-    tokens, other = prompt(50, 900), prompt(51, 20)
-    asked = [lab.ask(one, tokens, 6), lab.ask(one, other, 30)]
-    killed_at(lab, "some chunks are written", lambda: one.pool.hook_layers > 20)
-    for answer in asked:
-        check_answer(answer)
-    assert asked[0].cached == {}
-    if back:
-        restarted(lab, store, one)
-        again = lab.answers(one, [tokens], 6)[0]
-        assert 0 < sum(again.cached.values()) < 880, "what was sealed before"
-        assert sum(lab.answers(one, [tokens], 6)[0].cached.values()) == 896
-        check_node(lab)
-    else:
-        assert lab.answers(one, [prompt(52, 60)], 6)[0].cached == {}
-
-
-@pytest.mark.parametrize("preset", MAIN[:2])
-def test_node_killed_while_an_answer_is_decoded(lab: Lab, preset: str) -> None:
-    """What it stores of an answer meanwhile is stored when the node is back."""
-    store = node(lab)
-    one = lab.engine(preset, store)
-    tokens = prompt(55, 40)
-    answer = lab.ask(one, tokens, 150)
-    answer.wait(20)
-    kill(lab.machine)
-    check_answer(answer)
-    restarted(lab, store, one)
-    history = np.concatenate([tokens, np.array(answer.tokens, np.uint32)])
-    lab.answers(one, [history], 4)
-    assert sum(lab.answers(one, [history], 4)[0].cached.values()) == (len(history) - 1) // 16 * 16
-    check_node(lab)
 
 
 @pytest.mark.parametrize("chunk", [16, 512])

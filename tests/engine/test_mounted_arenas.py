@@ -5,7 +5,6 @@
 
 from __future__ import annotations
 
-import gc
 from collections.abc import Iterator
 from typing import Any
 
@@ -24,7 +23,6 @@ from kvstore.client.local.store import LocalStore
 from kvstore.client.store import Store
 from kvstore.device import cuda
 from kvstore.device.host_device import HostDevice, HostMemory
-from kvstore.errors import OutOfSpace
 from kvstore.shm import mounted
 from kvstore.tier.peer_memory import DeviceFrames
 from tests.helpers.content import SMALL, chain, contents
@@ -110,51 +108,6 @@ def test_another_engine_reads_what_one_keeps_until_that_is_killed(machine: Machi
     assert last.usage.cached_tokens == {} and last.tokens == first.tokens
 
 
-def test_the_node_comes_and_goes(lab: Lab) -> None:
-    """What is kept is read while there is no daemon, and known to the next one; what is kept then is known as well."""
-    daemon = lab.machine.serve("n")
-    one, reader = keeper(lab), lab.machine.connect("n")
-    first, second = prompt(1, PAGES * PAGE + 3), prompt(2, PAGES * PAGE + 3)
-    lab.answers(one, [first], 4)
-    keys = in_arena_alone(one, reader, first)
-    daemon.kill()
-    assert reader.cache(one.layout).get(keys).tiers == {Tier.HBM: PAGES}
-    lab.machine.serve("n")
-    assert reader.cache(one.layout).get(keys).tiers == {Tier.HBM: PAGES}
-    assert lab.answers(one, [first], 4)[0].cached == {"hbm": PAGES * PAGE}
-    wait_until("the pool takes pages", lambda: one.pool.up)
-    lab.answers(one, [second], 4)
-    in_arena_alone(one, reader, second)
-
-
-def test_a_frame_that_turns_over_while_it_is_read_is_right_or_a_miss(lab: Lab) -> None:
-    lab.machine.serve("n", dram="16MiB")
-    one, reader = keeper(lab, frames=20, chunk_tokens=48), lab.machine.connect("n")
-    cache = reader.cache(one.layout)
-    prompts = [prompt(seed, PAGES * PAGE + 3) for seed in range(10, 18)]
-    pages: dict[int, Any] = {}
-    for number, tokens in enumerate(prompts):
-        lab.answers(one, [tokens], 2)
-        pages[number] = cache.get(tokens).data
-        assert len(pages[number]) == PAGES
-    read = turns = 0
-    while read < 40 * PAGES or turns < 6:
-        reader.evict(pages=EVERYTHING)
-        answer = lab.ask(one, prompts[turns % len(prompts)], 2)
-        turns += 1
-        while True:
-            ended = not one.remains()
-            for number, tokens in enumerate(prompts):
-                match = cache.get(tokens)
-                assert match.data is not None and (match.data == pages[number][: match.pages]).all(), number
-                read += match.tiers.get(Tier.HBM, 0)
-            if ended:
-                break
-        check_answer(answer)
-        assert turns < 1000, "nothing is ever read out of the arena"
-    assert one.status()["kept_pages"]["evicted"] > PAGES
-
-
 def test_nobody_writes_where_somebody_reads(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
     """A prompt waits for its frames until the reader has ended; others decode meanwhile."""
     for module in (hbm, mounted):
@@ -178,17 +131,6 @@ def test_nobody_writes_where_somebody_reads(lab: Lab, monkeypatch: pytest.Monkey
     assert reader.cache(one.layout).get(keys).pages <= 2, "and nobody begins to read it"
     table.held[frame] = np.uint64(0)
     check_answer(late.wait())
-
-
-def test_other_tenants_find_nothing(lab: Lab) -> None:
-    lab.machine.serve("n")
-    one, reader = keeper(lab), lab.machine.connect("n")
-    tokens = prompt(30, PAGES * PAGE + 3)
-    lab.answers(one, [tokens], 4, salt="a")
-    keys = in_arena_alone(one, reader, tokens, "a")
-    assert reader.cache(one.layout, salt="a").get(keys).tiers == {Tier.HBM: PAGES}
-    assert not reader.cache(one.layout, salt="b").get(tokens).pages and not reader.cache(one.layout).get(tokens).pages
-    assert reader.stats()["tenants"]["a"]["hbm"]["pages"] == PAGES
 
 
 def test_what_only_an_arena_has_is_not_taken_for_stored(lab: Lab) -> None:
@@ -220,38 +162,6 @@ def test_lossy_pools_and_exact_arenas(lab: Lab) -> None:
     wait_until("they are known", lambda: cache.lookup(tokens).tiers == {Tier.HBM: PAGES})
     other = lab.engine("tiny-llama", lab.machine.connect("n"))
     assert lab.answers(other, [tokens], 4)[0].cached == {"hbm": PAGES * PAGE}
-
-
-def test_an_engine_that_cannot_mount_serves_all_the_same(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    lab.machine.serve("n")
-    home = lab.machine.connect("n")
-    assert "mount=none" in lab.engine("tiny-llama", home, home=home, keep_pages=1.0, mount="none").mounted.why
-    assert "no node" in lab.engine("tiny-llama", home, keep_pages=1.0).mounted.why
-
-    def full(*_: Any) -> None:
-        raise OutOfSpace("there is no room")
-
-    monkeypatch.setattr(type(home), "mount", full)
-    one = lab.engine("tiny-llama", home, home=home, keep_pages=1.0)
-    tokens = prompt(60, 70)
-    assert "no room" in one.status()["mounted"]["why_not"]
-    lab.answers(one, [tokens], 4)
-    assert lab.answers(one, [tokens], 4)[0].cached == {"hbm": 4 * PAGE}
-
-
-def test_an_arena_whose_session_ended_is_shown_no_more(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    lab.machine.serve("n")
-    one, reader = keeper(lab), lab.machine.connect("n")
-    first, second = prompt(70, PAGES * PAGE + 3), prompt(71, PAGES * PAGE + 3)
-    lab.answers(one, [first], 4)
-    keys = in_arena_alone(one, reader, first)
-    segment = one.mounted._segment
-    assert segment is not None
-    segment._mapped.channel.ended = True
-    lab.answers(one, [second], 4)
-    wait_until("it says so", lambda: "session" in one.status()["mounted"]["why_not"])
-    assert not reader.cache(one.layout).get(keys).pages
-    assert lab.answers(one, [first], 4)[0].cached == {"hbm": PAGES * PAGE}
 
 
 def test_a_lost_device_takes_its_pages_with_it(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -339,21 +249,6 @@ def test_an_arena_of_a_device_is_memory_of_that_device(lab: Lab, monkeypatch: py
     shown.end("it ends")
 
 
-def test_a_device_that_shows_nothing_has_an_arena_all_the_same(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    def refused(*_: Any) -> torch.Tensor:
-        raise RuntimeError("no tensor")
-
-    source = HostDevice("host:0", nbytes=1 << 26)
-    monkeypatch.setattr(mounting, "device_of", lambda place: source)
-    monkeypatch.setattr(mounting, "tensor_of", refused)
-    lab.machine.serve("n")
-    one = lab.engine("tiny-llama")
-    k_dim, home = one.model.geometry.k_dim, lab.machine.connect("n")
-    arenas, shown = mounting.arenas_of([one.layout], [], [4], k_dim, "meta", home)
-    assert arenas.groups[0].pages.shape[0] == 4 and (shown.number, shown.why) == (None, "no tensor")
-    assert source._bytes_free == 1 << 26, "what nobody uses was given back"
-
-
 def test_what_the_node_was_not_told_of_is_not_shown(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Neither now nor to the next daemon: the engine does not count those frames among what others read."""
     daemon = machine.serve("n")
@@ -370,14 +265,3 @@ def test_what_the_node_was_not_told_of_is_not_shown(machine: Machine, monkeypatc
     assert reader.cache(SMALL).get(chain(1, 2)).pages == 0
     assert shown.show(chain(1, 2), [0, 1])
     assert reader.cache(SMALL).get(chain(1, 2)).tiers == {Tier.HBM: 2}
-
-
-def test_memory_is_given_back_with_the_last_tensor() -> None:
-    device = HostDevice(nbytes=1 << 20)
-    kept = mounting.DeviceBytes(device.allocate(4096), 4000)
-    told = kept.__cuda_array_interface__
-    assert told["shape"] == (4000,) and told["typestr"] == "|u1" and device.owns(told["data"][0])
-    assert device._bytes_free == (1 << 20) - 4096
-    del kept
-    gc.collect()
-    assert device._bytes_free == 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Iterator
 
 import numpy as np
@@ -31,20 +30,6 @@ def test_steps_take_what_the_cost_model_says() -> None:
     assert pace.step_s([(100, 100)], 0) == pytest.approx(4.0)
     assert pace.step_s([], 1) == pytest.approx(0.3)
     assert pace.step_s([(0, 100)], 2) == pytest.approx(2.0 + 0.4)
-
-
-def test_a_step_sleeps_between_its_layers(model: Model) -> None:
-    layout = model.layout(16)
-    arena = Arena(layout, 4, model.geometry.k_dim)
-    runner = PacedRunner(Pace(tokens_per_s=200, context_even=1e9, alone_s=0, each=0), 258, arena)
-    frames = arena.take(2)
-    assert frames is not None
-    moments: list[float] = []
-    batch = Batch(arena, [Slice(frames, 0, prompt(1, 20))], None, lambda layer: moments.append(time.monotonic()))
-    began_s = time.monotonic()
-    runner.forward(batch)
-    assert len(moments) == layout.layers
-    assert all(at - began_s >= 0.1 * (layer + 1) / layout.layers for layer, at in enumerate(moments)), "it is sooner"
 
 
 def test_a_wrong_page_makes_another_answer(model: Model) -> None:

@@ -13,7 +13,7 @@ from engine.compute import presets
 from engine.compute.models import Model, load_model
 from engine.model.request import Done, Request, Role, Sampling
 from engine.shell.engine import Engine
-from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls, VersionMismatch
+from kvstore.errors import InvalidRequest, VersionMismatch
 from tests.helpers.engines.tokens import InProcess, Lab, check_answer, prompt, served, within
 from tests.helpers.processes import Machine
 
@@ -169,26 +169,3 @@ def serve_held(one: Engine) -> bool:
     """A finished prefill that is held, under the id "held"."""
     request = Request(id="held", tokens=prompt(7, 40), sampling=Sampling(max_tokens=4))
     return isinstance([*InProcess(one).prefill(request, one.layout)][-1], Done)
-
-
-def test_more_requests_than_may_be(lab: Lab) -> None:
-    """Refused with a hint; those that are there are answered."""
-    one = lab.engine(PRESET, lab.store(), requests_max=3, batch_max=1)
-    asked = [lab.ask(one, prompt(8 + i, 30), 30) for i in range(3)]
-    with pytest.raises(TooManyCalls):
-        one.submit(made(), lambda event: None)
-    for answer in asked:
-        check_answer(answer)
-    lab.answers(one, [prompt(12, 30)], 3)
-
-
-def test_an_engine_that_drains(lab: Lab) -> None:
-    """It takes nothing new, ends what runs, and takes requests again when it is given a role."""
-    one = lab.engine(PRESET, lab.store())
-    asked = lab.ask(one, prompt(13, 30), 60).wait(2)
-    assert one.drain(None, 20.0) == 0
-    check_answer(asked)
-    with pytest.raises(NodeUnavailable):
-        one.submit(made(), lambda event: None)
-    one.set_role(Role.BOTH)
-    lab.answers(one, [prompt(14, 30)], 3)

@@ -10,7 +10,6 @@ import pytest
 
 import kvstore
 from engine.client import EngineClient
-from engine.model.request import Request
 from kvstore import Retention, Store
 from kvstore.errors import InvalidRequest
 from kvstore.pb import engine_pb2 as pb
@@ -100,10 +99,3 @@ def refuses(address: str, client: EngineClient) -> None:
                 list(stub.Submit(wrong, timeout=60))
             found = from_rpc(refused.value)
             assert isinstance(found, InvalidRequest) and found.field == field
-
-
-def test_an_engine_refuses_hints_that_are_none(lab: Lab) -> None:
-    one = lab.engine("tiny-llama")
-    wrong = Request(id="wrong", tokens=prompt(1, 20), retention=(3,))  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="retention"):
-        one.submit(wrong, lambda event: None)

@@ -13,12 +13,9 @@ import pytest
 import torch
 from transformers import PreTrainedModel
 
-from engine.bench.decode_step import decode_step
 from engine.compute.models import Model, load_model
 from engine.compute.paged_cache import Batch, Slice
 from engine.compute.runner import Runner
-from kvstore.bench.harness import Bar, Kind
-from kvstore.bench.stage import RunSettings, Stage
 from tests.helpers.engines.plain import as_reference
 from tests.helpers.engines.scheduled import Scheduler, arena_for, generated, prompts_of
 
@@ -90,38 +87,6 @@ def test_logits_are_those_of_the_whole_prompt_however_it_is_cut(name):
         torch.testing.assert_close(logits[0], expected, atol=2e-4 * float(expected.abs().max()), rtol=0)
 
 
-@pytest.mark.parametrize("name", ["tiny-llama", "tiny-mla", "tiny-gpt-oss"])
-def test_kv_that_is_not_its_own_changes_the_logits(name):
-    """The controls: a page of zeros, of another prompt, with two layers changed over, with keys one position on."""
-    world = both(name)
-    arena = arena_for(world.model, 16, 256)
-    runner = Runner(world.model, arena)
-    mine, other = prompts_of([65, 65], seed=6)
-    frames, others = arena.take(5), arena.take(5)
-    runner.forward(Batch(arena, [Slice(frames, 0, np.array(mine)), Slice(others, 0, np.array(other))]))
-
-    def step(table: torch.Tensor) -> torch.Tensor:
-        return runner.forward(Batch(arena, [Slice(table, 64, np.array(mine[64:]))]))[0]
-
-    right = step(frames)
-    spoilt = int(frames[2])
-    kept = arena.pages[spoilt].clone()
-    moved = kept.clone()
-    moved[..., 1:, : arena.k_dim] = kept[..., :-1, : arena.k_dim]
-    changes = {
-        "zeros": torch.zeros_like(kept),
-        "another prompt's": arena.pages[int(others[2])].clone(),
-        "layers changed over": kept[[1, 0, *range(2, len(kept))]],
-        "keys one position on": moved,
-    }
-    for what, page in changes.items():
-        arena.pages[spoilt] = page
-        apart = (step(frames) - right).abs().max()
-        assert apart > 1e-2 * right.abs().max(), what
-    arena.pages[spoilt] = kept
-    assert torch.equal(step(frames), right)
-
-
 @pytest.mark.parametrize("name", ["tiny-llama", "tiny-mla"])
 def test_layers_that_arrive_while_the_forward_runs_are_as_good_as_if_they_had_been_there(name):
     world = both(name)
@@ -187,16 +152,6 @@ def test_what_a_hook_raises_ends_the_forward_and_the_next_one_is_as_before():
     assert torch.equal(runner.forward(Batch(arena, [part])), expected)
 
 
-def test_a_runner_leaves_its_arena_as_it_was():
-    world = both("tiny-llama")
-    arena = arena_for(world.model, 16, 32)
-    Runner(world.model, arena)
-    assert arena.frames_free == arena.frames_total == 2 and not arena.pages.any()
-    taken = arena.take(2)
-    Runner(world.model, arena)  # nothing is free to warm up with
-    assert arena.frames_free == 0 and len(taken) == 2
-
-
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
 def test_half_precision_runs_and_is_near(dtype):
     world = both("tiny-llama")
@@ -210,11 +165,3 @@ def test_half_precision_runs_and_is_near(dtype):
     logits = runner.forward(Batch(arena, [Slice(frames, 39, np.array(prompt[39:]))]))[0]
     assert logits.dtype == torch.float32
     assert torch.nn.functional.cosine_similarity(logits, expected, dim=0) > 0.98
-
-
-def test_the_row_of_the_benchmark_compares_two_ways_to_the_same_logits():
-    with Stage(RunSettings(rounds=1, quick=True)) as stage:
-        (line,) = decode_step(stage, "decode_step_b3", Bar(1.15, at_least=False), batch=3)
-    assert (line.name, line.kind, line.bar) == ("decode_step_b3", Kind.TIME, "<= 1.15")
-    assert line.ratio is not None and line.ratio > 0
-    assert line.details["batch"] == 3 and line.details["kv_bytes"] == 3 * 96 * 3 * 2 * 2 * 16 * 4

@@ -2,12 +2,7 @@
 
 from __future__ import annotations
 
-import gc
-import json
-import os
 import random
-import signal
-import time
 from collections.abc import Iterator
 from dataclasses import asdict
 from pathlib import Path
@@ -21,30 +16,27 @@ from grpc_health.v1 import health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoReflectionDescriptorDatabase
 
 from engine.api.metrics import METRICS
-from engine.api.wire import SERVICE, submit_request
+from engine.api.wire import SERVICE
 from engine.client import EngineClient
 from engine.model.piece import Piece, checksum_of
 from engine.model.request import Admitted, Done, Finished, HandOff, Request, RoleOrder, Sampling, Token
 from kvstore import Layout
 from kvstore.errors import (
-    DeadlineExceeded,
     InvalidRequest,
     NodeUnavailable,
     PermissionDenied,
     TooManyCalls,
     Unauthenticated,
-    VersionMismatch,
 )
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import engine_pb2_grpc
-from kvstore.wire.grpc import from_rpc, layout_message
+from kvstore.wire.grpc import from_rpc
 from tests.helpers import api
 from tests.helpers.engines.processes import EngineProcess, prompt, serve_engine, spawn_engine, wait_idle
-from tests.helpers.processes import Machine, wait_until
+from tests.helpers.processes import Machine
 from tests.helpers.scraping import Scrape, fetch
 
 REQUESTS_MAX = 4
-LOST_S = 60.0  # by when an engine that stands still is known to, and another one has answered
 LONG = {"max_tokens": 4000, "ignore_eos": True}  # some seconds
 
 
@@ -121,23 +113,6 @@ def test_a_stream_comes_token_by_token(engine: EngineClient) -> None:
     assert isinstance(end, Finished) and end.reason == "length" and end.usage.completion_tokens == 1500
 
 
-def test_sampling_follows_the_seed_and_stops_at_strings(engine: EngineClient) -> None:
-    how = {"max_tokens": 40, "temperature": 0.8, "top_p": 0.9, "ignore_eos": True}
-    one, again, other = (engine.generate("seeds", seed=seed, **how) for seed in (1, 1, 2))
-    assert one.tokens == again.tokens != other.tokens
-    printable = next(c for c in one.text if c.isprintable() and c != "\N{REPLACEMENT CHARACTER}")
-    stopped = engine.generate("seeds", seed=1, stop=printable, **how)
-    assert stopped.reason == "stop" and printable not in stopped.text
-    assert one.text.startswith(stopped.text)
-
-
-def test_a_slow_reader_holds_up_nobody(engine: EngineClient) -> None:
-    slow = engine.stream(prompt(20), max_tokens=2000, ignore_eos=True)
-    next(slow)
-    assert engine.generate("quick", max_tokens=8, ignore_eos=True).usage.completion_tokens == 8
-    assert sum(isinstance(event, Token) for event in slow) == 1999
-
-
 # --- ends -----------------------------------------------------------------------------------------------------------
 
 
@@ -163,27 +138,6 @@ def test_a_caller_that_goes_away_cancels(shared: EngineProcess, engine: EngineCl
     stream.close()
     wait_idle(engine)
     assert cancelled() == before + 1
-
-
-def test_a_client_that_is_closed_keeps_no_connection(shared: EngineProcess, engine: EngineClient) -> None:
-    def sockets() -> int:
-        return sum("socket" in os.readlink(fd) for fd in Path("/proc/self/fd").iterdir() if fd.is_symlink())
-
-    before = sockets()
-    for ended in (True, False, False):
-        client = shared.client()
-        stream = client.stream(prompt(20), **LONG)
-        next(stream)
-        if ended:
-            stream.close()
-        client.close()
-        del client, stream
-    wait_until("their sockets are closed", lambda: gc.collect() >= 0 and sockets() <= before)
-
-
-def test_a_deadline_is_kept(engine: EngineClient) -> None:
-    with pytest.raises(DeadlineExceeded):  # long before all tokens were there
-        engine.generate(prompt(20), deadline_s=0.3, **LONG)
 
 
 BAD: list[tuple[dict[str, Any], str]] = [
@@ -299,25 +253,6 @@ def test_a_prefill_can_be_pulled_and_let_go(engine: EngineClient) -> None:
         pulled(engine, "held")
 
 
-def test_another_layout_is_refused_field_by_field(engine: EngineClient, stub: Any) -> None:
-    ours, theirs = layout_of(), layout_of("tiny-qwen3", 32)
-    request = Request(id="mismatch", tokens=prompt(20))
-    with pytest.raises(VersionMismatch) as refused:
-        list(engine.prefill(request, theirs))
-    said = str(refused.value)
-    for name in ("model", "weights_digest", "page_tokens"):
-        assert f"{name}: ours {getattr(ours, name)!r}, theirs {getattr(theirs, name)!r}" in said
-    assert ours.fingerprint.hex() in said and theirs.fingerprint.hex() in said
-    with pytest.raises(grpc.RpcError) as raw:
-        list(
-            stub.Prefill(
-                pb.PrefillRequest(request=submit_request(request), layout=layout_message(theirs)),
-                timeout=60,
-            )
-        )
-    assert raw.value.code() is grpc.StatusCode.FAILED_PRECONDITION
-
-
 # --- the engine -----------------------------------------------------------------------------------------------------
 
 
@@ -365,25 +300,6 @@ def test_metrics_count_what_happens(shared: EngineProcess, engine: EngineClient)
     assert names == {about.name for about in METRICS}
 
 
-def test_a_role_changes_while_the_engine_runs(engine: EngineClient) -> None:
-    running = engine.stream(prompt(20), max_tokens=600, ignore_eos=True)
-    next(running)
-    try:
-        engine.set_role("prefill")
-        assert engine.status()["role"] == "prefill"
-        with pytest.raises(InvalidRequest, match="^role: "):
-            engine.generate("no", max_tokens=2)
-        assert sum(isinstance(event, Token) for event in running) == 599
-        engine.set_role("decode")
-        with pytest.raises(InvalidRequest, match="^role: "):
-            list(engine.prefill(Request(id="x", tokens=prompt(20)), layout_of()))
-        assert engine.generate("yes", max_tokens=2, ignore_eos=True).reason == "length"
-        with pytest.raises(InvalidRequest, match="^role: 'cook' is not one of prefill, decode, both"):
-            engine.set_role("cook")
-    finally:
-        engine.set_role("both")
-
-
 def test_orders_of_leaders_set_a_role_in_their_order_alone(engine: EngineClient) -> None:
     """A later leader, or a later order of the same one. An operator may do so at any time."""
     try:
@@ -420,81 +336,7 @@ def test_too_many_requests_are_refused_with_a_hint(engine: EngineClient) -> None
         stream.close()
 
 
-def test_sigterm_lets_requests_end_and_takes_no_new_ones(machine: Machine) -> None:
-    patient, quick = spawn_engine(machine, drain_s="120"), spawn_engine(machine, drain_s="0.2")
-    with patient.wait_ready().client() as client:
-        running = client.stream(prompt(20), max_tokens=600, ignore_eos=True)
-        next(running)
-        patient.signal(signal.SIGTERM)
-        wait_until("it is drained", lambda: client.status()["draining"])
-        with pytest.raises(NodeUnavailable, match="drain"):
-            client.generate("late", max_tokens=2)
-        assert sum(isinstance(event, Token) for event in running) == 599
-    assert patient.wait() == 0
-    with quick.wait_ready().client() as client:
-        running = client.stream(prompt(20), **LONG)
-        next(running)
-        assert quick.terminate() == 0
-        with pytest.raises(NodeUnavailable):
-            list(running)
-
-
-def test_an_answer_goes_on_where_its_engine_was_lost(machine: Machine) -> None:
-    first, second = spawn_engine(machine), spawn_engine(machine)
-    first.wait_ready(), second.wait_ready()
-    how: dict[str, Any] = {"max_tokens": 600, "ignore_eos": True, "temperature": 0.7, "seed": 5}
-    with first.client() as client, second.client() as other:
-        begun_s = time.monotonic()
-        whole = other.generate("Tell me", **how)
-        whole_s = time.monotonic() - begun_s
-        for lose in (first.stop, first.kill):
-            stream = client.stream("Tell me", resume=[second.address], **how)
-            events = [next(stream) for _ in range(100)]
-            lose()
-            begun_s = time.monotonic()
-            events += stream
-            assert time.monotonic() - begun_s < LOST_S + 3 * whole_s  # known as lost, and the rest computed
-            tokens = [event for event in events if isinstance(event, Token)]
-            assert [token.id for token in tokens] == list(whole.tokens)
-            assert [token.index for token in tokens] == list(range(600))
-            assert "".join(event.text for event in events) == whole.text
-            end = events[-1]
-            assert isinstance(end, Finished) and end.usage.completion_tokens == 600
-            first.resume()
-        with pytest.raises(NodeUnavailable):
-            client.generate("anybody?", max_tokens=2)
-        answer = client.generate("anybody?", max_tokens=2, resume=["127.0.0.1:1", second.address], ignore_eos=True)
-        assert answer.engines == (first.address, "127.0.0.1:1", second.address)
-        with pytest.raises(NodeUnavailable, match="no engine is left to continue after 0 tokens"):
-            client.generate("anybody?", max_tokens=2, resume=["127.0.0.1:1"])
-
-
 # --- starting -------------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize(
-    ("flags", "said"),
-    [
-        (["--model", "/no/such/folder"], "model: "),
-        ([], "model: is missing"),
-        (["--model", "tiny-llama", "--device", "cuda:77"], "device: "),
-        (["--model", "tiny-llama", "--device", "gpu"], "device: must be cpu or cuda:N"),
-        (["--model", "tiny-llama", "--role", "cook"], "role: 'cook' is not one of prefill, decode, both"),
-        (["--model", "tiny-llama", "--link", "string"], "link: "),
-        (["--model", "tiny-llama", "--arena", "1KiB"], "arena: "),
-        (["--model", "tiny-llama", "--listen", "0.0.0.0:0"], "listen: 0.0.0.0:0 is beyond loopback and needs TLS"),
-        (["--model", "tiny-llama", "--pages", "3"], "--pages: no such option"),
-    ],
-)
-def test_a_start_that_makes_no_sense(machine: Machine, flags: list[str], said: str) -> None:
-    done = machine.run("engine", "--node", "none", *flags, timeout_s=90)
-    assert done.returncode == 2, done.stderr
-    assert done.stderr.splitlines()[-1].startswith(f"kvstore: {said}"), done.stderr
-
-
-def test_a_node_that_is_not_there(machine: Machine) -> None:
-    done = machine.run("engine", "--model", "tiny-llama", "--node", "nobody", timeout_s=90)
-    assert done.returncode == 1 and "nobody" in done.stderr
 
 
 def test_identities_guard_salts_and_requests(machine: Machine, tmp_path: Path) -> None:
@@ -527,20 +369,3 @@ def test_identities_guard_salts_and_requests(machine: Machine, tmp_path: Path) -
         assert op.cancel("a-s")
         *_, last = running
         assert isinstance(last, Finished) and last.reason == "cancelled"
-
-
-def test_the_command_line_asks_a_running_engine(machine: Machine, shared: EngineProcess) -> None:
-    at = ("--at", shared.address)
-    status = machine.run("engine", "status", *at, "--json")
-    assert status.returncode == 0 and json.loads(status.stdout)["role"] == "both", status.stderr
-    assert "frames.free" in machine.run("engine", "status", *at).stdout
-    assert machine.run("engine", "role", *at, "both").stdout == "role both\n"
-    gone = machine.run("engine", "cancel", *at, "nobody", "--json")
-    assert gone.returncode == 1 and json.loads(gone.stdout) == {"found": False}
-    asked = machine.run("engine", "ask", *at, "Hello", "--max-tokens", "4", "--json")
-    answer = json.loads(asked.stdout)
-    assert len(answer["tokens"]) == answer["usage"]["completion_tokens"] and answer["reason"] in ("length", "eos")
-    wrong = machine.run("engine", "--role", "decode", "status", *at)
-    assert wrong.returncode == 2 and wrong.stderr.startswith("kvstore: --role: starts an engine")
-    nobody = machine.run("engine", "status", "--at", "127.0.0.1:1")
-    assert nobody.returncode == 1 and "127.0.0.1:1" in nobody.stderr

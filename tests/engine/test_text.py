@@ -71,26 +71,6 @@ def first_stop(text: str, stop) -> tuple[str, str | None]:
 # --- Tokenizers ------------------------------------------------------------------------------------------------------
 
 
-@given(texts)
-def test_bytes_go_there_and_back(text):
-    ids = BYTES.encode(text)
-    assert ids == list(text.encode()) and BYTES.decode([BYTES.BOS, *ids, BYTES.EOS]) == text
-
-
-def test_bytes_that_are_no_text_are_replaced():
-    assert BYTES.decode([0x41, 0xFF, 0x42]) == "A\N{REPLACEMENT CHARACTER}B"
-    assert BYTES.encode("a\ud800") == [97, 63]
-
-
-@every_tokenizer
-def test_a_tokenizer_says_its_size_and_its_end(tokenizer):
-    (eos,) = tokenizer.eos_ids
-    assert 0 <= eos < tokenizer.vocab_size
-    ids = tokenizer.encode(CORPUS[1])
-    assert all(0 <= token < tokenizer.vocab_size for token in ids)
-    assert tokenizer.decode([*ids, eos]) == CORPUS[1]
-
-
 @pytest.mark.parametrize("name", ["byte-level", "sentencepiece"])
 def test_a_tokenizer_without_a_fast_one_below_decodes_alike(name):
     fast = TOKENIZERS[name]
@@ -135,14 +115,6 @@ def test_tokens_at_random_give_the_same_as_decoding_them_whole(name):
     streamed()
 
 
-def test_a_piece_is_given_as_soon_as_it_is_certain():
-    detokenizer = Detokenizer(BYTES)
-    assert [detokenizer.feed(byte) for byte in "a🦊b".encode()] == ["a", "", "", "", "🦊", "b"]
-    words = TOKENIZERS["byte-level"]
-    pieces, _ = run(words, words.encode("The store keeps pages"))
-    assert all(pieces[:-1]) and pieces[-1] == "", "nothing is held back without a reason"
-
-
 def test_a_long_answer_decodes_a_few_tokens_at_a_time():
     tokenizer = TOKENIZERS["byte-level"]
     ids = tokenizer.encode(CORPUS[0] * 20)
@@ -159,20 +131,7 @@ def test_a_long_answer_decodes_a_few_tokens_at_a_time():
     assert max(sizes) <= WINDOW_TOKENS_MAX + 1
 
 
-def test_a_character_that_is_cut_off_is_flushed_as_a_replacement():
-    for tokenizer in (BYTES, TOKENIZERS["byte-level"]):
-        ids = tokenizer.encode("ab🐝")[:-1]
-        pieces, _ = run(tokenizer, ids)
-        assert "".join(pieces[:-1]) == "ab" and pieces[-1] == "\N{REPLACEMENT CHARACTER}"
-
-
 # --- Stop strings ----------------------------------------------------------------------------------------------------
-
-
-def test_the_example():
-    detokenizer = Detokenizer(BYTES, ("END",))
-    assert [detokenizer.feed(byte) for byte in b"aENxEND!"] == ["a", "", "", "ENx", "", "", "", ""]
-    assert detokenizer.stopped == "END" and detokenizer.flush() == ""
 
 
 @every_tokenizer
@@ -208,13 +167,3 @@ def test_pieces_of_more_characters_stop_alike(name):
         assert ("".join(pieces), stopped) == first_stop(text, stop)
 
     streamed()
-
-
-def test_what_might_have_become_a_stop_string_comes_with_the_flush():
-    pieces, stopped = run(BYTES, b"so it EN", ("END",))
-    assert pieces[-1] == "EN" and stopped is None
-
-
-def test_a_stop_string_may_be_met_by_the_last_thing_flushed():
-    pieces, stopped = run(BYTES, b"ab\xf0\x9f", ("\N{REPLACEMENT CHARACTER}",))
-    assert "".join(pieces) == "ab" and stopped == "\N{REPLACEMENT CHARACTER}"

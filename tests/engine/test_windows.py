@@ -17,19 +17,15 @@ from engine.model.piece import Piece
 from engine.model.request import Grain, Request, Role, Sampling, Source, Timing
 from engine.shell.engine import Engine
 from kvstore.errors import InvalidRequest, NodeUnavailable
-from tests.helpers.engines.missed import check_missed_pages
 from tests.helpers.engines.tokens import (
     CPU,
     Answer,
     InProcess,
     Lab,
     check_answer,
-    distance,
-    keys_of,
     prompt,
     served,
     to_nvme,
-    within,
 )
 from tests.helpers.processes import Machine
 
@@ -95,37 +91,6 @@ def test_hits_load_what_the_window_needs(lab: Lab, tier: str) -> None:
         assert 3 * page_bytes() <= answer.usage.loaded_bytes <= NEEDED * page_bytes()
 
 
-def test_the_answer_is_stored_and_goes_on_elsewhere(lab: Lab) -> None:
-    """A ring's pages are stored before they are overwritten: the next turn and another engine find them all."""
-    store = lab.store()
-    one, other = (lab.engine(PRESET, store, chunk_tokens=CHUNK, page_tokens=PAGE) for _ in range(2))
-    answer = lab.answers(one, [prompt(30, 150)], 200)[0]
-    history = np.concatenate([prompt(30, 150), np.array(answer.tokens, np.uint32)])
-    pages = (len(history) - 1) // PAGE
-    keys = keys_of(one, store, history)
-    within("all of it is stored", lambda: store.cache(one.layout).lookup(keys).pages == pages)
-    turn = lab.answers(other, [np.concatenate([history, prompt(31, 20)])], 5)[0]
-    assert turn.cached == {"dram": pages * PAGE}
-    moving = lab.ask(one, prompt(32, 150), 200)
-    moving.wait(3)
-    assert one.migrate(moving.request.id, lab.address_of(other))
-    check_answer(moving)
-
-
-def test_what_the_pool_missed_is_not_written_from_other_frames(lab: Lab) -> None:
-    one = lab.engine(PRESET, lab.store(), chunk_tokens=CHUNK, page_tokens=PAGE)
-    check_missed_pages(lab, one, 400, (60, 120, 250, 480))
-
-
-def test_lossy_pages_fill_a_ring(lab: Lab) -> None:
-    store = lab.store()
-    one = lab.engine(PRESET, store, chunk_tokens=CHUNK, page_tokens=PAGE, compress="int8")
-    for turn in range(2):
-        answer = lab.ask(one, prompt(80, 327), 3, allow_lossy=True).wait()
-        assert answer.cached == ({"dram-int8": 320} if turn else {})
-        assert distance(answer) < 0.5  # a wrong page makes more
-
-
 @pytest.mark.parametrize(("handoff", "source", "grain"), WAYS)
 def test_a_handoff_sends_what_the_window_needs(lab: Lab, handoff: Timing, source: Source, grain: Grain) -> None:
     store = lab.store() if source is Source.DRAM else None
@@ -136,31 +101,6 @@ def test_a_handoff_sends_what_the_window_needs(lab: Lab, handoff: Timing, source
         assert answer.usage.computed_tokens == 0
         came = answer.usage.moved_bytes + answer.usage.loaded_bytes  # a lazy one may find all of it in the pool
         assert 0 < came <= (NEEDED + 1) * page_bytes()
-
-
-def test_a_handoff_that_breaks_off_is_computed_here(lab: Lab, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Some of the window has come, and what was loaded before may be overwritten: nothing of it is used."""
-    store = lab.store()
-    how = {"chunk_tokens": CHUNK, "page_tokens": PAGE}
-    first = lab.engine(PRESET, store, **how)
-    lab.answers(first, [prompt(60, 200)], 2)
-    prefill = lab.engine(PRESET, role=Role.PREFILL, **how)
-    asks = {"prefill": (lab.address_of(prefill),), "local_prefill_tokens": 0}
-    decode = lab.engine(PRESET, store, role=Role.DECODE, **asks, **how)
-    (staging,) = prefill.stagings.groups
-    send = staging.send_layer
-    sent: list[int] = []
-
-    def some(frame: int, count: int, layer: int) -> object:
-        sent.append(layer)
-        if len(sent) > 1:
-            raise InvalidRequest("layer", "enough")
-        return send(frame, count, layer)
-
-    monkeypatch.setattr(staging, "send_layer", some)
-    answer = lab.answers(decode, [prompt(60, 330)], 60)[0]
-    assert len(sent) > 1 and answer.usage.prefill_engine == ""
-    assert sum(answer.cached.values()) + answer.usage.computed_tokens >= 330
 
 
 @pytest.mark.parametrize("preset", [PRESET, "tiny-gemma2"])

@@ -8,7 +8,6 @@ from typing import Any
 
 from google.protobuf import struct_pb2
 from google.protobuf.descriptor import Descriptor, FieldDescriptor, MethodDescriptor
-from google.protobuf.message import DecodeError
 from google.protobuf.message_factory import GetMessageClass
 
 from tests.helpers.api import layout_message
@@ -194,12 +193,3 @@ class Inputs:
             return rng.choice((None, True, False))
         values = [self.json(depth - 1) for _ in range(rng.randint(0, 3))]
         return values if how == 6 else {rng.choice(TEXTS): value for value in values}
-
-
-def is_message(kind: Descriptor, data: bytes) -> bool:
-    """Whether these bytes are one of that kind at all."""
-    try:
-        GetMessageClass(kind).FromString(data)
-    except DecodeError:
-        return False
-    return True

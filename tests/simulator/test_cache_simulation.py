@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.simulator.cache import LIAR, TENANTS, TENTHS, CacheAccess, CacheSimulation, accesses, dealt, hinted, key_of
+from engine.simulator.cache import LIAR, TENANTS, TENTHS, CacheAccess, CacheSimulation, accesses, dealt, hinted
 from engine.simulator.cli import GENERATORS, simulate
 from engine.simulator.compare import (
     BELADY,
@@ -23,7 +22,6 @@ from engine.simulator.compare import (
     compare,
     infinite_hits,
     lru_hits,
-    table,
 )
 from engine.simulator.generate import (
     AgentShape,
@@ -36,7 +34,7 @@ from engine.simulator.generate import (
     shifts,
 )
 from engine.simulator.policies import POLICIES, make_policy
-from engine.simulator.trace import TraceRequest, statistics, write_trace
+from engine.simulator.trace import statistics, write_trace
 from kvstore.cli.main import run
 from kvstore.errors import InvalidRequest
 from kvstore.model.retention import Retention
@@ -81,25 +79,6 @@ def test_hits_by_hand() -> None:
     assert set(simulation.slots) == {5, 6, 7} and simulation.evicted == 1 + 3 + 2 + 2
 
 
-def test_single_blocks_by_hand() -> None:
-    trace = trace_of((1, 2), (3,), (1,), (2,), (3,), (1,))
-    assert infinite_hits(trace) == 4
-    assert lru_hits(trace, 2) == 0
-    assert belady_hits(trace, 2) == 2
-    assert lru_hits(trace, 3) == belady_hits(trace, 3) == 4
-    assert (infinite_hits(trace, 4), belady_hits(trace, 2, 4), lru_hits(trace, 3, 5)) == (2, 1, 1)
-
-
-def test_a_request_larger_than_the_cache_keeps_its_front() -> None:
-    hits, simulation = simulated(4, "lru", trace_of((1, 2, 3, 4, 5, 6), (1, 2, 3, 4, 5, 6)))
-    assert hits == [0, 4] and set(simulation.slots) == {1, 2, 3, 4}
-
-
-def test_requests_of_one_tick_have_times_of_their_own() -> None:
-    requests = [TraceRequest(when, 512, 1, (0,)) for when in (0, 0, 0, 3000, 3000)]
-    assert [access.now_ms for access in accesses(requests)] == [0, 1, 2, 3000, 3001]
-
-
 @every_policy
 @QUIET
 @given(st.integers(0, 2**32), st.integers(1, 60))
@@ -124,29 +103,6 @@ def test_no_policy_beats_the_optimum(name: str, capacity: int) -> None:
     best, _ = CacheSimulation(capacity, Belady(trace)).run(trace)
     assert hits <= best <= belady_hits(trace, capacity)
     assert lru_hits(trace, capacity) <= belady_hits(trace, capacity) <= infinite_hits(trace)
-
-
-@QUIET
-@given(st.lists(st.integers(0, 9), min_size=1, max_size=80), st.integers(1, 6))
-def test_single_pages_under_lru_are_the_textbook(blocks: list[int], capacity: int) -> None:
-    trace = trace_of(*((block,) for block in blocks))
-    hits, _ = CacheSimulation(capacity, make_policy("lru", capacity)).run(trace)
-    assert hits == lru_hits(trace, capacity)
-    best, _ = CacheSimulation(capacity, Belady(trace)).run(trace)
-    assert best == belady_hits(trace, capacity)
-
-
-@every_policy
-def test_a_cache_that_holds_all_hits_all(name: str) -> None:
-    trace = accesses(conversations(300, seed=1))
-    hits, blocks = CacheSimulation(30_000, make_policy(name, 30_000)).run(trace)
-    assert hits == infinite_hits(trace) and blocks == sum(len(access.blocks) for access in trace)
-
-
-def test_keys_spread() -> None:
-    keys = [key_of(block) for block in range(5000)]
-    assert len(set(keys)) == 5000 and min(keys) >= 0 and max(keys) < 2**64
-    assert 250 < sum(key >> 56 < 16 for key in keys) < 380
 
 
 @pytest.mark.parametrize(("kind", "capacity"), [("conversations", 2000), ("scans", 2000)])
@@ -233,25 +189,6 @@ def test_bad_arguments_are_named(field: str, call: Any) -> None:
 # --- the comparison and its command ----------------------------------------------------------------------------------
 
 
-def test_halves() -> None:
-    requests = list(conversations(400, seed=1))
-    whole, first, second = (
-        compare("x", requests, [500], ["lru"], half) for half in (Half.ALL, Half.FIRST, Half.SECOND)
-    )
-    assert (whole.requests, first.requests, second.requests) == (400, 200, 200)
-    alone = compare("x", requests[:200], [500], ["lru"])
-    assert first.ratio("lru", 500) == alone.ratio("lru", 500) and first.infinite == alone.infinite
-    hits = [part.ratio("lru", 500) * part.blocks for part in (first, second)]
-    assert sum(hits) == pytest.approx(whole.ratio("lru", 500) * whole.blocks)
-    assert first.infinite < second.infinite, "the second half begins warm"
-
-
-def test_a_table_has_a_row_per_policy_and_a_column_per_capacity() -> None:
-    headers, rows = table(compare("x", conversations(100), [1000, 20], ["lru", "arc"]))
-    assert headers == ["policy", "1,000", "20"]
-    assert [row[0] for row in rows] == [LRU_BLOCKS, "lru", "arc", BELADY, BELADY_BLOCKS, "infinite cache"]
-
-
 def test_cache_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     path = tmp_path / "made.jsonl"
     write_trace(path, conversations(200, seed=4))
@@ -266,46 +203,6 @@ def test_cache_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert run(simulate, ["cache", "--generate", "agents", "--limit", "50", "--capacity", "30", "--policy", "lru"]) == 0
     said = capsys.readouterr().out
     assert "50 requests counted" in said and "infinite cache" in said
-
-
-def test_plot(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    pytest.importorskip("matplotlib")
-    options = ["cache", "--generate", "conversations", "--requests", "100", "--capacity", "20,200", "--policy", "lru"]
-    assert run(simulate, [*options, "--plot", str(tmp_path / "ratios.png")]) == 0
-    assert (tmp_path / "ratios.png").read_bytes().startswith(b"\x89PNG")
-    for bad in (tmp_path / "no" / "ratios.png", tmp_path / "ratios.odd"):
-        capsys.readouterr()
-        assert run(simulate, [*options, "--plot", str(bad)]) == 2
-        assert capsys.readouterr().err.startswith(f"kvstore: plot: {bad}: ")
-
-
-def test_plot_says_what_is_missing(monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
-    monkeypatch.setitem(sys.modules, "matplotlib", None)
-    assert run(simulate, ["cache", "--generate", "agents", "--plot", "x.png"]) == 2
-    assert capsys.readouterr().err == "kvstore: plot: needs matplotlib: pip install 'kvstore[plot]'\n"
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--trace", "/nowhere/trace.jsonl"], "/nowhere/trace.jsonl"),
-        ([], "trace"),
-        (["--trace", "x", "--generate", "agents"], "trace"),
-        (["--generate", "odd"], "--generate"),
-        (["--generate", "agents", "--capacity", "0"], "capacity"),
-        (["--generate", "agents", "--capacity", "1k"], "capacity"),
-        (["--generate", "agents", "--capacity", "99999999999"], "capacity"),
-        (["--generate", "agents", "--policy", "lru,fifo"], "policy"),
-        (["--generate", "agents", "--half", "third"], "--half"),
-        (["--generate", "agents", "--requests", "0"], "trace"),
-        (["--generate", "agents", "--requests", "1", "--half", "first"], "half"),
-        (["--generate", "agents", "--seed", "-1"], "seed"),
-    ],
-)
-def test_cache_refuses_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], named: str) -> None:
-    assert run(simulate, ["cache", *arguments]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith(f"kvstore: {named}: ") and said.err.count("\n") == 1
 
 
 # --- hints ------------------------------------------------------------------------------------------------------------

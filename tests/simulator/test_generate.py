@@ -8,8 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from engine.simulator.cli import simulate
 from engine.simulator.generate import BimodalShape, ConversationShape, bimodal, conversations
@@ -59,13 +57,6 @@ def test_conversations_go_on_as_often_as_asked(recorded_like: dict[str, Any]) ->
     assert measured == pytest.approx([0.34, 0.44, 0.55, 0.64, 0.66, 0.69], rel=0.2)
 
 
-def test_conversations_share_the_system_prompt_and_tick() -> None:
-    requests = list(conversations(2000, seed=2))
-    assert_well_formed(requests)
-    assert all(request.block_ids[0] == 0 and request.timestamp_ms % 3000 == 0 for request in requests)
-    assert len({request.timestamp_ms for request in requests}) == pytest.approx(2000 / 3.4 / 3, rel=0.1)
-
-
 def test_a_next_turn_repeats_full_blocks_only() -> None:
     """One session for ever: each prompt holds the full blocks before it, and no block that was partly filled."""
     shape = ConversationShape(next_turn=(1.0,), tick_ms=1, pause_s_min=0, pause_s_median=0.001, pause_s_sigma=0)
@@ -75,12 +66,6 @@ def test_a_next_turn_repeats_full_blocks_only() -> None:
         assert after.input_tokens > before.input_tokens + before.output_tokens
         assert after.block_ids[:full] == before.block_ids[:full]
         assert not set(before.block_ids[full:]) & set(after.block_ids)
-
-
-def test_no_prompt_exceeds_the_context() -> None:
-    shape = ConversationShape(next_turn=(1.0,), context_tokens=4096, text_tokens_mean=2000)
-    assert max(request.input_tokens for request in conversations(500, shape=shape)) <= 4096
-    assert max(request.input_tokens for request in bimodal(500, shape=BimodalShape(context_tokens=4096))) <= 4096
 
 
 def test_a_bimodal_mix() -> None:
@@ -93,15 +78,6 @@ def test_a_bimodal_mix() -> None:
     assert sum(r.input_tokens > 8000 for r in requests) / 6000 == pytest.approx(0.2, abs=0.03)
     assert sum(r.block_ids[0] < 32 for r in requests) / 6000 == pytest.approx(0.5, abs=0.03)
     assert {r.block_ids[0] for r in requests if r.block_ids[0] < 32} == set(range(0, 32, 2))
-
-
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 2**32), st.floats(0.01, 100), st.integers(0, 3000), st.floats(0, 1), st.integers(1, 60_000))
-def test_any_shape_is_well_formed(seed: int, rate: float, shared: int, again: float, tick_ms: int) -> None:
-    shape = ConversationShape(system_tokens=shared, next_turn=(again,), tick_ms=tick_ms, context_tokens=20_000)
-    assert_well_formed(list(conversations(60, rate=rate, seed=seed, shape=shape)))
-    mix = BimodalShape(prefix_ratio=again, prefix_tokens=shared // 512 * 512, prefixes=1 + shared % 7)
-    assert_well_formed(list(bimodal(60, rate=rate, seed=seed, shape=mix)))
 
 
 @pytest.mark.parametrize(
@@ -134,19 +110,3 @@ def test_generate_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert list(read_trace(path)) == list(bimodal(20, seed=7))
     assert run(simulate, [*arguments, "-"]) == 0
     assert capsys.readouterr().out == path.read_text()
-
-
-@pytest.mark.parametrize(
-    ("arguments", "named"),
-    [
-        (["--rate", "0"], "rate"),
-        (["--rate", "fast"], "--rate"),
-        (["--kind", "odd"], "--kind"),
-        (["--requests", "-1"], "requests"),
-        (["--json"], "--out"),
-    ],
-)
-def test_generate_refuses_in_one_line(capsys: pytest.CaptureFixture[str], arguments: list[str], named: str) -> None:
-    assert run(simulate, ["generate", "--out", "-", *arguments]) == 2
-    said = capsys.readouterr()
-    assert said.out == "" and said.err.startswith(f"kvstore: {named}: ") and said.err.count("\n") == 1
