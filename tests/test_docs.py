@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import re
 import shlex
 from collections.abc import Iterator
@@ -66,6 +67,31 @@ def test_a_file_that_is_not_there_is_noticed() -> None:
     assert absent("see `kvstore/state/space.py`, `frames.py`, `docs/api.md` and `compute/cpu.py`") == ["compute/cpu.py"]
     assert absent("see `kvstore/tier/`: `dram.py`, `space.py`") == ["space.py"]
     assert absent("`kvstore/nowhere/` and `team-a/x`, `state/frames.py:Segment.donor`") == ["kvstore/nowhere/"]
+
+
+PROMISED = re.compile(r"`(tests/[\w/]+\.py)::(\w+)`")
+
+
+def unbroken(promises: str) -> list[str]:
+    """Promises that name no test, and tests named there that do not exist."""
+    missing = []
+    for promise in re.findall(r"^- .*(?:\n  .*)*", promises, re.MULTILINE):
+        tests = PROMISED.findall(promise)
+        if not tests:
+            missing.append(promise.partition("\n")[0])
+        for file, name in tests:
+            tree = ast.parse((ROOT / file).read_text()) if (ROOT / file).is_file() else ast.Module([], [])
+            if name not in {each.name for each in tree.body if isinstance(each, ast.FunctionDef)}:
+                missing.append(f"{file}::{name}")
+    return missing
+
+
+def test_each_promise_names_tests_that_exist() -> None:
+    assert unbroken((ROOT / "docs/promises.md").read_text()) == []
+    assert unbroken("- **A.** It is.\n- **B.**\n  Test: `tests/test_docs.py::test_none`.") == [
+        "- **A.** It is.",
+        "tests/test_docs.py::test_none",
+    ]
 
 
 @cache
