@@ -21,13 +21,13 @@ from kvstore import errors
 if TYPE_CHECKING:
     from collections.abc import Sequence
 
+    from kvstore.addresses import connect
     from kvstore.client.grouped_cache import GroupedCache, GroupedLease, GroupedMatch
     from kvstore.client.match import Lease, Match
     from kvstore.client.prefix_cache import PrefixCache
     from kvstore.client.reader import Reader
     from kvstore.client.store import Store
     from kvstore.client.writer import Writer
-    from kvstore.connect import connect
     from kvstore.device.host_memory import empty
     from kvstore.model.groups import GroupedKeys
     from kvstore.model.layout import Layout
@@ -75,7 +75,7 @@ _HOMES = {
     "Store": "kvstore.client.store",
     "Tier": "kvstore.model.replica",
     "Writer": "kvstore.client.writer",
-    "connect": "kvstore.connect",
+    "connect": "kvstore.addresses",
     "empty": "kvstore.device.host_memory",
 }
 

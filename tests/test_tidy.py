@@ -50,14 +50,14 @@ MAY_IMPORT: dict[str, tuple[str, ...]] = {
     "client": (*BASE, "pb", "state", "shm", "device", "tier", "wire", "cluster"),
     "server": (*BELOW_CLUSTER, "cluster"),  # what every daemon needs: it knows no node
     "node": BELOW_NODE,  # its gRPC API is a client of the node
-    "connect": (*BASE, "client", "shm", "cluster"),
-    "adapters": (*BASE, "pb", "shm", "device", "tier", "wire", "cluster", "client", "connect", "kvstore"),
-    "bench": (*BELOW_NODE, "node", "connect", "kvstore"),
-    "cli": (*BELOW_NODE, "node", "connect", "kvstore", "bench"),
+    "addresses": (*BASE, "client", "shm", "cluster"),
+    "adapters": (*BASE, "pb", "shm", "device", "tier", "wire", "cluster", "client", "addresses", "kvstore"),
+    "bench": (*BELOW_NODE, "node", "addresses", "kvstore"),
+    "cli": (*BELOW_NODE, "node", "addresses", "kvstore", "bench"),
     # kvstore/__init__.py: `open` joins a node to a client.
-    "kvstore": (*BELOW_NODE, "node", "connect"),
+    "kvstore": (*BELOW_NODE, "node", "addresses"),
     # An engine serves as a node does, and knows a node only as a client does.
-    "engine": (*BELOW_NODE, "connect", "kvstore", "bench", "cli", "adapters"),
+    "engine": (*BELOW_NODE, "addresses", "kvstore", "bench", "cli", "adapters"),
 }
 
 ENGINE_BELOW_COMPUTE = ("model", "state", "memory", "text")
@@ -173,7 +173,7 @@ def rooms_point_down(path: str, source: str) -> list[str]:
 def kinds_of_stores_are_peers(path: str, source: str) -> list[str]:
     """No kind of store knows another; the interfaces know none of them. `connect` alone chooses."""
     name = module_of(path)
-    if not name.startswith("kvstore.client") or name == "kvstore.connect":
+    if not name.startswith("kvstore.client") or name == "kvstore.addresses":
         return []
     mine = name.split(".")[2] if name.count(".") > 1 else ""
     others = [f"kvstore.client.{kind}." for kind in STORE_KINDS if kind != mine]
@@ -531,7 +531,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (imports_point_down, "kvstore/state/x.py", "from ..tier import dram"),
     (imports_point_down, "kvstore/state/x.py", "from kvstore import failpoint"),
     (imports_point_down, "kvstore/model/x.py", "from kvstore.state.frames import Frame"),
-    (imports_point_down, "kvstore/client/x.py", "def f():\n    from kvstore import connect"),
+    (imports_point_down, "kvstore/client/x.py", "def f():\n    from kvstore import addresses"),
     (imports_point_down, "kvstore/client/x.py", "from kvstore.node.node import Node"),
     (imports_point_down, "kvstore/client/x.py", "from kvstore.config import NodeConfig"),
     (imports_point_down, "kvstore/tier/x.py", "from kvstore.config import parse_size"),
@@ -606,7 +606,7 @@ GOOD: list[tuple[Rule, str, str]] = [
     (rooms_point_down, "engine/daemon.py", "from engine.shell.engine import Engine\nfrom engine.config import load"),
     (rooms_point_down, "engine/config.py", "from engine.model.request import Role"),
     (kinds_of_stores_are_peers, "kvstore/client/local/x.py", "from kvstore.client.store import Store\nfrom . import y"),
-    (kinds_of_stores_are_peers, "kvstore/connect.py", "from kvstore.client.local.store import LocalStore"),
+    (kinds_of_stores_are_peers, "kvstore/addresses.py", "from kvstore.client.local.store import LocalStore"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import random\nrandom.Random(7)"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import numpy as np\nnp.random.default_rng(seed)"),
     (nouns_and_decisions_are_pure, "kvstore/tier/x.py", "import os, mmap"),

@@ -29,10 +29,10 @@ from engine.memory.staging import HostStaging, Stagings
 from engine.model.request import Request
 from engine.pool.store import Chunk, Pool
 from engine.pool.work import Work
+from kvstore.addresses import connect
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
 from kvstore.client.store import Store
-from kvstore.connect import connect
 
 CHUNK = Bar(0.0003, at_least=False, of_ratio=False, unit="s")
 

@@ -17,10 +17,10 @@ from dataclasses import dataclass
 
 from engine.bench.processes import EngineProcess, Scale, Tokens, node, prompt, same, started
 from engine.client import Answer
+from kvstore.addresses import connect
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
 from kvstore.client.store import Store
-from kvstore.connect import connect
 
 HITS = 3  # per round, beside one recomputation
 BESIDE = Bar(1.25, at_least=False)  # either way one token is computed

@@ -7,8 +7,8 @@ import time
 from collections.abc import Sequence
 from typing import Any
 
+from kvstore.addresses import connect
 from kvstore.client.store import Store
-from kvstore.connect import connect
 from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unavailable
 
 _log = logging.getLogger(__name__)

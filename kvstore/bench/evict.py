@@ -16,13 +16,13 @@ from statistics import fmean
 
 import numpy as np
 
+from kvstore.addresses import connect
 from kvstore.bench.content import LAYOUTS, BenchWork, Content, Rows, tokens_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, result
 from kvstore.bench.processes import Daemon, PeerProcess
 from kvstore.bench.stage import GIB, MIB, Stage, settle
 from kvstore.client.local.grants import AHEAD_BYTES_MAX
 from kvstore.client.store import Store
-from kvstore.connect import connect
 from kvstore.model.prefix import Keys
 from kvstore.state.eviction import POLICY_DEFAULT
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from kvstore.addresses import connect
 from kvstore.bench.content import BenchWork
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, Seconds, alternate, medians, result
 from kvstore.bench.processes import Daemon
@@ -19,7 +20,6 @@ from kvstore.client.local.peer_reads import Elsewhere
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
 from kvstore.cluster.data_connection import DataConnection
-from kvstore.connect import connect
 from kvstore.model.prefix import Keys
 from kvstore.shm.data_server_file import find_data_server
 from kvstore.shm.folder import NodeFolder

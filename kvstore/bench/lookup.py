@@ -10,11 +10,11 @@ import numpy.typing as npt
 import xxhash
 
 import kvstore
+from kvstore.addresses import connect
 from kvstore.bench.content import LAYOUTS, BenchWork, tokens_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, result
 from kvstore.bench.stage import Stage, settle
 from kvstore.client.prefix_cache import PrefixCache
-from kvstore.connect import connect
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Tier
 from kvstore.shm.folder import NodeFolder

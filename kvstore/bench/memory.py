@@ -7,12 +7,12 @@ import time
 from contextlib import ExitStack
 from pathlib import Path
 
+from kvstore.addresses import connect
 from kvstore.bench.content import BenchWork
 from kvstore.bench.harness import Bar, Kind, Result, result
 from kvstore.bench.processes import Daemon
 from kvstore.bench.stage import Stage, wait_for
 from kvstore.client.store import Store
-from kvstore.connect import connect
 
 PAGES = 1 << 20
 PAGES_QUICK = 1 << 13

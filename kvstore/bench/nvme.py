@@ -41,6 +41,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from kvstore.addresses import connect
 from kvstore.bench.content import LAYOUTS, BenchWork, Content, Rows
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
 from kvstore.bench.processes import Daemon
@@ -48,7 +49,6 @@ from kvstore.bench.put import SharedArea, ahead_pages
 from kvstore.bench.stage import Stage, wait_for
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
-from kvstore.connect import connect
 from kvstore.device.host_memory import large_buffer
 from kvstore.errors import KVStoreError
 from kvstore.model.layout import Layout

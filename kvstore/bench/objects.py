@@ -9,12 +9,12 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.addresses import connect
 from kvstore.bench.content import LAYOUTS, Content
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, medians, quickest, result, speeds
 from kvstore.bench.put import SharedArea
 from kvstore.bench.stage import Stage
 from kvstore.client.store import Store
-from kvstore.connect import connect
 from kvstore.device.host_memory import empty
 from kvstore.model.objects import key_hash, object_root
 

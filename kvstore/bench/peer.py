@@ -14,10 +14,10 @@ from typing import Any
 
 import numpy as np
 
+from kvstore.addresses import connect
 from kvstore.bench.content import BenchWork, Content
 from kvstore.bench.get import Reading
 from kvstore.client.store import Store
-from kvstore.connect import connect
 from kvstore.errors import KVStoreError, NodeUnavailable
 
 

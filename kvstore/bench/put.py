@@ -16,13 +16,13 @@ from types import FrameType, TracebackType
 import numpy as np
 
 import kvstore
+from kvstore.addresses import connect
 from kvstore.bench.content import LAYOUTS, Content, Rows, tokens_of
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, Seconds, alternate, medians, quickest, result, speeds
 from kvstore.bench.processes import Daemon
 from kvstore.bench.stage import MIB, RunSettings, Stage
 from kvstore.client.local.grants import AHEAD_BYTES_MAX, AHEAD_FRAMES_MAX
 from kvstore.client.store import Store
-from kvstore.connect import connect
 from kvstore.model.prefix import Keys
 
 BATCH_PAGES = 32

@@ -11,11 +11,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
 
+from kvstore.addresses import SHM_DIR, connect
 from kvstore.bench.content import BenchWork
 from kvstore.bench.harness import BenchFailed, l3_bytes
 from kvstore.bench.processes import NO_SETTINGS, Daemon, PeerProcess
 from kvstore.client.store import Store
-from kvstore.connect import SHM_DIR, connect
 
 MIB, GIB = 1 << 20, 1 << 30
 EXTENT_BYTES = 128 * MIB  # what a node of 2 GiB and more has by default

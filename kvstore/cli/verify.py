@@ -18,6 +18,7 @@ import click
 
 import kvstore
 from kvstore import config as configuration
+from kvstore.addresses import SHM_DIR
 from kvstore.cli.cluster import ASK_S, asked, dial, members_of
 from kvstore.cli.node import node_option
 from kvstore.cli.output import duration_text, json_option, print_json, print_table
@@ -27,7 +28,6 @@ from kvstore.cluster.catalog.schema import DataEntry
 from kvstore.cluster.data_connection import DataConnection
 from kvstore.cluster.directory_messages import read_state
 from kvstore.config.reading import parse_nvme
-from kvstore.connect import SHM_DIR
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.prefix import Keys
 from kvstore.node.cluster.data_server import serving

@@ -15,9 +15,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from kvstore.addresses import connect
 from kvstore.client.objects import Registration
 from kvstore.client.store import Store
-from kvstore.connect import connect
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, OutOfSpace, QuotaExceeded
 
 _log = logging.getLogger(__name__)

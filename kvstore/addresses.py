@@ -1,4 +1,4 @@
-"""Connect: which node an address means, and how it is reached."""
+"""Addresses: which node an address means, and how it is reached."""
 
 from __future__ import annotations
 
