@@ -19,8 +19,7 @@ import numpy as np
 from engine.conductor.state import events as ev
 from engine.conductor.state.conductor_state import ConductorRules, ConductorState
 from engine.conductor.state.fleet import EngineAbout
-from engine.conductor.state.options import RouteWish
-from engine.model.request import Role
+from engine.model.request import Request, Role, Sampling
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
 from kvstore.cluster.directory import Told
@@ -80,23 +79,17 @@ class DecisionLoad:
     def decide(self, prompt: Fingerprints) -> float:
         """Seconds to decide about one request. It ends at once."""
         self._now_s += self._step_s
-        wish = RouteWish(
-            number=next(self._numbers),
-            tenant="t",
-            model="m",
-            pages={LAYOUT: prompt},
-            tokens=PAGE_TOKENS * len(prompt) + 10,
-            answer_max=100,
-        )
-        event = ev.Arrived(self._now_s, wish, 4 * wish.tokens)
+        number, tokens = next(self._numbers), np.zeros(PAGE_TOKENS * len(prompt) + 10, np.uint32)
+        request = Request(id=str(number), tokens=tokens, tenant="t", model="m", sampling=Sampling(max_tokens=100))
+        event = ev.Arrived(self._now_s, number, request, {LAYOUT: prompt})
         began_s = time.perf_counter()
         out = self.state.handle(event)
         took_s = time.perf_counter() - began_s
-        routed = self.state.requests.get(wish.number)
+        routed = self.state.requests.get(number)
         if routed is None or routed.route is None:
             raise BenchFailed(f"a request has no route: {out}")
-        self.state.handle(ev.FirstToken(self._now_s, wish.number))
-        self.state.handle(ev.Ended(self._now_s, wish.number, 50))
+        self.state.handle(ev.FirstToken(self._now_s, number))
+        self.state.handle(ev.Ended(self._now_s, number, 50))
         return took_s
 
 

@@ -10,19 +10,22 @@ import time
 import uuid
 from collections.abc import Generator, Iterator, Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol
+from typing import Any, Final, Protocol
 
 import numpy as np
 
 from engine.api.wire import Tokens, events_of, submit_request
-from engine.model.request import Finished, Grain, Request, Sampling, Source, Timing, Token, Usage
+from engine.model.request import NO_TOKENS, Finished, Grain, Request, Sampling, Source, Timing, Token, Usage
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, Unavailable
 from kvstore.model.retention import checked
 from kvstore.pb import engine_pb2 as pb
 
 Prompt = str | Sequence[int] | Tokens
 
-_GIVEN_BY_US = {"tokens", "sampling", "generated"}  # fields of a request that we set
+ARGUMENTS: Final = frozenset(  # fields of a request that a user may give
+    ("id", "salt", "adapter", "deadline_s", "prefill", "handoff", "source", "grain", "use_pool", "allow_lossy",
+     "retention")
+)  # fmt: skip
 
 
 class Asked(Protocol):
@@ -43,54 +46,31 @@ class Asked(Protocol):
         ...
 
 
-@dataclass(frozen=True)
-class Wish:
-    """A request as a user wrote it. ``text``: instead of tokens, until an engine has returned them."""
-
-    request: Request
-    text: str = ""
-    salt_given: bool = True
-
-    @classmethod
-    def of(cls, prompt: Prompt, **how: Any) -> Wish:
-        """Make one from a user's arguments. Raises InvalidRequest for unknown ones."""
-        sampling = {name: how.pop(name) for name in Sampling.__dataclass_fields__ if name in how}
-        unknown = sorted(set(how) - (set(Request.__dataclass_fields__) - _GIVEN_BY_US))
-        if unknown:
-            raise InvalidRequest(unknown[0], "unknown argument")
-        if isinstance(sampling.get("stop"), str):
-            sampling["stop"] = (sampling["stop"],)
-        for name, kind in (("handoff", Timing), ("source", Source), ("grain", Grain)):
-            if isinstance(how.get(name), str):
-                if how[name] not in list(kind):
-                    raise InvalidRequest(name, f"{how[name]!r} is not one of {', '.join(kind)}")
-                how[name] = kind(how[name])
-        salt_given = how.get("salt") is not None
-        if not salt_given:
-            how.pop("salt", None)
-        if how.get("prefill") is not None:
-            how["prefill"] = tuple(how["prefill"])
-        if "retention" in how:
-            how["retention"] = checked(how["retention"])
-        how = {"id": uuid.uuid4().hex, **how, "tokens": _tokens(prompt), "sampling": Sampling(**sampling)}
-        return cls(Request(**how), prompt if isinstance(prompt, str) else "", salt_given)
-
-    def message(self, drawn: Sequence[int], left_s: float) -> pb.SubmitRequest:
-        """The message to send after this many tokens. Raises InvalidRequest if it does not fit into a message."""
-        tokens = np.append(self.request.tokens, np.array(drawn, np.uint32))
-        request = replace(self.request, tokens=tokens, generated=len(drawn), deadline_s=left_s)
-        try:
-            said = submit_request(request, self.text)
-        except (TypeError, ValueError) as error:
-            raise InvalidRequest("request", str(error)) from None
-        if not self.salt_given:
-            said.ClearField("salt")
-        return said
+def user_request(prompt: Prompt, **how: Any) -> Request:
+    """The request of a user's arguments. Raises InvalidRequest for unknown ones."""
+    sampling = {name: how.pop(name) for name in Sampling.__dataclass_fields__ if name in how}
+    unknown = sorted(how.keys() - ARGUMENTS)
+    if unknown:
+        raise InvalidRequest(unknown[0], "unknown argument")
+    if isinstance(sampling.get("stop"), str):
+        sampling["stop"] = (sampling["stop"],)
+    for name, kind in (("handoff", Timing), ("source", Source), ("grain", Grain)):
+        if isinstance(how.get(name), str):
+            if how[name] not in list(kind):
+                raise InvalidRequest(name, f"{how[name]!r} is not one of {', '.join(kind)}")
+            how[name] = kind(how[name])
+    if how.get("prefill") is not None:
+        how["prefill"] = tuple(how["prefill"])
+    if "retention" in how:
+        how["retention"] = checked(how["retention"])
+    text = prompt if isinstance(prompt, str) else ""
+    how = {"id": uuid.uuid4().hex, **how, "tokens": _tokens(prompt), "text": text, "sampling": Sampling(**sampling)}
+    return Request(**how)
 
 
 def _tokens(prompt: Prompt) -> Tokens:
     if isinstance(prompt, str):
-        return np.zeros(0, np.uint32)
+        return NO_TOKENS
     found = np.asarray(prompt)
     if found.ndim != 1 or (len(found) and found.dtype.kind not in "iu"):
         raise InvalidRequest("tokens", "must be text, or a list of token ids")
@@ -104,7 +84,7 @@ class Asking:
     """One answer. ``asked``: the engines that worked on it, in order."""
 
     client: Asked
-    wish: Wish
+    request: Request
     others: tuple[str, ...]
     asked: list[str] = field(default_factory=list)
 
@@ -138,17 +118,17 @@ class Asking:
         raise NodeUnavailable(f"no engine is left to continue after {len(self._drawn)} tokens ({said})")
 
     def _from(self, client: Asked) -> Iterator[Token | Finished]:
-        request = self.wish.request
+        request = self.request
         left_s = self._begun_s + request.deadline_s - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded(f"no whole answer within {request.deadline_s:g} s")
         if 0 < request.sampling.max_tokens <= len(self._drawn):  # only the end was lost
             yield Finished("length", self._resumed(Usage(prompt_tokens=len(request.tokens))))
             return
-        for reply in client.replies(self.wish.message(self._drawn, left_s), left_s):
+        for reply in client.replies(self._message(left_s), left_s):
             if reply.accepted.tokens:  # the tokens of the text
                 tokens = np.frombuffer(reply.accepted.tokens, "<u4").astype(np.uint32)
-                self.wish = replace(self.wish, request=replace(request, tokens=tokens), text="")
+                self.request = replace(request, tokens=tokens, text="")
             for event in events_of(reply):
                 match event:
                     case Token():
@@ -159,6 +139,15 @@ class Asking:
                         yield replace(event, usage=self._resumed(event.usage)) if len(self.asked) > 1 else event
         if not self._ended:
             raise NodeUnavailable(f"{client.address} closed the stream before the end of the answer")
+
+    def _message(self, left_s: float) -> pb.SubmitRequest:
+        """The message to send now. Raises InvalidRequest if the request does not fit into a message."""
+        tokens = np.append(self.request.tokens, np.array(self._drawn, np.uint32))
+        now = replace(self.request, tokens=tokens, generated=len(self._drawn), deadline_s=left_s)
+        try:
+            return submit_request(now)
+        except (TypeError, ValueError) as error:
+            raise InvalidRequest("request", str(error)) from None
 
     def _count(self, token: Token) -> None:
         now_s = time.monotonic()

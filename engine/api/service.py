@@ -22,14 +22,7 @@ import numpy as np
 
 from engine.api.metrics import EngineTally
 from engine.api.pulling import PulledEngine
-from engine.api.wire import (
-    prefill_reply,
-    replies_of,
-    request_of,
-    salt_of,
-    tokens_bytes,
-    tokens_of,
-)
+from engine.api.wire import prefill_reply, replies_of, request_of, salt_of, tokenized, tokens_bytes
 from engine.config import EngineConfig
 from engine.model.layouts import explain_mismatch
 from engine.model.request import (
@@ -249,11 +242,10 @@ class EngineCalls:
 
     def _request(self, said: pb.SubmitRequest, left_s: float) -> Request:
         """The request of a message. Blocks: it tokenises."""
-        tokens = tokens_of(said)
-        if tokens is None:
-            tokens = np.array(self._model.tokenizer.encode(said.text), np.uint32)
-        deadline_s = min(left_s, self._config.request_s_max)
-        return request_of(said, tokens, self._config.salt, deadline_s)
+        request = request_of(said, self._config.salt, min(left_s, self._config.request_s_max))
+        if not request.text:
+            return request
+        return tokenized(request, np.array(self._model.tokenizer.encode(request.text), np.uint32))
 
     def _check_engines(self, call: Call, request: Request) -> None:
         """Only operators may name any engine: it receives the prompt, and this engine's own token."""

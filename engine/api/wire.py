@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import uuid
 from collections.abc import Iterable, Iterator
-from dataclasses import asdict, fields
+from dataclasses import asdict, fields, replace
 from enum import StrEnum
 from typing import Final, TypeVar
 
@@ -12,6 +12,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.model.request import (
+    NO_TOKENS,
     Admitted,
     Done,
     Event,
@@ -46,13 +47,13 @@ Tokens = npt.NDArray[np.uint32]
 # --- requests -------------------------------------------------------------------------------------------------------
 
 
-def submit_request(request: Request, text: str = "") -> pb.SubmitRequest:
-    """The message of a request; ``text`` instead of its tokens where there is any."""
+def submit_request(request: Request) -> pb.SubmitRequest:
+    """The message of a request to an engine. ``request_of`` is the other direction."""
     sampling = request.sampling
     return pb.SubmitRequest(
         request_id=request.id,
-        tokens=b"" if text else tokens_bytes(request.tokens),
-        text=text,
+        tokens=b"" if request.text else tokens_bytes(request.tokens),
+        text=request.text,
         sampling=pb.Sampling(
             temperature=sampling.temperature,
             top_p=sampling.top_p,
@@ -88,11 +89,10 @@ def salt_of(message: pb.SubmitRequest, salt: str) -> str:
     return message.salt if message.HasField("salt") else salt
 
 
-def request_of(message: pb.SubmitRequest, tokens: Tokens, salt: str, deadline_s: float) -> Request:
-    """The request of a message.
+def request_of(message: pb.SubmitRequest, salt: str, deadline_s: float) -> Request:
+    """The request of a message. One with a text has no tokens yet: see ``tokenized``.
 
     Args:
-        tokens: its prompt, see ``tokens_of``.
         salt: for a request that names none.
         deadline_s: the longest time it may take, and the default.
 
@@ -106,8 +106,6 @@ def request_of(message: pb.SubmitRequest, tokens: Tokens, salt: str, deadline_s:
     ):
         if len(text.encode()) > limit:
             raise InvalidRequest(name, f"has more than {limit} bytes")
-    if message.generated >= max(1, len(tokens)):
-        raise InvalidRequest("generated", f"{message.generated} of {len(tokens)} tokens: a prompt has at least one")
     if message.own_prefill and message.prefill:
         raise InvalidRequest("own_prefill", "and prefill exclude each other")
     if len(message.prefill) > PREFILLS_MAX:
@@ -121,9 +119,10 @@ def request_of(message: pb.SubmitRequest, tokens: Tokens, salt: str, deadline_s:
         stop=tuple(said.stop),
         ignore_eos=said.ignore_eos,
     )
-    return Request(
+    request = Request(
         id=message.request_id or uuid.uuid4().hex,
-        tokens=tokens,
+        tokens=NO_TOKENS,
+        text=message.text,
         sampling=sampling,
         salt=salt_of(message, salt),
         adapter=message.adapter,
@@ -137,6 +136,15 @@ def request_of(message: pb.SubmitRequest, tokens: Tokens, salt: str, deadline_s:
         allow_lossy=message.allow_lossy,
         retention=checked(retention_of(message.retention)),
     )
+    tokens = _tokens_of(message)
+    return request if tokens is None else tokenized(request, tokens)
+
+
+def tokenized(request: Request, tokens: Tokens) -> Request:
+    """The request with these tokens as its prompt. Raises InvalidRequest if all of them were generated."""
+    if request.generated >= max(1, len(tokens)):
+        raise InvalidRequest("generated", f"{request.generated} of {len(tokens)} tokens: a prompt has at least one")
+    return replace(request, tokens=tokens, text="")
 
 
 def _choice(kind: type[Choice], name: str, value: str) -> Choice | None:
@@ -148,7 +156,7 @@ def _choice(kind: type[Choice], name: str, value: str) -> Choice | None:
         raise InvalidRequest(name, f"{value!r} is not one of {', '.join(kind)}") from None
 
 
-def tokens_of(message: pb.SubmitRequest) -> Tokens | None:
+def _tokens_of(message: pb.SubmitRequest) -> Tokens | None:
     """The token ids of a message; None if it has text. Raises InvalidRequest if it has neither, or both."""
     given = [name for name in ("tokens", "token_ids", "text") if getattr(message, name)]
     if len(given) != 1:

@@ -116,7 +116,7 @@ class Prefiller:
 
     def _work(self, seed: int) -> Work:
         request = Request(id=str(seed), tokens=prompt(self.tokens, seed), salt=f"bench-{seed}")
-        cache = self.pool.cache(request.salt, "")
+        cache = self.pool.cache(request.page_salt, "")
         work = Work(seed, request, lambda event: None, None, self.scale.page_tokens, cache, False)
         frames = self.arena.take(-(-self.tokens // self.scale.page_tokens))
         assert frames is not None, "the arena holds one prompt"

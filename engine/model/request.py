@@ -10,7 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from typing import Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -41,6 +41,8 @@ class RoleOrder(NamedTuple):
 
 NO_ORDER: Final = RoleOrder(0, 0)
 REVISION_MAX: Final = (1 << 53) - 1  # a status says it as a number of JSON
+PRIORITY_MAX: Final = 100  # the largest distance above or below the other requests of its tenant
+NO_TOKENS: Final = np.zeros(0, np.uint32)  # of a request that has a text
 
 
 class Timing(StrEnum):
@@ -80,11 +82,16 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt to answer.
+    """A prompt to answer: the one form of a request, from the HTTP server or a client to the engine that computes it.
+
+    A conductor needs ``model`` and everything below ``retention``; engines ignore them.
 
     Attributes:
+        id: chosen by the caller; two requests of one caller have different ones.
         tokens: uint32 ``[n]``; the tokens generated so far of a resumed request are at the end.
-        generated: the number of those.
+        text: the prompt instead of ``tokens``, until a server has tokenized it.
+        salt: the root of its pages; None: the default of the server that takes it.
+        generated: the number of tokens that were generated so far.
         deadline_s: seconds from its submission within which it is answered or fails.
         prefill: addresses of engines to ask for the prefill, in this order; None: those the engine was started with.
             If none of them answers, it is computed here.
@@ -94,12 +101,21 @@ class Request:
         allow_lossy: KV that went through int8 may be used. What is computed from it is never stored as exact.
         retention: how long its pages are worth keeping in the pool: ranges of its tokens and of the answer, counted
             from the prompt's first token.
+        model: name of the model that answers it.
+        tenant: the tenant whose share of the engines it takes.
+        priority: among requests of its tenant, the higher one first.
+        first_token_s, token_s: limits for the first token, and between two tokens; 0: the conductor's own rules.
+            A request that cannot meet them is refused at once.
+        explain: True if the answer is to say where the request went, with all candidates. It costs time.
+        needs_ids: True if the ids of the answer's tokens are needed: not every engine of others reports them.
+        extra: parameters that only engines of others know; they are passed on unchanged.
     """
 
     id: str
     tokens: npt.NDArray[np.uint32]
+    text: str = ""
     sampling: Sampling = field(default_factory=Sampling)
-    salt: str = ""
+    salt: str | None = None
     adapter: str = ""
     generated: int = 0
     deadline_s: float = 300.0
@@ -110,11 +126,24 @@ class Request:
     use_pool: bool = True
     allow_lossy: bool = False
     retention: tuple[Retention, ...] = ()
+    model: str = ""
+    tenant: str = ""
+    priority: int = 0
+    first_token_s: float = 0.0
+    token_s: float = 0.0
+    explain: bool = False
+    needs_ids: bool = True
+    extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
     def prompt_tokens(self) -> int:
         """Tokens that were asked with, without what was generated since."""
         return len(self.tokens) - self.generated
+
+    @property
+    def page_salt(self) -> str:
+        """The salt of its pages at the server that has taken it."""
+        return self.salt or ""
 
 
 @dataclass(frozen=True, kw_only=True)

@@ -38,7 +38,9 @@ class Loading:
         if wanted == pages or work.cache is None or not self._pool.readable:
             return pages * page_tokens
         tokens, codec = work.tokens[: wanted * page_tokens], self._pool.codec
-        lossy = self._pool.cache(work.request.salt, work.request.adapter, True) if work.request.allow_lossy else None
+        lossy = (
+            self._pool.cache(work.request.page_salt, work.request.adapter, True) if work.request.allow_lossy else None
+        )
         kind = f"-{codec.name}" if codec is not None else ""
         keys = work.cache.keys(tokens)
         if work.has_ring:  # nothing is shared, and it is useful only if all of the window is there

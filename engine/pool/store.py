@@ -195,7 +195,7 @@ class Pool:
         if work.cache is None:
             return None
         if self.codec is not None:
-            return self.cache(work.request.salt, work.request.adapter, True)
+            return self.cache(work.request.page_salt, work.request.adapter, True)
         return work.cache if not work.lossy else None
 
     def _put(self, cache: GroupedCache, work: Work, group: int, stop: int) -> int:

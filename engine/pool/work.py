@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from hashlib import blake2b
 from typing import Any, Final
 
@@ -121,7 +121,7 @@ class Work:
         request = self.request
         if not request.use_pool or request.allow_lossy or self.has_ring:
             return ()
-        self._name = blake2b(repr((request.salt, request.adapter)).encode(), digest_size=NAME_BYTES).digest()
+        self._name = blake2b(repr((request.page_salt, request.adapter)).encode(), digest_size=NAME_BYTES).digest()
         return tuple(self._next_name(stop) for stop in range(self.page_tokens, self.prompt + 1, self.page_tokens))
 
     def new_page_name(self) -> bytes:
@@ -141,18 +141,14 @@ class Work:
         """The request to another engine that computes the prompt: the same tokens and sampling, under an id of its
         own.
         """
-        request = self.request
-        return Request(
+        return replace(
+            self.request,
             id=wire_id,
-            tokens=request.tokens,
-            sampling=request.sampling,
-            salt=request.salt,
-            adapter=request.adapter,
-            generated=request.generated,
             deadline_s=max(0.001, self.deadline_s - time.monotonic()),
-            use_pool=request.use_pool,
-            allow_lossy=request.allow_lossy,
-            retention=request.retention,
+            prefill=None,
+            handoff=None,
+            source=None,
+            grain=None,
         )
 
     @property

@@ -428,7 +428,7 @@ class Engine:
         self.door.check(answers)
         check_request(request, self.model, self.state.rules, answers)
         text = Detokenizer(self.model.tokenizer, request.sampling.stop) if answers else None
-        cache = self.pool.cache(request.salt, request.adapter) if request.use_pool else None
+        cache = self.pool.cache(request.page_salt, request.adapter) if request.use_pool else None
         work = Work(next(self._numbers), request, emit, text, self.layout.page_tokens, cache, answers, self.state.rules)
         stored = 0
         if answers and request.prefill is None and (self.config.prefill or self._found):

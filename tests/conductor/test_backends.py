@@ -17,6 +17,7 @@ from engine.conductor.backends.link import BackendLink
 from engine.conductor.backends.settings import parse_backends
 from engine.conductor.shell.answers import Drawn
 from engine.conductor.shell.conductor import Conductor
+from engine.conductor.shell.links import EngineLink
 from engine.model.request import Request, Sampling
 from kvstore.errors import InvalidRequest, NodeUnavailable, Unavailable
 from tests.helpers.api import Certificates
@@ -35,6 +36,21 @@ def run(test: Coroutine[Any, Any, None]) -> None:
 def engines(conductor: Conductor) -> dict[str, Any]:
     found: dict[str, Any] = conductor.status()["engines"]
     return found
+
+
+def test_unknown_parameters_go_to_engines_of_others_and_not_to_ours(machine: Machine) -> None:
+    async def test() -> None:
+        backend = spawn_backend(machine)
+        async with conducting([backend.words()]) as conductor:
+            assert [each.foreign for each in conductor.models()] == [True]
+            extra = {"top_k": 5, "max_tokens": 99, "prompt": "of another"}
+            assert (await answered(conductor, asking(PROMPT, MODEL, extra=extra))).ids == continued(PROMPT, 8)
+            (body,) = backend.seen()["asked"]
+            assert body["top_k"] == 5 and body["max_tokens"] == 8 and body["prompt"] == PROMPT
+            refused = EngineLink("127.0.0.1:1").why_not(asking(PROMPT, MODEL, extra=extra), begun=False)
+            assert refused is not None and refused.field == "top_k"
+
+    run(test())
 
 
 async def told_of(conductor: Conductor, backend: BackendProcess, **ask: Any) -> dict[str, Any]:
@@ -88,18 +104,18 @@ def test_a_server_that_speaks_nothing_but_openai(machine: Machine) -> None:
     async def test() -> None:
         backend = spawn_backend(machine, ids=False, details=False)
         async with conducting([backend.words(dialect="openai", events="", replay="")]) as conductor:
-            first = await answered(conductor, asking(PROMPT, MODEL, ids=False))
+            first = await answered(conductor, asking(PROMPT, MODEL, needs_ids=False))
             assert first.ids == [] and first.text == "".join(f" {each}" for each in continued(PROMPT, 8))
             assert first.end is not None and first.end.usage.completion_tokens == 8 and first.cached == 0
             async with asyncio.timeout(CALL_S):  # from when its prompt should be computed on
-                while (await told_of(conductor, backend, ids=False))["cached_tokens"] != 96:
+                while (await told_of(conductor, backend, needs_ids=False))["cached_tokens"] != 96:
                     await asyncio.sleep(0.01)
-            assert (await told_of(conductor, backend, ids=False))["own_tokens"] == 0
+            assert (await told_of(conductor, backend, needs_ids=False))["own_tokens"] == 0
             for field, ask in (
                 ("tokens", asking(PROMPT, MODEL)),
-                ("salt", asking(PROMPT, MODEL, ids=False, salt="mine")),
-                ("adapter", asking(PROMPT, MODEL, ids=False, adapter="a")),
-                ("ignore_eos", asking(PROMPT, MODEL, ids=False, sampling={"ignore_eos": True})),
+                ("salt", asking(PROMPT, MODEL, needs_ids=False, salt="mine")),
+                ("adapter", asking(PROMPT, MODEL, needs_ids=False, adapter="a")),
+                ("ignore_eos", asking(PROMPT, MODEL, needs_ids=False, sampling={"ignore_eos": True})),
             ):
                 with pytest.raises(InvalidRequest) as refused:
                     await answered(conductor, ask)
@@ -165,7 +181,7 @@ def test_an_answer_without_token_ids_goes_on_elsewhere_only_before_its_first_tok
         backends = {each.url: each for each in (spawn_backend(machine, ids=False, stop_after=0) for _ in range(2))}
         words = [each.words(dialect="openai", events="", replay="") for each in backends.values()]
         async with conducting(words) as conductor:
-            answer = asyncio.create_task(answered(conductor, asking(PROMPT, MODEL, ids=False, max_tokens=4)))
+            answer = asyncio.create_task(answered(conductor, asking(PROMPT, MODEL, needs_ids=False, max_tokens=4)))
             (first,) = await until("one is asked", lambda: [x for x in backends.values() if x.seen()["open"]])
             (other,) = (each for each in backends.values() if each is not first)
             other.tell(traits={"stop_after": -1})
@@ -173,7 +189,7 @@ def test_an_answer_without_token_ids_goes_on_elsewhere_only_before_its_first_tok
             found = await answer
             assert found.text == "".join(f" {each}" for each in continued(PROMPT, 4)) and len(found.routes) == 2
             other.tell(traits={"stop_after": 2})
-            parts = conductor.answer(asking(PROMPT, MODEL, ids=False))
+            parts = conductor.answer(asking(PROMPT, MODEL, needs_ids=False))
             texts = []
             with pytest.raises(NodeUnavailable, match="no engine can continue: it reported no token ids"):
                 async for part in parts:
@@ -224,14 +240,16 @@ def test_a_server_that_talks_nonsense_is_as_one_that_fails(machine: Machine) -> 
         backend = spawn_backend(machine)
         link = BackendLink(*parse_backends(backend.words()))
         link.model = MODEL
-        request = Request(id="r", tokens=np.array(PROMPT, np.uint32), sampling=Sampling(max_tokens=4))
+        request = Request(
+            id="r", tokens=np.array(PROMPT, np.uint32), sampling=Sampling(max_tokens=4), deadline_s=CALL_S
+        )
         for traits, why in NONSENSE:
             backend.tell(traits={"status": 200, "raw": ""} | traits)
             with pytest.raises(Unavailable, match=why):
-                async for part in link.answer(request, CALL_S):
+                async for part in link.answer(request):
                     assert isinstance(part, Drawn)
         backend.tell(traits={"status": 200, "raw": ""})
-        assert len([part async for part in link.answer(request, CALL_S)]) == 5
+        assert len([part async for part in link.answer(request)]) == 5
         await link.retire()
         await until("it is left alone", lambda: backend.seen()["open"] == 0)
 
@@ -246,10 +264,10 @@ def test_one_that_reads_slowly_holds_up_its_own_answer_alone(machine: Machine) -
         backend = spawn_backend(machine, ids=False, raw=flood)
         words = backend.words(dialect="openai", events="", replay="")
         async with conducting([words]) as conductor:
-            slow = conductor.answer(asking(PROMPT, MODEL, ids=False, max_tokens=3000))
+            slow = conductor.answer(asking(PROMPT, MODEL, needs_ids=False, max_tokens=3000))
             parts = [await anext(slow) for _ in range(3)]
             assert getattr(parts[2], "text", "") == "x" * 4000
-            other = conductor.answer(asking(PROMPT, MODEL, ids=False, max_tokens=3000))
+            other = conductor.answer(asking(PROMPT, MODEL, needs_ids=False, max_tokens=3000))
             assert len([await anext(other) for _ in range(50)]) == 50
             assert backend.seen()["open"] == 2, "16 MiB each do not fit between here and there"
             await other.aclose()

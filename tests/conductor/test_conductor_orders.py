@@ -51,7 +51,7 @@ def test_one_that_meets_what_is_wanted_goes_before_one_that_is_done_sooner() -> 
         made.tell(ev.Reported(0.0, name, LoadReport(role=Role.BOTH, running=6 if name == "e0" else 0, step_s=step_s)))
     slow = wish(50, pages_of(*range(900, 930)), answer=2000)
     quick = wish(51, pages_of(*range(900, 930)), answer=2000, first_token_s=1.0)
-    chosen = [made.state.explain(each, made.now_s)["chosen"] for each in (slow, quick)]
+    chosen = [made.explain(each)["chosen"] for each in (slow, quick)]
     assert [each["answers"] for each in chosen] == ["e0", "e1"], chosen  # type: ignore[index]
     assert chosen[1]["first_token_s"] < 1.0 < chosen[0]["first_token_s"]  # type: ignore[index]
 
@@ -64,24 +64,24 @@ def test_a_decision_explains_itself() -> None:
     made.add("small", context_max=100)
     made.tell(ev.Broke(made.now_s, 999, "e2", 0))
     asked = wish(2, np.concatenate([pages, pages_of(99)]))
-    first = made.state.explain(asked, made.now_s)
-    assert first == made.state.explain(asked, made.now_s)
+    first = made.explain(asked)
+    assert first == made.explain(asked)
     rows = {row["engine"]: row for row in first["candidates"]}  # type: ignore[attr-defined]
     assert set(rows) == {"e0", "e1"} and rows["e1"]["own_tokens"] == 40 * PAGE
     assert {row["engine"]: row["why"] for row in first["left_out"]} == {  # type: ignore[attr-defined]
         "e2": "it failed on a request; it is tried again in 5.0 s",
-        "small": f"it never holds {asked.tokens + asked.answer_max} tokens",
+        "small": f"it never holds {41 * PAGE + 10 + 20} tokens",
     }
-    assert str(first["outcome"]) == "It is sent at once." and f"{40 * PAGE} of {asked.tokens} tokens" in str(
-        first["why"]
-    )
+    assert str(
+        first["outcome"]
+    ) == "It is sent at once." and f"{40 * PAGE} of {len(asked.request.tokens)} tokens" in str(first["why"])
     made.arrive(asked)
     ((_, sent),) = made.sends
     route = sent.route
     chosen = first["chosen"]
     assert chosen["computes"] == route.computing.engine.about.name  # type: ignore[index]
     assert chosen["total_s"] == pytest.approx(route.total_s, abs=1e-5)  # type: ignore[index]
-    nobody = made.state.explain(wish(3, pages_of(1), model="other"), made.now_s)  # type: ignore[arg-type]
+    nobody = made.explain(wish(3, pages_of(1), model="other"))  # type: ignore[arg-type]
     assert "'other'" in str(nobody["outcome"]) and not nobody["candidates"]
     made.settle()
 

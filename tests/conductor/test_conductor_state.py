@@ -239,7 +239,7 @@ def test_answers_that_are_late_still_take_room() -> None:
     for number in range(5):
         made.state.fleet.add(name, EngineWork(1000 + number, 0.0, 100, 0.0, True, ends_s=1.0))
     for now_s in (0.5, 5.0):
-        options = made.state.options(wish(7, pages_of(1, 2)), now_s)
+        options = made.options(wish(7, pages_of(1, 2)), now_s)
         assert options is not None
         batches = dict(zip((each.about.name for each in options.engines), options.batch.tolist(), strict=True))
         assert batches[name] == 6, batches

@@ -52,7 +52,7 @@ def test_a_completion_and_what_it_cost(door: RunningDoor, client: openai.OpenAI)
     assert found.usage is not None and found.usage.prompt_tokens_details is not None
     assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (5, 3, 8)
     assert found.usage.prompt_tokens_details.cached_tokens == 2
-    assert door.answers.asks[-1].sampling.max_tokens == 3 and door.answers.asks[-1].tenant == "local"
+    assert door.answers.requests[-1].sampling.max_tokens == 3 and door.answers.requests[-1].tenant == "local"
 
 
 def test_a_stream_is_the_same_answer_and_tells_its_usage_last(client: openai.OpenAI) -> None:
@@ -72,19 +72,19 @@ def test_prompts_as_text_as_tokens_and_as_lists_of_them(door: RunningDoor, clien
         (["a", "b"], [[97], [98]]),
         ([[1], [2, 3]], [[1], [2, 3]]),
     ):
-        del door.answers.asks[:]
+        del door.answers.requests[:]
         found = client.completions.create(model="words", prompt=prompt, max_tokens=1)
-        assert [ask.tokens.tolist() for ask in door.answers.asks] == tokens
+        assert [ask.tokens.tolist() for ask in door.answers.requests] == tokens
         assert [choice.index for choice in found.choices] == list(range(len(tokens)))
         assert found.usage is not None and found.usage.prompt_tokens == sum(map(len, tokens))
 
 
 def test_several_answers_of_one_prompt_differ_in_their_seeds_alone(door: RunningDoor, client: openai.OpenAI) -> None:
-    del door.answers.asks[:]
+    del door.answers.requests[:]
     found = client.completions.create(model="words", prompt=["a", "bc"], n=3, seed=5, max_tokens=2, stop=["x", "y"])
     assert [choice.index for choice in found.choices] == list(range(6))
     assert found.usage is not None and (found.usage.prompt_tokens, found.usage.completion_tokens) == (3, 12)
-    asks = {ask.request_id.rpartition("-")[2]: ask for ask in door.answers.asks}
+    asks = {ask.id.rpartition("-")[2]: ask for ask in door.answers.requests}
     assert [asks[str(i)].sampling.seed for i in range(6)] == [5, 6, 7] * 2
     assert {ask.sampling.stop for ask in asks.values()} == {("x", "y")}
 
@@ -95,19 +95,19 @@ def test_a_chat_goes_by_the_models_own_template(door: RunningDoor, folder: Path,
     messages = [{"role": "system", "content": "Be brief."}, *HELLO]
     found = client.chat.completions.create(model="talks", messages=messages, max_completion_tokens=2)
     assert found.choices[0].message.content == " word0 word1" and found.choices[0].message.role == "assistant"
-    text = AutoTokenizer.from_pretrained(folder).decode(door.answers.asks[-1].tokens)
+    text = AutoTokenizer.from_pretrained(folder).decode(door.answers.requests[-1].tokens)
     assert text == "<|system|>Be brief.<|end|><|user|>What is a salt?<|end|><|assistant|>"
     parts = [{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "a salt?"}]}]
     client.chat.completions.create(model="talks", messages=parts, max_tokens=1)
     client.chat.completions.create(model="talks", messages=HELLO, max_tokens=1)
-    assert door.answers.asks[-1].tokens.tolist() == door.answers.asks[-2].tokens.tolist()
+    assert door.answers.requests[-1].tokens.tolist() == door.answers.requests[-2].tokens.tolist()
 
 
 def test_the_route_is_told_where_it_is_asked_for(door: RunningDoor, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "words", "prompt": "a", "max_tokens": 1}
     found = client.completions.create(**asked, extra_body={"kvstore": {"explain": True, "priority": 3}})
     assert found.model_extra is not None
-    assert found.model_extra["kvstore"]["routes"][0]["route"]["reason"] and door.answers.asks[-1].priority == 3
+    assert found.model_extra["kvstore"]["routes"][0]["route"]["reason"] and door.answers.requests[-1].priority == 3
     first, *_ = client.completions.create(**asked, extra_body={"kvstore": {"explain": True}}, stream=True)
     assert first.choices == [] and first.model_extra is not None and first.model_extra["kvstore"]["route"]["reason"]
     assert "kvstore" not in (client.completions.create(**asked).model_extra or {})
@@ -237,11 +237,11 @@ def test_keys_are_tenants(tmp_path: Path) -> None:
         for key in (None, "wrong", "late-token"):
             assert refused(ask(key), 401)["code"] == "invalid_api_key"
         assert ask("a-token").status_code == 200
-        assert (door.answers.asks[-1].tenant, door.answers.asks[-1].salt) == ("a", "a")
+        assert (door.answers.requests[-1].tenant, door.answers.requests[-1].salt) == ("a", "a")
         assert refused(ask("a-token", salt="b"), 403)["code"] == "permission_denied"
         assert refused(ask("c-token"), 400)["param"] == "kvstore.salt"
-        assert ask("c-token", salt="y").status_code == 200 and door.answers.asks[-1].salt == "y"
-        assert ask("op-token").status_code == 200 and door.answers.asks[-1].salt is None
+        assert ask("c-token", salt="y").status_code == 200 and door.answers.requests[-1].salt == "y"
+        assert ask("op-token").status_code == 200 and door.answers.requests[-1].salt is None
         assert httpx2.get(f"{door.url}/healthz").text == "ok\n"
         refused(httpx2.get(f"{door.url}/v1/models"), 401)
         for key, status in (("a", 403), ("op", 200)):
@@ -260,4 +260,4 @@ def test_beyond_loopback_it_takes_tls_and_keys(tmp_path: Path) -> None:
         trust = httpx2.Client(verify=ssl.create_default_context(cafile=made.path("ca.pem")))
         with trust, openai.OpenAI(base_url=f"{door.url}/v1", api_key="b-token", http_client=trust) as client:
             assert client.completions.create(model="words", prompt="a", max_tokens=1).choices[0].text == " word0"
-        assert door.answers.asks[-1].tenant == "b"
+        assert door.answers.requests[-1].tenant == "b"

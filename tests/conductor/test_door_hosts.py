@@ -108,7 +108,7 @@ def test_the_conductor_refuses_other_names_and_sites_everywhere(path: str) -> No
             status, body = asked(door, *lines, path=path)
             assert status == 403 and json.loads(body)["error"]["code"] == "host_not_allowed"
         assert asked(door, f"Host: {door.url.partition('//')[2]}", path=path)[0] != 403
-        assert not door.answers.asks or path == "/v1/completions"
+        assert not door.answers.requests or path == "/v1/completions"
 
 
 def test_over_tls_the_names_of_the_certificate_are_taken(tmp_path: Path) -> None:

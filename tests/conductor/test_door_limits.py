@@ -86,7 +86,7 @@ def test_two_tenants_have_equal_parts_of_requests_under_way(few: None, keys: str
                 connection = opened.enter_context(door.connect(CALL_S))
                 connection.sendall(head_of(len(hanging), key(name)) + hanging)
         wait_until("all were looked at", lambda: sum(door.door.tally.ended.values()) + door.answers.open["hangs"] == 60)
-        running = Counter(each.tenant for each in door.answers.asks)
+        running = Counter(each.tenant for each in door.answers.requests)
         assert 0.4 < running["a"] / running.total() < 0.6, running
 
 

@@ -44,7 +44,7 @@ def door() -> Iterator[RunningDoor]:
 def test_a_request_keeps_the_id_that_its_client_gave(door: RunningDoor, given: str) -> None:
     response = post(door, WORDS, **{"X-Request-Id": given})
     assert response.headers["x-request-id"] == given and response.json()["id"].startswith("cmpl-")
-    assert door.answers.asks[-1].request_id.startswith(given)
+    assert door.answers.requests[-1].id.startswith(given)
     for body, status in ((WORDS | {"model": "none"}, 404), (WORDS | {"model": "busy"}, 429), (b"{", 400)):
         response = post(door, body, **{"X-Request-Id": given})
         assert response.status_code == status and response.headers["x-request-id"] == given

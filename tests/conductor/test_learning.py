@@ -15,7 +15,7 @@ import pytest
 
 from engine.conductor.config import ConductorConfig
 from engine.conductor.shell.answering import OpenAnswer
-from engine.conductor.shell.answers import Ask, Drawn
+from engine.conductor.shell.answers import Drawn
 from engine.conductor.shell.tally import ConductorTally
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
@@ -42,10 +42,10 @@ class Heard:
     def handle(self, event: ev.ConductorEvent) -> None:
         self.events.append(event)
 
-    def barred(self, ask: Ask, begun: bool) -> dict[str, InvalidRequest]:
+    def barred(self, request: Request, begun: bool) -> dict[str, InvalidRequest]:
         return {}
 
-    async def answer(self, request: Request, deadline_s: float) -> AsyncGenerator[Drawn | Finished]:
+    async def answer(self, request: Request) -> AsyncGenerator[Drawn | Finished]:
         yield Drawn((5,), "")
         yield Finished("length", self._usage, "")
 
@@ -55,9 +55,7 @@ def ended(send: do.Send, usage: Usage) -> ev.Ended:
     heard = Heard(usage)
 
     async def answer() -> None:
-        open_answer = OpenAnswer(
-            heard, Ask(request_id="r", model="m", tokens=np.zeros(TOKENS, np.uint32)), send.number, {}
-        )
+        open_answer = OpenAnswer(heard, Request(id="r", model="m", tokens=np.zeros(TOKENS, np.uint32)), send.number, {})
         open_answer.told(send)
         async for _ in open_answer.parts():
             pass
@@ -154,7 +152,7 @@ def test_hand_offs_that_come_later_than_predicted_are_avoided_and_tried_again() 
     costs, asked = made.state.costs, wish(1, pages_of(*range(40)))
 
     def tail_s() -> float:
-        told: Any = made.state.explain(asked, made.now_s)["candidates"]
+        told: Any = made.explain(asked)["candidates"]
         (best,) = (row["best"] for row in told if row["engine"] == "e0")
         assert best["answers"] == "e1"
         return float(best["tail_s"])

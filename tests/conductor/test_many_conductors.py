@@ -28,7 +28,7 @@ class Stubborn(ConductorState):
 
     def _change_roles(self, now_s: float, out: list[do.Instruction]) -> None:
         waits = [one for one in self.requests.values() if one.route is None]
-        costs = [(one.wish.model, one.waiting.cost_s, one.waiting.answer_s) for one in waits]
+        costs = [(one.model, one.cost_s, one.answer_s) for one in waits]
         self._roles.keep(self.fleet.models)
         self._roles.revision, self._roles._orders_from_s = self._roles.revision or 0, 0.0
         for change in self._roles.changes(list(self.fleet.engines.values()), costs, now_s):
@@ -141,7 +141,7 @@ def test_an_engine_that_refuses_for_its_role_is_asked_again_and_not_barred() -> 
     assert made.sends[-1][1].number == made.role_refusals[0].number, "it went to the other one at once"
     report(made, "e0", Role.BOTH, asked=False)  # what it was before
     assert {send(made, next(numbers)) for _ in range(4)} == {"e1"}
-    explained = made.state.explain(wish(99, pages_of(1)), made.now_s)
+    explained = made.explain(wish(99, pages_of(1)))
     (out,) = explained["left_out"]  # type: ignore[misc]
     assert out["engine"] == "e0" and "refused a request for its role" in out["why"]
     made.engines["e0"].door.set_role(Role.BOTH, None)

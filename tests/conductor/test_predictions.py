@@ -20,7 +20,7 @@ SEEDS = 3
 
 
 def options_of(made: World, number: int, **how: object) -> Options:
-    found = made.state.options(wish(number, pages_of(number), **how), made.now_s)  # type: ignore[arg-type]
+    found = made.options(wish(number, pages_of(number), **how))  # type: ignore[arg-type]
     assert found is not None
     return found
 

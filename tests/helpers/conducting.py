@@ -13,10 +13,10 @@ import numpy as np
 
 from engine.conductor.backends.settings import parse_backends
 from engine.conductor.config import ConductorConfig
-from engine.conductor.shell.answers import Answered, Ask, Drawn, Routed
+from engine.conductor.shell.answers import Answered, Drawn, Routed
 from engine.conductor.shell.conductor import Conductor
 from engine.conductor.shell.tally import ConductorTally
-from engine.model.request import Sampling
+from engine.model.request import Request, Sampling
 from tests.helpers.processes import WAIT_S
 
 
@@ -72,16 +72,16 @@ class Collected:
         return sum(self.end.usage.cached_tokens.values())
 
 
-def asking(tokens: Sequence[int], model: str, max_tokens: int = 8, **more: Any) -> Ask:
+def asking(tokens: Sequence[int], model: str, max_tokens: int = 8, **more: Any) -> Request:
     """A prompt to be answered greedily."""
     sampling = Sampling(max_tokens=max_tokens, **more.pop("sampling", {}))
-    return Ask(request_id="r", model=model, tokens=np.array(tokens, np.uint32), sampling=sampling, **more)
+    return Request(id="r", model=model, tokens=np.array(tokens, np.uint32), sampling=sampling, **more)
 
 
-async def answered(conductor: Conductor, ask: Ask) -> Collected:
+async def answered(conductor: Conductor, request: Request) -> Collected:
     """All of an answer."""
     found = Collected()
-    async with contextlib.aclosing(conductor.answer(ask)) as parts:
+    async with contextlib.aclosing(conductor.answer(request)) as parts:
         async for part in parts:
             found.add(part)
     return found

@@ -18,8 +18,8 @@ from engine.conductor.door.opening import open_door
 from engine.conductor.door.patience import PATIENCE, HttpPatience
 from engine.conductor.door.prompts import PromptMaker
 from engine.conductor.door.server import HttpDoor
-from engine.conductor.shell.answers import Answered, AnswerPart, Ask, Drawn, Routed, ServedModel
-from engine.model.request import Usage
+from engine.conductor.shell.answers import Answered, AnswerPart, Drawn, Routed, ServedModel
+from engine.model.request import Request, Usage
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls
 from kvstore.server.http import Route
@@ -44,20 +44,22 @@ class InstantAnswers:
         """See ``Answers``."""
         return self._models
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[AnswerPart, None]:
+    async def answer(self, request: Request) -> AsyncGenerator[AnswerPart, None]:
         """See ``Answers``."""
-        yield Routed(await self.explain(ask))
-        count = ask.sampling.max_tokens
+        yield Routed(await self.explain(request))
+        count = request.sampling.max_tokens
         for index in range(count):
             yield Drawn((index,), f" word{index}")
-        cached = len(ask.tokens) // 2
+        cached = len(request.tokens) // 2
         yield Answered(
-            "length", "", Usage(prompt_tokens=len(ask.tokens), completion_tokens=count, cached_tokens={"dram": cached})
+            "length",
+            "",
+            Usage(prompt_tokens=len(request.tokens), completion_tokens=count, cached_tokens={"dram": cached}),
         )
 
-    async def explain(self, ask: Ask) -> dict[str, Any]:
+    async def explain(self, request: Request) -> dict[str, Any]:
         """See ``Answers``."""
-        return {"model": ask.model, "reason": "there is nothing to choose"}
+        return {"model": request.model, "reason": "there is nothing to choose"}
 
 
 def head_of(length: int, *more: str, path: str = "/v1/completions") -> bytes:
@@ -135,7 +137,7 @@ class DirectedAnswers(InstantAnswers):
     """Its models are what they do: draw words; hang; flood; refuse in several ways; break in the middle.
 
     Attributes:
-        asks: all there were.
+        requests: all there were.
         open: model -> answers under way.
         drawn: model -> parts that somebody took.
     """
@@ -143,23 +145,23 @@ class DirectedAnswers(InstantAnswers):
     def __init__(self, **models: str | None) -> None:
         super().__init__(**dict.fromkeys(KINDS), **models)
         self._models.append(ServedModel("short", None, 32))
-        self.asks: list[Ask] = []
+        self.requests: list[Request] = []
         self.open: Counter[str] = Counter()
         self.drawn: Counter[str] = Counter()
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[AnswerPart, None]:
-        self.asks.append(ask)
-        self.open[ask.model] += 1
+    async def answer(self, request: Request) -> AsyncGenerator[AnswerPart, None]:
+        self.requests.append(request)
+        self.open[request.model] += 1
         try:
-            async with contextlib.aclosing(self._answer(ask)) as parts:
+            async with contextlib.aclosing(self._answer(request)) as parts:
                 async for part in parts:
                     yield part
-                    self.drawn[ask.model] += 1
+                    self.drawn[request.model] += 1
         finally:
-            self.open[ask.model] -= 1
+            self.open[request.model] -= 1
 
-    async def _answer(self, ask: Ask) -> AsyncGenerator[AnswerPart, None]:
-        match ask.model:
+    async def _answer(self, request: Request) -> AsyncGenerator[AnswerPart, None]:
+        match request.model:
             case "hangs":
                 await asyncio.sleep(3600)
             case "floods":
@@ -177,7 +179,7 @@ class DirectedAnswers(InstantAnswers):
             case "picky":
                 raise InvalidRequest("sampling.top_p", "is not to its taste")
             case _:
-                async with contextlib.aclosing(super().answer(ask)) as parts:
+                async with contextlib.aclosing(super().answer(request)) as parts:
                     async for part in parts:
                         yield part
 

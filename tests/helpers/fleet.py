@@ -17,9 +17,10 @@ from engine.conductor.state import instructions as do
 from engine.conductor.state import integrity
 from engine.conductor.state.conductor_state import ConductorRules, ConductorState
 from engine.conductor.state.fleet import EngineAbout, LoadReport
-from engine.conductor.state.options import RouteWish
+from engine.conductor.state.options import Options
 from engine.conductor.state.roles import ORDER_S
-from engine.model.request import Role, RoleOrder
+from engine.conductor.state.routed_request import RoutedRequest
+from engine.model.request import Request, Role, RoleOrder, Sampling
 from engine.state.admission import Door
 from kvstore.cluster.directory import Told
 from kvstore.errors import InvalidRequest, KVStoreError
@@ -51,11 +52,14 @@ def pages_of(*parts: int) -> Fingerprints:
 
 
 def wish(
-    number: int, pages: Fingerprints, *, tenant: str = "t", answer: int = 20, more: int = 10, **how: object
-) -> RouteWish:
-    """A request for the answer to these pages and ``more`` tokens."""
-    said: dict[str, object] = {"model": "m", "tokens": PAGE * len(pages) + more, "answer_max": answer, **how}
-    return RouteWish(number=number, tenant=tenant, pages={LAYOUT: pages}, **said)  # type: ignore[arg-type]
+    number: int, pages: Fingerprints, *, answer: int = 20, more: int = 10, tokens: int | None = None, **how: object
+) -> ev.Arrived:
+    """A request for the answer to these pages and ``more`` tokens, or to this many tokens in all."""
+    count = PAGE * len(pages) + more if tokens is None else tokens
+    said: dict[str, object] = {"model": "m", "tenant": "t", "sampling": Sampling(max_tokens=answer), **how}
+    prompt = np.broadcast_to(np.uint32(0), count)  # decisions look at their number alone
+    request = Request(id=str(number), tokens=prompt, **said)  # type: ignore[arg-type]
+    return ev.Arrived(0.0, number, request, {LAYOUT: pages})
 
 
 def about(name: str, **how: object) -> EngineAbout:
@@ -166,7 +170,7 @@ class World:
     splits: list[tuple[float, int, int]] = field(default_factory=list)  # engines of role prefill and decode, since when
     first: dict[int, float] = field(default_factory=dict)
     done: dict[int, float] = field(default_factory=dict)
-    wishes: dict[int, RouteWish] = field(default_factory=dict)
+    wishes: dict[int, ev.Arrived] = field(default_factory=dict)
     orders: list[do.CopyPrefix | do.PrefetchPrefix] = field(default_factory=list)
     computed_pages: int = 0
 
@@ -412,10 +416,20 @@ class World:
         if self._told % CHECKED_EVERY == 0 or (self._links is None and len(seat.state.requests) < FEW):
             integrity.check(seat.state)
 
-    def arrive(self, wish: RouteWish, seat: Seat | None = None) -> None:
+    def arrive(self, wish: ev.Arrived, seat: Seat | None = None) -> None:
         """A request comes."""
         self.wishes[wish.number] = wish
-        self.tell(ev.Arrived(self.now_s, wish, 4 * wish.tokens), seat)
+        self.tell(replace(wish, now_s=self.now_s), seat)
+
+    def explain(self, wish: ev.Arrived) -> dict[str, object]:
+        """What would become of a request now."""
+        return self.state.explain(replace(wish, now_s=self.now_s))
+
+    def options(self, wish: ev.Arrived, now_s: float | None = None) -> Options | None:
+        """What could be done with a request now."""
+        limits = wish.request.first_token_s, wish.request.token_s
+        request = RoutedRequest(wish.number, wish.request, wish.pages, wish.barred, 0.0, *limits)
+        return self.state.options(request, self.now_s if now_s is None else now_s)
 
     def _perform(self, seat: Seat, order: do.CopyPrefix | do.PrefetchPrefix) -> None:
         """A node does what it is told, as fast as memory allows."""
@@ -488,7 +502,7 @@ class World:
             self._break(seat, number, attempt, name, 0)
             return
         donor = self.engines.get(send.route.computing.donor.removeprefix("node-"))
-        pages, tokens = request.wish.pages[LAYOUT].tolist(), request.wish.tokens
+        pages, tokens = request.pages[LAYOUT].tolist(), request.tokens
 
         def compute() -> float:
             there = (page in engine.held or (donor is not None and page in donor.held) for page in pages)
@@ -526,13 +540,13 @@ class World:
         if engine is None or not engine.up or answering in seat.deaf:
             self._break(seat, number, attempt, answering if answering in seat.deaf else name, 0)
             return
-        pages = seat.state.requests[number].wish.pages[LAYOUT]
+        pages = seat.state.requests[number].pages[LAYOUT]
         self.holds(name, np.array([page for page in pages.tolist() if page not in engine.held], np.uint64))
         if number not in seat.state.requests:
             return
         self.first.setdefault(number, self.now_s)
         self.tell(ev.FirstToken(self.now_s, number), seat)
-        answer = self.wishes[number].answer_max
+        answer = self.wishes[number].request.sampling.max_tokens
         self.after(answer * STEP_S, lambda: self._answered(seat, number, attempt, answering, answer, cached, took_s))
 
     def _answered(

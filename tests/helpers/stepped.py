@@ -21,7 +21,7 @@ from engine.conductor.state import instructions as do
 from engine.conductor.state import integrity
 from engine.conductor.state.conductor_state import ConductorRules, ConductorState
 from engine.conductor.state.fleet import LoadReport
-from engine.conductor.state.options import Route
+from engine.conductor.state.routed_request import Route
 from engine.model.request import Role
 from engine.simulator.generate import QUICK_SESSIONS, conversations
 from kvstore.cluster.directory import Told
@@ -151,7 +151,8 @@ class SteppedFleet:
 
     def _arrive(self, number: int) -> None:
         _, tokens, pages, answer = self._asked[number]
-        self._tell(ev.Arrived(self._now_s, wish(number, pages, answer=answer, tokens=tokens), 4 * tokens))
+        arrived = wish(number, pages, answer=answer, tokens=tokens)
+        self._tell(replace(arrived, now_s=self._now_s))
 
     def _tell(self, event: ev.ConductorEvent) -> None:
         for instruction in self.state.handle(event):

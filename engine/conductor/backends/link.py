@@ -20,7 +20,7 @@ from typing import Any, Final
 import aiohttp
 
 from engine.conductor.backends.settings import BackendSettings
-from engine.conductor.shell.answers import Ask, Drawn
+from engine.conductor.shell.answers import Drawn
 from engine.conductor.state.speeds import ObservedSpeeds
 from engine.model.request import Finished, Request, Role, RoleOrder, Usage
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
@@ -199,28 +199,28 @@ class BackendLink:
         """See ``AnswerLink``."""
         raise InvalidRequest("role", f"{self.settings.name} always does both")
 
-    def why_not(self, ask: Ask, salt: str, begun: bool) -> InvalidRequest | None:
+    def why_not(self, request: Request, begun: bool) -> InvalidRequest | None:
         """See ``AnswerLink``."""
-        sampling = ask.sampling
-        if ask.adapter:
+        sampling = request.sampling
+        if request.adapter:
             return InvalidRequest("adapter", f"{self.settings.name} supports no adapters")
         if begun and sampling.stop:
             return InvalidRequest("stop", f"{self.settings.name} cannot continue an answer that has stop texts")
         if self.tells_ids:  # a vLLM
             return None
-        if salt:
+        if request.page_salt:
             return InvalidRequest("salt", f"{self.settings.name} does not keep salts apart")
         if sampling.ignore_eos:
             return InvalidRequest("ignore_eos", f"{self.settings.name} does not support this parameter")
-        if ask.ids:
+        if request.needs_ids:
             return InvalidRequest("tokens", f"{self.settings.name} does not tell the ids of its answers")
         return None
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    async def answer(self, request: Request, deadline_s: float) -> AsyncGenerator[Drawn | Finished, None]:
+    async def answer(self, request: Request) -> AsyncGenerator[Drawn | Finished, None]:
         """See ``AnswerLink``."""
-        until_s = asyncio.get_running_loop().time() + deadline_s
+        until_s = asyncio.get_running_loop().time() + request.deadline_s
         drawn, told, end = 0, BackendPart(), BackendPart()
         most = (request.sampling.max_tokens - request.generated) * (1 if self.tells_ids else SLACK)
         async with self._asked("POST", "/v1/completions", self._body_of(request), until_s) as chunks, self._giving():
@@ -263,6 +263,7 @@ class BackendLink:
     def _body_of(self, request: Request) -> bytes:
         sampling = request.sampling
         body: dict[str, Any] = {
+            **request.extra,
             "model": self.model,
             "prompt": request.tokens.tolist(),
             "max_tokens": sampling.max_tokens - request.generated,
@@ -277,8 +278,8 @@ class BackendLink:
             body["stop"] = list(sampling.stop)
         if self.tells_ids:
             body |= {"return_token_ids": True, "ignore_eos": sampling.ignore_eos}
-            if request.salt:
-                body["cache_salt"] = request.salt
+            if request.page_salt:
+                body["cache_salt"] = request.page_salt
         return json.dumps(body).encode()
 
     @contextlib.asynccontextmanager

@@ -14,7 +14,8 @@ from typing import Protocol
 
 from engine.conductor.door.errors import refusal_of
 from engine.conductor.door.replies import Choice, OpenAIReply, error_event
-from engine.conductor.shell.answers import Answered, AnswerPart, Answers, Ask, Drawn, Routed
+from engine.conductor.shell.answers import Answered, AnswerPart, Answers, Drawn, Routed
+from engine.model.request import Request
 from kvstore import boundary
 from kvstore.errors import DeadlineExceeded, KVStoreError
 
@@ -39,16 +40,16 @@ class EventSink(Protocol):
         ...
 
 
-async def answer_all(answers: Answers, asks: Sequence[Ask], per_prompt: int, take: Take) -> None:
+async def answer_all(answers: Answers, requests: Sequence[Request], per_prompt: int, take: Take) -> None:
     """Get all answers. The first error ends the others. Cancelling ends all.
 
     Raises:
         KVStoreError: the error of the first answer that failed.
     """
-    if len(asks) == 1:
-        await _answer(answers, 0, asks[0], take)
+    if len(requests) == 1:
+        await _answer(answers, 0, requests[0], take)
         return
-    drew = [asyncio.Event() for _ in asks[::per_prompt]]
+    drew = [asyncio.Event() for _ in requests[::per_prompt]]
     turn = asyncio.Lock()
 
     async def take_in_turn(index: int, part: AnswerPart) -> None:
@@ -57,15 +58,15 @@ async def answer_all(answers: Answers, asks: Sequence[Ask], per_prompt: int, tak
         if not isinstance(part, Routed):
             drew[index // per_prompt].set()
 
-    async def follow(index: int, ask: Ask) -> None:
+    async def follow(index: int, request: Request) -> None:
         if index % per_prompt:
             await drew[index // per_prompt].wait()
-        await _answer(answers, index, ask, take_in_turn)
+        await _answer(answers, index, request, take_in_turn)
 
     try:
         async with asyncio.TaskGroup() as group:
-            for index, ask in enumerate(asks):
-                group.create_task(follow(index, ask))
+            for index, request in enumerate(requests):
+                group.create_task(follow(index, request))
     except* KVStoreError as errors:
         raise _first(errors) from None
 
@@ -76,20 +77,20 @@ def _first(errors: BaseException) -> BaseException:
     return errors
 
 
-async def _answer(answers: Answers, index: int, ask: Ask, take: Take) -> None:
+async def _answer(answers: Answers, index: int, request: Request, take: Take) -> None:
     with _ANSWERING:
-        async with aclosing(answers.answer(ask)) as parts:
+        async with aclosing(answers.answer(request)) as parts:
             async for part in parts:
                 await take(index, part)
 
 
-async def reply_whole(answers: Answers, asks: Sequence[Ask], reply: OpenAIReply) -> bytes:
+async def reply_whole(answers: Answers, requests: Sequence[Request], reply: OpenAIReply) -> bytes:
     """Send the reply when all of it is there. Raises KVStoreError."""
 
     async def take(index: int, part: AnswerPart) -> None:
         choice = reply.choices[index]
         match part:
-            case Routed() if asks[index].explain:
+            case Routed() if requests[index].explain:
                 reply.routes.append({"index": index, "route": part.document})
             case Drawn():
                 choice.texts.append(part.text)
@@ -97,11 +98,11 @@ async def reply_whole(answers: Answers, asks: Sequence[Ask], reply: OpenAIReply)
                 choice.texts.append(part.text)
                 choice.ended(part)
 
-    await _in_time(answer_all(answers, asks, reply.per_prompt, take), asks[0].deadline_s)
+    await _in_time(answer_all(answers, requests, reply.per_prompt, take), requests[0].deadline_s)
     return reply.whole()
 
 
-async def reply_streamed(answers: Answers, asks: Sequence[Ask], reply: OpenAIReply, stream: EventSink) -> None:
+async def reply_streamed(answers: Answers, requests: Sequence[Request], reply: OpenAIReply, stream: EventSink) -> None:
     """Send the reply event by event. Nothing is sent before the first token: until then errors have a status.
 
     Raises:
@@ -114,7 +115,7 @@ async def reply_streamed(answers: Answers, asks: Sequence[Ask], reply: OpenAIRep
         choice: Choice = reply.choices[index]
         match part:
             case Routed():
-                if asks[index].explain:
+                if requests[index].explain:
                     held.append(reply.routed(index, part))
                 return
             case Drawn():
@@ -133,7 +134,7 @@ async def reply_streamed(answers: Answers, asks: Sequence[Ask], reply: OpenAIRep
             await stream.send(events)
 
     try:
-        await _in_time(answer_all(answers, asks, reply.per_prompt, take), asks[0].deadline_s)
+        await _in_time(answer_all(answers, requests, reply.per_prompt, take), requests[0].deadline_s)
     except KVStoreError as error:
         if not stream.begun:
             raise

@@ -9,13 +9,12 @@ from __future__ import annotations
 import asyncio
 import contextlib
 from collections import OrderedDict
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, TypeVar
 
 from engine.conductor.door.errors import invalid
-from engine.conductor.door.wanted import Wanted
 from engine.conductor.shell.answers import ServedModel
 from engine.text.chat import PromptTokenizer, Tokens, prompt_tokenizer
 from kvstore import boundary
@@ -71,23 +70,29 @@ class PromptMaker:
             with contextlib.suppress(InvalidRequest):
                 await self.tokenizer(model)
 
-    async def tokens(self, wanted: Wanted, model: ServedModel, owner: Owner) -> list[Tokens]:
-        """The tokens of each prompt, in order, or of one chat. A prompt too long for the model is cut one token above
-        the limit.
+    async def chat(self, messages: Sequence[Mapping[str, str]], model: ServedModel, owner: Owner) -> Tokens:
+        """The tokens of a chat. One too long for the model is cut one token above the limit.
 
         Raises:
-            Refusal: the model has no chat template, or a prompt is empty.
+            Refusal: the model has no chat template.
             InvalidRequest: the template refuses the messages, or the tokenizer cannot be read.
             TooManyCalls: no thread is free in time.
         """
-        if wanted.is_chat:
-            tokenizer = await self.tokenizer(model)
-            if not tokenizer.has_template:
-                reason = f"{model.name} has no chat template: ask /v1/completions"
-                raise invalid("messages", reason, "no_chat_template")
-            return [_some(await self.run(partial(tokenizer.chat, wanted.messages), owner), "messages")]
+        tokenizer = await self.tokenizer(model)
+        if not tokenizer.has_template:
+            raise invalid("messages", f"{model.name} has no chat template: ask /v1/completions", "no_chat_template")
+        return _some(await self.run(partial(tokenizer.chat, messages), owner), "messages")
+
+    async def texts(self, prompts: Sequence[str | Tokens], model: ServedModel, owner: Owner) -> list[Tokens]:
+        """The tokens of each prompt, in order. One too long for the model is cut one token above the limit.
+
+        Raises:
+            Refusal: a prompt is empty.
+            InvalidRequest: the tokenizer cannot be read.
+            TooManyCalls: no thread is free in time.
+        """
         found = []
-        for prompt in wanted.prompts:
+        for prompt in prompts:
             if isinstance(prompt, str):
                 tokenizer = await self.tokenizer(model)
                 found.append(_some(await self.run(partial(tokenizer.text, prompt), owner), "prompt"))

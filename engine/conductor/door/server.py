@@ -23,15 +23,14 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.conductor.door.answering import reply_streamed, reply_whole
-from engine.conductor.door.asks import asks_of, salt_of
 from engine.conductor.door.connection import JSON, DoorServer, HttpReply
 from engine.conductor.door.documents import SMALL_BYTES, parse_document
-from engine.conductor.door.errors import DENIED, INVALID, SERVER, Refusal, refusal_of
+from engine.conductor.door.errors import DENIED, INVALID, SERVER, Refusal, invalid, refusal_of
+from engine.conductor.door.openai_schema import AnyBody, ChatBody, read_body, requests_of
 from engine.conductor.door.patience import HttpPatience
 from engine.conductor.door.prompts import PromptMaker
 from engine.conductor.door.replies import Choice, OpenAIReply, model_document, models_document
 from engine.conductor.door.tally import GONE, DoorTally
-from engine.conductor.door.wanted import Wanted, read_wanted
 from engine.conductor.shell.answers import Answers, ServedModel
 from kvstore import boundary
 from kvstore.config import parse_address
@@ -39,7 +38,7 @@ from kvstore.errors import InvalidRequest, KVStoreError, TooManyCalls, Unauthent
 from kvstore.limits import Shares
 from kvstore.server.gate import TOKEN_BYTES_MAX
 from kvstore.server.http import HostNames, Route
-from kvstore.server.identities import LOCAL, UNKNOWN, Identities, Identity
+from kvstore.server.identities import ALL_SALTS, LOCAL, UNKNOWN, Identities, Identity
 
 BODY_BYTES_MAX: Final = 8 << 20
 BODY_BYTES_FREE: Final = 64 << 10  # a larger body counts as memory in use until it is tokens,
@@ -214,23 +213,28 @@ class HttpDoor:
         self, request: web.BaseRequest, connection: HttpReply, caller: Identity, is_chat: bool, began_s: float
     ) -> web.StreamResponse:
         async with self._body(request, caller) as body:
-            read = partial(_read, is_chat, body)
-            wanted = await self._prompts.run(read, caller) if len(body) > SMALL_BYTES else read()
+            passing = frozenset(model.name for model in self._answers.models() if model.foreign)
+            read = partial(_read, is_chat, passing, body)
+            asked, extra = await self._prompts.run(read, caller) if len(body) > SMALL_BYTES else read()
             del body, read
-            model = self._model(wanted.model)
-            salt = salt_of(caller, wanted)
-            prompts = await self._prompts.tokens(wanted, model, caller)
+            model = self._model(asked.model)
+            salt = _salt_of(caller, asked.kvstore.salt)
+            if isinstance(asked, ChatBody):
+                prompts = [await self._prompts.chat(asked.turns(), model, caller)]
+            else:
+                prompts = await self._prompts.texts(asked.prompt, model, caller)
         id = f"{'chatcmpl' if is_chat else 'cmpl'}-{uuid.uuid4().hex}"
         given = _request_id(request)
-        asks = asks_of(given or id, wanted, model, prompts, caller.name, salt)
-        choices = [Choice() for _ in asks]
-        reply = OpenAIReply(id, int(time.time()), model.name, is_chat, wanted.n, wanted.include_usage, choices)
+        requests = requests_of(asked, extra, given or id, model, prompts, caller.name, salt)
+        choices = [Choice() for _ in requests]
+        include_usage = asked.stream_options is not None and asked.stream_options.include_usage
+        reply = OpenAIReply(id, int(time.time()), model.name, is_chat, asked.n, include_usage, choices)
         connection.headers["x-request-id"] = given or id
         connection.on_begin = lambda: self.tally.first_token.add(time.monotonic() - began_s)
         connection.check = partial(self._identities.check, caller)
-        if not wanted.stream:
-            return await connection.whole(await reply_whole(self._answers, asks, reply), JSON)
-        await reply_streamed(self._answers, asks, reply, connection)
+        if not asked.stream:
+            return await connection.whole(await reply_whole(self._answers, requests, reply), JSON)
+        await reply_streamed(self._answers, requests, reply, connection)
         return await connection.end()
 
     # --- callers and bodies ----------------------------------------------------------------------------------------
@@ -291,8 +295,25 @@ def _request_id(request: web.BaseRequest) -> str:
     return given if REQUEST_ID.fullmatch(given) else ""
 
 
-def _read(is_chat: bool, body: bytearray) -> Wanted:
-    return read_wanted(parse_document(body), is_chat)
+def _read(is_chat: bool, passing: frozenset[str], body: bytearray) -> tuple[AnyBody, dict[str, Any]]:
+    return read_body(parse_document(body), is_chat, passing)
+
+
+def _salt_of(caller: Identity, named: str | None) -> str | None:
+    """The salt of a request's pages: the one that it names, else the one of the key; None: the conductor's.
+
+    Raises PermissionDenied.
+    """
+    if named is not None:
+        caller.check_salt(named)
+        return named
+    if ALL_SALTS in caller.salts:
+        return None
+    if len(caller.salts) == 1:
+        return next(iter(caller.salts))
+    if caller.name in caller.salts:
+        return caller.name
+    raise invalid("kvstore.salt", "is missing: this key may use several or no salts", "missing_required_parameter")
 
 
 def _check_method(request: web.BaseRequest, *methods: str) -> None:

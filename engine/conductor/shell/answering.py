@@ -21,14 +21,14 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from engine.conductor.config import ConductorConfig
-from engine.conductor.shell.answers import Answered, AnswerPart, Ask, Drawn, Routed
+from engine.conductor.shell.answers import Answered, AnswerPart, Drawn, Routed
 from engine.conductor.shell.members import FleetMembers
 from engine.conductor.shell.stay import EngineStay
 from engine.conductor.shell.tally import ConductorTally
 from engine.conductor.shell.telling import routed
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
-from engine.conductor.state.options import Route
+from engine.conductor.state.routed_request import Route
 from engine.conductor.state.speeds import ObservedSpeeds
 from engine.model.request import Finished, Request, Usage
 from engine.state.admission import ROLE
@@ -52,7 +52,7 @@ class Decides(Protocol):
     def handle(self, event: ev.ConductorEvent) -> None:
         """Decide, and perform what follows."""
 
-    def barred(self, ask: Ask, begun: bool) -> dict[str, InvalidRequest]:
+    def barred(self, request: Request, begun: bool) -> dict[str, InvalidRequest]:
         """Engines that cannot answer it, or cannot continue an answer that has begun, and why."""
 
 
@@ -63,9 +63,9 @@ class OpenAnswer:
         explained: the explanation of its decision, included in where it goes.
     """
 
-    def __init__(self, conductor: Decides, ask: Ask, number: int, explained: Mapping[str, Any]) -> None:
+    def __init__(self, conductor: Decides, request: Request, number: int, explained: Mapping[str, Any]) -> None:
         self._conductor = conductor
-        self.ask = ask
+        self.request = request
         self._explained = {"explained": explained} if explained else {}
         self._number = number
         self._told: asyncio.Queue[Told] = asyncio.Queue(1)  # a request gets one update at a time
@@ -113,7 +113,7 @@ class OpenAnswer:
             async with asyncio.timeout(max(0.0, self._left_s())):
                 return await self._told.get()
         except TimeoutError:
-            raise DeadlineExceeded(f"no engine had room within {self.ask.deadline_s:g} s") from None
+            raise DeadlineExceeded(f"no engine had room within {self.request.deadline_s:g} s") from None
 
     async def _from(self, it: do.Send) -> AsyncGenerator[AnswerPart, None]:
         """The parts that one engine gives: to the end, or until it fails."""
@@ -126,7 +126,7 @@ class OpenAnswer:
             request = await self._request(it)
             if request is None:
                 return
-            async with contextlib.aclosing(known.link.answer(request, self._left_s())) as parts:
+            async with contextlib.aclosing(known.link.answer(request)) as parts:
                 async for part in parts:
                     if isinstance(part, Finished):
                         self._answered(part.reason, *self._took(it.route, part.usage, stay, known.speeds))
@@ -145,26 +145,23 @@ class OpenAnswer:
             if stay.waited_s >= STALL_S:
                 raise DeadlineExceeded(f"the client read nothing for {stay.waited_s:.0f} s") from None
             if self._left_s() <= 0:
-                raise DeadlineExceeded(f"no whole answer within {self.ask.deadline_s:g} s") from None
+                raise DeadlineExceeded(f"no whole answer within {self.request.deadline_s:g} s") from None
             for end in self._broke(name, error):
                 yield end
 
     def _took(self, route: Route, usage: Usage, stay: EngineStay, speeds: ObservedSpeeds | None) -> tuple[int, float]:
-        tokens = len(self.ask.tokens) + stay.before
+        tokens = len(self.request.tokens) + stay.before
         return _took(route, usage, tokens) if speeds is None else stay.observed(usage, tokens, speeds)
 
     async def _request(self, it: do.Send) -> Request | None:
         """The request to the engine that answers; None: the remote cluster that was to compute the prompt cannot."""
-        ask, about = self.ask, it.route.computing.engine.about
+        about = it.route.computing.engine.about
         self._attempts += 1
-        salt = self._conductor.config.salt if ask.salt is None else ask.salt
-        shown = ask.request_id.encode()[:ID_BYTES].decode(errors="ignore")
-        request = Request(
+        shown = self.request.id.encode()[:ID_BYTES].decode(errors="ignore")
+        request = replace(
+            self.request,
             id=f"{shown}.{self._attempts}.{secrets.token_hex(8)}",
-            tokens=np.append(ask.tokens, np.array(self._drawn, np.uint32)),
-            sampling=ask.sampling,
-            salt=salt,
-            adapter=ask.adapter,
+            tokens=np.append(self.request.tokens, np.array(self._drawn, np.uint32)),
             generated=len(self._drawn),
             deadline_s=self._left_s(),
             prefill=(),
@@ -178,7 +175,7 @@ class OpenAnswer:
             return None
 
     def _left_s(self) -> float:
-        return self._begun_s + min(self.ask.deadline_s, self._conductor.config.request_s_max) - time.monotonic()
+        return self._begun_s + min(self.request.deadline_s, self._conductor.config.request_s_max) - time.monotonic()
 
     # --- results --------------------------------------------------------------------------------------------------
 
@@ -199,20 +196,20 @@ class OpenAnswer:
         tally = self._conductor.tally
         tally.outcomes[reason if reason in tally.outcomes else "failed"] += 1
         tally.completion_tokens += self._tokens
-        tally.prompt_tokens += len(self.ask.tokens)
+        tally.prompt_tokens += len(self.request.tokens)
         self._conductor.handle(ev.Ended(time.monotonic(), self._number, self._tokens, cached, prefill_s))
 
     def _broke(self, name: str, error: KVStoreError) -> list[AnswerPart]:
         """Handle the failure of the engine. Returns the end of the answer if only that was missing."""
         self._conductor.tally.broken += 1
-        if 0 < self.ask.sampling.max_tokens <= len(self._drawn):
+        if 0 < self.request.sampling.max_tokens <= len(self._drawn):
             self._answered("length")
-            return [Answered("length", "", self._usage(Usage(prompt_tokens=len(self.ask.tokens))))]
+            return [Answered("length", "", self._usage(Usage(prompt_tokens=len(self.request.tokens))))]
         self._failure = f" ({error})"
         lost = ""
         if self._tokens > len(self._drawn):
             lost = f"{name} failed, and no engine can continue: it reported no token ids"
-        barred = self._conductor.barred(self.ask, begun=self._tokens > 0)
+        barred = self._conductor.barred(self.request, begun=self._tokens > 0)
         self._conductor.handle(ev.Broke(time.monotonic(), self._number, name, len(self._drawn), tuple(barred), lost))
         return []
 
@@ -234,7 +231,7 @@ class OpenAnswer:
             completion = stay.before + usage.completion_tokens
         return replace(
             usage,
-            prompt_tokens=len(self.ask.tokens),
+            prompt_tokens=len(self.request.tokens),
             completion_tokens=completion,
             ttft_ms=1e3 * max(0.0, self._first_s - self._begun_s),
             gap_ms=1e3 * max(0.0, self._second_s - self._first_s),

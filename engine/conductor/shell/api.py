@@ -7,22 +7,22 @@ import contextlib
 import threading
 import time
 from collections.abc import Callable, Coroutine, Mapping, Sequence
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 import grpc
 from google.protobuf import struct_pb2
 
-from engine.api.wire import request_of, salt_of, tokens_of
+from engine.api.wire import request_of, salt_of, tokenized
 from engine.conductor.config import ConductorConfig
 from engine.conductor.door.opening import open_door
 from engine.conductor.door.patience import HttpPatience
 from engine.conductor.door.prompts import PromptMaker
-from engine.conductor.shell.answers import PRIORITY_MAX, Answered, Answers, Ask, Drawn, Routed, ServedModel
+from engine.conductor.shell.answers import Answered, Answers, Drawn, Routed, ServedModel
 from engine.conductor.shell.conductor import Conductor
 from engine.conductor.shell.tally import ConductorTally
-from engine.model.request import Request
+from engine.model.request import PRIORITY_MAX, Request
 from kvstore.errors import InvalidRequest, NodeUnavailable, PermissionDenied
 from kvstore.pb import conductor_pb2 as pb
 from kvstore.pb import engine_pb2, store_pb2
@@ -65,14 +65,14 @@ class ConductorCalls:
 
     async def route(self, call: Call, message: bytes) -> bytes:
         """Where a request would go now."""
-        return document(await self._answers.explain(await self._ask(call, message)))
+        return document(await self._answers.explain(await self._route_request(call, message)))
 
     async def submit(self, call: Call, message: bytes) -> None:
         """Answer a prompt."""
         if self._draining.is_set():
             raise NodeUnavailable("this conductor is draining: ask another one")
-        ask = await self._ask(call, message)
-        async with contextlib.aclosing(self._answers.answer(ask)) as parts:
+        request = await self._route_request(call, message)
+        async with contextlib.aclosing(self._answers.answer(request)) as parts:
             drawn = 0
             with call.waits():
                 async for part in parts:
@@ -93,7 +93,7 @@ class ConductorCalls:
         parse(store_pb2.Empty, message)
         return document(self._status())
 
-    async def _ask(self, call: Call, message: bytes) -> Ask:
+    async def _route_request(self, call: Call, message: bytes) -> Request:
         said = parse(pb.RouteRequest, message)
         for name in NOT_PASSED_ON:
             if getattr(said.request, name):
@@ -105,19 +105,13 @@ class ConductorCalls:
         if abs(said.priority) > PRIORITY_MAX:
             raise InvalidRequest("priority", f"must be from {-PRIORITY_MAX} to {PRIORITY_MAX} (got {said.priority})")
         model = self._model(said.model)
-        request = await self._request(call, said.request, model)
-        return Ask(
-            request_id=request.id,
+        return replace(
+            await self._request(call, said.request, model),
             model=model.name,
-            tokens=request.tokens,
-            sampling=request.sampling,
             tenant=tenant,
-            salt=request.salt,
-            adapter=request.adapter,
             priority=said.priority,
             first_token_s=said.first_token_ms / 1e3,
             token_s=said.token_ms / 1e3,
-            deadline_s=request.deadline_s,
             explain=said.explain,
         )
 
@@ -130,11 +124,11 @@ class ConductorCalls:
 
     async def _request(self, call: Call, said: engine_pb2.SubmitRequest, model: ServedModel) -> Request:
         left_s = min(call.left_s, self._config.request_s_max)
-        tokens = tokens_of(said)
-        if tokens is None:
-            tokenizer = await self._prompts.tokenizer(model)
-            tokens = await self._prompts.run(partial(tokenizer.text, said.text), call.caller, left_s)
-        return request_of(said, tokens, self._config.salt, left_s)
+        request = request_of(said, self._config.salt, left_s)
+        if not request.text:
+            return request
+        tokenizer = await self._prompts.tokenizer(model)
+        return tokenized(request, await self._prompts.run(partial(tokenizer.text, request.text), call.caller, left_s))
 
 
 def tenant_of(caller: Identity, named: str) -> str:

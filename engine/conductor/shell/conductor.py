@@ -17,22 +17,24 @@ import logging
 import time
 from collections import Counter, deque
 from collections.abc import AsyncGenerator, Callable, Coroutine
+from dataclasses import replace
 from typing import Any, Final
 
 import numpy as np
 
 from engine.conductor.config import ConductorConfig
 from engine.conductor.shell.answering import OpenAnswer
-from engine.conductor.shell.answers import AnswerPart, Ask, ServedModel
+from engine.conductor.shell.answers import AnswerPart, ServedModel
 from engine.conductor.shell.links import KnownEngine
 from engine.conductor.shell.members import FleetMembers
 from engine.conductor.shell.tally import ConductorTally
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
-from engine.conductor.state.conductor_state import ConductorState, RequestPhase
-from engine.conductor.state.options import RouteWish
+from engine.conductor.state.conductor_state import ConductorState
 from engine.conductor.state.orders import LATE_S
 from engine.conductor.state.roles import ORDER_S
+from engine.conductor.state.routed_request import RequestPhase
+from engine.model.request import Request
 from kvstore import boundary
 from kvstore.cluster.catalog.schema import ClusterEntry, EngineEntry, NodeEntry
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
@@ -42,7 +44,6 @@ TICK_S: Final = 0.02
 COUNT_S: Final = 1.0
 LOOK_S: Final = 0.02
 HASHED_AT_ONCE: Final = 1 << 15  # tokens hashed in the event loop: a few milliseconds; longer prompts use a thread
-TOKEN_BYTES: Final = 4
 
 DECIDED: Final = boundary.Decided("state/conductor")
 _ORDERING: Final = boundary.answered("task/order")
@@ -135,12 +136,11 @@ class Conductor:
         answering, link = self._answering.get(it.number), self.members.nodes.get(it.node)
         layout = next((each.layout for each in self.members.engines.values() if each.about.layout == it.layout), None)
         if answering is not None and link is not None and layout is not None and self.leading() is not None:
-            ask = answering.ask
-            salt = self.config.salt if ask.salt is None else ask.salt
-            tokens = ask.tokens[: it.pages * layout.page_tokens]
+            request = answering.request
+            tokens = request.tokens[: it.pages * layout.page_tokens]
             try:
                 with _ORDERING:
-                    await link.prefetch(layout, salt, ask.adapter, tokens, LATE_S)
+                    await link.prefetch(layout, request.page_salt, request.adapter, tokens, LATE_S)
             except KVStoreError as error:
                 log.debug("%s brings no pages: %s", it.node, error)
         self.handle(ev.OrderEnded(time.monotonic(), it.order))
@@ -237,82 +237,74 @@ class Conductor:
         for known in self.members.engines.values():
             name, context = known.about.model, known.about.context_max
             before = found.get(name)
+            foreign = known.about.foreign and (before is None or before.foreign)
             if before is None or context > before.context_tokens:
-                found[name] = ServedModel(name, known.model_path, context)
+                found[name] = ServedModel(name, known.model_path, context, foreign)
+            else:
+                found[name] = replace(before, foreign=foreign)
         return [found[name] for name in sorted(found)]
 
-    async def answer(self, ask: Ask) -> AsyncGenerator[AnswerPart, None]:
+    async def answer(self, request: Request) -> AsyncGenerator[AnswerPart, None]:
         """See ``Answers``."""
-        self._check(ask)
-        number = next(self._numbers)
-        wish = await self._wish(ask, number)
-        explained = self.state.explain(wish, time.monotonic()) if ask.explain else {}
-        answering = self._answering[number] = OpenAnswer(self, ask, number, explained)
+        arrived = await self._arrived(request, next(self._numbers))
+        explained = self.state.explain(arrived) if request.explain else {}
+        answering = self._answering[arrived.number] = OpenAnswer(self, arrived.request, arrived.number, explained)
         try:
-            self.handle(ev.Arrived(time.monotonic(), wish, TOKEN_BYTES * len(ask.tokens)))
+            self.handle(arrived)
             async with contextlib.aclosing(answering.parts()) as parts:
                 async for part in parts:
                     yield part
         finally:
             await answering.end()
-            del self._answering[number]
+            del self._answering[arrived.number]
 
-    async def explain(self, ask: Ask) -> dict[str, Any]:
+    async def explain(self, request: Request) -> dict[str, Any]:
         """See ``Answers``."""
-        self._check(ask)
-        wish = await self._wish(ask, 0)
-        return self.state.explain(wish, time.monotonic())
+        return self.state.explain(await self._arrived(request, 0))
 
-    def _check(self, ask: Ask) -> None:
-        engines = self._engines(ask.model)
+    def _check(self, request: Request) -> None:
+        engines = self._engines(request.model)
         if not engines:
             models = [each.name for each in self.models()]
             if not models:
                 raise NodeUnavailable("no engine is there")
-            raise InvalidRequest("model", f"{ask.model!r} is not one of {', '.join(models)}")
-        if ask.tokens.dtype != np.uint32 or ask.tokens.ndim != 1 or not len(ask.tokens):
+            raise InvalidRequest("model", f"{request.model!r} is not one of {', '.join(models)}")
+        tokens, more = request.tokens, request.sampling.max_tokens
+        if tokens.dtype != np.uint32 or tokens.ndim != 1 or not len(tokens):
             raise InvalidRequest("tokens", "must be non-empty uint32")
         most = max(known.about.context_max for known in engines)
-        if len(ask.tokens) + ask.sampling.max_tokens > most:
-            raise InvalidRequest("tokens", f"{len(ask.tokens)}, and {ask.sampling.max_tokens} more: {most} fit")
-        barred = self.barred(ask)
+        if len(tokens) + more > most:
+            raise InvalidRequest("tokens", f"{len(tokens)}, and {more} more: {most} fit")
+        barred = self.barred(request)
         if len(barred) == len(engines):
             raise next(iter(barred.values()))
 
-    def barred(self, ask: Ask, begun: bool = False) -> dict[str, InvalidRequest]:
+    def barred(self, request: Request, begun: bool = False) -> dict[str, InvalidRequest]:
         """See ``Decides``."""
-        salt = self.config.salt if ask.salt is None else ask.salt
-        found = {known.about.name: known.link.why_not(ask, salt, begun) for known in self._engines(ask.model)}
+        found = {known.about.name: known.link.why_not(request, begun) for known in self._engines(request.model)}
         return {name: why for name, why in found.items() if why is not None}
 
     def _engines(self, model: str) -> list[KnownEngine]:
         return [known for known in self.members.engines.values() if known.about.model == model]
 
-    async def _wish(self, ask: Ask, number: int) -> RouteWish:
-        kinds = {(known.about.layout, known.about.page_tokens) for known in self._engines(ask.model)}
-        salt = self.config.salt if ask.salt is None else ask.salt
+    async def _arrived(self, request: Request, number: int) -> ev.Arrived:
+        """A request as it arrives at the decisions. Raises what ``Answers.answer`` does."""
+        if request.salt is None:
+            request = replace(request, salt=self.config.salt)
+        self._check(request)
+        kinds = {(known.about.layout, known.about.page_tokens) for known in self._engines(request.model)}
 
         def pages() -> dict[str, Fingerprints]:
-            return {layout: _pages(ask, layout, page_tokens, salt) for layout, page_tokens in kinds}
+            return {layout: _pages(request, layout, page_tokens) for layout, page_tokens in kinds}
 
-        long = len(ask.tokens) * len(kinds) > HASHED_AT_ONCE
-        return RouteWish(
-            number=number,
-            tenant=ask.tenant,
-            model=ask.model,
-            pages=await asyncio.to_thread(pages) if long else pages(),
-            tokens=len(ask.tokens),
-            answer_max=ask.sampling.max_tokens,
-            priority=ask.priority,
-            first_token_s=ask.first_token_s,
-            token_s=ask.token_s,
-            barred=tuple(self.barred(ask)),
-        )
+        long = len(request.tokens) * len(kinds) > HASHED_AT_ONCE
+        found = await asyncio.to_thread(pages) if long else pages()
+        return ev.Arrived(time.monotonic(), number, request, found, tuple(self.barred(request)))
 
 
-def _pages(ask: Ask, layout: str, page_tokens: int, salt: str) -> Fingerprints:
+def _pages(request: Request, layout: str, page_tokens: int) -> Fingerprints:
     """Fingerprints of the prompt's full pages. They need no secret of the pool: they come from the first half of the
     keys.
     """
-    keys = Keys.of(ask.tokens, page_tokens, root_of(bytes.fromhex(layout), salt, ask.adapter))
+    keys = Keys.of(request.tokens, page_tokens, root_of(bytes.fromhex(layout), request.page_salt, request.adapter))
     return fingerprints(b"".join(keys.links))

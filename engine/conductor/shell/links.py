@@ -22,7 +22,7 @@ from google.protobuf.struct_pb2 import Struct
 from engine.api.wire import SERVICE as ENGINES
 from engine.api.wire import events_of, set_role_request, submit_request, tokens_bytes
 from engine.client import SLACK_S, WATCH, url_of
-from engine.conductor.shell.answers import Ask, Drawn
+from engine.conductor.shell.answers import Drawn
 from engine.conductor.state.fleet import EngineAbout
 from engine.conductor.state.speeds import ObservedSpeeds
 from engine.model.request import Finished, Request, Role, RoleOrder, Token
@@ -42,7 +42,7 @@ OPTIONS_HERE: Final = tuple((({key: value for key, value in OPTIONS if key != NO
 class AnswerLink(Protocol):
     """A connection to an engine of any kind."""
 
-    def answer(self, request: Request, deadline_s: float) -> AsyncGenerator[Drawn | Finished, None]:
+    def answer(self, request: Request) -> AsyncGenerator[Drawn | Finished, None]:
         """The engine's answer: one ``Finished`` at the end. Closing it ends the work there within a second.
 
         Raises:
@@ -50,7 +50,7 @@ class AnswerLink(Protocol):
             KVStoreError: this engine does not; another one may.
         """
 
-    def why_not(self, ask: Ask, salt: str, begun: bool) -> InvalidRequest | None:
+    def why_not(self, request: Request, begun: bool) -> InvalidRequest | None:
         """Why it cannot answer this, or continue an answer that has ``begun``; None: it can."""
 
     async def set_role(self, role: Role, order: RoleOrder, timeout_s: float) -> None:
@@ -139,15 +139,16 @@ class EngineLink(GrpcLink):
         """See ``AnswerLink``."""
         await self._call("SetRole", set_role_request(role, order), store_pb2.Empty, timeout_s)
 
-    def why_not(self, ask: Ask, salt: str, begun: bool) -> InvalidRequest | None:
+    def why_not(self, request: Request, begun: bool) -> InvalidRequest | None:
         """See ``AnswerLink``."""
-        return None
+        unknown = next(iter(request.extra), None)
+        return InvalidRequest(unknown, "unknown parameter") if unknown is not None else None
 
-    async def answer(self, request: Request, deadline_s: float) -> AsyncGenerator[Drawn | Finished, None]:
+    async def answer(self, request: Request) -> AsyncGenerator[Drawn | Finished, None]:
         """See ``AnswerLink``."""
         message = submit_request(request)
         async with contextlib.aclosing(
-            self._stream("Submit", message, engine_pb2.SubmitReply, deadline_s + SLACK_S)
+            self._stream("Submit", message, engine_pb2.SubmitReply, request.deadline_s + SLACK_S)
         ) as replies:
             async for reply in replies:
                 tokens: list[Token] = []

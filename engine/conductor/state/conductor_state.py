@@ -9,8 +9,7 @@ returns to the front of the queue, with the tokens generated up to then.
 from __future__ import annotations
 
 import heapq
-from dataclasses import dataclass, replace
-from enum import Enum, auto
+from dataclasses import dataclass
 from typing import Final
 
 from engine.conductor.state import events as ev
@@ -21,12 +20,13 @@ from engine.conductor.state.explaining import Explained, explained, unexplained
 from engine.conductor.state.fleet import EngineWork, FleetEngine
 from engine.conductor.state.instructions import Instruction
 from engine.conductor.state.names import NumberedNames
-from engine.conductor.state.options import Options, Route, RouteWish
+from engine.conductor.state.options import Options
 from engine.conductor.state.orders import Orders
 from engine.conductor.state.policies import make_policy, make_split
 from engine.conductor.state.prefixes import Prefixes
-from engine.conductor.state.queue import Queue, QueuedRequest, QueueRoom
+from engine.conductor.state.queue import Queue, QueueRoom
 from engine.conductor.state.roles import FleetRoles
+from engine.conductor.state.routed_request import RequestPhase, Route, RoutedRequest
 from kvstore.errors import TooManyCalls
 
 ATTEMPTS_MAX: Final = 4  # engines that may fail on one request
@@ -62,43 +62,6 @@ class ConductorRules:
     token_s: float = 0.0
     seed: int = 0
     priors: Priors = Priors()
-
-
-class RequestPhase(Enum):
-    """Where a request is."""
-
-    WAITING = auto()
-    KEPT = auto()  # for an engine, until another one has computed what both begin with
-    SENT = auto()
-    DECODING = auto()
-
-
-@dataclass(slots=True)
-class RoutedRequest:
-    """One request.
-
-    Attributes:
-        arrived_s: when it came.
-        route: where it was sent.
-        failed: engines that failed on it.
-        generated: tokens of the answer that have come already.
-    """
-
-    wish: RouteWish
-    arrived_s: float
-    waiting: QueuedRequest
-    phase: RequestPhase = RequestPhase.WAITING
-    route: Route | None = None
-    failed: tuple[str, ...] = ()
-    generated: int = 0
-
-    @property
-    def engines(self) -> tuple[str, ...]:
-        """The engines that the request is at."""
-        if self.route is None:
-            return ()
-        both = self.route.computing.engine.about.name, self.route.answering.engine.about.name
-        return both if both[0] != both[1] else both[:1]
 
 
 class ConductorState:
@@ -172,9 +135,9 @@ class ConductorState:
                     self._change_roles(event.now_s, out)
         self._release(event.now_s, out)
         if not isinstance(event, MAKES_NO_ROOM):
-            for model, queue in self.queues.items():
+            for queue in self.queues.values():
                 if len(queue):
-                    self._send(model, queue, event.now_s, out)
+                    self._send(queue, event.now_s, out)
         return out
 
     def _change_roles(self, now_s: float, out: list[Instruction]) -> None:
@@ -182,19 +145,19 @@ class ConductorState:
         if not self._roles.may_order(now_s):
             return
         waiting = [request for request in self.requests.values() if request.phase is RequestPhase.WAITING]
-        costs = [(request.wish.model, request.waiting.cost_s, request.waiting.answer_s) for request in waiting]
+        costs = [(request.model, request.cost_s, request.answer_s) for request in waiting]
         for change in self._roles.changes(list(self.fleet.engines.values()), costs, now_s):
             self.fleet.role_ordered(change.engine)
             out.append(change)
 
-    def options(self, wish: RouteWish, now_s: float, without: tuple[str, ...] = ()) -> Options | None:
+    def options(self, request: RoutedRequest, now_s: float) -> Options | None:
         """What could be done with a request now; None where no engine has its model. Changes nothing."""
-        board = self.fleet.board(wish.model)
+        board = self.fleet.board(request.model)
         if board is None:
             return None
-        at = board.usable(wish.tokens + wish.answer_max, wish.barred, without, now_s)
-        matches = {layout: self.prefixes.match(pages) for layout, pages in wish.pages.items()}
-        return Options(wish, board, at, matches, self.costs, self.fleet, now_s, self.rules.window_s)
+        at = board.usable(request.tokens + request.answer_max, request.barred, request.failed, now_s)
+        matches = {layout: self.prefixes.match(pages) for layout, pages in request.pages.items()}
+        return Options(request, board, at, matches, self.costs, self.fleet, now_s, self.rules.window_s)
 
     def _route(self, options: Options) -> Route | None:
         pair = self.policy.route(options, self.split)
@@ -202,32 +165,43 @@ class ConductorState:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
+    def _request(self, event: ev.Arrived) -> RoutedRequest:
+        """The record of a request that has just arrived."""
+        return RoutedRequest(
+            event.number,
+            event.request,
+            event.pages,
+            event.barred,
+            event.now_s,
+            first_token_s=event.request.first_token_s or self.rules.first_token_s,
+            token_s=event.request.token_s or self.rules.token_s,
+        )
+
     def _arrived(self, event: ev.Arrived, out: list[Instruction]) -> None:
-        wish, now_s = self._with_rules(event.wish), event.now_s
-        board = self.fleet.board(wish.model)
-        if board is None or not board.holds(wish.tokens + wish.answer_max):
-            out.append(do.Refuse(wish.number, self._why_nobody(wish), None if self.fleet.engines else RETRY_NOBODY_S))
+        request, now_s = self._request(event), event.now_s
+        number, model = request.number, request.model
+        board = self.fleet.board(model)
+        if board is None or not board.holds(request.tokens + request.answer_max):
+            out.append(do.Refuse(number, self._why_nobody(request), None if self.fleet.engines else RETRY_NOBODY_S))
             return
-        options = self.options(wish, now_s)
+        options = self.options(request, now_s)
         route = self._route(options) if options is not None else None
-        cost_s = answer_s = 0.0
         if options is not None and route is not None:
-            cost_s = route.computing.prefill_s
-            self.costs.asked(wish.model, cost_s)
-            answer_s = options.answer_tokens * self.costs.token_s(route.answering.engine)
-            self._roles.asked(wish.model, cost_s, answer_s, now_s)
+            request.cost_s = route.computing.prefill_s
+            self.costs.asked(model, request.cost_s)
+            request.answer_s = options.answer_tokens * self.costs.token_s(route.answering.engine)
+            self._roles.asked(model, request.cost_s, request.answer_s, now_s)
             late = self._late(options, route)
             if late is not None:
-                out.append(do.Refuse(wish.number, *late))
+                out.append(do.Refuse(number, *late))
                 return
-        queue = self.queues.setdefault(wish.model, Queue(self._room))
-        waiting = QueuedRequest(wish.number, cost_s, answer_s, event.size, wish.priority)
+        queue = self.queues.setdefault(model, Queue(self._room))
         try:
-            queue.add(wish.tenant, waiting)
+            queue.add(request)
         except TooManyCalls as full:
-            out.append(do.Refuse(wish.number, str(full), full.retry_after_s))
+            out.append(do.Refuse(number, str(full), full.retry_after_s))
             return
-        request = self.requests[wish.number] = RoutedRequest(wish, now_s, waiting)
+        self.requests[number] = request
         if options is None or route is None:
             return
         if len(queue) == 1 and self._has_room(route):  # otherwise requests before it are considered first
@@ -236,24 +210,25 @@ class ConductorState:
 
     def _late(self, options: Options, route: Route) -> tuple[str, float] | None:
         """Why a request would miss its limits, by prediction, and when to retry; None: it would meet them."""
-        wish = options.wish
-        queue = self.queues.get(wish.model)
-        ahead_s = queue.ahead_s(wish.tenant, route.computing.prefill_s) if queue is not None else 0.0
+        request = options.request
+        queue = self.queues.get(request.model)
+        ahead_s = queue.ahead_s(request.tenant, route.computing.prefill_s) if queue is not None else 0.0
         first_s = ahead_s / max(1, len(options.engines)) + route.first_token_s
-        if wish.first_token_s and first_s > wish.first_token_s:
-            return f"the first token would come after {first_s:.2f} s", max(RETRY_MIN_S, first_s - wish.first_token_s)
-        if wish.token_s and route.answering.token_s > wish.token_s:
+        if request.first_token_s and first_s > request.first_token_s:
+            retry_s = max(RETRY_MIN_S, first_s - request.first_token_s)
+            return f"the first token would come after {first_s:.2f} s", retry_s
+        if request.token_s and route.answering.token_s > request.token_s:
             why = f"tokens would come every {1e3 * route.answering.token_s:.1f} ms"
             return why, max(RETRY_MIN_S, options.answer_tokens * route.answering.token_s)
         return None
 
-    def explain(self, wish: RouteWish, now_s: float) -> Explained:
-        """What would become of a request, and why: see ``explaining``. Changes nothing."""
-        wish, names = self._with_rules(wish), (self.rules.policy, self.rules.split)
-        board, options = self.fleet.board(wish.model), self.options(wish, now_s)
-        if board is None or options is None or not board.holds(wish.tokens + wish.answer_max):
-            return unexplained(wish, f"It is refused: {self._why_nobody(wish)}.", *names)
-        route, queue = self._route(options), self.queues.get(wish.model)
+    def explain(self, event: ev.Arrived) -> Explained:
+        """What would become of a request that arrived now, and why: see ``explaining``. Changes nothing."""
+        request, names = self._request(event), (self.rules.policy, self.rules.split)
+        board, options = self.fleet.board(request.model), self.options(request, event.now_s)
+        if board is None or options is None or not board.holds(request.tokens + request.answer_max):
+            return unexplained(request, f"It is refused: {self._why_nobody(request)}.", *names)
+        route, queue = self._route(options), self.queues.get(request.model)
         late = self._late(options, route) if route is not None else None
         if late is not None:
             outcome = f"It is refused: {late[0]}; it may come back after {late[1]:.2f} s."
@@ -265,40 +240,31 @@ class ConductorState:
             outcome = "It is sent at once."
         return explained(options, board, route, outcome, *names)
 
-    def _with_rules(self, wish: RouteWish) -> RouteWish:
-        first_token_s, token_s = wish.first_token_s or self.rules.first_token_s, wish.token_s or self.rules.token_s
-        if (first_token_s, token_s) == (wish.first_token_s, wish.token_s):
-            return wish
-        return replace(wish, first_token_s=first_token_s, token_s=token_s)
-
-    def _why_nobody(self, wish: RouteWish) -> str:
+    def _why_nobody(self, request: RoutedRequest) -> str:
         models = {engine.about.model for engine in self.fleet.engines.values()}
-        if wish.model not in models:
-            return f"no engine has the model {wish.model!r}" if models else "no engine is there"
-        return f"no engine holds {wish.tokens} tokens and an answer of {wish.answer_max}"
+        if request.model not in models:
+            return f"no engine has the model {request.model!r}" if models else "no engine is there"
+        return f"no engine holds {request.tokens} tokens and an answer of {request.answer_max}"
 
-    def _send(self, model: str, queue: Queue, now_s: float, out: list[Instruction]) -> None:
+    def _send(self, queue: Queue, now_s: float, out: list[Instruction]) -> None:
         """Send the next requests, as far as engines of their model have room."""
-        while (first := queue.first()) is not None:
-            tenant, waiting = first
-            request = self.requests[waiting.number]
-            wish = request.wish
+        while (request := queue.first()) is not None:
             waited_s = now_s - request.arrived_s
-            if wish.first_token_s and not request.generated and waited_s > wish.first_token_s:
-                queue.drop(tenant, waiting)
-                del self.requests[wish.number]
-                out.append(do.Refuse(wish.number, f"it has waited for {waited_s:.2f} s", RETRY_MIN_S))
+            if request.first_token_s and not request.generated and waited_s > request.first_token_s:
+                queue.drop(request)
+                del self.requests[request.number]
+                out.append(do.Refuse(request.number, f"it has waited for {waited_s:.2f} s", RETRY_MIN_S))
                 continue
-            options = self.options(wish, now_s, request.failed)
+            options = self.options(request, now_s)
             route = self._route(options) if options is not None else None
             if route is None or not self._has_room(route):
                 return
             self._start(queue, request, route, now_s, out)
 
     def _start(self, queue: Queue, request: RoutedRequest, route: Route, now_s: float, out: list[Instruction]) -> None:
-        queue.take(request.wish.tenant, request.waiting)
+        queue.take(request)
         self._sent(request, route, now_s)
-        heapq.heappush(self._kept, (route.computing.after_s, request.wish.number))
+        heapq.heappush(self._kept, (route.computing.after_s, request.number))
         self._release(now_s, out)
 
     def _release(self, now_s: float, out: list[Instruction]) -> None:
@@ -326,25 +292,25 @@ class ConductorState:
         )
 
     def _sent(self, request: RoutedRequest, route: Route, now_s: float) -> None:
-        wish = request.wish
+        number = request.number
         request.phase, request.route = RequestPhase.KEPT, route
-        answer = self.costs.answer_tokens(wish.tenant, wish.answer_max)
+        answer = self.costs.answer_tokens(request.tenant, request.answer_max)
         ends_s = now_s + route.first_token_s + answer * route.answering.token_s
-        held = wish.tokens + int(answer)
+        held = request.tokens + int(answer)
         computing, answering = route.computing, route.answering
         name, other = computing.engine.about.name, answering.engine.about.name
-        self.fleet.add(name, EngineWork(wish.number, computing.prefill_s, held, now_s, route.local, ends_s))
+        self.fleet.add(name, EngineWork(number, computing.prefill_s, held, now_s, route.local, ends_s))
         ready_s = now_s + route.first_token_s
         has = computing.cached if computing.donor == computing.engine.about.node else computing.own
-        self._expect(computing.engine, wish, has, ready_s, now_s)
+        self._expect(computing.engine, request, has, ready_s, now_s)
         if not route.local:
-            self.fleet.add(other, EngineWork(wish.number, 0.0, held, now_s, True, ends_s))
-            self.fleet.leaves(name, wish.tokens * computing.engine.about.kv_bytes, now_s)
-            self._expect(answering.engine, wish, answering.own, ready_s, now_s)
+            self.fleet.add(other, EngineWork(number, 0.0, held, now_s, True, ends_s))
+            self.fleet.leaves(name, request.tokens * computing.engine.about.kv_bytes, now_s)
+            self._expect(answering.engine, request, answering.own, ready_s, now_s)
 
-    def _expect(self, engine: FleetEngine, wish: RouteWish, has: int, ready_s: float, now_s: float) -> None:
+    def _expect(self, engine: FleetEngine, request: RoutedRequest, has: int, ready_s: float, now_s: float) -> None:
         """Expect all of the prompt at its node, where ``has`` tokens of it are or will be anyway."""
-        pages = wish.pages.get(engine.about.layout)
+        pages = request.pages.get(engine.about.layout)
         if pages is not None and engine.about.node:
             self.prefixes.expect(engine.about.node, pages[has // engine.about.page_tokens :], ready_s, now_s)
 
@@ -352,13 +318,13 @@ class ConductorState:
         request = self.requests.get(event.number)
         if request is None or request.phase is not RequestPhase.SENT or request.route is None:
             return
-        route, wish = request.route, request.wish
+        route = request.route
         request.phase = RequestPhase.DECODING
         computing = self.fleet.engines.get(route.computing.engine.about.name)
         work = computing.works.get(event.number) if computing is not None else None
         if work is not None:
             self.costs.began(route.local, event.now_s - work.sent_s - route.first_token_s)
-        answer = self.costs.answer_tokens(wish.tenant, wish.answer_max)
+        answer = self.costs.answer_tokens(request.tenant, request.answer_max)
         ends_s = event.now_s + answer * route.answering.token_s
         self.fleet.first_token(event.number, request.engines, event.now_s, ends_s)
 
@@ -366,10 +332,10 @@ class ConductorState:
         request = self.requests.pop(event.number, None)
         if request is not None:
             self.fleet.ended(event.number, request.engines, event.now_s, answered=True)
-            self.costs.answered(request.wish.tenant, event.tokens)
+            self.costs.answered(request.tenant, event.tokens)
             engine = self.fleet.engines.get(request.route.computing.engine.about.name) if request.route else None
             if engine is not None:
-                self.costs.took(engine, request.wish.tokens, event.cached, event.prefill_s)
+                self.costs.took(engine, request.tokens, event.cached, event.prefill_s)
                 self.fleet.write(engine)
 
     def _cancelled(self, event: ev.RequestCancelled) -> None:
@@ -377,7 +343,7 @@ class ConductorState:
         if request is None:
             return
         if request.phase is RequestPhase.WAITING:
-            self.queues[request.wish.model].drop(request.wish.tenant, request.waiting)
+            self.queues[request.model].drop(request)
         self.fleet.ended(event.number, request.engines, event.now_s)
 
     def _broke(self, event: ev.Broke, out: list[Instruction]) -> None:
@@ -393,10 +359,7 @@ class ConductorState:
             why = event.lost or f"{ATTEMPTS_MAX} engines failed: {', '.join(request.failed)}"
             out.append(do.LoseRequest(event.number, why))
             return
-        wish, more = request.wish, event.generated - request.generated
-        left, barred = max(1, wish.answer_max - more), event.barred or wish.barred
-        request.wish = replace(wish, tokens=wish.tokens + more, answer_max=left, barred=barred)
-        request.generated = event.generated
+        request.generated, request.barred = event.generated, event.barred or request.barred
         self._back(request)
 
     def _role_refused(self, event: ev.RoleRefused) -> None:
@@ -417,4 +380,4 @@ class ConductorState:
 
     def _back(self, request: RoutedRequest) -> None:
         request.phase, request.route = RequestPhase.WAITING, None
-        self.queues[request.wish.model].back(request.wish.tenant, request.waiting)
+        self.queues[request.model].back(request)

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from engine.conductor.state.fleet import EngineAbout, LoadReport
-from engine.conductor.state.options import RouteWish
-from engine.model.request import Role
+from engine.model.request import Request, Role
 from kvstore.cluster.directory import Told
+from kvstore.model.prefix import Fingerprints
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,10 +86,12 @@ class Silent(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class Arrived(ConductorEvent):
-    """A request has arrived. ``size``: bytes that it keeps here while it waits."""
+    """A request has arrived. ``pages``, ``barred``: see ``RoutedRequest``."""
 
-    wish: RouteWish
-    size: int
+    number: int
+    request: Request
+    pages: Mapping[str, Fingerprints]
+    barred: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)

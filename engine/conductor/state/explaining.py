@@ -9,7 +9,8 @@ import numpy as np
 
 from engine.conductor.state.board import Board
 from engine.conductor.state.fleet import FleetEngine
-from engine.conductor.state.options import Options, Route, RouteWish
+from engine.conductor.state.options import Options
+from engine.conductor.state.routed_request import Route, RoutedRequest
 
 Explained = dict[str, object]
 DIGITS: Final = 6  # for seconds
@@ -27,7 +28,7 @@ def explained(options: Options, board: Board, route: Route | None, outcome: str,
     taken = {engine.about.name for engine in options.engines}
     out = [engine for engine in board.engines if engine.about.name not in taken]
     return {
-        **_asked(options.wish),
+        **_asked(options.request),
         "policy": policy,
         "split": split,
         "outcome": outcome,
@@ -35,21 +36,26 @@ def explained(options: Options, board: Board, route: Route | None, outcome: str,
         "why": _why(options, route, rows, policy),
         "candidates": rows,
         "left_out": [
-            {"engine": engine.about.name, "why": _why_not(engine, options.wish, options.now_s)} for engine in out
+            {"engine": engine.about.name, "why": _why_not(engine, options.request, options.now_s)} for engine in out
         ],
     }
 
 
-def unexplained(wish: RouteWish, outcome: str, policy: str, split: str) -> Explained:
+def unexplained(request: RoutedRequest, outcome: str, policy: str, split: str) -> Explained:
     """A document about a request that no engine could ever answer."""
     rest: Explained = {"chosen": None, "why": outcome, "candidates": [], "left_out": []}
-    return {**_asked(wish), "policy": policy, "split": split, "outcome": outcome, **rest}
+    return {**_asked(request), "policy": policy, "split": split, "outcome": outcome, **rest}
 
 
-def _asked(wish: RouteWish) -> Explained:
-    pages = {layout: len(found) for layout, found in sorted(wish.pages.items())}
-    asked = {"model": wish.model, "tenant": wish.tenant, "tokens": wish.tokens, "answer_max": wish.answer_max}
-    return {"request": {**asked, "pages": pages, "first_token_s": wish.first_token_s, "token_s": wish.token_s}}
+def _asked(request: RoutedRequest) -> Explained:
+    pages = {layout: len(found) for layout, found in sorted(request.pages.items())}
+    asked = {
+        "model": request.model,
+        "tenant": request.tenant,
+        "tokens": request.tokens,
+        "answer_max": request.answer_max,
+    }
+    return {"request": {**asked, "pages": pages, "first_token_s": request.first_token_s, "token_s": request.token_s}}
 
 
 def _candidate(options: Options, place: int, route: Route | None) -> Explained:
@@ -117,10 +123,10 @@ def _best(row: Explained) -> float:
 def _why(options: Options, route: Route | None, rows: list[Explained], policy: str) -> str:
     if route is None:
         return "No engine can take it now." if not rows else "No engine that answers can take it now."
-    computing, wish = route.computing, options.wish
+    computing, request = route.computing, options.request
     name, other = computing.engine.about.name, route.answering.engine.about.name
     who = f"{name} computes and answers" if route.local else f"{name} computes and {other} answers"
-    has = f"{computing.cached} of {wish.tokens} tokens need no computation"
+    has = f"{computing.cached} of {request.tokens} tokens need no computation"
     if computing.donor == computing.engine.about.node and computing.donor:
         has += ", some of which are being computed there"
     elif computing.donor:
@@ -136,8 +142,8 @@ def _why(options: Options, route: Route | None, rows: list[Explained], policy: s
     return f"{said} With {others[0]['engine']} to compute it, the whole answer {better} {more_s:+.3f} s."
 
 
-def _why_not(engine: FleetEngine, wish: RouteWish, now_s: float) -> str:
-    about, tokens = engine.about, wish.tokens + wish.answer_max
+def _why_not(engine: FleetEngine, request: RoutedRequest, now_s: float) -> str:
+    about, tokens = engine.about, request.tokens + request.answer_max
     if (about.context_max and tokens > about.context_max) or (about.tokens_max and tokens > about.tokens_max):
         return f"it never holds {tokens} tokens"
     if engine.draining:
@@ -148,7 +154,7 @@ def _why_not(engine: FleetEngine, wish: RouteWish, now_s: float) -> str:
         return f"it refused a request for its role, and was {engine.role} when it last said so; it is asked again"
     if engine.avoided_until_s > now_s:
         return f"it failed on a request; it is tried again in {engine.avoided_until_s - now_s:.1f} s"
-    if about.name in wish.barred:
+    if about.name in request.barred:
         return "it cannot answer such a request"
     return "the request failed there before"
 

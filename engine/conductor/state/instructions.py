@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.conductor.state.options import Route
+from engine.conductor.state.routed_request import Route
 from engine.model.request import Role, RoleOrder
 
 
@@ -72,7 +72,7 @@ class CopyPrefix(Instruction):
     Attributes:
         order: number of the order.
         number: of the request; one that has arrived, and not ended when the order is given.
-        layout: of the pages, see ``RouteWish.pages``.
+        layout: of the pages, see ``RoutedRequest.pages``.
         size: bytes that are moved.
     """
 

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from engine.conductor.state.board import Board, Columns
-from engine.conductor.state.conductor_state import ConductorState, RequestPhase
+from engine.conductor.state.conductor_state import ConductorState
 from engine.conductor.state.names import NumberedNames
+from engine.conductor.state.routed_request import RequestPhase
 
 
 def check(state: ConductorState) -> None:
@@ -13,9 +14,7 @@ def check(state: ConductorState) -> None:
     assert sum(map(len, state.queues.values())) == len(waiting), (state.queues, waiting)
     there: dict[str, set[int]] = {}
     for number, request in state.requests.items():
-        assert request.wish.number == number and (request.route is None) == (request.phase is RequestPhase.WAITING), (
-            request
-        )
+        assert request.number == number and (request.route is None) == (request.phase is RequestPhase.WAITING), request
         for name in request.engines:
             if request.phase is not RequestPhase.DECODING or name == request.engines[-1]:
                 there.setdefault(name, set()).add(number)

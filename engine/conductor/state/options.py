@@ -24,7 +24,6 @@ All engines are looked at together: an option is a place in arrays, and becomes 
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
 from itertools import repeat
 from typing import Final
 
@@ -33,9 +32,8 @@ import numpy as np
 from engine.conductor.state.board import Board, Flags, Floats, Places, ending_by
 from engine.conductor.state.cost import HERE, NVME, Costs
 from engine.conductor.state.engine_fleet import EngineFleet
-from engine.conductor.state.fleet import FleetEngine
 from engine.conductor.state.prefixes import Matches
-from kvstore.model.prefix import Fingerprints
+from engine.conductor.state.routed_request import Answering, Computing, Route, RoutedRequest
 
 WORK_PRICE: Final = 0.5  # of a second of an engine, in seconds of waiting: a later request may need it
 LAYERS: Final = 32  # of a model, for the part of a hand-off that nothing hides
@@ -43,103 +41,6 @@ SILENT_S: Final = 2.0  # how much busier others may be before a silent engine is
 LATE_S: Final = 1e9  # more than any answer takes
 EGRESS_BURST_S: Final = 2.0  # see the module's docstring
 SHORT: Final = 0.5
-
-
-@dataclass(frozen=True, slots=True, kw_only=True)
-class RouteWish:
-    """A request, as far as its route depends on it.
-
-    Attributes:
-        number: the conductor's.
-        pages: fingerprints of the prompt's full pages, in order, for each layout that an engine of its model has.
-        tokens: of the prompt.
-        answer_max: tokens that the answer may have.
-        first_token_s, token_s: the limits that it wants to meet; 0: no limit.
-        barred: engines that it can never go to.
-    """
-
-    number: int
-    tenant: str
-    model: str
-    pages: Mapping[str, Fingerprints]
-    tokens: int
-    answer_max: int
-    priority: int = 0
-    first_token_s: float = 0.0
-    token_s: float = 0.0
-    barred: tuple[str, ...] = ()
-
-
-@dataclass(frozen=True, slots=True)
-class Computing:
-    """An engine that could compute the prompt.
-
-    Attributes:
-        cached: tokens that it need not compute.
-        own: those of them that its own node has now.
-        donor: the node that supplies the others, its own if they are being computed there; empty: none.
-        after_s: when the donor has them: the request is kept until then; 0: now.
-        wait_s, move_s, prefill_s: see the module's docstring.
-        harm_s: the total delay, in seconds, to the requests that it answers.
-    """
-
-    engine: FleetEngine
-    cached: int
-    own: int
-    donor: str
-    after_s: float
-    wait_s: float
-    move_s: float
-    prefill_s: float
-    harm_s: float
-
-    @property
-    def ready_s(self) -> float:
-        """Seconds until the prompt is computed."""
-        return max(self.wait_s, self.move_s) + self.prefill_s
-
-
-@dataclass(frozen=True, slots=True)
-class Answering:
-    """An engine that could answer.
-
-    Attributes:
-        own: tokens of the prompt that its own node has now.
-        batch: sequences that it would decode together, this one among them.
-        token_s: its step then.
-        harm_s: the total delay, in seconds, to the other requests while this answer lasts.
-    """
-
-    engine: FleetEngine
-    own: int
-    batch: int
-    token_s: float
-    harm_s: float
-
-
-@dataclass(frozen=True, slots=True)
-class Route:
-    """A pair of engines, and what it leads to.
-
-    Attributes:
-        tail_s: the exposed part of the hand-off, and its extra cost; 0 if one engine does both.
-        total_s: until the last token, including the harm to other requests: the default policy minimizes this.
-    """
-
-    computing: Computing
-    answering: Answering
-    tail_s: float
-    total_s: float
-
-    @property
-    def local(self) -> bool:
-        """True if one engine does both."""
-        return self.computing.engine is self.answering.engine
-
-    @property
-    def first_token_s(self) -> float:
-        """Seconds until the first token."""
-        return self.computing.ready_s + self.tail_s
 
 
 class Options:
@@ -170,7 +71,7 @@ class Options:
 
     def __init__(
         self,
-        wish: RouteWish,
+        request: RoutedRequest,
         board: Board,
         at: Places,
         matches: Mapping[str, Matches],
@@ -179,7 +80,7 @@ class Options:
         now_s: float,
         window_s: float,
     ) -> None:
-        self.wish = wish
+        self.request = request
         self.costs = costs
         self.matches = matches
         self.layouts = board.layouts
@@ -187,7 +88,7 @@ class Options:
         self._fleet, self._board, self._at = fleet, board, at
         self._window_s = window_s
         self.engines, self.columns, self._apart = board.take(at)
-        self.answer_tokens = costs.answer_tokens(wish.tenant, wish.answer_max)
+        self.answer_tokens = costs.answer_tokens(request.tenant, request.answer_max)
         columns, paces = self.columns, board.paces(at)
         full = columns.egress_free_s - now_s > EGRESS_BURST_S  # always False for local engines
         self._egress, self._mixed = bool(columns.egress.any()), board.mixed
@@ -205,7 +106,7 @@ class Options:
         self.batch = others + 1
         self.token_s, others_s = costs.steps_s(paces, self.batch, others)
         self.answer_harm_s = (self.token_s - others_s) * others * self.answer_tokens
-        harm_s = 0.0 if wish.token_s else self.harm_s  # see the docstring of the module
+        harm_s = 0.0 if request.token_s else self.harm_s  # see the docstring of the module
         self.prompts_s = self.ready_s + harm_s + WORK_PRICE * self.prefill_s
         self.answers_s = self.answer_tokens * self.token_s + self.answer_harm_s
 
@@ -214,14 +115,18 @@ class Options:
         docstring.
         """
         here = fit[self.columns.egress[fit] == 0]
-        usual_s = self.costs.usual_prefill_s(self.wish.model)
+        usual_s = self.costs.usual_prefill_s(self.request.model)
         short = len(here) > 0 and self.prefill_s[here].min() < SHORT * usual_s
         return here if short and self.wait_s[here].min() <= self._window_s else fit
 
     # --- the computation of the prompt ------------------------------------------------------------------------------
 
     def _compute(self, found: list[tuple[Matches, int]], running: Floats) -> None:
-        columns, costs, last = self.columns, self.costs, self.wish.tokens - 1  # the last token is computed in any case
+        columns, costs, last = (
+            self.columns,
+            self.costs,
+            self.request.tokens - 1,
+        )  # the last token is computed in any case
         nodes = columns.node.astype(np.int64)
         pages = upper = np.zeros(len(nodes))
         mine = {layout: columns.layout == layout for _, layout in found}
@@ -235,7 +140,7 @@ class Options:
         if upper is not pages:
             self.move_s = self.move_s + costs.moves_s((pages - upper) * columns.page_bytes, costs.s_per_byte[NVME])
         self.speeds = costs.speeds(self._paces)
-        self.prefill_s = costs.prefills_s(self._paces, self.speeds, self.wish.tokens, self.cached)
+        self.prefill_s = costs.prefills_s(self._paces, self.speeds, self.request.tokens, self.cached)
         wait_s = np.maximum(0.0, columns.first_done_s - self.now_s) + columns.behind_s
         wait_s = np.maximum(0.0, wait_s - (1 - 1 / columns.lanes) * self.prefill_s)
         self.room_s = self._rooms_s()
@@ -254,7 +159,7 @@ class Options:
         """Seconds until each engine has a place in its batch and the memory that the request will hold."""
         columns, now_s = self.columns, self.now_s
         rooms_s = np.maximum(0.0, columns.place_free_s - now_s)
-        lack = columns.tokens + columns.others_tokens + self.wish.tokens + self.answer_tokens - columns.kv_tokens_max
+        lack = columns.tokens + columns.others_tokens + self.request.tokens + self.answer_tokens - columns.kv_tokens_max
         for at in (lack > 0).nonzero()[0].tolist():
             free_s = self.engines[at].memory_free_s(float(lack[at])) - now_s
             # Other callers' requests end at unknown times: this one waits here until a report says that there is room.
@@ -263,7 +168,7 @@ class Options:
 
     def _prefills_s(self, cached: Floats) -> Floats:
         """Seconds for the rest of the prompt, in steps in which the engine's sequences decode as well."""
-        tokens = self.wish.tokens
+        tokens = self.request.tokens
         return self.costs.prefills_s(self._paces, self.speeds, tokens, cached) + (tokens - cached) * self._beside_s
 
     def _bring(self, matches: Matches, mine: Flags, nodes: Places) -> None:
@@ -275,7 +180,7 @@ class Options:
             may: Flags, node: Places | int, pages: Places | int, ready_s: Floats | float, moves_s: Floats
         ) -> None:
             nonlocal best_s
-            longer = np.minimum(pages * columns.page_tokens, self.wish.tokens - 1)
+            longer = np.minimum(pages * columns.page_tokens, self.request.tokens - 1)
             brought_s = own_move_s + np.maximum(0.0, ready_s - self.now_s) + moves_s
             rest_s = self._prefills_s(longer)
             total_s = np.maximum(self.wait_s, brought_s) + (1 + WORK_PRICE) * rest_s
@@ -330,7 +235,7 @@ class Options:
 
     def _tails_s(self, computing: Places, answering: Places) -> Floats:
         columns = self.columns
-        size = self.wish.tokens * columns.kv_bytes[computing]
+        size = self.request.tokens * columns.kv_bytes[computing]
         way = self.costs.ways[self._apart[computing, answering]]
         if not self._egress:
             moves_s = self.costs.moves_s(size, way)
@@ -359,12 +264,13 @@ class Options:
     @property
     def hurries(self) -> bool:
         """True if the request has any limit to meet."""
-        return self.wish.first_token_s > 0 or self.wish.token_s > 0
+        return self.request.first_token_s > 0 or self.request.token_s > 0
 
     def late(self, first_token_s: Floats, token_s: Floats | float = 0.0) -> Floats:
         """A time above any total for pairs that miss the request's limits, otherwise 0."""
-        wish = self.wish
-        late = (first_token_s > (wish.first_token_s or np.inf)) | (np.asarray(token_s) > (wish.token_s or np.inf))
+        request = self.request
+        late = first_token_s > (request.first_token_s or np.inf)
+        late = late | (np.asarray(token_s) > (request.token_s or np.inf))
         return np.where(late, LATE_S, 0.0)
 
     # --- as objects -------------------------------------------------------------------------------------------------

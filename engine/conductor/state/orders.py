@@ -18,8 +18,9 @@ from typing import Final
 import numpy as np
 
 from engine.conductor.state.instructions import CopyPrefix, Instruction, PrefetchPrefix
-from engine.conductor.state.options import Options, Route
+from engine.conductor.state.options import Options
 from engine.conductor.state.prefixes import Prefixes
+from engine.conductor.state.routed_request import Route
 
 HOT_USES: Final = 8.0  # within about HOT_S: a prefix is hot
 HOT_S: Final = 10.0
@@ -73,7 +74,7 @@ class Orders:
 
     def _copy(self, options: Options, route: Route, prefixes: Prefixes, now_s: float) -> CopyPrefix | None:
         layout = route.computing.engine.about.layout
-        matches, pages = options.matches.get(layout), options.wish.pages.get(layout)
+        matches, pages = options.matches.get(layout), options.request.pages.get(layout)
         if matches is None or pages is None or not matches.told.any():
             return None
         longest = int(matches.told.max())
@@ -96,7 +97,7 @@ class Orders:
             return None
         moves_s = size / min(self._bytes_per_s, 1 / options.costs.s_per_byte["zone"])
         prefixes.expect(node, pages[int(matches.told[nodes[at]]) : hot], now_s + moves_s, now_s)
-        return CopyPrefix(order, options.wish.number, node, options.node_names[source], layout, hot, size)
+        return CopyPrefix(order, options.request.number, node, options.node_names[source], layout, hot, size)
 
     def _prefetch(self, options: Options, route: Route, now_s: float) -> PrefetchPrefix | None:
         about = route.computing.engine.about
@@ -105,10 +106,10 @@ class Orders:
         if pages <= upper:
             return None
         size = (pages - upper) * about.page_tokens * about.kv_bytes
-        order = self._give(about.node, int(options.wish.pages[about.layout][pages - 1]), size, now_s)
+        order = self._give(about.node, int(options.request.pages[about.layout][pages - 1]), size, now_s)
         if order is None:
             return None
-        return PrefetchPrefix(order, options.wish.number, about.node, about.layout, pages, size)
+        return PrefetchPrefix(order, options.request.number, about.node, about.layout, pages, size)
 
     def _used(self, page: int, now_s: float) -> float:
         """Record one more use; returns the recent number of uses."""

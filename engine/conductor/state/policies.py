@@ -114,7 +114,7 @@ class Random(Policy):
 
     def computing(self, options: Options, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return int(fit[_drawn(options.wish.number.to_bytes(8, "little"), self.seed, len(fit))])
+        return int(fit[_drawn(options.request.number.to_bytes(8, "little"), self.seed, len(fit))])
 
 
 class RoundRobin(Policy):
@@ -124,7 +124,7 @@ class RoundRobin(Policy):
 
     def computing(self, options: Options, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return int(fit[options.wish.number % len(fit)])
+        return int(fit[options.request.number % len(fit)])
 
 
 class LeastLoad(Policy):
@@ -166,7 +166,7 @@ class DynamoLinear(Policy):
         """See ``Policy.computing``."""
         columns = options.columns
         blocks = (
-            options.wait_s * options.speeds + options.wish.tokens - options.own + columns.tokens
+            options.wait_s * options.speeds + options.request.tokens - options.own + columns.tokens
         ) / columns.page_tokens
         return int(fit[_first(blocks[fit], options)])
 
@@ -178,7 +178,7 @@ class DualMap(Policy):
 
     def computing(self, options: Options, fit: Places) -> int:
         """See ``Policy.computing``."""
-        pages = next(iter(options.wish.pages.values()), None)
+        pages = next(iter(options.request.pages.values()), None)
         if pages is None or not len(pages):
             return int(fit[_first(options.ready_s[fit], options)])
         first = pages[:DUALMAP_PAGES].tobytes()
@@ -199,8 +199,8 @@ def always(options: Options) -> bool | None:
 
 def threshold(options: Options) -> bool | None:
     """Two engines where much is left to compute (NVIDIA Dynamo's rule and figures)."""
-    left = options.wish.tokens - options.cached[options.answers].max(initial=0)
-    return bool(left >= DYNAMO_LOCAL_TOKENS or left >= DYNAMO_LOCAL_SHARE * options.wish.tokens)
+    left = options.request.tokens - options.cached[options.answers].max(initial=0)
+    return bool(left >= DYNAMO_LOCAL_TOKENS or left >= DYNAMO_LOCAL_SHARE * options.request.tokens)
 
 
 def cost(options: Options) -> bool | None:
@@ -249,7 +249,7 @@ def _smallest(fit: Places, values: Floats) -> Places:
 def _first(values: Floats, options: Options) -> int:
     """Where the smallest value is; equal ones take turns from request to request."""
     smallest = (values == values.min()).nonzero()[0]
-    return int(smallest[options.wish.number % len(smallest)])
+    return int(smallest[options.request.number % len(smallest)])
 
 
 def _drawn(what: bytes, seed: int, count: int) -> int:

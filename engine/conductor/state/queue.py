@@ -13,23 +13,8 @@ from __future__ import annotations
 from collections import deque
 from dataclasses import dataclass, field
 
+from engine.conductor.state.routed_request import RoutedRequest
 from kvstore.errors import TooManyCalls
-
-
-@dataclass(slots=True)
-class QueuedRequest:
-    """A request that waits.
-
-    Attributes:
-        cost_s: seconds of an engine for its prompt, by prediction; ``answer_s``: for its answer.
-        size: bytes that it keeps here.
-    """
-
-    number: int
-    cost_s: float
-    answer_s: float
-    size: int
-    priority: int = 0
 
 
 @dataclass(slots=True)
@@ -37,11 +22,11 @@ class _Tenant:
     """The requests of one tenant, by priority, and the end tag of the last one that left the line."""
 
     end_s: float = 0.0
-    lines: dict[int, deque[QueuedRequest]] = field(default_factory=dict)
+    lines: dict[int, deque[RoutedRequest]] = field(default_factory=dict)
     size: int = 0
     cost_s: float = 0.0
 
-    def first(self) -> QueuedRequest:
+    def first(self) -> RoutedRequest:
         return self.lines[max(self.lines)][0]
 
 
@@ -61,52 +46,52 @@ class Queue:
     def __len__(self) -> int:
         return self._count
 
-    def add(self, tenant: str, waiting: QueuedRequest) -> None:
+    def add(self, request: RoutedRequest) -> None:
         """Add a request, behind those of its tenant and priority.
 
         Raises:
             TooManyCalls: there is no room for it.
         """
-        self._room.take(tenant, waiting.size)
-        known = self._tenants.get(tenant)
+        self._room.take(request.tenant, request.size)
+        known = self._tenants.get(request.tenant)
         if known is None:
-            known = self._tenants[tenant] = _Tenant(self._now_s)
-        known.lines.setdefault(waiting.priority, deque()).append(waiting)
-        self._counted(known, waiting, 1)
+            known = self._tenants[request.tenant] = _Tenant(self._now_s)
+        known.lines.setdefault(request.priority, deque()).append(request)
+        self._counted(known, request, 1)
 
-    def back(self, tenant: str, waiting: QueuedRequest) -> None:
+    def back(self, request: RoutedRequest) -> None:
         """Put a request whose engine failed back at the front. It costs its tenant nothing more."""
-        self._room.take(tenant, waiting.size, over=True)
-        known = self._tenants.setdefault(tenant, _Tenant(self._now_s))
-        known.end_s = max(self._now_s, known.end_s) - waiting.cost_s
-        known.lines.setdefault(waiting.priority, deque()).appendleft(waiting)
-        self._counted(known, waiting, 1)
+        self._room.take(request.tenant, request.size, over=True)
+        known = self._tenants.setdefault(request.tenant, _Tenant(self._now_s))
+        known.end_s = max(self._now_s, known.end_s) - request.cost_s
+        known.lines.setdefault(request.priority, deque()).appendleft(request)
+        self._counted(known, request, 1)
 
-    def first(self) -> tuple[str, QueuedRequest] | None:
+    def first(self) -> RoutedRequest | None:
         """The next request; it stays in the queue."""
         best: tuple[float, str] | None = None
         for name, tenant in self._tenants.items():
             if tenant.lines:
                 start = max(self._now_s, tenant.end_s), name
                 best = start if best is None or start < best else best
-        return (best[1], self._tenants[best[1]].first()) if best is not None else None
+        return self._tenants[best[1]].first() if best is not None else None
 
-    def take(self, tenant: str, waiting: QueuedRequest) -> None:
+    def take(self, request: RoutedRequest) -> None:
         """Remove the request that ``first`` returned, to be served."""
-        known = self._tenants[tenant]
+        known = self._tenants[request.tenant]
         self._now_s = max(self._now_s, known.end_s)
-        known.end_s = self._now_s + waiting.cost_s
-        self.drop(tenant, waiting)
+        known.end_s = self._now_s + request.cost_s
+        self.drop(request)
 
-    def drop(self, tenant: str, waiting: QueuedRequest) -> None:
+    def drop(self, request: RoutedRequest) -> None:
         """Remove a request unserved."""
-        known = self._tenants[tenant]
-        line = known.lines[waiting.priority]
-        line.remove(waiting)
+        known = self._tenants[request.tenant]
+        line = known.lines[request.priority]
+        line.remove(request)
         if not line:
-            del known.lines[waiting.priority]
-        self._counted(known, waiting, -1)
-        self._room.give(tenant, waiting.size)
+            del known.lines[request.priority]
+        self._counted(known, request, -1)
+        self._room.give(request.tenant, request.size)
         if (
             not known.lines
         ):  # a tenant without requests is forgotten once others have caught up with it, or nothing waits
@@ -125,9 +110,9 @@ class Queue:
         others = (each.cost_s for each in self._tenants.values() if each is not known)
         return mine_s + sum(min(other, mine_s + cost_s) for other in others)
 
-    def _counted(self, known: _Tenant, waiting: QueuedRequest, sign: int) -> None:
-        known.size += sign * waiting.size
-        known.cost_s = max(0.0, known.cost_s + sign * waiting.cost_s)
+    def _counted(self, known: _Tenant, request: RoutedRequest, sign: int) -> None:
+        known.size += sign * request.size
+        known.cost_s = max(0.0, known.cost_s + sign * request.cost_s)
         self._count += sign
 
 

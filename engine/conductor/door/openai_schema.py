@@ -1,0 +1,449 @@
+"""Bodies of ``/v1/completions`` and ``/v1/chat/completions``, and the requests that follow from one.
+
+Every parameter of OpenAI's API is a field of ``Body``, ``CompletionBody`` or ``ChatBody``: it is used, or it is
+accepted because it changes nothing, or only its values that ask for nothing are accepted. An unknown parameter is
+refused, except in front of engines of others, to which it is passed on unchanged.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+import secrets
+from collections.abc import Collection, Mapping
+from typing import Annotated, Any, ClassVar, Final, Self
+
+import numpy as np
+import numpy.typing as npt
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    FailFast,
+    Field,
+    PlainValidator,
+    ValidationError,
+    model_validator,
+)
+from pydantic_core import PydanticCustomError
+
+from engine.conductor.door.documents import TOKEN_MAX, TokenList
+from engine.conductor.door.errors import INVALID, Refusal, invalid
+from engine.conductor.shell.answers import ServedModel
+from engine.model.request import PRIORITY_MAX, Request, Sampling
+from engine.text.chat import Tokens
+
+CHOICES_MAX: Final = 32  # answers to one request
+STOP_MAX: Final = 4
+STOP_CHARACTERS_MAX: Final = 256
+MAX_TOKENS: Final = 16  # default of a completion
+CHAT_TOKENS: Final = 1024  # default of a chat, if the context leaves this many
+SEED_MAX: Final = 2**63 - 1
+TEMPERATURE_MAX: Final = 2.0
+TEXT_MAX: Final = 256  # characters in a name
+GOT_MAX: Final = 64  # characters of a value in an error
+DEADLINE_S: Final = 300.0
+DEADLINE_S_MAX: Final = 3600.0
+PROMPT_KINDS: Final = "must be text, token ids, or a list of either"
+ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
+EXTRA_BYTES_MAX: Final = 64 << 10  # of all parameters that are passed on
+# Parameters of vLLM and SGLang that are never passed on: we set them, or they would affect requests of other callers.
+NOT_PASSED_ON: Final = frozenset(
+    ("cache_salt", "custom_logit_processor", "kv_transfer_params", "priority", "request_id", "return_token_ids")
+)
+
+Prompt = str | npt.NDArray[np.uint32]
+Problem = PydanticCustomError
+
+
+# --- values ----------------------------------------------------------------------------------------------------------
+
+
+def _unicode(value: str, at: str = "") -> str:
+    """Check that a text can be encoded: half a surrogate pair cannot."""
+    try:
+        value.encode()
+    except UnicodeEncodeError:
+        raise Problem("invalid_value", "must be valid Unicode: it has half of a surrogate pair", {"at": at}) from None
+    return value
+
+
+def _only(*values: Any) -> PlainValidator:
+    """The type of a parameter that we do not implement. ``values``: those that ask for nothing."""
+
+    def check(value: Any) -> Any:
+        if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):
+            raise Problem("unsupported_parameter", "is not supported with this value")
+        return value
+
+    return PlainValidator(check)
+
+
+def _stop(value: Any) -> tuple[str, ...]:
+    found = [value] if isinstance(value, str) else value
+    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        raise Problem("invalid_type", "must be text, or a list of texts")
+    if len(found) > STOP_MAX:
+        raise Problem("invalid_value", f"must be at most {STOP_MAX} texts (got {len(found)})")
+    if not all(1 <= len(text) <= STOP_CHARACTERS_MAX for text in found):
+        raise Problem("invalid_value", f"each text must have 1 to {STOP_CHARACTERS_MAX} characters")
+    return tuple(_unicode(text) for text in found)
+
+
+def _prompts(value: Any) -> tuple[Prompt, ...]:
+    """A text, its tokens, or a list of either."""
+    if not isinstance(value, str | list | TokenList):
+        raise Problem("invalid_type", PROMPT_KINDS)
+    if not isinstance(value, list) or not value or isinstance(value[0], int):
+        return (_prompt(value),)
+    if len(value) > CHOICES_MAX:
+        raise Problem("invalid_value", f"must be at most {CHOICES_MAX} prompts (got {len(value)})")
+    return tuple(map(_prompt, value))
+
+
+def _prompt(value: Any) -> Prompt:
+    if isinstance(value, str):
+        return _unicode(value)
+    if isinstance(value, TokenList):
+        if value.ids is None:
+            raise _not_tokens()
+        return value.ids
+    if not isinstance(value, list) or set(map(type, value)) - {int}:
+        raise Problem("invalid_type", PROMPT_KINDS)
+    if not value:
+        raise Problem("invalid_value", "is empty")
+    try:
+        return np.array(value, np.uint32)
+    except OverflowError:
+        raise _not_tokens() from None
+
+
+def _not_tokens() -> PydanticCustomError:
+    return Problem("invalid_value", f"token ids must be from 0 to {TOKEN_MAX}")
+
+
+def _role(value: Any) -> str:
+    if not isinstance(value, str) or value not in ROLES:
+        raise Problem("invalid_value", f"must be one of {', '.join(ROLES)}")
+    return ROLES[value]
+
+
+def _content(value: Any) -> str:
+    """A text, or the texts of all parts. ``at`` of an error: the part."""
+    if isinstance(value, str):
+        return _unicode(value)
+    if not isinstance(value, list) or not value:
+        raise Problem("invalid_type", "must be text, or a list of parts")
+    texts = []
+    for index, part in enumerate(value):
+        if not isinstance(part, dict) or part.get("type") != "text" or not isinstance(part.get("text"), str):
+            reason = 'must be a part of text: {"type": "text", "text": ...}'
+            raise Problem("invalid_value", reason, {"at": f"[{index}]"})
+        texts.append(_unicode(part["text"], f"[{index}].text"))
+    return "".join(texts)
+
+
+Name = Annotated[str, Field(max_length=TEXT_MAX)]
+Anything = Annotated[Any, PlainValidator(lambda value: value)]
+Seconds = Annotated[float, Field(ge=0, le=DEADLINE_S_MAX)]
+Count = Annotated[int, Field(ge=1, le=TOKEN_MAX)]
+
+
+# --- bodies ----------------------------------------------------------------------------------------------------------
+
+
+class JsonObject(BaseModel):
+    """A JSON object. A field that is null counts as absent. ``ignored``: values of unknown fields that are accepted."""
+
+    model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
+    ignored: ClassVar[tuple[Any, ...]] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _without_nulls(cls, value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        fields = cls.model_fields
+        if value.keys() <= fields.keys() and None not in value.values():
+            return value
+        known = {name: each for name, each in value.items() if name in fields and each is not None}
+        unknown = (name for name, each in value.items() if name not in fields and each not in cls.ignored)
+        return known | dict.fromkeys(itertools.islice(unknown, 1))  # one is enough to refuse
+
+
+class ChatMessage(JsonObject):
+    """A message of a chat. An unknown field that is null or an empty list asks for nothing."""
+
+    ignored = (None, [])
+
+    role: Annotated[str, PlainValidator(_role)] = Field(default=None, validate_default=True)
+    content: Annotated[str, PlainValidator(_content)] = Field(default=None, validate_default=True)
+    name: Anything = None
+
+
+class StreamOptions(JsonObject):
+    """What a stream says in addition. ``include_usage``: its last event has the usage."""
+
+    include_usage: bool = False
+    include_obfuscation: Annotated[Any, _only(False)] = None
+
+
+class KVStoreOptions(JsonObject):
+    """Our own parameters: see ``Request``. ``explain``: the response says where the request went, and why."""
+
+    explain: bool = False
+    salt: Name | None = None
+    adapter: Name = ""
+    priority: Annotated[int, Field(ge=-PRIORITY_MAX, le=PRIORITY_MAX)] = 0
+    deadline_s: Annotated[float, Field(ge=0.001, le=DEADLINE_S_MAX)] = DEADLINE_S
+    first_token_s: Seconds = 0.0
+    token_s: Seconds = 0.0
+
+
+class Body(JsonObject):
+    """Parameters of both kinds of requests.
+
+    Attributes:
+        max_tokens: None: ``CHAT_TOKENS``, or what the context leaves; of a completion ``MAX_TOKENS``.
+        n: answers to each prompt.
+    """
+
+    is_chat: ClassVar[bool]
+
+    model: Annotated[Name, Field(min_length=1)]
+    n: Annotated[int, Field(ge=1, le=CHOICES_MAX)] = 1
+    max_tokens: Count | None = None
+    temperature: Annotated[float, Field(ge=0, le=TEMPERATURE_MAX)] = 1.0
+    top_p: Annotated[float, Field(gt=0, le=1)] = 1.0
+    seed: Annotated[int, Field(ge=-SEED_MAX - 1, le=SEED_MAX)] | None = None
+    stop: Annotated[tuple[str, ...], PlainValidator(_stop)] = ()
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    kvstore: KVStoreOptions = KVStoreOptions()
+
+    # Parameters that identify the caller or the purpose: they change no answer.
+    metadata: Anything = None
+    prompt_cache_key: Anything = None
+    prompt_cache_retention: Anything = None
+    safety_identifier: Anything = None
+    user: Anything = None
+
+    # Parameters that we do not implement, with the values that ask for nothing.
+    audio: Annotated[Any, _only()] = None
+    best_of: Anything = None  # 1, or the same as ``n``
+    echo: Annotated[Any, _only(False)] = None
+    frequency_penalty: Annotated[Any, _only(0)] = None
+    function_call: Annotated[Any, _only("none")] = None
+    functions: Annotated[Any, _only([])] = None
+    logit_bias: Annotated[Any, _only({})] = None
+    logprobs: Annotated[Any, _only(False)] = None
+    modalities: Annotated[Any, _only(["text"])] = None
+    parallel_tool_calls: Annotated[Any, _only(True, False)] = None
+    prediction: Annotated[Any, _only()] = None
+    presence_penalty: Annotated[Any, _only(0)] = None
+    reasoning_effort: Annotated[Any, _only("none")] = None
+    response_format: Annotated[Any, _only({"type": "text"})] = None
+    service_tier: Annotated[Any, _only("auto", "default")] = None
+    store: Annotated[Any, _only(False)] = None
+    suffix: Annotated[Any, _only("")] = None
+    tool_choice: Annotated[Any, _only("none", "auto")] = None
+    tools: Annotated[Any, _only([])] = None
+    top_logprobs: Annotated[Any, _only()] = None
+    verbosity: Annotated[Any, _only("medium")] = None
+    web_search_options: Annotated[Any, _only()] = None
+
+    @model_validator(mode="after")
+    def _fits_together(self) -> Self:
+        if self.best_of is not None and (isinstance(self.best_of, bool) or self.best_of not in (1, self.n)):
+            raise invalid("best_of", "is not supported with this value", "unsupported_parameter")
+        if self.stream_options is not None and not self.stream:
+            raise invalid("stream_options", "goes with stream: true")
+        return self
+
+
+class CompletionBody(Body):
+    """The body of ``/v1/completions``."""
+
+    is_chat = False
+
+    prompt: Annotated[tuple[Prompt, ...], PlainValidator(_prompts)]
+
+    @model_validator(mode="after")
+    def _answers_fit(self) -> Self:
+        if self.n * len(self.prompt) > CHOICES_MAX:
+            raise invalid(
+                "n", f"must give at most {CHOICES_MAX} answers in all (got {len(self.prompt)} prompts and {self.n})"
+            )
+        return self
+
+    @property
+    def tokens_max(self) -> int | None:
+        """The most tokens of an answer."""
+        return self.max_tokens or MAX_TOKENS
+
+
+class ChatBody(Body):
+    """The body of ``/v1/chat/completions``."""
+
+    is_chat = True
+
+    messages: Annotated[list[ChatMessage], Field(min_length=1), FailFast()]
+    max_completion_tokens: Count | None = None
+
+    @property
+    def tokens_max(self) -> int | None:
+        """The most tokens of an answer; None: the body does not say."""
+        return self.max_completion_tokens or self.max_tokens
+
+    def turns(self) -> list[dict[str, str]]:
+        """The messages as a chat template takes them."""
+        return [{"role": message.role, "content": message.content} for message in self.messages]
+
+
+AnyBody = CompletionBody | ChatBody
+
+
+def read_body(
+    document: Mapping[str, Any], is_chat: bool, passing: Collection[str] = ()
+) -> tuple[AnyBody, dict[str, Any]]:
+    """The body in a document, and the parameters to pass on unchanged.
+
+    Args:
+        passing: models that only engines of others serve.
+
+    Raises:
+        Refusal: names the parameter.
+    """
+    kind = ChatBody if is_chat else CompletionBody
+    document = {name: value for name, value in document.items() if value is not None}
+    extra: dict[str, Any] = {}
+    model = document.get("model")
+    if isinstance(model, str) and model in passing:
+        extra = {name: document.pop(name) for name in document.keys() - kind.model_fields.keys() - NOT_PASSED_ON}
+    try:
+        return kind.model_validate(document), _plain(extra) if extra else extra
+    except ValidationError as error:
+        raise _refusal(error) from None
+
+
+def _plain(extra: dict[str, Any]) -> dict[str, Any]:
+    """Parameters as plain values of JSON. Raises Refusal if they are too large."""
+    try:
+        text = json.dumps(extra, allow_nan=False, default=_ids)
+    except ValueError:
+        raise Refusal(400, INVALID, "the body is not valid JSON", code="invalid_json") from None
+    if len(text) > EXTRA_BYTES_MAX:
+        reason = f"parameters for the back end must have at most {EXTRA_BYTES_MAX} bytes (got {len(text)})"
+        raise invalid(_shown(next(iter(extra))), reason)
+    found: dict[str, Any] = json.loads(text)
+    return found
+
+
+def _ids(value: TokenList) -> list[int]:
+    if value.ids is None or len(value.ids) > EXTRA_BYTES_MAX:
+        raise invalid(None, f"a list of numbers must have at most {EXTRA_BYTES_MAX} of at most {TOKEN_MAX}")
+    return value.ids.tolist()
+
+
+# --- errors ----------------------------------------------------------------------------------------------------------
+
+# Kinds of pydantic's errors: our code, and what is wrong.
+PROBLEMS: Final[Mapping[str, tuple[str, str]]] = {
+    "bool_type": ("invalid_type", "must be true or false"),
+    "float_type": ("invalid_type", "must be a number"),
+    "greater_than": ("invalid_value", "must be above {gt}"),
+    "greater_than_equal": ("invalid_value", "must be at least {ge}"),
+    "int_type": ("invalid_type", "must be an integer"),
+    "less_than_equal": ("invalid_value", "must be at most {le}"),
+    "list_type": ("invalid_type", "must be a list"),
+    "missing": ("missing_required_parameter", "is missing"),
+    "model_type": ("invalid_type", "must be an object"),
+    "string_too_long": ("invalid_value", "must have at most {max_length} characters"),
+    "string_too_short": ("missing_required_parameter", "is missing"),
+    "string_type": ("invalid_type", "must be text"),
+    "string_unicode": ("invalid_value", "must be valid Unicode: it has half of a surrogate pair"),
+    "too_short": ("invalid_type", "must be a list of one message or more"),
+}
+
+
+def _refusal(error: ValidationError) -> Refusal:
+    """The refusal for the first error."""
+    first = error.errors(include_url=False)[0]
+    kind, where, got = first["type"], first["loc"], _got(first["input"])
+    param = "".join(f"[{part}]" if isinstance(part, int) else f".{_shown(part)}" for part in where).removeprefix(".")
+    if kind == "extra_forbidden":
+        if where[0] == "messages" and len(where) > 1:
+            return invalid(param, "is not supported", "unsupported_parameter")
+        if where[0] == "kvstore" and len(where) > 1:
+            return invalid(
+                param, f"must be one of {', '.join(sorted(KVStoreOptions.model_fields))}", "unknown_parameter"
+            )
+        return invalid(param, "unknown parameter", "unknown_parameter")
+    if kind not in PROBLEMS:
+        return invalid(param + first.get("ctx", {}).get("at", ""), first["msg"], kind)
+    code, problem = PROBLEMS[kind]
+    limits = {name: f"{each:g}" if isinstance(each, float) else each for name, each in first.get("ctx", {}).items()}
+    return invalid(param or None, problem.format(**limits) + got, code)
+
+
+def _got(value: Any) -> str:
+    """The end of an error about a value, if it can be shown."""
+    if isinstance(value, str):
+        return f" (got {json.dumps(value)})" if 0 < len(value) <= GOT_MAX else ""
+    if isinstance(value, bool | int | float):
+        return f" (got {json.dumps(value)[:GOT_MAX]})"
+    return ""
+
+
+def _shown(name: str) -> str:
+    return name[:TEXT_MAX].encode("utf-8", "replace").decode()
+
+
+# --- requests --------------------------------------------------------------------------------------------------------
+
+
+def requests_of(
+    body: AnyBody,
+    extra: Mapping[str, Any],
+    id: str,
+    model: ServedModel,
+    prompts: list[Tokens],
+    tenant: str,
+    salt: str | None,
+) -> list[Request]:
+    """One request for each answer. Raises Refusal if a prompt and its answer exceed the model's context."""
+    requests: list[Request] = []
+    seed = secrets.randbits(32) if body.seed is None else body.seed & SEED_MAX
+    own = body.kvstore
+    for tokens in prompts:
+        room = model.context_tokens - len(tokens)
+        max_tokens = body.tokens_max or max(1, min(room, CHAT_TOKENS))
+        if max_tokens > room:
+            count = f"{len(tokens)} tokens" if room >= 0 else f"more than {model.context_tokens} tokens"
+            what = f"{count} and {max_tokens} more are beyond the context of {model.context_tokens}"
+            raise invalid("messages" if body.is_chat else "prompt", what, "context_length_exceeded")
+        for number in range(body.n):
+            requests.append(
+                Request(
+                    id=f"{id}-{len(requests)}",
+                    model=model.name,
+                    tokens=tokens,
+                    sampling=Sampling(
+                        max_tokens=max_tokens,
+                        temperature=body.temperature,
+                        top_p=body.top_p,
+                        seed=(seed + number) % (SEED_MAX + 1),
+                        stop=body.stop,
+                    ),
+                    tenant=tenant,
+                    salt=salt,
+                    adapter=own.adapter,
+                    priority=own.priority,
+                    first_token_s=own.first_token_s,
+                    token_s=own.token_s,
+                    deadline_s=own.deadline_s,
+                    explain=own.explain,
+                    needs_ids=False,
+                    extra=extra,
+                )
+            )
+    return requests
