@@ -4,8 +4,6 @@ the host. The other process is a real one, and passes a descriptor of its memory
 from __future__ import annotations
 
 import gc
-import os
-import signal
 import weakref
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, closing, nullcontext
@@ -35,7 +33,7 @@ from tests.helpers.device_frames import STRIDE, device_named, frames_of, shown
 from tests.helpers.device_waits import WaitSite, forget, wait_sites
 from tests.helpers.inside import node_of
 from tests.helpers.mounted import Engine
-from tests.helpers.processes import Machine, check_laws, put, wait_until
+from tests.helpers.processes import Machine, check_laws, put, stopped, wait_until
 
 GPUS = [device.name for device in cuda.find().devices]
 PAGES = 12
@@ -162,14 +160,13 @@ def test_an_engine_that_was_stopped_costs_one_deadline(machine: Machine, monkeyp
         return pass_on(path)
 
     monkeypatch.setattr(peer_memory, "received", counted)
+    monkeypatch.setattr(hbm, "UNOPENED_NS", 600 * 10**9)
     machine.serve("n")
     store, engine = store_of(machine), Engine(machine, device="host:0")
     engine.publish(1, PAGES)
-    with added_device("host:0"):
-        os.kill(engine.process.pid, signal.SIGSTOP)
+    with added_device("host:0"), stopped(engine.process.pid):
         for _ in range(3):
             assert store.cache(SMALL).get(chain(1, PAGES)).pages == 0
-        os.kill(engine.process.pid, signal.SIGCONT)
         assert len(asked) == 1
 
 

@@ -30,8 +30,9 @@ from kvstore.wire import data as wire
 from kvstore.wire.data import HEAD, MAGIC, VERSION, FrameKind, Hello
 from tests.helpers.api import Certificates
 
-LIMITS = ServerLimits(hello_s=0.4, silence_s=0.4, idle_s=20.0)
 SOON_S = 10.0  # far more than anything here takes
+LIMITS = ServerLimits(hello_s=SOON_S, silence_s=SOON_S, idle_s=2 * SOON_S)
+SHORT_S = 0.4
 MANY = 512  # frames of one reply: more than sockets hold
 
 
@@ -82,7 +83,7 @@ class Served:
         self.address = self.server.start("127.0.0.1", 0)
 
     def open(self, hello: Hello | None = None, credentials: DialCredentials | None = None) -> DataConnection:
-        return DataConnection.open(self.address, hello or Hello(), credentials, deadline_s=later())
+        return opened(self.address, hello, credentials)
 
     def raw(self, source: str = "127.0.0.1") -> socket.socket:
         """A socket of somebody who knows no rules."""
@@ -108,8 +109,21 @@ def served() -> Iterator[Served]:
     assert made.server.connections == 0
 
 
+@pytest.fixture
+def hasty() -> Iterator[Served]:
+    """Waits for a short time alone where a caller stops in the middle of a request, or takes nothing of a reply."""
+    made = Served(replace(LIMITS, silence_s=SHORT_S))
+    yield made
+    made.server.stop()
+    assert made.server.connections == 0
+
+
 def later() -> float:
     return time.monotonic() + SOON_S
+
+
+def opened(address: str, hello: Hello | None = None, credentials: DialCredentials | None = None) -> DataConnection:
+    return DataConnection.open(address, hello or Hello(), credentials, deadline_s=later(), silence_s=SOON_S)
 
 
 def last_words(sock: socket.socket) -> KVStoreError:
@@ -148,7 +162,7 @@ def test_a_caller_who_is_known_no_longer_is_refused_with_the_next_request() -> N
     server = Server("n1", {}, asks, LIMITS)
     address = server.start("127.0.0.1", 0)
     try:
-        connection = DataConnection.open(address, Hello(token="yes"), deadline_s=later())
+        connection = opened(address, Hello(token="yes"))
         assert connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) == b"x"
         known.clear()
         with pytest.raises(Unauthenticated):
@@ -205,29 +219,31 @@ def test_who_breaks_the_rules_later_is_told_and_dropped(served: Served, data: by
 
 
 @pytest.mark.parametrize("cut", [1, HEAD.size - 1, HEAD.size, HEAD.size + 1])
-def test_a_frame_that_never_ends_costs_a_moment(served: Served, cut: int) -> None:
+def test_a_frame_that_never_ends_costs_a_moment(cut: int) -> None:
     """Somebody who says the half of HELLO and stays, and somebody who goes."""
+    made = Served(replace(LIMITS, hello_s=SHORT_S))
     body = wire.pack_hello(Hello())
     frame = wire.pack_head(FrameKind.HELLO, 0, len(body)) + body
-    stays, goes = served.raw(), served.raw()
+    stays, goes = made.raw(), made.raw()
     for sock in (stays, goes):
         sock.sendall(frame[:cut])
     goes.close()
     assert isinstance(last_words(stays), DeadlineExceeded)
-    assert_none_open(served)
+    assert_none_open(made)
+    made.server.stop()
 
 
-def test_a_body_that_never_comes_costs_a_moment(served: Served) -> None:
-    sock = served.welcomed()
+def test_a_body_that_never_comes_costs_a_moment(hasty: Served) -> None:
+    sock = hasty.welcomed()
     sock.sendall(HEAD.pack(MAGIC, FrameKind.STATUS, 0, 1, 4000) + b"some")
     assert isinstance(last_words(sock), DeadlineExceeded)
-    assert_none_open(served)
+    assert_none_open(hasty)
 
 
-def test_a_reader_that_reads_nothing_is_dropped(served: Served) -> None:
-    sock = served.welcomed()
+def test_a_reader_that_reads_nothing_is_dropped(hasty: Served) -> None:
+    sock = hasty.welcomed()
     sock.sendall(wire.pack_head(FrameKind.STATUS, 1, 4) + b"much")
-    assert_none_open(served)
+    assert_none_open(hasty)
     sock.close()
 
 
@@ -355,8 +371,8 @@ def test_a_server_for_which_no_thread_can_be_started_goes_on(monkeypatch: pytest
     with monkeypatch.context() as patch:
         patch.setattr(threading.Thread, "start", none_left)
         with pytest.raises(KVStoreError):
-            DataConnection.open(address, Hello(node="n1"), deadline_s=time.monotonic() + SOON_S)
+            opened(address, Hello(node="n1"))
         assert refused and not server.connections
-    with closing(DataConnection.open(address, Hello(node="n1"), deadline_s=time.monotonic() + SOON_S)) as connection:
-        assert connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=time.monotonic() + SOON_S) == b"x"
+    with closing(opened(address, Hello(node="n1"))) as connection:
+        assert connection.call(FrameKind.PING, b"x", reply=FrameKind.PONG, deadline_s=later()) == b"x"
     server.stop()
