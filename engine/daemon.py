@@ -178,7 +178,7 @@ def _run(
     life: Life,
     announce: Callable[[Ready], None],
 ) -> None:
-    from engine.api.server import EngineServer
+    from engine.api.service import EngineServer
     from engine.client import EngineClient
     from engine.shell.engine import Engine
 

@@ -127,7 +127,7 @@ LONG_FOR_A_REASON = {
 # those are counted by the clocks since the machine started.
 WALL_CLOCK = re.compile(r"(time\.(time|time_ns)|(datetime\.)?(datetime\.(now|utcnow)|date\.today))")
 MAY_READ_WALL_CLOCK = {
-    "engine/conductor/door/server.py": "OpenAI's replies say when they were made",
+    "engine/conductor/http/server.py": "OpenAI's replies say when they were made",
     "kvstore/cli/pin.py": "shows when a pin ends",
     "kvstore/server/identities.py": "a token expires on a date",
     "kvstore/node/kv_events.py": "stamps events; numbers that a later daemon goes on from",

@@ -18,11 +18,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from typing import Any, Final, Generic, NamedTuple, Protocol, TypeVar
 
+import grpc
 import numpy as np
 
 from engine.api.metrics import EngineTally
-from engine.api.pulling import PulledEngine
-from engine.api.wire import prefill_reply, replies_of, request_of, salt_of, tokenized, tokens_bytes
+from engine.api.pulling import PulledEngine, PullServer
+from engine.api.wire import SERVICE, prefill_reply, replies_of, request_of, salt_of, tokenized, tokens_bytes
 from engine.config import EngineConfig
 from engine.model.layouts import explain_mismatch
 from engine.model.request import (
@@ -48,13 +49,18 @@ from kvstore.errors import (
 from kvstore.model.layout import Layout
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import store_pb2
-from kvstore.server.gate import Call, parse
+from kvstore.server.gate import Call, Gate, parse
+from kvstore.server.grpc_server import Limits, LoopServer, serving
 from kvstore.server.identities import Identity
+from kvstore.server.request_cost import weighed
 from kvstore.wire.grpc import document, layout_of
 
 SHARE_MAX: Final = 0.75  # largest share of the request limit for one caller
 RETRY_AFTER_S: Final = 0.2
 BEFORE_DEADLINE_S: Final = 0.2  # how long before its deadline a waiting call ends, to report the result
+
+PING_MS_MIN: Final = 1000  # its clients watch it closely
+MESSAGE_BYTES_ALL: Final = 256 << 20  # large requests, all together
 
 Item = TypeVar("Item")
 
@@ -364,3 +370,46 @@ async def _until_end(call: Call, mailbox: Mailbox[Any]) -> AsyncIterator[list[An
         yield events
         if isinstance(last, Finished | Done):
             return
+
+
+class EngineServer(LoopServer):
+    """Serves from ``start`` to ``stop``."""
+
+    def __init__(self, config: EngineConfig, engine: ServedEngine, model: Served, tally: EngineTally) -> None:
+        limits = Limits(
+            rpcs_max=config.rpcs_max,
+            call_s_max=config.request_s_max,
+            buffer_bytes=MESSAGE_BYTES_ALL,
+            streams_max=config.rpcs_max,
+            ping_ms_min=PING_MS_MIN,
+        )
+        super().__init__("engine-api", SERVICE, config, limits)
+        self._served = config, engine, model, tally
+        self._owners = Owners(config.requests_max)
+        self._pulls = PullServer(config, engine, self.identities.find, self._owners.find)
+
+    def start(self) -> None:
+        """See ``LoopServer``; then the data connections, next to each address."""
+        super().start()
+        self._pulls.start(self.addresses)
+
+    def stop(self) -> None:
+        """See ``LoopServer``."""
+        super().stop()
+        self._pulls.stop()
+
+    def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
+        self._calls = calls = EngineCalls(*self._served, self._owners, lambda: self._pulls.port)
+        unary = {
+            "Release": calls.release,
+            "Cancel": calls.cancel,
+            "Status": calls.status,
+            "SetRole": calls.set_role,
+            "Migrate": calls.migrate,
+            "Drain": calls.drain,
+        }
+        sending = {"Submit": calls.submit, "Prefill": calls.prefill}
+        return serving(gate, SERVICE, weighed(SERVICE, unary), weighed(SERVICE, sending))
+
+    def _calls_ended(self) -> None:
+        self._calls.close()

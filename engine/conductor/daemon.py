@@ -10,8 +10,7 @@ from typing import Any
 
 from engine.conductor.config import ConductorConfig
 from engine.conductor.shell.api import ConductorServer
-from engine.conductor.shell.metrics import ConductorMetrics
-from engine.conductor.shell.tally import ConductorTally
+from engine.conductor.shell.metrics import ConductorMetrics, ConductorTally
 from kvstore import about, logs
 from kvstore.cluster.catalog import schema
 from kvstore.cluster.catalog.schema import ClusterEntry, ConductorEntry
@@ -69,7 +68,7 @@ def _run(
 ) -> None:
     tally = ConductorTally()
     server = ConductorServer(config, tally, lambda: 0 if membership is None else membership.leading)
-    ready, door = Readiness(), None
+    ready, http = Readiness(), None
     try:
         server.start()
         life.on_hangup(server.reload)
@@ -79,10 +78,10 @@ def _run(
             if membership is not None:
                 metrics.membership = membership.ages
             fault = membership.fault if membership is not None else str
-            door = server.open_door({**routes(ready), "/readyz": readyz(ready, fault), "/metrics": metrics.route})
-            metrics.door = door.tally
+            http = server.open_http({**routes(ready), "/readyz": readyz(ready, fault), "/metrics": metrics.route})
+            metrics.http = http.tally
         if membership is not None:
-            _join(membership, config, server, door.address if door is not None else "", life)
+            _join(membership, config, server, http.address if http is not None else "", life)
             conductor.membership = membership.status
         server.settle()
         if offer is not None:
@@ -93,7 +92,7 @@ def _run(
             engines=len(conductor.members.engines),
             nodes=len(conductor.members.nodes),
             grpc=tuple(server.addresses),
-            http=door.address if door is not None else None,
+            http=http.address if http is not None else None,
             took_s=round(life.took_s, 3),
             pid=os.getpid(),
         )
@@ -101,13 +100,13 @@ def _run(
         life.serves(lambda: announce(said), said.took_s, engines=said.engines)
         life.wait()
         ready.clear()
-        server.refuse(door)
+        server.refuse(http)
         for each in (offer, membership):
             if each is not None:
                 each.stop()
-        left = server.drain(config.drain_s, life.hurried, door)
-        if door is not None:
-            server.close_door(door)
+        left = server.drain(config.drain_s, life.hurried, http)
+        if http is not None:
+            server.close_http(http)
         if left:
             logs.event(log, logging.WARNING, "answers did not end in time", answers=left)
     finally:

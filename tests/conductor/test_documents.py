@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.conductor.door import documents
-from engine.conductor.door.documents import LISTS_MAX, TOKEN_MAX, VALUES_MAX, TokenList, parse_document
-from engine.conductor.door.errors import Refusal
+from engine.conductor.http import documents
+from engine.conductor.http.documents import LISTS_MAX, TOKEN_MAX, VALUES_MAX, TokenList, parse_document
+from engine.conductor.http.openai_errors import Refusal
 
 SEED = 5
 ROUNDS = 3000

@@ -9,8 +9,8 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-from engine.conductor.door.patience import HttpPatience
-from engine.conductor.door.server import BODY_BYTES_MAX
+from engine.conductor.http.connection import HttpPatience
+from engine.conductor.http.server import BODY_BYTES_MAX
 from tests.helpers.door import BIG_TEXT, RunningDoor, head_of, open_doors, read_all, replies_in
 from tests.helpers.processes import wait_until
 

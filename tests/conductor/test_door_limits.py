@@ -16,9 +16,9 @@ from pathlib import Path
 
 import pytest
 
-from engine.conductor.door import connection as door_connection
-from engine.conductor.door import server as door_server
-from engine.conductor.door.documents import SMALL_BYTES
+from engine.conductor.http import connection as door_connection
+from engine.conductor.http import server as door_server
+from engine.conductor.http.documents import SMALL_BYTES
 from engine.text.chat import PromptTokenizer
 from tests.helpers.api import TENANTS, Certificates, identities_file
 from tests.helpers.beacon import Beacon

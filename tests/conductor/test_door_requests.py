@@ -18,8 +18,8 @@ import httpx2
 import numpy as np
 import pytest
 
-from engine.conductor.door.errors import refusal_of
-from engine.conductor.door.patience import HttpPatience
+from engine.conductor.http.connection import HttpPatience
+from engine.conductor.http.openai_errors import refusal_of
 from kvstore.errors import DeadlineExceeded
 from tests.helpers.api import Certificates, identities_file
 from tests.helpers.backend import spawn_backend

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 from engine.conductor.config import ConductorConfig
-from engine.conductor.shell.answering import OpenAnswer
 from engine.conductor.shell.answers import Drawn
-from engine.conductor.shell.tally import ConductorTally
+from engine.conductor.shell.metrics import ConductorTally
+from engine.conductor.shell.open_answer import OpenAnswer
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.fleet import LoadReport

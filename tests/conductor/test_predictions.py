@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 
 from engine.conductor.state import events as ev
+from engine.conductor.state.candidates import Options
 from engine.conductor.state.conductor_state import ConductorRules
 from engine.conductor.state.fleet import EngineWork, FleetEngine, LoadReport
-from engine.conductor.state.options import Options
 from engine.model.request import Role
 from tests.helpers.fleet import PAGE, World, about, engines_of, pages_of, wish, world
 from tests.helpers.stepped import SteppedFleet

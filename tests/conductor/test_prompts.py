@@ -11,8 +11,8 @@ from pathlib import Path
 
 import pytest
 
-from engine.conductor.door import prompts
-from engine.conductor.door.prompts import PromptMaker
+from engine.conductor.http import prompts
+from engine.conductor.http.prompts import PromptMaker
 from engine.conductor.shell.answers import ServedModel
 from engine.demo.command import MODEL
 from engine.text import chat

@@ -17,7 +17,7 @@ import pytest
 
 from engine.api import pulling
 from engine.api.metrics import EngineTally
-from engine.api.server import EngineServer
+from engine.api.service import EngineServer
 from engine.client import EngineClient
 from engine.config import EngineConfig
 from engine.model.piece import HeldData, Piece, checksum_of

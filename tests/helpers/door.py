@@ -14,10 +14,9 @@ from typing import Any
 
 import httpx2
 
-from engine.conductor.door.opening import open_door
-from engine.conductor.door.patience import PATIENCE, HttpPatience
-from engine.conductor.door.prompts import PromptMaker
-from engine.conductor.door.server import HttpDoor
+from engine.conductor.http.connection import PATIENCE, HttpPatience
+from engine.conductor.http.prompts import PromptMaker
+from engine.conductor.http.server import OpenAIServer, open_http
 from engine.conductor.shell.answers import Answered, AnswerPart, Drawn, Routed, ServedModel
 from engine.model.request import Request, Usage
 from kvstore.config.daemon import DaemonConfig
@@ -187,7 +186,7 @@ class DirectedAnswers(InstantAnswers):
 class RunningDoor:
     """A door that serves, and what its answers saw."""
 
-    def __init__(self, door: HttpDoor, answers: DirectedAnswers, scheme: str) -> None:
+    def __init__(self, door: OpenAIServer, answers: DirectedAnswers, scheme: str) -> None:
         self.door = door
         self.answers = answers
         self.url = f"{scheme}://{door.address}"
@@ -213,7 +212,7 @@ def open_doors(
     known = Identities(Path(identities) if identities else None)
     started, stop = threading.Event(), asyncio.Event()
     prompts = PromptMaker()
-    door = open_door(settings, known, answers, routes or {}, prompts, patience)
+    door = open_http(settings, known, answers, routes or {}, prompts, patience)
     loop = asyncio.new_event_loop()
 
     async def serve() -> None:

@@ -15,9 +15,9 @@ import numpy as np
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state import integrity
+from engine.conductor.state.candidates import Options
 from engine.conductor.state.conductor_state import ConductorRules, ConductorState
 from engine.conductor.state.fleet import EngineAbout, LoadReport
-from engine.conductor.state.options import Options
 from engine.conductor.state.roles import ORDER_S
 from engine.conductor.state.routed_request import RoutedRequest
 from engine.model.request import Request, Role, RoleOrder, Sampling

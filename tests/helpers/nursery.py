@@ -38,9 +38,9 @@ NODES = (
     *("kvstore.node.operator.metrics", "kvstore.client.remote.store"),
 )
 ENGINES = (
-    *("kvstore.cli.main", "engine.cli", "engine.daemon", "engine.compute.models", "engine.api.server"),
+    *("kvstore.cli.main", "engine.cli", "engine.daemon", "engine.compute.models", "engine.api.service"),
     *("engine.client", "engine.shell.engine", "kvstore.client.remote.store"),
-    *("engine.conductor.daemon", "engine.conductor.door.server", "engine.compute.cpu_kernel", "kvstore.node.daemon"),
+    *("engine.conductor.daemon", "engine.conductor.http.server", "engine.compute.cpu_kernel", "kvstore.node.daemon"),
 )
 MODELS = tuple(f"transformers.models.{name}.modeling_{name}" for name in ("llama", "qwen3", "deepseek_v3"))
 IMPORT_S = 120.0

@@ -18,7 +18,7 @@ from typing import Any, Final
 from engine.conductor.backends.kv_intake import KvIntake
 from engine.conductor.backends.link import BackendLink
 from engine.conductor.backends.settings import BYTES, BackendSettings
-from engine.conductor.shell.links import KnownEngine
+from engine.conductor.shell.engine_clients import KnownEngine
 from engine.conductor.state import events as ev
 from engine.conductor.state.fleet import EngineAbout, LoadReport
 from engine.model.request import Role

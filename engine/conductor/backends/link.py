@@ -21,7 +21,7 @@ import aiohttp
 
 from engine.conductor.backends.settings import BackendSettings
 from engine.conductor.shell.answers import Drawn
-from engine.conductor.state.speeds import ObservedSpeeds
+from engine.conductor.state.measured_speed import ObservedSpeeds
 from engine.model.request import Finished, Request, Role, RoleOrder, Usage
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
 from kvstore.model.replica import Tier

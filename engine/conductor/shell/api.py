@@ -16,12 +16,10 @@ from google.protobuf import struct_pb2
 
 from engine.api.wire import request_of, salt_of, tokenized
 from engine.conductor.config import ConductorConfig
-from engine.conductor.door.opening import open_door
-from engine.conductor.door.patience import HttpPatience
-from engine.conductor.door.prompts import PromptMaker
+from engine.conductor.http.prompts import PromptMaker
 from engine.conductor.shell.answers import Answered, Answers, Drawn, Routed, ServedModel
 from engine.conductor.shell.conductor import Conductor
-from engine.conductor.shell.tally import ConductorTally
+from engine.conductor.shell.metrics import ConductorTally
 from engine.model.request import PRIORITY_MAX, Request
 from kvstore.errors import InvalidRequest, NodeUnavailable, PermissionDenied
 from kvstore.pb import conductor_pb2 as pb
@@ -34,12 +32,12 @@ from kvstore.server.request_cost import weighed
 from kvstore.wire.grpc import document
 
 if TYPE_CHECKING:
-    from engine.conductor.door.server import HttpDoor  # the framework is loaded where there is a door
+    from engine.conductor.http.server import OpenAIServer  # only where HTTP is served: it loads the web framework
 
 SERVICE: Final = "kvstore.v1.Conductor"
 SETTLE_S: Final = 3.0
 LOAD_S: Final = 30.0  # for tokenizers: importing transformers takes seconds
-DOOR_S: Final = 10.0  # for work in the loop on behalf of another thread
+LOOP_CALL_S: Final = 10.0  # for work in the loop on behalf of another thread
 LOOK_S: Final = 0.05
 MESSAGE_BYTES_ALL: Final = 256 << 20  # large requests, together
 NAME_MAX: Final = 256  # characters of a tenant's name
@@ -183,49 +181,54 @@ class ConductorServer(LoopServer):
     def _beside(self) -> Sequence[Coroutine[Any, Any, None]]:
         return (self.conductor.run(),)
 
-    def open_door(self, routes: Mapping[str, Route]) -> HttpDoor:
+    def open_http(self, routes: Mapping[str, Route]) -> OpenAIServer:
         """Answer over HTTP from now on. Must not be called on the loop's thread.
 
         Raises:
-            InvalidRequest: see ``open_door``.
+            InvalidRequest: see ``open_http``; or "http": the extra is not installed.
         """
+        try:
+            from engine.conductor.http.connection import HttpPatience
+            from engine.conductor.http.server import open_http
+        except ModuleNotFoundError as error:
+            raise InvalidRequest("http", f"needs {error.name}: pip install 'kvstore[http]'") from None
         patience = HttpPatience(keepalive_s=self._config.keepalive_s)
-        door = open_door(self._config, self.identities, self.conductor, routes, self._prompts, patience)
-        self._wait(door.start())
-        return door
+        http = open_http(self._config, self.identities, self.conductor, routes, self._prompts, patience)
+        self._wait(http.start())
+        return http
 
-    def close_door(self, door: HttpDoor) -> None:
+    def close_http(self, http: OpenAIServer) -> None:
         """Stop answering over HTTP once requests under way have ended, or a grace is over. Not on the loop's thread."""
-        self._wait(door.stop())
+        self._wait(http.stop())
 
-    def _wait(self, work: Coroutine[Any, Any, None], timeout_s: float = DOOR_S) -> None:
+    def _wait(self, work: Coroutine[Any, Any, None], timeout_s: float = LOOP_CALL_S) -> None:
         assert self._loop is not None, "it is started"
         asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
-    def refuse(self, door: HttpDoor | None) -> None:
+    def refuse(self, http: OpenAIServer | None) -> None:
         """Refuse new requests from now on; the health service reports it too."""
         self._draining.set()
-        if door is not None:
-            door.drain()
+        if http is not None:
+            http.drain()
         self.retire()
 
-    def drain(self, timeout_s: float, hurried: threading.Event, door: HttpDoor | None) -> int:
+    def drain(self, timeout_s: float, hurried: threading.Event, http: OpenAIServer | None) -> int:
         """Wait until requests under way have ended, or the daemon is told to hurry; returns how many are left. Not on
         the loop's thread."""
         until_s = time.monotonic() + timeout_s
-        while self._under_way(door) and time.monotonic() < until_s and not hurried.wait(LOOK_S):
+        while self._under_way(http) and time.monotonic() < until_s and not hurried.wait(LOOK_S):
             pass
-        return self._under_way(door)
+        return self._under_way(http)
 
-    def _under_way(self, door: HttpDoor | None) -> int:
-        return max(self.conductor.under_way, door.tally.requests_here if door is not None else 0)
+    def _under_way(self, http: OpenAIServer | None) -> int:
+        return max(self.conductor.under_way, http.tally.requests_here if http is not None else 0)
 
     def settle(self) -> None:
         """Wait until all known engines and nodes have answered, ``SETTLE_S`` at most; with an HTTP server also until
         the tokenizers of their models are loaded, ``LOAD_S`` at most. Not on the loop's thread."""
         self._wait(self.conductor.settled(SETTLE_S))
         if self._config.http is not None:
-            self._wait(self._prompts.prepared(self.conductor.models(), LOAD_S), LOAD_S + DOOR_S)
+            self._wait(self._prompts.prepared(self.conductor.models(), LOAD_S), LOAD_S + LOOP_CALL_S)
 
     def _calls_ended(self) -> None:
         """Wait for the calls: cancelled calls end their answers themselves."""

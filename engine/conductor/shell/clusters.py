@@ -16,7 +16,7 @@ from typing import Any, Final
 from google.protobuf.struct_pb2 import Struct
 
 from engine.api.wire import submit_request
-from engine.conductor.shell.links import GrpcLink
+from engine.conductor.shell.engine_clients import GrpcLink
 from engine.conductor.shell.reports import (
     EGRESS_MAX,
     FINGERPRINT,

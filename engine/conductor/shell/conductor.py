@@ -2,7 +2,7 @@
 
 ::
 
-    FleetMembers ── found, lost, reports, pages ─▶ handle ─▶ ConductorState ─▶ instructions
+    FleetWatch ── found, lost, reports, pages ─▶ handle ─▶ ConductorState ─▶ instructions
     OpenAnswer ── arrived, first token, ended, broke ─▶       │
         ▲                                                     ▼
         └───────── Send, Refuse, LoseRequest ──────────── perform ── SetRole, FollowAnew ──▶ engines, nodes
@@ -23,15 +23,15 @@ from typing import Any, Final
 import numpy as np
 
 from engine.conductor.config import ConductorConfig
-from engine.conductor.shell.answering import OpenAnswer
 from engine.conductor.shell.answers import AnswerPart, ServedModel
-from engine.conductor.shell.links import KnownEngine
-from engine.conductor.shell.members import FleetMembers
-from engine.conductor.shell.tally import ConductorTally
+from engine.conductor.shell.engine_clients import KnownEngine
+from engine.conductor.shell.fleet_watch import FleetWatch
+from engine.conductor.shell.metrics import ConductorTally
+from engine.conductor.shell.open_answer import OpenAnswer
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.conductor_state import ConductorState
-from engine.conductor.state.orders import LATE_S
+from engine.conductor.state.prefetch import LATE_S
 from engine.conductor.state.roles import ORDER_S
 from engine.conductor.state.routed_request import RequestPhase
 from engine.model.request import Request
@@ -69,7 +69,7 @@ class Conductor:
         self.pages = 0
         self.membership: Callable[[], dict[str, Any]] = dict  # our place in the pool, for ``status``
         self.state = ConductorState(config.rules)
-        self.members = FleetMembers(config.engine, config.backend, tally.kv_events, self.handle)
+        self.members = FleetWatch(config.engine, config.backend, tally.kv_events, self.handle)
         self.members.changed([], [], [])
         self._loop = asyncio.get_running_loop()
         self._events: deque[ev.ConductorEvent] = deque()

@@ -29,7 +29,7 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from engine.conductor.state.board import Floats, Paces
+from engine.conductor.state.engine_table import Floats, Paces
 from engine.conductor.state.fleet import FleetEngine
 
 SMOOTH: Final = 0.1

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-from engine.conductor.state.board import Board, Columns
 from engine.conductor.state.conductor_state import ConductorState
-from engine.conductor.state.names import NumberedNames
+from engine.conductor.state.engine_table import Board, Columns, NumberedNames
 from engine.conductor.state.routed_request import RequestPhase
 
 

@@ -21,8 +21,8 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from engine.conductor.state.board import Floats, Places
-from engine.conductor.state.options import Options
+from engine.conductor.state.candidates import Options
+from engine.conductor.state.engine_table import Floats, Places
 from kvstore.errors import InvalidRequest
 
 BEST: Final = 6  # engines of each kind whose pairs are tried

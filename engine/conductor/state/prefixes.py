@@ -25,7 +25,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from engine.conductor.state.names import NumberedNames
+from engine.conductor.state.engine_table import NumberedNames
 from kvstore.cluster.directory import TIERS, Directory, Told
 from kvstore.model.prefix import Fingerprints
 from kvstore.model.replica import Tier

@@ -21,7 +21,7 @@ from typing import Any, Final
 import numpy as np
 import numpy.typing as npt
 
-from engine.conductor.door.errors import INVALID, Refusal
+from engine.conductor.http.openai_errors import INVALID, Refusal
 
 SMALL_BYTES: Final = 16 << 10  # a body up to this size is parsed directly: at worst that takes a millisecond
 VALUES_MAX: Final = 32768  # values of a body, apart from token ids in lists: some 8,000 messages

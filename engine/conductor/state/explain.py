@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import math
-from typing import Final
+from typing import Any, Final
 
 import numpy as np
 
-from engine.conductor.state.board import Board
+from engine.conductor.state import instructions as do
+from engine.conductor.state.candidates import Options
+from engine.conductor.state.engine_table import Board
 from engine.conductor.state.fleet import FleetEngine
-from engine.conductor.state.options import Options
 from engine.conductor.state.routed_request import Route, RoutedRequest
 
 Explained = dict[str, object]
@@ -38,6 +39,32 @@ def explained(options: Options, board: Board, route: Route | None, outcome: str,
         "left_out": [
             {"engine": engine.about.name, "why": _why_not(engine, options.request, options.now_s)} for engine in out
         ],
+    }
+
+
+def routed(it: do.Send, policy: str, split: str) -> dict[str, Any]:
+    """Where a request was sent, and the predicted times."""
+    computing, answering = it.route.computing, it.route.answering
+    seconds = {
+        "waited_s": it.waited_s,
+        "wait_s": computing.wait_s,
+        "move_s": computing.move_s,
+        "prefill_s": computing.prefill_s,
+        "tail_s": it.route.tail_s,
+        "first_token_s": it.route.first_token_s,
+        "token_s": answering.token_s,
+        "total_s": it.route.total_s,
+    }
+    return {
+        "policy": policy,
+        "split": split,
+        "computes": computing.engine.about.name,
+        "answers": answering.engine.about.name,
+        "cached_tokens": computing.cached,
+        "own_tokens": computing.own,
+        "donor": computing.donor,
+        "batch": answering.batch,
+        **{name: _round(value) for name, value in seconds.items()},
     }
 
 

@@ -14,7 +14,7 @@ from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Final, TypeVar
 
-from engine.conductor.door.errors import invalid
+from engine.conductor.http.openai_errors import invalid
 from engine.conductor.shell.answers import ServedModel
 from engine.text.chat import PromptTokenizer, Tokens, prompt_tokenizer
 from kvstore import boundary

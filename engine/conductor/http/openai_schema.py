@@ -26,8 +26,8 @@ from pydantic import (
 )
 from pydantic_core import PydanticCustomError
 
-from engine.conductor.door.documents import TOKEN_MAX, TokenList
-from engine.conductor.door.errors import INVALID, Refusal, invalid
+from engine.conductor.http.documents import TOKEN_MAX, TokenList
+from engine.conductor.http.openai_errors import INVALID, Refusal, invalid
 from engine.conductor.shell.answers import ServedModel
 from engine.model.request import PRIORITY_MAX, Request, Sampling
 from engine.text.chat import Tokens

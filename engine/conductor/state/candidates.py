@@ -29,9 +29,8 @@ from typing import Final
 
 import numpy as np
 
-from engine.conductor.state.board import Board, Flags, Floats, Places, ending_by
 from engine.conductor.state.cost import HERE, NVME, Costs
-from engine.conductor.state.engine_fleet import EngineFleet
+from engine.conductor.state.engine_table import Board, EngineFleet, Flags, Floats, Places, ending_by
 from engine.conductor.state.prefixes import Matches
 from engine.conductor.state.routed_request import Answering, Computing, Route, RoutedRequest
 

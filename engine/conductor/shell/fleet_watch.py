@@ -1,4 +1,4 @@
-"""FleetMembers: the engines and nodes that a conductor knows. It finds them, asks engines how busy they are, and
+"""FleetWatch: the engines and nodes that a conductor knows. It finds them, asks engines how busy they are, and
 follows the pages that nodes report.
 
 An engine is asked one question at a time, and a late answer is an old report, not silence: an engine is silent if it
@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 from engine.conductor.backends.settings import BackendSettings
 from engine.conductor.shell.clusters import RemoteCluster
-from engine.conductor.shell.links import EngineLink, KnownEngine, NodeLink
+from engine.conductor.shell.engine_clients import EngineLink, KnownEngine, NodeLink
 from engine.conductor.shell.reports import engine_about, layout_of, load_report, model_path
 from engine.conductor.state import events as ev
 from engine.model.request import Request
@@ -42,7 +42,7 @@ _HEARING = boundary.answered("task/hear")
 Handle = Callable[[ev.ConductorEvent], None]
 
 
-class FleetMembers:
+class FleetWatch:
     """Follows engines and nodes from ``changed`` on, until ``close``. On one event loop.
 
     Args:

@@ -1,4 +1,4 @@
-"""HttpDoor: OpenAI's HTTP API in front of a conductor, on the event loop of the conductor.
+"""OpenAIServer: OpenAI's HTTP API in front of a conductor, on the event loop of the conductor.
 
 What a client can occupy is bounded: connections by number, headers and bodies by bytes and by time, replies by what the
 connection takes (the next part of an answer is requested when the last one is sent). A client that has gone ends its
@@ -22,23 +22,32 @@ from urllib.parse import unquote
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from engine.conductor.door.answering import reply_streamed, reply_whole
-from engine.conductor.door.connection import JSON, DoorServer, HttpReply
-from engine.conductor.door.documents import SMALL_BYTES, parse_document
-from engine.conductor.door.errors import DENIED, INVALID, SERVER, Refusal, invalid, refusal_of
-from engine.conductor.door.openai_schema import AnyBody, ChatBody, read_body, requests_of
-from engine.conductor.door.patience import HttpPatience
-from engine.conductor.door.prompts import PromptMaker
-from engine.conductor.door.replies import Choice, OpenAIReply, model_document, models_document
-from engine.conductor.door.tally import GONE, DoorTally
+from engine.conductor.http.connection import JSON, PATIENCE, ConnectionServer, HttpPatience, HttpReply
+from engine.conductor.http.documents import SMALL_BYTES, parse_document
+from engine.conductor.http.openai_errors import DENIED, INVALID, SERVER, Refusal, invalid, refusal_of
+from engine.conductor.http.openai_replies import (
+    Choice,
+    OpenAIReply,
+    model_document,
+    models_document,
+    reply_streamed,
+    reply_whole,
+)
+from engine.conductor.http.openai_schema import AnyBody, ChatBody, read_body, requests_of
+from engine.conductor.http.prompts import PromptMaker
 from engine.conductor.shell.answers import Answers, ServedModel
+from engine.conductor.shell.metrics import GONE, HttpTally
 from kvstore import boundary
+from kvstore.cluster.data_connection import is_loopback
 from kvstore.config import parse_address
+from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest, KVStoreError, TooManyCalls, Unauthenticated
 from kvstore.limits import Shares
+from kvstore.server.certificates import ServerCertificate
 from kvstore.server.gate import TOKEN_BYTES_MAX
 from kvstore.server.http import HostNames, Route
 from kvstore.server.identities import ALL_SALTS, LOCAL, UNKNOWN, Identities, Identity
+from kvstore.server.listening import check_certificates, check_far, numeric
 
 BODY_BYTES_MAX: Final = 8 << 20
 BODY_BYTES_FREE: Final = 64 << 10  # a larger body counts as memory in use until it is tokens,
@@ -58,11 +67,11 @@ OPERATORS: Final = ("/metrics",)  # paths for operators, if keys are required
 _EXPECTED = Refusal, OSError, HttpProcessingError, web.RequestPayloadError, web.PayloadAccessError
 
 
-class HttpDoor:
+class OpenAIServer:
     """Serves from ``start`` to ``stop``. Belongs to one event loop.
 
     Args:
-        address: HOST:PORT, checked by ``open_door``.
+        address: HOST:PORT, checked by ``open_http``.
         tls: None: without TLS.
         hosts: host names that are accepted.
         routes: other paths served by GET, such as /metrics.
@@ -82,7 +91,7 @@ class HttpDoor:
         prompts: PromptMaker,
         patience: HttpPatience,
     ) -> None:
-        self.tally = DoorTally()
+        self.tally = HttpTally()
         self._answers = answers
         self._address = address
         self._identities = identities
@@ -95,7 +104,7 @@ class HttpDoor:
         self._held = Shares("memory for bodies", "bodies", BODIES_BYTES)
         self._places = Shares("places for requests", "requests", REQUESTS_MAX)
         self._began_s = int(time.time())
-        self._server: DoorServer | None = None
+        self._server: ConnectionServer | None = None
         self._preparing: asyncio.Task[None] | None = None
 
     @property
@@ -106,7 +115,7 @@ class HttpDoor:
     async def start(self) -> None:
         """Listen. Raises InvalidRequest if the address cannot be used."""
         host, port = parse_address(self._address, "http")
-        self._server = DoorServer(self._serve, self.tally, self._patience, self._tls)
+        self._server = ConnectionServer(self._serve, self.tally, self._patience, self._tls)
         try:
             where, port = self._server.listen(host, port)
         except OSError as error:
@@ -349,3 +358,32 @@ def _certificate_names(request: web.BaseRequest) -> list[str]:
         return []
     common = [value for part in shown.get("subject", ()) for key, value in part if key == "commonName"]
     return [*common, *(value for _, value in shown.get("subjectAltName", ()))]
+
+
+# --- opening -------------------------------------------------------------------------------------------------------
+
+
+def open_http(
+    config: DaemonConfig,
+    identities: Identities,
+    answers: Answers,
+    routes: Mapping[str, Route],
+    prompts: PromptMaker,
+    patience: HttpPatience = PATIENCE,
+) -> OpenAIServer:
+    """The HTTP server at ``config.http``, not started yet; start it on the event loop of ``answers``.
+
+    Raises:
+        InvalidRequest: "http": the address is beyond loopback without TLS or keys; or the certificate cannot be used.
+    """
+    assert config.http is not None
+    host, port = parse_address(config.http, "http")
+    number = numeric(host, config.http, "http")[0]
+    if not is_loopback(number):
+        check_far(config, identities, config.http, "http")
+    check_certificates(config, identities)
+    certificate = ServerCertificate.of(config)
+    tls = certificate.for_sockets() if certificate is not None else None
+    shown = f"[{number}]" if ":" in number else number
+    hosts = HostNames.of(config, certificate.names() if certificate is not None else ())
+    return OpenAIServer(answers, f"{shown}:{port}", identities, tls, hosts, routes, prompts, patience)

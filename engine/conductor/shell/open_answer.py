@@ -22,14 +22,13 @@ import numpy as np
 
 from engine.conductor.config import ConductorConfig
 from engine.conductor.shell.answers import Answered, AnswerPart, Drawn, Routed
-from engine.conductor.shell.members import FleetMembers
-from engine.conductor.shell.stay import EngineStay
-from engine.conductor.shell.tally import ConductorTally
-from engine.conductor.shell.telling import routed
+from engine.conductor.shell.fleet_watch import FleetWatch
+from engine.conductor.shell.metrics import ConductorTally
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
+from engine.conductor.state.explain import routed
+from engine.conductor.state.measured_speed import ObservedSpeeds
 from engine.conductor.state.routed_request import Route
-from engine.conductor.state.speeds import ObservedSpeeds
 from engine.model.request import Finished, Request, Usage
 from engine.state.admission import ROLE
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
@@ -47,7 +46,7 @@ class Decides(Protocol):
 
     config: ConductorConfig
     tally: ConductorTally
-    members: FleetMembers
+    members: FleetWatch
 
     def handle(self, event: ev.ConductorEvent) -> None:
         """Decide, and perform what follows."""
@@ -103,7 +102,8 @@ class OpenAnswer:
                     raise NodeUnavailable(f"{it.why}{self._failure}")
                 case do.Send():
                     self._conductor.tally.routed += 1
-                    yield Routed({**routed(it, self._conductor.config.rules), **self._explained})
+                    rules = self._conductor.config.rules
+                    yield Routed({**routed(it, rules.policy, rules.split), **self._explained})
                     async with contextlib.aclosing(self._from(it)) as parts:
                         async for part in parts:
                             yield part
@@ -250,3 +250,56 @@ def _took(route: Route, usage: Usage, tokens: int) -> tuple[int, float]:
         cached = sum(usage.prefill_cached_tokens.values())
         right = usage.prefill_engine == route.computing.engine.about.address
     return (cached, usage.prefill_ms / 1e3) if right and cached < tokens else (0, 0.0)
+
+
+class EngineStay:
+    """Begins when the request is sent to the engine.
+
+    Args:
+        before: tokens of the answer that had come before.
+
+    Attributes:
+        waited_s: how long it waited for its reader, after the last part.
+    """
+
+    def __init__(self, it: do.Send, before: int) -> None:
+        self.before = before
+        self.waited_s = 0.0
+        self._cached = it.route.computing.cached
+        engine = it.route.computing.engine
+        self._alone = engine.waiting <= 1 and not engine.others_waiting  # no other prompt is before it there
+        self._sent_s = self._first_s = self._last_s = time.monotonic()
+        self._tokens = self._first_tokens = 0
+        self._waits_s = 0.0
+
+    def came(self, tokens: int) -> None:
+        """Record that more tokens have come."""
+        now_s = time.monotonic()
+        if not self._tokens:
+            self._first_s, self._first_tokens = now_s, tokens
+        else:
+            self._waits_s += self.waited_s
+        self._tokens += tokens
+        self._last_s = now_s
+
+    def given(self) -> None:
+        """Record that the reader has taken them."""
+        self.waited_s = time.monotonic() - self._last_s
+
+    def observed(self, usage: Usage, tokens: int, speeds: ObservedSpeeds) -> tuple[int, float]:
+        """Learn the speeds of an engine that reports none, at the end of its answer.
+
+        Args:
+            tokens: tokens that it had to have computed before its first one.
+
+        Returns:
+            How many of those were cached, and how long the rest took; (0, 0) if not known.
+        """
+        if not self._tokens:
+            return 0, 0.0
+        speeds.decoded(self._tokens - self._first_tokens, self._last_s - self._first_s - self._waits_s)
+        if not self._alone:
+            return 0, 0.0
+        cached = tokens - usage.computed_tokens if usage.computed_tokens else min(self._cached, tokens - 1)
+        speeds.computed(tokens - cached, self._first_s - self._sent_s)
+        return cached, self._first_s - self._sent_s

@@ -17,8 +17,8 @@ from typing import Final
 
 import numpy as np
 
+from engine.conductor.state.candidates import Options
 from engine.conductor.state.instructions import CopyPrefix, Instruction, PrefetchPrefix
-from engine.conductor.state.options import Options
 from engine.conductor.state.prefixes import Prefixes
 from engine.conductor.state.routed_request import Route
 

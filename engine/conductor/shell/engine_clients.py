@@ -24,7 +24,7 @@ from engine.api.wire import events_of, set_role_request, submit_request, tokens_
 from engine.client import SLACK_S, WATCH, url_of
 from engine.conductor.shell.answers import Drawn
 from engine.conductor.state.fleet import EngineAbout
-from engine.conductor.state.speeds import ObservedSpeeds
+from engine.conductor.state.measured_speed import ObservedSpeeds
 from engine.model.request import Finished, Request, Role, RoleOrder, Token
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import GivenCredentials, endpoint

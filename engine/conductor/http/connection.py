@@ -8,17 +8,17 @@ import logging
 import socket
 import ssl
 from collections.abc import Awaitable, Callable, Mapping
+from dataclasses import dataclass
 from typing import Any, Final
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError, LineTooLong
 
-from engine.conductor.door.errors import INVALID, Refusal, internal
-from engine.conductor.door.patience import HttpPatience
-from engine.conductor.door.tally import DoorTally
+from engine.conductor.http.openai_errors import INVALID, Refusal, internal
+from engine.conductor.shell.metrics import HttpTally
 from kvstore import boundary
 from kvstore.errors import TooManyCalls
-from kvstore.limits import DOOR_PART, Connections, Guest, connections_max
+from kvstore.limits import OPENAI_PART, Connections, Guest, connections_max
 from kvstore.server.http import SERVER
 from kvstore.server.identities import Identity
 
@@ -32,8 +32,25 @@ SHUTDOWN_S: Final = 2.0  # for the other end of a TLS connection to confirm its 
 LINGER_S: Final = 1.0  # for the rest of a body that was refused: a client that is still sending it gets to read why
 LOOKS: Final = 4  # checks during the time that a client may stall
 JSON: Final = "application/json"
+HEADERS_S: Final = 20.0  # for a request to begin on a new connection, and for its headers to come
+KEEPALIVE_S: Final = 75.0  # longer than load balancers keep a connection, usually 60 s: they must not meet closed ones
+BODY_S: Final = 30.0
+STALL_S: Final = 20.0
 
 log = logging.getLogger("kvstore.conductor")
+
+
+@dataclass(frozen=True)
+class HttpPatience:
+    """How long a client may take, in seconds. ``keepalive_s``: between two requests on one connection."""
+
+    headers_s: float = HEADERS_S
+    keepalive_s: float = KEEPALIVE_S
+    body_s: float = BODY_S
+    stall_s: float = STALL_S
+
+
+PATIENCE: Final = HttpPatience()
 
 
 class HttpReply:
@@ -44,7 +61,7 @@ class HttpReply:
     is dropped. One timer watches all writes; a timeout around each would cost a stream a third of its speed.
     """
 
-    def __init__(self, request: web.BaseRequest, stall_s: float, tally: DoorTally) -> None:
+    def __init__(self, request: web.BaseRequest, stall_s: float, tally: HttpTally) -> None:
         self.headers: dict[str, str] = {}
         self.is_last = False
         self.check: Callable[[], None] = lambda: None
@@ -114,7 +131,7 @@ class HttpReply:
         self._timer = self._loop.call_later(self._stall_s / LOOKS, self._look)
 
 
-class DoorServer(web.Server):
+class ConnectionServer(web.Server):
     """Accepts connections from ``listen`` to ``close``, and makes a handler for each of them.
 
     A connection counts from the moment it is accepted, including its TLS handshake. When there are too many, the oldest
@@ -124,7 +141,7 @@ class DoorServer(web.Server):
     def __init__(
         self,
         serve: Callable[[web.BaseRequest], Awaitable[web.StreamResponse]],
-        tally: DoorTally,
+        tally: HttpTally,
         patience: HttpPatience,
         tls: ssl.SSLContext | None,
     ) -> None:
@@ -134,7 +151,7 @@ class DoorServer(web.Server):
         self._tls = tls
         self.patience = patience
         self._loop = asyncio.get_running_loop()
-        self._guests = Connections(connections_max(DOOR_PART, CONNECTIONS_MAX))
+        self._guests = Connections(connections_max(OPENAI_PART, CONNECTIONS_MAX))
         self._listener: socket.socket | None = None
         self._beginning: set[asyncio.Task[None]] = set()
         self._how: dict[str, Any] = {
@@ -254,7 +271,7 @@ class _Handler(web.RequestHandler):
 
     guest: Guest | None = None
 
-    def __init__(self, server: DoorServer, sock: socket.socket, **how: Any) -> None:
+    def __init__(self, server: ConnectionServer, sock: socket.socket, **how: Any) -> None:
         super().__init__(server, **how)
         self._headers_s = server.patience.headers_s
         self._sock = sock
