@@ -16,7 +16,6 @@ import pytest
 from kvstore.client.local.channel import OUTSTANDING_MAX, SocketChannel
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable, Unavailable, VersionMismatch
 from kvstore.model.replica import Status
-from kvstore.shm.counters import Tally, read_counters
 from kvstore.wire import control
 from kvstore.wire.control import MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
 
@@ -142,23 +141,6 @@ def test_session_file_is_locked_until_close(server: Server, channel: SocketChann
         channel.request(Op.ADMIN)
 
 
-def test_begin_takes_the_session_file_alone(server: Server, channel: SocketChannel) -> None:
-    """So that what is only read is counted: no connection is made."""
-    row = channel.counters.row(4096, 16)
-    channel.counters.put(row, 1)
-    channel.begin()
-    channel.begin()
-    path = server.folder / "sessions" / f"{channel.session:016x}"
-    with open(path, "rb") as file:
-        with pytest.raises(BlockingIOError):
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        channel.request(Op.ADMIN).result()
-        channel.counters.put(row, 2)
-        counts = read_counters(file.fileno())
-        assert counts is not None and Tally.of([counts]).counts["pages_put"] == 3
-    assert server.sessions == [channel.session]
-
-
 def test_daemon_down_is_said_at_the_deadline(server: Server, channel: SocketChannel) -> None:
     server.stop()
     start = time.monotonic()
@@ -268,20 +250,3 @@ def test_garbage_from_the_daemon_is_a_lost_connection(server: Server, channel: S
         channel.request(Op.ADMIN).result()
     server.answer = echo
     assert channel.request(Op.ADMIN, a=4).result().a == 4
-
-
-def test_threads_share_a_channel(server: Server, channel: SocketChannel) -> None:
-    wrong: list[object] = []
-
-    def work(base: int) -> None:
-        for i in range(100):
-            got = channel.request(Op.ADMIN, a=base + i, body=(b"%d" % (base + i),)).result()
-            if got.a != base + i or bytes(got.body) != b"%d" % (base + i):
-                wrong.append(got)
-
-    threads = [threading.Thread(target=work, args=(1000 * t,)) for t in range(6)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(60)
-    assert not wrong and not any(thread.is_alive() for thread in threads)

@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore import Keys, PrefixCache, Store
+from kvstore import PrefixCache, Store
 from kvstore.client import device_link, device_rows, prefix_cache
 from kvstore.client.device_link import link_of
 from kvstore.client.local import frame_copies
@@ -144,31 +144,6 @@ def test_a_lost_device_fails_its_calls_alone(cache: PrefixCache, device: HostDev
 # --- layer by layer -------------------------------------------------------------------------------------------------
 
 
-def write(cache: PrefixCache, keys: Keys, pages: InterfaceBuffer) -> int:
-    """Layer by layer, out of pages that a kernel for each layer writes."""
-    with cache.writer(keys) as writer:
-        for layer in range(SMALL.layers):
-            begin, end = SMALL.byte_range(layer)
-            writer.write_layer(layer, pages.part(slice(None), slice(begin, end)))
-    return writer.sealed
-
-
-def test_pages_and_prepared_layers(cache: PrefixCache, device: HostDevice) -> None:
-    keys = cache.keys(np.arange(5 * 16))
-    data = contents(keys)
-    with cache.writer(keys[:3]) as writer:
-        for page in range(3):
-            writer.write_page(page, buffer(device, 1, data[page : page + 1]))
-    pages = buffer(device, 2)
-    with cache.writer(keys[3:]) as writer:
-        write_layer = writer.prepared(pages)
-        for layer in range(SMALL.layers):
-            part = slice(*SMALL.byte_range(layer))
-            pages.seen[:, part] = data[3:, part]
-            write_layer(layer)
-    np.testing.assert_array_equal(cache.get(keys).data, data)
-
-
 def test_a_layer_is_shown_when_it_has_arrived(near: PrefixCache, device: HostDevice) -> None:
     keys = near.keys(np.arange(3 * 16))
     data = contents(keys)
@@ -212,23 +187,6 @@ def test_a_device_is_lost_with_layers_on_their_way(near: PrefixCache, device: Ho
             writer.write_layer(layer, buffer(device, 3, data).part(slice(None), slice(*SMALL.byte_range(layer))))
         device.lose()
     assert near.lookup(keys).pages == 0 and near.put(keys, data) == 3
-
-
-def test_a_writer_whose_device_is_late(tmp_path: Path, device: HostDevice, monkeypatch: pytest.MonkeyPatch) -> None:
-    with kvstore.open(dram="4MiB", shm_dir=tmp_path) as store:
-        cache = store.cache(SMALL)
-        lost, keys = chain(1, 8), chain(5, 100)
-        monkeypatch.setattr(device_link, "COPY_DEADLINE_S", 0.05)
-        device.hold()
-        with pytest.raises(DeadlineExceeded):
-            write(cache, lost, buffer(device, 8, contents(lost)))
-        assert cache.put(keys, contents(keys), wait=True) == 100
-        device.let_go()
-        monkeypatch.undo()
-        finish(device)
-        assert cache.get(keys, buffer(device, 100)).pages == 100
-        assert cache.lookup(lost).pages == 0
-        np.testing.assert_array_equal(cache.get(keys, verify=True).data, contents(keys))
 
 
 # --- straight from and to a node's frames ---------------------------------------------------------------------------

@@ -16,8 +16,7 @@ import pytest
 import kvstore
 from kvstore import GroupedCache, GroupedKeys, GroupedMatch, Layout, Store, Tier
 from kvstore.errors import InvalidRequest
-from tests.helpers.content import SMALL, contents, layer_of
-from tests.helpers.device_buffers import InterfaceBuffer, added_device
+from tests.helpers.content import SMALL, contents
 from tests.helpers.processes import Machine, free_port
 
 WAYS = ("embedded", "daemon", "kv")
@@ -241,38 +240,6 @@ def test_media_and_tokens_before_a_page_are_part_of_it(cache: GroupedCache) -> N
     assert [cache.lookup(tokens, extras).tokens for extras in (None, [[b"cat", b"", b"", b""]] * 3)] == [0, 0]
     longer = np.append(tokens, 1)
     assert cache.lookup(longer, pictures).tokens == 64 and cache.lookup(longer).tokens == 0
-
-
-def test_layers_of_one_group(cache: GroupedCache) -> None:
-    """Written and read layer by layer through the group's own cache."""
-    keys = cache.keys(range(64))
-    for group, pages in enumerate(keys.needed(64)):
-        for part in keys.parts(group, pages):
-            layout = cache.layouts[group]
-            with cache.groups[group].writer(part) as writer:
-                for layer in range(layout.layers):
-                    writer.write_layer(layer, layer_of(contents(part, layout), layer, layout))
-    match = cache.get(keys)
-    check(match, keys, 64, match.data)
-    (part,) = keys.parts(2, range(3, 4))
-    out = np.zeros((1, STATE.layer_bytes), np.uint8)
-    cache.groups[2].reader(part).read_layer(1, out)
-    np.testing.assert_array_equal(out, layer_of(contents(part, STATE), 1, STATE))
-
-
-def test_a_devices_memory(cache: GroupedCache) -> None:
-    with added_device() as device:
-        keys = cache.keys(range(65))
-        rows = [all_bytes(keys, group, pages) for group, pages in enumerate(keys.needed(64))]
-        given = [
-            (pages, InterfaceBuffer(device, rows[group].shape, rows[group]))
-            for group, pages in enumerate(keys.needed(64))
-        ]
-        assert cache.put(keys, given) == (4, 3, 1)
-        out = [InterfaceBuffer(device, one.shape) for one in rows]
-        assert cache.get(keys, out).tokens == 64
-        for buffer, expected in zip(out, rows, strict=True):
-            np.testing.assert_array_equal(buffer.seen, expected)
 
 
 def test_a_lease_keeps_every_group(cache: GroupedCache, store: Store) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -69,22 +68,6 @@ def test_mla_has_one_writing_rank(store: kvstore.Store) -> None:
 # --- reader ---------------------------------------------------------------------------------------------------------
 
 
-def test_reader_follows_a_writer(cache: kvstore.PrefixCache) -> None:
-    keys, data = cache.keys(prompt(6)), content(GQA, 6)
-    cache.put(keys[:2], data[:2])
-    reader = cache.reader(keys, timeout_s=10)
-    out = np.zeros((6, GQA.layer_bytes), np.uint8)
-    with cache.writer(keys) as writer:
-        for layer in range(4):
-            writer.write_layer(layer, layer_of(data, layer))
-            out[:] = 0
-            reader.read_layer(layer, out)
-            np.testing.assert_array_equal(out, layer_of(data, layer))
-    for layer in (3, 1):  # sealed by now
-        reader.read_layer(layer, out)
-        np.testing.assert_array_equal(out, layer_of(data, layer))
-
-
 def test_reader_waits_for_every_rank(cache: kvstore.PrefixCache) -> None:
     keys, data = cache.keys(prompt(2)), content(GQA, 2)
     out = np.zeros((2, GQA.layer_bytes), np.uint8)
@@ -98,18 +81,3 @@ def test_reader_waits_for_every_rank(cache: kvstore.PrefixCache) -> None:
         for layer in (1, 2, 3):
             one.write_layer(layer, layer_of(data, layer, slice(0, 2)))
             two.write_layer(layer, layer_of(data, layer, slice(2, 4)))
-
-
-def test_reader_waits_for_another_writer_when_one_gives_up(cache: kvstore.PrefixCache) -> None:
-    keys, data = cache.keys(prompt(3)), content(GQA, 3)
-    out = np.zeros((3, GQA.layer_bytes), np.uint8)
-    reader = cache.reader(keys, timeout_s=10)
-    with pytest.raises(RuntimeError), cache.writer(keys) as writer:
-        writer.write_layer(0, layer_of(content(GQA, 3, 1), 0))
-        reader.read_layer(0, out)
-        raise RuntimeError
-    timer = threading.Timer(0.1, cache.put, (keys, data))
-    timer.start()
-    reader.read_layer(1, out)
-    np.testing.assert_array_equal(out, layer_of(data, 1))
-    timer.join()

@@ -9,11 +9,10 @@ import numpy as np
 import pytest
 
 from kvstore import Store, Tier
-from kvstore.client.local import hbm
 from kvstore.client.local.cache import LocalCache
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
-from kvstore.errors import InvalidRequest, NodeUnavailable
+from kvstore.errors import InvalidRequest
 from kvstore.shm import mounted
 from kvstore.shm.folder import NodeFolder
 from kvstore.shm.mounted import MountedTable, mounted_numbers, mounted_path
@@ -153,54 +152,6 @@ def test_a_frame_that_is_being_read_is_not_free(machine: Machine, monkeypatch: p
     assert segment.retire([2]) == [2], "the reader's time is over"
     segment.publish(chain(2, 1), [2])
     check_laws(store)
-
-
-def test_a_segment_ends_with_its_session(machine: Machine) -> None:
-    machine.serve("n")
-    store, other = machine.connect("n"), machine.connect("n")
-    segment = segment_of(other)
-    keys = chain(1, 4)
-    segment.pages[:4] = contents(keys)
-    segment.publish(keys, range(4))
-    assert tiers(store, 1, 4) == {Tier.HBM: 4}
-    other.renew_session()
-    with pytest.raises(NodeUnavailable, match="mount again"):
-        segment.publish(chain(2, 1), [5])
-    assert segment.retire(range(4)) == [0, 1, 2, 3]
-    wait_until("the node has noticed", lambda: mounted_pages(store) == 0)
-    segment.close()
-    other.close()
-    with pytest.raises(InvalidRequest):
-        segment.publish(chain(2, 1), [5])
-    check_laws(store)
-
-
-def test_a_reader_ends_well_in_a_frame_that_is_retired_meanwhile(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    for module in (hbm, mounted):
-        monkeypatch.setattr(module, "HOLD_NS", LONG_NS)
-    machine.serve("n")
-    store, other = machine.connect("n"), machine.connect("n")
-    segment = segment_of(other)
-    keys = chain(1, 4)
-    segment.pages[:4] = contents(keys)
-    segment.publish(keys, range(4))
-    free: list[list[int]] = []
-    read = hbm._Located.proven
-
-    def proven_then_retired(self: hbm._Located, run: Any) -> Any:
-        found = read(self, run)
-        free.append(segment.retire(range(4)))
-        return found
-
-    monkeypatch.setattr(hbm._Located, "proven", proven_then_retired)
-    match = store.cache(SMALL).get(keys)
-    assert match.pages == 4 and (match.data == contents(keys)).all()
-    assert free == [[]], "they were read"
-    monkeypatch.setattr(hbm._Located, "proven", read)
-    assert segment.retire(range(4)) == [0, 1, 2, 3], "the reader has let go of them"
-    assert store.cache(SMALL).get(keys).pages == 0
 
 
 def test_the_directory_is_told(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:

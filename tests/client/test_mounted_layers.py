@@ -11,13 +11,11 @@ import pytest
 from kvstore import Store
 from kvstore.client.local.store import LocalStore
 from kvstore.errors import DeadlineExceeded
-from kvstore.model.shard import Strides
 from kvstore.tier.peer_memory import SharedFrames
 from tests.helpers.content import SMALL, chain, contents, layer_of, prompt
 from tests.helpers.mounted import Engine
 from tests.helpers.pool import Pool, patient
 from tests.helpers.processes import Machine, check_laws, put, wait_until
-from tests.helpers.strided import foreign_strides
 
 FRAMES = 16
 
@@ -104,33 +102,3 @@ def test_layers_and_leases_over_nodes(machine: Machine, monkeypatch: pytest.Monk
     assert pool.stores["a"].stats()["tiers"]["dram"]["pages"] == 0, "they came out of the engine's memory"
     for name in "ac":
         check_laws(pool.stores[name])
-
-
-def test_a_layer_of_strided_memory() -> None:
-    """Every way to cut a page: by its layers, in a dimension, over dimensions, in a piece."""
-    cuts: list[tuple[Strides, int]] = [
-        (foreign_strides(SMALL, 3), SMALL.layers),
-        (foreign_strides(SMALL, 3), 2 * SMALL.layers),
-        (Strides([0, 96], 200, [(2, 48)], 48), 1),
-        (Strides([0, 96], 200, [(2, 48)], 48), 2),
-        (Strides([0, 96], 200, [(2, 48)], 48), 8),
-        (Strides([7], 500, [(4, 100), (3, 20)], 20), 2),
-        (Strides([7], 500, [(4, 100), (3, 20)], 20), 12),
-        (Strides([7], 500, [(4, 100), (3, 20)], 20), 24),
-        (Strides.whole(480, 512), 6),
-    ]
-    for strides, parts in cuts:
-        memory = np.random.default_rng(1).integers(0, 256, strides.nbytes(3), np.uint8)
-        whole = _gathered(strides, memory)
-        each = whole.shape[1] // parts
-        for number in range(parts):
-            part = strides.part(number, parts)
-            assert part is not None
-            found = _gathered(part, memory)
-            assert (found == whole[:, number * each : (number + 1) * each]).all(), (strides, number, parts)
-    for strides, parts in ((Strides([0, 96], 200, [], 48), 3), (Strides([7], 500, [(4, 100)], 20), 3)):
-        assert strides.part(0, parts) is None, "none of those is in one place"
-
-
-def _gathered(strides: Strides, memory: np.ndarray[Any, np.dtype[np.uint8]]) -> np.ndarray[Any, np.dtype[np.uint8]]:
-    return np.concatenate([view.reshape(3, -1) for view in strides.views(memory, 3)], axis=1)

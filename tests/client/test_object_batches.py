@@ -368,19 +368,3 @@ def test_of_a_node_that_is_killed_each_value_is_whole_and_the_writer_is_told_the
     for i, size in enumerate(sizes):
         assert store.get(f"k{i}").tobytes() == value_of(1 + i, size)
     check_laws(store)
-
-
-def test_two_writers_of_the_same_names_each_name_is_one_writers(machine: Machine) -> None:
-    machine.serve(NODE, dram="128MiB")
-    store = machine.connect(NODE)
-    turns, batch, size = 12, 8, 70_000
-    writers = [start(machine, "race", number=first, turns=turns, batch=batch, size=size) for first in (1000, 2000)]
-    assert [writer.wait() for writer in writers] == [0, 0]
-    said = [{event["turn"]: event["stored"] for event in writer.events("put")} for writer in writers]
-    for turn in range(turns):
-        for i in range(batch):
-            mine = [of[turn][i] for of in said]
-            assert sum(mine) == 1, f"{turn}/{i}: who stored it? {mine}"
-            number = 1000 * (1 + mine.index(True)) + i
-            assert store.get(f"{turn}/{i}").tobytes() == value_of(number, size)
-    check_laws(store)

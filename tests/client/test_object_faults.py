@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 from typing import Any
@@ -14,11 +13,10 @@ import pytest
 from kvstore.errors import InvalidRequest, OutOfSpace, QuotaExceeded
 from tests.helpers.content import SMALL, chain
 from tests.helpers.nursery import of_nodes
-from tests.helpers.nvme.nodes import NODE, configure, nvme
-from tests.helpers.processes import Machine, Worker, armed, check_laws, evict_all, frames, put, wait_settled, wait_until
+from tests.helpers.nvme.nodes import NODE
+from tests.helpers.processes import Machine, Worker, armed, check_laws, frames, put, wait_settled, wait_until
 from tests.helpers.workers.objects import value_of
 
-SIZE = (3 << 20) + 5  # several pieces and a head
 WORKER = (sys.executable, "-m", "tests.helpers.workers.objects")
 
 
@@ -26,49 +24,6 @@ def start(machine: Machine, verb: str, *, failpoint: str = "", **arguments: Any)
     """A worker of ``workers.objects``."""
     command = [*WORKER, verb, json.dumps({"node": NODE, **arguments})]
     return machine.start(Worker, f"object-{verb}", command, of_nodes(), **armed(failpoint))
-
-
-# All pages of an object are sealed as one; of a large one the pieces first, in two requests, and then its head.
-LARGE = (17 << 20) + 5
-KILLS = {
-    SIZE: {"client.granted:1": "new", "client.copied:1": "old"},
-    LARGE: {"client.sealing:1": "new", "client.sealing:2": "newer", "client.copied:3": "old"},
-}
-LAST = {SIZE: "client.sealing:1", LARGE: "client.sealing:3"}
-
-
-@pytest.mark.parametrize("size", KILLS)
-def test_writers_killed_before_their_heads_leave_nothing(machine: Machine, size: int) -> None:
-    machine.serve(NODE, dram="128MiB")
-    store = machine.connect(NODE)
-    assert store.put("old", value_of(1, size))
-    before = frames(store)["sealed"]
-    dead = [
-        start(machine, "put", failpoint=failpoint, key=key, number=2, size=size, replace=True)
-        for failpoint, key in KILLS[size].items()
-    ]
-    assert [worker.wait() for worker in dead] == [-9] * len(dead)
-    assert store.contains(["new", "newer", "old"]) == [False, False, True] and store.get("new") is None
-    wait_settled(store)
-    wait_until("what nobody finds is gone", lambda: frames(store)["sealed"] == before)
-    assert store.get("old").tobytes() == value_of(1, size)
-    assert store.put("new", value_of(3, size)) and store.get("new").tobytes() == value_of(3, size)
-    check_laws(store)
-
-
-@pytest.mark.parametrize("size", LAST)
-def test_a_writer_killed_after_its_head_was_sent_has_stored_all_of_it_or_nothing(machine: Machine, size: int) -> None:
-    """Nothing where the node saw that it was dead before it came to its last words: no call of it had returned."""
-    machine.serve(NODE, dram="128MiB")
-    store = machine.connect(NODE)
-    dead = start(machine, "put", failpoint=LAST[size], key="k", number=2, size=size)
-    assert dead.wait() == -9
-    wait_settled(store)
-    stored = store.get("k")
-    assert stored is None or stored.tobytes() == value_of(2, size)
-    assert (frames(store)["sealed"] == 0) == (stored is None)
-    assert store.put("k", value_of(3, size), replace=True) and store.get("k").tobytes() == value_of(3, size)
-    check_laws(store)
 
 
 def test_processes_that_replace_one_key_leave_one_whole_value(machine: Machine) -> None:
@@ -99,34 +54,6 @@ def test_processes_that_replace_one_key_leave_one_whole_value(machine: Machine) 
     assert number in acknowledged or number > 2_000_000, "the last one that was acknowledged, or the dead writer's"
     assert store.delete("k") == 1
     wait_until("of all the values nothing is left", lambda: frames(store)["sealed"] == 0)
-    check_laws(store)
-
-
-def test_objects_go_down_and_up_and_are_read_on_nvme(machine: Machine) -> None:
-    flags = configure(machine, demote_at=0.0, dram="8MiB", extent="512KiB", nvme_extent="4MiB", promote_after=2)
-    machine.serve(NODE, **flags)
-    store = machine.connect(NODE)
-    values = {f"k{i}": os.urandom(size) for i, size in enumerate((0, 1, 5000, 300_000, 1_500_000))}
-    assert store.put_many(list(values), list(values.values())) == [True] * len(values)
-    stored = frames(store)["sealed"]
-    wait_until("all is saved", lambda: nvme(store)["pages"] == stored)
-    evict_all(store)
-    assert store.contains(list(values)) == [True] * len(values) and sorted(values) == store.object_keys()
-    for key, value in values.items():
-        assert store.get(key).tobytes() == value and store.size(key) == len(value)
-    assert not store.put("k3", b"other"), "what is on NVMe is there"
-    assert store.put("k3", b"new", replace=True) and store.get("k3").tobytes() == b"new"
-    values["k3"] = b"new"
-
-    def promoted() -> bool:
-        assert store.get("k4").tobytes() == values["k4"]
-        return bool(store.stats()["tiers"]["nvme"]["promoted_pages"])
-
-    wait_until("what is read often comes to DRAM", promoted)
-    for key, value in values.items():
-        assert store.get(key).tobytes() == value
-    assert store.clear("k") == 5 and store.object_keys() == []
-    wait_until("nothing is left", lambda: frames(store)["sealed"] + nvme(store)["pages"] == 0)
     check_laws(store)
 
 

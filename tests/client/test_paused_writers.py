@@ -8,7 +8,6 @@ from tests.helpers.content import SMALL
 from tests.helpers.processes import (
     Machine,
     check_laws,
-    check_right,
     evict_all,
     frames,
     wait_settled,
@@ -84,32 +83,4 @@ def test_stopped_in_a_put(end: str, machine: Machine) -> None:
     check_laws(store)
     writer.kill()
     wait_settled(store)
-    evict_all(store)
-
-
-def test_many_stops_at_random_moments(machine: Machine) -> None:
-    """Writers stopped wherever they are, while the pool is turned over and the daemon killed; nothing is damaged."""
-    daemon = machine.serve("n", dram="4MiB")
-    store = machine.connect("n")
-    writers = [machine.worker("mixed", "n", first=1000 * i, pages=12, pause_s=0.001) for i in (10, 20)]
-    for writer in writers:
-        writer.wait_for("put", 3)
-    prompts: dict[int, int] = {}
-    for number in range(6):
-        for writer in writers:
-            writer.stop()
-        if number % 2:
-            daemon = restart(machine, daemon)
-        prompts = turn_over(machine, 100_000 + 1000 * number)
-        everything_right(store, prompts)
-        for writer in writers:
-            seen = len(writer.events("put"))
-            writer.resume()
-            writer.wait_for("put", seen + 5)
-        check_right(store, prompts)
-    for writer in writers:
-        check_right(store, writer.acknowledged())
-        writer.kill()
-    wait_settled(store)
-    check_laws(store)
     evict_all(store)

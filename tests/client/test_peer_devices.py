@@ -6,7 +6,7 @@ from __future__ import annotations
 import gc
 import weakref
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, closing, nullcontext
+from contextlib import ExitStack, nullcontext
 from itertools import product
 from pathlib import Path
 from typing import Any
@@ -21,7 +21,7 @@ from kvstore.client.local import hbm
 from kvstore.client.local.segment import LocalSegment
 from kvstore.client.local.store import LocalStore
 from kvstore.device import cuda
-from kvstore.device.base import DeviceExport, DeviceLost
+from kvstore.device.base import DeviceExport
 from kvstore.device.host_device import FALSE_ANSWERS_MAX, HostDevice, HostMemory
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.shm.mounted import MountedTable
@@ -331,37 +331,3 @@ def test_layers_that_do_not_lie_apart_come_by_the_host(two: Two, monkeypatch: py
         match, out = two.get()
         assert match.tiers == {Tier.HBM: PAGES} and (out.seen == contents(two.keys)).all()
     assert ways.direct == 0 and ways.by_host
-
-
-def test_mapped_memory_of_this_process_comes_by_the_host_to_its_other_devices(
-    machine: Machine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Access between devices does not reach it where it is mapped for its own device."""
-    machine.serve("n")
-    store, ways = store_of(machine), Ways(monkeypatch)
-    with added_device("host:0") as source, added_device("host:1", reaches=["host:0"]) as device:
-        memory = source.allocate(FRAMES * STRIDE, shared=True)
-        with closing(store.mount(SMALL, FRAMES, shown(source, memory))) as segment:
-            keys = chain(1, PAGES)
-            memory.view().reshape(FRAMES, STRIDE)[:PAGES, : SMALL.page_bytes] = contents(keys)
-            segment.publish(keys, range(PAGES))
-            for reader, direct in ((device, 0), (source, 1)):
-                out = buffer(reader)
-                match = store.cache(SMALL).get(keys, out)
-                assert match.tiers == {Tier.HBM: PAGES} and (out.seen == contents(keys)).all()
-                assert ways.direct == direct and ways.by_host
-
-
-def test_what_this_process_cannot_read_itself_is_not_shown(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    def lost(*_: Any) -> None:
-        raise DeviceLost("host:0 is lost")
-
-    machine.serve("n")
-    store, device = store_of(machine), HostDevice("host:0")
-    memory = device.allocate(FRAMES * STRIDE, shared=True)
-    monkeypatch.setattr(peer_memory, "DevicePages", lost)
-    with pytest.raises(DeviceLost):
-        store.mount(SMALL, FRAMES, shown(device, memory))
-    mapped = node_of(store).mapped()
-    assert mapped is not None and not list(mapped.folder.path.glob("mounted-*-pass"))
-    assert "hbm" not in store.stats()["tiers"]

@@ -95,28 +95,6 @@ def test_killed_in_the_middle(machine: Machine, failpoint: str) -> None:
         assert store.verify()["findings"] == []
 
 
-def test_a_deadline_shorter_than_the_work(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    """10 MiB in a millisecond."""
-    cache, keys, more = store.cache(LARGE), chain(1, 20, LARGE), chain(2, 20, LARGE)
-    data, new = contents(keys, LARGE), contents(more, LARGE)
-    assert cache.put(keys, data) == 20 and store.put("big", data[:16])
-    with monkeypatch.context() as short:
-        short.setattr(store._node, "timeout_s", 1e-4)  # type: ignore[attr-defined]
-        short.setattr(node, "STREAM_BYTES_PER_S_MIN", 1 << 40)
-        for call in (
-            lambda: cache.get(keys),
-            lambda: cache.put(more, new),
-            lambda: cache.put_async(more, new).result(),
-            lambda: store.put("other", data),
-            lambda: store.get("big"),
-        ):
-            with pytest.raises(DeadlineExceeded, match="kv://"):
-                call()
-    assert mismatch(cache.get(keys), keys, LARGE) == "" and bytes(store.get("big")) == data[:16].tobytes()
-    wait_until("the node has ended them", lambda: cache.put(more, new) + cache.lookup(more).pages >= 20)
-    assert mismatch(cache.get(more), more, LARGE) == ""
-
-
 def test_cancelled_futures(store: Store) -> None:
     cache, keys = store.cache(LARGE), chain(1, 20, LARGE)
     cache.put(keys, contents(keys, LARGE))

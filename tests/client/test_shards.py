@@ -10,8 +10,8 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore import Layout, PrefixCache, Store
-from kvstore.errors import DeadlineExceeded, InvalidRequest
+from kvstore import Layout, PrefixCache
+from kvstore.errors import DeadlineExceeded
 from kvstore.model.shard import Shard
 from tests.helpers.content import FEW, MLA, SMALL, chain, contents, layer_of
 from tests.helpers.nvme.nodes import configure, save_all
@@ -21,7 +21,6 @@ from tests.helpers.processes import (
     check_laws,
     check_pages,
     evict_all,
-    frames,
     free_port,
     put,
     wait_settled,
@@ -103,56 +102,6 @@ def test_shards_on_this_machine_and_another(machine: Machine) -> None:
 
 
 # --- incomplete sets ------------------------------------------------------------------------------------------------
-
-
-def assert_missing(store: Store, cache: PrefixCache, keys: kvstore.Keys) -> None:
-    """Not a page of it is to be had, in any way."""
-    assert cache.lookup(keys).pages == 0
-    assert cache.get(keys).pages == cache.get(keys, verify=True).pages == 0
-    assert cache.get_shard(keys, ranks=2, stages=2).pages == 0
-    assert cache.prefetch(keys, 0.05).pages == 0
-    with cache.lease(keys) as lease:
-        assert lease.pages == []
-    last = cache.layout.layers - 1
-    with pytest.raises(DeadlineExceeded):
-        cache.reader(keys, timeout_s=0.05).read_layer(last, bytearray(len(keys) * cache.layout.layer_bytes))
-    assert store.pages(keys=keys)["total"] == 0
-
-
-@pytest.mark.parametrize("missing", range(4))
-def test_a_shard_that_is_killed_before_its_seal(missing: int, machine: Machine) -> None:
-    """After all others have sealed. No hit, the frames come back, and another group writes right pages."""
-    machine.serve("n", dram="4MiB")
-    store = machine.connect("n")
-    cache, keys = store.cache(SMALL), chain(1, PAGES)
-    options = {"seed": 1, "pages": PAGES, "group": "g", "ranks": 2, "stages": 2}
-    late = machine.worker("layers", "n", rank=missing % 2, stage=missing // 2, step=True, **options)
-    late.wait_for("reserved")
-    for _ in range(2):
-        late.tell()
-    late.wait_for("layer", 2)  # everything is written, nothing is sealed
-    others = [
-        machine.worker("layers", "n", rank=number % 2, stage=number // 2, **options)
-        for number in range(4)
-        if number != missing
-    ]
-    for worker in others:
-        worker.wait_well()
-        assert worker.events("sealed")[0] == {"event": "sealed", "pages": PAGES, "seen": 0}
-    out = np.zeros((PAGES, SMALL.layer_bytes), np.uint8)
-    reader = cache.reader(keys, timeout_s=5.0)
-    for layer in range(SMALL.layers):  # all owners are done with it, so a reader may have it
-        reader.read_layer(layer, out)
-        assert np.array_equal(out, layer_of(contents(keys), layer))
-    assert cache.lookup(keys).pages == cache.get(keys).pages == cache.get_shard(keys, ranks=2).pages == 0
-    assert frames(store)["reserved"] == PAGES
-    late.kill()
-    wait_settled(store)
-    assert_missing(store, cache, keys)
-    check_laws(store)
-    assert put(store, 1, PAGES) == PAGES
-    check_pages(store, {1: PAGES})
-    evict_all(store)
 
 
 def test_the_daemon_is_killed_between_the_seals_of_shards(machine: Machine) -> None:
@@ -249,45 +198,3 @@ def test_shards_of_pages_on_nvme(machine: Machine) -> None:
         assert (match.pages, match.reason, match.tiers) == (20, "", {kvstore.Tier.DRAM: 5, kvstore.Tier.NVME: 15})
         assert np.array_equal(match.data, shard.part(contents(keys)).reshape(20, -1))
     check_laws(store)
-
-
-def test_bad_shards(machine: Machine) -> None:
-    """Numbers that make no sense, layers and pieces that are another's: refused by name, and nothing is changed."""
-    machine.serve("n")
-    store = machine.connect("n")
-    cache, keys = store.cache(SMALL), chain(1, 2)
-    data = contents(keys)
-    for field, cut in (
-        ("stage", {"stage": 2, "stages": 2}),
-        ("stage", {"stage": -1, "stages": 2}),
-        ("stage", {"stage": 0.5, "stages": 2}),
-        ("stages", {"stages": 5}),
-        ("stages", {"stages": 0}),
-        ("stages", {"stages": True}),
-        ("ranks", {"ranks": 3, "stages": 2}),
-        ("rank", {"rank": "1", "ranks": 2}),
-        ("rank", {"rank": 2, "ranks": 2, "stages": 2}),
-    ):
-        for call in (cache.writer, cache.get_shard):
-            with pytest.raises(InvalidRequest, match=f"^{field}: "):
-                call(keys, **cut)
-    for field, cut in (("ranks", {"ranks": 16}), ("stages", {"ranks": 4, "stages": 3})):
-        with pytest.raises(InvalidRequest, match=f"^{field}: .* more than 8"):
-            cache.writer(keys, **cut)
-    with pytest.raises(InvalidRequest, match="^out: "):
-        cache.get_shard(keys, bytearray(SMALL.page_bytes - 1), stages=2)
-    for heads in ((0, 5), (2, 2), (0,), 3, "ab", (0.0, 1.0)):
-        with pytest.raises(InvalidRequest, match="^heads: "):
-            cache.reader(keys).read_layer(0, bytearray(1 << 20), heads=heads)  # type: ignore[arg-type]
-    with cache.writer(keys, group="g", rank=0, ranks=2, stage=1, stages=2) as writer:
-        for layer in (0, 1):
-            with pytest.raises(InvalidRequest, match="^layer: .* another stage's, this one has 2..3"):
-                writer.write_layer(layer, writer._shard.part(data)[:, 0])
-        with pytest.raises(InvalidRequest, match="^data: "):
-            writer.write_page(0, data[0])
-        for offset in (0, SMALL.layer_bytes, 3 * SMALL.layer_bytes - 1, SMALL.page_bytes - 1):
-            with pytest.raises(InvalidRequest, match="^offset: "):
-                writer.write_range(0, offset, b"xx")
-        for page in (0, 1):
-            writer.write_page(page, writer._shard.part(data)[page])
-    assert writer.sealed == 2 and not cache.lookup(keys)

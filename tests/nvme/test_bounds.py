@@ -14,7 +14,7 @@ import pytest
 from kvstore import Store, Tier
 from kvstore.errors import KVStoreError
 from kvstore.tier.nvme import geometry
-from tests.helpers.content import LARGE, SMALL, layer_of
+from tests.helpers.content import SMALL, layer_of
 from tests.helpers.inside import node_of
 from tests.helpers.nvme.files import (
     CLASS,
@@ -167,32 +167,6 @@ def test_a_dram_full_of_leases(nvme: int, machine: Machine) -> None:
 
 
 # --- through a DRAM that is much too small --------------------------------------------------------------------------
-
-
-def ended(workers: list[Worker], timeout_s: float = 60.0) -> None:
-    """All of them end well, and nothing that was accepted was missing at any time."""
-    for worker in workers:
-        worker.wait_well(timeout_s)
-    missing = [event for worker in workers for event in worker.events("missing")]
-    assert missing == [], f"{len(missing)} times, first {missing[:3]}"
-
-
-def test_pages_of_two_sizes(machine: Machine) -> None:
-    """Of 16 and of 512 KiB at once, with all ways to write: both overflow DRAM, and both are found."""
-    serve(machine, dram="8MiB", nvme=64 * MIB, extent="1MiB", nvme_extent=4 * MIB, promote_after=2)
-    small = nvme_worker(machine, "accepted", first=0, count=100, pages=PAGES, parts=2)
-    large = nvme_worker(machine, "accepted", first=0, count=25, pages=2, layout="large")
-    reader = nvme_worker(machine, "read", first=0, count=25, pages=2, layout="large")
-    ended([small, large])
-    reader.finish()
-    store = machine.connect("n")
-    save_all(store)
-    assert {seed: found(store, seed, n) for seed, n in small.acknowledged().items()} == dict.fromkeys(range(100), PAGES)
-    assert {seed: found(store, seed, n, LARGE) for seed, n in large.acknowledged().items()} == dict.fromkeys(
-        range(25), 2
-    )
-    assert {kind["page_bytes"] for kind in tier(store)["classes"]} == {SMALL.page_bytes, LARGE.page_bytes}
-    check_laws(store)
 
 
 def written_by_layers(store: Store, seed: int, ranks: int) -> None:

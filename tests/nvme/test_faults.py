@@ -327,29 +327,3 @@ def test_a_put_that_has_to_wait_for_the_disk(embedded: Embedded) -> None:
     embedded.faults.heal()
     save_all(store)
     assert there(store, range(3 * DRAM_PROMPTS)) == 3 * DRAM_PROMPTS
-
-
-def test_a_disk_that_takes_no_write_and_says_nothing(embedded: Embedded) -> None:
-    """Puts end within their deadline, with what found room; DRAM and NVMe are read on. Then it answers after all."""
-    store = embedded.open()
-    put_all(store, range(10))
-    save_all(store)
-    put_all(store, range(10, 20))
-    embedded.faults.add("pwritev")
-    cache = store.cache(SMALL)
-    stored = []
-    for seed in range(100, 200):
-        keys, data = prompt(seed, PAGES)
-        if timed(lambda k=keys, d=data: cache.put(k, d)) < PAGES:
-            break  # DRAM is full of what has to be saved first
-        stored.append(seed)
-    else:
-        raise AssertionError("nothing had to be saved")
-    assert len(stored) > 10
-    for seed in [*range(20), *stored]:
-        assert timed(lambda s=seed: found(store, s, PAGES)) == PAGES
-    embedded.faults.heal()
-    put_all(store, range(300, 350))
-    save_all(store)
-    assert there(store, range(300, 350)) == 50 and all(found(store, seed, PAGES) == PAGES for seed in stored)
-    check_laws(store)

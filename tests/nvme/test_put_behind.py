@@ -4,8 +4,6 @@ process, layer by layer, and over gRPC; what was acknowledged is there after kil
 
 from __future__ import annotations
 
-import threading
-import time
 from collections.abc import Iterator
 from typing import Any
 
@@ -13,16 +11,14 @@ import pytest
 
 import kvstore
 from kvstore import Store
-from kvstore.errors import KVStoreError
 from tests.helpers.content import SMALL, layer_of
 from tests.helpers.nvme.files import found, prompt, reboot, save_all, scanned, serve, tier
-from tests.helpers.processes import Daemon, Machine, check_laws, free_port, wait_settled, wait_until
+from tests.helpers.processes import Daemon, Machine, check_laws, free_port, wait_settled
 
 TURN = 10  # pages of a turn
 TURNS = 4
 SMALL_DRAM: dict[str, Any] = {"dram": "1MiB", "extent": "256KiB", "nvme": 16 << 20}  # 64 pages
 LONG = 200
-KILLED = 15  # conversations of 150 pages, which NVMe holds
 
 
 @pytest.fixture(params=["local", "grpc"])
@@ -125,42 +121,3 @@ def test_what_nvme_cannot_hold_is_cut(machine: Machine) -> None:
         wait_settled(store)
         check_laws(store)
         assert store.cache(SMALL).put(*prompt(2, TURN)) == TURN
-
-
-def test_killed_while_pages_go_through(machine: Machine) -> None:
-    """What a put said is stored is there after each of several kills, and nothing is wrong."""
-    stop = threading.Event()
-    stored: dict[int, int] = {}
-
-    def write() -> None:
-        with kvstore.connect("n", timeout_s=5.0) as store:
-            cache = store.cache(SMALL)
-            seed, first = 1, 0
-            while not stop.is_set() and seed <= KILLED:
-                keys, pages = prompt(seed, 150)
-                try:
-                    if cache.put(keys[first : first + 15], pages[first : first + 15]) == 15:
-                        stored[seed] = first + 15
-                except KVStoreError:
-                    time.sleep(0.05)
-                there = cache.lookup(keys).pages
-                seed, first = (seed + 1, 0) if there >= 150 else (seed, there)
-
-    daemon, _ = started(machine, nvme=64 << 20)
-    writer = threading.Thread(target=write)
-    writer.start()
-    try:
-        for _ in range(4):
-            before = dict(stored)
-            wait_until("more is stored", lambda before=before: len(stored) > len(before) + 1)
-            daemon.kill()
-            daemon, _ = started(machine, nvme=64 << 20)
-    finally:
-        stop.set()
-        writer.join()
-    with kvstore.connect("n") as store:
-        assert len(stored) > 1, "too little was stored"
-        for seed, pages in stored.items():
-            assert found(store, seed, 150) >= pages, seed
-        wait_settled(store)
-        check_laws(store)

@@ -7,8 +7,6 @@ from __future__ import annotations
 
 import shutil
 import sys
-import threading
-from collections import Counter
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +15,6 @@ import pytest
 import kvstore
 from kvstore import Store
 from kvstore.client.local import grants
-from kvstore.tier.nvme import geometry
 from kvstore.tier.nvme.disk import FileDisk
 from kvstore.tier.nvme.target import read_superblock, read_table
 from tests.helpers.content import SMALL, chain, mismatch
@@ -151,47 +148,6 @@ def test_unclean_extents_are_there_after_the_scan(end: str, machine: Machine) ->
     wait_quiet(store)
     check_all(store, both | {200: PAGES})
     kill(daemon)
-
-
-@pytest.mark.parametrize("how", ["stale", "damaged"])
-def test_a_directory_that_is_not_the_last_one(how: str, machine: Machine) -> None:
-    """It is not believed: the extent is scanned, and nothing is missing."""
-    daemon, store, acked = stored(machine, prompts=20)
-    assert daemon.terminate() == 0
-    before = _directories(target(machine))
-    daemon = machine.serve(NODE)
-    for seed in range(20, 50):
-        put(store, seed, PAGES)
-    acked |= dict.fromkeys(range(20, 50), PAGES)
-    save_all(store, len(acked) * PAGES)
-    store.close()
-    assert daemon.terminate() == 0
-    reboot(machine)
-    with open(target(machine), "r+b") as file:
-        for offset, block in before.items():
-            file.seek(offset)
-            file.write(block if how == "stale" else block[:200] + bytes([block[200] ^ 1]))
-    machine.serve(NODE)
-    store = machine.connect(NODE)
-    wait_scanned(store)
-    check_stored(store, acked)
-    check_all(store, acked)
-
-
-def _directories(path: Path) -> dict[int, bytes]:
-    """offset -> bytes of the directories of a file's extents."""
-    disk = FileDisk.open(path, path.stat().st_size, writable=False)
-    superblock = read_superblock(disk)
-    assert superblock is not None
-    table, _ = read_table(disk, superblock)
-    disk.close()
-    found: dict[int, bytes] = {}
-    with open(path, "rb") as file:
-        for extent in table.extents().values():
-            offset = superblock.data_start + extent.position * superblock.extent_bytes
-            file.seek(offset)
-            found[offset] = file.read(geometry.directory_bytes(extent.frames))
-    return found
 
 
 # --- several targets ------------------------------------------------------------------------------------------------
@@ -342,33 +298,3 @@ def test_an_embedded_store_reopens_with_its_pages(name: str | None, machine: Mac
             if life == 1:
                 check_all(store, acked)
         assert [path.name for path in machine.shm_dir.iterdir()] == ([f"kvstore-{name}"] if name else [])
-
-
-def test_two_readers_while_an_embedded_store_closes(machine: Machine) -> None:
-    """Gets that are under way when the store is closed end in a match or in words, never in wrong bytes."""
-    store = kvstore.open(dram="4MiB", nvme=f"{target(machine)}:32MiB", nvme_extent="1MiB", shm_dir=str(machine.shm_dir))
-    for seed in range(40):
-        put(store, seed, PAGES)
-    save_all(store, 40 * PAGES)
-    cache, wrong, ends, reads = store.cache(SMALL), [], [], Counter[int]()
-
-    def read(number: int) -> None:
-        try:
-            while True:
-                for seed in range(40):
-                    keys = chain(seed, PAGES)
-                    match = cache.get(keys)
-                    if mismatch(match, keys):
-                        wrong.append(seed)
-                    reads[number] += 1
-        except kvstore.errors.KVStoreError as error:
-            ends.append(str(error))
-
-    threads = [threading.Thread(target=read, args=(number,)) for number in range(2)]
-    for thread in threads:
-        thread.start()
-    wait_until("both read", lambda: len(reads) == 2 and min(reads.values()) > 10)
-    store.close()
-    for thread in threads:
-        thread.join(60)
-    assert wrong == [] and len(ends) == 2, (wrong, ends)

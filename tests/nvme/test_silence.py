@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import signal
 import threading
 import time
 from functools import partial
@@ -22,20 +21,16 @@ from tests.helpers.nvme.nodes import (
     check_closed,
     check_findings,
     check_sound,
-    check_stored,
     configure,
     nvme,
-    reboot,
     save_all,
     target,
-    wait_scanned,
 )
 from tests.helpers.processes import WAIT_S, Daemon, Machine, put, wait_until
 
 ANSWER_S = 5.0  # the other device, on a slow, busy machine, needs less
 OBJECTS = 6
 ROUND = 10  # prompts
-AN_EXTENT = 50  # pages
 OLD, NEW = range(60), range(1000, 1060)  # prompts of each layout, stored before and during the silence
 
 
@@ -202,39 +197,4 @@ def test_a_silent_device_at_the_end_and_at_a_start(silent_at_end: int, machine: 
     assert str(device) not in nvme(store)["state"]
     found = check_closed(store, dict.fromkeys((*OLD, *NEW), PROMPT_PAGES))
     assert found >= len(NEW) * PROMPT_PAGES
-    check_sound(store)
-
-
-@pytest.mark.parametrize("silence", ("before the end", "at the end", "for ever"))
-def test_an_end_saves_on_another_device_while_one_is_silent(silence: str, machine: Machine) -> None:
-    """All that only DRAM holds is saved, once: beside the silent device, and what it took up when it answers, or on the
-    other one when it counts as failed."""
-    lasts = silence == "for ever"
-    daemon = serve(
-        machine, "16MiB", answer_s=ANSWER_S if lasts else 3600.0, demote_at=1.0, on_stop="save", stop_save_s=3 * WAIT_S
-    )
-    store, pages = machine.connect(NODE), len(OLD) * PROMPT_PAGES
-    for seed in OLD:
-        put(store, seed, PROMPT_PAGES)
-    assert nvme(store)["pages"] == 0
-    with silent(target(machine, 0)):
-        if silence == "before the end":
-            store.evict(pages=2 * AN_EXTENT)  # they have to be saved first, on both devices
-            wait_until("they are on their way", lambda: nvme(store)["frames"]["reserved"] >= AN_EXTENT)
-        daemon.signal(signal.SIGTERM)
-        if not lasts:
-            wait_until("the others are saved", lambda: nvme(store)["pages"] >= pages - 4 * AN_EXTENT)
-            assert daemon.alive, "it does not end before its device"
-        else:
-            assert daemon.wait(4 * WAIT_S) == 0
-    assert daemon.wait() == 0
-    log = daemon.errors.read_text()
-    assert "not all is saved" not in log, log[-2000:]
-    if silence != "before the end":  # there the other device may have saved its part before
-        assert f"saved pages={pages} " in log, log[-2000:]
-    reboot(machine)
-    machine.serve(NODE, failpoint=STALL)
-    store = machine.connect(NODE)
-    wait_scanned(store)
-    assert check_stored(store, dict.fromkeys(OLD, PROMPT_PAGES)) == pages == nvme(store)["pages"]
     check_sound(store)

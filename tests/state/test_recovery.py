@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import numpy as np
+import pytest
+
 from kvstore.model.replica import Address, FrameClass, FrameState, Status
+from kvstore.state import events as ev
 from tests.helpers.worlds.world import MS, Chain, World
 
 SMALL, LARGE = FrameClass(4096, 2, 2), FrameClass(16 << 10, 2, 2)
@@ -119,6 +123,50 @@ def test_a_word_that_says_nothing_is_a_frame_nobody_gets_while_its_writer_lives(
     world.kill(B)
     world.check()
     assert world.grant(A, SMALL, 1) == 1
+
+
+@pytest.mark.parametrize("step", range(6))
+def test_a_move_cut_short_leaves_one_copy(step: int) -> None:
+    world = node(positions=2)
+    world.grant(A, SMALL, 6)
+    world.put(A, Chain(SMALL, (5, 6, 7, 8, 9, 10)))
+    world.now_ns += MS
+    for key in CHAIN.keys:
+        world.use(key)
+    world.evict(pages=3)
+    index, keys = dict(world.shell.index), set(world.shell.index)
+    out = world.state.handle(ev.Grant(world.now_ns, B, LARGE, 1))
+    moves = [i for i in out if isinstance(i, ev.Move)]
+    assert moves
+    before = out.index(moves[0])
+    world.shell.perform(out[:before])
+    world.shell.perform(moves[:1], steps=step)
+    copies = [a for a in (moves[0].source, moves[0].target) if world.shell.is_sealed(a)]
+    assert len(copies) == (1, 1, 2, 1, 1, 1)[step]
+    world.restart()
+    assert set(world.shell.index) == keys
+    kept = {key: address for key, address in world.shell.index.items() if key != moves[0].key}
+    assert kept.items() <= index.items()
+    assert world.dropped_at_start == len(copies) - 1
+    world.check()
+
+
+@pytest.mark.parametrize("steps", range(14))
+def test_a_put_cut_short_is_all_or_a_prefix(steps: int) -> None:
+    world = node()
+    chain = Chain(SMALL, (5, 6, 7))
+    world.grant(B, SMALL, 3)
+    frames = world.frames(B, SMALL)
+    sums = np.arange(6, dtype=np.uint32).reshape(3, 2)
+    event = ev.SealGranted(world.now_ns, B, SMALL, chain.parents[0], frames, chain.rows, sums)
+    world.tried.update(chain.keys)
+    world.shell.perform(world.state.handle(event), steps)
+    world.restart()
+    stored = world.stored_pages(chain)
+    assert set(world.shell.index) == {*CHAIN.keys, *chain.keys[:stored]}
+    world.check()
+    world.tick(1)
+    world.check()
 
 
 def test_extent_numbers_go_on_even_where_the_last_one_is_gone() -> None:
