@@ -7,13 +7,9 @@ import statistics
 from functools import partial
 from pathlib import Path
 from typing import Any
-from urllib.request import Request, urlopen
 
 import numpy as np
-from prometheus_client.core import Metric
-from prometheus_client.parser import text_string_to_metric_families
 
-from engine.conductor.shell.metrics import METRICS
 from tests.helpers.api import address_of
 from tests.helpers.conductors import ConductorClient, client_of, serve_conductor
 from tests.helpers.engines.processes import prompt, serve_engine, spawn_engine
@@ -86,25 +82,3 @@ def test_an_engine_that_is_given_by_its_address(machine: Machine) -> None:
         wrong = machine.run("route", *by, "--model", "none", "text")
         assert wrong.returncode == 2 and wrong.stderr.startswith("kvstore: model:"), wrong.stderr
     assert conductor.terminate() == 0
-
-
-def test_the_http_door_answers_with_real_engines(machine: Machine) -> None:
-    engine = serve_engine(machine)
-    conductor = serve_conductor(machine, engine=engine.address, http="127.0.0.1:0")
-    with urlopen(f"http://{conductor.http}/v1/models", timeout=60) as reply:
-        (model,) = json.load(reply)["data"]
-    body = {"model": model["id"], "prompt": "Once upon a time", "max_tokens": 4}
-    asked = Request(f"http://{conductor.http}/v1/completions", json.dumps(body).encode(), method="POST")
-    asked.add_header("Content-Type", "application/json")
-    with urlopen(asked, timeout=60) as reply:
-        assert json.load(reply)["usage"]["completion_tokens"] > 0
-    with urlopen(f"http://{conductor.http}/readyz", timeout=60) as reply:
-        assert reply.status == 200
-    names = {family.name for family in scraped(f"http://{conductor.http}/metrics")}
-    assert names == {about.name for about in METRICS}
-    assert conductor.terminate() == 0
-
-
-def scraped(url: str) -> list[Metric]:
-    with urlopen(url, timeout=60) as reply:
-        return list(text_string_to_metric_families(reply.read().decode()))

@@ -125,22 +125,3 @@ def test_goodput_follows_the_mix() -> None:
     adapted = _goodput(made, PROMPTS, 7)
     assert best > 0.8 and adapted >= 0.9 * best, (adapted, best, made.roles)
     assert len(made.roles) <= 6, "engines do not change to and fro"
-
-
-def test_roles_of_a_model_follow_its_own_requests() -> None:
-    """One model is asked for long prompts and the other one for long answers: each gets roles of its own.
-    Counted together they would ask for about halves of both."""
-    made = world(priors=LINEAR, split="always", roles_floor=1)
-    for model in "ab":
-        for number in range(6):
-            made.add(f"{model}{number}", Role.PREFILL if number < 3 else Role.DECODE, model=model, batch_max=BATCH)
-    made.lead()
-    number = 0
-    while made.now_s < 20.0:
-        for model, pages, answer in (("a", 100, 20), ("b", 4, 400)):
-            number += 1
-            prompt = pages_of(*range(1000 * number, 1000 * number + pages))
-            made.arrive(wish(number, prompt, answer=answer, model=model))
-        made.run(made.now_s + 0.3)
-    prefill = {model: sum(made.engines[f"{model}{n}"].role is Role.PREFILL for n in range(6)) for model in "ab"}
-    assert prefill["a"] >= 4 and prefill["b"] <= 2, (prefill, made.roles)

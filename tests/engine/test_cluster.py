@@ -80,26 +80,6 @@ def gone(machine: Machine, catalog: str, engine: EngineProcess) -> list[dict[str
     return engines if all(engine.address not in each["addresses"] for each in engines) else []  # type: ignore[operator]
 
 
-def test_two_nodes_of_one_name(catalog: str, machine: Machine, tmp_path: Path) -> None:
-    """The second is refused as long as the first lives or may live; another pool is another matter."""
-    other = Machine(tmp_path)
-    try:
-        first = machine.serve("n", dram="16MiB", catalog=catalog, catalog_ttl_s=TTL_S)
-        refused = other.spawn("n", dram="16MiB", catalog=catalog, catalog_ttl_s=TTL_S)
-        assert refused.wait() != 0
-        assert "another name" in refused.errors.read_text()
-        other.serve("m", dram="16MiB", catalog=catalog, catalog_ttl_s=TTL_S)
-        other.serve("o", dram="16MiB", catalog=catalog, catalog_ttl_s=TTL_S, pool="else")
-        assert [each["name"] for each in members(machine, catalog)["nodes"]] == ["m", "n"]
-        assert [each["name"] for each in members(machine, catalog, "else")["nodes"]] == ["o"]
-        first.signal(signal.SIGKILL)
-        first.wait()
-        wait_until("the dead one is gone", lambda: len(members(machine, catalog)["nodes"]) == 1, LONG_S)
-        machine.serve("n", dram="16MiB", catalog=catalog, catalog_ttl_s=TTL_S)
-    finally:
-        other.close()
-
-
 def test_a_catalog_that_is_not_there_is_named(machine: Machine) -> None:
     for url, says in (
         ("etcd://127.0.0.1:1", "--catalog file:PATH serves the daemons of one machine, and --catalog memory"),

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -225,30 +224,6 @@ def _array(shape: tuple[int, ...]) -> npt.NDArray[np.uint8]:
     return np.zeros(shape, np.uint8)
 
 
-PAGES = _array((2, GQA.page_bytes))
 SMALL = lossy_layout(GQA, "int8").page_bytes
 PROTECTED = _array((2, SMALL))
 PROTECTED.flags.writeable = False
-
-
-@pytest.mark.parametrize(
-    ("pages", "out", "field"),
-    [
-        (PAGES[:, 1:], None, "pages"),
-        (PAGES[:, ::2], None, "pages"),
-        (PAGES[::-1], None, "pages"),
-        (PAGES.T, None, "pages"),
-        (torch.zeros(GQA.page_bytes, 2, dtype=torch.uint8).T, None, "pages"),
-        (np.array(0, np.uint8), None, "pages"),
-        (b"bytes", None, "pages"),
-        (PAGES, _array((1, SMALL)), "out"),
-        (PAGES, _array((2, SMALL - 1)), "out"),
-        (PAGES, _array((2, GQA.page_bytes)), "out"),
-        (PAGES, PROTECTED, "out"),
-        (PAGES[:, : GQA.layer_bytes], _array((2, 4, SMALL))[:, :2, : SMALL // 6], "out"),
-    ],
-)
-def test_buffers_that_do_not_fit_are_refused(pages: Any, out: Any, field: str) -> None:
-    with pytest.raises(InvalidRequest) as caught:
-        encode(pages, GQA, "int8", out)
-    assert caught.value.field == field

@@ -96,35 +96,6 @@ def test_a_caller_that_goes_away_frees_both_engines(cluster: Cluster) -> None:
 # --- migration, drain, roles ----------------------------------------------------------------------------------------
 
 
-def test_a_running_answer_moves_to_another_engine(cluster: Cluster) -> None:
-    _, two = cluster.ready("one", "two")
-    here, there = cluster.address("one"), cluster.address("two")
-    moving = Running(two, prompt(200, 7), max_tokens=800, id="moving").drawn(50)
-    with pytest.raises(InvalidRequest, match="^target: "):
-        two.migrate("moving", cluster.address("prefill"))
-    with pytest.raises(NodeUnavailable):
-        two.migrate("moving", "127.0.0.1:1")
-    assert two.migrate("moving", here)
-    cluster.idle_frames("two")
-    assert not two.migrate("moving", here), "it has left"
-    right(cluster, "two", moving)
-    assert moving.usage is not None and moving.usage.completion_tokens == 800
-    # An engine that dies afterwards takes it along, and its caller is told; or it goes on where the caller said.
-    lost = Running(two, prompt(201, 8), max_tokens=3000, id="lost").drawn(50)
-    saved = Running(two, prompt(202, 9), max_tokens=800, id="saved", resume=[there]).drawn(50)
-    cancelled = Running(two, prompt(203, 9), max_tokens=3000, id="cancelled").drawn(50)
-    for run in ("lost", "saved", "cancelled"):
-        assert two.migrate(run, here)
-    assert two.cancel("cancelled")
-    assert cancelled.ended().reason == "cancelled" and cancelled.error is None
-    count = len(lost.tokens)
-    lost.drawn(count + 20)
-    cluster.kill("one")
-    lost.ended()
-    assert isinstance(lost.error, NodeUnavailable), lost.error
-    right(cluster, "two", saved)
-
-
 def test_drain_and_roles_under_load(cluster: Cluster) -> None:
     _, two = cluster.ready("one", "two")
     runs = [Running(two, prompt(100 + i, 10 + i), max_tokens=500, resume=[cluster.address("one")]) for i in range(4)]

@@ -14,7 +14,6 @@ from engine.client import EngineClient
 from engine.daemon import POOL_S
 from engine.model.request import Done, Request, Sampling
 from kvstore import Layout
-from kvstore.errors import KVStoreError, TooManyCalls
 from tests.helpers.engines.cluster import Cluster, Running, made, right
 from tests.helpers.engines.processes import prompt
 from tests.helpers.processes import frames, wait_until
@@ -22,7 +21,6 @@ from tests.helpers.processes import frames, wait_until
 HOLD_S = 5.0  # longer than three prefills take
 FRAMES = 42
 REQUESTS_MAX = 32  # three quarters of them for one caller
-LARGE = 6
 ENGINES = {
     "small": {
         "arena": str(FRAMES * 12288),  # pages of tiny-llama, 16 tokens each
@@ -44,44 +42,6 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Cluster]:
 def small(cluster: Cluster) -> Iterator[EngineClient]:
     yield cluster.client("small")
     cluster.idle_all()
-
-
-def test_requests_get_frames_in_the_order_they_came(cluster: Cluster, small: EngineClient) -> None:
-    """Three at a time, or fewer large ones; a small one does not overtake, and what is too many is told so."""
-    lengths = [16 * (5 + 7 * i % 30) for i in range(18)]
-    assert sum(length // 16 + 3 for length in lengths) > 3 * FRAMES
-    for i, length in enumerate(lengths):
-        cluster.reference("small", prompt(length, i), 30)
-    everybody: list[Running] = []
-    arrived_s: dict[int, float] = {}
-
-    def ask(length: int, seed: int, **how: Any) -> Running:
-        run = Running(small, prompt(length, seed), use_pool=False, **how)
-        everybody.append(run)
-        wait_until("it is here", lambda: _here(small) + sum(one.done for one in everybody) >= len(everybody))
-        arrived_s[id(run)] = time.monotonic()
-        return run
-
-    for i in range(LARGE):
-        ask(20, 200, max_tokens=640, id=f"large-{i}")  # all frames, each
-    runs = [ask(length, i, max_tokens=30) for i, length in enumerate(lengths)]
-    assert not any(run.tokens for run in runs), "they did not have to wait"
-    refused: KVStoreError | None = None
-    while refused is None:
-        refused = ask(20, 200, max_tokens=640, id=f"large-{len(everybody)}").error
-    assert isinstance(refused, TooManyCalls) and refused.retry_after_s > 0, refused
-    for i in range(len(everybody)):
-        small.cancel(f"large-{i}")
-    right(cluster, "small", *runs)
-    # First tokens by the engine's clock, which began with the request's arrival: after it was sent, before it was seen.
-    first_s = [run.usage.ttft_ms / 1000 for run in runs if run.usage is not None]
-    for i, run in enumerate(runs[:-3]):
-        later = min(arrived_s[id(other)] + first_s[j] for j, other in enumerate(runs[i + 3 :], i + 3))
-        assert run.begun_s + first_s[i] < later, f"request {i} was overtaken"
-
-
-def _here(client: EngineClient) -> int:
-    return sum(client.status()["requests"].values())
 
 
 def test_prefills_that_nobody_fetches_make_room(cluster: Cluster, small: EngineClient) -> None:

@@ -300,27 +300,6 @@ def test_bytes_that_changed_on_the_way_are_noticed(lab: Bench) -> None:
     all_free(source)
 
 
-@pytest.mark.parametrize("moment", ["on its way", "there"])
-def test_a_migrated_answer_is_cancelled(lab: Bench, moment: str) -> None:
-    """Its client is told soon, and the other engine computes it no longer."""
-    seen = Mock(spec=Observer)
-    here, there = lab.engine(PRESET), lab.engine(PRESET, observer=seen)
-    slowed(here, there)
-    answer = lab.ask(here, LONG, 600).wait(20)
-    with ThreadPoolExecutor(1) as thread, gated(there, 0 if moment == "on its way" else 10**9) as reached:
-        moved = thread.submit(here.migrate, answer.request.id, lab.address_of(there))
-        if moment == "on its way":
-            reached()
-        else:
-            assert moved.result(GATE_S)
-            answer.wait(len(answer.tokens) + 5)
-        assert here.cancel(answer.request.id)
-        answer.wait(timeout_s=GATE_S / 2)
-    check_beginning(answer)
-    all_free(there)
-    assert seen.stepped.call_count < 300, "nobody reads that"
-
-
 @pytest.mark.parametrize("end", ["release", "role"])
 def test_a_drain_waits_for_prefills_that_are_held(lab: Bench, end: str) -> None:
     one = lab.engine(PRESET, role=Role.PREFILL)

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import random
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 
-from engine.model.request import Source, Timing
+from engine.model.request import Source
 from engine.shell.engine import Engine
 from kvstore import Store
 from tests.helpers.engines.tokens import (
@@ -19,7 +19,6 @@ from tests.helpers.engines.tokens import (
     Lab,
     Tokens,
     check_answer,
-    is_moving,
     keys_of,
     prompt,
     to_nvme,
@@ -145,12 +144,6 @@ def check_node(lab: Lab) -> None:
     check_laws(lab.machine.connect(NODE))
 
 
-def killed_at(lab: Lab, what: str, moment: Callable[[], bool]) -> None:
-    """Kill the node when that has come."""
-    wait_until(what, moment)
-    kill(lab.machine)
-
-
 @pytest.mark.parametrize("chunk", [16, 512])
 def test_a_killed_node_holds_nobody_up(lab: Lab, chunk: int) -> None:
     """What is asked at once behind the kill is read out of its memory and answered long before a write would end."""
@@ -163,25 +156,6 @@ def test_a_killed_node_holds_nobody_up(lab: Lab, chunk: int) -> None:
     answer = lab.answers(one, [tokens], 40)[0]
     assert sum(answer.cached.values()) == 96
     assert not one.pool.up
-
-
-@pytest.mark.parametrize("handoff", Timing)
-@pytest.mark.parametrize("source", Source)
-def test_node_killed_during_a_handoff(lab: Lab, handoff: Timing, source: Source) -> None:
-    store = node(lab)
-    how = {"handoff": handoff, "source": source, "link": "1MB/s", "chunk_tokens": 32}
-    prefill, decode = lab.pair("tiny-llama", store, **how)
-    asked = [lab.ask(decode, prompt(60 + i, 200 + 50 * i), 8) for i in range(3)]
-
-    def moving() -> bool:
-        return is_moving(decode)
-
-    killed_at(lab, "some of it has come", moving)
-    for answer in asked:
-        check_answer(answer)
-    restarted(lab, store, prefill, decode)
-    lab.answers(decode, [answer.request.tokens for answer in asked], 8)
-    check_node(lab)
 
 
 @pytest.mark.parametrize("number", range(2))
@@ -202,26 +176,6 @@ def test_node_killed_again_and_again(lab: Lab, number: int) -> None:
             check_answer(answer)
         restarted(lab, store, prefill, decode, both)
     check_node(lab)
-
-
-def test_node_that_stands_still(lab: Lab) -> None:
-    """SIGSTOP: it answers nobody for longer than a request waits; then it goes on."""
-    lab.machine.serve(NODE)
-    store = lab.machine.connect(NODE, 0.3)
-    daemon = lab.machine.processes[-1]
-    one = lab.engine("tiny-llama", store, chunk_tokens=32)
-    lab.answers(one, [prompt(90, 100)], 4)
-    stored_again(lab, one, prompt(90, 100))  # and taken in: what is merely published only a daemon makes known
-    daemon.stop()
-    try:
-        asked = [lab.ask(one, prompt(90 + i, 150), 30) for i in range(3)]
-        for answer in asked:
-            check_answer(answer)
-        assert sum(asked[0].cached.values()) == 96, "reading needs no daemon"
-    finally:
-        daemon.resume()
-    wait_until("the engine sees it", lambda: one.pool.up, 10 * LOOKED_S)
-    lab.answers(one, [prompt(90 + i, 150) for i in range(3)], 4)
 
 
 @pytest.mark.parametrize("end", ["terminated", "killed"])

@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import grpc
-import numpy as np
 import pytest
 
 import kvstore
@@ -34,24 +33,6 @@ def priorities(store: Store) -> list[int]:
     """Of the stored pages, from the front of their chain on; one chain is stored."""
     pages = store.pages()["pages"]
     return [page["priority"] for page in sorted(pages, key=lambda page: page["position"])]
-
-
-def test_a_hinted_system_prompt_stays_while_others_leave(lab: Lab) -> None:
-    """All of one tenant: hints order pages of one owner."""
-    store = lab.store(dram="4MiB")
-    one = lab.engine("tiny-llama", store)
-    system = prompt(1, SYSTEM)
-    plain = prompt(2, SYSTEM)
-    check_answer(lab.ask(one, np.append(system, prompt(3, 40)), 2, retention=KEPT))
-    check_answer(lab.ask(one, plain, 2))
-    cache = store.cache(one.layout)
-    within("both are stored", lambda: all(cache.lookup(cache.keys(tokens)).pages == 10 for tokens in (system, plain)))
-    flood = [prompt(100 + seed, 12 * PAGE) for seed in range(60)]
-    for tokens in flood:
-        lab.ask(one, tokens, 1).wait()
-    assert store.stats()["tiers"]["dram"]["evicted"]["space"] > 100, "nothing had to leave"
-    assert cache.lookup(cache.keys(system)).pages == 10
-    assert cache.lookup(cache.keys(plain)).pages == 0
 
 
 @pytest.mark.parametrize("handed", [False, True])

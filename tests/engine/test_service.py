@@ -18,8 +18,7 @@ from grpc_reflection.v1alpha.proto_reflection_descriptor_database import ProtoRe
 from engine.api.metrics import METRICS
 from engine.api.wire import SERVICE
 from engine.client import EngineClient
-from engine.model.piece import Piece, checksum_of
-from engine.model.request import Admitted, Done, Finished, HandOff, Request, RoleOrder, Sampling, Token
+from engine.model.request import Finished, RoleOrder, Token
 from kvstore import Layout
 from kvstore.errors import (
     InvalidRequest,
@@ -127,19 +126,6 @@ def test_cancelling_by_id_ends_the_stream(shared: EngineProcess, engine: EngineC
     assert not engine.cancel("to-be-cancelled")
 
 
-def test_a_caller_that_goes_away_cancels(shared: EngineProcess, engine: EngineClient) -> None:
-    def cancelled() -> float:
-        return Scrape(shared.http)("kvstore_engine_requests_total", outcome="cancelled")
-
-    before = cancelled()
-    stream = engine.stream(prompt(20), **LONG)
-    next(stream)
-    assert any(engine.status()["requests"].values())
-    stream.close()
-    wait_idle(engine)
-    assert cancelled() == before + 1
-
-
 BAD: list[tuple[dict[str, Any], str]] = [
     ({"prompt": []}, "tokens"),
     ({"prompt": ""}, "tokens"),
@@ -212,45 +198,6 @@ def test_garbage_is_the_caller_s_mistake(shared: EngineProcess, engine: EngineCl
             except grpc.RpcError as error:
                 assert error.code() not in (grpc.StatusCode.UNKNOWN, grpc.StatusCode.INTERNAL), (message, error)
     engine.set_role("both")
-
-
-# --- hand-offs ------------------------------------------------------------------------------------------------------
-
-
-def pulled(engine: EngineClient, *asked: Any) -> list[Piece]:
-    """All pieces, each of which arrived as it was sent."""
-    pieces = []
-    for piece in engine.pull(*asked):
-        data = np.empty(piece.data.nbytes, np.uint8)
-        piece.data.read_into([data])
-        assert checksum_of([data]) == piece.checksum
-        pieces.append(piece)
-    return pieces
-
-
-def test_a_prefill_can_be_pulled_and_let_go(engine: EngineClient) -> None:
-    layout, tokens = layout_of(), prompt(70)
-    request = Request(id="held", tokens=tokens, sampling=Sampling(max_tokens=4))
-    events = list(engine.prefill(request, layout, 20.0))
-    assert isinstance(events[0], Admitted) and events[0].prompt_tokens == 70
-    assert isinstance(events[-1], Done)
-    handoff = events[-1].handoff
-    assert isinstance(handoff, HandOff) and (handoff.tail_tokens, handoff.generated) == (6, 1)
-    assert handoff.first_token == engine.generate(tokens, max_tokens=1, ignore_eos=True).tokens[0]
-    pieces = pulled(engine, "held")
-    for layer in range(layout.layers):
-        mine = [piece for piece in pieces if piece.layer == layer]
-        assert sum(piece.tokens for piece in mine) == 70
-        assert sum(piece.data.nbytes for piece in mine) == 70 * layout.kv_heads * layout.token_bytes
-    later = pulled(engine, "held", 64)
-    assert {piece.token_start for piece in later} == {64} and len(later) == layout.layers
-    for field, start, codec in (("token_start", 3, "none"), ("codec", 0, "zip")):
-        with pytest.raises(InvalidRequest) as refused:
-            pulled(engine, "held", start, codec)
-        assert refused.value.field == field
-    assert engine.release("held")
-    with pytest.raises(InvalidRequest):
-        pulled(engine, "held")
 
 
 # --- the engine -----------------------------------------------------------------------------------------------------

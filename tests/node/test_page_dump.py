@@ -15,8 +15,6 @@ from kvstore import Layout, Store
 from kvstore.cluster.announce_plan import Entries
 from kvstore.node import page_feed
 from kvstore.node.node import Node
-from kvstore.node.performer import Performer
-from kvstore.state.node_state import NodeState
 from tests.helpers.inside import node_of
 
 SECRET = b"s" * 16
@@ -30,11 +28,6 @@ def layout(width: int) -> Layout:
 def put(store: Store, seed: int, pages: int, width: int = 512) -> None:
     content = np.zeros((pages, layout(width).page_bytes), np.uint8)
     store.cache(layout(width), salt=f"tenant-{seed % 3}").put(prompt(seed, pages), content, wait=True)
-
-
-def get(store: Store, seed: int, pages: int) -> None:
-    out = np.zeros((pages, layout(512).page_bytes), np.uint8)
-    store.cache(layout(512), salt=f"tenant-{seed % 3}").get(prompt(seed, pages), out)
 
 
 def prompt(seed: int, pages: int) -> np.ndarray:
@@ -61,10 +54,6 @@ class Between:
         return seen
 
 
-def moved(node: Node) -> int:
-    return node.look(lambda performer, state: sum(each.counters["pages_moved"] for each in state.spaces.values()))
-
-
 @pytest.mark.parametrize("seed", range(3))
 def test_what_happens_between_two_looks_is_in_it(seed: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Pages come, go and move; what is told at the end is what a node that holds still has."""
@@ -88,31 +77,6 @@ def test_what_happens_between_two_looks_is_in_it(seed: int, monkeypatch: pytest.
         assert seen is not None and quiet is not None
         assert between.looks > 12 and seen[0] == quiet[0], "nothing happened after the last look"
         assert told(seen) == told(quiet) and told(quiet)
-
-
-def test_a_page_that_only_moved_is_in_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Out of an extent that was still to be looked at, into one that had been."""
-    begin = page_feed._begin
-
-    def last_first(performer: Performer, state: NodeState) -> tuple[int, list[tuple[int, int]]]:
-        newest, extents = begin(performer, state)
-        return newest, extents[::-1]
-
-    monkeypatch.setattr(page_feed, "_begin", last_first)
-    with closing(kvstore.open(dram="16MiB", eviction="lru")) as store:
-        node: Any = node_of(store)._ends.embedded
-        for number in range(210):
-            put(store, number, 5)
-        for number in range(0, 210, 2):  # every other one is used again
-            get(store, number, 5)
-        store.evict(pages=400)
-        assert not moved(node.node)
-        for wait in range(1, 15):  # another class takes an extent, when so many have been looked at
-            needs_room = [*[lambda: None] * wait, lambda wait=wait: put(store, 500 + wait, 15, width=1024)]
-            between: Any = Between(node.node, iter(needs_room))
-            seen, quiet = page_feed.dump(between, SECRET), page_feed.dump(node.node, SECRET)
-            assert told(seen) == told(quiet)
-        assert moved(node.node)
 
 
 def test_a_log_that_has_forgotten_is_no_dump(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -151,18 +151,3 @@ def test_a_second_daemon_of_the_name_is_refused(machine: Machine) -> None:
     assert first.terminate() == 0
     machine.serve("n")
     check_pages(store, {1: 8, 2: 8})
-
-
-def test_many_daemons_of_one_name_at_once(machine: Machine) -> None:
-    """Started together: one serves, the others are refused; killed: the next one takes over with all pages."""
-    machine.serve("n", dram="4MiB").kill()
-    daemons = [machine.spawn("n") for _ in range(4)]
-    wait_until("all but one are refused", lambda: sum(daemon.alive for daemon in daemons) == 1)
-    (first,) = [daemon for daemon in daemons if daemon.alive]
-    first.wait_ready()
-    assert [daemon.wait() for daemon in daemons if daemon is not first] == [1, 1, 1]
-    store = machine.connect("n")
-    put(store, 1, 8)
-    first.kill()
-    machine.serve("n")
-    check_pages(store, {1: 8})

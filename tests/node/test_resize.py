@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import os
-import time
 
 import pytest
 
@@ -144,21 +143,3 @@ def test_a_smaller_node_keeps_what_is_hottest_and_gives_memory_back(machine: Mac
     fill(store, 200, 40)
     assert sum(frames(store).values()) * (16 << 10) <= 4 * MIB
     check_laws(store)
-
-
-def test_a_lease_keeps_its_memory_until_it_ends(machine: Machine) -> None:
-    daemon = machine.serve("n", eviction="lru", **LARGER)
-    store = machine.connect("n")
-    acked = fill(store, 0, 120)
-    keys = [chain(seed, PAGES) for seed in (60, 90, 110)]  # the oldest may leave for frames that are granted ahead
-    until_s = time.monotonic() + 5.0
-    leases = [store.cache(SMALL).lease(key, ttl_s=5.0).__enter__() for key in keys]
-    daemon.kill()
-    machine.serve("n", eviction="lru", **SMALLER)
-    other = machine.connect("n")
-    wait_until("pages beyond leave", lambda: check_right(other, acked) < 120 * PAGES)
-    right = [bytes(lease.pages[7]) == contents(key)[7].tobytes() for key, lease in zip(keys, leases, strict=True)]
-    # Leases of before a restart end at their deadlines. A machine that took longer than that has shown nothing.
-    assert time.monotonic() > until_s or all(right)
-    shrunk(machine)
-    check_laws(other)
