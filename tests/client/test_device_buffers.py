@@ -25,28 +25,9 @@ from kvstore.model.shard import Shard
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.device_buffers import Array, DLPackBuffer, InterfaceBuffer, added_device, finish
 from tests.helpers.device_waits import WaitSite, forget, wait_sites
-from tests.helpers.processes import Machine, free_port
 
 WAYS = ("embedded", "daemon", "kv")
 LOCAL = ("embedded", "daemon")
-
-
-@pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Store]]:
-    machine, port = Machine(tmp_path_factory.mktemp("logs")), free_port()
-    patch = pytest.MonkeyPatch()
-    patch.setenv("KVSTORE_SHM_DIR", str(machine.shm_dir))
-    try:
-        machine.serve("n", dram="64MiB", listen=f"127.0.0.1:{port}")
-        with (
-            kvstore.open(dram="64MiB", shm_dir=machine.shm_dir) as embedded,
-            machine.connect("n") as daemon,
-            kvstore.connect(f"kv://127.0.0.1:{port}") as tcp,
-        ):
-            yield {"embedded": embedded, "daemon": daemon, "kv": tcp}
-    finally:
-        machine.close()
-        patch.undo()
 
 
 @pytest.fixture(params=WAYS)

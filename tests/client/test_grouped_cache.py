@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
 from dataclasses import replace
 from math import lcm
 from pathlib import Path
@@ -17,7 +16,6 @@ import kvstore
 from kvstore import GroupedCache, GroupedKeys, GroupedMatch, Layout, Store, Tier
 from kvstore.errors import InvalidRequest
 from tests.helpers.content import SMALL, contents
-from tests.helpers.processes import Machine, free_port
 
 WAYS = ("embedded", "daemon", "kv")
 FULL = replace(SMALL, model="grouped", group="full")
@@ -35,24 +33,6 @@ MODELS = {
 LENGTH = 200
 
 Array = npt.NDArray[Any]
-
-
-@pytest.fixture(scope="module")
-def stores(tmp_path_factory: pytest.TempPathFactory) -> Iterator[dict[str, Store]]:
-    machine, port = Machine(tmp_path_factory.mktemp("logs")), free_port()
-    patch = pytest.MonkeyPatch()
-    patch.setenv("KVSTORE_SHM_DIR", str(machine.shm_dir))
-    try:
-        machine.serve("n", dram="64MiB", listen=f"127.0.0.1:{port}")
-        with (
-            kvstore.open(dram="64MiB", shm_dir=machine.shm_dir) as embedded,
-            machine.connect("n") as daemon,
-            kvstore.connect(f"kv://127.0.0.1:{port}") as tcp,
-        ):
-            yield {"embedded": embedded, "daemon": daemon, "kv": tcp}
-    finally:
-        machine.close()
-        patch.undo()
 
 
 @pytest.fixture

@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from tests.helpers.hosts import LMCACHE, LMCACHE_ENV
-from tests.helpers.processes import Machine, Process, wait_until
+from tests.helpers.hosts import LMCACHE, LMCACHE_ENV, AnsweringWorker
+from tests.helpers.processes import Machine
 
 CHUNK_BYTES = 256 << 10
 ANSWER_S = 60.0
@@ -26,30 +26,12 @@ pytestmark = [
 ]
 
 
-class LmcacheWorker(Process):
+class LmcacheWorker(AnsweringWorker):
     """See ``workers.lmcache_worker``."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._lines = 1
-
-    def answers(self) -> list[dict[str, Any]]:
-        """All that it has said."""
-        return [json.loads(line) for line in self.output().splitlines() if line.startswith("{")]
-
-    def wait_for(self, lines: int, timeout_s: float) -> dict[str, Any]:
-        """The answer of that number."""
-        wait_until("an answer", lambda: len(self.answers()) >= lines or not self.alive, timeout_s)
-        assert len(self.answers()) >= lines, self.errors.read_text(errors="replace")[-2000:]
-        return self.answers()[lines - 1]
-
     def do(self, what: str, first: int, count: int, salt: str = "") -> dict[str, Any]:
-        """What came of it."""
-        told = {"do": what, "first": first, "count": count, "salt": salt}
-        self.stdin.write(json.dumps(told).encode() + b"\n")
-        self.stdin.flush()
-        self._lines += 1
-        return self.wait_for(self._lines, ANSWER_S)
+        """Returns the worker's answer."""
+        return self.ask({"do": what, "first": first, "count": count, "salt": salt}, ANSWER_S)
 
 
 def plugin(node: str, **params: str) -> dict[str, Any]:

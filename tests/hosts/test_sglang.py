@@ -13,8 +13,8 @@ from typing import Any
 import pytest
 
 from kvstore.adapters.mooncake.install import SHIM
-from tests.helpers.hosts import SGLANG, SGLANG_ENV
-from tests.helpers.processes import Machine, Process, wait_until
+from tests.helpers.hosts import SGLANG, SGLANG_ENV, AnsweringWorker
+from tests.helpers.processes import Machine, wait_until
 
 ANSWER_S = 60.0
 START_S = 120.0
@@ -35,29 +35,12 @@ pytestmark = [
 ]
 
 
-class SglangWorker(Process):
+class SglangWorker(AnsweringWorker):
     """See ``workers.sglang_worker``."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._lines = 1
-
-    def answers(self) -> list[dict[str, Any]]:
-        """All that it has said."""
-        return [json.loads(line) for line in self.output().splitlines() if line.startswith("{")]
-
-    def wait_for(self, lines: int, timeout_s: float) -> dict[str, Any]:
-        """The answer of that number."""
-        wait_until("an answer", lambda: len(self.answers()) >= lines or not self.alive, timeout_s)
-        assert len(self.answers()) >= lines, self.errors.read_text(errors="replace")[-2000:]
-        return self.answers()[lines - 1]
-
     def do(self, what: str, first: int = 0, count: int = 4) -> Any:
-        """What came of it; of a read also that what is claimed to be there is right."""
-        self.stdin.write(json.dumps({"do": what, "first": first, "count": count}).encode() + b"\n")
-        self.stdin.flush()
-        self._lines += 1
-        answer = self.wait_for(self._lines, ANSWER_S)
+        """Returns what was done. Of a read, asserts that the pages reported as found have their content."""
+        answer = self.ask({"do": what, "first": first, "count": count}, ANSWER_S)
         if what.startswith("get"):
             assert answer["right"] == answer["done"], "pages that were found have their content, no others"
         return answer["done"]

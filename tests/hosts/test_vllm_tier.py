@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from tests.helpers.hosts import VLLM, VLLM_ENV
-from tests.helpers.processes import Machine, Process, wait_until
+from tests.helpers.hosts import VLLM, VLLM_ENV, AnsweringWorker
+from tests.helpers.processes import Machine
 
 START_S = 120.0
 ANSWER_S = 60.0
@@ -23,29 +23,12 @@ pytestmark = [
 ]
 
 
-class TierWorker(Process):
+class TierWorker(AnsweringWorker):
     """See ``workers.vllm_tier``."""
 
-    def __init__(self, *args: Any) -> None:
-        super().__init__(*args)
-        self._lines = 1
-
-    def wait_for(self, lines: int, timeout_s: float) -> dict[str, Any]:
-        """The answer of that number."""
-
-        def answers() -> list[dict[str, Any]]:
-            return [json.loads(line) for line in self.output().splitlines() if line.startswith("{")]
-
-        wait_until("an answer", lambda: len(answers()) >= lines or not self.alive, timeout_s)
-        assert len(answers()) >= lines, self.errors.read_text(errors="replace")[-3000:]
-        return answers()[lines - 1]
-
     def do(self, what: str, first: int, count: int) -> list[bool]:
-        """What came of it."""
-        self.stdin.write(json.dumps({"do": what, "first": first, "count": count}).encode() + b"\n")
-        self.stdin.flush()
-        self._lines += 1
-        done: list[bool] = self.wait_for(self._lines, ANSWER_S)["done"]
+        """Returns for each page whether it was done."""
+        done: list[bool] = self.ask({"do": what, "first": first, "count": count}, ANSWER_S)["done"]
         return done
 
 
