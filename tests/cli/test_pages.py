@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import io
 import json
 import secrets
-import sys
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -173,29 +170,6 @@ def test_lookup_of_what_is_being_written(store: Store, ask: Run, salt: str) -> N
     with cache.lease(keys):
         leased = ask("lookup", *prompt(salt, 2))["pages"]
         assert [page["detail"].get("leased") for page in leased] == [True, True]
-
-
-def test_prompts_of_every_kind(
-    store: Store, ask: Run, salt: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    text = "a prompt of some words, which fills two pages"
-    tokens = np.frombuffer(text.encode(), np.uint8)
-    assert store.cache(LAYOUT, salt).put(tokens, np.zeros((2, LAYOUT.page_bytes), np.uint8)) == 2
-    np.save(tmp_path / "p.npy", tokens)
-    (tmp_path / "p.json").write_text(json.dumps(tokens.tolist()))
-    (tmp_path / "p.txt").write_text(text)
-    prompts = [["--file", str(tmp_path / name)] for name in ("p.npy", "p.json")]
-    prompts += [["--tokens", ",".join(map(str, tokens.tolist()))], ["--text", text, "--tokenizer", "bytes"]]
-    prompts += [["--text-file", str(tmp_path / "p.txt"), "--tokenizer", "bytes"]]
-    for given in prompts:
-        assert ask("lookup", "--salt", salt, *given)["stored_pages"] == 2, given
-    for given, said in (
-        (["--file", "-"], json.dumps(tokens.tolist())),
-        ([*prompts[-1][:1], "-", *prompts[-1][2:]], text),
-    ):
-        monkeypatch.setattr(sys, "stdin", SimpleNamespace(buffer=io.BytesIO(said.encode())))
-        assert ask("lookup", "--salt", salt, *given)["stored_pages"] == 2, given
-    assert ask("lookup", "--salt", salt, "--text", "short", "--tokenizer", "bytes")["pages"] == []
 
 
 # --- what all commands have in common -------------------------------------------------------------------------------

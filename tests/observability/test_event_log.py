@@ -167,27 +167,6 @@ def content(pages: int) -> Any:
     return np.zeros((pages, LAYOUT.page_bytes), np.uint8)
 
 
-def test_a_node_tells_what_it_evicts_for_space() -> None:
-    with kvstore.open(dram="64KiB", extent="64KiB") as store:
-        cache = store.cache(LAYOUT)
-        start = store.events()["next"]
-        for seed in range(40):
-            cache.put(tokens(seed, 1), content(1))
-        events = told(store, start)
-        stored: set[str] = set()
-        for kind, tier, reason, keys in events:
-            assert tier == "dram" and (kind, reason) in {("sealed", ""), ("evicted", "space")}
-            stored = stored | set(keys) if kind == "sealed" else stored - set(keys)
-        assert ("evicted", "space") in {(kind, reason) for kind, _, reason, _ in events}
-        there = {
-            k.hex()
-            for seed in range(40)
-            for k in cache.keys(tokens(seed, 1))
-            if cache.lookup(cache.keys(tokens(seed, 1)))
-        }
-        assert stored == there
-
-
 def test_a_node_with_nvme_tells_of_saving_and_loading(tmp_path: Path) -> None:
     with kvstore.open(dram="1MiB", nvme=f"{tmp_path}/kv:8MiB", demote_at=0) as store:
         cache = store.cache(LAYOUT)

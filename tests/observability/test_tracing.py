@@ -14,7 +14,6 @@ import pytest
 from opentelemetry.proto.trace.v1.trace_pb2 import Span, Status
 
 from kvstore.pb import store_pb2 as pb
-from kvstore.server.tracing import SPANS_WAITING_MAX
 from tests.helpers.api import Client, identities_file, pages_message, serve_api
 from tests.helpers.collector import Collector, attributes
 from tests.helpers.content import chain
@@ -93,26 +92,9 @@ def test_a_collector_that_is_down_does_no_harm(machine: Machine, collector: Coll
     assert all(len(daemon.errors.read_text().splitlines()) < 30 for daemon in daemons), daemons[0].trace()
 
 
-def test_spans_that_nobody_takes_are_dropped(collector: Collector) -> None:
-    """Making them waits for nobody, what waits for the collector has a bound, and so has the end."""
-    collector.hold.set()
-    script = (
-        "import gc, time; from kvstore.server import tracing; from opentelemetry.sdk.trace import ReadableSpan\n"
-        f"tracing.configure({collector.endpoint!r}, 'x')\n"
-        "for i in range(3 * tracing.SPANS_WAITING_MAX):\n"
-        "    with tracing.span('x', number=i): pass\n"
-        "print(sum(isinstance(found, ReadableSpan) for found in gc.get_objects()))\n"
-        "begin = time.monotonic(); tracing.shutdown(); print(time.monotonic() - begin < tracing.FLUSH_S + 20)"
-    )
-    done = subprocess.run([sys.executable, "-c", script], capture_output=True, text=True, timeout=60, check=True)
-    kept, soon = done.stdout.split()
-    under_way = 512  # in the batch that the collector has
-    assert 512 < int(kept) <= SPANS_WAITING_MAX + under_way + 8 and soon == "True", done.stdout
-
-
 def test_off_means_not_even_imported() -> None:
     script = (
-        "import sys, kvstore; from kvstore.service import daemon; from kvstore.server import tracing\n"
+        "import sys, kvstore; from kvstore.node import daemon; from kvstore.server import tracing\n"
         "with tracing.span('x', pages=1) as span: span.set_attribute('y', 2)\n"
         "print([name for name in sys.modules if 'opentelemetry' in name])"
     )

@@ -162,41 +162,6 @@ def table_of(folder: NodeFolder, frames: int = 6) -> ExtentTable:
     return ExtentTable.create(folder, 7, 2, CLASS, INCARNATION, frames)
 
 
-@pytest.mark.parametrize(
-    "damage",
-    ["no records", "no uses", "empty records", "empty uses", "cut records", "cut uses", "incarnation", "number"]
-    + [f"byte {offset}" for offset in (0, 8, 16, 24, 32, 40, 48, 56, 64, 72)],
-)
-def test_a_doubtful_table_is_none(folder: NodeFolder, damage: str) -> None:
-    table_of(folder).close()
-    records, uses = folder.records(7), folder.uses(7)
-    incarnation, number = INCARNATION, 7
-    what, _, which = damage.partition(" ")
-    path = {"records": records, "uses": uses}.get(which, records)
-    if what == "no":
-        path.unlink()
-    elif what == "empty":
-        os.truncate(path, 0)
-    elif what == "cut":
-        os.truncate(path, path.stat().st_size - 8)
-    elif what == "incarnation":
-        incarnation += 1
-    elif what == "number":
-        records.rename(folder.records(8))
-        uses.rename(folder.uses(8))
-        number = 8
-    else:
-        data = bytearray(records.read_bytes())
-        data[int(which)] ^= 1
-        data[2048 + int(which)] ^= 1  # its second copy
-        records.write_bytes(data)
-    fds = len(os.listdir("/proc/self/fd"))
-    assert ExtentTable.open(folder, number, incarnation) is None
-    if which != "uses":  # the daemon makes new ones
-        assert ExtentTable.open(folder, number, incarnation, writable=True) is None
-    assert len(os.listdir("/proc/self/fd")) == fds
-
-
 def test_giving_an_extent_up_makes_every_map_of_it_miss(folder: NodeFolder) -> None:
     owner = table_of(folder)
     owner.words[:] = word_of(3, FrameState.SEALED)
