@@ -1,4 +1,4 @@
-"""Addresses: which node an address means, and how it is reached."""
+"""Addresses: find the node that an address names, and open a store on it."""
 
 from __future__ import annotations
 
@@ -28,27 +28,29 @@ def connect(
     tls_key: str | Path | None = None,
     tls_server_name: str | None = None,
 ) -> Store:
-    """The store of a node: of this machine through shared memory, or of any machine over gRPC.
+    """Return the store of a node: through shared memory on this machine, or over gRPC on any machine.
 
-    Through shared memory reads work while the node's daemon is down. Over gRPC every verb needs the node.
+    Through shared memory, reads work even while the node's daemon is down. Over gRPC every verb needs the node.
 
     Args:
-        address: a name: that node of this machine. ``kv://HOST:PORT`` or ``kv+unix:///PATH``: where a node's gRPC API
-            listens. None: ``$KVSTORE_NODE``, which may be either, else the only live node of this machine.
-        timeout_s: deadline of a request, and of the node's first start where it is just starting. Streams of data over
-            gRPC get a second more for every 32 MiB.
-        token: shows the node who we are; None: ``$KVSTORE_TOKEN``, else what ``$KVSTORE_TOKEN_FILE`` holds.
+        address: the name of a node on this machine, or ``kv://HOST:PORT`` or ``kv+unix:///PATH``, where a node's gRPC
+            API listens. None takes ``$KVSTORE_NODE``, which may be either, or else the only live node of this machine.
+        timeout_s: deadline of a request, and of a node that is just starting for the first time. Streams of data over
+            gRPC get one more second for every 32 MiB.
+        token: identifies the caller to the node. None takes ``$KVSTORE_TOKEN``, or else the contents of
+            ``$KVSTORE_TOKEN_FILE``.
         tls_ca: PEM file of the authorities that the node's certificate is checked against; None: ``$KVSTORE_TLS_CA``.
-            Where it is given, or a name or certificate, the connection is encrypted.
-        tls_cert, tls_key: PEM files of our own certificate and key; None: ``$KVSTORE_TLS_CERT``, ``$KVSTORE_TLS_KEY``.
-        tls_server_name: what the node's certificate names, where that is not the address's host.
+            The connection is encrypted if this, a server name or a certificate is given.
+        tls_cert, tls_key: PEM files of the client's own certificate and key; None: ``$KVSTORE_TLS_CERT``,
+            ``$KVSTORE_TLS_KEY``.
+        tls_server_name: the name in the node's certificate, if it differs from the address's host.
 
     Raises:
-        NodeUnavailable: there is no such node, or its files are not there (yet); nothing answers at that address.
-        InvalidRequest: several nodes live here and none was named; the address is malformed or of another scheme; a
-            token would travel in clear to another machine.
-        Unauthenticated: the node does not know us.
-        VersionMismatch: the node, or its files, are of another version.
+        NodeUnavailable: there is no such node, its files do not exist (yet), or nothing answers at that address.
+        InvalidRequest: this machine has several nodes and none was named; the address is malformed or has another
+            scheme; or a token would be sent unencrypted to another machine.
+        Unauthenticated: the node does not accept the credentials.
+        VersionMismatch: the node or its files are of another version.
     """
     check_seconds(timeout_s, "timeout_s")
     given = GivenCredentials(
@@ -60,7 +62,7 @@ def connect(
 
         return connect_remote(endpoint(str(name), given, os.environ), timeout_s)
     if given.given():
-        raise InvalidRequest(given.given(), "goes with kv:// addresses; a node of this machine asks for none")
+        raise InvalidRequest(given.given(), "applies to kv:// addresses only; a node of this machine needs none")
     return _connect_local(name, timeout_s)
 
 
@@ -68,7 +70,7 @@ def _connect_local(name: str | None, timeout_s: float) -> Store:
     shm_dir = Path(os.environ.get("KVSTORE_SHM_DIR") or SHM_DIR)
     name = name if name is not None else _only_node(shm_dir)
     if not isinstance(name, str) or not name:
-        raise InvalidRequest("address", f"must be a node's name or kv://HOST:PORT, not {name!r}")
+        raise InvalidRequest("address", f"must be a node's name or kv://HOST:PORT (got {name!r})")
     try:
         folder = NodeFolder(shm_dir, name)
     except InvalidRequest as error:
@@ -93,5 +95,5 @@ def _only_node(shm_dir: Path) -> str:
     if not live:
         raise NodeUnavailable("no node on this machine; start one with `kvstore serve`")
     if len(live) > 1:
-        raise InvalidRequest("address", f"several nodes live here, name one: {', '.join(live)}")
+        raise InvalidRequest("address", f"must name one of the nodes on this machine: {', '.join(live)}")
     return live[0]

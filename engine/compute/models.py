@@ -175,7 +175,7 @@ def rope_text(config: PreTrainedConfig) -> str:
 
 def _preset(name: str, device: torch.device, dtype: str, seed: int) -> Model:
     if isinstance(seed, bool) or not isinstance(seed, int) or not 0 <= seed <= SEED_MAX:
-        raise InvalidRequest("seed", f"must be an integer in 0..{SEED_MAX}, not {seed!r}")
+        raise InvalidRequest("seed", f"must be an integer in 0..{SEED_MAX} (got {seed!r})")
     net = _moved(presets.build(name, seed), DTYPES[dtype])
     digest = blake2b(_config_text(net.config).encode(), digest_size=16, person=b"kvstore.weights")
     for parameter_name, parameter in sorted(net.named_parameters()):

@@ -263,7 +263,7 @@ def _tokens(buffer: Any, token_bytes: int, field: str) -> torch.Tensor:
             raise InvalidRequest(field, "must have a contiguous last axis")
         flat = buffer.detach().view(torch.uint8)
     else:
-        raise InvalidRequest(field, f"must be a numpy array or a torch tensor, not {type(buffer).__name__}")
+        raise InvalidRequest(field, f"must be a numpy array or a torch tensor (got {type(buffer).__name__})")
     if flat.shape[-1] % token_bytes:
         raise InvalidRequest(
             field, f"a last axis of {flat.shape[-1]} bytes is not a multiple of {token_bytes}-byte tokens"

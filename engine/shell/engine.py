@@ -115,7 +115,7 @@ def check_request(request: Request, model: Model, rules: Rules, answers: bool) -
         raise InvalidRequest("adapter", "this engine runs its model without adapters")
     checked(request.retention)
     if not 0 < request.deadline_s < 1e6:
-        raise InvalidRequest("deadline_s", f"must be positive seconds, not {request.deadline_s!r}")
+        raise InvalidRequest("deadline_s", f"must be positive seconds (got {request.deadline_s!r})")
 
 
 def describe(

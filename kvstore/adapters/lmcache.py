@@ -3,8 +3,8 @@
     --l2-adapter '{"type": "plugin", "module_path": "kvstore.adapters.lmcache", "class_name": "KVStoreL2Adapter",
                    "adapter_params": {"node": "pool"}}'
 
-LMCache names what it stores by hashes of its own, so its chunks are opaque objects here, whose names have all that its
-keys have: proven on every read, checksummed, evicted by the node, on NVMe.
+LMCache names its chunks by its own hashes, so they are opaque objects here, whose names contain all parts of LMCache's
+keys. They are proven on every read, checksummed, saved to NVMe and evicted by the node.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ from kvstore.adapters.values import Values, connected
 from kvstore.adapters.weights import given_digest
 
 SETTINGS = ("node", "salt", "model")
-ABOUT_BYTES_MAX = 512  # of a name that are not numbers; longer ones are digests
-TASKS_MAX = 256  # of one kind that wait; what comes beyond them fails at once
-RESULTS_MAX = 4096  # of one kind that nobody has asked for; the oldest is forgotten
+ABOUT_BYTES_MAX = 512  # of the text parts of a name; longer ones are replaced by digests
+TASKS_MAX = 256  # waiting tasks of one kind; further ones fail at once
+RESULTS_MAX = 4096  # unread results of one kind; beyond that the oldest is dropped
 
 
 class TaskLane:
-    """Tasks of one kind, done in turn by a thread, and what came of them until somebody asks."""
+    """Tasks of one kind, run in order by a thread, and their unread results."""
 
     def __init__(self, name: str) -> None:
         self._notifier = create_event_notifier()
@@ -44,11 +44,12 @@ class TaskLane:
 
     @property
     def fd(self) -> int:
-        """Is readable when a task has ended."""
+        """A descriptor that is readable when a task has ended."""
         return self._notifier.fileno()
 
     def submit(self, work: Callable[[], Any], refused: Any) -> int:
-        """The number of a new task, whose result is what ``work`` returns; ``refused`` where too many wait."""
+        """Add a task and return its number. Its result is what ``work`` returns, or ``refused`` if too many tasks
+        wait."""
         with self._lock:
             number, self._next = self._next, self._next + 1
             taken = self._waiting < TASKS_MAX
@@ -60,18 +61,18 @@ class TaskLane:
         return number
 
     def pop(self, number: int) -> Any:
-        """What came of it, once; None: it has not ended."""
+        """Return a task's result, once; None if it has not ended."""
         with self._lock:
             return self._done.pop(number, None)
 
     def pop_all(self) -> dict[int, Any]:
-        """What came of all that have ended."""
+        """Return the results of all tasks that have ended."""
         with self._lock:
             done, self._done = self._done, {}
         return done
 
     def close(self) -> None:
-        """Tasks that wait are forgotten."""
+        """Drop waiting tasks and end the thread."""
         self._pool.shutdown(cancel_futures=True)
         self._notifier.close()
 
@@ -93,12 +94,12 @@ class TaskLane:
 
 
 class KVStoreL2Adapter(L2AdapterInterface):
-    """Made by LMCache from ``adapter_params``: ``node``, as ``kvstore.connect`` takes it (none: the only one on this
-    machine), ``salt``, the tenant, and ``model``, the folder whose weights tell chunks apart (none: models' names alone
-    do). A key's ``cache_salt`` is a part of the value's name: there is one per user.
+    """Made by LMCache from ``adapter_params``: ``node``, as ``kvstore.connect`` takes it (default: the only one on this
+    machine), ``salt``, the tenant, and ``model``, the folder whose weights distinguish chunks (default: model names
+    alone do). A key's ``cache_salt`` is part of the value's name, so each user has their own values.
 
-    The node evicts on its own, so LMCache sees no capacity. A chunk that leaves between lookup and load is a miss;
-    nothing is locked.
+    The node does the eviction, so LMCache is told no capacity. A chunk that is evicted between lookup and load is a
+    miss; nothing is locked.
 
     Raises:
         ValueError: a setting is unknown, or there is no such node or folder.
@@ -108,7 +109,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
         super().__init__()
         unknown = sorted(set(params) - set(SETTINGS))
         if unknown:
-            raise ValueError(f"kvstore for LMCache: there is no setting {unknown[0]!r}, only {', '.join(SETTINGS)}")
+            raise ValueError(f"kvstore for LMCache: unknown setting {unknown[0]!r}; known are {', '.join(SETTINGS)}")
         self._salt = str(params.get("salt", "lmcache"))
         self._weights = given_digest("LMCache", folder) if (folder := str(params.get("model", ""))) else ""
         self._values = Values(connected("LMCache", params.get("node")))
@@ -139,7 +140,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
     def submit_lookup_and_lock_task(
         self, keys: list[ObjectKey], group_layout_descs: dict[int, MemoryLayoutDesc]
     ) -> int:
-        """See the base class: nothing is locked."""
+        """See the base class. Nothing is locked."""
         return self._lookups.submit(lambda: self._look_up(keys), Bitmap(len(keys)))
 
     def query_lookup_and_lock_result(self, task_id: int) -> Bitmap | None:
@@ -147,7 +148,7 @@ class KVStoreL2Adapter(L2AdapterInterface):
         return self._lookups.pop(task_id)
 
     def submit_unlock(self, keys: list[ObjectKey]) -> None:
-        """See the base class: nothing is locked."""
+        """See the base class. Nothing is locked."""
 
     def submit_load_task(self, keys: list[ObjectKey], objects: list[MemoryObj]) -> int:
         """See the base class."""
@@ -196,8 +197,8 @@ class KVStoreL2Adapter(L2AdapterInterface):
 
 
 def names_of(keys: Sequence[ObjectKey], weights: str) -> list[str]:
-    """Names of chunks' values, with a digest of weights where there is one. LMCache allows no ``@`` in models' names
-    and salts."""
+    """Return the names of chunks' values, with a digest of the weights if there is one. LMCache allows no ``@`` in
+    model names and salts."""
     names = []
     for key in keys:
         about = f"{key.model_name}@{key.cache_salt}" + (f"@{weights}" if weights else "")

@@ -4,9 +4,9 @@
     '{"backend_name": "kvstore", "module_path": "kvstore.adapters.sglang", "class_name": "KVStoreHiCache",
       "interface_v1": 1, "node": "pool"}'
 
-SGLang names its pages by hashes of its own, so they are opaque objects here, one for each page of each pool: proven on
-every read, checksummed, evicted by the node, on NVMe. A name also has the model, the rank, and all that tells how the
-bytes of a page are laid out, so that engines with other layouts never read them.
+SGLang names its pages by its own hashes, so they are opaque objects here, one for each page of each pool: proven on
+every read, checksummed, saved to NVMe and evicted by the node. A name also contains the model, the rank, and everything
+that determines the layout of a page's bytes, so that engines with other layouts never read them.
 """
 
 from __future__ import annotations
@@ -38,25 +38,25 @@ from kvstore.adapters.weights import folder_digest, given_digest
 HOST_SETTINGS = ("backend_name", "module_path", "class_name", "interface_v1")  # SGLang's own
 SETTINGS = ("node", "salt", "model")
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
-RATES_MAX = 4096  # of one kind that are kept until somebody asks
+RATES_MAX = 4096  # measurements of one kind kept until they are read
 
 
 class HostPages:
-    """The pages of a pool in host memory: where they lie, and what their values are called."""
+    """The pages of a pool in host memory: their addresses, and the names of their values."""
 
     def __init__(self, pool: Any, name: str, rank: str, model: str) -> None:
         layout = getattr(pool, "layout", None)
         if layout not in LAYOUTS:
             raise ValueError(
-                f"kvstore for SGLang: pool {name!r} has layout {layout!r}, not one of {', '.join(LAYOUTS)}: "
-                "see --hicache-mem-layout"
+                f"kvstore for SGLang: --hicache-mem-layout: must be one of {', '.join(LAYOUTS)} "
+                f"(got {layout!r} of pool {name!r})"
             )
         self._pool = pool
         self.page_size = int(getattr(pool, "logical_page_size", None) or pool.page_size)
         try:
             _, sizes = pool.get_page_buffer_meta(torch.arange(self.page_size))
         except (AttributeError, NotImplementedError, ValueError) as error:
-            raise ValueError(f"kvstore for SGLang: pages of pool {name!r} have no addresses: {error}") from error
+            raise ValueError(f"kvstore for SGLang: pool {name!r} gives no page addresses: {error}") from error
         self.page_bytes = sum(sizes)
         facts = [type(pool).__name__, layout, str(getattr(pool, "dtype", "")), self.page_size, sizes]
         for what in ("head_num", "head_dim", "layer_num", "start_layer", "end_layer", "kv_cache_dim"):
@@ -65,11 +65,11 @@ class HostPages:
         self._prefix = f"{model}@{rank}@{name}@{digest}@"
 
     def names(self, keys: Sequence[str]) -> list[str]:
-        """Of their values."""
+        """Return the names of the pages' values."""
         return [self._prefix + key for key in keys]
 
     def buffers(self, count: int, indices: torch.Tensor | None) -> list[list[Any]] | None:
-        """For each of ``count`` pages at these rows the memory it lies in; None: so many pages have other rows."""
+        """Return the memory of each of ``count`` pages at these rows; None if the number of rows does not fit."""
         if indices is None or indices.numel() != count * self.page_size:
             return None
         places, sizes = self._pool.get_page_buffer_meta(indices)
@@ -79,11 +79,12 @@ class HostPages:
 
 
 class KVStoreHiCache(HiCacheStorage):
-    """Made by SGLang, one in each rank. Settings beside SGLang's own: ``node``, as ``kvstore.connect`` takes it (none:
-    the only one on this machine), ``salt``, the tenant, and ``model``, the folder whose weights tell pages apart (none:
-    the one that SGLang serves, where that is a folder). Threads may share it.
+    """SGLang makes one in each rank. Settings in addition to SGLang's own: ``node``, as ``kvstore.connect`` takes it
+    (default: the only one on this machine), ``salt``, the tenant, and ``model``, the folder whose weights distinguish
+    pages (default: the model that SGLang serves, if that is a folder). Threads may share it.
 
-    The node evicts on its own. What is gone, damaged or cannot be reached is a miss; nothing is raised after the start.
+    The node does the eviction. Pages that are gone, damaged or unreachable are misses; nothing is raised after the
+    start.
 
     Raises:
         ValueError: a setting is unknown, there is no such node or folder, or a pool's layout is not served.
@@ -94,15 +95,15 @@ class KVStoreHiCache(HiCacheStorage):
         extra = dict(storage_config.extra_config or {})
         unknown = sorted(set(extra) - set(HOST_SETTINGS) - set(SETTINGS))
         if unknown:
-            raise ValueError(f"kvstore for SGLang: there is no setting {unknown[0]!r}, only {', '.join(SETTINGS)}")
+            raise ValueError(f"kvstore for SGLang: unknown setting {unknown[0]!r}; known are {', '.join(SETTINGS)}")
         if storage_config.should_split_heads:
-            raise ValueError("kvstore for SGLang: ranks of other sizes do not share pages: leave out 'tp_lcm_size'")
+            raise ValueError("kvstore for SGLang: tp_lcm_size: is not supported")
         self._config = storage_config
         self._zero_copy = bool(extra.get("interface_v1", 0))
         self._salt = str(extra.get("salt", "sglang"))
         model, folder = storage_config.model_name or "", str(extra.get("model", ""))
         digest = given_digest("SGLang", folder) if folder else folder_digest(model)
-        # Lengths of its parts go into a name, so that no model's name makes another's.
+        # A name contains the lengths of its parts, so that two models never get the same name.
         self._model = f"{len(model)}:{model}" + (f"@{digest}" if digest else "")
         self._pools: dict[str, HostPages | None] = {}
         self._lock = threading.Lock()
@@ -124,12 +125,13 @@ class KVStoreHiCache(HiCacheStorage):
 
     def _add(self, pool: Any, name: str) -> None:
         if name == PoolName.KV and getattr(pool, "kv_buffer", None) is None:
-            self._pools[name] = None  # rows are counted there, but other pools have all the bytes
+            self._pools[name] = None  # it only counts rows; other pools have all the bytes
         else:
             self._pools[name] = HostPages(pool, str(name), self._rank_of(pool, name), self._model)
 
     def _rank_of(self, pool: Any, name: str) -> str:
-        """Whose pages these are. What all ranks have alike (MLA) one of them writes, and all read."""
+        """Return the rank part of a pool's names. Pages that are equal in all ranks (MLA) are written by one rank and
+        read by all."""
         config = self._config
         shared = config.is_mla_model and name != PoolName.MAMBA and not isinstance(pool, MHATokenToKVPoolHost)
         tp = "all" if shared else f"{config.tp_rank}of{config.tp_size}"
@@ -140,7 +142,7 @@ class KVStoreHiCache(HiCacheStorage):
     # --- pages where they lie -----------------------------------------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """How many from the first are there without a gap."""
+        """Return how many pages are stored from the first on, without a gap."""
         return _leading(self._contains(PoolName.KV, keys) if self._zero_copy else self._contains_flat(keys))
 
     def batch_get_v1(
@@ -161,13 +163,13 @@ class KVStoreHiCache(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """See the base class: the prefixes of which every pool has what it needs."""
+        """See the base class. Returns the prefixes for which every pool has what it needs."""
         pages = self.batch_exists(keys, extra_info)
         hits = {PoolName.KV: pages} if pages else {}
         ends = list(range(1, pages + 1))
         for transfer in pool_transfers or []:
             there = self._contains(transfer.name, keys[:pages])
-            # Of a block group no pages are counted, which is no hit. Nothing is claimed of what is not understood.
+            # Pages of a block group are not counted, so it is a miss: unknown kinds of pools never hit.
             needed = {PoolHitPolicy.ALL_PAGES: pages, PoolHitPolicy.TRAILING_PAGES: max(1, len(transfer.keys or []))}
             last = needed.get(transfer.hit_policy)
             if last is None:
@@ -199,7 +201,7 @@ class KVStoreHiCache(HiCacheStorage):
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: object = None
     ) -> torch.Tensor | None:
-        """The page in ``target_location``, whose length it must have; None: a miss."""
+        """Read a page into ``target_location``, which must have its length; None for a miss."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
@@ -219,7 +221,7 @@ class KVStoreHiCache(HiCacheStorage):
     def set(
         self, key: str, value: torch.Tensor | None = None, target_location: object = None, target_sizes: object = None
     ) -> bool:
-        """Whether the page is stored now."""
+        """Return whether the page is stored now."""
         return value is not None and self.batch_set([key], [value])
 
     def batch_set(
@@ -229,7 +231,7 @@ class KVStoreHiCache(HiCacheStorage):
         target_locations: object = None,
         target_sizes: object = None,
     ) -> bool:
-        """Whether all are stored now."""
+        """Return whether all pages are stored now."""
         if values is None or len(values) != len(keys):
             return False
         pages = [value.contiguous() for value in values]  # kept until they are stored
@@ -238,11 +240,11 @@ class KVStoreHiCache(HiCacheStorage):
     # --- the rest -----------------------------------------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Delete all pages of this model, those of its other ranks too; whether that was done."""
+        """Delete all pages of this model in all ranks; return whether that was done."""
         return self._values.clear(self._salt, f"{self._model}@")
 
     def get_stats(self) -> StorageMetrics | None:
-        """Pages and GB/s of the calls since it was last asked."""
+        """Return pages and GB/s of the calls since the last call of this."""
         if not self._config.enable_storage_metrics:
             return None
         with self._lock:
@@ -250,7 +252,7 @@ class KVStoreHiCache(HiCacheStorage):
         return metrics
 
     def close(self) -> None:
-        """Let go of the node. Pages stay."""
+        """Close the connection to the node. Pages stay."""
         self._values.close()
 
     def _contains(self, pool: str, keys: list[str]) -> list[bool]:
@@ -263,13 +265,13 @@ class KVStoreHiCache(HiCacheStorage):
         return self._values.contains(self._flat(keys), self._salt)
 
     def _flat(self, keys: Sequence[str]) -> list[str]:
-        """Names of pages in the order of ``get_data_page``, which is not always that of their places."""
+        """Return names of pages in the order of ``get_data_page``, which is not always the order in memory."""
         pages = self._pools.get(PoolName.KV)
         names = pages.names(keys) if pages is not None else [f"{self._model}@@@@{key}" for key in keys]
         return [f"{name}@flat" for name in names]
 
     def _move(self, pool: str, keys: list[str], indices: torch.Tensor | None, *, write: bool) -> list[bool]:
-        """Which pages are stored, or read, now."""
+        """Store or read pages; return for each whether that was done."""
         if pool not in self._pools:
             return [False] * len(keys)
         pages = self._pools[pool]
@@ -301,10 +303,10 @@ def _leading(there: Sequence[bool]) -> int:
 
 
 def _view(place: int, size: int) -> Any:
-    """The memory there, as a buffer."""
+    """Return the memory at an address as a buffer."""
     return (ctypes.c_ubyte * size).from_address(place)
 
 
 def _bytes_of(tensor: torch.Tensor) -> Any:
-    """A contiguous tensor, as a buffer."""
+    """Return a contiguous tensor as a buffer."""
     return _view(tensor.data_ptr(), tensor.nbytes)

@@ -1,4 +1,4 @@
-"""Which weights a folder has, told apart without reading gigabytes."""
+"""Identifies the weights in a folder without reading gigabytes."""
 
 from __future__ import annotations
 
@@ -7,11 +7,12 @@ from pathlib import Path
 from typing import Any
 
 WEIGHT_FILES = ("*.safetensors", "*.bin", "*.gguf")
-SAMPLED = 1 << 20  # bytes of a file's front, and of its end
+SAMPLED = 1 << 20  # bytes of a file's beginning, and of its end
 
 
 def folder_digest(where: str) -> str:
-    """A digest of a model's folder: of its config, and of its weights' sizes, fronts and ends. "": it is no folder.
+    """Return a digest of a model's folder: its config, and the sizes, beginnings and ends of its weights; "" if it is
+    not a folder.
 
     Raises:
         OSError: its files cannot be read.
@@ -27,10 +28,10 @@ def folder_digest(where: str) -> str:
 
 
 def given_digest(host: str, where: str) -> str:
-    """The digest of a folder that a setting of ``host``'s adapter names.
+    """Return the digest of a folder that a setting of ``host``'s adapter names.
 
     Raises:
-        ValueError: it is no folder, or its files cannot be read; the message names the host's adapter.
+        ValueError: it is not a folder, or its files cannot be read; the message names the host's adapter.
     """
     try:
         found = folder_digest(where)
@@ -42,7 +43,7 @@ def given_digest(host: str, where: str) -> str:
 
 
 def add_weights(digest: Any, where: str) -> None:
-    """Have a digest tell the weights in a folder; nothing, where there is none."""
+    """Add the weights in a folder to a digest; does nothing if there are none."""
     folder = Path(where)
     for pattern in WEIGHT_FILES if folder.is_dir() else ():
         for path in sorted(folder.glob(pattern)):

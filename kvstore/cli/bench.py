@@ -1,4 +1,4 @@
-"""``kvstore bench``: the store against the limits of this machine."""
+"""``kvstore bench``: compares the store with the limits of this machine."""
 
 from __future__ import annotations
 
@@ -23,24 +23,25 @@ QUICK_ROUNDS, ROUNDS = 1, 5
 @click.command()
 @click.argument("names", nargs=-1)
 @click.option("--runs", type=click.IntRange(1, 1000), help=f"Rounds of every row.  [default: {ROUNDS}]")
-@click.option("--quick", is_flag=True, help="Little data, one round: shows that rows work; the numbers mean nothing.")
+@click.option("--quick", is_flag=True, help="Little data, one round: checks that rows work; the numbers mean nothing.")
 @click.option(
     "--dir",
     "folder",
     type=click.Path(path_type=Path),
     default=SCRATCH_DIR,
     show_default=True,
-    help="On a disk; rows about NVMe have their files there, some GiB, and remove them.",
+    help="Folder on a disk for the files of NVMe rows: some GiB, removed at the end.",
 )
-@click.option("--device", default="cpu", show_default=True, help="Where engines of rows compute: cpu or cuda:N.")
+@click.option("--device", default="cpu", show_default=True, help="Device of the rows' engines: cpu or cuda:N.")
 @click.option("--list", "listing", is_flag=True, help="List the rows and their bars; measure nothing.")
 @json_option
 def bench(
     names: tuple[str, ...], runs: int | None, quick: bool, folder: Path, device: str, listing: bool, as_json: bool
 ) -> None:
-    """Measure the rows NAMES, or all: this machine's limit and ours in turn, medians, their ratio.
+    """Measure the rows NAMES, or all rows: alternately this machine's limit and the store; prints medians and their
+    ratio.
 
-    Starts nodes of its own and removes them. A missed bar is a result, not a failure; wrong bytes are a failure.
+    Starts its own nodes and removes them. A missed bar is a result, not a failure; wrong bytes are a failure.
     """
     rows = chosen(names)
     if listing:
@@ -56,8 +57,8 @@ def measure(rows: Sequence[Row], settings: RunSettings, as_json: bool) -> None:
     Raises:
         BenchFailed: after the report: a row failed.
     """
-    signal.signal(signal.SIGTERM, _interrupt)  # so that daemons and their memory go too
-    facts = machine()  # before: its load is that of the others
+    signal.signal(signal.SIGTERM, _interrupt)  # so that daemons and their memory are removed too
+    facts = machine()  # before the rows, to record the load of other programs
     results: list[Result] = []
     failed: dict[str, str] = {}
     absent: dict[str, str] = {}

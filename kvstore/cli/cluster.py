@@ -1,4 +1,4 @@
-"""Who is in a cluster, as its catalog tells."""
+"""Lists the members of a cluster from its catalog."""
 
 from __future__ import annotations
 
@@ -51,8 +51,9 @@ def cluster(url: str, pool: str, as_json: bool) -> None:
 
 
 async def members_of(url: str, pool: str) -> Pool:
-    """Who is in a pool; of data servers the newest last. Raises Unavailable where the catalog does not answer."""
-    access = configuration.load().node  # the environment says how to prove ourselves to etcd
+    """Return the members of a pool; data servers with the newest last. Raises Unavailable if the catalog does not
+    answer."""
+    access = configuration.load().node  # the environment has the credentials for etcd
     async with to_catalog(url, access) as catalog:
         nodes = await catalog.listing(schema.folder(pool, NodeEntry))
         engines = await catalog.listing(schema.folder(pool, EngineEntry))
@@ -67,7 +68,8 @@ async def members_of(url: str, pool: str) -> Pool:
 
 
 def _asked(server: DataEntry, pool: str) -> dict[str, Any] | None:
-    """What a data server says of its part of the directory; None where it does not answer, or not to us."""
+    """Return a data server's account of its part of the directory; None if it does not answer, or refuses this
+    caller."""
     try:
         with closing(dial(server, pool, "kvstore status")) as connection:
             return read_state(connection, ASK_S)
@@ -76,7 +78,7 @@ def _asked(server: DataEntry, pool: str) -> dict[str, Any] | None:
 
 
 def dial(server: DataEntry, pool: str, caller: str, silence_s: float = ASK_S) -> DataConnection:
-    """A connection to a data server, with the credentials of the environment. Raises as ``DataConnection.open``."""
+    """Connect to a data server with the credentials in the environment. Raises as ``DataConnection.open``."""
     ours = credentials_of(os.environ)
     if server.tls and not ours.server_name:
         ours = replace(ours, server_name=server.tls_name)
@@ -92,19 +94,19 @@ def dial(server: DataEntry, pool: str, caller: str, silence_s: float = ASK_S) ->
 def asked(
     connection: DataConnection, kind: FrameKind, reply: FrameKind, within_s: float, request: bytes = b""
 ) -> dict[str, Any]:
-    """The JSON object that a data server answers. Raises as ``DataConnection.call``."""
+    """Return the JSON object that a data server answers. Raises as ``DataConnection.call``."""
     body = connection.call(kind, request, reply=reply, deadline_s=time.monotonic() + within_s)
     try:
         told = json.loads(body)
     except (ValueError, RecursionError):
         told = None
     if not isinstance(told, dict):
-        raise WireError(f"{kind.name}: was answered with no JSON object")
+        raise WireError(f"{kind.name}: the answer is not a JSON object")
     return told
 
 
 def _knows(server: DataEntry, told: dict[str, Any] | None) -> str:
-    """What the owner of a part of the directory knows, and how old the oldest of it is."""
+    """Describe the part of the directory that a node owns, and the age of its oldest entries."""
     pages = f"pages of {server.node}, over {ways_text(server.transports)}"
     if told is None:
         return f"{pages}; does not answer"

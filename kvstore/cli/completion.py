@@ -1,4 +1,4 @@
-"""``kvstore completion``: the script by which a shell completes our commands, flags, choices and nodes."""
+"""``kvstore completion``: prints the script with which a shell completes commands, flags, choices and nodes."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from click.shell_completion import get_completion_class
 from kvstore.cli.output import json_option, print_json
 
 SHELLS = ("bash", "zsh", "fish")
-VARIABLE = "_KVSTORE_COMPLETE"  # what click makes of our name: set, the command answers the shell instead of running
+VARIABLE = "_KVSTORE_COMPLETE"  # click's name for it; if set, the command answers the shell instead of running
 
 
 @click.command()

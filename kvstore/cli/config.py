@@ -1,4 +1,4 @@
-"""``kvstore config``: the configuration that a node started now would have, and where each value comes from."""
+"""``kvstore config``: shows the configuration of a node that would start now, and the source of each value."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from kvstore.config.reading import declared
 @click.command()
 @with_settings(NodeConfig)
 def config(path: str | None, as_json: bool, **flags: Any) -> None:
-    """Show the configuration that ``serve`` would have, checked, and where each value comes from.
+    """Check and show the configuration that ``serve`` would use, and the source of each value.
 
     Sources, strongest first: a flag, the environment (KVSTORE_DRAM), the file, the default. docs/config.md explains the
     settings. Nothing secret is shown: keys, certificates and tokens are files, and only their paths are settings.
@@ -35,7 +35,7 @@ def config(path: str | None, as_json: bool, **flags: Any) -> None:
 
 
 def plain(value: Any) -> Any:
-    """A setting's value as JSON has it: sizes in bytes, targets and quotas as text."""
+    """Return a setting's value for JSON: sizes in bytes, targets and quotas as text."""
     if isinstance(value, tuple):
         return [str(part) for part in value]
     return str(value) if isinstance(value, Path) else value

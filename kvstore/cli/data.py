@@ -15,16 +15,16 @@ from kvstore.node.cluster.data_child import SETTINGS
 
 
 @click.command()
-@click.option("--node", metavar="NAME", help="The node of this machine whose pages it serves.  [default: default]")
-@click.option("--listen", metavar="HOST:PORT", help="Where it listens.  [default: a free port of loopback]")
+@click.option("--node", metavar="NAME", help="The node on this machine whose pages it serves.  [default: default]")
+@click.option("--listen", metavar="HOST:PORT", help="Address to listen on.  [default: a free loopback port]")
 @click.option("--child", is_flag=True, hidden=True, help="A daemon started it.")
 @with_settings(NodeConfig, only=SETTINGS)
 def data(path: str | None, as_json: bool, node: str | None, listen: str | None, child: bool, **flags: Any) -> None:
-    """Serve the pages of a node of this machine to other nodes, until SIGTERM.
+    """Serve the pages of a node on this machine to other nodes, until SIGTERM.
 
-    A process of its own: pages are served whether the node's daemon lives or not. With --catalog a daemon starts one by
-    itself; run it as a service of its own where stopping the daemon is not to stop it, and give the daemon
-    `--data none`. It prints one line when it serves.
+    It is a separate process, so pages are served even while the node's daemon is down. With --catalog a daemon starts
+    one itself. To keep it running when the daemon stops, run it as a separate service, and give the daemon `--data
+    none`. It prints one line when it is ready.
     """
     settings = configuration.load(path, flags={**flags, "name": node, "data": listen}).node
 

@@ -1,4 +1,4 @@
-"""``kvstore events``: what happens to a node's pages, as it happens."""
+"""``kvstore events``: follows the events of a node's pages."""
 
 from __future__ import annotations
 
@@ -17,19 +17,23 @@ from kvstore.cli.top import name_text
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 
 KINDS = ("sealed", "demoted", "promoted", "evicted", "dropped", "cleared")
-WAIT_S = 1.0  # of one call; while nothing happens
-PAUSE_S = 0.05  # between two calls, so that what happens in quick succession comes together
+WAIT_S = 1.0  # of one call without new events
+PAUSE_S = 0.05  # between two calls, so that events in quick succession are fetched together
 KEYS_SHOWN = 3
 DASH = "-"
 
 
 @click.command()
 @node_option
-@click.option("--after", type=click.IntRange(0), help="Begin after that event; 0: with all that the node has kept.")
+@click.option(
+    "--after", type=click.IntRange(0), help="Begin after this event; 0: with all events that the node has kept."
+)
 @click.option("--follow/--no-follow", default=True, show_default=True, help="Wait for more, or end with the newest.")
-@click.option("--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Only these; may repeat.")
-@click.option("--keys", "all_keys", is_flag=True, help=f"Every key, not only the first {KEYS_SHOWN} of each event.")
-@click.option("--dump", is_flag=True, help="All that is stored, as KV events for ZMQ tell of it, in msgpack.")
+@click.option("--kind", "kinds", type=click.Choice(KINDS), multiple=True, help="Show only this kind; may repeat.")
+@click.option(
+    "--keys", "all_keys", is_flag=True, help=f"Show every key, not only the first {KEYS_SHOWN} of each event."
+)
+@click.option("--dump", is_flag=True, help="Write all stored pages as KV events in msgpack, as sent over ZMQ.")
 @json_option
 def events(
     node: str | None,
@@ -40,16 +44,16 @@ def events(
     dump: bool,
     as_json: bool,
 ) -> None:
-    """Follow what happens to pages: stored, demoted, promoted, evicted, dropped, with reasons.
+    """Follow the events of pages (stored, demoted, promoted, evicted, dropped) with their reasons.
 
-    Without --after from now on; with --no-follow alone, all that the node has kept. A line is:
-    time, number, kind, tier, reason, tenant, pages, keys;
-    with --json an event is one document per line. A reader that is too slow is told how many events were overwritten.
+    Without --after it shows events from now on; with --no-follow alone, all events that the node has kept. A line has
+    time, number, kind, tier, reason, tenant, pages and keys; with --json each event is one document per line. If the
+    reader is too slow, a line says how many events were overwritten.
     """
     if dump and (after is not None or not follow or kinds or as_json):
-        raise InvalidRequest("--dump", "is all that is stored: it takes no other option than --node")
+        raise InvalidRequest("--dump", "takes no other option than --node")
     if dump and sys.stdout.isatty():
-        raise InvalidRequest("--dump", "is msgpack, no text: send it to a file or a pipe")
+        raise InvalidRequest("--dump", "writes binary msgpack: redirect it to a file or a pipe")
     with kvstore.connect(node) as store:
         if dump:
             for part in store.kv_dump():
@@ -62,10 +66,10 @@ def events(
 
 
 def _events(store: kvstore.Store, after: int | None, follow: bool) -> Iterator[dict[str, Any]]:
-    """Events, and in their place ``{"lost": n}`` where some were overwritten before they could be read.
+    """Yield events, and ``{"lost": n}`` in place of events that were overwritten before they could be read.
 
-    Where ``follow`` is not wanted it ends with the newest there was at the beginning; else a node that has answered
-    once is looked for until it is back.
+    Without ``follow`` it ends with the event that was newest at the beginning. With it, a node that has answered once
+    is polled until it is back.
     """
     last, answered, missing = None, False, False
     if not follow:
@@ -77,7 +81,7 @@ def _events(store: kvstore.Store, after: int | None, follow: bool) -> Iterator[d
             if not follow or not answered:
                 raise
             if not missing:
-                click.echo(f"kvstore: {store.name} does not answer; looking on", err=True)
+                click.echo(f"kvstore: {store.name} does not answer; retrying", err=True)
             missing = True
             time.sleep(WAIT_S)
             continue
@@ -93,7 +97,7 @@ def _events(store: kvstore.Store, after: int | None, follow: bool) -> Iterator[d
 
 
 def _lines(event: Mapping[str, Any], all_keys: bool) -> list[str]:
-    """One line per tenant of the event."""
+    """Return one line per tenant of the event."""
     if "lost" in event:
         return [f"{event['lost']} events were overwritten before they could be read"]
     time_ns = event["time_ns"]
@@ -109,7 +113,7 @@ def _lines(event: Mapping[str, Any], all_keys: bool) -> list[str]:
 
 
 def _by_tenant(event: Mapping[str, Any]) -> list[tuple[str, list[str]]]:
-    """(tenant, keys); ``-`` where the node does not know whose they were."""
+    """Return (tenant, keys); the tenant is ``-`` if the node does not know it."""
     tenants, keys = event.get("tenants", []), event["keys"]
     if len(tenants) < 2:
         return [(name_text(tenants[0]) if tenants else DASH, keys)]

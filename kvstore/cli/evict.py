@@ -1,4 +1,4 @@
-"""``kvstore evict``: make pages leave, and say which did."""
+"""``kvstore evict``: evicts pages, and reports which."""
 
 from __future__ import annotations
 
@@ -12,15 +12,15 @@ from kvstore.cli.output import Duration, Percent, Size, bytes_text, json_option,
 from kvstore.cli.prompt import PromptOptions, prompt_options
 from kvstore.errors import InvalidRequest
 
-NAMES_SHOWN = 20  # of tenants or models; --json has up to a hundred
+NAMES_SHOWN = 20  # tenants or models; --json shows up to a hundred
 WHY = {
     "leased": "a reader holds a lease on them",
     "pinned": "see `kvstore pin --list`",
-    "held": "something is written behind them, or they are being copied",
-    "children": "pages that stay come after them",
-    "changed": "they left or moved meanwhile",
-    "time": "there were too many for one call: evict again",
-    "unsaved": "NVMe did not take them in time",
+    "held": "children are being written, or they are being copied",
+    "children": "later pages of their chains stay",
+    "changed": "they left or moved in the meantime",
+    "time": "too many for one call: evict again",
+    "unsaved": "they were not saved to NVMe in time",
 }
 
 
@@ -31,14 +31,16 @@ WHY = {
     type=click.Choice(["dram", "nvme", "all"]),
     default="dram",
     show_default=True,
-    help="dram: saved to NVMe first, where the node has it and admits them; all: gone.",
+    help="dram: save pages to NVMe first, if the node has NVMe and admits them; all: delete them.",
 )
-@click.option("--pages", "count", type=click.IntRange(min=1), metavar="N", help="This many pages.")
-@click.option("--bytes", "size", type=Size(), metavar="SIZE", help="Pages of so many bytes: 512MiB.")
-@click.option("--percent", type=Percent(), metavar="P", help="This share of the bytes to choose from.")
-@click.option("--age", "age_s", type=Duration(), metavar="DURATION", help="Only those unused for so long: 10m, 1h30m.")
-@click.option("--tenant", "--salt", "salt", metavar="SALT", help="Only this tenant's pages, or this tenant's prompt.")
-@click.option("--dry-run", is_flag=True, help="Say what would leave; change nothing.")
+@click.option("--pages", "count", type=click.IntRange(min=1), metavar="N", help="Evict this many pages.")
+@click.option("--bytes", "size", type=Size(), metavar="SIZE", help="Evict this many bytes of pages: 512MiB.")
+@click.option("--percent", type=Percent(), metavar="P", help="Evict this share of the selected bytes.")
+@click.option(
+    "--age", "age_s", type=Duration(), metavar="DURATION", help="Select pages unused for this time: 10m, 1h30m."
+)
+@click.option("--tenant", "--salt", "salt", metavar="SALT", help="Select this tenant's pages, or this tenant's prompt.")
+@click.option("--dry-run", is_flag=True, help="Report what would be evicted; change nothing.")
 @prompt_options
 @json_option
 def evict(
@@ -53,19 +55,19 @@ def evict(
     prompt: PromptOptions,
     as_json: bool,
 ) -> None:
-    """Make pages leave, the coldest tails of chains first.
+    """Evict pages, the coldest tails of chains first.
 
-    Say how much (--pages, --bytes or --percent; without one of them, all that fits) and of what: --age, --tenant, a
-    prompt. Say at least one of these. Pages that are leased, pinned or being written stay, and so do pages that come
-    before one that stays.
+    Give an amount (--pages, --bytes or --percent; by default all selected pages) and a selection (--age, --tenant, a
+    prompt); at least one of these options is required. Pages that are leased, pinned or being written stay, and so do
+    all pages before them in their chains.
     """
     amounts = {"--pages": count, "--bytes": size, "--percent": percent}
     said = [option for option, value in amounts.items() if value is not None]
     if len(said) > 1:
-        raise InvalidRequest(said[1], f"cannot be said together with {said[0]}")
+        raise InvalidRequest(said[1], f"cannot be combined with {said[0]}")
     named = prompt.given
     if not said and age_s is None and salt is None and not named:
-        raise InvalidRequest("evict", "say what or how much: --pages, --bytes, --percent, --age, --tenant or a prompt")
+        raise InvalidRequest("evict", "needs one of --pages, --bytes, --percent, --age, --tenant and a prompt")
     if named:
         prompt.check()
     with kvstore.connect(node) as store:
@@ -84,7 +86,7 @@ def evict(
 
 
 def _rows(found: dict[str, Any]) -> list[tuple[object, ...]]:
-    """Sums by tier, tenant and model, the largest first; of many the rest together."""
+    """Return sums by tier, tenant and model, the largest first, with the rest in one row."""
     rows: list[tuple[object, ...]] = []
     for by in ("tier", "tenant", "model"):
         sums = sorted(found[f"by_{by}"].items(), key=lambda item: -item[1]["bytes"])

@@ -1,4 +1,4 @@
-"""``kvstore lookup``: which pages of a prompt are stored, page by page, and why the others are not."""
+"""``kvstore lookup``: shows for each page of a prompt whether it is stored, and if not, why."""
 
 from __future__ import annotations
 
@@ -23,18 +23,18 @@ Told = dict[str, Any]
 
 TEXTS = {
     "identity": "another page has this key",
-    "gap": "stored, but after a page that is not",
+    "gap": "stored, but an earlier page is not",
     "parent": "the pages before it are not stored",
     "scanning": "not found yet: NVMe is still being scanned",
     "elsewhere": "not stored under this tenant, adapter and layout",
     "absent": "not stored",
-    "unknown": "not found; only operators, and only while the node is up, are told why",
+    "unknown": "not found; only operators can see why, while the node is running",
 }
 
 
 @dataclass(frozen=True)
 class PageLine:
-    """One page's row: ``reason`` "" for a hit, else a code, with what ``detail`` there is."""
+    """One page's row: ``reason`` is "" for a hit, else a code; ``detail`` may explain it."""
 
     page: int
     key: str
@@ -42,7 +42,7 @@ class PageLine:
     tiers: list[str]
     reason: str
     detail: Told
-    node: str = ""  # another one of the pool that has it
+    node: str = ""  # another node of the pool that has it
 
 
 @click.command()
@@ -51,7 +51,7 @@ class PageLine:
 @prompt_options
 @json_option
 def lookup(node: str | None, salt: str | None, prompt: PromptOptions, as_json: bool) -> None:
-    """Say page by page whether a prompt is stored, in which tier, or why it is not.
+    """Show for each page of a prompt whether it is stored, in which tier, or why it is not.
 
     Give the prompt as token ids (--tokens, --file) or as text with a tokenizer. The command reads no page, marks none
     as used, and changes nothing. Pages with equal answers share a line; --json has every page.
@@ -67,7 +67,7 @@ def lookup(node: str | None, salt: str | None, prompt: PromptOptions, as_json: b
         print_json(document)
         return
     if pages:
-        headers = ("pages", "tokens", "key of the first", "found", "tiers", "why, and what keeps it")
+        headers = ("pages", "tokens", "key of the first", "found", "tiers", "why, and what holds it")
         print_table(headers, list(_rows(pages, found.cache.layout.page_tokens)))
         click.echo()
     click.echo(_summary(document))
@@ -76,12 +76,13 @@ def lookup(node: str | None, salt: str | None, prompt: PromptOptions, as_json: b
 
 
 def _told(store: Store, prompt: Prompt) -> tuple[Told, bool]:
-    """What the node says of each page, and whether it said why; else only how much of the prompt is found."""
+    """Return what the node knows of each page, and whether it explained misses; without that, only how much of the
+    prompt is found."""
     try:
-        if store.stats()["state"] == "down":  # known at once, while a call would wait for the daemon
+        if store.stats()["state"] == "down":  # known at once; a call would wait for the daemon
             raise NodeUnavailable(store.name)
         return store.explain(prompt.keys), True
-    except (NodeUnavailable, PermissionDenied):  # reading works without the daemon, and for tenants
+    except (NodeUnavailable, PermissionDenied):  # reads work without the daemon, and for tenants
         match = prompt.cache.lookup(prompt.keys)
         dram = match.tiers.get(Tier.DRAM, 0)
         tiers = [["dram"]] * dram + [["nvme"]] * (match.pages - dram) + [[]] * (len(prompt.keys) - match.pages)
@@ -94,7 +95,7 @@ def _told(store: Store, prompt: Prompt) -> tuple[Told, bool]:
 
 
 def _with_others(pages: list[PageLine], prompt: Prompt) -> list[PageLine]:
-    """Those that the node does not have, and others of its pool do, are hits, too."""
+    """Mark pages that only other nodes of the pool have as hits."""
     first = next((page.page for page in pages if not page.hit), len(pages))
     stretches = prompt.cache.elsewhere(prompt.keys, first) if isinstance(prompt.cache, LocalCache) else []
     for each in stretches:
@@ -117,7 +118,7 @@ def _pages(prompt: Prompt, told: Told, explained: bool) -> list[PageLine]:
 
 
 def _reason(about: Told, number: int, complete: bool, told: Told, explained: bool) -> str:
-    """Why it is not found. What is known of the page itself goes before what is known of others."""
+    """Return why a page is not found. Facts about the page itself take precedence over facts about others."""
     event = about.get("event", {})
     if not explained:
         return "unknown"
@@ -136,7 +137,7 @@ def _reason(about: Told, number: int, complete: bool, told: Told, explained: boo
 
 
 def _document(name: str, prompt: Prompt, pages: list[PageLine], told: Told, explained: bool) -> Told:
-    """What --json prints."""
+    """Return the document that --json prints."""
     layout = prompt.cache.layout
     stored = sum(page.hit and not page.node for page in pages)
     found = stored + sum(bool(page.node) for page in pages)
@@ -182,12 +183,12 @@ def _summary(document: Told) -> str:
     elif stored == full:
         lines.append(f"a request with this prompt gets {document['match_pages']} of them: its last token is computed")
     if document["reason"] == "absent":
-        lines.append(f"the node knows of no such page leaving in the last {duration_text(document['events_s'])}")
+        lines.append(f"no such page was evicted in the last {duration_text(document['events_s'])}")
     return "\n".join(lines)
 
 
 def _rows(pages: Iterable[PageLine], page_tokens: int) -> Iterable[tuple[object, ...]]:
-    """A row per run of pages with the same answer."""
+    """Yield one row per run of pages with the same answer."""
     for _, run in groupby(pages, key=_alike):
         first, *others = run
         last = others[-1] if others else first
@@ -207,7 +208,7 @@ def _alike(page: PageLine) -> tuple[object, ...]:
 
 
 def _note(page: PageLine) -> str:
-    """Why it is not found, or what keeps it."""
+    """Return why a page is not found, or what holds it."""
     if page.hit:
         return ", ".join(fact for fact in ("leased", "pinned") if page.detail.get(fact))
     if page.reason in ("evicted", "dropped"):

@@ -2,9 +2,10 @@
 
 A subcommand is a click command in a module of its own, imported only when it is called: ``kvstore --help`` lists names
 from the table below and from the entry-point group ``kvstore.commands`` (by which `engine` adds its own). It returns
-None, or its exit code; it raises `KVStoreError` for what the user has to know, and leaves our own bugs to a traceback.
+None, or its exit code. It raises `KVStoreError` for problems that the user can fix; internal errors end with a
+traceback.
 
-Exit codes: 0 success, 1 failure, 2 a request that makes no sense as given, 130 Ctrl-C.
+Exit codes: 0 success, 1 failure, 2 an invalid request, 130 Ctrl-C.
 """
 
 from __future__ import annotations
@@ -52,26 +53,27 @@ COMMANDS: Mapping[str, str] = {
     "verify": "kvstore.cli.verify:verify",
 }
 
-# Kept here so that --help imports nothing. Commands of an entry point may be listed too; any other says who brought it.
+# Kept here so that --help imports nothing. Commands of entry points may be listed too; for others the help names their
+# package.
 SHORT_HELP: Mapping[str, str] = {
-    "bench": "Measure this machine's limits and how near the store comes.",
-    "completion": "Print the script by which a shell completes this command.",
-    "conductor": "Run a conductor: it sends each request where it is answered soonest.",
-    "config": "Show the resolved configuration and where each value comes from.",
-    "data": "Serve the pages of a node of this machine to other nodes.",
-    "demo": "Start a node, engines and a conductor, ask them; show what is reused.",
-    "engine": "Run an engine: it prefills prompts or answers them, over the pool.",
-    "events": "Follow what happens to pages: stored, moved, evicted, dropped.",
-    "evict": "Make pages leave, and say which did.",
-    "lookup": "Say page by page whether a prompt is stored, or why not.",
+    "bench": "Measure the store against this machine's limits.",
+    "completion": "Print the completion script for a shell.",
+    "conductor": "Run a conductor, which sends each request where it is answered soonest.",
+    "config": "Show the resolved configuration and the source of each value.",
+    "data": "Serve the pages of a node on this machine to other nodes.",
+    "demo": "Start a node, engines and a conductor, send prompts, show the reuse.",
+    "engine": "Run an engine, which prefills or decodes prompts with the pool.",
+    "events": "Follow the events of pages: stored, moved, evicted, dropped.",
+    "evict": "Evict pages, and report which.",
+    "lookup": "Show for each page of a prompt whether it is stored, or why not.",
     "pages": "List stored pages.",
-    "pin": "Keep the pages of a prompt from leaving, or list what is kept.",
-    "purge": "Remove what dead nodes left in shared memory.",
+    "pin": "Protect the pages of a prompt from eviction, or list pins.",
+    "purge": "Remove files that dead nodes left in shared memory.",
     "route": "Ask a conductor where it would send a prompt, and why.",
     "serve": "Run the node daemon of this machine.",
-    "simulate": "Make traces; run policies over them.",
+    "simulate": "Make traces, and run policies on them.",
     "status": "Show a node's capacity, use and counters.",
-    "tiers": "Show what each tier holds, how often it is hit, and what leaves it.",
+    "tiers": "Show contents, hit ratio and evictions of each tier.",
     "top": "Watch a node live: use, hits, operations, tenants, queues.",
     "unpin": "End a pin.",
     "verify": "Check a node's records, index, pages and conservation laws.",
@@ -83,10 +85,10 @@ def _entry_points() -> Mapping[str, EntryPoint]:
 
 
 class LazyGroup(click.Group):
-    """A group whose subcommands are names until one is called.
+    """A group that imports a subcommand only when it is called.
 
-    `commands_of` maps a name to ``"module:attribute"``; `added` is asked once for the entry points of other packages,
-    and cannot replace a name of ours.
+    `commands_of` maps a name to ``"module:attribute"``; `added` returns the entry points of other packages, once; they
+    cannot replace built-in names.
     """
 
     def __init__(
@@ -105,11 +107,11 @@ class LazyGroup(click.Group):
         return self._find_added()
 
     def list_commands(self, ctx: click.Context) -> list[str]:
-        """Names of all subcommands, sorted; imports none."""
+        """Return the sorted names of all subcommands, without importing any."""
         return sorted({*self._own, *self._added})
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Import the subcommand, or None for a name nobody has. A package it needs and does not find is named."""
+        """Import and return the subcommand; None for an unknown name. The error for a missing package names it."""
         if cmd_name in self._own:
             target = self._own[cmd_name]
         elif cmd_name in self._added:
@@ -120,12 +122,14 @@ class LazyGroup(click.Group):
         try:
             command = getattr(importlib.import_module(module_name), attribute)
         except ModuleNotFoundError as missing:
-            raise click.ClickException(f"{cmd_name}: needs the Python module {missing.name}, not found") from missing
+            raise click.ClickException(
+                f"{cmd_name}: needs the Python module {missing.name}, which is not installed"
+            ) from missing
         assert isinstance(command, click.Command), f"{target} is not a click command"
         return command
 
     def shell_complete(self, ctx: click.Context, incomplete: str) -> list[CompletionItem]:
-        """Names of subcommands, without importing them, which click would do for each one's help; and flags."""
+        """Complete names of subcommands, without importing each one for its help as click would; and flags."""
         names = [name for name in self.list_commands(ctx) if name.startswith(incomplete)]
         found = [CompletionItem(name, help=self._short_help(name)) for name in names]
         return [*found, *click.Command.shell_complete(self, ctx, incomplete)]
@@ -142,7 +146,7 @@ class LazyGroup(click.Group):
 
 
 def _version(ctx: click.Context, _: click.Parameter, asked: bool) -> None:
-    """Not click's own, which knows installed packages alone."""
+    """Print the version. click's own option only works for installed packages."""
     if asked and not ctx.resilient_parsing:
         click.echo(f"kvstore {about.version()}")
         ctx.exit()
@@ -157,16 +161,16 @@ def cli() -> None:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run `kvstore` with `args` (the process's own when None) and leave with its exit code: raises SystemExit."""
+    """Run `kvstore` with `args` (the process's own when None) and exit with its code: raises SystemExit."""
     sys.exit(run(cli, args))
 
 
 def run(command: click.Command, args: Sequence[str] | None = None) -> int:
-    """Run `command` and give its exit code. Failures are one line on stderr, ``kvstore: <field>: <reason>``."""
-    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C code writes lines of its own beside ours
+    """Run `command` and return its exit code. Failures are one line on stderr, ``kvstore: <field>: <reason>``."""
+    os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # else gRPC's C code writes its own lines
     try:
         result = command.main(args, prog_name="kvstore", standalone_mode=False)
-        sys.stdout.flush()  # here, where a reader that has gone can still be handled
+        sys.stdout.flush()  # here, where a closed pipe can still be handled
     except click.exceptions.NoArgsIsHelpError as asked:
         click.echo(asked.format_message(), err=True)
         return EXIT_USAGE
@@ -187,12 +191,13 @@ def run(command: click.Command, args: Sequence[str] | None = None) -> int:
 
 
 def _one_line(failed: click.ClickException | KVStoreError) -> str:
-    """``<field>: <reason>`` on one line; for click's usage errors the field is the option or argument as typed."""
+    """Return ``<field>: <reason>`` on one line; for click's usage errors the field is the option or argument as
+    typed."""
     match failed:
         case click.NoSuchOption():
             text = f"{failed.option_name}: no such option{_did_you_mean(failed.possibilities)}"
         case click.exceptions.NoSuchCommand():
-            # click guesses only among commands it has loaded, and ours are loaded late.
+            # click suggests only loaded commands, and these are loaded late.
             group = failed.ctx.command if failed.ctx else None
             known = group.list_commands(failed.ctx) if failed.ctx and isinstance(group, click.Group) else []
             text = (
@@ -214,7 +219,7 @@ def _one_line(failed: click.ClickException | KVStoreError) -> str:
 
 
 def _plain(message: str) -> str:
-    """click's names of number types, in words."""
+    """Replace click's names of number types by words."""
     return _NUMBER_TYPE.sub(lambda found: f"is not a {'whole ' if found[1] == 'integer' else ''}number", message)
 
 
@@ -231,7 +236,7 @@ def _parameter(failed: click.BadParameter) -> str:
 
 
 def _silence_stdout() -> None:
-    """Let the interpreter's own flush at exit go nowhere, instead of complaining about the reader that has gone."""
+    """Redirect the interpreter's flush at exit, which would complain about the closed pipe."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)

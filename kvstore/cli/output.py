@@ -1,6 +1,6 @@
-"""What subcommands print: aligned tables for people, one JSON document for programs, and numbers with their units.
+"""Output of subcommands: aligned tables for people, one JSON document for programs, and numbers with units.
 
-Values that operators type: durations, percentages, sizes, as types of click's options.
+Types of click's options for durations, percentages and sizes.
 """
 
 from __future__ import annotations
@@ -36,13 +36,13 @@ def print_json(document: object) -> None:
     """Write `document` to stdout as one JSON document.
 
     Dataclasses become objects, enums their values, bytes hexadecimal text, NumPy scalars and arrays plain numbers and
-    lists. NaN and infinities are refused with ValueError: JSON has no word for them.
+    lists. NaN and infinities are refused with ValueError: JSON cannot represent them.
     """
     click.echo(json.dumps(document, indent=2, default=_plain, allow_nan=False))
 
 
 def say(as_json: bool, document: object, line: str) -> None:
-    """Print a document or a line, at once: whoever started this process may wait for it."""
+    """Print a document or a line and flush it, since the process that started this one may wait for it."""
     if as_json:
         print_json(document)
     else:
@@ -63,10 +63,10 @@ def print_pairs(pairs: Mapping[str, object]) -> None:
 
 
 def table_text(headers: Sequence[str], rows: Sequence[Sequence[object]]) -> str:
-    """A table with columns as wide as their longest cell; columns of numbers are set to the right.
+    """A table with columns as wide as their longest cell; columns of numbers are right-aligned.
 
-    Cells are shown with `str`; a column counts as numbers when every cell in it starts with a digit (and is no page's
-    key) or is ``-``.
+    Cells are shown with `str`; a column counts as numbers if every cell in it is ``-`` or starts with a digit (and is
+    not a page's key).
     """
     cells = [[str(cell) for cell in row] for row in rows]
     assert all(len(row) == len(headers) for row in cells), "every row has one cell per header"
@@ -109,7 +109,7 @@ def speed_text(bytes_per_s: float) -> str:
 
 
 def ratio_text(part: float, whole: float) -> str:
-    """`part` over `whole` with two decimals, or ``-`` where there is no whole to compare with."""
+    """`part` / `whole` with two decimals; ``-`` if `whole` is 0."""
     return f"{part / whole:.2f}" if whole else "-"
 
 
@@ -146,7 +146,7 @@ _PART = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([a-z]*) ?")
 
 
 def parse_duration(text: str) -> float:
-    """Seconds of ``90``, ``90s``, ``1.5h``, ``1h30m``, ``2d``. Raises ValueError."""
+    """Return the seconds of ``90``, ``90s``, ``1.5h``, ``1h30m`` or ``2d``. Raises ValueError."""
     seconds, place, parts = 0.0, 0, 0
     text = text.strip()
     for found in _PART.finditer(text):
@@ -157,12 +157,12 @@ def parse_duration(text: str) -> float:
         seconds += float(number) * _UNITS_S[unit or "s"]
         place, parts = found.end(), parts + 1
     if not parts or place != len(text) or not math.isfinite(seconds):
-        raise ValueError(f"{text!r} is not a duration such as 30s, 10m, 1h30m or 2d")
+        raise ValueError(f"must be a duration such as 30s, 10m, 1h30m or 2d (got {text!r})")
     return seconds
 
 
 class Duration(click.ParamType):
-    """Seconds, from text as ``parse_duration``. ``days_max``: no more than that, and above zero."""
+    """Seconds, as parsed by ``parse_duration``; above zero and at most ``days_max`` days."""
 
     name = "duration"
 
@@ -176,7 +176,7 @@ class Duration(click.ParamType):
         except ValueError as error:
             self.fail(str(error), param, ctx)
         if self._days_max is not None and not 0 < seconds <= self._days_max * _UNITS_S["d"]:
-            self.fail(f"{value!r} is not above zero and at most {self._days_max} days", param, ctx)
+            self.fail(f"must be above zero and at most {self._days_max} days (got {value!r})", param, ctx)
         return seconds
 
 
@@ -193,7 +193,7 @@ class Percent(click.ParamType):
         except ValueError:
             percent = math.nan
         if not 0 < percent <= 100:
-            self.fail(f"{value!r} is not above 0 and at most 100", param, ctx)
+            self.fail(f"must be above 0 and at most 100 (got {value!r})", param, ctx)
         return percent
 
 

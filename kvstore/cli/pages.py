@@ -1,4 +1,4 @@
-"""``kvstore pages``: which pages a node has stored."""
+"""``kvstore pages``: lists a node's stored pages."""
 
 from __future__ import annotations
 
@@ -17,11 +17,15 @@ LIMIT_MAX = 1_000_000
 @click.command()
 @node_option
 @click.option("--tier", type=click.Choice(["dram", "nvme", "all"]), default="all", show_default=True)
-@click.option("--tenant", "--salt", "salt", metavar="SALT", help="Only this tenant's pages, or this tenant's prompt.")
-@click.option("--age", "age_s", type=Duration(), metavar="DURATION", help="Only those unused for so long: 10m, 1h30m.")
+@click.option("--tenant", "--salt", "salt", metavar="SALT", help="Select this tenant's pages, or this tenant's prompt.")
+@click.option(
+    "--age", "age_s", type=Duration(), metavar="DURATION", help="Select pages unused for this time: 10m, 1h30m."
+)
 @click.option("--order", type=click.Choice(["coldest", "recent", "place"]), default="coldest", show_default=True)
-@click.option("--limit", type=click.IntRange(1, LIMIT_MAX), default=50, show_default=True, help="At most so many.")
-@click.option("--after", metavar="PLACE", help="Go on after another list, by its `next`.")
+@click.option(
+    "--limit", type=click.IntRange(1, LIMIT_MAX), default=50, show_default=True, help="List at most this many pages."
+)
+@click.option("--after", metavar="PLACE", help="Continue an earlier list, from its `next`.")
 @prompt_options
 @json_option
 def pages(
@@ -35,10 +39,10 @@ def pages(
     prompt: PromptOptions,
     as_json: bool,
 ) -> None:
-    """List stored pages, those not used for longest first.
+    """List stored pages, the least recently used first.
 
-    A page in two tiers is listed twice. With a prompt only its pages are listed; `lookup` tells of those that are not
-    stored as well.
+    A page in two tiers is listed twice. With a prompt only its stored pages are listed; `lookup` also shows those that
+    are not stored.
     """
     named = prompt.given
     if named:
@@ -52,13 +56,13 @@ def pages(
         print_json({"node": name, "next": None, **found})
         return
     if found["pages"]:
-        headers = ("key", "tier", "page", "size", "unused for", "tenant", "model", "priority", "hangs on it", "kept")
+        headers = ("key", "tier", "page", "size", "unused for", "tenant", "model", "priority", "children", "kept")
         print_table(headers, [_row(page) for page in found["pages"]])
         click.echo()
     shown = len(found["pages"])
     click.echo(f"{shown} of {found['total']} pages ({bytes_text(found['bytes'])} in all)")
     if "next" in found:
-        click.echo(f"go on with --after {found['next']}")
+        click.echo(f"continue with --after {found['next']}")
 
 
 def _priority(page: dict[str, Any]) -> str:

@@ -1,4 +1,4 @@
-"""``kvstore pin`` and ``kvstore unpin``: keep the stored pages of a prompt from leaving, and let them go again."""
+"""``kvstore pin`` and ``kvstore unpin``: protect the stored pages of a prompt from eviction, and end that."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from kvstore.errors import InvalidRequest
 
 @click.command()
 @node_option
-@click.option("--list", "listed", is_flag=True, help="Show the pins there are; takes no prompt.")
-@click.option("--ttl", "ttl_s", type=Duration(days_max=30), metavar="DURATION", help="For how long: 30m, 1h, 2d.")
+@click.option("--list", "listed", is_flag=True, help="List all pins; takes no prompt.")
+@click.option(
+    "--ttl", "ttl_s", type=Duration(days_max=30), metavar="DURATION", help="Duration of the pin: 30m, 1h, 2d."
+)
 @click.option("--salt", "--tenant", "salt", metavar="SALT", help=SALT_HELP)
 @prompt_options
 @json_option
 def pin(
     node: str | None, listed: bool, ttl_s: float | None, salt: str | None, prompt: PromptOptions, as_json: bool
 ) -> None:
-    """Keep the stored pages of a prompt from leaving for some time, or list what is kept.
+    """Protect the stored pages of a prompt from eviction for some time, or list pins.
 
-    The node keeps what is stored now, from the first page on, in DRAM and on NVMe. A pin outlives the command and the
-    daemon, but not a reboot. Pinning the same prompt again moves its end. All pins keep at most `pins_share_max` of a
-    tier, those of one tenant three quarters of that.
+    A pin covers the pages that are stored now, from the first one on, in DRAM and on NVMe. It outlives the command and
+    the daemon, but not a reboot. Pinning the same prompt again changes the end of its pin. All pins together cover at
+    most `pins_share_max` of a tier, and those of one tenant three quarters of that.
     """
     named = prompt.given
     if listed:
@@ -37,9 +39,9 @@ def pin(
         _list(node, as_json)
         return
     if not named:
-        raise InvalidRequest("prompt", "give one: --tokens, --file, --text or --text-file; or say --list")
+        raise InvalidRequest("prompt", "needs one of --tokens, --file, --text and --text-file; or use --list")
     if ttl_s is None:
-        raise InvalidRequest("--ttl", "say for how long: 30m, 1h, 2d")
+        raise InvalidRequest("--ttl", "is needed: a duration such as 30m, 1h or 2d")
     prompt.check()
     with kvstore.connect(node) as store:
         keys = prompt.find(store, salt).some()
@@ -87,12 +89,12 @@ def unpin(node: str | None, number: str | None, salt: str | None, prompt: Prompt
     """End a pin: by its ID as `pin --list` shows it, or all pins of a prompt."""
     named = prompt.given
     if named == (number is not None):
-        reason = "cannot be said together with a prompt" if named else "give the number of a pin, or a prompt"
+        reason = "cannot be combined with a prompt" if named else "is needed: the number of a pin, or a prompt"
         raise InvalidRequest("ID", reason)
     if number is not None and (not number.isdecimal() or not 0 < int(number) < 10**19):
-        raise InvalidRequest("ID", f"{number!r} is not the number of a pin")
+        raise InvalidRequest("ID", f"must be the number of a pin (got {number!r})")
     if number is not None and salt is not None:
-        raise InvalidRequest("--salt", "goes with a prompt")
+        raise InvalidRequest("--salt", "needs a prompt")
     if named:
         prompt.check()
     with kvstore.connect(node) as store:

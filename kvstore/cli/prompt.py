@@ -1,11 +1,12 @@
-"""Prompt options: how lookup, pages, evict, pin and unpin are told which prompt they are about.
+"""Options with which lookup, pages, evict, pin and unpin select a prompt.
 
-Layout of a prompt on the command line: from a file, from ``key=value`` text, or from what the node has met.
+Finds the layout of a prompt on the command line: from a file, from ``key=value`` text, or from the node's known
+layouts.
 
-Token ids of a prompt: from a list or ranges, from a file, or from text with a tokenizer.
+Reads the token ids of a prompt: from a list or ranges, from a file, or from text with a tokenizer.
 
-Tokenizers of Hugging Face are imported only when one is asked for; ``bytes`` (an id per byte of UTF-8) needs nothing.
-Every failure is an InvalidRequest that names the option it came with.
+Hugging Face tokenizers are imported only when needed; ``bytes`` (one id per byte of UTF-8) needs no package. Every
+failure is an InvalidRequest that names its option.
 """
 
 from __future__ import annotations
@@ -41,38 +42,38 @@ _LISTED_MAX: Final = 8
 
 
 def find_layout(store: AdminVerbs, given: str | None, model: str | None) -> Layout:
-    """The layout that the user means.
+    """Return the layout that the user means.
 
     Args:
-        given: a file (.json, .toml), ``model=m,layers=2,...``, or how the fingerprint of one begins that the node has
-            met. None: the only one that the node has met (of ``model``).
+        given: a file (.json, .toml), ``model=m,layers=2,...``, or the beginning of a known layout's fingerprint. None
+            takes the node's only known layout (of ``model``).
 
     Raises:
-        InvalidRequest: it is none, or several fit.
+        InvalidRequest: it is not a layout, or several fit.
     """
     if given is not None and (not _FINGERPRINT.fullmatch(given) or Path(given).is_file()):
         layout = parse_layout(given)
         if model is not None and layout.model != model:
-            raise InvalidRequest("--model", f"{model!r} is not that of the layout, {layout.model!r}")
+            raise InvalidRequest("--model", f"must be the layout's, {layout.model!r} (got {model!r})")
         return layout
     try:
         known = store.layouts(model)
     except PermissionDenied:
-        raise InvalidRequest(FIELD, "is needed: which layouts a node has met is for operators") from None
+        raise InvalidRequest(FIELD, "is needed: only operators may list a node's layouts") from None
     except Unavailable as error:
-        raise InvalidRequest(FIELD, f"is needed: the node cannot say which it has met ({error})") from None
+        raise InvalidRequest(FIELD, f"is needed: the node does not list its layouts ({error})") from None
     return _chosen(known, given, model)
 
 
 def parse_layout(text: str) -> Layout:
-    """A layout of a file or of ``key=value`` text. Raises InvalidRequest."""
+    """Return the layout in a file or in ``key=value`` text. Raises InvalidRequest."""
     found = _of_pairs(text) if "=" in text else _of_file(text)
     unknown = sorted(set(found) - _NAMES)
     if unknown:
-        raise InvalidRequest(FIELD, f"has no field {unknown[0]!r}; there are {', '.join(sorted(_NAMES))}")
+        raise InvalidRequest(FIELD, f"unknown field {unknown[0]!r}; known are {', '.join(sorted(_NAMES))}")
     missing = [name for name in ("model", "layers") if name not in found]
     if missing:
-        raise InvalidRequest(FIELD, f"says no {missing[0]}")
+        raise InvalidRequest(FIELD, f"lacks {missing[0]}")
     try:
         return Layout(**found)
     except InvalidRequest as error:
@@ -80,18 +81,18 @@ def parse_layout(text: str) -> Layout:
 
 
 def _chosen(known: Sequence[dict[str, Any]], prefix: str | None, model: str | None) -> Layout:
-    """One of those that the node has met."""
+    """Choose one of the node's known layouts."""
     fit = [entry for entry in known if entry["fingerprint"].startswith(prefix or "")]
     of = f" of model {model!r}" if model is not None else ""
     if not fit:
         which = f" whose fingerprint begins with {prefix}" if prefix else ""
-        raise InvalidRequest(FIELD, f"is needed: the node has met none{of}{which}; give a file or model=...,layers=...")
+        raise InvalidRequest(FIELD, f"is needed: the node knows none{of}{which}; give a file or model=...,layers=...")
     if len(fit) > 1:
         listed = ", ".join(f"{entry['fingerprint'][:12]} ({_described(entry)})" for entry in fit[:_LISTED_MAX])
         more = f" and {len(fit) - _LISTED_MAX} more" if len(fit) > _LISTED_MAX else ""
-        raise InvalidRequest(FIELD, f"the node has met {len(fit)}{of}, say which: {listed}{more}")
+        raise InvalidRequest(FIELD, f"must be one of {len(fit)} that the node knows{of}: {listed}{more}")
     if fit[0]["layout"] is None:
-        raise InvalidRequest(FIELD, f"is needed: nobody told the node all of {fit[0]['fingerprint'][:12]}")
+        raise InvalidRequest(FIELD, f"is needed: the node knows only the fingerprint {fit[0]['fingerprint'][:12]}")
     return Layout(**fit[0]["layout"])
 
 
@@ -108,17 +109,17 @@ def _of_pairs(text: str) -> dict[str, Any]:
     for part in filter(None, (part.strip() for part in text.split(","))):
         name, equals, value = (word.strip() for word in part.partition("="))
         if not equals or not name:
-            raise InvalidRequest(FIELD, f"{part!r} is not key=value")
+            raise InvalidRequest(FIELD, f"must be key=value (got {part!r})")
         if name in found:
-            raise InvalidRequest(FIELD, f"{name} is said twice")
+            raise InvalidRequest(FIELD, f"{name} is given twice")
         if name in _INTEGERS and not re.fullmatch("[0-9]{1,10}", value):
-            raise InvalidRequest(FIELD, f"{name} must be a whole number, not {value!r}")
+            raise InvalidRequest(FIELD, f"{name} must be a whole number (got {value!r})")
         found[name] = int(value) if name in _INTEGERS else value
     return found
 
 
 def _of_file(text: str) -> dict[str, Any]:
-    """JSON or TOML, as the name ends; in either the fields may stand in a table ``layout``."""
+    """Read JSON or TOML, depending on the name's ending; the fields may also be in a table ``layout``."""
     path = Path(text)
     try:
         with open(path, "rb") as file:
@@ -129,7 +130,7 @@ def _of_file(text: str) -> dict[str, Any]:
         if len(data) > LAYOUT_FILE_BYTES_MAX:
             raise ValueError(f"more than {LAYOUT_FILE_BYTES_MAX} bytes")
         found = tomllib.loads(data.decode()) if path.suffix == ".toml" else json.loads(data)
-    except ValueError as error:  # of JSON, TOML and UTF-8 alike
+    except ValueError as error:  # also of JSON, TOML and UTF-8
         raise InvalidRequest(FIELD, f"{text} cannot be read ({error})") from None
     if isinstance(found, dict) and isinstance(found.get("layout"), dict):
         found = found["layout"]
@@ -148,19 +149,19 @@ _SEPARATORS = re.compile(r"[\s,]+")
 
 
 def from_list(text: str, field: str = "--tokens") -> Tokens:
-    """``1,2,3``; ``A-B`` stands for all from A to B: ``5,7,100-355``. Separated by commas or blanks."""
+    """Parse ``1,2,3``; ``A-B`` stands for all ids from A to B: ``5,7,100-355``. Separators are commas and blanks."""
     parts: list[Any] = []
     total = 0
     for part in filter(None, _SEPARATORS.split(text)):
         found = _RANGE.fullmatch(part)
         if found is None:
-            raise InvalidRequest(field, f"{part!r} is not a token id or a range such as 0-1023")
+            raise InvalidRequest(field, f"must be token ids or ranges such as 0-1023 (got {part!r})")
         first, last = int(found[1]), int(found[2] or found[1])
         if last < first or last > TOKEN_ID_MAX:
-            raise InvalidRequest(field, f"{part!r} is not a range of ids from 0 to {TOKEN_ID_MAX}")
+            raise InvalidRequest(field, f"must be ids from 0 to {TOKEN_ID_MAX} (got {part!r})")
         total += last - first + 1
         if total > TOKENS_MAX:
-            raise InvalidRequest(field, f"has more than {TOKENS_MAX} tokens")
+            raise InvalidRequest(field, f"must have at most {TOKENS_MAX} tokens")
         parts.append(np.arange(first, last + 1, dtype=np.int64) if found[2] else first)
     if not parts:
         raise InvalidRequest(field, "has no tokens")
@@ -168,32 +169,32 @@ def from_list(text: str, field: str = "--tokens") -> Tokens:
 
 
 def from_file(path: str, field: str = "--file") -> Tokens:
-    """``.npy``: an array of integers. Else JSON (a list of ids, or an object with ``tokens``), where it starts like it;
-    else text as ``from_list`` takes it. ``-`` is the standard input, in any of these forms."""
+    """Read ``.npy`` (an array of integers), JSON (a list of ids, or an object with ``tokens``), or text as for
+    ``from_list``. ``-`` is standard input, in any of these forms."""
     data = _read(path, field)
     if data[:6] == b"\x93NUMPY":
         try:
             array = np.load(io.BytesIO(data), allow_pickle=False)
         except (ValueError, EOFError, OSError) as error:
-            raise InvalidRequest(field, f"{path} is no array that can be read ({error})") from None
+            raise InvalidRequest(field, f"{path} is not a readable array ({error})") from None
         return _checked(array, field)
     text = _text(data, path, field)
     if text.lstrip()[:1] in ("[", "{"):
         try:
             found = json.loads(text)
         except ValueError as error:
-            raise InvalidRequest(field, f"{path} is no JSON ({error})") from None
+            raise InvalidRequest(field, f"{path} is not valid JSON ({error})") from None
         found = found.get("tokens") if isinstance(found, dict) else found
         if not isinstance(found, list):
-            raise InvalidRequest(field, f"{path} has no list of token ids, nor an object with `tokens`")
+            raise InvalidRequest(field, f"{path} must be a list of token ids, or an object with `tokens`")
         return _checked(found, field)
     return from_list(text, field)
 
 
 def from_text(text: str, tokenizer: str | None, special: bool) -> Tokens:
-    """The ids that a tokenizer makes of a text; ``special``: with those that it adds to a prompt."""
+    """Return a tokenizer's ids for a text; with ``special``, including the special tokens that it adds to a prompt."""
     if tokenizer is None:
-        raise InvalidRequest("--tokenizer", f"text needs one: a path, or {BYTES!r} (an id per byte)")
+        raise InvalidRequest("--tokenizer", f"is needed for text: a path, or {BYTES!r} (one id per byte)")
     if tokenizer == BYTES:
         ids: Any = np.frombuffer(text.encode(errors="surrogateescape"), np.uint8)
     else:
@@ -204,12 +205,12 @@ def from_text(text: str, tokenizer: str | None, special: bool) -> Tokens:
 
 
 def read_text(path: str) -> str:
-    """A prompt's text from a file, or from the standard input."""
+    """Read a prompt's text from a file, or from standard input."""
     return _text(_read(path, "--text-file"), path, "--text-file")
 
 
 def _hugging_face(tokenizer: str, text: str, special: bool) -> list[int]:
-    """A ``tokenizer.json`` is read by `tokenizers`; a folder, or a name whose files are here, by `transformers`.
+    """Tokenize with `tokenizers` (a ``tokenizer.json``), or with `transformers` (a folder, or a name with local files).
     Nothing is downloaded."""
     path = Path(tokenizer)
     if (tokenizer.startswith((".", "/")) or path.suffix == ".json") and not path.exists():
@@ -231,7 +232,8 @@ def _hugging_face(tokenizer: str, text: str, special: bool) -> list[int]:
 
 
 class _BlamedOn:
-    """Whatever such a package raises of its files, plain `Exception` among it, is about what the user named."""
+    """Turns every exception of such a package about its files, even a plain `Exception`, into an error of the user's
+    option."""
 
     def __init__(self, tokenizer: str) -> None:
         self._tokenizer = tokenizer
@@ -256,7 +258,7 @@ def _needed(name: str) -> Any:
     try:
         return importlib.import_module(name)
     except ImportError:
-        reason = f"needs the Python package {name!r}, not found; {BYTES!r} needs none"
+        reason = f"needs the Python package {name!r}, which is not installed; {BYTES!r} needs none"
         raise InvalidRequest("--tokenizer", reason) from None
 
 
@@ -270,7 +272,7 @@ def _read(path: str, field: str) -> bytes:
         except OSError as error:
             raise InvalidRequest(field, f"{path}: {error.strerror}") from None
     if len(data) > FILE_BYTES_MAX:
-        raise InvalidRequest(field, f"{path} has more than {FILE_BYTES_MAX} bytes")
+        raise InvalidRequest(field, f"{path} must have at most {FILE_BYTES_MAX} bytes")
     return data
 
 
@@ -278,7 +280,7 @@ def _text(data: bytes, path: str, field: str) -> str:
     try:
         return data.decode()
     except UnicodeDecodeError as error:
-        raise InvalidRequest(field, f"{path} is not text in UTF-8 ({error.reason} at byte {error.start})") from None
+        raise InvalidRequest(field, f"{path} is not valid UTF-8 ({error.reason} at byte {error.start})") from None
 
 
 def _checked(tokens: Any, field: str) -> Tokens:
@@ -287,18 +289,18 @@ def _checked(tokens: Any, field: str) -> Tokens:
     except InvalidRequest as error:
         raise InvalidRequest(field, error.reason) from None
     if len(found) > TOKENS_MAX:
-        raise InvalidRequest(field, f"has more than {TOKENS_MAX} tokens")
+        raise InvalidRequest(field, f"must have at most {TOKENS_MAX} tokens")
     return found
 
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
 
-SALT_HELP = "Whose prompt.  [default: the tenant without a name]"
+SALT_HELP = "The prompt's tenant.  [default: the tenant without a name]"
 
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """What was said of a prompt; None: not said."""
+    """The prompt options as given; None if not given."""
 
     tokens: str | None
     file: str | None
@@ -312,31 +314,31 @@ class PromptOptions:
 
     @property
     def given(self) -> bool:
-        """Whether a prompt was named at all. Raises InvalidRequest where half of one was."""
+        """Return whether a prompt was given. Raises InvalidRequest if it is incomplete."""
         if self._sources():
             return True
         for field in ("tokenizer", "layout", "model", "adapter"):
             if getattr(self, field) is not None:
-                raise InvalidRequest(f"--{field}", "goes with a prompt: --tokens, --file, --text or --text-file")
+                raise InvalidRequest(f"--{field}", "needs a prompt: --tokens, --file, --text or --text-file")
         return False
 
     def _sources(self) -> list[str]:
         return [name for name in ("tokens", "file", "text", "text_file") if getattr(self, name) is not None]
 
     def check(self) -> None:
-        """Read the prompt, so that what is wrong with it is said before any node is asked."""
-        _ = self._read  # kept: the standard input can be read once
+        """Read the prompt, so that its errors are reported before any node is asked."""
+        _ = self._read  # cached: standard input can be read only once
 
     @cached_property
     def _read(self) -> Tokens:
-        """The prompt's token ids. Raises InvalidRequest naming the option."""
+        """Return the prompt's token ids. Raises InvalidRequest naming the option."""
         sources = [f"--{name.replace('_', '-')}" for name in self._sources()]
         if not sources:
-            raise InvalidRequest("prompt", "give one: --tokens, --file, --text or --text-file")
+            raise InvalidRequest("prompt", "needs one of --tokens, --file, --text and --text-file")
         if len(sources) > 1:
-            raise InvalidRequest(sources[1], f"cannot be said together with {sources[0]}")
+            raise InvalidRequest(sources[1], f"cannot be combined with {sources[0]}")
         if self.tokenizer is not None and not sources[0].startswith("--text"):
-            raise InvalidRequest("--tokenizer", "goes with --text or --text-file")
+            raise InvalidRequest("--tokenizer", "needs --text or --text-file")
         if self.tokens is not None:
             return from_list(self.tokens)
         if self.file is not None:
@@ -345,7 +347,7 @@ class PromptOptions:
         return from_text(text, self.tokenizer, self.special_tokens)
 
     def find(self, store: Store, salt: str | None) -> Prompt:
-        """The prompt in that store. Raises InvalidRequest naming the option."""
+        """Return the prompt in that store. Raises InvalidRequest naming the option."""
         tokens = self._read
         cache = store.cache(find_layout(store, self.layout, self.model), salt or "", self.adapter or "")
         return Prompt(cache, tokens, cache.keys(tokens))
@@ -360,10 +362,10 @@ class Prompt:
     keys: Keys
 
     def some(self) -> Keys:
-        """Its keys. Raises InvalidRequest where it fills no page."""
+        """Return the keys. Raises InvalidRequest if the prompt fills no page."""
         if not len(self.keys):
             page_tokens = self.cache.layout.page_tokens
-            raise InvalidRequest("prompt", f"its {len(self.tokens)} tokens fill no page of {page_tokens}")
+            raise InvalidRequest("prompt", f"must fill a page of {page_tokens} tokens (got {len(self.tokens)})")
         return self.keys
 
 
@@ -374,22 +376,26 @@ def prompt_options(command: _Command) -> _Command:
         click.option(
             "--file", metavar="FILE", help="Token ids from .npy, JSON (a list, or `tokens` of an object), text, or -."
         ),
-        click.option("--text", metavar="TEXT", help="A prompt's text; takes --tokenizer."),
-        click.option("--text-file", metavar="FILE", help="The same from a file, or -."),
+        click.option("--text", metavar="TEXT", help="The prompt's text; needs --tokenizer."),
+        click.option("--text-file", metavar="FILE", help="File with the prompt's text, or -; needs --tokenizer."),
         click.option(
-            "--tokenizer", metavar="PATH", help="tokenizer.json or a Hugging Face model's folder; `bytes`: id per byte."
+            "--tokenizer",
+            metavar="PATH",
+            help="tokenizer.json or a Hugging Face model's folder; `bytes` for one id per byte.",
         ),
         click.option(
-            "--special-tokens/--no-special-tokens", default=True, help="Those that a tokenizer adds.  [default: added]"
+            "--special-tokens/--no-special-tokens",
+            default=True,
+            help="Add the tokenizer's special tokens.  [default: add]",
         ),
         click.option(
             "--layout",
             metavar="LAYOUT",
-            help="FILE.json, FILE.toml, model=m,layers=2,kv_heads=1,head_dim=64, or a known one's fingerprint.  "
-            "[default: the only one that the node has met]",
+            help="FILE.json, FILE.toml, model=m,layers=2,kv_heads=1,head_dim=64, or a known layout's fingerprint.  "
+            "[default: the node's only known layout]",
         ),
-        click.option("--model", metavar="NAME", help="The layout that the node has met of this model."),
-        click.option("--adapter", metavar="NAME", help="Of pages computed with this adapter."),
+        click.option("--model", metavar="NAME", help="Use the node's known layout of this model."),
+        click.option("--adapter", metavar="NAME", help="Select pages computed with this adapter."),
     )
 
     def gathered(*args: Any, **given: Any) -> Any:

@@ -1,4 +1,4 @@
-"""``kvstore purge``: remove what dead nodes left in shared memory."""
+"""``kvstore purge``: removes files that dead nodes left in shared memory."""
 
 from __future__ import annotations
 
@@ -14,18 +14,18 @@ from kvstore.shm.folder import purge as purge_folder
 
 
 def shm_dir() -> Path:
-    """Where this machine's node folders are: ``KVSTORE_SHM_DIR`` or /dev/shm."""
+    """Return the parent of this machine's node folders: ``KVSTORE_SHM_DIR`` or /dev/shm."""
     return Path(os.environ.get("KVSTORE_SHM_DIR", "/dev/shm"))
 
 
 @click.command()
 @click.argument("names", nargs=-1)
-@click.option("--all", "everything", is_flag=True, help="Every node of yours whose daemon is not running.")
+@click.option("--all", "everything", is_flag=True, help="Purge every node of yours whose daemon is not running.")
 @json_option
 def purge(names: tuple[str, ...], everything: bool, as_json: bool) -> None:
     """Remove the pages and files of nodes NAMES. A running daemon's node is refused."""
     if bool(names) == everything:
-        raise InvalidRequest("names", "give the names of nodes, or --all")
+        raise InvalidRequest("names", "are needed, or --all")
     for name in names:
         check_purge(NodeFolder(shm_dir(), name).path)
     dead = (name for name, alive in list_nodes(shm_dir()) if not alive)

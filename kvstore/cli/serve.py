@@ -1,4 +1,4 @@
-"""``kvstore serve``: the node daemon of this machine."""
+"""``kvstore serve``: runs a node daemon on this machine."""
 
 from __future__ import annotations
 
@@ -16,10 +16,10 @@ from kvstore.node import daemon
 @click.command()
 @with_settings(NodeConfig)
 def serve(path: str | None, as_json: bool, **flags: Any) -> None:
-    """Run the node daemon of this machine until SIGTERM.
+    """Run a node daemon on this machine until SIGTERM.
 
-    It prints one line when it serves. After kill -9 or SIGTERM the next start finds every sealed page again. After a
-    reboot it finds those that were saved to NVMe. docs/config.md explains the settings; each may also stand in the
+    It prints one line when it is ready. After kill -9 or SIGTERM the next start finds every sealed page again. After a
+    reboot it finds those that were saved to NVMe. docs/config.md explains the settings; each can also be set in the
     file, or in the environment (KVSTORE_DRAM=8GiB).
     """
     settings = configuration.load(path, flags=flags).node

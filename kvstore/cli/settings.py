@@ -1,4 +1,4 @@
-"""Flags of settings, one for each, in the order of their dataclass: of ``serve``, ``config`` and ``engine``."""
+"""Flags of ``serve``, ``config`` and ``engine``: one per setting, in the order of their dataclass."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ _Command = TypeVar("_Command", bound=Callable[..., Any])
 
 
 def with_settings(kind: type[Settings], only: Collection[str] = ()) -> Callable[[_Command], _Command]:
-    """``--config``, ``--json``, and one option per setting, or for ``only`` these. These hand over what ``load`` reads:
-    text, of switches True, of those that may repeat a tuple; None where not given."""
+    """Add ``--config``, ``--json``, and one option per setting, or only for the settings in ``only``. Options pass what
+    ``load`` reads: text, True for switches, a tuple if the option may repeat; None if not given."""
 
     def decorate(command: _Command) -> _Command:
         defaults = {found.name: found.default for found in fields(kind)}
@@ -27,7 +27,9 @@ def with_settings(kind: type[Settings], only: Collection[str] = ()) -> Callable[
             if not only or name in only:
                 command = _option(name, setting, defaults[name])(command)
         path = click.Path(dir_okay=False)
-        with_file = click.option("--config", "path", type=path, help="A TOML file; flags and environment come first.")
+        with_file = click.option(
+            "--config", "path", type=path, help="A TOML file; flags and environment take precedence."
+        )
         return with_file(json_option(command))
 
     return decorate
@@ -47,7 +49,7 @@ def _option(name: str, setting: Declared, default: Any) -> Callable[[_Command], 
 
 
 def default_text(setting: Declared, default: Any) -> str:
-    """A setting's default for people; "" where there is nothing to say."""
+    """Return a setting's default as text for people; "" if there is none."""
     if setting.default_shown is not None:
         return setting.default_shown
     if default is False:
@@ -58,7 +60,8 @@ def default_text(setting: Declared, default: Any) -> str:
 
 
 def value_text(parser: Parser, value: Any) -> str:
-    """A setting's value as the file has it: ``"512MiB"``, ``0.5``, ``["a", "b"]``; ``none`` where it is not set."""
+    """Return a setting's value as written in the file: ``"512MiB"``, ``0.5``, ``["a", "b"]``; ``none`` if it is not
+    set."""
     if value is None:
         return "none"
     if isinstance(value, bool):
@@ -71,6 +74,6 @@ def value_text(parser: Parser, value: Any) -> str:
 
 
 def _quoted(text: str) -> str:
-    """A TOML string."""
+    """Quote a TOML string."""
     escaped = text.replace("\\", "\\\\").replace('"', '\\"')
     return '"' + "".join(c if c.isprintable() else f"\\U{ord(c):08x}" for c in escaped) + '"'

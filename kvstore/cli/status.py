@@ -1,4 +1,4 @@
-"""``kvstore status``: a node's capacity, use and counters."""
+"""``kvstore status``: shows a node's capacity, use and counters."""
 
 from __future__ import annotations
 
@@ -16,11 +16,11 @@ from kvstore.cli.tiers import frame_states, of_announcing, of_devices, of_files,
 
 @click.command()
 @node_option
-@click.option("--catalog", metavar="URL", help="Show who is in a cluster instead: file:PATH, etcd://HOST:PORT,...")
-@click.option("--pool", default="default", show_default=True, help="Which pool of that catalog.")
+@click.option("--catalog", metavar="URL", help="Show the members of a cluster instead: file:PATH, etcd://HOST:PORT,...")
+@click.option("--pool", default="default", show_default=True, help="The pool in that catalog.")
 @json_option
 def status(node: str | None, catalog: str | None, pool: str, as_json: bool) -> None:
-    """Show a node's capacity, use and counters; or who is in a cluster."""
+    """Show a node's capacity, use and counters; or the members of a cluster."""
     if catalog is not None:
         cluster(catalog, pool, as_json)
         return
@@ -29,7 +29,7 @@ def status(node: str | None, catalog: str | None, pool: str, as_json: bool) -> N
     if as_json:
         print_json(stats)
         return
-    if stats["state"] == "down":  # what its files tell is all there is
+    if stats["state"] == "down":  # only its files are available
         print_pairs(of_files(stats))
         return
     dram = stats["tiers"]["dram"]

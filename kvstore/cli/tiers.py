@@ -1,4 +1,4 @@
-"""``kvstore tiers``: what each tier of a node holds, how often it is hit, and what leaves it."""
+"""``kvstore tiers``: shows contents, hit ratio and evictions of each tier of a node."""
 
 from __future__ import annotations
 
@@ -19,10 +19,10 @@ Tiers = Mapping[str, Mapping[str, Any]]
 @node_option
 @json_option
 def tiers(node: str | None, as_json: bool) -> None:
-    """Show what each tier of a node holds, how often it is hit, and what leaves it.
+    """Show contents, hit ratio and evictions of each tier of a node.
 
-    Hit ratios are of the pages that clients asked for; every client counts them since it connected. Pages that left
-    are counted since the daemon started. Ages are seconds since the last use of a page that left.
+    Hit ratios cover the pages that clients requested; every client counts them since it connected. Evictions are
+    counted since the daemon started. Ages are seconds since the last use of an evicted page.
     """
     with kvstore.connect(node) as store:
         stats = store.stats()
@@ -42,19 +42,20 @@ def tiers(node: str | None, as_json: bool) -> None:
 
 
 def frame_states(tiers: Sequence[Mapping[str, Any]]) -> list[str]:
-    """States that frames of these tiers are in, in the order of a frame's life; a remote node's come in no order."""
+    """Return the states of frames of these tiers, in the order of a frame's life; a remote node sends them in any
+    order."""
     known = [state.name.lower() for state in FrameState]
     found = {state for about in tiers for state in about["frames"]}
     return [state for state in known if state in found] + sorted(found.difference(known))
 
 
 def of_peers(stats: Mapping[str, Any]) -> dict[str, object]:
-    """How pages of other nodes come here, a line for each node."""
+    """Describe how pages of other nodes are fetched, one line per node."""
     return {f"pages from {name}": ways_text(about) for name, about in stats.get("peers", {}).items()}
 
 
 def of_devices(stats: Mapping[str, Any]) -> dict[str, object]:
-    """The devices of the node's machine, and how bytes come to and from them, in one line."""
+    """Describe the devices of the node's machine, and how bytes are copied to and from them, in one line."""
     about = stats.get("devices")
     if about is None:
         return {}
@@ -63,7 +64,7 @@ def of_devices(stats: Mapping[str, Any]) -> dict[str, object]:
 
 
 def of_announcing(stats: Mapping[str, Any]) -> dict[str, object]:
-    """How telling other nodes of the pool goes, where there is a pool."""
+    """Describe the announcements to other nodes, if there is a pool."""
     told = stats.get("announcing")
     if told is None:
         return {}
@@ -74,7 +75,7 @@ def of_announcing(stats: Mapping[str, Any]) -> dict[str, object]:
 
 
 def membership_text(about: Mapping[str, Any]) -> str:
-    """How long ago each task of membership last succeeded; or which fail, and why."""
+    """Return how long ago each membership task last succeeded, or which fail, and why."""
     tasks = {name: task for name, task in about.items() if name != "fault"}
     failing = [
         f"{name} has failed for {duration_text(task['failing_s'])}: {task['error']}"
@@ -87,13 +88,13 @@ def membership_text(about: Mapping[str, Any]) -> str:
 
 
 def ways_text(about: Mapping[str, str]) -> str:
-    """Which are live, and why others are not."""
+    """Return which ways are live, and why others are not."""
     live = ", ".join(name for name, why in about.items() if not why) or "no way"
     return "; ".join([live, *(f"{name}: {why}" for name, why in about.items() if why)])
 
 
 def of_files(stats: Mapping[str, Any]) -> dict[str, object]:
-    """What a node's files tell while its daemon is down."""
+    """Describe a node from its files while its daemon is down."""
     tiers = stats.get("tiers", {}).items()
     sizes = {
         tier: f"{bytes_text(about['capacity_bytes'])}, {bytes_text(about['populated_bytes'])} populated"
@@ -104,7 +105,7 @@ def of_files(stats: Mapping[str, Any]) -> dict[str, object]:
 
 
 def _print_contents(found: Tiers) -> None:
-    """Capacity and frames; an NVMe tier's devices below it."""
+    """Print capacity and frames, with an NVMe tier's devices below it."""
     states = frame_states(list(found.values()))
     rows: list[tuple[object, ...]] = []
     for tier, about in found.items():
@@ -117,7 +118,7 @@ def _print_contents(found: Tiers) -> None:
 
 
 def _state(about: Mapping[str, Any]) -> str:
-    """An NVMe tier says so itself; DRAM is ready with whatever memory it has."""
+    """Return the state of a tier. An NVMe tier reports it; DRAM is ready with whatever memory it has."""
     populated = about.get("populated_bytes", about["capacity_bytes"])
     ready = "ready" if populated >= about["capacity_bytes"] else f"{bytes_text(populated)} populated"
     failed = f", {bytes_text(about['failed_bytes'])} failed" if about["failed_bytes"] else ""
@@ -125,7 +126,7 @@ def _state(about: Mapping[str, Any]) -> str:
 
 
 def _print_flow(found: Tiers) -> None:
-    """Hits, bytes over the border, and pages that left by reason and age."""
+    """Print hits, bytes moved between tiers, and evictions by reason and age."""
     reasons = sorted({reason for about in found.values() for reason in about["evicted"]})
     rows: list[tuple[object, ...]] = []
     for tier, about in found.items():

@@ -1,12 +1,12 @@
 """``kvstore top``: a live view of one node, or of all members of a pool.
 
-One frame of ``kvstore top``: two answers of ``stats`` into rates, and those into lines of text.
+One frame of ``kvstore top``: turns two answers of ``stats`` into rates, and these into lines of text.
 
 ``kvstore top --catalog``: one line for each node, engine and conductor of a pool.
 
-Members are found in the catalog anew for every frame, and all asked at once what they are doing. Who does not answer
-within ``ASK_S`` is shown as such. Whoever writes into the catalog chooses names, and members say what they like: texts
-are bounded and cannot steer a terminal, numbers are checked, and what makes no sense is left out.
+For every frame the catalog is read again, and all members are asked for their state at once. Members that do not answer
+within ``ASK_S`` are shown as such. Names in the catalog and answers of members are not trusted: texts are bounded and
+stripped of control codes, numbers are checked, and invalid values are left out.
 """
 
 from __future__ import annotations
@@ -50,15 +50,16 @@ from kvstore.shm.counters import LATENCY_BOUNDS_S
 
 TENANTS_SHOWN = 8
 PERCENTILES = (50, 90, 99)
-# What ``stats`` calls the counter of each operation that it has latencies of.
+# The name in ``stats`` of the counter of each operation that has latencies.
 COUNTED_AS = {"get": "gets", "put": "puts", "put_async": "puts_async", "lookup": "lookups", "lease": "leases"}
 
 Stats = Mapping[str, Any]
 
 
 def node_document(now: Stats, before: Stats | None, elapsed_s: float) -> dict[str, Any]:
-    """Rates per second between two answers, and what is now. Rates are None where there is no answer before, or it is
-    that of another daemon, whose counters began anew. Of a node that is down only ``name`` and ``state`` are known."""
+    """Return rates per second between two answers, and current values. Rates are None if there is no earlier answer, or
+    if it came from an earlier daemon, since counters restart. For a node that is down only ``name`` and ``state`` are
+    known."""
     about: dict[str, Any] = {"name": now.get("name", ""), "state": now.get("state", "")}
     if "clients" not in now:
         return about
@@ -84,22 +85,22 @@ def node_document(now: Stats, before: Stats | None, elapsed_s: float) -> dict[st
 
 
 class _Rates:
-    """Counters of two moments; one that is new began at 0."""
+    """Counters at two moments; a new counter starts from 0."""
 
     def __init__(self, now: Mapping[str, Any], before: Mapping[str, Any] | None, elapsed_s: float) -> None:
         self._now, self._before, self._elapsed_s = now, before, max(elapsed_s, 1e-9)
 
     def grown(self, name: str) -> float | None:
-        """By how much; None where that is not known."""
+        """Return how much a counter grew; None if unknown."""
         return None if self._before is None else max(0, self._now.get(name, 0) - self._before.get(name, 0))
 
     def per_s(self, name: str) -> float | None:
-        """The same, per second."""
+        """Return a counter's growth per second; None if unknown."""
         grown = self.grown(name)
         return None if grown is None else grown / self._elapsed_s
 
     def group(self, prefix: str = "") -> dict[str, float | None]:
-        """Per second, all counters that begin so, by the rest of their names."""
+        """Return the growth per second of all counters with that prefix, by the rest of their names."""
         return {name.removeprefix(prefix): self.per_s(name) for name in self._now if name.startswith(prefix)}
 
 
@@ -124,7 +125,7 @@ def _tier(tier: str, now: Stats, before: Stats | None, clients: _Rates, elapsed_
 
 
 def _percentiles(now: Stats, before: Stats | None, name: str) -> dict[str, float | None]:
-    """Of the operations between the two answers; of all there were where there is no earlier one."""
+    """Return latencies of the operations between the two answers; of all operations if there is no earlier answer."""
     buckets: dict[float | None, int] = dict(map(tuple, now["latency"][name]["buckets"]))
     for end, count in before["latency"][name]["buckets"] if before is not None else ():
         buckets[end] = buckets.get(end, 0) - count
@@ -132,9 +133,9 @@ def _percentiles(now: Stats, before: Stats | None, name: str) -> dict[str, float
 
 
 def quantile(buckets: Mapping[float | None, int], share: float) -> float | None:
-    """Seconds that ``share`` of the operations took at most; None where there were none.
+    """Return the latency in seconds that ``share`` of the operations did not exceed; None if there were none.
 
-    Inside a bucket they are taken to be spread evenly; the last one, without an end, counts as its beginning.
+    Operations are assumed to be spread evenly inside a bucket; the last, open bucket counts as its lower bound.
     """
     ordered = sorted((end if end is not None else float("inf"), count) for end, count in buckets.items() if count > 0)
     left = share * sum(count for _, count in ordered)
@@ -148,7 +149,7 @@ def quantile(buckets: Mapping[float | None, int], share: float) -> float | None:
 
 
 def _tenants(now: Stats) -> list[dict[str, Any]]:
-    """The largest ones."""
+    """Return the largest tenants."""
     found = [
         {
             "tenant": salt,
@@ -166,10 +167,10 @@ def _tenants(now: Stats) -> list[dict[str, Any]]:
 
 
 def node_lines(frame: Mapping[str, Any], when: str) -> list[str]:
-    """The frame for people."""
+    """Format the frame for people."""
     head = f"kvstore top  {frame['name']}  {frame['state']}"
     if "tiers" not in frame:
-        return [f"{head}  {when}", frame.get("error", "its daemon is not running; looking again")]
+        return [f"{head}  {when}", frame.get("error", "its daemon is not running; retrying")]
     interval_s = frame["interval_s"]
     over = (
         f"rates of the last {duration_text(interval_s)}" if interval_s is not None else "rates from the next frame on"
@@ -221,7 +222,7 @@ def _flow(tiers: Mapping[str, Any]) -> list[str]:
 
 
 def _rates_text(rates: Mapping[str, float | None]) -> str:
-    """``12.5 space, 3 request``; those that stand still are left out."""
+    """Return ``12.5 space, 3 request``, without zero rates."""
     return ", ".join(f"{number_text(rate)} {name}" for name, rate in sorted(rates.items()) if rate) or "0"
 
 
@@ -249,13 +250,13 @@ def _tenant_table(tenants: Sequence[Mapping[str, Any]], left_off: int) -> list[s
 
 
 def name_text(tenant: str) -> str:
-    """A tenant's name for a terminal: a salt is any text, and must not steer it."""
+    """Return a tenant's name for a terminal: a salt is any text, and must not contain control codes."""
     shown = "".join(c if c.isprintable() else "?" for c in tenant[:40])
     return shown if shown else "(none)"
 
 
 def number_text(rate: float | None) -> str:
-    """A rate for people."""
+    """Format a rate for people."""
     if rate is None:
         return "-"
     return f"{rate:.0f}" if rate >= 100 or rate == 0 else f"{rate:.1f}"
@@ -270,7 +271,7 @@ def _time(seconds: float | None) -> str:
 
 
 Lines = Callable[[dict[str, Any], str], list[str]]
-"""A frame for people; the text is the time of day."""
+"""Formats a frame for people; the text is the time of day."""
 
 INTERVAL_S = 2.0
 INTERVAL_S_MIN, INTERVAL_S_MAX = 0.1, 3600.0
@@ -284,25 +285,25 @@ INTERVAL_S_MIN, INTERVAL_S_MAX = 0.1, 3600.0
     type=click.FloatRange(INTERVAL_S_MIN, INTERVAL_S_MAX),
     default=INTERVAL_S,
     show_default=True,
-    help="Seconds between two frames.",
+    help="Seconds between frames.",
 )
-@click.option("--once", is_flag=True, help="Print one frame, whose rates are those of one interval, and end.")
+@click.option("--once", is_flag=True, help="Print one frame, with the rates of one interval, and end.")
 @click.option("--catalog", metavar="URL", help="Watch a whole pool instead: file:PATH, etcd://HOST:PORT,...")
-@click.option("--pool", default="default", show_default=True, help="Which pool of that catalog.")
+@click.option("--pool", default="default", show_default=True, help="The pool in that catalog.")
 @json_option
 def top(node: str | None, interval_s: float, once: bool, catalog: str | None, pool: str, as_json: bool) -> None:
-    """Watch a node: capacity, hits, operations and their latencies, what leaves and moves, tenants, clients, queues.
+    """Watch a node: capacity, hits, operations and their latencies, evictions and moves, tenants, clients, queues.
 
-    With --catalog, all nodes, engines and conductors of a pool, a line each.
+    With --catalog, watch all nodes, engines and conductors of a pool, one line each.
 
-    Rates are those of the last interval. Ends with q or Ctrl-C. Where stdout is not a terminal, frames are printed one
+    Rates are those of the last interval. Press q or Ctrl-C to end. If stdout is not a terminal, frames are printed one
     after the other (with --json one document per line).
     """
     if math.isnan(interval_s):
         raise InvalidRequest("--interval", "must be seconds, not nan")
     if catalog is not None:
         if node is not None:
-            raise InvalidRequest("--node", "is one node; --catalog is about all of a pool")
+            raise InvalidRequest("--node", "cannot be combined with --catalog, which shows a whole pool")
         # only here: it loads gRPC
 
         with PoolWatch(catalog, pool) as watch:
@@ -313,7 +314,7 @@ def top(node: str | None, interval_s: float, once: bool, catalog: str | None, po
 
 
 def _frames(stats: Callable[[], dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
-    """A frame each time one is asked for. A node that stops answering is asked again."""
+    """Yield a frame on each request. A node that stops answering is polled again."""
     before, then = stats(), time.monotonic()
     yield node_document(before, None, 0.0)
     last = before if "clients" in before else None
@@ -329,7 +330,7 @@ def _frames(stats: Callable[[], dict[str, Any]], name: str) -> Iterator[dict[str
 
 
 def _show(frames: Iterator[dict[str, Any]], lines: Lines, interval_s: float, once: bool, as_json: bool) -> None:
-    """One frame with rates, or one after the other until the user ends it."""
+    """Show one frame with rates, or one after the other until the user ends it."""
     if once:
         next(frames)
         time.sleep(interval_s)
@@ -341,7 +342,7 @@ def _show(frames: Iterator[dict[str, Any]], lines: Lines, interval_s: float, onc
             sys.stdout.flush()
             time.sleep(interval_s)
     else:
-        first = next(frames)  # a node or a catalog that does not answer is an error on the terminal as it was
+        first = next(frames)  # before the screen changes, so that an error is shown on the normal terminal
         with _keys() as interrupted, Live(console=Console(), screen=True, auto_refresh=False) as live:
             _draw(first, frames, lines, interval_s, live, interrupted)
 
@@ -354,7 +355,7 @@ def _draw(
     live: Live,
     interrupted: threading.Event,
 ) -> None:
-    """Redraw in place until q is pressed, or the terminal is gone."""
+    """Redraw in place until q is pressed, or until the terminal is gone."""
     due = time.monotonic()
     while not interrupted.is_set():
         live.update(Text("\n".join(lines(frame, _clock())), no_wrap=True, overflow="crop"), refresh=True)
@@ -370,8 +371,8 @@ def _draw(
 
 @contextlib.contextmanager
 def _keys() -> Iterator[threading.Event]:
-    """Keys arrive one by one inside, and SIGTERM interrupts as Ctrl-C does. Both also set the event that is yielded: an
-    exception that meets the interpreter in a finalizer is lost there."""
+    """Inside, the terminal delivers single keys, and SIGTERM interrupts like Ctrl-C. Both also set the yielded event,
+    since an exception that is raised inside a finalizer is lost."""
     fd = sys.stdin.fileno()
     before = termios.tcgetattr(fd)
     interrupted = threading.Event()
@@ -394,11 +395,11 @@ def _clock() -> str:
     return time.strftime("%H:%M:%S")
 
 
-MEMBERS_MAX: Final = 256  # that are asked, of all kinds together
+MEMBERS_MAX: Final = 256  # members asked, of all kinds together
 REPLY_BYTES_MAX: Final = 4 << 20
 
 CALLS: Final = {"node": "Store/Stats", "engine": "Engine/Status", "conductor": "Conductor/Status"}
-"""What a member of each kind is asked: nothing goes along, and a document comes back."""
+"""The call for each kind of member: it takes no arguments, and returns a document."""
 
 
 class _Link(RemoteNode):
@@ -411,7 +412,7 @@ class _Link(RemoteNode):
     )
 
     def ask(self, call: str, within_s: float) -> grpc.Future:
-        """What that call answers, later."""
+        """Start a call; return a future of its answer."""
         method: Any = self._method(call, "unary_unary", pb.Empty.SerializeToString, _struct)
         asked: grpc.Future = method.future(pb.Empty(), **self._how(within_s))
         return asked
@@ -432,12 +433,12 @@ class _Member:
     link: _Link | None = None
     error: str = ""
     heard_s: float | None = None
-    counts: dict[str, float] = field(default_factory=dict)  # as of its last answer but one, or of the last one
+    counts: dict[str, float] = field(default_factory=dict)  # counters of the last answer, or of the one before
 
     def open(self) -> None:
-        """Raises nothing: why there is no connection is what is shown."""
+        """Connect. Raises nothing: the reason for a failure is shown instead."""
         if not self.entry.addresses:
-            self.error = "only its own machine reaches it"
+            self.error = "reachable only from its own machine"
             return
         try:
             found = endpoint(f"kv://{self.entry.addresses[0]}", GivenCredentials(), os.environ)
@@ -447,7 +448,7 @@ class _Member:
 
 
 class PoolWatch:
-    """A pool's members, from frame to frame. Life: made -> ``frame``, as often as wanted -> ``close``."""
+    """A pool's members, from frame to frame. Life: made -> ``frames`` -> ``close``."""
 
     def __init__(self, catalog: str, pool: str) -> None:
         self._catalog, self._pool = catalog, pool
@@ -463,7 +464,7 @@ class PoolWatch:
         self.close()
 
     def close(self) -> None:
-        """End all connections."""
+        """Close all connections."""
         with ExitStack() as ends:
             for member in self._members.values():
                 if member.link is not None:
@@ -471,7 +472,7 @@ class PoolWatch:
         self._members.clear()
 
     def frames(self) -> Iterator[dict[str, Any]]:
-        """A frame each time one is asked for; with the catalog away, members that are known are asked again.
+        """Yield a frame on each request; while the catalog is unavailable, known members are asked again.
 
         Raises Unavailable if the catalog does not answer at first, InvalidRequest if it is not one.
         """
@@ -517,7 +518,7 @@ class PoolWatch:
 
 
 def _told(member: _Member, asked: grpc.Future | None) -> dict[str, Any]:
-    """What is shown of a member. Its answer comes, or its deadline passes."""
+    """Return what is shown of a member, after its answer or its deadline."""
     entry, now_s, said = member.entry, time.monotonic(), None
     if asked is not None and member.link is not None:
         try:
@@ -533,7 +534,7 @@ def _told(member: _Member, asked: grpc.Future | None) -> dict[str, Any]:
         about |= {"policy": entry.policy}
     if said is None:
         heard_ago_s = None if member.heard_s is None else now_s - member.heard_s
-        state = "no answer" if about["address"] else "no address"  # only its own machine reaches it
+        state = "no answer" if about["address"] else "no address"  # reachable only from its own machine
         return {**about, "state": state, "error": member.error, "heard_ago_s": heard_ago_s}
     elapsed_s = None if member.heard_s is None else now_s - member.heard_s
     rates = _Growth(said, member.counts, elapsed_s)
@@ -543,7 +544,7 @@ def _told(member: _Member, asked: grpc.Future | None) -> dict[str, Any]:
 
 
 class _Growth:
-    """What grew since the last answer, per second; None where there was none, or the counter began anew."""
+    """Growth per second since the last answer; None if there was none, or if the counter restarted."""
 
     def __init__(self, said: Mapping[str, Any], before: Mapping[str, float], elapsed_s: float | None) -> None:
         self.now: dict[str, float] = {}
@@ -561,7 +562,7 @@ class _Growth:
 
 
 def _number(said: Any, *path: str) -> float | None:
-    """A number in a document; None where there is none."""
+    """Return a number in a document; None if there is none."""
     for part in path:
         said = said.get(part) if isinstance(said, dict) else None
     right = isinstance(said, int | float) and not isinstance(said, bool) and math.isfinite(said)
@@ -636,7 +637,7 @@ def pool_lines(frame: Mapping[str, Any], when: str) -> list[str]:
         if rows:
             text += ["", *table_text((kind, *headers, "heard"), rows).splitlines()]
     if not members:
-        text += ["", "nobody is there"]
+        text += ["", "no members"]
     if frame["members_left_off"]:
         text += ["", f"and {frame['members_left_off']} more"]
     return text

@@ -1,6 +1,6 @@
-"""``kvstore verify``: check a node's records, index, pages and conservation laws, whether it runs or not; or a pool.
+"""``kvstore verify``: checks records, index, pages and conservation laws of a running or stopped node, or of a pool.
 
-``kvstore verify --cluster``: every node of a pool verifies its own, and what the directory knows of it.
+``kvstore verify --cluster``: every node of a pool verifies its pages, and the directory's entries for them.
 """
 
 from __future__ import annotations
@@ -34,26 +34,26 @@ from kvstore.node.cluster.data_server import serving
 from kvstore.shm.folder import NodeFolder, list_nodes
 from kvstore.wire.data import FrameKind
 
-ANSWER_S: Final = 65.0  # for one answer of a node: it gives its daemon a minute
+ANSWER_S: Final = 65.0  # for one answer of a node, which waits up to a minute for its daemon
 ASKED_AT_A_TIME: Final = 64
 
 
 class _Asked(AdminVerbs):
-    """A node as its data server lets others verify it."""
+    """A node's admin calls, through its data server."""
 
     def __init__(self, connection: DataConnection) -> None:
         self._connection = connection
 
     def status(self) -> dict[str, Any]:
-        """What its part of the directory holds, and how old that is."""
+        """Return the contents of its part of the directory, and their age."""
         return read_state(self._connection, ASK_S)
 
     def heard(self) -> dict[str, Any]:
-        """What the owners of its pages know of it; see ``service.cluster.heard``."""
+        """Return what the owners of its pages list; see ``service.cluster.heard``."""
         return self._admin("heard")
 
     def in_pool(self, keys: Keys) -> Keys:
-        """See ``AdminVerbs``; not by way of a data server."""
+        """See ``AdminVerbs``. Not supported through a data server."""
         return keys
 
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
@@ -62,7 +62,7 @@ class _Asked(AdminVerbs):
 
 
 def verify_cluster(url: str, pool: str, timeout_s: float, as_json: bool) -> int:
-    """Verify the pool and print what was found; 1 where anything was.
+    """Verify the pool and print the findings; return 1 if there are any.
 
     Raises:
         Unavailable: the catalog does not answer.
@@ -74,12 +74,12 @@ def verify_cluster(url: str, pool: str, timeout_s: float, as_json: bool) -> int:
         reports = list(threads.map(lambda server: _verified(server, pool, timeout_s), servers))
     daemons = {each.name for each in nodes}
     findings = [
-        f"{each.name}: the catalog lists no data server: nobody reads its pages"
+        f"{each.name}: the catalog lists no data server, so other nodes cannot read its pages"
         for each in nodes
         if each.name not in read_from
     ]
     findings += [
-        f"{each.node}: somebody else has that name, too: the data server at {', '.join(each.addresses)}"
+        f"{each.node}: another node has the same name: the data server at {', '.join(each.addresses)}"
         for each in entries
         if each.incarnation and each.incarnation != read_from[each.node].incarnation
     ]
@@ -93,7 +93,7 @@ def verify_cluster(url: str, pool: str, timeout_s: float, as_json: bool) -> int:
 
 
 def _verified(server: DataEntry, pool: str, timeout_s: float) -> dict[str, Any]:
-    """What a node says of itself, as far as it answers; ``error``: why not of all."""
+    """Return a node's answers; ``error`` says why some are missing."""
     report: dict[str, Any] = {"node": server.node, "error": "", "directory": None, "verified": None, "heard": None}
     try:
         with closing(dial(server, pool, "kvstore verify", silence_s=ANSWER_S)) as connection:
@@ -107,19 +107,19 @@ def _verified(server: DataEntry, pool: str, timeout_s: float) -> dict[str, Any]:
 
 
 def _findings(report: dict[str, Any], members: Collection[str], daemon: bool) -> list[str]:
-    """What is wrong with one node, a line each."""
+    """Return the findings about one node, one line each."""
     found: list[str] = []
     if report["error"]:
         answers = report["directory"] is not None
         error = report["error"].removeprefix(f"{report['node']}: ")
-        found.append(error if answers else f"its data server does not answer us ({error})")
+        found.append(error if answers else f"its data server does not answer ({error})")
     elif not daemon:
         found.append("the catalog does not list its daemon")
     directory, verified, heard = (report[name] or {} for name in ("directory", "verified", "heard"))
     if directory and directory["peers"] != sorted(members):
-        found.append(f"its data server knows of {', '.join(directory['peers']) or 'nobody'}")
+        found.append(f"its data server knows the members {', '.join(directory['peers']) or 'none'}")
     found += [
-        f"its directory lists pages of {name}, which is no member"
+        f"its directory lists pages of {name}, which is not a member"
         for name in directory.get("heard_ago_s", ())
         if name not in members
     ]
@@ -175,12 +175,12 @@ def _print_cluster(reports: Sequence[dict[str, Any]], findings: Sequence[str]) -
     "targets",
     metavar="PATH:SIZE",
     multiple=True,
-    help="An NVMe target of a node that is not running, where shared memory does not name it (after a reboot).",
+    help="An NVMe target of a node that is not running, if shared memory does not name it (after a reboot).",
 )
 @click.option("--timeout", "timeout_s", default=600.0, show_default=True, help="Seconds the sweep may take.")
-@click.option("--cluster", is_flag=True, help="Every node of a pool, and what its directory lists.")
+@click.option("--cluster", is_flag=True, help="Verify every node of a pool, and its directory.")
 @click.option("--catalog", metavar="URL", help="The pool's catalog: file:PATH, etcd://HOST:PORT,...")
-@click.option("--pool", metavar="NAME", help="Which pool of that catalog.  [default: default]")
+@click.option("--pool", metavar="NAME", help="The pool in that catalog.  [default: default]")
 @json_option
 def verify(
     node: str | None,
@@ -194,20 +194,20 @@ def verify(
 ) -> int:
     """Verify the checksum of every page, every record and index entry, and the conservation laws.
 
-    A running node drops damaged pages with their descendants and counts them. Of a node that is not running (--node
-    with its name, or --folder) nothing is changed, and no daemon can start it meanwhile. Exit code 1 where anything was
-    found; what the next start puts right anyhow is told, and is no finding.
+    A running node drops damaged pages with their descendants and counts them. A node that is not running (--node with
+    its name, or --folder) is not changed, and no daemon can start it in the meantime. Exit code 1 means that there are
+    findings; problems that the next start repairs are printed, but are not findings.
 
-    With --cluster all running nodes of a pool do so, and say whether the directory lists what they have.
+    With --cluster all running nodes of a pool do this, and check that the directory lists their pages.
     """
     if not 0 < timeout_s < 1e9:
-        raise InvalidRequest("--timeout", f"must be positive seconds, not {timeout_s!r}")
+        raise InvalidRequest("--timeout", f"must be positive seconds (got {timeout_s!r})")
     if cluster or catalog is not None or pool is not None:
         if not cluster or node is not None or folder is not None or targets:
-            raise InvalidRequest("--cluster", "goes with --catalog and --pool, and with nothing that names a node")
+            raise InvalidRequest("--cluster", "takes only --catalog and --pool, and no option that names a node")
         return _verify_cluster(catalog, pool, timeout_s, as_json)
     if node is not None and folder is not None:
-        raise InvalidRequest("--folder", "names a node, and so does --node: give one")
+        raise InvalidRequest("--folder", "cannot be combined with --node: both name a node")
     name = node if node is not None else os.environ.get("KVSTORE_NODE")
     if folder is None and not (targets and node is None):
         folder = _stopped(name)
@@ -225,7 +225,7 @@ def _verify_cluster(catalog: str | None, pool: str | None, timeout_s: float, as_
 
 
 def _stopped(name: str | None) -> Path | None:
-    """The folder of the node of this machine that has this name and no daemon; None where there is none."""
+    """Return the folder of a node on this machine that has this name and no daemon; None if there is none."""
     if not name or is_remote(name):
         return None
     shm_dir = Path(os.environ.get("KVSTORE_SHM_DIR") or SHM_DIR)
@@ -275,6 +275,6 @@ def _print(result: dict[str, Any]) -> None:
     for finding in result["findings"]:
         click.echo(finding)
     if result["repairs"]:
-        click.echo("The next start puts right:")
+        click.echo("The next start repairs:")
     for repair in result["repairs"]:
         click.echo(f"  {repair}")

@@ -1,1 +1,1 @@
-"""What users call: interfaces with their promises. ``local``, ``remote`` and ``memory`` implement them."""
+"""What users call: interfaces with their promises. ``local`` and ``remote`` implement them."""

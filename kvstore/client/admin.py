@@ -1,7 +1,7 @@
 """AdminVerbs: what an operator asks of a node, the same through shared memory and over gRPC.
 
-Every verb is one admin call (``service.operator.admin``): a JSON document to the node and one back. A store
-of whatever kind says how it is carried (``_admin``).
+Every verb is one admin call (``service.operator.admin``): a JSON document to the node and one back. Each kind of store
+carries the call in its own way (``_admin``).
 """
 
 from __future__ import annotations
@@ -29,28 +29,28 @@ def keys_argument(keys: Keys) -> dict[str, Any]:
 
 
 class AdminVerbs:
-    """Mixed into every store. Each verb raises NodeUnavailable or DeadlineExceeded where the node does not answer in
-    time, and InvalidRequest where an argument makes no sense; then nothing was changed."""
+    """Mixed into every store. Each verb raises NodeUnavailable or DeadlineExceeded if the node does not answer in time,
+    and InvalidRequest if an argument is invalid; then nothing was changed."""
 
     @abstractmethod
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
-        """Make one admin call; the node's answer."""
+        """Make one admin call; return the node's answer."""
 
     @abstractmethod
     def in_pool(self, keys: Keys) -> Keys:
-        """The same pages by the keys that they have there."""
+        """Return the keys that these pages have in the node's pool."""
 
     def _pages_named(self, keys: Keys) -> dict[str, Any]:
-        """Pages as ``_admin`` takes them. Raises InvalidRequest where there are none, or too many."""
+        """Return pages as ``_admin`` takes them. Raises InvalidRequest if there are none, or too many."""
         if not len(keys):
-            raise InvalidRequest("keys", "must be those of at least one page")
+            raise InvalidRequest("keys", "must name at least one page (got none)")
         return self._pages_sent(keys)
 
     def _pages_sent(self, keys: Keys) -> dict[str, Any]:
-        """The same. So many that they do not fit one message are named ahead, in parts."""
+        """As ``_pages_named``, for any number of pages. Pages that do not fit one message are sent ahead, in parts."""
         keys = self.in_pool(keys)
         if len(keys) > KEYS_MAX:
-            raise InvalidRequest("keys", f"{len(keys)} pages, one call is about {KEYS_MAX} at most")
+            raise InvalidRequest("keys", f"must be at most {KEYS_MAX} pages (got {len(keys)})")
         if len(keys) <= KEYS_PER_CALL:
             return keys_argument(keys)
         named: dict[str, Any] = {}
@@ -75,30 +75,31 @@ class AdminVerbs:
         keys: Keys | None = None,
         dry_run: bool = False,
     ) -> dict[str, Any]:
-        """Make pages leave, the coldest tails of chains first.
+        """Evict pages, the coldest tails of chains first.
 
-        How much: ``pages``, ``bytes`` or ``percent`` of what is chosen from, at most one; without, all of it. What is
-        chosen from: the pages of ``tier`` ("dram", "nvme", "all") that were not used for ``age_s`` seconds, belong to
-        the tenant ``salt``, are among ``keys``; at least one thing has to be said.
+        At most one of ``pages``, ``bytes`` and ``percent`` says how much to evict of the selected pages; without any of
+        them, all are evicted. The selected pages are those of ``tier`` ("dram", "nvme", "all") that were not used for
+        ``age_s`` seconds, belong to the tenant ``salt``, and are among ``keys``. At least one argument is required.
 
-        Out of "dram" pages go to NVMe first where the node has it and admits them; out of "all" they are gone. Pages
-        that are leased, pinned, held or have children that stay do not leave.
+        Pages evicted from "dram" are saved to NVMe first, if the node has NVMe and admits them; pages evicted from
+        "all" are gone. Pages that are leased, pinned, held or have children that stay are not evicted.
 
-        Returns ``pages`` and ``bytes`` that left, the same ``by_tier``, ``by_tenant`` and ``by_model``, and
-        ``stayed``: pages by reason. ``dry_run``: what would leave; nothing is changed.
+        Returns ``pages`` and ``bytes`` evicted, in total and ``by_tier``, ``by_tenant`` and ``by_model``, and
+        ``stayed``: pages that were not evicted, by reason. With ``dry_run`` it returns what would be evicted and
+        changes nothing.
 
         Raises:
-            InvalidRequest: nothing is said, or too much, or a value makes no sense.
+            InvalidRequest: no argument is given, more than one amount is given, or a value is invalid.
         """
         wish = {"pages": pages, "bytes": bytes, "percent": percent, "age_s": age_s, "salt": salt}
         wish = {name: value for name, value in wish.items() if value is not None}
         if not wish and keys is None:
-            raise InvalidRequest("evict", "say what or how much: pages, bytes, percent, age_s, salt or keys")
+            raise InvalidRequest("evict", "needs one of pages, bytes, percent, age_s, salt and keys (got none)")
         if sum(field in wish for field in ("pages", "bytes", "percent")) > 1:
-            raise InvalidRequest("evict", "give one of pages, bytes and percent")
+            raise InvalidRequest("evict", "takes one of pages, bytes and percent (got several)")
         for field in ("pages", "bytes"):
             if field in wish and not _is_count(wish[field]):
-                raise InvalidRequest(field, f"must be a positive integer, not {wish[field]!r}")
+                raise InvalidRequest(field, f"must be a positive integer (got {wish[field]!r})")
         named = self._pages_named(keys) if keys is not None else {}
         return self._admin("evict", tier=tier, dry_run=dry_run, **wish, **named)
 
@@ -113,25 +114,26 @@ class AdminVerbs:
         keys: Keys | None = None,
         after: str | None = None,
     ) -> dict[str, Any]:
-        """Up to ``limit`` stored pages, ``order`` "coldest", "recent" or "place" first, and how many there are.
+        """List up to ``limit`` stored pages in ``order`` ("coldest" first, "recent" first, or by "place"), and count
+        all.
 
         Args:
-            tier, salt, age_s, keys: only those; as in ``evict``.
-            after: go on where another answer ended, by its ``next``.
+            tier, salt, age_s, keys: select pages, as in ``evict``.
+            after: the ``next`` of an earlier answer, to continue where it ended.
 
-        Returns ``total`` and ``bytes`` of the pages that fit the description, a page in two tiers counted twice;
-        ``pages``, each with key, root, parent, tier, address, position in its chain, bytes, tokens, seconds since its
-        last use, tenant, model, and what keeps it: holds (children, pins), leased, pinned; and ``next`` where there
-        are more. What comes and goes meanwhile may be missed, or told twice.
+        Returns ``total`` and ``bytes`` of the selected pages, where a page in two tiers counts twice; ``pages``, each
+        with key, root, parent, tier, address, position in its chain, bytes, tokens, seconds since its last use, tenant,
+        model, and what keeps it: holds (children, pins), leased, pinned; and ``next`` where there are more. Pages that
+        are stored or evicted in the meantime may be missed, or listed twice.
         """
         if not _is_count(limit):
-            raise InvalidRequest("limit", f"must be a positive integer, not {limit!r}")
+            raise InvalidRequest("limit", f"must be a positive integer (got {limit!r})")
         said = {"salt": salt, "age_s": age_s, "order": order if order != "coldest" else None}
         wish: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
         if keys is not None:
             wish |= self._pages_named(keys)
         pages: list[dict[str, Any]] = []
-        while True:  # a message holds some hundreds
+        while True:  # one message holds some hundreds of pages
             place = {"after": after} if after is not None else {}
             found = self._admin("pages", limit=limit - len(pages), tier=tier, **wish, **place)
             pages += found["pages"]
@@ -143,9 +145,9 @@ class AdminVerbs:
         """What the node knows of each page of ``keys``, stored or not; see ``service.operator.explaining``.
 
         Returns ``pages``, one entry per key: ``tiers`` that have it, and ``leased``, ``pinned``, ``identity``,
-        ``writing`` or ``event`` where there is something to say. ``elsewhere``: other tenants, adapters or models
-        under which a first page of the same tokens is stored, where the first of ``keys`` is not. ``events_s``: how
-        far back the node remembers events; ``scanning``: it does not know all of NVMe yet.
+        ``writing`` or ``event`` if they apply. ``elsewhere``: other tenants, adapters or models under which a first
+        page of the same tokens is stored, where the first of ``keys`` is not. ``events_s``: how far back the node
+        remembers events. ``scanning``: true while the node has not read all of NVMe yet.
         """
         keys = self.in_pool(keys)
         told: dict[str, Any] = {"pages": [], "elsewhere": [], "events_s": 0.0, "scanning": False}
@@ -160,28 +162,30 @@ class AdminVerbs:
         return told
 
     def layouts(self, model: str | None = None) -> list[dict[str, Any]]:
-        """Layouts that pages were put under, those of most pages first: ``fingerprint``, ``layout`` (the arguments of
-        ``kvstore.Layout``; None where nobody has said), ``tenants`` and ``pages``, how many. ``model``: of that one."""
+        """List layouts that pages were put under, those with most pages first: ``fingerprint``, ``layout`` (the
+        arguments of ``kvstore.Layout``; None if unknown), ``tenants`` and ``pages`` (counts). ``model`` selects the
+        layouts of one model."""
         found: list[dict[str, Any]] = self._admin("layouts", **({"model": model} if model is not None else {}))[
             "layouts"
         ]
         return found
 
     def pin(self, keys: Keys, ttl_s: float) -> dict[str, Any]:
-        """Keep the stored pages of ``keys`` from leaving for ``ttl_s`` seconds: ``{"pin", "pages", "bytes", "until"}``.
+        """Protect the stored pages of ``keys`` from eviction for ``ttl_s`` seconds:
+        ``{"pin", "pages", "bytes", "until"}``.
 
-        ``until`` is in seconds since the epoch. A pin outlives this store and the daemon, not a reboot.
+        ``until`` is in seconds since the epoch. A pin outlives this store and the daemon, but not a reboot.
         """
         return self._admin("pin", ttl_s=ttl_s, **self._pages_named(keys))
 
     def unpin(self, pin: str | int | None = None, keys: Keys | None = None) -> dict[str, Any]:
         """End a pin, by its id or by what it pins."""
         if (pin is None) == (keys is None):
-            raise InvalidRequest("pin", "give either the id of a pin or keys")
+            raise InvalidRequest("pin", "needs either the id of a pin or keys")
         return self._admin("unpin", **({"pin": pin} if keys is None else self._pages_named(keys)))
 
     def pins(self) -> dict[str, Any]:
-        """The pins there are: ``pins``, and ``bytes`` that they keep per tier."""
+        """List all pins as ``pins``, and ``bytes`` that they keep per tier."""
         found = self._admin("pins", limit=PINS_PER_CALL)
         pins = list(found["pins"])
         while "next" in found:
@@ -192,14 +196,16 @@ class AdminVerbs:
     def events(self, after: int | None = None, limit: int = 1000, wait_s: float = 0.0) -> dict[str, Any]:
         """What happened to pages after event ``after`` (None: from now on): ``{"events", "next", "lost"}``.
 
-        ``next`` is the ``after`` of the next call; ``lost``: how many were overwritten before they could be read.
+        ``next`` is the ``after`` of the next call; ``lost`` counts events that were overwritten before they could be
+        read.
         """
         return self._admin("events", after=after, limit=limit, wait_s=wait_s)
 
     def kv_dump(self) -> Iterator[bytes]:
-        """All that the node holds, as KV events tell of it: msgpack batches end to end, in parts; see docs/events.md.
+        """Yield everything that the node holds as KV events: concatenated msgpack batches, in parts; see
+        docs/events.md.
 
-        Read it without a pause: after a minute the node gives a dump up, and the next part raises InvalidRequest.
+        Read it without pauses: after a minute the node drops the dump, and the next part raises InvalidRequest.
         """
         reply = self._admin("kv_dump")
         yield base64.b64decode(reply["data"])
@@ -208,7 +214,7 @@ class AdminVerbs:
             yield base64.b64decode(reply["data"])
 
     def verify(self, timeout_s: float = 600.0) -> dict[str, Any]:
-        """Have the node verify every page's checksums, record and index entry, then its conservation laws.
+        """Ask the node to verify every page's checksums, record and index entry, and then its conservation laws.
 
         Damaged pages are dropped with their descendants. Returns ``pages_verified``, ``pages_damaged``, ``findings``
         (one line per broken law; empty where all hold) and ``damage_since_start`` (pages by reason).

@@ -1,8 +1,8 @@
-"""Buffers: what callers hand in (numpy, torch, bytearray, memoryview, ...) as plain rows of bytes, without a copy.
+"""Buffers: callers' memory (numpy, torch, bytearray, memoryview, ...) as plain rows of bytes, without a copy.
 
-Arguments: what callers give that every store checks alike. Each check raises InvalidRequest naming the field.
+Arguments: checks that every store makes of its callers' arguments. Each raises InvalidRequest naming the field.
 
-Scattered: one value in several buffers of a caller.
+Scattered: one value in several of the caller's buffers.
 """
 
 from __future__ import annotations
@@ -20,22 +20,22 @@ Rows = npt.NDArray[np.uint8]
 
 
 class PageRows(list[Rows]):
-    """Pages that do not lie together, each a uint8 array ``[page_bytes]``: a put takes them like one array."""
+    """Pages that are not adjacent, each a uint8 array ``[page_bytes]``. A put takes them like one array."""
 
 
 _U8 = np.dtype(np.uint8)
 
 
 def rows_to_fill(buffer: Any, row_bytes: int, rows: int, field: str = "out", *, apart: bool = False) -> Rows:
-    """``buffer`` as uint8 ``[>= rows, row_bytes]`` to be written into; shares the caller's memory.
+    """Return ``buffer`` as writable uint8 ``[>= rows, row_bytes]``, sharing the caller's memory.
 
-    Any dtype and shape of at least ``rows * row_bytes`` bytes will do, where it is C-contiguous and writable.
+    Any C-contiguous writable buffer of at least ``rows * row_bytes`` bytes is accepted, of any dtype and shape.
 
     Args:
-        apart: arrays and tensors ``[>= rows, ...]`` will do as well whose rows of ``row_bytes`` are each contiguous.
+        apart: also accept arrays and tensors ``[>= rows, ...]`` of which each row of ``row_bytes`` is contiguous.
 
     Raises:
-        InvalidRequest: too small, read-only, not contiguous, not host memory, or no buffer at all; names ``field``.
+        InvalidRequest: too small, read-only, not contiguous, not host memory, or not a buffer; names ``field``.
     """
     if (
         type(buffer) is np.ndarray
@@ -51,28 +51,28 @@ def rows_to_fill(buffer: Any, row_bytes: int, rows: int, field: str = "out", *, 
         if not found.flags.writeable:
             raise InvalidRequest(field, "must be writable")
         if len(found) < rows:
-            raise InvalidRequest(field, f"has {len(found)} rows, {rows} are needed")
+            raise InvalidRequest(field, f"must have at least {rows} rows (got {len(found)})")
         if len(found) > 1 and abs(found.strides[0]) < row_bytes:
-            raise InvalidRequest(field, "must not have rows over each other")
+            raise InvalidRequest(field, "must not have overlapping rows")
         return found
     flat = flat_bytes(buffer, field)
     if not flat.flags.writeable:
         raise InvalidRequest(field, "must be writable")
     need = rows * row_bytes
     if flat.size < need:
-        raise InvalidRequest(field, f"has {flat.size} bytes, {rows} rows of {row_bytes} need {need}")
+        raise InvalidRequest(field, f"must have at least {need} bytes for {rows} rows of {row_bytes} (got {flat.size})")
     usable = flat.size // row_bytes * row_bytes
     return flat[:usable].reshape(-1, row_bytes)
 
 
 def rows_to_read(buffer: Any, row_bytes: int, rows: int, field: str = "pages", *, apart: bool = False) -> Rows:
-    """``buffer`` as uint8 ``[rows, row_bytes]`` to be read from; shares the caller's memory.
+    """Return ``buffer`` as uint8 ``[rows, row_bytes]`` for reading, sharing the caller's memory.
 
     Args:
-        apart: arrays and tensors ``[rows, ...]`` will do as well whose rows of ``row_bytes`` are each contiguous.
+        apart: also accept arrays and tensors ``[rows, ...]`` of which each row of ``row_bytes`` is contiguous.
 
     Raises:
-        InvalidRequest: not exactly ``rows * row_bytes`` bytes, not contiguous, not host memory, or no buffer at all.
+        InvalidRequest: not exactly ``rows * row_bytes`` bytes, not contiguous, not host memory, or not a buffer.
     """
     if type(buffer) is PageRows:
         return buffer  # type: ignore[return-value]  # by our own server, which has made them so
@@ -83,17 +83,17 @@ def rows_to_read(buffer: Any, row_bytes: int, rows: int, field: str = "pages", *
     found = _rows_apart(buffer, row_bytes, field) if apart else None
     if found is not None:
         if len(found) != rows:
-            raise InvalidRequest(field, f"has {len(found)} rows, {rows} are expected")
+            raise InvalidRequest(field, f"must have {rows} rows (got {len(found)})")
         return found
     flat = flat_bytes(buffer, field)
     need = rows * row_bytes
     if flat.size != need:
-        raise InvalidRequest(field, f"has {flat.size} bytes, {rows} of {row_bytes} bytes each are expected: {need}")
+        raise InvalidRequest(field, f"must have {need} bytes, {rows} rows of {row_bytes} (got {flat.size})")
     return flat.reshape(rows, row_bytes)
 
 
 def fill(target: Rows, source: Any) -> None:
-    """Copy rows into as many rows; ``source`` is one array, or a slice of ``PageRows``."""
+    """Copy rows into the same number of rows; ``source`` is one array, or a slice of ``PageRows``."""
     if isinstance(source, list):
         for row, bytes_of_page in zip(target, source, strict=True):
             copy(row, bytes_of_page)
@@ -102,7 +102,7 @@ def fill(target: Rows, source: Any) -> None:
 
 
 def flat_bytes(buffer: Any, field: str) -> Rows:
-    """All bytes of a C-contiguous buffer as uint8 ``[bytes]``."""
+    """Return all bytes of a C-contiguous buffer as uint8 ``[bytes]``."""
     if type(buffer) is np.ndarray and buffer.dtype is _U8 and buffer.ndim == 1 and buffer.flags.c_contiguous:
         return buffer
     if hasattr(buffer, "detach") and hasattr(buffer, "untyped_storage"):
@@ -110,18 +110,18 @@ def flat_bytes(buffer: Any, field: str) -> Rows:
     if not isinstance(buffer, np.ndarray):
         return _flat_memory(buffer, field)
     if buffer.dtype.hasobject:
-        raise InvalidRequest(field, f"must hold plain numbers, not {buffer.dtype}")
+        raise InvalidRequest(field, f"must hold plain numbers (got {buffer.dtype})")
     if not buffer.flags.c_contiguous:
         raise InvalidRequest(field, "must be C-contiguous")
     return buffer.reshape(-1).view(np.uint8)
 
 
 def _rows_apart(buffer: Any, row_bytes: int, field: str) -> Rows | None:
-    """An array or tensor ``[n, ...]`` that is not contiguous, but its rows of ``row_bytes`` are, as uint8
-    ``[n, row_bytes]``; None: it is contiguous, or no array.
+    """Return an array or tensor ``[n, ...]`` that is not contiguous, but whose rows of ``row_bytes`` are, as uint8
+    ``[n, row_bytes]``; None if it is contiguous or not an array.
 
     Raises:
-        InvalidRequest: its rows are not contiguous, or of another size; it is not host memory.
+        InvalidRequest: its rows are not contiguous or have another size, or it is not host memory.
     """
     if hasattr(buffer, "detach") and hasattr(buffer, "untyped_storage"):
         torch = sys.modules["torch"]
@@ -129,26 +129,26 @@ def _rows_apart(buffer: Any, row_bytes: int, field: str) -> Rows | None:
         if buffer.layout is not torch.strided or buffer.is_contiguous():
             return None
         if buffer.dim() < 2 or not buffer[0].is_contiguous():
-            raise InvalidRequest(field, "must be C-contiguous, or rows that each are")
+            raise InvalidRequest(field, "must be C-contiguous, or have contiguous rows")
         found: Rows = buffer.detach().view(len(buffer), -1).view(torch.uint8).numpy()
     elif isinstance(buffer, np.ndarray) and not buffer.flags.c_contiguous:
         if buffer.dtype.hasobject or buffer.ndim < 2 or not buffer[0].flags.c_contiguous:
-            raise InvalidRequest(field, "must be plain numbers, C-contiguous, or rows that each are")
+            raise InvalidRequest(field, "must be plain numbers, C-contiguous or with contiguous rows")
         found = buffer.reshape(len(buffer), -1).view(np.uint8)
     else:
         return None
     if found.shape[1] != row_bytes:
-        raise InvalidRequest(field, f"has rows of {found.shape[1]} bytes, {row_bytes} are expected")
+        raise InvalidRequest(field, f"must have rows of {row_bytes} bytes (got {found.shape[1]})")
     return found
 
 
 def _check_host(tensor: Any, field: str) -> None:
     if tensor.device.type != "cpu":
-        raise InvalidRequest(field, f"is device memory, of {tensor.device}: pass the host's")
+        raise InvalidRequest(field, f"must be host memory (got a tensor on {tensor.device})")
 
 
 def _flat_tensor(tensor: Any, field: str) -> Rows:
-    """A torch tensor's bytes. numpy knows no bfloat16, so the tensor is seen as bytes on torch's side first."""
+    """Return a torch tensor's bytes. numpy has no bfloat16, so torch reinterprets the tensor as bytes first."""
     _check_host(tensor, field)
     if tensor.layout is not sys.modules["torch"].strided or not tensor.is_contiguous():
         raise InvalidRequest(field, "must be C-contiguous")
@@ -161,7 +161,7 @@ def _flat_memory(buffer: Any, field: str) -> Rows:
         view = memoryview(buffer)
     except TypeError:
         kind = type(buffer).__name__
-        raise InvalidRequest(field, f"must be an array, a tensor or a buffer, not {kind}") from None
+        raise InvalidRequest(field, f"must be an array, a tensor or a buffer (got {kind})") from None
     if not view.c_contiguous:
         raise InvalidRequest(field, "must be C-contiguous")
     if view.nbytes == 0:
@@ -173,16 +173,16 @@ SECONDS_MAX = 1e6
 
 
 def check_seconds(value: Any, field: str) -> float:
-    """A number of seconds, more than zero."""
+    """Return a positive number of seconds."""
     if not isinstance(value, int | float) or not 0 < value < SECONDS_MAX:
-        raise InvalidRequest(field, f"must be positive seconds, not {value!r}")
+        raise InvalidRequest(field, f"must be positive seconds (got {value!r})")
     return value
 
 
 def check_text(value: Any, field: str) -> str:
-    """Text that UTF-8 can say."""
+    """Return text that UTF-8 can encode."""
     if not isinstance(value, str):
-        raise InvalidRequest(field, f"must be text, not {type(value).__name__}")
+        raise InvalidRequest(field, f"must be text (got {type(value).__name__})")
     try:
         value.encode()
     except UnicodeEncodeError as error:
@@ -191,7 +191,7 @@ def check_text(value: Any, field: str) -> str:
 
 
 class Scattered:
-    """One value over several flat buffers, laid end to end."""
+    """One value in several flat buffers, which are concatenated."""
 
     def __init__(self, parts: list[Rows]) -> None:
         self.parts = parts
@@ -199,7 +199,7 @@ class Scattered:
 
     @classmethod
     def of(cls, value: Any, field: str, writable: bool) -> Scattered:
-        """A caller's buffer, or list of buffers. Raises InvalidRequest naming ``field``."""
+        """Make one from a caller's buffer or list of buffers. Raises InvalidRequest naming ``field``."""
         parts = [flat_bytes(part, field) for part in (value if isinstance(value, list | tuple) else [value])]
         if writable:
             for part in parts:
@@ -213,7 +213,7 @@ class Scattered:
             copy(part[low:high], data[at : at + high - low])
 
     def read(self, start: int, into: Rows) -> None:
-        """Copy from ``start`` of the value as much as ``into`` takes and there is."""
+        """Copy the value from ``start`` on into ``into``, as much as fits."""
         if len(self.parts) == 1:
             part = self.parts[0][start : start + into.size]
             copy(into[: part.size], part)
@@ -222,14 +222,15 @@ class Scattered:
             copy(into[at : at + high - low], part[low:high])
 
     def rows(self, start: int, rows: int, row_bytes: int) -> Rows | None:
-        """As many of these rows from ``start`` on as lie in one buffer, as a view; None where the first does not."""
+        """Return a view of as many rows from ``start`` on as are in one buffer; None if the first is not."""
         for part, low, _, _ in self._cut(start, 1):
             fit = min(rows, (part.size - low) // row_bytes)
             return part[low : low + fit * row_bytes].reshape(fit, row_bytes) if fit else None
         return None
 
     def _cut(self, start: int, count: int) -> list[tuple[Rows, int, int, int]]:
-        """(buffer, low, high, place in ``start .. start + count``) of every buffer that has some of it."""
+        """Return (buffer, low, high, position in ``start .. start + count``) of every buffer that has a part of that
+        range."""
         cut, base, stop = [], 0, start + count
         for part in self.parts:
             low, high = max(start - base, 0), min(stop - base, part.size)

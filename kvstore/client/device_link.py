@@ -1,20 +1,20 @@
-"""DeviceLink: the way between host memory and one device: streams, pinned bounces, and pinned segments.
+"""DeviceLink: copies between host memory and one device, with its streams, pinned bounce buffers and pinned segments.
 
-Pages that are mapped go straight from and to their frames, whose memory is pinned when the first of them is copied
-(``pins``). All others bounce. There is one link per device and process, made by the first copy.
+Mapped pages are copied directly from and to their frames, whose memory is pinned at the first copy (``pins``). All
+other memory goes through a bounce buffer. The first copy makes the one link per device and process.
 
-Pins: extents of a node's segment that are registered with the drivers of devices, in this process.
+Pins: registers extents of a node's segment with the drivers of devices, in this process.
 
-A driver pins the memory that lies behind a range when it is registered. The node may give the memory of an extent back
-once nothing lies there, and another extent gets other memory in the same place. A driver does not see that: it would
-go on with pages that nobody else has. But memory is given back where there is no extent alone, and no number of an
-extent is used twice. So a range is pinned under the number of its extent::
+A driver pins the memory behind a range when the range is registered. The node may free the memory of an empty extent,
+and a later extent gets other memory at the same range. The driver does not notice that: it would keep using the old
+memory, which nothing else maps. But memory is freed only where there is no extent, and no extent number is used twice.
+So a range is pinned under the number of its extent::
 
     unknown ──copy of extent n──> pinned under n ──copy of extent m > n──> pinned under m ──the mapping ends──> unknown
 
-Before the second step every copy is over that was begun under n. Who still copies by an older number than the range has
-reads pages that have turned over, which their words tell. Nobody writes there: frames that are reserved, or leased,
-keep their extent where it is.
+Before the second step every copy that was started under n is over. A copy under an older number than that of the range
+reads pages that have left, which their words show. Such a copy never writes: reserved and leased frames keep their
+extent in place.
 """
 
 from __future__ import annotations
@@ -39,25 +39,26 @@ from kvstore.errors import Unavailable
 
 
 class PinnedExtent(Protocol):
-    """What is pinned: ``memory``, a part of a mapping, and the number that says whose it is."""
+    """Memory to be pinned: ``memory``, a part of a mapping, and the number of its extent."""
 
     @property
     def number(self) -> int:
-        """Higher than that of every extent that was here before."""
+        """The extent's number, higher than that of every earlier extent at this range."""
         ...
 
     @property
     def memory(self) -> Bytes:
-        """The whole position of the segment."""
+        """The extent's whole range of the segment."""
         ...
 
 
 class PinnedRanges:
-    """See the module. Threads and devices share it: what is registered with a driver is so for all of its devices."""
+    """The pinned ranges of this process; see the module. Threads and devices share it: a driver registers a range for
+    all its devices."""
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()  # from the look at a range until the copy there has its event
-        self._ranges: dict[int, _Range] = {}  # by where they begin
+        self._lock = threading.Lock()  # held from the check of a range until its copy has an event
+        self._ranges: dict[int, _Range] = {}  # by start address
 
     def copy(
         self,
@@ -67,13 +68,14 @@ class PinnedRanges:
         begin: Callable[[], DeviceEvent],
         deadline_s: float,
     ) -> DeviceEvent:
-        """Begin a copy in that stream of ``device`` from or to these extents, whose memory is pinned, where the driver
-        does that. What ``begin`` returns: the event behind it.
+        """Begin a copy in that stream of ``device`` from or to these extents, after pinning their memory if the driver
+        can. ``begin`` starts it and returns its event.
 
         Raises:
-            DeadlineExceeded: another copy in a range that is to be registered anew is not over. Nothing was begun.
-            Unavailable: such a range cannot be unregistered. Nothing was begun.
-            DeviceLost, and what ``begin`` raises.
+            DeadlineExceeded: a range must be registered again, and an older copy there is not over. Nothing was
+                started.
+            Unavailable: such a range cannot be unregistered. Nothing was started. DeviceLost, and what ``begin``
+            raises.
         """
         while True:
             with self._lock:
@@ -86,7 +88,7 @@ class PinnedRanges:
                     for found, _ in pairs:
                         found.last[stream] = event
                     return event
-            with contextlib.suppress(DeviceLost):  # then it is over as well
+            with contextlib.suppress(DeviceLost):  # then the copy is over as well
                 event.wait(deadline_s)
 
     def _range(self, memory: Bytes) -> _Range:
@@ -98,33 +100,33 @@ class PinnedRanges:
         return found
 
     def _unmapped(self, start: int) -> None:
-        """Takes no lock: a collection of garbage may call it anywhere."""
+        """Note the end of a mapping. Takes no lock: garbage collection may call it anywhere."""
         found = self._ranges.pop(start, None)
         if found is not None:
             found.unpin()
 
 
 class _Range:
-    """Where one extent after the other lies.
+    """A range that holds one extent after another.
 
     Attributes:
-        last: by stream the event behind its last copy here, which is behind all others of that stream.
+        last: by stream, the event of its last copy here, which comes after all its other copies.
     """
 
     def __init__(self, start: int, nbytes: int) -> None:
         self.last: dict[object, DeviceEvent] = {}
         self._start, self._nbytes = start, nbytes
         self._number = -1
-        self._pinned: dict[Device, bool] = {}  # False: it refused, and is not asked again
+        self._pinned: dict[Device, bool] = {}  # False: the driver refused, and is not asked again
 
     def under_way(self, number: int) -> DeviceEvent | None:
-        """The event of a copy that has to be over before extent ``number`` is pinned here."""
+        """Return the event of a copy that must be over before extent ``number`` is pinned here."""
         if number <= self._number:
             return None
         return next((event for event in self.last.values() if not is_over(event)), None)
 
     def pin(self, device: Device, extent: PinnedExtent) -> None:
-        """Register it, once for each device that does not refuse: then copies take longer."""
+        """Register the extent once for each device. If the driver refuses, copies take longer."""
         if extent.number > self._number:
             self.unpin()
             self._number = extent.number
@@ -139,8 +141,8 @@ class _Range:
             self._pinned[device] = False
 
     def unpin(self) -> None:
-        """For all devices. No copy is under way."""
-        # Without holding the memory: this is called as well while the mapping ends.
+        """Unregister the range for all devices. No copy is in progress."""
+        # Does not keep the memory alive: this is also called while the mapping ends.
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * self._nbytes).from_address(self._start))
         for device, pinned in list(self._pinned.items()):
             if pinned:
@@ -151,7 +153,7 @@ class _Range:
 
 
 def is_over(event: DeviceEvent) -> bool:
-    """Whether nothing before it goes on any more."""
+    """Return whether everything before this event has ended."""
     try:
         return event.over()
     except DeviceLost:
@@ -170,8 +172,8 @@ BOUNCE_BYTES: Final = 8 << 20  # at a time, where a row is not larger
 class DeviceLink:
     """See the module. Threads may share it. Lives as long as its device.
 
-    Copies to the device have a stream, and so have those from it: both go on at a time. Layers have one more: they are
-    given before they are computed, and whatever is behind them in their stream waits for that.
+    Copies to the device and from it have a stream each, so both can run at the same time. Copies of layers have a third
+    stream: they are queued before the layer is computed, and everything queued after them waits for it.
     """
 
     def __init__(self, device: Device) -> None:
@@ -179,7 +181,7 @@ class DeviceLink:
         self._to, self._from, self._layers = CopyStream(device), CopyStream(device), CopyStream(device)
         self.bounces = PinnedBounces(device)
         self._lock = threading.Lock()
-        self._late: list[tuple[DeviceEvent, Any]] = []  # copies nobody waits for any more, and their memory
+        self._late: list[tuple[DeviceEvent, Any]] = []  # abandoned copies, and their memory
 
     def copy(
         self,
@@ -189,15 +191,15 @@ class DeviceLink:
         to_device: bool,
         layer: bool = False,
     ) -> DeviceEvent:
-        """Begin to copy rows of the host to as many of the device, or back, behind what the caller's stream does. The
-        event behind it: until it is over nothing has happened, and all of the memory has to stay.
+        """Begin to copy rows between host and device, ordered after the work of the caller's stream. Returns the copy's
+        event: until it is over, nothing has been copied for certain, and the memory of both sides must stay allocated.
 
         Args:
-            extents: where the host's rows lie, if that is a node's segment.
-            layer: nobody waits for it soon.
+            extents: the extents that hold the host's rows, if they are in a node's segment.
+            layer: this is a layer of a writer, whose end is not awaited soon.
 
         Raises:
-            Unavailable: see ``PinnedRanges.copy``. Nothing was begun.
+            Unavailable: see ``PinnedRanges.copy``. Nothing was started.
         """
         hosts, theirs, sizes = [], [], []
         for host, rows in pairs:
@@ -215,16 +217,16 @@ class DeviceLink:
         return PINNED.copy(self.device, extents, stream, begin, time.monotonic() + COPY_DEADLINE_S)
 
     def copy_pieces(self, pieces: Sequence[Pieces], after: DeviceEvent | None) -> DeviceEvent:
-        """Begin to copy between memory of this device and of others that it reaches, all of it in one go, behind
-        ``after``. The event behind it, as of ``copy``."""
+        """Begin one copy between memory of this device and of others that it can access, ordered after ``after``.
+        Returns the copy's event, as ``copy`` does."""
         targets, sources, nbytes = (np.concatenate(column) for column in zip(*pieces, strict=True))
         return self._to.copy(targets, sources, nbytes, after=after)
 
     def wait(self, event: DeviceEvent, memory: Any, deadline_s: float | None = None) -> None:
-        """Wait for the event of a copy. Where that fails ``memory`` is kept until it comes.
+        """Wait for the event of a copy. If that fails, ``memory`` is kept alive until the event comes.
 
         Raises:
-            DeadlineExceeded: it did not come in time, and still may. What is written to is not to be used again.
+            DeadlineExceeded: it did not come in time, and still may. The target memory must not be used again.
             DeviceLost: it will not come.
         """
         with self._lock:
@@ -240,11 +242,11 @@ class DeviceLink:
             raise
 
     def upload(self, host: Rows, rows: DeviceRows) -> None:
-        """Copy rows of any host memory to as many of the device. Returns when they are there."""
+        """Copy rows of any host memory to the device. Returns when the copy is over."""
         self._bounce(host, rows, to_device=True)
 
     def download(self, rows: DeviceRows, host: Rows) -> None:
-        """Copy rows of the device to as many of the host. Returns when they are there."""
+        """Copy rows of the device to the host. Returns when the copy is over."""
         self._bounce(host, rows, to_device=False)
 
     def _bounce(self, host: Rows, rows: DeviceRows, *, to_device: bool) -> None:
@@ -267,7 +269,7 @@ _making = threading.Lock()
 
 
 def link_of(device: Device) -> DeviceLink:
-    """The one link of that device in this process. Raises DeviceLost."""
+    """Return the one link of that device in this process. Raises DeviceLost."""
     with _making:
         link = _links.get(device)
         if link is None:
@@ -276,7 +278,7 @@ def link_of(device: Device) -> DeviceLink:
 
 
 def host_rows(buffer: Any, row_bytes: int, rows: int, field: str = "pages", *, apart: bool = False) -> Rows:
-    """As ``buffers.rows_to_read``; what is in a device's memory comes into new memory of the host first."""
+    """As ``buffers.rows_to_read``; rows in a device's memory are copied to new host memory first."""
     if not on_device(buffer):
         return rows_to_read(buffer, row_bytes, rows, field, apart=apart)
     theirs = device_rows_to_read(buffer, row_bytes, rows, field, apart=apart)

@@ -1,4 +1,4 @@
-"""DeviceRows: what callers hand in of a device's memory (torch CUDA, ``__cuda_array_interface__``, DLPack) as rows."""
+"""DeviceRows: callers' device memory (torch CUDA, ``__cuda_array_interface__``, DLPack) as rows of bytes."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ class DeviceRows:
     """Rows of bytes in a device's memory, each contiguous.
 
     Attributes:
-        stream: the handle of the stream that may still be writing or reading them; None: nobody is.
-        owner: what keeps the memory.
+        stream: the handle of the stream that may still be writing or reading them; None if there is none.
+        owner: the object that keeps the memory alive.
     """
 
     device: Device
@@ -46,16 +46,16 @@ class DeviceRows:
         return replace(self, address=self.address + start * self.stride, rows=max(0, stop - start))
 
     def columns(self, start: int, stop: int) -> DeviceRows:
-        """These bytes of each row."""
+        """Return these bytes of each row."""
         return replace(self, address=self.address + start, row_bytes=stop - start)
 
     @property
     def addresses(self) -> Addresses:
-        """Of each row."""
+        """Return the address of each row."""
         return (self.address + np.arange(self.rows, dtype=np.int64) * self.stride).astype(np.uint64)
 
     def ready(self) -> DeviceEvent | None:
-        """The event behind what the caller's stream has been given so far; None: there is nothing to wait for."""
+        """Record an event after all work queued in the caller's stream so far; None if there is nothing to wait for."""
         return None if self.stream is None else self.device.stream_of(self.stream).record()
 
 
@@ -71,7 +71,7 @@ class _Array(NamedTuple):
 
 
 def on_device(buffer: Any) -> bool:
-    """Whether that is no host memory, by what it says of itself."""
+    """Return whether a buffer says that it is device memory."""
     kind = type(buffer)
     if kind is DeviceRows:
         return True
@@ -87,20 +87,20 @@ def on_device(buffer: Any) -> bool:
 def device_rows_to_fill(
     buffer: Any, row_bytes: int, rows: int, field: str = "out", *, apart: bool = False
 ) -> DeviceRows:
-    """As ``buffers.rows_to_fill``, of memory of a device."""
+    """As ``buffers.rows_to_fill``, for device memory."""
     found = _rows(buffer, row_bytes, field, apart=apart, writable=True)
     if len(found) < rows:
-        raise InvalidRequest(field, f"has {len(found)} rows of {row_bytes} bytes, {rows} are needed")
+        raise InvalidRequest(field, f"must have at least {rows} rows of {row_bytes} bytes (got {len(found)})")
     return found
 
 
 def device_rows_to_read(
     buffer: Any, row_bytes: int, rows: int, field: str = "pages", *, apart: bool = False
 ) -> DeviceRows:
-    """As ``buffers.rows_to_read``, of memory of a device."""
+    """As ``buffers.rows_to_read``, for device memory."""
     found = _rows(buffer, row_bytes, field, apart=apart, writable=False)
     if len(found) != rows:
-        raise InvalidRequest(field, f"has {len(found)} rows of {row_bytes} bytes, {rows} are expected")
+        raise InvalidRequest(field, f"must have {rows} rows of {row_bytes} bytes (got {len(found)})")
     return found
 
 
@@ -114,23 +114,23 @@ def _rows(buffer: Any, row_bytes: int, field: str, *, apart: bool, writable: boo
     nbytes = math.prod(array.shape) * array.itemsize
     if _contiguous(array.shape, array.strides, array.itemsize):
         if not writable and nbytes % max(1, row_bytes):
-            raise InvalidRequest(field, f"has {nbytes} bytes, rows of {row_bytes} are expected")
+            raise InvalidRequest(field, f"must consist of rows of {row_bytes} bytes (got {nbytes} bytes)")
         rows, stride = nbytes // max(1, row_bytes), row_bytes
     else:
         inner = len(array.shape) > 1 and _contiguous(array.shape[1:], array.strides[1:], array.itemsize)
         if not apart or not inner:
-            raise InvalidRequest(field, "must be C-contiguous" + (", or rows that each are" if apart else ""))
+            raise InvalidRequest(field, "must be C-contiguous" + (", or have contiguous rows" if apart else ""))
         rows, stride = array.shape[0], array.strides[0]
         if nbytes != rows * row_bytes:
-            raise InvalidRequest(field, f"has rows of {nbytes // rows} bytes, {row_bytes} are expected")
+            raise InvalidRequest(field, f"must have rows of {row_bytes} bytes (got {nbytes // rows})")
         if writable and rows > 1 and abs(stride) < row_bytes:
-            raise InvalidRequest(field, "must not have rows over each other")
+            raise InvalidRequest(field, "must not have overlapping rows")
     device = device_of(array.address)
     if device is None and nbytes:
         why = missing()
-        raise InvalidRequest(field, "is not memory of a device that this process has" + (f": {why}" if why else ""))
+        raise InvalidRequest(field, "must be memory of a device of this process" + (f": {why}" if why else ""))
     if device is None:
-        raise InvalidRequest(field, "has no bytes")
+        raise InvalidRequest(field, "must not be empty")
     return DeviceRows(device, array.address, rows, row_bytes, stride, array.stream, owner)
 
 
@@ -144,7 +144,7 @@ def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int)
 
 
 def _array_of(buffer: Any, field: str) -> tuple[Any, _Array]:
-    """What keeps the memory, and where it is."""
+    """Return the object that keeps the memory alive, and the array's place."""
     if hasattr(type(buffer), "untyped_storage"):
         return buffer, _of_torch(buffer, field)
     if hasattr(type(buffer), "__cuda_array_interface__"):
@@ -175,7 +175,7 @@ def _of_interface(told: dict[str, Any], field: str) -> _Array:
 
 
 class _Tensor(ctypes.Structure):
-    """DLTensor, behind which a DLManagedTensor goes on."""
+    """DLTensor, the first member of a DLManagedTensor."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -192,8 +192,9 @@ class _Tensor(ctypes.Structure):
 
 
 def _of_dlpack(buffer: Any, field: str) -> tuple[Any, _Array]:
-    """The capsule keeps the memory: one that nobody has renamed gives it back when it is dropped."""
-    capsule = buffer.__dlpack__(stream=_LEGACY_STREAM)  # its work is before whatever that stream is given now
+    """Return the capsule, which keeps the memory alive, and the array. A capsule that was not renamed frees the memory
+    when it is dropped."""
+    capsule = buffer.__dlpack__(stream=_LEGACY_STREAM)  # its work is ordered before anything queued from now on
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     tensor = _Tensor.from_address(get(capsule, b"dltensor"))
@@ -209,6 +210,6 @@ def _of_dlpack(buffer: Any, field: str) -> tuple[Any, _Array]:
 
 
 def any_rows(buffer: Any, row_bytes: int, rows: int, field: str = "pages", *, apart: bool = False) -> Rows | DeviceRows:
-    """``rows_to_read`` where it is the host's memory, else ``device_rows_to_read``."""
+    """Call ``rows_to_read`` for host memory, and ``device_rows_to_read`` for device memory."""
     read = device_rows_to_read if on_device(buffer) else rows_to_read
     return read(buffer, row_bytes, rows, field, apart=apart)

@@ -1,8 +1,8 @@
-"""GroupedCache: the pages of a model with several cache groups, as one cache.
+"""GroupedCache: one cache for a model with several cache groups.
 
-GroupedLease: pages of several cache groups kept where they are until a deadline, and views of them.
+GroupedLease: keeps pages of several cache groups in place until a deadline, with views of them.
 
-GroupedMatch: what a lookup, a get or a lease of a cache with several groups found.
+GroupedMatch: the result of a lookup, a get or a lease in a cache with several groups.
 """
 
 from __future__ import annotations
@@ -39,16 +39,16 @@ from kvstore.model.retention import Retention, hints_of
 
 
 class GroupedMatch:
-    """How much of a prompt was found in every group. A value: it does not change.
+    """How much of a prompt was found in every group. Immutable.
 
     Attributes:
-        tokens: the boundary: prompt tokens covered.
-        pages: of each group the pages that this boundary needs.
-        reason: why it is no longer: "" where it is as long as what was asked for, else as ``Match.reason``.
-        group: number of the group that lacks a page of the next longer boundary; None where ``reason`` is "".
-        data: of each group uint8 ``[len(pages[group]), page_bytes]`` where ``get`` was given no buffers, else None.
+        tokens: the boundary, as a number of prompt tokens.
+        pages: for each group the pages that this boundary needs.
+        reason: why no longer boundary was found, as in ``Match.reason``; "" if the whole request was found.
+        group: number of the group that lacks a page of the next longer boundary; None if ``reason`` is "".
+        data: for each group uint8 ``[len(pages[group]), page_bytes]`` if ``get`` was given no buffers, else None.
         tiers: pages of all groups by the tier they were found in.
-        nodes: pages by the other node of the pool that they were found on, or came from.
+        nodes: pages by the other node of the pool on which they were found, or from which they came.
     """
 
     __slots__ = ("data", "group", "nodes", "pages", "reason", "tiers", "tokens")
@@ -74,11 +74,11 @@ class GroupedMatch:
     def read(
         self, data: list[npt.NDArray[np.uint8]] | None, tiers: Mapping[Tier, int], nodes: Mapping[str, int]
     ) -> GroupedMatch:
-        """The same match, whose pages came from there."""
+        """Return this match with the tiers and nodes that its pages were read from."""
         return GroupedMatch(self.tokens, self.pages, self.reason, self.group, data, tiers, nodes)
 
     def because(self, reason: str, group: int | None) -> GroupedMatch:
-        """The same match, which is no longer for another reason."""
+        """Return this match with another reason for its length."""
         return GroupedMatch(self.tokens, self.pages, reason, group, self.data, self.tiers, self.nodes)
 
     def __bool__(self) -> bool:
@@ -94,12 +94,12 @@ Find = Callable[[dict[Lack, str]], GroupedMatch]
 class GroupedLease:
     """Views of what the longest boundary needs: ``with cache.lease(tokens) as lease: use(lease.pages[group][0])``.
 
-    Life as that of a ``Lease``, one of which it holds for each chain of pages: one per full group, and one per page of
-    the others.
+    It lives as a ``Lease`` does. It holds one ``Lease`` per chain of pages: one per full group, and one per page of the
+    other groups.
 
     Attributes (once entered):
-        pages: of each group read-only uint8 arrays ``[page_bytes]``, those of ``match.pages[group]``.
-        match: how much was found. Nothing found is an empty lease.
+        pages: for each group read-only uint8 arrays ``[page_bytes]``, one per page of ``match.pages[group]``.
+        match: how much was found. The lease is empty if nothing was found.
     """
 
     def __init__(self, groups: Sequence[PrefixCache], keys: GroupedKeys, ttl_s: float, find: Find) -> None:
@@ -117,14 +117,15 @@ class GroupedLease:
             NodeUnavailable, DeadlineExceeded: the daemon did not answer in time.
         """
         if self.match is not None:
-            raise InvalidRequest("lease", "is taken already: make another")
+            raise InvalidRequest("lease", "was taken already: make another")
         lost: dict[Lack, str] = {}
         while not self._take(self._find(lost), lost):
-            pass  # the next shorter boundary
+            pass  # try the next shorter boundary
         return self
 
     def _take(self, match: GroupedMatch, lost: dict[Lack, str]) -> bool:
-        """Whether all pages of the match are leased; nothing is where one of them is not, which is ``lost`` then."""
+        """Return whether all pages of the match are leased. If one cannot be, none is, and that one is added to
+        ``lost``."""
         leases, views = list[Lease](), [list[npt.NDArray[np.uint8]]() for _ in self._groups]
         with ExitStack() as held:
             for number, (group, needed) in enumerate(zip(self._groups, match.pages, strict=True)):
@@ -144,85 +145,86 @@ class GroupedLease:
         """Release it.
 
         Raises:
-            LeaseBroken: a page changed meanwhile. Inside the handling of another exception that one gets a note.
+            LeaseBroken: a page changed under the lease. If another exception is being handled, that one gets a note
+                instead.
         """
         self.pages, self._leases = [[] for _ in self._groups], []
         self._held.__exit__(kind, error, trace)
 
     def renew(self, ttl_s: float) -> None:
-        """Move the deadline to ``ttl_s`` from now. A lease that had ended is taken again.
+        """Move the deadline to ``ttl_s`` from now. A lease that has ended is taken again.
 
         Raises:
-            LeaseBroken: it had ended, and a page has changed or is gone.
-            NodeUnavailable, DeadlineExceeded: the node did not answer; of some pages the old deadline holds.
+            LeaseBroken: the lease had ended, and a page has changed or is gone.
+            NodeUnavailable, DeadlineExceeded: the node did not answer; for some pages the old deadline still holds.
         """
         for lease in self._leases:
             lease.renew(ttl_s)
 
     def check(self) -> None:
-        """Whether everything read through the views up to now was right.
+        """Raise unless everything read through the views so far was right.
 
         Raises:
-            LeaseBroken: a page changed; the lease was overstayed.
+            LeaseBroken: a page changed after the lease's deadline.
         """
         for lease in self._leases:
             lease.check()
 
     def release(self) -> None:
-        """End it now. Views must not be used any more."""
+        """End the lease now. Its views must not be used any more."""
         for lease in self._leases:
             lease.release()
         self.pages, self._leases = [[] for _ in self._groups], []
 
     def __reduce__(self) -> NoReturn:
-        raise InvalidRequest("lease", "cannot be pickled: it belongs to this process")
+        raise InvalidRequest("lease", "cannot be pickled: belongs to this process")
 
 
 Asked = Callable[[PrefixCache, Keys], Match]
 
 
 class GroupedCache:
-    """Pages of several layouts, the cache groups of one model, under one tenant salt and adapter: sliding windows
-    beside full attention, an indexer beside MLA, states. Made by ``Store.cache`` of a list of layouts; lives as long as
-    its store.
+    """Pages of several layouts, the cache groups of one model, under one tenant salt and adapter: sliding windows next
+    to full attention, an indexer next to MLA, states. ``Store.cache`` makes it from a list of layouts; it lives as long
+    as its store.
 
     A hit is the longest *boundary* that every group has: a number of tokens, a multiple of each group's
-    ``page_tokens``. There a full group needs all pages before it, a window group those that hold the ``window - 1``
-    tokens before it, a state group the page that ends there. What a group does not need there need not be stored.
+    ``page_tokens``. At a boundary, a full group needs all pages before it, a window group needs the pages that hold the
+    ``window - 1`` tokens before it, and a state group needs the page that ends there. Other pages need not be stored.
 
-    Pages of full groups are those of the layout's own ``PrefixCache``. Those of window and state groups are found one
-    by one, so they have keys of their own: a ``PrefixCache`` of such a layout does not find them, nor this one its.
+    Full groups share their pages with the layout's own ``PrefixCache``. Pages of window and state groups are found one
+    by one, so they have different keys: neither cache finds those pages of the other.
 
-    ``tokens`` in every verb is a prompt, matched up to its last but one token, or ``GroupedKeys``, which name their
-    pages outright. ``extras`` are lists as for ``PrefixCache.keys``, one per group. Threads may share it.
+    ``tokens`` in every verb is a prompt, matched up to its last but one token, or ``GroupedKeys``, which name pages
+    directly. ``extras`` are lists as for ``PrefixCache.keys``, one per group. Threads may share it.
 
     Attributes:
-        groups: the cache of each layout, for verbs of one group: writers and readers, layer by layer, take what
-            ``GroupedKeys.parts`` gives.
+        groups: the cache of each layout, for verbs of one group: layer-wise writers and readers take the keys in
+            ``GroupedKeys.parts``.
         layouts: as given.
         boundary_tokens: boundaries are multiples of this.
     """
 
     def __init__(self, groups: Sequence[PrefixCache]) -> None:
         if not 0 < len(groups) <= GROUPS_MAX:
-            raise InvalidRequest("layout", f"must be one to {GROUPS_MAX} layouts, not {len(groups)}")
+            raise InvalidRequest("layout", f"must be one to {GROUPS_MAX} layouts (got {len(groups)})")
         self.groups: Final = tuple(groups)
         self.layouts: Final = tuple(group.layout for group in groups)
         self.boundary_tokens: Final = boundary_tokens(self.layouts)
         self._roots = tuple(group.root for group in groups)
         if len(set(self._roots)) < len(groups):
-            raise InvalidRequest("layout", "is that of two groups: tell them apart by Layout.group")
+            raise InvalidRequest("layout", "must differ between groups: set Layout.group")
 
     # --- keys -------------------------------------------------------------------------------------------------------
 
     def keys(self, tokens: Any, extras: Sequence[Sequence[bytes]] | None = None) -> GroupedKeys:
-        """Keys of all full pages of ``tokens`` in every group, to reuse over several calls.
+        """Return the keys of all full pages of ``tokens`` in every group, for use in several calls.
 
         Args:
-            extras: per group digests of the media inside each full page (``b""`` where none), or None.
+            extras: for each group, the digests of the media inside each full page (``b""`` if none), or None.
 
         Raises:
-            InvalidRequest: tokens are empty, negative, too large or no integers; extras do not fit the pages.
+            InvalidRequest: tokens are empty, negative, too large or not integers; extras do not fit the pages.
         """
         array = as_tokens(tokens)
         return self._keys(array, len(array), self._extras(extras, len(array)))
@@ -240,7 +242,7 @@ class GroupedCache:
         return [list(each) for each in extras]
 
     def _keys(self, tokens: npt.NDArray[np.uint32], count: int, extras: list[list[bytes] | None]) -> GroupedKeys:
-        """Keys of the first ``count`` tokens."""
+        """Return the keys of the first ``count`` tokens."""
         named: list[Keys | SinglePages] = []
         used = tokens[:count]
         for group, media in zip(self.groups, extras, strict=True):
@@ -256,13 +258,13 @@ class GroupedCache:
         if type(tokens) is not GroupedKeys:
             return self.keys(tokens, extras)
         if tokens.roots != self._roots:
-            raise InvalidRequest("tokens", "these keys are of other layouts, salt or adapter")
+            raise InvalidRequest("tokens", "must be keys of this cache's layouts, salt and adapter")
         if extras is not None:
             raise InvalidRequest("extras", "are part of the keys already")
         return tokens
 
     def _asked(self, tokens: Any, extras: Sequence[Sequence[bytes]] | None) -> GroupedKeys:
-        """Keys of the pages that a prompt can match: of all tokens but the last one."""
+        """Return the keys of the pages that a prompt can match: of all tokens but the last one."""
         if type(tokens) is GroupedKeys:
             return self._named(tokens, extras)
         array = as_tokens(tokens)
@@ -271,7 +273,7 @@ class GroupedCache:
     # --- reading ----------------------------------------------------------------------------------------------------
 
     def lookup(self, tokens: Any, extras: Sequence[Sequence[bytes]] | None = None) -> GroupedMatch:
-        """The longest boundary that every group has. A hint: no page is touched, kept or marked used.
+        """Return the longest boundary that every group has. A hint: no page is read, kept or marked as used.
 
         Raises:
             InvalidRequest: as ``keys``, or the store is closed.
@@ -287,18 +289,18 @@ class GroupedCache:
         extras: Sequence[Sequence[bytes]] | None = None,
         verify: bool | None = None,
     ) -> GroupedMatch:
-        """Copy what the longest boundary needs into ``out``; every page is proven to be what was asked for.
+        """Copy the pages that the longest boundary needs into ``out``; every page is proven to be the one requested.
 
         Args:
-            out: a buffer per group, as for ``PrefixCache.get``. Row ``i`` of it gets page ``match.pages[group][i]``: of
-                a full group page ``i``, of a window group the first page that the window needs comes first, of a state
-                group there is one row. Pages that are not needed have no rows. It must have rows for what the longest
-                boundary asked for needs, ``rows(tokens)``. None allocates ``match.data``.
+            out: a buffer per group, as for ``PrefixCache.get``. Its row ``i`` receives page ``match.pages[group][i]``:
+                for a full group page ``i``, for a window group the pages of the window in order, and for a state group
+                one page. Each buffer must have rows for the longest boundary requested, ``rows(tokens)``. None
+                allocates ``match.data``.
             verify: as for ``PrefixCache.get``.
 
-        Rows after those of the match are not changed, except that rows of a longer boundary may have been written
-        where one of its pages was evicted, or could not be proven, while it was read: then the next shorter boundary is
-        tried. Nothing raises for a miss.
+        Rows after those of the match are not changed, with one exception: if a page of a longer boundary was evicted
+        while it was read, or could not be proven, the next shorter boundary is tried, and rows of the longer one may
+        have been written. A miss raises nothing.
 
         Raises:
             InvalidRequest: as ``keys``; a buffer is too small, read-only or not contiguous (nothing was copied).
@@ -324,7 +326,7 @@ class GroupedCache:
         tiers: Counter[Tier],
         nodes: Counter[str],
     ) -> bool:
-        """Whether all pages of the match could be read; adds the one that could not to ``lost``."""
+        """Return whether all pages of the match could be read; add the one that could not to ``lost``."""
         for number, (group, needed, rows) in enumerate(zip(self.groups, match.pages, buffers, strict=True)):
             row = 0
             for part in keys.parts(number, needed):
@@ -338,7 +340,7 @@ class GroupedCache:
         return True
 
     def rows(self, tokens: Any) -> tuple[int, ...]:
-        """Of each group the most rows that a ``get`` of these tokens, or keys, may fill."""
+        """Return for each group the most rows that a ``get`` of these tokens, or keys, may fill."""
         count = tokens.tokens if type(tokens) is GroupedKeys else len(as_tokens(tokens)) - 1
         boundary = count // self.boundary_tokens * self.boundary_tokens
         return tuple(len(pages_needed(layout, boundary)) for layout in self.layouts)
@@ -357,7 +359,7 @@ class GroupedCache:
             raise InvalidRequest(field, f"must be a list of {len(self.groups)}, one per group")
 
     def _found(self, keys: GroupedKeys, lost: Mapping[Lack, str], ask: Asked) -> GroupedMatch:
-        """The longest boundary whose pages ``ask`` finds, without those that are known to be ``lost``."""
+        """Return the longest boundary whose pages ``ask`` finds, treating ``lost`` pages as absent."""
         leading, singles = [0] * len(self.groups), dict[Lack, Match]()
         chains = dict[int, Match]()
         for number, group in enumerate(self.groups):
@@ -392,7 +394,8 @@ class GroupedCache:
     def prefetch(
         self, tokens: Any, timeout_s: float = 5.0, extras: Sequence[Sequence[bytes]] | None = None
     ) -> GroupedMatch:
-        """Have the node bring to DRAM what the longest stored boundary needs; returns the longest that is there then.
+        """Ask the node to bring to DRAM what the longest stored boundary needs. Returns the longest boundary in DRAM
+        afterwards.
 
         Raises:
             InvalidRequest: as ``keys``; ``timeout_s`` is not positive.
@@ -409,7 +412,8 @@ class GroupedCache:
         return found if found.reason else found.because(match.reason, match.group)
 
     def lease(self, tokens: Any, ttl_s: float = 30.0, extras: Sequence[Sequence[bytes]] | None = None) -> GroupedLease:
-        """Read-only views of what the longest boundary needs, without a copy: ``with cache.lease(tokens) as lease``.
+        """Return a lease with read-only views of what the longest boundary needs:
+        ``with cache.lease(tokens) as lease``.
 
         Raises:
             InvalidRequest: as ``keys``; ``ttl_s`` is not positive.
@@ -429,12 +433,12 @@ class GroupedCache:
         wait: bool = False,
         retention: Retention | Sequence[Retention] = (),
     ) -> tuple[int, ...]:
-        """Store pages of ``tokens``; returns of each group how many were new. Pages already in DRAM are skipped.
+        """Store pages of ``tokens``; returns how many were new in each group. Pages already in DRAM are skipped.
 
         Args:
-            pages: per group what there is of it: a buffer ``[full pages, page_bytes]`` with all its pages; or a pair of
-                a range and a buffer, ``(range(4, 6), [2, page_bytes])``, with those pages alone; or None. Pages of a
-                full group that do not begin with the first are stored where those before them are.
+            pages: the pages of each group: a buffer ``[full pages, page_bytes]`` with all its pages; or a pair of a
+                range and a buffer, ``(range(4, 6), [2, page_bytes])``, with those pages alone; or None. Pages of a full
+                group that do not begin with the first one are stored only if those before them are.
             checksum, wait, retention: as for ``PrefixCache.put``.
 
         Raises:
@@ -473,14 +477,14 @@ def _room(pages: range, group: PrefixCache) -> Rows:
 
 
 def _given(given: Any, pages: int) -> tuple[range, Any]:
-    """Which pages of a group are given, and where."""
+    """Return which pages of a group are given, and their buffer."""
     if given is None:
         return range(0), None
     if not isinstance(given, tuple):
         return range(pages), given
     which = given[0] if len(given) == 2 else None
     if not isinstance(which, range) or which.step != 1:
-        raise InvalidRequest("pages", "must be a buffer, or a pair of a range and a buffer, or None, for each group")
+        raise InvalidRequest("pages", "must be a buffer, a pair of a range and a buffer, or None, for each group")
     if which and not 0 <= which.start < which.stop <= pages:
-        raise InvalidRequest("pages", f"{which} is not within the {pages} full pages")
+        raise InvalidRequest("pages", f"must be within the {pages} full pages (got {which})")
     return which, given[1]

@@ -1,6 +1,6 @@
-"""Match: what a lookup, a get or a lease found.
+"""Match: the result of a lookup, a get or a lease.
 
-Lease: pages kept where they are until a deadline, and views of them.
+Lease: keeps pages in place until a deadline, with views of them.
 """
 
 from __future__ import annotations
@@ -21,24 +21,24 @@ from kvstore.model.replica import Tier
 
 ABSENT, GENERATION, IDENTITY = "absent", "generation", "identity"
 CHECKSUM, EXTENT, IO = "checksum", "extent", "io"
-ELSEWHERE: Final = (ABSENT, GENERATION, EXTENT)  # what a page may say that is in another tier (now)
+ELSEWHERE: Final = (ABSENT, GENERATION, EXTENT)  # reasons of a page that may be in another tier (now)
 
 NONE_BELOW: Final[Mapping[Tier, int]] = MappingProxyType({})
 HERE_ALONE: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class Match:
-    """How much of a prompt was found. A value: it does not change.
+    """How much of a prompt was found. Immutable.
 
     Attributes:
         tokens: prompt tokens covered, a multiple of the layout's ``page_tokens``.
         pages: pages covered, from the first one on.
-        reason: why no more pages: "" where all asked for were found, else "absent", "generation" (it changed while it
-            was read), "identity" (another page has that key), "checksum", "extent" (its frames are gone), or "io" (the
-            device it is on cannot be read, or did not answer in time).
-        data: uint8 ``[pages, page_bytes]`` where ``get`` was given no buffer, else None.
-        nodes: pages by the other node of the pool that they were found on, or came from; those of the node that was
-            asked are not among them.
+        reason: why no more pages were found: "" if all were, else the fault of the next page: "absent", "generation"
+            (it changed during the read), "identity" (another page has that key), "checksum", "extent" (its frames are
+            gone), or "io" (its device cannot be read, or did not answer in time).
+        data: uint8 ``[pages, page_bytes]`` if ``get`` was given no buffer, else None.
+        nodes: number of pages by the other node of the pool on which they were found, or from which they came; pages of
+            the node that was asked are not included.
     """
 
     __slots__ = ("tokens", "pages", "reason", "data", "nodes", "_below")
@@ -61,7 +61,7 @@ class Match:
 
     @property
     def tiers(self) -> dict[Tier, int]:
-        """Pages by the tier they were found in; of a page that is in several the fastest counts."""
+        """Number of pages by the tier in which they were found; a page in several tiers counts in the fastest."""
         found = {Tier.DRAM: self.pages - sum(self._below.values()), **self._below}
         return {tier: pages for tier, pages in found.items() if pages}
 
@@ -75,13 +75,13 @@ class Match:
 class Lease(ABC):
     """Views of the longest stored prefix: ``with cache.lease(tokens) as lease: use(lease.pages[0])``.
 
-    Life: made -> entered (looked up, leased, proven) -> left, which releases it. One more end: its deadline ``ttl_s``
-    after it was taken or renewed; then the node may give the frames to other pages. What the views show from then on
-    depends on the kind of store; leaving raises ``LeaseBroken`` where they may have shown something wrong.
+    Life: made -> entered (looked up, leased, proven) -> left, which releases it. It also ends at its deadline,
+    ``ttl_s`` after it was taken or renewed; then the node may give the frames to other pages. What the views show from
+    then on depends on the kind of store; leaving raises ``LeaseBroken`` if they may have shown wrong data.
 
     Attributes (once entered):
         pages: read-only uint8 arrays ``[page_bytes]``, one per matched page.
-        match: how much was found. Nothing found is an empty lease.
+        match: how much was found. The lease is empty if nothing was found.
     """
 
     def __init__(self, layout: Layout, keys: Keys, ttl_s: float) -> None:
@@ -99,7 +99,7 @@ class Lease(ABC):
             NodeUnavailable, DeadlineExceeded: the daemon did not answer in time.
         """
         if self._entered:
-            raise InvalidRequest("lease", "is taken already: make another")
+            raise InvalidRequest("lease", "was taken already: make another")
         self._entered = True
         self._take()
         return self
@@ -110,7 +110,8 @@ class Lease(ABC):
         """Release it.
 
         Raises:
-            LeaseBroken: a page changed meanwhile. Inside the handling of another exception that one gets a note.
+            LeaseBroken: a page changed under the lease. If another exception is being handled, that one gets a note
+                instead.
         """
         try:
             self.check()
@@ -122,10 +123,10 @@ class Lease(ABC):
             self.release()
 
     def renew(self, ttl_s: float) -> None:
-        """Move the deadline to ``ttl_s`` from now. A lease that had ended is taken again.
+        """Move the deadline to ``ttl_s`` from now. A lease that has ended is taken again.
 
         Raises:
-            LeaseBroken: it had ended, and a page has changed or is gone.
+            LeaseBroken: the lease had ended, and a page has changed or is gone.
             NodeUnavailable, DeadlineExceeded: the node did not answer; the old deadline holds.
         """
         self._ttl_ms = _milliseconds(ttl_s)
@@ -133,31 +134,31 @@ class Lease(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Whether everything read through the views up to now was right.
+        """Raise unless everything read through the views so far was right.
 
         Raises:
-            LeaseBroken: a page changed; the lease was overstayed.
+            LeaseBroken: a page changed after the lease's deadline.
         """
 
     @abstractmethod
     def release(self) -> None:
-        """End it now. Views must not be used any more."""
+        """End the lease now. Its views must not be used any more."""
 
     def forget_views(self) -> None:
-        """For who only renews and releases: what was asked, and the views, take no memory any more."""
+        """Drop the request and the views, for callers that only renew and release the lease."""
         self.pages = []
         self._keys = Keys.of(np.empty(0, np.uint32), self._layout.page_tokens, self._keys.root)
 
     @abstractmethod
     def _take(self) -> None:
-        """Look up, lease, prove; set ``pages`` and ``match``. Nothing is leased where this raises."""
+        """Look up, lease, prove; set ``pages`` and ``match``. Leases nothing if it raises."""
 
     @abstractmethod
     def _renew(self) -> None:
         """Move the deadline to ``_ttl_ms`` from now."""
 
     def __reduce__(self) -> NoReturn:
-        raise InvalidRequest("lease", "cannot be pickled: it belongs to this process")
+        raise InvalidRequest("lease", "cannot be pickled: belongs to this process")
 
 
 def _milliseconds(ttl_s: float) -> int:

@@ -1,6 +1,6 @@
-"""ObjectVerbs: opaque objects, values under string keys, as every store has them. Their shape: ``model.objects``.
+"""ObjectVerbs: opaque objects (values under string keys) in any store. ``model.objects`` describes their format.
 
-Registration: buffers that a store's caller moves bytes through often, remembered for DMA.
+Registration: callers' buffers that are registered for DMA.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ class Registration:
         self._owner = owner
 
     def release(self) -> None:
-        """Forget the buffer. Twice is fine."""
+        """Forget the buffer. May be called twice."""
         self._owner.remove(self)
 
     def __enter__(self) -> Registration:
@@ -53,7 +53,7 @@ class Registrations:
             raise InvalidRequest("buffer", "must not be empty")
         with self._lock:
             if any(new.start < held.stop and held.start < new.stop for held in self._held):
-                raise InvalidRequest("buffer", "overlaps one that is registered")
+                raise InvalidRequest("buffer", "must not overlap a registered buffer")
             self._held.append(new)
         return new
 
@@ -74,49 +74,53 @@ _U8 = np.dtype(np.uint8)
 
 
 class ObjectVerbs(ABC):
-    """What a store can do with opaque objects. Keys are text of 1 to 1000 bytes as UTF-8; salts keep tenants apart.
+    """The verbs of a store for opaque objects. Keys are text of 1 to 1000 bytes in UTF-8; salts separate tenants.
 
-    A value is found whole, as one put wrote it, or not at all. Buffers are any C-contiguous host memory. Each verb
-    raises NodeUnavailable or DeadlineExceeded where the node does not answer in time; through shared memory only those
-    that write do. A bad argument raises InvalidRequest, and nothing was changed.
+    A value is found whole, as one put wrote it, or not at all. A buffer is any C-contiguous host memory. Each verb
+    raises NodeUnavailable or DeadlineExceeded if the node does not answer in time; through shared memory only verbs
+    that write do. An invalid argument raises InvalidRequest, and nothing was changed.
     """
 
     def __init__(self) -> None:
         self._registrations = Registrations()
 
     def put(self, key: str, data: Any, salt: str = "", replace: bool = False) -> bool:
-        """Store ``data`` under ``key``; whether that was done. See ``put_many``."""
+        """Store ``data`` under ``key``; return whether that was done. See ``put_many``."""
         return self.put_many([key], [data], salt, replace)[0]
 
     @abstractmethod
     def put_many(self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False) -> list[bool]:
-        """Store values, each a buffer or a list of buffers that are laid end to end; per value whether that was done.
+        """Store values, each a buffer or a list of buffers that are concatenated; return for each whether it was
+        stored.
 
-        False: there is one of that key and ``replace`` is not given, or another writer was faster. With ``replace``
-        readers find the old value, nothing for a moment, or the new one, never a mixture. True: it survives the daemon.
+        False means that the key exists and ``replace`` is not given, or that another writer was faster. With
+        ``replace``, readers find the old value, nothing for a moment, or the new one, but never a mixture. A stored
+        value survives the daemon.
 
         Raises:
-            InvalidRequest: a key, value or salt makes no sense, a key is named twice, or a value is larger than all
-                DRAM, or than the node takes over gRPC. Nothing was stored.
-            QuotaExceeded: of one value, because its tenant has all it may have; others may be stored.
-            OutOfSpace: of one value, because no room could be made; others may be stored.
+            InvalidRequest: a key, value or salt is invalid, a key is given twice, or a value is larger than all DRAM,
+                or than the node accepts over gRPC. Nothing was stored.
+            QuotaExceeded: a value exceeds its tenant's quota; others may be stored.
+            OutOfSpace: no space could be freed for a value; others may be stored.
             NodeUnavailable, DeadlineExceeded: the node did not answer in time; some may be stored.
         """
 
     @abstractmethod
     def get(self, key: str, out: Any = None, salt: str = "") -> Any:
-        """The value under ``key`` as a new uint8 array, or copied into ``out`` (a buffer or a list of them): its bytes.
+        """Return the value under ``key`` as a new uint8 array, or copy it into ``out`` (a buffer or a list of buffers)
+        and return its number of bytes.
 
-        None: there is none, or it cannot be proven to be the one asked for.
+        Returns None if there is no such value, or if it cannot be proven to be the one requested.
 
         Raises:
             InvalidRequest: as ``put``; ``out`` is too small or not writable.
         """
 
     def get_many(self, keys: Sequence[str], outs: Sequence[Any], salt: str = "") -> list[int]:
-        """``get`` into each of ``outs`` (a buffer, or a list of buffers to scatter one value over): lengths, -1: none.
+        """``get`` into each of ``outs`` (a buffer, or a list of buffers to scatter one value over). Returns their
+        lengths; -1 for a missing value.
 
-        Raises what ``get`` does; values before the one that it names may have been copied.
+        Raises what ``get`` does; values before the failing one may have been copied.
         """
         names_of(keys, outs, "outs")
         lengths = [self.get(key, out, salt) for key, out in zip(keys, outs, strict=True)]
@@ -124,15 +128,16 @@ class ObjectVerbs(ABC):
 
     @abstractmethod
     def size(self, key: str, salt: str = "") -> int | None:
-        """Bytes of the value under ``key``; None: there is none."""
+        """Return the number of bytes of the value under ``key``; None if there is none."""
 
     @abstractmethod
     def contains(self, keys: str | Sequence[str], salt: str = "") -> Any:
-        """Whether there is a value under this key; a list of that where a list of keys is given."""
+        """Return whether there is a value under this key; for a list of keys, a list of answers."""
 
     @abstractmethod
     def delete(self, keys: str | Sequence[str], salt: str = "") -> int:
-        """Delete the values under these keys, on every tier; how many there were. They do not come back.
+        """Delete the values under these keys on every tier; return how many there were. Deleted values do not come
+        back.
 
         Raises:
             InvalidRequest: as ``put``.
@@ -141,10 +146,10 @@ class ObjectVerbs(ABC):
 
     @abstractmethod
     def clear(self, prefix: str, salt: str = "") -> int:
-        """Delete all objects of this salt whose key begins with ``prefix``; how many there were. "": all objects.
+        """Delete all objects of this salt whose key begins with ``prefix`` ("" for all); return how many there were.
 
-        Looks at every object of the node, in steps that keep nobody waiting for long. Objects that are put in the
-        meantime may stay. Those under a lease are deleted as ``delete`` does.
+        Examines every object of the node, in short steps so that other requests do not wait long. Objects that are put
+        in the meantime may stay. Leased objects are deleted, as by ``delete``.
 
         Raises:
             InvalidRequest: ``prefix`` or ``salt`` is not text, or too long; nothing is deleted.
@@ -153,42 +158,42 @@ class ObjectVerbs(ABC):
 
     @abstractmethod
     def object_keys(self, salt: str = "") -> list[str]:
-        """Keys of all objects of a salt, in order. Looks at every object there is. Refused over gRPC, where a list of
-        all keys has no bound."""
+        """Return the keys of all objects of a salt, in order. Examines every object of the node. Not available over
+        gRPC, because the list of all keys is unbounded."""
 
     def register(self, buffer: Any) -> Registration:
-        """Remember a buffer that objects will often be put from and got into, for DMA: ``with store.register(b):``.
+        """Register a buffer for DMA that is often the source or target of objects: ``with store.register(b):``.
 
-        Only ``registered`` depends on it today: copies in host memory go the same way without.
+        Only ``registered`` depends on it today: copies in host memory are the same without it.
 
         Raises:
-            InvalidRequest: not writable, not contiguous, empty, or it overlaps one that is registered.
+            InvalidRequest: the buffer is not writable, not contiguous or empty, or it overlaps a registered one.
         """
         self._check_open()
         return self._registrations.add(buffer)
 
     def registered(self, buffer: Any) -> bool:
-        """Whether all of this buffer is inside a registered one."""
+        """Return whether all of this buffer is inside a registered one."""
         return self._registrations.covers(buffer)
 
     @abstractmethod
     def _check_open(self) -> None:
-        """Raises InvalidRequest where the store is closed, or this is a forked child."""
+        """Raise InvalidRequest if the store is closed, or if this is a forked child."""
 
 
 # --- arguments, checked alike in every store ------------------------------------------------------------------------
 
 
 def sources_of(keys: Sequence[str], values: Sequence[Any]) -> tuple[list[bytes], list[Scattered]]:
-    """Names and values to be put. Raises InvalidRequest as ``put_many``."""
+    """Return names and values to be put. Raises InvalidRequest as ``put_many``."""
     names = names_of(keys, values, "values")
     if len(set(names)) != len(names):
-        raise InvalidRequest("keys", "one is named twice")
+        raise InvalidRequest("keys", "must not name a key twice")
     return names, [Scattered.of(value, "data", writable=False) for value in values]
 
 
 def target_of(out: Any) -> Rows | Scattered:
-    """Where a value is to go: one flat array, or several. Raises InvalidRequest as ``get``."""
+    """Return the target of a value: one flat array, or several. Raises InvalidRequest as ``get``."""
     if type(out) is np.ndarray and out.dtype is _U8 and out.ndim == 1 and out.flags.carray:
         return out
     target = Scattered.of(out, "out", writable=True)
@@ -196,22 +201,22 @@ def target_of(out: Any) -> Rows | Scattered:
 
 
 def root_of_salt(salt: str) -> bytes:
-    """The root of a salt's objects. Raises InvalidRequest where it is no text."""
+    """Return the root of a salt's objects. Raises InvalidRequest if the salt is not text."""
     check_text(salt, "salt")
     return object_root(salt)
 
 
 def listed(keys: Any, field: str = "keys") -> list[Any]:
-    """One key or several, as a list. Raises InvalidRequest where it is neither."""
+    """Return one key or several as a list. Raises InvalidRequest if it is neither."""
     if isinstance(keys, str):
         return [keys]
     if isinstance(keys, bytes | bytearray) or not hasattr(keys, "__iter__"):
-        raise InvalidRequest(field, f"must be text or a list of texts, not {type(keys).__name__}")
+        raise InvalidRequest(field, f"must be text or a list of texts (got {type(keys).__name__})")
     return list(keys)
 
 
 def names_of(keys: Sequence[str], others: Sequence[Any], field: str) -> list[bytes]:
-    """Keys as bytes. Raises InvalidRequest where one makes no sense, or they are not as many as ``others``."""
+    """Return keys as bytes. Raises InvalidRequest if one is invalid, or if they are not as many as ``others``."""
     if isinstance(keys, str) or len(listed(keys)) != len(others):
-        raise InvalidRequest(field, "must be as many as keys, in a list")
+        raise InvalidRequest(field, "must be a list with one entry per key")
     return encode_names(keys)

@@ -1,4 +1,4 @@
-"""PrefixCache: the pages of one layout, salt and adapter in one store. The verbs users call most.
+"""PrefixCache: the pages of one layout, salt and adapter in one store, with the verbs that users call most.
 
 PendingPut: a put whose last acknowledgements have not been read.
 """
@@ -28,7 +28,7 @@ from kvstore.model.shard import Shard
 
 
 class PendingPut(ABC):
-    """A put on its way. Made by ``PrefixCache.put_async``; the caller's buffer is free already.
+    """A put without its last acknowledgements. Made by ``PrefixCache.put_async``; the caller's buffer is already free.
 
     Ends with ``result``. After a failure some leading pages may be stored, and a later put of the same prompt continues
     where this one stopped. Threads may share it.
@@ -38,12 +38,13 @@ class PendingPut(ABC):
 
     @abstractmethod
     def result(self) -> int:
-        """Pages newly stored, once that is acknowledged. Fewer than were given: see ``PrefixCache.put``.
+        """Wait for the acknowledgements; return the number of new pages. ``PrefixCache.put`` says why it may be less
+        than given.
 
-        May be called again, and gives the same answer or failure.
+        May be called again, with the same result or exception.
 
         Raises:
-            QuotaExceeded: nothing was stored, because the tenant has all it may have.
+            QuotaExceeded: nothing was stored, because the tenant's quota is used up.
             NodeUnavailable, DeadlineExceeded: the node did not acknowledge in time; some pages may be stored.
         """
 
@@ -53,15 +54,15 @@ class PrefixCache(ABC):
 
     Holds no pages and no session of its own. Threads may share it. ``tokens`` in every verb is a prompt (any integer
     sequence or array, an ndarray is fastest) or ``Keys``. A prompt is matched up to its last but one token, since the
-    last one has to be computed for its logits; ``Keys`` name their pages outright.
+    last one has to be computed for its logits; ``Keys`` name pages directly.
 
-    Over gRPC each verb is at least one round trip, so that reading too needs the node and raises ``NodeUnavailable`` or
-    ``DeadlineExceeded`` where it does not answer.
+    Over gRPC each verb is at least one round trip, so reads also raise ``NodeUnavailable`` or ``DeadlineExceeded`` if
+    the node does not answer.
 
     Attributes:
         layout, salt, adapter: as given to ``Store.cache``.
         root: 16 bytes that start every chain here.
-        page_bytes: bytes of a page.
+        page_bytes: the size of a page.
     """
 
     def __init__(self, layout: Layout, salt: str, adapter: str) -> None:
@@ -77,28 +78,28 @@ class PrefixCache(ABC):
     # --- keys -------------------------------------------------------------------------------------------------------
 
     def keys(self, tokens: Any, extras: Sequence[bytes] | None = None) -> Keys:
-        """Keys of all full pages of ``tokens``, to reuse over several calls, and with other stores.
+        """Return the keys of all full pages of ``tokens``, for use in several calls, and with other stores.
 
-        They hold the node's pool to be what it was last. Where it has been made anew since, with another secret, a
-        call that is given them makes their keys anew: that costs the time, nothing else.
+        Keys assume the pool's current secret. If the pool has been recreated, they are recomputed on use, which costs
+        only time.
 
         Args:
             extras: digests of the media inside each full page (``b""`` where none), or None.
 
         Raises:
-            InvalidRequest: tokens are empty, negative, too large or no integers; extras do not fit the pages.
+            InvalidRequest: tokens are empty, negative, too large or not integers; extras do not fit the pages.
         """
         return Keys.of(as_tokens(tokens), self._page_tokens, self.root, extras, self._tag())
 
     @abstractmethod
     def _tag(self) -> bytes:
-        """What our keys end with in the pool, as far as this side knows it; empty where it does not."""
+        """The pool's key suffix for this root, or ``b""`` if unknown."""
 
     def _named(self, tokens: Any, extras: Sequence[bytes] | None) -> Keys:
-        """Keys of all full pages."""
+        """Return the keys of all full pages."""
         if type(tokens) is Keys:
             if tokens.root != self.root or tokens.page_tokens != self._page_tokens:
-                raise InvalidRequest("tokens", "these keys are of another layout, salt or adapter")
+                raise InvalidRequest("tokens", "must be keys of this cache's layout, salt and adapter")
             if extras is not None:
                 raise InvalidRequest("extras", "are part of the keys already")
             return tokens.with_tag(self._tag())
@@ -107,12 +108,12 @@ class PrefixCache(ABC):
     def _to_store(
         self, tokens: Any, extras: Sequence[bytes] | None, retention: Retention | Sequence[Retention]
     ) -> Keys:
-        """Keys of all full pages, with the hints that they are stored with."""
+        """Return the keys of all full pages, with the hints that are stored with them."""
         keys = self._named(tokens, extras)
         return keys.hinted(hints_of(retention, len(keys), self._page_tokens)) if retention != () else keys
 
     def _asked(self, tokens: Any, extras: Sequence[bytes] | None) -> Keys:
-        """Keys of the pages a prompt can match: all but the one that holds its last token."""
+        """Return the keys of the pages that a prompt can match: all but the one that holds its last token."""
         if type(tokens) is Keys:
             return self._named(tokens, extras)
         array = as_tokens(tokens)
@@ -125,7 +126,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def lookup(self, tokens: Any, extras: Sequence[bytes] | None = None) -> Match:
-        """Length of the longest stored prefix. A hint: no page is touched, kept or marked used.
+        """Return the length of the longest stored prefix. A hint: no page is read, kept or marked as used.
 
         Raises:
             InvalidRequest: as ``keys``, or the store is closed.
@@ -135,26 +136,25 @@ class PrefixCache(ABC):
     def get(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
     ) -> Match:
-        """Copy the longest stored prefix into ``out``; every page is proven to be what was asked for.
+        """Copy the longest stored prefix into ``out``; every page is proven to be the one requested.
 
         Args:
-            out: ``[pages, page_bytes]``; any C-contiguous writable buffer large enough for all pages asked for: numpy
-                or torch of any dtype and shape, bytearray, memoryview, or memory of a device (torch CUDA,
-                ``__cuda_array_interface__``, DLPack), which is written behind what its stream has been given. None
+            out: ``[pages, page_bytes]``; any C-contiguous writable buffer large enough for all requested pages: numpy
+                or torch of any dtype and shape, bytearray, memoryview, or device memory (torch CUDA,
+                ``__cuda_array_interface__``, DLPack), which is written after the work queued in its stream. None
                 allocates ``match.data``.
-            verify: compare the checksums of every layer as well. None: as the store was opened. Pages that are read
-                from NVMe, or that come over gRPC, are always verified.
+            verify: also compare the checksums of every layer. None takes the store's setting. Pages from NVMe and over
+                gRPC are always verified.
 
-        Pages after the match are not changed, except that a page which was evicted while it was read may have been
-        copied in part, and that pages after one on NVMe which could not be read may have been copied. A page that
-        cannot be proven ends the match; nothing raises for a miss. On the node's own machine NVMe is read from here,
-        whether the daemon lives or not; a device that is silent for as long as a request may take (``timeout_s`` of
-        ``connect``) is a miss too.
+        Rows after the match are not changed, with two exceptions: a page that was evicted during its copy may be there
+        in part, and so may pages that follow an unreadable page on NVMe. A page that cannot be proven ends the match; a
+        miss raises nothing. On the node's own machine this process reads NVMe itself, even while the daemon is down; a
+        device that does not answer within ``timeout_s`` of ``connect`` is also a miss.
 
         Raises:
             InvalidRequest: as ``keys``; ``out`` is too small, read-only or not contiguous (nothing was copied).
             DeviceLost: the device of ``out`` has failed.
-            DeadlineExceeded: it did not copy in time; it may still write into ``out``.
+            DeadlineExceeded: the device did not copy in time, and may still write into ``out``.
         """
 
     @abstractmethod
@@ -168,13 +168,13 @@ class PrefixCache(ABC):
         """
 
     def _to_device(self, keys: Keys, out: Any, verify: bool | None) -> Match | None:
-        """``get`` into memory of a device; None: ``out`` is the host's."""
+        """``get`` into device memory; returns None if ``out`` is host memory."""
         if not on_device(out):
             return None
         return self._get_to_device(keys, device_rows_to_fill(out, self.page_bytes, len(keys)), verify)
 
     def _get_to_device(self, keys: Keys, rows: DeviceRows, verify: bool | None) -> Match:
-        """``get`` by way of pinned memory, some pages at a time."""
+        """``get`` through pinned memory, some pages at a time."""
         link, step = link_of(rows.device), max(1, BOUNCE_BYTES // self.page_bytes)
         pages, below, nodes = 0, Counter[Tier](), Counter[str]()
         while True:
@@ -203,19 +203,19 @@ class PrefixCache(ABC):
         extras: Sequence[bytes] | None = None,
         verify: bool | None = None,
     ) -> Match:
-        """``get`` of one shard's part of each page, by whichever shards they were written: the heads of ``rank`` (see
-        ``Layout.held_heads``) of the layers of ``stage`` (``Layout.shard_layers``), in a page's order.
+        """``get`` one shard's part of each page, regardless of which shards wrote it: the heads of ``rank`` (see
+        ``Layout.held_heads``) in the layers of ``stage`` (``Layout.shard_layers``), in the order of the page.
 
         Args:
-            out: ``[pages, shard bytes]``; as for ``get``, or an array or tensor whose rows lie apart, each contiguous.
-                None allocates ``match.data``.
-            verify: as for ``get``. Checksums are of whole layers of whole pages, so those are read then.
+            out: ``[pages, shard bytes]``, as for ``get``, or a strided array or tensor with contiguous rows. None
+                allocates ``match.data``.
+            verify: as for ``get``. Checksums cover whole layers, so whole pages are read then.
 
-        A page counts only when it is whole: every shard that writes it has sealed. Of pages in DRAM only these bytes
-        are read; those on NVMe are read whole, a few at a time. Over gRPC only the shard's bytes cross the network.
+        A page counts only when it is complete: every shard that writes it has sealed. In DRAM only the shard's bytes
+        are read; pages on NVMe are read whole, a few at a time. Over gRPC only the shard's bytes cross the network.
 
         Raises:
-            InvalidRequest: as ``get``; a number of the shard makes no sense.
+            InvalidRequest: as ``get``; a number of the shard is invalid.
         """
         shard = self._shard(rank, ranks, stage, stages)
         keys = self._asked(tokens, extras)
@@ -230,14 +230,15 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def _get_shard(self, keys: Keys, shard: Shard, target: Rows | None, verify: bool | None) -> Match:
-        """A shard's part of these pages, in the first rows of ``target``; None: in ``match.data``."""
+        """Copy a shard's part of these pages into the first rows of ``target``, or into ``match.data`` if that is
+        None."""
 
     @abstractmethod
     def prefetch(self, tokens: Any, timeout_s: float = 5.0, extras: Sequence[bytes] | None = None) -> Match:
-        """Have the node bring the stored prefix from NVMe to DRAM; returns what is in DRAM then.
+        """Ask the node to bring the stored prefix from NVMe to DRAM; returns what is in DRAM afterwards.
 
-        That may be less than is stored: DRAM is full of pages that may not leave, or ``timeout_s`` is over; what is on
-        its way then still arrives.
+        That may be less than is stored, if DRAM is full of pages that cannot be evicted, or if ``timeout_s`` is over;
+        pages in transit still arrive later.
 
         Raises:
             InvalidRequest: as ``keys``; ``timeout_s`` is not positive.
@@ -259,30 +260,30 @@ class PrefixCache(ABC):
     ) -> int:
         """Store the full pages of ``tokens``; returns how many were new. Pages already in DRAM are skipped.
 
-        Pages that are only on NVMe are written to DRAM as well, which saves reading them later; they are not new.
+        Pages that are only on NVMe are written to DRAM as well, which saves a later read; they do not count as new.
 
         Args:
-            pages: ``[full pages, page_bytes]``: exactly so many bytes in any C-contiguous buffer of any dtype, of the
-                host or of a device. What a device's stream has been given before is waited for.
+            pages: ``[full pages, page_bytes]``: a C-contiguous buffer of exactly that size and any dtype, in host or
+                device memory. The copy waits for work already queued in the device's stream.
             extras: as in ``keys``.
-            checksum: compute the layers' checksums here; otherwise the node does, soon after the seal. Without effect
-                over gRPC, where what arrives is verified in any case.
-            wait: return when the node has sealed the pages, and count those that it took. Otherwise a put on this
-                machine returns when its pages are *published* in shared memory: every later lookup finds them, by any
-                process, and they survive the daemon and this process. What the node then does not take (another writer
-                was faster, the pages before have left meanwhile) was counted all the same.
-            retention: how long new pages are worth keeping, or those of ranges of ``tokens``. A hint to eviction that
-                orders this cache's own pages; a page that is stored keeps the one it came with.
+            checksum: compute the layers' checksums in this process; otherwise the node does, soon after the seal. No
+                effect over gRPC, where all data is verified.
+            wait: return when the node has sealed the pages, and count those that it accepted. Otherwise a put on this
+                machine returns when its pages are *published* in shared memory: every later lookup in any process finds
+                them, and they survive the daemon and this process. Pages that the node later rejects (another writer
+                was faster, or their parents were evicted) are still counted.
+            retention: how long new pages are worth keeping, for all of them or per range of ``tokens``. A hint to
+                eviction that orders this cache's own pages; a stored page keeps its first hint.
 
-        Fewer new pages than expected mean that the store is full of pages that may not leave (leased, being written),
-        or that another writer was faster, or that the pages before were evicted meanwhile; what was stored is a
-        prefix either way. Pages are always waited for where they cannot be published: over gRPC, in an embedded store,
-        for a tenant with a quota, behind a page that only NVMe has, for more than 64 sessions at a time.
+        There may be fewer new pages than expected if the store is full of pages that cannot be evicted (leased, being
+        written), if another writer was faster, or if parent pages were evicted; the stored pages are a prefix in any
+        case. A put always waits for the node where pages cannot be published: over gRPC, in an embedded store, for a
+        tenant with a quota, after a page that only NVMe has, and beyond 64 sessions at a time.
 
         Raises:
-            InvalidRequest: as ``keys``; ``pages`` is not exactly as large as the full pages, or not contiguous;
-                ``retention`` is something else.
-            QuotaExceeded: nothing new was stored, because the tenant has all it may have.
+            InvalidRequest: as ``keys``; ``pages`` does not have exactly the size of the full pages, or is not
+                contiguous; ``retention`` has the wrong type.
+            QuotaExceeded: nothing new was stored, because the tenant's quota is used up.
             NodeUnavailable, DeadlineExceeded: the node, or the device of ``pages``, did not answer in time; some pages
                 may be stored.
             DeviceLost: the device of ``pages`` has failed; some pages may be stored.
@@ -301,12 +302,12 @@ class PrefixCache(ABC):
         """``put(wait=True)`` without waiting for the last acknowledgements. ``pages`` may be reused as soon as this
         returns.
 
-        A put whose ``result`` is never asked for is sealed all the same; its replies are read by a later put, or soon
-        after the last one.
+        A put whose ``result`` is never called is sealed too; its replies are read by a later put, or soon after the
+        last one.
         """
 
     def _shard(self, *cut: int) -> Shard:
-        """By rank, ranks, stage and stages. All of a page, which most writers write, is made once."""
+        """Return the shard of (rank, ranks, stage, stages); the whole-page shard, the usual case, is cached."""
         if all(type(number) is int for number in cut) and cut == (0, 1, 0, 1):
             return self._whole
         return Shard(self.layout, *cut)
@@ -314,9 +315,9 @@ class PrefixCache(ABC):
     # --- leases, and layers -----------------------------------------------------------------------------------------
 
     def lease(self, tokens: Any, ttl_s: float = 30.0, extras: Sequence[bytes] | None = None) -> Lease:
-        """Read-only views of the longest stored prefix, without a copy: ``with cache.lease(tokens) as lease``.
+        """Return a lease with read-only views of the longest stored prefix: ``with cache.lease(tokens) as lease``.
 
-        Over gRPC the pages are fetched: read-only copies, right whatever happens to the lease.
+        Over gRPC the views are read-only copies, which stay valid whatever happens to the lease.
 
         Raises:
             InvalidRequest: as ``keys``; ``ttl_s`` is not positive.
@@ -335,28 +336,30 @@ class PrefixCache(ABC):
         stages: int = 1,
         retention: Retention | Sequence[Retention] = (),
     ) -> Writer:
-        """Write the full pages layer by layer: ``with cache.writer(tokens) as w: w.write_layer(0, data)``.
+        """Return a writer of the full pages, layer by layer:
+        ``with cache.writer(tokens) as w: w.write_layer(0, data)``.
 
         Over gRPC each layer is one stream, which has arrived when ``write_layer`` returns.
 
         Args:
-            ttl_s: the reservation's deadline; what is not sealed by then is given up.
-            group: what the shards of one write have in common (a request id, say). None: a writer of its own. Shards on
-                several machines must name theirs by the same text.
-            rank, ranks: which share of the KV heads this writer writes; see ``Layout.shard_heads``.
-            stage, stages: which layers it writes; see ``Layout.shard_layers``. ``ranks * stages`` is at most 8.
-            retention: as for ``put``; of the shards of one write the first that reserves a page counts.
+            ttl_s: the reservation's deadline; pages that are not sealed by then are given up.
+            group: identifies the shards of one write (a request id, for example). None makes a writer without other
+                shards. Shards on several machines must give the same text.
+            rank, ranks: the share of the KV heads that this writer writes; see ``Layout.shard_heads``.
+            stage, stages: the layers that it writes; see ``Layout.shard_layers``. ``ranks * stages`` is at most 8.
+            retention: as for ``put``; the first shard that reserves a page sets it.
 
         Raises:
-            InvalidRequest: as ``keys``; ``ttl_s``, ``group``, or a number of the shard makes no sense.
+            InvalidRequest: as ``keys``; ``ttl_s``, ``group``, or a number of the shard is invalid.
         """
         shard = self._shard(rank, ranks, stage, stages)
         return self._writer(shard, self._to_store(tokens, extras, retention), ttl_s, group)
 
     def reader(self, tokens: Any, timeout_s: float = 30.0, extras: Sequence[bytes] | None = None) -> Reader:
-        """Read pages layer by layer while they are being written: ``cache.reader(tokens).read_layer(0, out)``.
+        """Return a reader of pages that may still be being written, layer by layer:
+        ``cache.reader(tokens).read_layer(0, out)``.
 
-        Over gRPC layers come once their page is sealed; pages are fetched whole and kept.
+        Over gRPC layers are available once their page is sealed; pages are fetched whole and kept.
 
         Args:
             timeout_s: how long one ``read_layer`` may wait.
@@ -368,15 +371,15 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def _lease(self, keys: Keys, ttl_s: float) -> Lease:
-        """A lease of this kind of store, not entered."""
+        """Make a lease of this kind of store, not entered."""
 
     @abstractmethod
     def _writer(self, shard: Shard, keys: Keys, ttl_s: float, group: str | int | None) -> Writer:
-        """A writer of this kind of store, not entered."""
+        """Make a writer of this kind of store, not entered."""
 
     @abstractmethod
     def _reader(self, keys: Keys, timeout_s: float) -> Reader:
-        """A reader of this kind of store."""
+        """Make a reader of this kind of store."""
 
     def __reduce__(self) -> NoReturn:
         raise InvalidRequest("store", "cannot be pickled: call kvstore.connect() in the other process")

@@ -16,19 +16,19 @@ from kvstore.model.prefix import Keys
 
 
 class Reader(ABC):
-    """Follows one prompt's pages: ``reader.read_layer(0, out)``, then layer 1, and so on, in any order.
+    """Follows one prompt's pages: ``reader.read_layer(0, out)``, layer 1, and so on, in any order.
 
-    Life: made (nothing held) -> any number of ``read_layer`` calls -> dropped. It holds no lease: a sealed page may be
-    evicted between two layers, and is then waited for like one that was not written yet. Where a writer gives up, the
-    reader waits for another one, until the deadline of the call. A layer is handed out only where its page is proven to
-    be the one asked for. One thread at a time.
+    Life: made (nothing held) -> any number of ``read_layer`` calls -> dropped. It holds no lease: if a sealed page is
+    evicted between two layers, the reader waits for it like for an unwritten one. If a writer gives up, the reader
+    waits for another until the deadline of the call. A layer is returned only if its page is proven to be the one
+    requested. One thread at a time.
 
     Attributes:
-        pages: how many pages it reads: those a prompt can match, or all of the given keys.
+        pages: the number of pages it reads: those that a prompt can match, or all of the given keys.
     """
 
     PAUSES_S: tuple[float, float] = (1e-3, 0.05)
-    """Between two looks at pages that have not come: at first, and at most."""
+    """Pause between two checks for missing pages: the first, and the longest."""
 
     def __init__(self, layout: Layout, keys: Keys, timeout_s: float) -> None:
         self.pages: Final = len(keys)
@@ -40,14 +40,14 @@ class Reader(ABC):
         """Copy one layer of every page into ``out`` as soon as all its writers have written it.
 
         Args:
-            out: ``[pages, layer_bytes]``, any C-contiguous writable buffer as for ``PrefixCache.get``; or an array or
-                tensor whose rows lie apart, each contiguous: ``arena[first:last, layer]`` of a page-major arena. In a
-                device's memory it is written behind what its stream has been given, and there when this returns.
-            heads: only these, ``[start, stop)``, as ``Layout.held_heads`` says; ``out`` has only them then.
+            out: ``[pages, layer_bytes]``, any C-contiguous writable buffer as for ``PrefixCache.get``; or a strided
+                array or tensor with contiguous rows, such as ``arena[first:last, layer]`` of a page-major arena. Device
+                memory is written after the work queued in its stream; the data is there when this returns.
+            heads: copy only the heads ``[start, stop)``, as from ``Layout.held_heads``; ``out`` then has only these.
 
         Raises:
-            DeadlineExceeded: names the layer and the first page that did not come; pages before it are in ``out``, or
-                may be where that is a device's. Or the device did not copy in time, and may still write there.
+            DeadlineExceeded: a page did not arrive; names the layer and the first such page. Pages before it are in
+                ``out`` (in device memory, they may be). Or the device did not copy in time, and may still write there.
             DeviceLost: the device of ``out`` has failed.
             InvalidRequest: layer or heads are not in the layout; ``out`` is too small, read-only or not contiguous.
         """
@@ -59,13 +59,13 @@ class Reader(ABC):
             self._follow(layer, start, stop, rows_to_fill(out, stop - start, self.pages, apart=True))
 
     def _follow_to_device(self, layer: int, start: int, stop: int, rows: DeviceRows) -> None:
-        """By way of the host's memory."""
+        """Follow the pages through host memory."""
         host: Rows = empty((self.pages, stop - start))
         self._follow(layer, start, stop, host)
         link_of(rows.device).upload(host, rows[: self.pages])
 
     def _follow(self, layer: int, start: int, stop: int, target: Any) -> None:
-        """Read page after page, as they come."""
+        """Read page after page, as they arrive."""
         deadline = time.monotonic() + self._timeout_s
         page, (pause_s, pause_max_s) = 0, self.PAUSES_S
         while page < self.pages:
@@ -82,22 +82,25 @@ class Reader(ABC):
 
     @abstractmethod
     def _read(self, page: int, layer: int, start: int, stop: int, target: Any) -> int:
-        """Copy bytes ``start`` to ``stop``, of this layer, of pages ``page ..`` into their rows of ``target``, as far
-        as they are ready; returns how many pages that were. Waits for nothing that is not there."""
+        """Copy bytes ``start`` to ``stop`` of this layer from pages ``page ..`` into their rows of ``target``, as far
+        as they are ready, without waiting. Returns how many pages were copied."""
 
     def _waits_for(self, page: int) -> None:
-        """This page is not there yet."""
+        """Note that the reader waits for this page."""
         return
 
     def __reduce__(self) -> NoReturn:
-        raise InvalidRequest("reader", "cannot be pickled: it belongs to this process")
+        raise InvalidRequest("reader", "cannot be pickled: belongs to this process")
 
 
 def _layer_range(layout: Layout, layer: int, heads: tuple[int, int] | None) -> tuple[int, int]:
-    """``[start, stop)`` of a layer, or of some of its heads, in a page. Raises InvalidRequest where there are none."""
+    """Return ``[start, stop)`` of a layer, or of some of its heads, in a page. Raises InvalidRequest if they do not
+    exist."""
     if heads is None:
         return layout.byte_range(layer)
     pair = tuple(heads) if isinstance(heads, tuple | list) else ()
     if len(pair) != 2 or not all(isinstance(head, int) for head in pair):
-        raise InvalidRequest("heads", f"must be two integers, the first and the one after the last, not {heads!r}")
+        raise InvalidRequest(
+            "heads", f"must be two integers, the first head and the one after the last (got {heads!r})"
+        )
     return layout.byte_range(layer, *pair)

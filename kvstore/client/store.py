@@ -1,4 +1,4 @@
-"""Store: a node as its users see it, however it is reached."""
+"""Store: the interface to a node, for every way to reach it."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ class Store(AdminVerbs, ObjectVerbs):
     """One node, shared by all threads of this process. Made by ``kvstore.open`` or ``kvstore.connect``.
 
     Life: made -> used -> ``close`` (or leaving ``with``, or being dropped together with its caches, or the end of the
-    process). Closing gives back what is reserved and leased; an embedded node ends with its store, a
-    daemon's pages stay. A forked child is refused and connects itself.
+    process). Closing releases reservations and leases; an embedded node ends with its store, a daemon's pages stay. A
+    forked child may not use it and must connect again.
 
     Attributes:
-        reads_without_node: whether reads go on while the node's daemon is away.
+        reads_without_node: whether reads work while the node's daemon is down.
     """
 
     reads_without_node: bool = False
@@ -43,10 +43,10 @@ class Store(AdminVerbs, ObjectVerbs):
     def cache(self, layout: Sequence[Layout], salt: str = "", adapter: str = "") -> GroupedCache: ...
 
     def cache(self, layout: Layout | Sequence[Layout], salt: str = "", adapter: str = "") -> PrefixCache | GroupedCache:
-        """The pages of one layout, tenant salt and adapter. Cheap; nothing is shared between different ones.
+        """Return the cache of one layout, tenant salt and adapter. Cheap; different caches share no pages.
 
         Args:
-            layout: or the layouts of a model with several cache groups, which are one cache then.
+            layout: one layout, or a list of the layouts of a model with several cache groups.
 
         Raises:
             InvalidRequest: layout, salt or adapter is of the wrong type, or a page does not fit an extent of the node;
@@ -58,12 +58,12 @@ class Store(AdminVerbs, ObjectVerbs):
 
     @abstractmethod
     def _cache(self, layout: Layout, salt: str, adapter: str) -> PrefixCache:
-        """The cache of one layout."""
+        """Return the cache of one layout."""
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Numbers about node and client. Over gRPC for operators. Through shared memory, while the daemon is down, what
-        its header says, with ``state`` "down".
+        """Return numbers about node and client. Over gRPC this needs an operator's token. Through shared memory, while
+        the daemon is down, it returns the header's numbers with ``state`` "down".
 
         ``client.misses``: why matches of this store ended early, by reason.
         """
@@ -73,24 +73,24 @@ class Store(AdminVerbs, ObjectVerbs):
         """Wait until the node takes requests.
 
         Raises:
-            DeadlineExceeded: it did not in time.
+            DeadlineExceeded: the node was not ready in time.
         """
 
     @abstractmethod
     def renew_session(self) -> None:
-        """End the session and begin another, after requests whose outcome is unknown: frames that the node holds for
-        us, in doubt until this process ends, are free at once. No thread may be writing; leases end, calls under way
-        fail. Raises NodeUnavailable where there is no such node. Over gRPC there is no session: the node itself ends
-        what its callers left.
+        """End the session and begin another, after requests whose outcome is unknown: frames that the node would keep
+        until this process ends are free at once. No thread may be writing; leases end, and calls in progress fail.
+        Raises NodeUnavailable if there is no such node. Over gRPC there is no session: the node ends what its callers
+        left behind.
         """
 
     @abstractmethod
     def close(self) -> None:
-        """End the session or connection, and an embedded node with it. Closing twice is fine.
+        """End the session or connection, and an embedded node. May be called twice.
 
-        Puts and writers of other threads fail. A copy that one of them is at is not waited for (by an embedded node a
-        second at most): its frames are nobody else's until it has ended, and a named embedded pool cannot be opened
-        again before.
+        Puts and writers of other threads fail. A copy in progress is not waited for (by an embedded node for at most a
+        second): its frames stay reserved until it has ended, and a named embedded pool cannot be opened again before
+        that.
         """
 
     def __enter__(self) -> Self:
@@ -109,10 +109,10 @@ class Store(AdminVerbs, ObjectVerbs):
 
 
 def check_cache(layout: Layout, salt: str, adapter: str, page_bytes_max: int) -> None:
-    """What ``Store.cache`` refuses in every store; ``page_bytes_max`` 0: it is not known."""
+    """Check what ``Store.cache`` refuses in every store; ``page_bytes_max`` is 0 if unknown."""
     if not isinstance(layout, Layout):
-        raise InvalidRequest("layout", f"must be a kvstore.Layout, not {type(layout).__name__}")
+        raise InvalidRequest("layout", f"must be a kvstore.Layout (got {type(layout).__name__})")
     check_text(salt, "salt")
     check_text(adapter, "adapter")
     if page_bytes_max and layout.page_bytes > page_bytes_max:
-        raise InvalidRequest("layout", f"a page of {layout.page_bytes} bytes does not fit extents of {page_bytes_max}")
+        raise InvalidRequest("layout", f"must have pages of at most {page_bytes_max} bytes (got {layout.page_bytes})")

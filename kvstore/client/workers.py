@@ -16,7 +16,7 @@ T = TypeVar("T")
 
 
 class Workers:
-    """Threads that run calls in the order of submission.
+    """Threads that run calls in order of submission.
 
     Life: made (nothing started) -> the first ``submit`` starts a thread -> ``close`` cancels what has not begun and
     lets the threads end; so does the end of the process. After ``close`` calls are refused.
@@ -40,7 +40,7 @@ class Workers:
             raise DeadlineExceeded(f"{CALLS_WAITING_MAX} calls are waiting already")
         try:
             future = self._threads.submit(call, *args, **kwargs)
-        except RuntimeError:  # closed meanwhile
+        except RuntimeError:  # closed
             self._room.release()
             raise InvalidRequest("store", "is closed") from None
         future.add_done_callback(lambda _: self._room.release())

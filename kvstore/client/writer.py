@@ -1,4 +1,4 @@
-"""Writer: pages written layer by layer, readable while they are being written."""
+"""Writer: writes pages layer by layer, which are readable while they are being written."""
 
 from __future__ import annotations
 
@@ -24,36 +24,36 @@ from kvstore.model.replica import SHARDS_MAX
 from kvstore.model.shard import Shard
 
 _U8 = np.dtype(np.uint8)
-PIECES_MAX: Final = 256  # that one page may lie in meanwhile, written by ``write_range``
+PIECES_MAX: Final = 256  # separate ranges of one page written by ``write_range``
 
 
 class Writer(ABC):
     """A layer-wise put: ``with cache.writer(tokens) as w: w.write_layer(layer, data)`` for every layer, in any order.
 
     Life: made -> entered (frames reserved) -> written, readers in other processes following layer by layer -> left:
-    sealed. Other ends: leaving by an exception, or without having written everything, revokes all of it; the deadline
-    ``ttl_s`` or the death of this process do the same. Never is a page readable that was not written whole.
+    sealed. Leaving with an exception, or without having written everything, revokes all of it; so do the deadline
+    ``ttl_s`` and the death of this process. A page that was not written whole is never found.
 
     Several shards of one write give the same ``group``, and each its ``rank`` of ``ranks`` (its heads) and ``stage`` of
-    ``stages`` (its layers): a page is sealed when every shard has sealed its part. A rank whose heads are another one's
-    to write (MLA, more ranks than heads) makes the same calls; nothing of its data is used. A reader follows once all
-    shards have entered: before, nobody knows which layers they leave to others. A shard of a group has one writer at a
-    time: a second one (a retry) gets no frames (``OutOfSpace``) until the first has left.
+    ``stages`` (its layers): a page is sealed when every shard has sealed its part. A rank whose heads another rank
+    writes (MLA, more ranks than heads) makes the same calls, but its data is not used. Readers can follow once all
+    shards have entered; before that it is unknown which shard writes which layers. A shard of a group has one writer at
+    a time: a second one (a retry) gets no frames (``OutOfSpace``) until the first has left.
 
     Attributes (once entered):
-        pages_new: indices of the pages to be written, ascending; the others are stored already, or had no room.
-        sealed: after leaving, how many pages this shard sealed (those still waiting for other shards included).
-        waits: whether leaving waits until pages are durable whose parent only NVMe has. It is not needed for them to be
-            stored; those that are not yet do not count as ``sealed``.
+        pages_new: indices of the pages to be written, ascending; the others are already stored, or there was no space.
+        sealed: after leaving, how many pages this shard sealed (including pages that still wait for other shards).
+        waits: whether leaving waits until pages whose parent is only on NVMe are durable. They are stored in any case;
+            without waiting, pages that are not durable yet do not count as ``sealed``.
     """
 
     TAKES_DEVICE = False
-    """Whether ``_store_layer`` takes rows in a device's memory as they are."""
+    """Whether ``_store_layer`` accepts rows in device memory directly."""
 
     def __init__(self, shard: Shard, keys: Keys, ttl_s: float, group: str | int | None) -> None:
         if shard.count > SHARDS_MAX:
             field = "ranks" if shard.ranks > SHARDS_MAX or shard.stages == 1 else "stages"
-            raise InvalidRequest(field, f"{shard.count} shards of one page are more than {SHARDS_MAX}")
+            raise InvalidRequest(field, f"must give at most {SHARDS_MAX} shards of one page (got {shard.count})")
         self.pages_new: list[int] = []
         self.sealed = 0
         self.waits = True
@@ -64,10 +64,11 @@ class Writer(ABC):
         self._group = _group_number(group, shard.stages)
         self._entered = False
         self._written = np.zeros((0, shard.layout.layers), np.bool_)  # of every new page
-        # So many leading layers are written of all new pages, and nothing else: ``_written`` need not say so. None: it
-        # does. Between two layers of a forward caches are cold, and every call of Python costs some microseconds.
+        # If not None, exactly this many leading layers of all new pages are written, and ``_written`` is not
+        # maintained. Between two layers of a forward pass CPU caches are cold, and every Python call costs some
+        # microseconds.
         self._even: int | None = None
-        self._starts: dict[int, int] = {}  # layer -> where in a page our part of it begins
+        self._starts: dict[int, int] = {}  # layer -> offset of this shard's part in a page
         self._shape = len(keys), shard.width  # of a layer's data
         self._ranges: dict[int, Ranges] = {}  # page -> bytes of it written by ``write_range``
 
@@ -75,8 +76,8 @@ class Writer(ABC):
         """Reserve frames for the pages that are not stored.
 
         Raises:
-            QuotaExceeded: the tenant may have no more, not even one page.
-            OutOfSpace: there is no room for even one page.
+            QuotaExceeded: the tenant's quota has no space for even one page.
+            OutOfSpace: there is no space for even one page.
             NodeUnavailable, DeadlineExceeded: the daemon did not answer in time.
         """
         if self._entered:
@@ -94,15 +95,15 @@ class Writer(ABC):
         """Write one layer of all pages; readers may read it from then on.
 
         Args:
-            data: ``[pages, bytes]`` for all pages of the keys (also those in no need of writing): ``layer_bytes``, or
-                this rank's heads' share of them, of any dtype and further shape. Rows may lie apart, each contiguous:
-                ``arena[first:last, layer]`` of a page-major arena is copied once. In a device's memory they are copied
-                behind what its stream has been given, which nobody waits for: they stay as they are until the writer
-                is left, and readers follow when they have arrived.
+            data: ``[pages, bytes]`` for all pages of the keys (including pages that are already stored):
+                ``layer_bytes``, or this rank's share of them, of any dtype and further shape. Rows may be strided, if
+                each is contiguous: ``arena[first:last, layer]`` of a page-major arena is copied once. Device memory is
+                copied after the work queued in its stream, without waiting: it must not change until the writer is
+                left, and readers see the layer when its copy is done.
 
         Raises:
-            InvalidRequest: the layer is not in the layout or another stage's, or data has another size; nothing was
-                written.
+            InvalidRequest: the layer is not in the layout or belongs to another stage, or data has the wrong size;
+                nothing was written.
             LeaseBroken: over gRPC, the reservation is over.
             NodeUnavailable, DeadlineExceeded: over gRPC, the node did not take it in time.
             DeviceLost: the device of ``data`` has failed.
@@ -126,16 +127,17 @@ class Writer(ABC):
                 self._show(None)
 
     def prepared(self, pages: Any) -> Callable[[int], None]:
-        """``write_layer`` without its data: ``write = writer.prepared(pages)``, and ``write(layer)`` when that layer
-        has come to lie in ``pages``. What can be done before is done now: it costs little more than its copy.
+        """Prepare ``write_layer`` for data in ``pages``: ``write = writer.prepared(pages)``, then ``write(layer)`` when
+        that layer of ``pages`` is complete. Checks are done now, so that ``write`` costs little more than its copy.
 
         Args:
-            pages: as for ``PrefixCache.put``, ``[pages, page_bytes]`` for all pages of the keys, or of a shard its part
-                of each; or a list of such arrays of the host, laid end to end. They stay where they are until the
-                writer is left. In a device's memory: the stream is that of now.
+            pages: as for ``PrefixCache.put``, ``[pages, page_bytes]`` for all pages of the keys, or a shard's part of
+                each; or a list of such host arrays, which are concatenated. They must stay in place until the writer is
+                left. For device memory, the current stream is used.
 
         Raises:
-            InvalidRequest: pages have another size, or are not contiguous. What it returns raises as ``write_layer``.
+            InvalidRequest: pages have the wrong size, or are not contiguous. The returned function raises as
+                ``write_layer``.
         """
         if on_device(pages):
             shard = self._shard
@@ -149,12 +151,14 @@ class Writer(ABC):
         self.write_layer(layer, rows.columns(at, at + self._shard.width))
 
     def _parts(self, pages: Any) -> list[Rows]:
-        """Each of the arrays as ``[n, layers, width]``."""
+        """Return each of the arrays as ``[n, layers, width]``."""
         given = pages if isinstance(pages, list) else [pages]
         flat = [flat_bytes(each, "pages") for each in given]
         shard, size = self._shard, sum(each.size for each in flat)
         if size != len(self._keys) * shard.nbytes or any(each.size % shard.nbytes for each in flat):
-            raise InvalidRequest("pages", f"have {size} bytes, {len(self._keys)} of {shard.nbytes} are expected")
+            raise InvalidRequest(
+                "pages", f"must have {len(self._keys)} pages of {shard.nbytes} bytes (got {size} bytes)"
+            )
         return [shard.unpacked(each.reshape(-1, shard.nbytes)) for each in flat]
 
     def _write_prepared(self, parts: list[Rows], layer: int) -> None:
@@ -163,7 +167,7 @@ class Writer(ABC):
         self.write_layer(layer, rows[0] if len(rows) == 1 else np.concatenate(rows))
 
     def write_page(self, page: int, data: Any) -> None:
-        """Write all layers of one page: ``page_bytes``, or of a shard its heads' share of each of its layers, in order.
+        """Write all layers of one page: ``page_bytes``, or for a shard its heads of each of its layers, in order.
 
         Raises as ``write_layer``.
         """
@@ -179,12 +183,12 @@ class Writer(ABC):
                 self._show(page)
 
     def write_range(self, page: int, offset: int, data: Any) -> None:
-        """Write some bytes of one page where they lie in it, from memory of the host; a layer is written when all bytes
-        of it were.
+        """Write some bytes of one page, from host memory, at their offset in the page. A layer is written when all its
+        bytes are.
 
         Raises:
-            InvalidRequest: no such page among the keys, or the bytes are not in the page, or (of a shard) not in its
-                layers and, where it has not all heads, not in its heads of one layer; nothing was written.
+            InvalidRequest: the page is not among the keys, or the bytes are not in the page. For a shard they must be
+                in its layers and, if it has not all heads, in its heads of one layer. Nothing was written.
         """
         with self._open():
             self._check_page(page)
@@ -195,7 +199,7 @@ class Writer(ABC):
                 return
             ranges = self._ranges.setdefault(page, Ranges())
             if len(ranges) >= PIECES_MAX:
-                raise InvalidRequest("offset", f"page {page} lies in more than {PIECES_MAX} pieces: write longer ones")
+                raise InvalidRequest("offset", f"must not leave page {page} in more than {PIECES_MAX} separate pieces")
             self._store_range(page, offset, row)
             ranges.add(offset, offset + len(row))
             self._tell_apart()
@@ -209,7 +213,7 @@ class Writer(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Seal, or revoke where an exception is on its way.
+        """Seal, or revoke after an exception.
 
         Raises:
             InvalidRequest: a layer was not written; everything was revoked.
@@ -234,16 +238,16 @@ class Writer(ABC):
 
     @abstractmethod
     def _reserve(self) -> None:
-        """Reserve frames, and name their pages in ``pages_new``. Nothing is reserved where this raises."""
+        """Reserve frames, and list their pages in ``pages_new``. Reserves nothing if it raises."""
 
     @abstractmethod
     def _storing(self) -> AbstractContextManager[None]:
-        """To be entered around what is stored into our frames. Raises where nothing may be."""
+        """Return a context to enter around stores into our frames. Raises if nothing may be stored."""
 
     @abstractmethod
     def _store_layer(self, start: int, rows: Any) -> None:
         """Store ``rows``, one for each page of the keys, into the new pages, from byte ``start`` of each on. They are
-        the host's, or a device's where this ``TAKES_DEVICE``."""
+        in host memory, or in device memory if the class sets ``TAKES_DEVICE``."""
 
     @abstractmethod
     def _store_page(self, page: int, rows: Rows) -> None:
@@ -255,15 +259,17 @@ class Writer(ABC):
 
     @abstractmethod
     def _show(self, page: int | None) -> None:
-        """Let readers have what ``_written`` says now, of one new page or of all. The bytes are stored already."""
+        """Make the layers that ``_written`` marks readable, for one new page or for all. Their bytes are already
+        stored."""
 
     @abstractmethod
     def _seal(self) -> None:
-        """Seal what was reserved, all of which was written; count in ``sealed``. Called once, or ``_revoke`` is."""
+        """Seal the reserved pages, which were all written, and count them in ``sealed``. Called once, unless
+        ``_revoke`` is."""
 
     @abstractmethod
     def _revoke(self) -> None:
-        """Give back what was reserved."""
+        """Return the reserved frames."""
 
     # --- parts ------------------------------------------------------------------------------------------------------
 
@@ -273,59 +279,62 @@ class Writer(ABC):
         return self._storing()
 
     def _start(self, layer: int) -> int:
-        """Where in a page our heads of a layer begin. Raises InvalidRequest where it is not ours."""
+        """Return the offset of this shard's part of a layer in a page. Raises InvalidRequest for a layer of another
+        stage."""
         start = self._layout.byte_range(layer)[0] + self._shard.offset
         first, last = self._shard.layers
         if not first <= layer < last:
-            raise InvalidRequest("layer", f"{layer} is another stage's, this one has {first}..{last - 1}")
+            raise InvalidRequest("layer", f"must be in this stage's {first}..{last - 1} (got {layer})")
         return start
 
     def _layers_of(self, offset: int, stop: int) -> tuple[int, int]:
-        """The first and last layer that these bytes of a page are in. Raises InvalidRequest where they are not ours."""
+        """Return the first and last layer that contain these bytes. Raises InvalidRequest if they are not this
+        shard's."""
         shard, layer_bytes = self._shard, self._layout.layer_bytes
         first, last = offset // layer_bytes, max(0, stop - 1) // layer_bytes
         start = first * layer_bytes + shard.offset
         inside = shard.width == layer_bytes or start <= offset <= stop <= start + shard.width
         low, high = (layer * layer_bytes for layer in shard.layers)
         if not low <= offset <= stop <= high or not inside:
-            raise InvalidRequest("offset", f"bytes {offset}..{stop} are not this writer's in a page")
+            raise InvalidRequest("offset", f"must be within this writer's part of a page (got bytes {offset}..{stop})")
         return first, last
 
     def _check_page(self, page: int) -> None:
         if not isinstance(page, int) or not 0 <= page < len(self._keys):
-            raise InvalidRequest("page", f"{page!r} is not in 0..{len(self._keys) - 1}")
+            raise InvalidRequest("page", f"must be in 0..{len(self._keys) - 1} (got {page!r})")
 
     def _tell_apart(self) -> None:
-        """From here on ``_written`` says what is written."""
+        """Maintain ``_written`` from now on."""
         if self._even is not None:
             self._written = self._unwritten()
             self._written[:, : self._even] = True
             self._even = None
 
     def _unwritten(self) -> npt.NDArray[np.bool_]:
-        """``_written`` where nothing is. What others write counts as written: nobody waits for us there."""
+        """Return the initial ``_written``. Layers that other shards write count as written."""
         written = np.ones((len(self.pages_new), self._layout.layers), np.bool_)
         if self._shard.writes:
             written[:, slice(*self._shard.layers)] = False
         return written
 
     def _place(self, page: int) -> int | None:
-        """Which of the new pages this is; None: it is none of them."""
+        """Return the index of a page among the new ones; None if it is not one of them."""
         place = bisect_left(self.pages_new, page)
         return place if place < len(self.pages_new) and self.pages_new[place] == page else None
 
     def __reduce__(self) -> NoReturn:
-        raise InvalidRequest("writer", "cannot be pickled: it belongs to this process")
+        raise InvalidRequest("writer", "cannot be pickled: belongs to this process")
 
 
 def _group_number(group: str | int | None, stages: int) -> int:
-    """A number for the node. With stages it depends on how many: shards that see the cut differently are not one."""
+    """Return the group's number for the node. It depends on the number of stages, so that shards with different numbers
+    of stages are never combined."""
     if group is None or group == 0 or group == "":
         return secrets.randbits(63) | 1
     if isinstance(group, str):
         number = _digest(group.encode())
     elif isinstance(group, bool) or not isinstance(group, int) or not 0 < group < 1 << 64:
-        raise InvalidRequest("group", f"must be text or an integer in 1..2**64 - 1, not {group!r}")
+        raise InvalidRequest("group", f"must be text or an integer in 1..2**64 - 1 (got {group!r})")
     else:
         number = group
     return number if stages == 1 else _digest(number.to_bytes(8, "little") + stages.to_bytes(8, "little"))
@@ -336,9 +345,9 @@ def _digest(data: bytes) -> int:
 
 
 class Ranges:
-    """Which bytes were written, where they come in pieces of any size and order.
+    """Records which bytes were written, in pieces of any size and order.
 
-    Disjoint ranges ``[start, stop)`` in ascending order; touching ones become one.
+    Disjoint ranges ``[start, stop)`` in ascending order; adjacent ones are merged.
 
     Worked example: after ``add(0, 4)``, ``add(8, 12)`` and ``add(4, 9)`` there is one range, 0..12.
     """
@@ -353,7 +362,7 @@ class Ranges:
         return len(self._starts)
 
     def add(self, start: int, stop: int) -> None:
-        """These bytes were written, perhaps again."""
+        """Record that these bytes were written, perhaps again."""
         first = bisect_left(self._stops, start)
         last = bisect_right(self._starts, stop)
         if first < last:
@@ -362,6 +371,6 @@ class Ranges:
         self._stops[first:last] = [stop]
 
     def covers(self, start: int, stop: int) -> bool:
-        """Whether all of these were."""
+        """Return whether all these bytes were written."""
         found = bisect_right(self._starts, start) - 1
         return found >= 0 and self._stops[found] >= stop

@@ -451,7 +451,7 @@ def _connect(address: str, ours: DialCredentials, tls: bool | None, token: bool,
 def _split(address: str) -> tuple[str, int]:
     host, _, port = address.rpartition(":")
     if not host or not port.isdecimal() or not 0 < int(port) < 1 << 16:
-        raise InvalidRequest("address", f"must be HOST:PORT, not {address!r}")
+        raise InvalidRequest("address", f"must be HOST:PORT (got {address!r})")
     return host.removeprefix("[").removesuffix("]"), int(port)
 
 

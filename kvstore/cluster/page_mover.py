@@ -13,7 +13,7 @@ tcp is taken, and nixl is to be measured. The measurements are 3 GB/s and 1: it 
 3 GB/s are known, as it is in use, and nixl is to be measured again. Where n2 offers nixl alone, nixl is taken at once,
 and tcp where that fails.
 
-The table of transports that a process of a node has: a transport more is a class, and a row here.
+The table of transports. To add one, write a class and add a row here.
 """
 
 from __future__ import annotations
@@ -249,9 +249,9 @@ TRANSPORTS: Final[Mapping[str, TransportKind]] = {
     "nixl": TransportKind(NixlTransport, nixl.missing, guarded=False),
     "tcp": TransportKind(TcpTransport, lambda: "", bytes_per_s=2e9),
 }
-"""By the names under which nodes offer them in the catalog. Where two are equally fast, the first is taken."""
+"""Transports by the names under which nodes offer them in the catalog. If two are equally fast, the first is used."""
 
 
 def missing_here() -> dict[str, str]:
-    """By transport, why this machine has it not; "": it has."""
+    """Return for each transport why it is unavailable here, or "" if it is available."""
     return {name: kind.missing() for name, kind in TRANSPORTS.items()}

@@ -37,7 +37,7 @@ def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8) -> npt.ND
     except TypeError as error:
         raise InvalidRequest("dtype", str(error)) from None
     if kind.hasobject or not kind.itemsize:
-        raise InvalidRequest("dtype", f"must be plain numbers, not {kind}")
+        raise InvalidRequest("dtype", f"must be plain numbers (got {kind})")
     nbytes = math.prod(lengths) * kind.itemsize
     memory = np.empty(nbytes + PAGE_BYTES, np.uint8)
     start = -memory.ctypes.data % PAGE_BYTES

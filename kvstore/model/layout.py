@@ -188,4 +188,4 @@ def _require(condition: bool, field: str, reason: str) -> None:
 def _integer(layout: Layout, name: str, low: int, high: int) -> None:
     value = getattr(layout, name)
     ok = isinstance(value, int) and not isinstance(value, bool) and low <= value <= high
-    _require(ok, f"layout.{name}", f"must be an integer in {low}..{high}, not {value!r}")
+    _require(ok, f"layout.{name}", f"must be an integer in {low}..{high} (got {value!r})")

@@ -61,7 +61,7 @@ def encode_prefix(prefix: object) -> bytes:
 
 def _encoded(field: str, text: object, bytes_min: int) -> bytes:
     if not isinstance(text, str):
-        raise InvalidRequest(field, f"must be text, not {type(text).__name__}")
+        raise InvalidRequest(field, f"must be text (got {type(text).__name__})")
     try:
         name = text.encode()
     except UnicodeEncodeError as error:

@@ -98,11 +98,11 @@ def as_tokens(tokens: Any) -> Tokens:
     if not isinstance(tokens, np.ndarray):
         tokens = _from_sequence(tokens)
     if tokens.ndim != 1:
-        raise InvalidRequest("tokens", f"must be one-dimensional, not of shape {tuple(tokens.shape)}")
+        raise InvalidRequest("tokens", f"must be one-dimensional (got shape {tuple(tokens.shape)})")
     if tokens.size == 0:
         raise InvalidRequest("tokens", "must not be empty")
     if tokens.dtype.kind not in "iu":
-        raise InvalidRequest("tokens", f"must be integers, not {tokens.dtype}")
+        raise InvalidRequest("tokens", f"must be integers (got {tokens.dtype})")
     if tokens.dtype != np.uint32:
         low, high = int(tokens.min()), int(tokens.max())
         if low < 0 or high > TOKEN_ID_MAX:
@@ -113,7 +113,7 @@ def as_tokens(tokens: Any) -> Tokens:
 
 def _from_sequence(tokens: Any) -> npt.NDArray[Any]:
     if isinstance(tokens, str | bytes) or not hasattr(tokens, "__len__"):
-        raise InvalidRequest("tokens", f"must be a sequence of token ids, not {type(tokens).__name__}")
+        raise InvalidRequest("tokens", f"must be a sequence of token ids (got {type(tokens).__name__})")
     if len(tokens) == 0:
         raise InvalidRequest("tokens", "must not be empty")
     try:

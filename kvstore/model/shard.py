@@ -54,10 +54,10 @@ class Shard:
         for name in ("rank", "ranks", "stage", "stages"):
             value = getattr(self, name)
             if not isinstance(value, int) or isinstance(value, bool):
-                raise InvalidRequest(name, f"must be an integer, not {value!r}")
+                raise InvalidRequest(name, f"must be an integer (got {value!r})")
         for name in ("ranks", "stages"):
             if getattr(self, name) < 1:
-                raise InvalidRequest(name, f"must be at least 1, not {getattr(self, name)}")
+                raise InvalidRequest(name, f"must be at least 1 (got {getattr(self, name)})")
         assert self.heads and self.layers  # raises where there are none such
 
     @property

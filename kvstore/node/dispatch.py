@@ -220,7 +220,7 @@ class Dispatcher:
     def _mount(self, session: int, message: Message, now_ns: int) -> bytes:
         frame_class = control.unpack_class(message.a)
         if not 1 <= message.b <= MOUNTED_FRAMES_MAX:
-            raise InvalidRequest("frames", f"must be from 1 to {MOUNTED_FRAMES_MAX}, not {message.b}")
+            raise InvalidRequest("frames", f"must be from 1 to {MOUNTED_FRAMES_MAX} (got {message.b})")
         reply = self.node.handle(ev.Mount(now_ns, session, frame_class, message.b))
         return control.encode(reply.status, message.request_id, a=reply.detail.get("segment", 0))
 

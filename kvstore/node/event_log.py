@@ -264,12 +264,12 @@ def answer(log: EventLog, request: dict[str, Any]) -> dict[str, Any]:
     "lost"}. What does not fit a message is left for the next call."""
     after = request.get("after")
     if after is not None and (not isinstance(after, int) or isinstance(after, bool) or after < 0):
-        raise InvalidRequest("after", f"must be the number of an event, not {after!r}")
+        raise InvalidRequest("after", f"must be the number of an event (got {after!r})")
     limit, wait_s = request.get("limit", 1000), request.get("wait_s", 0)
     if not isinstance(limit, int) or isinstance(limit, bool) or not 1 <= limit <= LIMIT_MAX:
-        raise InvalidRequest("limit", f"must be from 1 to {LIMIT_MAX}, not {limit!r}")
+        raise InvalidRequest("limit", f"must be from 1 to {LIMIT_MAX} (got {limit!r})")
     if not isinstance(wait_s, int | float) or isinstance(wait_s, bool) or not 0 <= wait_s <= WAIT_S_MAX:
-        raise InvalidRequest("wait_s", f"must be from 0 to {WAIT_S_MAX:g}, not {wait_s!r}")
+        raise InvalidRequest("wait_s", f"must be from 0 to {WAIT_S_MAX:g} (got {wait_s!r})")
     after = log.last if after is None else after
     if wait_s:
         log.wait(after, wait_s)

@@ -267,7 +267,7 @@ def test_a_load_that_does_not_end_ends_the_engine(
     monkeypatch.setattr(LateTensors, "run", runs)
     monkeypatch.setattr(moving, "COMPUTE_S", 0.05)
     worker.store.cache(SMALL).put(chain(1, 1), contents(chain(1, 1)))
-    with pytest.raises(DeviceLost, match="not loaded after"):
+    with pytest.raises(DeviceLost, match="were not loaded within"):
         worker.load(1, worker.table(1))
 
 

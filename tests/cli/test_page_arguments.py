@@ -119,10 +119,10 @@ def test_a_layout_that_the_node_has_met() -> None:
     assert find_layout(store, None, "m") == LAYOUT
     assert find_layout(store, window.fingerprint.hex()[:8], None) == window
     assert find_layout(Knows(other), None, None) == other  # type: ignore[arg-type]
-    with pytest.raises(InvalidRequest, match="^--layout: the node has met 2 of model 'n', say which: .*group window"):
+    with pytest.raises(InvalidRequest, match="^--layout: must be one of 2 that the node knows of model 'n': .*group window"):
         find_layout(store, None, "n")
     for given, model in ((None, "o"), ("00000000", None)):
-        with pytest.raises(InvalidRequest, match="^--layout: is needed: the node has met none"):
+        with pytest.raises(InvalidRequest, match="^--layout: is needed: the node knows none"):
             find_layout(store, given, model)
     with pytest.raises(InvalidRequest, match="^--model"):
         find_layout(store, PAIRS, "n")
@@ -160,28 +160,28 @@ def test_every_reason_has_a_text() -> None:
 @pytest.mark.parametrize(
     ("command", "said"),
     [
-        ("lookup", "prompt: give one"),
-        ("lookup --tokens 1 --file x", "--file: cannot be said together with --tokens"),
-        ("lookup --tokens 1 --tokenizer bytes", "--tokenizer: goes with --text"),
-        ("lookup --text a", "--tokenizer: text needs one"),
-        ("evict", "evict: say what or how much"),
+        ("lookup", "prompt: needs one of"),
+        ("lookup --tokens 1 --file x", "--file: cannot be combined with --tokens"),
+        ("lookup --tokens 1 --tokenizer bytes", "--tokenizer: needs --text"),
+        ("lookup --text a", "--tokenizer: is needed for text"),
+        ("evict", "evict: needs one of"),
         ("evict --pages 0", "--pages: 0 is not"),
-        ("evict --pages 1 --bytes 1MiB", "--bytes: cannot be said together with --pages"),
-        ("evict --percent 0", "--percent: '0' is not above 0"),
-        ("evict --age soon", "--age: 'soon' is not a duration"),
+        ("evict --pages 1 --bytes 1MiB", "--bytes: cannot be combined with --pages"),
+        ("evict --percent 0", "--percent: must be above 0"),
+        ("evict --age soon", "--age: must be a duration"),
         ("evict --tier tape --pages 1", "--tier: 'tape' is not one of"),
-        ("evict --pages 1 --layout model=m", "--layout: goes with a prompt"),
+        ("evict --pages 1 --layout model=m", "--layout: needs a prompt"),
         ("pages --limit 0", "--limit: 0 is not"),
         ("pages --order hottest", "--order: 'hottest' is not one of"),
-        ("pages --model m", "--model: goes with a prompt"),
-        ("pin", "prompt: give one"),
-        ("pin --tokens 1", "--ttl: say for how long"),
-        ("pin --tokens 1 --ttl 31d", "--ttl: '31d' is not above zero"),
+        ("pages --model m", "--model: needs a prompt"),
+        ("pin", "prompt: needs one of"),
+        ("pin --tokens 1", "--ttl: is needed"),
+        ("pin --tokens 1 --ttl 31d", "--ttl: must be above zero"),
         ("pin --list --tokens 1", "--list: takes no prompt"),
-        ("unpin", "ID: give the number of a pin"),
-        ("unpin x", "ID: 'x' is not the number"),
-        ("unpin 1 --tokens 1", "ID: cannot be said together with a prompt"),
-        ("unpin 1 --salt s", "--salt: goes with a prompt"),
+        ("unpin", "ID: is needed: the number of a pin"),
+        ("unpin x", "ID: must be the number"),
+        ("unpin 1 --tokens 1", "ID: cannot be combined with a prompt"),
+        ("unpin 1 --salt s", "--salt: needs a prompt"),
     ],
 )
 def test_what_makes_no_sense_is_one_line_before_any_node_is_asked(
@@ -200,10 +200,10 @@ def test_bounds_of_what_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     (tmp_path / "a.txt").write_text("1 " * 20)
     (tmp_path / "a.json").write_text(json.dumps(asdict(LAYOUT)))
     monkeypatch.setattr(prompt, "TOKENS_MAX", 19)
-    with pytest.raises(InvalidRequest, match="^--file: has more than 19 tokens"):
+    with pytest.raises(InvalidRequest, match="^--file: must have at most 19 tokens"):
         from_file(str(tmp_path / "a.txt"))
     monkeypatch.setattr(prompt, "FILE_BYTES_MAX", 39)
-    with pytest.raises(InvalidRequest, match="^--file: .* has more than 39 bytes"):
+    with pytest.raises(InvalidRequest, match="^--file: .* must have at most 39 bytes"):
         from_file(str(tmp_path / "a.txt"))
     monkeypatch.setattr(prompt, "LAYOUT_FILE_BYTES_MAX", 39)
     with pytest.raises(InvalidRequest, match="^--layout: .*more than 39 bytes"):

@@ -95,14 +95,14 @@ def test_what_is_no_buffer_for_it(cache: PrefixCache, device: HostDevice) -> Non
     locked.read_only = True
     columns = wide.part(slice(None), slice(0, SMALL.page_bytes))
     for out, why in (
-        (small, "3 rows"),
+        (small, "got 3"),
         (columns, "contiguous"),
         (locked, "writable"),
-        (strange, "not memory of"),
+        (strange, "must be memory of"),
     ):
         with pytest.raises(InvalidRequest, match=f"^out: .*{why}"):
             cache.get(keys, out)
-    for pages, why in ((small, "3 rows"), (wide, "8 rows"), (columns, "contiguous"), (strange, "not memory of")):
+    for pages, why in ((small, "got 3"), (wide, "got 8"), (columns, "contiguous"), (strange, "must be memory of")):
         with pytest.raises(InvalidRequest, match=f"^pages: .*{why}"):
             cache.put(keys, pages)
     assert cache.lookup(keys).pages == 0

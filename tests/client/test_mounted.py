@@ -145,7 +145,7 @@ def test_a_frame_that_is_being_read_is_not_free(machine: Machine, monkeypatch: p
     assert table is not None
     table.held[2] = np.uint64((1 << 64) - 1)  # whatever a reader says, it is bounded
     assert segment.retire(range(4)) == [0, 1, 3]
-    with pytest.raises(InvalidRequest, match="retire it first"):
+    with pytest.raises(InvalidRequest, match="retire frame"):
         segment.publish(chain(2, 1), [2])
     assert segment.retire([2]) == []
     monkeypatch.setattr(mounted, "HOLD_NS", 1)

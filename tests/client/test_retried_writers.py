@@ -92,7 +92,7 @@ def test_a_retry_takes_what_the_first_does_not_write(machine: Machine) -> None:
     cache = machine.connect("n").cache(SMALL)
     first = cache.writer(KEYS, group="request", ranks=2)
     first.__enter__()
-    with pytest.raises(OutOfSpace, match="another writer here"):
+    with pytest.raises(OutOfSpace, match="another writer of this process"):
         cache.writer(KEYS, group="request", ranks=2).__enter__()
     other_rank = cache.writer(KEYS, group="request", rank=1, ranks=2)
     assert other_rank.__enter__().pages_new == list(range(PAGES))

@@ -213,7 +213,7 @@ def test_connect_says_what_is_wrong(shm: Path, monkeypatch: pytest.MonkeyPatch) 
     with (
         kvstore.open("one", dram="8MiB", shm_dir=shm),
         kvstore.open("two", dram="8MiB", shm_dir=shm),
-        pytest.raises(InvalidRequest, match="^address: several nodes live here, name one: one, two"),
+        pytest.raises(InvalidRequest, match="^address: must name one of the nodes on this machine: one, two"),
     ):
         kvstore.connect()
 

@@ -136,7 +136,7 @@ def test_what_cannot_be_is_said_at_the_start(machine: Machine) -> None:
     machine.serve("pool", dram="64MiB")
     refused = {
         "no node named 'nowhere'": plugin("nowhere"),
-        "there is no setting 'size'": plugin("pool", size="3"),
+        "unknown setting 'size'": plugin("pool", size="3"),
         "there is no folder 'no/where'": plugin("pool", model="no/where"),
     }
     for why, spec in refused.items():

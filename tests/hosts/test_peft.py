@@ -24,4 +24,4 @@ def test_adapters_of_peft_are_refused_and_merged_ones_have_pages_of_their_own() 
     served = {what for what, reason in reasons.items() if not reason}
     assert served == {"merged and unloaded", "moved"}
     for what in set(reasons) - served:
-        assert "adapters that can be switched" in reasons[what] or "not known" in reasons[what], (what, reasons[what])
+        assert "switchable adapters" in reasons[what] or "unknown" in reasons[what], (what, reasons[what])

@@ -154,9 +154,9 @@ def test_its_fault_injector_costs_hits_only(machine: Machine) -> None:
     ("why", "changes"),
     [
         ("no node named 'nowhere'", {"extra": {**OURS, "node": "nowhere"}}),
-        ("there is no setting 'size'", {"extra": {**OURS, "size": 3}}),
+        ("unknown setting 'size'", {"extra": {**OURS, "size": 3}}),
         ("there is no folder 'no/where'", {"extra": {**OURS, "model": "no/where"}}),
-        ("has layout 'page_unified'", {"layout": "page_unified"}),
+        ("got 'page_unified'", {"layout": "page_unified"}),
     ],
 )
 def test_what_cannot_be_is_said_at_the_start(why: str, changes: dict[str, Any], machine: Machine) -> None:

@@ -190,9 +190,11 @@ def test_what_cannot_be_is_said_at_the_start(machine: Machine, tmp_path: Path) -
     machine.serve("pool", dram="64MiB")
     started = {
         "no node named 'nowhere'": engine(machine, path, transfer("nowhere")),
-        "there is no setting 'pages'": engine(machine, path, transfer("pool", pages=3)),
-        "its windows are kept whole": engine(machine, hybrid, transfer("pool"), disable_hybrid_kv_cache_manager=True),
-        "its cache is MambaSpec": engine(machine, states, transfer("pool")),
+        "unknown setting 'pages'": engine(machine, path, transfer("pool", pages=3)),
+        "windows need vLLM's hybrid cache manager": engine(
+            machine, hybrid, transfer("pool"), disable_hybrid_kv_cache_manager=True
+        ),
+        "got MambaSpec": engine(machine, states, transfer("pool")),
         "kv_load_failure_policy": engine(machine, path, transfer("pool").replace("recompute", "fail")),
     }
     for why, one in started.items():

@@ -76,7 +76,7 @@ def test_the_second_of_a_name_is_read_from_and_the_first_harms_nobody(
         told = machine.run("verify", "--cluster", "--catalog", flags["catalog"])
         return told.stdout if told.returncode == 1 else ""
 
-    wait_until("both have data servers", lambda: "somebody else has that name" in findings(), BACK_S)
+    wait_until("both have data servers", lambda: "another node has the same name" in findings(), BACK_S)
     store.evict(pages=1 << 20)
     wait_until("the second is read from", lambda: there(store, 2) == PAGES, BACK_S)
     put(machine.connect("n"), 3, PAGES)  # its own programs have it

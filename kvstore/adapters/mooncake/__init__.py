@@ -1,4 +1,4 @@
-"""Mooncake's ``mooncake.store`` over a node: the classes that vLLM and SGLang call, with their return codes.
+"""Mooncake's ``mooncake.store`` on a node: the classes that vLLM and SGLang call, with their return codes.
 
 ``python -m kvstore.adapters.mooncake.install`` makes ``import mooncake.store`` find them.
 """

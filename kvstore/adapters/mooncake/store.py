@@ -1,7 +1,7 @@
-"""``MooncakeDistributedStore``: Mooncake's Python interface, over the objects of a node.
+"""``MooncakeDistributedStore``: Mooncake's Python interface for the objects of a node.
 
-Values are objects under their own keys: proven, checksummed, evictable, on NVMe. The node has all memory, so what
-``setup`` is told about segments, buffers and devices has no meaning here.
+Values are objects under their own keys: proven, checksummed, saved to NVMe, evictable. The node owns all memory, so the
+arguments of ``setup`` about segments, buffers and devices are ignored.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ RPC_FAIL: Final = -900
 RPC_TIMEOUT: Final = -901
 TENANT_QUOTA_EXCEEDED: Final = -1700
 
-# What a key begins with: letters that mean themselves, and escaped signs.
+# The prefix in a regular expression: literal characters, and escaped special characters.
 _PREFIX: Final = re.compile(r"\^((?:[^\\^$.|?*+()\[\]{}]|\\[^0-9A-Za-z])*)(?:\.\*\$?)?")
 _ESCAPED: Final = re.compile(r"\\(.)", re.DOTALL)
 
@@ -41,7 +41,7 @@ SCHEMES = ("kv://", "kv+unix://")
 
 @dataclass
 class ReplicateConfig:
-    """How hosts wish their values to be kept. Taken and not followed: the node's policy decides what stays where."""
+    """A host's wishes for its values. They are accepted but ignored: the node's policy decides where values stay."""
 
     replica_num: int = 1
     with_soft_pin: bool = False
@@ -53,33 +53,33 @@ class ReplicateConfig:
 
 
 class ReplicaDescriptor:
-    """That there is a replica. It does not say of which kind: a node moves values between memory and NVMe."""
+    """Says that a value has a replica, but not of which kind: a node moves values between memory and NVMe."""
 
     def is_memory_replica(self) -> bool:
-        """Not known."""
+        """Always False: unknown."""
         return False
 
     def is_disk_replica(self) -> bool:
-        """Not known."""
+        """Always False: unknown."""
         return False
 
     def is_local_disk_replica(self) -> bool:
-        """Not known."""
+        """Always False: unknown."""
         return False
 
 
 class MooncakeDistributedStore:
-    """A client of one node. Made -> ``setup`` -> used -> ``close``. Threads may share it.
+    """A client of one node. Life: made -> ``setup`` -> used -> ``close``. Threads may share it.
 
-    As Mooncake's, it answers with codes and raises nothing of its own: 0 or a number of bytes where all is well, a
-    negative code else. What went wrong is logged. A pointer has to lie in a registered buffer.
+    Like Mooncake's, it returns codes and raises no exceptions of its own: 0 or a number of bytes on success, otherwise
+    a negative code. Errors are logged. A pointer must be in a registered buffer.
     """
 
     def __init__(self) -> None:
         self._store: Store | None = None
         self._salt = ""
         self._registered: dict[int, Registration] = {}
-        self._regions: tuple[list[int], list[Registration]] = [], []  # the same in order; replaced as a whole
+        self._regions: tuple[list[int], list[Registration]] = [], []  # sorted starts, and registrations; replaced whole
 
     def setup(
         self,
@@ -97,9 +97,10 @@ class MooncakeDistributedStore:
         """Connect to a node.
 
         Args:
-            master_server_addr: a node's name, or ``kv://HOST:PORT``. A plain ``HOST:PORT`` is a Mooncake master's:
-                then it is the node of ``$KVSTORE_NODE``, else the only one on this machine.
-            tenant_id: has values of its own.
+            master_server_addr: a node's name, or ``kv://HOST:PORT``. A plain ``HOST:PORT`` is the address of a Mooncake
+                master and is ignored: the node is then the one in ``$KVSTORE_NODE``, or else the only one on this
+                machine.
+            tenant_id: the tenant, which has its own values.
         """
         named = master_server_addr.startswith(SCHEMES) or ":" not in master_server_addr
         try:
@@ -111,7 +112,7 @@ class MooncakeDistributedStore:
         return OK
 
     def close(self) -> int:
-        """Let go of the node. Values stay."""
+        """Close the connection to the node. Values stay."""
         store, self._store = self._store, None
         self._registered.clear()
         self._in_order()
@@ -122,12 +123,12 @@ class MooncakeDistributedStore:
     # --- buffers ----------------------------------------------------------------------------------------------------
 
     def register_buffer(self, buffer_ptr: int, size: int) -> int:
-        """Make memory of this process known. Memory of a device is refused."""
+        """Register memory of this process. Device memory is refused."""
         known = self._registered.get(buffer_ptr)
         if known is not None and known.stop - known.start == size:
             return OK
         if size <= 0 or not is_host_memory(buffer_ptr, size):
-            _log.error("register_buffer: %d bytes at %#x are no host memory of this process", size, buffer_ptr)
+            _log.error("register_buffer: %d bytes at %#x are not host memory of this process", size, buffer_ptr)
             return INVALID_PARAMS
 
         def register(store: Store) -> int:
@@ -138,7 +139,7 @@ class MooncakeDistributedStore:
         return self._do("register_buffer", register)
 
     def unregister_buffer(self, buffer_ptr: int) -> int:
-        """Forget it."""
+        """Unregister a buffer."""
         known = self._registered.pop(buffer_ptr, None)
         if known is None:
             return INVALID_PARAMS
@@ -153,11 +154,11 @@ class MooncakeDistributedStore:
     # --- one value --------------------------------------------------------------------------------------------------
 
     def put(self, key: str, value: Any, config: ReplicateConfig | None = None) -> int:
-        """Store bytes. A value that is stored under this key stays, which is no error."""
+        """Store bytes. If the key has a value already, that value stays, and 0 is returned."""
         return self._put([key], [value])[0]
 
     def get(self, key: str) -> bytes:
-        """The bytes; none where there is no such value."""
+        """Return the bytes; empty if there is no such value."""
         found: list[bytes] = []
 
         def read(store: Store) -> int:
@@ -170,19 +171,19 @@ class MooncakeDistributedStore:
         return found[0] if found else b""
 
     def put_from(self, key: str, buffer_ptr: int, size: int, config: ReplicateConfig | None = None) -> int:
-        """0, or a negative code."""
+        """Return 0, or a negative code."""
         return self.batch_put_from([key], [buffer_ptr], [size])[0]
 
     def get_into(self, key: str, buffer_ptr: int, size: int) -> int:
-        """Bytes read, or a negative code."""
+        """Return the number of bytes read, or a negative code."""
         return self.batch_get_into([key], [buffer_ptr], [size])[0]
 
     def is_exist(self, key: str) -> int:
-        """1, 0, or a negative code."""
+        """Return 1, 0, or a negative code."""
         return self.batch_is_exist([key])[0]
 
     def get_size(self, key: str) -> int:
-        """Bytes, or a negative code."""
+        """Return the size in bytes, or a negative code."""
 
         def size(store: Store) -> int:
             found = store.size(key, self._salt)
@@ -191,19 +192,19 @@ class MooncakeDistributedStore:
         return self._do("get_size", size)
 
     def remove(self, key: str, force: bool = False) -> int:
-        """0, or a negative code: there is no such value. A value that is being read goes, too."""
+        """Return 0, or a negative code if there is no such value. A value that is being read is removed too."""
         return self._do("remove", lambda store: OK if store.delete(key, self._salt) else OBJECT_NOT_FOUND)
 
     def remove_all(self, force: bool = False) -> int:
-        """Remove all values of this tenant; how many there were."""
+        """Remove all values of this tenant; return how many there were."""
         return self._do("remove_all", lambda store: store.clear("", self._salt))
 
     def remove_by_regex(self, regex: str, force: bool = False) -> int:
-        """Remove the values of this tenant whose keys begin with a prefix, given as ``^prefix`` or ``^prefix.*``; how
-        many there were.
+        """Remove the values of this tenant whose keys begin with a prefix, given as ``^prefix`` or ``^prefix.*``;
+        return how many there were.
 
         Raises:
-            InvalidRequest: it is another regular expression; nothing is removed.
+            InvalidRequest: any other regular expression; nothing is removed.
         """
         prefix = _prefix_of(regex)
         return self._do("remove_by_regex", lambda store: store.clear(prefix, self._salt))
@@ -211,7 +212,7 @@ class MooncakeDistributedStore:
     # --- batches ----------------------------------------------------------------------------------------------------
 
     def batch_is_exist(self, keys: Sequence[str]) -> list[int]:
-        """For each 1, 0, or a negative code."""
+        """Return for each key 1, 0, or a negative code."""
         found: list[int] = []
 
         def look(store: Store) -> int:
@@ -228,13 +229,13 @@ class MooncakeDistributedStore:
         sizes: Sequence[int],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        """For each 0, or a negative code."""
+        """Return for each value 0, or a negative code."""
         if not len(keys) == len(buffer_ptrs) == len(sizes):
             return [INVALID_PARAMS] * len(keys)
         return self._put(keys, list(map(self._part, buffer_ptrs, sizes)))
 
     def batch_get_into(self, keys: Sequence[str], buffer_ptrs: Sequence[int], sizes: Sequence[int]) -> list[int]:
-        """For each bytes read, or a negative code."""
+        """Return for each value the number of bytes read, or a negative code."""
         if not len(keys) == len(buffer_ptrs) == len(sizes):
             return [INVALID_PARAMS] * len(keys)
         return self._get(keys, list(map(self._part, buffer_ptrs, sizes)))
@@ -246,7 +247,7 @@ class MooncakeDistributedStore:
         all_sizes: Sequence[Sequence[int]],
         config: ReplicateConfig | None = None,
     ) -> list[int]:
-        """Each value from several buffers, laid end to end. For each 0, or a negative code."""
+        """Store each value from several buffers, which are concatenated. Return for each 0, or a negative code."""
         if not len(keys) == len(all_buffer_ptrs) == len(all_sizes):
             return [INVALID_PARAMS] * len(keys)
         return self._put(keys, list(map(self._parts, all_buffer_ptrs, all_sizes)))
@@ -258,22 +259,22 @@ class MooncakeDistributedStore:
         all_sizes: Sequence[Sequence[int]],
         prefer_alloc_in_same_node: bool = False,
     ) -> list[int]:
-        """Each value over several buffers. For each bytes read, or a negative code."""
+        """Read each value into several buffers. Return for each the number of bytes read, or a negative code."""
         if not len(keys) == len(all_buffer_ptrs) == len(all_sizes):
             return [INVALID_PARAMS] * len(keys)
         return self._get(keys, list(map(self._parts, all_buffer_ptrs, all_sizes)))
 
     def batch_get_replica_desc(self, keys: Sequence[str]) -> dict[str, list[ReplicaDescriptor]]:
-        """Of those that are stored, that they are."""
+        """Return a descriptor for each key that is stored."""
         found = self.batch_is_exist(keys)
         return {key: [ReplicaDescriptor()] for key, there in zip(keys, found, strict=True) if there == 1}
 
     # --- all of them ------------------------------------------------------------------------------------------------
 
     def _do(self, what: str, act: Callable[[Store], int]) -> int:
-        """What ``act`` says, or the code of what it raises."""
+        """Return the result of ``act``, or the code of what it raises."""
         if self._store is None:
-            _log.error("%s: setup was not called, or failed", what)
+            _log.error("%s: setup was not called, or it failed", what)
             return RPC_FAIL
         try:
             return act(self._store)
@@ -282,7 +283,7 @@ class MooncakeDistributedStore:
             return code_of(error)
 
     def _part(self, pointer: int, size: int) -> Any:
-        """The memory there; None where it is in no registered buffer."""
+        """Return the memory at a pointer; None if it is not in a registered buffer."""
         starts, held = self._regions
         place = bisect_right(starts, pointer) - 1
         if place < 0 or size <= 0 or pointer + size > held[place].stop or self._store is None:
@@ -292,16 +293,16 @@ class MooncakeDistributedStore:
         return held[place].bytes[first : first + size]
 
     def _parts(self, pointers: Sequence[int], sizes: Sequence[int]) -> list[Any] | None:
-        """The same of several places; None where one of them is not."""
+        """Return the memory at several pointers; None if one of them is not in a registered buffer."""
         parts = list(map(self._part, pointers, sizes)) if len(pointers) == len(sizes) else [None]
         return None if any(part is None for part in parts) else parts
 
     def _put(self, keys: Sequence[str], values: Sequence[Any]) -> list[int]:
-        """None among the values: its pointer was refused."""
+        """Store values. None among them stands for a refused pointer."""
         wanted = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
 
         def store_all(store: Store) -> int:
-            store.put_many(list(wanted), list(wanted.values()), self._salt)  # a key that is there already is well
+            store.put_many(list(wanted), list(wanted.values()), self._salt)  # an existing key is not an error
             return OK
 
         def store_one(key: str) -> int:
@@ -313,7 +314,7 @@ class MooncakeDistributedStore:
 
         code = self._do("put", store_all) if wanted else OK
         codes = dict.fromkeys(wanted, code)
-        if code == INVALID_PARAMS:  # of one of them, and nothing was stored
+        if code == INVALID_PARAMS:  # one of them is invalid, and nothing was stored
             codes = {key: store_one(key) for key in wanted}
         elif code != OK:  # others may be stored
             there = self.batch_is_exist(list(wanted))
@@ -321,7 +322,7 @@ class MooncakeDistributedStore:
         return [codes[key] if value is not None else INVALID_PARAMS for key, value in zip(keys, values, strict=True)]
 
     def _get(self, keys: Sequence[str], outs: Sequence[Any]) -> list[int]:
-        """None among the targets: its pointer was refused."""
+        """Read into targets. None among them stands for a refused pointer."""
         lengths: list[int] = []
 
         def read_all(store: Store) -> int:
@@ -341,7 +342,7 @@ class MooncakeDistributedStore:
 
 
 def code_of(error: KVStoreError) -> int:
-    """Mooncake's code for what a store raises."""
+    """Return Mooncake's code for an exception of the store."""
     if isinstance(error, QuotaExceeded):
         return TENANT_QUOTA_EXCEEDED
     if isinstance(error, OutOfSpace):
@@ -352,7 +353,7 @@ def code_of(error: KVStoreError) -> int:
 
 
 def is_host_memory(start: int, size: int) -> bool:
-    """Whether all of it is mapped here to be read and written. A device's memory is not, although it has addresses."""
+    """Return whether a range is mapped here for reading and writing. Device memory has addresses, but is not mapped."""
     reached = start
     for line in Path("/proc/self/maps").read_text().splitlines():
         bounds, permissions, *_ = line.split()
@@ -367,8 +368,8 @@ def is_host_memory(start: int, size: int) -> bool:
 
 
 def _prefix_of(regex: str) -> str:
-    """The prefix that a regular expression asks for. Raises InvalidRequest where it is not one that begins with ``^``,
-    goes on with plain text, and ends there or with ``.*``."""
+    """Return the prefix in a regular expression. Raises InvalidRequest unless it is ``^``, literal text, and optionally
+    ``.*``."""
     found = _PREFIX.fullmatch(regex)
     if found is None and regex != ".*":
         raise InvalidRequest("regex", f"must be a prefix, as ^prefix or ^prefix.* (got {regex[:80]!r})")

@@ -7,13 +7,13 @@
     cached = prefix_cache(model, kvstore.connect())
     output = cached.generate(**inputs, max_new_tokens=64)  # as model.generate
 
-Pages hold what ``DynamicCache`` holds, so every model is served whose layers all keep the keys and values of all
-tokens. Two processes share pages where they run the same model: a digest of the weights, the config and the modules is
-part of the name of every page.
+Pages hold what ``DynamicCache`` holds, so a model is served if all its layers keep the keys and values of all tokens.
+Two processes share pages if they run the same model: a digest of the weights, the config and the modules is part of
+every page's key.
 
-Wrong KV in the store would be loaded by every later caller, so a model or a call is served only where everything about
-it is known: ``models`` looks at the model before each call, ``calls`` at the arguments, and ``forward_record`` at the
-inputs that the model really gets.
+Every later caller would load wrong KV from the store, so a model or a call is served only if everything about it is
+known: ``models`` checks the model before each call, ``calls`` checks the arguments, and ``forward_record`` checks the
+inputs that the model actually receives.
 """
 
 from kvstore.adapters.transformers.prompt_cache import PromptCache, prefix_cache

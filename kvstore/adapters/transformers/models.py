@@ -1,17 +1,18 @@
-"""Which models are served, and which model it is: a model is looked at before each call, as anybody may change it.
+"""Decides which models are served, and identifies a model. It is checked before each call, since it may have been
+changed.
 
-``ModelStamp`` tells whether a model computes what it computed before. It refuses whatever changes activations and
-cannot be named: hooks, modules that are neither torch's nor transformers', replaced methods, compiled or quantised
-modules. What can be named (weights, buffers, attributes of modules, the config, the precision of matrix products) is
-part of the digest, so that a model which differs in any of it has pages of its own.
+``ModelStamp`` shows whether a model still computes the same. It refuses everything that changes activations and cannot
+be part of a digest: hooks, modules that are neither torch's nor transformers', replaced methods, compiled or quantised
+modules. Everything else (weights, buffers, attributes of modules, the config, the precision of matrix products) is part
+of the digest, so that a model which differs in any of it has separate pages.
 
-Which calls of ``generate`` are served: those whose arguments leave the KV of the prompt as it is.
+Decides which calls of ``generate`` are served: those whose arguments do not change the KV of the prompt.
 
-The generation config is built as ``generate`` builds it, and every field of it is either free, because it only acts on
-logits, lengths and outputs, or has to be neutral. A field or an argument that is not listed here is refused, so that
-one which a later version of transformers adds is refused as well.
+The generation config is built as ``generate`` builds it, and each of its fields is either free, because it only affects
+logits, lengths and outputs, or must be neutral. A field or argument that is not listed here is refused, and so are
+those that a later version of transformers adds.
 
-What the model was really given while a cache was filled.
+Records the inputs of a model while a cache is filled.
 """
 
 from __future__ import annotations
@@ -55,13 +56,13 @@ FREE_FIELDS = frozenset(
         *("assistant_confidence_threshold", "assistant_lookbehind", "target_lookbehind", "max_matching_ngram_size"),
     )
 )
-# What these fields have to be; all others that are not free have to be None or False.
+# The values that these fields must have; all others that are not free must be None or False.
 NEUTRAL_FIELDS: dict[str, tuple[Any, ...]] = {
     **dict.fromkeys(("num_beams", "num_return_sequences", "num_beam_groups"), (None, 1)),
     "diversity_penalty": (None, 0.0),
     "use_cache": (True,),
 }
-# Arguments beside those of the config that may have any value; the mask is compared with the prompt.
+# Arguments in addition to those of the config that may have any value; the mask is compared with the prompt.
 FREE_ARGUMENTS = frozenset(
     ("attention_mask", "generation_config", "logits_processor", "prefix_allowed_tokens_fn", "stopping_criteria")
 ) | {"streamer", "tokenizer"}
@@ -69,10 +70,10 @@ _NO_CONFIG = "must be a GenerationConfig of transformers, or None"
 
 
 def check_call(model: PreTrainedModel, input_ids: Any, settings: dict[str, Any]) -> None:
-    """Let a call pass, or refuse it. Changes nothing.
+    """Accept a call, or refuse it. Changes nothing.
 
     Raises:
-        InvalidRequest: names the argument or field that could change the KV of the prompt, or that is not known.
+        InvalidRequest: names an argument or field that could change the KV of the prompt, or that is unknown.
     """
     if not isinstance(input_ids, torch.Tensor) or input_ids.ndim != 2 or not input_ids.shape[1]:
         raise InvalidRequest("input_ids", "must be a tensor of shape [1, tokens]")
@@ -99,7 +100,7 @@ def check_call(model: PreTrainedModel, input_ids: Any, settings: dict[str, Any])
 
 
 def _check_fields(fields: dict[str, Any]) -> None:
-    """Raises InvalidRequest where a field of a generation config may change what is cached."""
+    """Raise InvalidRequest if a field of a generation config may change what is cached."""
     for name, value in fields.items():
         if not (name.startswith("_") or name in FREE_FIELDS or _is_neutral(name, value)):
             raise InvalidRequest(name, f"is not served, as it may change what is cached (got {_short(value)})")
@@ -110,16 +111,16 @@ def _is_neutral(name: str, value: Any) -> bool:
 
 
 def _check_mask(input_ids: torch.Tensor, mask: Any, padding: Any) -> None:
-    """Raises InvalidRequest where a token of the prompt is hidden from others, or ``generate`` would guess so."""
+    """Raise InvalidRequest if a token of the prompt is hidden from others, or if ``generate`` would assume so."""
     if mask is None:
         if padding is not None and bool(torch.isin(input_ids, torch.as_tensor(padding, device=input_ids.device)).any()):
-            raise InvalidRequest("attention_mask", "must be given for a prompt with the padding token in it")
+            raise InvalidRequest("attention_mask", "must be given for a prompt that contains the padding token")
     elif not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
-        # A mask of another length makes `generate` take the prompt for what follows the loaded tokens.
+        # With a mask of another length `generate` would treat the prompt as the continuation of the loaded tokens.
         shape = tuple(mask.shape) if isinstance(mask, torch.Tensor) else type(mask).__name__
         raise InvalidRequest("attention_mask", f"must be a tensor of the shape of input_ids (got {shape})")
     elif not bool((mask == 1).all()):
-        raise InvalidRequest("attention_mask", "hides tokens; prompts without padding are served")
+        raise InvalidRequest("attention_mask", "must not hide tokens: only prompts without padding are served")
 
 
 def _short(value: Any) -> str:
@@ -127,12 +128,13 @@ def _short(value: Any) -> str:
 
 
 AUTOCAST_DEVICES = ("cpu", "cuda", "xpu", "mps", "hpu", "mtia", "xla", "ipu", "maia", "privateuseone")
-# Inputs of a forward pass beside the cache, the tokens, their places and the mask, that change no key and no value.
+# Inputs of a forward pass that change no key and no value, in addition to the cache, the tokens, their positions and
+# the mask.
 FREE_INPUTS = frozenset(("use_cache", "logits_to_keep", "return_dict", "cache_position"))
 
 
 def autocast_device() -> str:
-    """A device type for which autocast is on; "" without one."""
+    """Return a device type for which autocast is on; "" if there is none."""
     return next((device for device in AUTOCAST_DEVICES if torch.is_autocast_enabled(device)), "")
 
 
@@ -144,7 +146,7 @@ class ForwardRecord:
 
     Args:
         past: the cache; passes with another one, those of other threads for example, are not recorded.
-        tokens: what it holds already, ``[tokens]``.
+        tokens: the tokens that it already holds, ``[tokens]``.
     """
 
     def __init__(self, past: DynamicCache, tokens: torch.Tensor) -> None:
@@ -180,13 +182,13 @@ class ForwardRecord:
         """The tokens whose keys and values the cache holds.
 
         Raises:
-            ValueError: they are not what the same tokens have in every other call, and says why.
+            ValueError: they may differ from those of the same tokens in other calls; says why.
         """
         tokens = torch.cat(self._tokens)
         if self._places and not self._unknown:
             places = torch.cat(self._places)
             if not torch.equal(places, torch.arange(self._loaded, len(tokens), device=places.device)):
-                self._unknown = "tokens have other places"
+                self._unknown = "tokens have other positions"
         if not all(bool(mask) for mask in self._masks):
             self._unknown = "tokens are hidden from others"
         for layer in self._past.layers:
@@ -198,39 +200,37 @@ class ForwardRecord:
 
 
 PROBE_TOKENS = 8
-# Keys and values of the same tokens, computed in batches of another length: apart by rounding, or by attention to
-# later tokens, which makes them as far apart as they are long.
+# Tolerance for keys and values of the same tokens computed in batches of different lengths. They differ by rounding,
+# or, if attention sees later tokens, by as much as their own size.
 APART_MAX = 0.05
-# These turn a key by how long the prompt gets, so that the KV of its first tokens depends on those after them.
+# These rotate a key by the prompt's length, so that the KV of its first tokens depends on later tokens.
 ROPE_BY_LENGTH = ("dynamic", "longrope")
-# What does not change any number that a model computes: of a config, and of a module.
+# Attributes of a config and of a module that change no number that a model computes.
 CONFIG_IGNORED = frozenset(
     ("_name_or_path", "_commit_hash", "architectures", "dtype", "torch_dtype", "transformers_version", "use_cache")
-) | {"model_type"}  # the class is counted
+) | {"model_type"}  # the class is in the digest
 MODULE_IGNORED = frozenset(vars(torch.nn.Module())) | {
     *("_is_hf_initialized", "_hf_hook", "_old_forward", "generation_config", "hf_device_map", "name_or_path"),
     *("training", "warnings_issued"),
 }
-# Modules whose numbers are known from their type and attributes; and those of the package that defines the model.
+# Modules whose computation is known from their type and attributes, in addition to those of the model's own package.
 KNOWN_PACKAGES = ("torch.nn.", "transformers.")
-# Hooks that only record: transformers leaves them where hidden states or attentions were asked for.
+# Hooks that only record: transformers leaves them after hidden states or attentions were requested.
 RECORDING_HOOKS = "transformers.utils.output_capturing"
-# Elements of each tensor that are compared before each call: torch does not count writes through `tensor.data`.
+# Number of elements of each tensor compared before each call: torch does not count writes through `tensor.data`.
 SAMPLE_ELEMENTS = 4096
 
 
 def check_kind(model: Any) -> None:
-    """Let a model pass whose layers keep the keys and values of all tokens, as far as its type and config tell.
+    """Accept a model if its type and config show that its layers keep the keys and values of all tokens.
 
     Raises:
         InvalidRequest: "model", and why it is not served.
     """
     if not isinstance(model, PreTrainedModel) or not isinstance(model, GenerationMixin):
-        raise InvalidRequest(
-            "model", f"is not a model of transformers that generates text (got {type(model).__name__})"
-        )
+        raise InvalidRequest("model", f"must be a transformers model that generates text (got {type(model).__name__})")
     if type(model).generate is not GenerationMixin.generate:
-        _refuse(model, "has a generate of its own")
+        _refuse(model, "has its own generate method")
     config = model.config
     if getattr(config, "is_encoder_decoder", False):
         _refuse(model, "has an encoder, whose output is not part of the pages")
@@ -239,17 +239,17 @@ def check_kind(model: Any) -> None:
     parameters = getattr(config, "rope_parameters", None) or {}
     for terms in (parameters, *(value for value in parameters.values() if isinstance(value, dict))):
         if (kind := terms.get("rope_type")) in ROPE_BY_LENGTH:
-            _refuse(model, f"turns keys by the length of the prompt (rope_type {kind!r})")
+            _refuse(model, f"rotates keys by the length of the prompt (rope_type {kind!r})")
     for number, layer in enumerate(DynamicCache(config=config).layers):
         if type(layer) is not DynamicLayer:
             _refuse(model, f"layer {number} does not keep the keys and values of all tokens ({layer!r})")
 
 
 def probe(model: PreTrainedModel) -> list[DynamicLayer]:
-    """The cache after a few tokens.
+    """Run a few tokens and return the cache's layers.
 
     Raises:
-        InvalidRequest: the layers do not all cache keys and values alike, or these depend on later tokens.
+        InvalidRequest: the layers do not all cache keys and values in the same way, or these depend on later tokens.
     """
     embedding: Any = model.get_input_embeddings()
     tokens = (torch.arange(2 * PROBE_TOKENS, device=embedding.weight.device) * 7 % embedding.num_embeddings)[None]
@@ -260,14 +260,14 @@ def probe(model: PreTrainedModel) -> list[DynamicLayer]:
     layers: list[DynamicLayer] = []
     for number, (layer, other) in enumerate(zip(past.layers, longer.layers, strict=True)):
         if type(layer) is not DynamicLayer or type(other) is not DynamicLayer or layer.keys is None:
-            _refuse(model, f"layer {number} has no keys and values of its own")
+            _refuse(model, f"layer {number} does not have its own keys and values")
         assert layer.values is not None and other.keys is not None and other.values is not None
         if layer.keys.ndim != 4 or layer.keys.shape[:3] != layer.values.shape[:3] or layer.keys.shape[0] != 1:
             _refuse(model, f"layer {number} caches {tuple(layer.keys.shape)} and {tuple(layer.values.shape)}")
         for ours, theirs in ((layer.keys, other.keys), (layer.values, other.values)):
             apart = (theirs[:, :, :PROBE_TOKENS].float() - ours.float()).norm() / ours.float().norm()
             if not float(apart) <= APART_MAX:
-                _refuse(model, f"layer {number} caches other keys and values where more tokens follow")
+                _refuse(model, f"layer {number} caches different keys and values if more tokens follow")
         layers.append(layer)
     kinds = {(layer.keys.shape, layer.values.shape, layer.keys.dtype, layer.values.dtype) for layer in layers}  # type: ignore[union-attr]
     if len(kinds) != 1:
@@ -286,12 +286,12 @@ def _refuse(model: Any, reason: str) -> NoReturn:
 
 
 class ModelStamp:
-    """What a model computes with, at one moment. Equal stamps: the model computes the same keys and values.
+    """The state of a model at one moment. With equal stamps the model computes the same keys and values.
 
-    Holds references to all weights, buffers, their storages and all modules, so that none of their addresses is used
-    again while a later stamp may be compared with this one. Writes that torch does not count (``tensor.data``) are
-    noticed where they change one of a few thousand elements of the tensor, evenly spread: an update of a layer, not a
-    single element.
+    Holds references to all weights, buffers, their storages and all modules, so that none of their addresses is reused
+    while a later stamp may be compared with this one. Writes that torch does not count (``tensor.data``) are detected
+    if they change one of a few thousand evenly spread elements of the tensor: an update of a layer is, a single element
+    may not be.
 
     Raises:
         InvalidRequest: the model has something that changes activations and cannot be part of a digest; or "autocast".
@@ -299,7 +299,7 @@ class ModelStamp:
 
     def __init__(self, model: PreTrainedModel) -> None:
         if device := autocast_device():
-            raise InvalidRequest("autocast", f"is on for {device!r}: its keys and values have other numbers")
+            raise InvalidRequest("autocast", f"must be off, since it changes keys and values (on for {device!r})")
         if torch_module._global_forward_hooks or torch_module._global_forward_pre_hooks:
             _refuse(model, "runs under forward hooks of all modules")
         self._tensors: list[tuple[str, torch.Tensor]] = []
@@ -330,8 +330,8 @@ class ModelStamp:
     __hash__ = None  # type: ignore[assignment]
 
     def digest(self) -> str:
-        """Over names, types, shapes and bytes of all weights and buffers, over the modules and the config. Reads all
-        weights once."""
+        """Return a digest of the names, types, shapes and bytes of all weights and buffers, of the modules and the
+        config. Reads all weights once."""
         digest = xxhash.xxh3_128(json.dumps(self._terms).encode())
         contents: dict[int, bytes] = {}
         for name, tensor in sorted(self._tensors, key=lambda each: each[0]):
@@ -346,13 +346,13 @@ class ModelStamp:
         return [id(module) for module in self._modules], self._places, self._terms, self._sample
 
     def _terms_of(self, module: Module) -> Iterator[Any]:
-        """Attributes of a module, by name, as far as they may change what it computes."""
+        """Yield the attributes of a module that may change what it computes, by name."""
         for name, value in sorted(vars(module).items()):
             if not (name in MODULE_IGNORED or (name.startswith("_") and isinstance(module, PreTrainedModel))):
                 yield [name, self._config_of(value) if isinstance(value, PreTrainedConfig) else _plain(value)]
 
     def _config_of(self, config: PreTrainedConfig) -> str:
-        """A digest of a config, which most modules share."""
+        """Return a digest of a config, which most modules share."""
         if (known := self._configs.get(id(config))) is not None:
             return known[1]
         _check_attention(config)
@@ -361,11 +361,11 @@ class ModelStamp:
         return digest
 
     def _sampled(self) -> bytes:
-        """A digest of some elements of each tensor; of small ones all."""
+        """Return a digest of some elements of each tensor, and of all elements of small ones."""
         pieces: dict[torch.device, dict[int, torch.Tensor]] = {}
         for _, tensor in self._tensors:
             flat = tensor.detach().flatten()
-            step = max(1, len(flat) // SAMPLE_ELEMENTS) | 1  # odd: not one column of a matrix
+            step = max(1, len(flat) // SAMPLE_ELEMENTS) | 1  # odd, so as not to sample a single column of a matrix
             pieces.setdefault(tensor.device, {})[id(tensor)] = flat[::step].contiguous().view(torch.uint8)
         digest = xxhash.xxh3_128()
         for of_device in pieces.values():
@@ -374,11 +374,11 @@ class ModelStamp:
 
 
 def _check_module(model: PreTrainedModel, name: str, module: Module) -> None:
-    """Raises InvalidRequest where what a module computes does not follow from its type, attributes and tensors."""
+    """Raise InvalidRequest if a module's type, attributes and tensors do not determine what it computes."""
     kind, where, state = type(module), f"module {name!r}" if name else "itself", vars(module)
     known = (*KNOWN_PACKAGES, f"{type(model).__module__.partition('.')[0]}.")
     if not f"{kind.__module__}.".startswith(known):
-        _refuse(model, f"has a module that is not known: {where} is a {_name_of(kind)}")
+        _refuse(model, f"has an unknown module: {where} is a {_name_of(kind)}")
     if not all(f"{place}.".startswith((*known, "torch.")) for place in _defined_in(kind.forward)):
         _refuse(model, f"has a method that was replaced ({where}: forward of {_name_of(kind)})")
     if module.training:
@@ -386,7 +386,7 @@ def _check_module(model: PreTrainedModel, name: str, module: Module) -> None:
     if state.get("hf_quantizer") is not None:
         _refuse(model, f"has quantised weights ({where})")
     if state.get("_hf_peft_config_loaded") or _is_adapter(module):
-        _refuse(model, f"has adapters that can be switched; merge them into the weights ({where})")
+        _refuse(model, f"has switchable adapters: merge them into the weights ({where})")
     for hook in (*module._forward_hooks.values(), *module._forward_pre_hooks.values()):
         if type(hook) is not ForwardRecord and getattr(hook, "__module__", "") != RECORDING_HOOKS:
             _refuse(model, f"has forward hooks, which may change what is computed ({where}: {hook!r})")
@@ -399,19 +399,20 @@ def _check_module(model: PreTrainedModel, name: str, module: Module) -> None:
 
 
 def _defined_in(function: Any) -> Iterator[str]:
-    """Modules in which a function and all that it wraps are defined, whatever names a decorator has copied."""
+    """Yield the modules in which a function and all functions that it wraps are defined, ignoring names copied by
+    decorators."""
     while function is not None:
         yield getattr(function, "__globals__", {}).get("__name__", "")
         function = getattr(function, "__wrapped__", None)
 
 
 def _is_adapter(module: Module) -> bool:
-    """True of a layer that adds to another one, as PEFT's do; each whole model has a method of that name."""
+    """True for a layer that adds to another one, as PEFT's do; each whole model has a method of that name."""
     return hasattr(module, "disable_adapters") and not isinstance(module, PreTrainedModel)
 
 
 def _only_moves(hook: Any) -> bool:
-    """True of accelerate's hook where it moves activations between devices, as for a model on several of them."""
+    """True for accelerate's hook that only moves activations between devices, for a model on several of them."""
     if getattr(type(hook), "__module__", "") != "accelerate.hooks":
         return False
     if type(hook).__name__ == "SequentialHook":
@@ -420,17 +421,17 @@ def _only_moves(hook: Any) -> bool:
 
 
 def _check_tensor(model: PreTrainedModel, name: str, tensor: torch.Tensor) -> None:
-    """Raises InvalidRequest where changes of a tensor would go unnoticed."""
+    """Raise InvalidRequest if changes of a tensor would not be detected."""
     if type(tensor) not in (torch.Tensor, torch.nn.Parameter) or tensor.is_quantized or tensor.layout != torch.strided:
         _refuse(model, f"has weights that are not plain tensors: {name} is a {_name_of(type(tensor))}")
     if tensor.is_meta:
         _refuse(model, f"has weights that are not in memory ({name})")
     if tensor.is_inference():
-        _refuse(model, f"has weights made in inference mode, whose changes torch does not count ({name})")
+        _refuse(model, f"has weights created in inference mode, whose changes torch does not count ({name})")
 
 
 def _check_attention(config: PreTrainedConfig) -> None:
-    """Raises InvalidRequest where attention is a function that is registered under a name by others."""
+    """Raise InvalidRequest if attention is a function that another package has registered."""
     name = config._attn_implementation
     for functions in (ALL_ATTENTION_FUNCTIONS, ALL_MASK_ATTENTION_FUNCTIONS):
         function = functions.get(name)
@@ -441,7 +442,7 @@ def _check_attention(config: PreTrainedConfig) -> None:
 
 
 def _precision() -> list[Any]:
-    """Settings of this process that change the numbers of a matrix product."""
+    """Return the settings of this process that change the result of a matrix product."""
     backends: Any = torch.backends
     if not hasattr(backends, "fp32_precision"):  # before torch 2.9
         return [torch.get_float32_matmul_precision(), str(torch.get_default_dtype())]
@@ -455,7 +456,7 @@ def _precision() -> list[Any]:
 
 
 def _plain(value: Any) -> Any:
-    """A value as JSON has it, the same in every process; of objects their type."""
+    """Return a value in JSON, equal in every process; objects become their type."""
     if value is None or isinstance(value, bool | int | float | str):
         return value
     if isinstance(value, PreTrainedConfig):
@@ -477,7 +478,7 @@ def _plain(value: Any) -> Any:
 
 
 def _tensors_in(value: Any) -> Iterator[torch.Tensor]:
-    """Tensors that a module keeps without having them registered."""
+    """Yield tensors that a module keeps without registering them."""
     if isinstance(value, torch.Tensor):
         yield value
     elif isinstance(value, dict):

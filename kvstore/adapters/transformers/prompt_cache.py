@@ -23,18 +23,17 @@ _log = logging.getLogger(__name__)
 
 
 def prefix_cache(model: PreTrainedModel, store: Store, *, salt: str = "", page_tokens: int = 64) -> PromptCache:
-    """Let ``model`` reuse the KV cache of prompts that ``store`` has. Runs the model on a few tokens, and reads all its
-    weights once.
+    """Return a ``PromptCache`` with which ``model`` reuses the KV cache of prompts in ``store``. Runs the model on a
+    few tokens, and reads all its weights once.
 
     Args:
         model: a causal language model of transformers, in evaluation mode.
-        salt: another salt never sees these pages.
+        salt: the tenant. Other salts never see these pages.
         page_tokens: tokens of a page; only full pages are stored.
 
     Raises:
-        InvalidRequest: "model", and why it is not served: layers with a sliding window, a state or no cache of their
-            own, an encoder, quantised weights, adapters, hooks, modules that are not known; "autocast"; or a number
-            that makes no sense.
+        InvalidRequest: "model", and why it is not served: layers with a sliding window, a state or no own cache, an
+            encoder, quantised weights, adapters, hooks, or unknown modules; "autocast"; or an invalid number.
     """
     return PromptCache(model, store, salt, page_tokens)
 
@@ -42,12 +41,12 @@ def prefix_cache(model: PreTrainedModel, store: Store, *, salt: str = "", page_t
 class PromptCache:
     """A model and its pages in a store. Changes neither the model nor its config.
 
-    Looks at the model before each call. Where weights, config or modules have changed since the call before (by a step
-    of training, for example), the model has other pages.
+    Checks the model before each call. If weights, config or modules have changed since the last call (by a training
+    step, for example), the model has different pages.
 
     Attributes:
-        layout: of the pages.
-        last: how much of the last prompt was found; None: the store did not answer.
+        layout: the layout of the pages.
+        last: how much of the last prompt was found; None if the store did not answer.
     """
 
     def __init__(self, model: PreTrainedModel, store: Store, salt: str = "", page_tokens: int = 64) -> None:
@@ -59,9 +58,9 @@ class PromptCache:
         self._refresh()
 
     def generate(self, input_ids: torch.Tensor, **settings: Any) -> Any:
-        """``model.generate`` for one prompt, whose stored prefix is loaded; full pages of prompt and answer are stored.
+        """Call ``model.generate`` for one prompt, with its stored prefix loaded; store full pages of prompt and answer.
 
-        A store that does not answer, has no room, or has lost a page costs computation, and nothing else.
+        A store that does not answer, is full, or has lost a page costs only computation.
 
         Args:
             input_ids: ``[1, tokens]``, without padding.
@@ -69,7 +68,7 @@ class PromptCache:
 
         Raises:
             InvalidRequest: names the argument, or the field of the generation config that ``generate`` would use, which
-                may change the KV of the prompt; "model": it is not served any more; "autocast": it is on.
+                may change the KV of the prompt; "model" if it is not served any more; "autocast" if it is on.
         """
         check_call(self._model, input_ids, settings)
         if ModelStamp(self._model) != self._stamp:
@@ -87,11 +86,12 @@ class PromptCache:
         return output
 
     def _load(self, tokens: torch.Tensor, past: DynamicCache) -> Match | None:
-        """Load what is stored of a prompt, but never its last token, into ``past``. None: the store does not answer."""
+        """Load the stored part of a prompt, but never its last token, into ``past``. Returns None if the store does not
+        answer."""
         try:
             found = self._cache.get(tokens)
         except Unavailable as error:
-            _log.warning("the store does not answer, the whole prompt is computed: %s", error)
+            _log.warning("the store does not answer, so the whole prompt is computed: %s", error)
             return None
         if found:
             pages = torch.from_numpy(found.data).view(self._dtype).view(-1, *self.layout.shape)
@@ -101,7 +101,7 @@ class PromptCache:
         return found
 
     def _save(self, record: ForwardRecord, layers: Sequence[Any], pages_loaded: int) -> None:
-        """Store the full pages that ``layers`` hold, except those that are stored; none where something was unusual."""
+        """Store the full pages that ``layers`` hold and that are not stored yet; none if anything was unusual."""
         try:
             tokens = record.tokens()
         except ValueError as error:
@@ -122,7 +122,7 @@ class PromptCache:
             _log.warning("new pages are not stored: %s", error)
 
     def _refresh(self) -> None:
-        """Look at the model: whether it is served, the shape of its cache, and which model it is."""
+        """Check the model: whether it is served, the shape of its cache, and its identity."""
         check_kind(self._model)
         ModelStamp(self._model)  # may refuse, so that nothing unknown is run
         layers = probe(self._model)

@@ -4,7 +4,7 @@
                            "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
 
 The connector and the scheduler's side need vLLM. The modules that move bytes (``paged``, ``tensors``, ``blocks``,
-``moving``) do not.
+``moving``) do not need it.
 """
 
 from typing import TYPE_CHECKING
@@ -24,6 +24,6 @@ def __getattr__(name: str) -> object:
         from kvstore.adapters.vllm.connector import KVStoreConnector
     except ImportError as error:
         raise ImportError(
-            f"KVStoreConnector needs the interface of vLLM 0.32, this is {vllm.__version__}: {error}"
+            f"KVStoreConnector needs the interface of vLLM 0.32 (got {vllm.__version__}): {error}"
         ) from error
     return KVStoreConnector

@@ -1,15 +1,15 @@
-"""Blocks of one group of layers in a worker's tensors, and pages of the store: moved some at a time.
+"""Moves pages of one group of layers between the blocks in a worker's tensors and the store, some at a time.
 
-Between the two are buffers in the tensors' memory. What is loaded comes into a buffer, and from there into its blocks
-in the stream that loads. What is saved goes from its blocks into a buffer in the stream that computes: later steps may
-write into the blocks, since their work is behind it.
+Buffers in the tensors' memory are between the two. Loaded pages go into a buffer, and from there into their blocks, in
+the loading stream. Saved pages go from their blocks into a buffer in the computing stream: later steps may write into
+the blocks, since their work comes after the copy.
 
-Tensors of a worker: in which order work on them is done, and how the store gets at their bytes.
+A worker's tensors: the order of work on them, and the store's access to their bytes.
 
-Work on tensors of the host is done when it is given. A GPU does it later, in the order of a stream, and streams know
-nothing of each other: what one thread gives is behind another thread's work only where a stream waits for an event.
+Work on host tensors is done at once. A GPU does it later, in the order of a stream, and streams are independent: work
+of one thread comes after that of another only if a stream waits for an event.
 
-What both sides know: which pages a model has, and pages on their way between the store and blocks.
+Types of both sides: the pages of a model, and moves of pages between the store and blocks.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class Tensors(Protocol):
     """See the module.
 
     Attributes:
-        late: work is done after it was given, so that the bytes of a save are there later.
+        late: work is done later, so the bytes of a save are not there at once.
     """
 
     @property
@@ -57,32 +57,32 @@ class Tensors(Protocol):
         ...
 
     def current(self) -> DeviceStream:
-        """The stream in which the calling thread computes."""
+        """Return the stream in which the calling thread computes."""
         ...
 
     def stream(self) -> DeviceStream:
-        """A stream of our own, ordered with no other."""
+        """Return a new stream, which is not ordered with any other."""
         ...
 
     def run(self, work: Work, stream: DeviceStream | None = None) -> None:
-        """Give work on tensors to one of our own streams, or to the one in which the calling thread computes."""
+        """Queue work on tensors in one of our own streams, or in the one in which the calling thread computes."""
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """A tensor in the same memory that holds anything."""
+        """Return an uninitialised tensor in the same memory."""
         ...
 
     def rows(self, pages: torch.Tensor, stream: DeviceStream | None = None) -> Any:
-        """Pages, one a row, as buffers of the store: it begins behind what ``stream`` has been given so far. None:
-        nothing of that has to be waited for."""
+        """Return pages, one per row, as a buffer for the store, which uses it after the work queued in ``stream`` so
+        far. With None it does not wait for any work."""
         ...
 
 
 def tensors_of(tensor: torch.Tensor) -> Tensors:
-    """For a worker that has its cache in such tensors.
+    """Return the ``Tensors`` for a worker with such a cache.
 
     Raises:
-        ValueError: they are in memory of a device that this process cannot copy to and from.
+        ValueError: they are in device memory that this process cannot access.
     """
     if tensor.device.type == "cpu":
         return HostTensors()
@@ -154,7 +154,7 @@ class CudaTensors:
 
 
 def device_rows(device: Device, pages: torch.Tensor, stream: DeviceStream | None) -> DeviceRows:
-    """Contiguous pages in memory of a device, one a row."""
+    """Return contiguous pages in device memory, one per row."""
     assert pages.is_contiguous()
     row_bytes = pages[:1].nbytes
     handle = None if stream is None else stream.handle
@@ -162,12 +162,12 @@ def device_rows(device: Device, pages: torch.Tensor, stream: DeviceStream | None
 
 
 class _DoneStream:
-    """The stream of work that is done when it is given."""
+    """The stream of work that is done at once."""
 
     handle = 0
 
     def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        """See ``DeviceStream``. Bytes of the host are copied by the host."""
+        """See ``DeviceStream``. Not used: the host copies its own bytes."""
         raise AssertionError("nothing is copied in a stream of the host")
 
     def wait(self, event: DeviceEvent) -> None:
@@ -179,7 +179,7 @@ class _DoneStream:
 
 
 class _OverEvent:
-    """An event of such a stream."""
+    """An event of a ``_DoneStream``."""
 
     def over(self) -> bool:
         """See ``DeviceEvent``."""
@@ -193,8 +193,8 @@ _DONE = _DoneStream()
 _OVER = _OverEvent()
 
 
-NO_BLOCK = 0  # vLLM's null block, where a window needs none
-ROOTS_MAX = 1024  # of salts and adapters, whose caches are kept ready
+NO_BLOCK = 0  # vLLM's null block, for pages behind a window
+ROOTS_MAX = 1024  # salts and adapters whose caches are kept
 
 
 @dataclass(frozen=True)
@@ -202,9 +202,9 @@ class PagedGroup:
     """Layers that keep the same tokens.
 
     Attributes:
-        layers: their names, as far as this process has their cache, as the model runs them.
-        tables: of each layer the number of vLLM's table that has its blocks.
-        shard: the part of a page that this process has.
+        layers: the names of the layers whose cache this process has, in the model's order.
+        tables: for each layer the number of vLLM's table with its blocks.
+        shard: this process's part of a page.
         block_size: tokens of a block. ``page_blocks``: blocks of a page.
     """
 
@@ -218,12 +218,12 @@ class PagedGroup:
 
 @dataclass(frozen=True)
 class PagedModel:
-    """What one engine serves.
+    """The cache groups of the model that one engine serves.
 
     Attributes:
         page_tokens: tokens of a page, in every group.
-        by_blocks: whether what could not be loaded is told by blocks; else by whole requests, since of several tables,
-            and of a window, no part is of use.
+        by_blocks: whether failed loads are reported by blocks; otherwise by whole requests, since with several tables
+            or a window a partial load is useless.
         media_have_names: see ``media``.
     """
 
@@ -234,18 +234,18 @@ class PagedModel:
 
     @property
     def layouts(self) -> list[Layout]:
-        """Of the groups."""
+        """The layouts of the groups."""
         return [group.layout for group in self.groups]
 
 
 @dataclass
 class GroupMove:
-    """Pages of one group.
+    """A move of pages of one group.
 
     Attributes:
         parts: their keys, as ``GroupedKeys.parts`` gives them.
-        blocks: of each of vLLM's tables that the group's layers have, ``[pages * page_blocks]``, where they are;
-            ``NO_BLOCK``: nowhere, or nothing is to be written there.
+        blocks: the pages' blocks, ``[pages * page_blocks]``, by the number of vLLM's table; ``NO_BLOCK`` for blocks
+            that do not exist or must not be written.
     """
 
     parts: list[Keys]
@@ -254,11 +254,11 @@ class GroupMove:
 
 @dataclass
 class BlockMove:
-    """Pages of one request on their way between the store and blocks.
+    """A move of pages of one request between the store and blocks.
 
     Attributes:
-        groups: of each group of the model.
-        adapter: part of the pages' roots.
+        groups: the moves of each group of the model.
+        adapter: the adapter part of the pages' roots.
     """
 
     request: str
@@ -267,7 +267,7 @@ class BlockMove:
 
 
 class RootCaches:
-    """The caches of one tenant, by the adapter part of their roots. For one thread."""
+    """The caches of one tenant, by the adapter part of their roots. Used by one thread."""
 
     def __init__(self, store: Store, layouts: list[Layout], salt: str) -> None:
         self._store = store
@@ -276,7 +276,7 @@ class RootCaches:
         self._caches: dict[str, GroupedCache] = {}
 
     def of(self, adapter: str) -> GroupedCache:
-        """Made when it is asked for first."""
+        """Return the cache of an adapter, made at first use."""
         found = self._caches.get(adapter)
         if found is None:
             if len(self._caches) >= ROOTS_MAX:
@@ -287,20 +287,20 @@ class RootCaches:
 
 _log = logging.getLogger(__name__)
 
-BUFFER_BYTES: Final = 8 << 20  # that are between the store and blocks at a time; kept, since fresh memory is slow
-SAVING_BYTES: Final = 64 << 20  # of a worker's buffers for saves that a device has not done yet; a step waits for more
-ROOM_S: Final = 10.0  # that a step waits for one of them
-COMPUTE_S: Final = 60.0  # that a device takes over a step at most
+BUFFER_BYTES: Final = 8 << 20  # of a buffer between store and blocks; buffers are kept, since new memory is slow
+SAVING_BYTES: Final = 64 << 20  # of a worker's buffers for unfinished saves; a step waits for more
+ROOM_S: Final = 10.0  # how long a step waits for a buffer
+COMPUTE_S: Final = 60.0  # the longest that a device takes for a step
 
 Ids = npt.NDArray[np.int64]
 
 
 class _Buffer:
-    """Pages of a shard on their way.
+    """Pages of a shard between store and blocks.
 
     Attributes:
-        rows: ``[pages, layers, heads, page_tokens, content]``, where the cache is.
-        layers: each layer of them, seen as ``[pages, page_blocks, heads, block_size, content]``.
+        rows: ``[pages, layers, heads, page_tokens, content]``, in the memory of the cache.
+        layers: views of each layer, ``[pages, page_blocks, heads, block_size, content]``.
     """
 
     def __init__(self, served: PagedGroup, first: torch.Tensor, layers: int, tensors: Tensors) -> None:
@@ -312,8 +312,8 @@ class _Buffer:
 
 
 class Gathered:
-    """Pages that are to be saved, in a buffer once its stream has come to them. Ends with ``drop``: the
-    buffer may be used again."""
+    """Pages to be saved, which are in a buffer once its stream has copied them. Ends with ``drop``, after which the
+    buffer may be reused."""
 
     def __init__(self, group: BlockGroup, buffer: _Buffer, batch: list[Keys], event: DeviceEvent) -> None:
         self._group = group
@@ -323,31 +323,31 @@ class Gathered:
         self.pages = sum(map(len, batch))
 
     def wait(self) -> None:
-        """Return when they are there. Raises DeadlineExceeded, DeviceLost."""
+        """Wait until the pages are in the buffer. Raises DeadlineExceeded, DeviceLost."""
         event = self._event
         event.wait(time.monotonic() + COMPUTE_S)
 
     def put(self, cache: PrefixCache, request: str) -> None:
-        """Store them, as far as the store takes them. Raises as ``PrefixCache.put``."""
+        """Store the pages, as far as the store accepts them. Raises as ``PrefixCache.put``."""
         row = 0
         for keys in self._batch:
             self._group.put(cache, keys, self._buffer.rows[row : row + len(keys)], request)
             row += len(keys)
 
     def drop(self) -> None:
-        """Nothing more is done with them."""
+        """Release the buffer."""
         self._group.give_back(self._buffer)
 
 
 class BlockGroup:
-    """Made when the worker knows its tensors.
+    """Moves pages of one group. Made when the worker knows its tensors.
 
     Args:
-        layers: of the group, ``[blocks, kv_heads, block_size, content]``, of any strides.
-        saving_bytes: of buffers for saves.
+        layers: the group's caches, ``[blocks, kv_heads, block_size, content]``, of any strides.
+        saving_bytes: the total size of buffers for saves.
 
     Raises:
-        ValueError: a tensor is not what the layout says.
+        ValueError: a tensor does not fit the layout.
     """
 
     def __init__(
@@ -357,14 +357,14 @@ class BlockGroup:
         self._layers = [_indexable(tensor) for tensor in layers]
         self._first = layers[0]
         self._tensors = tensors
-        self.loaded_bytes = served.shard.nbytes  # of a page, that this worker loads
-        self.saved_bytes = self.loaded_bytes if served.shard.writes else 0  # and saves, if no other one has its heads
+        self.loaded_bytes = served.shard.nbytes  # bytes of a page that this worker loads
+        self.saved_bytes = self.loaded_bytes if served.shard.writes else 0  # 0 if another rank saves them
         start, stop = served.shard.heads
         wanted = [stop - start, served.block_size, served.layout.shape[-1]]
         for name, tensor in zip(served.layers, layers, strict=True):
             if list(tensor.shape[1:]) != wanted:
                 found = list(tensor.shape)
-                raise ValueError(f"KVStoreConnector: the cache of {name} is {found}, pages need [blocks, *{wanted}]")
+                raise ValueError(f"KVStoreConnector: the cache of {name} must be [blocks, *{wanted}] (got {found})")
         self._loading = self._buffer()
         count = max(2, saving_bytes // self._loading.rows.nbytes) if tensors.late else 1
         self._spare = queue.SimpleQueue[_Buffer]()
@@ -372,10 +372,10 @@ class BlockGroup:
             self._spare.put(self._buffer())
 
     def load(self, cache: PrefixCache, move: GroupMove, stream: DeviceStream, event: DeviceEvent) -> Iterator[int]:
-        """Bring these pages into their blocks; yields how many came, several times. Ends at one that is missing.
+        """Load these pages into their blocks; yields several times how many were loaded. Ends at a missing page.
 
-        The blocks are written in ``stream``, behind ``event``: until then a step may write into them that computed
-        their former owner. They hold the pages once ``stream`` has come to its end.
+        The blocks are written in ``stream`` after ``event``: before that, a step of the blocks' former owner may still
+        write into them. They hold the pages once the work in ``stream`` is done.
         """
         buffer, page = self._loading, 0
         for batch in self._batches(move.parts):
@@ -399,7 +399,7 @@ class BlockGroup:
         """Copy these pages out of their blocks, in the stream in which the calling thread computes.
 
         Raises:
-            DeadlineExceeded: the pages that were given before are not stored yet; the rest is not saved.
+            DeadlineExceeded: earlier pages are not stored yet; the rest is not saved.
         """
         page = 0
         for batch in self._batches(move.parts):
@@ -413,12 +413,12 @@ class BlockGroup:
             yield Gathered(self, buffer, batch, self._tensors.current().record())
 
     def put(self, cache: PrefixCache, keys: Keys, pages: torch.Tensor, request: str) -> None:
-        """Store pages of a buffer that are there."""
+        """Store pages that are in a buffer."""
         shard, rows = self._served.shard, self._tensors.rows(pages)
         if shard.count == 1:
             cache.put(keys, rows)
             return
-        with cache.writer(  # ranks whose heads others write as well: a page is whole when each has come
+        with cache.writer(  # also ranks whose heads others write: a page is complete when every rank has sealed
             keys, group=request, rank=shard.rank, ranks=shard.ranks, stage=shard.stage, stages=shard.stages
         ) as writer:
             write = writer.prepared(rows)
@@ -426,14 +426,14 @@ class BlockGroup:
                 write(layer)
 
     def give_back(self, buffer: _Buffer) -> None:
-        """A buffer for saves has nothing in it that is needed."""
+        """Return a buffer for saves."""
         self._spare.put(buffer)
 
     def _buffer(self) -> _Buffer:
         return _Buffer(self._served, self._first, len(self._layers), self._tensors)
 
     def _batches(self, parts: list[Keys]) -> Iterator[list[Keys]]:
-        """These pages, as many at a time as a buffer has."""
+        """Yield these pages, as many at a time as fit a buffer."""
         batch: list[Keys] = []
         room = len(self._loading.rows)
         for keys in parts:
@@ -463,7 +463,7 @@ class BlockGroup:
                 buffer.layers[layer][: len(ids)] = self._layers[layer][index]
 
     def _ids(self, move: GroupMove, page: int, pages: int) -> dict[int, Ids]:
-        """Blocks of these pages, by table ``[pages, page_blocks]``."""
+        """Return the blocks of these pages, by table, as ``[pages, page_blocks]``."""
         size = self._served.page_blocks
         return {
             table: np.array(blocks[page * size : (page + pages) * size], np.int64).reshape(pages, size)
@@ -471,12 +471,13 @@ class BlockGroup:
         }
 
     def _index(self, ids: Ids) -> Any:
-        """An index into layers. From pinned memory, or the copy would wait for all that its stream has been given."""
+        """Return an index into layers. It is in pinned memory, since otherwise the copy would wait for all work in its
+        stream."""
         place = self._first.device
         return ids if place.type == "cpu" else torch.from_numpy(ids).pin_memory().to(place, non_blocking=True)
 
     def _of(self, table: int) -> list[int]:
-        """The layers whose blocks that table has, by their place in a page."""
+        """Return the layers whose blocks are in that table, by their position in a page."""
         return [layer for layer, each in enumerate(self._served.tables) if each == table]
 
     def _get(self, cache: PrefixCache, keys: Keys, rows: Any) -> Match:
@@ -487,8 +488,8 @@ class BlockGroup:
 
 
 def _indexable(tensor: torch.Tensor) -> Any:
-    """The same memory, to be indexed by block; of a host as an array of NumPy. PyTorch would have each of our threads
-    start threads of its own, which then compete with those of the model."""
+    """Return a tensor in a form to be indexed by block: host memory as a NumPy array. With PyTorch, each of our threads
+    would start more threads, which then compete with those of the model."""
     if tensor.device.type != "cpu":
         return tensor
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]).numpy()

@@ -1,4 +1,5 @@
-"""KVStoreConnector: what vLLM calls. The scheduler's side plans (``planning``), a worker's side moves (``moving``)."""
+"""KVStoreConnector: the class that vLLM calls. Its scheduler side plans (``planning``), its worker side moves pages
+(``moving``)."""
 
 from __future__ import annotations
 
@@ -32,16 +33,16 @@ if TYPE_CHECKING:
     from vllm.v1.request import Request
 
 SETTINGS = ("node", "salt", "page_blocks", "boundary_tokens")
-ANSWER_S = 1.0  # that a step waits for a node, at most; what takes longer is computed
+ANSWER_S = 1.0  # the longest that a step waits for a node; beyond that the pages are computed
 BOUNDARY_TOKENS = 1024
 
 
 class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     """Pages of prompts and answers, shared by all engines of a node and its pool.
 
-    ``kv_connector_extra_config`` may name the ``node`` (as ``kvstore.connect`` takes it; none: the only one on this
-    machine), the tenant's ``salt``, ``page_blocks``, the blocks of a page, and ``boundary_tokens``: a prompt whose
-    layers have sliding windows can be resumed every so many tokens, and at its end.
+    ``kv_connector_extra_config`` may name the ``node`` (as ``kvstore.connect`` takes it; default: the only one on this
+    machine), the tenant's ``salt``, ``page_blocks``, the blocks of a page, and ``boundary_tokens``: if layers have
+    sliding windows, a prompt can be resumed at every multiple of this, and at its end.
 
     Raises:
         ValueError: a setting is unknown, there is no such node, or the model's cache cannot be stored.
@@ -52,12 +53,10 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         extra: dict[str, Any] = dict(self._kv_transfer_config.kv_connector_extra_config)
         unknown = sorted(set(extra) - set(SETTINGS))
         if unknown:
-            raise ValueError(f"KVStoreConnector: there is no setting {unknown[0]!r}, only {', '.join(SETTINGS)}")
+            raise ValueError(f"KVStoreConnector: unknown setting {unknown[0]!r}; known are {', '.join(SETTINGS)}")
         transfer = self._kv_transfer_config
         if transfer.is_kv_consumer and transfer.kv_load_failure_policy != "recompute":
-            raise ValueError(
-                'KVStoreConnector: pages may go while they are loaded: set "kv_load_failure_policy": "recompute"'
-            )
+            raise ValueError('KVStoreConnector: kv_load_failure_policy: must be "recompute": pages may be evicted')
         self._served = served(vllm_config, kv_cache_config, int(extra.get("page_blocks", 0)))
         self._salt = str(extra.get("salt", ""))
         try:
@@ -76,7 +75,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
 
     @property
     def requires_kv_delivery(self) -> bool:
-        """See the base class: what is not saved is computed."""
+        """See the base class. Pages that were not saved are recomputed."""
         return False
 
     # --- the scheduler's side ---------------------------------------------------------------------------------------
@@ -104,7 +103,7 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
         return self._planner.step(scheduler_output)
 
     def request_finished(self, request: Request, block_ids: list[int]) -> tuple[bool, dict[str, Any] | None]:
-        """See the base class: its pages were saved step by step, so its blocks may go."""
+        """See the base class. The pages were saved step by step, so the blocks may be freed."""
         assert self._planner is not None
         self._planner.finished(request)
         return False, None
@@ -112,15 +111,15 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
     def request_finished_all_groups(
         self, request: Request, block_ids: tuple[list[int], ...]
     ) -> tuple[bool, dict[str, Any] | None]:
-        """See ``SupportsHMA``: as ``request_finished``."""
+        """See ``SupportsHMA``. As ``request_finished``."""
         return self.request_finished(request, block_ids[0])
 
     def reset_cache(self) -> bool:
-        """See the base class: what is in the pool stays there, for others, and this engine finds it no more."""
+        """See the base class. Pages stay in the pool for other engines, but this engine does not find them any more."""
         return self._planner is None or self._planner.reset()
 
     def take_events(self) -> Iterable[KVCacheEvent]:
-        """See the base class: what is stored, and what has gone."""
+        """See the base class. Returns events of stored and removed blocks."""
         return self._planner.take_events() if self._planner is not None else ()
 
     # --- what both tell ---------------------------------------------------------------------------------------------
@@ -161,16 +160,16 @@ class KVStoreConnector(KVConnectorBase_V1, SupportsHMA):
             self._mover.load(move)
 
     def wait_for_layer_load(self, layer_name: str) -> None:
-        """See the base class: nothing is loaded for the step that runs."""
+        """See the base class. Nothing is loaded for the running step."""
 
     def save_kv_layer(
         self, layer_name: str, kv_layer: torch.Tensor, attn_metadata: AttentionMetadata, **kwargs: Any
     ) -> None:
-        """See the base class: all layers are saved behind the last one."""
+        """See the base class. All layers are saved after the last one."""
 
     def wait_for_save(self) -> None:
-        """See the base class: the step's pages are copied out of their blocks before the stream that computes does
-        anything else. On a GPU they are stored later."""
+        """See the base class. The step's pages are copied out of their blocks before the computing stream does anything
+        else. On a GPU they are stored later."""
         assert self._mover is not None
         self._mover.save(self._moves().saves)
 

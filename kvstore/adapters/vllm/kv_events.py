@@ -1,8 +1,9 @@
-"""StoredBlocks: which blocks the store has, told as KV events by vLLM itself, beside those of its own cache.
+"""StoredBlocks: reports the store's blocks as KV events, which vLLM publishes together with those of its own cache.
 
-vLLM names blocks by hashes of its own, so a router that follows its events finds ours under the names that it knows.
-What is stored is known for sure when the node's index says so, which is mapped here: pages that were found or saved are
-told once they are seen there, and looked at again from then on, a few in each step; those that have gone are told, too.
+vLLM names blocks by its own hashes, so a router that follows its events finds the store's blocks under names that it
+knows. Only the node's index, which is mapped into this process, shows for certain what is stored. Pages that were found
+or saved are reported once they are in the index. From then on a few of them are checked in each step, and those that
+have gone are reported too.
 """
 
 from __future__ import annotations
@@ -28,11 +29,11 @@ if TYPE_CHECKING:
     from kvstore.model.groups import GroupedKeys
 
 OWNER = "kvstore"
-RUN_PAGES = 32  # that are looked at together
-TOLD_MAX = 32_768  # pages that are stored as far as others know; the oldest is taken back beyond that
-COMING_MAX = 4096  # runs that are to be told
-LOOKS = 8  # runs that are looked at in a step, of each kind
-TRIES = 64  # looks at pages that are not stored yet
+RUN_PAGES = 32  # pages that are checked together
+TOLD_MAX = 32_768  # pages reported as stored; beyond that the oldest is reported as removed
+COMING_MAX = 4096  # runs to be reported
+LOOKS = 8  # runs of each kind that are checked in a step
+TRIES = 64  # checks of pages that are not stored yet
 
 
 @dataclass(slots=True)
@@ -40,8 +41,8 @@ class _Run:
     """Consecutive pages of a request.
 
     Attributes:
-        blocks: their hashes, ``page_blocks`` for each page; ``extra_keys``: what else is in each of these.
-        about: more that is told of them.
+        blocks: their hashes, ``page_blocks`` for each page; ``extra_keys``: the extra keys of each block.
+        about: the other fields of their events.
     """
 
     cache: PrefixCache
@@ -53,29 +54,30 @@ class _Run:
 
 
 class StoredBlocks:
-    """Of the scheduler's thread alone. Of a model with one cache group that sees everything; see ``for_model``."""
+    """The stored blocks of a model with a single full-attention group (see ``for_model``). Used by the scheduler's
+    thread only."""
 
     def __init__(self, group: PagedGroup) -> None:
         self._group = group
         self._where = {"medium": MEDIUM_CPU, "group_idx": group.tables[0], "ownership": OWNER}
-        self._known: set[BlockHash] = set()  # blocks that are told, or are to be
+        self._known: set[BlockHash] = set()  # blocks that were reported, or will be
         self._coming: deque[_Run] = deque()
-        self._told: deque[_Run] = deque()  # those that were looked at longest ago first
+        self._told: deque[_Run] = deque()  # reported runs, the one with the oldest check first
         self._pages = 0
 
     @classmethod
     def for_model(cls, served: PagedModel) -> StoredBlocks | None:
-        """None: blocks of this model's pages have no name of their own."""
+        """Make one for a model; None if the blocks of its pages have no names of their own."""
         groups = served.groups
         plain = len(groups) == 1 and len(set(groups[0].tables)) == 1 and groups[0].layout.attention == "full"
         return cls(groups[0]) if plain else None
 
     def __len__(self) -> int:
-        """Pages that are stored as far as others know."""
+        """The number of pages reported as stored."""
         return self._pages
 
     def offer(self, request: Request, cache: PrefixCache, keys: GroupedKeys, pages: range) -> None:
-        """These pages of a request were found, or are being saved."""
+        """Add pages of a request that were found, or that are being saved."""
         size, hashes = self._group.page_blocks, request.block_hashes
         run: list[int] = []
         for page in range(pages.start, min(pages.stop, len(hashes) // size)):
@@ -89,7 +91,7 @@ class StoredBlocks:
             self._offer(request, cache, keys, run)
 
     def take(self) -> list[KVCacheEvent]:
-        """What came and went since this was asked last, as far as it was looked at."""
+        """Check some runs; return the events since the last call."""
         events: list[KVCacheEvent] = []
         for _ in range(min(LOOKS, len(self._coming))):
             run = self._coming.popleft()
@@ -112,7 +114,7 @@ class StoredBlocks:
         return events
 
     def clear(self) -> list[KVCacheEvent]:
-        """Nothing of it is found any more."""
+        """Forget all blocks; return the event that says so."""
         events: list[KVCacheEvent] = []
         while self._told:
             self._keep(self._told.popleft(), 0, events)
@@ -125,7 +127,7 @@ class StoredBlocks:
         first, last = run[0] * self._group.page_blocks, (run[-1] + 1) * self._group.page_blocks
         hashes, lora = request.block_hashes, request.lora_request
         extra_keys, media, size = list[Any](), 0, self._group.block_size
-        for block in range(first, last):  # media come in the order of their places
+        for block in range(first, last):  # media are in the order of their positions
             extra, media = generate_block_hash_extra_keys(request, block * size, (block + 1) * size, media)
             extra_keys.append(extra)
         about = {
@@ -134,7 +136,7 @@ class StoredBlocks:
             "lora_name": lora.lora_name if lora else None,
             "session_id": request.session_id,
         }
-        tokens = part.tokens.copy()  # and not the rest of the request
+        tokens = part.tokens.copy()  # so that the rest of the request is not kept alive
         own = Keys(part.page_tokens, part.root, part.before, part.links, tokens, part.extras, part.media, part.tag)
         if len(self._coming) >= COMING_MAX:
             self._forget(self._coming.popleft(), 0)
@@ -152,14 +154,14 @@ class StoredBlocks:
         )
 
     def _keep(self, run: _Run, there: int, events: list[KVCacheEvent]) -> None:
-        """Its first pages; tell that the others have gone."""
+        """Keep a run's first pages, and report that the others have gone."""
         self._pages -= len(run.keys) - there
         if gone := self._forget(run, there):
             names = [maybe_convert_block_hash(block) for block in gone]
             events.append(BlockRemoved(block_hashes=names, **self._where))
 
     def _forget(self, run: _Run, there: int) -> list[BlockHash]:
-        """Only its first pages are left of it. Returns the blocks of the others."""
+        """Reduce a run to its first pages; return the blocks of the others."""
         blocks = there * self._group.page_blocks
         gone = run.blocks[blocks:]
         self._known.difference_update(gone)
@@ -169,7 +171,7 @@ class StoredBlocks:
 
 
 def _there(run: _Run) -> int:
-    """How many leading pages are stored."""
+    """Return how many leading pages are stored."""
     try:
         return run.cache.lookup(run.keys).pages
     except KVStoreError:

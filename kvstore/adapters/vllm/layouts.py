@@ -1,13 +1,14 @@
-"""Which model an engine serves, in the store's words: the layouts of its pages, and which shard of them a worker has.
+"""Describes the model that an engine serves in the store's terms: the layouts of its pages, and a worker's shard of
+them.
 
 vLLM's cache is one tensor per layer, ``[blocks, kv_heads, block_size, content]`` with K and V packed in content
-(MLA: one head, latent and rope). Layers that keep the same tokens are a group: all tokens, or those of a window. A page
-is the same for ``page_blocks`` consecutive blocks of a sequence and all layers of a group. vLLM may cut a group in
-several, each with a table of blocks of its own; pages do not tell.
+(MLA: one head, latent and rope). Layers that keep the same tokens (all, or those of a window) are a group. A page holds
+``page_blocks`` consecutive blocks of a sequence for all layers of a group. vLLM may split a group into several, each
+with its own table of blocks; pages do not depend on that.
 
-Images and other media of a prompt, as part of the keys of the pages that they are in.
+Makes images and other media of a prompt part of the keys of their pages.
 
-Which weights a model and its LoRAs have, told apart without reading gigabytes.
+Identifies the weights of a model and its LoRAs without reading gigabytes.
 """
 
 from __future__ import annotations
@@ -34,14 +35,15 @@ if TYPE_CHECKING:
 
 
 def media_have_names(config: VllmConfig) -> bool:
-    """Whether vLLM calls the same media the same in every engine. With neither of its caches it numbers them by
-    request, and two requests may have the same name."""
+    """Return whether vLLM gives the same media the same name in every engine. Without its caches it numbers media per
+    request, and media of two requests may have the same name."""
     about = config.model_config.multimodal_config
     return bool(config.cache_config.enable_prefix_caching) or about is None or about.mm_processor_cache_gb > 0
 
 
 def media_of(request: Request, page_tokens: int) -> list[bytes] | None:
-    """Of each full page a digest of the media inside, by their names and places, ``b""`` where none; None: no media."""
+    """Return for each full page a digest of its media, by their names and positions (``b""`` if none); None if there
+    are no media."""
     features = request.mm_features
     if not features:
         return None
@@ -54,13 +56,13 @@ def media_of(request: Request, page_tokens: int) -> list[bytes] | None:
     return [hashlib.blake2b(json.dumps(its).encode(), digest_size=16).digest() if its else b"" for its in named]
 
 
-LORAS_MAX = 4096  # whose digests are kept
-PLAIN_DTYPES = ("auto", "float16", "bfloat16", "float32")  # of caches; what others store, their tensors do not tell
+LORAS_MAX = 4096  # LoRAs whose digests are kept
+PLAIN_DTYPES = ("auto", "float16", "bfloat16", "float32")  # cache dtypes whose tensors fully describe their contents
 
 
 def weights_digest(config: VllmConfig) -> str:
-    """A digest of the model's config, of how its cache is quantised, and of its weights: of a folder's files their
-    sizes, fronts and ends."""
+    """Return a digest of the model's config, the quantisation of its cache, and its weights (the sizes, beginnings and
+    ends of the folder's files)."""
     model = config.model_config
     digest = hashlib.blake2b(digest_size=16)
     about = {"config": model.hf_config.to_dict(), "quantization": model.quantization, "seed": None}
@@ -74,13 +76,14 @@ def weights_digest(config: VllmConfig) -> str:
 
 
 class LoraDigests:
-    """Of LoRAs, each taken when it is asked for first, as vLLM loads it then. Of one thread."""
+    """Digests of LoRAs, each computed at first use, which is when vLLM loads the LoRA. Used by one thread."""
 
     def __init__(self) -> None:
         self._digests: dict[tuple[int, str], str] = {}
 
     def of(self, lora: LoRARequest) -> str:
-        """Another one where the files at the same path are others, and it is loaded anew: by another id, or in place.
+        """Return a LoRA's digest. It changes if the files at the path have changed and vLLM loads the LoRA again, under
+        another id or in place.
 
         Raises:
             OSError: its files cannot be read.
@@ -96,14 +99,14 @@ class LoraDigests:
         return found
 
 
-PAGE_TOKENS_MIN = 64  # what a page has at least, where nobody says how many blocks it has
+PAGE_TOKENS_MIN = 64  # minimum tokens of a page if the number of blocks is not set
 
 
 def adapter_of(request: Request, loras: LoraDigests, era: str = "") -> str:
-    """What keeps this request's pages apart from others of its tenant: its LoRA, its ``cache_salt``, and the engine's
-    era, "" until it is reset.
+    """Return what separates this request's pages from others of its tenant: its LoRA, its ``cache_salt``, and the
+    engine's era, which is "" until a reset.
 
-    A digest, as users choose the salt: none looks like another's LoRA, however long it is.
+    It is a digest, because users choose the salt: no salt, of any length, can equal another user's LoRA.
 
     Raises:
         OSError: the LoRA's files cannot be read.
@@ -116,15 +119,15 @@ def adapter_of(request: Request, loras: LoraDigests, era: str = "") -> str:
 
 
 def served(config: VllmConfig, cache: KVCacheConfig, page_blocks: int) -> PagedModel:
-    """What this engine serves.
+    """Return the model that this engine serves.
 
     Args:
-        page_blocks: 0: as many as make a page of 64 tokens, at least one.
+        page_blocks: blocks of a page; 0 for as many as make 64 tokens, at least one.
 
     Raises:
-        ValueError: pages cannot hold what this model keeps; says what.
+        ValueError: pages cannot hold this model's cache; says why.
     """
-    kinds: dict[Any, list[tuple[str, int]]] = {}  # a spec -> its layers, and the tables of their blocks
+    kinds: dict[Any, list[tuple[str, int]]] = {}  # spec -> its layers, and the tables of their blocks
     for table, group in enumerate(cache.kv_cache_groups):
         spec = group.kv_cache_spec
         _check_spec(spec)
@@ -133,12 +136,12 @@ def served(config: VllmConfig, cache: KVCacheConfig, page_blocks: int) -> PagedM
     if config.speculative_config is not None:
         raise _refused("the layers of a draft model are not stored: leave out speculative_config")
     if parallel.decode_context_parallel_size > 1 or parallel.prefill_context_parallel_size > 1:
-        raise _refused("context parallelism spreads one page over several workers")
+        raise _refused("context parallelism, which spreads a page over several workers, is not supported")
     workers = parallel.tensor_parallel_size * parallel.pipeline_parallel_size
     if workers > SHARDS_MAX:
-        raise _refused(f"a page is written by {SHARDS_MAX} workers at most, not {workers}")
+        raise _refused(f"at most {SHARDS_MAX} workers can write one page (got {workers})")
     if len(kinds) > 1 and parallel.pipeline_parallel_size > 1:
-        raise _refused("a model with several cache groups is not cut into pipeline stages")
+        raise _refused("pipeline stages are not supported for a model with several cache groups")
     block = lcm(*(spec.block_size for spec in kinds))
     page_tokens = block * (page_blocks or max(1, PAGE_TOKENS_MIN // block))
     groups = tuple(_group(config, spec, page_tokens, named, len(kinds) == 1) for spec, named in kinds.items())
@@ -147,25 +150,25 @@ def served(config: VllmConfig, cache: KVCacheConfig, page_blocks: int) -> PagedM
 
 
 def _check_spec(spec: Any) -> None:
-    """Raises ValueError where pages cannot hold such a cache."""
+    """Raise ValueError if pages cannot hold such a cache."""
     kind = type(spec)
     if kind not in (FullAttentionSpec, MLAAttentionSpec, SlidingWindowSpec):
-        raise _refused(f"its cache is {kind.__name__}, full attention and sliding windows are served")
+        raise _refused(f"the cache must be full attention or sliding windows (got {kind.__name__})")
     if kind is SlidingWindowSpec:
         if spec.extra_retained_tokens:
-            raise _refused("its windows keep more tokens than they attend to")
+            raise _refused("windows that keep more tokens than they attend to are not supported")
     elif spec.sliding_window or spec.attention_chunk_size:
-        raise _refused("its windows are kept whole: leave vLLM's hybrid cache manager on")
+        raise _refused("windows need vLLM's hybrid cache manager, which is disabled")
 
 
 def _group(config: VllmConfig, spec: Any, page_tokens: int, named: list[tuple[str, int]], alone: bool) -> PagedGroup:
-    """The group of these layers. ``alone``: there is no other, so that stages have their shares of it."""
+    """Return the group of these layers. ``alone``: there is no other group, so pipeline stages may share it."""
     model, parallel = config.model_config, config.parallel_config
     ranks, stages = parallel.tensor_parallel_size, parallel.pipeline_parallel_size
     mla = isinstance(spec, MLAAttentionSpec)
     heads = 1 if mla else model.get_total_num_kv_heads() if alone or ranks > 1 else spec.num_kv_heads
     if not mla and max(1, heads // ranks) != spec.num_kv_heads:
-        raise _refused(f"a worker has {spec.num_kv_heads} of {heads} KV heads of some layers, and others of others")
+        raise _refused(f"a worker must have equal KV heads of all layers (got {spec.num_kv_heads} of {heads})")
     content: dict[str, Any] = {"mla_latent": spec.head_size} if mla else {"head_dim": spec.head_size}
     if isinstance(spec, SlidingWindowSpec):
         content |= {"attention": "window", "window": spec.sliding_window}

@@ -1,13 +1,14 @@
-"""The scheduler's side: what each request finds in the store, and which blocks are loaded and saved in a step.
+"""The scheduler side: what each request finds in the store, and which blocks are loaded and saved in a step.
 
-A lookup reads the node's index, which is mapped here: no message, and no side effect. Keys of a request are made once,
-and extended while it is answered.
+A lookup reads the node's index, which is mapped into this process: it sends no message and has no side effect. The keys
+of a request are computed once, and extended while it generates.
 
-Room: whether one more request may take blocks before it runs.
+Decides whether one more request may take blocks before it runs.
 
-A request whose pages are loaded holds blocks, and gives them back to nobody until it has run. vLLM admits one where
-those before it still find what they need. Of windows it counts blocks that were left behind as if they were held, so it
-admits too many: two may hold what each of them needs, and neither ever runs. So with windows the count is taken here.
+A request whose pages are loaded holds blocks, and frees none until it has run. vLLM admits a request if the earlier
+ones still find the blocks that they need. For windows it counts blocks behind the window as if they were held, so it
+admits too many: two requests may hold blocks that each other needs, and neither ever runs. So for models with windows
+this module counts the blocks.
 """
 
 from __future__ import annotations
@@ -41,31 +42,31 @@ if TYPE_CHECKING:
 
 
 class HeldBlocks:
-    """Requests that hold blocks and do not run yet. Of the scheduler's thread alone."""
+    """Requests that hold blocks and do not run yet. Used by the scheduler's thread only."""
 
     def __init__(self) -> None:
         self._manager: KVCacheManager | None = None
         self._held: dict[str, Request] = {}
 
     def bind(self, manager: KVCacheManager) -> None:
-        """Who has the blocks."""
+        """Set the manager that owns the blocks."""
         self._manager = manager
 
     def add(self, request: Request) -> None:
-        """It has been given blocks to load into."""
+        """Add a request that has got blocks to load into."""
         self._held[request.request_id] = request
 
     def remove(self, name: str) -> None:
-        """It runs, or is over."""
+        """Remove a request that runs, or that has ended."""
         self._held.pop(name, None)
 
     def any(self) -> bool:
-        """Whether there are such requests."""
+        """True if there are such requests."""
         return bool(self._held)
 
     def has_room(self, request: Request) -> bool:
-        """Whether this one may hold blocks as well: there are free ones for all that it and the others will need. The
-        only one always may, since vLLM's cache has room for any single request."""
+        """Return whether this request may hold blocks as well: whether there are enough free blocks for it and the
+        others. A single request always may, since vLLM's cache is large enough for any one."""
         others = {name: other for name, other in self._held.items() if name != request.request_id}
         if not others or self._manager is None:
             return True
@@ -76,7 +77,7 @@ class HeldBlocks:
         return missing <= self._manager.block_pool.get_num_free_blocks()
 
     def _needed(self, request: Request) -> int:
-        """Blocks at most, until its first answer."""
+        """Return the most blocks that a request needs until its first token."""
         assert self._manager is not None
         total = 0
         for table in self._manager.coordinator.single_type_managers:
@@ -88,12 +89,12 @@ class HeldBlocks:
 
 _log = logging.getLogger(__name__)
 
-LOADS_MAX = 2  # of one request: whose load failed, or who was preempted, asks again; and pages may be found for ever
+LOADS_MAX = 2  # of one request, which asks again after a failed load or a preemption; else it could load for ever
 
 
 @dataclass
 class StepMoves(KVConnectorMetadata):
-    """What workers do in one step; ``idle``: nothing is computed in it."""
+    """The workers' moves in one step. ``idle``: the step computes nothing."""
 
     loads: list[BlockMove] = field(default_factory=list)
     saves: list[BlockMove] = field(default_factory=list)
@@ -102,22 +103,22 @@ class StepMoves(KVConnectorMetadata):
 
 @dataclass
 class _Tracked:
-    """A request that is being answered."""
+    """A running request."""
 
     request: Request
     cache: GroupedCache
     adapter: str
-    keys: GroupedKeys | None = None  # of the full pages that were known when they were asked for
-    stored: int = 0  # pages that are stored, or on their way, as far as they are to be
+    keys: GroupedKeys | None = None  # of the full pages at the time of the last call
+    stored: int = 0  # leading pages that are stored, being stored, or need not be
     loads: int = 0
 
 
 class Planner:
-    """Of the scheduler's thread alone.
+    """Plans loads and saves. Used by the scheduler's thread only.
 
     Args:
-        boundary_tokens: windows are stored so that a prompt can be resumed every so many tokens, beside its end.
-        stored: who tells others what is stored, if anybody does.
+        boundary_tokens: windows are stored so that a prompt can be resumed at every multiple of this, and at its end.
+        stored: reports stored blocks as events; None to report nothing.
     """
 
     def __init__(
@@ -149,21 +150,21 @@ class Planner:
     # --- before a request runs --------------------------------------------------------------------------------------
 
     def found(self, request: Request, computed: int) -> int | None:
-        """Tokens beyond ``computed`` that the store has; never the last one, which has to be computed. None: this is to
-        be asked again, when others run."""
+        """Return how many tokens beyond ``computed`` the store has; never the last one, which must be computed. None
+        means that vLLM should ask again in a later step."""
         tracked = self._track(request)
-        # vLLM does not ask its own cache for prompts whose logits are needed (`prompt_logprobs`), nor if told not to.
+        # vLLM skips its own cache for prompts whose logits are needed (`prompt_logprobs`), and on request.
         if tracked is None or not self._loads or request.skip_reading_prefix_cache:
             return 0
         if tracked.loads == LOADS_MAX:
-            tracked.stored = 0  # what was found is of no use: it is saved again
+            tracked.stored = 0  # the stored pages are unusable: save them again
             return 0
         page_tokens = self._served.page_tokens
         asked = (request.num_tokens - 1) // page_tokens
         try:
             pages = tracked.cache.lookup(self._keys(tracked, asked)).tokens // page_tokens if asked else 0
         except KVStoreError as error:
-            self._tell_once(f"the pool cannot be asked: {error}")
+            self._tell_once(f"the pool does not answer: {error}")
             return 0
         tracked.stored = pages
         self._offer(tracked, range(pages))
@@ -174,7 +175,7 @@ class Planner:
         return pages * page_tokens - computed
 
     def allocated(self, request: Request, blocks: KVCacheBlocks, external: int) -> None:
-        """These blocks are the request's; so many tokens, the last of those that are there, come from the store."""
+        """Note a request's blocks; their last ``external`` tokens are loaded from the store."""
         tracked = self._tracked.get(request.request_id)
         if tracked is None or not external:
             return
@@ -186,7 +187,7 @@ class Planner:
             zip(self._served.groups, keys.needed(pages * page_tokens), strict=True)
         ):
             which = range(max(needed.start, computed // page_tokens), pages)
-            there = computed // group.block_size  # blocks that have what they need
+            there = computed // group.block_size  # blocks that need no load
             blocks_of = _blocks(group, which, tables)
             for table, its in blocks_of.items():
                 before = max(0, there - which.start * group.page_blocks)
@@ -200,7 +201,7 @@ class Planner:
     # --- steps ------------------------------------------------------------------------------------------------------
 
     def step(self, output: SchedulerOutput) -> StepMoves:
-        """What is to be moved in this step."""
+        """Return the moves of this step."""
         for name in output.num_scheduled_tokens:
             self.held.remove(name)
         if self._saves:
@@ -214,13 +215,13 @@ class Planner:
         return moves
 
     def finished(self, request: Request) -> None:
-        """It is over, however it ended."""
+        """Forget a request that has ended."""
         self._tracked.pop(request.request_id, None)
         self.held.remove(request.request_id)
 
     def reset(self) -> bool:
-        """Nothing that was stored is found any more, since weights may have been changed in place: this engine's pages
-        have roots of their own from now on, and what runs is not saved. Whether no load was under way."""
+        """Stop using all stored pages, since weights may have been changed in place: from now on this engine's pages
+        have new roots, and running requests are not saved. Returns whether no load was in progress."""
         self._era = uuid.uuid4().hex
         self._tracked.clear()
         if self._stored is not None:
@@ -228,14 +229,14 @@ class Planner:
         return not self.held.any()
 
     def take_stats(self) -> MoveStats | None:
-        """What was found since this was asked last; None: nothing."""
+        """Return counts of found tokens since the last call; None if there are none."""
         if self._stats.is_empty():
             return None
         taken, self._stats = self._stats, MoveStats()
         return taken
 
     def take_events(self) -> list[KVCacheEvent]:
-        """What is stored and what has gone, as far as that was found out since this was asked last."""
+        """Return the events of stored and removed blocks since the last call."""
         if self._stored is None:
             return []
         events, self._events = self._events, []
@@ -250,7 +251,7 @@ class Planner:
         tracked = self._tracked.get(name)
         if tracked is None:
             return
-        # Draft tokens may be refused: only those that the request has are behind a page.
+        # Draft tokens may be rejected: only tokens that the request has are stored.
         tokens = min(computed + output.num_scheduled_tokens[name], tracked.request.num_tokens)
         pages = tokens // self._served.page_tokens
         if pages <= tracked.stored:
@@ -269,10 +270,10 @@ class Planner:
         tracked.stored = pages
 
     def _wanted(self, group: PagedGroup, page: int, prompt_tokens: int) -> bool:
-        """Whether a page is stored: of a window those that are needed at the end of the prompt, or at every so many
-        tokens of it, and those of the answer, whose end nobody knows."""
+        """Return whether a page is to be stored. For a window these are the pages needed at the end of the prompt,
+        those needed at every boundary, and all pages of the answer, whose end is unknown."""
         window, page_tokens = group.layout.window, self._served.page_tokens
-        first = (page + 1) * page_tokens  # the first boundary that needs it, and the last one
+        first = (page + 1) * page_tokens  # the first and the last boundary that need the page
         last = first + window - 2
         if not window or first > prompt_tokens or last // self._every * self._every >= first:
             return True
@@ -301,7 +302,7 @@ class Planner:
         return tracked
 
     def _keys(self, tracked: _Tracked, pages: int) -> GroupedKeys:
-        """Of the first pages."""
+        """Return the keys of the first pages."""
         keys, tokens = tracked.keys, pages * self._served.page_tokens
         if keys is None or keys.tokens < tokens:
             known: Any = tracked.request.all_token_ids
@@ -317,7 +318,7 @@ class Planner:
 
 
 def _blocks(group: PagedGroup, pages: Sequence[int], tables: tuple[list[int], ...]) -> dict[int, list[int]]:
-    """Of each of the group's tables the blocks of these pages."""
+    """Return the blocks of these pages in each of the group's tables."""
     size = group.page_blocks
     return {
         table: [block for page in pages for block in tables[table][page * size : (page + 1) * size]]
@@ -328,7 +329,7 @@ def _blocks(group: PagedGroup, pages: Sequence[int], tables: tuple[list[int], ..
 def _kept(
     keys: GroupedKeys, number: int, group: PagedGroup, pages: list[int], tables: tuple[list[int], ...]
 ) -> GroupMove:
-    """These pages of a group, without those that a window has left behind: their blocks are another's."""
+    """Return these pages of a group without those behind a window, whose blocks are already reused."""
     there = [page for page in pages if not any(NO_BLOCK in its for its in _blocks(group, [page], tables).values())]
     parts: list[Keys] = []
     for at, page in enumerate(there):

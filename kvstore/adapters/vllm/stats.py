@@ -1,4 +1,4 @@
-"""What the connector has found, loaded and saved, as vLLM logs it and shows it at ``/metrics``."""
+"""Counters of what the connector has found, loaded and saved, for vLLM's log and ``/metrics``."""
 
 from __future__ import annotations
 
@@ -6,25 +6,25 @@ from typing import Any
 
 from vllm.distributed.kv_transfer.kv_connector.v1.metrics import KVConnectorPromMetrics, KVConnectorStats
 
-# By name: what is counted since the start. Pages are counted by the first worker, all else by each.
+# Counters since the start, by name. The first worker counts pages; each worker counts everything else.
 COUNTED = {
-    "found_tokens": "Tokens that the store had beyond those that vLLM had itself.",
-    "loaded_pages": "Pages that were loaded.",
-    "failed_pages": "Pages that were found and could not be loaded, by each worker that missed them.",
-    "saved_pages": "Pages that were given to the store.",
-    "loaded_bytes": "Bytes that were loaded, by all workers.",
-    "saved_bytes": "Bytes that were given to the store, by all workers.",
-    "load_seconds": "Seconds that workers have loaded, beside steps.",
-    "save_seconds": "Seconds that workers have saved, at the end of steps.",
-    "failed_saves": "Steps of which not all pages could be given to the store.",
+    "found_tokens": "Tokens found in the store in addition to those in vLLM's own cache.",
+    "loaded_pages": "Pages loaded.",
+    "failed_pages": "Pages found but not loaded, counted by each worker that missed them.",
+    "saved_pages": "Pages saved to the store.",
+    "loaded_bytes": "Bytes loaded, by all workers.",
+    "saved_bytes": "Bytes saved to the store, by all workers.",
+    "load_seconds": "Seconds that workers spent loading, in parallel with steps.",
+    "save_seconds": "Seconds that workers spent saving, at the end of steps.",
+    "failed_saves": "Steps after which not all pages could be saved.",
 }
 
 
 class MoveStats(KVConnectorStats):
-    """Sums since they were taken last. ``data`` has those that are not 0, so it stays small whatever happens."""
+    """Sums since they were last taken. ``data`` has only those that are not 0, so it stays small."""
 
     def add(self, **counts: float) -> None:
-        """So much more of each."""
+        """Add to the counts."""
         for name, count in counts.items():
             assert name in COUNTED
             if count:

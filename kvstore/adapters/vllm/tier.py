@@ -1,10 +1,10 @@
-"""A tier below the processor's memory for vLLM's own offloading, found by ``secondary_tiers[].module_path``::
+"""A secondary tier for vLLM's own offloading, found by ``secondary_tiers[].module_path``::
 
     {"type": "KVStoreTier", "module_path": "kvstore.adapters.vllm.tier", "node": "pool"}
 
-vLLM names its chunks by hashes of its own, so they are opaque objects here. Their names have all that vLLM's own file
-tier tells folders by (model, dtype, groups, ranks, format), a digest of the model's folder, and a chunk's bytes.
-Lookups read the node's mapped index on the scheduler's thread; chunks move in threads.
+vLLM names its chunks by its own hashes, so they are opaque objects here. Their names contain everything that
+distinguishes the folders of vLLM's file tier (model, dtype, groups, ranks, format), a digest of the model's folder, and
+the chunk's size. Lookups read the node's mapped index on the scheduler's thread; threads move chunks.
 """
 
 from __future__ import annotations
@@ -27,20 +27,20 @@ if TYPE_CHECKING:
     from vllm.v1.kv_offload.base import OffloadingSpec
     from vllm.v1.kv_offload.tiering.backpressure import BackpressureDetector
 
-FAILED_MAX = 65536  # chunks that were found and could not be loaded: they are misses until they are stored again
-DRAIN_S = 30.0  # for chunks that move, before those that wait are given up, and then for the one that is on its way
+FAILED_MAX = 65536  # chunks that could not be loaded, which are misses until they are stored again
+DRAIN_S = 30.0  # wait for moving chunks, then, after dropping waiting ones, for the last one in transit
 
 Move = Callable[[Sequence[str], Sequence[Any], str], list[bool]]
 
 
 class KVStoreTier(SecondaryTierManager):
-    """Made by vLLM's factory from its entry in ``secondary_tiers``: ``node``, as ``kvstore.connect`` takes it (none:
-    the only one on this machine), and ``salt``, the tenant. The node evicts on its own.
+    """Made by vLLM's factory from its entry in ``secondary_tiers``: ``node``, as ``kvstore.connect`` takes it (default:
+    the only one on this machine), and ``salt``, the tenant. The node does the eviction.
 
-    Jobs that wait are as many as the chunks which vLLM pins for them.
+    The number of waiting jobs is bounded by the chunks that vLLM pins for them.
 
     Raises:
-        ValueError: there is no such node, or it is not on this machine: the scheduler would wait for each lookup.
+        ValueError: there is no such node, or it is on another machine, where each lookup would delay the scheduler.
         OSError: the model's folder cannot be read.
     """
 
@@ -59,7 +59,7 @@ class KVStoreTier(SecondaryTierManager):
         store = connected("vLLM's offloading", node)
         if not store.reads_without_node:
             store.close()
-            raise ValueError("kvstore for vLLM's offloading: the node has to be on this machine: start one that joins")
+            raise ValueError("kvstore for vLLM's offloading: node: must be on this machine; start one here")
         self._values = Values(store)
         self._salt = salt
         self._chunks = np.asarray(primary_kv_view).view(np.uint8)
@@ -92,7 +92,7 @@ class KVStoreTier(SecondaryTierManager):
         return [_given_up(job) if future.cancelled() else future.result() for job, future in ended]
 
     def has_pending_work(self) -> bool:
-        """See the base class: what waits for a load comes on when its job is asked for."""
+        """See the base class. A waiting load continues when its job is polled."""
         return bool(self._jobs)
 
     def on_new_request(self, req_context: ReqContext) -> RequestOffloadingContext:
@@ -100,19 +100,19 @@ class KVStoreTier(SecondaryTierManager):
         return RequestOffloadingContext()
 
     def drain_jobs(self) -> None:
-        """See the base class. A node that does not answer is given up, so this takes as long as memory does.
+        """See the base class. A node that does not answer is given up, so this takes only as long as copies in memory.
 
         Raises:
-            TimeoutError: a chunk is still on its way: nobody may use vLLM's memory yet.
+            TimeoutError: a chunk is still in transit, so vLLM's memory must not be reused yet.
         """
         if wait([future for _, future in self._jobs], DRAIN_S).not_done:
             self._give_up()
 
     def shutdown(self) -> None:
-        """See the base class. What waits is given up.
+        """See the base class. Waiting chunks are given up.
 
         Raises:
-            TimeoutError: as of ``drain_jobs``.
+            TimeoutError: as for ``drain_jobs``.
         """
         self._give_up()
         for pool in (self._loads, self._stores):
@@ -120,7 +120,7 @@ class KVStoreTier(SecondaryTierManager):
         self._values.close()
 
     def _give_up(self) -> None:
-        """Give up what has not begun, and wait for the rest."""
+        """Give up chunks that have not started, and wait for the others."""
         running = [future for _, future in self._jobs if not future.cancel()]
         if wait(running, DRAIN_S).not_done:
             raise TimeoutError(f"kvstore for vLLM's offloading: chunks still move after {DRAIN_S:g} s")

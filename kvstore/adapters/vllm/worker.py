@@ -1,11 +1,11 @@
-"""A worker's side: pages between the store and the blocks of its cache.
+"""The worker side: moves pages between the store and the blocks of a worker's cache.
 
-Loads run in a thread and in a stream of their own, behind what the stream that computes was given before: a step under
-way may still write into blocks of a request that has just ended. A load counts as done when that stream has come to its
-end. What could not be loaded is reported by its blocks, and computed.
+Loads run in their own thread and stream, after work that is already in the computing stream: a running step may still
+write into blocks of a request that has just ended. A load is done when its stream is done. Blocks that could not be
+loaded are reported, and vLLM recomputes them.
 
-Saves are copied out of their blocks before the step ends, since the blocks may be another request's in the next one. On
-a GPU the copy is work of the stream that computes, for which no step waits; a thread stores the pages once it is done.
+Pages to be saved are copied out of their blocks before the step ends, since another request may own the blocks in the
+next step. On a GPU the copy runs in the computing stream, without a wait; a thread stores the pages once it is done.
 """
 
 from __future__ import annotations
@@ -33,25 +33,25 @@ if TYPE_CHECKING:
 
 _log = logging.getLogger(__name__)
 
-YIELD_S = 0.001  # that a step waits for loads when it computes nothing
-AWAY_S = 5.0  # that nothing is saved after the node did not answer: a step would wait for it each time
+YIELD_S = 0.001  # how long a step that computes nothing waits for loads
+AWAY_S = 5.0  # how long nothing is saved after the node did not answer: else every step would wait for it
 
 
 class _Saving:
-    """The saves of one step. ``failed``: what is left of them is not tried."""
+    """The saves of one step. ``failed``: the remaining ones are not tried."""
 
     failed = False
 
 
 class BlockMover:
-    """Made when the worker knows its tensors.
+    """Moves pages of all groups. Made when the worker knows its tensors.
 
     Args:
-        caches: by layer, ``[blocks, kv_heads, block_size, content]``, of any strides.
-        tensors: how work on them is ordered. None: by where they are.
+        caches: the cache of each layer, ``[blocks, kv_heads, block_size, content]``, of any strides.
+        tensors: how work on them is ordered. None decides by their device.
 
     Raises:
-        ValueError: the caches are not what the layouts say, or the store cannot copy to and from their memory.
+        ValueError: the caches do not fit the layouts, or the store cannot access their memory.
     """
 
     def __init__(
@@ -68,9 +68,9 @@ class BlockMover:
         self._groups = [
             BlockGroup(group, [caches[name] for name in group.layers], tensors, share) for group in served.groups
         ]
-        self._loads_from = RootCaches(store, served.layouts, salt)  # of the loading thread
+        self._loads_from = RootCaches(store, served.layouts, salt)  # used by the loading thread
         self._saves_to = RootCaches(store, served.layouts, salt)
-        self._stream = tensors.stream()  # of the loading thread
+        self._stream = tensors.stream()  # used by the loading thread
         self._pool = ThreadPoolExecutor(1, "kvstore-load")
         self._saves = ThreadPoolExecutor(1, "kvstore-save")
         self._lock = threading.Lock()
@@ -83,17 +83,17 @@ class BlockMover:
         self._counts_pages = not shard.rank and not shard.stage
 
     def load(self, move: BlockMove) -> None:
-        """Begin to load, behind what the calling thread's stream was given; see ``loaded`` and ``failed``."""
+        """Begin a load, ordered after the work in the calling thread's stream; see ``loaded`` and ``failed``."""
         event = self._tensors.current().record()
         self._loading[move.request] = self._pool.submit(self._load, move, event)
 
     def loaded(self, idle: bool) -> set[str]:
-        """Requests whose loads have ended, well or not, since this was asked last. In an ``idle`` step the loading
-        thread goes first: steps that follow each other without a pause would keep the interpreter from it for
-        milliseconds each time that it asks.
+        """Return requests whose loads have ended, successfully or not, since the last call. An ``idle`` step lets the
+        loading thread run first: steps without a pause between them would keep the interpreter from it for milliseconds
+        each time.
 
         Raises:
-            DeviceLost: the device did not do a load in time. It may still write into the blocks.
+            DeviceLost: the device did not finish a load in time, and may still write into the blocks.
         """
         if idle and self._loading:
             wait(self._loading.values(), YIELD_S, FIRST_COMPLETED)
@@ -103,22 +103,22 @@ class BlockMover:
         return done
 
     def failed(self) -> set[int]:
-        """Blocks that were to be loaded, and hold anything."""
+        """Return blocks whose load failed, and whose contents are undefined."""
         with self._lock:
             failed, self._failed = self._failed, set()
         return failed
 
     def failed_of(self, loaded: set[str]) -> set[str]:
-        """Which of these requests, whose loads have ended, hold nothing of use."""
+        """Return those of these requests, whose loads have ended, of which nothing usable was loaded."""
         with self._lock:
             failed = self._failed_requests & loaded
             self._failed_requests -= failed
         return failed
 
     def save(self, moves: list[BlockMove]) -> None:
-        """Store these pages, as far as the store takes them. A node that does not answer is left alone for a while.
+        """Store these pages, as far as the store accepts them. A node that does not answer is not called for a while.
 
-        The blocks may be written again by whatever the calling thread's stream is given after this.
+        Work that is queued in the calling thread's stream after this may write into the blocks again.
         """
         if not moves or time.monotonic() < self._away_until_s:
             return
@@ -138,13 +138,13 @@ class BlockMover:
             self._add(save_seconds=time.monotonic() - start_s)
 
     def take_counts(self) -> dict[str, float]:
-        """What was moved since this was asked last, by the names of ``stats.COUNTED``."""
+        """Return what was moved since the last call, by the names of ``stats.COUNTED``."""
         with self._lock:
             taken, self._counts = self._counts, Counter()
         return dict(taken)
 
     def close(self) -> None:
-        """Nothing is loaded any more. What was copied out of its blocks is stored."""
+        """End all loads. Pages that were copied out of their blocks are still stored."""
         self._pool.shutdown(cancel_futures=True)
         self._saves.shutdown()
 
@@ -152,7 +152,7 @@ class BlockMover:
 
     def _load(self, move: BlockMove, event: DeviceEvent) -> None:
         start_s = time.monotonic()
-        left = [sum(map(len, pages.parts)) for pages in move.groups]  # pages that have not come
+        left = [sum(map(len, pages.parts)) for pages in move.groups]  # pages that are not loaded yet
         try:
             caches = self._loads_from.of(move.adapter).groups
             for number, (group, cache, pages) in enumerate(zip(self._groups, caches, move.groups, strict=True)):
@@ -168,19 +168,19 @@ class BlockMover:
                 self._fail(move, left[0])
 
     def _land(self) -> None:
-        """Return when the stream of the loading thread has come to its end: its blocks are written, well or not.
+        """Wait until the work in the loading thread's stream has ended, successfully or not.
 
         Raises:
-            DeviceLost: it has not, in the time that a step takes at most.
+            DeviceLost: it has not ended within ``COMPUTE_S``.
         """
         event = self._stream.record()
         try:
             event.wait(time.monotonic() + COMPUTE_S)
         except DeadlineExceeded as error:
-            raise DeviceLost(f"blocks are not loaded after {COMPUTE_S:g} s: {error}") from None
+            raise DeviceLost(f"blocks were not loaded within {COMPUTE_S:g} s: {error}") from None
 
     def _give(self, store: Callable[[], None]) -> None:
-        """Have pages stored: now, or where they are there later, by the thread that saves."""
+        """Store pages now, or, if they are copied later, in the saving thread."""
         if self._tensors.late:
             self._saves.submit(store)
         else:
@@ -215,14 +215,15 @@ class BlockMover:
         self._add(**{f"{what}_bytes": part_bytes, f"{what}_pages": pages if self._counts_pages else 0})
 
     def _add(self, **counts: float) -> None:
-        """Count these; zeros are left out."""
+        """Add these counts; zeros are left out."""
         with self._lock:
             for name, count in counts.items():
                 if count:
                     self._counts[name] += count  # type: ignore[assignment]
 
     def _fail(self, move: BlockMove, left: int) -> None:
-        """The last ``left`` pages of the first group are missing, or some of other groups."""
+        """Record a failed load: the last ``left`` pages of the first group are missing, or some pages of other
+        groups."""
         with self._lock:
             if not self._served.by_blocks:
                 self._failed_requests.add(move.request)

@@ -1,1 +1,1 @@
-"""A node of this machine, through shared memory: its files are read here, only writes ask its daemon."""
+"""A node of this machine through shared memory. Reads use its files directly; only writes ask its daemon."""

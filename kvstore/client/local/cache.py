@@ -1,4 +1,4 @@
-"""LocalCache: the pages of one layout, salt and adapter in a node of this machine."""
+"""LocalCache: the pages of one layout, salt and adapter on a node of this machine."""
 
 from __future__ import annotations
 
@@ -41,15 +41,15 @@ from kvstore.shm.counters import CARRY, LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_S
 from kvstore.wire.control import CHECKSUMS
 from kvstore.wire.data import WantedChain
 
-# x86-64 shows stores in their order, so that equal words before and after prove the bytes between. Elsewhere the
-# checksums have to.
+# x86-64 keeps stores in order, so equal words before and after a copy prove the bytes in between. Other architectures
+# need the checksums for that.
 ORDERED = platform.machine() in ("x86_64", "AMD64")
-WHOLE_BYTES: Final = 4 << 20  # of pages that a shard's reader takes whole at a time, where one is not larger
+WHOLE_BYTES: Final = 4 << 20  # of whole pages read at a time for a shard, or one page if that is larger
 
 
 class LocalCache(PrefixCache):
-    """A prefix cache that reads index, records and pages where they lie; only writes, and pages to be brought up
-    from a lower tier, need the daemon.
+    """A prefix cache that reads index, records and pages in place. Only writes, and pages to be brought up from a lower
+    tier, need the daemon.
     """
 
     def __init__(self, node: LocalNode, layout: Layout, salt: str, adapter: str, verify: bool) -> None:
@@ -60,15 +60,15 @@ class LocalCache(PrefixCache):
         self._wanted = WantedChain(layout.fingerprint, salt, adapter, self.frame_class, self._closed)
         self._keeping = Keeping(node, self._wanted)
         self._verify = verify or not ORDERED
-        self._pool: tuple[bytes | None, bytes] = None, b""  # its secret, and the tag of our root there
+        self._pool: tuple[bytes | None, bytes] = None, b""  # its secret, and the tag of this root under it
 
     @property
     def node(self) -> LocalNode:
-        """The node behind it."""
+        """The node that this cache reads."""
         return self._node
 
     def _tag(self) -> bytes:
-        """What our keys end with in the pool that was mapped last."""
+        """Return the suffix that this root's keys have in the pool that was mapped last."""
         return self._tag_in(self._node.last)
 
     def _tag_in(self, mapped: Mapped | None) -> bytes:
@@ -94,12 +94,12 @@ class LocalCache(PrefixCache):
         return Match(pages * self._page_tokens, pages, "" if pages == asked else ABSENT, None, below)
 
     def elsewhere(self, keys: Keys, pages: int, patience: Patience | None = None) -> list[Stretch]:
-        """Where the pages after the first ``pages`` are, as far as other nodes of the pool have them."""
+        """Return where other nodes of the pool have the pages after the first ``pages``."""
         elsewhere = self._node.elsewhere
         return elsewhere.seek(self._wanted, keys, pages, (), patience) if elsewhere is not None else []
 
     def _match_with(self, found: list[Stretch], pages: int, asked: int, below: Mapping[Tier, int]) -> Match:
-        """What is found when these pages of other nodes follow the first ``pages``."""
+        """Return the match of the first ``pages`` followed by these pages of other nodes."""
         nodes, tiers, pages = dict[str, int](), dict(below), pages + found[-1].stop
         for each in found:
             nodes[each.node] = nodes.get(each.node, 0) + each.stop - each.start
@@ -127,9 +127,9 @@ class LocalCache(PrefixCache):
         if mapped is None or not asked:
             return self._missed(asked, out)
         pages, below, nodes, reason, patience = 0, NONE_BELOW, HERE_ALONE, "", None
-        for _ in (0, 1):  # once more where a page moved or was evicted between the index and the copy
+        for _ in (0, 1):  # again if a page moved or was evicted between index and copy
             runs, proven, reason = prove(mapped, keys, self.page_bytes, self._closed)
-            if target is None or out is None:  # what is found the second time may be more
+            if target is None or out is None:  # the second try may find more
                 patience = patience or Patience()
                 found = proven if not reason else self._found(mapped, keys, proven, reason, patience)
                 target = empty((found, self.page_bytes))
@@ -183,7 +183,7 @@ class LocalCache(PrefixCache):
         self._gather(keys, timeout_s)
         if mapped is not None:
             pages = stored_pages(mapped, keys, self._closed)[0]
-            if known_below(mapped, keys, pages, self._closed):  # else nothing will be stored: say nothing
+            if known_below(mapped, keys, pages, self._closed):  # else nothing will be stored: tell the node nothing
                 self._name(mapped)
                 bring(mapped, keys, self._closed, time.monotonic() + timeout_s)
                 pages = stored_pages(mapped, keys, self._closed)[0]
@@ -198,14 +198,15 @@ class LocalCache(PrefixCache):
     # --- reading what is not in memory ------------------------------------------------------------------------------
 
     def _found(self, mapped: Mapped, keys: Keys, proven: int, reason: str, patience: Patience) -> int:
-        """How many pages a get may bring, where memory has the first ``proven`` and then none for that reason."""
+        """Return how many pages a get may return if memory has the first ``proven`` and lacks the next for
+        ``reason``."""
         if reason not in ELSEWHERE:
             return proven
         pages = stored_beyond(mapped, keys, proven, self._closed)[0]
         return pages + sum(each.stop - each.start for each in self.elsewhere(keys, pages, patience))
 
     def _gather(self, keys: Keys, within_s: float) -> None:
-        """What other nodes have of these pages is needed in this machine's memory."""
+        """Fetch the pages of ``keys`` that other nodes have into this machine's memory."""
         self._keeping.gather(keys, Patience(within_s, here_s=within_s), self._names)
 
     def _from_others(
@@ -218,8 +219,8 @@ class LocalCache(PrefixCache):
         verify: bool,
         patience: Patience,
     ) -> tuple[int, Mapping[Tier, int], Mapping[str, int], str]:
-        """Go on after ``pages`` with those of other nodes: pages, by tier and by node, and why not more. Those that are
-        to be kept come by way of their frames here, the others straight into ``target``."""
+        """Continue after ``pages`` with pages of other nodes; return how many, by tier and by node, and why not more.
+        Pages to be cached here are received in frames of this node, the others directly in ``target``."""
         start, brought = pages, Brought()
         kept = self._keeping.worth(elsewhere, keys[pages : pages + len(target)])
         if kept:
@@ -239,10 +240,10 @@ class LocalCache(PrefixCache):
     def _beyond(
         self, mapped: Mapped, keys: Keys, target: Rows, pages: int, reason: str, verify: bool
     ) -> tuple[int, Mapping[Tier, int], str]:
-        """Go on after ``pages`` that came from memory: with the tiers below, and with memory again where a page moved
-        there meanwhile, or where pages of a layout that is not prefix-closed lie here and there.
+        """Continue after ``pages`` from memory: with the tiers below, and with memory again if a page has moved there,
+        or if the layout is not prefix-closed and its pages are spread over tiers.
 
-        Returns pages, how many of them came from which lower tier, and why not more.
+        Returns the number of pages, how many came from each lower tier, and why not more.
         """
         limit, retried = min(len(keys), len(target)), False
         below: dict[Tier, int] = {}
@@ -261,8 +262,8 @@ class LocalCache(PrefixCache):
         return pages, below, reason or ("" if pages == len(keys) else ABSENT)
 
     def _from_below(self, mapped: Mapped, keys: Keys, rows: Rows, below: dict[Tier, int]) -> tuple[int, str]:
-        """Read the leading pages of ``keys`` into ``rows``, each tier going on where the one above ends; how many that
-        were, and why not more. Adds to ``below`` how many came from which."""
+        """Read the leading pages of ``keys`` into ``rows``, each tier continuing where the one above ends. Returns how
+        many were read, and why not more; adds the number from each tier to ``below``."""
         pages, reason = 0, ABSENT
         for tier, reader in mapped.below.items():
             count, why = self._read(mapped, reader, keys, rows)
@@ -275,13 +276,13 @@ class LocalCache(PrefixCache):
         return pages, reason
 
     def _read(self, mapped: Mapped, reader: LowerReader, keys: Keys, rows: Rows) -> tuple[int, str]:
-        """Read the leading pages of ``keys`` from one tier into ``rows``; how many that were, and why not more."""
+        """Read the leading pages of ``keys`` from one tier into ``rows``; return how many, and why not more."""
         located = locate(mapped, reader, keys[: len(rows)], self._closed)
         if not located:
             return 0, ABSENT
         read = reader.start(located, keys, self.frame_class, rows)
         self._name(mapped, quietly=True)
-        tell_read(mapped, read.addresses)  # while the devices are at it
+        tell_read(mapped, read.addresses)  # while the devices are reading
         pages, why = read.result(mapped.timeout_s)
         if read.damaged:
             tell_damaged(mapped, read.damaged)
@@ -334,7 +335,7 @@ class LocalCache(PrefixCache):
         put = LocalPut(mapped, keys, self.frame_class, CHECKSUMS if checksum else 0, known, publishes)
         if stored < len(rows):
             if last is not None:
-                mapped.dram.mark_used(last)  # what the new pages hang on must not be what leaves for them
+                mapped.dram.mark_used(last)  # the parent of the new pages must not be evicted for them
             put.send(rows, stored)
         return put
 
@@ -361,7 +362,8 @@ class LocalCache(PrefixCache):
     # --- memory of a device, and a shard's part of pages -------------------------------------------------------------
 
     def _get_to_device(self, keys: Keys, rows: DeviceRows, verify: bool | None) -> Match:
-        """Straight as far as memory or engines' memory has pages that need not be verified; the others bounce."""
+        """Copy directly from node or engine memory, as far as pages need no verification; other pages go through a
+        bounce buffer."""
         pages, hbm, reason = 0, 0, ABSENT
         if not (self._verify if verify is None else verify):
             pages, hbm, reason = near_to_device(self._node, keys, rows, self._wanted)
@@ -375,7 +377,7 @@ class LocalCache(PrefixCache):
     def _get_shard(self, keys: Keys, shard: Shard, target: Rows | None, verify: bool | None) -> Match:
         asked, allocated = len(keys), target is None
         self._gather(keys, self._node.timeout_s)
-        if target is None:  # what is sealed from now on is not looked for
+        if target is None:  # pages that are sealed from now on are not looked for
             keys = keys[: self.lookup(keys).pages]
             target = empty((len(keys), shard.nbytes))
         node, now_ns = self._node, time.monotonic_ns()
@@ -396,7 +398,7 @@ class LocalCache(PrefixCache):
         return Match(pages * self.layout.page_tokens, pages, reason, data, below)
 
     def _shard_of_whole(self, keys: Keys, shard: Shard, rows: Rows, verify: bool) -> tuple[int, Counter[Tier], str]:
-        """The same of pages that are got whole; how many, how many of them from which tier, and why not more."""
+        """Get a shard's part by reading whole pages; return how many, how many from each tier, and why not more."""
         parts = shard.unpacked(rows)
         step = max(1, WHOLE_BYTES // self.page_bytes)
         whole = empty((min(step, len(keys)), self.page_bytes))

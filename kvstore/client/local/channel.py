@@ -34,8 +34,8 @@ from kvstore.shm.folder import NodeFolder
 from kvstore.wire import control
 from kvstore.wire.control import AHEAD, MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
 
-OUTSTANDING_MAX = 64  # requests on their way; bounds what the daemon has to remember for us
-_POLL = struct.pack("ll", 0, 50_000)  # a blocked send or receive looks at its deadline every 50 ms
+OUTSTANDING_MAX = 64  # unanswered requests; bounds what the daemon has to remember for this client
+_POLL = struct.pack("ll", 0, 50_000)  # a blocked send or receive checks its deadline every 50 ms
 _SUN_PATH_MAX = 100  # a unix socket's path has 108 bytes
 _RETRY_MIN_S, _RETRY_MAX_S = 0.001, 0.05
 
@@ -44,7 +44,8 @@ _REFUSALS = (int(Status.INVALID), int(Status.FAILED))
 
 
 class SocketReply:
-    """A request on its way. Ends with a reply, or with the loss of the connection; either is kept for ``result``."""
+    """A request that was sent. It ends with a reply or with the loss of the connection; ``result`` returns or raises
+    that."""
 
     __slots__ = ("_channel", "_deadline", "_state", "_message", "request_id")
 
@@ -56,7 +57,7 @@ class SocketReply:
         self.request_id = request_id
 
     def result(self) -> Message:
-        """The reply, its body owned by the caller. Waits until the request's deadline.
+        """Return the reply, whose body the caller owns. Waits until the request's deadline.
 
         Raises:
             DeadlineExceeded: no reply in time. The request may still be carried out.
@@ -66,7 +67,7 @@ class SocketReply:
         if self._state == _NEW:
             self._channel._collect(self, self._deadline)
         if self._message is None:
-            raise NodeUnavailable(f"{self._channel.folder.name}: the daemon went away before it answered")
+            raise NodeUnavailable(f"{self._channel.folder.name}: the daemon ended before it answered")
         message = self._message
         if message.op in _REFUSALS:
             _refuse(message)
@@ -77,18 +78,18 @@ class SocketChannel:
     """One session with one node. Threads may share it.
 
     Life: made (nothing started) -> ``begin``, or the first request: session file locked -> first request: connected,
-    HELLO -> requests; a lost connection fails what was on its way and the next request connects again in the name of
-    the same session, so a restart of the daemon in between goes unnoticed. Two ends: ``close``, once the last copy in
-    flight has ended, or the death of this process; either frees the session file's lock, by which the daemon knows that
-    this session can write nothing more.
-    A forked child has no part in the session: its copies of the descriptors are closed and every call is refused.
+    HELLO -> requests; a lost connection fails the unanswered requests, and the next request reconnects under the same
+    session, so callers do not notice a restart of the daemon in between. It ends with ``close``, once the last copy in
+    flight has ended, or with the death of this process; either frees the session file's lock, which tells the daemon
+    that this session can write nothing more. A forked child does not share the session: its copies of the descriptors
+    are closed and every call is refused.
 
-    A channel serves one incarnation of a node. Where the folder was made anew, frames granted before are void; the
-    channel then ends for good (``ended``), and its owner makes another. ``close`` ends it as well.
+    A channel serves one incarnation of a node. If the folder was recreated, frames granted before are void; the channel
+    then ends for good (``ended``), and its owner makes another. ``close`` also ends it.
 
     Args:
         folder: the node's folder.
-        timeout_s: how long a request may take, connecting again included.
+        timeout_s: how long a request may take, including a reconnection.
         incarnation: of the segment, 16 hex digits: refuse any other. None takes the first one met.
     """
 
@@ -106,7 +107,7 @@ class SocketChannel:
         self._sending = threading.Lock()  # held while a request is encoded and sent, or a connection made
         self._changed = threading.Condition()  # guards the five below
         self._socket: socket.socket | None = None
-        self._spent: list[socket.socket] = []  # lost connections, closed where nobody can be using them
+        self._spent: list[socket.socket] = []  # lost connections, to be closed once no thread can be using them
         self._receiving = False
         self._waiting: deque[SocketReply] = deque()
         self._buffer = bytearray(MESSAGE_BYTES_MAX)
@@ -121,12 +122,12 @@ class SocketChannel:
 
     @property
     def counters(self) -> SessionCounters:
-        """What this session counts for its node to see."""
+        """The counters of this session, which its node can read."""
         return self._file.counters
 
     def begin(self) -> None:
-        """Take the session's file now, so that what a client only reads is counted there. Where that cannot be, the
-        first request tries again."""
+        """Take the session's file now, so that a client that only reads is counted there too. If that fails, the first
+        request tries again."""
         with self._sending, contextlib.suppress(OSError):
             self._file.lock()
 
@@ -141,7 +142,7 @@ class SocketChannel:
         body: Iterable[bytes] = (),
         timeout_s: float | None = None,
     ) -> SocketReply:
-        """Send one request; does not wait for its reply. With ``NO_REPLY`` in flags there will be none.
+        """Send one request, without waiting for its reply. With ``NO_REPLY`` in flags there will be no reply.
 
         Raises:
             NodeUnavailable: the daemon could not be reached within the deadline; nothing was sent.
@@ -159,8 +160,8 @@ class SocketChannel:
             reply = SocketReply(self, request_id, deadline)
             while True:
                 if op is Op.GRANT and flags & AHEAD and self._socket is None:  # no need to wait for a daemon now
-                    raise NodeUnavailable(f"{self.folder.name}: not connected, and nothing needed")
-                # That there is something to take in is a hint: worth one try.
+                    raise NodeUnavailable(f"{self.folder.name}: not connected, and the request is not urgent")
+                # Telling the node that there is something to take in is a hint: it is worth one try.
                 sock = self._socket or self._connect(deadline, once=op is Op.DRAIN)
                 if len(self._waiting) >= OUTSTANDING_MAX:
                     self._collect_oldest(deadline)
@@ -171,12 +172,12 @@ class SocketChannel:
             self._sending.release()
 
     def close(self) -> None:
-        """End the session: what it had reserved is given back, its leases end. Requests on their way fail."""
+        """End the session: its reservations are returned and its leases end. Unanswered requests fail."""
         if self._refusal:
             return
         self._renewed, self.ended, self._refusal = self.ended, True, "is closed"
-        # First the lock, so that the daemon finds it free when it sees the connection end. Where a copy is in flight it
-        # finds it held, keeps the frames, and looks again.
+        # Free the lock first, so that the daemon finds it free when it sees the connection end. While a copy is in
+        # flight the daemon finds it locked, keeps the frames, and looks again.
         self.copies.close(self._refused, self._file.close)
         self._lose(self._socket)
         if self._sending.acquire(timeout=self.timeout_s):
@@ -187,26 +188,26 @@ class SocketChannel:
 
     def _refused(self) -> KVStoreError:
         if self._renewed:
-            return NodeUnavailable(f"{self.folder.name}: the session was renewed meanwhile")
+            return NodeUnavailable(f"{self.folder.name}: the session was renewed in the meantime")
         return InvalidRequest("store", self._refusal)
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def _send(self, sock: socket.socket, data: bytes, reply: SocketReply | None, deadline: float) -> bool:
-        """False where the connection turned out to be lost, and nothing was sent."""
+        """Returns False if the connection was lost, and nothing was sent."""
         if reply is not None:
             with self._changed:
                 if self._socket is not sock:
                     return False
-                self._waiting.append(reply)  # before the send: the receiver must know whose reply it gets
+                self._waiting.append(reply)  # before the send: the receiver must know which request a reply answers
         while True:
             try:
                 sock.send(data, socket.MSG_DONTWAIT)
                 return True
             except BlockingIOError:
-                # The daemon is behind. Replies we do not take may be what it waits for.
+                # The daemon is slow. It may be waiting for this client to read replies.
                 if time.monotonic() >= deadline:
-                    if reply is not None:  # without one nothing is on its way: the others may wait longer
+                    if reply is not None:  # without a reply nothing is outstanding: other requests may wait longer
                         self._lose(sock)
                     raise NodeUnavailable(f"{self.folder.name}: the daemon took no request in time") from None
                 if not self._collect_oldest(deadline, before=reply):
@@ -224,16 +225,16 @@ class SocketChannel:
                 reply._state = _NEW
 
     def _connect(self, deadline: float, once: bool) -> socket.socket:
-        """A connection that has said HELLO. Retries until the deadline, for the daemon may be restarting, but not for
-        as long as an answer may take. ``once``: not where nobody listens."""
+        """Return a connection that has completed HELLO. Retries until the deadline, since the daemon may be restarting,
+        but for less time than an answer may take. ``once``: do not retry if nothing listens."""
         pause_s, deadline = _RETRY_MIN_S, min(deadline, time.monotonic() + self.timeout_s)
         self._bury(deadline)
         while True:
             if self._refusal:
                 raise InvalidRequest("store", self._refusal)
             if self.ended:
-                raise NodeUnavailable(f"{self.folder.name}: the node was made anew since it was opened here")
-            if not NodeFolder.at(self.folder).trusted():  # purged, and a stranger may have made another
+                raise NodeUnavailable(f"{self.folder.name}: the node was recreated after it was opened here")
+            if not NodeFolder.at(self.folder).trusted():  # purged, and another user may have made a new one
                 raise NodeUnavailable(f"{self.folder.name}: there is no such node on this machine")
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             try:
@@ -256,7 +257,7 @@ class SocketChannel:
             return sock
 
     def _hello(self, sock: socket.socket, deadline: float) -> None:
-        """Raises OSError where the daemon goes away meanwhile or does not answer in time."""
+        """Raises OSError if the daemon ends or does not answer in time."""
         body = control.pack_json({"protocol": control.PROTOCOL})
         sock.send(control.encode(Op.HELLO, 0, a=self._session, b=os.getpid(), body=(body,)))
         while True:
@@ -279,11 +280,11 @@ class SocketChannel:
             self.incarnation = incarnation
         elif incarnation is not None and incarnation != self.incarnation:
             self.ended = True
-            raise NodeUnavailable(f"{self.folder.name}: the node was made anew since it was opened here")
+            raise NodeUnavailable(f"{self.folder.name}: the node was recreated after it was opened here")
         for request in self.publisher.assigned(about.get("puts")):
             sock.send(request)
 
-    # --- receiving: one thread at a time, for whoever waits ----------------------------------------------------------
+    # --- receiving: one thread at a time, for every waiting thread -------------------------------------------------
 
     def _collect(self, reply: SocketReply, deadline: float) -> None:
         """Receive until ``reply`` has its message or the connection is lost. Raises DeadlineExceeded."""
@@ -309,7 +310,7 @@ class SocketChannel:
                     changed.notify_all()
 
     def _collect_oldest(self, deadline: float, before: SocketReply | None = None) -> bool:
-        """Receive the reply that is due next; False where none is (or the next one is ``before``)."""
+        """Receive the reply that is due next. Returns False if there is none, or if the next one is ``before``."""
         with self._changed:
             oldest = self._waiting[0] if self._waiting else None
         if oldest is None or oldest is before:
@@ -318,7 +319,7 @@ class SocketChannel:
         return True
 
     def _receive(self, sock: socket.socket, deadline: float) -> bytearray:
-        """One message; empty where the connection has ended."""
+        """Return one message; empty if the connection has ended."""
         while True:
             try:
                 size = sock.recv_into(self._buffer)
@@ -330,12 +331,13 @@ class SocketChannel:
                 return bytearray()
 
     def _deliver(self, sock: socket.socket, data: bytearray) -> None:
-        """Give a message to whose it is. ``_changed`` is held."""
+        """Give a message to its request. The caller holds ``_changed``."""
         if self._socket is sock and not self._answered(data):
-            self._drop(sock)  # it ended, or the two ends disagree about what was asked: start afresh
+            self._drop(sock)  # it ended, or the two ends disagree about the requests: start again
 
     def _answered(self, data: bytearray) -> bool:
-        """Give a message to the request that is due next; False where it is not for that one. ``_changed`` is held."""
+        """Give a message to the request that is due next; return False if it is for another. The caller holds
+        ``_changed``."""
         message = control.decode(memoryview(data)) if len(data) >= control.HEAD.size else None
         if message is None or not self._waiting or self._waiting[0].request_id != message.request_id:
             return False
@@ -351,7 +353,7 @@ class SocketChannel:
             self._changed.notify_all()
 
     def _drop(self, sock: socket.socket) -> None:
-        """The connection is over: fail what was on its way. ``_changed`` is held."""
+        """Fail the unanswered requests of a connection that is over. The caller holds ``_changed``."""
         if self._socket is not sock:
             return
         if not self._receiving:
@@ -361,24 +363,24 @@ class SocketChannel:
             reply._state = _LOST
         self._waiting.clear()
         self._spent.append(sock)
-        with contextlib.suppress(OSError):  # the other end may have been faster
-            sock.shutdown(socket.SHUT_RDWR)  # wakes whoever receives
+        with contextlib.suppress(OSError):  # the other end may have closed it first
+            sock.shutdown(socket.SHUT_RDWR)  # wakes the receiving thread
 
     def _read_rest(self, sock: socket.socket) -> None:
-        """Replies that came before the connection ended, and nobody had read: frames that were granted are ours, and
-        nobody else gives them back. ``_changed`` is held, and nobody receives."""
+        """Read replies that arrived before the connection ended: granted frames belong to this session, and only it can
+        return them. The caller holds ``_changed``, and no thread is receiving."""
         for _ in range(len(self._waiting) + 1):
             try:
                 size = sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
-            except OSError:  # the kernel tells of the end first, once, and then gives what came before it
+            except OSError:  # the kernel reports the end once, and only then returns what came before it
                 continue
             if not self._answered(self._buffer[:size]):
                 return
 
     def _bury(self, deadline: float) -> None:
-        """Close lost connections. ``_sending`` is held, so nobody sends; the receiver is waited for."""
+        """Close lost connections. The caller holds ``_sending``, so no thread sends; waits for the receiving thread."""
         with self._changed:
             while self._receiving and self._spent and self._changed.wait(max(0.0, deadline - time.monotonic())):
                 pass
@@ -388,7 +390,7 @@ class SocketChannel:
                 self._spent.clear()
 
     def _after_fork(self) -> None:
-        """In the child: let go of the descriptors, leave the locks alone (other threads may have held them)."""
+        """Close the descriptors in the child, without taking locks (other threads may have held them)."""
         self._refusal = AFTER_FORK.format(self._pid)
         self.copies.after_fork(self._refused)
         self._file.close()
@@ -410,15 +412,15 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class SessionFile:
-    """One session's file, ``sessions/<id>``: the proof that a client lives, and the page in which it counts.
+    """One session's file, ``sessions/<id>``: it proves that the client is alive, and holds its counters.
 
     Locked from ``lock`` until ``close`` or the end of the process.
 
-    A free lock tells the node that this session can write nothing more; it then adds up what was counted, and removes
-    the file. A forked child lets go of its copy, so that it keeps no lock.
+    A free lock tells the node that this session can write nothing more; the node then adds up its counters and removes
+    the file. A forked child closes its copy, so that it does not hold the lock.
 
     Attributes:
-        counters: counts in memory until the file is locked, and in the file from then on.
+        counters: in memory until the file is locked, and in the file from then on.
     """
 
     def __init__(self, folder: Path, session: int) -> None:
@@ -427,10 +429,10 @@ class SessionFile:
         self._fd = -1
 
     def lock(self) -> None:
-        """Create and lock the file, or make sure that it still is the one in the folder.
+        """Create and lock the file, or check that it still is the one in the folder.
 
         Raises:
-            OSError: it cannot be made, or the node was just looking at it; trying again may do.
+            OSError: the file cannot be created, or the node was examining it; another try may succeed.
         """
         if self._fd >= 0:
             if os.fstat(self._fd).st_nlink:
@@ -445,19 +447,19 @@ class SessionFile:
             os.close(fd)
             raise
         self._fd = fd
-        with contextlib.suppress(OSError, OutOfSpace):  # counts are not worth a session
-            os.fchmod(fd, 0o660)  # whatever the umask: who may be in the folder may look
+        with contextlib.suppress(OSError, OutOfSpace):  # a session works without counters
+            os.fchmod(fd, 0o660)  # regardless of the umask: users with access to the folder may read it
             self.counters.attach(self._path)
 
     def close(self) -> None:
-        """Give the lock back."""
+        """Release the lock."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
 def _dial(sock: socket.socket, folder: Path) -> None:
-    """Connect it to the daemon of a node's folder. Raises OSError where no daemon listens."""
+    """Connect a socket to the daemon of a node's folder. Raises OSError if no daemon listens."""
     path = str(folder / "control")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _POLL)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, _POLL)
@@ -472,7 +474,7 @@ def _dial(sock: socket.socket, folder: Path) -> None:
 
 
 def _refuse(message: Message) -> NoReturn:
-    """Raise what a refusal stands for."""
+    """Raise the exception that a refusal stands for."""
     text = bytes(message.body).decode(errors="replace")
     if message.op == Status.FAILED:
         raise Unavailable(text)

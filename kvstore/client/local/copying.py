@@ -1,6 +1,6 @@
-"""Copying: proven pages out of a node's memory, their checksums compared where that is wanted.
+"""Copies proven pages out of a node's memory, and compares their checksums on request.
 
-Checksums of pages, as records have them.
+Checksums of pages, as stored in records.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ _STAMPED_BIT = np.uint64(STAMPED << 48)
 
 
 def copy_proven(mapped: Mapped, keys: Keys, rows: Rows, chain: WantedChain, verify: bool) -> tuple[int, str]:
-    """Copy the leading pages that are in memory now into ``rows``; how many that were, and why not more."""
+    """Copy the leading pages that are in memory now into ``rows``; return how many, and why not more."""
     runs, _, reason = prove(mapped, keys, chain.frame_class.page_bytes, chain.closed)
     copied, changed = copy_runs(runs, rows, time.monotonic_ns())
     if verify:
@@ -45,7 +45,7 @@ def copy_proven(mapped: Mapped, keys: Keys, rows: Rows, chain: WantedChain, veri
 def copy_shard(
     mapped: Mapped, keys: Keys, shard: Shard, target: Rows, chain: WantedChain, now_ns: int
 ) -> tuple[int, str]:
-    """The same of a shard's part of them. What it does not bring is got whole, and counts then."""
+    """As ``copy_proven``, for a shard's part of the pages. Other pages are later read whole, and counted then."""
     runs, _, reason = prove(mapped, keys, chain.frame_class.page_bytes, chain.closed)
     pages, changed = copy_runs(runs, shard.unpacked(target), now_ns, shard)
     reason = GENERATION if changed else reason
@@ -54,14 +54,14 @@ def copy_shard(
 
 
 def count_in_place(mapped: Mapped, chain: WantedChain, asked: int, pages: int, reason: str) -> None:
-    """Count a get from memory, less the pages that are looked for elsewhere: those count there."""
+    """Count a get from memory, except for pages that are then looked for elsewhere: those are counted there."""
     goes_on = reason in ELSEWHERE and pages < asked
     if pages or not goes_on:
         mapped.counters.got(mapped.row(chain.frame_class), pages if goes_on else asked, pages, 0, reason)
 
 
 def verified(mapped: Mapped, runs: list[Run], target: Rows, pages: int, reason: str, layers: int) -> tuple[int, str]:
-    """Compare what was copied with the records' checksums; the node stamps first those that have none yet."""
+    """Compare the copied pages with the records' checksums. The node first computes those that are missing."""
     for extent, frame, page, count, _ in runs:
         count = min(count, pages - page)
         if count <= 0:
@@ -72,6 +72,6 @@ def verified(mapped: Mapped, runs: list[Run], target: Rows, pages: int, reason: 
         ours = checksums_of(target[page : page + count], layers)
         equal = (ours == extent.checksums[frame:stop]).all(axis=1)
         if not equal.all():
-            have_verified(mapped, runs)  # so that the node finds and drops it
+            have_verified(mapped, runs)  # so that the node finds and drops the page
             return page + int(equal.argmin()), CHECKSUM
     return pages, reason

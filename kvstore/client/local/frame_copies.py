@@ -1,4 +1,4 @@
-"""Copies between a device and frames of a node's memory, and what is done with frames after them."""
+"""Copies between a device and frames of a node's memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEASE_MS: Final = int(2000 * COPY_DEADLINE_S)
 
 
 def proven_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: WantedChain) -> tuple[int, str]:
-    """Copy the leading pages that are in memory now; how many that were, and why not more.
+    """Copy the leading pages that are in memory now; return how many, and why not more.
 
     Raises:
         DeviceLost, DeadlineExceeded: see ``DeviceLink.wait``.
@@ -52,8 +52,8 @@ def proven_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: Wante
 
 
 def near_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: WantedChain) -> tuple[int, int, str]:
-    """The same, and go on with those that engines of this machine have in memory which the device reaches; how many
-    that were, how many of them in engines' memory, and why not more. Raises as ``proven_to_device``."""
+    """As ``proven_to_device``, then continue with pages in memory of local engines that the device can access. Returns
+    how many pages, how many of them from engines' memory, and why not more."""
     pages, reason = proven_to_device(node, keys, rows, chain)
     mapped = node.mapped()
     if reason not in ELSEWHERE or pages == len(keys) or mapped is None or not mapped.hbm.readable():
@@ -62,7 +62,7 @@ def near_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: WantedC
     located, hbm = locate(mapped, mapped.hbm, keys, chain.closed), 0
     if located:
         hbm, reason = mapped.hbm.start_direct(located, keys, chain.frame_class, rows).result()
-    asked = hbm if reason in ELSEWHERE else len(keys)  # the others count where they are looked for
+    asked = hbm if reason in ELSEWHERE else len(keys)  # the others are counted where they are looked for
     if asked:
         mapped.counters.got(mapped.row(chain.frame_class), asked, 0, 0, reason, hbm)
     return pages + hbm, hbm, reason
@@ -77,12 +77,12 @@ def to_device(
     *,
     leased: bool = True,
 ) -> tuple[int, bool]:
-    """As ``proof.copy_runs``, into memory of a device. The pages are leased until the copy's event is over, where the
-    node can be asked, and compared again then.
+    """As ``proof.copy_runs``, into device memory. If the node can be asked, the pages are leased until the copy's event
+    is over; they are compared again then.
 
     Args:
-        part: which bytes of each page.
-        leased: False: they are frames that nobody can lease yet.
+        part: the bytes of each page to copy.
+        leased: False for frames that cannot be leased yet.
 
     Raises:
         DeviceLost, DeadlineExceeded: see ``DeviceLink.wait``.
@@ -92,7 +92,7 @@ def to_device(
     link, lease = link_of(target.device), RunLease(mapped, LEASE_MS)
     if leased and mapped.header.state == DaemonState.READY:
         with contextlib.suppress(Unavailable):
-            lease.take(runs)  # pages that it is not given for have changed, or may: that is seen below
+            lease.take(runs)  # pages without a lease may have changed, which the check below finds
     try:
         pairs = []
         for extent, frame, page, count, _ in runs:
@@ -113,16 +113,17 @@ def to_device(
 
 
 def from_device(mapped: Mapped, rows: DeviceRows, addresses: list[Address], pool: GrantPool) -> None:
-    """Fill granted frames with as many rows. Within ``mapped.channel.copies``; returns when the copy's event is over.
+    """Fill granted frames with the rows. Called within ``mapped.channel.copies``; returns when the copy's event is
+    over.
 
     Raises:
         DeviceLost: the frames are given up.
-        DeadlineExceeded: the device may still write into them: they are nobody's until this process has ended.
+        DeadlineExceeded: the device may still write into the frames, so they stay unused until this process has ended.
     """
     link, pairs, frames = link_of(rows.device), [], frames_of(mapped, addresses)
     for extent, frame, i, j in frames:
         pairs.append((extent.pages[frame : frame + j - i], rows[i:j]))
-        extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # a frame keeps its last page's
+        extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # not its last page's
     try:
         event = link.copy(pairs, [extent for extent, *_ in frames], to_device=False)
         link.wait(event, pairs)
@@ -130,29 +131,30 @@ def from_device(mapped: Mapped, rows: DeviceRows, addresses: list[Address], pool
         pool.forfeit(addresses)
         raise
     except DeadlineExceeded:
-        mapped.channel.copies.__enter__()  # one that does not end: the session stays, and its frames with it
+        mapped.channel.copies.__enter__()  # never left: the session stays open, and keeps its frames
         raise
 
 
 def frame_checksums(mapped: Mapped, addresses: list[Address], layers: int) -> npt.NDArray[np.uint32]:
-    """Checksums of the pages in these frames."""
+    """Compute the checksums of the pages in these frames."""
     found = frames_of(mapped, addresses)
     return np.concatenate([checksums_of(extent.pages[frame : frame + j - i], layers) for extent, frame, i, j in found])
 
 
 def frames_of(mapped: Mapped, addresses: list[Address]) -> list[tuple[MappedExtent, int, int, int]]:
-    """As ``frame_runs``, with the extents. Raises NodeUnavailable where one is gone."""
+    """As ``frame_runs``, with the mapped extents. Raises NodeUnavailable if one is gone."""
     found = []
     for number, frame, i, j in frame_runs(addresses):
         extent = mapped.dram.extent(number)
         if extent is None:
-            raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
+            raise NodeUnavailable(f"extent {number} is gone: the node was recreated")
         found.append((extent, frame, i, j))
     return found
 
 
 def frame_runs(addresses: list[Address]) -> list[tuple[int, int, int, int]]:
-    """``(extent, first frame, i, j)`` where ``addresses[i:j]``, ascending, are consecutive frames of one extent."""
+    """Return ``(extent, first frame, i, j)`` for each run ``addresses[i:j]`` of ascending, consecutive frames of one
+    extent."""
     count = len(addresses)
     first, last = addresses[0], addresses[-1]
     if first.extent == last.extent and last.frame - first.frame == count - 1:

@@ -16,19 +16,19 @@ from kvstore.wire.control import AHEAD, BATCH_MAX, NO_REPLY, Op, pack_addresses,
 
 AHEAD_FRAMES_MAX = 256
 AHEAD_BYTES_MAX = 64 << 20
-POOLS_MAX = 256  # of a client: a node's own, on behalf of all its remote callers, sees any geometry they think of
-IDLE_S = 2.0  # frames that nobody took for so long are given back
-PUTS_UNREAD_MAX = 16  # asynchronous puts whose replies nobody has read; frames granted in return wait in them
-AHEAD_PUTS = 32  # so many puts like the last one are asked for at once, when half of them is left: no put waits for it
-OVER_QUOTA = "the tenant has all it may have, in pages that may not leave"
-BUSY_PAUSE_S = 0.002  # before asking again a node that is saving pages to make room
+POOLS_MAX = 256  # of a client: the one in a node serves all remote callers, who may use any geometry
+IDLE_S = 2.0  # unused frames are returned after this time
+PUTS_UNREAD_MAX = 16  # asynchronous puts with unread replies; these may contain granted frames
+AHEAD_PUTS = 32  # frames for this many puts like the last one are requested when half are left, so no put waits
+OVER_QUOTA = "the tenant's quota is used up by pages that cannot be evicted"
+BUSY_PAUSE_S = 0.002  # before another request to a node that is saving pages to free space
 
 _RESERVED = int(FrameState.RESERVED)
 
 
 class Purpose(NamedTuple):
-    """What frames are for: pages that follow the page of key ``before``, of a put that has published from ``since`` on
-    (0: nothing). Neither that page nor the last one of that put is to leave to make room.
+    """The purpose of frames: pages that follow the page of key ``before``, in a put that has published from ``since``
+    on (0: nothing). Neither that page nor the last page of that put may be evicted to free space for them.
     """
 
     before: bytes
@@ -36,15 +36,17 @@ class Purpose(NamedTuple):
 
 
 class GrantPool:
-    """RESERVED frames without a key, ours to write into. Threads may share it.
+    """RESERVED frames without a key that this session may write into. Threads may share it.
 
     Life of a frame here: granted -> ``take`` (its taker writes a page into it) -> sealed, or handed back with ``add``
-    where the page was already stored. What is left goes back to the node when nobody took a frame for ``IDLE_S``, at
-    ``Channel.close``, or by the death of this process. What may be in doubt after a lost connection is never written
-    again: ``forfeit``. Its one timer ends with ``end``, and starts no other once its channel has ended.
+    if the page was already stored. Remaining frames are returned to the node when none was taken for ``IDLE_S``, at
+    ``Channel.close``, or by the death of this process. Frames whose state is unknown after a lost connection are never
+    written again: ``forfeit``. The pool's one timer ends with ``end``, and is not started again once the channel has
+    ended.
 
     Args:
-        root: the only one whose pages may be written into its frames, since they count for its tenant; nothing: any.
+        root: the only root whose pages may be written into these frames, since they count for its tenant; empty for
+            any.
     """
 
     def __init__(self, frame_class: FrameClass, channel: Channel, root: bytes = b"") -> None:
@@ -58,7 +60,7 @@ class GrantPool:
         self._forfeited: list[Address] = []
         self._used_s = 0.0  # when frames were last taken
         self._timer: threading.Timer | None = None
-        self._asked: PendingReply | None = None  # frames on their way
+        self._asked: PendingReply | None = None  # frames requested
         self._unread: deque[PendingPut] = deque()
 
     def __len__(self) -> int:
@@ -66,12 +68,12 @@ class GrantPool:
 
     @property
     def idle(self) -> bool:
-        """Whether it has no frame, and none that is on its way in or out."""
+        """True if the pool has no frame, and none is requested or being returned."""
         waiting = self._asked is not None or self._timer is not None
         return not (self._frames or self._forfeited or self._unread or waiting)
 
     def take(self, count: int) -> list[Address]:
-        """Up to ``count`` frames, ascending; consecutive ones where there are enough."""
+        """Take up to ``count`` frames, ascending; consecutive ones if there are enough."""
         if len(self._frames) < count:
             self._collect()
         with self._lock:
@@ -83,7 +85,7 @@ class GrantPool:
         return taken
 
     def ask_ahead(self, used: int, purpose: Purpose) -> None:
-        """With a put of ``used`` pages: have another one like it find its frames. Asked for now, read by ``take``."""
+        """After a put of ``used`` pages, request the frames for further puts like it. ``take`` reads the reply."""
         with self._lock:
             left = len(self._frames)
             most = min(self.ahead_max, AHEAD_PUTS * used)
@@ -99,11 +101,12 @@ class GrantPool:
         with self._lock:
             asked, self._asked = self._asked, None
         if asked is not None:
-            with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
+            with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
                 self.add(self.granted(asked))
 
     def add(self, addresses: list[Address]) -> None:
-        """Frames granted, or handed back unsealed. More than ``ahead_max`` are given back to the node."""
+        """Add frames that were granted, or handed back unsealed. Those beyond ``ahead_max`` are returned to the
+        node."""
         if not addresses:
             return
         with self._lock:
@@ -116,8 +119,8 @@ class GrantPool:
         self.forfeit(spare)
 
     def unread(self, put: PendingPut) -> None:
-        """A put whose result may never be asked for. Its replies are read when many others wait, or when nobody took a
-        frame for ``IDLE_S``: where pages were refused, their frames are ours until then."""
+        """Keep a put whose result may never be requested. Its replies are read when many others wait, or when no frame
+        was taken for ``IDLE_S``; until then the frames of refused pages stay in use."""
         self._unread.append(put)
         self._read(PUTS_UNREAD_MAX)
         with self._lock:
@@ -126,19 +129,19 @@ class GrantPool:
 
     def _read(self, left: int) -> None:
         while len(self._unread) > left:
-            # Kept for whoever asks for that result; InvalidRequest: its session has ended; IndexError: another read it.
+            # The result keeps the failure; InvalidRequest: its session has ended; IndexError: another thread read it.
             with contextlib.suppress(Unavailable, InvalidRequest, IndexError):
                 self._unread.popleft().result()
 
     def _watch(self) -> None:
-        """One timer while there are frames: a client that stopped writing must not keep them from others."""
+        """Keep one timer while there are frames, so that a client that stopped writing does not keep them."""
         if not self._channel.ended:
             self._timer = threading.Timer(IDLE_S, self._idle)
             self._timer.daemon = True
             self._timer.start()
 
     def end(self) -> None:
-        """The channel has ended, and all frames with it: no timer may keep this pool, and its node's memory."""
+        """End the timer after the channel has ended: it must not keep this pool, and the node's memory, alive."""
         timer = self._timer  # without the lock: a finalizer may run in a thread that holds it
         if timer is not None:
             timer.cancel()
@@ -151,12 +154,12 @@ class GrantPool:
             self._timer, idle = None, []
             if time.monotonic() - self._used_s >= IDLE_S:
                 idle, self._frames = self._frames, []
-            if self._frames or self._unread or self._asked is not None:  # asked for since the look above
+            if self._frames or self._unread or self._asked is not None:  # requested after the check above
                 self._watch()
         self.forfeit(idle)
 
     def ask(self, count: int, purpose: Purpose) -> PendingReply:
-        """Request up to ``count`` frames; ``granted`` reads the reply.
+        """Request up to ``count`` frames, whose reply ``granted`` reads.
 
         Raises what ``Channel.request`` does.
         """
@@ -170,10 +173,10 @@ class GrantPool:
 
     @staticmethod
     def granted(reply: PendingReply) -> list[Address]:
-        """The frames that came, ascending; empty where the node has none to give, or not yet.
+        """Return the granted frames, ascending; empty if the node has none free, or not yet.
 
         Raises:
-            QuotaExceeded: the tenant may have no more.
+            QuotaExceeded: the tenant's quota is used up.
         """
         message = reply.result()
         if message.op == Status.OVER_QUOTA:
@@ -181,12 +184,12 @@ class GrantPool:
         return sorted(unpack_addresses(message.body, message.entries))
 
     def take_granted(self, count: int, purpose: Purpose, timeout_s: float) -> list[Address]:
-        """``take``, and what is missing as the node grants it: fewer where the store is full of what may not leave, or
-        where the tenant may have no more. Others like these are on their way then.
+        """``take``, then wait for the node to grant the missing frames: fewer if the store is full of pages that cannot
+        be evicted, or if the tenant's quota is used up. More frames for similar puts are then requested.
 
-        Raises NodeUnavailable or DeadlineExceeded where the node does not answer.
+        Raises NodeUnavailable or DeadlineExceeded if the node does not answer.
         """
-        deadline = time.monotonic() + timeout_s  # also of frames that were asked for ahead
+        deadline = time.monotonic() + timeout_s  # also for frames that were requested ahead
         frames = self.take(count)
         try:
             while missing := count - len(frames):
@@ -205,8 +208,8 @@ class GrantPool:
         return frames
 
     def wait_granted(self, asked: PendingReply, count: int, purpose: Purpose, deadline: float) -> list[Address]:
-        """As ``granted``; asked once more where the answer was lost with its daemon, and again until ``deadline`` where
-        the node is busy saving pages to make room."""
+        """As ``granted``, but ask once more if the answer was lost with the daemon, and until ``deadline`` while the
+        node is saving pages to free space."""
         try:
             frames = self.granted(asked)
         except NodeUnavailable:
@@ -219,15 +222,15 @@ class GrantPool:
         return frames
 
     def forfeit(self, addresses: list[Address]) -> None:
-        """Never write into these again. The node hears of it now, or when it listens again."""
+        """Never write into these frames again. The node is told now, or when it is available again."""
         if addresses:
             with self._lock:
                 self._forfeited += addresses
-        with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
+        with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
             self._give_back(timeout_s=0.0)
         with self._lock:
             if self._forfeited and self._timer is None:
-                self._watch()  # somebody else was just sending, or the node is down
+                self._watch()  # another thread was sending, or the node is down
 
     def _give_back(self, timeout_s: float | None = None) -> None:
         while self._forfeited:
@@ -244,7 +247,7 @@ class GrantPool:
 
 
 class GrantPools:
-    """The pools of one session, one per class, and of roots with a quota per root. Threads may share it.
+    """The pools of one session, one per class; for roots with a quota, one per class and root. Threads may share it.
 
     Ends with its channel: ``end``."""
 
@@ -253,7 +256,8 @@ class GrantPools:
         self._pools: dict[tuple[FrameClass, bytes], GrantPool] = {}
 
     def of(self, frame_class: FrameClass, root: bytes = b"") -> GrantPool:
-        """The pool of a class. Of very many classes only the pools in use are kept; others are soon made."""
+        """Return the pool of a class. Beyond ``POOLS_MAX`` classes only the pools in use are kept; others are cheap to
+        make."""
         about = frame_class, root
         pool = self._pools.get(about)
         if pool is not None:
@@ -264,18 +268,18 @@ class GrantPools:
         return self._pools.setdefault(about, GrantPool(frame_class, self._channel, root))
 
     def end(self) -> None:
-        """End the timers. The channel has ended."""
+        """End the timers after the channel has ended."""
         for pool in list(self._pools.values()):
             pool.end()
 
 
 def still_ours(address: Address, word: int) -> bool:
-    """Whether a frame whose record's word is ``word`` is still RESERVED under the generation it was granted with."""
+    """Return whether a frame whose record's word is ``word`` is still RESERVED under the generation of its grant."""
     return word == address.generation << 8 | _RESERVED
 
 
 def _consecutive(frames: list[Address], count: int) -> int:
-    """Where the first run of ``count`` consecutive frames starts; 0 where there is none."""
+    """Return where the first run of ``count`` consecutive frames starts; 0 if there is none."""
     start, before, last = 0, frames[0], frames[count - 1]
     if last.extent == before.extent and last.frame - before.frame == count - 1:
         return 0

@@ -1,13 +1,14 @@
-"""HbmReader: pages in memory that other processes of this machine have mounted, read where they lie.
+"""HbmReader: reads pages in memory that other processes of this machine have mounted.
 
 The index names a segment and a frame. The segment's records prove the page: its word says SEALED under the generation
-that the index named, and key, root, extra and token ids are ours. The bytes come by whatever way the segment exports
-its memory (``transfer.exported``), and then the generation is looked at once more. All that files say is a hint, and
-bounded by what the files are. Where bytes are wanted in a device's memory, and that device reaches the segment's, one
-copy of that device brings them (``DirectRead``); else they come by way of the host.
+that the index named, and key, root, extra and token ids equal the requested ones. The bytes are read in the way that
+the segment exports its memory (``transfer.exported``), and then the generation is checked again. Everything in the
+files is a hint, and is checked against the size of the files. If the target is device memory, and that device can
+access the segment's memory, one device copy reads the pages (``DirectRead``); otherwise they are copied through the
+host.
 
-A segment whose engine has died is read no more: its session's lock tells, whether the node's daemon lives or not. Then,
-and when it is closed, its memory is let go of (``MountsWatch``).
+A segment whose engine has died is not read any more; the lock of its session shows that, even while the node's daemon
+is down. Its memory is then released (``MountsWatch``), as it is when the segment is closed.
 """
 
 from __future__ import annotations
@@ -37,23 +38,23 @@ from kvstore.shm.mounted import HOLD_NS, MountedTable, mounted_path
 from kvstore.tier.base import Bytes
 from kvstore.tier.peer_memory import OPENERS, PeerMemory
 
-LOOK_S: Final = 1.0  # between two looks whether engines have ended, of a process that reads nothing
-RECHECK_NS: Final = 100_000_000  # how often a read looks whether a segment's engine lives
-UNOPENED_NS: Final = 2_000_000_000  # a segment that could not be opened is not tried again before that
+LOOK_S: Final = 1.0  # interval of checks for ended engines in a process that reads nothing
+RECHECK_NS: Final = 100_000_000  # how often a read checks that a segment's engine is alive
+UNOPENED_NS: Final = 2_000_000_000  # pause before a segment that could not be opened is tried again
 _SEALED, _RETIRING = int(FrameState.SEALED), int(FrameState.RETIRING)
 
 
 class _PeerSegment:
-    """A segment as one process reads it."""
+    """A mounted segment, opened for reading."""
 
     def __init__(self, table: MountedTable, memory: PeerMemory, here: bool) -> None:
         self.table = table
         self.memory = memory
-        self.here = here  # its engine is this process
+        self.here = here  # this process mounted it
         self.check_ns = 0
 
     def holds(self, frame: int, generation: int, states: tuple[int, ...]) -> bool:
-        """Whether a page is there under that generation, in one of these states."""
+        """Return whether the frame holds a page under that generation, in one of these states."""
         return int(self.table.words[frame]) in [generation << 8 | state for state in states]
 
 
@@ -66,13 +67,12 @@ class _Run(NamedTuple):
     generations: list[int]
 
     def goes_on(self, number: int, frame: int) -> bool:
-        """Whether that frame of that segment is the next one."""
+        """Return whether that frame of that segment continues the run."""
         table = self.segment.table
         return number == table.number and frame == self.frame + len(self.generations) < table.frames
 
     def unchanged(self, count: int) -> int:
-        """How many of the leading ``count`` pages are still what they were. What was read of the others is not they,
-        whatever it looks like."""
+        """Return how many of the leading ``count`` pages are unchanged. Bytes read from the others are invalid."""
         for i, generation in enumerate(self.generations[:count]):
             if not self.segment.holds(self.frame + i, generation, (_SEALED, _RETIRING)):
                 return i
@@ -81,7 +81,8 @@ class _Run(NamedTuple):
 
 @contextlib.contextmanager
 def _held(run: _Run) -> Iterator[None]:
-    """Inside, its engine knows that somebody reads there: see ``mounted``. First of all, before a word is looked at."""
+    """Tell the segment's engine that this process reads there (see ``mounted``). To be entered before any word is
+    read."""
     held = run.segment.table.held[run.frame : run.frame + len(run.generations)]
     until_ns = np.uint64(time.monotonic_ns() + HOLD_NS)
     held[:] = np.maximum(held, until_ns)
@@ -92,7 +93,7 @@ def _held(run: _Run) -> Iterator[None]:
 
 
 class HbmReader:
-    """See ``LowerReader``. Nothing is opened until the index names it."""
+    """The ``LowerReader`` of mounted segments. A segment is opened when the index first names it."""
 
     tier = Tier.HBM
     closed = False
@@ -101,18 +102,18 @@ class HbmReader:
         self._folder = folder
         self._header = header
         self._segments: dict[int, _PeerSegment] = {}
-        self._unopened: dict[int, int] = {}  # by number, until when
+        self._unopened: dict[int, int] = {}  # segment number -> when to try again
 
     def own(self, table: MountedTable, memory: PeerMemory) -> None:
-        """This process has mounted that segment: it lives as long as we do."""
+        """Note that this process has mounted that segment, which lives as long as the process."""
         self._segments[table.number] = _PeerSegment(table, memory, True)
 
     def disown(self, number: int) -> None:
-        """It has no use for it any more."""
+        """Note that this process has closed that segment."""
         self._segments.pop(number, None)
 
     def close(self) -> None:
-        """Let go of all memory. Whoever is reading there keeps it until that is done."""
+        """Release all memory. A reader that is using it keeps it until its read is done."""
         self._segments.clear()
 
     def readable(self) -> bool:
@@ -120,8 +121,8 @@ class HbmReader:
         return self._header.mounts > 0
 
     def root_at(self, raw: bytes) -> bytes | None:
-        """See ``TierReader``. Nobody's (b"") where the page has left, or cannot be read from here: engines take pages
-        back faster than the index follows."""
+        """See ``TierReader``. Returns b"" if the page has left, or cannot be read from here: engines retire pages
+        faster than the index is updated."""
         found = self._at(raw)
         generation = ADDRESS.unpack(raw[:ADDRESS_BYTES])[2]
         if found is None or not found[0].holds(found[1], generation, (_SEALED,)):
@@ -134,7 +135,7 @@ class HbmReader:
         return found[0].table.frame_class if found is not None else None
 
     def object_head(self, raw: bytes) -> ObjectHead | None:
-        """See ``TierReader``: engines mount no objects."""
+        """See ``TierReader``. Engines do not mount objects."""
         return None
 
     def start(self, located: list[bytes], keys: Keys, frame_class: FrameClass, rows: Bytes) -> HbmRead:
@@ -144,17 +145,17 @@ class HbmReader:
     def start_layer(
         self, located: list[bytes], keys: Keys, frame_class: FrameClass, layer: int, rows: Bytes
     ) -> HbmRead:
-        """The same of one layer of each page, into ``rows`` ``[pages, layer_bytes]``."""
+        """As ``start``, for one layer of each page, into ``rows`` ``[pages, layer_bytes]``."""
         return HbmRead(_Located(self, located[: len(rows)], keys, frame_class), rows, layer)
 
     def start_direct(
         self, located: list[bytes], keys: Keys, frame_class: FrameClass, rows: DeviceRows, layer: int | None = None
     ) -> DirectRead:
-        """The same into memory of a device, of the leading pages whose memory that device reaches."""
+        """As ``start``, into device memory, for the leading pages whose memory that device can access."""
         return DirectRead(_Located(self, located[: len(rows)], keys, frame_class), rows, layer)
 
     def segment(self, number: int) -> _PeerSegment | None:
-        """The segment of that number, while its engine lives."""
+        """Return the segment of that number, while its engine is alive."""
         segment = self._segments.get(number) or self._open(number)
         if segment is None or segment.here:
             return segment
@@ -187,8 +188,8 @@ class HbmReader:
         return segment
 
     def drop_ended(self) -> None:
-        """Let go of what has ended; called by the thread of ``MountsWatch``. A read that is under way keeps its memory
-        until it is done."""
+        """Release segments that have ended; called by the thread of ``MountsWatch``. A read in progress keeps its
+        memory until it is done."""
         for number, segment in list(self._segments.items()):
             there = mounted_path(self._folder, number).exists() and self._lives(segment.table)
             if not segment.here and not there:
@@ -202,7 +203,7 @@ class HbmReader:
 
 
 class _Located:
-    """Pages that the index has named, as runs of frames."""
+    """Pages that the index named, as runs of frames."""
 
     def __init__(self, reader: HbmReader, located: list[bytes], keys: Keys, frame_class: FrameClass) -> None:
         self._reader = reader
@@ -211,7 +212,8 @@ class _Located:
         self._class = frame_class
 
     def runs(self) -> list[_Run | None]:
-        """Runs of consecutive frames; None at the end: the next page is in a segment that cannot be read."""
+        """Return runs of consecutive frames. A final None means that the next page is in a segment that cannot be
+        read."""
         runs: list[_Run | None] = []
         for page, raw in enumerate(self._located):
             number, frame, generation = ADDRESS.unpack(raw)
@@ -226,7 +228,7 @@ class _Located:
         return runs
 
     def proven(self, run: _Run) -> tuple[int, str]:
-        """How many leading pages of a run are what was asked for, and why not more."""
+        """Return how many leading pages of a run are the requested ones, and why not more."""
         table, keys = run.segment.table, self.keys
         width = len(keys.identity_bytes) // len(keys)
         for i, generation in enumerate(run.generations):
@@ -239,10 +241,10 @@ class _Located:
 
 
 class HbmRead:
-    """See ``PendingRead``. Everything is done by ``result``."""
+    """A ``PendingRead`` whose ``result`` does all the work."""
 
     damaged = b""
-    addresses = b""  # the node promotes nothing of what is not its own
+    addresses = b""  # the node promotes only its own pages
 
     def __init__(self, located: _Located, rows: Bytes, layer: int | None = None) -> None:
         self._located = located
@@ -262,7 +264,7 @@ class HbmRead:
         return pages, "" if pages == len(self._located.keys) else ABSENT
 
     def _read(self, run: _Run) -> tuple[int, str]:
-        """Read the leading pages of a run that are proven; how many, and why not all."""
+        """Read the leading pages of a run that are proven; return how many, and why not all."""
         try:
             with _held(run):
                 count, why = self._located.proven(run)
@@ -275,7 +277,7 @@ class HbmRead:
 
 
 class DirectRead:
-    """Pages into memory of a device, by one copy of that device out of memory that it reaches."""
+    """A read into device memory, by one copy of that device from memory that it can access."""
 
     def __init__(self, located: _Located, rows: DeviceRows, layer: int | None = None) -> None:
         self._located = located
@@ -283,8 +285,8 @@ class DirectRead:
         self._layer = layer
 
     def result(self) -> tuple[int, str]:
-        """How many leading pages are in the rows and proven, and why not more ("" where all): EXTENT where the device
-        does not reach the next one's memory, or cannot copy from it.
+        """Return how many leading pages are in the rows and proven, and why not more ("" for all). EXTENT means that
+        the device cannot access the next page's memory, or cannot copy from it.
 
         Raises:
             DeviceLost, DeadlineExceeded: see ``DeviceLink.wait``.
@@ -309,7 +311,7 @@ class DirectRead:
                     event = link.copy_pieces(pieces, after=self._rows.ready())
                 except DeviceLost:
                     raise
-                except Unavailable:  # the driver refuses what somebody else has exported: not the caller's matter
+                except Unavailable:  # the driver refuses memory of another process: no fault of the caller
                     return 0, EXTENT
                 link.wait(event, (memory, self._rows))
             pages = 0
@@ -321,7 +323,7 @@ class DirectRead:
         return pages, why or ("" if pages == len(self._located.keys) else ABSENT)
 
     def _places(self, run: _Run | None) -> tuple[Addresses, Addresses] | None:
-        """Where a run lies for the device; None: out of its reach."""
+        """Return a run's addresses for the device; None if it cannot access them."""
         if run is None:
             return None
         try:
@@ -332,7 +334,7 @@ class DirectRead:
 
 
 def _pieces(rows: DeviceRows, sources: Addresses, nbytes: Addresses) -> Pieces:
-    """Targets, sources and lengths of what fills the rows: of more pages, or of these."""
+    """Return targets, sources and lengths of the copies that fill the rows."""
     each = len(nbytes) // (int(nbytes.sum()) // rows.row_bytes)
     sources, nbytes = sources[: rows.rows * each], nbytes[: rows.rows * each]
     inside = places_in(0, nbytes[:each])
@@ -340,11 +342,11 @@ def _pieces(rows: DeviceRows, sources: Addresses, nbytes: Addresses) -> Pieces:
 
 
 class MountsWatch:
-    """Has readers let go of memory that an engine had mounted, soon after the engine has ended. One per process; its
+    """Makes readers release memory that an engine had mounted, soon after the engine has ended. One per process; its
     thread runs while there is a reader.
 
-    A device's memory stays taken as long as any process has it mapped. So a process that has read an engine's pages
-    once, and reads nothing any more, would keep the next engine from its memory.
+    Device memory stays allocated as long as any process has it mapped. So without this watch, a process that once read
+    an engine's pages and then became idle would keep that memory from the next engine.
     """
 
     def __init__(self) -> None:
@@ -353,7 +355,7 @@ class MountsWatch:
         self._thread: threading.Thread | None = None
 
     def add(self, reader: HbmReader) -> None:
-        """Look after it as long as it is there. May be repeated."""
+        """Watch a reader as long as it exists. May be repeated."""
         with self._lock:
             self._readers.add(reader)
             if self._thread is None or not self._thread.is_alive():  # a forked child has no thread

@@ -1,6 +1,6 @@
-"""What a client tells its node about pages: bring these to DRAM, these were read, this one is damaged, verify those.
+"""Requests and hints about pages to the local node: bring to DRAM, was read, is damaged, verify.
 
-Naming: a client tells its node whose the pages of a root are, so that it can count them per tenant.
+Tells the node which tenant the pages of a root belong to, so that it can count them per tenant.
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from kvstore.model.replica import ADDRESS_BYTES, FrameState, Status, word_of
 from kvstore.shm.index import IndexDamaged
 from kvstore.wire.control import BATCH_MAX, HINT, NO_REPLY, Op, pack_json, unpack_json
 
-PAUSE_MIN_S, PAUSE_MAX_S = 0.002, 0.02  # between two looks whether pages have arrived
-# A node that has given no sign for so long is not told anything, and one that did not take what it was told is not for
-# as long: a read must never wait for a daemon that is down.
+PAUSE_MIN_S, PAUSE_MAX_S = 0.002, 0.02  # between two checks whether pages have arrived
+# Hints are not sent to a node without a heartbeat for this long, nor for this long after one that it did not accept: a
+# read must never wait for a daemon that is down.
 SILENT_NS: Final = 2_000_000_000
 _SCRUB_S: Final = 1.0
 _INDEXED_S: Final = 1.0
-_ASK_S_MIN: Final = 0.2  # for an answer, however close the deadline is
+_ASK_S_MIN: Final = 0.2  # minimum wait for an answer, even close to the deadline
 
 
 def bring(mapped: Mapped, keys: Keys, closed: bool, deadline: float) -> None:
-    """Have the node bring to DRAM what of these leading pages only lower tiers have.
+    """Ask the node to bring to DRAM those leading pages that only lower tiers have.
 
-    Returns when it is done or refused, or at ``deadline`` (``time.monotonic``): the index tells what is in DRAM then.
+    Returns when that is done or refused, or at ``deadline`` (``time.monotonic``). The index then shows what is in DRAM.
 
     Raises:
         NodeUnavailable, DeadlineExceeded: the node did not answer in time.
@@ -53,14 +53,14 @@ def bring(mapped: Mapped, keys: Keys, closed: bool, deadline: float) -> None:
 
 
 def await_saved(mapped: Mapped, hashes: list[bytes], addresses: npt.NDArray[np.void], deadline: float) -> int:
-    """Wait until these pages, which are being saved out of these reserved frames, are stored in either tier, or will
-    not be; until ``deadline`` (``time.monotonic``). Returns how many are stored.
+    """Wait until these pages, which the node is saving from these reserved frames, are stored in either tier or will
+    not be, or until ``deadline`` (``time.monotonic``). Returns how many are stored.
     """
     pause_s = PAUSE_MIN_S
     while True:
         late = time.monotonic() >= deadline
         if not any(_is_reserved(mapped, *address) for address in addresses.tolist()):
-            # None is on its way any more. The index follows the records.
+            # No save is in progress any more. The index is updated after the records.
             deadline = min(deadline, time.monotonic() + _INDEXED_S)
         try:
             found = zip(*(mapped.index.find_many(each.tier, hashes) for each in mapped.tiers), strict=True)
@@ -79,21 +79,21 @@ def _is_reserved(mapped: Mapped, number: int, frame: int, generation: int) -> bo
 
 
 def wish(mapped: Mapped, keys: Keys, closed: bool) -> None:
-    """The same without waiting for anything. Nothing is raised."""
+    """As ``bring``, as a hint: does not wait and raises nothing."""
     for reader in reversed(list(mapped.lower.values())):
         for part in _parts(b"".join(locate(mapped, reader, keys, closed))):
             _tell(mapped, Op.PREFETCH, part, 0)
 
 
 def tell_read(mapped: Mapped, addresses: bytes) -> None:
-    """These pages were read from a lower tier: the node decides whether they are worth DRAM. Nothing is raised."""
+    """Tell the node that these pages were read from a lower tier, so that it can promote them. Raises nothing."""
     for part in _parts(addresses):
         _tell(mapped, Op.PREFETCH, part, HINT)
 
 
 def wish_shown(mapped: Mapped, key: bytes, looked: bytes) -> bytes:
-    """Have the node take in what was published, where the page of that key is among it. Nobody waits, and nothing is
-    raised. Returns up to where was ``looked``, for the next time: what has not moved since is not told again."""
+    """Ask the node to take in published pages, if the page of that key is among them. Does not wait and raises nothing.
+    Returns the new ``looked`` position for the next call, so that nothing is asked twice."""
     waits, looked = mapped.published.waits(key, looked)
     if waits:
         _tell(mapped, Op.DRAIN, b"", 0)
@@ -101,14 +101,15 @@ def wish_shown(mapped: Mapped, key: bytes, looked: bytes) -> bytes:
 
 
 def tell_damaged(mapped: Mapped, address: bytes) -> None:
-    """Have the node look at a page whose bytes do not hold; it drops what is damaged. Nothing is raised."""
+    """Ask the node to check a page whose bytes are invalid; it drops damaged pages. Raises nothing."""
     if heard_from(mapped):
         with contextlib.suppress(Unavailable, InvalidRequest):
             mapped.channel.request(Op.SCRUB, count=1, body=(address,), timeout_s=_SCRUB_S).result()
 
 
 def have_verified(mapped: Mapped, runs: list[Run]) -> bool:
-    """Have the node verify and stamp these pages of DRAM. False where it cannot now, or some do not hold."""
+    """Ask the node to verify these DRAM pages and record their checksums. Returns False if it cannot now, or if some
+    are invalid."""
     try:
         for part in address_parts(runs):
             count = len(part) // ADDRESS_BYTES
@@ -121,7 +122,8 @@ def have_verified(mapped: Mapped, runs: list[Run]) -> bool:
 
 
 def _ordered(mapped: Mapped, part: bytes, deadline: float) -> int:
-    """What became of these pages: BUSY while one is on its way; then OK, or why the first that is not there is not."""
+    """Return the state of these pages: BUSY while one is being moved; then OK, or why the first missing page is
+    missing."""
     count = len(part) // ADDRESS_BYTES
     timeout_s = max(_ASK_S_MIN, deadline - time.monotonic())
     message = mapped.exchange(Op.PREFETCH, count=count, a=1, body=(part,), timeout_s=timeout_s)
@@ -132,7 +134,7 @@ def _ordered(mapped: Mapped, part: bytes, deadline: float) -> int:
 
 
 def _tell(mapped: Mapped, op: Op, part: bytes, flags: int) -> None:
-    """Say it if it can be said at once; else keep silent for a while."""
+    """Send a hint if it can be sent at once; otherwise send none for a while."""
     if heard_from(mapped):
         count = len(part) // ADDRESS_BYTES
         try:
@@ -142,7 +144,7 @@ def _tell(mapped: Mapped, op: Op, part: bytes, flags: int) -> None:
 
 
 def heard_from(mapped: Mapped) -> bool:
-    """The node gave a sign of late, and took what it was told."""
+    """Return whether the node had a recent heartbeat, and accepted the last hint."""
     now_ns, heartbeat_ns = time.monotonic_ns(), mapped.header.heartbeat_ns  # 0: it is just starting
     return now_ns >= mapped.tell_ns and (not heartbeat_ns or now_ns - heartbeat_ns < SILENT_NS)
 
@@ -152,8 +154,8 @@ def _parts(raw: bytes) -> Iterator[bytes]:
     return (raw[start : start + step] for start in range(0, len(raw), step))
 
 
-LAYOUT_BYTES_MAX = 4096  # of a layout as JSON: its texts may be of any length, what the node remembers may not
-NAMED_MAX = 1 << 14  # roots that a client remembers to have named; the node accepts a name that it knows already
+LAYOUT_BYTES_MAX = 4096  # of a layout as JSON: bounds what the node remembers
+NAMED_MAX = 1 << 14  # named roots that a client remembers; naming a root again is harmless
 _QUIETLY = b"?"
 
 
@@ -166,10 +168,10 @@ def name_root(
     quietly: bool = False,
     timeout_s: float | None = None,
 ) -> None:
-    """Say it once per node, and again when the node has forgotten names since (``Header.names_forgotten``); with the
-    layout, so that an operator can name prompts without knowing it.
+    """Tell a node the tenant and layout of a root, once, and again if the node has forgotten names since
+    (``Header.names_forgotten``). With the layout, an operator can name prompts without knowing it.
 
-    ``quietly``: if it can be said at once, without waiting for the node; whoever writes says it again.
+    ``quietly``: only if it can be sent without waiting for the node; a later write sends it again.
     """
     if _is_news(mapped, root, quietly):
         about = {"fingerprint": layout.fingerprint.hex(), "model": layout.model, "salt": salt, "adapter": adapter}
@@ -179,7 +181,7 @@ def name_root(
 
 
 def name_objects(mapped: Mapped, root: bytes, salt: str, quietly: bool = False, timeout_s: float | None = None) -> None:
-    """The same of the root of a tenant's objects."""
+    """As ``name_root``, for the root of a tenant's objects."""
     if _is_news(mapped, root, quietly):
         _say(mapped, root, {"salt": salt, "objects": True}, quietly, timeout_s)
 
@@ -193,14 +195,14 @@ def _is_news(mapped: Mapped, root: bytes, quietly: bool) -> bool:
 
 def _say(mapped: Mapped, root: bytes, about: dict[str, Any], quietly: bool, timeout_s: float | None = None) -> None:
     body = (pack_json({"call": "root", "root": root.hex(), **about}),)
-    forgotten = mapped.header.names_forgotten  # before it is said: what is forgotten after that is said again
+    forgotten = mapped.header.names_forgotten  # read first: a name forgotten after this is sent again
     if len(mapped.named) >= NAMED_MAX:
         mapped.named.clear()
-        mapped.limited.clear()  # each is added with a name, and writers say a name that was cleared again
+        mapped.limited.clear()  # each is added with a name, and writers send a cleared name again
     if quietly:
         with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
             mapped.channel.request(Op.ADMIN, flags=NO_REPLY, body=body, timeout_s=0.0)
-            mapped.named[root + _QUIETLY] = forgotten  # it may not have been heard
+            mapped.named[root + _QUIETLY] = forgotten  # the node may not have received it
     else:
         said = unpack_json(mapped.exchange(Op.ADMIN, body=body, timeout_s=timeout_s).body)
         (mapped.limited.add if said.get("limited") else mapped.limited.discard)(root)

@@ -1,11 +1,11 @@
-"""Stored: how many leading pages of a chain are there, from the index and the records; nothing is proven.
+"""Counts the stored leading pages of a chain from the index and the records, without proving them.
 
-The index knows keys alone, and a key can be forged: tokens of one root that make the key of another root's page. So the
-root of the last page that is found is compared with ours. Under prefix closure all pages before it have the same root,
-so that one look at a record is enough; where it differs, every page is looked at.
+The index has only keys, and a key can be forged: tokens of one root that give the key of another root's page. So the
+root of the last page found is compared with the requested root. Under prefix closure all pages before it have the same
+root, so one check is enough; if it differs, every page is checked.
 
-    ours     A B C D              the index names A B C and X, a stranger's page that was given D's key:
-    stored   A B C + X            X is not ours, so A, B, C are looked at, and three pages are there
+    ours     A B C D              the index names A B C and X, another tenant's page that has D's key: stored   A B C +
+    X            X has another root, so A, B, C are checked, and three pages are stored
 """
 
 from __future__ import annotations
@@ -22,16 +22,17 @@ from kvstore.shm.header import Header
 from kvstore.shm.index import Index, IndexDamaged
 
 _EPOCH, _INCARNATION, _MOUNTS = Header.epoch.position, Header.incarnation.position, Header.mounts.position
-LOOKS = 8  # at what was published, while the node is just taking it in
+LOOKS = 8  # reads of the index while the node is taking in what was published
 
 RootAt = Callable[[bytes], bytes | None]
-"""The root of the page at a raw address, as its record says now; None where there is no such record."""
+"""Returns the root of the page at a raw address, as its record says now; None if there is no such record."""
 
 
 def named_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int, bytes | None]:
-    """How many leading keys the index names in memory, whoever's pages they are, and the raw address of the last one.
+    """Return how many leading keys the index names in memory, regardless of their root, and the raw address of the last
+    one.
 
-    ``closed``: chains are prefix-closed in the index, so that a binary search will do.
+    ``closed``: chains are prefix-closed in the index, so a binary search is enough.
     """
     seen = mapped.published.seen
     found = _named(mapped, hashes, closed)
@@ -43,12 +44,13 @@ def named_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int,
 def _looked_for(
     mapped: Mapped, hashes: list[bytes], closed: bool, seen: bytes | None, found: tuple[int, bytes | None]
 ) -> tuple[int, bytes | None]:
-    """The same, where the index did not have all: what was published counts as well. ``seen``: of before."""
+    """As ``named_pages``, counting published pages too, after the index did not have all. ``seen``: log positions
+    before that."""
     for _ in range(LOOKS):
         if found[0] == len(hashes) or seen is None:
             break
         seen = mapped.published.look(partial(_missed, mapped, hashes, found[0], closed), seen, mapped.channel)
-        if follow(mapped):  # what was taken in meanwhile may be in a new index alone
+        if follow(mapped):  # pages taken in since may be in a new index only
             seen = mapped.published.seen
         if seen is not None:
             found = _named(mapped, hashes, closed)
@@ -56,8 +58,8 @@ def _looked_for(
 
 
 def _missed(mapped: Mapped, hashes: list[bytes], pages: int, closed: bool) -> list[bytes]:
-    """The first key that memory does not have, and the first that no tier has: what is published may begin at either.
-    ``pages``: as many leading ones are in memory."""
+    """Return the first key that memory does not have, and the first that no tier has: published pages may begin at
+    either. ``pages``: the number of leading pages in memory."""
     rest, more = hashes[pages:], 0
     with contextlib.suppress(IndexDamaged):  # the daemon will rebuild it under a new epoch
         if closed:
@@ -69,8 +71,7 @@ def _missed(mapped: Mapped, hashes: list[bytes], pages: int, closed: bool) -> li
 
 
 def follow(mapped: Mapped) -> bool:
-    """Whether the node has made its index anew since the one at hand was opened, and that one is replaced by it: what
-    was missed is to be looked up again."""
+    """Reopen the index if the node has recreated it. Returns True if so; missed keys must then be looked up again."""
     epoch = mapped.words[_EPOCH]
     if epoch == mapped.epoch or mapped.words[_INCARNATION] != mapped.incarnation:
         return False
@@ -93,12 +94,12 @@ def _named(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int, byte
 
 
 def stored_pages(mapped: Mapped, keys: Keys, closed: bool) -> tuple[int, bytes | None]:
-    """How many leading pages of ``keys`` are in memory, and the raw address of the last one. A hint."""
+    """Return how many leading pages of ``keys`` are in memory, and the raw address of the last one. A hint."""
     return _ours_of(mapped, keys, named_pages(mapped, keys.hashes, closed), closed)
 
 
 def _ours_of(mapped: Mapped, keys: Keys, named: tuple[int, bytes | None], closed: bool) -> tuple[int, bytes | None]:
-    """Of the pages that the index names those of that root."""
+    """Return those of the pages ``named`` by the index that have the keys' root."""
     count, last = named
     if last is None or (closed and mapped.dram.root_at(last) in (None, keys.root)):
         return count, last
@@ -111,7 +112,8 @@ def _ours_of(mapped: Mapped, keys: Keys, named: tuple[int, bytes | None], closed
 
 
 def stored_or_published(mapped: Mapped, keys: Keys, closed: bool) -> tuple[int, bytes | None]:
-    """The same for a put: pages that this session has published count, whether the node has taken them in or not."""
+    """As ``stored_pages``, for a put: pages that this session has published count even if the node has not taken them
+    in."""
     publisher, published, hashes = mapped.channel.publisher, mapped.published, keys.hashes
     for _ in range(LOOKS):
         if publisher is None:
@@ -132,12 +134,12 @@ def stored_or_published(mapped: Mapped, keys: Keys, closed: bool) -> tuple[int, 
 def stored_beyond(
     mapped: Mapped, keys: Keys, mapped_pages: int, closed: bool, readable: bool = False
 ) -> tuple[int, dict[Tier, int]]:
-    """How many leading pages are in any tier, and how many of those in which lower tier alone, where the first
-    ``mapped_pages`` are in memory and the next one is not. ``readable``: only of tiers that this process may read.
+    """Return how many leading pages are in any tier, and how many of them only in each lower tier, given that the first
+    ``mapped_pages`` are in memory and the next is not. ``readable``: count only tiers that this process may read.
     """
     pages = mapped_pages
     below: dict[Tier, int] = {}
-    readers = mapped.below if mapped.words[_MOUNTS] else mapped.lower  # mostly nothing is mounted: no call for that
+    readers = mapped.below if mapped.words[_MOUNTS] else mapped.lower  # usually nothing is mounted, which saves a call
     if closed:
         for tier, reader in readers.items():
             more = _leading(mapped, reader, keys, pages)
@@ -161,7 +163,7 @@ def stored_beyond(
 
 
 def known_below(mapped: Mapped, keys: Keys, start: int, closed: bool) -> Collection[int]:
-    """Which pages from ``start`` on are in a lower tier of the node, whatever else has them."""
+    """Return which pages from ``start`` on are in a lower tier of the node, even if others have them too."""
     readers = mapped.lower.values()
     if closed:
         return range(start, start + max((_leading(mapped, reader, keys, start) for reader in readers), default=0))
@@ -169,7 +171,7 @@ def known_below(mapped: Mapped, keys: Keys, start: int, closed: bool) -> Collect
 
 
 def tiers_by_page(mapped: Mapped, keys: Keys, closed: bool) -> dict[int, Tier]:
-    """Which pages any tier of the node has, and one that has each. Hints too."""
+    """Return a tier for each page that the node has. A hint."""
     pages = stored_pages(mapped, keys, closed)[0]
     found = dict.fromkeys(range(pages), mapped.dram.tier)
     if closed:
@@ -188,7 +190,7 @@ def tiers_by_page(mapped: Mapped, keys: Keys, closed: bool) -> dict[int, Tier]:
 
 
 def first_unstored(mapped: Mapped, keys: Keys, closed: bool) -> int:
-    """The first page that no tier of the node has, whatever engines have mounted; ``len(keys)`` where all are there."""
+    """Return the first page that no tier of the node has, ignoring mounted memory; ``len(keys)`` if all are stored."""
     start = stored_pages(mapped, keys, closed)[0]
     try:
         found = mapped.index.find_many(mapped.dram.tier, keys.hashes[start:])
@@ -199,7 +201,7 @@ def first_unstored(mapped: Mapped, keys: Keys, closed: bool) -> int:
 
 
 def locate(mapped: Mapped, reader: LowerReader, keys: Keys, closed: bool) -> list[bytes]:
-    """Raw addresses of the leading pages of ``keys`` in that tier. Hints too."""
+    """Return the raw addresses of the leading pages of ``keys`` in that tier. Hints."""
     closed = closed and reader.closed
     hashes = keys.hashes[: _leading(mapped, reader, keys, 0)] if closed else keys.hashes
     try:
@@ -213,7 +215,7 @@ def locate(mapped: Mapped, reader: LowerReader, keys: Keys, closed: bool) -> lis
 
 
 def _known(mapped: Mapped, reader: LowerReader, keys: Keys, start: int) -> set[int]:
-    """Which pages from ``start`` on are in that tier, where any may be."""
+    """Return which pages from ``start`` on are in that tier, in any order."""
     try:
         found = mapped.index.find_many(reader.tier, keys.hashes[start:])
     except IndexDamaged:
@@ -223,10 +225,10 @@ def _known(mapped: Mapped, reader: LowerReader, keys: Keys, start: int) -> set[i
 
 
 def _leading(mapped: Mapped, reader: LowerReader, keys: Keys, start: int) -> int:
-    """How many pages from ``start`` on are in that tier, where chains are prefix-closed."""
+    """Return how many pages from ``start`` on are in that tier, if chains are prefix-closed."""
     index, tier, hashes = mapped.index, reader.tier, keys.hashes
     try:
-        # The first key alone tells most often that there are none.
+        # The first key alone usually shows that there are none.
         if start == len(hashes) or index.find(tier, hashes[start]) is None:
             return 0
         if not reader.closed:
@@ -240,7 +242,7 @@ def _leading(mapped: Mapped, reader: LowerReader, keys: Keys, start: int) -> int
 
 
 def _ours(found: Sequence[bytes | None], root: bytes, root_at: RootAt) -> list[bytes]:
-    """The leading raw addresses of pages of that root."""
+    """Return the leading raw addresses whose pages have that root."""
     ours: list[bytes] = []
     for raw in found:
         if raw is None or root_at(raw) not in (None, root):

@@ -1,6 +1,6 @@
-"""LocalLease: read-only views of pages where they lie in this machine's memory, kept there until a deadline.
+"""LocalLease: read-only views of pages in this machine's memory, which stay in place until a deadline.
 
-RunLease: a lease of proven frames, as their node knows it; taken, renewed and given back.
+RunLease: takes, renews and releases a node's lease of proven frames.
 """
 
 from __future__ import annotations
@@ -24,45 +24,46 @@ from kvstore.model.replica import ADDRESS_BYTES, Status
 from kvstore.shm.header import DaemonState
 from kvstore.wire.control import NO_REPLY, Op, encode
 
-RELEASE_S: Final = 0.2  # a release that cannot be sent is no loss: the deadline passes by itself
+RELEASE_S: Final = 0.2  # a release that cannot be sent does no harm: the lease ends at its deadline
 _OK = int(Status.OK)
 
 
 class RunLease:
-    """Keeps the frames of some runs from being granted to others. Of one thread at a time.
+    """Keeps the frames of some runs from being granted to others. Used by one thread at a time.
 
     Life: made -> ``take`` -> ``renew``, any number of times -> ``release``, or its deadline, or this process's end.
 
     Args:
-        number: of a lease that was taken before; 0: a new one.
+        number: the number of a lease that was taken before; 0 for a new one.
     """
 
     def __init__(self, mapped: Mapped, ttl_ms: int, number: int = 0) -> None:
         self.number = number or secrets.randbits(63) | 1
         self._mapped = mapped
         self._ttl_ms = ttl_ms
-        self._answered = bool(number)  # no request for it is on its way: what is published would overtake that
+        self._answered = bool(number)  # no request for it is unanswered: a published one would overtake it
 
     def take(self, runs: list[Run]) -> int:
-        """Returns for how many leading pages it was given: those of them that are unchanged now are leased. Raises as
-        ``Mapped.exchange``."""
+        """Take the lease; return for how many leading pages it was given. Those of them that are unchanged now are
+        leased. Raises as ``Mapped.exchange``."""
         return self._publish(runs) or self._ask(runs)
 
     def renew(self, runs: list[Run]) -> bool:
-        """Move its deadline. False: the node did not know it any more (a restarted one does not), and it was taken
-        anew: runs may have changed. Raises as ``Mapped.exchange``."""
+        """Move the deadline. Returns False if the node did not know the lease any more (after a restart, for example)
+        and it was taken again: runs may have changed. Raises as ``Mapped.exchange``."""
         if self._mapped.exchange(Op.RENEW, a=self.number, b=self._ttl_ms).op == Status.OK:
             return True
         self._ask(runs)
         return False
 
     def release(self) -> None:
-        """End it."""
+        """End the lease."""
         with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed first
             self._release()
 
     def _release(self) -> None:
-        """Published where that can be: the node hears of it before it decides anything, and nobody has to wake it."""
+        """Release the lease through the log if possible: the node reads that before it decides anything, and need not
+        be woken."""
         mapped, publisher = self._mapped, self._mapped.channel.publisher
         if self._answered and publisher is not None:
             request = encode(Op.RELEASE, 0, a=self.number, flags=NO_REPLY)
@@ -71,8 +72,8 @@ class RunLease:
         mapped.channel.request(Op.RELEASE, a=self.number, flags=NO_REPLY, timeout_s=RELEASE_S)
 
     def _publish(self, runs: list[Run]) -> int:
-        """Take the lease without a message; for how many pages it is, if they are unchanged now. 0: ask. See
-        ``service.node.deciding``."""
+        """Take the lease through the log, without a message; return for how many pages, if they are unchanged now. 0
+        means that a request is needed. See ``service.node.deciding``."""
         mapped, publisher, parts = self._mapped, self._mapped.channel.publisher, address_parts(runs)
         if publisher is None or len(parts) > 1:
             return 0
@@ -81,7 +82,7 @@ class RunLease:
         count = len(parts[0]) // ADDRESS_BYTES
         request = encode(Op.LEASE, 0, count=count, a=self.number, b=self._ttl_ms, flags=NO_REPLY, body=parts)
         if not publisher.publish(request, [], mapped.header) or publisher.deciding:
-            return 0  # a lease that is published and asked for as well is one lease
+            return 0  # a lease that is both published and requested is one lease
         self._answered = True
         return count
 
@@ -100,13 +101,13 @@ class RunLease:
 
 
 class LocalLease(Lease):
-    """A lease whose views are of DRAM: what only a lower tier has is brought there when it is taken, as
-    far as there is room, and so is what only an engine's own memory has: an engine waits for its readers, but not as
-    long as a lease may last, and memory of a device has no views.
+    """A lease whose views are of DRAM. When it is taken, pages that only a lower tier has are brought to DRAM, as far
+    as there is space. So are pages that only an engine's own memory has: an engine waits for its readers, but not as
+    long as a lease may last, and device memory has no views.
 
-    It ends with the death of this process too. After its end the views show whatever is there, and leaving raises
-    ``LeaseBroken`` where a page changed. Views live no longer than the lease; they are memory all the same, so using
-    one later is wrong but no crash. A restart of the daemon keeps the lease. Where nothing is found no request is made.
+    It also ends with the death of this process. After its end the views show whatever is in the frames, and leaving
+    raises ``LeaseBroken`` if a page changed. Views are valid only during the lease; using one later reads wrong data
+    but does not crash. A restart of the daemon keeps the lease. If nothing is found, no request is made.
     """
 
     def __init__(
@@ -114,7 +115,7 @@ class LocalLease(Lease):
     ) -> None:
         super().__init__(layout, keys, ttl_s)
         self._node = node
-        self._name = name  # tells the node whose pages these are
+        self._name = name  # tells the node which tenant these pages belong to
         self._kept: RunLease | None = None
         self._runs: list[Run] = []
 
@@ -153,10 +154,10 @@ class LocalLease(Lease):
         for run in self._runs:
             same = run.unchanged()
             if same < run.length:
-                raise LeaseBroken(f"page {run.page + same} changed under a lease that was overstayed; discard the read")
+                raise LeaseBroken(f"page {run.page + same} changed after the lease's deadline; discard the read")
 
     def _renew(self) -> None:
-        """Also after a restart of the daemon, whose leases have no names."""
+        """Renew, also after a restart of the daemon, which knows leases but not their numbers."""
         if self._kept is not None and self._runs and not self._kept.renew(self._runs):
             self.check()
 
@@ -168,7 +169,7 @@ class LocalLease(Lease):
             kept.release()
 
     def _proven(self, mapped: Mapped) -> tuple[list[Run], str]:
-        """Runs in DRAM, and why not more; what more is in lower tiers is brought to DRAM first."""
+        """Return runs in DRAM, and why not more. Further pages in lower tiers are brought to DRAM first."""
         keys, closed = self._keys, self._layout.attention == "full"
         runs, pages, reason = prove(mapped, keys, self._layout.page_bytes, closed)
         if reason in ELSEWHERE and known_below(mapped, keys, pages, closed):
@@ -179,7 +180,7 @@ class LocalLease(Lease):
 
 
 def still(runs: list[Run], held: int, reason: str) -> tuple[list[Run], str]:
-    """The leading part of ``runs`` that is leased (``held`` pages) and has not changed until it was."""
+    """Return the leading part of ``runs`` that is leased (``held`` pages) and did not change before that."""
     kept: list[Run] = []
     for run in runs:
         count = min(run.unchanged(), held - run.page)

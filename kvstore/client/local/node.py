@@ -1,4 +1,4 @@
-"""LocalNode: a node's files as this process maps them. Everything a read needs is here; only writes need its daemon.
+"""LocalNode: a node's files, mapped into this process. Reads need nothing else; only writes need its daemon.
 
 Which tiers this machine's clients read below memory, and how.
 """
@@ -34,11 +34,11 @@ from kvstore.tier.dram import SegmentMap
 from kvstore.wire.control import Message, Op
 
 LOWER_READERS: dict[Tier, Callable[[NodeFolder, ReadThreads], LowerReader]] = {Tier.NVME: NvmeReader}
-"""The tiers below memory, the fastest first. Another one is a class (``LowerReader``) and a row here."""
+"""The tiers below memory, the fastest first. To add one, write a ``LowerReader`` class and add a row here."""
 
 
 def lower_readers(folder: NodeFolder, threads: ReadThreads) -> dict[Tier, LowerReader]:
-    """A reader for each, of one node; nothing is opened yet."""
+    """Make a reader of one node for each tier; nothing is opened yet."""
     return {tier: reader(folder, threads) for tier, reader in LOWER_READERS.items()}
 
 
@@ -56,7 +56,7 @@ class Embedded(Protocol):
 
 
 class Ends:
-    """What has to be ended with a LocalNode, also when it is merely dropped or the process exits."""
+    """Resources to close with a LocalNode, even if it is only dropped or the process exits."""
 
     def __init__(self, embedded: Embedded | None, workers: Workers, threads: ReadThreads) -> None:
         self.pid = os.getpid()
@@ -67,7 +67,7 @@ class Ends:
         self.pools: GrantPools | None = None
 
     def end(self) -> None:
-        """Close everything, the node last. In a forked child nothing is done: all of it is the parent's."""
+        """Close everything, the node last. Does nothing in a forked child: everything belongs to the parent."""
         if os.getpid() != self.pid:
             return
         self.workers.close()
@@ -81,14 +81,14 @@ class Ends:
 
 
 class Mapped:
-    """One incarnation of a node under one index epoch, mapped. Reads that hold it may finish with it at any time.
+    """One incarnation of a node under one index epoch, mapped. A read may keep using it after it was replaced.
 
-    Replaced, never changed, when either number changes (but see ``stored.follow``); the index is let go of when the
-    last reader has.
+    It is replaced, never changed, when either number changes (but see ``stored.follow``); the index is closed when the
+    last reader is done.
 
     Attributes:
-        dram, lower: how each tier of the node is read; ``lower`` the fastest first. ``tiers``: all, in that order.
-        hbm: how memory is read that other processes have mounted.
+        dram, lower: the readers of each tier of the node, the fastest first. ``tiers``: all of them, in that order.
+        hbm: the reader of memory that other processes have mounted.
     """
 
     __slots__ = (
@@ -145,19 +145,19 @@ class Mapped:
         self.counters = channel.counters
         self.pools: GrantPools = older.pools if older is not None else GrantPools(channel)
         self.claims: Claims = older.claims if older is not None else Claims()
-        self.named: dict[bytes, int] = older.named if older is not None else {}  # roots as told, see ``naming``
+        self.named: dict[bytes, int] = older.named if older is not None else {}  # named roots, see ``naming``
         self.limited: set[bytes] = older.limited if older is not None else set()  # roots with a quota
         self.published = Published(folder, header, timeout_s)
-        self.tell_ns: int = older.tell_ns if older is not None else 0  # when it may be told again: it did not listen
+        self.tell_ns: int = older.tell_ns if older is not None else 0  # when to try a silent node again
         self.timeout_s = timeout_s
 
     @property
     def below(self) -> Mapping[Tier, LowerReader]:
-        """What a read goes on with where DRAM ends, in this order."""
+        """Return the readers with which a read continues after DRAM, in this order."""
         return self._with_hbm if self.words[_MOUNTS] else self.lower
 
     def in_pool(self, keys: Keys) -> Keys:
-        """The same pages by the keys that they have in this node's pool."""
+        """Return the keys that these pages have in this node's pool."""
         return keys.with_tag(tag_of(self.secret, keys.root))
 
     def exchange(
@@ -171,8 +171,8 @@ class Mapped:
         body: Iterable[bytes] = (),
         timeout_s: float | None = None,
     ) -> Message:
-        """Request and reply; asked once more in that time where the daemon went away. For what may be asked twice.
-        Raises what ``Channel.request`` and ``PendingReply.result`` do.
+        """Make a request that may be repeated, and return its reply. It is sent once more within the time if the daemon
+        ended. Raises what ``Channel.request`` and ``PendingReply.result`` do.
         """
         ask = partial(self.channel.request, op, count=count, a=a, b=b, flags=flags, body=body)
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
@@ -182,15 +182,15 @@ class Mapped:
             return ask(timeout_s=max(0.0, deadline - time.monotonic())).result()
 
     def pool(self, frame_class: FrameClass, root: bytes = b"") -> GrantPool:
-        """The frames of a class granted to us ahead of need; for pages of that root, where it has a quota."""
+        """Return the pool of frames granted ahead for a class; for pages of that root, if it has a quota."""
         return self.pools.of(frame_class, root if root in self.limited else b"")
 
     def row(self, frame_class: FrameClass) -> int:
-        """Where pages of this geometry are counted."""
+        """Return the row of counters for pages of this geometry."""
         return self.counters.row(frame_class.page_bytes, frame_class.page_tokens)
 
     def object_rows(self) -> Iterator[bytes | None]:
-        """Identity rows of the heads of all objects that the index names, as they say themselves; None for each page
+        """Yield the identity row of each object's head that the index names, as its record says; None for each page
         that is not such a head."""
         for reader in self.tiers:
             for _, raw in self.index.scan(reader.tier):
@@ -202,13 +202,13 @@ class LocalNode:
     """One node of this machine as one process uses it. Threads may share it.
 
     Life: made (nothing mapped) -> mapped by the first verb, again whenever epoch or incarnation change -> ``close``,
-    being dropped, or the end of the process. In a forked child it is refused: neither the index nor the session may be
-    used there. Reads need no daemon; where the files are gone or cannot be trusted they miss, and writes raise
+    being dropped, or the end of the process. A forked child may not use it: neither the index nor the session is valid
+    there. Reads need no daemon; if the files are gone or cannot be trusted, reads miss and writes raise
     ``NodeUnavailable``.
 
     Args:
         path: the node's folder.
-        embedded: the node, where it lives in this process; it ends with this object. None: a daemon's.
+        embedded: the node, if it runs in this process; it ends with this object. None for a daemon's node.
         timeout_s: deadline of a request.
     """
 
@@ -217,9 +217,9 @@ class LocalNode:
         self.folder = NodeFolder.at(path)
         self.timeout_s = timeout_s
         self.refusal = ""
-        self.misses: dict[str, int] = {}  # reason -> how often a match ended for it; threads may lose a count
-        self.check_ns = 0  # when a get has to ``recheck``
-        self.elsewhere: Elsewhere | None = None  # pages of other nodes, for those who want them
+        self.misses: dict[str, int] = {}  # reason -> matches that ended for it; concurrent threads may lose counts
+        self.check_ns = 0  # time of the next ``recheck``
+        self.elsewhere: Elsewhere | None = None  # pages of other nodes
         self.workers = Workers(f"kvstore-{self.folder.name}")
         self._pid = os.getpid()
         self._mapped: Mapped | None = None
@@ -237,14 +237,15 @@ class LocalNode:
 
     @property
     def embedded(self) -> bool:
-        """Whether the node lives in this process."""
+        """True if the node runs in this process."""
         return self._ends.embedded is not None
 
     def mapped(self) -> Mapped | None:
-        """The node's files for reading; None where there are none to be trusted now (everything is a miss).
+        """Return the node's files for reading; None if there are none that can be trusted now (then everything is a
+        miss).
 
         Raises:
-            InvalidRequest: closed, or in a forked child.
+            InvalidRequest: the store is closed, or this is a forked child.
             VersionMismatch: the files are of another version.
         """
         mapped = self._mapped
@@ -255,7 +256,7 @@ class LocalNode:
         return self._map()
 
     def writable(self) -> Mapped:
-        """The node's files for writing; waits a little for a node that is just being made.
+        """Return the node's files for writing. Waits a little for a node that is being created.
 
         Raises:
             NodeUnavailable: there is no such node, or it is not ready.
@@ -274,7 +275,7 @@ class LocalNode:
 
     @property
     def last(self) -> Mapped | None:
-        """What ``mapped`` returned last; nothing is looked at."""
+        """Return what ``mapped`` returned last, without checking anything."""
         return self._mapped
 
     def missed(self, reason: str) -> None:
@@ -282,18 +283,18 @@ class LocalNode:
         self.misses[reason] = self.misses.get(reason, 0) + 1
 
     def recheck(self, now_ns: int) -> None:
-        """For a get after ``check_ns``, which is timed: look whether the folder was purged, which no mapping tells."""
+        """Check, for a get after ``check_ns``, whether the folder was purged; mappings do not show that."""
         self.check_ns = now_ns + TIMED_NS + now_ns % TIMED_NS
         if self._mapped is not None and self._identify() != self._header_id:
             self._map()
 
     def check_open(self) -> None:
-        """Raises InvalidRequest where the store is closed, or this is a forked child."""
+        """Raise InvalidRequest if the store is closed, or if this is a forked child."""
         if self.refusal:
             raise InvalidRequest("store", self.refusal)
 
     def close(self) -> None:
-        """End the session; later calls are refused. Views handed out stay valid as memory, not as pages."""
+        """End the session; later calls are refused. Existing views stay valid memory, but their contents may change."""
         if not self.refusal:
             self.refusal = "is closed"
             mapped, self._mapped = self._mapped, None
@@ -313,8 +314,8 @@ class LocalNode:
         return status.st_dev, status.st_ino
 
     def _map(self) -> Mapped | None:
-        """Map what is there now. Of the same incarnation everything is kept but the index."""
-        self.check_open()  # before the lock, which another thread may have held during a fork
+        """Map the node's current files. If the incarnation is the same, everything but the index is kept."""
+        self.check_open()  # before the lock, which another thread may have held at a fork
         with self._lock:
             self.check_open()
             old = self._mapped
@@ -331,7 +332,7 @@ class LocalNode:
             index = Index.open_reader(self.folder, epoch)
             secret = old.secret if old is not None else read_secret(self.folder, incarnation)
             if segment is None or index is None or secret is None:
-                return None  # the daemon is about to make it, or there will be another epoch
+                return None  # the daemon is about to create it, or the epoch will change
             channel = self._channel(old, incarnation)
             dram = old.dram if old is not None else DramReader(self.folder, incarnation, segment)
             lower = old.lower if old is not None else lower_readers(self.folder, self._threads)
@@ -342,7 +343,7 @@ class LocalNode:
             return self._mapped
 
     def _open_header(self) -> Header | None:
-        """The header, if we may trust the folder; that of an earlier boot is nothing to read by."""
+        """Return the header if the folder can be trusted and the header is of this boot."""
         header = Header.open(self.folder) if self.folder.trusted() else None
         return header if header is not None and header.boot_id == boot_id() else None
 
@@ -358,7 +359,7 @@ class LocalNode:
         return ends.channel
 
     def _unmap(self, old: Mapped | None) -> None:
-        """Nothing of the old incarnation may be used any more; its session ends."""
+        """Drop the old incarnation, whose files may not be used any more, and end its session."""
         self._mapped = None
         if old is not None and self._ends.embedded is None:
             old.channel.close()
@@ -380,12 +381,13 @@ os.register_at_fork(after_in_child=_forked)
 
 
 class Claims:
-    """Which writer of a session writes which pages, so that no two of them get the same frames. Threads may share it.
+    """Records which writer of a session writes which pages, so that no two writers get the same frames. Threads may
+    share it.
 
-    The node knows sessions, not writers: a shard that asks again for its group's pages is given the frames that its
-    session has for them, because a request may have been lost with the daemon. All writers of a session are of one
-    process, so that it is decided here who asks: a page of a shard and group is one writer's until that one has sealed
-    or revoked it, whatever becomes of the daemon and of deadlines meanwhile. A writer that is dropped claims nothing.
+    The node knows sessions, not writers. A shard that asks again for its group's pages gets the frames that its session
+    already has, because a request may have been lost with the daemon. All writers of a session are in one process, so
+    this class decides which may ask: a page of a shard and group belongs to one writer until that writer has sealed or
+    revoked it, regardless of daemon restarts and deadlines. A dropped writer has no claims.
     """
 
     def __init__(self) -> None:
@@ -393,7 +395,7 @@ class Claims:
         self._writers: weakref.WeakKeyDictionary[object, tuple[int, int, set[bytes]]] = weakref.WeakKeyDictionary()
 
     def claim(self, writer: object, group: int, shard: int, keys: Sequence[bytes]) -> int:
-        """How many leading ``keys`` this writer may ask for as that shard; the next one is another writer's."""
+        """Claim as many leading ``keys`` for this writer and shard as no other writer has; return how many."""
         with self._lock:
             theirs = [claim[2] for claim in self._writers.values() if claim[:2] == (group, shard)]
             count = next((i for i, key in enumerate(keys) if any(key in pages for pages in theirs)), len(keys))
@@ -401,6 +403,6 @@ class Claims:
         return count
 
     def release(self, writer: object) -> None:
-        """This writer has said its last word about its pages, and stores nothing more."""
+        """Release all claims of a writer that has sealed or revoked its pages and will not write again."""
         with self._lock:
             self._writers.pop(writer, None)

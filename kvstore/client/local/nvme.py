@@ -1,23 +1,22 @@
-"""NvmeReader: pages on NVMe as a client reads them: from the device itself, without asking anybody.
+"""NvmeReader: reads pages on NVMe directly from the device, without the daemon.
 
-The index names a frame. What stands in front of that frame on the device proves the page: incarnation, address, key,
-root, extra and token ids as the caller's keys have them, and every layer's checksum. Header and payload come in one
-read; only pages that hold are copied to the caller. In the end the records (lean ones) say whether the pages were
-there all the time.
+The index names a frame. The header before that frame on the device proves the page: incarnation, address, key, root,
+extra and token ids must equal those of the caller's keys, and every layer's checksum must match. One read returns
+header and payload; only valid pages are copied to the caller. At the end the records show whether the pages were there
+during the whole read.
 
-Worked example: 32 pages of 256 KiB lie in frames 8..39 of extent 6. That is one run, read in 6 parts of 5, 7, 7, 7, 4
-and 2 frames, which lie end to end on the device as header, page, header, page, ...: at most 2 MiB each. Two threads
-read the parts one by one, and while they do, the caller checks and copies what they brought. If page 17 does not hold,
-the match ends there, whatever page 18 may be; the caller's rows from 17 on hold what they held before, or what their
-page is.
+Worked example: 32 pages of 256 KiB are in frames 8..39 of extent 6. That is one run. It is read in 6 parts of 5, 7, 7,
+7, 4 and 2 frames of at most 2 MiB; on the device each part is header, page, header, page, and so on. Two threads read
+the parts one by one, while the caller checks and copies the parts that are done. If page 17 is invalid, the match ends
+there, even if page 18 is valid; the caller's rows from 17 on are unchanged or hold their page.
 
-ReadThreads: reads from NVMe devices side by side, with a deadline that a silent device cannot break.
+ReadThreads: parallel reads from NVMe devices, with a deadline that holds even if a device does not respond.
 
-A system call that reads from a device cannot be called off: where the device does not answer, its thread is lost until
-it does. So the caller never reads itself. Threads read into buffers of ours and hand them over in the order in which
-they are done; the caller checks and copies one while the devices are at the next. What comes after the caller gave up
-stays in our buffer: a device that answers late harms nobody. A disk that owes an answer is not asked again until it has
-given it, so that it costs one deadline, once.
+A system call that reads from a device cannot be cancelled: if the device does not answer, its thread is blocked until
+it does. So the caller never reads directly. Threads read into internal buffers and hand them over in the order of
+completion; the caller checks and copies one while the devices read the next. Data that arrives after the caller gave up
+stays in an internal buffer and does no harm. A disk with an unanswered read is not used again until it has answered, so
+it costs only one deadline.
 """
 
 from __future__ import annotations
@@ -52,12 +51,13 @@ from kvstore.tier.nvme.frame_header import faults, payload_sums_in, unpack
 from kvstore.tier.nvme.map import NvmeMap
 
 THREADS: Final = 4
-# Reads of one batch in flight on each disk. Large ones make a device as fast as it gets, and of few the first is done
-# early: devices serve those in flight alike, so that many would all be done in the end, with nothing left to overlap.
+# Reads of one batch in flight on each disk. Large reads reach a device's full speed, and with few in flight the first
+# is done early. Devices serve all reads in flight evenly, so a large number of them would end at the same time, with
+# nothing left to overlap.
 IN_FLIGHT: Final = 2
-MORE_PER: Final = 8  # reads: one more in flight; of many parts the last ones are a small part
-AHEAD: Final = 8  # reads of one batch given to the threads and not handed out: each has a buffer
-SHAPES_MAX: Final = 16  # kinds of reads whose views a buffer keeps
+MORE_PER: Final = 8  # reads: one more in flight per this many; in a large batch the last ones matter little
+AHEAD: Final = 8  # reads of one batch given to the threads and not yet handed over: each has a buffer
+SHAPES_MAX: Final = 16  # shapes of reads for which a buffer keeps its views
 
 _READING = boundary.answered("task/read")
 
@@ -71,23 +71,23 @@ class Read(NamedTuple):
 
 
 class Bounce:
-    """A buffer in large memory pages, as large as the largest read it served. Kept for the next one."""
+    """A buffer in large memory pages, as large as the largest read so far. It is kept for the next read."""
 
     def __init__(self) -> None:
         self._buffer = np.zeros(0, np.uint8)
         self._pieces: dict[tuple[FrameClass, int], list[memoryview[int]]] = {}
 
     def take(self, nbytes: int) -> Bytes:
-        """``nbytes`` of it, from its start."""
+        """Return the first ``nbytes`` of the buffer."""
         if len(self._buffer) < nbytes:
             self._pieces.clear()
             self._buffer = large_buffer(nbytes)
         return self._buffer[:nbytes]
 
     def pages(self, frame_class: FrameClass, frames: int) -> list[memoryview[int]]:
-        """The pages of consecutive frames that were read to its start.
+        """Return the pages of consecutive frames that were read to the start of the buffer.
 
-        Kept from read to read: to make a view costs as much as to hash what it shows.
+        The views are kept between reads, since making a view costs as much as hashing its bytes.
         """
         pieces = self._pieces.get((frame_class, frames))
         if pieces is None:
@@ -101,7 +101,7 @@ class Bounce:
 
 
 class ReadBatch:
-    """Reads of one caller, by number from 0. Made by ``ReadThreads.start``; ends when the caller has taken all of them
+    """Reads of one caller, numbered from 0. Made by ``ReadThreads.start``; ends when the caller has taken all of them
     with ``next``, or with ``give_up``."""
 
     def __init__(self, threads: ReadThreads) -> None:
@@ -113,21 +113,21 @@ class ReadBatch:
         self._mutex = threading.Lock()  # guards the next four
         self._waiting: deque[int] = deque()
         self._running: set[int] = set()
-        self._at_work = 0  # threads that perform what waits, or are about to
+        self._at_work = 0  # threads that are working on this batch, or are about to
         self._given_up = False
         self._done: queue.SimpleQueue[tuple[int, Bounce | OSError]] = queue.SimpleQueue()
 
     def add(self, read: Read) -> int:
-        """One read more; its number."""
+        """Add a read; return its number."""
         self.reads.append(read)
         self._disks.add(id(read.disk))
         self._begin_next()
         return len(self.reads) - 1
 
     def next(self, silence_s: float) -> tuple[int, Bounce | OSError] | None:
-        """The next read that is done: its number, and what it brought (to be given back with ``recycle``) or why not.
+        """Return the next completed read: its number, and its buffer (to be returned with ``recycle``) or its error.
 
-        None: all were taken; or nothing came for ``silence_s``, and the rest is given up.
+        None means that all were taken, or that none ended within ``silence_s`` and the rest is given up.
         """
         if self._taken == len(self.reads):
             return None
@@ -141,11 +141,11 @@ class ReadBatch:
         return done
 
     def recycle(self, bounce: Bounce) -> None:
-        """The caller has what it needs of it."""
+        """Return a buffer that the caller has finished with."""
         self._threads.keep(bounce)
 
     def give_up(self) -> None:
-        """The caller waits no longer. Disks whose reads are under way owe an answer."""
+        """Stop waiting. Disks with reads in progress owe an answer."""
         with self._mutex:
             late = [] if self._given_up else [self.reads[number].disk for number in self._running]
             self._given_up = True
@@ -169,7 +169,8 @@ class ReadBatch:
     # --- for the threads --------------------------------------------------------------------------------------------
 
     def begin(self) -> int | None:
-        """A thread takes a read. None: nothing waits, or nobody waits for it any more; the thread is free again."""
+        """Take a read, in a thread. None means that there is none, or that the caller has given up; then the thread is
+        free again."""
         with self._mutex:
             if self._given_up or not self._waiting:
                 self._at_work -= 1
@@ -179,7 +180,7 @@ class ReadBatch:
             return number
 
     def end(self, number: int, outcome: Bounce | OSError) -> bool:
-        """A read is done. False: it was given up meanwhile."""
+        """Hand over a completed read. Returns False if it was given up in the meantime."""
         with self._mutex:
             self._running.discard(number)
             if not self._given_up:
@@ -190,8 +191,8 @@ class ReadBatch:
 class ReadThreads:
     """A few daemon threads and their buffers, shared by all threads of this process.
 
-    Life: made (nothing started) -> the first ``start`` -> ``close``, or the end of the process. A thread that a silent
-    disk keeps is missing until that answers; where all are missing, every read fails at once.
+    Life: made (nothing started) -> the first ``start`` -> ``close``, or the end of the process. A thread that waits for
+    a silent disk is not available until the disk answers; if all threads wait, every read fails at once.
     """
 
     def __init__(self, name: str, threads: int = THREADS) -> None:
@@ -199,25 +200,25 @@ class ReadThreads:
         self._threads = threads
         self._started = False
         self._closed = False
-        self._owed: Counter[int] = Counter()  # reads that were given up and not answered, by disk
+        self._owed: Counter[int] = Counter()  # abandoned reads without an answer, by disk
         self._mutex = threading.Lock()  # guards the three above
         self._queue: queue.SimpleQueue[ReadBatch | None] = queue.SimpleQueue()
-        self._bounces: list[Bounce] = []  # the one used last on top: it may be in the cache
+        self._bounces: list[Bounce] = []  # the last used one on top: it may be in the CPU cache
 
     def start(self, reads: Iterable[Read] = ()) -> ReadBatch:
-        """Begin to perform ``reads``, in this order. Those of a disk that owes an answer fail at once."""
+        """Start ``reads``, in this order. Those of a disk that owes an answer fail at once."""
         with self._mutex:
             if not self._started and not self._closed:
                 self._start_threads()
                 self._started = True
         batch = ReadBatch(self)
-        for read in reads:  # each is on its way before the next one is made
+        for read in reads:  # each starts before the next one is made
             if batch.add(read) < IN_FLIGHT:
-                time.sleep(0)  # lets go of the interpreter, so that a thread begins it
+                time.sleep(0)  # releases the interpreter, so that a thread starts it
         return batch
 
     def _start_threads(self) -> None:
-        """Fewer where the machine has no more. Raises NodeUnavailable where it has none."""
+        """Start the threads, or fewer if the machine has no more. Raises NodeUnavailable if it has none."""
         for number in range(self._threads):
             try:
                 threading.Thread(target=self._serve, name=f"{self._name}-{number}", daemon=True).start()
@@ -228,17 +229,17 @@ class ReadThreads:
                 return
 
     def refuses(self, disk: Disk) -> bool:
-        """For ``ReadBatch``: nothing may be asked of that disk now."""
+        """For ``ReadBatch``: return whether that disk may not be used now."""
         with self._mutex:
             return self._closed or id(disk) in self._owed or self._owed.total() >= self._threads
 
     def begin(self, batch: ReadBatch) -> None:
-        """For ``ReadBatch``: have one more thread perform what waits there."""
+        """For ``ReadBatch``: assign one more thread to the batch."""
         self._queue.put(batch)
 
     def keep(self, bounce: Bounce) -> None:
-        """For ``ReadBatch``: a buffer is free again. More than a batch needs are not kept."""
-        if len(self._bounces) <= AHEAD:  # one more is in the caller's hands
+        """For ``ReadBatch``: keep a free buffer, unless there are as many as a batch needs."""
+        if len(self._bounces) <= AHEAD:  # the caller has one more
             self._bounces.append(bounce)
 
     def close(self) -> None:
@@ -252,7 +253,7 @@ class ReadThreads:
     def _serve(self) -> None:
         while (batch := self._queue.get()) is not None:
             while (number := batch.begin()) is not None:
-                with contextlib.suppress(InternalError), _READING:  # who asked is told that the read failed
+                with contextlib.suppress(InternalError), _READING:  # the caller learns that the read failed
                     self._perform(batch, number)
 
     def _perform(self, batch: ReadBatch, number: int) -> None:
@@ -261,36 +262,36 @@ class ReadThreads:
             bounce = self._bounces.pop()
         except IndexError:
             bounce = Bounce()
-        outcome: Bounce | OSError = OSError("a read failed in another thread")  # a bug of ours; the thread says which
+        outcome: Bounce | OSError = OSError("a read failed in another thread")  # the thread reports why
         try:
             disk.read(offset, [bounce.take(nbytes)])
             outcome = bounce
         except OSError as error:
-            outcome = error.with_traceback(None)  # its frames would keep the batch, and the disk, in a circle
+            outcome = error.with_traceback(None)  # its frames would keep the batch and the disk in a reference cycle
             self.keep(bounce)
         finally:
             if not batch.end(number, outcome):
                 self.owe(disk, -1)
 
     def owe(self, disk: Disk, reads: int) -> None:
-        """For ``ReadBatch``: count reads given up. An answer may come before its read was counted."""
+        """For ``ReadBatch``: count abandoned reads. An answer may come before its read is counted."""
         with self._mutex:
             self._owed[id(disk)] += reads
             if not self._owed[id(disk)]:
                 del self._owed[id(disk)]
 
 
-PART_BYTES: Final = 2 << 20  # of one read, where a page is not larger
-SMALL_BYTES: Final = PART_BYTES // 4  # smaller reads cost more than they bring
-HEADER_SILENCE_S: Final = 5.0  # after which a device that was asked for one header counts as silent
-RECHECK_NS: Final = 100_000_000  # how often a read looks whether the node's devices are others
+PART_BYTES: Final = 2 << 20  # of one read, or one page if that is larger
+SMALL_BYTES: Final = PART_BYTES // 4  # smaller reads cost more than they save
+HEADER_SILENCE_S: Final = 5.0  # after which a device that was asked for one header counts as unresponsive
+RECHECK_NS: Final = 100_000_000  # how often a read checks whether the node's devices have changed
 
 _SEALED = int(FrameState.SEALED)
 _digest = xxhash.xxh3_64_intdigest
 
 
 class NvmeExtent:
-    """One extent on NVMe as a client sees it. A dropped one's words are zero, so that nothing matches."""
+    """One extent on NVMe as a client sees it. A dropped extent's words are zero, so that nothing matches."""
 
     __slots__ = ("number", "position", "frame_class", "words", "last_use", "roots", "_table")
 
@@ -315,7 +316,7 @@ class NvmeRun(NamedTuple):
 
 
 class ReadPart(NamedTuple):
-    """What one read brings: ``length`` pages from ``page`` on, in consecutive frames."""
+    """One read: ``length`` pages from ``page`` on, in consecutive frames."""
 
     disk: Disk
     offset: int
@@ -327,7 +328,7 @@ class ReadPart(NamedTuple):
     generations: npt.NDArray[np.uint64]
 
     def frames(self) -> list[ReadPart]:
-        """One part per frame."""
+        """Split into one part per frame."""
         stride = geometry.stride_bytes(self.extent.frame_class)
         return [
             self._replace(
@@ -342,10 +343,10 @@ class ReadPart(NamedTuple):
 
 
 class NvmeReader:
-    """See ``LowerReader``: one node's NVMe as one process reads it.
+    """The ``LowerReader`` of one node's NVMe.
 
-    Life: made (nothing opened) -> devices opened by the first read, again when the node says that they are others ->
-    dropped. A page that leaves while it is read is a miss.
+    Life: made (nothing opened) -> devices opened by the first read, and reopened when the node reports other devices ->
+    dropped. A page that is evicted during its read is a miss.
     """
 
     tier = Tier.NVME
@@ -357,11 +358,12 @@ class NvmeReader:
         self._map: NvmeMap | None = None
         self._map_id: tuple[int, ...] = ()
         self._mutex = threading.Lock()
-        self._check_ns = 0  # when to look again whether the node's devices are others
+        self._check_ns = 0  # when to check again whether the node's devices have changed
         self._extents: dict[int, NvmeExtent] = {}
 
     def readable(self) -> bool:
-        """See ``LowerReader``: there are devices, and this process may read at least what the node says of them."""
+        """See ``LowerReader``. True if there are devices, and this process may read at least the node's description of
+        them."""
         return self._opened() is not None
 
     def root_at(self, raw: bytes) -> bytes | None:
@@ -385,7 +387,7 @@ class NvmeReader:
         return NvmeRead(self, located, runs, _parts(map_, runs), keys, rows, why or reason)
 
     def object_head(self, raw: bytes) -> ObjectHead | None:
-        """See ``TierReader``. Its header proves it."""
+        """See ``TierReader``. Its header on the device proves it."""
         number, frame, generation = ADDRESS.unpack(raw)
         map_ = self._opened()
         extent = None if map_ is None else self._extents.get(number) or self._open_extent(number, map_)
@@ -406,9 +408,9 @@ class NvmeReader:
         return ObjectHead(frame_class, found.key + found.root + found.extra + found.tokens.tobytes())
 
     def _runs(self, located: list[bytes], frame_class: FrameClass, map_: NvmeMap) -> tuple[list[NvmeRun], str]:
-        """Runs of consecutive frames that should hold these pages, and why not all of them ("" where all).
+        """Return runs of consecutive frames that should hold these pages, and why not all of them ("" for all).
 
-        Whether they still do is looked at when they have been read: a page that left before is rare.
+        They are checked only after they have been read, since pages rarely leave in between.
         """
         count = len(located)
         flat = struct.unpack("<" + "IIQ" * count, b"".join(located))
@@ -432,7 +434,7 @@ class NvmeReader:
     # --- what is mapped ---------------------------------------------------------------------------------------------
 
     def _opened(self) -> NvmeMap | None:
-        """The devices; None where the node has none, or this process may not read them."""
+        """Return the devices; None if the node has none, or this process may not read them."""
         if time.monotonic_ns() >= self._check_ns:
             with self._mutex:
                 self._check()
@@ -441,7 +443,7 @@ class NvmeReader:
     def _check(self) -> None:
         now_ns = time.monotonic_ns()
         if now_ns < self._check_ns:
-            return  # another thread was faster
+            return  # another thread did it first
         try:
             status = os.stat(self._folder.nvme)
         except OSError:
@@ -449,13 +451,14 @@ class NvmeReader:
         else:
             identity = status.st_dev, status.st_ino, status.st_mtime_ns
         if identity != self._map_id:
-            # What other threads are reading by keeps its descriptors until they are done.
+            # A map that other threads are using keeps its descriptors until they are done.
             self._map = NvmeMap.open(self._folder) if identity else None
             self._map_id, self._extents = identity, {}
-        self._check_ns = now_ns + RECHECK_NS  # last: who sees it sees the map
+        self._check_ns = now_ns + RECHECK_NS  # last, so that a thread that sees it also sees the map
 
     def forget(self, extent: NvmeExtent) -> None:
-        """It does not hold what the index said: it may have been made anew, on the same devices or on others."""
+        """Forget an extent that does not hold what the index said: it may have been recreated, on the same devices or
+        on others."""
         self._extents.pop(extent.number, None)
         self._check_ns = 0
 
@@ -472,7 +475,7 @@ class NvmeReader:
             self._check_ns = 0
             return None
         extents = self._extents
-        for old in extents.keys() - set(self._folder.extents()):  # rare enough to look: their mappings hold memory
+        for old in extents.keys() - set(self._folder.extents()):  # rare, so worth the check: old mappings hold memory
             extents.pop(old, None)
         extent = NvmeExtent(table)
         extents[number] = extent
@@ -480,7 +483,7 @@ class NvmeReader:
 
 
 class NvmeRead:
-    """See ``PendingRead``: pages on their way from the devices. Made by ``NvmeReader.start``."""
+    """A ``PendingRead`` of pages from the devices. Made by ``NvmeReader.start``."""
 
     def __init__(
         self,
@@ -522,7 +525,7 @@ class NvmeRead:
             now = run.extent.words[run.frame : run.frame + run.length].tobytes()
             same = run.length if now == run.words else _equal_rows(now, run.words, 8)
             if same < run.length and run.page + same <= pages:
-                pages, reason = run.page + same, GENERATION  # what was read is not it, whatever it looked like
+                pages, reason = run.page + same, GENERATION  # the bytes read are invalid
                 self._reader.forget(run.extent)
             run.extent.last_use[run.frame : run.frame + max(0, min(same, pages - run.page))] = now_ns
         if reason == CHECKSUM:
@@ -530,11 +533,11 @@ class NvmeRead:
         return pages, reason
 
     def _read_all(self, silence_s: float) -> tuple[int, str]:
-        """Check and copy what the devices bring, as it comes."""
+        """Check and copy the parts in the order in which their reads end."""
         batch, parts = self._batch, list(self._parts)
         end = parts[-1].page + parts[-1].length if parts else 0
-        missing = {part.page: IO for part in parts}  # first page that is not there -> why not
-        first = end  # of those that do not hold, as far as known
+        missing = {part.page: IO for part in parts}  # first missing page -> why
+        first = end  # first invalid page known so far
         while (done := batch.next(silence_s)) is not None:
             number, outcome = done
             part = parts[number]
@@ -545,7 +548,7 @@ class NvmeRead:
                 if good < part.length:
                     first = min(first, part.page + good)
                     missing[part.page + good] = why
-            elif part.length > 1 and part.page < first:  # frame by frame: one must not cost those before it
+            elif part.length > 1 and part.page < first:  # read each frame alone: one must not spoil those before it
                 for one in part.frames():
                     missing[one.page] = IO
                     parts.append(one)
@@ -556,7 +559,7 @@ class NvmeRead:
         return pages, missing.get(pages, self._reason)
 
     def _accept(self, part: ReadPart, bounce: Bounce) -> tuple[int, str]:
-        """Copy the leading pages of a part that hold to the caller's rows; how many, and why not all."""
+        """Copy the leading valid pages of a part to the caller's rows; return how many, and why not all."""
         frame_class, pages = part.extent.frame_class, part.length
         head = geometry.header_bytes(frame_class)
         frames = bounce.take(pages * geometry.stride_bytes(frame_class)).reshape(pages, -1)
@@ -579,17 +582,17 @@ def _read_of(part: ReadPart) -> Read:
 
 
 def _why(part: ReadPart, i: int, header: Bytes) -> str:
-    """A header that is not what it should be: is it another page's that has the same key, or is it damaged?"""
+    """Return why a header is not the expected one: it is of another page with the same key, or it is damaged."""
     frame, generation = part.frame + i, int(part.generations[i])
     sound = unpack(header, part.extent.frame_class, part.incarnation, part.extent.number, frame, generation)
     return CHECKSUM if isinstance(sound, str) else IDENTITY
 
 
 def _parts(map_: NvmeMap, runs: list[NvmeRun]) -> Iterator[ReadPart]:
-    """Runs cut into reads. They end where a device could not be opened here.
+    """Split runs into reads. Ends at a device that could not be opened here.
 
-    The first read is shorter than the second one, so that both are not done in the same moment. The last ones are
-    short: what they bring is checked and copied when nothing is left to be read.
+    The first read is shorter than the second, so that they do not end at the same moment. The last ones are short,
+    because they are checked and copied when no other read runs.
     """
     left, first = sum(run.length for run in runs), True
     for run in runs:
@@ -608,7 +611,7 @@ def _parts(map_: NvmeMap, runs: list[NvmeRun]) -> Iterator[ReadPart]:
 
 
 def _step(left: int, most: int, least: int, first: bool) -> int:
-    """Pages of the next read, where so many are left."""
+    """Return the number of pages of the next read, when ``left`` pages remain."""
     share = -(-left // 3) if first else -(-3 * left // 5)
     step = min(-(-2 * most // 3) if first else most, max(share, least))
     return left if left - step < least and left <= most else step
@@ -619,7 +622,7 @@ def _identities(keys: Keys) -> Bytes:
 
 
 def _equal_rows(left: bytes, right: bytes, width: int) -> int:
-    """How many leading rows of ``width`` bytes are equal."""
+    """Return how many leading rows of ``width`` bytes are equal."""
     rows = min(len(left), len(right)) // width
     return next(
         (i for i in range(rows) if left[i * width : (i + 1) * width] != right[i * width : (i + 1) * width]), rows

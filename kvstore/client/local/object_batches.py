@@ -1,21 +1,22 @@
-"""ObjectsPut: several objects on their way into a node of this machine: copied into granted frames, and sealed many at
-a time, each as a whole.
+"""ObjectsPut: puts several objects into a node of this machine. They are copied into granted frames and sealed many at
+a time, each object as a whole.
 
-What cannot be put so is left to who puts one object after another, and says why an object is not stored: one that is
-larger than a request may bring, one that gets no frames now, one that the node is busy with.
+Some objects cannot be put this way: those that are larger than a request may be, those that get no frames now, and
+those with which the node is busy. The caller puts these one after another, and reports why one is not stored.
 
-Many objects read at once, out of DRAM: heads and pieces found by two looks at the index, proven, copied, and their
-generations compared again once all are copied.
+Reads many objects at once from DRAM: two index transactions find heads and pieces, which are proven and copied, and
+their generations are compared again once all are copied.
 
-What cannot be read so is left to who reads one object after another: what is not in DRAM, what changed meanwhile, and
-all of it where checksums are wanted.
+Objects that are not in DRAM or that changed are left to the caller, which reads them one after another; so are all
+objects if checksums are to be verified.
 
-Many objects found at once: their heads named by one look at the index, and proven an extent at a time.
+Finds many objects at once: one index transaction names their heads, which are then proven one extent at a time.
 
-A head is proven as any page is (see ``proof``): its frame's word says SEALED under the generation that the index named,
-and its record says the whole key. What ``object_parts.find_head`` tells of one key, ``find_heads`` tells of each.
+A head is proven like any page (see ``proof``): its frame's word says SEALED under the generation that the index named,
+and its record holds the whole key. ``find_heads`` answers for many keys what ``object_parts.find_head`` answers for
+one.
 
-Parts of the object verbs: heads as they are found, pieces and heads as they are put.
+Parts of the object verbs: finds heads, puts pieces and heads.
 """
 
 from __future__ import annotations
@@ -64,9 +65,9 @@ class GatheredFrames(NamedTuple):
     """Frames of one extent as they were at one moment.
 
     Attributes:
-        places: of each, among what was asked for.
-        gathered: the same as ``frames``.
-        words: what each frame's word was. ``rows``: the identity rows that were there then ``[frames, width]``.
+        places: the position of each among the requested objects.
+        gathered: the frames again, as an array.
+        words: each frame's word at that moment. ``rows``: the identity rows at that moment, ``[frames, width]``.
     """
 
     extent: MappedExtent
@@ -77,7 +78,7 @@ class GatheredFrames(NamedTuple):
     rows: npt.NDArray[np.uint8]
 
     def changed(self) -> list[int]:
-        """The places of those that are not any more what they were."""
+        """Return the places of frames that have changed since."""
         now = self.extent.words[self.gathered]
         if now.tobytes() == self.words.tobytes():
             return []
@@ -86,7 +87,7 @@ class GatheredFrames(NamedTuple):
 
 
 def gather(mapped: Mapped, raws: Sequence[bytes | None]) -> list[GatheredFrames]:
-    """Of the frames at these raw addresses in DRAM those that are sealed under the generations named, by extent."""
+    """Return the frames at these raw DRAM addresses that are sealed under the named generations, by extent."""
     places: Sequence[int] = range(len(raws))
     if None in raws:
         places = [place for place, raw in enumerate(raws) if raw is not None]
@@ -108,7 +109,7 @@ def gather(mapped: Mapped, raws: Sequence[bytes | None]) -> list[GatheredFrames]
 def _sealed(
     mapped: Mapped, number: int, places: Sequence[int], frames: Sequence[int], words: Sequence[int]
 ) -> list[GatheredFrames]:
-    """Of these frames of an extent those whose words say so; nothing where there are none."""
+    """Return the frames of one extent that are sealed under the named generations; empty if there are none."""
     extent = mapped.dram.extents.get(number) or mapped.dram.extent(number)
     if extent is None or max(frames) >= len(extent.words):
         return []
@@ -124,14 +125,14 @@ def _sealed(
 
 
 class DramHeads:
-    """The heads of objects, as far as they are in DRAM.
+    """The heads of those requested objects that are in DRAM.
 
     Attributes:
-        keys: of all names, wherever they are. ``raws``: where the index names them in DRAM.
-        frames: what they were proven under.
-        heads: by place among the names: extent, frame and bytes of the value; None where it is not proven.
-        large: by place, which of those have pieces: how many, and their nonce.
-        other: places of names that the index gives to a page that is not theirs.
+        keys: the keys of all names, in any tier. ``raws``: their addresses in DRAM, as the index names them.
+        frames: the frames under which they were proven.
+        heads: by position among the names: extent, frame and bytes of the value; None if it is not proven.
+        large: by position, for objects that have pieces: how many, and their nonce.
+        other: positions of names for which the index names another object's page.
     """
 
     __slots__ = ("keys", "raws", "frames", "heads", "large", "other")
@@ -146,7 +147,7 @@ class DramHeads:
         try:
             self.raws = mapped.index.find_many(mapped.dram.tier, self.keys)
         except IndexDamaged:
-            return  # the daemon will rebuild it under a new epoch
+            return  # the daemon will rebuild the index under a new epoch
         for frames in gather(mapped, self.raws) if any(self.raws) else ():
             if is_object_class(frames.extent.frame_class):
                 self.frames.append(frames)
@@ -160,12 +161,13 @@ class DramHeads:
                 heads[place] = extent, frame, sizes[i]
                 if pieces[i]:
                     self.large[place] = pieces[i], told.nonce(i)
-            elif int(extent.words[frame]) == int(frames.words[i]):  # else it left meanwhile, and may be in a lower tier
+            elif int(extent.words[frame]) == int(frames.words[i]):  # else it has left, and may be in a lower tier
                 self.other.add(place)
 
 
 def find_heads(mapped: Mapped, root: bytes, names: Sequence[bytes]) -> list[bytes | None]:
-    """Where the head of each of these objects is, in which tier ever; None: there is none, or another string's."""
+    """Return the address of each object's head, in any tier; None if there is none, or if it belongs to another
+    string."""
     proven = DramHeads(mapped, root, names)
     found = [raw if head is not None else None for raw, head in zip(proven.raws, proven.heads, strict=False)]
     found += [None] * (len(names) - len(found))
@@ -194,7 +196,7 @@ Place = tuple[MappedExtent, int]
 def read_objects(
     mapped: Mapped, root: bytes, names: Sequence[bytes], targets: Sequence[Rows | Scattered]
 ) -> list[int | None]:
-    """Copy each of these objects into its target; how many bytes that were, None: it was not to be read so.
+    """Copy each of these objects into its target. Returns the bytes of each; None if it could not be read this way.
 
     Raises:
         InvalidRequest: a target is too small; nothing was copied.
@@ -210,7 +212,7 @@ def read_objects(
             heads[place] = None  # its record is damaged
             large.pop(place, None)
         elif target.nbytes < size:
-            raise InvalidRequest("out", f"has {target.nbytes} bytes, the value has {size}")
+            raise InvalidRequest("out", f"must have at least {size} bytes for the value (got {target.nbytes})")
     pieces, before = _pieces(mapped, root, names, found) if large else ([], {})
     if failpoint.ACTIVE:
         failpoint.hit("client.reading")
@@ -231,7 +233,7 @@ def read_objects(
         for place in frames.changed():
             lengths[place] = None
         frames.extent.last_use[frames.gathered] = now_ns
-    for place, chain in before.items():  # they count as pages that were got, as where one object is read
+    for place, chain in before.items():  # count the pages as a get of one object does
         if lengths[place] is not None:
             mapped.counters.got(mapped.row(chain[0][0].frame_class), len(chain), len(chain), 0, "")
     return lengths
@@ -240,8 +242,8 @@ def read_objects(
 def _pieces(
     mapped: Mapped, root: bytes, names: Sequence[bytes], heads: DramHeads
 ) -> tuple[list[GatheredFrames], dict[int, list[Place]]]:
-    """The frames of these objects' pieces, and by place in ``names`` where they are, of those that are there with all
-    of them."""
+    """Return the frames of these objects' pieces, and their places by position in ``names``, for objects of which all
+    pieces exist."""
     keys: list[bytes] = []
     rows: list[bytes] = []
     owners: list[int] = []
@@ -276,12 +278,12 @@ def _pieces(
 
 
 def _copy(pages: list[Place], value_bytes: int, target: Rows | Scattered) -> None:
-    """Lay a value's pages end to end into its target."""
+    """Copy a value's pages end to end into its target."""
     if not value_bytes:
-        return  # into a target that may have no parts
+        return  # an empty target may have no parts
     page_bytes, at = pages[0][0].page_bytes, 0
     parts = iter(target.parts if isinstance(target, Scattered) else [target])
-    part, start = next(parts), 0  # that has the byte ``at`` of the value, and where it begins there
+    part, start = next(parts), 0  # the part with byte ``at`` of the value, and where it begins
     while at < value_bytes:
         while at == start + part.size:
             start, part = start + part.size, next(parts)
@@ -293,7 +295,7 @@ def _copy(pages: list[Place], value_bytes: int, target: Rows | Scattered) -> Non
 
 
 class Found(NamedTuple):
-    """An object's head, proven. ``extent`` None: it is not in memory."""
+    """A proven head of an object. ``extent`` is None if it is not in memory."""
 
     about: About
     frame_class: FrameClass
@@ -303,7 +305,7 @@ class Found(NamedTuple):
     word: int
 
     def copy_to(self, into: Scattered, start: int) -> bool:
-        """Copy what the head holds of the value, from DRAM; False where it changed meanwhile."""
+        """Copy the head's part of the value from DRAM; return False if the page has changed."""
         assert self.extent is not None
         into.write(start, self.extent.pages[self.frame, : self.about.value_bytes - start])
         self.extent.last_use[self.frame] = time.monotonic_ns()
@@ -311,7 +313,8 @@ class Found(NamedTuple):
 
 
 def find_head(mapped: Mapped, root: bytes, name: bytes) -> Found | None:
-    """The head of the object of that name, wherever it is; None where there is none, or another string's."""
+    """Return the head of the object of that name, in any tier; None if there is none, or if it belongs to another
+    string."""
     key = key_hash(root, name)
     try:
         for reader in mapped.tiers:
@@ -323,19 +326,19 @@ def find_head(mapped: Mapped, root: bytes, name: bytes) -> Found | None:
                     return None
                 return Found(about[1], head.frame_class, raw, head.extent, head.frame, head.word)
     except IndexDamaged:
-        pass  # the daemon will rebuild it under a new epoch
+        pass  # the daemon will rebuild the index under a new epoch
     return None
 
 
 def planned(mapped: Mapped, name: bytes, value_bytes: int) -> tuple[FrameClass, About]:
-    """An object that is to be put, in pages of which class."""
+    """Return the frame class for an object to be put, and the description of the object."""
     frame_class = class_for(name, value_bytes, int(mapped.header.extent_bytes))
     pieces = pieces_of(value_bytes, frame_class.page_bytes)
     return frame_class, About(name, value_bytes, pieces, secrets.token_bytes(NONCE_BYTES))
 
 
 def copy_from(source: Scattered, start: int, mapped: Mapped, addresses: list[Address]) -> None:
-    """Copy a value, from ``start`` on, into these frames. Raises NodeUnavailable where they are gone."""
+    """Copy a value, from ``start`` on, into these frames. Raises NodeUnavailable if they are gone."""
     for extent, frame, i, j in frames_of(mapped, addresses):
         for place in range(i, j):
             source.read(start + place * extent.page_bytes, extent.pages[frame + place - i])
@@ -343,13 +346,13 @@ def copy_from(source: Scattered, start: int, mapped: Mapped, addresses: list[Add
 
 
 class _FromSource(LocalPut):
-    """Pages whose bytes come from a value in several buffers; see ``LocalPut``."""
+    """A ``LocalPut`` whose bytes come from a value in several buffers."""
 
     _source: Scattered
     _start = 0
 
     def settled(self) -> int:
-        """``result``, but that it is 0 where the tenant may have no more; see ``refused``."""
+        """As ``result``, but 0 if the tenant's quota is used up; see ``refused``."""
         try:
             return self.result()
         except QuotaExceeded:
@@ -357,7 +360,7 @@ class _FromSource(LocalPut):
 
     @property
     def refused(self) -> bool:
-        """Its tenant may have no more."""
+        """True if the tenant's quota is used up."""
         return self._refused
 
     def _copy(self, rows: Rows | DeviceRows, page: int, addresses: list[Address]) -> None:
@@ -365,17 +368,17 @@ class _FromSource(LocalPut):
 
 
 class PiecesPut(_FromSource):
-    """The pieces of an object, on their way in."""
+    """A put of the pieces of an object."""
 
     pieces = 0
 
     def send_from(self, source: Scattered, pieces: int) -> None:
-        """Copy them and send their seals."""
+        """Copy the pieces and send their seals."""
         self._source, self.pieces = source, pieces
         self.send(np.empty((pieces, 0), np.uint8), 0)
 
     def last_address(self) -> bytes | None:
-        """Where the last piece that is stored is."""
+        """Return the address of the last stored piece."""
         try:
             found = [
                 raw
@@ -388,7 +391,7 @@ class PiecesPut(_FromSource):
 
 
 class HeadPut(_FromSource):
-    """The head of an object, on its way in. ``busy``, ``present``: why it is not stored, after ``result``."""
+    """A put of the head of an object. After ``result``, ``busy`` or ``present`` says why it is not stored."""
 
     def __init__(self, mapped: Mapped, keys: Keys, frame_class: FrameClass, replaces: bytes) -> None:
         super().__init__(mapped, keys, frame_class)
@@ -396,7 +399,7 @@ class HeadPut(_FromSource):
         self.busy = self.present = False
 
     def send_from(self, source: Scattered, start: int) -> None:
-        """Copy it and send its seal."""
+        """Copy the head and send its seal."""
         self._source, self._start = source, start
         self.send(np.empty((1, 0), np.uint8), 0)
 
@@ -422,7 +425,7 @@ _NOTHING: Final = bytes(ADDRESS_BYTES)
 
 
 class _Whole(NamedTuple):
-    """An object to be put: where among the names it is, and how many pages it will have."""
+    """An object to be put: its position among the names, and its number of pages."""
 
     place: int
     about: About
@@ -431,7 +434,7 @@ class _Whole(NamedTuple):
 
 @dataclass(slots=True)
 class _Sealing:
-    """Objects under one request, and their pages' frames in order. ``reply``: None until it is sent."""
+    """Objects in one request, and the frames of their pages in order. ``reply`` is None until the request is sent."""
 
     pool: GrantPool
     objects: list[_Whole]
@@ -441,7 +444,7 @@ class _Sealing:
 
 
 class ObjectsPut:
-    """One call's objects. ``stored`` is called once."""
+    """The objects of one call. ``stored`` is called once."""
 
     def __init__(
         self, mapped: Mapped, root: bytes, names: Sequence[bytes], sources: Sequence[Scattered], replace: bool
@@ -452,10 +455,10 @@ class ObjectsPut:
         self._stored: list[bool | None] = [None] * len(names)
 
     def stored(self) -> list[bool | None]:
-        """Put them; of each whether it is stored, by this put; None: that is still to be done.
+        """Put the objects. Returns for each whether this put stored it; None if it is still to be put.
 
         Raises:
-            InvalidRequest: the node refuses what these requests say; some may be stored.
+            InvalidRequest: the node refuses these requests; some objects may be stored.
             NodeUnavailable, DeadlineExceeded: the node did not answer in time; some may be stored.
         """
         under_way: deque[_Sealing] = deque()
@@ -467,7 +470,7 @@ class ObjectsPut:
                     sealing.reply = self._request(sealing)
             while under_way:
                 back = self._settle(under_way[0])
-                sealing = under_way.popleft()  # first: no frame is forfeited that the pool has again
+                sealing = under_way.popleft()  # first, so that no frame is forfeited that the pool has again
                 sealing.pool.add(back)
         except BaseException:
             for sealing in under_way:
@@ -476,7 +479,7 @@ class ObjectsPut:
         return self._stored
 
     def _requests(self) -> Iterator[tuple[GrantPool, list[_Whole]]]:
-        """The objects that are to be put now, as many as one request takes at a time."""
+        """Yield the objects to be put now, as many at a time as fit one request."""
         by_class: dict[FrameClass, list[_Whole]] = {}
         for place, (name, source) in enumerate(zip(self._names, self._sources, strict=True)):
             if self._replaced[place] is not None and not self._replace:
@@ -491,7 +494,7 @@ class ObjectsPut:
             left = limit
             for each in objects:
                 if each.pages > limit:
-                    continue  # its pieces go by themselves, request after request
+                    continue  # its pieces are sent on their own, request after request
                 if each.pages > left:
                     yield pool, some
                     some, left = [], limit
@@ -501,7 +504,7 @@ class ObjectsPut:
                 yield pool, some
 
     def _copied(self, pool: GrantPool, objects: list[_Whole]) -> _Sealing | None:
-        """Copy these into frames; as many of them as there are frames for. None: of none."""
+        """Copy as many of these objects as there are frames for. Returns None if there are no frames."""
         wanted = sum([each.pages for each in objects])
         frames = pool.take_granted(wanted, Purpose(self._root), self._mapped.timeout_s)
         if len(frames) < wanted:
@@ -531,7 +534,7 @@ class ObjectsPut:
             raise
 
     def _body(self, frame_class: FrameClass, objects: list[_Whole], frames: list[Address]) -> tuple[bytes, ...]:
-        """The identity rows of their pages, and what their heads replace."""
+        """Return the identity rows of the objects' pages, and the addresses that their heads replace."""
         root, width = self._root, frame_class.page_tokens
         rows: list[bytes] = []
         replaced: list[bytes] = []
@@ -551,8 +554,8 @@ class ObjectsPut:
         return reply
 
     def _settle(self, sealing: _Sealing) -> list[Address]:
-        """Wait for what became of these; the frames that are still ours. Sent again once, where the daemon went away
-        before it answered."""
+        """Wait for the outcome of a request, and return the frames that are still ours. The request is sent once more
+        if the daemon ended before it answered."""
         assert sealing.reply is not None
         count, again = len(sealing.addresses), False
         try:
@@ -573,8 +576,8 @@ class ObjectsPut:
                 continue
             if status == _PRESENT and not self._replace:
                 self._stored[each.place] = False
-            # What the record says counts, not what the status implies; but a frame that the node does not know as ours
-            # is never written again, and all frames of an object have one status.
+            # The record counts, not what the status implies. But a frame that the node does not know as ours is never
+            # written again, and all frames of an object have one status.
             ours = [address for address in addresses if still_ours(address, self._word(address))]
             (stale if status == _STALE else back).extend(ours)
         sealing.pool.forfeit(stale)

@@ -1,4 +1,4 @@
-"""LocalObjects: opaque objects of a node of this machine."""
+"""LocalObjects: opaque objects on a node of this machine."""
 
 from __future__ import annotations
 
@@ -38,9 +38,9 @@ from kvstore.model.replica import ADDRESS_BYTES, FrameClass, Status
 from kvstore.wire.control import BATCH_MAX, Op, statuses_bytes
 
 BUSY_PAUSE_S = 0.005
-LOOK_PAGES = 8192  # of the node, looked at in one step of a call about all objects
-LOOKS_MAX = 4  # at all objects, of one ``clear``
-CACHES_MAX = 256  # of salts and classes, kept ready
+LOOK_PAGES = 8192  # pages of the node examined in one step of a call about all objects
+LOOKS_MAX = 4  # passes over all objects in one ``clear``
+CACHES_MAX = 256  # caches kept, one per salt and class
 
 
 class _ObjectCache(LocalCache):
@@ -55,7 +55,7 @@ class _ObjectCache(LocalCache):
 
 
 class LocalObjects(ObjectVerbs):
-    """Objects are found and read through shared memory; only puts and deletes need the daemon."""
+    """Finds and reads objects through shared memory; only puts and deletes need the daemon."""
 
     _node: LocalNode
 
@@ -86,16 +86,16 @@ class LocalObjects(ObjectVerbs):
         """See ``ObjectVerbs.get``."""
         name, root = encode_name(key), root_of_salt(salt)
         target = Scattered.of(out, "out", writable=True) if out is not None else None
-        for _ in (0, 1):  # once more where it was replaced, or moved, meanwhile
+        for _ in (0, 1):  # again if it was replaced or moved
             mapped = self._node.mapped()
             found = find_head(mapped, root, name) if mapped is not None else None
             if mapped is None or found is None:
                 continue
             size = found.about.value_bytes
             if not found.about.is_whole(found.frame_class.page_bytes):
-                return None  # its record is damaged: there is no value of that length
+                return None  # its record is damaged: no value has that length
             if target is not None and target.nbytes < size:
-                raise InvalidRequest("out", f"has {target.nbytes} bytes, the value has {size}")
+                raise InvalidRequest("out", f"must have at least {size} bytes for the value (got {target.nbytes})")
             into = target if target is not None else Scattered([empty(size)])
             if self._read(mapped, salt, found, into):
                 return size if target is not None else into.parts[0]
@@ -145,7 +145,7 @@ class LocalObjects(ObjectVerbs):
                 again += [name for (name, _), status in zip(part, statuses, strict=True) if status != Status.OK]
             names = again
             if names and time.monotonic() >= deadline:
-                raise DeadlineExceeded(f"{len(names)} objects are on their way between tiers")
+                raise DeadlineExceeded(f"{len(names)} objects are being moved between tiers")
             time.sleep(BUSY_PAUSE_S if names else 0)
         return gone
 
@@ -154,10 +154,10 @@ class LocalObjects(ObjectVerbs):
         return sum(self.clearing(prefix, salt))
 
     def clearing(self, prefix: str, salt: str = "") -> Iterator[int]:
-        """``clear`` in steps, each of bounded work: how many objects each step deleted.
+        """Clear in steps of bounded work, and yield how many objects each step deleted.
 
-        An object that moves between frames while all are looked at may be missed. So they are looked at again until
-        none is left, ``LOOKS_MAX`` times at most: others may put new ones all the time.
+        An object that moves between frames during a pass may be missed. So passes are repeated until no object is left,
+        at most ``LOOKS_MAX`` times, since others may put new objects all the time.
         """
         start, root = encode_prefix(prefix), root_of_salt(salt)
         self._node.writable()
@@ -181,8 +181,8 @@ class LocalObjects(ObjectVerbs):
     # --- parts ------------------------------------------------------------------------------------------------------
 
     def _names(self, root: bytes, start: bytes) -> Iterator[list[bytes]]:
-        """Names of the objects of a root that begin with ``start``, after each ``LOOK_PAGES`` pages of the node. One
-        that is in two tiers, or that moves in the meantime, may be there twice."""
+        """Yield names of a root's objects that begin with ``start``, one list per ``LOOK_PAGES`` pages of the node. An
+        object that is in two tiers, or that moves in the meantime, may be listed twice."""
         mapped = self._node.mapped()
         names = dict[bytes, None]()
         for looked, row in enumerate(mapped.object_rows() if mapped is not None else (), 1):
@@ -209,7 +209,7 @@ class LocalObjects(ObjectVerbs):
         return cache
 
     def _read(self, mapped: Mapped, salt: str, found: Found, into: Scattered) -> bool:
-        """Copy a value whose head was found; False where a page of it is not there, or not proven."""
+        """Copy a value whose head was found; return False if a page of it is missing or not proven."""
         about, frame_class = found.about, found.frame_class
         page_bytes, width = frame_class.page_bytes, frame_class.page_tokens
         start, verify = about.pieces * page_bytes, bool(mapped.header.verify_reads)
@@ -248,7 +248,7 @@ class LocalObjects(ObjectVerbs):
 
 
 class _Putting:
-    """One object on its way in: copied when this is made, sealed when ``result`` says so."""
+    """A put of one object: copied when this is made, sealed when ``result`` returns True."""
 
     def __init__(
         self, store: LocalObjects, mapped: Mapped, root: bytes, name: bytes, source: Scattered, replace: bool
@@ -278,7 +278,7 @@ class _Putting:
         self._head.send_from(self._source, about.pieces * frame_class.page_bytes)
 
     def result(self) -> bool:
-        """Whether the object is stored, by this put. Raises QuotaExceeded or OutOfSpace where there is no room."""
+        """Return whether this put stored the object. Raises QuotaExceeded or OutOfSpace if there is no space."""
         while self._head is not None:
             pieces, head = self._pieces, self._head
             whole = pieces is None or pieces.settled() == pieces.pieces
@@ -290,9 +290,9 @@ class _Putting:
                     return False
                 if head.refused or (pieces is not None and pieces.refused):
                     raise QuotaExceeded(OVER_QUOTA)
-                raise OutOfSpace("the store is full of what may not leave: the object does not fit now")
+                raise OutOfSpace("the object does not fit now: the store is full of pages that cannot be evicted")
             if time.monotonic() >= self._deadline:
-                raise DeadlineExceeded("the object that is there is on its way between tiers, or NVMe is being scanned")
+                raise DeadlineExceeded("the stored object is being moved between tiers, or NVMe is being scanned")
             time.sleep(BUSY_PAUSE_S)
             self._pieces = None
             self._start()
@@ -305,9 +305,9 @@ class _Putting:
 
 
 def _check_size(mapped: Mapped, name: bytes, size: int) -> None:
-    """Raises InvalidRequest where a value could not be stored if it had all DRAM for itself."""
+    """Raise InvalidRequest if a value would not fit even in empty DRAM."""
     extent_bytes, positions = int(mapped.header.extent_bytes), int(mapped.header.positions)
     frame_class = class_for(name, size, extent_bytes)
     frames = positions * (extent_bytes // frame_class.frame_bytes)
     if pieces_of(size, frame_class.page_bytes) >= frames:
-        raise InvalidRequest("data", f"has {size} bytes: an object has to fit the node's DRAM while it is put")
+        raise InvalidRequest("data", f"must fit the node's DRAM while it is put (got {size} bytes)")

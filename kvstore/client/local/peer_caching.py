@@ -1,18 +1,18 @@
-"""Keeping: which pages of other nodes get a place in this one, and how they come there.
+"""Caches pages of other nodes in the local node: which are worth it, and how they are fetched.
 
-A page that this machine reads from another node for the second time is worth a place here. So is what has to be in
-this machine's memory: for a lease, a reader, a shard, a prefetch. It is received in the frame in which it stays, sealed
-when it was verified, and read from there by all programs of the machine. One of them brings it; the others wait for
-that. Copies are worth less than pages that nobody else has: they leave first.
+A page is cached here when this machine reads it from another node for the second time, or when it must be in this
+machine's memory: for a lease, a reader, a shard or a prefetch. It is received in its final frame, sealed after it is
+verified, and read from there by all processes of the machine. One process fetches it; the others wait for that. Copies
+are worth less than pages that no other node has, so they are evicted first.
 
-So are pages that only engines of this machine have, in memory that they mounted, where they have to stay for longer
-than an engine waits for readers: for a lease, or because others are brought that hang on them.
+Pages that only local engines have, in memory that they mounted, are copied to the node as well, if they must stay
+longer than an engine waits for readers: for a lease, or as parents of pages that are fetched.
 
-Arriving: frames of our own node in which pages of other nodes arrive.
+Frames of the local node that receive pages of other nodes.
 
-Whoever brings pages reserves frames under their keys, in one write group that all processes of the machine share for
-that. So one at a time brings a page; the others see that it is coming, and find it stored a moment later. A page is
-received where it stays, and sealed once it was verified.
+A process that fetches pages reserves frames under their keys, in one write group that all processes of the machine
+share for this purpose. So only one process fetches a given page; the others see the reservation, and find the page
+stored a moment later. A page is received directly into its final frame, and sealed after it is verified.
 """
 
 from __future__ import annotations
@@ -40,35 +40,35 @@ from kvstore.wire.control import HINTS, NO_REPLY, WRITER, Op, batch_pages, pack_
 from kvstore.wire.data import WantedChain
 
 BRINGERS: Final = int.from_bytes(b"bring it", "big")  # the write group
-ARRIVAL_BYTES: Final = 32 << 20  # are reserved and brought at a time, where a page is not larger
-TTL_S: Final = 30.0  # after which a page that has not arrived is nobody's; a get ends much earlier
+ARRIVAL_BYTES: Final = 32 << 20  # reserved and fetched at a time, or one page if that is larger
+TTL_S: Final = 30.0  # after which the reservation of a page that has not arrived ends; a get ends much earlier
 
 _OURS = (int(Status.OK), int(Status.JOINED))
 
 
 class Bringer(Enum):
-    """Whose it is to bring a page."""
+    """The process that fetches a page."""
 
-    OURS = "its frame is ours to fill"
-    COMING = "somebody else of this machine brings it"
-    AGAIN = "it has just come, or frames will be free in a moment"
+    OURS = "this process has reserved its frame"
+    COMING = "another process of this machine fetches it"
+    AGAIN = "it has just arrived, or frames will be free in a moment"
     NONE = "there is no room for it"
 
 
 class ArrivingPages:
-    """Frames for the leading pages of ``keys``. Of one thread.
+    """Frames for the leading pages of ``keys``. Used by one thread.
 
-    Life: ``reserve`` -> pages are received in ``rows`` -> ``seal``, by which the leading ones that hold are stored, and
-    the frames of the others are given back. By then nothing may write there any more: the connection that was to bring
-    them has done so, or is closed. Where bytes may still land there (``leave``), the frames of pages that did not come
-    are nobody's: reserved until the deadline, then QUARANTINED, until that is over or this process has ended. The death
-    of this process, and the deadline, end it as those of a writer.
+    Life: ``reserve`` -> pages are received into ``rows`` -> ``seal``, which stores the leading verified pages and
+    returns the frames of the others. From then on nothing may write there: the connection that carried the pages is
+    done or closed. If bytes may still arrive (``leave``), the frames of missing pages stay reserved until the deadline
+    and are then QUARANTINED, until the transfer is over or this process has ended. The death of this process and the
+    deadline end it like those of a writer.
 
     Args:
-        answer_s: how long the node may take for an answer.
+        answer_s: how long the node may take to answer.
 
     Attributes:
-        rows: of each page the frame. To be written within ``mapped.channel.copies``.
+        rows: the frame of each page, to be written within ``mapped.channel.copies``.
     """
 
     def __init__(self, node: LocalNode, mapped: Mapped, keys: Keys, shape: FrameClass, answer_s: float) -> None:
@@ -83,10 +83,11 @@ class ArrivingPages:
         self._left = False
 
     def reserve(self) -> Bringer:
-        """Reserve frames for as many leading pages as there are. ``seal`` has to follow where they are OURS.
+        """Reserve frames for as many leading pages as possible. If the result is OURS, ``seal`` must follow.
 
         Raises:
-            NodeUnavailable, DeadlineExceeded: the node does not answer. What it reserved ends with its deadline.
+            NodeUnavailable, DeadlineExceeded: the node does not answer. Frames that it has reserved end with their
+                deadline.
         """
         mapped, keys = self._mapped, self._keys
         count, place = mapped.claims.claim(self, BRINGERS, 0, keys.hashes), Bringer.COMING
@@ -102,7 +103,8 @@ class ArrivingPages:
         return place
 
     def _take_back(self) -> None:
-        """The node may have heard what it did not answer in time. Until that is known nobody of ours asks again."""
+        """Take back a request that the node did not answer in time but may have received. Until its outcome is known
+        this process does not ask again."""
         with contextlib.suppress(Unavailable, InvalidRequest):
             self._ask(self._node.timeout_s)
         self.seal(0)
@@ -116,13 +118,13 @@ class ArrivingPages:
         reply = mapped.exchange(Op.RESERVE, **ask, body=body, timeout_s=timeout_s)
         if reply.op == Status.BUSY:
             return Bringer.AGAIN
-        statuses = np.frombuffer(reply.body, np.uint8, count).copy()  # the body is not ours for long
+        statuses = np.frombuffer(reply.body, np.uint8, count).copy()  # the body is valid for a short time only
         addresses = np.frombuffer(reply.body, ADDRESS_DTYPE, count, statuses_bytes(count)).copy()
         ours = np.isin(statuses, _OURS)
         leading = count if ours.all() else int(ours.argmin())
         self._addresses = addresses[:leading]
         ours[:leading] = False
-        self._give_back(addresses[ours].tobytes())  # behind a page that is stored already
+        self._give_back(addresses[ours].tobytes())  # they follow a page that is stored already
         if leading:
             self._lay_out()
             return Bringer.OURS
@@ -134,14 +136,14 @@ class ArrivingPages:
         for number, frame, _, words in address_runs(self._addresses, int(FrameState.RESERVED)):
             extent = self._mapped.dram.extent(number)
             if extent is None:
-                raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
+                raise NodeUnavailable(f"extent {number} is gone: the node was recreated")
             frames = slice(frame, frame + len(words))
-            extent.last_use[frames] = time.monotonic_ns()  # a frame keeps its last page's
+            extent.last_use[frames] = time.monotonic_ns()  # else a frame keeps the last use of its previous page
             self.rows += list(extent.pages[frames])
 
     def seal(self, pages: int) -> None:
-        """So many leading pages are in ``rows``, and hold; nothing is written there any more. Where the node does not
-        hear of it, the frames end with their deadline."""
+        """Seal the first ``pages`` pages, which are in ``rows`` and verified; nothing writes there any more. If the
+        node does not receive this, the frames end with their deadline."""
         mapped, self.rows = self._mapped, []
         raw, cut = self._addresses.tobytes(), pages * ADDRESS_BYTES
         self._addresses = self._addresses[pages:]
@@ -158,12 +160,12 @@ class ArrivingPages:
                 mapped.claims.release(self)
 
     def leave(self) -> Callable[[], None]:
-        """See ``transfer.transport.HeldPlaces``. ``seal`` gives no frame back then."""
+        """See ``transfer.transport.HeldPlaces``. ``seal`` then returns no frames."""
         self._left = True
         return self._landed
 
     def _landed(self) -> None:
-        """Nothing can land in these frames any more."""
+        """Note that nothing can be received into these frames any more."""
         self._give_back(self._addresses.tobytes())
         self._mapped.claims.release(self)
 
@@ -176,21 +178,21 @@ class ArrivingPages:
     def _give_back(self, raw: bytes) -> None:
         if raw:
             count = len(raw) // ADDRESS_BYTES
-            with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
+            with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
                 ask = {"count": count, "a": 1, "flags": NO_REPLY}
                 self._mapped.channel.request(Op.REVOKE, **ask, body=(raw,), timeout_s=self._answer_s)
 
 
 def is_coming(mapped: Mapped, key: bytes) -> bool:
-    """Whether somebody of this machine is about to store that page."""
+    """Return whether a process of this machine is about to store that page."""
     try:
         return mapped.index.find_pending(key) is not None
     except IndexDamaged:
-        return False  # the daemon will rebuild it under a new epoch
+        return False  # the daemon will rebuild the index under a new epoch
 
 
 def await_coming(mapped: Mapped, key: bytes, within_s: float) -> bool:
-    """Wait while somebody is, a moment at least; False where they still are after ``within_s``."""
+    """Wait at least a moment, while ``is_coming``. Returns False if it still is after ``within_s``."""
     deadline_s, pause_s = time.monotonic() + within_s, PAUSE_MIN_S
     while True:
         time.sleep(pause_s)
@@ -204,40 +206,40 @@ def await_coming(mapped: Mapped, key: bytes, within_s: float) -> bool:
 COPIES: Final = Retention(-1)
 
 Name = Callable[[Mapped, float], None]
-"""Tells the node whose pages these are, within so many seconds."""
+"""Tells the node which tenant these pages belong to, within a number of seconds."""
 
 
 class Keeping:
-    """For one cache."""
+    """Fetches pages of other nodes and engines for one cache."""
 
     def __init__(self, node: LocalNode, chain: WantedChain) -> None:
         self._node = node
         self._chain = chain
 
     def worth(self, elsewhere: Elsewhere, keys: Keys) -> int:
-        """How many of these pages, which other nodes may have, are to be kept: leading ones brought before."""
+        """Return how many of these leading pages to cache: those that were fetched before."""
         mapped = self._node.last
         return elsewhere.brought.leading(keys.links) if mapped is not None and heard_from(mapped) else 0
 
     def gather(self, keys: Keys, patience: Patience, name: Name) -> Brought:
-        """Bring what other nodes have of these pages here, as far as there is room. Returns what this call brought, and
-        no other program of this machine."""
+        """Fetch these pages from other nodes into the local node, as far as there is space. Returns what this call
+        fetched, not what other processes of this machine did."""
         brought, elsewhere = Brought(), self._node.elsewhere
         if elsewhere is None or elsewhere.alone:
             return brought
-        with contextlib.suppress(Unavailable):  # our own node does not answer: what is elsewhere stays there
+        with contextlib.suppress(Unavailable):  # the local node does not answer: the pages stay where they are
             while not patience.over and self._go_on(elsewhere, keys, patience, brought, name):
                 pass
         return brought
 
     def lift(self, keys: Keys, patience: Patience, name: Name) -> None:
-        """Copy what only engines of this machine have of these pages to frames of the node, as far as there is room."""
+        """Copy pages that only local engines have to frames of the node, as far as there is space."""
         with contextlib.suppress(Unavailable):
             while not patience.over and self._lift_some(keys, patience, name):
                 pass
 
     def _lift_some(self, keys: Keys, patience: Patience, name: Name) -> bool:
-        """Some more of them; False where there are no more, or none can come."""
+        """Copy some more of them; return False if there are no more, or none can be copied."""
         mapped = self._node.mapped()
         if mapped is None or not mapped.hbm.readable() or not heard_from(mapped):
             return False
@@ -261,7 +263,7 @@ class Keeping:
         return pages > 0
 
     def _read(self, mapped: Mapped, located: list[bytes], keys: Keys, rows: list[Rows]) -> int:
-        """Fill these frames with the leading pages that are still there; how many."""
+        """Fill these frames with the leading pages that still exist; return how many."""
         for page, row in enumerate(rows):
             one = slice(page, page + 1)
             read = mapped.hbm.start(located[one], keys[one], self._chain.frame_class, row[None])
@@ -270,15 +272,15 @@ class Keeping:
         return len(rows)
 
     def _go_on(self, elsewhere: Elsewhere, keys: Keys, patience: Patience, brought: Brought, name: Name) -> bool:
-        """Bring some more pages, or wait for somebody else who does; False where nothing more comes."""
+        """Fetch some more pages, or wait for another process that does; return False if nothing more comes."""
         mapped = self._node.mapped()
-        if mapped is None or not heard_from(mapped):  # nothing could be stored, and nobody may wait for that
+        if mapped is None or not heard_from(mapped):  # nothing could be stored, and a read must not wait for it
             return False
         pages = self._stored(mapped, keys)
         found = elsewhere.seek(self._chain, keys, pages, (), patience) if pages < len(keys) else []
         if not found:
             return False
-        self.lift(keys[:pages], patience, name)  # what is brought may hang on them
+        self.lift(keys[:pages], patience, name)  # the fetched pages may be their children
         wanted = mapped.in_pool(keys[pages : pages + found[-1].stop])
         wanted = wanted.hinted(hints_of(COPIES, len(wanted), wanted.page_tokens))
         arrival = ArrivingPages(self._node, mapped, wanted, self._chain.frame_class, patience.here_s)
@@ -296,7 +298,7 @@ class Keeping:
         return joined
 
     def _await(self, mapped: Mapped, key: bytes, patience: Patience) -> bool:
-        """Wait for somebody else of this machine who brings that page; whether they have ended."""
+        """Wait for another process of this machine that fetches that page; return whether it has ended."""
         joined = await_coming(mapped, key, patience.here_s)
         patience.waited(0.0 if joined else patience.here_s)
         return joined
@@ -311,7 +313,7 @@ class Keeping:
         patience: Patience,
         brought: Brought,
     ) -> bool:
-        """Fill those frames; whether any page came."""
+        """Fill those frames; return whether any page arrived."""
         came = Brought()
         try:
             with mapped.channel.copies:
@@ -322,7 +324,7 @@ class Keeping:
         return bool(came.pages)
 
     def _stored(self, mapped: Mapped, keys: Keys) -> int:
-        """How many leading pages are in any tier here."""
+        """Return how many leading pages any local tier has."""
         ours = mapped.in_pool(keys)
         pages, _ = stored_pages(mapped, ours, self._chain.closed)
         return stored_beyond(mapped, ours, pages, self._chain.closed)[0] if pages < len(keys) else pages

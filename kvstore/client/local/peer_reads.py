@@ -1,10 +1,10 @@
-"""Elsewhere: pages that other nodes of the pool have, for what a node's own tiers do not.
+"""Reads pages of other nodes of the pool that the local node does not have.
 
-A client asks by itself, without its node's daemon: it reads who there is in the node's folder, asks the owners of the
-spans, and reads from the nodes that they name. What comes was proven by its sender, and its checksums are compared
-here. Whatever goes wrong with another node is a shorter match; one that does not answer is left alone for a while.
+A client does this without its node's daemon: it reads the pool's members from the node's folder, asks the owners of the
+spans, and reads from the nodes that they name. The sender proves each page, and the client compares its checksums. Any
+fault of another node shortens the match; a node that does not answer is skipped for a while.
 
-Brought: which pages of other nodes this machine has read of late. What it reads twice is worth a place in it.
+Pages of other nodes that this machine has read recently. A page that it reads twice is worth caching here.
 """
 
 from __future__ import annotations
@@ -42,19 +42,20 @@ BYTES: Final = 8 * PLACES
 
 
 class BroughtBefore:
-    """A table that all processes of a node share, in a file of its folder: of each page the fingerprint, where its last
-    bits say. A later page of the same place takes it, and two processes may write at a time: a page is then kept too
-    late, or too early. Without the file (there is no memory for it) every process has a table of its own.
+    """A table of page fingerprints in a file of the node's folder, shared by all its processes. The last bits of a
+    fingerprint choose its slot. A later page overwrites its slot, and two processes may write at the same time; the
+    only effect is that a page is cached too late or too early. Without the file (if there is no memory for it) every
+    process has its own table.
     """
 
     def __init__(self, folder: NodeFolder | None) -> None:
         self._table: Fingerprints = np.zeros(PLACES, np.uint64)
         if folder is not None:
-            with contextlib.suppress(OSError, OutOfSpace):  # the folder is just being purged, or full
+            with contextlib.suppress(OSError, OutOfSpace):  # the folder is being purged, or full
                 self._table = _mapped(folder)
 
     def leading(self, links: list[bytes]) -> int:
-        """How many leading ones of these pages were brought before."""
+        """Return how many leading pages were fetched before."""
         if not links:
             return 0
         named = fingerprints(b"".join(links))
@@ -62,7 +63,7 @@ class BroughtBefore:
         return len(seen) if seen.all() else int(seen.argmin())
 
     def add(self, links: list[bytes]) -> None:
-        """These are being brought."""
+        """Record that these pages are being fetched."""
         if links:
             named = fingerprints(b"".join(links))
             self._table[_places(named)] = named
@@ -78,44 +79,45 @@ def _mapped(folder: NodeFolder) -> Fingerprints:
     try:
         if os.fstat(fd).st_size < BYTES:
             allocate(fd, 0, BYTES, str(path))
-            os.fchmod(fd, folder.file_mode)  # whatever the umask
+            os.fchmod(fd, folder.file_mode)  # regardless of the umask
         return np.frombuffer(mmap.mmap(fd, BYTES), np.uint64)
     finally:
         os.close(fd)
 
 
-LOSS_S: Final = 0.8  # that one get waits for other nodes, however many, beyond what its bytes take at ``RATE_MIN``
-HERE_S: Final = 0.4  # for our own node, where a get wants a place in it; without one it goes on
+LOSS_S: Final = 0.8  # a get's total wait for all other nodes, beyond the time its bytes take at ``RATE_MIN``
+HERE_S: Final = 0.4  # a get's wait for its own node to grant frames; after it the get continues without
 
 log = logging.getLogger("kvstore.cluster")
 
 
 @dataclass
 class Brought:
-    """What was brought from other nodes: leading pages, from whom, and from which of their tiers."""
+    """Pages that were fetched from other nodes: how many leading ones, and from which nodes and tiers."""
 
     pages: int = 0
     nodes: Counter[str] = field(default_factory=Counter)
     tiers: Counter[Tier] = field(default_factory=Counter)
 
     def add(self, more: Brought) -> None:
-        """More of them."""
+        """Add what a later fetch brought."""
         self.pages += more.pages
         self.nodes.update(more.nodes)
         self.tiers.update(more.tiers)
 
 
 class Patience:
-    """How long one call goes on with other nodes, and how much of that it still waits for those that do not answer.
+    """The time budget of one call for other nodes, and how much of it may be spent waiting for silent ones.
 
     Args:
-        within_s: for all; None: for what does not bring pages, and as long as pages come they may take as ``RATE_MIN``
-            has it.
+        within_s: for the whole call. None limits only the time in which no pages arrive; transfers may take as long as
+            their bytes need at ``RATE_MIN``.
 
     Attributes:
-        deadline_s: of ``time.monotonic()``.
-        left_s: for silence.
-        here_s: for our own node's answers, and for pages that another program of this machine is about to bring.
+        deadline_s: as ``time.monotonic()``.
+        left_s: remaining seconds to wait for silent nodes.
+        here_s: remaining seconds to wait for the local node's answers, and for pages that another process of this
+            machine fetches.
     """
 
     def __init__(self, within_s: float | None = None, here_s: float = HERE_S) -> None:
@@ -126,25 +128,25 @@ class Patience:
         self.here_s = here_s
 
     def until_s(self, nbytes: int) -> float:
-        """The deadline of a transfer of so many bytes that begins now."""
+        """Return the deadline of a transfer of ``nbytes`` that begins now."""
         return self.deadline_s + (nbytes / RATE_MIN if self._grows else 0.0)
 
     def came(self, nbytes: int) -> None:
-        """So many bytes did."""
+        """Extend the budget after ``nbytes`` arrived."""
         self.extend(nbytes / RATE_MIN)
 
     def extend(self, seconds: float) -> None:
-        """Pages came in that time."""
+        """Extend the budget by ``seconds`` in which pages arrived."""
         self.deadline_s += seconds if self._grows else 0.0
 
     @property
     def over(self) -> bool:
-        """Whether it is."""
+        """True once the budget is used up."""
         return self.left_s <= 0 or time.monotonic() >= self.deadline_s
 
     @contextlib.contextmanager
     def asking(self) -> Iterator[float]:
-        """Around questions that are answered at once, or not at all: until when."""
+        """Enclose questions that are answered at once or not at all; yields their deadline."""
         began_s = time.monotonic()
         try:
             yield min(self.deadline_s, began_s + self.left_s)
@@ -152,13 +154,13 @@ class Patience:
             self.waited(time.monotonic() - began_s)
 
     def waited(self, seconds: float) -> None:
-        """So long for nothing."""
+        """Deduct ``seconds`` that passed without an answer."""
         self.left_s -= seconds
 
     @contextlib.contextmanager
     def waiting(self) -> Iterator[float]:
-        """Around a transfer: how long the other end may be silent, at its beginning and later. That counts where it
-        fails; the time in which pages came does not."""
+        """Enclose a transfer; yields how long the other end may be silent at any point. If the transfer fails, the time
+        is deducted; time in which pages arrived is not."""
         began_s, silence_s = time.monotonic(), max(0.0, min(SILENCE_S, self.left_s))
         try:
             yield silence_s
@@ -168,13 +170,13 @@ class Patience:
 
 
 class Elsewhere:
-    """For one node's clients in one process. Threads share it.
+    """Reads from other nodes for one node's clients in one process. Threads share it.
 
     Args:
-        kept_s: how long what owners told is kept.
+        kept_s: how long the answers of owners are kept.
 
     Attributes:
-        brought: what gets of this machine have brought.
+        brought: pages that gets of this machine have fetched.
     """
 
     def __init__(self, folder: Path, kept_s: float = KEPT_S) -> None:
@@ -188,7 +190,7 @@ class Elsewhere:
 
     @property
     def alone(self) -> bool:
-        """Whether there is no other node."""
+        """True if the pool has no other node."""
         view = self._peers.look()
         return view is None or len(view.peers) < 2
 
@@ -200,13 +202,13 @@ class Elsewhere:
         without: Collection[str] = (),
         patience: Patience | None = None,
     ) -> list[Stretch]:
-        """Where the pages after the first ``pages`` of a chain are, as far as other nodes have them, one after another.
+        """Return where other nodes have the pages after the first ``pages`` of a chain, without gaps.
 
-        Of keys whose place in their chain is not known nobody knows the spans.
+        The spans are unknown if the keys' position in their chain is unknown; then nothing is found.
 
         Args:
-            without: nodes that are not to be named.
-            patience: of the call that this is for.
+            without: nodes to leave out.
+            patience: the budget of the call.
         """
         view = self._peers.look()
         if view is None or len(view.peers) < 2 or pages >= len(keys) or (above := keys.above) is None:
@@ -224,8 +226,8 @@ class Elsewhere:
         patience: Patience | None = None,
         held: HeldPlaces | None = None,
     ) -> Brought:
-        """Read the pages after the first ``pages`` into ``rows``. Rows after those that count may change: once this has
-        returned only where they are ``held``, and left."""
+        """Read the pages after the first ``pages`` into ``rows``. Rows after the counted ones may change; after the
+        return only if they are ``held`` and were left."""
         brought, failed, patience = Brought(), set[str](), patience or Patience()
         limit = min(len(keys), pages + len(rows))
         while pages + brought.pages < limit and not patience.over:
@@ -239,7 +241,7 @@ class Elsewhere:
                 if self._read(chain, stretch.node, keys[start:stop], into, patience, brought, held) < stop - start:
                     failed.add(stretch.node)
             except LateBytes:
-                break  # these rows are of no use to anybody now
+                break  # these rows are of no use any more
         return brought
 
     def _read(
@@ -252,7 +254,7 @@ class Elsewhere:
         brought: Brought,
         held: HeldPlaces | None,
     ) -> int:
-        """Read these pages from one node; how many of them came. Raises LateBytes."""
+        """Read these pages from one node; return how many arrived. Raises LateBytes."""
         view, mover, done = self._peers.look(), self._mover, 0
         page_bytes = chain.frame_class.page_bytes
         peer = view.peers.get(node) if view is not None else None
@@ -275,7 +277,7 @@ class Elsewhere:
         return done
 
     def close(self) -> None:
-        """Close its connections."""
+        """Close the connections to other nodes."""
         with self._lock:
             links, mover = self._links, self._mover
             self._links = self._finder = self._mover = None
@@ -294,9 +296,9 @@ class Elsewhere:
 
 
 def _credentials() -> DialCredentials:
-    """Those of the environment. Ones that cannot be used cost the pages of other nodes, never a read here."""
+    """Return the credentials in the environment. Unusable ones cost the pages of other nodes, never a local read."""
     try:
         return credentials_of(os.environ)
     except InvalidRequest as error:
-        log.warning("data servers are not told who we are: %s", error)
+        log.warning("connecting to data servers without credentials: %s", error)
         return DialCredentials()

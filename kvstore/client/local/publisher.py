@@ -7,10 +7,11 @@ Publisher: where one session publishes its puts, instead of sending them: its sl
 
 Copies: the stores into granted frames that are under way in this process, so that no session ends beneath one.
 
-Published: pages that were put, and that the node has not taken in yet. No page is proven by what stands in the log.
+Pages that were put, and that the node has not taken in yet. The log is a hint and proves no page.
 
-Whoever misses a key looks for it there. If it is there, the node is asked to take in what was published, and the index
-once more. A page that follows its parent to NVMe is waited for. With the node down that is a miss, until it is back.
+A reader that misses a key in the index looks for it in the log. If it is there, the reader asks the node to take in
+what was published, and reads the index again. It waits for a page that follows its parent to NVMe. While the node is
+down, such a page is a miss.
 """
 
 from __future__ import annotations
@@ -240,22 +241,22 @@ class Channel(Protocol):
         ...
 
 
-DRAIN_S: Final = 2.0  # a node that does not answer within this is not asked again before it gives a sign
-ARRIVAL_S: Final = 2.0  # a page that is not on NVMe within this is not waited for again before its slot goes on
+DRAIN_S: Final = 2.0  # a node that does not answer within this is not asked again before its next heartbeat
+ARRIVAL_S: Final = 2.0  # a page that is not on NVMe within this is not waited for again before its slot advances
 _LOOK_S: Final = 0.001
 _PUTS_ID = Header.puts_id.position
 
 
 class Published:
-    """The log of one mapped node, for whoever reads there. Threads may share it.
+    """The log of one mapped node, for its readers. Threads may share it.
 
     Args:
-        timeout_s: how long a request to the node may take, where that is less than a look at the log waits.
+        timeout_s: how long a request to the node may take, if that is less than ``DRAIN_S``.
 
     Attributes:
-        seen: up to which positions the node was through at some moment, twice. They only grow. So where they are the
-            same after the index was read, nothing was taken in meanwhile: a page that the index does not have, and that
-            does not wait in the log either, was not put before.
+        seen: up to which positions the node had taken in the log at some moment, twice. Positions only grow. So if they
+            are unchanged after the index was read, nothing was taken in between: a page that is neither in the index
+            nor pending in the log had not been put.
     """
 
     __slots__ = ("_folder", "_header", "_id", "_log", "_stuck", "_unanswered_ns", "_wait_s", "seen")
@@ -266,39 +267,40 @@ class Published:
         self._header = header
         self._id: int = header.puts_id
         self._log = PutLog.open(folder, self._id)
-        self._unanswered_ns = -1  # the node's last sign when it did not answer
-        self._stuck: dict[int, int] = {}  # slot -> up to where it was taken in when a page of it did not arrive
+        self._unanswered_ns = -1  # the node's last heartbeat when it did not answer
+        self._stuck: dict[int, int] = {}  # slot -> its position when one of its pages did not arrive
         self.seen = b""
 
     @property
     def drained(self) -> bytes:
-        """Up to which positions the node is through now."""
+        """Return up to which positions the node has taken in the log."""
         log = self._log
         return log.drained if log is not None else b""
 
     def rests(self, seen: bytes) -> bool:
-        """Nothing was taken in since then, and nothing waits: what the index did not have is not there."""
+        """Return whether nothing was taken in since then and nothing is pending, so that a miss in the index is
+        final."""
         log = self._log
         return self._header.words[_PUTS_ID] == self._id and (log is None or log.positions() == seen)
 
     def elsewhere(self, key: bytes, slot: int) -> bool:
-        """Whether the page of that key is published in another slot, and not taken in. A hint."""
+        """Return whether the page of that key is published in another slot and not taken in. A hint."""
         log = self._log
         return log is not None and log.holder(key, slot) >= 0
 
     def waits(self, key: bytes, looked: bytes) -> tuple[bool, bytes]:
-        """Whether the page of that key is published, or shown while it is written, and not taken in; and up to which
-        positions was ``looked``, for the next look. False where nothing has moved since."""
+        """Return whether the page of that key is published, or announced while it is written, and not taken in; and the
+        new ``looked`` positions for the next call. False if nothing has moved since."""
         log = self._current()
         positions = log.positions() if log is not None else b""
         return log is not None and positions != looked and log.holder(key) >= 0, positions
 
     def look(self, missed: Callable[[], list[bytes]], seen: bytes, channel: Channel) -> bytes | None:
-        """After the index did not have all keys: None where that is final. Else it is worth another look, and what is
-        ``seen`` before that. Where one of the keys that were ``missed`` is among what was published, the node takes
-        that in first.
+        """Decide after a miss in the index. Returns None if the miss is final; otherwise the caller should read the
+        index again, with the returned positions as ``seen``. If one of the ``missed`` keys was published, the node is
+        asked to take it in first.
 
-        ``seen``: of before the index was read.
+        ``seen``: the positions before the index was read.
         """
         before, log = self._log, self._current()
         seen = seen if log is before else b""
@@ -315,26 +317,27 @@ class Published:
         return self.seen
 
     def _current(self) -> PutLog | None:
-        """The node's log; another one where the daemon has made it since this node was mapped."""
+        """Return the node's log, reopened if the daemon has recreated it since this node was mapped."""
         if self._header.words[_PUTS_ID] != self._id:
             self._id = self._header.words[_PUTS_ID]
             self._log = PutLog.open(self._folder, self._id)
         return self._log
 
     def _ask(self, channel: Channel) -> bool:
-        """Have the node take in what was published; False where it does not."""
+        """Ask the node to take in what was published; return False if it does not."""
         sign_ns = self._header.heartbeat_ns
         if sign_ns == self._unanswered_ns:
             return False
         try:
             channel.request(Op.DRAIN, timeout_s=self._wait_s).result()
             return True
-        except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
+        except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
             self._unanswered_ns = sign_ns
         return False
 
     def _await_arrival(self, log: PutLog, key: bytes) -> None:
-        """A record that the node was asked to take in, and that is still there, is of pages on their way to NVMe."""
+        """Wait for pages that are being saved to NVMe: those of a record that is still in the log after the node was
+        asked to take it in."""
         deadline = time.monotonic() + min(self._wait_s, ARRIVAL_S)
         while (slot := log.holder(key)) >= 0:
             marked = log.marked(slot)

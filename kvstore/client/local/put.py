@@ -1,4 +1,4 @@
-"""LocalPut: pages on their way into a node of this machine: copied into granted frames, sealed batch by batch."""
+"""LocalPut: puts pages into a node of this machine: copies them into granted frames, and seals them batch by batch."""
 
 from __future__ import annotations
 
@@ -25,8 +25,8 @@ from kvstore.shm.header import DaemonState
 from kvstore.shm.index import IndexDamaged
 from kvstore.wire.control import CHECKSUMS, CONTINUES, HINTS, NO_REPLY, Op, batch_pages, encode, pack_addresses
 
-# The next batch is copied while this one is sealed; but sending wakes the node, often on this very core, so that a
-# request costs as much as copying half a MiB. Measured: 16 MiB is best from 64 KiB to 2 MiB pages.
+# The next batch is copied while this one is sealed. But a send wakes the node, often on this same core, so a request
+# costs as much as copying half a MiB. Measured: 16 MiB is best for pages of 64 KiB to 2 MiB.
 BATCH_BYTES = 16 << 20
 BUSY_PAUSE_MAX_S = 0.02
 
@@ -35,7 +35,7 @@ _BUSY, _OVER_QUOTA = int(Status.BUSY), int(Status.OVER_QUOTA)
 
 
 class SealBatch:
-    """Consecutive pages under one seal request."""
+    """Consecutive pages in one seal request."""
 
     __slots__ = ("page", "addresses", "body", "reply", "sent_again")
 
@@ -48,8 +48,8 @@ class SealBatch:
 
 
 class LocalPut(PendingPut):
-    """A put whose pages are copied and whose seals are on their way. After a failure: pages whose seal was acknowledged
-    are stored, the frames of the others are forfeit (the node takes them back).
+    """A put whose pages are copied and whose seals were sent. After a failure, pages whose seal was acknowledged are
+    stored; the frames of the others are forfeit (the node takes them back).
     """
 
     __slots__ = (
@@ -84,23 +84,23 @@ class LocalPut(PendingPut):
         self._keys = keys
         self._pool: GrantPool = mapped.pool(frame_class, keys.root if publishes else b"")
         self._flags = flags
-        self._first = 0  # page that is new
-        self._known = known  # pages that are on NVMe already: sealed in DRAM once more, but not new
+        self._first = 0  # first new page
+        self._known = known  # pages that are on NVMe already: sealed in DRAM as well, but not new
         self._batches: list[SealBatch] = []
         self._lock = threading.Lock()
         self._new = 0
         self._failure: Unavailable | None = None
         self._sent_again = False
-        self._refused = False  # the tenant may have no more
-        self._publishes = publishes  # until a batch cannot be: what follows it hangs on its seal
-        self._wakes = True  # the node, to take in what is published
+        self._refused = False  # the tenant's quota is used up
+        self._publishes = publishes  # until a batch cannot be published: later ones depend on its seal
+        self._wakes = True  # wakes the node to take in what is published
         self._published = 0  # where the last batch's record ends in our slot
         publisher = mapped.channel.publisher
         self._since = publisher.published + 1 if publishes and publisher is not None else 0
 
     @property
     def counters(self) -> SessionCounters:
-        """What its session counts."""
+        """The counters of the session."""
         return self._mapped.counters
 
     def result(self) -> int:
@@ -122,7 +122,7 @@ class LocalPut(PendingPut):
         return self._new
 
     def leave(self) -> None:
-        """``result`` may never be called: the pool does it, some time later."""
+        """Let the pool call ``result`` some time later, since the caller may never do so."""
         if self._batches:
             self._pool.unread(self)
 
@@ -144,11 +144,11 @@ class LocalPut(PendingPut):
                     except QuotaExceeded:
                         self._refused, asked = True, None
                     if not frames:
-                        break  # the store is full of what may not leave
+                        break  # the store is full of pages that cannot be evicted
                 part = frames[:limit]
                 if failpoint.ACTIVE:
                     failpoint.hit("client.granted")
-                del frames[: len(part)]  # no longer the pool's, whatever becomes of the copy
+                del frames[: len(part)]  # they no longer belong to the pool, even if the copy fails
                 with self._mapped.channel.copies:
                     self._copy(rows, page, part)
                 if failpoint.ACTIVE:
@@ -166,20 +166,22 @@ class LocalPut(PendingPut):
 
     @staticmethod
     def may_publish(mapped: Mapped) -> bool:
-        """What is put is not refused later: its tenant has no quota, or is charged with frames before it has them."""
+        """Return whether a published put cannot be refused later: its tenant has no quota, or is charged when frames
+        are granted."""
         return mapped.channel.publisher is not None and mapped.header.state == DaemonState.READY
 
     def take(self, page: int) -> list[Address]:
-        """Frames for the pages from ``page`` on, as many as are to be had: for who copies into them, and ``seal``s.
+        """Return frames for the pages from ``page`` on, as many as are available. The caller copies into them and calls
+        ``seal``.
 
-        Raises NodeUnavailable or DeadlineExceeded where the node does not answer.
+        Raises NodeUnavailable or DeadlineExceeded if the node does not answer.
         """
         return self._pool.take_granted(len(self._keys) - page, self._purpose(page), self._mapped.timeout_s)
 
     def seal(self, page: int, addresses: list[Address]) -> None:
-        """After ``take``: all pages from ``page`` on lie in these frames. Called once.
+        """Seal all pages from ``page`` on, which are in these frames. Called once, after ``take``.
 
-        A node that sleeps is not woken: it takes them in with its next tick, or for the first who misses them.
+        A sleeping node is not woken: it takes them in at its next tick, or when a reader misses them.
         """
         self._first, self._wakes = page, False
         step = batch_pages(self._pool.frame_class.page_tokens, self._pool.frame_class.layers)
@@ -192,11 +194,12 @@ class LocalPut(PendingPut):
             raise
 
     def forfeit(self, addresses: list[Address]) -> None:
-        """In place of ``seal``: nothing is written into these frames any more."""
+        """Give these frames up instead of sealing them: nothing writes into them any more."""
         self._pool.forfeit(addresses)
 
     def _granted(self, asked: PendingReply | None, page: int) -> list[Address]:
-        """Frames for what is left from ``page`` on; asked for (again) where that has not been done, or was lost."""
+        """Return frames for the remaining pages from ``page`` on. Requests them (again) if that was not done, or if the
+        request was lost."""
         pool, wanted = self._pool, (len(self._keys) - page, self._purpose(page))
         deadline = time.monotonic() + self._mapped.timeout_s
         return pool.wait_granted(asked if asked is not None else pool.ask(*wanted), *wanted, deadline)
@@ -205,7 +208,7 @@ class LocalPut(PendingPut):
         return Purpose(self._before(page), self._since)
 
     def _before(self, page: int) -> bytes:
-        """The key that ``page`` hangs on."""
+        """Return the key of the parent of ``page``."""
         return self._keys.hashes[page - 1] if page else self._keys.parent
 
     def _copy(self, rows: Rows | DeviceRows, page: int, addresses: list[Address]) -> None:
@@ -214,7 +217,7 @@ class LocalPut(PendingPut):
             return
         for extent, frame, i, j in frames_of(self._mapped, addresses):
             fill(extent.pages[frame : frame + j - i], rows[page + i : page + j])
-            extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # a frame keeps its last page's
+            extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # not its last page's
 
     def _seal(self, rows: Rows | DeviceRows | None, page: int, addresses: list[Address]) -> None:
         keys, count = self._keys, len(addresses)
@@ -255,8 +258,8 @@ class LocalPut(PendingPut):
         return self._flags | hints | (CONTINUES if batch.page > self._first else 0)
 
     def _publish(self, batch: SealBatch) -> bool:
-        """Put its request where the node finds it: these pages are found from now on, and their frames are no longer
-        ours. False where it has to be sent: the log is full, or only NVMe has their parent."""
+        """Publish a batch in the log: its pages are found from now on, and its frames no longer belong to this session.
+        Returns False if it must be sent as a request instead: the log is full, or only NVMe has the parent."""
         mapped, count = self._mapped, len(batch.addresses)
         publisher = mapped.channel.publisher
         if publisher is None or not self.hangs(publisher, batch.page):
@@ -279,8 +282,8 @@ class LocalPut(PendingPut):
         return True
 
     def hangs(self, publisher: Publisher, page: int) -> bool:
-        """Whether this page hangs on the root, or on a page that is in DRAM or published: neither leaves before it is
-        taken in."""
+        """Return whether this page's parent is the root, or a page that is in DRAM or published; such a parent cannot
+        leave before the page is taken in."""
         before = self._before(page)
         if before == self._keys.root or (page > self._first and publisher.marked < self._published):
             return True
@@ -290,7 +293,7 @@ class LocalPut(PendingPut):
             return False
 
     def _settle(self, batch: SealBatch) -> None:
-        """Wait for the batch's statuses. Sent again once, where the daemon went away before it answered."""
+        """Wait for the batch's statuses. The request is sent once more if the daemon ended before it answered."""
         assert batch.reply is not None
         count = len(batch.addresses)
         try:
@@ -299,11 +302,11 @@ class LocalPut(PendingPut):
             message = self._again(batch)
         statuses = bytes(message.body[:count])
         if self._sent_again and not batch.sent_again and _NO_PARENT in statuses:
-            # It overtook the batch before it, which was lost and has been sent again by now.
+            # This batch overtook the one before it, which was lost and has been sent again by now.
             message = self._again(batch)
             statuses = bytes(message.body[:count])
         deadline, pause_s = time.monotonic() + self._mapped.timeout_s, BUSY_PAUSE_S
-        # The tenant's own pages are being saved to make room; or these are, since only NVMe has what they hang on.
+        # The tenant's own pages are being saved to free space; or these pages are, since only NVMe has their parent.
         while _BUSY in statuses and time.monotonic() < deadline:
             time.sleep(pause_s)
             first, pause_s = statuses, min(2 * pause_s, BUSY_PAUSE_MAX_S)
@@ -324,9 +327,8 @@ class LocalPut(PendingPut):
         return batch.reply.result()
 
     def _sort_out(self, batch: SealBatch, statuses: bytes) -> list[int]:
-        """Frames that are still ours go back to the pool: what the record says counts, not what the status implies.
-        Those of pages that the node has not done with are given up: it may be reading them. Returns the pages that are
-        sealed."""
+        """Return frames that are still ours to the pool; the record counts, not what the status implies. Frames that
+        the node may still be reading are given up. Returns the pages that are sealed."""
         back, busy, sealed = list[Address](), list[Address](), []
         for page, (address, status) in enumerate(zip(batch.addresses, statuses, strict=True), batch.page):
             extent = self._mapped.dram.extent(address.extent)
@@ -347,6 +349,6 @@ class LocalPut(PendingPut):
 
 
 def batch_limit(frame_class: FrameClass) -> int:
-    """Pages under one seal request."""
+    """Return how many pages fit one seal request."""
     most = batch_pages(frame_class.page_tokens, frame_class.layers)
     return max(1, min(most, BATCH_BYTES // frame_class.page_bytes))

@@ -1,4 +1,4 @@
-"""LocalReader: layers read out of this machine's memory, sealed or still being written."""
+"""LocalReader: reads layers of this machine's memory, sealed or still being written."""
 
 from __future__ import annotations
 
@@ -48,8 +48,8 @@ class LayerRun(NamedTuple):
 
 
 class LocalReader(Reader):
-    """A reader that finds pages by the index, also those that are being written. Each is read under one generation:
-    that was the same before and after the copy.
+    """A reader that finds pages in the index, including those that are being written. The generation of a page must be
+    the same before and after the copy.
     """
 
     PAUSES_S = (20e-6, 1e-3)
@@ -63,14 +63,15 @@ class LocalReader(Reader):
         self._class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
         self._mapped: Mapped | None = None
         self._spans: list[LayerRun] = []
-        self._wish_s = 0.0  # when to tell the node next what we wait for
-        self._looked = b""  # up to where we looked for it among what was published
+        self._wish_s = 0.0  # when to tell the node next which page this reader waits for
+        self._looked = b""  # up to where the log was searched for it
 
     def _follow_to_device(self, layer: int, start: int, stop: int, rows: DeviceRows) -> None:
         self._follow(layer, start, stop, rows)
 
     def _read(self, page: int, layer: int, start: int, stop: int, target: Rows | DeviceRows) -> int:
-        """As far as the span goes that ``page`` is in; where DRAM has no such page, as far as engines have them."""
+        """Read to the end of the span that contains ``page``; if DRAM does not have it, as far as engines have
+        pages."""
         span = self._span(page)
         if span is None:
             return self._from_engines(page, layer, slice(start, stop), target)
@@ -92,7 +93,7 @@ class LocalReader(Reader):
         return count
 
     def _from_engines(self, page: int, layer: int, part: slice, target: Rows | DeviceRows) -> int:
-        """The same of pages in memory that engines of this machine have mounted, each read where it lies."""
+        """Read pages directly from memory that engines of this machine have mounted."""
         mapped, (begin, end) = self._mapped, self._layout.byte_range(layer)
         if mapped is None or not mapped.hbm.readable():
             return 0
@@ -118,7 +119,8 @@ class LocalReader(Reader):
         return count
 
     def _to_device(self, run: Run, part: slice, target: DeviceRows) -> None:
-        """Sealed pages are leased meanwhile; those that are being written nobody takes away."""
+        """Copy a run to a device. Sealed pages are leased during the copy; pages that are being written cannot be
+        evicted."""
         assert self._mapped is not None
         words = run.extent.words[run.frame : run.frame + run.length].tobytes()
         sealed = words[::8] == bytes([_SEALED]) * run.length
@@ -152,7 +154,7 @@ class LocalReader(Reader):
                     break
                 raw.append(value[:ADDRESS_BYTES])
         except IndexDamaged:
-            return  # it will be rebuilt under another epoch
+            return  # the index will be rebuilt under another epoch
         runs = address_runs(np.frombuffer(b"".join(raw), ADDRESS_DTYPE))
         if not runs:
             self._looked = wish_shown(mapped, keys[page], self._looked)
@@ -167,7 +169,7 @@ class LocalReader(Reader):
         theirs = extent.identity[frame : frame + count].tobytes()
         ours = self._keys.identity_bytes[page * width : (page + count) * width]
         if len(theirs) != len(ours):
-            return  # of another page_tokens
+            return  # it has another page_tokens
         if theirs != ours:
             count = equal_rows(theirs, ours, width)
         count = min(count, _same(extent, frame, generations[:count]))
@@ -175,7 +177,7 @@ class LocalReader(Reader):
             self._spans.append(LayerRun(extent, frame, page, generations[:count]))
 
     def _waits_for(self, page: int) -> None:
-        """Layers are read in memory: a page that only a lower tier has has to come to DRAM first."""
+        """Ask the node to bring a page to DRAM if only a lower tier has it: layers are read from memory only."""
         now_s = time.monotonic()
         if now_s < self._wish_s:
             return
@@ -191,7 +193,7 @@ class LocalReader(Reader):
 
 
 def _same(extent: MappedExtent, frame: int, generations: Words) -> int:
-    """How many leading frames still have these generations, reserved or sealed."""
+    """Return how many leading frames still have these generations, reserved or sealed."""
     words = extent.words[frame : frame + len(generations)]
     if len(words) < len(generations):
         return 0
@@ -201,7 +203,7 @@ def _same(extent: MappedExtent, frame: int, generations: Words) -> int:
 
 
 def _ready(extent: MappedExtent, frame: int, generations: Words, layer: int) -> int:
-    """How many leading frames have this layer written by every shard."""
+    """Return in how many leading frames every shard has written this layer."""
     stop = frame + len(generations)
     words = extent.words[frame:stop].copy()
     if (words == (generations << _8 | np.uint64(_SEALED))).all():

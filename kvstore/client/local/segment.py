@@ -1,4 +1,5 @@
-"""LocalSegment: memory of this process whose pages the node of this machine knows, and its other processes read."""
+"""LocalSegment: memory of this process whose pages the local node indexes, and which other processes of the machine
+read."""
 
 from __future__ import annotations
 
@@ -24,25 +25,25 @@ from kvstore.shm.mounted import MountedTable, data_path
 from kvstore.tier.peer_memory import HOST, MountedMemory, SharedFrames
 from kvstore.wire.control import BATCH_MAX, CHAINED, NO_REPLY, Op, encode, pack_addresses, pack_class
 
-ANSWER_S: Final = 0.25  # for a node that has to be told, the log being full
-SILENCE_NS: Final = 1_000_000_000  # one that did not answer is not told so again before that
+ANSWER_S: Final = 0.25  # wait for a node that needs a message because the log is full
+SILENCE_NS: Final = 1_000_000_000  # pause of messages to a node that did not answer
 CLOSE_S: Final = 1.0
 
 
 class LocalSegment:
     """One segment, from ``mount`` until ``close``, or until this process or its session ends. Threads may share it.
 
-    The pages are this process's own: it writes them, and decides what stays. A frame's life::
+    This process owns the pages: it writes them, and decides which stay. A frame's life::
 
-        free ──write, publish──> readable by all ──retire──> nobody begins to read; free once nobody reads
+        free ──write, publish──> readable by all ──retire──> no new reader; free once the last reader is done
 
-    Only full pages are published, after their bytes are there. A frame that is published is not written into. Where the
-    node has no daemon just now, what is published is found when there is one again.
+    Only full pages are published, after their bytes are written. A published frame is not written into. While the
+    node's daemon is down, pages can be published; they are found when it is back.
 
     Attributes:
-        number: what the node calls it.
-        memory: uint8, to be written into; empty where it was given to ``mount``.
-        pages: the same as ``[frames, page_bytes]``; empty where it has strides.
+        number: the node's number for the segment.
+        memory: uint8, to be written into; empty if the caller gave memory to ``mount``.
+        pages: the memory as ``[frames, page_bytes]``; empty if it has strides.
     """
 
     def __init__(
@@ -55,27 +56,27 @@ class LocalSegment:
         self._table = table
         self._lock = threading.Lock()
         self._generation = 1  # the next one
-        self._retired: dict[int, int] = {}  # frame -> since when
+        self._retired: dict[int, int] = {}  # frame -> when it was retired
         self._closed = False
-        self._silent_ns = 0  # until then the node is told by the log alone
+        self._silent_ns = 0  # until then only the log is used
         self.number = table.number
         self.memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.pages: npt.NDArray[np.uint8] = np.empty((0, layout.page_bytes), np.uint8)
 
     @property
     def frames(self) -> int:
-        """How many it has."""
+        """The number of frames."""
         return self._table.frames
 
     def publish(self, keys: Keys, frames: Sequence[int]) -> bool:
-        """These consecutive pages of a chain are in these frames from now on, for every process of the machine.
+        """Publish these consecutive pages of a chain, which are in these frames, to every process of the machine.
 
-        Returns whether the node was told. Where it was not, being away, it finds them when it starts.
+        Returns whether the node was told. A node that is down finds them when it starts.
 
         Raises:
-            InvalidRequest: keys of another layout, or as many frames as keys are needed; a frame is named twice, is not
-                there, or is not free. Nothing was published.
-            NodeUnavailable: the segment is closed, its session was renewed, or the node was made anew.
+            InvalidRequest: keys are of another layout, or not as many as frames; a frame is named twice, does not
+                exist, or is not free. Nothing was published.
+            NodeUnavailable: the segment is closed, its session was renewed, or the node was recreated.
         """
         frames = [int(frame) for frame in frames]
         with self._lock:
@@ -83,7 +84,7 @@ class LocalSegment:
             keys = self._mapped.in_pool(keys)
             above = keys.above
             if above is None:
-                raise InvalidRequest("keys", "must be of a chain that is known from its root")
+                raise InvalidRequest("keys", "must be of a chain that is known from its root on")
             position = len(above)
             before = fingerprint(above[span_start(position - 1)]) if position else 0
             first, self._generation = self._generation, self._generation + len(frames)
@@ -99,11 +100,11 @@ class LocalSegment:
             return told
 
     def retire(self, frames: Sequence[int]) -> list[int]:
-        """Nobody begins to read these frames' pages. Returns the frames that are free: they may be written into. The
-        others are being read by another process; ask again, for a fifth of a second at most.
+        """Let no reader begin to read these frames' pages. Returns the frames that are free, which may be written into.
+        The others are being read by another process; call again, for at most a fifth of a second.
 
         Raises:
-            InvalidRequest: a frame is not there.
+            InvalidRequest: a frame does not exist.
         """
         frames = [int(frame) for frame in frames]
         with self._lock:
@@ -124,8 +125,8 @@ class LocalSegment:
             return free
 
     def close(self) -> None:
-        """The node forgets the segment, and others read it no more. Twice is fine; the memory stays as long as it is
-        used here."""
+        """Make the node forget the segment, so that others do not read it any more. May be called twice; the memory
+        stays as long as this process uses it."""
         with self._lock:
             if self._closed:
                 return
@@ -137,7 +138,7 @@ class LocalSegment:
                 self._table.clear(frame)
             try:
                 self._mapped.exchange(Op.UNMOUNT, a=self.number, timeout_s=CLOSE_S)
-            except (Unavailable, InvalidRequest):  # it learns that when our session ends
+            except (Unavailable, InvalidRequest):  # the node learns it when the session ends
                 return
 
     def _is_read(self, frame: int) -> bool:
@@ -149,29 +150,29 @@ class LocalSegment:
         if self._closed or self._mapped.channel.ended:
             raise NodeUnavailable(f"{self._node.name}: the segment is closed, or its session has ended: mount again")
         if keys.page_tokens != self._layout.page_tokens:
-            raise InvalidRequest("keys", "are of another layout")
+            raise InvalidRequest("keys", "must be of the segment's layout")
         if not frames or len(keys) != len(frames) or len(set(frames)) != len(frames):
-            raise InvalidRequest("frames", f"{len(keys)} pages need as many different frames, at least one")
+            raise InvalidRequest("frames", f"must be {len(keys)} different frames, one per key")
         self._check_frames(frames)
         taken = [frame for frame in frames if int(self._table.words[frame])]
         if taken:
-            raise InvalidRequest("frames", f"frame {taken[0]} has a page: retire it first")
+            raise InvalidRequest("frames", f"must be free: retire frame {taken[0]} first")
 
     def _check_frames(self, frames: list[int]) -> None:
         for frame in frames:
             if not 0 <= frame < self.frames:
-                raise InvalidRequest("frames", f"{frame} is not below {self.frames}")
+                raise InvalidRequest("frames", f"must be below {self.frames} (got {frame})")
 
     def _tell(self, op: Op, count: int, body: tuple[bytes, ...]) -> bool:
-        """By the log; where that has no room by a message. Whether it was told: a node that is down finds the records
-        at its next start, and of a frame it hears again when that is used again."""
+        """Tell the node through the log, or with a message if the log is full. Returns whether that was done: a node
+        that is down finds the records at its next start, and is told of a frame again when the frame is used again."""
         channel = self._mapped.channel
         publisher = channel.publisher
         request = encode(op, 0, count=count, a=self.number, flags=NO_REPLY, body=body)
         try:
             if publisher is not None and publisher.publish(request, [], self._mapped.header):
                 if publisher.unheard:
-                    with contextlib.suppress(Unavailable):  # it looks there by itself, later
+                    with contextlib.suppress(Unavailable):  # the node looks there on its own later
                         channel.request(Op.DRAIN, flags=NO_REPLY, timeout_s=0.0)
                 return True
             if time.monotonic_ns() >= self._silent_ns:
@@ -190,17 +191,17 @@ def mount(
     if strides is None:
         strides = Strides.whole(layout.page_bytes, memory.stride if memory is not None else layout.page_bytes)
     if strides.page_bytes != layout.page_bytes:
-        raise InvalidRequest("strides", f"have {strides.page_bytes} bytes of a page, not {layout.page_bytes}")
+        raise InvalidRequest("strides", f"must cover {layout.page_bytes} bytes of a page (got {strides.page_bytes})")
     if whole and strides.block < layout.page_bytes:
-        raise InvalidRequest("memory", f"has frames {strides.block} bytes apart, pages are {layout.page_bytes} long")
+        raise InvalidRequest("memory", f"must have frames {layout.page_bytes} bytes apart (got {strides.block})")
     nbytes = strides.nbytes(frames)
     if memory is not None and memory.nbytes < nbytes:
-        raise InvalidRequest("memory", f"{memory.nbytes} bytes hold no {frames} frames, which take {nbytes}")
+        raise InvalidRequest("memory", f"must have at least {nbytes} bytes for {frames} frames (got {memory.nbytes})")
     mapped = node.writable()
     frame_class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
     message = mapped.exchange(Op.MOUNT, a=pack_class(frame_class), b=frames)
     if message.op != Status.OK:
-        raise OutOfSpace(f"{node.name}: the node knows as much mounted memory as it may")
+        raise OutOfSpace(f"{node.name}: the node's limit of mounted memory is reached")
     number, kind = message.a, memory.kind if memory is not None else HOST
     parts = mapped.incarnation, number, mapped.channel.session, frame_class, frames, strides, kind
     try:
@@ -228,7 +229,7 @@ def mount(
 
 
 def _shared(mapped: Mapped, number: int, nbytes: int) -> mmap.mmap:
-    """New shared memory of a segment. Raises OutOfSpace, OSError."""
+    """Create the shared memory of a segment. Raises OutOfSpace, OSError."""
     path = data_path(mapped.folder, number)
     mapped.folder.new_file(path, nbytes, b"")
     fd = open_plain(path, os.O_RDWR)

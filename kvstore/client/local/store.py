@@ -1,4 +1,4 @@
-"""LocalStore: a node of this machine, a daemon's or one in this process, through shared memory."""
+"""LocalStore: a node of this machine through shared memory, run by a daemon or by this process."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ BEAT_NS_MAX = 1_000_000_000  # ten ticks of the daemon
 
 
 class LocalStore(Store, LocalObjects):
-    """A store whose reads need no daemon: files in shared memory tell all of it."""
+    """A store whose reads need no daemon: files in shared memory have all the information."""
 
     reads_without_node = True
 
@@ -81,35 +81,35 @@ class LocalStore(Store, LocalObjects):
         self._node.close()
 
     def in_pool(self, keys: Keys) -> Keys:
-        """The same pages by the keys that the node's listings and events name them by."""
+        """Return the keys by which the node's listings and events name these pages."""
         mapped = self._node.mapped()
         return mapped.in_pool(keys) if mapped is not None else keys
 
     def mount(
         self, layout: Layout, frames: int, memory: MountedMemory | None = None, strides: Strides | None = None
     ) -> LocalSegment:
-        """Memory of this process for ``frames`` pages, which the node of this machine knows and its other processes
-        read (``Tier.HBM``): what is published there is found by their lookups and gets until it is retired, or this
-        process ends. The memory is counted for the tenants whose pages it holds, and charged to no quota.
+        """Mount memory of this process for ``frames`` pages, which other processes of the machine can read
+        (``Tier.HBM``): their lookups and gets find pages that are published there, until they are retired or this
+        process ends. The memory is counted for the tenants whose pages it holds, but not charged to a quota.
 
         Args:
-            memory: of a device, say: see ``transfer.device_memory``. None makes shared memory of the host.
-            strides: where pages lie in it, of another engine's making; None: each in one piece.
+            memory: device memory, for example (see ``transfer.device_memory``). None creates shared host memory.
+            strides: the layout of pages in memory that another engine arranges; None if each page is contiguous.
 
         Raises:
-            InvalidRequest: ``layout`` is no layout; ``frames`` is not positive, or more than a node may know, or than
-                ``memory`` holds; ``strides`` are not those of a page.
-            Unavailable: the memory cannot be shown to others.
-            OutOfSpace: no memory, or the node knows as much mounted memory as it may.
+            InvalidRequest: ``layout`` is not a layout; ``frames`` is not positive, or exceeds what a node allows or
+                ``memory`` holds; ``strides`` do not fit a page.
+            Unavailable: the memory cannot be exported to other processes.
+            OutOfSpace: no memory, or the node's limit of mounted memory is reached.
             NodeUnavailable: there is no such node, or its daemon does not answer.
         """
         check_cache(layout, "", "", 0)
         if not isinstance(frames, int) or frames < 1:
-            raise InvalidRequest("frames", f"must be a positive number, not {frames!r}")
+            raise InvalidRequest("frames", f"must be a positive number (got {frames!r})")
         return mount(self._node, layout, frames, memory, strides)
 
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
-        deadline = time.monotonic() + self._node.timeout_s  # for a daemon to be there; its answer may take longer
+        deadline = time.monotonic() + self._node.timeout_s  # for a daemon to appear; its answer may take longer
         while not self._alive():
             self._node.check_open()
             if time.monotonic() >= deadline:
@@ -127,7 +127,7 @@ class LocalStore(Store, LocalObjects):
         return control.unpack_json(message.body)
 
     def _alive(self) -> bool:
-        """Whether the node's daemon holds its lock."""
+        """Return whether the node's daemon holds its lock."""
         folder = NodeFolder.at(self._node.path)
         return folder.trusted() and folder.owned()
 
@@ -147,5 +147,5 @@ class LocalStore(Store, LocalObjects):
 
 
 def _beats(mapped: Mapped) -> bool:
-    """Whether the daemon gave a sign of late: a stopped one holds its lock, and takes no requests."""
+    """Return whether the daemon had a recent heartbeat: a stopped process holds its lock, but takes no requests."""
     return time.monotonic_ns() - mapped.header.heartbeat_ns < BEAT_NS_MAX

@@ -1,13 +1,13 @@
-"""How a process of the node's machine reads each tier: what every reader can tell, and what one below memory does.
+"""Interfaces for reading each tier on the node's machine: one for every tier, and one for tiers below memory.
 
-The fastest tier is mapped (``DramReader``): its pages are proven, copied, lent and written where they lie. Pages of the
-tiers below are read into the caller's rows, by one ``LowerReader`` per tier. A tier more is such a class, and a row of
-``LOWER_READERS`` (``client.local.lower_tiers``).
+The fastest tier is mapped (``DramReader``): its pages are proven, copied, leased and written in place. Pages of the
+tiers below are read into the caller's rows by one ``LowerReader`` per tier. To add a tier, write such a class and add a
+row to ``LOWER_READERS`` (``client.local.lower_tiers``).
 
-The index names addresses; all of them are hints. A reader opens what it needs when it is first asked, and again when
-the node says that it is another one.
+The index names addresses, all of which are hints. A reader opens its files or devices at first use, and again when the
+node says that they have changed.
 
-DramReader: pages in a node's memory as one process maps them. They are proven by their records; see ``proof``.
+DramReader: reads pages in a node's memory that this process has mapped. Their records prove them; see ``proof``.
 
 MappedExtent: one extent of memory as a client maps it.
 """
@@ -31,13 +31,14 @@ from kvstore.tier.dram import SegmentMap
 
 
 class MappedExtent:
-    """One extent as a client sees it. Valid for ever: a dropped extent's words are zero, so that nothing matches.
+    """One extent as a client sees it. It stays valid for ever: a dropped extent's words are zero, so that nothing
+    matches.
 
     ``words`` uint64 ``[frames]`` (generation and state), ``identity`` uint8 ``[frames, 48 + 4 * page_tokens]``,
-    ``info`` uint64 ``[frames]``, ``checksums`` uint32 ``[frames, layers]``: read-only, the daemon's.
-    ``uses``: what clients write, and of it ``last_use`` uint64 ``[frames]``.
-    ``memory`` uint8: the whole position of the segment, to be pinned. See ``pins``.
-    ``pages`` uint8 ``[frames, page_bytes]``: written only in frames granted to us; ``views``: the same, read-only.
+    ``info`` uint64 ``[frames]``, ``checksums`` uint32 ``[frames, layers]``: read-only, written by the daemon. ``uses``:
+    the table that clients write, with ``last_use`` uint64 ``[frames]``. ``memory`` uint8: the extent's whole range of
+    the segment, to be pinned. See ``pins``. ``pages`` uint8 ``[frames, page_bytes]``: written only in frames granted to
+    us; ``views``: the same, read-only.
     """
 
     __slots__ = (
@@ -73,11 +74,11 @@ class MappedExtent:
         place = table.position, frame_class.frame_bytes, table.frames
         self.pages: npt.NDArray[np.uint8] = segment.frames(*place)[:, : frame_class.page_bytes]
         self.views: npt.NDArray[np.uint8] = segment.frames_readonly(*place)[:, : frame_class.page_bytes]
-        self._table = table  # keeps the mappings
+        self._table = table  # keeps the mappings alive
 
 
 class ObjectHead(NamedTuple):
-    """What an object's head says of itself, proven. ``extent`` None: it is not in memory."""
+    """The proven description in an object's head. ``extent`` is None if it is not in memory."""
 
     frame_class: FrameClass
     row: bytes  # its identity row
@@ -87,32 +88,32 @@ class ObjectHead(NamedTuple):
 
 
 class TierReader(Protocol):
-    """The pages of one tier as one process finds them. Threads may share it. Holds no page and no lease."""
+    """Finds pages of one tier. Threads may share it. Holds no page and no lease."""
 
     @property
     def tier(self) -> Tier:
-        """Which it is: under this name the index lists its pages."""
+        """The tier, under which the index lists its pages."""
         ...
 
     def root_at(self, raw: bytes) -> bytes | None:
-        """The root of the page at a raw address, as its record says now; None where there is no such record."""
+        """Return the root of the page at a raw address, as its record says now; None if there is no such record."""
         ...
 
     def class_at(self, raw: bytes) -> FrameClass | None:
-        """The class of the frames at a raw address, as the node says now; None where there are none."""
+        """Return the class of the frames at a raw address, as the node says now; None if there are none."""
         ...
 
     def object_head(self, raw: bytes) -> ObjectHead | None:
-        """The object's head at that address, proven; None where it is not."""
+        """Return the object's head at that address; None if it is not proven."""
         ...
 
 
 class PendingRead(Protocol):
-    """Pages on their way into the caller's rows. Ends with ``result``.
+    """A read of pages into the caller's rows. Ends with ``result``.
 
     Attributes:
-        addresses: raw ones of the pages that are read, end to end.
-        damaged: after ``result``, the raw address of the page whose bytes do not hold, b"" where there is none.
+        addresses: the concatenated raw addresses of the pages that are read.
+        damaged: after ``result``, the raw address of the page with invalid bytes; b"" if there is none.
     """
 
     damaged: bytes
@@ -123,9 +124,9 @@ class PendingRead(Protocol):
         ...
 
     def result(self, silence_s: float) -> tuple[int, str]:
-        """How many leading pages are in the rows and proven, and why not more ("" where all); marks them as used.
+        """Return how many leading pages are in the rows and proven, and why not more ("" for all); marks them as used.
 
-        A tier that brings nothing for ``silence_s`` is not waited for: reason "io".
+        Stops with reason "io" if nothing arrives for ``silence_s``.
         """
         ...
 
@@ -134,7 +135,7 @@ class LowerReader(TierReader, Protocol):
     """A tier whose pages are read, not mapped.
 
     Attributes:
-        closed: of a layout that is prefix-closed a page is there only with those before it.
+        closed: for prefix-closed layouts, a page is in this tier only if those before it are.
     """
 
     @property
@@ -143,7 +144,7 @@ class LowerReader(TierReader, Protocol):
         ...
 
     def readable(self) -> bool:
-        """Whether the node has that tier, and this process may read it."""
+        """Return whether the node has that tier and this process may read it."""
         ...
 
     def start(self, located: list[bytes], keys: Keys, frame_class: FrameClass, rows: Bytes) -> PendingRead:
@@ -158,11 +159,11 @@ _unpack_address = struct.Struct("<IIQ").unpack_from
 
 
 class DramReader:
-    """See ``TierReader``. One incarnation of a node's segment; its extents are mapped when somebody asks for them.
+    """The ``TierReader`` of one incarnation of a node's segment. Each extent is mapped when it is first needed.
 
     Attributes:
         segment: the memory.
-        extents: those mapped so far, by number. ``extent`` maps one more.
+        extents: the extents mapped so far, by number. ``extent`` maps more.
     """
 
     tier = Tier.DRAM
@@ -175,7 +176,7 @@ class DramReader:
         self._incarnation = incarnation
 
     def extent(self, number: int) -> MappedExtent | None:
-        """The extent of that number; None where there is none (any more)."""
+        """Return the extent of that number; None if it does not exist (any more)."""
         found = self.extents.get(number)
         return found if found is not None else self._open_extent(number)
 
@@ -184,7 +185,7 @@ class DramReader:
         if table is None or table.tier is not self.tier:
             return None
         extents = self.extents
-        for old in extents.keys() - set(self._folder.extents()):  # rare enough to look: their mappings hold memory
+        for old in extents.keys() - set(self._folder.extents()):  # rare, so worth the check: old mappings hold memory
             extents.pop(old, None)
         extent = MappedExtent(table, self.segment)
         extents[number] = extent
@@ -214,7 +215,7 @@ class DramReader:
         return ObjectHead(extent.frame_class, row, extent, frame, word)
 
     def mark_used(self, raw: bytes) -> None:
-        """Mark a page as used now: whoever looks for pages to evict looks elsewhere first."""
+        """Mark a page as used now, so that eviction prefers other pages."""
         number, frame, _ = _unpack_address(raw)
         extent = self.extents.get(number) or self.extent(number)
         if extent is not None and frame < len(extent.last_use):

@@ -1,13 +1,13 @@
-"""Proof: from keys to frames that are proven to hold them.
+"""Finds the frames that are proven to hold the pages of given keys.
 
 The index is a hint. A page counts only when its frame's word says SEALED under the generation that the index named,
 and the record's identity (key, root, extra, token ids) equals ours byte for byte. The words are captured first and
-compared again after the bytes were used: a page that changed in between was not read. So a stale index entry, a
-forged hash, a frame that was given to another page, or an extent that was dropped are all the same thing: a miss.
+compared again after the bytes were used: a page that changed in between was not read. So a stale index entry, a forged
+hash, a reused frame and a dropped extent are all treated alike: as a miss.
 
-Worked example: 32 pages put by one writer lie in frames 40..71 of extent 3. The index names frame 71 for the last
-key; then the guess "page i is in frame 40 + i" is proven by three comparisons of bytes, without asking the index for
-the other 31 keys. Where the guess fails, all keys are looked up and grouped into runs of consecutive frames.
+Worked example: 32 pages put by one writer are in frames 40..71 of extent 3. The index names frame 71 for the last key;
+then the guess "page i is in frame 40 + i" is proven by three comparisons of bytes, without asking the index for the
+other 31 keys. If the guess fails, all keys are looked up and grouped into runs of consecutive frames.
 """
 
 from __future__ import annotations
@@ -47,24 +47,24 @@ class Run(NamedTuple):
     words: bytes
 
     def unchanged(self) -> int:
-        """How many leading pages of the run are still what they were when it was proven."""
+        """Return how many leading pages of the run have not changed since they were proven."""
         now = self.extent.words[self.frame : self.frame + self.length].tobytes()
         return self.length if now == self.words else equal_rows(now, self.words, 8)
 
     def addresses(self) -> bytes:
-        """The pages' addresses, end to end as requests carry them."""
+        """Return the pages' addresses, concatenated as requests carry them."""
         pack, number, words = ADDRESS.pack, self.extent.number, _WORD.iter_unpack(self.words)
         return b"".join([pack(number, frame, word >> 8) for frame, (word,) in enumerate(words, self.frame)])
 
 
 def address_parts(runs: list[Run]) -> list[bytes]:
-    """The addresses of all pages of ``runs``, in parts of at most ``BATCH_MAX`` for one request each."""
+    """Return the addresses of all pages of ``runs``, in parts of at most ``BATCH_MAX``, one per request."""
     raw, step = b"".join([run.addresses() for run in runs]), BATCH_MAX * ADDRESS_BYTES
     return [raw[start : start + step] for start in range(0, len(raw), step)]
 
 
 def prove(mapped: Mapped, keys: Keys, page_bytes: int, closed: bool = True) -> tuple[list[Run], int, str]:
-    """Runs that hold the leading pages of ``keys``, how many pages that are, and why not more ("" where all)."""
+    """Return runs that hold the leading pages of ``keys``, how many pages these are, and why not more ("" for all)."""
     asked = len(keys.hashes)
     stored, raw = named_pages(mapped, keys.hashes, closed)
     if raw is None:
@@ -83,7 +83,7 @@ def prove(mapped: Mapped, keys: Keys, page_bytes: int, closed: bool = True) -> t
 
 
 def _holds(run: Run, keys: Keys) -> bool:
-    """Whether the run's records say what the keys say: compared column by column, so that no row has to be built."""
+    """Return whether the run's records equal the keys, compared column by column, so that no row has to be built."""
     page, stop = run.page, run.page + run.length
     rows = run.extent.identity[run.frame : run.frame + run.length]
     hashes = keys.hashes if run.length == len(keys.hashes) else keys.hashes[page:stop]
@@ -96,7 +96,8 @@ def _holds(run: Run, keys: Keys) -> bool:
 
 
 def _prove_each(mapped: Mapped, keys: Keys, stored: int, page_bytes: int) -> tuple[list[Run], int, str]:
-    """Look every page up, and prove run after run. Plain loops: a batch has a few runs, and numpy's calls add up."""
+    """Look up every page, and prove run after run. Plain loops are faster here: a batch has few runs, and numpy's calls
+    add up."""
     try:
         found = mapped.index.find_many(mapped.dram.tier, keys.hashes[:stored])
     except IndexDamaged:
@@ -128,7 +129,7 @@ def _prove_each(mapped: Mapped, keys: Keys, stored: int, page_bytes: int) -> tup
 
 
 def prove_run(extent: MappedExtent, frame: int, page: int, words: bytes, keys: Keys) -> tuple[Run, str]:
-    """The leading part of ``frame ..`` that is proven under ``words``, and why it is not all ("" where it is)."""
+    """Return the leading part of ``frame ..`` that is proven under ``words``, and why it is not all ("" if it is)."""
     count, reason = len(words) // 8, ""
     now = extent.words[frame : frame + count].tobytes()
     if now != words:
@@ -145,7 +146,7 @@ def prove_run(extent: MappedExtent, frame: int, page: int, words: bytes, keys: K
 def address_runs(
     addresses: npt.NDArray[np.void], state: int = _SEALED
 ) -> list[tuple[int, int, int, npt.NDArray[np.uint64]]]:
-    """Runs of consecutive frames: ``(extent, first frame, first page, words the frames should have)``."""
+    """Return runs of consecutive frames: ``(extent, first frame, first page, words the frames should have)``."""
     if not len(addresses):
         return []
     extents, frames = addresses["extent"].astype(np.int64), addresses["frame"].astype(np.int64)
@@ -157,7 +158,7 @@ def address_runs(
 
 
 def tell_reuse(counters: SessionCounters, runs: list[Run], pages: int, now_ns: int) -> None:
-    """Count how long ago one of the ``pages`` that are about to be read was used, for all of them."""
+    """Count the time since the last use of one of the ``pages`` that are about to be read, on behalf of all of them."""
     if not runs:
         return
     chance = now_ns // REUSE_SAMPLED
@@ -168,7 +169,7 @@ def tell_reuse(counters: SessionCounters, runs: list[Run], pages: int, now_ns: i
 
 
 def equal_rows(left: bytes, right: bytes, width: int) -> int:
-    """How many leading rows of ``width`` bytes are equal."""
+    """Return how many leading rows of ``width`` bytes are equal."""
     rows = min(len(left), len(right)) // width
     a = np.frombuffer(left, np.uint8, rows * width).reshape(rows, width)
     b = np.frombuffer(right, np.uint8, rows * width).reshape(rows, width)
@@ -179,10 +180,10 @@ def equal_rows(left: bytes, right: bytes, width: int) -> int:
 def copy_runs(
     runs: list[Run], target: npt.NDArray[np.uint8], now_ns: int, shard: Shard | None = None
 ) -> tuple[int, bool]:
-    """Copy proven runs; returns the pages that held still meanwhile, and whether one did not.
+    """Copy proven runs; return how many pages did not change during the copy, and whether one did.
 
     Args:
-        target: ``[pages, page_bytes]``; of a shard its part of each page, ``[pages, layers, width]``.
+        target: ``[pages, page_bytes]``; for a shard its part of each page, ``[pages, layers, width]``.
     """
     pages = 0
     for run in runs:

@@ -1,6 +1,6 @@
-"""LocalWriter: pages written layer by layer straight into reserved frames of this machine's memory.
+"""LocalWriter: writes pages layer by layer directly into reserved frames of this machine's memory.
 
-LayerCopies: layers of one writer on their way from a device into its frames.
+LayerCopies: copies layers of one writer from a device into its frames.
 
 Spans: the pages a writer has reserved, as runs of consecutive frames.
 """
@@ -62,10 +62,10 @@ class _Begun(NamedTuple):
 
 
 class LayerCopies:
-    """Copies that were begun and nobody waits for yet. While there is one, no session ends beneath it. Of one thread.
+    """Copies that were started and not yet waited for. While there is one, the session cannot end. Used by one thread.
 
-    Ends with ``finish``. Where that gives up, the session stays until the process ends, and its frames with it: the
-    device may still write into them.
+    Ends with ``finish``. If that gives up, the session and its frames stay until the process ends: the device may still
+    write into them.
     """
 
     def __init__(self) -> None:
@@ -76,10 +76,10 @@ class LayerCopies:
         return bool(self._begun)
 
     def begin(self, copies: Copies, layer: int, extents: Sequence[PinnedExtent], pairs: Pairs) -> None:
-        """Copy one layer into frames of these extents, behind what the caller's stream does.
+        """Copy one layer into frames of these extents, ordered after the work of the caller's stream.
 
         Raises:
-            DeviceLost: nothing was begun.
+            DeviceLost: nothing was started.
         """
         link = link_of(pairs[0][1].device)
         event = link.copy(pairs, extents, to_device=False, layer=True)
@@ -89,17 +89,17 @@ class LayerCopies:
         self._begun.append(_Begun(layer, link, event, pairs))
 
     def below(self, layers: int) -> int:
-        """How many leading layers at most are there, of ``layers``. Waits for nothing. Raises DeviceLost."""
+        """Return how many leading layers have arrived, at most ``layers``, without waiting. Raises DeviceLost."""
         while self._begun and self._begun[0].event.over():
             self._begun.popleft()
         self._leave()
         return min((begun.layer for begun in self._begun), default=layers)
 
     def finish(self) -> None:
-        """Wait until all are there.
+        """Wait until all layers have arrived.
 
         Raises:
-            DeviceLost: they never will be; nothing writes any more.
+            DeviceLost: they will never arrive; nothing writes any more.
             DeadlineExceeded: the device may still write.
         """
         memory = list(self._begun)
@@ -107,7 +107,7 @@ class LayerCopies:
             for _, link, event, _ in memory:
                 link.wait(event, memory)
         except DeadlineExceeded:
-            self._copies = None  # one that does not end
+            self._copies = None  # never left: the session stays open
             raise
         finally:
             self._begun.clear()
@@ -133,15 +133,15 @@ class ReservedRun:
         levels: npt.NDArray[Any],
     ) -> None:
         self.pages = pages  # [count, page_bytes]
-        self.shown = shown  # [count], where this shard shows its progress
+        self.shown = shown  # [count], where this shard records its progress
         self.page = page
         self.count = len(pages)
-        self.first = first  # of its pages among the writer's own
-        self.levels = levels  # [layers + 1, count], what it stores there after so many layers
+        self.first = first  # index of its first page among the writer's own
+        self.levels = levels  # [layers + 1, count], the progress to record after each number of layers
 
     def beside(self, shard: Shard, parts: list[Rows]) -> Iterator[tuple[list[Rows], list[Rows]]]:
-        """Of each array that has some of these pages, ``[n, layers, width]`` each, laid end to end: by layer, where in
-        our pages it goes, and where it is."""
+        """Yield, for each of the concatenated arrays ``[n, layers, width]`` that has some of these pages, the targets
+        in our pages and the sources, both by layer."""
         first = 0
         for part in parts:
             low, high = max(first, self.page), min(first + len(part), self.page + self.count)
@@ -152,13 +152,13 @@ class ReservedRun:
 
 
 def parts_of(raw: bytes, pages: int = BATCH_MAX) -> list[bytes]:
-    """Addresses, end to end, cut into what one request takes."""
+    """Split concatenated addresses into parts that fit one request."""
     step = pages * ADDRESS_BYTES
     return [raw[start : start + step] for start in range(0, len(raw), step)]
 
 
 def unbroken(pages: list[int]) -> list[tuple[int, int]]:
-    """``(start, count)`` of runs of consecutive page numbers."""
+    """Return ``(start, count)`` of runs of consecutive page numbers."""
     runs, start = [], 0
     for i in range(1, len(pages) + 1):
         if i == len(pages) or pages[i] != pages[i - 1] + 1:
@@ -173,10 +173,10 @@ _DONE = (int(Status.OK), int(Status.PARTIAL), int(Status.PRESENT), int(Status.BU
 
 
 class LocalWriter(Writer):
-    """A writer that copies each byte once, into its frame, and shows readers its progress beside it.
+    """A writer that copies each byte once, into its frame, and records its progress next to it for readers.
 
-    One that is alone with its pages takes frames that were granted ahead, tells the node what they are for, and
-    publishes their seal, as a put does: it waits for nobody. Others reserve frames under their keys, and seal those.
+    A writer without other shards takes frames that were granted ahead, tells the node what they are for, and publishes
+    their seal, as a put does, so it never waits for the node. Others reserve frames under their keys, and seal those.
     """
 
     TAKES_DEVICE = True
@@ -193,18 +193,18 @@ class LocalWriter(Writer):
         super().__init__(shard, keys, ttl_s, group)
         layout = shard.layout
         self._node = node
-        self._name = name  # tells the node whose pages these are
+        self._name = name  # tells the node which tenant these pages belong to
         self._class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
         self._alone = shard.count == 1 and group is None
         self._even = 0 if shard.stages == 1 else None
-        self._copies: AbstractContextManager[None] | None = None  # around what is stored, while we have frames
+        self._copies: AbstractContextManager[None] | None = None  # entered while there are frames to write into
         self._mapped: Mapped | None = None
-        self._put: LocalPut | None = None  # which seals pages in granted frames
-        self._frames: list[Address] = []  # those
+        self._put: LocalPut | None = None  # seals pages in granted frames
+        self._frames: list[Address] = []  # granted frames
         self._until_s = 0.0  # their deadline
         self._raw = b""  # addresses of pages_new, end to end
         self._spans: list[ReservedRun] = []
-        self._extents: list[MappedExtent] = []  # that they lie in
+        self._extents: list[MappedExtent] = []  # the extents of those frames
         self._coming = LayerCopies()
 
     # --- reserving --------------------------------------------------------------------------------------------------
@@ -224,8 +224,8 @@ class LocalWriter(Writer):
             raise
 
     def _take(self, mapped: Mapped) -> bool:
-        """Take frames that were granted ahead; the few that are missing are asked for. False where frames have to be
-        reserved: with others, where a put would wait, behind a page that only NVMe has, or where there is none.
+        """Take frames that were granted ahead, and request the few that are missing. Returns False if frames must be
+        reserved: with other shards, where a put would wait, after a page that only NVMe has, or if none are free.
         """
         keys, publisher = self._keys, mapped.channel.publisher
         if not self._alone or publisher is None or not LocalPut.may_publish(mapped):
@@ -237,14 +237,14 @@ class LocalWriter(Writer):
         if page == len(keys):
             return True
         if time.monotonic() - began_s > self._node.timeout_s / 2:
-            # It was asked what others have published, in vain or nearly so. Frames would be waited for as long again.
+            # The node hardly answered about published pages. A request for frames would wait as long again.
             raise NodeUnavailable(f"{self._node.name}: no answer in time")
         put = LocalPut(mapped, keys, self._class, publishes=True)
         if publisher.slot < 0 or not put.hangs(publisher, page):
             return False
         frames = put.take(page)
         if not frames:
-            return False  # RESERVE tells why
+            return False  # RESERVE reports why
         self._put, self._frames, self._until_s = put, frames, time.monotonic() + self._ttl_ms / 1000
         self.pages_new, self._raw = list(range(page, page + len(frames))), pack_addresses(frames)
         self._begin(mapped, publisher, page)
@@ -253,8 +253,8 @@ class LocalWriter(Writer):
         return True
 
     def _begin(self, mapped: Mapped, publisher: Publisher, page: int) -> None:
-        """Publish which pages these frames are for, so that readers may follow: who waits for one has the node take
-        that in. Where there is no room for it, they wait for the seal."""
+        """Publish which pages these frames are for, so that readers can follow: a waiting reader asks the node to take
+        that in. If the log is full, readers wait for the seal."""
         keys, width = self._keys, len(self._keys.identity_bytes) // len(self._keys)
         number, step = pack_class(self._class), batch_pages(self._class.page_tokens, self._class.layers)
         for part in parts_of(self._raw, step):
@@ -283,14 +283,14 @@ class LocalWriter(Writer):
                 keys.identity_bytes[page * width : stop * width],
                 keys.hints[page:stop],
             )
-            # May be asked twice: what this session has reserved for this group and shard already is joined. It is ours,
-            # for no other writer has a claim on it.
+            # May be requested twice: the node returns the frames that this session has already reserved for this group
+            # and shard. They are ours, since no other writer has a claim on them.
             geometry = pack_class(self._class)
             flags = HINTS if keys.hints else 0
             message = mapped.exchange(Op.RESERVE, count=stop - page, a=geometry, b=self._ttl_ms, flags=flags, body=body)
             statuses, start = bytes(message.body[: stop - page]), statuses_bytes(stop - page)
             busy = statuses.find(Status.BUSY) if message.op != Status.BUSY else 0
-            if busy >= 0:  # pages are being saved to make room
+            if busy >= 0:  # pages are being saved to free space
                 statuses, stop = statuses[:busy], page + busy
                 full = time.monotonic() >= deadline
                 time.sleep(BUSY_PAUSE_S)
@@ -304,9 +304,9 @@ class LocalWriter(Writer):
         if refused and not self.pages_new:
             raise QuotaExceeded(OVER_QUOTA)
         if end < len(keys) and not self.pages_new and not full:
-            raise OutOfSpace("no frame could be reserved: another writer here writes as this shard of the group")
+            raise OutOfSpace("no frame could be reserved: another writer of this process is this shard of the group")
         if full and not self.pages_new:
-            raise OutOfSpace("no frame could be reserved: the store is full of pages that may not leave")
+            raise OutOfSpace("no frame could be reserved: the store is full of pages that cannot be evicted")
 
     def _lay_out(self, mapped: Mapped) -> None:
         addresses = np.frombuffer(self._raw, ADDRESS_DTYPE)
@@ -314,18 +314,18 @@ class LocalWriter(Writer):
         for number, frame, first, count in self._runs(addresses):
             extent = mapped.dram.extent(number)
             if extent is None:
-                raise NodeUnavailable(f"extent {number} is gone: the node was made anew")
+                raise NodeUnavailable(f"extent {number} is gone: the node was recreated")
             frames, theirs = slice(frame, frame + count), generations[first : first + count]
-            extent.last_use[frames] = time.monotonic_ns()  # a frame keeps its last page's
-            extent.uses.begin(frames, theirs)  # frames that were granted the node does not
+            extent.last_use[frames] = time.monotonic_ns()  # not its last page's
+            extent.uses.begin(frames, theirs)  # the node does not do that for granted frames
             shown = extent.uses.shown(frames, self._shard.number)
             levels = extent.uses.levels(theirs, self._layout.layers)
             self._extents.append(extent)
             self._spans.append(ReservedRun(extent.pages[frames], shown, self.pages_new[first], first, levels))
 
     def _runs(self, addresses: npt.NDArray[np.void]) -> Iterator[tuple[int, int, int, int]]:
-        """``(extent, first frame, first of our pages, count)`` of consecutive pages in consecutive frames."""
-        if self._put is not None:  # those that were granted are ascending, and their pages follow each other
+        """Yield ``(extent, first frame, first of our pages, count)`` for consecutive pages in consecutive frames."""
+        if self._put is not None:  # granted frames are ascending, for consecutive pages
             for number, frame, i, j in frame_runs(self._frames):
                 yield number, frame, i, j - i
             return
@@ -341,11 +341,11 @@ class LocalWriter(Writer):
     def _storing(self) -> AbstractContextManager[None]:
         self._node.check_open()
         if self._mapped is None:
-            raise InvalidRequest("writer", "has no frames: the node was not there when it was entered")
+            raise InvalidRequest("writer", "has no frames: the node was unavailable when the writer was entered")
         return self._mapped.channel.copies
 
     def prepared(self, pages: Any) -> Callable[[int], None]:
-        """See ``Writer.prepared``. A layer whose turn it is costs a copy and a store of marks, per run of frames."""
+        """See ``Writer.prepared``. A layer in its order costs one copy and one store of progress per run of frames."""
         if on_device(pages):
             return super().prepared(pages)
         parts = self._parts(pages)
@@ -393,7 +393,7 @@ class LocalWriter(Writer):
         return next((span for span in self._spans if 0 <= page - span.page < span.count), None)
 
     def _show(self, page: int | None) -> None:
-        """Show the leading layers that this shard has written."""
+        """Record the leading layers that this shard has written."""
         there = self._coming.below(self._layout.layers)
         if self._even is not None:
             for span in self._spans:
@@ -437,7 +437,7 @@ class LocalWriter(Writer):
             put.forfeit(addresses)
             return
         put.seal(self.pages_new[0], addresses)
-        with contextlib.suppress(QuotaExceeded):  # it has one by now: nothing is sealed
+        with contextlib.suppress(QuotaExceeded):  # the tenant has a quota by now: nothing is sealed
             self.sealed = put.result()
 
     def _seal_frames(self, mapped: Mapped, raw: bytes) -> None:
@@ -464,7 +464,8 @@ class LocalWriter(Writer):
             mapped.counters.put(mapped.row(self._class), saved)
 
     def _statuses(self, mapped: Mapped, part: bytes, request: PendingReply) -> bytes:
-        """What became of these pages. Asked once more where the daemon went away; sealed pages then answer STALE."""
+        """Return the statuses of these pages. Asks once more if the daemon ended; sealed pages then have the status
+        STALE."""
         count = len(part) // ADDRESS_BYTES
         try:
             return bytes(request.result().body[:count])
@@ -479,7 +480,7 @@ class LocalWriter(Writer):
         return bytes(statuses)
 
     def _let_be(self) -> None:
-        """The device may still write into our frames: they are nobody's until this process has ended."""
+        """Leave the frames unused until this process has ended, since the device may still write into them."""
         self._raw, self._spans, self._copies, self._frames = b"", [], None, []
         if self._mapped is not None:
             self._mapped.claims.release(self)
@@ -488,7 +489,7 @@ class LocalWriter(Writer):
         try:
             self._coming.finish()
         except DeviceLost:
-            pass  # which writes no more
+            pass  # it writes no more
         except DeadlineExceeded:
             self._let_be()
             return
@@ -505,7 +506,7 @@ class LocalWriter(Writer):
                 self._mapped.claims.release(self)
 
     def _give_back(self, raw: bytes) -> None:
-        """Where the daemon does not hear of it, the frames' deadline does."""
+        """Return reserved frames. If the daemon does not receive this, they end with their deadline."""
         mapped = self._mapped
         for part in parts_of(raw):
             if mapped is not None:

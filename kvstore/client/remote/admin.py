@@ -1,4 +1,4 @@
-"""Admin: an operator's calls, by their own RPCs where they have one."""
+"""Admin: an operator's calls, each through its own RPC if there is one."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
 
 ADMIN_TIMEOUT_S: Final = 60.0
-EVENTS_WAIT_S_MAX: Final = 1.0  # as of a node of this machine
+EVENTS_WAIT_S_MAX: Final = 1.0  # as for a node of this machine
 EVENTS_PAUSE_S: Final = 0.05
 
-ASKED_AGAIN: Final = ("pins", "explain", "layouts", "pages")  # where the connection was lost meanwhile
+ASKED_AGAIN: Final = ("pins", "explain", "layouts", "pages")  # calls that are repeated after the connection was lost
 PROMPT: Final = "prompt"  # the argument that names pages: a ``pb.Pages``
 
 
 class RemoteAdmin:
-    """What a remote store's ``_admin`` does: arguments into a request, a ``Struct`` into a dict.
+    """Implements ``_admin`` of a remote store: turns arguments into a request, and a ``Struct`` into a dict.
 
-    Whole numbers are int again, which they are not in a ``Struct``; above 2**53 they are not exact.
+    A ``Struct`` has floats only, so whole numbers are converted to int; above 2**53 they are not exact.
     """
 
     def __init__(self, node: RemoteNode) -> None:
@@ -39,18 +39,18 @@ class RemoteAdmin:
         }
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Make one call: by an RPC of its own, or by Admin, which carries any.
+        """Make one call, through its own RPC or through Admin, which carries any call.
 
         Raises:
-            InvalidRequest: there is no such call, or it does not take that argument.
+            InvalidRequest: there is no such call, or it does not take an argument.
         """
         given = {field: value for field, value in arguments.items() if value is not None}
-        by_keys = "keys" in given or isinstance(given.get(PROMPT), str)  # which RPCs of their own have no field for
+        by_keys = "keys" in given or isinstance(given.get(PROMPT), str)  # the calls' own RPCs have no field for keys
         made = self._calls.get(name) if not by_keys else None
         return made(given) if made is not None else self._generic(name, given)
 
     def verify(self, timeout_s: float) -> dict[str, Any]:
-        """A whole sweep: the node answers when it has ended."""
+        """Run a whole sweep; the node answers when it has ended."""
         return self._ask("Verify", pb.Empty(), timeout_s)
 
     def _ask(self, name: str, request: Any, timeout_s: float = ADMIN_TIMEOUT_S, again: bool = True) -> dict[str, Any]:
@@ -61,14 +61,14 @@ class RemoteAdmin:
         try:
             request.update({"call": name, **given})
         except (TypeError, ValueError):
-            raise InvalidRequest("call", f"the arguments of {name!r} cannot be said in JSON") from None
+            raise InvalidRequest("call", f"the arguments of {name!r} cannot be encoded in JSON") from None
         return self._ask("Admin", request, again=name in ASKED_AGAIN)
 
     def _events(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Asked again and again for ``wait_s``: a call that waits would hold one of the node's few threads."""
+        """Poll for ``wait_s``, since a waiting call would occupy one of the node's few threads."""
         wait_s = given.pop("wait_s", 0.0)
         if not isinstance(wait_s, int | float) or not 0 <= wait_s <= EVENTS_WAIT_S_MAX:
-            raise InvalidRequest("wait_s", f"must be from 0 to {EVENTS_WAIT_S_MAX:g}, not {wait_s!r}")
+            raise InvalidRequest("wait_s", f"must be from 0 to {EVENTS_WAIT_S_MAX:g} (got {wait_s!r})")
         deadline = time.monotonic() + wait_s
         while True:
             found = self._generic("events", given)
@@ -80,7 +80,7 @@ class RemoteAdmin:
 
 
 def document(struct: Struct) -> dict[str, Any]:
-    """A ``Struct`` as a dict; numbers without a fraction as int."""
+    """Convert a ``Struct`` to a dict, and whole numbers to int."""
     return {name: _plain(value) for name, value in struct.fields.items()}
 
 
@@ -98,10 +98,11 @@ def _plain(value: Value) -> Any:
 
 
 def _filled(kind: type[Any], given: Mapping[str, Any]) -> Any:
-    """A request of these arguments. Raises InvalidRequest for one that it has no field for, or not of that type."""
+    """Make a request from these arguments. Raises InvalidRequest for an argument without a field, or of the wrong
+    type."""
     for field in given:
         if field not in kind.DESCRIPTOR.fields_by_name:
-            raise InvalidRequest(field, "cannot be said over gRPC")
+            raise InvalidRequest(field, "is not supported over gRPC")
     request = kind()
     for field, value in given.items():
         try:
@@ -110,7 +111,7 @@ def _filled(kind: type[Any], given: Mapping[str, Any]) -> Any:
             else:
                 setattr(request, field, value)
         except (TypeError, ValueError):
-            raise InvalidRequest(field, f"{value!r} is of the wrong type, or too large") from None
+            raise InvalidRequest(field, f"has the wrong type or is too large (got {value!r})") from None
     return request
 
 

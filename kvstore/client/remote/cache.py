@@ -1,10 +1,10 @@
-"""RemoteCache: the pages of one layout, salt and adapter in a node reached over gRPC.
+"""RemoteCache: the pages of one layout, salt and adapter on a node reached over gRPC.
 
-RemoteLease: pages kept in a node for some time, and fetched from there.
+RemoteLease: keeps pages in a node for some time, and fetches copies.
 
-Reading pages from a node over gRPC: a stream of data straight into its rows.
+Reads pages from a node over gRPC: a stream of data is received directly into its rows.
 
-RemoteReader: layers of a prompt's pages as they are sealed in a node reached over gRPC.
+RemoteReader: reads layers of a prompt's pages over gRPC, once they are sealed.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ _MATCH, _DATA, _DIGEST = 1, 2, 3  # fields of ReadReply
 
 
 class Fetched(NamedTuple):
-    """What came: whole pages in ``rows``, how many of them from NVMe, and why not more."""
+    """The result of a read: whole pages in ``rows``, how many of them from NVMe, and why not more."""
 
     pages: int
     nvme_pages: int
@@ -50,16 +50,16 @@ class Fetched(NamedTuple):
 
 
 def fetch(node: RemoteNode, request: pb.ReadRequest, asked: int, page_bytes: int, rows: Rows | None) -> Fetched:
-    """The leading pages of a prompt; asked for once more where the connection was lost.
+    """Fetch the leading pages of a prompt; asks once more if the connection was lost.
 
     Args:
-        asked: how many pages the request names.
-        rows: ``[>= asked, page_bytes]``; None: made here, of the size that the node announces.
+        asked: the number of pages that the request names.
+        rows: ``[>= asked, page_bytes]``. None allocates the size that the node announces.
 
     Data is verified before it counts; rows after the last page may have been written to.
 
     Raises:
-        NodeUnavailable, DeadlineExceeded: the node did not answer, or the stream broke or stood still.
+        NodeUnavailable, DeadlineExceeded: the node did not answer, or the stream broke or stalled.
     """
     raw, again = request.SerializeToString(), True
     while True:
@@ -69,9 +69,9 @@ def fetch(node: RemoteNode, request: pb.ReadRequest, asked: int, page_bytes: int
             if not (again and lost(error)):
                 node.refuse(error)
             again = False
-        except ValueError as error:  # no protobuf, or gRPC's word for a channel closed by another thread
+        except ValueError as error:  # not protobuf, or gRPC's error for a channel closed by another thread
             node.check_open()
-            raise Unavailable(f"{node.endpoint.address}: sent what is no reply: {error}") from None
+            raise Unavailable(f"{node.endpoint.address}: sent an invalid reply: {error}") from None
 
 
 def _fetch(node: RemoteNode, request: bytes, asked: int, page_bytes: int, rows: Rows | None) -> Fetched:
@@ -105,7 +105,7 @@ def _fetch(node: RemoteNode, request: bytes, asked: int, page_bytes: int, rows: 
 
 
 def _counted(match: pb.LookupReply, pages: int, reason: str, rows: Rows | None, page_bytes: int) -> Fetched:
-    if pages > match.pages:  # the last message takes back what the first one announced
+    if pages > match.pages:  # the last message revokes pages that the first one announced
         pages = match.pages
     elif pages < match.pages and not reason:
         reason = GENERATION
@@ -113,14 +113,14 @@ def _counted(match: pb.LookupReply, pages: int, reason: str, rows: Rows | None, 
     return Fetched(pages, min(match.nvme_pages, pages), reason, found)
 
 
-RELEASE_S = 0.5  # a release that cannot be sent is no loss: the deadline passes by itself
+RELEASE_S = 0.5  # a release that cannot be sent does no harm: the lease ends at its deadline
 
 Named = Callable[[Keys], pb.Pages]
 
 
 class RemoteLease(Lease):
-    """A lease that keeps the pages in the node, for others to find. What is here is a copy, fetched when it is taken;
-    it is right whatever becomes of the lease. A restart of the node ends it.
+    """A lease that keeps the pages in the node, for others to find. Its ``pages`` are copies, fetched when it is taken;
+    they stay valid whatever happens to the lease. A restart of the node ends it.
     """
 
     def __init__(self, node: RemoteNode, layout: Layout, keys: Keys, ttl_s: float, named: Named) -> None:
@@ -148,7 +148,7 @@ class RemoteLease(Lease):
         self.match = Match(pages * self._layout.page_tokens, pages, reason)
 
     def check(self) -> None:
-        """Nothing to check: what was fetched was verified, and no one else writes there."""
+        """Do nothing: the fetched pages were verified, and nothing else writes to them."""
 
     def _renew(self) -> None:
         if not self._lease:
@@ -161,7 +161,8 @@ class RemoteLease(Lease):
                 raise
 
     def release(self) -> None:
-        """See ``Lease.release``. The arrays in ``pages`` are forgotten, and stay right for whoever holds them."""
+        """See ``Lease.release``. The lease drops the arrays in ``pages``, which stay valid for callers that keep
+        them."""
         lease, self._lease = self._lease, b""
         self.pages = []
         if lease:
@@ -169,7 +170,7 @@ class RemoteLease(Lease):
                 self._node.call("Release", pb.ReleaseRequest(lease=lease), pb.Empty, RELEASE_S, again=False)
 
     def _ask(self) -> tuple[int, str]:
-        """Ask for the lease; for how many leading pages it was given, and why not more."""
+        """Request the lease; return for how many leading pages it was given, and why not more."""
         request = pb.LeaseRequest(pages=self._named(self._keys), ttl_ms=self._ttl_ms)
         reply = self._node.call("Lease", request, pb.LeaseReply)
         self._lease = reply.lease
@@ -178,7 +179,7 @@ class RemoteLease(Lease):
 
 class RemoteReader(Reader):
     """A reader that fetches pages whole, as they are sealed, and keeps them here (``pages * page_bytes``). So every
-    page crosses the network once, and an eviction in between does no harm.
+    page crosses the network only once, and a later eviction does no harm.
     """
 
     def __init__(
@@ -198,7 +199,7 @@ class RemoteReader(Reader):
         return self._fetched - page
 
     def _fetch(self) -> None:
-        """Fetch what is sealed beyond what we have."""
+        """Fetch newly sealed pages."""
         if not len(self._rows):
             self._rows = empty((self.pages, self._layout.page_bytes))
         rest = self._keys[self._fetched :]
@@ -208,12 +209,13 @@ class RemoteReader(Reader):
         ).pages
 
 
-PUTS_UNREAD_MAX = 16  # asynchronous puts whose replies nobody has read
-PREFETCH_GRACE_S = 0.5  # for the answer, after the node has stopped waiting
+PUTS_UNREAD_MAX = 16  # asynchronous puts with unread replies
+PREFETCH_GRACE_S = 0.5  # more time for the answer after the node's wait has ended
 
 
 class RemoteCache(PrefixCache):
-    """A prefix cache whose every verb asks the node: leases hold copies, a reader gets layers when pages are sealed."""
+    """A prefix cache in which every verb asks the node. Leases hold copies, and a reader gets layers when pages are
+    sealed."""
 
     def __init__(self, node: RemoteNode, layout: Layout, salt: str, adapter: str) -> None:
         super().__init__(layout, salt, adapter)
@@ -222,33 +224,31 @@ class RemoteCache(PrefixCache):
         self._puts: deque[PendingPut] = deque()
 
     def _tag(self) -> bytes:
-        return b""  # what a pool adds to the chain, its nodes alone know
+        return b""  # only nodes know the pool's suffix
 
     def named(self, keys: Keys) -> pb.Pages:
-        """Pages as requests name them."""
+        """Return pages as requests name them."""
         keys = keys.with_tag(b"")
         pages = pb.Pages(tokens=keys.tokens.tobytes(), extras=keys.media or ())
         pages.MergeFrom(self._chain)
         if keys.extras is not None and keys.media is None:
-            raise InvalidRequest("extras", "these keys hold digests of them only; make keys with cache.keys()")
+            raise InvalidRequest("extras", "are known only as digests in these keys: make keys with cache.keys()")
         if keys.parent != keys.root:
             pages.parent = keys.parent
         pages.retention.extend(retention_messages(ranges_of(keys.hints, self._page_tokens)))
         return pages
 
     def parts(self, keys: Keys) -> Iterator[Keys]:
-        """Keys in parts that each fit a request; none where there are none."""
+        """Yield keys in parts that each fit a request; none if there are no keys."""
         most = self._node.request_bytes // (4 * self._page_tokens + _widest(keys))
         most = max(1, min(most, REQUEST_PAGES))
         return (keys[start : start + most] for start in range(0, len(keys), most))
 
     def _one_call(self, keys: Keys) -> Keys:
-        """Raises InvalidRequest where these do not fit a request."""
+        """Check that these keys fit one request. Raises InvalidRequest if not."""
         part = next(self.parts(keys), keys)
         if len(part) < len(keys):
-            raise InvalidRequest(
-                "tokens", f"{len(keys)} pages are too many for one call over gRPC: {len(part)} at most"
-            )
+            raise InvalidRequest("tokens", f"must be at most {len(part)} pages in one call over gRPC (got {len(keys)})")
         return keys
 
     # --- reading ----------------------------------------------------------------------------------------------------
@@ -266,13 +266,14 @@ class RemoteCache(PrefixCache):
     def get(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
     ) -> Match:
-        """See ``PrefixCache.get``. What arrives goes straight into ``out``, and is verified before it counts.
+        """See ``PrefixCache.get``. Data is received directly into ``out``, and verified before it counts.
 
         Args:
-            verify: have the node compare checksums of pages in DRAM too before it sends them.
+            verify: ask the node to also compare the checksums of pages in DRAM before it sends them.
 
         Raises:
-            NodeUnavailable, DeadlineExceeded: no answer, or the stream broke; some pages may be in ``out``.
+            NodeUnavailable, DeadlineExceeded: the node did not answer, or the stream broke; some pages may be in
+                ``out``.
         """
         keys = self._asked(tokens, extras)
         if out is not None and (match := self._to_device(keys, out, verify)) is not None:
@@ -289,7 +290,8 @@ class RemoteCache(PrefixCache):
         return Match(match.tokens, match.pages, match.reason, None, {Tier.NVME: match.tiers.get(Tier.NVME, 0)})
 
     def _read(self, keys: Keys, shard: Shard, target: Rows | None, verify: bool) -> Match:
-        """The match's pages, or a shard's part of them, in ``target``; None: in ``match.data``."""
+        """Read the match's pages, or a shard's part of them, into ``target``, or into ``match.data`` if that is
+        None."""
         node, asked = self._node, len(keys)
         node.check_open()
         if not asked:
@@ -331,7 +333,7 @@ class RemoteCache(PrefixCache):
         return self._node.call("Lookup", pb.LookupRequest(pages=self.named(keys)), pb.LookupReply)
 
     def _match(self, keys: Keys, ask: Callable[[Keys], pb.LookupReply]) -> Match:
-        """What ``ask`` says of all parts, up to the first that is not whole."""
+        """Combine the answers of ``ask`` for all parts, up to the first part that is not found whole."""
         pages, nvme_pages = 0, 0
         for part in self.parts(keys):
             reply = ask(part)
@@ -353,11 +355,11 @@ class RemoteCache(PrefixCache):
         wait: bool = False,
         retention: Retention | Sequence[Retention] = (),
     ) -> int:
-        """See ``PrefixCache.put``. One round trip asks what is stored already, a stream brings the rest.
+        """See ``PrefixCache.put``. One round trip asks what is stored already; a stream sends the rest.
 
         Args:
-            checksum: has no effect: what arrives is verified in any case.
-            wait: has none either: the node has sealed the pages when it answers.
+            checksum: no effect, since the node verifies all data.
+            wait: no effect, since the node has sealed the pages when it answers.
         """
         keys = self._to_store(tokens, extras, retention)
         rows = host_rows(pages, self.page_bytes, len(keys))
@@ -386,23 +388,23 @@ class RemoteCache(PrefixCache):
         while len(self._puts) > PUTS_UNREAD_MAX:
             try:
                 self._puts.popleft().result()
-            except Unavailable:  # kept for whoever asks for that result
+            except Unavailable:  # the put's result keeps it
                 pass
         return put
 
     def _put(self, keys: Keys, rows: Rows) -> tuple[int, bool]:
-        """How many pages are new, and whether all are stored now."""
+        """Return how many pages are new, and whether all are stored now."""
         put, first = self._sent(keys, rows)
         try:
             new = put.result()
-        except NodeUnavailable:  # the connection was lost: what was stored meanwhile is ours
+        except NodeUnavailable:  # the connection was lost: pages stored since then are ours
             put, second = self._sent(keys, rows)
             new = put.result() + max(0, second - first)
             first = second
         return new, first + put.stored == len(keys)
 
     def _sent(self, keys: Keys, rows: Rows) -> tuple[RemotePut, int]:
-        """A put of what is not in DRAM yet, and how many leading pages are there."""
+        """Return a put of the pages that are not in DRAM yet, and how many leading pages are."""
         self._node.check_open()
         put, stored = RemotePut(self._node), 0
         if len(keys):
@@ -425,5 +427,5 @@ class RemoteCache(PrefixCache):
 
 
 def _widest(keys: Keys) -> int:
-    """Bytes of the longest media digest of a page, and around it."""
+    """Return the bytes of a page's longest media digest with its overhead."""
     return 8 + max(map(len, keys.media), default=0) if keys.media is not None else 0

@@ -1,4 +1,4 @@
-"""Endpoint: where a node's gRPC API is, and how a caller shows who it is. Pure but for reading the files named."""
+"""Endpoint: the address of a node's gRPC API, and the caller's credentials. Pure except for reading the named files."""
 
 from __future__ import annotations
 
@@ -21,11 +21,11 @@ class Endpoint:
 
     Attributes:
         address: as the user gave it, for messages.
-        target: as gRPC wants it.
-        token: shown to the node with every call; "" for none. Never part of a message or a repr.
+        target: the address in gRPC's form.
+        token: sent to the node with every call; "" for none. Never part of a message or a repr.
         tls: whether the connection is encrypted and the node's certificate checked.
-        ca, cert, key: PEM; ca None: the system's authorities.
-        server_name: what the node's certificate must name; "": the address's host.
+        ca, cert, key: PEM texts; if ``ca`` is None, the system's authorities are used.
+        server_name: the name that the node's certificate must have; "" for the address's host.
     """
 
     address: str
@@ -40,7 +40,7 @@ class Endpoint:
 
 @dataclass(frozen=True, kw_only=True)
 class GivenCredentials:
-    """What ``connect`` was given; each None is looked up in the environment."""
+    """The arguments of ``connect``; each None is looked up in the environment."""
 
     token: str | None = None
     tls_ca: str | Path | None = None
@@ -49,55 +49,55 @@ class GivenCredentials:
     tls_server_name: str | None = None
 
     def given(self) -> str:
-        """The name of one that was given; "" where none was."""
+        """Return the name of one argument that was given; "" if none was."""
         return next((name for name, value in vars(self).items() if value is not None), "")
 
 
 def is_remote(address: object) -> bool:
-    """Whether an address is one of these, and not a node's name."""
+    """Return whether an address is a URL, and not a node's name."""
     return isinstance(address, str) and address.startswith(SCHEMES)
 
 
 def endpoint(address: str, credentials: GivenCredentials, env: Mapping[str, str]) -> Endpoint:
-    """Where to connect and how, from what the user said and ``KVSTORE_TOKEN``, ``KVSTORE_TOKEN_FILE``,
+    """Return where and how to connect, from the user's arguments and ``KVSTORE_TOKEN``, ``KVSTORE_TOKEN_FILE``,
     ``KVSTORE_TLS_CA``, ``KVSTORE_TLS_CERT``, ``KVSTORE_TLS_KEY``.
 
     Raises:
-        InvalidRequest: the address is malformed, a file cannot be read, a key has no certificate, or a token would
-            travel in clear to another machine; names the field and the remedy.
+        InvalidRequest: the address is malformed, a file cannot be read, a key has no certificate, or a token would be
+            sent unencrypted to another machine; names the field and the remedy.
     """
     target, host = _target(address)
     token = _token(credentials.token, env)
     name = credentials.tls_server_name or ""
-    if not host:  # its permissions say who may connect
+    if not host:  # the socket's permissions decide who may connect
         asked = next((field for field in _TLS_FIELDS if getattr(credentials, field) is not None), "")
         if asked:
             raise InvalidRequest(asked, "a unix socket has no TLS")
         return Endpoint(address, target, token)
     ca = _pem(credentials.tls_ca, env, "tls_ca")
     tls = ca is not None or credentials.tls_cert is not None or credentials.tls_key is not None or bool(name)
-    # From the environment a certificate alone does not mean TLS: a node's own settings have these names too.
+    # A certificate in the environment alone does not mean TLS: a node's own settings have the same names.
     cert = _pem(credentials.tls_cert, env, "tls_cert") if tls else None
     key = _pem(credentials.tls_key, env, "tls_key") if tls else None
     if (cert is None) != (key is None):
-        raise InvalidRequest("tls_key" if key is None else "tls_cert", "tls_cert and tls_key go together")
+        raise InvalidRequest("tls_key" if key is None else "tls_cert", "needs both tls_cert and tls_key")
     if token and not tls and not is_loopback(host):
-        raise InvalidRequest("token", f"would travel in clear to {host}: give tls_ca (or set KVSTORE_TLS_CA)")
+        raise InvalidRequest("token", f"would be sent unencrypted to {host}: give tls_ca (or set KVSTORE_TLS_CA)")
     return Endpoint(address, target, token, tls, ca, cert, key, name)
 
 
 def _target(address: str) -> tuple[str, str]:
-    """gRPC's target, and the host; "" for a unix socket."""
+    """Return gRPC's target, and the host; "" for a unix socket."""
     if address.startswith("kv+unix://"):
         path = address.removeprefix("kv+unix://")
         if not path.startswith("/") or "\0" in path or len(path) > 107:
-            raise InvalidRequest("address", f"must be kv+unix:///PATH of at most 107 bytes, not {address!r}")
+            raise InvalidRequest("address", f"must be kv+unix:///PATH of at most 107 bytes (got {address!r})")
         return f"unix:{path}", ""
     parts, port = _split(address)
     host = parts.hostname or ""
     extra = parts.path not in ("", "/") or parts.query or parts.fragment or "@" in parts.netloc
     if not host or port is None or extra or any(char.isspace() for char in address):
-        raise InvalidRequest("address", f"must be kv://HOST:PORT, not {address!r}")
+        raise InvalidRequest("address", f"must be kv://HOST:PORT (got {address!r})")
     return (f"ipv6:[{host}]:{port}" if ":" in host else f"dns:///{host}:{port}"), host
 
 
@@ -106,7 +106,7 @@ def _split(address: str) -> tuple[SplitResult, int | None]:
         parts = urlsplit(address)
         return parts, parts.port
     except ValueError as error:
-        raise InvalidRequest("address", f"must be kv://HOST:PORT, not {address!r} ({error})") from None
+        raise InvalidRequest("address", f"must be kv://HOST:PORT (got {address!r}: {error})") from None
 
 
 def _token(given: str | None, env: Mapping[str, str]) -> str:
@@ -116,9 +116,9 @@ def _token(given: str | None, env: Mapping[str, str]) -> str:
         source = "KVSTORE_TOKEN_FILE"
         token = _read(env["KVSTORE_TOKEN_FILE"], source).decode("latin-1").strip()
         if not token:
-            raise InvalidRequest(source, f"{env[source]} is empty")
+            raise InvalidRequest(source, f"must name a file that is not empty (got {env[source]})")
     if not isinstance(token, str) or (given is not None and not given):
-        raise InvalidRequest(source, "must be text, not empty")
+        raise InvalidRequest(source, "must be non-empty text")
     if len(token) > TOKEN_CHARS_MAX or not all("!" <= char <= "~" for char in token):
         raise InvalidRequest(source, f"must be at most {TOKEN_CHARS_MAX} printable ASCII characters without blanks")
     return token
@@ -128,7 +128,7 @@ def _pem(given: str | Path | None, env: Mapping[str, str], field: str) -> bytes 
     variable = f"KVSTORE_{field.upper()}"
     if given is not None:
         if not isinstance(given, str | Path) or not str(given):
-            raise InvalidRequest(field, f"must be the path of a PEM file, not {given!r}")
+            raise InvalidRequest(field, f"must be the path of a PEM file (got {given!r})")
         return _read(given, field)
     return _read(env[variable], variable) if env.get(variable) else None
 

@@ -20,24 +20,24 @@ from kvstore.pb import store_pb2 as pb
 from kvstore.wire.grpc import ERROR_KEY, from_rpc
 
 SERVICE: Final = "/kvstore.v1.Store/"
-MESSAGE_BYTES_MAX: Final = 64 << 20  # received; the largest is a chunk of data, or a list of pages
+MESSAGE_BYTES_MAX: Final = 64 << 20  # limit of received messages; the largest are chunks of data and lists of pages
 STREAM_BYTES_PER_S_MIN: Final = 32 << 20  # a stream's deadline grows by its bytes at this speed
-OVERHEAD_BYTES: Final = 64 << 10  # of a message beside its data or tokens
+OVERHEAD_BYTES: Final = 64 << 10  # of a message in addition to its data or tokens
 REQUEST_BYTES: Final = 2 << 20  # of tokens in one request: half a million of them
 REQUEST_PAGES: Final = 1 << 15
-DATA_BYTES: Final = 2 << 20  # of one message; its size hardly matters, but whole pages save the node a copy
+DATA_BYTES: Final = 2 << 20  # of one message; the size hardly matters, but whole pages save the node a copy
 
 # Reconnecting starts at once and never waits longer than a second: a restarted daemon is soon found.
 OPTIONS: Final = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 5000),  # that is how long one attempt to connect may take: busy nodes, far ones
+    ("grpc.min_reconnect_backoff_ms", 5000),  # how long one attempt to connect may take, for busy or distant nodes
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.keepalive_time_ms", 60_000),
-    ("grpc.enable_retries", 0),  # ours know what may be asked twice
+    ("grpc.enable_retries", 0),  # this client retries calls that may be repeated
     ("grpc.enable_http_proxy", 0),
-    ("grpc.use_local_subchannel_pool", 1),  # a store's connection is its own, and so are its credentials
+    ("grpc.use_local_subchannel_pool", 1),  # stores share no connection, since credentials differ
     (grpc.experimental.ChannelOptions.SingleThreadedUnaryStream, 1),
 )
 
@@ -45,7 +45,7 @@ Reply = TypeVar("Reply")
 
 
 class _Ends:
-    """What has to be ended with a RemoteNode, also when it is merely dropped or the process exits."""
+    """Resources to close with a RemoteNode, even if it is only dropped or the process exits."""
 
     def __init__(self, channel: grpc.Channel, workers: Workers) -> None:
         self.pid = os.getpid()
@@ -53,7 +53,7 @@ class _Ends:
         self.workers = workers
 
     def end(self) -> None:
-        """Close both. In a forked child nothing is done: gRPC's threads are the parent's."""
+        """Close both. Does nothing in a forked child: gRPC's threads belong to the parent."""
         if os.getpid() == self.pid:
             self.workers.close()
             self.channel.close()
@@ -62,16 +62,16 @@ class _Ends:
 class RemoteNode:
     """A node at the other end of a connection.
 
-    Life: made (nothing is sent) -> connected by the first call, and again by itself after the connection is lost ->
+    Life: made (nothing is sent) -> connected by the first call, and reconnected automatically after a loss ->
     ``close``, being dropped, or the end of the process. In a forked child every call is refused.
 
     Args:
-        endpoint: where it is, and who we are.
+        endpoint: the node's address and the caller's credentials.
         timeout_s: deadline of a call; streams of data get more by their size.
 
     Attributes:
-        about: what the node said of itself; set by ``ask_about``.
-        misses: reason -> how often a match ended for it; threads may lose a count.
+        about: the node's description of itself; set by ``ask_about``.
+        misses: reason -> matches that ended for it; concurrent threads may lose counts.
     """
 
     service = SERVICE
@@ -93,43 +93,44 @@ class RemoteNode:
 
     @property
     def data_bytes(self) -> int:
-        """The most data to be sent in one message."""
+        """Return the most data to send in one message."""
         most = self.about.message_bytes_max
         return max(1, min(DATA_BYTES, most - OVERHEAD_BYTES)) if most else DATA_BYTES
 
     @property
     def request_bytes(self) -> int:
-        """The most bytes of tokens and media in one request."""
+        """Return the most bytes of tokens and media in one request."""
         return min(self.about.message_bytes_max or REQUEST_BYTES, REQUEST_BYTES + OVERHEAD_BYTES) - OVERHEAD_BYTES
 
     def ask_about(self, timeout_s: float | None = None) -> None:
-        """Ask the node what it is. Raises as ``call``."""
+        """Ask the node for its description. Raises as ``call``."""
         self.about = self.call("About", pb.AboutRequest(), pb.AboutReply, timeout_s)
 
     def call(
         self, name: str, request: Any, reply: type[Reply], timeout_s: float | None = None, again: bool = True
     ) -> Reply:
-        """One request, one reply.
+        """Send one request and return its reply.
 
         Args:
-            again: ask once more where the connection was lost meanwhile; for what may be asked twice.
+            again: repeat the call once if the connection was lost; for calls that may be repeated.
 
         Raises:
             NodeUnavailable, DeadlineExceeded: the node did not answer in time.
-            KVStoreError: whatever the node refused it for, as a local one would.
+            KVStoreError: the node refused the call, with the same exception as a local node.
         """
         method = self._method(name, "unary_unary", type(request).SerializeToString, reply.FromString)  # type: ignore[attr-defined]
         found: Reply = self._tried(lambda left_s: method(request, **self._how(left_s)), timeout_s, again)
         return found
 
     def receive(self, name: str, request: bytes, timeout_s: float) -> Iterator[bytes]:
-        """One request, many replies, as raw messages. Raises grpc.RpcError while iterating; ``cancel`` ends it."""
+        """Send one request and return its replies as raw messages. Iteration raises grpc.RpcError; ``cancel`` ends
+        it."""
         self.check_open()
         stream: Iterator[bytes] = self._method(name, "unary_stream", None, None)(request, **self._how(timeout_s))
         return stream
 
     def send(self, name: str, messages: Iterator[bytes], timeout_s: float) -> Any:
-        """Many raw requests, one raw reply: a ``grpc.Future`` of it. Requests are drawn by a thread of gRPC."""
+        """Send many raw requests, drawn by a thread of gRPC; return a ``grpc.Future`` of the one raw reply."""
         self.check_open()
         return self._method(name, "stream_unary", None, None).future(messages, **self._how(timeout_s))  # type: ignore[attr-defined]
 
@@ -147,7 +148,7 @@ class RemoteNode:
         return {"timeout": timeout_s, "metadata": (*self._metadata, *traceparent())}
 
     def _tried(self, attempt: Callable[[float], Reply], timeout_s: float | None, again: bool) -> Reply:
-        """Make the attempt within the deadline, and once more where it may be and the connection was lost."""
+        """Make the attempt within the deadline, and once more if that is allowed and the connection was lost."""
         deadline = time.monotonic() + (timeout_s if timeout_s is not None else self.timeout_s)
         while True:
             try:
@@ -156,29 +157,29 @@ class RemoteNode:
                 if not (again and lost(error)):
                     self.refuse(error)
                 again = False
-            except ValueError:  # gRPC's word for a channel that was closed by another thread
+            except ValueError:  # gRPC's error for a channel that another thread has closed
                 self.check_open()
                 raise
 
     def refuse(self, error: grpc.RpcError) -> NoReturn:
-        """Raise what a failed call means."""
+        """Raise the exception that a failed call means."""
         self.check_open()
         raise self.meaning(error) from None
 
     def meaning(self, error: grpc.RpcError) -> KVStoreError:
-        """What a failed call means, with the node named where it did not say so itself."""
+        """Return the exception that a failed call means, with the node's address if its message does not have it."""
         call = _call_of(error)
         if call is None:
             return Unavailable(f"{self.endpoint.address}: {error}")
         meant = from_rpc(call)
         if call.code() is grpc.StatusCode.UNIMPLEMENTED and type(meant) is VersionMismatch:
-            return VersionMismatch(f"{self.endpoint.address}: is no kvstore node, or one of another version ({meant})")
+            return VersionMismatch(f"{self.endpoint.address}: not a kvstore node, or one of another version ({meant})")
         if type(meant) in (NodeUnavailable, DeadlineExceeded):
             return type(meant)(f"{self.endpoint.address}: {meant}")
         return meant
 
     def stream_s(self, size_bytes: int) -> float:
-        """The deadline of a stream of so many bytes."""
+        """Return the deadline of a stream of ``size_bytes``."""
         return self.timeout_s + size_bytes / STREAM_BYTES_PER_S_MIN
 
     def missed(self, reason: str) -> None:
@@ -186,39 +187,40 @@ class RemoteNode:
         self.misses[reason] = self.misses.get(reason, 0) + 1
 
     def check_open(self) -> None:
-        """Raises InvalidRequest where the store is closed, or this is a forked child."""
+        """Raise InvalidRequest if the store is closed, or if this is a forked child."""
         if self.refusal:
             raise InvalidRequest("store", self.refusal)
 
     def close(self) -> None:
-        """End the connection; later calls are refused, and those under way fail."""
+        """End the connection; later calls are refused, and calls in progress fail."""
         if not self.refusal:
             self.refusal = "is closed"
             self._finalizer()
 
     def _after_fork(self) -> None:
         self.refusal = AFTER_FORK.format(self._pid)
-        _kept.append(self._channel)  # dropping it would wait for gRPC's threads, which are the parent's
+        _kept.append(self._channel)  # dropping it would wait for gRPC's threads, which belong to the parent
 
 
 def end(stream: Any) -> None:
-    """End what ``receive`` returned, wherever it is; nothing happens where it has ended.
+    """End a stream that ``receive`` returned, at any point. Does nothing if it has ended.
 
-    A stream without a thread of its own is only done when its last event was taken. gRPC does not do that when it is
-    cancelled, nor when it is dropped: the connection would stay open as long as the process lives, also after
-    ``close``. There is no public way to take them; where the private one is gone, that much is lost. Nor are they taken
-    where a signal's handler raised inside the stream: gRPC would then wait for them for ever.
+    A stream without its own thread ends only when its last event was taken. gRPC takes no events when the stream is
+    cancelled or dropped, so the connection would stay open as long as the process lives, even after ``close``. There is
+    no public way to take them; if the private way disappears, the connection stays open. Events are not taken if a
+    signal handler raised inside the stream: gRPC would then wait for them for ever.
     """
     stream.cancel()
     if isinstance(sys.exception(), KeyboardInterrupt | SystemExit):
         return
     state, take = getattr(stream, "_state", None), getattr(stream, "_consume_next_event", None)
     while take is not None and getattr(state, "due", None):
-        take()  # all are there: it was cancelled
+        take()  # all events exist: it was cancelled
 
 
 def lost(error: grpc.RpcError) -> bool:
-    """Whether a call failed because there was no connection, or it broke; not because the node refused it."""
+    """Return whether a call failed because there was no connection or it broke, not because the node refused the
+    call."""
     call = _call_of(error)
     if call is None or call.code() is not grpc.StatusCode.UNAVAILABLE:
         return False
@@ -226,7 +228,7 @@ def lost(error: grpc.RpcError) -> bool:
 
 
 def _call_of(error: Any) -> Any:
-    """The call that failed: gRPC raises one object that is both. None where it is an error alone."""
+    """Return the call that failed: gRPC raises one object that is both error and call. None if it is only an error."""
     return error if isinstance(error, grpc.Call) else None
 
 
@@ -253,7 +255,8 @@ os.register_at_fork(after_in_child=_forked)
 
 
 def traceparent() -> tuple[tuple[str, str], ...]:
-    """Metadata that names the caller's current span (W3C Trace Context); none where it has none. Imports nothing."""
+    """Return metadata that names the caller's current span (W3C Trace Context); empty if there is none. Imports
+    nothing."""
     api = sys.modules.get("opentelemetry.trace")
     if api is None:
         return ()

@@ -1,4 +1,4 @@
-"""RemoteStore: a node reached over gRPC, as its users see it.
+"""RemoteStore: the store of a node reached over gRPC.
 
 RemoteObjects: opaque objects over gRPC, one stream per value.
 """
@@ -35,21 +35,21 @@ _FOUND, _SIZE, _DATA, _DIGEST = 1, 2, OBJECT_DATA_FIELD, OBJECT_DATA_FIELD + 1  
 
 
 class RemoteObjects(ObjectVerbs):
-    """Objects one stream each; every verb needs the node."""
+    """Objects over one stream each; every verb needs the node."""
 
     _node: RemoteNode
 
     def put_many(self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False) -> list[bool]:
-        """See ``ObjectVerbs.put_many``; ``PUTS_AT_ONCE`` values are on their way at a time.
+        """See ``ObjectVerbs.put_many``; up to ``PUTS_AT_ONCE`` values are sent at a time.
 
         Raises:
-            InvalidRequest: also where a value is larger than the node takes over gRPC.
+            InvalidRequest: also if a value is larger than the node accepts over gRPC.
         """
         sources = sources_of(keys, values)[1]
         salt, most = check_text(salt, "salt"), self._node.about.object_bytes_max
         for source in sources:
             if most and source.nbytes > most:
-                raise InvalidRequest("data", f"has {source.nbytes} bytes, the node takes {most} over gRPC")
+                raise InvalidRequest("data", f"must be at most {most} bytes over gRPC (got {source.nbytes})")
         self._node.check_open()
         stored: list[bool] = []
         under_way: deque[Any] = deque()
@@ -61,12 +61,12 @@ class RemoteObjects(ObjectVerbs):
             while under_way:
                 stored.append(self._stored(under_way.popleft()))
         finally:
-            for call in under_way:  # one before has failed; the buffers are the caller's again
+            for call in under_way:  # an earlier one has failed; the caller gets its buffers back
                 call.cancel()
         return stored
 
     def get(self, key: str, out: Any = None, salt: str = "") -> Any:
-        """See ``ObjectVerbs.get``. What is here of a value whose checksums do not hold is None."""
+        """See ``ObjectVerbs.get``. A value with wrong checksums is returned as None."""
         encode_name(key)
         target = Scattered.of(out, "out", writable=True) if out is not None else None
         request = pb.GetObjectRequest(key=key, salt=check_text(salt, "salt")).SerializeToString()
@@ -120,14 +120,14 @@ class RemoteObjects(ObjectVerbs):
         return int(self._node.call("ClearObjects", request, pb.ObjectsRemoved, again=False).removed)
 
     def object_keys(self, salt: str = "") -> NoReturn:
-        """Not over gRPC: a list of all keys has no bound."""
+        """Not available over gRPC: the list of all keys is unbounded."""
         raise InvalidRequest("object_keys", "is for programs on the node's own machine")
 
     def _check_open(self) -> None:
         self._node.check_open()
 
     def _put(self, key: str, source: Scattered, salt: str, replace: bool) -> Any:
-        """A put on its way: a future of its reply."""
+        """Start a put; return a future of its reply."""
         begin = pb.PutObjectBegin(key=key, salt=salt, size_bytes=source.nbytes, replace=replace)
         messages = _messages(begin, source, self._node.data_bytes)
         return self._node.send("PutObject", messages, self._node.stream_s(source.nbytes))
@@ -142,10 +142,10 @@ class RemoteObjects(ObjectVerbs):
             raise Unavailable(f"{self._node.endpoint.address}: the put was cancelled") from None
 
     def _get(self, request: bytes, target: Scattered | None) -> Any:
-        """One try. Raises grpc.RpcError."""
+        """Make one attempt. Raises grpc.RpcError."""
         node = self._node
         into, size, position = target, -1, 0
-        # How large the value is is not known yet: a deadline for the largest that fits.
+        # The size of the value is not known yet, so the deadline is for the largest that fits.
         expected = target.nbytes if target is not None else 1 << 30
         stream = node.receive("GetObject", request, node.stream_s(expected))
         try:
@@ -156,7 +156,9 @@ class RemoteObjects(ObjectVerbs):
                     if size < 0:
                         return None
                     if target is not None and target.nbytes < size:
-                        raise InvalidRequest("out", f"has {target.nbytes} bytes, the value has {size}")
+                        raise InvalidRequest(
+                            "out", f"must have at least {size} bytes for the value (got {target.nbytes})"
+                        )
                     into = target if target is not None else Scattered([empty(size)])
                 data = found.get(_DATA)
                 if isinstance(data, memoryview) and len(data) and into is not None:
@@ -168,7 +170,7 @@ class RemoteObjects(ObjectVerbs):
             node.check_open()
             if isinstance(error, InvalidRequest):
                 raise
-            raise Unavailable(f"{node.endpoint.address}: sent what is no reply: {error}") from None
+            raise Unavailable(f"{node.endpoint.address}: sent an invalid reply: {error}") from None
         finally:
             end(stream)
         if into is None or position != size:
@@ -191,13 +193,13 @@ def _parts(keys: list[str]) -> Iterator[list[str]]:
     return (keys[start : start + KEYS_PER_CALL] for start in range(0, len(keys), KEYS_PER_CALL))
 
 
-ROOTS_MAX = 4096  # caches remembered by the root of their keys, so that an operator's verbs can name pages by keys
+ROOTS_MAX = 4096  # caches kept by the root of their keys, so that an operator's verbs can name pages by keys
 _RETRY_S = 0.05
 
 
 class RemoteStore(Store, RemoteObjects):
-    """A store at the other end of a connection. Leases and reservations end by their deadlines where they were not
-    released. A lost connection is made again by the next call.
+    """A store over a gRPC connection. Leases and reservations that are not released end at their deadlines. After the
+    connection is lost, the next call reconnects.
     """
 
     def __init__(self, node: RemoteNode) -> None:
@@ -227,7 +229,7 @@ class RemoteStore(Store, RemoteObjects):
         return stats
 
     def verify(self, timeout_s: float = 600.0) -> dict[str, Any]:
-        """See ``Store.verify``. A node may end the call before ``timeout_s``, by its own bound."""
+        """See ``Store.verify``. The node may end the call before ``timeout_s``, at its own limit."""
         return self._calls.verify(timeout_s)
 
     def wait_ready(self, timeout_s: float = 30.0) -> None:
@@ -254,7 +256,7 @@ class RemoteStore(Store, RemoteObjects):
         return f"<kvstore.Store {self.name!r} at {self._node.endpoint.address}>"
 
     def in_pool(self, keys: Keys) -> Keys:
-        """Without what a pool adds to the chain: its nodes alone know that."""
+        """Return keys without the pool's suffix, which only its nodes know."""
         return keys.with_tag(b"")
 
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
@@ -263,16 +265,16 @@ class RemoteStore(Store, RemoteObjects):
     def _pages_sent(self, keys: Keys) -> dict[str, Any]:
         cache = self._caches.get(keys.root)
         if cache is None:
-            raise InvalidRequest("keys", "are of no cache of this store: make them with store.cache(...).keys(tokens)")
+            raise InvalidRequest("keys", "must be made with store.cache(...).keys(tokens) of this store")
         pages = cache.named(keys)
         most = self._node.about.message_bytes_max
         if len(keys) > KEYS_MAX or (most and pages.ByteSize() + OVERHEAD_BYTES > most):
-            return super()._pages_sent(keys)  # by keys, which are shorter, and in parts; for operators only
+            return super()._pages_sent(keys)  # by keys, which are shorter, and in parts; only operators may do that
         return {PROMPT: pages}
 
 
 def connect_remote(endpoint: Endpoint, timeout_s: float) -> RemoteStore:
-    """A store over a new connection, once the node has said what it is. Raises what ``connect`` does."""
+    """Return a store over a new connection, after the node has described itself. Raises what ``connect`` does."""
     node = RemoteNode(endpoint, timeout_s)
     try:
         node.ask_about()

@@ -1,6 +1,6 @@
-"""RemoteWriter: pages written layer by layer into frames of a node reached over gRPC.
+"""RemoteWriter: writes pages layer by layer into frames of a node reached over gRPC.
 
-RemotePut: pages on their way to a node over gRPC.
+RemotePut: puts pages into a node over gRPC.
 """
 
 from __future__ import annotations
@@ -25,12 +25,12 @@ from kvstore.wire.grpc import DATA_FIELD, pack_data, pack_integer
 
 _PAGE_FIELD, _OFFSET_FIELD = 4, 5  # of WriteRequest
 
-Piece = tuple[int, int, Rows]  # page, where in it, bytes
+Piece = tuple[int, int, Rows]  # page, offset in the page, bytes
 
 
 class RemoteWriter(Writer):
-    """A writer whose reservation the node holds. Each call is one stream, and has arrived when the call returns. A
-    restart of the node between entering and leaving ends it: ``LeaseBroken``, and everything is revoked.
+    """A writer whose reservation the node holds. Each call is one stream, which has arrived when the call returns. A
+    restart of the node while it is entered ends it: it raises ``LeaseBroken``, and everything is revoked.
     """
 
     def __init__(
@@ -55,7 +55,7 @@ class RemoteWriter(Writer):
         shard = self._shard.cut
         pages = self._named(self._keys)
         request = pb.ReserveRequest(pages=pages, write_group=self._group_name, ttl_ms=self._ttl_ms, **shard)
-        # Asked again where a lost request costs no frames: a node has one reservation of a group and shard.
+        # Repeated if a lost request costs no frames: a node has one reservation per group and shard.
         reply = self._node.call("Reserve", request, pb.ReserveReply, again=bool(self._group_name))
         self._reservation = reply.reservation
         self.pages_new = list(reply.wanted)
@@ -81,7 +81,7 @@ class RemoteWriter(Writer):
         self._send([(page, offset, row)], row.nbytes)
 
     def _show(self, page: int | None) -> None:
-        """Nothing to do: the node has seen what was written."""
+        """Do nothing: the node has seen what was written."""
 
     def _seal(self) -> None:
         reservation, self._reservation = self._reservation, b""
@@ -97,7 +97,7 @@ class RemoteWriter(Writer):
                 self._node.call("Revoke", request, pb.Empty, again=False)
 
     def _send(self, pieces: Iterable[Piece], size_bytes: int) -> None:
-        """Send pieces and wait until they are where readers find them."""
+        """Send pieces and wait until readers can find them."""
         timeout_s = self._node.stream_s(size_bytes)
         messages = _messages(self._reservation, pieces, self._node.data_bytes)
         call = self._node.send("Write", messages, timeout_s)
@@ -119,7 +119,7 @@ def _messages(reservation: bytes, pieces: Iterable[Piece], most: int) -> Iterato
 
 
 class RemotePut(PendingPut):
-    """A put whose pages were handed to the connection."""
+    """A put whose pages were given to the connection."""
 
     __slots__ = ("_node", "_call", "_lock", "_new", "_failure", "stored")
 
@@ -129,13 +129,13 @@ class RemotePut(PendingPut):
         self._lock = threading.Lock()
         self._new = 0
         self._failure: Unavailable | None = None
-        self.stored = 0  # leading pages of those sent that are there now; known after ``result``
+        self.stored = 0  # how many leading sent pages are stored now; known after ``result``
 
     def start(self, begin: pb.WriteBegin, rows: Rows) -> None:
-        """Send ``rows`` ``[pages, page_bytes]``. Returns when all of them were drawn, or the node wants no more.
+        """Send ``rows`` ``[pages, page_bytes]``. Returns when gRPC has taken all of them, or the node accepts no more.
 
         Raises:
-            DeadlineExceeded: neither in time; the call was cancelled.
+            DeadlineExceeded: neither happened in time; the call was cancelled.
         """
         drawn = threading.Event()
         timeout_s = self._node.stream_s(rows.nbytes)
@@ -168,7 +168,7 @@ class RemotePut(PendingPut):
 
 
 def _put_messages(head: bytes, rows: Rows, most: int, drawn: threading.Event) -> Iterator[bytes]:
-    """``head``, then all data in order: whole pages together where they are small, large ones in equal pieces."""
+    """Yield ``head``, then all data in order: small pages several per message, large ones in equal pieces."""
     yield head
     flat, step = rows.reshape(-1), piece_bytes(rows.shape[1], most)
     for start in range(0, len(flat), step):
@@ -177,7 +177,7 @@ def _put_messages(head: bytes, rows: Rows, most: int, drawn: threading.Event) ->
 
 
 def piece_bytes(page_bytes: int, most: int) -> int:
-    """How much data to send in one message, so that messages and pages end together as often as may be."""
+    """Return how much data to send in one message, so that messages and pages end together as often as possible."""
     if page_bytes <= most:
         return most // page_bytes * page_bytes
     return -(-page_bytes // -(-page_bytes // most))

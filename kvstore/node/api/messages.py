@@ -67,7 +67,7 @@ def prompt_of(store: Store, node: Node, pages: pb.Pages, *, to_match: bool) -> P
     if not pages.parent:
         return PromptPages(cache, store.in_pool(Keys.of(used, layout.page_tokens, cache.root, extras)).hinted(hints))
     if len(pages.parent) != KEY_BYTES:
-        raise InvalidRequest("parent", f"must be a key of {KEY_BYTES} bytes, not {len(pages.parent)}")
+        raise InvalidRequest("parent", f"must be a key of {KEY_BYTES} bytes (got {len(pages.parent)})")
     chain = Keys.of(used, layout.page_tokens, pages.parent, extras)
     keys = store.in_pool(Keys(layout.page_tokens, cache.root, pages.parent, chain.links, chain.tokens, chain.extras))
     orphan = keys.parent != cache.root and root_of(node, keys.parent) != cache.root

@@ -109,7 +109,7 @@ def _keys(call: Call, message: bytes) -> pb.ObjectKeys:
     check_text("salt", request.salt)
     call.caller.check_salt(request.salt)
     if not 1 <= len(request.keys) <= KEYS_MAX:
-        raise InvalidRequest("keys", f"must be from 1 to {KEYS_MAX}, not {len(request.keys)}")
+        raise InvalidRequest("keys", f"must be from 1 to {KEYS_MAX} (got {len(request.keys)})")
     return request
 
 

@@ -195,7 +195,7 @@ def transports_of(config: NodeConfig) -> dict[str, str]:
         return {name: why or ("to be named in data_transports" if name in named else "") for name, why in found.items()}
     unknown = [name for name in wanted if name not in found]
     if unknown:
-        raise InvalidRequest("data_transports", f"must be auto, or some of {', '.join(found)}, not {unknown[0]!r}")
+        raise InvalidRequest("data_transports", f"must be auto, or some of {', '.join(found)} (got {unknown[0]!r})")
     return {name: why if name in wanted else "switched off" for name, why in found.items()}
 
 

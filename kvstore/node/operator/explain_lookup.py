@@ -76,7 +76,7 @@ class Explaining:
         """
         model = request.get("model")
         if model is not None and not isinstance(model, str):
-            raise InvalidRequest("model", f"must be text, not {model!r}")
+            raise InvalidRequest("model", f"must be text (got {model!r})")
         named = self._node.look(_named_roots)
         found: dict[str, dict[str, Any]] = {}
         tenants: dict[str, set[str]] = {}

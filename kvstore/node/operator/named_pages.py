@@ -45,7 +45,7 @@ def raw_root(root: Any) -> bytes:
     except ValueError:
         raw = b""
     if len(raw) != KEY_BYTES:
-        raise InvalidRequest("root", f"must be {2 * KEY_BYTES} hexadecimal digits, not {root!r}")
+        raise InvalidRequest("root", f"must be {2 * KEY_BYTES} hexadecimal digits (got {root!r})")
     return raw
 
 

@@ -52,9 +52,9 @@ class PageAdmin:
         limit = _number(request, "limit", 100, int)
         order, after = request.get("order", ORDERS[0]), request.get("after", "0")
         if order not in ORDERS:
-            raise InvalidRequest("order", f"must be one of {', '.join(ORDERS)}, not {order!r}")
+            raise InvalidRequest("order", f"must be one of {', '.join(ORDERS)} (got {order!r})")
         if not isinstance(after, str) or not after.isdecimal() or len(after) > 12:
-            raise InvalidRequest("after", f"must be the `next` of another answer, not {after!r}")
+            raise InvalidRequest("after", f"must be the `next` of another answer (got {after!r})")
         now_ns = time.monotonic_ns()
         wish = self._wish(request, "all")
         found = page_filter.stored(self._node, wish.tiers, now_ns)
@@ -73,7 +73,7 @@ class PageAdmin:
         wish = self._wish(request, "dram")
         dry_run = request.get("dry_run", False)
         if not isinstance(dry_run, bool):
-            raise InvalidRequest("dry_run", f"must be true or false, not {dry_run!r}")
+            raise InvalidRequest("dry_run", f"must be true or false (got {dry_run!r})")
         if want is None and wish.age_s is None and wish.roots is None and wish.keys is None:
             raise InvalidRequest("evict", "say what or how much: pages, bytes, percent, age_s, salt or keys")
         now_ns = time.monotonic_ns()
@@ -157,7 +157,7 @@ class PageAdmin:
         salt, roots = request.get("salt"), None
         if salt is not None:
             if not isinstance(salt, str):
-                raise InvalidRequest("salt", f"must be text, not {salt!r}")
+                raise InvalidRequest("salt", f"must be text (got {salt!r})")
             roots = self._roots(salt, tiers)
         if request.get("keys") is None:
             return PageFilter(tiers, age_s, roots)
@@ -188,7 +188,7 @@ def _number(request: dict[str, Any], field: str, default: Any, kind: type) -> An
     good = isinstance(value, int) if kind is int else isinstance(value, int | float)
     if not good or isinstance(value, bool) or not 0 <= value <= 1 << 62 or (kind is int and value < 1):
         what = "a positive whole number" if kind is int else "a number, not negative"
-        raise InvalidRequest(field, f"must be {what}, not {value!r}")
+        raise InvalidRequest(field, f"must be {what} (got {value!r})")
     return value
 
 
@@ -200,7 +200,7 @@ def _amount(request: dict[str, Any]) -> tuple[str, float] | None:
         return None
     amount = _number(request, given[0], None, float if given[0] == "percent" else int)
     if given[0] == "percent" and not 0 < amount <= 100:
-        raise InvalidRequest("percent", f"must be above 0 and at most 100, not {amount!r}")
+        raise InvalidRequest("percent", f"must be above 0 and at most 100 (got {amount!r})")
     return given[0], amount
 
 

@@ -243,5 +243,5 @@ def parse_tiers(value: object) -> tuple[Tier, ...]:
     """``dram``, ``nvme`` or ``all``. Raises InvalidRequest."""
     tiers = {"dram": (Tier.DRAM,), "nvme": (Tier.NVME,), "all": (Tier.DRAM, Tier.NVME)}
     if not isinstance(value, str) or value not in tiers:
-        raise InvalidRequest("tier", f"must be one of {', '.join(tiers)}, not {value!r}")
+        raise InvalidRequest("tier", f"must be one of {', '.join(tiers)} (got {value!r})")
     return tiers[value]

@@ -44,7 +44,7 @@ def _hex(request: dict[str, Any], field: str) -> bytes:
     except ValueError:
         raw = b""
     if len(raw) != KEY_BYTES:
-        raise InvalidRequest(field, f"must be {2 * KEY_BYTES} hexadecimal digits, not {value!r}")
+        raise InvalidRequest(field, f"must be {2 * KEY_BYTES} hexadecimal digits (got {value!r})")
     return raw
 
 
@@ -52,7 +52,7 @@ def _root(node: Node, request: dict[str, Any]) -> dict[str, Any]:
     """Whose a root is; ``objects``: it is that of a tenant's objects, which have no layout. -> whether that is kept."""
     root, objects = _hex(request, "root"), request.get("objects", False)
     if not isinstance(objects, bool):
-        raise InvalidRequest("objects", f"must be true or false, not {objects!r}")
+        raise InvalidRequest("objects", f"must be true or false (got {objects!r})")
     fingerprint = b"" if objects else _hex(request, "fingerprint")
     about: dict[str, Any] = {"fingerprint": fingerprint.hex()}
     for field in ("salt", "adapter", "model"):
@@ -87,7 +87,9 @@ def _keys(request: dict[str, Any]) -> list[bytes]:
 def _pin(node: Node, request: dict[str, Any]) -> dict[str, Any]:
     keys, root, ttl_s = _keys(request), _hex(request, "root"), request.get("ttl_s")
     if isinstance(ttl_s, bool) or not isinstance(ttl_s, int | float) or not 0 < ttl_s <= PIN_TTL_S_MAX:
-        raise InvalidRequest("ttl_s", f"must be seconds, more than zero and at most {PIN_TTL_S_MAX:.0f}, not {ttl_s!r}")
+        raise InvalidRequest(
+            "ttl_s", f"must be seconds, more than zero and at most {PIN_TTL_S_MAX:.0f} (got {ttl_s!r})"
+        )
     keys = _stored(node, keys[: TENANT_KEYS_MAX + 1], root)
     if not keys:
         raise InvalidRequest("keys", NONE_STORED)
@@ -135,7 +137,7 @@ def _unpin(node: Node, request: dict[str, Any]) -> dict[str, Any]:
     if isinstance(pin, str) and pin.isdecimal() and len(pin) < 20:
         pin = int(pin)
     if isinstance(pin, bool) or not isinstance(pin, int) or pin < 0:
-        raise InvalidRequest("pin", f"must be the number of a pin, not {pin!r}")
+        raise InvalidRequest("pin", f"must be the number of a pin (got {pin!r})")
     keys, root = ([], b"") if pin else (_keys(request), _hex(request, "root"))
     detail = node.handle(ev.Unpin(time.monotonic_ns(), pin, keys, root)).detail
     if not detail.get("unpinned"):
@@ -148,7 +150,7 @@ def _pins(node: Node, request: dict[str, Any]) -> dict[str, Any]:
     limit = _limit(request)
     after = request.get("after") if request.get("after") is not None else 0
     if not isinstance(after, int) or isinstance(after, bool) or after < 0:
-        raise InvalidRequest("after", f"must be a whole number from 0 on, not {after!r}")
+        raise InvalidRequest("after", f"must be a whole number from 0 on (got {after!r})")
     found = node.look(lambda _, state: pins_stats(state))
     if limit is None:
         return found
@@ -161,7 +163,7 @@ def _tenants(node: Node, request: dict[str, Any]) -> dict[str, Any]:
     """{"limit", "after"}: tenants in the order of their salts, as many as fit; ``next`` where there are more."""
     limit, after = _limit(request), request.get("after")
     if after is not None and not isinstance(after, str):
-        raise InvalidRequest("after", f"must be the `next` of another answer, not {after!r}")
+        raise InvalidRequest("after", f"must be the `next` of another answer (got {after!r})")
     found = node.look(lambda _, state: tenants_stats(state))
     left = sorted(salt for salt in found if after is None or salt > after)
     told = dict(fitted((salt, found[salt]) for salt in left[:limit]))
@@ -171,5 +173,5 @@ def _tenants(node: Node, request: dict[str, Any]) -> dict[str, Any]:
 def _limit(request: dict[str, Any]) -> int | None:
     limit = request.get("limit")
     if limit is not None and (not isinstance(limit, int) or isinstance(limit, bool) or limit < 1):
-        raise InvalidRequest("limit", f"must be a whole number from 1 on, not {limit!r}")
+        raise InvalidRequest("limit", f"must be a whole number from 1 on (got {limit!r})")
     return limit

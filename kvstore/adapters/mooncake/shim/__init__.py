@@ -1,1 +1,1 @@
-"""A folder for ``sys.path``: it has ``mooncake.store``, and nothing else. See ``kvstore.adapters.mooncake.install``."""
+"""A folder for ``sys.path`` that has ``mooncake.store`` and nothing else. See ``kvstore.adapters.mooncake.install``."""

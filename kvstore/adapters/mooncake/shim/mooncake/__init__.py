@@ -1,1 +1,1 @@
-"""Stands in for Mooncake's package: ``mooncake.store`` alone, over a node of kvstore."""
+"""Replaces Mooncake's package: only ``mooncake.store``, on a kvstore node."""

@@ -1,4 +1,4 @@
-"""What hosts import as ``mooncake.store``."""
+"""The module that hosts import as ``mooncake.store``."""
 
 from kvstore.adapters.mooncake.store import MooncakeDistributedStore, ReplicateConfig
 
