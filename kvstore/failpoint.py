@@ -54,7 +54,7 @@ class Fault(Exception):
 
 
 def arm(step: str) -> None:
-    """Arm the failpoint that ``step`` names, as ``KVSTORE_FAILPOINT`` does when a process begins; "" is none."""
+    """Arm the failpoint that ``step`` names, as ``KVSTORE_FAILPOINT`` does when a process begins; "" for none."""
     global ACTIVE, _name, _left, _places
     name, _, rest = step.partition(":")
     if name not in ("", *NAMES, STALL, FAULT):

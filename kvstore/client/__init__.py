@@ -1,1 +1,1 @@
-"""What users call: interfaces with their promises. ``local`` and ``remote`` implement them."""
+"""The client interfaces and their promises. ``local`` and ``remote`` implement them."""

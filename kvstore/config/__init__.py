@@ -153,7 +153,7 @@ class NodeConfig(DaemonConfig):
         "all", parse_text, "Which chains are saved to NVMe: all, or those reused since they were stored."
     )
     nvme_write_bytes_per_day: int = setting(
-        0, parse_size_or_zero, "How much may be written to all targets together in one day (UTC); 0 is no cap."
+        0, parse_size_or_zero, "How much may be written to all targets together in one day (UTC); 0 means no cap."
     )
     demote_at: float = setting(
         0.5,

@@ -548,7 +548,7 @@ def write_secret(folder: NodeFolder, incarnation: int, secret: bytes) -> None:
 
 
 def read_secret(folder: NodeFolder, incarnation: int) -> bytes | None:
-    """That of this incarnation; None where there is none."""
+    """Return the secret of this incarnation; None if there is none."""
     try:
         magic, owner, secret = _FILE.unpack(read_plain(folder.secret))
     except (OSError, struct.error):

@@ -433,7 +433,7 @@ class Index:
 
 
 def _open_tables(environment: lmdb.Environment) -> Tables:
-    """Those of an index. Raises lmdb.Error where one is absent."""
+    """Open the databases of an index. Raises lmdb.Error if one is missing."""
     tiers = {tier: environment.open_db(name, create=False) for tier, name in env.TIER_TABLES.items()}
     return Tables(tiers, environment.open_db(env.PENDING, create=False))
 

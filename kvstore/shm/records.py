@@ -416,14 +416,15 @@ class ExtentTable:
             self._map.close()
 
     def disbelieve(self) -> None:
-        """The daemon gives the extent up, but for its position: whoever maps the table misses, and no start believes
-        it. What comes next is as for damage from outside. May be repeated."""
+        """The daemon gives the extent up, but for its position: a process that maps the table misses, and no start
+        believes it. What comes next is as for damage from outside. May be repeated."""
         for at in _COPIES_AT:
             self._map[at + _SUMMED_BYTES : at + _HEAD.size] = bytes(8)
         self.words[:] = 0
 
     def unlink(self) -> None:
-        """The daemon gives the extent up: the files go, and every word becomes 0, so that whoever maps it misses.
+        """The daemon gives the extent up: the files go, and every word becomes 0, so that a process that maps it
+        misses.
 
         In this order: a restart must never find generations that start again. Call ``close`` afterwards.
         """
@@ -483,7 +484,8 @@ def remove_tables(folder: NodeFolder, extent: int) -> None:
 
 
 def _open_uses(folder: NodeFolder, head: tuple[int, ...], make: bool) -> Uses | None:
-    """Those of an extent with this head of records; None where it has none, or ``make`` finds no memory for any."""
+    """Open the uses of an extent whose records have this head; None if it has none, or if there is no memory to make
+    one."""
     incarnation, extent, frames, tier = head[2], head[3], head[8], _TIERS[head[9]]
     about = folder, extent, incarnation, frames, _SHARDS[tier]
     uses = Uses.open(*about)
