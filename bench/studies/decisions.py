@@ -18,7 +18,7 @@ import numpy as np
 
 from engine.conductor.state import events as ev
 from engine.conductor.state.conductor_state import ConductorRules, ConductorState
-from engine.conductor.state.fleet import EngineAbout
+from engine.conductor.state.engine_table import EngineAbout
 from engine.model.request import Request, Role, Sampling
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage

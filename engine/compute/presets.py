@@ -16,7 +16,7 @@ reserved, written, sealed and handed over layer by layer as those of any model. 
 
     step_s = alone_s * (1 + each * decoding) + sum over chunks of n / tokens_per_s * (1 + (c + n / 2) / context_even)
 
-for chunks of ``n`` tokens after ``c``: the cost model that a conductor predicts with (``engine.conductor.state.cost``).
+for chunks of ``n`` tokens after ``c``: the cost model that a conductor predicts with (``Costs``).
 
 The KV of a token is its number, in every element, plus one for each layer. The next token is a hash of the KV of all
 tokens before it, read from the frames: it depends only on the prompt (``paced_answer``), and a page with wrong contents

@@ -264,3 +264,47 @@ class Done:
 
 
 PrefillEvent = Admitted | Progress | Done | Failed
+
+
+@dataclass(frozen=True)
+class Routed:
+    """Where the request goes, and why: what ``kvstore route --explain`` prints."""
+
+    document: dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Drawn:
+    """More tokens of the answer. ``text``: the part that is certain by now, maybe empty. No ``ids``: they are not
+    known.
+    """
+
+    ids: tuple[int, ...]
+    text: str
+
+
+@dataclass(frozen=True)
+class Answered:
+    """The end. ``reason``: "stop", "eos", "length", "cancelled". ``text``: the rest that was held back."""
+
+    reason: str
+    text: str
+    usage: Usage
+
+
+AnswerPart = Routed | Drawn | Answered
+
+
+@dataclass(frozen=True)
+class ServedModel:
+    """A model that an engine serves.
+
+    Attributes:
+        path: its folder, with tokenizer and chat template; None for a preset.
+        foreign: True if only engines of others serve it.
+    """
+
+    name: str
+    path: str | None
+    context_tokens: int
+    foreign: bool = False

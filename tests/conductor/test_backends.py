@@ -15,10 +15,9 @@ import pytest
 from engine.conductor.backends import follower
 from engine.conductor.backends.link import BackendLink
 from engine.conductor.backends.settings import parse_backends
-from engine.conductor.shell.answers import Drawn
 from engine.conductor.shell.conductor import Conductor
 from engine.conductor.shell.engine_clients import EngineLink
-from engine.model.request import Request, Sampling
+from engine.model.request import Drawn, Request, Sampling
 from kvstore.errors import InvalidRequest, NodeUnavailable, Unavailable
 from tests.helpers.api import Certificates
 from tests.helpers.backend import MODEL, BackendProcess, continued, spawn_backend

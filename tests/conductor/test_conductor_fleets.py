@@ -8,8 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import pytest
 
-from engine.conductor.state.candidates import EGRESS_BURST_S
-from engine.conductor.state.cost import Priors
+from engine.conductor.state.candidates import EGRESS_BURST_S, Priors
 from engine.model.request import Role
 from tests.helpers.fleet import KV_BYTES, LAYOUT, PAGE, STEP_S, TOKENS_PER_S, World, pages_of, wish, world
 

@@ -7,7 +7,7 @@ import pytest
 
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
-from engine.conductor.state.fleet import LoadReport
+from engine.conductor.state.engine_table import LoadReport
 from engine.model.request import Role
 from tests.helpers.fleet import NVME, PAGE, STEP_S, World, engines_of, pages_of, wish, world
 

@@ -10,7 +10,7 @@ import pytest
 
 from engine.conductor.state import events as ev
 from engine.conductor.state.conductor_state import ATTEMPTS_MAX
-from engine.conductor.state.fleet import EngineWork, LoadReport
+from engine.conductor.state.engine_table import EngineWork, LoadReport
 from engine.conductor.state.policies import POLICIES
 from engine.model.request import Role
 from tests.helpers.fleet import PAGE, engines_of, pages_of, wish, world

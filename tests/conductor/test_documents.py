@@ -9,9 +9,9 @@ from typing import Any
 
 import pytest
 
-from engine.conductor.http import documents
-from engine.conductor.http.documents import LISTS_MAX, TOKEN_MAX, VALUES_MAX, TokenList, parse_document
+from engine.conductor.http import openai_schema
 from engine.conductor.http.openai_errors import Refusal
+from engine.conductor.http.openai_schema import LISTS_MAX, TOKEN_MAX, VALUES_MAX, TokenList, parse_document
 
 SEED = 5
 ROUNDS = 3000
@@ -65,9 +65,9 @@ def a_body(chance: random.Random) -> bytes:
 
 
 def test_a_body_in_blocks_gives_what_json_gives(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(documents, "BLOCK_BYTES", 16)  # so that everything lies across the ends of blocks
-    monkeypatch.setattr(documents, "CUT_BYTES_MIN", 4)
-    monkeypatch.setattr(documents, "SMALL_BYTES", 0)
+    monkeypatch.setattr(openai_schema, "BLOCK_BYTES", 16)  # so that everything lies across the ends of blocks
+    monkeypatch.setattr(openai_schema, "CUT_BYTES_MIN", 4)
+    monkeypatch.setattr(openai_schema, "SMALL_BYTES", 0)
     chance = random.Random(SEED)
     taken = 0
     for body in (a_body(chance) for _ in range(ROUNDS)):
@@ -146,6 +146,6 @@ def test_a_large_body_of_one_prompt_is_taken_in_bounded_memory(body: bytes) -> N
 
 def test_long_lists_beyond_the_prompts_of_one_request_are_values_like_others() -> None:
     lists = [list(range(100, 400))] * (LISTS_MAX + 1)
-    found = parse_document(json.dumps({"a": lists, "b": "x" * documents.SMALL_BYTES}).encode())["a"]
+    found = parse_document(json.dumps({"a": lists, "b": "x" * openai_schema.SMALL_BYTES}).encode())["a"]
     assert [type(each) for each in found] == [TokenList] * LISTS_MAX + [list]
     assert plain(found) == lists

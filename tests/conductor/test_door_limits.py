@@ -18,8 +18,8 @@ import pytest
 
 from engine.conductor.http import connection as door_connection
 from engine.conductor.http import server as door_server
-from engine.conductor.http.documents import SMALL_BYTES
-from engine.text.chat import PromptTokenizer
+from engine.conductor.http.openai_schema import SMALL_BYTES
+from engine.conductor.http.prompts import PromptTokenizer
 from tests.helpers.api import TENANTS, Certificates, identities_file
 from tests.helpers.beacon import Beacon
 from tests.helpers.door import CALL_S, WORDS, ask, head_of, key, open_doors, read_all

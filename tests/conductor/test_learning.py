@@ -14,13 +14,12 @@ import numpy as np
 import pytest
 
 from engine.conductor.config import ConductorConfig
-from engine.conductor.shell.answers import Drawn
 from engine.conductor.shell.metrics import ConductorTally
 from engine.conductor.shell.open_answer import OpenAnswer
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
-from engine.conductor.state.fleet import LoadReport
-from engine.model.request import Finished, Request, Role, Usage
+from engine.conductor.state.engine_table import LoadReport
+from engine.model.request import Drawn, Finished, Request, Role, Usage
 from kvstore.errors import InvalidRequest
 from tests.helpers.fleet import PAGE, STEP_S, TOKENS_PER_S, engines_of, pages_of, wish, world
 

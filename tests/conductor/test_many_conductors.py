@@ -9,8 +9,7 @@ import pytest
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.conductor_state import ConductorState
-from engine.conductor.state.engine_table import AVOID_S
-from engine.conductor.state.fleet import LoadReport
+from engine.conductor.state.engine_table import AVOID_S, LoadReport
 from engine.conductor.state.roles import CHANGE_S, KNOWN_S, ORDER_S
 from engine.model.request import NO_ORDER, REVISION_MAX, Role, RoleOrder
 from engine.state.admission import Door

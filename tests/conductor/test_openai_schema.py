@@ -9,9 +9,8 @@ from typing import Any
 import pytest
 
 from engine.conductor.http import openai_schema
-from engine.conductor.http.documents import VALUES_MAX, parse_document
 from engine.conductor.http.openai_errors import Refusal
-from engine.conductor.http.openai_schema import EXTRA_BYTES_MAX, NOT_PASSED_ON, read_body
+from engine.conductor.http.openai_schema import EXTRA_BYTES_MAX, NOT_PASSED_ON, VALUES_MAX, parse_document, read_body
 
 ASK = {"model": "m", "prompt": "a"}
 CHAT = {"model": "m", "messages": [{"role": "user", "content": "a"}]}

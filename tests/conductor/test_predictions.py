@@ -10,7 +10,7 @@ import pytest
 from engine.conductor.state import events as ev
 from engine.conductor.state.candidates import Options
 from engine.conductor.state.conductor_state import ConductorRules
-from engine.conductor.state.fleet import EngineWork, FleetEngine, LoadReport
+from engine.conductor.state.engine_table import EngineWork, FleetEngine, LoadReport
 from engine.model.request import Role
 from tests.helpers.fleet import PAGE, World, about, engines_of, pages_of, wish, world
 from tests.helpers.stepped import SteppedFleet

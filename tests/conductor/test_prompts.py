@@ -12,11 +12,9 @@ from pathlib import Path
 import pytest
 
 from engine.conductor.http import prompts
-from engine.conductor.http.prompts import PromptMaker
-from engine.conductor.shell.answers import ServedModel
+from engine.conductor.http.prompts import PromptMaker, PromptTokenizer, prompt_tokenizer
 from engine.demo.command import MODEL
-from engine.text import chat
-from engine.text.chat import PromptTokenizer, prompt_tokenizer
+from engine.model.request import ServedModel
 from kvstore.errors import InvalidRequest
 
 MODELS = [ServedModel("bad", "/bad", 100), ServedModel("slow", "/slow", 100)]
@@ -66,8 +64,8 @@ def folder() -> Path:
 def test_a_text_is_counted_in_pieces_and_gives_the_tokens_of_the_whole(
     folder: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat, "COUNTED_CHARACTERS_MIN", 100)
-    monkeypatch.setattr(chat, "PIECE_CHARACTERS", 64)
+    monkeypatch.setattr(prompts, "COUNTED_CHARACTERS_MIN", 100)
+    monkeypatch.setattr(prompts, "PIECE_CHARACTERS", 64)
     chance = random.Random(SEED)
     cut, whole = prompt_tokenizer(str(folder), TOKENS_MAX), prompt_tokenizer(str(folder), 1 << 20)
     seen = set()

@@ -13,10 +13,9 @@ import numpy as np
 
 from engine.conductor.backends.settings import parse_backends
 from engine.conductor.config import ConductorConfig
-from engine.conductor.shell.answers import Answered, Drawn, Routed
 from engine.conductor.shell.conductor import Conductor
 from engine.conductor.shell.metrics import ConductorTally
-from engine.model.request import Request, Sampling
+from engine.model.request import Answered, Drawn, Request, Routed, Sampling
 from tests.helpers.processes import WAIT_S
 
 

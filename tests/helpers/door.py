@@ -17,8 +17,7 @@ import httpx2
 from engine.conductor.http.connection import PATIENCE, HttpPatience
 from engine.conductor.http.prompts import PromptMaker
 from engine.conductor.http.server import OpenAIServer, open_http
-from engine.conductor.shell.answers import Answered, AnswerPart, Drawn, Routed, ServedModel
-from engine.model.request import Request, Usage
+from engine.model.request import Answered, AnswerPart, Drawn, Request, Routed, ServedModel, Usage
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls
 from kvstore.server.http import Route
@@ -40,11 +39,11 @@ class InstantAnswers:
         self._models = [ServedModel(name, path, CONTEXT_TOKENS) for name, path in models.items()]
 
     def models(self) -> list[ServedModel]:
-        """See ``Answers``."""
+        """See ``Conductor``."""
         return self._models
 
     async def answer(self, request: Request) -> AsyncGenerator[AnswerPart, None]:
-        """See ``Answers``."""
+        """See ``Conductor``."""
         yield Routed(await self.explain(request))
         count = request.sampling.max_tokens
         for index in range(count):
@@ -57,7 +56,7 @@ class InstantAnswers:
         )
 
     async def explain(self, request: Request) -> dict[str, Any]:
-        """See ``Answers``."""
+        """See ``Conductor``."""
         return {"model": request.model, "reason": "there is nothing to choose"}
 
 

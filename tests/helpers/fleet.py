@@ -17,9 +17,9 @@ from engine.conductor.state import instructions as do
 from engine.conductor.state import integrity
 from engine.conductor.state.candidates import Options
 from engine.conductor.state.conductor_state import ConductorRules, ConductorState
-from engine.conductor.state.fleet import EngineAbout, LoadReport
+from engine.conductor.state.engine_table import EngineAbout, LoadReport
 from engine.conductor.state.roles import ORDER_S
-from engine.conductor.state.routed_request import RoutedRequest
+from engine.conductor.state.routed_requests import RoutedRequest
 from engine.model.request import Request, Role, RoleOrder, Sampling
 from engine.state.admission import Door
 from kvstore.cluster.directory import Told

@@ -20,8 +20,8 @@ from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state import integrity
 from engine.conductor.state.conductor_state import ConductorRules, ConductorState
-from engine.conductor.state.fleet import LoadReport
-from engine.conductor.state.routed_request import Route
+from engine.conductor.state.engine_table import LoadReport
+from engine.conductor.state.routed_requests import Route
 from engine.model.request import Role
 from engine.simulator.generate import QUICK_SESSIONS, conversations
 from kvstore.cluster.directory import Told

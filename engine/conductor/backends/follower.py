@@ -20,7 +20,7 @@ from engine.conductor.backends.link import BackendLink
 from engine.conductor.backends.settings import BYTES, BackendSettings
 from engine.conductor.shell.engine_clients import KnownEngine
 from engine.conductor.state import events as ev
-from engine.conductor.state.fleet import EngineAbout, LoadReport
+from engine.conductor.state.engine_table import EngineAbout, LoadReport
 from engine.model.request import Role
 from kvstore import boundary
 from kvstore.cluster.directory import Told

@@ -20,9 +20,8 @@ from typing import Any, Final
 import aiohttp
 
 from engine.conductor.backends.settings import BackendSettings
-from engine.conductor.shell.answers import Drawn
 from engine.conductor.state.measured_speed import ObservedSpeeds
-from engine.model.request import Finished, Request, Role, RoleOrder, Usage
+from engine.model.request import Drawn, Finished, Request, Role, RoleOrder, Usage
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
 from kvstore.model.replica import Tier
 

@@ -15,8 +15,8 @@ from dataclasses import dataclass, field
 from typing import Any, Final, Protocol
 
 from engine.conductor.http.openai_errors import refusal_of
-from engine.conductor.shell.answers import Answered, AnswerPart, Answers, Drawn, Routed
-from engine.model.request import Request, Usage
+from engine.conductor.shell.conductor import Conductor
+from engine.model.request import Answered, AnswerPart, Drawn, Request, Routed, Usage
 from kvstore import boundary
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 
@@ -173,14 +173,14 @@ class EventSink(Protocol):
         ...
 
 
-async def answer_all(answers: Answers, requests: Sequence[Request], per_prompt: int, take: Take) -> None:
+async def answer_all(conductor: Conductor, requests: Sequence[Request], per_prompt: int, take: Take) -> None:
     """Get all answers. The first error ends the others. Cancelling ends all.
 
     Raises:
         KVStoreError: the error of the first answer that failed.
     """
     if len(requests) == 1:
-        await _answer(answers, 0, requests[0], take)
+        await _answer(conductor, 0, requests[0], take)
         return
     drew = [asyncio.Event() for _ in requests[::per_prompt]]
     turn = asyncio.Lock()
@@ -194,7 +194,7 @@ async def answer_all(answers: Answers, requests: Sequence[Request], per_prompt: 
     async def follow(index: int, request: Request) -> None:
         if index % per_prompt:
             await drew[index // per_prompt].wait()
-        await _answer(answers, index, request, take_in_turn)
+        await _answer(conductor, index, request, take_in_turn)
 
     try:
         async with asyncio.TaskGroup() as group:
@@ -210,14 +210,14 @@ def _first(errors: BaseException) -> BaseException:
     return errors
 
 
-async def _answer(answers: Answers, index: int, request: Request, take: Take) -> None:
+async def _answer(conductor: Conductor, index: int, request: Request, take: Take) -> None:
     with _ANSWERING:
-        async with aclosing(answers.answer(request)) as parts:
+        async with aclosing(conductor.answer(request)) as parts:
             async for part in parts:
                 await take(index, part)
 
 
-async def reply_whole(answers: Answers, requests: Sequence[Request], reply: OpenAIReply) -> bytes:
+async def reply_whole(conductor: Conductor, requests: Sequence[Request], reply: OpenAIReply) -> bytes:
     """Send the reply when all of it is there. Raises KVStoreError."""
 
     async def take(index: int, part: AnswerPart) -> None:
@@ -231,11 +231,13 @@ async def reply_whole(answers: Answers, requests: Sequence[Request], reply: Open
                 choice.texts.append(part.text)
                 choice.ended(part)
 
-    await _in_time(answer_all(answers, requests, reply.per_prompt, take), requests[0].deadline_s)
+    await _in_time(answer_all(conductor, requests, reply.per_prompt, take), requests[0].deadline_s)
     return reply.whole()
 
 
-async def reply_streamed(answers: Answers, requests: Sequence[Request], reply: OpenAIReply, stream: EventSink) -> None:
+async def reply_streamed(
+    conductor: Conductor, requests: Sequence[Request], reply: OpenAIReply, stream: EventSink
+) -> None:
     """Send the reply event by event. Nothing is sent before the first token: until then errors have a status.
 
     Raises:
@@ -267,7 +269,7 @@ async def reply_streamed(answers: Answers, requests: Sequence[Request], reply: O
             await stream.send(events)
 
     try:
-        await _in_time(answer_all(answers, requests, reply.per_prompt, take), requests[0].deadline_s)
+        await _in_time(answer_all(conductor, requests, reply.per_prompt, take), requests[0].deadline_s)
     except KVStoreError as error:
         if not stream.begun:
             raise

@@ -23,7 +23,6 @@ from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
 from engine.conductor.http.connection import JSON, PATIENCE, ConnectionServer, HttpPatience, HttpReply
-from engine.conductor.http.documents import SMALL_BYTES, parse_document
 from engine.conductor.http.openai_errors import DENIED, INVALID, SERVER, Refusal, invalid, refusal_of
 from engine.conductor.http.openai_replies import (
     Choice,
@@ -33,10 +32,11 @@ from engine.conductor.http.openai_replies import (
     reply_streamed,
     reply_whole,
 )
-from engine.conductor.http.openai_schema import AnyBody, ChatBody, read_body, requests_of
+from engine.conductor.http.openai_schema import SMALL_BYTES, AnyBody, ChatBody, parse_document, read_body, requests_of
 from engine.conductor.http.prompts import PromptMaker
-from engine.conductor.shell.answers import Answers, ServedModel
+from engine.conductor.shell.conductor import Conductor
 from engine.conductor.shell.metrics import GONE, HttpTally
+from engine.model.request import ServedModel
 from kvstore import boundary
 from kvstore.cluster.data_connection import is_loopback
 from kvstore.config import parse_address
@@ -82,7 +82,7 @@ class OpenAIServer:
 
     def __init__(
         self,
-        answers: Answers,
+        conductor: Conductor,
         address: str,
         identities: Identities,
         tls: ssl.SSLContext | None,
@@ -92,7 +92,7 @@ class OpenAIServer:
         patience: HttpPatience,
     ) -> None:
         self.tally = HttpTally()
-        self._answers = answers
+        self._conductor = conductor
         self._address = address
         self._identities = identities
         self._tls = tls
@@ -121,7 +121,7 @@ class OpenAIServer:
         except OSError as error:
             raise InvalidRequest("http", f"cannot listen on {self._address}: {error.strerror}") from None
         self._address = f"[{where}]:{port}" if ":" in where else f"{where}:{port}"
-        self._preparing = asyncio.create_task(self._prompts.prepare(self._answers.models))
+        self._preparing = asyncio.create_task(self._prompts.prepare(self._conductor.models))
 
     def drain(self) -> None:
         """Refuse new requests, on open connections and on new ones. Any thread."""
@@ -198,11 +198,11 @@ class OpenAIServer:
 
     def _models(self, path: str) -> dict[str, Any]:
         if path == MODELS:
-            return models_document(sorted({model.name for model in self._answers.models()}), self._began_s)
+            return models_document(sorted({model.name for model in self._conductor.models()}), self._began_s)
         return model_document(self._model(path.removeprefix(f"{MODELS}/")).name, self._began_s)
 
     def _model(self, name: str) -> ServedModel:
-        found = next((model for model in self._answers.models() if model.name == name), None)
+        found = next((model for model in self._conductor.models() if model.name == name), None)
         if found is None:
             raise Refusal(404, INVALID, f"there is no model {name!r} here", param="model", code="model_not_found")
         return found
@@ -222,7 +222,7 @@ class OpenAIServer:
         self, request: web.BaseRequest, connection: HttpReply, caller: Identity, is_chat: bool, began_s: float
     ) -> web.StreamResponse:
         async with self._body(request, caller) as body:
-            passing = frozenset(model.name for model in self._answers.models() if model.foreign)
+            passing = frozenset(model.name for model in self._conductor.models() if model.foreign)
             read = partial(_read, is_chat, passing, body)
             asked, extra = await self._prompts.run(read, caller) if len(body) > SMALL_BYTES else read()
             del body, read
@@ -242,8 +242,8 @@ class OpenAIServer:
         connection.on_begin = lambda: self.tally.first_token.add(time.monotonic() - began_s)
         connection.check = partial(self._identities.check, caller)
         if not asked.stream:
-            return await connection.whole(await reply_whole(self._answers, requests, reply), JSON)
-        await reply_streamed(self._answers, requests, reply, connection)
+            return await connection.whole(await reply_whole(self._conductor, requests, reply), JSON)
+        await reply_streamed(self._conductor, requests, reply, connection)
         return await connection.end()
 
     # --- callers and bodies ----------------------------------------------------------------------------------------
@@ -366,12 +366,12 @@ def _certificate_names(request: web.BaseRequest) -> list[str]:
 def open_http(
     config: DaemonConfig,
     identities: Identities,
-    answers: Answers,
+    conductor: Conductor,
     routes: Mapping[str, Route],
     prompts: PromptMaker,
     patience: HttpPatience = PATIENCE,
 ) -> OpenAIServer:
-    """The HTTP server at ``config.http``, not started yet; start it on the event loop of ``answers``.
+    """The HTTP server at ``config.http``, not started yet; start it on the event loop of ``conductor``.
 
     Raises:
         InvalidRequest: "http": the address is beyond loopback without TLS or keys; or the certificate cannot be used.
@@ -386,4 +386,4 @@ def open_http(
     tls = certificate.for_sockets() if certificate is not None else None
     shown = f"[{number}]" if ":" in number else number
     hosts = HostNames.of(config, certificate.names() if certificate is not None else ())
-    return OpenAIServer(answers, f"{shown}:{port}", identities, tls, hosts, routes, prompts, patience)
+    return OpenAIServer(conductor, f"{shown}:{port}", identities, tls, hosts, routes, prompts, patience)

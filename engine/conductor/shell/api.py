@@ -17,10 +17,9 @@ from google.protobuf import struct_pb2
 from engine.api.wire import request_of, salt_of, tokenized
 from engine.conductor.config import ConductorConfig
 from engine.conductor.http.prompts import PromptMaker
-from engine.conductor.shell.answers import Answered, Answers, Drawn, Routed, ServedModel
 from engine.conductor.shell.conductor import Conductor
 from engine.conductor.shell.metrics import ConductorTally
-from engine.model.request import PRIORITY_MAX, Request
+from engine.model.request import PRIORITY_MAX, Answered, Drawn, Request, Routed, ServedModel
 from kvstore.errors import InvalidRequest, NodeUnavailable, PermissionDenied
 from kvstore.pb import conductor_pb2 as pb
 from kvstore.pb import engine_pb2, store_pb2
@@ -45,32 +44,32 @@ NOT_PASSED_ON: Final = ("generated", "prefill", "own_prefill", "handoff", "sourc
 
 
 class ConductorCalls:
-    """All calls. Used on the event loop of ``answers``."""
+    """All calls. Used on the event loop of ``conductor``."""
 
     def __init__(
         self,
         config: ConductorConfig,
-        answers: Answers,
+        conductor: Conductor,
         prompts: PromptMaker,
         status: Callable[[], Any],
         draining: threading.Event,
     ) -> None:
         self._config = config
-        self._answers = answers
+        self._conductor = conductor
         self._prompts = prompts
         self._status = status
         self._draining = draining
 
     async def route(self, call: Call, message: bytes) -> bytes:
         """Where a request would go now."""
-        return document(await self._answers.explain(await self._route_request(call, message)))
+        return document(await self._conductor.explain(await self._route_request(call, message)))
 
     async def submit(self, call: Call, message: bytes) -> None:
         """Answer a prompt."""
         if self._draining.is_set():
             raise NodeUnavailable("this conductor is draining: ask another one")
         request = await self._route_request(call, message)
-        async with contextlib.aclosing(self._answers.answer(request)) as parts:
+        async with contextlib.aclosing(self._conductor.answer(request)) as parts:
             drawn = 0
             with call.waits():
                 async for part in parts:
@@ -114,7 +113,7 @@ class ConductorCalls:
         )
 
     def _model(self, name: str) -> ServedModel:
-        models = self._answers.models()
+        models = self._conductor.models()
         if not name and len(models) > 1:
             raise InvalidRequest("model", f"is missing: one of {', '.join(each.name for each in models)}")
         fit = [each for each in models if each.name == name or not name]

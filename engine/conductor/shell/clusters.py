@@ -29,7 +29,7 @@ from engine.conductor.shell.reports import (
     Said,
 )
 from engine.conductor.state import events as ev
-from engine.conductor.state.fleet import EngineAbout, LoadReport
+from engine.conductor.state.engine_table import EngineAbout, LoadReport
 from engine.model.request import Request, Role
 from kvstore.client.remote.admin import document
 from kvstore.cluster.catalog.schema import ClusterEntry

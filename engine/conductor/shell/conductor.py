@@ -23,7 +23,6 @@ from typing import Any, Final
 import numpy as np
 
 from engine.conductor.config import ConductorConfig
-from engine.conductor.shell.answers import AnswerPart, ServedModel
 from engine.conductor.shell.engine_clients import KnownEngine
 from engine.conductor.shell.fleet_watch import FleetWatch
 from engine.conductor.shell.metrics import ConductorTally
@@ -33,8 +32,8 @@ from engine.conductor.state import instructions as do
 from engine.conductor.state.conductor_state import ConductorState
 from engine.conductor.state.prefetch import LATE_S
 from engine.conductor.state.roles import ORDER_S
-from engine.conductor.state.routed_request import RequestPhase
-from engine.model.request import Request
+from engine.conductor.state.routed_requests import RequestPhase
+from engine.model.request import AnswerPart, Request, ServedModel
 from kvstore import boundary
 from kvstore.cluster.catalog.schema import ClusterEntry, EngineEntry, NodeEntry
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
@@ -52,7 +51,7 @@ log = logging.getLogger("kvstore.conductor")
 
 
 class Conductor:
-    """A conductor, with the interface ``Answers`` for its servers.
+    """A conductor. Its servers (HTTP, gRPC) use ``models``, ``answer`` and ``explain``, on its event loop.
 
     Args:
         leading: the revision with which this one leads its pool now, and gives orders; None: another one does.
@@ -229,10 +228,10 @@ class Conductor:
         """Requests that have not ended. Any thread."""
         return len(self._answering)
 
-    # --- Answers ----------------------------------------------------------------------------------------------------
+    # --- requests ---------------------------------------------------------------------------------------------------
 
     def models(self) -> list[ServedModel]:
-        """See ``Answers``."""
+        """The models that can be asked for now, by name."""
         found: dict[str, ServedModel] = {}
         for known in self.members.engines.values():
             name, context = known.about.model, known.about.context_max
@@ -245,7 +244,16 @@ class Conductor:
         return [found[name] for name in sorted(found)]
 
     async def answer(self, request: Request) -> AsyncGenerator[AnswerPart, None]:
-        """See ``Answers``."""
+        """Answer a request: ``Routed`` (again if the answer continues at another engine), ``Drawn`` as tokens come, one
+        ``Answered``. Closing the generator cancels the work within a second.
+
+        Parts wait for their reader: a slow one holds up only this answer, and a bounded part of it.
+
+        Raises:
+            InvalidRequest: names the field.
+            TooManyCalls: refused; ``retry_after_s``.
+            Unavailable: no engine is there, or too many failed on it.
+        """
         arrived = await self._arrived(request, next(self._numbers))
         explained = self.state.explain(arrived) if request.explain else {}
         answering = self._answering[arrived.number] = OpenAnswer(self, arrived.request, arrived.number, explained)
@@ -259,7 +267,11 @@ class Conductor:
             del self._answering[arrived.number]
 
     async def explain(self, request: Request) -> dict[str, Any]:
-        """See ``Answers``."""
+        """What would be done with this request now. Changes nothing.
+
+        Raises:
+            InvalidRequest: names the field.
+        """
         return self.state.explain(await self._arrived(request, 0))
 
     def _check(self, request: Request) -> None:
@@ -288,7 +300,7 @@ class Conductor:
         return [known for known in self.members.engines.values() if known.about.model == model]
 
     async def _arrived(self, request: Request, number: int) -> ev.Arrived:
-        """A request as it arrives at the decisions. Raises what ``Answers.answer`` does."""
+        """A request as it arrives at the decisions. Raises what ``answer`` does."""
         if request.salt is None:
             request = replace(request, salt=self.config.salt)
         self._check(request)

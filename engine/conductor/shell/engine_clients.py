@@ -22,10 +22,9 @@ from google.protobuf.struct_pb2 import Struct
 from engine.api.wire import SERVICE as ENGINES
 from engine.api.wire import events_of, set_role_request, submit_request, tokens_bytes
 from engine.client import SLACK_S, WATCH, url_of
-from engine.conductor.shell.answers import Drawn
-from engine.conductor.state.fleet import EngineAbout
+from engine.conductor.state.engine_table import EngineAbout
 from engine.conductor.state.measured_speed import ObservedSpeeds
-from engine.model.request import Finished, Request, Role, RoleOrder, Token
+from engine.model.request import Drawn, Finished, Request, Role, RoleOrder, Token
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import GivenCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS

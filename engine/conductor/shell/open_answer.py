@@ -21,15 +21,14 @@ from typing import Any, Final, Protocol
 import numpy as np
 
 from engine.conductor.config import ConductorConfig
-from engine.conductor.shell.answers import Answered, AnswerPart, Drawn, Routed
 from engine.conductor.shell.fleet_watch import FleetWatch
 from engine.conductor.shell.metrics import ConductorTally
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.explain import routed
 from engine.conductor.state.measured_speed import ObservedSpeeds
-from engine.conductor.state.routed_request import Route
-from engine.model.request import Finished, Request, Usage
+from engine.conductor.state.routed_requests import Route
+from engine.model.request import Answered, AnswerPart, Drawn, Finished, Request, Routed, Usage
 from engine.state.admission import ROLE
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
 from kvstore.server.gate import STALL_S
@@ -88,7 +87,7 @@ class OpenAnswer:
             self._conductor.handle(ev.RequestCancelled(time.monotonic(), self._number))
 
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
-        """All parts of the answer. Raises what ``Answers.answer`` does."""
+        """All parts of the answer. Raises what ``Conductor.answer`` does."""
         while not self._over:
             it = await self._next()
             match it:

@@ -10,7 +10,7 @@ import re
 from collections.abc import Mapping
 from typing import Any, Final
 
-from engine.conductor.state.fleet import EngineAbout, LoadReport
+from engine.conductor.state.engine_table import EngineAbout, LoadReport
 from engine.model.request import REVISION_MAX, Role, RoleOrder
 from kvstore.errors import VersionMismatch
 from kvstore.pb import store_pb2

@@ -14,18 +14,15 @@ from typing import Final
 
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
-from engine.conductor.state.candidates import Options
-from engine.conductor.state.cost import Costs, Priors
-from engine.conductor.state.engine_table import EngineFleet, NumberedNames
+from engine.conductor.state.candidates import Costs, Options, Priors
+from engine.conductor.state.engine_table import EngineFleet, EngineWork, FleetEngine, NumberedNames
 from engine.conductor.state.explain import Explained, explained, unexplained
-from engine.conductor.state.fleet import EngineWork, FleetEngine
 from engine.conductor.state.instructions import Instruction
 from engine.conductor.state.policies import make_policy, make_split
 from engine.conductor.state.prefetch import Orders
 from engine.conductor.state.prefixes import Prefixes
-from engine.conductor.state.queue import Queue, QueueRoom
 from engine.conductor.state.roles import FleetRoles
-from engine.conductor.state.routed_request import RequestPhase, Route, RoutedRequest
+from engine.conductor.state.routed_requests import Queue, QueueRoom, RequestPhase, Route, RoutedRequest
 from kvstore.errors import TooManyCalls
 
 ATTEMPTS_MAX: Final = 4  # engines that may fail on one request

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass
 
-from engine.conductor.state.fleet import EngineAbout, LoadReport
+from engine.conductor.state.engine_table import EngineAbout, LoadReport
 from engine.model.request import Request, Role
 from kvstore.cluster.directory import Told
 from kvstore.model.prefix import Fingerprints

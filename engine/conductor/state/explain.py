@@ -9,9 +9,8 @@ import numpy as np
 
 from engine.conductor.state import instructions as do
 from engine.conductor.state.candidates import Options
-from engine.conductor.state.engine_table import Board
-from engine.conductor.state.fleet import FleetEngine
-from engine.conductor.state.routed_request import Route, RoutedRequest
+from engine.conductor.state.engine_table import Board, FleetEngine
+from engine.conductor.state.routed_requests import Route, RoutedRequest
 
 Explained = dict[str, object]
 DIGITS: Final = 6  # for seconds

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from engine.conductor.state.routed_request import Route
+from engine.conductor.state.routed_requests import Route
 from engine.model.request import Role, RoleOrder
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from engine.conductor.state.conductor_state import ConductorState
 from engine.conductor.state.engine_table import Board, Columns, NumberedNames
-from engine.conductor.state.routed_request import RequestPhase
+from engine.conductor.state.routed_requests import RequestPhase
 
 
 def check(state: ConductorState) -> None:

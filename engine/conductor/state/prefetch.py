@@ -20,7 +20,7 @@ import numpy as np
 from engine.conductor.state.candidates import Options
 from engine.conductor.state.instructions import CopyPrefix, Instruction, PrefetchPrefix
 from engine.conductor.state.prefixes import Prefixes
-from engine.conductor.state.routed_request import Route
+from engine.conductor.state.routed_requests import Route
 
 HOT_USES: Final = 8.0  # within about HOT_S: a prefix is hot
 HOT_S: Final = 10.0

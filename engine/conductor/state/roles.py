@@ -26,7 +26,7 @@ from __future__ import annotations
 import math
 from typing import Final
 
-from engine.conductor.state.fleet import FleetEngine
+from engine.conductor.state.engine_table import FleetEngine
 from engine.conductor.state.instructions import SetRole
 from engine.model.request import REVISION_MAX, Role, RoleOrder
 
