@@ -54,7 +54,7 @@ class PausedEngine:
         self._signal(signal.SIGSTOP)
 
     def ask(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Answers of so many tokens, and when they came. See ``decode_engine.py``."""
+        """Return answers of ``tokens`` tokens each, and their times of arrival. See ``decode_engine.py``."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
@@ -140,7 +140,7 @@ class Judge:
 
 
 def environment(kind: str, threads: int) -> dict[str, str]:
-    """Of an engine's process."""
+    """Return the environment of an engine's process."""
     told = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
     return told | VLLM_ENVIRONMENT if kind == "vllm" else told
 
@@ -148,7 +148,7 @@ def environment(kind: str, threads: int) -> dict[str, str]:
 def measured(
     engines: dict[str, PausedEngine], judge: Judge, sequences: int, context: int, told: argparse.Namespace
 ) -> dict[str, Any]:
-    """A row: medians of so many turns each, taken in alternation."""
+    """Measure a row: medians of the turns of each variant, taken alternately."""
     turns: dict[str, list[Turn]] = {kind: [] for kind in engines}
     same: list[str] = []
     random = np.random.default_rng([sequences, context])

@@ -37,8 +37,8 @@ VLLM_SETTINGS: dict[str, Any] = {
 
 @contextmanager
 def node(name: str, dram: str) -> Iterator[None]:
-    """A node while this is open. It and whoever looks for it have a folder of shared memory of their own, since what a
-    node keeps outlives it. Raises SystemExit where it is not ready in time."""
+    """A node while this is open. The node and its clients have a separate folder of shared memory, since the pages of a
+    node outlive it. Raises SystemExit where it is not ready in time."""
     shared = tempfile.mkdtemp(prefix="peers-", dir="/dev/shm")
     os.environ["KVSTORE_SHM_DIR"] = shared
     command = [sys.executable, "-m", "kvstore", "serve", "--name", name, "--dram", dram]

@@ -46,7 +46,7 @@ MODEL = {
 
 @dataclass
 class Calls:
-    """What vLLM has called of the connector since ``begin``. Of one thread.
+    """The calls of vLLM to the connector since ``begin``. Used by one thread.
 
     Attributes:
         seconds, counts: by side.
@@ -89,16 +89,16 @@ class Calls:
 
 
 class EmptyConnector:
-    """Nothing is behind its call."""
+    """A connector whose call does nothing."""
 
     role = SimpleNamespace(name="WORKER")
 
     def nothing(self) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
 class WatchedEmpty(EmptyConnector):
-    """The same, for ``Calls.watch``."""
+    """An ``EmptyConnector`` that ``Calls.watch`` may patch."""
 
 
 def empty_s(connector: EmptyConnector) -> float:

@@ -210,7 +210,7 @@ class Continued:
 
     def _take(self, pages: int) -> torch.Tensor:
         frames = self.arena.take(pages)
-        assert frames is not None, "the arena was made for so many"
+        assert frames is not None, "the arena was made for this number"
         return frames
 
 
@@ -254,7 +254,7 @@ def logit_errors(
 
 
 def _text(model: Model, tokens: int) -> list[int]:
-    """So many token ids of English prose and code: two modules of the store."""
+    """Return ``tokens`` token ids of English prose and code: two modules of the store."""
     text = inspect.getsource(layout_module) + inspect.getsource(prefix_module)
     ids = list(model.tokenizer.encode(text))[:tokens]
     if len(ids) < tokens:

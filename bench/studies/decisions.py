@@ -36,14 +36,14 @@ LAYOUT = "layout"
 
 
 class DecisionLoad:
-    """A conductor with so many engines, and requests for it."""
+    """A conductor with ``engines`` engines, and requests for it."""
 
     def __init__(self, engines: int, pages: int) -> None:
         self.state = ConductorState(ConductorRules())
         self._numbers = count()
         self._draw, self._pages = random.Random(1), np.random.default_rng(1)
         self._chains: list[Fingerprints] = []
-        self._now_s, self._step_s = 0.0, 0.8 / engines  # as many requests as keep so many engines half busy
+        self._now_s, self._step_s = 0.0, 0.8 / engines  # requests at a rate that keeps all engines half busy
         for number in range(engines):
             name, node = f"e{number:03d}", f"n{number:03d}"
             about = EngineAbout(

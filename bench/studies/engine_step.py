@@ -105,7 +105,7 @@ class Turns:
         return self._tokens - before
 
     def join(self, batch: int) -> None:
-        """Until a turn makes a token of each of so many sequences."""
+        """Turn the engine until one turn makes a token of each sequence."""
         until_s = time.monotonic() + JOIN_S
         while self.take() < batch:
             if time.monotonic() >= until_s:
@@ -180,7 +180,8 @@ def _kv_bytes(nets: Nets, batch: int, tokens: int) -> int:
 
 
 def _node(scene: ExitStack, stage: Stage, name: str, nets: Nets, batch: int, tokens: int, arenas: int = 1) -> Store:
-    """With room for so many sequences of so many tokens. Raises BenchFailed: not so much with these arenas beside."""
+    """Start a node for ``batch`` sequences of ``tokens`` tokens. Raises BenchFailed if memory is too small for it and
+    ``arenas`` arenas."""
     kv_bytes = _kv_bytes(nets, batch, tokens)
     if (2 + arenas) * kv_bytes > 0.6 * free_bytes(stage.settings.shm_dir):
         raise BenchFailed(f"{name} needs {(2 + arenas) * kv_bytes >> 20} MiB of memory")
@@ -192,7 +193,7 @@ def _node(scene: ExitStack, stage: Stage, name: str, nets: Nets, batch: int, tok
 def _decoding(
     scene: ExitStack, store: Store, nets: Nets, batch: int, context: int, answer: int, mounted: bool = False
 ) -> Turns:
-    """An engine in which so many prompts of ``context`` tokens were found, and are being answered."""
+    """Make an engine that decodes ``batch`` prompts of ``context`` tokens, which it found in the pool."""
     config = EngineConfig(
         model=nets.model.name,
         arena=_kv_bytes(nets, batch, context + answer),

@@ -77,14 +77,15 @@ class FleetAnswer:
 
 
 def pace() -> Pace:
-    """Of the engines."""
+    """Return the pace of the engines."""
     found = PRESETS[MODEL].pace
     assert found is not None
     return found
 
 
 def conversation(seconds: float, load: float, engines: int, seed: int) -> list[FleetAsk]:
-    """A generated conversation workload. ``load`` 1: so many engines would compute its prompts without any reuse."""
+    """A generated conversation workload. With ``load`` 1, ``engines`` engines would just compute its prompts without
+    any reuse."""
 
     def scaled(rate: float, requests: int) -> list[FleetAsk]:
         made = conversations(requests, rate=rate, seed=seed, shape=QUICK_SESSIONS)
@@ -173,7 +174,7 @@ class FleetConductor:
             return found
 
     def knows(self, engines: int, nodes: int) -> bool:
-        """Whether it has heard of so many."""
+        """Return whether the conductor knows this number of engines."""
         status = self.status()
         return (len(status["engines"]), len(status["nodes"])) == (engines, nodes)
 

@@ -6,10 +6,10 @@ computed, the second one needs all of the KV here.
 
 - **Limit**: the engine that computes the prompts answers itself: prefill and one step, no transfer at all. Ratio and
   ``visible_s`` in the details are what the hand-off adds to that.
-- ``….ideal``: the same time of the eager, layer-wise hand-off against an ideal pipeline. Of a prefill alone the chunks'
-  ends are measured; chunk ``c`` runs from ``e[c-1]`` to ``e[c]``, and its ``L`` layers take equal parts of it, one
-  after the other. The KV of layer ``l`` is counted as ready when that layer *begins*, before it can be, and goes over
-  the link at its full speed ``B``, in that order:
+- ``….ideal``: the same time of the eager, layer-wise hand-off against an ideal pipeline. The ends of the chunks are
+  measured in a prefill alone; chunk ``c`` runs from ``e[c-1]`` to ``e[c]``, and its ``L`` layers take equal parts of
+  it, one after the other. The KV of layer ``l`` is counted as ready when that layer *begins*, before it can be, and
+  goes over the link at its full speed ``B``, in that order:
 
       ready(c, l)   = e[c-1] + (e[c] - e[c-1]) * l / L
       arrive(c, l)  = max(ready(c, l), arrive(of the piece before)) + bytes(c, l) / B

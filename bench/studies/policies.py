@@ -64,8 +64,9 @@ def _cell(fleet: PacedFleet, asked: Sequence[FleetAsk], wanted: dict[str, float]
 
 
 def measures(answers: Sequence[FleetAnswer]) -> dict[str, float]:
-    """Of answers: times to the first token, part of the prompts' tokens that was found, part of the requests that was
-    refused, and goodput: the part that met both limits. Raises BenchFailed where none was answered."""
+    """Summarise answers: times to the first token, the part of the prompts' tokens that was found, the part of the
+    requests that was refused, and goodput: the part that met both limits. Raises BenchFailed where none was
+    answered."""
     answered = [each for each in answers if not each.refused]
     if not answered:
         raise BenchFailed("every request was refused")
@@ -82,8 +83,8 @@ def measures(answers: Sequence[FleetAnswer]) -> dict[str, float]:
 
 
 def burst(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
-    """So many equal prompts at once: ``<name>`` is how often the prefix was computed, in prefixes; ``<name>.one`` the
-    part of the requests that the busiest engine computed."""
+    """Send equal prompts at once: ``<name>`` is how often the prefix was computed, in prefixes; ``<name>.one`` the part
+    of the requests that the busiest engine computed."""
     quick = stage.settings.quick
     count, engines = (BURST_QUICK, 2) if quick else (BURST, ENGINES)
     tokens = np.random.default_rng(9).integers(0, 256, BURST_PAGES * PAGE_TOKENS + 4).astype(np.uint32)

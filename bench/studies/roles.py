@@ -66,7 +66,7 @@ def _split(fleet: PacedFleet, prompts: int) -> None:
 
 
 def _load(mix: str, start_s: float, seconds: float, engines: int, seed: int) -> list[FleetAsk]:
-    """Requests of one mix for so long, none with a prompt that another one has."""
+    """Make requests of one mix for a duration, all with different prompts."""
     draw, at_s, made = np.random.default_rng(seed), start_s, []
     prompt, answer = MIXES[mix]
     while (at_s := at_s + float(draw.exponential(1 / (PER_S * engines)))) < start_s + seconds:
@@ -75,7 +75,7 @@ def _load(mix: str, start_s: float, seconds: float, engines: int, seed: int) -> 
 
 
 def _goodput(answers: Sequence[FleetAnswer], since_s: float) -> float:
-    """Of the requests that came since then, the part whose first token came in time."""
+    """Return the part of the requests since then whose first token came in time."""
     check(answers)
     those = [each for each in answers if each.asking.at_s >= since_s]
     return sum(not each.refused and each.first_s <= FIRST_TOKEN_S for each in those) / max(1, len(those))

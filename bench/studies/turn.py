@@ -30,7 +30,7 @@ class _Counted:
 
 
 class TurnLoad:
-    """So many sequences that decode, in steps that take no time."""
+    """Sequences that decode in steps that take no time."""
 
     def __init__(self, sequences: int, blocks: int) -> None:
         tokens = TURNS * (blocks + 1)

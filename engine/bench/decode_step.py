@@ -72,7 +72,7 @@ class Nets:
 
 
 def nets_of(preset: str, device: str = "cpu") -> Nets:
-    """Of a preset; no engine has touched it."""
+    """Return the nets of a preset, not changed by any engine."""
     model = load_model(preset, device=device)
     pack(model.net)  # as a runner would: rows compare what is around the linear layers
     return Nets(model, copy.deepcopy(model.net, {id(tensor): tensor for tensor in model.net.parameters()}))

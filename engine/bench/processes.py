@@ -32,8 +32,8 @@ class Scale:
     Attributes:
         token_bytes: of KV of one token.
         step_tokens: of a chunk.
-        long: prompts of the rows about reuse, in tokens: one more than full pages, and full pages. Of either the last
-            token alone is computed.
+        long: prompts of the rows about reuse, in tokens: one more than full pages, and full pages. For both only the
+            last token is computed.
         handed: a prompt that is written to the pool, or handed over.
     """
 
@@ -48,12 +48,12 @@ class Scale:
 
     @classmethod
     def of(cls, settings: RunSettings) -> Scale:
-        """Of a quick run, or of one whose numbers mean something."""
+        """Return the scale of a quick run, or of a full run."""
         return QUICK if settings.quick else FULL
 
     @property
     def arena_bytes(self) -> int:
-        """Room for two of the longest requests."""
+        """The arena's size: two of the longest requests."""
         return 2 * self.token_bytes * (max(self.long.values()) + 2 * self.page_tokens)
 
     @property
@@ -143,7 +143,7 @@ class EngineProcess:
         return self._client
 
     def answer(self, tokens: Tokens, *, max_tokens: int = 2, **how: Any) -> Answer:
-        """A greedy answer of so many tokens, whichever they are."""
+        """Return a greedy answer of exactly ``max_tokens`` tokens."""
         return self.client.generate(tokens, max_tokens=max_tokens, ignore_eos=True, deadline_s=ANSWER_S, **how)
 
     def close(self) -> None:

@@ -1,4 +1,4 @@
-"""bench: the store against the limits of the machine it runs on, row by row as in the design's section 10.
+"""bench: compares the store with the limits of its machine, one row per measurement.
 
 ``harness`` alternates a limit and ours and turns seconds into ratios; ``stage`` starts real daemons and writer
 processes; ``get``, ``put``, ``lookup``, ``memory`` and ``restart`` hold the rows, which ``rows`` lists and runs.

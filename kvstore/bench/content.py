@@ -1,8 +1,9 @@
-"""Content: the pages a benchmark stores. Every byte follows from its page's key and its offset, so it can be checked.
+"""Content: the pages that a benchmark stores. Each byte follows from its page's key and its offset, so it can be
+checked.
 
 Also the geometries: pages as real models have them. 2 MiB is Llama-3.1-8B at TP=4 with 64-token pages, 256 KiB is
-Llama-3.2-1B at TP=8 with 64-token pages, 64 KiB the same with 16-token pages; 4 KiB is no model's, but has 32 layers
-and 64 tokens, so that everything kept beside a page is of a realistic size.
+Llama-3.2-1B at TP=8 with 64-token pages, 64 KiB the same with 16-token pages; 4 KiB fits no real model, but has 32
+layers and 64 tokens, so that all metadata of a page has a realistic size.
 """
 
 from __future__ import annotations
@@ -36,11 +37,11 @@ _MASK = (1 << 64) - 1
 
 @dataclass(frozen=True)
 class BenchWork:
-    """Chains of pages that follow from a seed: what one process writes, another can name and check.
+    """Chains of pages that follow from a seed, so that one process can check what another writes.
 
     Attributes:
         geometry: one of ``LAYOUTS``.
-        seed: of the token ids.
+        seed: the seed of the token ids.
         chains, pages: how many chains, and how many pages each.
     """
 
@@ -73,7 +74,7 @@ class BenchWork:
         return cache.keys(self.tokens(chain))
 
     def to_json(self) -> dict[str, Any]:
-        """For another process; ``Work(**value)`` there."""
+        """Return the arguments of an equal object in another process."""
         return asdict(self)
 
 
@@ -98,7 +99,7 @@ class Content:
             np.bitwise_xor(self._pattern, _mixed(key), out=row)
 
     def check(self, rows: Rows, hashes: list[bytes], what: str) -> None:
-        """Raises BenchFailed where a byte of ``rows`` is not what its page's key and its offset make it."""
+        """Raise BenchFailed if a byte of ``rows`` does not follow from its page's key and its offset."""
         for i, (row, key) in enumerate(zip(rows.view(np.uint64), hashes, strict=True)):
             if not np.array_equal(row ^ _mixed(key), self._pattern):
                 raise BenchFailed(f"{what}: wrong bytes in page {i} of its batch")

@@ -1,11 +1,11 @@
-"""Row about evictions: what it costs to make room for a page in a full node, and that a large node pays no more.
+"""Row about evictions: the cost of a put into a full node, and that it does not grow with the node.
 
-Two nodes are full, one of 10 thousand pages and one of a million, both of chains of 32 pages. Chains are put into them
-in turn, so that each put evicts as many pages as it stores, and waits until they are sealed. Frames are granted, and
-pages evicted for them, for a few puts at once: so the mean counts. It begins when the client knows all extents, or a
-large node's would be mapped in what is timed.
+Two nodes are full, one with 10 thousand pages and one with a million, both with chains of 32 pages. Chains are put into
+them alternately; each put evicts as many pages as it stores, and waits until its pages are sealed. Frames are granted,
+and pages evicted for them, for a few puts at once, so the row reports the mean. The measurement begins when the client
+has mapped all extents; otherwise mapping those of the large node would be timed.
 
-Row about a crash: the daemon is killed and started again while another process reads on.
+Row about a crash: the daemon is killed and started again while another process continues to read.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def evict(stage: Stage, name: str, bar: Bar) -> list[Result]:
 
 
 class _Full:
-    """A node that is full, and puts into it."""
+    """A full node, and puts into it."""
 
     def __init__(self, stage: Stage, scene: ExitStack, pages: int) -> None:
         settings, layout = stage.settings, LAYOUTS[GEOMETRY]
@@ -80,19 +80,19 @@ class _Full:
         self._last: Keys | None = None
 
     def prepare(self) -> Keys:
-        """Keys of a new chain; its pages are what ``put`` will store next."""
+        """Return the keys of a new chain, whose pages ``put`` stores next."""
         self._chain += 1
         self._last = self.cache.keys(tokens_of(SEED + 1, self._chain, CHAIN_PAGES * LAYOUTS[GEOMETRY].page_tokens))
         self._content.fill(self._rows, self._last.hashes)
         return self._last
 
     def put(self, given: object) -> int:
-        """The pages that ``prepare`` made."""
+        """Store the pages that ``prepare`` made."""
         assert self._last is not None and given
         return self.cache.put(self._last, self._rows, wait=True)
 
     def verify(self) -> None:
-        """Raises BenchFailed where nothing was evicted."""
+        """Raise BenchFailed if nothing was evicted."""
         evicted = self.store.stats()["counters"].get("evicted_space", 0)
         if evicted < CHAIN_PAGES:
             raise BenchFailed(f"{evicted} pages were evicted from a node that should be full")
@@ -109,7 +109,7 @@ READ_ON_S = 0.5  # before each kill and after each ready line
 
 
 def restart(stage: Stage, name: str, bar: Bar) -> list[Result]:
-    """kill -9 of a daemon with 8 GiB of pages, and start: seconds until its ready line, readers' misses, pages kept.
+    """kill -9 and restart a daemon with 8 GiB of pages: seconds until its ready line, readers' misses, pages kept.
 
     The reader checks every byte it gets. Afterwards the node verifies all pages and its conservation laws, and every
     page is read and checked once more.
@@ -121,7 +121,8 @@ def restart(stage: Stage, name: str, bar: Bar) -> list[Result]:
     work = BenchWork("256k", seed=10, chains=wanted // chain_bytes)
     crashes = 1 if settings.quick else min(CRASHES, settings.rounds)
     with ExitStack() as scene:
-        # Beside the pages: an extent, and what the client that puts the probes asks for ahead. Nothing is evicted.
+        # Space in addition to the pages: one extent, and frames that the client of the probes requests ahead. Nothing
+        # is evicted.
         daemon = stage.daemon(scene, work.total_bytes + settings.extent_bytes + AHEAD_BYTES_MAX)
         stage.write(daemon, work)
         store = scene.enter_context(connect(daemon.name))
@@ -149,7 +150,8 @@ def restart(stage: Stage, name: str, bar: Bar) -> list[Result]:
 
 
 def _crash(daemon: Daemon, reader: PeerProcess, store: Store, work: BenchWork, turn: int) -> dict[str, float]:
-    """One kill and start under reads; what the reader saw, and how long it took until puts were acknowledged again."""
+    """Kill and restart once during reads; return what the reader saw, and the time until puts were acknowledged
+    again."""
     cache = store.cache(work.layout)
     probe = BenchWork("256k", seed=11 + turn, chains=1, pages=1)
     page = np.zeros((1, work.layout.page_bytes), np.uint8)
@@ -170,7 +172,7 @@ def _crash(daemon: Daemon, reader: PeerProcess, store: Store, work: BenchWork, t
 
 
 def _read_all(store: Store, work: BenchWork) -> None:
-    """Every page of every chain, byte for byte."""
+    """Read every page of every chain, and check every byte."""
     cache, content = store.cache(work.layout), Content(work.layout.page_bytes)
     out = np.zeros((work.pages, work.layout.page_bytes), np.uint8)
     for chain in range(work.chains):

@@ -1,4 +1,4 @@
-"""Row of the directory: a lookup over three nodes against one bare round trip."""
+"""Row about the directory: a lookup over three nodes, compared with one bare round trip."""
 
 from __future__ import annotations
 
@@ -31,14 +31,14 @@ DEADLINE_S = 30.0
 
 
 def catalog(stage: Stage, scene: ExitStack) -> str:
-    """A catalog in a file, gone with ``scene``."""
+    """Make a catalog in a file, removed with ``scene``."""
     folder = Path(tempfile.mkdtemp(prefix="kvstore-bench-catalog-", dir=stage.settings.dir))
     scene.callback(shutil.rmtree, folder, ignore_errors=True)
     return f"file:{folder / 'catalog'}"
 
 
 def data_connection(daemon: Daemon) -> DataConnection:
-    """A connection to that node's data server."""
+    """Connect to that node's data server."""
     found = find_data_server(NodeFolder.at(daemon.folder))
     if found is None:
         raise BenchFailed(f"{daemon.name} has no data server")
@@ -46,7 +46,7 @@ def data_connection(daemon: Daemon) -> DataConnection:
 
 
 class Finding:
-    """Lookups of chains that another node has, by who has none of them; nothing that was told is kept."""
+    """Lookups of chains that only another node has, by a node without them; no answers are cached."""
 
     def __init__(self, cache: PrefixCache, work: BenchWork, connection: DataConnection) -> None:
         self._cache = cache
@@ -54,26 +54,27 @@ class Finding:
         self._connection = connection
 
     def prepare(self, step: int) -> Keys:
-        """A chain's keys."""
+        """Return a chain's keys."""
         return self._work.keys(self._cache, step % self._work.chains)
 
     def ours(self, keys: Keys) -> int:
-        """A lookup."""
+        """Look the chain up."""
         return self._cache.lookup(keys).pages
 
     def ping(self, keys: Keys) -> int:
-        """Limit: one bare round trip."""
+        """Make one bare round trip: the limit."""
         deadline_s = time.monotonic() + DEADLINE_S
         return len(self._connection.call(FrameKind.PING, b"", reply=FrameKind.PONG, deadline_s=deadline_s))
 
     def check(self, variant: str, value: object) -> None:
-        """Raises BenchFailed where not all was found."""
+        """Raise BenchFailed if not everything was found."""
         if value != (CHAIN_PAGES if variant == "ours" else 0):
             raise BenchFailed(f"{variant}: found {value} of {CHAIN_PAGES} pages")
 
 
 def find(stage: Stage, name: str, bar: Bar) -> list[Result]:
-    """Chains of 512 pages on another of three nodes, keys given, against a bare round trip over the same transport."""
+    """Look up chains of 512 pages on another of three nodes, compared with a bare round trip over the same
+    transport."""
     stage.clear()
     settings = stage.settings
     work = BenchWork("4k", seed=9, chains=4 if settings.quick else CHAINS, pages=CHAIN_PAGES)
@@ -110,5 +111,5 @@ def _without_memory(store: Store, work: BenchWork, daemon: Daemon) -> LocalCache
 
 
 def _slow(seconds: Seconds) -> list[float]:
-    """The 99th percentile of every round."""
+    """Return the 99th percentile of every round."""
     return [float(np.quantile(steps, 0.99)) for steps in seconds]

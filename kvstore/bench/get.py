@@ -1,10 +1,10 @@
 """Rows that read: get in batches and one page at a time, zero-copy leases, two readers at once.
 
-Reading: what another process stored, brought into one warm buffer by the store or by plain copies of its memory.
+Reading: reads pages of another process into one warm buffer, through the store or by plain copies of its memory.
 
 The limit of a get is memcpy out of the same frames of the same mapping into the same buffer, in two ways of which the
 faster one counts: one ``memmove`` per page, or one copy per run of consecutive frames. The buffer starts at a memory
-page, as frames do, where every way to copy is at its best.
+page, as frames do, which is best for every way to copy.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ VERBS = ("get", *MEMCPYS)
 
 
 class LocatedChain:
-    """One chain: its tokens, and where its pages lie in this process's mapping of the node's memory."""
+    """One chain: its tokens, and the places of its pages in this process's mapping of the node's memory."""
 
     __slots__ = ("tokens", "moves", "copies", "frames")
 
@@ -45,7 +45,7 @@ class LocatedChain:
 
 
 class Reading:
-    """All chains of a ``BenchWork`` as one process reads them. Lives as long as its store; only it may evict them."""
+    """Reads all chains of a ``BenchWork`` in one process. Lives as long as its store; only it may evict the pages."""
 
     def __init__(self, store: Store, work: BenchWork) -> None:
         self.work = work
@@ -57,15 +57,15 @@ class Reading:
 
     @property
     def runs(self) -> float:
-        """Runs of consecutive frames per chain, on average: 1 where every chain lies in one piece."""
+        """Return the average number of runs of consecutive frames per chain: 1 if every chain is contiguous."""
         return sum(len(batch.copies) for batch in self.batches) / len(self.batches)
 
     def keys(self, chain: int) -> Keys:
-        """New keys of a chain: no verb has prepared anything in them."""
+        """Return new keys of a chain, which no verb has used."""
         return self.cache.keys(self.batches[chain].tokens)
 
     def variants(self) -> dict[str, Callable[[tuple[LocatedChain, Keys]], object]]:
-        """The verbs, each bringing one chain into ``out``."""
+        """Return the variants, each of which reads one chain into ``out``."""
         get, out, page_bytes = self.cache.get, self.out, self.work.layout.page_bytes
 
         def ours(given: tuple[LocatedChain, Keys]) -> int:
@@ -83,16 +83,16 @@ class Reading:
         return {"get": ours, "memmove_per_page": memmove_per_page, "copy_per_run": copy_per_run}
 
     def prepare(self, chain: int) -> tuple[LocatedChain, Keys]:
-        """What the variants are given."""
+        """Return the arguments of the variants."""
         return self.batches[chain], self.keys(chain)
 
     def check(self, variant: str, value: object) -> None:
-        """Raises BenchFailed where a get found less than the whole chain."""
+        """Raise BenchFailed if a get found less than the whole chain."""
         if variant == "get" and value != self.work.pages:
             raise BenchFailed(f"get found {value} of {self.work.pages} pages")
 
     def verify(self) -> None:
-        """Every chain, by every variant, byte for byte. Raises BenchFailed."""
+        """Check every byte of every chain, read by every variant. Raises BenchFailed."""
         for name, variant in self.variants().items():
             for chain in range(self.work.chains):
                 self.out[:] = 0
@@ -101,7 +101,8 @@ class Reading:
                 self.content.check(self.out, given[1].hashes, f"{name} of chain {chain}")
 
     def _locate(self, chain: int) -> LocatedChain:
-        """Find the frames through a lease. The addresses stay right after it, since nobody writes to this node."""
+        """Find the frames through a lease. The addresses stay valid after it, since nothing else writes to this
+        node."""
         tokens = self.work.tokens(chain)
         with self.cache.lease(self.cache.keys(tokens)) as lease:
             pages = list(lease.pages)
@@ -123,11 +124,11 @@ class Reading:
 STEPS = 192  # per round, at least: 64 of each variant
 STEPS_ONE_PAGE = 6000
 PHASE_S = 0.5  # two readers: one variant at a time, both processes at once
-LEAD_NS = 30_000_000  # between the message to start and the start
+LEAD_NS = 30_000_000  # from the start message to the start
 
 
 def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """Batches of 32 pages into a warm buffer, keys given. A second line: chains of a node that has evicted a lot."""
+    """Batches of 32 pages into a warm buffer, keys given. A second line has chains of a node with many evictions."""
     lines = [_get(stage, name, bar, geometry, recycled=False)]
     lines.append(_get(stage, f"{name}.recycled", None, geometry, recycled=True))
     return lines
@@ -160,7 +161,7 @@ def _get(stage: Stage, name: str, bar: Bar | None, geometry: str, *, recycled: b
 
 
 def walk(chains: int, quick: bool) -> list[int]:
-    """Chains in an order that no prefetcher knows, the whole pool as often as a round needs."""
+    """Return chains in an order that no prefetcher can predict, the whole pool as often as a round needs."""
     random = np.random.default_rng(3)
     passes = max(1, -(-(6 if quick else STEPS) // chains))
     return [int(chain) for _ in range(passes) for chain in random.permutation(chains)]
@@ -209,12 +210,12 @@ def get_one(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
 
 
 def _frame(batch: LocatedChain, page: int, page_bytes: int) -> Any:
-    """One frame ``[1, page_bytes]`` as a view of the run it lies in."""
+    """Return one frame ``[1, page_bytes]`` as a view of its run."""
     for _, run in batch.copies:
         if page < len(run):
             return run[page : page + 1]
         page -= len(run)
-    raise AssertionError("every page lies in a run")
+    raise AssertionError("every page is in a run")
 
 
 def lease(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
@@ -292,7 +293,7 @@ def two_readers(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result
 
 
 def both(peers: list[PeerProcess], chains: int, duration_s: float, variant: str) -> list[dict[str, Any]]:
-    """Have both processes read at once; what each did."""
+    """Let both processes read at once; return what each did."""
     start_ns = time.monotonic_ns() + LEAD_NS
     for i, peer in enumerate(peers):  # half the pool apart, so that no one warms the cache for the other
         peer.send("read", variant=variant, start_ns=start_ns, duration_s=duration_s, first=i * chains // 2)
@@ -300,5 +301,5 @@ def both(peers: list[PeerProcess], chains: int, duration_s: float, variant: str)
 
 
 def speed_of(answers: list[dict[str, Any]]) -> float:
-    """The sum of their speeds, bytes/s."""
+    """Return the sum of their speeds, in bytes/s."""
     return float(sum(answer["bytes"] / answer["seconds"] for answer in answers))

@@ -1,12 +1,12 @@
-"""Harness: two things done in turn in one loop, and what their times say about each other.
+"""Harness: runs two variants alternately in one loop, and compares their times.
 
-Speeds of a machine drift by a tenth from minute to minute, so a limit measured now and ours measured later compare
-nothing. Here each step of each round is given to one variant, and in the next round to the next one: all see the same
-data, the same caches and the same weather. A round's value is the median of its steps, a row's the median of its
-rounds; the ratio is taken inside each round, and its smallest and largest are reported beside its median.
+The speed of a machine drifts by a tenth from minute to minute, so a limit measured now cannot be compared with our
+value measured later. Here each step of each round is given to one variant, and in the next round to the next variant:
+all see the same data, the same caches and the same load. A round's value is the median of its steps, a row's the median
+of its rounds; the ratio is taken inside each round, and its smallest and largest are reported beside its median.
 
-Worked example: limit 10, 11, 30 us and ours 12, 12, 33 us in three rounds give ratios 1.2, 1.09, 1.1: the third
-round was slow for both, and the ratio 1.1 does not notice.
+Worked example: limit 10, 11, 30 us and ours 12, 12, 33 us in three rounds give ratios 1.2, 1.09, 1.1: the third round
+was slow for both, which does not affect its ratio of 1.1.
 """
 
 from __future__ import annotations
@@ -35,22 +35,22 @@ class BenchFailed(KVStoreError):
 
 
 class NotMeasured(KVStoreError):
-    """A row that this machine cannot measure: something optional is not there. No failure."""
+    """A row that this machine cannot measure, because something optional is missing. Not a failure."""
 
 
 class Kind(StrEnum):
-    """What a row's numbers are, and so which way its ratio goes."""
+    """The kind of a row's numbers, which decides the direction of its ratio."""
 
     SPEED = "speed"  # bytes/s; ratio = ours / limit, more is better
     TIME = "time"  # s; ratio = ours / limit, less is better
     GAIN = "gain"  # s; ratio = limit / ours: how many times faster, more is better
-    COUNT = "count"  # bytes per page; no limit beside it, less is better
-    TIMES = "times"  # how often, or a part of something; no limit beside it
+    COUNT = "count"  # bytes per page; no limit, less is better
+    TIMES = "times"  # a count or a fraction; no limit
 
 
 @dataclass(frozen=True)
 class Bar:
-    """What a row has to reach. Of the ratio, or of ours alone where there is no limit to compare with."""
+    """The value that a row has to reach: of the ratio, or of ours if there is no limit to compare with."""
 
     value: float
     at_least: bool = True
@@ -63,7 +63,7 @@ class Bar:
         return f"{'>=' if self.at_least else '<='} {self.value:g}{self.unit and ' ' + self.unit}"
 
     def met(self, value: float) -> bool:
-        """Whether ``value`` (the ratio, or ours) reaches it."""
+        """Return whether ``value`` (the ratio, or ours) reaches the bar."""
         return value >= self.value if self.at_least else value <= self.value
 
 
@@ -96,11 +96,11 @@ def result(
     details: Mapping[str, Any] | None = None,
     sound: bool = True,
 ) -> Result:
-    """A line out of one value per round.
+    """Make a line from one value per round.
 
     Args:
-        ours, limit: as ``kind`` says, one per round; no ``limit`` where there is none.
-        sound: False where the bar counts as missed whatever the numbers say.
+        ours, limit: values of that ``kind``, one per round; ``limit`` is optional.
+        sound: False if the bar counts as missed regardless of the numbers.
     """
     if not ours or (limit and len(limit) != len(ours)):
         raise BenchFailed(f"{name}: {len(ours)} rounds of ours and {len(limit)} of the limit make no ratio")
@@ -138,13 +138,13 @@ def alternate(
     check: Callable[[str, object], None],
     before_round: Callable[[], None] = lambda: None,
 ) -> dict[str, Seconds]:
-    """Seconds of every step of every variant, ``[rounds][steps]``; one variant per step, in turn.
+    """Return the seconds of every step of every variant, ``[rounds][steps]``; variants alternate by step.
 
     Args:
-        variants: what is timed; called with what ``prepare`` gave.
-        steps: handed to ``prepare`` in this order; at least as many as variants.
+        variants: the timed functions, called with the result of ``prepare``.
+        steps: passed to ``prepare`` in this order; at least as many as variants.
         prepare: not timed, the same for all variants.
-        check: is given the variant and its value, not timed; raises where it is wrong.
+        check: called with the variant and its value, not timed; raises if the value is wrong.
         before_round: not timed.
     """
     names = list(variants)
@@ -169,22 +169,22 @@ def alternate(
 
 
 def medians(seconds: Seconds) -> list[float]:
-    """The median step of every round, seconds."""
+    """Return the median step of every round, in seconds."""
     return [statistics.median(steps) for steps in seconds]
 
 
 def quickest(seconds: Mapping[str, Seconds], names: Sequence[str]) -> str:
-    """Of several ways to reach a limit the one that was faster in this run: the limit is the strongest one."""
+    """Return the fastest of several ways to reach a limit in this run, since the limit is the best of them."""
     return min(names, key=lambda name: statistics.median(medians(seconds[name])))
 
 
 def speeds(seconds: Seconds, step_bytes: int) -> list[float]:
-    """Bytes per second of every round."""
+    """Return the bytes per second of every round."""
     return [step_bytes / median for median in medians(seconds)]
 
 
 def machine() -> dict[str, Any]:
-    """Facts about this machine and the software, to be kept beside the numbers."""
+    """Return facts about this machine and the software, to be stored with the numbers."""
     versions = {"kvstore": about.version()}
     for package in ("numpy", "lmdb", "xxhash"):
         try:
@@ -206,7 +206,7 @@ def machine() -> dict[str, Any]:
 
 
 def l3_bytes() -> int:
-    """Size of the last-level cache, 0 where the kernel does not tell."""
+    """Return the size of the last-level cache; 0 if the kernel does not report it."""
     text = _read("/sys/devices/system/cpu/cpu0/cache/index3/size")
     unit = {"K": 1 << 10, "M": 1 << 20, "G": 1 << 30}.get(text[-1:], 0)
     return int(text[:-1]) * unit if text[:-1].isdecimal() else 0

@@ -1,6 +1,7 @@
-"""Rows of copies between host memory and a GPU's: pages in frames as they lie, against one plain copy of as many bytes.
+"""Rows about copies between host memory and a GPU's: pages in their frames, compared with one plain copy of the same
+size.
 
-Both ends are pinned, and so is the limit's. Frames lie in no order, so that no two pieces can be joined.
+Both sides are pinned, also for the limit. Frames are in random order, so that no two pieces can be merged.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ Copy = Callable[[Addresses, Addresses, Addresses], None]
 
 
 class CopiedFrames:
-    """Frames of one length in host memory and in a device's, half of those there are, in no order.
+    """Half of the frames of one length in host memory and in a device's, in random order.
 
-    Life: made -> copied to and fro -> ``verify`` -> ``close``.
+    Life: made -> copied in both directions -> ``verify`` -> ``close``.
     """
 
     def __init__(self, device: Device, length: int, nbytes: int) -> None:
@@ -52,13 +53,13 @@ class CopiedFrames:
         self._frames = here
 
     def plain(self, back: bool = False) -> Pieces:
-        """As many bytes in one piece, and one direction."""
+        """Return one plain copy of the same size in one direction."""
         ends = [np.array([end], np.uint64) for end in (self._memory.address, self._host.ctypes.data)]
         target, source = reversed(ends) if back else ends
         return target, source, np.array([self.nbytes], np.uint64)
 
     def verify(self) -> None:
-        """Every frame comes there and back as it was. Raises BenchFailed."""
+        """Copy every frame to the device and back. Raises BenchFailed if a byte differs."""
         was = self._host.copy()
         done(self.stream, self.stream.copy, self.to_device)
         first, length = self._host.ctypes.data, self.to_host[2]
@@ -66,23 +67,24 @@ class CopiedFrames:
         done(self.stream, self.stream.copy, self.to_host)
         for start, size in zip((self.to_host[0] - np.uint64(first)).tolist(), length.tolist(), strict=True):
             if (self._host[start : start + size] != was[start : start + size]).any():
-                raise BenchFailed("a copy there and back brought other bytes")
+                raise BenchFailed("a copy to the device and back changed bytes")
         self._host[:] = was
 
     def close(self) -> None:
-        """Nothing may be under way."""
+        """Free the memory. No copy may be in progress."""
         self._memory.free()
         self.device.unregister(self._host)
 
 
 def done(stream: DeviceStream, copy: Copy, pieces: Pieces) -> None:
-    """Copy, and wait for the end."""
+    """Copy, and wait until it is done."""
     copy(*pieces)
     stream.record().wait(time.monotonic() + COPY_S)
 
 
 def one_way(stage: Stage, name: str, bar: Bar | None, length: int, back: bool) -> list[Result]:
-    """Frames of one length, as the device chooses; beside it ``.kernel`` and ``.engines``. Raises NotMeasured."""
+    """Copy frames of one length in the way that the device chooses, and by ``.kernel`` and ``.engines``. Raises
+    NotMeasured."""
     device = _device()
     with closing(CopiedFrames(device, length, _batch(stage))) as frames:
         frames.verify()
@@ -98,7 +100,7 @@ def one_way(stage: Stage, name: str, bar: Bar | None, length: int, back: bool) -
 
 
 def both_ways(stage: Stage, name: str, bar: Bar | None, length: int) -> list[Result]:
-    """Frames to the device and others from it at once, on two streams. Raises NotMeasured."""
+    """Copy frames to the device and others from it at the same time, on two streams. Raises NotMeasured."""
     device = _device()
     nbytes = _batch(stage)
     with closing(CopiedFrames(device, length, nbytes)) as there, closing(CopiedFrames(device, length, nbytes)) as back:
@@ -120,7 +122,7 @@ def both_ways(stage: Stage, name: str, bar: Bar | None, length: int) -> list[Res
 def lines(
     stage: Stage, name: str, bar: Bar | None, variants: Mapping[str, Callable[[int], object]], nbytes: int
 ) -> list[Result]:
-    """``ours`` against ``limit``, and each other variant against it as a line of its own, without a bar."""
+    """Return ``ours`` compared with ``limit``, and each other variant in a separate line without a bar."""
     rounds = stage.settings.rounds
     steps = range(len(variants) * (2 if stage.settings.quick else STEPS))
     seconds = alternate(variants, steps, rounds, lambda step: step, lambda variant, value: None)

@@ -34,7 +34,8 @@ Prompt = tuple[npt.NDArray[np.uint32], npt.NDArray[np.int64], list[bytes]]
 
 
 class Lookups:
-    """Chains of 512 pages as they are asked for: wholly stored, by half, not at all; and the index itself."""
+    """Lookups of chains of 512 pages that are fully stored, half stored or not stored; and reads of the index
+    itself."""
 
     def __init__(self, cache: PrefixCache, index: Index, work: BenchWork) -> None:
         self._cache = cache
@@ -69,13 +70,13 @@ class Lookups:
         return len(found) - found.count(None)
 
     def check(self, variant: str, value: object) -> None:
-        """Raises BenchFailed where another number of pages was found than is stored."""
+        """Raise BenchFailed if the number of pages found is not the number stored."""
         if value != EXPECTED[variant]:
             raise BenchFailed(f"{variant}: found {value} of {EXPECTED[variant]} pages")
 
 
 def lookup(stage: Stage, name: str, bar: Bar) -> list[Result]:
-    """Chains of 512 pages, keys given: wholly stored, stored by half, and absent, against 512 gets from LMDB."""
+    """Look up chains of 512 pages that are fully stored, half stored or absent, compared with 512 gets from LMDB."""
     stage.clear()
     settings = stage.settings
     work = BenchWork("4k", seed=6, chains=8 if settings.quick else CHAINS, pages=CHAIN_PAGES)
@@ -104,7 +105,7 @@ def lookup(stage: Stage, name: str, bar: Bar) -> list[Result]:
 
 
 def _index(scene: ExitStack, folder: Path) -> Index:
-    """The node's own index, for plain gets in this process; closed with ``scene``."""
+    """Open the node's own index for plain gets in this process; closed with ``scene``."""
     node = NodeFolder.at(folder)
     header = Header.open(node)
     if header is None:
@@ -118,42 +119,43 @@ def _index(scene: ExitStack, folder: Path) -> Index:
 
 
 class Prompts:
-    """Prompts of 128k tokens, and for the limit the same cut into the bytes of their pages beforehand."""
+    """Prompts of 128k tokens; for the limit, already split into the bytes of their pages."""
 
     def __init__(self, cache: PrefixCache) -> None:
         self._cache = cache
         self._expected = b""
 
     def prepare(self, step: int) -> Prompt:
-        """A prompt as uint32, as int64, and as bytes page by page."""
+        """Return a prompt as uint32, as int64, and as bytes per page."""
         tokens = tokens_of(8, step, PROMPT_TOKENS)
         data, width = tokens.tobytes(), 4 * self._cache.layout.page_tokens
         self._expected = self._cache.keys(tokens).links[-1]
         return tokens, tokens.astype(np.int64), [data[i : i + width] for i in range(0, len(data), width)]
 
     def keys(self, given: Prompt) -> bytes:
-        """Ours, from uint32."""
+        """Make keys from uint32: ours."""
         return self._cache.keys(given[0]).links[-1]
 
     def int64(self, given: Prompt) -> bytes:
-        """Ours, from int64, which is what most tokenizers' arrays are."""
+        """Make keys from int64, the type of most tokenizers' arrays: ours."""
         return self._cache.keys(given[1]).links[-1]
 
     def hashing(self, given: Prompt) -> bytes:
-        """Limit: nothing but the chained hash."""
+        """Compute only the chained hash: the limit."""
         key, digest = self._cache.root, xxhash.xxh3_128_digest
         for part in given[2]:
             key = digest(key + part)
         return key
 
     def check(self, variant: str, value: object) -> None:
-        """Raises BenchFailed where two ways give two keys."""
+        """Raise BenchFailed if two ways give different keys."""
         if value != self._expected:
             raise BenchFailed(f"{variant}: the last key differs")
 
 
 def keys(stage: Stage, name: str, bar: Bar) -> list[Result]:
-    """Keys of a prompt of 128k tokens in pages of 64, from an ndarray, against hashing its pages alone."""
+    """Make the keys of a prompt of 128k tokens in pages of 64, from an ndarray, compared with only hashing its
+    pages."""
     settings = stage.settings
     with kvstore.open(dram="16MiB", shm_dir=settings.shm_dir) as store:
         prompts = Prompts(store.cache(LAYOUTS["4k"]))
@@ -168,7 +170,7 @@ def keys(stage: Stage, name: str, bar: Bar) -> list[Result]:
             medians(seconds[variant]),
             limit,
             bar=bar if variant == "keys" else None,
-            limit_is="chained xxh3_128 over bytes that are cut already",
+            limit_is="chained xxh3_128 over pages already split into bytes",
             details={"tokens": PROMPT_TOKENS, "dtype": dtype},
         )
         for variant, line, dtype in (("keys", name, "uint32"), ("int64", f"{name}.int64", "int64"))

@@ -1,4 +1,4 @@
-"""Row about memory: what a node keeps beside its pages, counted in the files and processes of a real one."""
+"""Row about memory: what a node uses in addition to its pages, measured in the files and processes of a real node."""
 
 from __future__ import annotations
 
@@ -24,8 +24,8 @@ SAMPLES, SAMPLE_S = 10, 0.1
 def memory(stage: Stage, name: str, bar: Bar) -> list[Result]:
     """A million pages of 32 layers and 64 tokens: index, records without token ids, uses, and the daemon's own memory.
 
-    The last is what its private memory grew by while the pages came: decisions (free frames, eviction order,
-    generations) and whatever else it keeps. Index and tables are counted as memory in use, not as file lengths.
+    The last is the growth of its private memory while the pages were put: free frames, eviction order, generations and
+    everything else that it keeps. Index and tables are counted by memory in use, not by file lengths.
     """
     stage.clear()
     settings = stage.settings
@@ -34,7 +34,7 @@ def memory(stage: Stage, name: str, bar: Bar) -> list[Result]:
     pool_bytes = room // settings.extent_bytes * settings.extent_bytes
     work = BenchWork(
         "4k", seed=9, chains=pool_bytes // work.chain_bytes - 1, pages=CHAIN_PAGES
-    )  # one less: granted ahead
+    )  # one less, for frames granted ahead
     with ExitStack() as scene:
         daemon = stage.daemon(scene, pool_bytes)
         before = daemon.memory_bytes()
@@ -60,7 +60,7 @@ def memory(stage: Stage, name: str, bar: Bar) -> list[Result]:
 
 
 def _at_work(daemon: Daemon, store: Store) -> dict[str, int]:
-    """The daemon's memory once its scrubber is on its way through these pages, and at its largest for a while."""
+    """Return the daemon's memory while its scrubber checks these pages, at its maximum over some time."""
     wait_for(lambda: store.stats()["scrubber"]["sweep_pages_left"] > 0, "the scrubber has not begun")
     samples = []
     for _ in range(SAMPLES):
@@ -70,7 +70,7 @@ def _at_work(daemon: Daemon, store: Store) -> dict[str, int]:
 
 
 def _in_use(folder: Path) -> dict[str, int]:
-    """Bytes of memory that the node's tables and index take: of sparse files what is allocated."""
+    """Return the memory of the node's tables and index: for sparse files, the allocated bytes."""
     used = {"index": 0, "records": 0, "uses": 0}
     for path in folder.rglob("*"):
         kind = path.relative_to(folder).parts[0].partition("-")[0]

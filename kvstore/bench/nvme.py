@@ -1,25 +1,25 @@
-"""Rows that read from NVMe: batches that DRAM does not have any more, against O_DIRECT reads of the same ranges.
+"""Rows that read from NVMe: batches that are no longer in DRAM, compared with O_DIRECT reads of the same ranges.
 
-Another process puts several times as much as the node's DRAM holds, the node saves it, and then evicts what DRAM still
-has. Nothing is promoted (``promote_after``), so that every read of every round is a cold one.
+Another process puts several times as much as the node's DRAM holds; the node saves it, and then evicts the pages still
+in DRAM. Nothing is promoted (``promote_after``), so every read of every round is cold.
 
-Rows about demotion: pages of DRAM saved to NVMe as fast as it goes, and what readers of DRAM feel of it.
+Rows about demotion: how fast DRAM pages are saved to NVMe, and how that affects readers of DRAM.
 
-A step's pages are put into a node that saves nothing of its own accord (``demote_at`` 1). Then all of them are wished
-away (``evict``): none may leave before it is saved, so the node saves all, 32 MiB and one sync at a time. The step ends
-when the index has every chain's last page on NVMe: it is durable then. The limit writes as many bytes by O_DIRECT into
-a file with as much space, allocated alike on the same file system, with one fdatasync per 32 MiB: out of a buffer of
-large memory pages, or out of shared memory such as the node's pages lie in; the faster way counts.
-Both files are written for the first time.
+A step's pages are put into a node that saves nothing on its own (``demote_at`` 1). Then ``evict`` is called for all of
+them; none may leave before it is saved, so the node saves all, in batches of 32 MiB with one sync each. The step ends
+when the index has every chain's last page on NVMe, which is when it is durable. The limit writes the same number of
+bytes with O_DIRECT into a file of the same size on the same file system, with one fdatasync per 32 MiB: from a buffer
+of large memory pages, or from shared memory like that of the node's pages; the faster way counts. Both files are
+written for the first time.
 
-Disk: where a row's files lie, what the disk does without a store, and where on it a node's pages are.
+Disk: the folder of a row's files, the disk's speed without a store, and where a node's pages are on it.
 
 The limit of an NVMe row is O_DIRECT in the same process, with as many threads as the store has, into and out of
 page-aligned buffers, in two ways of which the faster one counts: pieces of 1 MiB, which the threads take one by one, or
 one piece per thread. The buffers are of large memory pages where the kernel has them: a request then has few segments,
 which on some disks (virtual ones above all) makes it two to three times as fast.
 
-Worked example: 32 pages of 256 KiB lie, each behind its header, in two runs of 20 and 12 frames: 5.1 and 3.0 MiB. That
+Worked example: 32 pages of 256 KiB, each after its header, are in two runs of 20 and 12 frames: 5.1 and 3.0 MiB. That
 is six pieces of 1 MiB or less and four such pieces, or two and two quarters: every way reads the same bytes.
 """
 
@@ -68,17 +68,17 @@ PIECE_BYTES = MIB
 LIMITS = ("pieces_1m", "piece_per_thread")
 IN_MEMORY = ("tmpfs", "ramfs", "hugetlbfs")
 TABLES_BYTES = MIB  # of a target, for what is not pages
-SPARE_BYTES = 64 * MIB  # left to others on the file system
+SPARE_BYTES = 64 * MIB  # left for other programs on the file system
 
 Range = tuple[int, int]  # offset, bytes
 Task = Callable[[], int]
 
 
 class Scratch:
-    """A folder of a row's own, removed with everything in it by the end of its ``with``.
+    """A folder for one row, removed with its contents at the end of its ``with``.
 
     Raises:
-        BenchFailed: there is no such place, it is no disk, or it has not ``needed_bytes`` free.
+        BenchFailed: the folder does not exist, is not on a disk, or has less than ``needed_bytes`` free.
     """
 
     def __init__(self, folder: Path, needed_bytes: int, *, quick: bool = False) -> None:
@@ -110,7 +110,7 @@ class Scratch:
 
 
 def file_system(folder: Path) -> str:
-    """Its kind, such as ``ext4``; "" where the kernel does not tell."""
+    """Return the kind of a folder's file system, such as ``ext4``; "" if the kernel does not report it."""
     with contextlib.suppress(OSError, ValueError, IndexError):
         device = os.stat(folder).st_dev
         wanted = f"{os.major(device)}:{os.minor(device)}"
@@ -121,31 +121,31 @@ def file_system(folder: Path) -> str:
 
 
 def target_bytes(pages: int, layout: Layout, extent_bytes: int) -> int:
-    """Size of an NVMe target with room for so many pages, and an extent more."""
+    """Return the size of an NVMe target for ``pages`` pages and one more extent."""
     frames = geometry.frames_in(extent_bytes, frame_class_of(layout))
     return (-(-pages // frames) + 1) * extent_bytes + TABLES_BYTES
 
 
 def frame_class_of(layout: Layout) -> FrameClass:
-    """The frames that pages of this layout lie in."""
+    """Return the frame class of this layout's pages."""
     return FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
 
 
 def warm_buffer(nbytes: int) -> Rows:
-    """Memory in large pages, as far as the kernel has them, that was written to before."""
+    """Return memory in large pages (if the kernel has them) that was already written to."""
     rows = large_buffer(nbytes)[:nbytes]
     rows[:] = 1
     return rows
 
 
 class RawFile:
-    """A file read or written past the page cache by ``IO_THREADS`` threads. Ends with ``with``.
+    """A file that ``IO_THREADS`` threads read or write without the page cache. Ends with ``with``.
 
     Args:
-        create_bytes: make it, with all its space, and without a name, so that it goes with the process; 0: it is there.
+        create_bytes: create an unnamed file of this size, which is deleted with the process; 0 to open an existing one.
 
     Attributes:
-        buffer: what is read into and written from.
+        buffer: the memory for reads and writes.
     """
 
     def __init__(self, path: Path, buffer_bytes: int, *, create_bytes: int = 0) -> None:
@@ -166,15 +166,15 @@ class RawFile:
         self.buffer = warm_buffer(buffer_bytes)
 
     def reads(self, ranges: Sequence[Range], how: str) -> list[Task]:
-        """What ``run`` needs to read these ranges, end to end into ``buffer``."""
+        """Return the tasks for ``run`` to read these ranges one after the other into ``buffer``."""
         return [partial(self._pieces, os.preadv, pieces) for pieces in self._cut(ranges, how)]
 
     def writes(self, ranges: Sequence[Range], how: str, source: Rows | None = None) -> list[Task]:
-        """What ``run`` needs to write these ranges out of the start of ``source``, or of ``buffer``."""
+        """Return the tasks for ``run`` to write these ranges from the start of ``source``, or of ``buffer``."""
         return [partial(self._pieces, os.pwritev, pieces) for pieces in self._cut(ranges, how, source)]
 
     def run(self, tasks: Sequence[Task]) -> int:
-        """Bytes that were moved. Raises BenchFailed."""
+        """Perform tasks; return the bytes moved. Raises BenchFailed."""
         total = 0
         for moved in self._io.run(tasks):
             if isinstance(moved, OSError | KVStoreError):
@@ -183,11 +183,11 @@ class RawFile:
         return total
 
     def sync(self) -> None:
-        """Written data survives power loss."""
+        """Make written data survive a power loss."""
         os.fdatasync(self._fd)
 
     def _cut(self, ranges: Sequence[Range], how: str, buffer: Rows | None = None) -> list[list[tuple[Rows, int]]]:
-        """Pieces ``(part of the buffer, offset)`` of every task."""
+        """Return the pieces ``(part of the buffer, offset)`` of every task."""
         memory, total = self.buffer if buffer is None else buffer, sum(nbytes for _, nbytes in ranges)
         per_thread = -(-total // (IO_THREADS * BLOCK_BYTES)) * BLOCK_BYTES
         share = {"pieces_1m": PIECE_BYTES, "piece_per_thread": per_thread}[how]
@@ -226,7 +226,7 @@ class RawFile:
 
 @dataclass(frozen=True)
 class Where:
-    """A node's NVMe pages as its files name them. For nodes with one target whose pages rest."""
+    """Finds a node's NVMe pages from its files. For nodes with one target, while no pages move."""
 
     folder: NodeFolder
     index: Index
@@ -234,7 +234,7 @@ class Where:
 
     @classmethod
     def of(cls, shm_dir: Path, node: str, layout: Layout) -> Where:
-        """Raises BenchFailed where the node is not there."""
+        """Open the files of a node. Raises BenchFailed if it does not exist."""
         folder = NodeFolder.at(shm_dir / f"{PREFIX}{node}")
         header = Header.open(folder)
         index = Index.open_reader(folder, header.epoch) if header is not None else None
@@ -243,14 +243,14 @@ class Where:
         return cls(folder, index, frame_class_of(layout))
 
     def saved(self, hashes: Sequence[bytes]) -> bool:
-        """Whether all of these are on NVMe, durably."""
+        """Return whether all of these are durable on NVMe."""
         try:
             return None not in self.index.find_many(Tier.NVME, hashes)
         except IndexDamaged as error:
-            raise BenchFailed(f"the index was replaced meanwhile: {error}") from None
+            raise BenchFailed(f"the index was replaced: {error}") from None
 
     def ranges(self, chains: Sequence[Sequence[bytes]]) -> list[list[Range]]:
-        """Where each chain's pages lie, headers included; consecutive frames are one range.
+        """Return where each chain's pages are, including headers; consecutive frames are one range.
 
         Raises:
             BenchFailed: a page is not on NVMe, or its device cannot be read.
@@ -278,7 +278,7 @@ class Where:
         return found
 
     def close(self) -> None:
-        """Let go of the index."""
+        """Close the index."""
         self.index.close()
 
 
@@ -300,7 +300,7 @@ VACATE_S = 60.0
 
 
 def plan(geometry: str, quick: bool, seed: int) -> BenchWork:
-    """The pages that a row about NVMe has there."""
+    """Return the pages of a row about NVMe."""
     pages = BATCH_PAGES_QUICK if quick else BATCH_PAGES
     wanted = SAVED_BYTES_QUICK if quick else SAVED_BYTES[geometry]
     return BenchWork(geometry, seed, chains=wanted // (pages * LAYOUTS[geometry].page_bytes), pages=pages)
@@ -309,31 +309,32 @@ def plan(geometry: str, quick: bool, seed: int) -> BenchWork:
 def target(
     stage: Stage, scene: ExitStack, work: BenchWork, settings: Mapping[str, object], more_bytes: int = 0
 ) -> tuple[Scratch, dict[str, object]]:
-    """A folder of the row's own, and the settings of a node with an NVMe file in it that has room for ``work``.
+    """Return a folder for the row, and the settings of a node with an NVMe file in it that is large enough for
+    ``work``.
 
-    ``more_bytes`` of the folder's file system are needed beside it.
+    The folder's file system needs ``more_bytes`` in addition.
     """
     quick = stage.settings.quick
     extent_bytes = EXTENT_BYTES_QUICK if quick else NVME_EXTENT_BYTES
     size_bytes = target_bytes(work.chains * work.pages, work.layout, extent_bytes)
     scratch = scene.enter_context(Scratch(stage.settings.dir, size_bytes + more_bytes, quick=quick))
     given = {"nvme": f"{scratch.path / 'pages'}:{size_bytes}", "nvme_extent": extent_bytes}
-    return scratch, {**given, "eviction": "lru", **settings}  # what was put last stays, as rows count on it
+    return scratch, {**given, "eviction": "lru", **settings}  # the last pages put stay, which rows rely on
 
 
 @dataclass
 class SavedPages:
-    """A daemon and its pages, put by another process, every one of them on NVMe."""
+    """A daemon whose pages were put by another process and are all on NVMe."""
 
     daemon: Daemon
     store: Store
     work: BenchWork
     scratch: Scratch
-    fill_s: float  # that putting and saving them took
+    fill_s: float  # time to put and save them
 
 
 def saved(stage: Stage, scene: ExitStack, geometry: str, seed: int, settings: Mapping[str, object]) -> SavedPages:
-    """Such a node, ended with ``scene``. DRAM still has what it had room for."""
+    """Start such a node, ended with ``scene``. DRAM still holds as many pages as fit."""
     stage.clear()
     work = plan(geometry, stage.settings.quick, seed)
     dram_bytes = DRAM_BYTES_QUICK if stage.settings.quick else DRAM_BYTES
@@ -345,7 +346,7 @@ def saved(stage: Stage, scene: ExitStack, geometry: str, seed: int, settings: Ma
 
 
 def vacate(store: Store, pages: int = 0) -> None:
-    """Evict until DRAM has no more than so many pages; what is not on NVMe yet is saved there first."""
+    """Evict until DRAM has at most ``pages`` pages; those that are not on NVMe yet are saved first."""
 
     def gone() -> bool:
         left = int(store.stats()["tiers"]["dram"]["pages"]) - pages
@@ -357,18 +358,18 @@ def vacate(store: Store, pages: int = 0) -> None:
 
 
 class Chain(NamedTuple):
-    """One batch: its tokens, and what each limit does to read it."""
+    """One batch: its tokens, and the reads of each limit."""
 
     tokens: Any
     tasks: dict[str, list[Task]]
-    runs: int  # of frames that follow each other in the file
+    runs: int  # runs of consecutive frames in the file
 
 
 Given = tuple[Chain, Keys]
 
 
 class ColdReading:
-    """All chains of a ``SavedPages``, none of them in DRAM, as this process reads them."""
+    """Reads all chains of a ``SavedPages``, none of which are in DRAM."""
 
     def __init__(self, cold: SavedPages, where: Where, raw: RawFile) -> None:
         work = cold.work
@@ -388,12 +389,12 @@ class ColdReading:
         ]
 
     def prepare(self, chain: int) -> Given:
-        """What the variants are given: keys are new, no verb has prepared anything in them."""
+        """Return the arguments of the variants, with new keys that no verb has used."""
         found = self.chains[chain]
         return found, self.cache.keys(found.tokens)
 
     def variants(self) -> dict[str, Callable[[Given], int]]:
-        """The verbs: ours, and the limit in either way."""
+        """Return the variants: ours, and the two ways of the limit."""
         get, out, run = self.cache.get, self.out, self.raw.run
         return {
             "get": lambda given: get(given[1], out).pages,
@@ -402,13 +403,13 @@ class ColdReading:
         }
 
     def check(self, variant: str, value: object) -> None:
-        """Raises BenchFailed where less than the whole chain was read."""
+        """Raise BenchFailed if less than the whole chain was read."""
         wanted = self.work.pages if variant == "get" else self.work.pages * self.stride
         if value != wanted:
             raise BenchFailed(f"{variant} brought {value} of {wanted}")
 
     def verify(self) -> None:
-        """Every chain, each by the next variant and by ours, byte for byte. Raises BenchFailed."""
+        """Check every byte of every chain, read by ours and by one other variant each. Raises BenchFailed."""
         variants = self.variants()
         names = list(variants)
         frames = self.raw.buffer[: self.work.pages * self.stride].reshape(self.work.pages, self.stride)
@@ -463,8 +464,8 @@ def _batches(stage: Stage, name: str, bar: Bar, reading: ColdReading) -> Result:
 
 
 STEP_BYTES, STEP_BYTES_QUICK = 384 * MIB, 64 * MIB  # saved in one go
-SYNC_BYTES = 32 * MIB  # what the node makes durable at a time
-HOT_BYTES, HOT_BYTES_QUICK = 512 * MIB, 32 * MIB  # that readers read meanwhile
+SYNC_BYTES = 32 * MIB  # how much the node makes durable at a time
+HOT_BYTES, HOT_BYTES_QUICK = 512 * MIB, 32 * MIB  # read by readers in the meantime
 QUIET_S, QUIET_S_QUICK = 0.3, 0.05
 LEASE_S = 600.0
 WRITES = (*LIMITS, "out_of_shared_memory")
@@ -474,10 +475,10 @@ SEED, HOT_SEED = 31, 32
 
 
 class Saving:
-    """Chains put into DRAM, and saved when told to. Puts of ``step_bytes`` find free frames.
+    """Chains that are put into DRAM, and saved on request. There are free frames for puts of ``step_bytes``.
 
     Args:
-        hot: pages that stay in DRAM: leased by somebody.
+        hot: pages that stay in DRAM because they are leased.
     """
 
     def __init__(self, store: Store, where: Where, geometry: str, pages: int, step_bytes: int, hot: int = 0) -> None:
@@ -494,7 +495,7 @@ class Saving:
         self.loaded = False
 
     def load(self) -> None:
-        """DRAM gets new pages, unless it has those that were not saved yet."""
+        """Put new pages into DRAM, unless it still has unsaved ones."""
         if self.loaded:
             return
         vacate(self.store, self._hot)
@@ -503,27 +504,28 @@ class Saving:
         for chain in self._chains():
             keys = self.work.keys(self.cache, chain)
             self._content.fill(self._rows, keys.hashes)
-            # Checksums from here: the node does not have to make them while something else is measured.
+            # Compute checksums here, so that the node does not do it during the measurement.
             if (new := self.cache.put(keys, self._rows, checksum=True)) != self.work.pages:
                 raise BenchFailed(f"put stored {new} of {self.work.pages} new pages")
             self._tails.append(keys.hashes[-1])
         if any(self._where.saved([tail]) for tail in self._tails):
-            raise BenchFailed("pages were saved before they were told to")
+            raise BenchFailed("pages were saved before the request")
         self.loaded = True
 
     def start(self) -> None:
-        """Now they are saved."""
+        """Start saving the pages."""
         self.loaded = False
         self.store.evict(pages=self.work.chains * self.work.pages)
 
     def done(self) -> bool:
-        """Whether all of them are, durably. Looks at one chain that was not, mostly: asking takes a processor, too."""
+        """Return whether all pages are durable. Usually checks only one unfinished chain, since a check takes CPU time
+        too."""
         while self._tails and self._where.saved(self._tails[-1:]):
             self._tails.pop()
         return not self._tails
 
     def save(self) -> int:
-        """From the first to the last of them; returns their bytes."""
+        """Save all pages; return their bytes."""
         deadline = time.monotonic() + SAVE_S
         self.start()
         while not self.done():
@@ -533,7 +535,7 @@ class Saving:
         return self.work.total_bytes
 
     def verify(self) -> None:
-        """What was saved last, byte for byte, from NVMe. What was put since is saved, too."""
+        """Check every byte of the last saved pages on NVMe, after saving pages put since."""
         if self.loaded:
             self.save()
         vacate(self.store, self._hot)
@@ -549,7 +551,8 @@ class Saving:
 
 
 class RawWrites:
-    """The limit: as many bytes, from where in the file the last step ended; around at its end."""
+    """The limit: writes the same number of bytes, continuing in the file after the last step, and wrapping at its
+    end."""
 
     def __init__(self, raw: RawFile, shared: SharedArea, step_bytes: int, file_bytes: int) -> None:
         self._raw = raw
@@ -560,7 +563,7 @@ class RawWrites:
         self._next = 0
 
     def _plan(self, start: int, variant: str) -> list[list[Task]]:
-        """Per 32 MiB what ``RawFile.run`` needs."""
+        """Return the tasks for ``RawFile.run``, per 32 MiB."""
         how, source = (variant, None) if variant in LIMITS else ("pieces_1m", self._shared)
         cuts = range(start, start + self._step_bytes, SYNC_BYTES)
         return [self._raw.writes([(at, min(SYNC_BYTES, start + self._step_bytes - at))], how, source) for at in cuts]
@@ -611,14 +614,14 @@ def demotion(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
 
 
 def get_while_demoting(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """One reader's gets from DRAM while the node saves other pages, over the same with nothing else going on."""
+    """One reader's gets from DRAM while the node saves other pages, compared with an idle node."""
     quick, step_bytes = stage.settings.quick, _step_bytes(stage)
     pages = BATCH_PAGES_QUICK if quick else BATCH_PAGES
     hot_bytes = stage.settings.bounded(HOT_BYTES_QUICK if quick else HOT_BYTES)
     hot = BenchWork(geometry, HOT_SEED, hot_bytes // (pages * LAYOUTS[geometry].page_bytes), pages)
     quiet: list[float] = []
     busy: list[float] = []
-    seconds: list[float] = []  # that saving took, while reading
+    seconds: list[float] = []  # duration of saves during reads
 
     def read_busy() -> None:
         started = time.monotonic()
@@ -635,7 +638,7 @@ def get_while_demoting(stage: Stage, name: str, bar: Bar, geometry: str) -> list
         saving, _ = _saving(stage, scene, geometry, saved_bytes, hot)
         reader = HotReader(scene, saving.cache, hot)
         saving.load()
-        saving.save()  # for once together with the hot pages
+        saving.save()  # this time together with the hot pages
         for turn in range(stage.settings.rounds):
             saving.load()
             for part in (read_busy, read_quiet) if turn % 2 else (read_quiet, read_busy):
@@ -651,7 +654,7 @@ def get_while_demoting(stage: Stage, name: str, bar: Bar, geometry: str) -> list
 
 
 class HotReader:
-    """Gets of chains that stay in DRAM: put and leased here, until the end of ``scene``."""
+    """Gets of chains that stay in DRAM, because they are put and leased here until the end of ``scene``."""
 
     def __init__(self, scene: ExitStack, cache: PrefixCache, hot: BenchWork) -> None:
         self._cache = cache
@@ -669,7 +672,7 @@ class HotReader:
                 raise BenchFailed(f"the lease holds {len(lease.pages)} of {hot.pages} pages")
 
     def read(self, done: Callable[[], bool]) -> float:
-        """Bytes per second inside ``get`` until ``done``."""
+        """Return the bytes per second of ``get`` until ``done``."""
         deadline = time.monotonic() + SAVE_S
         chains, seconds = 0, 0.0
         while not chains or not done():
@@ -693,7 +696,7 @@ def _step_bytes(stage: Stage) -> int:
 def _saving(
     stage: Stage, scene: ExitStack, geometry: str, saved_bytes: int, hot: BenchWork | None = None, more_bytes: int = 0
 ) -> tuple[Saving, Scratch]:
-    """A node with room in DRAM for a step beside ``hot``, and on NVMe for ``saved_bytes``."""
+    """Start a node with DRAM for a step in addition to ``hot``, and NVMe for ``saved_bytes``."""
     stage.clear()
     quick, page_bytes = stage.settings.quick, LAYOUTS[geometry].page_bytes
     pages = BATCH_PAGES_QUICK if quick else BATCH_PAGES

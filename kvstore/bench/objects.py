@@ -1,4 +1,4 @@
-"""Rows about batches of opaque objects: 32 values put, or got, by one call, against copying their bytes."""
+"""Rows about batches of opaque objects: one call puts or gets 32 values, compared with copying their bytes."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ LIMITS: Final = ("memmove", "copy")
 
 
 class _Batches:
-    """Batches of values of one size under numbered keys, and a warm array for one of them."""
+    """Batches of values of one size under numbered keys, and a warm array for one batch."""
 
     def __init__(self, store: Store, value_bytes: int, count: int) -> None:
         self.store = store
@@ -38,11 +38,11 @@ class _Batches:
         self._content = Content(value_bytes)
 
     def fill(self, step: int) -> None:
-        """The values of a batch in ``rows``."""
+        """Fill ``rows`` with the values of a batch."""
         self._content.fill(self.rows, self._hashes(step))
 
     def put(self, step: int) -> list[bool]:
-        """Put what is in ``rows`` as that batch."""
+        """Put the values in ``rows`` as that batch."""
         return self.store.put_many(self.keys[step], self.values)
 
     def get(self, step: int) -> list[int]:
@@ -50,10 +50,10 @@ class _Batches:
         return self.store.get_many(self.keys[step], self.values)
 
     def verify(self, step: int) -> None:
-        """What is stored is what was put."""
+        """Check that the stored values are those that were put."""
         self.rows[:] = 0
         if self.get(step) != [self.rows.shape[1]] * BATCH:
-            raise BenchFailed(f"batch {step} is not there")
+            raise BenchFailed(f"batch {step} is not stored")
         self._content.check(self.rows, self._hashes(step), f"batch {step}")
 
     def _hashes(self, step: int) -> list[bytes]:
@@ -61,12 +61,12 @@ class _Batches:
 
 
 def put(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
-    """New objects, with free frames; acknowledged and sealed."""
+    """Put new objects, with free frames, until they are acknowledged and sealed."""
     return [_measured(stage, name, bar, "put", VALUE_BYTES[geometry])]
 
 
 def get(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
-    """Objects into warm buffers, all checks on; every batch of the node is another step."""
+    """Get objects into warm buffers with all checks; every batch of the node is another step."""
     return [_measured(stage, name, bar, "get", VALUE_BYTES[geometry])]
 
 
@@ -117,7 +117,7 @@ def _measured(stage: Stage, name: str, bar: Bar | None, verb: str, value_bytes: 
 
 
 def _touch(batches: _Batches, count: int) -> None:
-    """All batches are put, so that every byte of the pool's memory that they take is mapped here."""
+    """Put all batches, so that all memory of the pool that they use is mapped here."""
     for step in range(count):
         batches.fill(step)
         if batches.put(step) != [True] * BATCH:
@@ -126,7 +126,7 @@ def _touch(batches: _Batches, count: int) -> None:
 
 
 def _limits(values: list[Bytes], places: Bytes, verb: str) -> dict[str, Any]:
-    """Copying a batch, value by value, between the caller's buffers and other shared memory."""
+    """Return variants that copy a batch, value by value, between the caller's buffers and other shared memory."""
     at, size = [value.ctypes.data for value in values], values[0].size
     start = places.ctypes.data
 

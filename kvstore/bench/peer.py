@@ -1,6 +1,6 @@
-"""Peer: the process at the other end of a benchmark: ``python -m kvstore.bench.peer NODE``.
+"""Peer: the other process of a benchmark: ``python -m kvstore.bench.peer NODE``.
 
-Reads one JSON request per line from its input, answers with one JSON object per line, and leaves when its input ends.
+Reads one JSON request per line from its input, answers with one JSON object per line, and exits when its input ends.
 """
 
 from __future__ import annotations
@@ -43,13 +43,13 @@ class PeerVerbs:
         return {"pages": pages, "seconds": seconds}
 
     def locate(self, work: dict[str, Any]) -> dict[str, Any]:
-        """Get ready to read these chains: map, verify, touch everything."""
+        """Prepare to read these chains: map, verify and touch everything."""
         self._reading = Reading(self._store, BenchWork(**work))
         self._reading.verify()
         return {}
 
     def read(self, variant: str, start_ns: int, duration_s: float, first: int) -> dict[str, Any]:
-        """Bring chain after chain into the warm buffer, from ``start_ns`` (monotonic) on, for ``duration_s``."""
+        """Read chain after chain into the warm buffer, from ``start_ns`` (monotonic) on, for ``duration_s``."""
         reading = self._reading
         assert reading is not None, "locate first"
         call: Callable[[Any], object] = reading.variants()[variant]
@@ -58,7 +58,7 @@ class PeerVerbs:
             if wait_ns > 2_000_000:
                 time.sleep(wait_ns / 2e9)
         began = time.monotonic()
-        spent_s = 0.0  # inside the variant: keys are given, so making them does not count
+        spent_s = 0.0  # inside the variant, without the time to make keys
         while time.monotonic() - began < duration_s:
             given = reading.prepare(chain % reading.work.chains)
             before = time.perf_counter()
@@ -70,7 +70,7 @@ class PeerVerbs:
         return {"bytes": batches * reading.work.chain_bytes, "seconds": spent_s}
 
     def read_on(self, work: dict[str, Any]) -> dict[str, Any]:
-        """Get and check chains at random until the next request comes; count what was not right and the longest get."""
+        """Get and check random chains until the next request; count errors, and return the longest get."""
         job = BenchWork(**work)
         cache, content = self._store.cache(job.layout), Content(job.layout.page_bytes)
         out = np.zeros((job.pages, job.layout.page_bytes), np.uint8)
@@ -100,7 +100,7 @@ def main() -> None:
         for line in iter(sys.stdin.readline, ""):
             request = json.loads(line)
             verb: Callable[..., dict[str, Any]] | None = getattr(served, request.pop("do"), None)
-            if verb is None:  # what ends ``read_on``
+            if verb is None:  # the request that ends ``read_on``
                 continue
             try:
                 answer = verb(**request)

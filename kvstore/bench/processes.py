@@ -1,4 +1,4 @@
-"""Processes: the node daemon and the writers and readers that a benchmark starts, each ended by its own pid.
+"""Processes: the node daemon, writers and readers that a benchmark starts, each ended by its pid.
 
 Child: a command of ``kvstore`` as a process of its own, for the demo and the benchmarks, which start several.
 """
@@ -98,13 +98,14 @@ NO_SETTINGS: Mapping[str, object] = MappingProxyType({})
 
 
 def cpu_s(pid: int) -> float:
-    """Seconds of processors that a running process has taken."""
+    """Return the CPU seconds of a running process."""
     fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     return (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
 
 
 def environment(shm_dir: Path, settings: Mapping[str, object] = NO_SETTINGS) -> dict[str, str]:
-    """This process's environment without settings of the user's own node, so that a row measures the defaults.
+    """Return this process's environment without the settings of the user's own node, so that a row measures the
+    defaults.
 
     ``settings`` are the row's own, by their names in the configuration.
     """
@@ -138,7 +139,7 @@ class Daemon:
 
     @property
     def pid(self) -> int:
-        """Of the running daemon."""
+        """The process id of the running daemon."""
         assert self._child is not None, "not started"
         return self._child.pid
 
@@ -146,7 +147,7 @@ class Daemon:
         """Start it; returns the seconds from spawning the process to its ready line.
 
         Raises:
-            BenchFailed: it did not get ready; carries what it said.
+            BenchFailed: it did not become ready; contains its output.
         """
         assert self._child is None, "is running"
         began = time.monotonic()
@@ -165,7 +166,7 @@ class Daemon:
             child.kill()
 
     def stop(self) -> None:
-        """SIGTERM, and wait; kill -9 where it does not go."""
+        """Send SIGTERM and wait; kill -9 if it does not end."""
         child, self._child = self._child, None
         if child is not None:
             child.ask_to_end()
@@ -179,7 +180,7 @@ class Daemon:
             purge(self.folder)
 
     def memory_bytes(self) -> dict[str, int]:
-        """What the kernel counts for the running daemon: ``resident`` and its parts ``private`` and ``shared``."""
+        """Return the daemon's memory as the kernel counts it: ``resident`` and its parts ``private`` and ``shared``."""
         names = {"VmRSS": "resident", "RssAnon": "private", "RssShmem": "shared", "RssFile": "files"}
         found = {}
         for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
@@ -189,7 +190,7 @@ class Daemon:
         return found
 
     def cpu_s(self) -> float:
-        """Seconds of processors that the running daemon has taken."""
+        """Return the CPU seconds of the running daemon."""
         return cpu_s(self.pid)
 
     def __enter__(self) -> Daemon:
@@ -204,7 +205,7 @@ class Daemon:
 class PeerProcess:
     """Another process that uses the store: one JSON request per line in, one JSON answer per line out.
 
-    Life: made (started) -> ``ask`` -> ``close``; leaving a ``with`` closes it, and it goes by itself when we do.
+    Life: made (started) -> ``ask`` -> ``close``; leaving a ``with`` closes it. It also ends when this process does.
     """
 
     def __init__(self, node: str, shm_dir: Path) -> None:
@@ -217,12 +218,12 @@ class PeerProcess:
         )
 
     def ask(self, do: str, **arguments: Any) -> dict[str, Any]:
-        """Have it do something and wait for the answer. Raises BenchFailed where it failed."""
+        """Send a request and wait for the answer. Raises BenchFailed if it failed."""
         self.send(do, **arguments)
         return self.answer()
 
     def send(self, do: str, **arguments: Any) -> None:
-        """Have it do something; ``answer`` reads what came of it."""
+        """Send a request, whose answer ``answer`` reads."""
         assert self._process.stdin is not None
         try:
             self._process.stdin.write(json.dumps({"do": do, **arguments}).encode() + b"\n")
@@ -231,7 +232,8 @@ class PeerProcess:
             raise BenchFailed(f"the peer process is gone (exit code {self._process.wait(STOP_S)})") from None
 
     def answer(self) -> dict[str, Any]:
-        """The answer to the oldest request. Raises BenchFailed where it failed, died, or said nothing in time."""
+        """Return the answer to the oldest request. Raises BenchFailed if it failed, or if the process died or did not
+        answer in time."""
         line = _line(self._process, ANSWER_S)
         if not line:
             raise BenchFailed(f"the peer process did not answer (exit code {self._process.poll()})")
@@ -241,7 +243,7 @@ class PeerProcess:
         return answer
 
     def close(self) -> None:
-        """End it: it leaves when its input ends."""
+        """End the process by closing its input."""
         with contextlib.suppress(BrokenPipeError):
             assert self._process.stdin is not None
             self._process.stdin.close()
@@ -265,7 +267,8 @@ class PeerProcess:
 
 
 def _line(process: subprocess.Popen[bytes], timeout_s: float) -> bytes:
-    """The next line of its output; empty where it ended or said nothing in time. Lines come one at a time."""
+    """Return the next line of a process's output; empty if it ended, or wrote nothing in time. Lines come one at a
+    time."""
     assert process.stdout is not None
     if not select.select([process.stdout], [], [], timeout_s)[0]:
         return b""

@@ -26,22 +26,22 @@ from kvstore.client.store import Store
 from kvstore.model.prefix import Keys
 
 BATCH_PAGES = 32
-AHEAD_SHARE = 8  # a client may hold such a part of all frames before it needs them
+AHEAD_SHARE = 8  # 1 / the share of all frames that a client may hold in advance
 STEPS_BATCH = 96  # per round, at most: 32 of each variant
 STEPS_ONE_PAGE = 1500
 SEED = 5
 
-PAGES_COUNTED, WARM, GEOMETRY_COUNTED = 12, 3, "4k"  # of the put whose calls are counted
+PAGES_COUNTED, WARM, GEOMETRY_COUNTED = 12, 3, "4k"  # the put whose calls are counted
 PERCENTILES = (50, 99, 99.9)
-BACK_TO_BACK_BYTES, BACK_TO_BACK_BYTES_QUICK = 1 << 29, 1 << 25  # are put without a pause
+BACK_TO_BACK_BYTES, BACK_TO_BACK_BYTES_QUICK = 1 << 29, 1 << 25  # put without a pause
 
 LIMITS = ("memmove_per_page", "copy_whole")
 
 
 class SharedArea:
-    """Shared memory of the kind that nodes use, populated and mapped: where the limit of a put copies to.
+    """Populated and mapped shared memory of the kind that nodes use: the target of a put's limit.
 
-    Has no name, so that it goes with the process whatever happens. Ends with ``with``.
+    It has no name, so it always ends with the process. Ends with ``with``.
     """
 
     def __init__(self, shm_dir: Path, size_bytes: int) -> None:
@@ -62,7 +62,7 @@ class SharedArea:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         del self.data
-        with contextlib.suppress(BufferError):  # it is unmapped with the last array that looks into it
+        with contextlib.suppress(BufferError):  # it is unmapped with the last array that uses it
             self._map.close()
 
 
@@ -83,7 +83,7 @@ class PutBench:
         self._last: Keys | None = None
 
     def prepare(self, _: int) -> tuple[Keys, Rows]:
-        """New keys, their pages in ``source``, and the next place of the area."""
+        """Return new keys, with their pages in ``source``, and the next part of the area."""
         self._chain += 1
         keys = self.cache.keys(tokens_of(SEED, self._chain, self.pages * self.layout.page_tokens))
         self.content.fill(self.source, keys.hashes)
@@ -95,7 +95,7 @@ class PutBench:
         return self.cache.put(given[0], self.source)
 
     def back_to_back(self, daemon: Daemon, nbytes: int) -> tuple[float, dict[str, float]]:
-        """Put chain after chain without a pause: seconds per page, and processor seconds per page of both processes.
+        """Put chain after chain without a pause; return seconds per page, and CPU seconds per page of both processes.
 
         The daemon's are counted in ticks of the kernel, 10 ms.
         """
@@ -123,12 +123,12 @@ class PutBench:
         given[1][:] = self.source
 
     def check(self, variant: str, value: object) -> None:
-        """Raises BenchFailed where not every page was stored."""
+        """Raise BenchFailed if not every page was stored."""
         if variant == "put" and value != self.pages:
             raise BenchFailed(f"put stored {value} of {self.pages} new pages")
 
     def verify(self) -> None:
-        """The pages of the last put, byte for byte."""
+        """Check every byte of the last put's pages."""
         assert self._last is not None, "nothing was put"
         out = np.zeros_like(self.source)
         found = self.cache.get(self._last, out).pages
@@ -137,18 +137,18 @@ class PutBench:
         self.content.check(out, self._last.hashes, "put")
 
     def fill(self, pool_bytes: int) -> None:
-        """Put until the pool has been through every frame once."""
+        """Put until every frame of the pool was used once."""
         for _ in range(-(-pool_bytes // (self.pages * self.layout.page_bytes)) + 1):
             self.check("put", self.put(self.prepare(0)))
 
     def empty(self) -> None:
-        """Evict every page: all frames free, and warm."""
+        """Evict every page, so that all frames are free and warm."""
         while self.store.evict(pages=1 << 20)["pages"]:
             pass
 
 
 def ahead_pages(geometry: str) -> int:
-    """How many frames a client may hold before it needs them."""
+    """Return how many frames a client may hold in advance."""
     return min(AHEAD_FRAMES_MAX, AHEAD_BYTES_MAX // LAYOUTS[geometry].page_bytes)
 
 
@@ -169,7 +169,7 @@ def _put(stage: Stage, name: str, bar: Bar, geometry: str, pages: int, kind: Kin
     with ExitStack() as scene:
         writing, daemon, pool_bytes = _writing(stage, scene, geometry, pages)
         writing.fill(pool_bytes)
-        # A third of the steps puts; what is granted ahead stays free.
+        # A third of the steps puts; frames granted ahead stay free.
         frames = pool_bytes // writing.layout.page_bytes
         fitting = 3 * ((frames - min(ahead_pages(geometry), frames // AHEAD_SHARE)) // pages)
         most = (6 if pages > 1 else 150) if settings.quick else (STEPS_BATCH if pages > 1 else STEPS_ONE_PAGE)
@@ -212,7 +212,7 @@ def _line(name: str, kind: Kind, bar: Bar | None, writing: PutBench, seconds: di
 
 
 def _writing(stage: Stage, scene: ExitStack, geometry: str, pages: int) -> tuple[PutBench, Daemon, int]:
-    """A node of its own for a row that writes, its daemon, and how large its pool is."""
+    """Start a separate node for a row that writes; return the bench, its daemon, and the size of its pool."""
     settings = stage.settings
     pool_bytes, area_bytes = _sizes(settings)
     daemon = stage.daemon(scene, pool_bytes)
@@ -222,7 +222,8 @@ def _writing(stage: Stage, scene: ExitStack, geometry: str, pages: int) -> tuple
 
 
 def _sizes(settings: RunSettings) -> tuple[int, int]:
-    """Bytes of the pool and of the limit's area: together what a row walks over, at least two batches of 2 MiB."""
+    """Return the bytes of the pool and of the limit's area: together the working set of a row, at least two batches of
+    2 MiB."""
     pool_bytes = max(settings.walk_bytes, 256 * MIB)
     return pool_bytes, pool_bytes // 2
 
@@ -230,7 +231,7 @@ def _sizes(settings: RunSettings) -> tuple[int, int]:
 def put_calls(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
     """``<name>``: calls of Python functions in the thread that puts; ``.files``: the files that they are in.
 
-    The store is embedded, so that the daemon's half counts too. Another machine gives the same numbers.
+    The store is embedded, so that the daemon's part counts too. The numbers are the same on every machine.
     """
     layout = LAYOUTS[GEOMETRY_COUNTED]
     counts, files = list[float](), list[float]()

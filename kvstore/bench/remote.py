@@ -1,7 +1,8 @@
-"""Rows that read over TCP from a node that shares no memory with the reader, against the best plain socket program.
+"""Rows that read over TCP from a node that shares no memory with the reader, compared with the best plain socket
+program.
 
-The node's data server is a process of its own; so is the plain sender. Both send the same number of bytes over loopback
-into the same warm buffer. What is ours proves every page by its token ids, and verifies every checksum.
+The node's data server and the plain sender are separate processes. Both send the same number of bytes over loopback
+into the same warm buffer. Ours also proves every page by its token ids, and verifies every checksum.
 """
 
 from __future__ import annotations
@@ -29,7 +30,7 @@ from kvstore.wire.data import Hello, ReadRequest, WantedChain
 
 READY_S = 30.0
 BATCH_S = 30.0
-PLAIN_BYTES_MAX = 256 << 20  # of the plain sender's memory: beyond every cache
+PLAIN_BYTES_MAX = 256 << 20  # of the plain sender's memory: larger than every cache
 PLAINS = ("plain", "plain_waitall")
 REQUEST_BYTES = 8
 
@@ -54,7 +55,7 @@ class RemoteReading:
         self._plain_chains = plain_bytes(work) // work.chain_bytes
 
     def variants(self) -> dict[str, Callable[[tuple[int, Keys]], object]]:
-        """What is timed; each is given a chain's number and its keys."""
+        """Return the variants; each is called with a chain's number and its keys."""
 
         def ours(given: tuple[int, Keys]) -> int:
             return pull(self.connection, self.request(given[1]), self.out, time.monotonic() + BATCH_S).pages
@@ -62,7 +63,7 @@ class RemoteReading:
         return {"ours": ours, "plain": self._receive(0), "plain_waitall": self._receive(socket.MSG_WAITALL)}
 
     def request(self, keys: Keys) -> ReadRequest:
-        """For the pages of one chain."""
+        """Make a request for the pages of one chain."""
         return ReadRequest(self._wanted, keys, 0, self.work.layout.page_bytes)
 
     def _receive(self, flags: int) -> Callable[[tuple[int, Keys]], None]:
@@ -80,16 +81,16 @@ class RemoteReading:
         return receive
 
     def prepare(self, chain: int) -> tuple[int, Keys]:
-        """What the variants are given."""
+        """Return the arguments of the variants."""
         return chain, self.work.keys(self._cache, chain)
 
     def check(self, variant: str, value: object) -> None:
-        """Raises BenchFailed where ours read less than the whole chain."""
+        """Raise BenchFailed if ours read less than the whole chain."""
         if variant == "ours" and value != self.work.pages:
-            raise BenchFailed(f"{value} of {self.work.pages} pages came")
+            raise BenchFailed(f"{value} of {self.work.pages} pages arrived")
 
     def verify(self) -> None:
-        """Every chain, byte for byte. Raises BenchFailed."""
+        """Check every byte of every chain. Raises BenchFailed."""
         content = Content(self.work.layout.page_bytes)
         for chain in range(self.work.chains):
             self.out[:] = 0
@@ -104,20 +105,20 @@ class RemoteReading:
 
 
 def plain_bytes(work: BenchWork) -> int:
-    """Memory of the plain sender: whole chains."""
+    """Return the size of the plain sender's memory: whole chains."""
     return min(work.chains, max(1, PLAIN_BYTES_MAX // work.chain_bytes)) * work.chain_bytes
 
 
 @contextmanager
 def data_server(stage: Stage, node: str) -> Iterator[tuple[Child, DataServerAt]]:
-    """A data server of that node, and where it is."""
+    """Start a data server of that node; yields it and its address."""
     arguments = ["data", "--node", node, "--listen", "127.0.0.1:0", "--shm-dir", str(stage.settings.shm_dir)]
     child = Child("the data server", arguments, environment(stage.settings.shm_dir))
     try:
         child.line(READY_S)
         found = find_data_server(NodeFolder(stage.settings.shm_dir, node))
         if found is None:
-            raise BenchFailed(f"the data server of {node} does not say where it is")
+            raise BenchFailed(f"the data server of {node} does not report its address")
         yield child, found
     finally:
         child.ask_to_end()
@@ -126,7 +127,7 @@ def data_server(stage: Stage, node: str) -> Iterator[tuple[Child, DataServerAt]]
 
 @contextmanager
 def plain_sender(work: BenchWork) -> Iterator[int]:
-    """The plain program, and its port."""
+    """Start the plain sender; yields its port."""
     command = [sys.executable, "-m", "kvstore.bench.remote", str(plain_bytes(work)), str(work.chain_bytes)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, start_new_session=True)
     try:
@@ -140,7 +141,7 @@ def plain_sender(work: BenchWork) -> Iterator[int]:
 
 
 def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
-    """Batches of 32 pages out of another node's memory, one stream; the limit is the faster plain program."""
+    """Read batches of 32 pages from another node's memory over one stream; the limit is the faster plain program."""
     stored = stage.stored(geometry)
     work = stored.work
     with ExitStack() as scene:
@@ -164,7 +165,7 @@ def get(stage: Stage, name: str, bar: Bar, geometry: str) -> list[Result]:
 
 
 def cpu_per_gb(reading: RemoteReading, child: Child, steps: list[int]) -> dict[str, float]:
-    """Processor seconds that both ends of ours take for 10^9 bytes."""
+    """Return the CPU seconds of both ends of ours per 10^9 bytes."""
     ours, given = reading.variants()["ours"], [reading.prepare(step) for step in steps[:64]]
     before_us, before_them = time.process_time(), cpu_s(child.pid)
     for one in given:
@@ -178,7 +179,7 @@ def cpu_per_gb(reading: RemoteReading, child: Child, steps: list[int]) -> dict[s
 
 def send() -> None:
     """Serve one connection as the plain program does: for every 8 bytes received (a chain's number), send that chain
-    out of warm memory. There are no keys, no checks and no frames.
+    from warm memory. There are no keys, checks or frames.
     """
     walk_bytes, chain_bytes = int(sys.argv[1]), int(sys.argv[2])
     memory = empty(walk_bytes)

@@ -1,7 +1,7 @@
-"""Rows: what can be measured, by name, with the bar each has to reach; and the loop that runs them.
+"""Rows: the table of measurements with their bars, and the loop that runs them.
 
 Other packages add rows by entry points ``module:ROWS`` of the group ``kvstore.bench_rows``, each a sequence of ``Row``.
-They are loaded only where a name is asked for that is none of ours, or all are.
+They are loaded only if a requested name is not in this table, or if all rows are requested.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ ENTRY_POINT_GROUP = "kvstore.bench_rows"
 class Row:
     """One row: ``measure(stage, name, bar)`` gives its line, and lines named ``<name>.<what>`` for variants of it.
 
-    ``bar`` is None where there is nothing to reach.
+    ``bar`` is None if the row has no bar.
     """
 
     name: str
@@ -34,7 +34,7 @@ class Row:
 
     @property
     def bar_text(self) -> str:
-        """``>= 0.94``; "" where there is no bar."""
+        """``>= 0.94``; "" if there is no bar."""
         return self.bar.text if self.bar is not None else ""
 
 
@@ -48,7 +48,7 @@ BYTES_400 = Bar(400, at_least=False, of_ratio=False, unit="B")
 
 
 def _sized(name: str, about: str, bars: Sequence[float | None], measure: Callable[..., list[Result]]) -> list[Row]:
-    """A row for each of SIZES, with its bar."""
+    """Make a row for each of SIZES, with its bar."""
     return [
         Row(
             f"{name}_{size}",
@@ -74,7 +74,7 @@ _ROWS = (
     *_sized("objects_put", "put, 32 objects of {} by one call / memcpy", (0.9, 0.7, 0.5), objects.put),
     *_sized("objects_get", "get, 32 objects of {} by one call / memcpy", (0.9, 0.85, 0.6), objects.get),
     Row("evict_1m", "a page that evicts one: node of a million / of 10 k pages", _at_most(1.5), evict.evict),
-    Row("memory_1m", "bytes per page beside data and token ids", BYTES_400, memory.memory),
+    Row("memory_1m", "bytes per page in addition to data and token ids", BYTES_400, memory.memory),
     Row("restart_8g", "kill -9 to serving again, under reads", IN_2_S, evict.restart),
     *_sized("get_nvme", "cold get from NVMe, 32 pages of {} / O_DIRECT reads", (0.85,) * 3, nvme.get),
     *_sized("demotion", "saving pages of {} to NVMe / O_DIRECT writes", (0.8,) * 3, nvme.demotion),
@@ -100,7 +100,7 @@ ROWS = {row.name: row for row in _ROWS}
 
 
 def added() -> list[Row]:
-    """Rows of other packages. A name of ours stays ours."""
+    """Return rows of other packages. They cannot replace built-in names."""
     found = {}
     for _, entry in sorted(about.entry_points(ENTRY_POINT_GROUP).items()):
         for row in entry.load():
@@ -110,7 +110,7 @@ def added() -> list[Row]:
 
 
 def chosen(names: Sequence[str]) -> list[Row]:
-    """The rows of these names in the order they are best run; all where none is named.
+    """Return the named rows in the best order to run them; all rows if no name is given.
 
     Raises:
         InvalidRequest: there is no row of that name.
@@ -121,14 +121,14 @@ def chosen(names: Sequence[str]) -> list[Row]:
     known = {row.name for row in rows}
     for name in names:
         if name not in known:
-            raise InvalidRequest("names", f"there is no row {name!r}; --list shows them")
+            raise InvalidRequest("names", f"unknown row {name!r}; --list shows all")
     return [row for row in rows if not names or row.name in names]
 
 
 def run(rows: Sequence[Row], settings: RunSettings) -> Iterator[tuple[Row, list[Result] | KVStoreError]]:
-    """Measure row by row: each row with its lines, or with why it could not be measured, as soon as it is known.
+    """Measure row by row: yields each row with its lines, or with the reason for its failure, as soon as it is known.
 
-    One row that fails does not keep the others from being measured. Every process and node is gone at the end.
+    A row that fails does not prevent the others. At the end every process and node is gone.
     """
     with Stage(settings) as stage:
         for row in rows:

@@ -18,12 +18,12 @@ from kvstore.bench.processes import NO_SETTINGS, Daemon, PeerProcess
 from kvstore.client.store import Store
 
 MIB, GIB = 1 << 20, 1 << 30
-EXTENT_BYTES = 128 * MIB  # what a node of 2 GiB and more has by default
+EXTENT_BYTES = 128 * MIB  # the default of nodes of 2 GiB and more
 EXTENT_BYTES_QUICK = 16 * MIB
-SHARE_OF_FREE = 0.4  # of what this machine has left, for one node
+SHARE_OF_FREE = 0.4  # of this machine's free memory, for one node
 SETTLE_S = 60.0
 SCRATCH_DIR = Path("/var/tmp")  # on a disk, other than /tmp on many machines
-WORN_BY = (23, 5)  # pages per chain of what was stored and evicted before
+WORN_BY = (23, 5)  # pages per chain that were stored and evicted before
 
 _numbers = itertools.count(1)
 
@@ -34,9 +34,9 @@ class RunSettings:
 
     Attributes:
         rounds: of every row; the ratio is the median over them.
-        quick: seconds instead of minutes, on little data: shows that every row works, its numbers mean nothing.
-        dir: on a disk; rows that use NVMe have their files there.
-        device: where the engines of rows compute, "cpu" or "cuda:N".
+        quick: seconds instead of minutes, on little data: checks that every row works; the numbers mean nothing.
+        dir: a folder on a disk for the files of rows that use NVMe.
+        device: the device of the rows' engines, "cpu" or "cuda:N".
     """
 
     rounds: int = 5
@@ -51,20 +51,20 @@ class RunSettings:
 
     @property
     def extent_bytes(self) -> int:
-        """Of the nodes that rows start."""
+        """The extent size of the nodes that rows start."""
         return EXTENT_BYTES_QUICK if self.quick else EXTENT_BYTES
 
     @property
     def walk_bytes(self) -> int:
-        """Distinct pages that a row walks over: so many that caches do not help. Less on a small machine."""
+        """The working set of a row: distinct pages, more than caches hold. Less on a small machine."""
         wanted = 128 * MIB if self.quick else max(GIB, 3 * l3_bytes())
         return self.bounded(wanted) // self.extent_bytes * self.extent_bytes
 
     def bounded(self, wanted_bytes: int) -> int:
-        """That much, or what one node may take of this machine's free memory.
+        """Return ``wanted_bytes``, or the share of this machine's free memory that one node may use, if that is less.
 
         Raises:
-            BenchFailed: there is next to nothing free.
+            BenchFailed: almost no memory is free.
         """
         free = free_bytes(self.shm_dir)
         allowed = int(free * SHARE_OF_FREE)
@@ -74,7 +74,7 @@ class RunSettings:
 
 
 def free_bytes(shm_dir: Path) -> int:
-    """What is left of shared memory and of the machine's."""
+    """Return the free bytes of shared memory, or of the machine's memory if less."""
     status = os.statvfs(shm_dir)
     free = status.f_bavail * status.f_frsize
     for line in Path("/proc/meminfo").read_text().splitlines():
@@ -93,9 +93,10 @@ class StoredChains:
 
 
 class Stage:
-    """What the rows of one run share. Leaving the ``with`` ends every process and removes every node it started.
+    """The nodes that the rows of one run share. Leaving the ``with`` ends every process and removes every node that it
+    started.
 
-    One node with stored pages lives at a time: a row that wants another gets it in place of the last one.
+    One node with stored pages lives at a time: a row that needs another replaces it.
     """
 
     def __init__(self, settings: RunSettings) -> None:
@@ -105,11 +106,11 @@ class Stage:
         self._scene = ExitStack()
 
     def stored(self, geometry: str, *, recycled: bool = False) -> StoredChains:
-        """A node with ``walk_bytes`` of pages in chains of 32, each in one piece where nothing was evicted yet.
+        """Return a node with ``walk_bytes`` of pages in chains of 32, each contiguous if nothing was evicted yet.
 
         Args:
-            recycled: two writers had filled the node twice over with chains of other lengths, all evicted meanwhile:
-                how chains lie after a long time of use.
+            recycled: two writers have filled the node twice with chains of other lengths, which were all evicted:
+                chains are then fragmented as after long use.
         """
         if self._shown == (geometry, recycled) and self._stored is not None:
             return self._stored
@@ -117,8 +118,8 @@ class Stage:
         settings = self.settings
         chain_bytes = BenchWork(geometry, 0, 1).chain_bytes
         work = BenchWork(geometry, seed=1, chains=settings.walk_bytes // chain_bytes)
-        # One extent more than the pages: the daemon keeps frames granted ahead beside them.
-        # lru: what was put last stays, as the rows count on it
+        # One extent more than the pages, for frames granted ahead. lru: what was put last stays, as the rows count on
+        # it
         lru = {"eviction": "lru"}
         daemon = self.daemon(self._scene, settings.walk_bytes + settings.extent_bytes, settings=lru)
         if recycled:
@@ -130,7 +131,7 @@ class Stage:
         return self._stored
 
     def _wear(self, daemon: Daemon, work: BenchWork) -> None:
-        """Two processes at once put twice as many pages as there is room for."""
+        """Let two processes put twice as many pages as fit, at the same time."""
         with ExitStack() as scene:
             writers = [scene.enter_context(PeerProcess(daemon.name, self.settings.shm_dir)) for _ in WORN_BY]
             for seed, (writer, pages) in enumerate(zip(writers, WORN_BY, strict=True), start=2):
@@ -146,7 +147,7 @@ class Stage:
         extent_bytes: int = 0,
         settings: Mapping[str, object] = NO_SETTINGS,
     ) -> Daemon:
-        """A started daemon with all its memory populated, ended with ``scene``. ``settings``: not the defaults."""
+        """Start a daemon with all its memory populated, ended with ``scene``. ``settings`` replace defaults."""
         name = f"bench-{os.getpid()}-{next(_numbers)}"
         extent_bytes = extent_bytes or self.settings.extent_bytes
         size_bytes = -(-dram_bytes // extent_bytes) * extent_bytes
@@ -157,10 +158,10 @@ class Stage:
         return daemon
 
     def write(self, daemon: Daemon, work: BenchWork) -> float:
-        """Have another process put all pages of ``work``; the seconds that its puts took.
+        """Let another process put all pages of ``work``; return the seconds that its puts took.
 
         Raises:
-            BenchFailed: not all were new, and stored.
+            BenchFailed: not all pages were new and stored.
         """
         with PeerProcess(daemon.name, self.settings.shm_dir) as writer:
             answer = writer.ask("write", work=work.to_json())
@@ -188,10 +189,10 @@ def _populated(store: Store) -> bool:
 
 
 def settle(store: Store) -> None:
-    """Have the daemon verify every page once, which gives each its checksums: then it is as idle as it gets.
+    """Let the daemon verify every page once, which computes all checksums, so that it is idle afterwards.
 
     Raises:
-        BenchFailed: a page or a conservation law does not hold.
+        BenchFailed: a page is damaged, or a conservation law is broken.
     """
     found = store.verify()
     if found["pages_damaged"] or found["findings"]:
@@ -199,7 +200,7 @@ def settle(store: Store) -> None:
 
 
 def wait_for(done: object, what: str, timeout_s: float = SETTLE_S) -> None:
-    """Ask ``done()`` until it is true. Raises BenchFailed after ``timeout_s``."""
+    """Poll ``done()`` until it is true. Raises BenchFailed after ``timeout_s``."""
     assert callable(done)
     deadline = time.monotonic() + timeout_s
     while not done():
