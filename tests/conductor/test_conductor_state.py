@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from itertools import pairwise
 
 import numpy as np
 import pytest
+from engine.conductor.state.engine_fleet import AVOID_S
 
 from engine.conductor.state import events as ev
 from engine.conductor.state.conductor_state import ATTEMPTS_MAX
@@ -146,6 +148,18 @@ def test_what_waits_is_bounded() -> None:
     assert len(made.done) + len(made.refused) == 41
 
 
+def test_an_engine_that_died_gets_no_second_request() -> None:
+    made = world(3)
+    made.engines["e1"].up = False
+    for number in range(12):
+        made.arrive(wish(number, pages_of(*range(100 * number, 100 * number + 20))))
+        made.run(made.now_s + 1.2)
+    made.settle()
+    assert len(made.done) == 12 and not made.given_up
+    at = [at_s for at_s, send in made.sends if send.route.computing.engine.about.name == "e1"]
+    assert all(later - sooner > AVOID_S for sooner, later in pairwise(at)), at
+
+
 def test_a_request_that_breaks_every_engine_is_given_up() -> None:
     made = world(8)
     for sim in made.engines.values():
@@ -168,6 +182,16 @@ def test_a_late_report_hides_nothing() -> None:
     running = len(made.state.fleet.engines["e0"].ends)
     made.tell(ev.Reported(made.now_s, "e0", LoadReport(role=Role.BOTH, running=running + 5)))
     assert made.state.fleet.engines["e0"].others_running == 5
+    made.settle()
+
+
+def test_a_draining_engine_gets_nothing_new() -> None:
+    made = world(2)
+    made.tell(ev.ReportAsked(0.0, "e0"))
+    made.tell(ev.Reported(0.0, "e0", LoadReport(role=Role.BOTH, draining=True)))
+    for number in range(6):
+        made.arrive(wish(number, pages_of(number)))
+    assert set(engines_of(made)) == {"e1"}
     made.settle()
 
 

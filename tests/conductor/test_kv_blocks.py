@@ -94,12 +94,40 @@ def test_a_page_is_gone_with_any_of_its_blocks() -> None:
     assert present(known) == set() and known.nbytes == 0
 
 
+def test_a_copy_on_another_medium_stays_when_the_first_goes() -> None:
+    known = blocks()
+    (page,) = pages_of(TOKENS[:16])
+    known.take([0.0, [stored([1], None, TOKENS[:16]), stored([1], None, [], "CPU", block_size=16)]])
+    assert known.told()[1].tolist() == [0, 1]
+    known.take([0.0, [removed([1])]])
+    assert known.told()[1].tolist() == [GONE] and present(known) == {page}
+    known.take([0.0, [removed([1], "CPU")]])
+    assert known.told()[1].tolist() == [1 | GONE] and known.nbytes == 0
+
+
+def test_salts_and_adapters_have_pages_of_their_own() -> None:
+    known = blocks()
+    salted = [stored([1], None, TOKENS[:16], extra_keys=[["s"]]), stored([2], 1, TOKENS[16:32], extra_keys=[None])]
+    known.take([0.0, [*salted, stored([3], None, TOKENS[:16], lora_id=1, lora_name="a", extra_keys=[["a", "s"]])]])
+    assert present(known) == {*pages_of(TOKENS[:32], salt="s"), *pages_of(TOKENS[:16], salt="s", adapter="a")}
+    known.take([0.0, [stored([4], None, TOKENS[:16], extra_keys=[[["image", 3]]]), stored([5], 4, TOKENS[:16])]])
+    known.take([0.0, [stored([6], None, TOKENS[:16], lora_id=1)]])
+    assert known.counts["not_kept"] == 3, "they depend on more than we can say"
+
+
 def test_what_hangs_on_nothing_known_is_left_out_and_counted() -> None:
     known = blocks()
     known.take([0.0, chain(16)[2:]])
     assert present(known) == set() and known.counts["not_kept"] == 10
     known.take([0.0, [stored([1], None, TOKENS[:16], group_idx=1)]])
     assert known.counts["other_group"] == 1 and known.nbytes == 0
+
+
+def test_clearing_begins_again() -> None:
+    known = blocks()
+    assert known.take([0.0, [*chain(16), {"type": "AllBlocksCleared"}, *chain(16)[:1]]])
+    assert present(known) == set(pages_of(TOKENS[:16]))
+    assert known.take([0.0, [["AllBlocksCleared"]]]) and known.nbytes == 0
 
 
 def test_memory_is_bounded() -> None:
