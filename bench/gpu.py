@@ -29,7 +29,7 @@ LINES_MAX: Final = 25  # of a command, in the summary
 TELLING: Final = re.compile(r"FAILED|ERROR|passed|failed|no tests|kvstore: |gpu_probe: | s\)| s, FAILED\)|Invalid")
 CHECK: Final = """
 import sys
-from kvstore.tier import cuda
+from kvstore.device import cuda
 
 missing = cuda.find().missing
 sys.exit(missing and f"gpu: no GPU here: {missing}")

@@ -378,7 +378,7 @@ def python_us() -> Found:
 _OPENS_ANOTHERS = """
 import hashlib, sys, time
 import numpy as np
-from kvstore.tier import cuda
+from kvstore.device import cuda
 from kvstore.device.base import DeviceExport
 uuid, offset, nbytes, handle, length = sys.argv[1:]
 device = cuda.find().devices[0]

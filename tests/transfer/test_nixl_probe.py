@@ -70,7 +70,7 @@ def test_a_process_that_hangs_ends_itself() -> None:
     """Whoever began it may be gone by then."""
     code = """
 import runpy, signal, time
-from kvstore.tier import cuda
+from kvstore.device import cuda
 setitimer = signal.setitimer
 signal.setitimer = lambda which, seconds: setitimer(which, seconds / 100)
 cuda.find = lambda: time.sleep(100)
