@@ -8,11 +8,10 @@ from itertools import pairwise
 
 import numpy as np
 import pytest
-from engine.conductor.state.engine_fleet import AVOID_S
 
 from engine.conductor.state import events as ev
 from engine.conductor.state.conductor_state import ATTEMPTS_MAX
-from engine.conductor.state.engine_table import EngineWork, LoadReport
+from engine.conductor.state.engine_table import AVOID_S, EngineWork, LoadReport
 from engine.conductor.state.policies import POLICIES
 from engine.model.request import Role
 from tests.helpers.fleet import PAGE, engines_of, pages_of, wish, world

@@ -340,6 +340,18 @@ def test_speeds_are_of_steps_of_one_kind_without_their_waits() -> None:
 # --- answers that leave, prefills that are held --------------------------------------------------------------------
 
 
+def test_a_drain_ends_with_the_first_answer_that_is_not_taken() -> None:
+    driver = Driver()
+    driver.decoding(1, 2)
+    driver.state.handle(ev.Drain(0.0, TWO))
+    assert [it.sequence for it in only(driver.turn(), do.PassOn)] == [1]
+    driver.stepped()
+    assert not only(driver.turn(), do.PassOn), "one after the other"
+    driver.stepped()
+    assert kinds(driver.state.handle(ev.NotTaken(0.0, 1, GONE))) == ["AnswerCall"]
+    assert not only(driver.turn(), do.PassOn)
+
+
 def test_an_answer_comes_back_that_is_not_taken_in_time() -> None:
     driver = Driver()
     driver.decoding(1)
