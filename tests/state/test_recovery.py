@@ -29,7 +29,7 @@ def node(positions: int = 3) -> World:
 
 def state_of(world: World, address: Address) -> FrameState:
     """What the record says of the frame."""
-    return world.shell.tables[address.extent].state(address.frame)
+    return world.node.frame_state(address.extent, address.frame)
 
 
 def test_frames_of_writers_that_may_live_stay_theirs() -> None:
@@ -56,7 +56,7 @@ def test_quarantine_outlives_the_daemon() -> None:
     world.tick(TTL_NS)
     world.restart()
     assert state_of(world, address) == FrameState.QUARANTINED
-    assert not world.shell.pend and world.state.pending.by_address[address].doomed
+    assert not world.node.pend and world.state.pending.by_address[address].doomed
     assert world.seal(B, 0, [address]) == [Status.STALE]
     assert state_of(world, address) == FrameState.FREE
     world.check()
@@ -65,20 +65,20 @@ def test_quarantine_outlives_the_daemon() -> None:
 def test_leases_last_until_their_deadlines_without_their_names() -> None:
     world = node()
     key = CHAIN.keys[2]
-    address = world.shell.index[key]
+    address = world.node.index[key]
     world.lease(B, 1, [key], 50 * MS)
     world.restart()
     assert world.evict(pages=3) == 0
     assert not world.renew(B, 1, 50 * MS), "it has to be taken again"
     world.tick(50 * MS)
-    assert world.shell.is_sealed(address) and world.evict(pages=3) == 3
+    assert world.node.is_sealed(address) and world.evict(pages=3) == 3
     world.check()
 
 
 def test_a_frame_whose_last_lease_ended_without_a_daemon_is_free() -> None:
     world = node()
     key = CHAIN.keys[2]
-    address = world.shell.index[key]
+    address = world.node.index[key]
     world.lease(B, 1, [key], 50 * MS)
     world.damage(key)
     assert state_of(world, address) == FrameState.RETIRING
@@ -90,8 +90,8 @@ def test_a_frame_whose_last_lease_ended_without_a_daemon_is_free() -> None:
 
 def test_a_lease_deadline_is_no_longer_than_the_node_allows() -> None:
     world = node()
-    address = world.shell.index[CHAIN.keys[2]]
-    world.shell.tables[address.extent].leases[address.frame] = 2**63
+    address = world.node.index[CHAIN.keys[2]]
+    world.node.leases(address.extent)[address.frame] = 2**63
     world.restart()
     world.tick(world.options["lease_ttl_ns_max"])
     assert world.evict(pages=1) == 1
@@ -102,11 +102,11 @@ def test_a_page_whose_record_does_not_hold_goes_with_its_descendants() -> None:
     world.grant(A, SMALL, 1)
     other = Chain(SMALL, (9,))
     world.put(A, other)
-    address = world.shell.index[CHAIN.keys[1]]
-    world.shell.tables[address.extent].rows[address.frame, 50] ^= 4
+    address = world.node.index[CHAIN.keys[1]]
+    world.node.tables[address.extent].rows[address.frame, 58] ^= 4
     world.stored -= set(CHAIN.keys[1:])
     world.restart()
-    assert set(world.shell.index) == {CHAIN.keys[0], other.keys[0]}
+    assert set(world.node.index) == {CHAIN.keys[0], other.keys[0]}
     assert world.dropped_at_start == 2
     world.check()
 
@@ -116,7 +116,7 @@ def test_a_word_that_says_nothing_is_a_frame_nobody_gets_while_its_writer_lives(
     world.grant(B, SMALL, 1)
     (address,) = world.frames(B, SMALL)
     world._claim(B, [address])
-    world.shell.tables[address.extent].words[address.frame] |= 0x40
+    world.node.tables[address.extent].words[address.frame] |= 0x40
     world.restart()
     world.check()
     assert world.grant(A, SMALL, 8) == 7
@@ -134,18 +134,18 @@ def test_a_move_cut_short_leaves_one_copy(step: int) -> None:
     for key in CHAIN.keys:
         world.use(key)
     world.evict(pages=3)
-    index, keys = dict(world.shell.index), set(world.shell.index)
+    index, keys = dict(world.node.index), set(world.node.index)
     out = world.state.handle(ev.Grant(world.now_ns, B, LARGE, 1))
     moves = [i for i in out if isinstance(i, ev.Move)]
     assert moves
     before = out.index(moves[0])
-    world.shell.perform(out[:before])
-    world.shell.perform(moves[:1], steps=step)
-    copies = [a for a in (moves[0].source, moves[0].target) if world.shell.is_sealed(a)]
-    assert len(copies) == (1, 1, 2, 1, 1, 1)[step]
+    world.node.perform(out[:before])
+    world.node.perform(moves[:1], steps=step)
+    copies = [a for a in (moves[0].source, moves[0].target) if world.node.is_sealed(a)]
+    assert len(copies) == (1, 1, 1, 2, 1, 1)[step]
     world.restart()
-    assert set(world.shell.index) == keys
-    kept = {key: address for key, address in world.shell.index.items() if key != moves[0].key}
+    assert set(world.node.index) == keys
+    kept = {key: address for key, address in world.node.index.items() if key != moves[0].key}
     assert kept.items() <= index.items()
     assert world.dropped_at_start == len(copies) - 1
     world.check()
@@ -160,10 +160,10 @@ def test_a_put_cut_short_is_all_or_a_prefix(steps: int) -> None:
     sums = np.arange(6, dtype=np.uint32).reshape(3, 2)
     event = ev.SealGranted(world.now_ns, B, SMALL, chain.parents[0], frames, chain.rows, sums)
     world.tried.update(chain.keys)
-    world.shell.perform(world.state.handle(event), steps)
+    world.node.perform(world.state.handle(event), steps)
     world.restart()
     stored = world.stored_pages(chain)
-    assert set(world.shell.index) == {*CHAIN.keys, *chain.keys[:stored]}
+    assert set(world.node.index) == {*CHAIN.keys, *chain.keys[:stored]}
     world.check()
     world.tick(1)
     world.check()
@@ -171,8 +171,8 @@ def test_a_put_cut_short_is_all_or_a_prefix(steps: int) -> None:
 
 def test_extent_numbers_go_on_even_where_the_last_one_is_gone() -> None:
     world = node()
-    world.shell.next_extent = 7
+    world.node.performer.header.next_extent = 7
     world.restart()
     world.populate([1, 2])
     world.grant(A, SMALL, 9)
-    assert max(world.shell.tables) == 7
+    assert max(world.node.tables) == 7

@@ -8,12 +8,11 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 
-from kvstore.model.replica import FrameClass, FrameState, Status, Tier
+from kvstore.model.replica import FrameClass, FrameState, Status
 from kvstore.state import events as ev
 from kvstore.state.eviction import Lru
 from kvstore.state.eviction.base import Page, UsedMs
 from kvstore.state.frames import CLASSES_MAX, IDLE_NS, ClassPool, Segment, narrowest
-from tests.helpers.worlds.memory_shell import MemoryShell
 from tests.helpers.worlds.world import MS, Chain, World, root_of
 
 SMALL, LARGE = FrameClass(4096, 2, 2), FrameClass(16 << 10, 2, 2)
@@ -110,7 +109,7 @@ def test_the_page_to_hang_on_is_not_evicted_for_its_children() -> None:
     world = node(positions=1)
     chains = [put(world, i) for i in range(8)]
     out = world.decide(ev.Grant(world.now_ns, A, SMALL, 8, anchor=chains[0][0]))
-    assert chains[0][0] in world.shell.index and len(gone(out)) == 7
+    assert chains[0][0] in world.node.index and len(gone(out)) == 7
     world.check()
 
 
@@ -134,7 +133,7 @@ def test_evict_means_that_many_pages_and_bytes(pages: int, size: int, left: int)
     for i in range(8):
         put(world, i)
     evict(world, pages, size)
-    assert len(world.shell.index) == left
+    assert len(world.node.index) == left
 
 
 def test_evict_takes_the_coldest_class_first() -> None:
@@ -163,7 +162,7 @@ def test_leased_pages_do_not_end_an_eviction_early() -> None:
     world = node()
     leased, chain = put(world, 1), put(world, 2, 3)
     world.use(leased[0])
-    world.shell.tables[1].last_use[:] = 0
+    world.node.tables[1].last_use[:] = 0
     world.now_ns += MS
     world.use(chain[0])
     world.lease(A, 1, leased, 50 * MS)
@@ -173,7 +172,7 @@ def test_leased_pages_do_not_end_an_eviction_early() -> None:
 def test_a_damaged_page_retires_while_it_is_leased() -> None:
     world = node()
     keys = put(world, 1, 2, 3)
-    addresses = [world.shell.index[key] for key in keys]
+    addresses = [world.node.index[key] for key in keys]
     world.lease(A, 1, keys[1:2], 50 * MS)
     world.lease(B, 1, keys[1:2], 80 * MS)
     out = world.decide(ev.Damaged(world.now_ns, addresses[0], "data", keys[0]))
@@ -182,11 +181,11 @@ def test_a_damaged_page_retires_while_it_is_leased() -> None:
         FrameState.FREE: [addresses[0][:2], addresses[2][:2]],
         FrameState.RETIRING: [addresses[1][:2]],
     }
-    assert not world.shell.index
+    assert not world.node.index
     world.release(A, 1)
-    assert world.shell.tables[addresses[1].extent].state(addresses[1].frame) == FrameState.RETIRING
+    assert world.node.frame_state(*addresses[1][:2]) == FrameState.RETIRING
     world.tick(80 * MS)
-    assert world.shell.tables[addresses[1].extent].state(addresses[1].frame) == FrameState.FREE
+    assert world.node.frame_state(*addresses[1][:2]) == FrameState.FREE
     assert world.state.counters["damaged_data"] == 1 and world.state.counters["pages_dropped"] == 3
     world.check()
 
@@ -194,26 +193,26 @@ def test_a_damaged_page_retires_while_it_is_leased() -> None:
 def test_damage_goes_by_the_true_key_where_the_record_lies() -> None:
     world = node()
     keys, other = put(world, 1, 2, 3), put(world, 7)
-    address = world.shell.index[keys[1]]
-    world.shell.tables[address.extent].rows[address.frame, 0] ^= 1
+    address = world.node.index[keys[1]]
+    world.node.tables[address.extent].rows[address.frame, 8] ^= 1
     world.decide(ev.Damaged(world.now_ns, address, "record", keys[1]))
-    assert set(world.shell.index) == {keys[0], other[0]}
+    assert set(world.node.index) == {keys[0], other[0]}
     world.check()
 
 
 def test_a_record_promises_the_longest_lease() -> None:
     world = node()
     (key,) = put(world, 1)
-    address = world.shell.index[key]
+    address = world.node.index[key]
     world.lease(A, 1, [key], 50 * MS)
     world.lease(B, 1, [key], 10 * MS)
-    assert world.shell.tables[address.extent].leases[address.frame] == world.now_ns + 50 * MS
+    assert world.node.leases(address.extent)[address.frame] == world.now_ns + 50 * MS
     assert world.renew(B, 1, 90 * MS)
-    assert world.shell.tables[address.extent].leases[address.frame] == world.now_ns + 90 * MS
+    assert world.node.leases(address.extent)[address.frame] == world.now_ns + 90 * MS
     assert not world.renew(B, 2, 90 * MS)
     for session in (A, B):
         world.release(session, 1)
-    assert world.shell.tables[address.extent].leases[address.frame] == 0
+    assert world.node.leases(address.extent)[address.frame] == 0
 
 
 # --- classes and extents ----------------------------------------------------------------------------------------------
@@ -239,7 +238,7 @@ def test_a_new_class_takes_an_extent_of_a_colder_one(now_ns: int) -> None:
     out = world.decide(ev.Grant(world.now_ns, B, LARGE, 1))
     assert [type(i) for i in out][-4:] == [ev.Drop, ev.Carve, ev.WriteGranted, ev.Reply]
     assert world.state.counters["extents_reclaimed"] == 1
-    assert len(world.shell.index) == 8
+    assert len(world.node.index) == 8
     world.check()
     assert world.grant(B, LARGE, 3) == 1, "one extent is kept for every class in use"
 
@@ -264,9 +263,9 @@ def test_extents_in_which_nothing_lies_are_taken_before_anything_leaves() -> Non
     for i in range(30):
         put(world, i)
     evict(world, 24)
-    left = set(world.shell.index)
+    left = set(world.node.index)
     assert len(left) == 6 and world.grant(B, LARGE, 6) == 6
-    assert set(world.shell.index) == left
+    assert set(world.node.index) == left
     counters = world.state.counters
     assert (counters["extents_reclaimed"], counters["evicted_space"], counters["pages_moved"]) == (3, 0, 0)
     world.check()
@@ -321,7 +320,7 @@ def test_the_last_extent_of_an_idle_class_is_given_up() -> None:
     assert world.grant(B, LARGE, 1) == 0
     world.now_ns += IDLE_NS + 1
     assert world.grant(B, LARGE, 1) == 1
-    assert not world.shell.index
+    assert not world.node.index
     world.check()
 
 
@@ -332,9 +331,9 @@ def test_what_is_still_wanted_moves() -> None:
     world.lease(A, 1, keys[15:], 50 * MS)
     out = world.decide(ev.Grant(world.now_ns, B, LARGE, 1))
     moves = [i for i in out if isinstance(i, ev.Move)]
-    assert not gone(out) and set(world.shell.index) == set(keys[10:])
+    assert not gone(out) and set(world.node.index) == set(keys[10:])
     for move in moves:
-        assert world.shell.index[move.key] == move.target
+        assert world.node.index[move.key] == move.target
         assert move.freed.generation > move.source.generation
     world.check()
 
@@ -369,7 +368,7 @@ def crowded(pages: int) -> World:
     """A node full of two-page chains, made without a client's help."""
     frames = 4096
     world = World(frames * 4096, -(-pages // frames))
-    world.populate(list(range(world.shell.positions)))
+    world.populate(list(range(world.node.positions)))
     world.state.segment.pools[SMALL] = ClassPool(SMALL, frames, CountingLru())
     reply = world.decide(ev.Grant(world.now_ns, A, SMALL, pages))[-1]
     assert isinstance(reply, ev.Reply) and len(reply.addresses) == pages
@@ -383,7 +382,7 @@ def crowded(pages: int) -> World:
     return world
 
 
-def counting(shell: MemoryShell) -> Counter[str]:
+def counting(world: World) -> Counter[str]:
     """From here on, what the state reads back is counted."""
     reads: Counter[str] = Counter()
 
@@ -394,7 +393,7 @@ def counting(shell: MemoryShell) -> Counter[str]:
 
         return call
 
-    view = shell.views[Tier.DRAM]
+    view = world.state.space.records
     for name in ("key", "parent", "root", "standing", "last_use_ns", "snapshots", "find"):
         setattr(view, name, counted(name, getattr(view, name)))
     return reads
@@ -406,7 +405,7 @@ def test_the_cost_of_an_eviction_does_not_depend_on_how_many_pages_there_are() -
         world = crowded(pages)
         policy = world.state.segment.pools[SMALL].policy
         assert isinstance(policy, CountingLru)
-        reads = counting(world.shell)
+        reads = counting(world)
         policy.operations.clear()
         out = world.state.handle(ev.Grant(world.now_ns, A, SMALL, 100))
         assert len(gone(out)) == 100

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import random
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -15,9 +15,9 @@ from kvstore.state.interfaces import TieringRules
 from kvstore.state.tier_pages import standings_of
 from kvstore.state.tiering import demotion, extent_reclaim, promotion
 from kvstore.tier.nvme import geometry
-from tests.helpers.worlds.memory_shell import MemoryShell, Nvme
-from tests.helpers.worlds.simulated_disk import SimulatedDisk
-from tests.helpers.worlds.tiered_world import Flight, TieredWorld
+from tests.helpers.worlds.copying import Flight, WorldDisk
+from tests.helpers.worlds.real_node import Nvme
+from tests.helpers.worlds.tiered_world import TieredWorld
 from tests.helpers.worlds.world import MS, Chain
 
 SMALL, LARGE = FrameClass(4096, 2, 2), FrameClass(16 << 10, 2, 2)
@@ -29,7 +29,7 @@ A, B = 1, 2
 
 def node(positions: int = 4, nvme_positions: int = 8, **rules: Any) -> TieredWorld:
     """A node with its memory there and two clients. It does not look ahead unless told to."""
-    disk = SimulatedDisk(NVME_EXTENT_BYTES, nvme_positions, random.Random(1))
+    disk = WorldDisk(NVME_EXTENT_BYTES, nvme_positions, 1)
     world = TieredWorld(EXTENT_BYTES, positions, Nvme(disk, TieringRules(**{"demote_at": 1.0, **rules})))
     world.populate(list(range(positions)))
     for session in (A, B):
@@ -65,6 +65,11 @@ def saves(instructions: list[ev.Instruction]) -> list[list[bytes]]:
     return [[page.key for page in i.pages] for i in instructions if isinstance(i, ev.Save)]
 
 
+def standing_in(world: TieredWorld, extent: int, frame: int) -> int:
+    """What the record says of a page's place in its chain."""
+    return world.state.space.records.standing(extent, frame)
+
+
 def fly(world: TieredWorld) -> None:
     """The mover finishes what it has, and asks for nothing."""
     while world.move_on():
@@ -83,7 +88,7 @@ def save_all(world: TieredWorld) -> None:
     for _ in range(2 * len(world.state.segment.pools)):
         world.decide(ev.SaveAll(world.now_ns, 1 << 30))
         fly(world)
-    assert world.shell.index.keys() <= world.shell.nvme_index.keys()
+    assert world.node.index.keys() <= world.node.nvme_index.keys()
 
 
 def leave(world: TieredWorld, pages: int) -> None:
@@ -94,7 +99,7 @@ def leave(world: TieredWorld, pages: int) -> None:
 
 def extent_of(world: TieredWorld, key: bytes) -> int:
     """Where a page is in DRAM."""
-    return world.shell.index[key].extent
+    return world.node.index[key].extent
 
 
 def pool_of(world: TieredWorld, frame_class: FrameClass = SMALL) -> Any:
@@ -118,7 +123,7 @@ def test_a_chain_is_saved_whole_and_from_its_front() -> None:
     assert saves(demote(world)) == [keys[3:]]
     fly(world)
     assert evict(world, 9) == 5
-    assert list(world.shell.nvme_index) == keys and not world.shell.index
+    assert set(world.node.nvme_index) == set(keys) and not world.node.index
 
 
 def test_a_shared_prefix_is_saved_once() -> None:
@@ -139,14 +144,15 @@ def test_a_chain_that_is_saved_in_parts_is_looked_up_once() -> None:
     keys = put(world, *range(40))
     evict(world, 1)
     reads = 0
-    lineage = world.shell.lineage
+    records = world.state.space.records
+    lineage = records.lineage
 
     def counted(extent: int, frame: int) -> tuple[bytes, bytes, bytes]:
         nonlocal reads
         reads += 1
         return lineage(extent, frame)
 
-    world.shell.lineage = counted  # type: ignore[method-assign]
+    records.lineage = counted  # type: ignore[method-assign]
     saved: list[bytes] = []
     while len(saved) < 40:
         (part,) = saves(demote(world, 2 * STRIDE))
@@ -196,14 +202,14 @@ def test_a_last_save_begins_with_the_hottest_chain_and_at_its_front() -> None:
     assert saves(last) == [[cold[1]]]
     assert last[-1] == ev.Reply(detail={"chains": 0, "under_way": 1, "begun": True})
     fly(world)
-    assert world.shell.nvme_index.keys() == world.shell.index.keys(), "and nothing has left DRAM"
+    assert world.node.nvme_index.keys() == world.node.index.keys(), "and nothing has left DRAM"
 
 
 def test_a_last_save_lets_nothing_leave_for_what_is_colder() -> None:
     world = node(nvme_positions=1)
     keys = [put(world, i)[0] for i in range(20)]
     world.last_save(3 * STRIDE)
-    assert world.shell.nvme_index.keys() == set(keys[4:]), "the hottest that it holds"
+    assert world.node.nvme_index.keys() == set(keys[4:]), "the hottest that it holds"
     assert world.state.counters["pages_saved"] == 16
 
 
@@ -213,7 +219,7 @@ def test_a_last_save_keeps_what_is_not_worth_a_write() -> None:
     put(world, 3)
     again = put(world, 3, 4)
     world.last_save()
-    assert world.shell.nvme_index.keys() == set(again)
+    assert world.node.nvme_index.keys() == set(again)
 
 
 def test_what_the_first_chain_of_a_batch_hangs_on_is_not_evicted_for_the_second() -> None:
@@ -222,18 +228,18 @@ def test_what_the_first_chain_of_a_batch_hangs_on_is_not_evicted_for_the_second(
     others = [put(world, i)[0] for i in range(20, 35)]
     save_all(world)
     evict(world, 99)  # NVMe is full, and the trunk is its coldest leaf
-    used = world.shell.tables[world.shell.nvme_index[trunk[0]].extent].last_use
-    used[world.shell.nvme_index[trunk[0]].frame] = 0
+    used = world.node.tables[world.node.nvme_index[trunk[0]].extent].last_use
+    used[world.node.nvme_index[trunk[0]].frame] = 0
     world.prefetch(A, Chain(SMALL, (1,)))
     fly(world)
     branch = put(world, 1, 2)
-    used[world.shell.nvme_index[trunk[0]].frame] = 0
+    used[world.node.nvme_index[trunk[0]].frame] = 0
     other = put(world, 50)
     evict(world, 2)
     assert saves(demote(world)) == [[branch[1], other[0]]]
-    assert trunk[0] in world.shell.nvme_index and others[0] not in world.shell.nvme_index
+    assert trunk[0] in world.node.nvme_index and others[0] not in world.node.nvme_index
     fly(world)
-    assert branch[1] in world.shell.nvme_index
+    assert branch[1] in world.node.nvme_index
 
 
 def test_an_extended_chain_is_looked_up_again(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -257,12 +263,12 @@ def test_only_chains_that_were_used_again_are_saved() -> None:
     assert evict(world, 9) == 2, "nobody came back for it"
     trunk = put(world, 3, 4)
     again = put(world, 3, 4, 5)
-    assert [turns_of(world.shell.standing(*world.shell.index[key][:2])) for key in again] == [0, 0, 1]
+    assert [turns_of(standing_in(world, *world.node.index[key][:2])) for key in again] == [0, 0, 1]
     assert evict(world, 9) == 0
     assert saves(demote(world)) == [again]
     fly(world)
     assert evict(world, 9) == 3
-    assert set(world.shell.nvme_index) == {*trunk, *again} and once[0] not in world.shell.nvme_index
+    assert set(world.node.nvme_index) == {*trunk, *again} and once[0] not in world.node.nvme_index
 
 
 @pytest.mark.parametrize("left", [0, STRIDE - 1])
@@ -272,7 +278,7 @@ def test_what_the_daily_cap_keeps_out_leaves_as_it_is(left: int) -> None:
     put(world, 3)
     assert evict(world, 9) == 0
     assert demote(world, day_bytes_left=left) == []
-    assert evict(world, 2) == 2 and not world.shell.nvme_index
+    assert evict(world, 2) == 2 and not world.node.nvme_index
     assert demote(world, day_bytes_left=STRIDE) == []
     assert evict(world, 1) == 0, "it is another day"
     assert saves(demote(world, day_bytes_left=STRIDE)) == [[Chain(SMALL, (1,)).keys[0]]]
@@ -290,7 +296,7 @@ def test_what_is_on_its_way_counts_for_the_daily_cap() -> None:
     world.answer_late(set(), set())
     fly(world)
     assert demote(world, day_bytes_left=0) == []
-    assert evict(world, 9) == 4 and set(world.shell.nvme_index) == {*first, second[0]}
+    assert evict(world, 9) == 4 and set(world.node.nvme_index) == {*first, second[0]}
 
 
 def test_looking_ahead_starts_at_its_share_and_keeps_to_its_part() -> None:
@@ -304,7 +310,7 @@ def test_looking_ahead_starts_at_its_share_and_keeps_to_its_part() -> None:
     assert 0 < len(saved) <= pool_of(world).frames // demotion.AHEAD_SHARE
     fly(world)
     assert demote(world) == [], "that many are kept ready"
-    assert set(world.shell.index) >= set(keys)
+    assert set(world.node.index) >= set(keys)
     assert world.grant(B, SMALL, 10) == 10, "eight that were free and two that were ready"
 
 
@@ -344,8 +350,8 @@ def test_a_page_used_while_it_waits_stays() -> None:
             elif step == "flying":
                 fly(world)
         assert evict(world, 1) == 1
-        assert set(world.shell.index) == set(hot), when
-        assert set(world.shell.nvme_index) == {*hot, *cold}
+        assert set(world.node.index) == set(hot), when
+        assert set(world.node.nvme_index) == {*hot, *cold}
         assert evict(world, 1) == 1, "it has its copy"
         world.check()
 
@@ -393,14 +399,14 @@ def test_pages_being_copied_are_not_moved(both: bool) -> None:
         for key in by_extent[extent][:4] if extent == 1 else by_extent[extent][:2]:
             world.damage(key)
     world.decide(ev.SaveAll(world.now_ns, 1 << 20))
-    flying = {page.key: page.source for copy in world.shell.copies for page in copy.pages}
+    flying = {page.key: page.source for copy in world.node.copies for page in copy.pages}
     assert {address.extent for address in flying.values()} == ({1, 2} if both else {1})
     world.now_ns += 1000 * MS
     granted = world.grant(B, LARGE, 1)
     assert (granted, world.status) == ((0, Status.BUSY) if both else (1, Status.OK))
-    assert {key: world.shell.index[key] for key in flying} == flying, "the emptier extent was passed over"
+    assert {key: world.node.index[key] for key in flying} == flying, "the emptier extent was passed over"
     fly(world)
-    assert world.shell.nvme_index.keys() >= flying.keys()
+    assert world.node.nvme_index.keys() >= flying.keys()
     assert not both or world.grant(B, LARGE, 1) == 1
 
 
@@ -428,7 +434,7 @@ def test_nvme_evicts_its_own_tails_for_what_comes() -> None:
     assert [i.keys for i in out if isinstance(i, ev.Unindex)] == [first[:2]]
     assert [i.tier for i in out if isinstance(i, ev.Unindex)] == [Tier.NVME]
     fly(world)
-    assert set(world.shell.nvme_index) == {*first[2:], *second}
+    assert set(world.node.nvme_index) == {*first[2:], *second}
     assert world.state.spaces[Tier.NVME].counters["evicted_space"] == 2
 
 
@@ -442,12 +448,12 @@ def test_what_a_save_hangs_on_stays_in_nvme() -> None:
     evict(world, 99)
     out = demote(world)
     assert branch[1:] in saves(out)
-    assert trunk[0] in world.shell.nvme_index and len(world.shell.nvme_index) == 15
+    assert trunk[0] in world.node.nvme_index and len(world.node.nvme_index) == 15
     for i in range(60, 80):
         put(world, i)  # no more room is made meanwhile by evicting the trunk
     fly(world)
-    assert branch[1] in world.shell.nvme_index
-    assert len([key for key in others if key in world.shell.nvme_index]) >= 13
+    assert branch[1] in world.node.nvme_index
+    assert len([key for key in others if key in world.node.nvme_index]) >= 13
 
 
 def test_pages_that_an_event_has_moved_are_not_evicted_by_it(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -464,18 +470,18 @@ def test_pages_that_an_event_has_moved_are_not_evicted_by_it(monkeypatch: pytest
     put(world, 900, frame_class=LARGE)
     demote_all(world)
     clears = world.state.tiering.pairs[Tier.NVME].clearing
-    (carry,) = world.shell.copies
+    (carry,) = world.node.copies
     assert clears.taker is not None and isinstance(carry, ev.Carry) and len(carry.pages) == 2
     new = [put(world, i)[0] for i in range(40, 42)]
-    for key in world.shell.nvme_index.keys() - {page.key for page in carry.pages}:
+    for key in world.node.nvme_index.keys() - {page.key for page in carry.pages}:
         world.use(key)
     demote_all(world)
-    assert saves(list(world.shell.copies)) == [new], "they take what was free beside the extent"
-    while world.shell.copies or world.flights:
+    assert saves(list(world.node.copies)) == [new], "they take what was free beside the extent"
+    while world.node.copies or world.flights:
         world.move_on()
     world.check()
     world.settle()
-    assert clears.taker is None and world.shell.nvme_index.keys() >= {*second[:12], *new}
+    assert clears.taker is None and world.node.nvme_index.keys() >= {*second[:12], *new}
 
 
 def demote_all(world: TieredWorld) -> None:
@@ -504,7 +510,7 @@ def test_what_nvme_has_no_room_for_leaves_as_it_is() -> None:
     assert demote(world) == []
     assert evict(world, 99) == 16, "the others have their copies; there is room again, so the new page waits"
     world.settle()
-    assert world.shell.nvme_index.keys() >= {extra[0]}
+    assert world.node.nvme_index.keys() >= {extra[0]}
 
 
 def test_of_a_batch_that_failed_in_the_middle_the_front_is_kept() -> None:
@@ -512,9 +518,9 @@ def test_of_a_batch_that_failed_in_the_middle_the_front_is_kept() -> None:
     keys = put(world, 1, 2, 3)
     evict(world, 1)
     demote(world)
-    (save,) = world.shell.copies
-    world.shell.copies.clear()
-    heads = np.stack([world.shell.tables[page.source.extent].rows[page.source.frame, :48] for page in save.pages])
+    (save,) = world.node.copies
+    world.node.copies.clear()
+    heads = np.stack([world.node.tables[page.source.extent].rows[page.source.frame, 8:56] for page in save.pages])
     out = world.decide(ev.Saved(world.now_ns, save.number, heads, {1: "io"}))
     assert [i.keys for i in out if isinstance(i, ev.WriteSealed)] == [keys[:1]]
     freed = [i.addresses for i in out if isinstance(i, ev.WriteState)]
@@ -526,11 +532,11 @@ def test_a_record_that_changed_its_mind_is_not_sealed() -> None:
     put(world, 1)
     evict(world, 1)
     demote(world)
-    (save,) = world.shell.copies
-    world.shell.copies.clear()
+    (save,) = world.node.copies
+    world.node.copies.clear()
     heads = np.zeros((1, 48), np.uint8)
     out = world.decide(ev.Saved(world.now_ns, save.number, heads, {}))
-    assert not any(isinstance(i, ev.WriteSealed) for i in out) and not world.shell.nvme_index
+    assert not any(isinstance(i, ev.WriteSealed) for i in out) and not world.node.nvme_index
 
 
 # --- damage while copies are under way --------------------------------------------------------------------------------
@@ -546,7 +552,7 @@ def test_a_page_dropped_after_it_was_written_is_not_sealed_below() -> None:
         world.move_on()
     world.damage(keys[1])
     fly(world)
-    assert set(world.shell.nvme_index) == set(keys[:1])
+    assert set(world.node.nvme_index) == set(keys[:1])
 
 
 def test_a_page_whose_copy_was_damaged_is_saved_again() -> None:
@@ -554,10 +560,10 @@ def test_a_page_whose_copy_was_damaged_is_saved_again() -> None:
     keys = put(world, 1, 2)
     save_all(world)
     world.damage_below(keys[0])
-    assert not world.shell.nvme_index
+    assert not world.node.nvme_index
     assert evict(world, 9) == 0, "they were ready, and are not any more"
     world.settle()
-    assert set(world.shell.nvme_index) == set(keys) and evict(world, 9) == 2
+    assert set(world.node.nvme_index) == set(keys) and evict(world, 9) == 2
 
 
 # --- up ---------------------------------------------------------------------------------------------------------------
@@ -565,7 +571,7 @@ def test_a_page_whose_copy_was_damaged_is_saved_again() -> None:
 
 def prefetch(world: TieredWorld, *keys: bytes, hint: bool = False) -> tuple[list[int], list[ev.Instruction]]:
     """Ask for these pages of NVMe; statuses and everything before them."""
-    addresses = [world.shell.nvme_index[key] for key in keys]
+    addresses = [world.node.nvme_index[key] for key in keys]
     *out, reply = world.decide(ev.Prefetch(world.now_ns, A, addresses, hint))
     assert isinstance(reply, ev.Reply)
     return reply.statuses, out
@@ -574,14 +580,14 @@ def prefetch(world: TieredWorld, *keys: bytes, hint: bool = False) -> tuple[list
 def below(world: TieredWorld, *path: int) -> list[bytes]:
     """A chain that is on NVMe only."""
     keys = put(world, *path)
-    leave(world, len(world.shell.index))
+    leave(world, len(world.node.index))
     return keys
 
 
 def test_why_a_page_is_not_loaded() -> None:
     world = node(positions=1)
     keys = below(world, 1, 2, 3)
-    gone = world.shell.nvme_index[keys[2]]._replace(generation=1)
+    gone = world.node.nvme_index[keys[2]]._replace(generation=1)
     *_, reply = world.decide(ev.Prefetch(world.now_ns, A, [gone]))
     assert isinstance(reply, ev.Reply) and reply.statuses == [Status.STALE]
     assert prefetch(world, keys[1])[0] == [Status.NO_PARENT]
@@ -590,7 +596,7 @@ def test_why_a_page_is_not_loaded() -> None:
     world.revoke(B, world.clients[B].granted[SMALL][:2])
     assert prefetch(world, *keys)[0] == [Status.BUSY] * 3, "two are on their way, the third may ask again"
     fly(world)
-    assert len(world.shell.index) == 2
+    assert len(world.node.index) == 2
     world.check()
 
 
@@ -603,7 +609,7 @@ def test_pages_of_another_class_and_named_twice_do_no_harm() -> None:
     assert statuses == [Status.BUSY, Status.BUSY, Status.NO_PARENT, Status.BUSY]
     assert [page.key for i in out if isinstance(i, ev.Load) for page in i.pages] == small
     fly(world)
-    assert list(world.shell.index) == small
+    assert set(world.node.index) == set(small)
 
 
 def test_a_page_is_promoted_after_so_many_reads() -> None:
@@ -614,7 +620,7 @@ def test_a_page_is_promoted_after_so_many_reads() -> None:
     assert prefetch(world, *keys, hint=True)[0] == [Status.BUSY] * 2
     fly(world)
     evict(world, 9)
-    assert not world.shell.index
+    assert not world.node.index
     assert prefetch(world, *keys, hint=True)[0] == [Status.PARTIAL] * 2, "it is counted anew"
 
 
@@ -639,7 +645,7 @@ def test_what_is_loaded_at_a_time_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(promotion, "LOADING_BYTES_MAX", 1)
     prefetch(world, *keys)
     fly(world)
-    assert list(world.shell.index) == keys, "a page larger than the bound is loaded alone"
+    assert set(world.node.index) == set(keys), "a page larger than the bound is loaded alone"
 
 
 def test_what_a_load_hangs_on_stays_until_the_load_has_ended() -> None:
@@ -650,12 +656,12 @@ def test_what_a_load_hangs_on_stays_until_the_load_has_ended() -> None:
     prefetch(world, *keys[:2])
     prefetch(world, *keys)
     assert evict(world, 9) == 0, "the second page hangs on the first"
-    number = world.shell.copies[0].number
+    number = world.node.copies[0].number
     while number in world.state.tiering.copies.loading:
         world.move_on()
     assert evict(world, 9) == 0, "the third page hangs on the second, which has just arrived"
     fly(world)
-    assert list(world.shell.index) == keys
+    assert set(world.node.index) == set(keys)
 
 
 def test_reservations_follow_what_is_loaded() -> None:
@@ -668,7 +674,7 @@ def test_reservations_follow_what_is_loaded() -> None:
     addresses = [address for address, _ in world.clients[B].writing]
     assert world.seal(B, 0, addresses[1:]) == [Status.PARTIAL]
     fly(world)
-    assert other.keys[1] in world.shell.index, "its parent came from NVMe"
+    assert other.keys[1] in world.node.index, "its parent came from NVMe"
     assert world.seal(B, 0, addresses[:1]) == [Status.PRESENT]
     world.check()
 
@@ -687,8 +693,8 @@ def test_a_failed_device_is_read_on_and_dram_goes_on() -> None:
     assert demote(world) == [] and evict(world, 1) == 1
     world.prefetch(A, Chain(SMALL, (1, 2)))
     fly(world)
-    assert set(keys) <= world.shell.index.keys()
-    assert len(set(new) & world.shell.index.keys()) == 4
+    assert set(keys) <= world.node.index.keys()
+    assert len(set(new) & world.node.index.keys()) == 4
     assert not world.state.tiering.pairs[Tier.NVME].demotion.writable
 
 
@@ -703,7 +709,7 @@ def test_pages_of_a_failed_device_leave_in_their_turn() -> None:
     assert len(saves(demote(world))[0]) == 16, "those of the failed one are the colder ones, and make no room"
     world.settle()
     assert world.state.counters["save_refused_space"] == 0
-    assert len([key for key in keys if key in world.shell.nvme_index]) == 16, "what the other device holds"
+    assert len([key for key in keys if key in world.node.nvme_index]) == 16, "what the other device holds"
     assert world.state.tiering.pairs[Tier.NVME].demotion.writable
     world.check()
 
@@ -733,10 +739,10 @@ def test_only_frames_that_wait_are_adopted() -> None:
     (key,) = below(world, 1)
     chain = Chain(SMALL, (7,))
     row = np.frombuffer(chain.rows[0, :48].tobytes(), np.uint8).reshape(1, 48)
-    for address in (world.shell.nvme_index[key], Address(99, 0, 5)):
+    for address in (world.node.nvme_index[key], Address(99, 0, 5)):
         event = ev.Adopt(world.now_ns, [address], row, [chain.parents[0]], [standing(0, 0)])
         assert world.decide(event) == []
-    assert set(world.shell.nvme_index) == {key}
+    assert set(world.node.nvme_index) == {key}
 
 
 # --- laws and costs ---------------------------------------------------------------------------------------------------
@@ -745,7 +751,7 @@ def test_only_frames_that_wait_are_adopted() -> None:
 def test_integrity_sees_what_is_wrong_below() -> None:
     world = node()
     keys = below(world, 1, 2)
-    shell: MemoryShell = world.shell
+    shell = world.node
     address = shell.nvme_index[keys[1]]
 
     def findings() -> list[str]:
@@ -772,14 +778,15 @@ def test_the_cost_of_a_save_does_not_depend_on_how_many_pages_there_are() -> Non
         save_all(world)
         put(world, 7000, 1)
         reads = 0
-        shell = world.shell
+        records = world.state.space.records
+        key = records.key
 
-        def counted(extent: int, frame: int, shell: MemoryShell = shell) -> bytes:
+        def counted(extent: int, frame: int, key: Callable[[int, int], bytes] = key) -> bytes:
             nonlocal reads
             reads += 1
-            return MemoryShell.key(shell, extent, frame)
+            return key(extent, frame)
 
-        shell.key = counted  # type: ignore[method-assign]
+        records.key = counted  # type: ignore[method-assign]
         world.state.handle(ev.Grant(world.now_ns, A, SMALL, 4))
         world.state.handle(ev.Demote(world.now_ns, Tier.NVME, 1 << 20))
         costs.append(reads)
@@ -847,7 +854,7 @@ def position_of_page(world: TieredWorld, key: bytes) -> int:
     assert world.state.tiering is not None
     copies = world.state.tiering.copies
     targets = {page.key: page.target for batch in copies.saving.values() for page in batch.pages}
-    return world.shell.tables[(targets.get(key) or world.shell.nvme_index[key]).extent].position
+    return world.node.tables[(targets.get(key) or world.node.nvme_index[key]).extent].position
 
 
 def go_on(world: TieredWorld) -> None:
@@ -880,15 +887,15 @@ def test_saves_go_on_beside_a_device_that_does_not_answer() -> None:
     silent = position_of_page(world, first[0])
     second = put(world, 11, 12)
     world.demote()
-    assert not world.shell.nvme_index.keys() & {*first, *second}, "one batch at a time"
+    assert not world.node.nvme_index.keys() & {*first, *second}, "one batch at a time"
     world.answer_late({silent}, set())
     hanging = put(world, 1, 2, 3)
     go_on(world)
     assert all(position_of_page(world, key) == 1 - silent for key in second)
-    assert not world.shell.nvme_index.keys() & set(hanging), "what hangs on a late page waits for it"
+    assert not world.node.nvme_index.keys() & set(hanging), "what hangs on a late page waits for it"
     world.check()
     world.settle()
-    assert {*hanging, *second} <= world.shell.nvme_index.keys()
+    assert {*hanging, *second} <= world.node.nvme_index.keys()
     assert sorted(found) == [0, 1]
 
 
@@ -899,20 +906,18 @@ def test_nothing_is_given_up_while_only_a_late_device_has_room() -> None:
         world.answer_late({at}, set())
     keys = put(world, 1, 2)
     world.demote()
-    assert not world.shell.copies
+    assert not world.node.copies
     assert world.evict(pages=2) == 2, "no device takes writes: they leave as they are"
-    assert not world.shell.nvme_index.keys() & set(keys)
+    assert not world.node.nvme_index.keys() & set(keys)
     world, found = two_devices()
     world.fail({0})
     world.answer_late({1}, set())
     keys = put(world, 1, 2)
     world.demote()
-    assert not world.shell.copies and world.evict(pages=2) == 0, "they wait until the device answers"
-    assert all(key in world.shell.nvme_index for there in found.values() for key in there), (
-        "nothing makes room for them"
-    )
+    assert not world.node.copies and world.evict(pages=2) == 0, "they wait until the device answers"
+    assert all(key in world.node.nvme_index for there in found.values() for key in there), "nothing makes room for them"
     world.settle()
-    assert set(keys) <= world.shell.nvme_index.keys() and sorted(found) == [0, 1]
+    assert set(keys) <= world.node.nvme_index.keys() and sorted(found) == [0, 1]
 
 
 def test_a_last_save_goes_on_beside_a_late_device_and_comes_back_for_what_hangs_there() -> None:
@@ -921,10 +926,10 @@ def test_a_last_save_goes_on_beside_a_late_device_and_comes_back_for_what_hangs_
     world.decide(ev.SaveAll(world.now_ns, 2 * STRIDE))
     world.answer_late({position_of_page(world, keys[0])}, set())
     world.last_save()
-    assert {*others, *keys} & world.shell.nvme_index.keys() == set(others)
+    assert {*others, *keys} & world.node.nvme_index.keys() == set(others)
     world.answer_late(set(), set())
     world.last_save()
-    assert {*others, *keys} <= world.shell.nvme_index.keys()
+    assert {*others, *keys} <= world.node.nvme_index.keys()
     world.check()
 
 
@@ -938,7 +943,7 @@ def test_pages_of_a_late_device_make_no_room() -> None:
         go_on(world)
         assert {position_of_page(world, key) for key in keys} == {at}
         assert world.evict(pages=4) == 4
-    assert set(theirs) <= world.shell.nvme_index.keys() and not set(others) & world.shell.nvme_index.keys()
+    assert set(theirs) <= world.node.nvme_index.keys() and not set(others) & world.node.nvme_index.keys()
     world.check()
     world.settle()
 
@@ -949,18 +954,18 @@ def test_loads_of_another_device_come_first_where_one_does_not_answer(monkeypatc
     (silent, theirs), (_, others) = sorted(found.items())
     assert prefetch(world, *theirs)[0] == [Status.BUSY] * 4
     assert prefetch(world, *others)[0] == [Status.BUSY] * 4
-    while world.shell.copies:  # taken up, and nothing read yet
-        world.flights.append(Flight(world.shell.copies.popleft()))
+    while world.node.copies:  # taken up, and nothing read yet
+        world.flights.append(Flight(world.node.copies.popleft()))
     assert world.state.tiering is not None and len(world.state.tiering.copies.loading) == 1, "there is no room for more"
     world.answer_late(set(), {silent})
     assert prefetch(world, *others)[0] == [Status.BUSY] * 4
     while world.move_on():
         pass
-    assert set(others) <= world.shell.index.keys() and not set(theirs) & world.shell.index.keys()
+    assert set(others) <= world.node.index.keys() and not set(theirs) & world.node.index.keys()
     assert prefetch(world, *others)[0] == [Status.OK] * 4
     world.check()
     world.settle()
-    assert set(theirs) <= world.shell.index.keys()
+    assert set(theirs) <= world.node.index.keys()
 
 
 def test_a_load_that_is_done_before_the_one_it_hangs_on_waits_for_it() -> None:
@@ -968,15 +973,15 @@ def test_a_load_that_is_done_before_the_one_it_hangs_on_waits_for_it() -> None:
     keys = next(iter(found.values()))
     assert prefetch(world, *keys[:2])[0] == [Status.BUSY] * 2
     assert prefetch(world, *keys)[0] == [Status.BUSY] * 4
-    while world.shell.copies:
-        world.flights.append(Flight(world.shell.copies.popleft()))
+    while world.node.copies:
+        world.flights.append(Flight(world.node.copies.popleft()))
     first, second = world.flights
     world.flights = [second]
     while world.flights:
         world.move_on()
-    assert not set(keys) & world.shell.index.keys()
+    assert not set(keys) & world.node.index.keys()
     world.flights = [first]
     while world.flights:
         world.move_on()
-    assert set(keys) <= world.shell.index.keys()
+    assert set(keys) <= world.node.index.keys()
     world.check()

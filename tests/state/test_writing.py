@@ -53,7 +53,7 @@ def tick(world: World, elapsed_ns: int) -> list[ev.Instruction]:
 
 def state_of(world: World, address: Address) -> FrameState:
     """What the record says of the frame."""
-    return world.shell.tables[address.extent].state(address.frame)
+    return world.node.frame_state(address.extent, address.frame)
 
 
 # --- one writer ------------------------------------------------------------------------------------------------------
@@ -94,14 +94,14 @@ def test_independent_writers_get_separate_frames_and_the_first_seal_wins() -> No
     first, second = reserve(world, A, 1), reserve(world, B, 2)
     assert second.statuses == [Status.OK] * 3
     assert not set(first.addresses) & set(second.addresses)
-    assert world.shell.pend[KEYS[0]] == first.addresses[0], "readers follow the earliest"
+    assert world.node.pend[KEYS[0]] == first.addresses[0], "readers follow the earliest"
 
     assert seal(world, B, 0, second.addresses) == [Status.OK] * 3
-    assert world.shell.pend[KEYS[0]] == first.addresses[0]
+    assert world.node.pend[KEYS[0]] == first.addresses[0]
     assert seal(world, A, 0, first.addresses) == [Status.PRESENT] * 3
-    assert [world.shell.index[key] for key in KEYS] == second.addresses
+    assert [world.node.index[key] for key in KEYS] == second.addresses
     assert all(state_of(world, address) == FrameState.FREE for address in first.addresses)
-    assert not world.shell.pend
+    assert not world.node.pend
     world.check()
 
 
@@ -114,7 +114,7 @@ def test_a_reservation_does_not_evict_what_it_hangs_on() -> None:
     rows, parent = Chain(SMALL, (1, 9, 3, 4)).rows[2:], Chain(SMALL, (1, 9)).keys[1]
     reply = reply_of(world.decide(ev.Reserve(world.now_ns, B, SMALL, 1, 0, 1, TTL_NS, parent, rows)))
     assert reply.statuses == [Status.OK, Status.OK]
-    assert parent in world.shell.index and len(world.shell.index) == 2
+    assert parent in world.node.index and len(world.node.index) == 2
     world.check()
 
 
@@ -130,9 +130,9 @@ def test_ranks_of_a_group_join_the_same_frames() -> None:
     out = world.decide(ev.Seal(world.now_ns, A, 0, first.addresses))
     assert out[:-1] == [ev.WriteShards(address, 2, 0b01) for address in first.addresses]
     assert reply_of(out).statuses == [Status.PARTIAL] * 3
-    assert not world.shell.index, "not readable until every rank has sealed"
+    assert not world.node.index, "not readable until every rank has sealed"
     assert seal(world, B, 1, first.addresses) == [Status.OK] * 3
-    assert list(world.shell.index) == KEYS
+    assert set(world.node.index) == set(KEYS)
     world.check()
 
 
@@ -168,7 +168,7 @@ def test_a_rank_that_never_comes_costs_the_page_at_its_deadline() -> None:
     assert seal(world, A, 0, addresses) == [Status.PARTIAL] * 3
     assert not any(isinstance(i, ev.WriteState) for i in tick(world, TTL_NS - 1))
     tick(world, 1)
-    assert not world.state.pending and not world.shell.pend
+    assert not world.state.pending and not world.node.pend
     assert all(state_of(world, address) == FrameState.FREE for address in addresses)
     assert reserve(world, B, 1, 1, 2).statuses == [Status.OK] * 3, "the late rank starts anew"
     world.check()
@@ -187,7 +187,7 @@ def test_pages_that_wait_follow_a_parent_that_somebody_else_seals() -> None:
             assert world.put(B, Chain(SMALL, (1,))) == [Status.OK]
         else:
             assert seal(world, B, 0, reserve(world, B, 2).addresses[:1]) == [Status.OK]
-        assert set(KEYS) <= world.shell.index.keys(), other
+        assert set(KEYS) <= world.node.index.keys(), other
         assert seal(world, A, 0, addresses[:1]) == [Status.PRESENT]
         world.check()
 
@@ -211,7 +211,7 @@ def test_a_chain_of_any_length_follows_its_first_page() -> None:
     addresses = reply_of(world.decide(event)).addresses
     assert set(seal(world, A, 0, addresses[1:])) == {Status.PARTIAL}
     assert seal(world, A, 0, addresses[:1]) == [Status.OK]
-    assert len(world.shell.index) == 3000
+    assert len(world.node.index) == 3000
 
 
 def test_a_page_whose_parent_is_given_up_waits_for_another_or_its_deadline() -> None:
@@ -222,7 +222,7 @@ def test_a_page_whose_parent_is_given_up_waits_for_another_or_its_deadline() -> 
     assert seal(world, A, 0, addresses[2:]) == [Status.PARTIAL]
     world.grant(B, SMALL, 1)
     world.put(B, Chain(SMALL, (1,)))
-    assert list(world.shell.index) == KEYS
+    assert set(world.node.index) == set(KEYS)
     world.check()
 
 
@@ -236,7 +236,7 @@ def test_a_late_writer_keeps_its_frame_in_quarantine_until_it_speaks() -> None:
         out = tick(world, TTL_NS)
         assert [i.state for i in out if isinstance(i, ev.WriteState)] == [FrameState.QUARANTINED] * 3
         assert [i.addresses for i in out if isinstance(i, ev.WriteState)] == [[address] for address in addresses]
-        assert not world.shell.pend
+        assert not world.node.pend
         assert reserve(world, B, 2).statuses == [Status.NO_SPACE] * 3, "a paused writer could write into these"
         if word == "seal":
             assert seal(world, A, 0, addresses) == [Status.STALE] * 3
@@ -287,7 +287,7 @@ def test_frames_of_another_session_or_freed_ones_are_stale() -> None:
     revoke(world, A, frames)
     event = ev.SealGranted(world.now_ns, A, SMALL, CHAIN.parents[0], frames, CHAIN.rows[:2])
     assert reply_of(world.decide(event)).statuses == [Status.STALE] * 2
-    assert not world.shell.index
+    assert not world.node.index
     world.check()
 
 

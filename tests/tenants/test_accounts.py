@@ -76,7 +76,7 @@ def world(**options: Any) -> World:
     """A node of 80 frames in which a chain of six pages is stored."""
     made = World(64 << 10, 5)
     made.options.update(options)
-    made.state = made.shell.state(**made.options)
+    made.restart()
     made.populate(list(range(5)))
     made.open(1)
     store(made, Chain(PAGE, (1, 2, 3, 4, 5, 6)))

@@ -15,9 +15,17 @@ from kvstore.node import nvme_pages, nvme_start
 from kvstore.node import tier_mover as mover
 from kvstore.node.operator import page_calls
 from kvstore.tier.nvme import map
-from tests.helpers.worlds.power_world import Clock, Disks, InlineIo
+from tests.helpers.nvme.inline_io import InlineIo
+from tests.helpers.worlds.power_world import Clock, Disks
+from tests.helpers.worlds.real_node import close_all
 
 BATCH_BYTES = 64 << 10  # saved at a time, so that long chains take several
+
+
+@pytest.fixture(autouse=True)
+def nodes_end() -> Iterator[None]:
+    yield
+    close_all()
 
 
 @pytest.fixture

@@ -11,7 +11,8 @@ import pytest
 from kvstore.model.replica import Address, FrameClass, Status, Tier
 from kvstore.state import events as ev
 from kvstore.state.mounts import MOUNTED_FRAMES_MAX, MOUNTS_MAX
-from tests.helpers.worlds.memory_shell import MemoryShell
+from kvstore.state.node_state import NodeState
+from tests.helpers.worlds.real_node import RealNode
 
 SMALL, LARGE = FrameClass(4096, 2, 2), FrameClass(50_000, 2, 1)
 ROOTS = [bytes([number]) * 16 for number in (1, 2, 3)]
@@ -46,8 +47,8 @@ class MountsWorld:
 
     def __init__(self, seed: int) -> None:
         self.draw = random.Random(seed)
-        self.shell = MemoryShell(64 << 10, 4)
-        self.state = self.shell.state()
+        self.node = RealNode(64 << 10, 4)
+        self.state = self.started(1)
         self.engines: dict[int, EngineModel] = {}
         self.now_ns = 1
         self.told: set[bytes] = set()  # keys, as events of pages have it
@@ -63,7 +64,7 @@ class MountsWorld:
             elif isinstance(instruction, ev.Unindex):
                 assert self.told >= set(instruction.keys), "left, and had not come"
                 self.told -= set(instruction.keys)
-        return self.shell.perform(instructions)
+        return self.node.perform(instructions)
 
     # --- what happens -----------------------------------------------------------------------------------------------
 
@@ -71,8 +72,8 @@ class MountsWorld:
         happens = [self.publish] * 6 + [self.retract] * 4 + [self.drain] * 8
         happens += [self.mount, self.mount, self.lie, self.die, self.unmount, self.restart]
         self.draw.choice(happens)()
-        assert self.shell.check(self.state) == []
-        assert self.told == self.shell.indexes[Tier.HBM].keys()
+        assert self.node.check(self.state) == []
+        assert self.told == self.node.indexes[Tier.HBM].keys()
 
     def mount(self) -> None:
         session = self.draw.randrange(1, 5)
@@ -116,7 +117,7 @@ class MountsWorld:
             return
         session, _, number, held = found
         self.drain_all()
-        before, root = dict(self.shell.indexes[Tier.HBM]), ROOTS[0]
+        before, root = dict(self.node.indexes[Tier.HBM]), ROOTS[0]
         stranger = session % 4 + 1
         old = [Address(number, frame, generation) for frame, (generation, _, _) in held.pages.items()]
         keys = [key_of(root, 90 + i) for i in range(len(old))]
@@ -134,7 +135,7 @@ class MountsWorld:
             reply = self.send(lie)
             assert reply is not None and Status.OK not in reply.statuses, lie
             assert isinstance(lie, ev.Publish | ev.Retract) or reply.status == Status.STALE
-        assert self.shell.indexes[Tier.HBM] == before
+        assert self.node.indexes[Tier.HBM] == before
 
     def drain(self) -> None:
         engines = [engine for engine in self.engines.values() if engine.log]
@@ -175,15 +176,20 @@ class MountsWorld:
 
     def restart(self) -> None:
         """The daemon is killed. The next one finds the records as they are now, and what was published once more."""
-        self.state = self.shell.state()
-        assert self.shell.recovered(self.state, self.now_ns) is not None
+        self.state = self.started(self.now_ns)
         for session, engine in self.engines.items():
             for number, held in engine.segments.items():
                 self.send(self.found(session, number, held))
             engine.log = [*engine.taken[self.draw.randint(0, UNMARKED) :], *engine.log]
             engine.taken = []
-        self.shell.indexes[Tier.HBM] = dict(self.state.mounts.entries())
-        self.told = set(self.shell.indexes[Tier.HBM])
+        if not self.node.performer.index.agrees():
+            self.node.performer.index.rebuild("start")
+        self.told = set(self.node.indexes[Tier.HBM])
+
+    def started(self, now_ns: int) -> NodeState:
+        state = self.node.start(now_ns, {})
+        assert state is not None
+        return state
 
     @staticmethod
     def found(session: int, number: int, held: Held) -> ev.FoundMount:
@@ -202,7 +208,7 @@ class MountsWorld:
             for number, held in engine.segments.items():
                 for frame, (generation, key, _) in held.pages.items():
                     have.setdefault(key, set()).add(Address(number, frame, generation))
-        listed = self.shell.indexes[Tier.HBM]
+        listed = self.node.indexes[Tier.HBM]
         assert listed.keys() == have.keys()
         assert all(address in have[key] for key, address in listed.items())
         assert {address for _, address, _, _ in self.state.mounts.replicas()} == set().union(*have.values())
@@ -220,11 +226,11 @@ def test_what_is_listed_is_what_living_engines_have(seed: int) -> None:
         for _ in range(15):
             world.step()
         world.settled()
-        assert world.shell.check(world.state) == []
+        assert world.node.check(world.state) == []
     for session in list(world.engines):
         world.send(ev.SessionDead(0, session))
-    assert not world.shell.indexes[Tier.HBM] and not world.state.mounts.segments
-    assert world.shell.check(world.state) == []
+    assert not world.node.indexes[Tier.HBM] and not world.state.mounts.segments
+    assert world.node.check(world.state) == []
 
 
 def test_what_a_node_knows_is_bounded() -> None:
@@ -240,20 +246,20 @@ def test_what_a_node_knows_is_bounded() -> None:
 def test_a_law_that_does_not_hold_is_found() -> None:
     world = MountsWorld(1)
     world.mount()
-    while len(world.shell.indexes[Tier.HBM]) < 2:
+    while len(world.node.indexes[Tier.HBM]) < 2:
         world.publish()
         world.drain_all()
-    listed, mounts = world.shell.indexes[Tier.HBM], world.state.mounts
+    listed, mounts = world.node.indexes[Tier.HBM], world.state.mounts
     (key, address), (other, _) = list(listed.items())[:2]
     segment = mounts.segments[address.extent]
-    assert world.shell.check(world.state) == []
+    assert world.node.check(world.state) == []
     del listed[key]
-    assert world.shell.check(world.state), "a page is not listed"
+    assert world.node.check(world.state), "a page is not listed"
     listed[key] = listed[other]
-    assert world.shell.check(world.state), "another one is listed in its place"
+    assert world.node.check(world.state), "another one is listed in its place"
     listed[key] = address
     segment.pages += 1
-    assert world.shell.check(world.state), "pages are counted that are not there"
+    assert world.node.check(world.state), "pages are counted that are not there"
     segment.pages -= 1
     segment.generation[address.frame] = 0
-    assert world.shell.check(world.state), "a page has gone, and still counts"
+    assert world.node.check(world.state), "a page has gone, and still counts"

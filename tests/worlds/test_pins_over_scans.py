@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import random
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -15,8 +14,8 @@ from kvstore.model.replica import Tier
 from kvstore.node import book
 from kvstore.state import events as ev
 from kvstore.state.interfaces import TieringRules
-from tests.helpers.worlds.memory_shell import Nvme
-from tests.helpers.worlds.simulated_disk import SimulatedDisk
+from tests.helpers.worlds.copying import WorldDisk
+from tests.helpers.worlds.real_node import Nvme
 from tests.helpers.worlds.simulation import SMALL
 from tests.helpers.worlds.tiered_world import TieredWorld
 from tests.helpers.worlds.world import Chain, root_of
@@ -28,7 +27,7 @@ PINNED = Chain(SMALL, tuple(range(1, 41)))
 
 def world() -> TieredWorld:
     """A chain of 40 pages under a pin, of which DRAM has lost all but for the first ten."""
-    disk = SimulatedDisk(512 << 10, 8, random.Random(5))
+    disk = WorldDisk(512 << 10, 8, 5)
     made = TieredWorld(128 << 10, 6, Nvme(disk, TieringRules(demote_at=0.0), "lru"))
     made.populate(list(range(6)))
     made.open(1)
@@ -82,18 +81,18 @@ def test_a_pin_ends_with_the_scan_where_nothing_of_it_is_left() -> None:
         made.check()
     assert pinned(made) == [(20, {Tier.DRAM: 10, Tier.NVME: 20})], "it keeps what is there, and waits no more"
     number = next(iter(made.state.pins.pins))
-    assert made.shell.pins[number].keys == PINNED.keys[:20]
+    assert made.node.pins[number].keys == PINNED.keys[:20]
     gone = Chain(SMALL, tuple(range(100, 110)))
-    made.shell.pins[77] = ev.WritePin(77, list(gone.keys), root_of(SMALL), gone.keys[-1], 1 << 62, 1e12)
+    made.node.write_pin(ev.WritePin(77, list(gone.keys), root_of(SMALL), gone.keys[-1], 1 << 62, 1e12))
     made.forget_tables()
     assert (10, {}) in pinned(made)
     unpinned = made.send(ev.Unpin(made.now_ns, 77))
-    assert unpinned is not None and unpinned.detail == {"unpinned": 1} and 77 not in made.shell.pins
-    made.shell.pins[78] = ev.WritePin(78, list(gone.keys), root_of(SMALL), gone.keys[-1], 1 << 62, 1e12)
+    assert unpinned is not None and unpinned.detail == {"unpinned": 1} and 77 not in made.node.pins
+    made.node.write_pin(ev.WritePin(78, list(gone.keys), root_of(SMALL), gone.keys[-1], 1 << 62, 1e12))
     made.forget_tables()
     while made.scan_on(count=7):
         made.check()
-    assert 78 not in made.state.pins.pins and 78 not in made.shell.pins
+    assert 78 not in made.state.pins.pins and 78 not in made.node.pins
 
 
 @pytest.mark.parametrize("kill_at", range(4))

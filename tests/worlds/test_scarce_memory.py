@@ -26,7 +26,7 @@ STEP = 16  # changes of a small transaction
 
 
 class ScarceMemory:
-    """``room.FolderMemory`` and ``memory_shell.Scarce``: so many units, which others may take, and give back."""
+    """``room.FolderMemory`` and ``real_node.Scarce``: so many units, which others may take, and give back."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -79,18 +79,18 @@ class ScarceMemory:
     frames = 0  # of all extents
 
     def take_table(self, frame_class: FrameClass, frames: int) -> None:
-        """See ``memory_shell.Scarce``."""
+        """See ``real_node.Scarce``."""
         assert self.spares[frame_class, frames], "an extent is carved that no table was made for"
         self.spares[frame_class, frames] -= 1
         self.frames += frames
 
     def drop(self, frames: int) -> None:
-        """See ``memory_shell.Scarce``."""
+        """See ``real_node.Scarce``."""
         self.mapped += frames * ROW
         self.frames -= frames
 
     def commit(self, changes: int, entries: int) -> None:
-        """See ``memory_shell.Scarce``. In one transaction, or in small ones, which always have to be possible."""
+        """See ``real_node.Scarce``. In one transaction, or in small ones, which always have to be possible."""
         spare = self.index_units - entries
         if 4 * changes > spare + self.free:
             self.refused["transactions"] += 1
@@ -124,7 +124,7 @@ class ScarceWorld(World):
             self.memory.free += count * frames * ROW
         self.memory.spares.clear()
         super().restart()
-        self.memory.frames = sum(table.frames for table in self.shell.tables.values())
+        self.memory.frames = sum(table.frames for table in self.node.tables.values())
 
 
 class ScarceSimulation(Simulation):
@@ -133,7 +133,7 @@ class ScarceSimulation(Simulation):
     def __init__(self, seed: int, *, crash_every: int) -> None:
         super().__init__(seed, crash_every=crash_every)
         self.world = world = ScarceWorld(EXTENT_BYTES, POSITIONS, now_ns=self.world.now_ns)
-        self.memory = world.memory = world.shell.scarce = ScarceMemory(seed)
+        self.memory = world.memory = world.node.scarce = ScarceMemory(seed)
 
     def _something(self) -> None:
         if self.random.random() < 0.05:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 from itertools import count
 
 import pytest
@@ -10,8 +9,8 @@ import pytest
 from kvstore.model.replica import FrameClass, FrameState, Status
 from kvstore.state import events as ev
 from kvstore.state.interfaces import TieringRules
-from tests.helpers.worlds.memory_shell import Nvme
-from tests.helpers.worlds.simulated_disk import SimulatedDisk
+from tests.helpers.worlds.copying import WorldDisk
+from tests.helpers.worlds.real_node import Nvme
 from tests.helpers.worlds.tiered_world import TieredWorld
 from tests.helpers.worlds.world import Chain
 
@@ -25,7 +24,7 @@ class CutWorld(TieredWorld):
     """Is killed after ``steps`` stores of the ``which``-th decision about an event of ``kind``."""
 
     def __init__(self, kind: str, which: int, steps: int) -> None:
-        disk = SimulatedDisk(NVME_EXTENT_BYTES, NVME_POSITIONS, random.Random(steps))
+        disk = WorldDisk(NVME_EXTENT_BYTES, NVME_POSITIONS, steps)
         super().__init__(EXTENT_BYTES, POSITIONS, Nvme(disk, TieringRules(demote_at=0.3)))
         self.kind, self.which, self.steps = kind, which, steps
         self.seen = 0
@@ -38,15 +37,10 @@ class CutWorld(TieredWorld):
         self.seen += 1
         if self.seen != self.which:
             return super().send(event)
-        self.shell.now_ns = self.now_ns
         instructions = self.state.handle(event)
         self._account(event, instructions)
-        self.shell.reply = None
-        for done, _ in enumerate(self.shell.stores(instructions)):
-            if done == self.steps:
-                self.cut = True
-                break
-        self.shell.ops = []
+        self.node.perform(instructions, self.steps)
+        self.cut = self.node.killed
         self.restart()
         self.check()
         return None
@@ -74,8 +68,8 @@ class CutWorld(TieredWorld):
         for i in range(21):
             self.put(Chain(SMALL, (i, i)))
         self.settle()
-        if self.shell.nvme_index:
-            self.damage_below(min(self.shell.nvme_index))  # so that something may move
+        if self.node.nvme_index:
+            self.damage_below(min(self.node.nvme_index))  # so that something may move
         for i in range(3):
             self.put(Chain(LARGE, (i, i)))
         self.settle()
@@ -86,7 +80,7 @@ class CutWorld(TieredWorld):
             self.settle()
         self.evict(pages=4)
         for key in (Chain(SMALL, (16, 16)).keys[0], Chain(SMALL, (17, 17)).keys[1]):
-            if key in self.shell.nvme_index:
+            if key in self.node.nvme_index:
                 self.damage_below(key)
         self.settle()
         taken = self.snapshot(0)
@@ -142,6 +136,7 @@ def test_killed_at_every_store(kind: str) -> None:
             world = CutWorld(kind, which, steps)
             world.run()
             world.finish()
+            world.node.close()
             if not world.cut:
                 break
             cuts += 1

@@ -2,16 +2,14 @@
 
 from __future__ import annotations
 
-import random
-
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import precondition, rule
 
 from kvstore.state.interfaces import TieringRules
-from tests.helpers.worlds.memory_shell import Nvme
+from tests.helpers.worlds.copying import WorldDisk
 from tests.helpers.worlds.node_machine import EXTENT_BYTES, POSITIONS, NodeMachine, chains, fractions, sessions
-from tests.helpers.worlds.simulated_disk import SimulatedDisk
+from tests.helpers.worlds.real_node import Nvme
 from tests.helpers.worlds.tiered_world import TieredWorld
 from tests.helpers.worlds.world import Chain
 
@@ -26,7 +24,7 @@ class TieredMachine(NodeMachine):
 
     def __init__(self) -> None:
         super().__init__()
-        disk = SimulatedDisk(NVME_EXTENT_BYTES, NVME_POSITIONS, random.Random(1))
+        disk = WorldDisk(NVME_EXTENT_BYTES, NVME_POSITIONS, 1)
         rules = TieringRules(demote_at=0.5, promote_after=2)
         self.world = TieredWorld(EXTENT_BYTES, POSITIONS, Nvme(disk, rules))
 
@@ -36,7 +34,7 @@ class TieredMachine(NodeMachine):
     def asked_what_to_save(self, bytes_max: int) -> None:
         self.world.demote(bytes_max)
 
-    @precondition(lambda self: self.world.flights or self.world.shell.copies)
+    @precondition(lambda self: self.world.flights or self.world.node.copies)
     @rule(steps=st.integers(1, 5), fail=st.sampled_from([False, False, False, True]))
     def copied(self, steps: int, fail: bool) -> None:
         self.world.copies_fail = 0.5 if fail else 0.0
@@ -54,10 +52,10 @@ class TieredMachine(NodeMachine):
 
     # --- troubles ---------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.world.shell.nvme_index)
+    @precondition(lambda self: self.world.node.nvme_index)
     @rule(which=fractions, found=st.booleans())
     def damaged_below(self, which: float, found: bool) -> None:
-        keys = sorted(self.world.shell.nvme_index)
+        keys = sorted(self.world.node.nvme_index)
         key = keys[int(which * len(keys))]
         if found:
             self.world.damage_below(key)

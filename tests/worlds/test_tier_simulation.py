@@ -14,7 +14,7 @@ def test_nothing_is_lost_while_nvme_has_room(seed: int) -> None:
     simulation.finish()
     world = simulation.world
     assert not world.nvme_evicted
-    assert world.disk.events["scanned"] or not world.reboots
+    assert world.scanned or not world.reboots
 
 
 @pytest.mark.parametrize("seed", range(100, 106))

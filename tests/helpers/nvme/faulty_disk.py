@@ -10,7 +10,7 @@ from collections.abc import Sequence
 
 import pytest
 
-from kvstore.tier.nvme.disk import Bytes
+from kvstore.tier.nvme.disk import BLOCK_BYTES, Bytes
 from tests.helpers.nvme.memory_disk import MemoryDisk
 
 SECTOR_BYTES = 512  # what a disk writes whole or not at all
@@ -35,8 +35,8 @@ class FaultyDisk(MemoryDisk):
         self.fail_after = 0
         self.steps = 0
         self.cut_at: int | None = None
-        self._durable = self.data.copy()
         self._unsynced: list[tuple[int, Bytes]] = []
+        self._durable: dict[int, Bytes] = {}  # blocks that were written since, as they were: by their offsets
 
     def read(self, offset: int, buffers: Sequence[Bytes]) -> None:
         """See ``Disk``."""
@@ -46,6 +46,8 @@ class FaultyDisk(MemoryDisk):
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
         """See ``Disk``."""
         before = self.data[offset : offset + sum(buffer.nbytes for buffer in buffers)].copy()
+        for at in range(0, len(before), BLOCK_BYTES):
+            self._durable.setdefault(offset + at, before[at : at + BLOCK_BYTES])
         super().write(offset, buffers)
         written = self.data[offset : offset + len(before)].copy()
         self._unsynced.append((offset, written))
@@ -63,23 +65,31 @@ class FaultyDisk(MemoryDisk):
         """See ``Disk``."""
         self._step()
         self._fail(self.fail_sync)
-        for offset, written in self._unsynced:
-            self._durable[offset : offset + len(written)] = written
-        self._unsynced = []
+        self._unsynced, self._durable = [], {}
 
     def power_loss(self) -> FaultyDisk:
-        """The disk as the next start finds it: what was synced, and of the rest any sectors, in any order."""
+        """The disk as the next start finds it; this one stays as it is."""
         after = FaultyDisk(self.size_bytes, self.random.randrange(1 << 32), self.path)
-        after.data[:] = self._durable
+        after.data[:] = self.data
+        self._lose(after.data)
+        return after
+
+    def lose_power(self) -> None:
+        """From here on this is the disk as the next start finds it."""
+        self._lose(self.data)
+        self._unsynced, self._durable = [], {}
+
+    def _lose(self, data: Bytes) -> None:
+        """Keep what was synced, and any sectors of the rest, in any order."""
+        for offset, block in self._durable.items():
+            data[offset : offset + BLOCK_BYTES] = block
         log = list(self._unsynced)
         self.random.shuffle(log)
         for offset, written in log:
             share = self.random.choice((0, 0.5, 0.9, 1))
             for at in range(0, len(written), SECTOR_BYTES):
                 if self.random.random() < share:
-                    after.data[offset + at : offset + at + SECTOR_BYTES] = written[at : at + SECTOR_BYTES]
-        after._durable[:] = after.data
-        return after
+                    data[offset + at : offset + at + SECTOR_BYTES] = written[at : at + SECTOR_BYTES]
 
     def _step(self) -> None:
         self.steps += 1

@@ -89,7 +89,7 @@ class LoggedWorld(World):
 
     def _stays(self, session: int, chain: Chain, start: int) -> bool:
         parent = chain.parents[start]
-        stays = parent == root_of(chain.frame_class) or parent in self.shell.index
+        stays = parent == root_of(chain.frame_class) or parent in self.node.index
         return stays or bool(self.published(session, Chain(chain.frame_class, chain.path[:start]), start - 1))
 
     def _taken(self, session: int, chain: Chain, start: int) -> list[Address]:
@@ -103,7 +103,8 @@ class LoggedWorld(World):
         keys = chain.keys[start:stop]
         self.tried.update(keys)
         self._unclaim(session, addresses)
-        self.shell.content.update({address[:2]: key for address, key in zip(addresses, keys, strict=True)})
+        for address, key in zip(addresses, keys, strict=True):
+            self.node.write(address, key)
         self._number += 1
         parts = keys, chain.parents[start], addresses, chain.rows[start:stop]
         record = Record(chain.frame_class, *parts, self._number)
@@ -114,7 +115,7 @@ class LoggedWorld(World):
         """See ``World.tail``; every other put goes on, as long as its last page is there."""
         self.take_in()
         record = self._tails.get(session)
-        if record is None or record.number % 2 or record.keys[-1] not in self.shell.index:
+        if record is None or record.number % 2 or record.keys[-1] not in self.node.index:
             return 0, b""
         return record.number, record.keys[-1]
 
@@ -141,7 +142,7 @@ class LoggedWorld(World):
             super().send(ev.ConnectionLost(self.now_ns, session))
 
     def _take_in(self, records: list[tuple[int, Record]]) -> None:
-        self.shell.now_ns = self.now_ns
+        self.node.now_ns = self.now_ns
         replies, together = [], list[ev.Instruction]()
         for session, record in records:
             about = record.parent, record.addresses, record.rows
@@ -157,7 +158,7 @@ class LoggedWorld(World):
             self._crash(together)
             self.again += 1
             return
-        self.shell.perform(together)
+        self.node.perform(together)
         for (session, record), reply in zip(records, replies, strict=True):
             assert type(reply) is ev.Reply
             assert self.logs[session].pop(0) is record
@@ -165,7 +166,7 @@ class LoggedWorld(World):
                 self.shown += 1
                 continue
             for key in record.keys:
-                assert key in self.shell.index, "a page is lost that a put returned for"
+                assert key in self.node.index, "a page is lost that a put returned for"
             granted = self.state.sessions[session].granted
             assert granted.isdisjoint(record.addresses), "a frame is kept for nobody"
             self.stored.update(record.keys)

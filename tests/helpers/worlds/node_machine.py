@@ -11,7 +11,7 @@ from tests.helpers.worlds.world import MS, Chain, World
 EXTENT_BYTES = 64 << 10
 POSITIONS = 5
 # 16, 4 and 1 frames in an extent
-SMALL, MIDDLE, LARGE = FrameClass(4096, 2, 2), FrameClass(16 << 10, 2, 3), FrameClass(50_000, 2, 1)
+SMALL, MIDDLE, LARGE = FrameClass(4096, 2, 2), FrameClass(16 << 10, 2, 4), FrameClass(50_000, 2, 1)
 
 sessions = st.integers(1, 3)
 fractions = st.floats(0, 1, exclude_max=True)
@@ -129,10 +129,10 @@ class NodeMachine(RuleBasedStateMachine):
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
-    @precondition(lambda self: self.world.shell.index)
+    @precondition(lambda self: self.world.node.index)
     @rule(session=sessions, lease=st.integers(1, 2), which=fractions, count=st.integers(1, 4), ttl_ns=ttls)
     def leased(self, session: int, lease: int, which: float, count: int, ttl_ns: int) -> None:
-        keys = sorted(self.world.shell.index)
+        keys = sorted(self.world.node.index)
         first = int(which * len(keys))
         self.world.lease(self._alive(session), lease, keys[first : first + count], ttl_ns)
 
@@ -173,15 +173,15 @@ class NodeMachine(RuleBasedStateMachine):
     def time(self, elapsed_ms: int) -> None:
         self.world.tick(elapsed_ms * MS)
 
-    @precondition(lambda self: self.world.shell.index)
+    @precondition(lambda self: self.world.node.index)
     @rule(pages=st.integers(0, 10), size=st.sampled_from([0, 0, 20_000]))
     def evicted(self, pages: int, size: int) -> None:
         self.world.evict(pages, size)
 
-    @precondition(lambda self: self.world.shell.index)
+    @precondition(lambda self: self.world.node.index)
     @rule(which=fractions)
     def damaged(self, which: float) -> None:
-        keys = sorted(self.world.shell.index)
+        keys = sorted(self.world.node.index)
         self.world.damage(keys[int(which * len(keys))])
 
     @rule(position=st.integers(0, POSITIONS - 1), failed=st.sampled_from([False, False, True]))

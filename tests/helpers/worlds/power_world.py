@@ -16,9 +16,9 @@ import shutil
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 
@@ -26,7 +26,7 @@ from kvstore import Layout
 from kvstore.client.local.node import LocalNode
 from kvstore.client.local.store import LocalStore
 from kvstore.config import node_config
-from kvstore.errors import KVStoreError, Unavailable
+from kvstore.errors import Unavailable
 from kvstore.model.replica import Address, FrameState, Tier
 from kvstore.node.dispatch import InProcessChannel
 from kvstore.node.embedded import EmbeddedNode
@@ -38,8 +38,6 @@ from kvstore.wire.control import Message
 from tests.helpers.content import chain, contents, first_wrong, mismatch
 from tests.helpers.nvme.faulty_disk import FaultyDisk, PowerCut
 from tests.helpers.nvme.memory_disk import MemoryDisk
-
-T = TypeVar("T")
 
 # Two classes of frames, so that extents are taken from one for the other, and pages in them moved.
 NARROW = Layout(model="power", layers=4, kv_heads=1, head_dim=32, dtype="uint8", page_tokens=16)
@@ -79,23 +77,6 @@ class Disks:
         view = MemoryDisk(4096, str(path))
         view.size_bytes, view.data = size_bytes, disk.data
         return view
-
-
-class InlineIo:
-    """Peer of ``IoThreads`` in the caller's thread, so that a seed tells what happens."""
-
-    def run(self, tasks: Sequence[Callable[[], T]]) -> list[T | OSError | KVStoreError]:
-        """See ``IoThreads.run``."""
-        results: list[T | OSError | KVStoreError] = []
-        for task in tasks:
-            try:
-                results.append(task())
-            except (OSError, KVStoreError) as error:
-                results.append(error)
-        return results
-
-    def close(self) -> None:
-        """See ``IoThreads.close``."""
 
 
 class _Client:

@@ -158,7 +158,7 @@ class Simulation:
             self.world.kill(session, noticed=self.random.random() < 0.5)
 
     def _trouble(self) -> None:
-        index = self.world.shell.index
+        index = self.world.node.index
         if index and self.random.random() < 0.3:
             self.world.damage(self.random.choice(sorted(index)))
         elif self.random.random() < 0.5:

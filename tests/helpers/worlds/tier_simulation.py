@@ -5,11 +5,10 @@ from __future__ import annotations
 from kvstore.model.replica import Status
 from kvstore.state.eviction import POLICIES
 from kvstore.state.interfaces import TieringRules
-from tests.helpers.worlds.memory_shell import Nvme
-from tests.helpers.worlds.simulated_disk import SimulatedDisk
+from tests.helpers.worlds.copying import WorldDisk
+from tests.helpers.worlds.real_node import Nvme
 from tests.helpers.worlds.simulation import CONVERSATIONS, PAGES_MAX, SMALL, Simulation
-from tests.helpers.worlds.tables import Table
-from tests.helpers.worlds.tiered_world import TieredWorld
+from tests.helpers.worlds.tiered_world import Directory, TieredWorld
 from tests.helpers.worlds.world import Chain
 
 EXTENT_BYTES = 128 << 10
@@ -34,7 +33,7 @@ class TierSimulation(Simulation):
     ) -> None:
         super().__init__(seed, crash_every=crash_every)
         chance = self.random
-        disk = SimulatedDisk(NVME_EXTENT_BYTES, ENOUGH if lossless else chance.choice([3, 8]), chance)
+        disk = WorldDisk(NVME_EXTENT_BYTES, ENOUGH if lossless else chance.choice([3, 8]), chance.randrange(1 << 32))
         rules = TieringRules(
             demote_at=chance.choice([0.0, 0.5, 0.9]),
             promote_after=chance.choice([1, 2]),
@@ -42,11 +41,12 @@ class TierSimulation(Simulation):
             write_bytes_per_day=0 if lossless else chance.choice([0, 0, 3 << 20]),
         )
         nvme = Nvme(disk, rules, chance.choice(sorted(POLICIES)))
+        self.world.node.close()
         self.world = TieredWorld(EXTENT_BYTES, POSITIONS, nvme, now_ns=self.world.now_ns, lossless=lossless)
         self.world.chance = self.random
         self.world.copies_fail = self.random.choice([0.0, 0.0, 0.02])
         self.lossless = lossless
-        self.checkpoints: list[tuple[Table, int]] = []
+        self.checkpoints: list[Directory] = []
         self.waited = 0
         self.behind = 0  # pages that were put behind what only NVMe had
 
@@ -108,12 +108,12 @@ class TierSimulation(Simulation):
         """An orderly end: nothing leaves DRAM, and what NVMe can hold of it is there."""
         world = self.world
         world.settle()
-        before = set(world.shell.index)
+        before = set(world.node.index)
         calm = not world.crash_at and not world.copies_fail and not world.rotten
         world.last_save(self.random.choice([30_000, 1 << 20]))
         if calm and not world.crash_at:
-            assert set(world.shell.index) == before
-            assert not self.lossless or before <= world.shell.nvme_index.keys(), "not all is saved"
+            assert set(world.node.index) == before
+            assert not self.lossless or before <= world.node.nvme_index.keys(), "not all is saved"
 
     def _put(self) -> None:
         world, session, chain = self.world, self._session(), self._chain()
@@ -172,14 +172,14 @@ class TierSimulation(Simulation):
         if self.checkpoints and self.random.random() < 0.5:
             self.world.checkpoint(self.checkpoints.pop(self.random.randrange(len(self.checkpoints))))
             return
-        positions = sorted(self.world.disk.extents)
+        positions = sorted(self.world.node.pages.devices.extents)
         taken = self.world.snapshot(self.random.choice(positions)) if positions else None
         if taken is not None:
             self.checkpoints.append(taken)
 
     def _trouble_below(self) -> None:
         world = self.world
-        index = world.shell.nvme_index
+        index = world.node.nvme_index
         if not index or world.hidden:
             return
         key = self.random.choice(sorted(index))

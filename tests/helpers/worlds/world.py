@@ -2,23 +2,25 @@
 
 Every verb sends an event as a client (or the daemon itself) would, performs what the state decides, and compares the
 answer with what a naive model of the store allows: plain sets of keys, addresses and deadlines, kept from the
-clients' side alone. ``crash_at`` makes the next decision's shell stop somewhere and the node start again from its
-records; what the client was told decides what it may believe afterwards.
+clients' side alone. ``crash_at`` makes the next decision stop somewhere and the node start again from its
+files; what the client was told decides what it may believe afterwards.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
+from typing import Any
 
 import numpy as np
 import xxhash
 
-from kvstore.model.replica import Address, FrameClass, Status, Tier
+from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier
 from kvstore.state import events as ev
 from kvstore.state.interfaces import Rows
-from tests.helpers.worlds.memory_shell import FREE, RETIRING, MemoryShell, Nvme
+from tests.helpers.worlds.real_node import Nvme, RealNode
+
+FREE, RETIRING = FrameState.FREE, FrameState.RETIRING
 
 MS = 1_000_000
 LEASE_TTL_NS_MAX = 60_000 * MS
@@ -100,7 +102,6 @@ class World:
     """See the module. ``check`` after every verb; a false promise is an AssertionError."""
 
     may_lose: tuple[type, ...] = MAY_LOSE
-    make_shell: Callable[..., MemoryShell] = MemoryShell
 
     def __init__(
         self,
@@ -114,9 +115,11 @@ class World:
         self.now_ns = now_ns
         self.clients: dict[int, Client] = {}
         self.claims: dict[tuple[int, int], set[int]] = {}  # frame -> sessions that may store into it
-        self.shell = self.make_shell(extent_bytes, positions, self, nvme)
-        self.options = {"lease_ttl_ns_max": LEASE_TTL_NS_MAX, "sessions_max": sessions_max}
-        self.state = self.shell.state(**self.options)
+        self.node = RealNode(extent_bytes, positions, self, nvme)
+        self.options: dict[str, Any] = {"lease_ttl_ns_max": LEASE_TTL_NS_MAX, "sessions_max": sessions_max}
+        state = self.node.start(now_ns, self.options)
+        assert state is not None
+        self.state = state
         self.stored: set[bytes] = set()  # acknowledged, and not known to be evicted or damaged
         self.tried: set[bytes] = set()  # ever submitted
         self.roots: set[bytes] = set()
@@ -128,7 +131,7 @@ class World:
         self.dropped_at_start = 0
         self.status = Status.OK  # of the last grant
 
-    # --- what the shell asks ----------------------------------------------------------------------------------------
+    # --- what promises ask ------------------------------------------------------------------------------------------
 
     def may_write(self, extent: int, frame: int) -> set[int]:
         """See ``Watch``."""
@@ -146,7 +149,7 @@ class World:
     def _claim(self, session: int, addresses: list[Address]) -> None:
         for address in addresses:
             self.claims.setdefault(address[:2], set()).add(session)
-            self.shell.content[address[:2]] = f"half written by {session}"
+            self.node.write(address, b"half by %d" % session)
 
     def _unclaim(self, session: int, addresses: list[Address]) -> None:
         for address in addresses:
@@ -159,15 +162,16 @@ class World:
 
     def send(self, event: ev.Event) -> ev.Reply | None:
         """The node handles an event. None: it was killed before it answered (and has started again)."""
-        self.shell.now_ns = self.now_ns
+        self.node.now_ns = self.now_ns
         instructions = self.state.handle(event)
         self._account(event, instructions)
         if self.crash_at:
             self._crash(instructions)
             return None
-        reply = self.shell.perform(instructions)
-        while self.shell.to_check:
-            session = self.shell.to_check.pop()
+        reply = self.node.perform(instructions)
+        to_check = self.node.performer.sessions_to_check
+        while to_check and to_check is self.node.performer.sessions_to_check:
+            session = to_check.pop()
             client = self.clients.get(session)
             if client is None or not client.alive:
                 self.send(ev.SessionDead(self.now_ns, session))
@@ -179,12 +183,11 @@ class World:
         for instruction in instructions:
             if type(instruction) is ev.WriteState and instruction.state in (FREE, RETIRING):
                 for extent, frame, _ in instruction.addresses:
-                    if extent not in self.shell.tables:
+                    if extent not in self.node.tables:
                         continue  # carved by this very decision: nothing was there
-                    table = self.shell.tables[extent]
-                    generation = table.generation(frame)
-                    if table.tier == tier and self.shell.is_sealed(Address(extent, frame, generation)):
-                        gone.add(self.shell.key(extent, frame))
+                    table = self.node.tables[extent]
+                    if table.tier == tier and self.node.frame_state(extent, frame) == FrameState.SEALED:
+                        gone.add(table.key(frame))
         return gone
 
     def _account(self, event: ev.Event, instructions: list[ev.Instruction]) -> None:
@@ -208,17 +211,16 @@ class World:
         return gone
 
     def _crash(self, instructions: list[ev.Instruction]) -> None:
-        total = self.shell.count_stores(instructions)
-        self.shell.perform(instructions, int(self.crash_at.pop(0) * (total + 1)))
+        total = self.node.count_stores(instructions)
+        self.node.perform(instructions, int(self.crash_at.pop(0) * (total + 1)))
         self.restart()
 
     def restart(self) -> None:
         """The daemon is gone, and starts again; maybe several times before it gets through."""
         self.crashes += 1
         while True:
-            fresh = self.shell.state(**self.options)
             steps = int(self.crash_at.pop(0) * 20) if self.crash_at else None
-            state = self.shell.recovered(fresh, self.now_ns, steps)
+            state = self.node.start(self.now_ns, self.options, steps)
             if state is not None:
                 break
         self.state = state
@@ -234,18 +236,18 @@ class World:
 
     def readable(self) -> set[bytes]:
         """Keys of all pages that are stored."""
-        return set(self.shell.index)
+        return set(self.node.index)
 
     def check(self) -> None:
         """All laws, and the model's promises."""
-        wrong = self.shell.check(self.state)
+        wrong = self.node.check(self.state)
         assert not wrong, "\n".join(wrong[:10])
         assert self.stored <= self.readable(), "an acknowledged page is gone"
-        assert self.shell.index.keys() <= self.tried
+        assert self.node.index.keys() <= self.tried
         for name, page in list(self.groups.items()):
             if len(page.sealed) == page.shards:
-                whole = page.parent in self.roots or page.parent in self.shell.index
-                assert not whole or page.key in self.shell.index, "every shard and the parent are sealed, the page not"
+                whole = page.parent in self.roots or page.parent in self.node.index
+                assert not whole or page.key in self.node.index, "every shard and the parent are sealed, the page not"
                 if whole:
                     self.stored.add(page.key)
                     del self.groups[name]
@@ -258,8 +260,8 @@ class World:
             for held in client.leases.values():
                 for address, until_ns in held.items():
                     if until_ns > self.now_ns:
-                        state = self.shell.tables[address.extent].state(address.frame)
-                        assert self.shell.is_sealed(address) or state == RETIRING, f"{address} changed under its lease"
+                        state = self.node.frame_state(*address[:2])
+                        assert self.node.is_sealed(address) or state == RETIRING, f"{address} changed under its lease"
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
@@ -293,7 +295,7 @@ class World:
 
     def stored_pages(self, chain: Chain) -> int:
         """How many leading pages are stored: what a client knows before it puts."""
-        return next((i for i, key in enumerate(chain.keys) if key not in self.shell.index), len(chain.path))
+        return next((i for i, key in enumerate(chain.keys) if key not in self.node.index), len(chain.path))
 
     def grant(
         self, session: int, frame_class: FrameClass, count: int, *, ahead: bool = False, anchor: bytes = b""
@@ -301,14 +303,14 @@ class World:
         """Ask for frames; returns how many came. Some are charged to the tenant at once."""
         client = self.clients[session]
         since, tail = self.tail(session)
-        kept = [key for key in (anchor, tail) if key in self.shell.index or (key and key == tail)]
+        kept = [key for key in (anchor, tail) if key in self.node.index or (key and key == tail)]
         root = root_of(frame_class) if count % 2 else b""
         reply = self.send(ev.Grant(self.now_ns, session, frame_class, count, ahead, anchor, since, root))
         if reply is None:
             return 0
         self.status = reply.status
         for key in kept:
-            there = key in self.shell.index or key in self.shell.nvme_index
+            there = key in self.node.index or key in self.node.nvme_index
             assert there, "the page that new ones will hang on was evicted for them"
         assert len(reply.addresses) <= count
         assert (reply.status == Status.OK) == bool(reply.addresses)
@@ -333,12 +335,10 @@ class World:
         self.tried.update(keys)
         self.begin(session, chain, start, addresses)
         self._unclaim(session, addresses)  # it has written, and will not again unless it hears so
-        self.shell.content.update({address[:2]: key for address, key in zip(addresses, keys, strict=False)})
+        for address, key in zip(addresses, keys, strict=False):
+            self.node.write(address, key)
         parent = chain.parents[start]
-        sums = None
-        if chain.path[0] % 2:
-            layers = chain.frame_class.layers
-            sums = np.arange(1, len(keys) * layers + 1, dtype=np.uint32).reshape(-1, layers)
+        sums = self.node.sums(addresses) if chain.path[0] % 2 else None
         reply = self.send(ev.SealGranted(self.now_ns, session, chain.frame_class, parent, addresses, rows, sums))
         crashed = reply is None
         if crashed:
@@ -375,7 +375,7 @@ class World:
             if status in (Status.OK, Status.PRESENT):
                 self.stored.add(key)
             if status == Status.OK:
-                assert self.shell.index.get(key) == address or key in self.shell.nvme_index
+                assert self.node.index.get(key) == address or key in self.node.nvme_index
             elif status == Status.STALE:
                 assert in_doubt, f"{address} was granted to {client.session}, and is not any more"
             else:
@@ -384,7 +384,7 @@ class World:
                 assert limited or status != Status.OVER_QUOTA
                 goes_through = address in self.state.pending.by_address
                 assert limited or status != Status.BUSY or goes_through or self.state.writing.through is not None
-                still = self.shell.tables[address.extent].words[address.frame] == address.generation << 8 | 1
+                still = self.node.tables[address.extent].words[address.frame] == address.generation << 8 | 1
                 assert still or in_doubt
                 if still and not goes_through:
                     self._claim(client.session, [address])
@@ -433,7 +433,7 @@ class World:
             if not any(other == address for other, _ in client.writing):
                 self._unclaim(session, [address])
             if address[:2] not in self.claims:
-                self.shell.content[address[:2]] = key
+                self.node.write(address, key)
         reply = self.send(ev.Seal(self.now_ns, session, shard, addresses))
         if reply is None:
             for name, address in zip(names, addresses, strict=True):
@@ -480,7 +480,7 @@ class World:
     def lease(self, session: int, lease: int, keys: list[bytes], ttl_ns: int) -> None:
         """Take a lease on stored pages, or add pages to one."""
         client = self.clients[session]
-        addresses = [self.shell.index[key] for key in keys if key in self.shell.index]
+        addresses = [self.node.index[key] for key in keys if key in self.node.index]
         reply = self.send(ev.TakeLease(self.now_ns, session, lease, ttl_ns, addresses))
         if reply is None:
             return
@@ -518,7 +518,7 @@ class World:
 
     def pin(self, chain: Chain, ttl_ns: int) -> int:
         """Keep what is stored of a chain; returns how many pages that are."""
-        tiers = (self.shell.index, self.shell.nvme_index)
+        tiers = (self.node.index, self.node.nvme_index)
         stored = max(next((i for i, k in enumerate(chain.keys) if k not in tier), len(chain.keys)) for tier in tiers)
         until_ns, root = self.now_ns + ttl_ns, root_of(chain.frame_class)
         reply = self.send(ev.Pin(self.now_ns, 0, list(chain.keys), root, until_ns, until_ns / 1e9))
@@ -562,25 +562,25 @@ class World:
 
     def evict(self, pages: int = 0, size: int = 0) -> int:
         """An operator wants space. Returns pages gone."""
-        before = len(self.shell.index)
+        before = len(self.node.index)
         reply = self.send(ev.Evict(self.now_ns, pages, size))
         if reply is None:
             return 0
-        assert reply.detail["pages"] == before - len(self.shell.index)
+        assert reply.detail["pages"] == before - len(self.node.index)
         return int(reply.detail["pages"])
 
     def damage(self, key: bytes, reason: str = "data") -> None:
         """A stored page is found damaged; it and its descendants go."""
-        address = self.shell.index[key]
+        address = self.node.index[key]
         if self.send(ev.Damaged(self.now_ns, address, reason, key)) is not None:
-            assert key not in self.shell.index
+            assert key not in self.node.index
             assert self.state.counters[f"damaged_{reason}"] >= 1
 
     def use(self, key: bytes) -> None:
         """A client reads a page: a store into its mark, without a message."""
-        address = self.shell.index.get(key)
+        address = self.node.index.get(key)
         if address is not None:
-            self.shell.tables[address.extent].last_use[address.frame] = self.now_ns
+            self.node.tables[address.extent].last_use[address.frame] = self.now_ns
 
     def populate(self, positions: list[int], *, failed: bool = False) -> None:
         """Memory of these positions is there, or cannot be had."""
@@ -591,12 +591,12 @@ class World:
 
     def decide(self, event: ev.Event) -> list[ev.Instruction]:
         """What the state decides about one event, performed. For tests that compare instructions; no model."""
-        self.shell.now_ns = self.now_ns
+        self.node.now_ns = self.now_ns
         if isinstance(event, ev.Reserve | ev.SealGranted):
             self.tried.update(row[:16].tobytes() for row in event.rows)
         instructions = self.state.handle(event)
         self._account(event, instructions)
-        self.shell.perform(instructions)
+        self.node.perform(instructions)
         return instructions
 
     def frames(self, session: int, frame_class: FrameClass) -> list[Address]:

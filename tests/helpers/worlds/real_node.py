@@ -1,0 +1,541 @@
+"""RealNode: the product's performer and start, over the files of one node in memory, for worlds without processes.
+
+Records, marks, header, index, book and segment are files of a folder in tmpfs, made by the product; NVMe is the
+product's devices over a disk in memory (``copying``). Nothing runs in the background. A kill falls between any two
+stores: into records, marks and header, names of files, transactions of the index; a store of several records may be cut
+in its middle. What each instruction promises is doubted before it is performed (``promises``).
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import itertools
+import os
+import shutil
+import tempfile
+from collections import deque
+from collections.abc import Callable, Iterator, MutableMapping
+from dataclasses import dataclass, field
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Protocol
+from unittest.mock import patch
+
+import numpy as np
+import numpy.typing as npt
+
+from kvstore import failpoint
+from kvstore.config import NodeConfig, Quota
+from kvstore.model.replica import Address, FrameClass, FrameState, Tier, word_of
+from kvstore.node import book, nvme_start, startup
+from kvstore.node.index_keeper import snapshot
+from kvstore.node.performer import Performer
+from kvstore.shm import records
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import Header
+from kvstore.shm.index import Index
+from kvstore.shm.records import ExtentTable
+from kvstore.state import events as ev
+from kvstore.state import integrity
+from kvstore.state.interfaces import Snapshot, TieringRules
+from kvstore.state.node_state import NodeState
+from kvstore.tier.base import TierStore
+from kvstore.tier.dram import DramStore, SegmentFile
+from kvstore.tier.nvme import frame_header, geometry
+from kvstore.tier.nvme.disk import aligned_buffer
+from kvstore.tier.nvme.frame_header import layer_sums
+from kvstore.tier.nvme.table import frame_offset
+from tests.helpers.worlds.copying import StagedDevices, StagedPages, WorldDisk
+from tests.helpers.worlds.promises import Nobody, Promises, Watch
+
+SEALED, RESERVED, QUARANTINED = FrameState.SEALED, FrameState.RESERVED, FrameState.QUARANTINED
+CONTENT_BYTES = 16  # of a page: what it says, in a world
+
+
+class Scarce(Protocol):
+    """Memory that may run out, where a test has such."""
+
+    def take_table(self, frame_class: FrameClass, frames: int) -> None:
+        """An extent is carved."""
+        ...
+
+    def drop(self, frames: int) -> None:
+        """An extent's tables are given up; whoever maps them keeps their memory."""
+        ...
+
+    def commit(self, changes: int, entries: int) -> None:
+        """The index follows a decision."""
+        ...
+
+
+@dataclass
+class Nvme:
+    """A node's NVMe tier: its disk (which outlives even a reboot), its rules, and how both tiers evict."""
+
+    disk: WorldDisk
+    rules: TieringRules = field(default_factory=TieringRules)
+    policy: str = "lru"
+
+
+class Killed(BaseException):
+    """The node ends here."""
+
+
+class Entries(MutableMapping[bytes, Address]):
+    """A tier's table of the node's index, as a dict."""
+
+    def __init__(self, node: RealNode, tier: Tier) -> None:
+        self._node, self._tier = node, tier
+
+    def __getitem__(self, key: bytes) -> Address:
+        address = self._node.performer.index.find(self._tier, key) if key else None
+        if address is None:
+            raise KeyError(key)
+        return address
+
+    def __iter__(self) -> Iterator[bytes]:
+        return (key for key, _ in self._node.performer.index.addresses(self._tier))
+
+    def __len__(self) -> int:
+        return sum(1 for _ in self)
+
+    def __setitem__(self, key: bytes, address: Address) -> None:
+        self._node.performer.index.commit([(self._tier, [key], [address])])
+
+    def __delitem__(self, key: bytes) -> None:
+        self._node.performer.index.commit([(self._tier, [key], [])])
+
+
+class _Words:
+    """The words of a header; each store of one is a step."""
+
+    def __init__(self, words: memoryview, step: Callable[[], None]) -> None:
+        self._words, self._step = words, step
+
+    def __getitem__(self, at: int) -> int:
+        return int(self._words[at])
+
+    def __setitem__(self, at: int, value: int) -> None:
+        self._step()
+        self._words[at] = value
+
+    def release(self) -> None:
+        """See ``memoryview``."""
+        self._words.release()
+
+
+class _Stored(np.ndarray[Any, Any]):
+    """An array of records or marks; each store into it is a step, and a kill may cut one of several rows."""
+
+    step: Callable[[], None] | None = None
+
+    def __array_finalize__(self, base: Any) -> None:
+        self.step = getattr(base, "step", None)
+
+    def __setitem__(self, where: Any, value: Any) -> None:
+        if self.step is not None:
+            try:
+                self.step()
+            except Killed:
+                rows, values = self[where], np.asarray(value)
+                if isinstance(where, slice | tuple) and values.shape[:1] == rows.shape[:1]:
+                    np.ndarray.__setitem__(rows, slice(len(rows) // 2), values[: len(rows) // 2])
+                raise
+        super().__setitem__(where, value)
+
+
+class WatchedPerformer(Performer):
+    """The product's; what it is about to perform is doubted, and it may be killed."""
+
+    def __init__(self, node: RealNode, *about: Any) -> None:
+        super().__init__(*about)
+        self._node = node
+        node.performer = self
+        commit = self.index.commit
+
+        def counted(ops: list[Any]) -> None:
+            if node.scarce is not None:
+                node.scarce.commit(sum(len(keys) for _, keys, _ in ops), len(node.index))
+            commit(ops)
+
+        self.index.commit = counted  # type: ignore[method-assign]
+
+    def perform(self, instructions: list[ev.Instruction]) -> ev.Reply | None:
+        """See ``Performer``."""
+        self._node.performing = iter(instructions)
+        with self._node.watched():
+            return super().perform(instructions)
+
+
+class RealNode:
+    """One node. Made, and started by ``start``; ``start`` again after a kill, which may have come at any moment.
+
+    Attributes:
+        options: of its configuration: ``lease_ttl_ns_max``, ``sessions_max``, ``quotas``, ``pins_share_max``.
+        performer: the one that lives, or died last.
+        copies: decided, and not carried out.
+        killed: ``perform`` was cut short.
+    """
+
+    performer: WatchedPerformer
+
+    def __init__(self, extent_bytes: int, positions: int, watch: Watch | None = None, nvme: Nvme | None = None) -> None:
+        self.extent_bytes, self.positions, self.nvme = extent_bytes, positions, nvme
+        self.now_ns = 0
+        self.scarce: Scarce | None = None
+        self.copies: deque[ev.Save | ev.Load | ev.Carry | ev.Erase] = deque()
+        self.indexes = {tier: Entries(self, tier) for tier in Tier}
+        self.performing: Iterator[ev.Instruction] = iter(())
+        self.killed = False
+        self._promises = Promises(self, watch if watch is not None else Nobody())
+        self._left: int | None = None  # steps until a kill
+        self._name = f"world{next(_numbers)}"
+        self._folder: NodeFolder | None = None
+        self._incarnations = itertools.count(1)
+        self._make()
+        _living.append(self)
+
+    # --- files ------------------------------------------------------------------------------------------------------
+
+    def _make(self) -> None:
+        """The files of a new node."""
+        folder = self._locked()
+        header = Header.create(folder, next(self._incarnations), self.extent_bytes, self.positions)
+        SegmentFile.create(folder, header.incarnation, self.extent_bytes, self.positions).close()
+        header.close()
+
+    def _locked(self) -> NodeFolder:
+        if self._folder is not None:
+            self._folder.close()
+        self._folder = NodeFolder(_shm_dir(), self._name)
+        self._folder.lock()
+        return self._folder
+
+    @property
+    def folder(self) -> NodeFolder:
+        """Where its files are."""
+        assert self._folder is not None
+        return self._folder
+
+    def lose_memory(self) -> None:
+        """The machine is off: all that is left is what the disk has."""
+        self._bury()
+        shutil.rmtree(self.folder.path)
+        self._make()
+        if self.nvme is not None:
+            self.nvme.disk.lose_power()
+
+    def forget_tables(self) -> None:
+        """NVMe's tables in memory were half filled when the node was killed."""
+        (self.folder.path / nvme_start.LOADING).touch()
+
+    def close(self) -> None:
+        """It is over, and leaves nothing."""
+        self._bury()
+        path = self.folder.path
+        self.folder.close()
+        shutil.rmtree(path, ignore_errors=True)
+        if self in _living:
+            _living.remove(self)
+
+    def _bury(self) -> None:
+        """Unmap what the dead performer had. It writes nothing more, and no device hears of it."""
+        if "performer" in self.__dict__:
+            performer = self.performer
+            performer.stores.pop(Tier.NVME, None)
+            performer.book = book.Book(self.folder, performer.header.incarnation)
+            performer.close(keep_name=True)
+            del self.performer
+        self.copies.clear()
+
+    # --- starts -----------------------------------------------------------------------------------------------------
+
+    def start(self, now_ns: int, options: dict[str, Any], steps: int | None = None) -> NodeState | None:
+        """As the daemon starts, from what the one before left; None where it was killed after that many ``steps``."""
+        self._bury()
+        self.now_ns, self.killed = now_ns, False
+        folder = self._locked()
+        header = Header.open(folder, writable=True)
+        segment = SegmentFile.open(folder, header.incarnation) if header is not None else None
+        assert header is not None and segment is not None
+        stores: dict[Tier, TierStore] = {Tier.DRAM: DramStore(segment, header.incarnation)}
+        if self.nvme is not None:
+            disk = self.nvme.disk
+            stores[Tier.NVME] = StagedPages(StagedDevices.open([disk], self._name, disk.extent_bytes))
+        about = self._config(options), folder, header, stores, lambda: self.now_ns
+        try:
+            with patch.object(startup, "Performer", lambda *made: WatchedPerformer(self, *made)), self._dying(steps):
+                _, state = startup.recover_tiers(*about)
+        except Killed:
+            return None
+        return state
+
+    def _config(self, options: dict[str, Any]) -> NodeConfig:
+        rules = self.nvme.rules if self.nvme is not None else TieringRules()
+        quotas: tuple[Quota, ...] = tuple(options.get("quotas", ()))
+        return NodeConfig(
+            name=self._name,
+            dram=self.extent_bytes * self.positions,
+            extent=self.extent_bytes,
+            shm_dir=_shm_dir(),
+            eviction=self.nvme.policy if self.nvme is not None else "lru",  # tests of an order are about this one
+            demote_at=rules.demote_at,
+            promote_after=rules.promote_after,
+            nvme_admission=rules.admission,
+            nvme_write_bytes_per_day=rules.write_bytes_per_day,
+            lease_ttl_s_max=options.get("lease_ttl_ns_max", 3600 * 10**9) / 1e9,
+            sessions_max=options.get("sessions_max", 256),
+            pins_share_max=options.get("pins_share_max", 0.5),
+            quotas=quotas,
+        )
+
+    # --- performing -------------------------------------------------------------------------------------------------
+
+    def perform(self, instructions: list[ev.Instruction], steps: int | None = None) -> ev.Reply | None:
+        """One decision; with ``steps``, only that many of its stores (a kill, then ``start``): no reply."""
+        try:
+            with self._dying(steps):
+                reply = self.performer.perform(instructions)
+                self._step()
+        except Killed:
+            return None
+        self.performer.book.flush()
+        waiting = self.performer.waiting
+        self.copies += [*waiting.loads, *waiting.copies]
+        waiting.loads.clear()
+        waiting.copies.clear()
+        return reply
+
+    @staticmethod
+    def count_stores(instructions: list[ev.Instruction]) -> int:
+        """About how many steps ``perform`` takes: what a kill point is drawn from."""
+        return 1 + sum(3 + 2 * len(getattr(instruction, "addresses", ())) for instruction in instructions)
+
+    @contextlib.contextmanager
+    def watched(self) -> Iterator[None]:
+        """What is performed meanwhile is looked at, instruction by instruction."""
+        before = failpoint.ACTIVE, failpoint.hit
+        failpoint.ACTIVE, failpoint.hit = True, self._hit  # type: ignore[assignment]
+        try:
+            yield
+        finally:
+            failpoint.ACTIVE, failpoint.hit = before  # type: ignore[assignment]
+
+    @contextlib.contextmanager
+    def _dying(self, steps: int | None) -> Iterator[None]:
+        """A kill after that many steps, if any."""
+        if steps is None:
+            yield
+            return
+        self._left = steps
+        begin, rename, remove = Index.begin, os.rename, records.remove
+
+        def stepping(call: Callable[..., Any]) -> Callable[..., Any]:
+            def stepped(*about: Any, **more: Any) -> Any:
+                self._step()
+                return call(*about, **more)
+
+            return stepped
+
+        try:
+            with (
+                self.watched(),
+                patch.object(Index, "begin", stepping(begin)),
+                patch.object(os, "rename", stepping(rename)),
+                patch.object(records, "remove", stepping(remove)),
+            ):
+                yield
+        finally:
+            self._left = None
+
+    def _step(self) -> None:
+        """The node is about to change something that outlives it."""
+        if self._left is None:
+            return
+        if self._left == 0:
+            self.killed = True
+            raise Killed
+        self._left -= 1
+
+    def _hit(self, name: str) -> None:
+        """The performer, or the start, has come to that place."""
+        if self._left is not None and not self.killed:
+            self._count_stores()
+        if name in ("node.event", "node.instruction"):
+            instruction = next(self.performing, None)
+            if instruction is not None and not self.killed:
+                self._promises.check(instruction)
+
+    def _count_stores(self) -> None:
+        """From here on each store into records, marks and header is a step."""
+        if isinstance(self.performer.header.words, memoryview):
+            self.performer.header.words = _Words(self.performer.header.words, self._step)  # type: ignore[assignment]
+        for table in self.performer.tables.values():
+            if not isinstance(table.rows, _Stored):
+                table.rows, table.words, table.last_use = map(self._stored, (table.rows, table.words, table.last_use))
+                table.column = self._stored_column(table.column)  # type: ignore[method-assign]
+
+    def _stored(self, array: npt.NDArray[Any]) -> npt.NDArray[Any]:
+        view = array.view(_Stored)
+        view.step = self._step
+        return view
+
+    def _stored_column(self, column: Callable[[int], Any]) -> Callable[[int], Any]:
+        return lambda offset: self._stored(column(offset))
+
+    # --- looking ----------------------------------------------------------------------------------------------------
+
+    @property
+    def index(self) -> Entries:
+        """What is in DRAM."""
+        return self.indexes[Tier.DRAM]
+
+    @property
+    def nvme_index(self) -> Entries:
+        """What is on NVMe."""
+        return self.indexes[Tier.NVME]
+
+    @property
+    def pend(self) -> dict[bytes, Address]:
+        """What readers are shown of pages that are being written."""
+        return dict(self.performer.index.pending())
+
+    @property
+    def pins(self) -> dict[int, ev.Pin]:
+        """Those that the next start would find."""
+        found = book.read_pins(self.folder, self.performer.header.incarnation, self.now_ns)
+        return {pin.pin: pin for pin in found}
+
+    def write_pin(self, pin: ev.WritePin) -> None:
+        """As an earlier daemon wrote it down."""
+        self.performer.book.pin(pin)
+        self.performer.book.flush()
+
+    @property
+    def pages(self) -> StagedPages:
+        """What it has on NVMe."""
+        nvme = self.performer.nvme
+        assert isinstance(nvme, StagedPages)
+        return nvme
+
+    @property
+    def tables(self) -> dict[int, ExtentTable]:
+        """The records of its extents."""
+        return self.performer.tables
+
+    def generation(self, extent: int, frame: int) -> int:
+        """What the record's word says."""
+        return int(self.tables[extent].words[frame]) >> 8
+
+    def frame_state(self, extent: int, frame: int) -> FrameState:
+        """What the record's word says."""
+        return FrameState(int(self.tables[extent].words[frame]) & 0xFF)
+
+    def is_sealed(self, address: Address, state: FrameState = SEALED) -> bool:
+        """The record says so, or that it has that other state."""
+        table = self.tables.get(address.extent)
+        return table is not None and int(table.words[address.frame]) == word_of(address.generation, state)
+
+    def leases(self, extent: int) -> npt.NDArray[np.uint64]:
+        """Until when each frame of an extent is leased, or reserved."""
+        table = self.tables[extent]
+        return table.column(table.fmt.lease_until_ns)
+
+    def snapshots(self, tier: Tier = Tier.DRAM) -> list[Snapshot]:
+        """See ``RecordView``."""
+        return [snapshot(table) for table in self.tables.values() if table.tier == tier]
+
+    def is_waiting(self, table: ExtentTable) -> bool:
+        """Some of its frames wait for a scan, or a writer."""
+        return bool(((table.words & np.uint64(0xFF)) == QUARANTINED).any())
+
+    def proven(self, address: Address, key: bytes) -> bytes | None:
+        """What the page at an address of NVMe says; None where it is not that page, as a reader proves it."""
+        table = self.tables[address.extent]
+        frame_class, devices = table.frame_class, self.pages.devices
+        header, page = _buffers(frame_class)
+        devices.read_page(table.position, address.frame, frame_class, header, page)
+        incarnation = devices.header_incarnation(table.position)
+        found = frame_header.unpack(header, frame_class, incarnation, address.extent, address.frame, address.generation)
+        if not isinstance(found, frame_header.FrameHeader) or found.key != key:
+            return None
+        sound = frame_header.is_payload_sound(page, frame_class, found.payload_sum)
+        return page[:CONTENT_BYTES].tobytes() if sound else None
+
+    def rot(self, address: Address) -> None:
+        """A page on NVMe is altered."""
+        assert self.nvme is not None
+        table, disk = self.tables[address.extent], self.nvme.disk
+        device, position = self.pages.devices.place(table.position)
+        start = frame_offset(device.superblock, position, table.frame_class, address.frame)
+        disk.data[start + geometry.header_bytes(table.frame_class)] ^= 1
+
+    # --- contents ---------------------------------------------------------------------------------------------------
+
+    def write(self, address: Address, content: bytes) -> None:
+        """A client stores a page into a frame of DRAM."""
+        self._page(address)[:CONTENT_BYTES] = np.frombuffer(content.ljust(CONTENT_BYTES)[:CONTENT_BYTES], np.uint8)
+
+    def content(self, address: Address) -> bytes:
+        """What the page in a frame of DRAM says."""
+        return self._page(address)[:CONTENT_BYTES].tobytes()
+
+    def sums(self, addresses: list[Address]) -> npt.NDArray[np.uint32]:
+        """The checksums of what is in these frames of DRAM, as their writer knows them."""
+        frame_class = self.tables[addresses[0].extent].frame_class
+        pages = [self._page(address)[: frame_class.page_bytes] for address in addresses]
+        return np.stack([layer_sums(page, frame_class.layers) for page in pages])
+
+    def _page(self, address: Address) -> npt.NDArray[np.uint8]:
+        frame: npt.NDArray[np.uint8] = self.performer.frames_of(self.tables[address.extent])[address.frame]
+        return frame
+
+    # --- laws -------------------------------------------------------------------------------------------------------
+
+    def check(self, state: NodeState) -> list[str]:
+        """``integrity.check``, and what it does not know: what readers are shown of pending pages."""
+        wrong, pend = [], self.pend
+        for tier in state.spaces:
+            wrong += integrity.check(state, tier, self.snapshots(tier), self.indexes[tier].items())
+        wrong += integrity.check_mounts(state, self.indexes[Tier.HBM].items())
+        live = [page for page in state.pending.by_address.values() if not page.doomed]
+        for key, address in pend.items():
+            page = state.pending.by_address.get(address)
+            if page is None or page.doomed or page.key != key:
+                wrong.append(f"pending {key.hex()}: {address} is no live reservation of it")
+        wrong += [f"pending {p.key.hex()}: readers are not shown it" for p in live if p.key not in pend]
+        wrong += [
+            f"pending {page.key.hex()}: its parent is sealed and not held"
+            for page in live
+            if not page.at_root and not page.holds_parent and state.space.find(page.parent) is not None
+        ]
+        for address, page in state.pending.by_address.items():
+            frame_state = self.frame_state(address.extent, address.frame)
+            if page.doomed != (frame_state == QUARANTINED):
+                wrong.append(f"{address}: {frame_state.name}, and {'doomed' if page.doomed else 'live'}")
+        return wrong
+
+
+_numbers = itertools.count()
+_living: list[RealNode] = []
+
+
+@lru_cache(16)
+def _buffers(frame_class: FrameClass) -> tuple[npt.NDArray[np.uint8], npt.NDArray[np.uint8]]:
+    """For a header of the class, and its page."""
+    return aligned_buffer(geometry.header_bytes(frame_class)), aligned_buffer(frame_class.frame_bytes)
+
+
+@lru_cache(1)
+def _shm_dir() -> Path:
+    """The folder of all nodes of this process."""
+    path = Path(tempfile.mkdtemp(prefix="kvtest-", dir="/dev/shm"))
+    atexit.register(shutil.rmtree, path, ignore_errors=True)
+    return path
+
+
+def close_all() -> None:
+    """Nodes that a test has left end."""
+    for node in list(_living):
+        node.close()
