@@ -1,7 +1,7 @@
-"""Copies of a world: the product's hand on NVMe over a disk in memory, which stops wherever others may go on.
+"""Copies of a world: the product copies pages to and from NVMe, over a disk in memory, one stage at a time.
 
 A copy runs in a thread of its own, and never at the same time as anything else: ``Flight.step`` lets it go on to its
-next pause: before frames are written, before what was written is made durable, after frames were read.
+next pause. A copy pauses before it writes frames, before it makes them durable, and after it has read frames.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ STEP_S_MAX = 60.0  # of a copy, however slow the machine is
 
 
 class WorldDisk(FaultyDisk):
-    """A disk with room for so many extents. ``failed``: positions that take no more writes."""
+    """A disk with room for ``positions`` extents. ``failed``: positions that take no more writes."""
 
     def __init__(self, extent_bytes: int, positions: int, seed: int = 1) -> None:
         size = 2 * BLOCK_BYTES + positions * extent_bytes
@@ -46,7 +46,7 @@ class WorldDisk(FaultyDisk):
 
 
 class Stopped(BaseException):
-    """The node that made a copy is dead."""
+    """Raised in a copy whose node is dead."""
 
 
 class _Worker(threading.Thread):
@@ -74,7 +74,7 @@ _idle: list[_Worker] = []
 
 
 class Flight:
-    """A copy that is being carried out. ``over``: all but its report; ``done`` is what came of it."""
+    """A copy under way. Once it is ``over``, ``done`` is what came of it, which the state has yet to hear."""
 
     def __init__(self, copy: ev.Save | ev.Load | ev.Carry | ev.Erase) -> None:
         self.copy = copy
@@ -109,7 +109,7 @@ class Flight:
         self._here.release()
 
     def pause(self) -> None:
-        """Others go on; then ``look`` says whether this copy may."""
+        """Let others go on; then ``look`` checks that this copy may."""
         self._here.release()
         self._go.acquire()
         if self._stopped:
@@ -117,7 +117,7 @@ class Flight:
         self.look()
 
     def stop(self) -> None:
-        """It is never finished."""
+        """End the copy where it is."""
         if self._begun and not self.over:
             self._stopped = True
             self.step(lambda: None)
@@ -129,7 +129,7 @@ class StagedDevices(NvmeDevices):
     flight: Flight | None = None
 
     def pause(self) -> None:
-        """Others go on, where this is a copy."""
+        """Let others go on where the caller is a copy."""
         if self.flight is not None:
             self.flight.pause()
 
@@ -145,7 +145,7 @@ class StagedDevices(NvmeDevices):
 
 
 class StagedPages(NvmePages):
-    """The product's, in one thread at a time."""
+    """The product's hand on NVMe, without threads of its own."""
 
     devices: StagedDevices
 

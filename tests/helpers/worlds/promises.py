@@ -1,6 +1,6 @@
-"""Promises: what each instruction says of the frames it touches, held against their records before it is performed.
+"""Promises: checks what each instruction promises about its frames, against their records, before it is performed.
 
-What the clients of the store know better (who may still write, who holds a lease) comes in through ``Watch``.
+Clients know better which sessions may still write, and which frames are leased: ``Watch`` tells.
 """
 
 from __future__ import annotations
@@ -22,14 +22,14 @@ RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
 
 
 class Watch(Protocol):
-    """What only the clients know for sure."""
+    """Facts that only the clients know for sure."""
 
     def may_write(self, extent: int, frame: int) -> set[int]:
         """Living sessions that might store into this frame at any moment."""
         ...
 
     def is_leased(self, extent: int, frame: int) -> bool:
-        """A living client was promised that this frame keeps its page, and the promise has not run out."""
+        """True while a living client has a lease on the page in this frame."""
         ...
 
 
@@ -46,7 +46,7 @@ class Nobody:
 
 
 class Promises:
-    """See the module; a false one is an AssertionError."""
+    """See the module. A promise that does not hold is an AssertionError."""
 
     def __init__(self, node: RealNode, watch: Watch) -> None:
         self._node = node
@@ -71,12 +71,12 @@ class Promises:
         }
 
     def check(self, instruction: ev.Instruction) -> None:
-        """It is about to be performed."""
+        """Check an instruction that is about to be performed."""
         check = self._checks.get(type(instruction))
         if check is not None:
             check(instruction)
 
-    # --- what records say -------------------------------------------------------------------------------------------
+    # --- records ---------------------------------------------------------------------------------------------------
 
     def _table(self, address: Address) -> ExtentTable:
         return self._node.tables[address.extent]

@@ -1,9 +1,9 @@
-"""RealNode: the product's performer and start, over the files of one node in memory, for worlds without processes.
+"""RealNode: the product's start and performer over one node's files in memory, for worlds without processes.
 
-Records, marks, header, index, book and segment are files of a folder in tmpfs, made by the product; NVMe is the
-product's devices over a disk in memory (``copying``). Nothing runs in the background. A kill falls between any two
-stores: into records, marks and header, names of files, transactions of the index; a store of several records may be cut
-in its middle. What each instruction promises is doubted before it is performed (``promises``).
+The product makes records, marks, header, index, book and segment in a folder of tmpfs, and its NVMe devices work on a
+disk in memory (``copying``). Nothing runs in the background. A kill may come before every change that outlives a
+process: a store into records, marks or the header, a file that gets its name or goes, a transaction of the index. A
+store into several records may be cut in its middle. ``promises`` checks every instruction before it is performed.
 """
 
 from __future__ import annotations
@@ -50,18 +50,18 @@ from tests.helpers.worlds.copying import StagedDevices, StagedPages, WorldDisk
 from tests.helpers.worlds.promises import Nobody, Promises, Watch
 
 SEALED, RESERVED, QUARANTINED = FrameState.SEALED, FrameState.RESERVED, FrameState.QUARANTINED
-CONTENT_BYTES = 16  # of a page: what it says, in a world
+CONTENT_BYTES = 16  # at the front of a page, in a world; the rest is zeros
 
 
 class Scarce(Protocol):
-    """Memory that may run out, where a test has such."""
+    """Memory that may run out; only some tests have it."""
 
     def take_table(self, frame_class: FrameClass, frames: int) -> None:
         """An extent is carved."""
         ...
 
     def drop(self, frames: int) -> None:
-        """An extent's tables are given up; whoever maps them keeps their memory."""
+        """An extent's tables are given up; processes that map them keep the memory."""
         ...
 
     def commit(self, changes: int, entries: int) -> None:
@@ -79,7 +79,7 @@ class Nvme:
 
 
 class Killed(BaseException):
-    """The node ends here."""
+    """Raised where the node dies."""
 
 
 class Entries(MutableMapping[bytes, Address]):
@@ -108,7 +108,7 @@ class Entries(MutableMapping[bytes, Address]):
 
 
 class _Words:
-    """The words of a header; each store of one is a step."""
+    """The words of a header. Each store is a step."""
 
     def __init__(self, words: memoryview, step: Callable[[], None]) -> None:
         self._words, self._step = words, step
@@ -126,7 +126,7 @@ class _Words:
 
 
 class _Stored(np.ndarray[Any, Any]):
-    """An array of records or marks; each store into it is a step, and a kill may cut one of several rows."""
+    """An array of records or marks. Each store is a step; a kill cuts a store into several rows in its middle."""
 
     step: Callable[[], None] | None = None
 
@@ -146,7 +146,7 @@ class _Stored(np.ndarray[Any, Any]):
 
 
 class WatchedPerformer(Performer):
-    """The product's; what it is about to perform is doubted, and it may be killed."""
+    """The product's performer, watched by its ``RealNode``."""
 
     def __init__(self, node: RealNode, *about: Any) -> None:
         super().__init__(*about)
@@ -169,13 +169,12 @@ class WatchedPerformer(Performer):
 
 
 class RealNode:
-    """One node. Made, and started by ``start``; ``start`` again after a kill, which may have come at any moment.
+    """One node, through all its lives: ``start`` begins one, after a kill at any moment too. ``close`` ends it.
 
     Attributes:
-        options: of its configuration: ``lease_ttl_ns_max``, ``sessions_max``, ``quotas``, ``pins_share_max``.
         performer: the one that lives, or died last.
-        copies: decided, and not carried out.
-        killed: ``perform`` was cut short.
+        copies: copies and erasures that the state decided and the mover has not begun.
+        killed: whether the last ``perform``, or ``start``, was cut short.
     """
 
     performer: WatchedPerformer
@@ -219,7 +218,7 @@ class RealNode:
         return self._folder
 
     def lose_memory(self) -> None:
-        """The machine is off: all that is left is what the disk has."""
+        """Turn the machine off and on: nothing but the disk is left."""
         self._bury()
         shutil.rmtree(self.folder.path)
         self._make()
@@ -227,11 +226,11 @@ class RealNode:
             self.nvme.disk.lose_power()
 
     def forget_tables(self) -> None:
-        """NVMe's tables in memory were half filled when the node was killed."""
+        """Say that NVMe's tables in memory were half filled when the node was killed."""
         (self.folder.path / nvme_start.LOADING).touch()
 
     def close(self) -> None:
-        """It is over, and leaves nothing."""
+        """Remove all of the node."""
         self._bury()
         path = self.folder.path
         self.folder.close()
@@ -240,7 +239,7 @@ class RealNode:
             _living.remove(self)
 
     def _bury(self) -> None:
-        """Unmap what the dead performer had. It writes nothing more, and no device hears of it."""
+        """Unmap what the dead performer mapped. A dead process writes nothing more, to no device either."""
         if "performer" in self.__dict__:
             performer = self.performer
             performer.stores.pop(Tier.NVME, None)
@@ -252,7 +251,7 @@ class RealNode:
     # --- starts -----------------------------------------------------------------------------------------------------
 
     def start(self, now_ns: int, options: dict[str, Any], steps: int | None = None) -> NodeState | None:
-        """As the daemon starts, from what the one before left; None where it was killed after that many ``steps``."""
+        """Start as a daemon does, from what the last one left; None where it is killed after ``steps`` steps."""
         self._bury()
         self.now_ns, self.killed = now_ns, False
         folder = self._locked()
@@ -293,7 +292,7 @@ class RealNode:
     # --- performing -------------------------------------------------------------------------------------------------
 
     def perform(self, instructions: list[ev.Instruction], steps: int | None = None) -> ev.Reply | None:
-        """One decision; with ``steps``, only that many of its stores (a kill, then ``start``): no reply."""
+        """Perform one decision; with ``steps``, only that many steps of it. Then call ``start``: there is no reply."""
         try:
             with self._dying(steps):
                 reply = self.performer.perform(instructions)
@@ -309,12 +308,12 @@ class RealNode:
 
     @staticmethod
     def count_stores(instructions: list[ev.Instruction]) -> int:
-        """About how many steps ``perform`` takes: what a kill point is drawn from."""
+        """About how many steps ``perform`` takes, to draw a kill point from."""
         return 1 + sum(3 + 2 * len(getattr(instruction, "addresses", ())) for instruction in instructions)
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """What is performed meanwhile is looked at, instruction by instruction."""
+        """Look at every instruction that is performed meanwhile."""
         before = failpoint.ACTIVE, failpoint.hit
         failpoint.ACTIVE, failpoint.hit = True, self._hit  # type: ignore[assignment]
         try:
@@ -324,7 +323,7 @@ class RealNode:
 
     @contextlib.contextmanager
     def _dying(self, steps: int | None) -> Iterator[None]:
-        """A kill after that many steps, if any."""
+        """Kill the node after that many steps; None: never."""
         if steps is None:
             yield
             return
@@ -350,7 +349,7 @@ class RealNode:
             self._left = None
 
     def _step(self) -> None:
-        """The node is about to change something that outlives it."""
+        """Called before every change that outlives the node; a kill comes here."""
         if self._left is None:
             return
         if self._left == 0:
@@ -359,7 +358,7 @@ class RealNode:
         self._left -= 1
 
     def _hit(self, name: str) -> None:
-        """The performer, or the start, has come to that place."""
+        """Called in place of ``failpoint.hit``."""
         if self._left is not None and not self.killed:
             self._count_stores()
         if name in ("node.event", "node.instruction"):
@@ -368,7 +367,7 @@ class RealNode:
                 self._promises.check(instruction)
 
     def _count_stores(self) -> None:
-        """From here on each store into records, marks and header is a step."""
+        """Make every store into records, marks and the header a step."""
         if isinstance(self.performer.header.words, memoryview):
             self.performer.header.words = _Words(self.performer.header.words, self._step)  # type: ignore[assignment]
         for table in self.performer.tables.values():
@@ -388,40 +387,40 @@ class RealNode:
 
     @property
     def index(self) -> Entries:
-        """What is in DRAM."""
+        """DRAM's table of the index."""
         return self.indexes[Tier.DRAM]
 
     @property
     def nvme_index(self) -> Entries:
-        """What is on NVMe."""
+        """NVMe's table of the index."""
         return self.indexes[Tier.NVME]
 
     @property
     def pend(self) -> dict[bytes, Address]:
-        """What readers are shown of pages that are being written."""
+        """The frames that readers are shown for pages that are being written."""
         return dict(self.performer.index.pending())
 
     @property
     def pins(self) -> dict[int, ev.Pin]:
-        """Those that the next start would find."""
+        """Pins that the next start would find."""
         found = book.read_pins(self.folder, self.performer.header.incarnation, self.now_ns)
         return {pin.pin: pin for pin in found}
 
     def write_pin(self, pin: ev.WritePin) -> None:
-        """As an earlier daemon wrote it down."""
+        """Write a pin down, as an earlier daemon did."""
         self.performer.book.pin(pin)
         self.performer.book.flush()
 
     @property
     def pages(self) -> StagedPages:
-        """What it has on NVMe."""
+        """The node's hand on its NVMe devices."""
         nvme = self.performer.nvme
         assert isinstance(nvme, StagedPages)
         return nvme
 
     @property
     def tables(self) -> dict[int, ExtentTable]:
-        """The records of its extents."""
+        """Records and marks of each extent."""
         return self.performer.tables
 
     def generation(self, extent: int, frame: int) -> int:
@@ -433,12 +432,12 @@ class RealNode:
         return FrameState(int(self.tables[extent].words[frame]) & 0xFF)
 
     def is_sealed(self, address: Address, state: FrameState = SEALED) -> bool:
-        """The record says so, or that it has that other state."""
+        """True where the record has that generation and state."""
         table = self.tables.get(address.extent)
         return table is not None and int(table.words[address.frame]) == word_of(address.generation, state)
 
     def leases(self, extent: int) -> npt.NDArray[np.uint64]:
-        """Until when each frame of an extent is leased, or reserved."""
+        """The deadline of each frame's lease or reservation."""
         table = self.tables[extent]
         return table.column(table.fmt.lease_until_ns)
 
@@ -447,11 +446,11 @@ class RealNode:
         return [snapshot(table) for table in self.tables.values() if table.tier == tier]
 
     def is_waiting(self, table: ExtentTable) -> bool:
-        """Some of its frames wait for a scan, or a writer."""
+        """True where some frames wait for a scan, or for a writer to end."""
         return bool(((table.words & np.uint64(0xFF)) == QUARANTINED).any())
 
     def proven(self, address: Address, key: bytes) -> bytes | None:
-        """What the page at an address of NVMe says; None where it is not that page, as a reader proves it."""
+        """The content of a page of NVMe, proven as a reader proves it; None where it does not hold."""
         table = self.tables[address.extent]
         frame_class, devices = table.frame_class, self.pages.devices
         header, page = _buffers(frame_class)
@@ -464,7 +463,7 @@ class RealNode:
         return page[:CONTENT_BYTES].tobytes() if sound else None
 
     def rot(self, address: Address) -> None:
-        """A page on NVMe is altered."""
+        """Alter a page on NVMe."""
         assert self.nvme is not None
         table, disk = self.tables[address.extent], self.nvme.disk
         device, position = self.pages.devices.place(table.position)
@@ -474,15 +473,15 @@ class RealNode:
     # --- contents ---------------------------------------------------------------------------------------------------
 
     def write(self, address: Address, content: bytes) -> None:
-        """A client stores a page into a frame of DRAM."""
+        """Store a page's content into its frame of DRAM, as a client does."""
         self._page(address)[:CONTENT_BYTES] = np.frombuffer(content.ljust(CONTENT_BYTES)[:CONTENT_BYTES], np.uint8)
 
     def content(self, address: Address) -> bytes:
-        """What the page in a frame of DRAM says."""
+        """The content of the page in a frame of DRAM."""
         return self._page(address)[:CONTENT_BYTES].tobytes()
 
     def sums(self, addresses: list[Address]) -> npt.NDArray[np.uint32]:
-        """The checksums of what is in these frames of DRAM, as their writer knows them."""
+        """The checksums of the pages in these frames of DRAM, as their writer makes them."""
         frame_class = self.tables[addresses[0].extent].frame_class
         pages = [self._page(address)[: frame_class.page_bytes] for address in addresses]
         return np.stack([layer_sums(page, frame_class.layers) for page in pages])
@@ -536,6 +535,6 @@ def _shm_dir() -> Path:
 
 
 def close_all() -> None:
-    """Nodes that a test has left end."""
+    """Close every node that a test has left."""
     for node in list(_living):
         node.close()

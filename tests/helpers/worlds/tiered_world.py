@@ -169,7 +169,7 @@ class TieredWorld(World):
         return True
 
     def _carry_out(self, copy: ev.Save | ev.Load | ev.Carry | ev.Erase) -> Any:
-        """What the mover does about it, with pauses. Returns what became of it."""
+        """Carry a copy out as the mover does, with pauses. Returns what became of it."""
         pages, tables, frames_of = self.node.pages, self.node.tables, self.node.performer.frames_of
         if isinstance(copy, ev.Save):
             return pages.save(copy.pages, tables, frames_of)
@@ -180,13 +180,13 @@ class TieredWorld(World):
         return pages.extents.erase((tables[address.extent], address.frame) for _, address in copy.pages)
 
     def _look(self, copy: ev.Save | ev.Load | ev.Carry | ev.Erase) -> None:
-        """It goes on: the frames that it fills are its own still."""
+        """Check that the frames which a copy fills are still reserved for it."""
         if not isinstance(copy, ev.Erase):
             for page in copy.pages:
                 assert self.node.is_sealed(page.target, RESERVED), "a page is copied into another's frame"
 
     def _report(self, flight: Flight) -> None:
-        """The state hears what became of a copy."""
+        """Tell the state what became of a copy."""
         copy, done, now_ns = flight.copy, flight.done, self.now_ns
         if isinstance(copy, ev.Erase):
             positions = [self.node.tables[address.extent].position for _, address in copy.pages]
