@@ -721,16 +721,16 @@ def test_a_checkpoint_is_believed_until_somebody_writes() -> None:
     world = node(positions=8)
     keys = [put(world, i)[0] for i in range(20)]  # of two extents on NVMe
     save_all(world)
-    for position in sorted(world.disk.extents):
+    for position in sorted(world.node.pages.devices.extents):
         taken = world.snapshot(position)
         assert taken is not None and world.checkpoint(taken)
     fresh = put(world, 100)
     save_all(world)
     world.reboot()
-    assert len(world.shell.nvme_index) == 16
+    assert len(world.node.nvme_index) == 16
     while world.scan_on():
         pass
-    assert set(world.shell.nvme_index) == {*keys, *fresh}
+    assert set(world.node.nvme_index) == {*keys, *fresh}
     world.check()
 
 
