@@ -11,10 +11,11 @@ import httpx2
 import openai
 import pytest
 
+from engine.conductor.http.connection import HttpPatience
 from engine.demo.command import MODEL
 from kvstore.errors import InvalidRequest
 from tests.helpers.api import TENANTS, Certificates, identities_file, identity
-from tests.helpers.door import CALL_S, WORDS, RunningDoor, open_doors, post, refused
+from tests.helpers.door import CALL_S, ONE_WORD, WORDS, RunningDoor, head_of, open_doors, post, read_all, refused
 from tests.helpers.processes import wait_until
 
 GONE_S = 10.0  # the promise is one second
@@ -247,6 +248,31 @@ def test_keys_are_tenants(tmp_path: Path) -> None:
         for key, status in (("a", 403), ("op", 200)):
             headers = {"Authorization": f"Bearer {key}-token"}
             assert httpx2.get(f"{door.url}/metrics", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("together", [False, True])
+def test_a_reply_over_tls_ends_without_another_word_of_its_caller(tmp_path: Path, together: bool) -> None:
+    """``together``: the request comes in one piece with the end of the handshake."""
+    made = Certificates(tmp_path)
+    trust = ssl.create_default_context(cafile=made.path("ca.pem"))
+    coming, going = ssl.MemoryBIO(), ssl.MemoryBIO()
+    client = trust.wrap_bio(coming, going, server_hostname="localhost")
+    files = {"tls_cert": Path(made.path("server.pem")), "tls_key": Path(made.path("server.key"))}
+    patience = HttpPatience(headers_s=600.0, stall_s=600.0)
+    with open_doors(patience=patience, **files) as door, door.connect(CALL_S) as connection:
+        while True:
+            try:
+                client.do_handshake()
+                break
+            except ssl.SSLWantReadError:
+                connection.sendall(going.read())
+                coming.write(connection.recv(65536))
+        if not together:
+            connection.sendall(going.read())
+        client.write(head_of(len(ONE_WORD), "Connection: close") + ONE_WORD)
+        connection.sendall(going.read())
+        coming.write(read_all(connection))  # it ends before it times out
+        assert client.read(65536).startswith(b"HTTP/1.1 200 ")
 
 
 def test_beyond_loopback_it_takes_tls_and_keys(tmp_path: Path) -> None:

@@ -282,7 +282,8 @@ class _Handler(web.RequestHandler):
         """See ``asyncio.Protocol``."""
         super().connection_made(transport)
         if self.transport is not None:
-            self.transport.set_write_buffer_limits(high=0)
+            # With ``high=0`` asyncio pauses writers of an empty buffer over TLS, until the client sends something.
+            self.transport.set_write_buffer_limits(high=1, low=0)
         self._expect()
 
     def data_received(self, data: bytes) -> None:
