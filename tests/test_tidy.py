@@ -526,7 +526,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (nothing_waits_by_the_wall_clock, "engine/x.py", "from time import time"),
     (nothing_waits_by_the_wall_clock, "engine/x.py", "now = datetime.datetime.now(datetime.UTC)"),
     (imports_point_down, "kvstore/state/x.py", "import kvstore.tier.dram"),
-    (imports_point_down, "kvstore/state/x.py", "from kvstore.service import node"),
+    (imports_point_down, "kvstore/state/x.py", "from kvstore.node import node"),
     (imports_point_down, "kvstore/state/x.py", "from kvstore import client"),
     (imports_point_down, "kvstore/state/x.py", "from ..tier import dram"),
     (imports_point_down, "kvstore/state/x.py", "from kvstore import failpoint"),

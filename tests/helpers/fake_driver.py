@@ -333,7 +333,7 @@ def faked(patch: pytest.MonkeyPatch, fake: FakeDriver, *, measured: int = 1 << 1
     patch.setattr(cuda, "cubin_for", cubin)
     patch.setattr(cuda, "MEASURED_BYTES", measured)
     patch.setattr(cuda, "LENGTHS", tuple(x for x in cuda.LENGTHS if x <= measured))
-    clock = SimpleNamespace(perf_counter=lambda: fake.clock_s, monotonic=time.monotonic)
+    clock = SimpleNamespace(perf_counter=lambda: fake.clock_s, monotonic=time.monotonic, sleep=time.sleep)
     patch.setattr(cuda, "time", clock)
     cuda._devices.cache_clear()
     try:

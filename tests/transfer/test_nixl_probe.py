@@ -12,8 +12,8 @@ import pytest
 from kvstore.cluster import nixl as nixl_agent
 from kvstore.cluster.nixl import DRAM, VRAM, NixlAgent
 from kvstore.device.host_memory import empty
-from kvstore.node.operator import device_paths
-from kvstore.node.operator.device_paths import nixl_why_not, reads
+from kvstore.node.operator import nixl_probe
+from kvstore.node.operator.nixl_probe import reads, why_not
 from kvstore.tier.base import Bytes
 from kvstore.wire.data import LentRun
 
@@ -74,14 +74,14 @@ from kvstore.device import cuda
 setitimer = signal.setitimer
 signal.setitimer = lambda which, seconds: setitimer(which, seconds / 100)
 cuda.find = lambda: time.sleep(100)
-runpy.run_module("kvstore.node.operator.device_paths", run_name="__main__")
+runpy.run_module("kvstore.node.operator.nixl_probe", run_name="__main__")
 """
-    assert nixl_why_not(python(code), 50) == "trying it ended with -14"
+    assert why_not(python(code), 50) == "trying it ended with -14"
 
 
 @with_nixl
 def test_one_agent_reads_what_another_one_has() -> None:
-    memory = some(device_paths.NBYTES)
+    memory = some(nixl_probe.NBYTES)
     assert reads(memory.ctypes.data, 0, DRAM, memory) == ""
     assert reads(memory.ctypes.data, 0, DRAM, memory[::-1].copy()) == "other bytes came than were there"
 
@@ -93,7 +93,7 @@ def test_memory_that_is_no_devices_is_refused() -> None:
 import json, os
 from kvstore.errors import Unavailable
 from kvstore.device.host_memory import empty
-from kvstore.node.operator.device_paths import reads
+from kvstore.node.operator.nixl_probe import reads
 memory = empty(1 << 20)
 memory[:] = 1
 try:
@@ -103,4 +103,4 @@ except Unavailable as error:
 print(json.dumps(found), flush=True)
 os._exit(0)
 """
-    assert nixl_why_not(python(code), 100).startswith("nixl: cannot register memory of kind VRAM (")
+    assert why_not(python(code), 100).startswith("nixl: cannot register memory of kind VRAM (")
