@@ -17,7 +17,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from kvstore.errors import NodeBusy, OutOfSpace
+from kvstore.errors import InvalidRequest, NodeBusy, OutOfSpace
 from kvstore.tier.nvme import disk as disk_module
 from kvstore.tier.nvme.disk import FileDisk, IoThreads, aligned_buffer
 from tests.helpers.nvme.faulty_disk import refuse_direct
@@ -216,6 +216,17 @@ sys.stdin.read()
 # --- what is no file for us -----------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("has", [1, MIB - 4096, MIB + 4096])
+def test_a_file_of_another_size_is_left_alone(tmp_path: Path, has: int) -> None:
+    path = tmp_path / "nvme"
+    path.write_bytes(b"x" * has)
+    with pytest.raises(InvalidRequest, match=r"is a file of .* bytes, not .*--format"):
+        FileDisk.open(path, MIB, create=True)
+    assert path.read_bytes() == b"x" * has
+    FileDisk.open(path, MIB, create=True, resize=True).close()
+    assert path.stat().st_size == MIB
+
+
 def test_what_a_kill_left_of_a_new_file_is_completed(tmp_path: Path) -> None:
     path = tmp_path / "nvme"
     with open(path, "wb") as file:
@@ -270,6 +281,21 @@ def test_two_that_make_the_same_file(tmp_path: Path, monkeypatch: pytest.MonkeyP
 
 
 # --- threads --------------------------------------------------------------------------------------------------------
+
+
+def test_tasks_run_side_by_side_and_answer_in_order() -> None:
+    threads = IoThreads(4)
+    together = threading.Barrier(4, timeout=60)
+
+    def task(number: int) -> int:
+        together.wait()
+        return number
+
+    assert threads.run([lambda n=n: task(n) for n in range(4)]) == [0, 1, 2, 3]  # type: ignore[misc]
+    assert threads.run([]) == []
+    assert threads.run([lambda: 7]) == [7]
+    threads.close()
+    assert threads.run([lambda: 1, lambda: 2]) == [1, 2]
 
 
 def test_bugs_are_bugs(monkeypatch: pytest.MonkeyPatch) -> None:
