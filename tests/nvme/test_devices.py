@@ -480,6 +480,36 @@ def test_a_set_is_one_row() -> None:
 # --- what clients see -----------------------------------------------------------------------------------------------
 
 
+def test_a_device_may_be_away_and_come_back() -> None:
+    disks = memory_disks(3, 3)
+    both = NvmeDevices.open(disks, "n", EXTENT_BYTES)
+    for position in range(6):
+        both.carve(position, 10 + position, CLASS)
+    both.open_for_writing([0, 1])
+    for position in (0, 1):
+        device, local = both.place(position)
+        write(device, local, 2, 1 << 32, seed=position)
+    both.sync()
+    both.close()
+    for _ in range(3):
+        one = NvmeDevices.open(disks[:1], "n", EXTENT_BYTES)
+        assert one.incarnation != both.incarnation
+        assert sorted(extent.number for extent in one.extents.values()) == [10, 12, 14]
+        device, local = one.place(0)
+        assert is_page(*find(device, local, 2), CLASS, 0)
+        one.close()
+    one = NvmeDevices.open(disks[:1], "n", EXTENT_BYTES)
+    one.drop(1)
+    one.carve(1, 11, CLASS)  # the node has forgotten that 11 was used
+    one.close()
+    back = NvmeDevices.open(disks, "n", EXTENT_BYTES)
+    assert back.starts == 6 and {device.starts for device in back.devices} == {6}
+    numbers = {extent.number: back.place(extent.position)[0] for extent in back.extents.values()}
+    assert sorted(numbers) == [10, 11, 13, 14, 15]
+    assert numbers[11] is back.devices[0] and numbers[13] is back.devices[1]
+    assert NvmeDevices.open(disks, "n", EXTENT_BYTES).starts == 7
+
+
 @pytest.fixture
 def folder(tmp_path: Path) -> NodeFolder:
     folder = NodeFolder(tmp_path, "n")
