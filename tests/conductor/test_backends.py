@@ -12,7 +12,6 @@ from typing import Any
 import numpy as np
 import pytest
 
-from engine.conductor.backends import follower
 from engine.conductor.backends.link import BackendLink
 from engine.conductor.backends.settings import parse_backends
 from engine.conductor.shell.conductor import Conductor
@@ -196,23 +195,6 @@ def test_an_answer_without_token_ids_goes_on_elsewhere_only_before_its_first_tok
                     if len([text for text in texts if text]) == 2:
                         other.kill()
             assert len([text for text in texts if text]) == 2
-
-    run(test())
-
-
-def test_one_that_stands_still_is_left(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
-    """It is alive, and answers nothing: requests under way go on elsewhere, and nothing new goes there."""
-    monkeypatch.setattr(follower, "STATUS_S", 0.5)
-    monkeypatch.setattr(follower, "DEAD_S", 1.0)
-
-    async def test() -> None:
-        backends = {each.url: each for each in (spawn_backend(machine, stop_after=2) for _ in range(2))}
-        async with conducting([each.words() for each in backends.values()]) as conductor:
-            ids, routes = await interrupted(conductor, 4, 2, lambda name: backends[name].stop())
-            assert ids == continued(PROMPT, 4) and len(set(routes)) == 2
-            assert routes[0] not in engines(conductor)
-            backends[routes[0]].resume()
-            await until("it is back", lambda: len(engines(conductor)) == 2)
 
     run(test())
 

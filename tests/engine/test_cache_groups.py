@@ -12,7 +12,6 @@ from typing import NamedTuple
 import numpy as np
 import pytest
 
-from engine.memory.device_staging import DeviceStaging
 from engine.model.observer import Observer
 from engine.model.request import Grain, Role, Source, Timing
 from engine.shell.engine import Engine
@@ -20,7 +19,6 @@ from engine.state.rules import GroupRules, Rules
 from engine.state.sequences import Frames, Phase, Sequence
 from kvstore import Store
 from kvstore.errors import InvalidRequest
-from tests.helpers.engines.device import DeviceHost
 from tests.helpers.engines.tokens import (
     CPU,
     TOLERANCE,
@@ -322,24 +320,3 @@ def test_handoffs_between_engines_with_other_chunks(
     answer = lab.answers(decode, [prompt(90, 320)], 60)[0]
     assert answer.usage.prefill_engine == (to["prefill"][0] if asks == CHUNK else "")
     assert answer.usage.computed_tokens == (0 if asks == CHUNK else 320)
-
-
-def test_engines_over_a_device(lab: Lab, mixed: Mixed, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Frames of both groups that the host cannot look into, by the same way through the store and over a hand-off."""
-    DeviceHost(monkeypatch)
-    store = lab.store()
-    one = lab.engine(mixed.preset, store, **HOW)
-    for turn in range(2):
-        answer = lab.answers(one, [prompt(70, 330)], 30)[0]
-        assert answer.cached == ({"dram": 320} if turn else {})
-    _, decode = lab.pair(mixed.preset, handoff=Timing.LAZY, **HOW)
-    for staging in (*one.stagings.groups, *decode.stagings.groups):
-        assert isinstance(staging, DeviceStaging)
-        staging._bounces._nbytes_max = staging.frames_max = 1  # pinned memory for one copy at a time
-    taken = [arena.take(arena.frames_total) for arena in decode.arenas.groups]
-    for start in range(2):  # frames lie apart
-        for arena, frames in zip(decode.arenas.groups, taken, strict=True):
-            assert frames is not None
-            arena.give_back(frames[start::2])
-        assert lab.answers(decode, [prompt(71 + start, 330)], 30)[0].usage.computed_tokens == 0
-    assert lab.answers(one, [prompt(70, 330)], 30)[0].cached == {"dram": 320}

@@ -156,27 +156,6 @@ def test_killed_at_any_step_of_a_decision(name: str, machine: Machine) -> None:
 # --- format, start and scan -----------------------------------------------------------------------------------------
 
 
-def test_killed_while_a_device_is_made(machine: Machine) -> None:
-    """Half made it is made again; the node never sees half a device, nor loses one."""
-    flags = configure(machine)
-    for hit in range(1, 9):
-        killed(machine.spawn(NODE, failpoint=f"nvme.format:{hit}", **flags))
-        if hit % 3 == 0:
-            daemon = machine.serve(NODE)
-            with machine.connect(NODE) as store:
-                put(store, hit, PAGES)
-                check_stored(store, {hit: PAGES})
-                check_findings(store)
-            daemon.kill()
-            reboot(machine)
-            target(machine).unlink()
-    daemon = machine.serve(NODE)
-    with machine.connect(NODE) as store:
-        put(store, 1, PAGES)
-        check_stored(store, {1: PAGES})
-    assert daemon.terminate() == 0
-
-
 @pytest.mark.parametrize("hit", [1, 2, 4, 6, 8])
 def test_killed_while_a_file_of_others_is_made_anew(hit: int, machine: Machine) -> None:
     """With --format. Afterwards it is theirs as it was, or ours, or half made: never anything in between."""

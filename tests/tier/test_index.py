@@ -228,6 +228,24 @@ def test_modes(folder: NodeFolder) -> None:
 # --- one process ----------------------------------------------------------------------------------------------------
 
 
+def test_closed_is_closed(folder: NodeFolder, writer: Index) -> None:
+    reader = Index.open_reader(folder, 1)
+    assert reader is not None
+    reader.close()
+    reader.close()
+    for verb in (
+        lambda: reader.find(Tier.DRAM, key(1)),
+        lambda: reader.find_many(Tier.DRAM, [key(1)]),
+        lambda: reader.longest(Tier.DRAM, [key(1)]),
+        lambda: reader.count(Tier.DRAM),
+        lambda: list(reader.scan(Tier.DRAM)),
+        lambda: reader.begin().__enter__(),
+    ):
+        with pytest.raises(IndexDamaged):
+            verb()
+    assert writer.find(Tier.DRAM, key(1)) is None, "the others of this process go on"
+
+
 def test_a_new_index_of_the_same_epoch_is_not_mixed_up_with_the_old(folder: NodeFolder, writer: Index) -> None:
     put(writer, range(5))
     fresh = Index.open_writer(folder, 1, MIB, fresh=True)

@@ -235,10 +235,6 @@ class Cluster:
 
         self.state(name, holds)
 
-    def idle_frames(self, name: str) -> None:
-        """Every frame is back there, whoever may still be passed tokens."""
-        self.state(name, lambda status: status["frames"]["free"] == status["frames"]["total"], IDLE_S)
-
     def is_ready(self, name: str) -> bool:
         """Whether it has said that it serves, and lives."""
         process = self._engines[name]
