@@ -23,7 +23,7 @@ import grpc
 from google.protobuf.struct_pb2 import Struct
 
 from engine.api.pulling import BESIDE, dial_credentials, pull
-from engine.api.resume import Asking, Prompt, user_request
+from engine.api.resume import Prompt, ResumableAnswer, user_request
 from engine.api.wire import SERVICE, events_of, prefill_event, set_role_request, submit_request
 from engine.model.piece import Piece
 from engine.model.request import Event, Finished, PrefillEvent, Request, Role, RoleOrder, Token, Usage
@@ -120,12 +120,12 @@ class EngineClient:
 
     def generate(self, prompt: Prompt, *, resume: Sequence[str] = (), **how: Any) -> Answer:
         """The whole answer to a prompt. Arguments and errors as ``stream``."""
-        asking = Asking(self, user_request(prompt, **how), tuple(resume))
-        *drawn, last = asking.events()
+        answer = ResumableAnswer(self, user_request(prompt, **how), tuple(resume))
+        *drawn, last = answer.events()
         assert isinstance(last, Finished), "a stream ends with Finished, or raises"
         tokens = tuple(event.id for event in drawn if isinstance(event, Token))
         text = "".join(event.text for event in (*drawn, last))
-        return Answer(tokens, text, last.reason, last.usage, tuple(asking.asked))
+        return Answer(tokens, text, last.reason, last.usage, tuple(answer.engines))
 
     def stream(
         self, prompt: Prompt, *, resume: Sequence[str] = (), **how: Any
@@ -147,7 +147,7 @@ class EngineClient:
             TooManyCalls: it has enough to do.
             DeadlineExceeded: there was no whole answer in time.
         """
-        return Asking(self, user_request(prompt, **how), tuple(resume)).events()
+        return ResumableAnswer(self, user_request(prompt, **how), tuple(resume)).events()
 
     def submit(self, request: Request) -> Iterator[Event]:
         """The events of one request at this engine, with nothing around it. Raises what ``stream`` does."""
@@ -259,7 +259,7 @@ class EngineClient:
         finally:
             end(stream)
 
-    def beside(self, address: str) -> EngineClient:
+    def connect_to(self, address: str) -> EngineClient:
         """A client of another engine, with the same credentials."""
         return EngineClient(address, **vars(self._credentials), timeout_s=self._timeout_s)
 

@@ -67,7 +67,7 @@ class DecisionLoad:
         for number, start in enumerate(range(0, len(pages), BATCH)):
             part = pages[start : start + BATCH]
             told = Told(node, 1, number, part, np.ones(len(part), np.uint8), whole=start + BATCH >= len(pages))
-            self.state.handle(ev.PagesTold(0.0, told))
+            self.state.handle(ev.PagesReported(0.0, told))
         starts = range(0, min(len(pages) - PROMPT_PAGES, CHAINS * PROMPT_PAGES) + 1, PROMPT_PAGES)
         self._chains += [pages[start : start + PROMPT_PAGES] for start in starts]
 

@@ -1,4 +1,4 @@
-"""Asking: one answer, from as many engines as it takes.
+"""ResumableAnswer: one answer, from as many engines as it takes.
 
 The tokens drawn so far are sent along as part of the prompt. Token ``i`` depends only on the seed, ``i`` and the
 logits, so another engine with the same model continues as the first one would have.
@@ -28,7 +28,7 @@ ARGUMENTS: Final = frozenset(  # fields of a request that a user may give
 )  # fmt: skip
 
 
-class Asked(Protocol):
+class AnsweringEngine(Protocol):
     """An engine, as an answer uses it. ``EngineClient`` is one."""
 
     address: str
@@ -37,7 +37,7 @@ class Asked(Protocol):
         """The replies to a request."""
         ...
 
-    def beside(self, address: str) -> Asked:
+    def connect_to(self, address: str) -> AnsweringEngine:
         """Another one."""
         ...
 
@@ -80,16 +80,16 @@ def _tokens(prompt: Prompt) -> Tokens:
 
 
 @dataclass
-class Asking:
-    """One answer. ``asked``: the engines that worked on it, in order."""
+class ResumableAnswer:
+    """One answer. ``engines``: the engines that worked on it, in order."""
 
-    client: Asked
+    client: AnsweringEngine
     request: Request
     others: tuple[str, ...]
-    asked: list[str] = field(default_factory=list)
+    engines: list[str] = field(default_factory=list)
 
     def __post_init__(self) -> None:
-        self._drawn: list[int] = []
+        self._ids: list[int] = []
         self._begun_s = self._first_s = self._second_s = 0.0
         self._ended = False
 
@@ -98,8 +98,8 @@ class Asking:
         self._begun_s = time.monotonic()
         failures: dict[str, KVStoreError] = {}
         for address in (self.client.address, *self.others):
-            client = self.client if not self.asked else self.client.beside(address)
-            self.asked.append(address)
+            client = self.client if not self.engines else self.client.connect_to(address)
+            self.engines.append(address)
             try:
                 yield from self._from(client)
                 return
@@ -115,14 +115,14 @@ class Asking:
                 if client is not self.client:
                     client.close()
         said = "; ".join(f"{address}: {error}" for address, error in failures.items())
-        raise NodeUnavailable(f"no engine is left to continue after {len(self._drawn)} tokens ({said})")
+        raise NodeUnavailable(f"no engine is left to continue after {len(self._ids)} tokens ({said})")
 
-    def _from(self, client: Asked) -> Iterator[Token | Finished]:
+    def _from(self, client: AnsweringEngine) -> Iterator[Token | Finished]:
         request = self.request
         left_s = self._begun_s + request.deadline_s - time.monotonic()
         if left_s <= 0:
             raise DeadlineExceeded(f"no whole answer within {request.deadline_s:g} s")
-        if 0 < request.sampling.max_tokens <= len(self._drawn):  # only the end was lost
+        if 0 < request.sampling.max_tokens <= len(self._ids):  # only the end was lost
             yield Finished("length", self._resumed(Usage(prompt_tokens=len(request.tokens))))
             return
         for reply in client.replies(self._message(left_s), left_s):
@@ -136,14 +136,14 @@ class Asking:
                         yield event
                     case Finished():
                         self._ended = True
-                        yield replace(event, usage=self._resumed(event.usage)) if len(self.asked) > 1 else event
+                        yield replace(event, usage=self._resumed(event.usage)) if len(self.engines) > 1 else event
         if not self._ended:
             raise NodeUnavailable(f"{client.address} closed the stream before the end of the answer")
 
     def _message(self, left_s: float) -> pb.SubmitRequest:
         """The message to send now. Raises InvalidRequest if the request does not fit into a message."""
-        tokens = np.append(self.request.tokens, np.array(self._drawn, np.uint32))
-        now = replace(self.request, tokens=tokens, generated=len(self._drawn), deadline_s=left_s)
+        tokens = np.append(self.request.tokens, np.array(self._ids, np.uint32))
+        now = replace(self.request, tokens=tokens, generated=len(self._ids), deadline_s=left_s)
         try:
             return submit_request(now)
         except (TypeError, ValueError) as error:
@@ -151,17 +151,17 @@ class Asking:
 
     def _count(self, token: Token) -> None:
         now_s = time.monotonic()
-        if not self._drawn:
+        if not self._ids:
             self._first_s = now_s
-        elif len(self._drawn) == 1:
+        elif len(self._ids) == 1:
             self._second_s = now_s
-        self._drawn.append(token.id)
+        self._ids.append(token.id)
 
     def _resumed(self, usage: Usage) -> Usage:
         """The usage of the last engine, with times as measured here."""
         return replace(
             usage,
-            completion_tokens=len(self._drawn),
+            completion_tokens=len(self._ids),
             ttft_ms=1e3 * max(0.0, self._first_s - self._begun_s),
             gap_ms=1e3 * max(0.0, self._second_s - self._first_s),
         )

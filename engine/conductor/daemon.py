@@ -129,7 +129,7 @@ def _join(membership: Membership, config: ConductorConfig, server: ConductorServ
     )
 
     def changed() -> None:
-        server.conductor.members_told(membership.engines(), membership.nodes(), membership.clusters())
+        server.conductor.update_members(membership.engines(), membership.nodes(), membership.clusters())
 
     membership.start(mine, changed, on_final=life.fail)
     changed()

@@ -267,14 +267,14 @@ PrefillEvent = Admitted | Progress | Done | Failed
 
 
 @dataclass(frozen=True)
-class Routed:
+class AnswerRoute:
     """Where the request goes, and why: what ``kvstore route --explain`` prints."""
 
     document: dict[str, Any]
 
 
 @dataclass(frozen=True)
-class Drawn:
+class AnswerTokens:
     """More tokens of the answer. ``text``: the part that is certain by now, maybe empty. No ``ids``: they are not
     known.
     """
@@ -284,7 +284,7 @@ class Drawn:
 
 
 @dataclass(frozen=True)
-class Answered:
+class AnswerEnd:
     """The end. ``reason``: "stop", "eos", "length", "cancelled". ``text``: the rest that was held back."""
 
     reason: str
@@ -292,7 +292,7 @@ class Answered:
     usage: Usage
 
 
-AnswerPart = Routed | Drawn | Answered
+AnswerPart = AnswerRoute | AnswerTokens | AnswerEnd
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,7 @@ from engine.conductor.backends.link import BackendLink
 from engine.conductor.backends.settings import parse_backends
 from engine.conductor.shell.conductor import Conductor
 from engine.conductor.shell.engine_clients import EngineLink
-from engine.model.request import Drawn, Request, Sampling
+from engine.model.request import AnswerTokens, Request, Sampling
 from kvstore.errors import InvalidRequest, NodeUnavailable, Unavailable
 from tests.helpers.api import Certificates
 from tests.helpers.backend import MODEL, BackendProcess, continued, spawn_backend
@@ -228,7 +228,7 @@ def test_a_server_that_talks_nonsense_is_as_one_that_fails(machine: Machine) -> 
             backend.tell(traits={"status": 200, "raw": ""} | traits)
             with pytest.raises(Unavailable, match=why):
                 async for part in link.answer(request):
-                    assert isinstance(part, Drawn)
+                    assert isinstance(part, AnswerTokens)
         backend.tell(traits={"status": 200, "raw": ""})
         assert len([part async for part in link.answer(request)]) == 5
         await link.retire()

@@ -10,7 +10,7 @@ import pytest
 
 from engine.conductor.state.candidates import EGRESS_BURST_S, Priors
 from engine.model.request import Role
-from tests.helpers.fleet import KV_BYTES, LAYOUT, PAGE, STEP_S, TOKENS_PER_S, World, pages_of, wish, world
+from tests.helpers.fleet import KV_BYTES, LAYOUT, PAGE, STEP_S, TOKENS_PER_S, World, arrival, pages_of, world
 
 LINEAR = Priors(prefill_tokens_per_s=TOKENS_PER_S, prefill_fixed_s=0.0, context_even=1e12, step_each=0.0)
 
@@ -30,11 +30,11 @@ class Load:
         """So many seconds of it; the requests' numbers."""
         draw, end_s, numbers = random.Random(seed), made.now_s + seconds, []
         while made.now_s < end_s:
-            number, pages = len(made.wishes), self.long if draw.random() < self.share else self.short
+            number, pages = len(made.arrivals), self.long if draw.random() < self.share else self.short
             numbers.append(number)
             self.came[number] = made.now_s
             prompt = pages_of(*range(10_000 * number, 10_000 * number + pages))
-            made.arrive(wish(number, prompt, answer=self.answer, first_token_s=self.wanted_s))
+            made.arrive(arrival(number, prompt, answer=self.answer, first_token_s=self.wanted_s))
             made.run(made.now_s + draw.expovariate(self.per_s))
         return numbers
 
@@ -75,7 +75,7 @@ def test_long_prompts_go_to_another_cluster(seed: int) -> None:
     away = {send.number for _, send in made.sends if send.route.computing.engine.about.name == "far"}
     shares = []
     for pages in (SHORT, LONG):
-        those = {number for number, one in made.wishes.items() if len(one.pages[LAYOUT]) == pages}
+        those = {number for number, one in made.arrivals.items() if len(one.pages[LAYOUT]) == pages}
         shares.append(len(those & away) / len(those))
     assert shares[1] >= 0.5 and shares[0] <= 0.2, shares
     far = made.engines["far"]

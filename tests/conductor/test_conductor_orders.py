@@ -9,7 +9,7 @@ from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.engine_table import LoadReport
 from engine.model.request import Role
-from tests.helpers.fleet import NVME, PAGE, STEP_S, World, engines_of, pages_of, wish, world
+from tests.helpers.fleet import NVME, PAGE, STEP_S, World, arrival, engines_of, pages_of, world
 
 
 def test_engines_that_are_silent_are_better_than_none() -> None:
@@ -19,7 +19,7 @@ def test_engines_that_are_silent_are_better_than_none() -> None:
         for name in made.engines:
             made.tell(ev.ReportAsked(made.now_s, name))
             made.tell(ev.Silent(made.now_s, name))
-        made.arrive(wish(number, pages_of(number)))
+        made.arrive(arrival(number, pages_of(number)))
         made.run(made.now_s + 0.5)
     made.settle()
     assert len(made.done) == 30 and not made.refused
@@ -34,7 +34,7 @@ def test_an_engine_that_fails_again_is_avoided_longer() -> None:
             report = LoadReport(role=Role.BOTH)
             made.tell(ev.ReportAsked(made.now_s, name))
             made.tell(ev.Reported(made.now_s, name, report))
-        made.arrive(wish(number, pages_of(*range(100 * number, 100 * number + 20))))
+        made.arrive(arrival(number, pages_of(*range(100 * number, 100 * number + 20))))
         made.run(made.now_s + 0.6)
     made.settle()
     assert len(made.done) == 100 and engines_of(made).count("e1") <= 8
@@ -44,13 +44,13 @@ def test_one_that_meets_what_is_wanted_goes_before_one_that_is_done_sooner() -> 
     """A warm engine would have the whole answer sooner, and its first token too late."""
     made = world(1, split="never")
     for number in range(6):
-        made.arrive(wish(number, pages_of(*range(100 * number, 100 * number + 60)), answer=2000))
+        made.arrive(arrival(number, pages_of(*range(100 * number, 100 * number + 60)), answer=2000))
     made.add("e1")
     for name, step_s in (("e0", STEP_S), ("e1", 5 * STEP_S)):
         made.tell(ev.ReportAsked(0.0, name))
         made.tell(ev.Reported(0.0, name, LoadReport(role=Role.BOTH, running=6 if name == "e0" else 0, step_s=step_s)))
-    slow = wish(50, pages_of(*range(900, 930)), answer=2000)
-    quick = wish(51, pages_of(*range(900, 930)), answer=2000, first_token_s=1.0)
+    slow = arrival(50, pages_of(*range(900, 930)), answer=2000)
+    quick = arrival(51, pages_of(*range(900, 930)), answer=2000, first_token_s=1.0)
     chosen = [made.explain(each)["chosen"] for each in (slow, quick)]
     assert [each["answers"] for each in chosen] == ["e0", "e1"], chosen  # type: ignore[index]
     assert chosen[1]["first_token_s"] < 1.0 < chosen[0]["first_token_s"]  # type: ignore[index]
@@ -63,7 +63,7 @@ def test_a_decision_explains_itself() -> None:
     made.holds("e1", pages)
     made.add("small", context_max=100)
     made.tell(ev.Broke(made.now_s, 999, "e2", 0))
-    asked = wish(2, np.concatenate([pages, pages_of(99)]))
+    asked = arrival(2, np.concatenate([pages, pages_of(99)]))
     first = made.explain(asked)
     assert first == made.explain(asked)
     rows = {row["engine"]: row for row in first["candidates"]}  # type: ignore[attr-defined]
@@ -81,7 +81,7 @@ def test_a_decision_explains_itself() -> None:
     chosen = first["chosen"]
     assert chosen["computes"] == route.computing.engine.about.name  # type: ignore[index]
     assert chosen["total_s"] == pytest.approx(route.total_s, abs=1e-5)  # type: ignore[index]
-    nobody = made.explain(wish(3, pages_of(1), model="other"))  # type: ignore[arg-type]
+    nobody = made.explain(arrival(3, pages_of(1), model="other"))  # type: ignore[arg-type]
     assert "'other'" in str(nobody["outcome"]) and not nobody["candidates"]
     made.settle()
 
@@ -89,11 +89,11 @@ def test_a_decision_explains_itself() -> None:
 def _crowd(leads: bool, **rules: object) -> World:
     """Prompts with one beginning, more than the engine that has it can take, and nothing to pull it with."""
     made = world(3, **rules)
-    made.tell(ev.LeadershipTold(0.0, leads))
+    made.tell(ev.LeadershipChanged(0.0, leads))
     shared = pages_of(*range(100))
     made.holds("e0", shared)
     for number in range(40):
-        made.arrive(wish(number, np.concatenate([shared, pages_of(*range(500 + 20 * number, 515 + 20 * number))])))
+        made.arrive(arrival(number, np.concatenate([shared, pages_of(*range(500 + 20 * number, 515 + 20 * number))])))
         made.run(made.now_s + 0.02)
     made.settle()
     assert len(made.done) == 40
@@ -124,13 +124,13 @@ def test_orders_keep_to_their_budget() -> None:
 
 def test_what_a_waiting_request_needs_comes_from_nvme_meanwhile() -> None:
     made = world(1, window_s=0.2)
-    made.tell(ev.LeadershipTold(0.0, True))
+    made.tell(ev.LeadershipChanged(0.0, True))
     pages = pages_of(*range(30))
     made.holds("e0", pages[:10])
     made.holds("e0", pages[10:], NVME)
     for number in range(3):
-        made.arrive(wish(number, pages_of(*range(100 * number + 1000, 100 * number + 1060))))
-    made.arrive(wish(9, pages))
+        made.arrive(arrival(number, pages_of(*range(100 * number + 1000, 100 * number + 1060))))
+    made.arrive(arrival(9, pages))
     (order,) = made.orders
     assert isinstance(order, do.PrefetchPrefix) and (order.number, order.node, order.pages) == (9, "node-e0", 30)
     assert order.size == 20 * PAGE * (1 << 17)

@@ -14,15 +14,15 @@ from engine.conductor.state.conductor_state import ATTEMPTS_MAX
 from engine.conductor.state.engine_table import AVOID_S, EngineWork, LoadReport
 from engine.conductor.state.policies import POLICIES
 from engine.model.request import Role
-from tests.helpers.fleet import PAGE, engines_of, pages_of, wish, world
+from tests.helpers.fleet import PAGE, arrival, engines_of, pages_of, world
 
 
 def test_a_prompt_goes_where_most_of_it_is() -> None:
     made = world(4)
     pages = pages_of(*range(40))
-    made.arrive(wish(1, pages))
+    made.arrive(arrival(1, pages))
     made.settle()
-    made.arrive(wish(2, np.concatenate([pages, pages_of(99)])))
+    made.arrive(arrival(2, np.concatenate([pages, pages_of(99)])))
     assert made.sends[1][1].route.computing.engine is made.sends[0][1].route.computing.engine
     assert made.sends[1][1].route.computing.cached == 40 * PAGE
     made.settle()
@@ -31,12 +31,12 @@ def test_a_prompt_goes_where_most_of_it_is() -> None:
 def test_a_busy_engine_gives_its_prefix_to_an_idle_one() -> None:
     made = world(2)
     pages = pages_of(*range(100))
-    made.arrive(wish(1, pages))
+    made.arrive(arrival(1, pages))
     made.settle()
     (warm,) = engines_of(made)
     for number in range(2, 30):  # what has nothing in common, until the warm one is busy
-        made.arrive(wish(number, pages_of(*range(1000 * number, 1000 * number + 100))))
-    made.arrive(wish(50, np.concatenate([pages, pages_of(7)])))
+        made.arrive(arrival(number, pages_of(*range(1000 * number, 1000 * number + 100))))
+    made.arrive(arrival(50, np.concatenate([pages, pages_of(7)])))
     made.settle()
     route = next(send.route for _, send in made.sends if send.number == 50)
     assert route.computing.engine.about.name == warm or route.computing.donor == f"node-{warm}"
@@ -48,7 +48,7 @@ def test_a_burst_of_equal_prompts() -> None:
     made = world(8)
     pages = pages_of(*range(200))
     for number in range(1000):
-        made.arrive(wish(number, np.concatenate([pages, pages_of(number + 10_000)]), answer=100))
+        made.arrive(arrival(number, np.concatenate([pages, pages_of(number + 10_000)]), answer=100))
         made.run(made.now_s + 0.002)
     made.settle()
     share = Counter(engines_of(made))
@@ -60,10 +60,10 @@ def test_a_prompt_is_handed_over_where_that_is_sooner() -> None:
     """Long prompts would hold up answers that run: another engine computes them. Short ones stay."""
     made = world(roles="pb")
     for number in range(20):
-        made.arrive(wish(number, pages_of(number), answer=400))
+        made.arrive(arrival(number, pages_of(number), answer=400))
     made.run(made.now_s + 1.0)
-    made.arrive(wish(100, pages_of(*range(500, 600)), answer=400))
-    made.arrive(wish(101, pages_of(), answer=400, more=5))
+    made.arrive(arrival(100, pages_of(*range(500, 600)), answer=400))
+    made.arrive(arrival(101, pages_of(), answer=400, more=5))
     made.settle()
     by_number = {send.number: send.route for _, send in made.sends}
     assert not by_number[100].local and by_number[100].answering.engine.about.name == "e1"
@@ -74,24 +74,24 @@ def test_refused_early_by_what_is_predicted() -> None:
     """An overloaded fleet says so at once, with the time after which it would do; room means that nobody is refused."""
     made = world(2, first_token_s=1.0)
     for number in range(40):
-        made.arrive(wish(number, pages_of(*range(100 * number, 100 * number + 60))))
+        made.arrive(arrival(number, pages_of(*range(100 * number, 100 * number + 60))))
     assert made.refused and all(one.retry_s and one.retry_s > 0 for one in made.refused.values())
     made.settle()
     late = [made.first[number] for number in made.done]
     assert max(late) < 2.0, "who was taken did not wait much longer than it wanted"
-    made.arrive(wish(100, pages_of(1, 2, 3)))
+    made.arrive(arrival(100, pages_of(1, 2, 3)))
     assert 100 not in made.refused
     made.settle()
 
 
 def test_nobody_can_answer() -> None:
     made = world()
-    made.arrive(wish(1, pages_of(1)))
+    made.arrive(arrival(1, pages_of(1)))
     assert made.refused[1].retry_s == 1.0 and "no engine" in made.refused[1].why
     made.add("e0", context_max=100)
-    made.arrive(wish(2, pages_of(1, 2)))
+    made.arrive(arrival(2, pages_of(1, 2)))
     assert made.refused[2].retry_s is None and "holds" in made.refused[2].why
-    made.arrive(wish(3, pages_of(1), model="other"))  # type: ignore[arg-type]
+    made.arrive(arrival(3, pages_of(1), model="other"))  # type: ignore[arg-type]
     assert made.refused[3].retry_s is None and "'other'" in made.refused[3].why
 
 
@@ -100,7 +100,7 @@ def test_nobody_waits_while_an_engine_has_room(policy: str) -> None:
     """A policy that looks at no load draws an engine, and goes on to another one where that has no room."""
     made = world(3, policy=policy, window_s=0.5)
     for number in range(24):
-        made.arrive(wish(number, pages_of(*range(1000 * number, 1000 * number + 10 + 7 * (number % 5)))))
+        made.arrive(arrival(number, pages_of(*range(1000 * number, 1000 * number + 10 + 7 * (number % 5)))))
         if any(len(queue) for queue in made.state.queues.values()):
             waits_s = [
                 engine.first_done_s + engine.behind_s - made.now_s for engine in made.state.fleet.engines.values()
@@ -113,13 +113,13 @@ def test_nobody_waits_while_an_engine_has_room(policy: str) -> None:
 def test_a_flood_of_one_tenant() -> None:
     """Costs another one what is under way, not what waits."""
     alone = world(2)
-    alone.arrive(wish(0, pages_of(*range(30)), tenant="quiet"))
+    alone.arrive(arrival(0, pages_of(*range(30)), tenant="quiet"))
     alone.settle()
     made = world(2, window_s=0.5)
     for number in range(1, 200):
-        made.arrive(wish(number, pages_of(*range(100 * number, 100 * number + 30)), tenant="flood", priority=9))  # type: ignore[arg-type]
+        made.arrive(arrival(number, pages_of(*range(100 * number, 100 * number + 30)), tenant="flood", priority=9))  # type: ignore[arg-type]
     came_s = made.now_s
-    made.arrive(wish(0, pages_of(*range(30)), tenant="quiet"))
+    made.arrive(arrival(0, pages_of(*range(30)), tenant="quiet"))
     made.settle()
     waited_s = made.first[0] - came_s - alone.first[0]
     assert waited_s < 1.5, waited_s
@@ -129,7 +129,7 @@ def test_a_flood_of_one_tenant() -> None:
 def test_priorities_order_a_tenants_own() -> None:
     made = world(1, window_s=0.1)
     for number in range(20):
-        made.arrive(wish(number, pages_of(*range(100 * number, 100 * number + 30)), priority=number % 2))  # type: ignore[arg-type]
+        made.arrive(arrival(number, pages_of(*range(100 * number, 100 * number + 30)), priority=number % 2))  # type: ignore[arg-type]
     made.settle()
     order = [send.number for _, send in made.sends]
     first = [number for number in order[3:] if number % 2]
@@ -139,9 +139,9 @@ def test_priorities_order_a_tenants_own() -> None:
 def test_what_waits_is_bounded() -> None:
     made = world(1, window_s=0.1, queue_bytes=4 * 64 * 40 * 20)
     for number in range(40):
-        made.arrive(wish(number, pages_of(*range(100 * number, 100 * number + 40)), tenant="flood"))
+        made.arrive(arrival(number, pages_of(*range(100 * number, 100 * number + 40)), tenant="flood"))
     assert len(made.refused) > 10 and all("bytes" in one.why for one in made.refused.values())
-    made.arrive(wish(100, pages_of(1, 2), tenant="quiet"))
+    made.arrive(arrival(100, pages_of(1, 2), tenant="quiet"))
     assert 100 not in made.refused, "half of the room is nobody's alone"
     made.settle()
     assert len(made.done) + len(made.refused) == 41
@@ -163,7 +163,7 @@ def test_a_request_that_breaks_every_engine_is_given_up() -> None:
     made = world(8)
     for sim in made.engines.values():
         sim.up = False
-    made.arrive(wish(1, pages_of(1)))
+    made.arrive(arrival(1, pages_of(1)))
     made.settle()
     assert made.given_up == [1] and len(set(engines_of(made))) == ATTEMPTS_MAX
 
@@ -173,7 +173,7 @@ def test_a_late_report_hides_nothing() -> None:
     made = world(2)
     made.ask(late_s=10.0)
     for number in range(20):
-        made.arrive(wish(number, pages_of(*range(100 * number, 100 * number + 20)), answer=2000))
+        made.arrive(arrival(number, pages_of(*range(100 * number, 100 * number + 20)), answer=2000))
     assert abs(Counter(engines_of(made))["e0"] - 10) <= 1
     made.run(11.0)
     assert all(not engine.others_running for engine in made.state.fleet.engines.values())
@@ -200,10 +200,10 @@ def test_roles_follow_the_work() -> None:
     made.lead()
 
     def load(seconds: float, pages: int, answer: int) -> int:
-        end_s, number = made.now_s + seconds, len(made.wishes)
+        end_s, number = made.now_s + seconds, len(made.arrivals)
         while made.now_s < end_s:
             number += 1
-            made.arrive(wish(number, pages_of(*range(1000 * number, 1000 * number + pages)), answer=answer))
+            made.arrive(arrival(number, pages_of(*range(1000 * number, 1000 * number + pages)), answer=answer))
             made.run(made.now_s + 0.25)
         return sum(sim.role is Role.PREFILL for sim in made.engines.values())
 
@@ -227,7 +227,7 @@ def test_no_request_is_lost_whatever_engines_do(policy: str, seed: int) -> None:
     for number in range(150):
         text = draw.choice(texts)
         pages = pages_of(*text[: draw.randrange(len(text) + 1)], 5000 + number)
-        made.arrive(wish(number, pages, tenant=draw.choice("abc"), answer=draw.randrange(1, 200)))
+        made.arrive(arrival(number, pages, tenant=draw.choice("abc"), answer=draw.randrange(1, 200)))
         match draw.randrange(12):
             case 0:
                 sim = draw.choice([*made.engines.values()])
@@ -262,7 +262,7 @@ def test_answers_that_are_late_still_take_room() -> None:
     for number in range(5):
         made.state.fleet.add(name, EngineWork(1000 + number, 0.0, 100, 0.0, True, ends_s=1.0))
     for now_s in (0.5, 5.0):
-        options = made.options(wish(7, pages_of(1, 2)), now_s)
-        assert options is not None
-        batches = dict(zip((each.about.name for each in options.engines), options.batch.tolist(), strict=True))
+        candidates = made.candidates(arrival(7, pages_of(1, 2)), now_s)
+        assert candidates is not None
+        batches = dict(zip((each.about.name for each in candidates.engines), candidates.batch.tolist(), strict=True))
         assert batches[name] == 6, batches

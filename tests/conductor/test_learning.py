@@ -19,9 +19,9 @@ from engine.conductor.shell.open_answer import OpenAnswer
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.engine_table import LoadReport
-from engine.model.request import Drawn, Finished, Request, Role, Usage
+from engine.model.request import AnswerTokens, Finished, Request, Role, Usage
 from kvstore.errors import InvalidRequest
-from tests.helpers.fleet import PAGE, STEP_S, TOKENS_PER_S, engines_of, pages_of, wish, world
+from tests.helpers.fleet import PAGE, STEP_S, TOKENS_PER_S, arrival, engines_of, pages_of, world
 
 TOKENS = 40 * PAGE + 1
 WHOLE = Usage(prompt_tokens=TOKENS, computed_tokens=TOKENS, ttft_ms=20000.0, prefill_ms=9000.0)
@@ -44,8 +44,8 @@ class Heard:
     def barred(self, request: Request, begun: bool) -> dict[str, InvalidRequest]:
         return {}
 
-    async def answer(self, request: Request) -> AsyncGenerator[Drawn | Finished]:
-        yield Drawn((5,), "")
+    async def answer(self, request: Request) -> AsyncGenerator[AnswerTokens | Finished]:
+        yield AnswerTokens((5,), "")
         yield Finished("length", self._usage, "")
 
 
@@ -55,7 +55,7 @@ def ended(send: do.Send, usage: Usage) -> ev.Ended:
 
     async def answer() -> None:
         open_answer = OpenAnswer(heard, Request(id="r", model="m", tokens=np.zeros(TOKENS, np.uint32)), send.number, {})
-        open_answer.told(send)
+        open_answer.deliver(send)
         async for _ in open_answer.parts():
             pass
 
@@ -67,7 +67,7 @@ def ended(send: do.Send, usage: Usage) -> ev.Ended:
 
 def test_a_slow_engine_is_known_by_its_answers() -> None:
     made = world(1)
-    made.arrive(wish(1, pages_of(*range(40))))
+    made.arrive(arrival(1, pages_of(*range(40))))
     ((_, send),) = made.sends
     last = ended(send, WHOLE)
     assert (last.cached, last.prefill_s) == (0, 9.0)
@@ -78,7 +78,7 @@ def test_a_slow_engine_is_known_by_its_answers() -> None:
 
 def test_a_hand_off_teaches_of_the_engine_that_computed() -> None:
     made = world(roles="pd", split="always")
-    made.arrive(wish(1, pages_of(*range(40))))
+    made.arrive(arrival(1, pages_of(*range(40))))
     ((_, send),) = made.sends
     assert (send.route.computing.engine.about.name, send.route.answering.engine.about.name) == ("e0", "e1")
     there = replace(WHOLE, computed_tokens=0, prefill_engine="e0", prefill_cached_tokens={"dram": PAGE})
@@ -101,7 +101,7 @@ def test_a_hand_off_teaches_of_the_engine_that_computed() -> None:
 )
 def test_what_does_not_add_up_teaches_nothing(usage: Usage) -> None:
     made = world(1)
-    made.arrive(wish(1, pages_of(*range(40))))
+    made.arrive(arrival(1, pages_of(*range(40))))
     assert ended(made.sends[0][1], usage).prefill_s == 0.0
 
 
@@ -120,7 +120,7 @@ def noisy(seed: int, slow: str = "") -> Counter[str]:
             report = LoadReport(role=Role.BOTH, prefill_tokens_per_s=TOKENS_PER_S * factor, step_s=STEP_S / factor)
             made.tell(ev.ReportAsked(made.now_s, name))
             made.tell(ev.Reported(made.now_s, name, report))
-        made.arrive(wish(number, pages_of(*range(1000 * number, 1000 * number + 40))))
+        made.arrive(arrival(number, pages_of(*range(1000 * number, 1000 * number + 40))))
         made.settle()
     assert any(engine.scale != 1.0 for engine in made.state.fleet.engines.values()), "they learn"
     return Counter(engines_of(made))
@@ -142,13 +142,13 @@ def test_an_engine_that_has_reported_nothing_is_believed_to_be_as_fast_as_the_ot
         made.tell(ev.Reported(made.now_s, name, report))
     made.add("e2", Role.BOTH)
     for number in range(3):
-        made.arrive(wish(number, pages_of(*range(1000 * number, 1000 * number + 40))))
+        made.arrive(arrival(number, pages_of(*range(1000 * number, 1000 * number + 40))))
     assert {send.route.answering.engine.about.name for _, send in made.sends} == {"e0", "e1", "e2"}
 
 
 def test_hand_offs_that_come_later_than_predicted_are_avoided_and_tried_again() -> None:
     made = world(roles="pd")
-    costs, asked = made.state.costs, wish(1, pages_of(*range(40)))
+    costs, asked = made.state.costs, arrival(1, pages_of(*range(40)))
 
     def tail_s() -> float:
         told: Any = made.explain(asked)["candidates"]
@@ -158,12 +158,14 @@ def test_hand_offs_that_come_later_than_predicted_are_avoided_and_tried_again() 
 
     before = tail_s()
     for _ in range(80):
-        costs.began(local=False, late_s=0.5 - costs.handoff_s)  # late by half a second, of which so much is predicted
-        costs.began(local=True, late_s=0.1)
+        costs.add_first_token(
+            local=False, late_s=0.5 - costs.handoff_s
+        )  # late by half a second, of which so much is predicted
+        costs.add_first_token(local=True, late_s=0.1)
     assert 0.3 < tail_s() - before < 0.5, "what both are late by is no hand-off's"
     for _ in range(1000):
-        costs.began(local=True, late_s=0.1)
+        costs.add_first_token(local=True, late_s=0.1)
     assert tail_s() - before < 0.1, "it is forgotten"
     for late_s in (-1e9, 1e9):
-        costs.began(local=False, late_s=late_s)
+        costs.add_first_token(local=False, late_s=late_s)
     assert before <= tail_s() <= before + 1, "one request says little"

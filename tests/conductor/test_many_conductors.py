@@ -15,7 +15,7 @@ from engine.model.request import NO_ORDER, REVISION_MAX, Role, RoleOrder
 from engine.state.admission import Door
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from tests.helpers import fleet
-from tests.helpers.fleet import TTL_S, World, pages_of, wish, world
+from tests.helpers.fleet import TTL_S, World, arrival, pages_of, world
 
 PER_S, SWING_S = 12.0, 10.0  # requests; how long one mix of work lasts
 CALM_S, FAULTS_S = 10.0, 30.0
@@ -40,10 +40,10 @@ def swinging(made: World, seconds: float, draw: random.Random) -> None:
     """Requests for long prompts and for long answers by turns, each to a conductor by chance."""
     end_s = made.now_s + seconds
     while made.now_s < end_s:
-        number, prompts = len(made.wishes), made.now_s // SWING_S % 2
+        number, prompts = len(made.arrivals), made.now_s // SWING_S % 2
         pages, answer = (60, 20) if prompts else (6, 250)
         prompt = pages_of(*range(10_000 * number, 10_000 * number + pages))
-        made.arrive(wish(number, prompt, answer=answer), draw.choice(made.seats))
+        made.arrive(arrival(number, prompt, answer=answer), draw.choice(made.seats))
         made.run(made.now_s + draw.expovariate(PER_S))
 
 
@@ -98,7 +98,7 @@ def test_no_request_is_refused_for_a_role_that_its_conductor_could_have_known(co
     assert made.role_refusals, "reports were under way when roles changed"
     assert len({it.order.revision for _, it in made.roles}) > 1, "leaders changed, and gave orders"
     assert all(min(prompts, answers) >= FLOOR for _, prompts, answers in made.splits), made.splits
-    assert len(made.done) + len(made.given_up) == len(made.wishes) and not made.refused
+    assert len(made.done) + len(made.given_up) == len(made.arrivals) and not made.refused
     for seat in made.seats:  # they agree once all is calm
         for name, engine in made.engines.items():
             assert seat.state.fleet.engines[name].role is engine.role
@@ -124,7 +124,7 @@ def report(made: World, name: str, role: Role, order: RoleOrder = NO_ORDER, aske
 def send(made: World, number: int) -> str:
     """Where a short request is sent; "": it waits."""
     sent = len(made.sends)
-    made.arrive(wish(number, pages_of(1000 + number)))
+    made.arrive(arrival(number, pages_of(1000 + number)))
     return made.sends[-1][1].route.answering.engine.about.name if len(made.sends) > sent else ""
 
 
@@ -140,14 +140,14 @@ def test_an_engine_that_refuses_for_its_role_is_asked_again_and_not_barred() -> 
     assert made.sends[-1][1].number == made.role_refusals[0].number, "it went to the other one at once"
     report(made, "e0", Role.BOTH, asked=False)  # what it was before
     assert {send(made, next(numbers)) for _ in range(4)} == {"e1"}
-    explained = made.explain(wish(99, pages_of(1)))
+    explained = made.explain(arrival(99, pages_of(1)))
     (out,) = explained["left_out"]  # type: ignore[misc]
     assert out["engine"] == "e0" and "refused a request for its role" in out["why"]
     made.engines["e0"].door.set_role(Role.BOTH, None)
     report(made, "e0", Role.BOTH)
     assert made.now_s < AVOID_S and "e0" in {send(made, next(numbers)) for _ in range(6)}
     made.settle()
-    assert len(made.role_refusals) == 1 and len(made.done) == len(made.wishes)
+    assert len(made.role_refusals) == 1 and len(made.done) == len(made.arrivals)
 
 
 def test_a_request_that_every_engine_refuses_waits_for_a_report() -> None:
@@ -168,9 +168,9 @@ def test_a_request_that_was_kept_for_an_engine_goes_elsewhere_when_its_role_chan
     """The engine is about to have its prefix, and does other work by then."""
     made = world(2, policy="longest-prefix")
     pages = pages_of(*range(200))
-    made.arrive(wish(0, pages))
+    made.arrive(arrival(0, pages))
     (first,) = (send.route.answering.engine.about.name for _, send in made.sends)
-    made.arrive(wish(1, pages_of(*range(200), 7)))
+    made.arrive(arrival(1, pages_of(*range(200), 7)))
     assert len(made.sends) == 1 and made.state.requests[1].route is not None, "it is kept"
     made.engines[first].door.set_role(Role.PREFILL, None)
     report(made, first, Role.PREFILL)
@@ -184,7 +184,7 @@ def test_a_request_that_was_kept_for_an_engine_goes_elsewhere_when_its_role_chan
 def leader(roles: str, revision: int = 1, floor: int = 1) -> World:
     """A conductor that has led for long enough, and knows its engines."""
     made = world(roles=roles, roles_floor=floor)
-    made.tell(ev.LeadershipTold(0.0, True, revision))
+    made.tell(ev.LeadershipChanged(0.0, True, revision))
     return made
 
 
@@ -204,7 +204,7 @@ def test_a_role_below_its_floor_is_filled_by_the_leader_alone() -> None:
     (order,) = ticked(made, KNOWN_S)
     assert (order.role, order.order) == (Role.PREFILL, RoleOrder(7, 1))
     made = leader("ddd")
-    made.tell(ev.LeadershipTold(0.0, False))
+    made.tell(ev.LeadershipChanged(0.0, False))
     assert not any(ticked(made, 1.0) for _ in range(20))
 
 
@@ -243,7 +243,7 @@ def test_a_leader_goes_on_where_revisions_have_begun_anew() -> None:
     made.set_role(order.engine, order.role, order.order)
     made.tell(ev.RoleAnswered(made.now_s, order.engine))
     assert not ticked(made, CHANGE_S), "its own orders are no news"
-    made.tell(ev.LeadershipTold(made.now_s, True, REVISION_MAX))
+    made.tell(ev.LeadershipChanged(made.now_s, True, REVISION_MAX))
     assert not ticked(made, CHANGE_S)
 
 

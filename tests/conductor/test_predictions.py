@@ -8,19 +8,19 @@ import numpy as np
 import pytest
 
 from engine.conductor.state import events as ev
-from engine.conductor.state.candidates import Options
+from engine.conductor.state.candidates import Candidates
 from engine.conductor.state.conductor_state import ConductorRules
 from engine.conductor.state.engine_table import EngineWork, FleetEngine, LoadReport
 from engine.model.request import Role
-from tests.helpers.fleet import PAGE, World, about, engines_of, pages_of, wish, world
+from tests.helpers.fleet import PAGE, World, about, arrival, engines_of, pages_of, world
 from tests.helpers.stepped import SteppedFleet
 
 FIRST_TOKEN_S, TOKEN_S = 2.0, 0.15
 SEEDS = 3
 
 
-def options_of(made: World, number: int, **how: object) -> Options:
-    found = made.options(wish(number, pages_of(number), **how))  # type: ignore[arg-type]
+def options_of(made: World, number: int, **how: object) -> Candidates:
+    found = made.candidates(arrival(number, pages_of(number), **how))  # type: ignore[arg-type]
     assert found is not None
     return found
 
@@ -30,14 +30,14 @@ def test_prompts_behind_a_late_one_are_still_waited_for() -> None:
     for number in range(3):
         engine.add(EngineWork(number, 1.0, 10, 0.0, True, 9.0))
     assert (engine.first_done_s, engine.behind_s) == (1.0, 2.0)
-    engine.computed(engine.works[0], 5.0, 9.0)  # it was predicted for 1.0
+    engine.mark_computed(engine.works[0], 5.0, 9.0)  # it was predicted for 1.0
     assert (engine.first_done_s, engine.behind_s) == (6.0, 1.0)
 
 
 def test_a_first_prompt_that_is_overdue_leaves_those_behind_it_to_wait_for() -> None:
     made = world(1)
     for number in range(3):
-        made.arrive(wish(number, pages_of(*range(100 * number, 100 * number + 50))))
+        made.arrive(arrival(number, pages_of(*range(100 * number, 100 * number + 50))))
     prompt_s = made.state.fleet.engines["e0"].first_done_s
     made.now_s = 10 * prompt_s
     assert options_of(made, 9).wait_s[0] == pytest.approx(2 * prompt_s, rel=0.1)
@@ -62,7 +62,7 @@ def test_a_full_batch_is_waited_for() -> None:
     made = world()
     made.add("e0", batch_max=2)
     for number in range(2):
-        made.arrive(wish(number, pages_of(number), answer=200))
+        made.arrive(arrival(number, pages_of(number), answer=200))
     first_end_s = made.state.fleet.engines["e0"].ends[0]
     assert first_end_s - made.now_s > 1.0
     assert options_of(made, 9).wait_s[0] == pytest.approx(first_end_s - made.now_s)
@@ -74,7 +74,7 @@ def test_requests_go_where_memory_is_free() -> None:
     made.add("e0", kv_tokens_max=700)
     made.add("e1", kv_tokens_max=700)
     for number in range(5):
-        made.arrive(wish(number, pages_of(number), answer=150, more=100))
+        made.arrive(arrival(number, pages_of(number), answer=150, more=100))
     sent = engines_of(made)
     assert (sent.count("e0"), sent.count("e1")) == (2, 2)
     ends_s = [made.state.fleet.engines[name].ends[0] for name in ("e0", "e1")]
@@ -90,11 +90,11 @@ def test_memory_that_others_hold_is_seen_in_reports() -> None:
     made.tell(ev.ReportAsked(0.0, "e0"))
     made.tell(ev.Reported(0.0, "e0", LoadReport(role=Role.BOTH, kv_tokens=900)))
     for number in range(4):
-        made.arrive(wish(number, pages_of(number), answer=20, more=100))
+        made.arrive(arrival(number, pages_of(number), answer=20, more=100))
     assert set(engines_of(made)) == {"e1"}
     made.tell(ev.ReportAsked(made.now_s, "e0"))
     made.tell(ev.Reported(made.now_s, "e0", LoadReport(role=Role.BOTH, kv_tokens=0)))
-    made.arrive(wish(9, pages_of(9), answer=20, more=100))
+    made.arrive(arrival(9, pages_of(9), answer=20, more=100))
     assert engines_of(made)[-1] == "e0"
     made.settle()
 

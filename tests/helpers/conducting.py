@@ -15,7 +15,7 @@ from engine.conductor.backends.settings import parse_backends
 from engine.conductor.config import ConductorConfig
 from engine.conductor.shell.conductor import Conductor
 from engine.conductor.shell.metrics import ConductorTally
-from engine.model.request import Answered, Drawn, Request, Routed, Sampling
+from engine.model.request import AnswerEnd, AnswerRoute, AnswerTokens, Request, Sampling
 from tests.helpers.processes import WAIT_S
 
 
@@ -51,17 +51,17 @@ class Collected:
     routes: list[dict[str, Any]] = field(default_factory=list)
     ids: list[int] = field(default_factory=list)
     text: str = ""
-    end: Answered | None = None
+    end: AnswerEnd | None = None
 
-    def add(self, part: Routed | Drawn | Answered) -> None:
+    def add(self, part: AnswerRoute | AnswerTokens | AnswerEnd) -> None:
         """One part more."""
         match part:
-            case Routed():
+            case AnswerRoute():
                 self.routes.append(part.document)
-            case Drawn():
+            case AnswerTokens():
                 self.ids += part.ids
                 self.text += part.text
-            case Answered():
+            case AnswerEnd():
                 self.end, self.text = part, self.text + part.text
 
     @property

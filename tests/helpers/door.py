@@ -17,7 +17,7 @@ import httpx2
 from engine.conductor.http.connection import PATIENCE, HttpPatience
 from engine.conductor.http.prompts import PromptMaker
 from engine.conductor.http.server import OpenAIServer, open_http
-from engine.model.request import Answered, AnswerPart, Drawn, Request, Routed, ServedModel, Usage
+from engine.model.request import AnswerEnd, AnswerPart, AnswerRoute, AnswerTokens, Request, ServedModel, Usage
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls
 from kvstore.server.http import Route
@@ -44,12 +44,12 @@ class InstantAnswers:
 
     async def answer(self, request: Request) -> AsyncGenerator[AnswerPart, None]:
         """See ``Conductor``."""
-        yield Routed(await self.explain(request))
+        yield AnswerRoute(await self.explain(request))
         count = request.sampling.max_tokens
         for index in range(count):
-            yield Drawn((index,), f" word{index}")
+            yield AnswerTokens((index,), f" word{index}")
         cached = len(request.tokens) // 2
-        yield Answered(
+        yield AnswerEnd(
             "length",
             "",
             Usage(prompt_tokens=len(request.tokens), completion_tokens=count, cached_tokens={"dram": cached}),
@@ -164,13 +164,13 @@ class DirectedAnswers(InstantAnswers):
                 await asyncio.sleep(3600)
             case "floods":
                 for index in range(1 << 20):
-                    yield Drawn((index,), BIG_TEXT)
+                    yield AnswerTokens((index,), BIG_TEXT)
             case "busy":
                 raise TooManyCalls("every engine has enough to do", 2.5)
             case "gone":
                 raise NodeUnavailable("no engine has that model now")
             case "breaks":
-                yield Drawn((1,), "so far")
+                yield AnswerTokens((1,), "so far")
                 raise NodeUnavailable("the last engine that had it has gone")
             case "bug":
                 raise AssertionError("our own bug, with a secret in it")

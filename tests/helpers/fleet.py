@@ -15,7 +15,7 @@ import numpy as np
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state import integrity
-from engine.conductor.state.candidates import Options
+from engine.conductor.state.candidates import Candidates
 from engine.conductor.state.conductor_state import ConductorRules, ConductorState
 from engine.conductor.state.engine_table import EngineAbout, LoadReport
 from engine.conductor.state.roles import ORDER_S
@@ -51,7 +51,7 @@ def pages_of(*parts: int) -> Fingerprints:
     return np.array(pages, np.uint64)
 
 
-def wish(
+def arrival(
     number: int, pages: Fingerprints, *, answer: int = 20, more: int = 10, tokens: int | None = None, **how: object
 ) -> ev.Arrived:
     """A request for the answer to these pages and ``more`` tokens, or to this many tokens in all."""
@@ -170,7 +170,7 @@ class World:
     splits: list[tuple[float, int, int]] = field(default_factory=list)  # engines of role prefill and decode, since when
     first: dict[int, float] = field(default_factory=dict)
     done: dict[int, float] = field(default_factory=dict)
-    wishes: dict[int, ev.Arrived] = field(default_factory=dict)
+    arrivals: dict[int, ev.Arrived] = field(default_factory=dict)
     orders: list[do.CopyPrefix | do.PrefetchPrefix] = field(default_factory=list)
     computed_pages: int = 0
 
@@ -282,7 +282,7 @@ class World:
                 seat.leads_until_s = self._leads_until_s = self.now_s + TTL_S
         if (leading := self.leading(seat)) != seat.led:
             seat.led = leading
-            self.tell(ev.LeadershipTold(self.now_s, leading is not None, leading or 0), seat)
+            self.tell(ev.LeadershipChanged(self.now_s, leading is not None, leading or 0), seat)
         self.tell(ev.Ticked(self.now_s), seat)
         self.after(TICK_S, lambda: self._tick(seat))
 
@@ -416,24 +416,24 @@ class World:
         if self._told % CHECKED_EVERY == 0 or (self._links is None and len(seat.state.requests) < FEW):
             integrity.check(seat.state)
 
-    def arrive(self, wish: ev.Arrived, seat: Seat | None = None) -> None:
+    def arrive(self, arrival: ev.Arrived, seat: Seat | None = None) -> None:
         """A request comes."""
-        self.wishes[wish.number] = wish
-        self.tell(replace(wish, now_s=self.now_s), seat)
+        self.arrivals[arrival.number] = arrival
+        self.tell(replace(arrival, now_s=self.now_s), seat)
 
-    def explain(self, wish: ev.Arrived) -> dict[str, object]:
+    def explain(self, arrival: ev.Arrived) -> dict[str, object]:
         """What would become of a request now."""
-        return self.state.explain(replace(wish, now_s=self.now_s))
+        return self.state.explain(replace(arrival, now_s=self.now_s))
 
-    def options(self, wish: ev.Arrived, now_s: float | None = None) -> Options | None:
+    def candidates(self, arrival: ev.Arrived, now_s: float | None = None) -> Candidates | None:
         """What could be done with a request now."""
-        limits = wish.request.first_token_s, wish.request.token_s
-        request = RoutedRequest(wish.number, wish.request, wish.pages, wish.barred, 0.0, *limits)
-        return self.state.options(request, self.now_s if now_s is None else now_s)
+        limits = arrival.request.first_token_s, arrival.request.token_s
+        request = RoutedRequest(arrival.number, arrival.request, arrival.pages, arrival.barred, 0.0, *limits)
+        return self.state.candidates(request, self.now_s if now_s is None else now_s)
 
     def _perform(self, seat: Seat, order: do.CopyPrefix | do.PrefetchPrefix) -> None:
         """A node does what it is told, as fast as memory allows."""
-        pages = self.wishes[order.number].pages[order.layout][: order.pages]
+        pages = self.arrivals[order.number].pages[order.layout][: order.pages]
 
         def done() -> None:
             self.holds(order.node.removeprefix("node-"), pages)
@@ -448,7 +448,7 @@ class World:
         told = Told(f"node-{name}", 1, engine.told, pages, np.full(len(pages), mark, np.uint8))
         engine.told += 1
         for seat in self.seats:
-            self.tell(ev.PagesTold(self.now_s, told), seat)
+            self.tell(ev.PagesReported(self.now_s, told), seat)
 
     # --- engines ----------------------------------------------------------------------------------------------------
 
@@ -546,7 +546,7 @@ class World:
             return
         self.first.setdefault(number, self.now_s)
         self.tell(ev.FirstToken(self.now_s, number), seat)
-        answer = self.wishes[number].request.sampling.max_tokens
+        answer = self.arrivals[number].request.sampling.max_tokens
         self.after(answer * STEP_S, lambda: self._answered(seat, number, attempt, answering, answer, cached, took_s))
 
     def _answered(

@@ -26,7 +26,7 @@ from engine.model.request import Role
 from engine.simulator.generate import QUICK_SESSIONS, conversations
 from kvstore.cluster.directory import Told
 from kvstore.model.prefix import Fingerprints
-from tests.helpers.fleet import about, pages_of, wish
+from tests.helpers.fleet import about, arrival, pages_of
 
 PAGE = 16
 CHUNK = 64
@@ -151,7 +151,7 @@ class SteppedFleet:
 
     def _arrive(self, number: int) -> None:
         _, tokens, pages, answer = self._asked[number]
-        arrived = wish(number, pages, answer=answer, tokens=tokens)
+        arrived = arrival(number, pages, answer=answer, tokens=tokens)
         self._tell(replace(arrived, now_s=self._now_s))
 
     def _tell(self, event: ev.ConductorEvent) -> None:
@@ -238,7 +238,7 @@ class SteppedFleet:
         if len(marks):
             batch = Told(node, 1, self._told[node], np.array(new + gone, np.uint64), marks)
             self._told[node] += 1
-            self._tell(ev.PagesTold(self._now_s, batch))
+            self._tell(ev.PagesReported(self._now_s, batch))
 
     def _drew(self, engine: Stepper, sequence: Sequence, name: str) -> None:
         number = sequence.number

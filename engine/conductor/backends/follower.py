@@ -87,7 +87,7 @@ class BackendFollower:
         self._intake.anew = True
 
     def _told(self, batch: Told) -> None:
-        self._handle(ev.PagesTold(time.monotonic(), batch))
+        self._handle(ev.PagesReported(time.monotonic(), batch))
 
     def _answered(self, models: list[dict[str, Any]]) -> None:
         about = self._about(models)

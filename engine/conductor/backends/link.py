@@ -20,8 +20,8 @@ from typing import Any, Final
 import aiohttp
 
 from engine.conductor.backends.settings import BackendSettings
-from engine.conductor.state.measured_speed import ObservedSpeeds
-from engine.model.request import Drawn, Finished, Request, Role, RoleOrder, Usage
+from engine.conductor.state.measured_speed import MeasuredSpeed
+from engine.model.request import AnswerTokens, Finished, Request, Role, RoleOrder, Usage
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
 from kvstore.model.replica import Tier
 
@@ -145,7 +145,7 @@ class BackendLink:
 
     def __init__(self, settings: BackendSettings) -> None:
         self.settings = settings
-        self.speeds = ObservedSpeeds()
+        self.speeds = MeasuredSpeed()
         self.model = settings.model
         self.running = 0
         self._limits: set[asyncio.Timeout] = set()
@@ -217,7 +217,7 @@ class BackendLink:
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
-    async def answer(self, request: Request) -> AsyncGenerator[Drawn | Finished, None]:
+    async def answer(self, request: Request) -> AsyncGenerator[AnswerTokens | Finished, None]:
         """See ``AnswerLink``."""
         until_s = asyncio.get_running_loop().time() + request.deadline_s
         drawn, told, end = 0, BackendPart(), BackendPart()
@@ -232,7 +232,7 @@ class BackendLink:
                         drawn += self._count(part)
                         if drawn > most:
                             raise NodeUnavailable("it generates more tokens than requested")
-                        yield Drawn(part.ids or () if self.tells_ids else (), part.text)
+                        yield AnswerTokens(part.ids or () if self.tells_ids else (), part.text)
             if not end.reason or end.reason == "abort":
                 raise NodeUnavailable("it closed the stream before the end of the answer")
         eos = end.reason == "stop" and self.tells_ids and not end.stopped

@@ -16,7 +16,7 @@ from typing import Any, Final, Protocol
 
 from engine.conductor.http.openai_errors import refusal_of
 from engine.conductor.shell.conductor import Conductor
-from engine.model.request import Answered, AnswerPart, Drawn, Request, Routed, Usage
+from engine.model.request import AnswerEnd, AnswerPart, AnswerRoute, AnswerTokens, Request, Usage
 from kvstore import boundary
 from kvstore.errors import DeadlineExceeded, KVStoreError, Unavailable
 
@@ -34,11 +34,11 @@ class Choice:
     reason: str = ""
     usage: Usage | None = None
 
-    def ended(self, answered: Answered) -> None:
+    def finish(self, end: AnswerEnd) -> None:
         """Mark the answer as complete. Raises Unavailable if another caller cancelled it."""
-        if answered.reason not in REASONS:
+        if end.reason not in REASONS:
             raise Unavailable("the answer was cancelled before its end")
-        self.reason, self.usage = REASONS[answered.reason], answered.usage
+        self.reason, self.usage = REASONS[end.reason], end.usage
 
 
 @dataclass
@@ -66,25 +66,25 @@ class OpenAIReply:
 
     # --- streamed ---------------------------------------------------------------------------------------------------
 
-    def opening(self, index: int) -> bytes:
+    def opening_events(self, index: int) -> bytes:
         """The first events of a chat's choice; empty for a completion."""
         return self._event(index, '"delta":{"role":"assistant","content":""}') if self.is_chat else b""
 
-    def drawn(self, index: int, text: str) -> bytes:
+    def text_event(self, index: int, text: str) -> bytes:
         """An event with more text of a choice."""
         said = _dumps(text)
         return self._event(index, f'"delta":{{"content":{said}}}' if self.is_chat else f'"text":{said}')
 
-    def ended(self, index: int) -> bytes:
+    def end_event(self, index: int) -> bytes:
         """The last event of a choice."""
         return self._event(index, '"delta":{}' if self.is_chat else '"text":""', f'"{self.choices[index].reason}"')
 
-    def routed(self, index: int, part: Routed) -> bytes:
+    def route_event(self, index: int, part: AnswerRoute) -> bytes:
         """An event without choices: where a choice goes, and why."""
         own = _dumps({"index": index, "route": part.document})
         return f'{self._head}"choices":[],"kvstore":{own}{self._tail}'.encode()
 
-    def closing(self) -> bytes:
+    def closing_events(self) -> bytes:
         """The events after the last choice."""
         if not self.include_usage:
             return DONE
@@ -182,18 +182,18 @@ async def answer_all(conductor: Conductor, requests: Sequence[Request], per_prom
     if len(requests) == 1:
         await _answer(conductor, 0, requests[0], take)
         return
-    drew = [asyncio.Event() for _ in requests[::per_prompt]]
+    first_tokens = [asyncio.Event() for _ in requests[::per_prompt]]
     turn = asyncio.Lock()
 
     async def take_in_turn(index: int, part: AnswerPart) -> None:
         async with turn:
             await take(index, part)
-        if not isinstance(part, Routed):
-            drew[index // per_prompt].set()
+        if not isinstance(part, AnswerRoute):
+            first_tokens[index // per_prompt].set()
 
     async def follow(index: int, request: Request) -> None:
         if index % per_prompt:
-            await drew[index // per_prompt].wait()
+            await first_tokens[index // per_prompt].wait()
         await _answer(conductor, index, request, take_in_turn)
 
     try:
@@ -223,13 +223,13 @@ async def reply_whole(conductor: Conductor, requests: Sequence[Request], reply: 
     async def take(index: int, part: AnswerPart) -> None:
         choice = reply.choices[index]
         match part:
-            case Routed() if requests[index].explain:
+            case AnswerRoute() if requests[index].explain:
                 reply.routes.append({"index": index, "route": part.document})
-            case Drawn():
+            case AnswerTokens():
                 choice.texts.append(part.text)
-            case Answered():
+            case AnswerEnd():
                 choice.texts.append(part.text)
-                choice.ended(part)
+                choice.finish(part)
 
     await _in_time(answer_all(conductor, requests, reply.per_prompt, take), requests[0].deadline_s)
     return reply.whole()
@@ -249,19 +249,19 @@ async def reply_streamed(
     async def take(index: int, part: AnswerPart) -> None:
         choice: Choice = reply.choices[index]
         match part:
-            case Routed():
+            case AnswerRoute():
                 if requests[index].explain:
-                    held.append(reply.routed(index, part))
+                    held.append(reply.route_event(index, part))
                 return
-            case Drawn():
-                events = reply.drawn(index, part.text) if part.text else b""
-            case Answered():
-                choice.ended(part)
-                events = reply.drawn(index, part.text) if part.text else b""
-                events += reply.ended(index)
+            case AnswerTokens():
+                events = reply.text_event(index, part.text) if part.text else b""
+            case AnswerEnd():
+                choice.finish(part)
+                events = reply.text_event(index, part.text) if part.text else b""
+                events += reply.end_event(index)
         if index not in opened:
             opened.add(index)
-            events = reply.opening(index) + events
+            events = reply.opening_events(index) + events
         if held:
             events = b"".join((*held, events))
             held.clear()
@@ -275,7 +275,7 @@ async def reply_streamed(
             raise
         await stream.send(error_event(refusal_of(error).document))
     else:
-        await stream.send(reply.closing())
+        await stream.send(reply.closing_events())
 
 
 async def _in_time(work: Awaitable[None], deadline_s: float) -> None:

@@ -19,7 +19,7 @@ from engine.conductor.config import ConductorConfig
 from engine.conductor.http.prompts import PromptMaker
 from engine.conductor.shell.conductor import Conductor
 from engine.conductor.shell.metrics import ConductorTally
-from engine.model.request import PRIORITY_MAX, Answered, Drawn, Request, Routed, ServedModel
+from engine.model.request import PRIORITY_MAX, AnswerEnd, AnswerRoute, AnswerTokens, Request, ServedModel
 from kvstore.errors import InvalidRequest, NodeUnavailable, PermissionDenied
 from kvstore.pb import conductor_pb2 as pb
 from kvstore.pb import engine_pb2, store_pb2
@@ -74,12 +74,12 @@ class ConductorCalls:
             with call.waits():
                 async for part in parts:
                     match part:
-                        case Routed():
+                        case AnswerRoute():
                             reply = pb.RouteReply(route=_struct(part.document))
-                        case Drawn():
+                        case AnswerTokens():
                             reply = pb.RouteReply(tokens=_tokens(part, drawn))
                             drawn += len(part.ids)
-                        case Answered():
+                        case AnswerEnd():
                             usage = engine_pb2.Usage(**asdict(part.usage))
                             end = engine_pb2.Finished(reason=part.reason, text=part.text, usage=usage)
                             reply = pb.RouteReply(finished=end)
@@ -237,7 +237,7 @@ def _struct(value: dict[str, Any]) -> struct_pb2.Struct:
     return struct_pb2.Struct.FromString(document(value))
 
 
-def _tokens(part: Drawn, index: int) -> engine_pb2.Tokens:
+def _tokens(part: AnswerTokens, index: int) -> engine_pb2.Tokens:
     """The tokens of a part; the last one carries all of its text."""
     texts = [""] * (len(part.ids) - 1) + [part.text]
     tokens = [

@@ -1,11 +1,11 @@
-"""Conductor: performs the decisions of ``ConductorState``. All methods but ``members_told`` run on one event loop.
+"""Conductor: performs the decisions of ``ConductorState``. All methods but ``update_members`` run on one event loop.
 
 ::
 
     FleetWatch ── found, lost, reports, pages ─▶ handle ─▶ ConductorState ─▶ instructions
     OpenAnswer ── arrived, first token, ended, broke ─▶       │
         ▲                                                     ▼
-        └───────── Send, Refuse, LoseRequest ──────────── perform ── SetRole, FollowAnew ──▶ engines, nodes
+        └───────── Send, Refuse, LoseRequest ──────────── perform ── SetRole, RestartStream ──▶ engines, nodes
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ class Conductor:
             case do.Send() | do.Refuse() | do.LoseRequest():
                 answering = self._answering.get(it.number)
                 if answering is not None:  # else its caller has just gone
-                    answering.told(it)
+                    answering.deliver(it)
             case do.SetRole():
                 self._later(self._set_role(it))
-            case do.FollowAnew():
-                self.members.follow_anew(it.node)
+            case do.RestartStream():
+                self.members.restart_stream(it.node)
             case do.CopyPrefix() | do.PrefetchPrefix():
                 self._later(self._bring(it))
             case _:
@@ -162,7 +162,7 @@ class Conductor:
         now_s = time.monotonic()
         if (leading := self.leading()) != self._led:
             self._led = leading
-            self.handle(ev.LeadershipTold(now_s, leading is not None, leading or 0))
+            self.handle(ev.LeadershipChanged(now_s, leading is not None, leading or 0))
         self.handle(ev.Ticked(now_s))
         if now_s >= self._counted_s + COUNT_S:  # it brings all changes into the index
             self.pages, self._counted_s = len(self.state.prefixes), now_s
@@ -213,7 +213,7 @@ class Conductor:
         counts = Counter(request.phase for request in list(self.state.requests.values()))
         return {phase: counts[phase] for phase in RequestPhase}
 
-    def members_told(self, engines: list[EngineEntry], nodes: list[NodeEntry], clusters: list[ClusterEntry]) -> None:
+    def update_members(self, engines: list[EngineEntry], nodes: list[NodeEntry], clusters: list[ClusterEntry]) -> None:
         """Take the members that the catalog lists now. Any thread."""
         self._loop.call_soon_threadsafe(self.members.changed, engines, nodes, clusters)
 
@@ -244,8 +244,8 @@ class Conductor:
         return [found[name] for name in sorted(found)]
 
     async def answer(self, request: Request) -> AsyncGenerator[AnswerPart, None]:
-        """Answer a request: ``Routed`` (again if the answer continues at another engine), ``Drawn`` as tokens come, one
-        ``Answered``. Closing the generator cancels the work within a second.
+        """Answer a request: ``AnswerRoute`` (again if the answer continues at another engine), ``AnswerTokens`` as
+        tokens come, one ``AnswerEnd``. Closing the generator cancels the work within a second.
 
         Parts wait for their reader: a slow one holds up only this answer, and a bounded part of it.
 
@@ -254,7 +254,7 @@ class Conductor:
             TooManyCalls: refused; ``retry_after_s``.
             Unavailable: no engine is there, or too many failed on it.
         """
-        arrived = await self._arrived(request, next(self._numbers))
+        arrived = await self._arrival(request, next(self._numbers))
         explained = self.state.explain(arrived) if request.explain else {}
         answering = self._answering[arrived.number] = OpenAnswer(self, arrived.request, arrived.number, explained)
         try:
@@ -272,7 +272,7 @@ class Conductor:
         Raises:
             InvalidRequest: names the field.
         """
-        return self.state.explain(await self._arrived(request, 0))
+        return self.state.explain(await self._arrival(request, 0))
 
     def _check(self, request: Request) -> None:
         engines = self._engines(request.model)
@@ -299,7 +299,7 @@ class Conductor:
     def _engines(self, model: str) -> list[KnownEngine]:
         return [known for known in self.members.engines.values() if known.about.model == model]
 
-    async def _arrived(self, request: Request, number: int) -> ev.Arrived:
+    async def _arrival(self, request: Request, number: int) -> ev.Arrived:
         """A request as it arrives at the decisions. Raises what ``answer`` does."""
         if request.salt is None:
             request = replace(request, salt=self.config.salt)

@@ -23,8 +23,8 @@ from engine.api.wire import SERVICE as ENGINES
 from engine.api.wire import events_of, set_role_request, submit_request, tokens_bytes
 from engine.client import SLACK_S, WATCH, url_of
 from engine.conductor.state.engine_table import EngineAbout
-from engine.conductor.state.measured_speed import ObservedSpeeds
-from engine.model.request import Drawn, Finished, Request, Role, RoleOrder, Token
+from engine.conductor.state.measured_speed import MeasuredSpeed
+from engine.model.request import AnswerTokens, Finished, Request, Role, RoleOrder, Token
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import GivenCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS
@@ -41,7 +41,7 @@ OPTIONS_HERE: Final = tuple((({key: value for key, value in OPTIONS if key != NO
 class AnswerLink(Protocol):
     """A connection to an engine of any kind."""
 
-    def answer(self, request: Request) -> AsyncGenerator[Drawn | Finished, None]:
+    def answer(self, request: Request) -> AsyncGenerator[AnswerTokens | Finished, None]:
         """The engine's answer: one ``Finished`` at the end. Closing it ends the work there within a second.
 
         Raises:
@@ -70,7 +70,7 @@ class KnownEngine:
     link: AnswerLink
     layout: store_pb2.Layout | None
     model_path: str | None
-    speeds: ObservedSpeeds | None = None
+    speeds: MeasuredSpeed | None = None
 
 
 class GrpcLink:
@@ -143,7 +143,7 @@ class EngineLink(GrpcLink):
         unknown = next(iter(request.extra), None)
         return InvalidRequest(unknown, "unknown parameter") if unknown is not None else None
 
-    async def answer(self, request: Request) -> AsyncGenerator[Drawn | Finished, None]:
+    async def answer(self, request: Request) -> AsyncGenerator[AnswerTokens | Finished, None]:
         """See ``AnswerLink``."""
         message = submit_request(request)
         async with contextlib.aclosing(
@@ -158,7 +158,7 @@ class EngineLink(GrpcLink):
                     assert isinstance(event, Token), event
                     tokens.append(event)
                 if tokens:
-                    yield Drawn(tuple(token.id for token in tokens), "".join(token.text for token in tokens))
+                    yield AnswerTokens(tuple(token.id for token in tokens), "".join(token.text for token in tokens))
 
 
 class NodeLink(GrpcLink):

@@ -68,7 +68,7 @@ class FleetWatch:
         self._tasks: dict[tuple[str, str, str], asyncio.Task[None]] = {}  # by kind, name and address
         self._anew: set[str] = set()
         self._looks: dict[str, asyncio.Event] = {}  # set: ask that engine at once
-        self._heard: set[tuple[str, str, str]] = set()  # tasks that have answered at least once
+        self._ready: set[tuple[str, str, str]] = set()  # tasks that have answered at least once
         self._backends = self._foreign(backends, counts)
 
     def _foreign(self, backends: tuple[BackendSettings, ...], counts: Counter[str]) -> dict[str, BackendFollower]:
@@ -83,7 +83,7 @@ class FleetWatch:
     @property
     def settled(self) -> bool:
         """True once all known engines and nodes have answered."""
-        return self._heard >= self._tasks.keys()
+        return self._ready >= self._tasks.keys()
 
     def changed(self, engines: list[EngineEntry], nodes: list[NodeEntry], clusters: list[ClusterEntry]) -> None:
         """Take the members that are in the catalog now."""
@@ -98,12 +98,12 @@ class FleetWatch:
         for address in {*self._given} - {address for each in listed for address in each.addresses}:
             wanted["engine", address, address] = partial(self._poll, address, address, "", "")
         for name, backend in self._backends.items():
-            wanted["backend", name, name] = partial(backend.follow, partial(self._heard.add, ("backend", name, name)))
+            wanted["backend", name, name] = partial(backend.follow, partial(self._ready.add, ("backend", name, name)))
         for pool, entry in {each.offered: each for each in reversed(clusters) if each.addresses}.items():
             wanted["cluster", pool, entry.process] = partial(self._ask_cluster, entry)
         for key in self._tasks.keys() - wanted.keys():
             self._tasks.pop(key).cancel()
-            self._heard.discard(key)
+            self._ready.discard(key)
         for key in wanted.keys() - self._tasks.keys():
             follow = boundary.kept_task(f"task/{key[0]}", wanted[key])
             self._tasks[key] = asyncio.create_task(follow, name=" ".join(key))
@@ -116,7 +116,7 @@ class FleetWatch:
             task.cancel()
         await asyncio.gather(*tasks, return_exceptions=True)
 
-    def follow_anew(self, node: str) -> None:
+    def restart_stream(self, node: str) -> None:
         """End this node's stream of pages, and begin another."""
         if node in self._backends:
             self._backends[node].tell_anew()
@@ -145,7 +145,7 @@ class FleetWatch:
                     self._refuse(name, error)
                 except KVStoreError as error:
                     self._silent(name, error)
-                self._heard.add(("engine", name, address))
+                self._ready.add(("engine", name, address))
                 if (
                     known or name not in self.engines
                 ):  # its first description was not asked for, and does not count as a report
@@ -212,7 +212,7 @@ class FleetWatch:
                 except KVStoreError as error:
                     log.debug("%s: %s", entry.offered, error)
                     cluster.silent()
-                self._heard.add(("cluster", entry.offered, entry.process))
+                self._ready.add(("cluster", entry.offered, entry.process))
                 await asyncio.sleep(RETRY_S)
         finally:
             if self.clusters.get(entry.offered) is cluster:
@@ -228,7 +228,7 @@ class FleetWatch:
         link = NodeLink(node.name, address) if address else None
         try:
             if link is None:  # its pages cannot be followed
-                self._heard.add(key)
+                self._ready.add(key)
                 await asyncio.Event().wait()
                 return
             self.nodes[node.name] = link
@@ -237,7 +237,7 @@ class FleetWatch:
                     await self._hear(link, key)
                 except KVStoreError as error:
                     log.debug("%s: %s", node.name, error)
-                    self._heard.add(key)
+                    self._ready.add(key)
                 await asyncio.sleep(RETRY_S)
         finally:
             self._handle(ev.NodeLost(time.monotonic(), node.name))
@@ -251,8 +251,8 @@ class FleetWatch:
         async with contextlib.aclosing(link.pages(WATCH_S)) as batches:
             async for batch in batches:
                 with _HEARING:
-                    self._handle(ev.PagesTold(time.monotonic(), batch))
+                    self._handle(ev.PagesReported(time.monotonic(), batch))
                 if batch.whole:
-                    self._heard.add(key)
+                    self._ready.add(key)
                 if link.name in self._anew:
                     return

@@ -25,10 +25,10 @@ from engine.conductor.shell.fleet_watch import FleetWatch
 from engine.conductor.shell.metrics import ConductorTally
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
-from engine.conductor.state.explain import routed
-from engine.conductor.state.measured_speed import ObservedSpeeds
+from engine.conductor.state.explain import route_document
+from engine.conductor.state.measured_speed import MeasuredSpeed
 from engine.conductor.state.routed_requests import Route
-from engine.model.request import Answered, AnswerPart, Drawn, Finished, Request, Routed, Usage
+from engine.model.request import AnswerEnd, AnswerPart, AnswerRoute, AnswerTokens, Finished, Request, Usage
 from engine.state.admission import ROLE
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
 from kvstore.server.gate import STALL_S
@@ -37,7 +37,7 @@ ID_BYTES: Final = 64  # of the client's id, in the id sent to engines, which lim
 
 log = logging.getLogger("kvstore.conductor")
 
-Told = do.Send | do.Refuse | do.LoseRequest
+Decision = do.Send | do.Refuse | do.LoseRequest
 
 
 class Decides(Protocol):
@@ -66,29 +66,29 @@ class OpenAnswer:
         self.request = request
         self._explained = {"explained": explained} if explained else {}
         self._number = number
-        self._told: asyncio.Queue[Told] = asyncio.Queue(1)  # a request gets one update at a time
+        self._decisions: asyncio.Queue[Decision] = asyncio.Queue(1)  # a request gets one update at a time
         self._begun_s = time.monotonic()
         self._first_s = self._second_s = 0.0
-        self._drawn: list[int] = []
+        self._ids: list[int] = []
         self._tokens = 0  # the number of tokens, or more if an engine reported no ids
         self._attempts = 0
         self._failure = ""
-        self._over = False
+        self._ended = False
 
-    def told(self, it: Told) -> None:
+    def deliver(self, it: Decision) -> None:
         """Deliver a decision about it."""
-        self._told.put_nowait(it)
+        self._decisions.put_nowait(it)
 
     async def end(self) -> None:
         """End its work, if it has not ended: the answer is no longer wanted."""
-        if not self._over:
-            self._over = True
+        if not self._ended:
+            self._ended = True
             self._conductor.tally.outcomes["cancelled"] += 1
             self._conductor.handle(ev.RequestCancelled(time.monotonic(), self._number))
 
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
         """All parts of the answer. Raises what ``Conductor.answer`` does."""
-        while not self._over:
+        while not self._ended:
             it = await self._next()
             match it:
                 case do.Refuse():
@@ -102,15 +102,15 @@ class OpenAnswer:
                 case do.Send():
                     self._conductor.tally.routed += 1
                     rules = self._conductor.config.rules
-                    yield Routed({**routed(it, rules.policy, rules.split), **self._explained})
+                    yield AnswerRoute({**route_document(it, rules.policy, rules.split), **self._explained})
                     async with contextlib.aclosing(self._from(it)) as parts:
                         async for part in parts:
                             yield part
 
-    async def _next(self) -> Told:
+    async def _next(self) -> Decision:
         try:
-            async with asyncio.timeout(max(0.0, self._left_s())):
-                return await self._told.get()
+            async with asyncio.timeout(max(0.0, self._remaining_s())):
+                return await self._decisions.get()
         except TimeoutError:
             raise DeadlineExceeded(f"no engine had room within {self.request.deadline_s:g} s") from None
 
@@ -128,13 +128,13 @@ class OpenAnswer:
             async with contextlib.aclosing(known.link.answer(request)) as parts:
                 async for part in parts:
                     if isinstance(part, Finished):
-                        self._answered(part.reason, *self._took(it.route, part.usage, stay, known.speeds))
-                        yield Answered(part.reason, part.text, self._usage(part.usage, stay))
+                        self._finish(part.reason, *self._prefill_result(it.route, part.usage, stay, known.speeds))
+                        yield AnswerEnd(part.reason, part.text, self._usage(part.usage, stay))
                         return
-                    stay.came(max(1, len(part.ids)))
+                    stay.add_tokens(max(1, len(part.ids)))
                     self._count(part, first=self._tokens == stay.before)
                     yield part
-                    stay.given()
+                    stay.mark_read()
             raise NodeUnavailable(f"{name} closed the stream before the end of the answer")
         except InvalidRequest as error:
             if error.field != ROLE or known is None or known.about.foreign:
@@ -143,14 +143,16 @@ class OpenAnswer:
         except KVStoreError as error:
             if stay.waited_s >= STALL_S:
                 raise DeadlineExceeded(f"the client read nothing for {stay.waited_s:.0f} s") from None
-            if self._left_s() <= 0:
+            if self._remaining_s() <= 0:
                 raise DeadlineExceeded(f"no whole answer within {self.request.deadline_s:g} s") from None
-            for end in self._broke(name, error):
+            for end in self._engine_failed(name, error):
                 yield end
 
-    def _took(self, route: Route, usage: Usage, stay: EngineStay, speeds: ObservedSpeeds | None) -> tuple[int, float]:
+    def _prefill_result(
+        self, route: Route, usage: Usage, stay: EngineStay, speeds: MeasuredSpeed | None
+    ) -> tuple[int, float]:
         tokens = len(self.request.tokens) + stay.before
-        return _took(route, usage, tokens) if speeds is None else stay.observed(usage, tokens, speeds)
+        return _prefill_result(route, usage, tokens) if speeds is None else stay.measure(usage, tokens, speeds)
 
     async def _request(self, it: do.Send) -> Request | None:
         """The request to the engine that answers; None: the remote cluster that was to compute the prompt cannot."""
@@ -160,9 +162,9 @@ class OpenAnswer:
         request = replace(
             self.request,
             id=f"{shown}.{self._attempts}.{secrets.token_hex(8)}",
-            tokens=np.append(self.request.tokens, np.array(self._drawn, np.uint32)),
-            generated=len(self._drawn),
-            deadline_s=self._left_s(),
+            tokens=np.append(self.request.tokens, np.array(self._ids, np.uint32)),
+            generated=len(self._ids),
+            deadline_s=self._remaining_s(),
             prefill=(),
         )
         if it.route.local or not about.egress_bytes_per_s:
@@ -170,15 +172,15 @@ class OpenAnswer:
         try:
             return replace(request, prefill=(await self._conductor.members.remote(about.name, request),))
         except KVStoreError as error:
-            self._broke(about.name, error)
+            self._engine_failed(about.name, error)
             return None
 
-    def _left_s(self) -> float:
+    def _remaining_s(self) -> float:
         return self._begun_s + min(self.request.deadline_s, self._conductor.config.request_s_max) - time.monotonic()
 
     # --- results --------------------------------------------------------------------------------------------------
 
-    def _count(self, part: Drawn, first: bool) -> None:
+    def _count(self, part: AnswerTokens, first: bool) -> None:
         now_s, count = time.monotonic(), max(1, len(part.ids))
         if not self._tokens:
             self._first_s = now_s
@@ -188,28 +190,28 @@ class OpenAnswer:
         if first:
             self._conductor.handle(ev.FirstToken(now_s, self._number))
         self._tokens += count
-        self._drawn += part.ids
+        self._ids += part.ids
 
-    def _answered(self, reason: str, cached: int = 0, prefill_s: float = 0.0) -> None:
-        self._over = True
+    def _finish(self, reason: str, cached: int = 0, prefill_s: float = 0.0) -> None:
+        self._ended = True
         tally = self._conductor.tally
         tally.outcomes[reason if reason in tally.outcomes else "failed"] += 1
         tally.completion_tokens += self._tokens
         tally.prompt_tokens += len(self.request.tokens)
         self._conductor.handle(ev.Ended(time.monotonic(), self._number, self._tokens, cached, prefill_s))
 
-    def _broke(self, name: str, error: KVStoreError) -> list[AnswerPart]:
+    def _engine_failed(self, name: str, error: KVStoreError) -> list[AnswerPart]:
         """Handle the failure of the engine. Returns the end of the answer if only that was missing."""
         self._conductor.tally.broken += 1
-        if 0 < self.request.sampling.max_tokens <= len(self._drawn):
-            self._answered("length")
-            return [Answered("length", "", self._usage(Usage(prompt_tokens=len(self.request.tokens))))]
+        if 0 < self.request.sampling.max_tokens <= len(self._ids):
+            self._finish("length")
+            return [AnswerEnd("length", "", self._usage(Usage(prompt_tokens=len(self.request.tokens))))]
         self._failure = f" ({error})"
         lost = ""
-        if self._tokens > len(self._drawn):
+        if self._tokens > len(self._ids):
             lost = f"{name} failed, and no engine can continue: it reported no token ids"
         barred = self._conductor.barred(self.request, begun=self._tokens > 0)
-        self._conductor.handle(ev.Broke(time.monotonic(), self._number, name, len(self._drawn), tuple(barred), lost))
+        self._conductor.handle(ev.Broke(time.monotonic(), self._number, name, len(self._ids), tuple(barred), lost))
         return []
 
     def _role_refused(self, name: str, error: InvalidRequest) -> None:
@@ -220,13 +222,13 @@ class OpenAnswer:
         self._conductor.members.look(name)
 
     def _close(self, outcome: str) -> None:
-        self._over = True
+        self._ended = True
         self._conductor.tally.outcomes[outcome] += 1
 
     def _usage(self, usage: Usage, stay: EngineStay | None = None) -> Usage:
         """The usage of the last engine, with tokens and times as measured here."""
         completion = self._tokens
-        if stay is not None and self._tokens > len(self._drawn):  # parts were counted: the engine's count is better
+        if stay is not None and self._tokens > len(self._ids):  # parts were counted: the engine's count is better
             completion = stay.before + usage.completion_tokens
         return replace(
             usage,
@@ -237,7 +239,7 @@ class OpenAnswer:
         )
 
 
-def _took(route: Route, usage: Usage, tokens: int) -> tuple[int, float]:
+def _prefill_result(route: Route, usage: Usage, tokens: int) -> tuple[int, float]:
     """How much of a prompt the computing engine had found, and how long it computed the rest.
 
     (0, 0) if not known: the prompt was computed elsewhere.
@@ -271,7 +273,7 @@ class EngineStay:
         self._tokens = self._first_tokens = 0
         self._waits_s = 0.0
 
-    def came(self, tokens: int) -> None:
+    def add_tokens(self, tokens: int) -> None:
         """Record that more tokens have come."""
         now_s = time.monotonic()
         if not self._tokens:
@@ -281,11 +283,11 @@ class EngineStay:
         self._tokens += tokens
         self._last_s = now_s
 
-    def given(self) -> None:
+    def mark_read(self) -> None:
         """Record that the reader has taken them."""
         self.waited_s = time.monotonic() - self._last_s
 
-    def observed(self, usage: Usage, tokens: int, speeds: ObservedSpeeds) -> tuple[int, float]:
+    def measure(self, usage: Usage, tokens: int, speeds: MeasuredSpeed) -> tuple[int, float]:
         """Learn the speeds of an engine that reports none, at the end of its answer.
 
         Args:
@@ -296,9 +298,9 @@ class EngineStay:
         """
         if not self._tokens:
             return 0, 0.0
-        speeds.decoded(self._tokens - self._first_tokens, self._last_s - self._first_s - self._waits_s)
+        speeds.add_decode(self._tokens - self._first_tokens, self._last_s - self._first_s - self._waits_s)
         if not self._alone:
             return 0, 0.0
         cached = tokens - usage.computed_tokens if usage.computed_tokens else min(self._cached, tokens - 1)
-        speeds.computed(tokens - cached, self._first_s - self._sent_s)
+        speeds.add_prefill(tokens - cached, self._first_s - self._sent_s)
         return cached, self._first_s - self._sent_s

@@ -52,7 +52,16 @@ from typing import Final, TypeVar
 
 import numpy as np
 
-from engine.conductor.state.engine_table import Board, EngineFleet, Flags, FleetEngine, Floats, Paces, Places, ending_by
+from engine.conductor.state.engine_table import (
+    EngineFleet,
+    EngineTable,
+    Flags,
+    FleetEngine,
+    Floats,
+    Paces,
+    Places,
+    ending_by,
+)
 from engine.conductor.state.prefixes import Matches
 from engine.conductor.state.routed_requests import Answering, Computing, Route, RoutedRequest
 
@@ -138,14 +147,14 @@ class Costs:
 
     # --- learned ----------------------------------------------------------------------------------------------------
 
-    def took(self, engine: FleetEngine, tokens: int, cached: int, measured_s: float) -> None:
+    def add_prefill(self, engine: FleetEngine, tokens: int, cached: int, measured_s: float) -> None:
         """Record how long the last ``tokens - cached`` tokens of a prompt took there; 0: not known."""
         if measured_s > 0:
             speed = engine.tokens_per_s or self.priors.prefill_tokens_per_s
             ratio = measured_s / (engine.scale * self._prefill_s(tokens, float(cached), speed))
             engine.scale = min(SCALE_MAX, max(1 / SCALE_MAX, engine.scale * ratio**SMOOTH))
 
-    def began(self, local: bool, late_s: float) -> None:
+    def add_first_token(self, local: bool, late_s: float) -> None:
         """Record how much later than predicted a first token came. ``local``: one engine did both."""
         late_s = max(-LATE_MAX_S, min(LATE_MAX_S, late_s))
         if local:
@@ -154,7 +163,7 @@ class Costs:
         else:
             self.handoff_s = max(0.0, self.handoff_s + LATE_SMOOTH * (late_s - self._late_s))
 
-    def asked(self, model: str, prefill_s: float) -> None:
+    def add_prompt(self, model: str, prefill_s: float) -> None:
         """Record a request and how long its prompt takes. (Only for models that an engine has.)"""
         count, mean_s = self._usual_s.get(model, (0, 0.0))
         count += 1
@@ -164,7 +173,7 @@ class Costs:
         """The mean time that prompts of this model took recently."""
         return self._usual_s.get(model, (0, 0.0))[1]
 
-    def answered(self, tenant: str, tokens: int) -> None:
+    def add_answer(self, tenant: str, tokens: int) -> None:
         """Record the length of an answer, in tokens."""
         before = self._answer_tokens.pop(tenant, ANSWER_TOKENS)
         if len(self._answer_tokens) >= TENANTS_MAX:
@@ -192,11 +201,11 @@ EGRESS_BURST_S: Final = 2.0  # see the module's docstring
 SHORT: Final = 0.5
 
 
-class Options:
+class Candidates:
     """What could be done with one request. Arrays have one entry for each engine, in the order of their names.
 
     Args:
-        at: engines of the board that may get it.
+        at: engines of the table that may get it.
         matches: of the prompt, by layout.
         window_s: of prompts that an engine has before it, at most, to have room for one more.
 
@@ -221,7 +230,7 @@ class Options:
     def __init__(
         self,
         request: RoutedRequest,
-        board: Board,
+        table: EngineTable,
         at: Places,
         matches: Mapping[str, Matches],
         costs: Costs,
@@ -232,19 +241,19 @@ class Options:
         self.request = request
         self.costs = costs
         self.matches = matches
-        self.layouts = board.layouts
+        self.layouts = table.layouts
         self.now_s = now_s
-        self._fleet, self._board, self._at = fleet, board, at
+        self._fleet, self._table, self._at = fleet, table, at
         self._window_s = window_s
-        self.engines, self.columns, self._apart = board.take(at)
+        self.engines, self.columns, self._apart = table.take(at)
         self.answer_tokens = costs.answer_tokens(request.tenant, request.answer_max)
-        columns, paces = self.columns, board.paces(at)
+        columns, paces = self.columns, table.paces(at)
         full = columns.egress_free_s - now_s > EGRESS_BURST_S  # always False for local engines
-        self._egress, self._mixed = bool(columns.egress.any()), board.mixed
+        self._egress, self._mixed = bool(columns.egress.any()), table.mixed
         self.doubt_s = SILENT_S * columns.silent
         self.prefills = (columns.prefills > full).nonzero()[0]
         self.answers = columns.answers.nonzero()[0]
-        found = [(matches[layout], number) for number, layout in enumerate(board.layouts) if layout in matches]
+        found = [(matches[layout], number) for number, layout in enumerate(table.layouts) if layout in matches]
         running = columns.others_running + columns.running
         self._paces = paces
         self._compute(found, running)
@@ -280,7 +289,7 @@ class Options:
         pages = upper = np.zeros(len(nodes))
         mine = {layout: columns.layout == layout for _, layout in found}
         for matches, layout in found:
-            told, in_memory = pages + matches.told[nodes] * mine[layout], matches.upper is matches.told
+            told, in_memory = pages + matches.stored[nodes] * mine[layout], matches.upper is matches.stored
             upper = told if in_memory and upper is pages else upper + matches.upper[nodes] * mine[layout]
             pages = told
         self.own_pages, self.upper_pages = pages, upper
@@ -354,7 +363,7 @@ class Options:
         for donor in matches.donors:
             may = mine & (nodes != donor.node) & (donor.pages > self.own_pages)
             if may.any():
-                way = costs.ways[self._board.apart(*self._fleet.place(donor.node))[self._at]]
+                way = costs.ways[self._table.apart(*self._fleet.place(donor.node))[self._at]]
                 moves_s = costs.moves_s((donor.pages - self.own_pages) * columns.page_bytes, way)
                 bring(may, donor.node, donor.pages, donor.ready_s, moves_s)
 

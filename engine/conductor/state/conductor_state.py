@@ -14,9 +14,9 @@ from typing import Final
 
 from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
-from engine.conductor.state.candidates import Costs, Options, Priors
+from engine.conductor.state.candidates import Candidates, Costs, Priors
 from engine.conductor.state.engine_table import EngineFleet, EngineWork, FleetEngine, NumberedNames
-from engine.conductor.state.explain import Explained, explained, unexplained
+from engine.conductor.state.explain import Explanation, explain_decision, explain_refusal
 from engine.conductor.state.instructions import Instruction
 from engine.conductor.state.policies import make_policy, make_split
 from engine.conductor.state.prefetch import Orders
@@ -28,7 +28,7 @@ from kvstore.errors import TooManyCalls
 ATTEMPTS_MAX: Final = 4  # engines that may fail on one request
 RETRY_MIN_S: Final = 0.1
 RETRY_NOBODY_S: Final = 1.0  # while no engine is there at all
-MAKES_NO_ROOM: Final = (ev.PagesTold, ev.NodeFound, ev.NodeLost, ev.ReportAsked, ev.Silent)
+MAKES_NO_ROOM: Final = (ev.PagesReported, ev.NodeFound, ev.NodeLost, ev.ReportAsked, ev.Silent)
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -88,24 +88,24 @@ class ConductorState:
         out: list[Instruction] = []
         match event:
             case ev.EngineFound():
-                self.fleet.found(event.about, event.role, event.now_s)
+                self.fleet.add_engine(event.about, event.role, event.now_s)
             case ev.EngineLost():
                 self._lost(event)
             case ev.NodeFound():
-                self.fleet.node_found(event.name, event.host, event.zone)
+                self.fleet.add_node(event.name, event.host, event.zone)
             case ev.NodeLost():
-                self.fleet.node_lost(event.name)
+                self.fleet.remove_node(event.name)
                 self.prefixes.forget(event.name)
-            case ev.PagesTold():
-                if self.prefixes.told(event.batch) != event.batch.number + 1:
-                    out.append(do.FollowAnew(event.batch.node))
+            case ev.PagesReported():
+                if self.prefixes.update(event.batch) != event.batch.number + 1:
+                    out.append(do.RestartStream(event.batch.node))
             case ev.ReportAsked():
-                self.fleet.asking(event.engine, event.now_s)
+                self.fleet.start_report(event.engine, event.now_s)
             case ev.Reported():
-                self.fleet.reported(event.engine, event.report, event.now_s)
-                self._roles.heard(event.report.order)
+                self.fleet.apply_report(event.engine, event.report, event.now_s)
+                self._roles.see_order(event.report.order)
             case ev.Silent():
-                self.fleet.silent(event.engine)
+                self.fleet.mark_silent(event.engine)
             case ev.Arrived():
                 self._arrived(event, out)
             case ev.FirstToken():
@@ -118,13 +118,13 @@ class ConductorState:
                 self._broke(event, out)
             case ev.RoleRefused():
                 self._role_refused(event)
-            case ev.LeadershipTold():
+            case ev.LeadershipChanged():
                 self.orders.leads = event.leads
-                self._roles.leads(event.revision if event.leads else None, event.now_s)
+                self._roles.lead(event.revision if event.leads else None, event.now_s)
             case ev.RoleAnswered():
-                self.fleet.role_answered(event.engine)
+                self.fleet.mark_role_answered(event.engine)
             case ev.OrderEnded():
-                self.orders.ended(event.order)
+                self.orders.end(event.order)
             case ev.Ticked():
                 self.prefixes.expire(event.now_s)
                 if self.rules.roles_floor is not None:
@@ -143,21 +143,21 @@ class ConductorState:
         waiting = [request for request in self.requests.values() if request.phase is RequestPhase.WAITING]
         costs = [(request.model, request.cost_s, request.answer_s) for request in waiting]
         for change in self._roles.changes(list(self.fleet.engines.values()), costs, now_s):
-            self.fleet.role_ordered(change.engine)
+            self.fleet.mark_role_ordered(change.engine)
             out.append(change)
 
-    def options(self, request: RoutedRequest, now_s: float) -> Options | None:
+    def candidates(self, request: RoutedRequest, now_s: float) -> Candidates | None:
         """What could be done with a request now; None where no engine has its model. Changes nothing."""
-        board = self.fleet.board(request.model)
-        if board is None:
+        table = self.fleet.table(request.model)
+        if table is None:
             return None
-        at = board.usable(request.tokens + request.answer_max, request.barred, request.failed, now_s)
+        at = table.usable(request.tokens + request.answer_max, request.barred, request.failed, now_s)
         matches = {layout: self.prefixes.match(pages) for layout, pages in request.pages.items()}
-        return Options(request, board, at, matches, self.costs, self.fleet, now_s, self.rules.window_s)
+        return Candidates(request, table, at, matches, self.costs, self.fleet, now_s, self.rules.window_s)
 
-    def _route(self, options: Options) -> Route | None:
-        pair = self.policy.route(options, self.split)
-        return options.route(*pair) if pair is not None else None
+    def _route(self, candidates: Candidates) -> Route | None:
+        pair = self.policy.route(candidates, self.split)
+        return candidates.route(*pair) if pair is not None else None
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
@@ -176,18 +176,18 @@ class ConductorState:
     def _arrived(self, event: ev.Arrived, out: list[Instruction]) -> None:
         request, now_s = self._request(event), event.now_s
         number, model = request.number, request.model
-        board = self.fleet.board(model)
-        if board is None or not board.holds(request.tokens + request.answer_max):
+        table = self.fleet.table(model)
+        if table is None or not table.holds(request.tokens + request.answer_max):
             out.append(do.Refuse(number, self._why_nobody(request), None if self.fleet.engines else RETRY_NOBODY_S))
             return
-        options = self.options(request, now_s)
-        route = self._route(options) if options is not None else None
-        if options is not None and route is not None:
+        candidates = self.candidates(request, now_s)
+        route = self._route(candidates) if candidates is not None else None
+        if candidates is not None and route is not None:
             request.cost_s = route.computing.prefill_s
-            self.costs.asked(model, request.cost_s)
-            request.answer_s = options.answer_tokens * self.costs.token_s(route.answering.engine)
-            self._roles.asked(model, request.cost_s, request.answer_s, now_s)
-            late = self._late(options, route)
+            self.costs.add_prompt(model, request.cost_s)
+            request.answer_s = candidates.answer_tokens * self.costs.token_s(route.answering.engine)
+            self._roles.add_request(model, request.cost_s, request.answer_s, now_s)
+            late = self._late(candidates, route)
             if late is not None:
                 out.append(do.Refuse(number, *late))
                 return
@@ -198,34 +198,34 @@ class ConductorState:
             out.append(do.Refuse(number, str(full), full.retry_after_s))
             return
         self.requests[number] = request
-        if options is None or route is None:
+        if candidates is None or route is None:
             return
         if len(queue) == 1 and self._has_room(route):  # otherwise requests before it are considered first
             self._start(queue, request, route, now_s, out)
-        out += self.orders.asked(options, route, request.phase is RequestPhase.WAITING, self.prefixes, now_s)
+        out += self.orders.follow(candidates, route, request.phase is RequestPhase.WAITING, self.prefixes, now_s)
 
-    def _late(self, options: Options, route: Route) -> tuple[str, float] | None:
+    def _late(self, candidates: Candidates, route: Route) -> tuple[str, float] | None:
         """Why a request would miss its limits, by prediction, and when to retry; None: it would meet them."""
-        request = options.request
+        request = candidates.request
         queue = self.queues.get(request.model)
         ahead_s = queue.ahead_s(request.tenant, route.computing.prefill_s) if queue is not None else 0.0
-        first_s = ahead_s / max(1, len(options.engines)) + route.first_token_s
+        first_s = ahead_s / max(1, len(candidates.engines)) + route.first_token_s
         if request.first_token_s and first_s > request.first_token_s:
             retry_s = max(RETRY_MIN_S, first_s - request.first_token_s)
             return f"the first token would come after {first_s:.2f} s", retry_s
         if request.token_s and route.answering.token_s > request.token_s:
             why = f"tokens would come every {1e3 * route.answering.token_s:.1f} ms"
-            return why, max(RETRY_MIN_S, options.answer_tokens * route.answering.token_s)
+            return why, max(RETRY_MIN_S, candidates.answer_tokens * route.answering.token_s)
         return None
 
-    def explain(self, event: ev.Arrived) -> Explained:
+    def explain(self, event: ev.Arrived) -> Explanation:
         """What would become of a request that arrived now, and why: see ``explaining``. Changes nothing."""
         request, names = self._request(event), (self.rules.policy, self.rules.split)
-        board, options = self.fleet.board(request.model), self.options(request, event.now_s)
-        if board is None or options is None or not board.holds(request.tokens + request.answer_max):
-            return unexplained(request, f"It is refused: {self._why_nobody(request)}.", *names)
-        route, queue = self._route(options), self.queues.get(request.model)
-        late = self._late(options, route) if route is not None else None
+        table, candidates = self.fleet.table(request.model), self.candidates(request, event.now_s)
+        if table is None or candidates is None or not table.holds(request.tokens + request.answer_max):
+            return explain_refusal(request, f"It is refused: {self._why_nobody(request)}.", *names)
+        route, queue = self._route(candidates), self.queues.get(request.model)
+        late = self._late(candidates, route) if route is not None else None
         if late is not None:
             outcome = f"It is refused: {late[0]}; it may come back after {late[1]:.2f} s."
         elif queue:
@@ -234,7 +234,7 @@ class ConductorState:
             outcome = "It waits until an engine has room."
         else:
             outcome = "It is sent at once."
-        return explained(options, board, route, outcome, *names)
+        return explain_decision(candidates, table, route, outcome, *names)
 
     def _why_nobody(self, request: RoutedRequest) -> str:
         models = {engine.about.model for engine in self.fleet.engines.values()}
@@ -251,8 +251,8 @@ class ConductorState:
                 del self.requests[request.number]
                 out.append(do.Refuse(request.number, f"it has waited for {waited_s:.2f} s", RETRY_MIN_S))
                 continue
-            options = self.options(request, now_s)
-            route = self._route(options) if options is not None else None
+            candidates = self.candidates(request, now_s)
+            route = self._route(candidates) if candidates is not None else None
             if route is None or not self._has_room(route):
                 return
             self._start(queue, request, route, now_s, out)
@@ -270,7 +270,7 @@ class ConductorState:
             request = self.requests.get(number)
             if request is not None and request.phase is RequestPhase.KEPT and request.route is not None:
                 if not self._takes(request.route):
-                    self.fleet.ended(number, request.engines, now_s)
+                    self.fleet.end_request(number, request.engines, now_s)
                     self._back(request)
                     continue
                 request.phase = RequestPhase.SENT
@@ -301,7 +301,7 @@ class ConductorState:
         self._expect(computing.engine, request, has, ready_s, now_s)
         if not route.local:
             self.fleet.add(other, EngineWork(number, 0.0, held, now_s, True, ends_s))
-            self.fleet.leaves(name, request.tokens * computing.engine.about.kv_bytes, now_s)
+            self.fleet.add_egress(name, request.tokens * computing.engine.about.kv_bytes, now_s)
             self._expect(answering.engine, request, answering.own, ready_s, now_s)
 
     def _expect(self, engine: FleetEngine, request: RoutedRequest, has: int, ready_s: float, now_s: float) -> None:
@@ -319,19 +319,19 @@ class ConductorState:
         computing = self.fleet.engines.get(route.computing.engine.about.name)
         work = computing.works.get(event.number) if computing is not None else None
         if work is not None:
-            self.costs.began(route.local, event.now_s - work.sent_s - route.first_token_s)
+            self.costs.add_first_token(route.local, event.now_s - work.sent_s - route.first_token_s)
         answer = self.costs.answer_tokens(request.tenant, request.answer_max)
         ends_s = event.now_s + answer * route.answering.token_s
-        self.fleet.first_token(event.number, request.engines, event.now_s, ends_s)
+        self.fleet.mark_first_token(event.number, request.engines, event.now_s, ends_s)
 
     def _ended(self, event: ev.Ended) -> None:
         request = self.requests.pop(event.number, None)
         if request is not None:
-            self.fleet.ended(event.number, request.engines, event.now_s, answered=True)
-            self.costs.answered(request.tenant, event.tokens)
+            self.fleet.end_request(event.number, request.engines, event.now_s, answered=True)
+            self.costs.add_answer(request.tenant, event.tokens)
             engine = self.fleet.engines.get(request.route.computing.engine.about.name) if request.route else None
             if engine is not None:
-                self.costs.took(engine, request.tokens, event.cached, event.prefill_s)
+                self.costs.add_prefill(engine, request.tokens, event.cached, event.prefill_s)
                 self.fleet.write(engine)
 
     def _cancelled(self, event: ev.RequestCancelled) -> None:
@@ -340,15 +340,15 @@ class ConductorState:
             return
         if request.phase is RequestPhase.WAITING:
             self.queues[request.model].drop(request)
-        self.fleet.ended(event.number, request.engines, event.now_s)
+        self.fleet.end_request(event.number, request.engines, event.now_s)
 
     def _broke(self, event: ev.Broke, out: list[Instruction]) -> None:
         """Let another engine continue from what was generated. Every request avoids the failed engine for a while."""
-        self.fleet.failed(event.engine, event.now_s)
+        self.fleet.mark_failed(event.engine, event.now_s)
         request = self.requests.get(event.number)
         if request is None or request.phase in (RequestPhase.WAITING, RequestPhase.KEPT):
             return
-        self.fleet.ended(event.number, request.engines, event.now_s)
+        self.fleet.end_request(event.number, request.engines, event.now_s)
         request.failed = (*request.failed, event.engine)
         if event.lost or len(request.failed) >= ATTEMPTS_MAX:
             del self.requests[event.number]
@@ -360,18 +360,18 @@ class ConductorState:
 
     def _role_refused(self, event: ev.RoleRefused) -> None:
         """Route the request again as if it had not been sent. Our view of its role was outdated."""
-        self.fleet.role_refused(event.engine)
+        self.fleet.mark_role_refused(event.engine)
         request = self.requests.get(event.number)
         if request is not None and request.phase in (RequestPhase.SENT, RequestPhase.DECODING):
-            self.fleet.ended(event.number, request.engines, event.now_s)
+            self.fleet.end_request(event.number, request.engines, event.now_s)
             self._back(request)
 
     def _lost(self, event: ev.EngineLost) -> None:
         """Report its received KV as broken to requests that wait for it. What it was to receive goes elsewhere."""
-        for number in self.fleet.lost(event.name):
+        for number in self.fleet.remove_engine(event.name):
             request = self.requests[number]
             if request.phase is RequestPhase.KEPT:
-                self.fleet.ended(number, request.engines, event.now_s)
+                self.fleet.end_request(number, request.engines, event.now_s)
                 self._back(request)
 
     def _back(self, request: RoutedRequest) -> None:

@@ -16,7 +16,8 @@ engine gets nothing until it answers a question that was asked after that.
 
 A request's life here: sent -> its first token has come (it decodes) -> ended.
 
-``Board``: the columns that a decision reads about the engines of one model; one array operation covers all engines.
+``EngineTable``: the columns that a decision reads about the engines of one model; one array operation covers all of
+them.
 
 What is known of an engine is in its ``FleetEngine``. ``EngineFleet`` copies it here whenever it changes.
 
@@ -207,7 +208,7 @@ class FleetEngine:
             insort(self.ends, work.ends_s)
             self.tokens += work.tokens
 
-    def computed(self, work: EngineWork, now_s: float, ends_s: float) -> None:
+    def mark_computed(self, work: EngineWork, now_s: float, ends_s: float) -> None:
         """Record that its prompt is computed. The next one begins now: errors of prediction do not add up."""
         work.computed = True
         if work.prefill_s:
@@ -223,7 +224,7 @@ class FleetEngine:
     def remove(self, work: EngineWork, now_s: float) -> None:
         """Remove a request that is over here."""
         if not work.computed:
-            self.computed(work, now_s, work.ends_s)
+            self.mark_computed(work, now_s, work.ends_s)
         del self.works[work.number]
         if work.decodes:
             del self.ends[bisect_left(self.ends, work.ends_s)]
@@ -255,7 +256,7 @@ class NumberedNames:
 Floats = npt.NDArray[np.float64]
 Flags = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
-"""Indices of engines in a board, or in a selection from it."""
+"""Indices of engines in a table, or in a selection from it."""
 Distances = npt.NDArray[np.int64]
 """0: on one host; 1: in one zone; 2: further."""
 
@@ -330,7 +331,7 @@ class Columns:
         ) = values
 
 
-class Board:
+class EngineTable:
     """The engines of one model.
 
     Attributes:
@@ -488,11 +489,11 @@ class EngineFleet:
         self._step_each = step_each
         self._where = NumberedNames()  # hosts and zones
         self._places: dict[int, tuple[int, int]] = {}  # by node: its host and zone
-        self._boards: dict[str, Board] = {}  # by model
+        self._tables: dict[str, EngineTable] = {}  # by model
 
     # --- members -----------------------------------------------------------------------------------------------------
 
-    def found(self, about: EngineAbout, role: Role, now_s: float) -> None:
+    def add_engine(self, about: EngineAbout, role: Role, now_s: float) -> None:
         """Record that an engine is there, or has changed. Its requests stay, and so does its role until it reports."""
         known = self.engines.get(about.name)
         if known is None:
@@ -501,19 +502,19 @@ class EngineFleet:
             return
         else:
             known.about = about
-        self._boards.clear()
+        self._tables.clear()
 
-    def lost(self, name: str) -> list[int]:
+    def remove_engine(self, name: str) -> list[int]:
         """Remove an engine. Returns the requests that it was involved in."""
         engine = self.engines.pop(name, None)
-        self._boards.clear()
+        self._tables.clear()
         return list(engine.works) if engine is not None else []
 
-    def node_found(self, name: str, host: str, zone: str) -> None:
+    def add_node(self, name: str, host: str, zone: str) -> None:
         """Record where a node is."""
         self._places[self.nodes.number(name)] = self._where.number(host), self._where.number(zone)
 
-    def node_lost(self, name: str) -> None:
+    def remove_node(self, name: str) -> None:
         """Forget where a node was."""
         self._places.pop(self.nodes.number(name), None)
 
@@ -521,14 +522,14 @@ class EngineFleet:
         """Numbers of the node's host and zone."""
         return self._places.get(node, (-1, -1))
 
-    def board(self, model: str) -> Board | None:
+    def table(self, model: str) -> EngineTable | None:
         """The engines of this model; None if there are none."""
-        if model not in self._boards:
+        if model not in self._tables:
             engines = [engine for engine in self.engines.values() if engine.about.model == model]
             if not engines:
                 return None
-            self._boards[model] = Board(engines, self.nodes, self._where)
-        return self._boards[model]
+            self._tables[model] = EngineTable(engines, self.nodes, self._where)
+        return self._tables[model]
 
     @property
     def models(self) -> list[str]:
@@ -536,20 +537,20 @@ class EngineFleet:
         return sorted({engine.about.model for engine in self.engines.values()})
 
     def write(self, engine: FleetEngine) -> None:
-        """Copy an engine that has changed to its board."""
-        board = self._boards.get(engine.about.model)
-        if board is not None:
-            board.write(engine)
+        """Copy an engine that has changed to its table."""
+        table = self._tables.get(engine.about.model)
+        if table is not None:
+            table.write(engine)
 
     # --- reports ------------------------------------------------------------------------------------------------
 
-    def asking(self, name: str, now_s: float) -> None:
+    def start_report(self, name: str, now_s: float) -> None:
         """Record that the engine is being asked for a report now."""
         engine = self.engines.get(name)
         if engine is not None:
             engine.asked = engine.waiting, len(engine.ends), engine.tokens, now_s
 
-    def reported(self, name: str, report: LoadReport, now_s: float) -> None:
+    def apply_report(self, name: str, report: LoadReport, now_s: float) -> None:
         """Apply the engine's report."""
         engine = self.engines.get(name)
         if engine is None or engine.asked is None:
@@ -568,14 +569,14 @@ class EngineFleet:
             engine.avoided_until_s = 0.0
         self.write(engine)
 
-    def silent(self, name: str) -> None:
+    def mark_silent(self, name: str) -> None:
         """Record that the engine did not answer in time."""
         engine = self.engines.get(name)
         if engine is not None:
             engine.asked, engine.silent = None, True
             self.write(engine)
 
-    def failed(self, name: str, now_s: float) -> None:
+    def mark_failed(self, name: str, now_s: float) -> None:
         """Record that the engine failed on a request. Requests sent before that fail with it count as one failure."""
         engine = self.engines.get(name)
         if engine is None:
@@ -586,19 +587,19 @@ class EngineFleet:
             engine.avoided_until_s = now_s + min(AVOID_MAX_S, AVOID_S * 2 ** min(8, engine.failures - 1))
         self.write(engine)
 
-    def role_ordered(self, name: str) -> None:
+    def mark_role_ordered(self, name: str) -> None:
         """Record that an order to change its role is under way. Its role is unknown until the engine reports."""
         engine = self.engines[name]
         engine.ordered = engine.unsure = True
         self.write(engine)
 
-    def role_answered(self, name: str) -> None:
+    def mark_role_answered(self, name: str) -> None:
         """Record that an order is no longer under way. The engine's next report tells its result."""
         engine = self.engines.get(name)
         if engine is not None and engine.ordered:
             engine.ordered, engine.asked = False, None
 
-    def role_refused(self, name: str) -> None:
+    def mark_role_refused(self, name: str) -> None:
         """Record that an engine refused a request because its role differs from its report. It has not failed."""
         engine = self.engines.get(name)
         if engine is not None:
@@ -618,24 +619,24 @@ class EngineFleet:
         self.engines[name].add(work)
         self.write(self.engines[name])
 
-    def leaves(self, name: str, size: int, now_s: float) -> None:
+    def add_egress(self, name: str, size: int, now_s: float) -> None:
         """Record that this much KV will leave the engine, which counts for a remote cluster."""
         engine = self.engines[name]
         if engine.about.egress_bytes_per_s:
             engine.egress_free_s = max(engine.egress_free_s, now_s) + size / engine.about.egress_bytes_per_s
             self.write(engine)
 
-    def first_token(self, number: int, names: tuple[str, ...], now_s: float, ends_s: float) -> None:
+    def mark_first_token(self, number: int, names: tuple[str, ...], now_s: float, ends_s: float) -> None:
         """Record that a prompt is computed: an engine that only computed it has done its part."""
         for engine, work in self._at(number, names):
             if work.decodes:
-                engine.computed(work, now_s, ends_s)
+                engine.mark_computed(work, now_s, ends_s)
             else:
                 engine.remove(work, now_s)
             engine.failures, engine.heard_s, engine.silent = 0, now_s, False
             self.write(engine)
 
-    def ended(self, number: int, names: tuple[str, ...], now_s: float, *, answered: bool = False) -> None:
+    def end_request(self, number: int, names: tuple[str, ...], now_s: float, *, answered: bool = False) -> None:
         """Record the end of a request, whatever its result; if it was ``answered``, the engine is alive."""
         for engine, work in self._at(number, names):
             engine.remove(work, now_s)

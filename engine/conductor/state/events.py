@@ -53,7 +53,7 @@ class NodeLost(ConductorEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class PagesTold(ConductorEvent):
+class PagesReported(ConductorEvent):
     """What a node has, and which pages came and went there."""
 
     batch: Told
@@ -152,7 +152,7 @@ class Ticked(ConductorEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class LeadershipTold(ConductorEvent):
+class LeadershipChanged(ConductorEvent):
     """Whether this conductor leads: only the leader gives orders. ``revision``: of its election, see ``RoleOrder``."""
 
     leads: bool

@@ -8,40 +8,43 @@ from typing import Any, Final
 import numpy as np
 
 from engine.conductor.state import instructions as do
-from engine.conductor.state.candidates import Options
-from engine.conductor.state.engine_table import Board, FleetEngine
+from engine.conductor.state.candidates import Candidates
+from engine.conductor.state.engine_table import EngineTable, FleetEngine
 from engine.conductor.state.routed_requests import Route, RoutedRequest
 
-Explained = dict[str, object]
+Explanation = dict[str, object]
 DIGITS: Final = 6  # for seconds
 
 
-def explained(options: Options, board: Board, route: Route | None, outcome: str, policy: str, split: str) -> Explained:
+def explain_decision(
+    candidates: Candidates, table: EngineTable, route: Route | None, outcome: str, policy: str, split: str
+) -> Explanation:
     """A document about a decision: the request, every engine of its model, the choice.
 
     Args:
-        board: of all engines of the model.
+        table: of all engines of the model.
         outcome: what becomes of the request, in a sentence.
     """
-    rows = [_candidate(options, place, route) for place in range(len(options.engines))]
+    rows = [_candidate(candidates, place, route) for place in range(len(candidates.engines))]
     rows.sort(key=lambda row: (_best(row), str(row["engine"])))
-    taken = {engine.about.name for engine in options.engines}
-    out = [engine for engine in board.engines if engine.about.name not in taken]
+    taken = {engine.about.name for engine in candidates.engines}
+    out = [engine for engine in table.engines if engine.about.name not in taken]
     return {
-        **_asked(options.request),
+        **_request_terms(candidates.request),
         "policy": policy,
         "split": split,
         "outcome": outcome,
-        "chosen": _chosen(route) if route is not None else None,
-        "why": _why(options, route, rows, policy),
+        "chosen": _choice(route) if route is not None else None,
+        "why": _why(candidates, route, rows, policy),
         "candidates": rows,
         "left_out": [
-            {"engine": engine.about.name, "why": _why_not(engine, options.request, options.now_s)} for engine in out
+            {"engine": engine.about.name, "why": _why_not(engine, candidates.request, candidates.now_s)}
+            for engine in out
         ],
     }
 
 
-def routed(it: do.Send, policy: str, split: str) -> dict[str, Any]:
+def route_document(it: do.Send, policy: str, split: str) -> dict[str, Any]:
     """Where a request was sent, and the predicted times."""
     computing, answering = it.route.computing, it.route.answering
     seconds = {
@@ -67,13 +70,13 @@ def routed(it: do.Send, policy: str, split: str) -> dict[str, Any]:
     }
 
 
-def unexplained(request: RoutedRequest, outcome: str, policy: str, split: str) -> Explained:
+def explain_refusal(request: RoutedRequest, outcome: str, policy: str, split: str) -> Explanation:
     """A document about a request that no engine could ever answer."""
-    rest: Explained = {"chosen": None, "why": outcome, "candidates": [], "left_out": []}
-    return {**_asked(request), "policy": policy, "split": split, "outcome": outcome, **rest}
+    rest: Explanation = {"chosen": None, "why": outcome, "candidates": [], "left_out": []}
+    return {**_request_terms(request), "policy": policy, "split": split, "outcome": outcome, **rest}
 
 
-def _asked(request: RoutedRequest) -> Explained:
+def _request_terms(request: RoutedRequest) -> Explanation:
     pages = {layout: len(found) for layout, found in sorted(request.pages.items())}
     asked = {
         "model": request.model,
@@ -84,24 +87,24 @@ def _asked(request: RoutedRequest) -> Explained:
     return {"request": {**asked, "pages": pages, "first_token_s": request.first_token_s, "token_s": request.token_s}}
 
 
-def _candidate(options: Options, place: int, route: Route | None) -> Explained:
+def _candidate(candidates: Candidates, place: int, route: Route | None) -> Explanation:
     """One engine: its terms if it computes, with its best partner, and its terms if it answers."""
-    computing, about = options.computing(place), options.engines[place].about
-    pairs = [options.route(place, other) for other in _partners(options, place)]
+    computing, about = candidates.computing(place), candidates.engines[place].about
+    pairs = [candidates.route(place, other) for other in _partners(candidates, place)]
     best = min(pairs, key=lambda pair: (pair.total_s, pair.answering.engine.about.name), default=None)
     part = ""
     if route is not None:
         computes, answers = route.computing.engine.about.name, route.answering.engine.about.name
         both = about.name == computes == answers
         part = "both" if both else {computes: "computes", answers: "answers"}.get(about.name, "")
-    found: Explained = {
+    found: Explanation = {
         "engine": about.name,
-        "role": str(options.engines[place].role),
+        "role": str(candidates.engines[place].role),
         "part": part,
-        "silent": options.engines[place].silent,
+        "silent": candidates.engines[place].silent,
         "own_tokens": computing.own,
-        "memory_tokens": int(options.upper_pages[place]) * about.page_tokens,
-        "nvme_tokens": int(options.own_pages[place] - options.upper_pages[place]) * about.page_tokens,
+        "memory_tokens": int(candidates.upper_pages[place]) * about.page_tokens,
+        "nvme_tokens": int(candidates.own_pages[place] - candidates.upper_pages[place]) * about.page_tokens,
         "cached_tokens": computing.cached,
         "donor": computing.donor,
         "wait_s": _round(computing.wait_s),
@@ -110,27 +113,27 @@ def _candidate(options: Options, place: int, route: Route | None) -> Explained:
         "ready_s": _round(computing.ready_s),
         "harm_s": _round(computing.harm_s),
     }
-    if place in options.answers:
-        answering = options.answering(place)
+    if place in candidates.answers:
+        answering = candidates.answering(place)
         found |= {"batch": answering.batch, "token_s": _round(answering.token_s)}
         found |= {"answer_harm_s": _round(answering.harm_s)}
     if best is not None:
-        found["best"] = _chosen(best)
+        found["best"] = _choice(best)
     return found
 
 
-def _partners(options: Options, place: int) -> list[int]:
+def _partners(candidates: Candidates, place: int) -> list[int]:
     """Engines that could answer what this one computes: itself, and the best of the others."""
-    partners = [place] if place in options.answers else []
-    if place in options.prefills:
-        others = options.partners(place)
+    partners = [place] if place in candidates.answers else []
+    if place in candidates.prefills:
+        others = candidates.partners(place)
         if len(others):
-            tails_s = options.tails_s(np.array([place]), others)
-            partners.append(int(others[options.totals_s(np.array([place]), others, tails_s).argmin()]))
+            tails_s = candidates.tails_s(np.array([place]), others)
+            partners.append(int(others[candidates.totals_s(np.array([place]), others, tails_s).argmin()]))
     return partners
 
 
-def _chosen(route: Route) -> Explained:
+def _choice(route: Route) -> Explanation:
     return {
         "computes": route.computing.engine.about.name,
         "answers": route.answering.engine.about.name,
@@ -141,15 +144,15 @@ def _chosen(route: Route) -> Explained:
     }
 
 
-def _best(row: Explained) -> float:
+def _best(row: Explanation) -> float:
     best = row.get("best")
     return float(best["total_s"]) if isinstance(best, dict) else math.inf
 
 
-def _why(options: Options, route: Route | None, rows: list[Explained], policy: str) -> str:
+def _why(candidates: Candidates, route: Route | None, rows: list[Explanation], policy: str) -> str:
     if route is None:
         return "No engine can take it now." if not rows else "No engine that answers can take it now."
-    computing, request = route.computing, options.request
+    computing, request = route.computing, candidates.request
     name, other = computing.engine.about.name, route.answering.engine.about.name
     who = f"{name} computes and answers" if route.local else f"{name} computes and {other} answers"
     has = f"{computing.cached} of {request.tokens} tokens need no computation"

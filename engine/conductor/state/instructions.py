@@ -43,7 +43,7 @@ class LoseRequest(Instruction):
 
 
 @dataclass(frozen=True, slots=True)
-class FollowAnew(Instruction):
+class RestartStream(Instruction):
     """Ask this node for a new stream, which begins with everything: a batch of its reports is missing."""
 
     node: str

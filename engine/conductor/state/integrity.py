@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from engine.conductor.state.conductor_state import ConductorState
-from engine.conductor.state.engine_table import Board, Columns, NumberedNames
+from engine.conductor.state.engine_table import Columns, EngineTable, NumberedNames
 from engine.conductor.state.routed_requests import RequestPhase
 
 
@@ -25,8 +25,8 @@ def check(state: ConductorState) -> None:
         assert engine.tokens == sum(work.tokens for work in works if work.decodes), name
         assert engine.others_waiting >= 0 and engine.others_running >= 0, name
     for model in state.fleet.models:
-        board = state.fleet.board(model)
-        assert board is not None
-        fresh = Board(board.engines, state.fleet.nodes, NumberedNames())
+        table = state.fleet.table(model)
+        assert table is not None
+        fresh = EngineTable(table.engines, state.fleet.nodes, NumberedNames())
         changing = slice(0, Columns.CHANGING)
-        assert (board.columns.values[changing] == fresh.columns.values[changing]).all(), model
+        assert (table.columns.values[changing] == fresh.columns.values[changing]).all(), model

@@ -1,4 +1,4 @@
-"""ObservedSpeeds: how fast an engine is that does not report its speed, measured by its answers."""
+"""MeasuredSpeed: how fast an engine is that does not report its speed, measured by its answers."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ SMOOTH: Final = 0.2
 TOKENS_MIN: Final = 64  # prompt tokens; a shorter prompt says little about the speed
 
 
-class ObservedSpeeds:
+class MeasuredSpeed:
     """The observed speeds of one engine.
 
     Attributes:
@@ -18,12 +18,12 @@ class ObservedSpeeds:
     def __init__(self) -> None:
         self.tokens_per_s = self.step_s = 0.0
 
-    def computed(self, tokens: int, took_s: float) -> None:
+    def add_prefill(self, tokens: int, took_s: float) -> None:
         """Record that this many tokens of a prompt were computed in this time, with no other prompt before it."""
         if tokens >= TOKENS_MIN and took_s > 0:
             self.tokens_per_s = _smoothed(self.tokens_per_s, tokens / took_s)
 
-    def decoded(self, tokens: int, took_s: float) -> None:
+    def add_decode(self, tokens: int, took_s: float) -> None:
         """Record that this many tokens came after the first one in this time."""
         if tokens > 0 and took_s > 0:
             self.step_s = _smoothed(self.step_s, took_s / tokens)

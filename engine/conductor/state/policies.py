@@ -21,7 +21,7 @@ from typing import Final
 import numpy as np
 import xxhash
 
-from engine.conductor.state.candidates import Options
+from engine.conductor.state.candidates import Candidates
 from engine.conductor.state.engine_table import Floats, Places
 from kvstore.errors import InvalidRequest
 
@@ -44,27 +44,27 @@ class Policy:
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def computing(self, options: Options, fit: Places) -> int:
+    def computing(self, candidates: Candidates, fit: Places) -> int:
         """The place of the engine that computes the prompt, among these; at least one is given."""
         raise NotImplementedError
 
-    def route(self, options: Options, split: Split) -> tuple[int, int] | None:
+    def route(self, candidates: Candidates, split: Split) -> tuple[int, int] | None:
         """The engines that compute and answer; None if there are none."""
-        apart = split(options)
-        if apart is not False and len(options.prefills):
-            chosen = self.computing(options, options.with_room(options.prefills))
-            others = options.partners(chosen)
-            if len(others) and (apart or chosen not in options.answers):
-                return chosen, int(others[options.batch[others].argmin()])
-            if chosen in options.answers:
+        apart = split(candidates)
+        if apart is not False and len(candidates.prefills):
+            chosen = self.computing(candidates, candidates.with_room(candidates.prefills))
+            others = candidates.partners(chosen)
+            if len(others) and (apart or chosen not in candidates.answers):
+                return chosen, int(others[candidates.batch[others].argmin()])
+            if chosen in candidates.answers:
                 return chosen, chosen
-        if not len(options.answers):
+        if not len(candidates.answers):
             return None
-        chosen = self.computing(options, options.with_room(options.answers))
+        chosen = self.computing(candidates, candidates.with_room(candidates.answers))
         return chosen, chosen
 
 
-Split = Callable[[Options], bool | None]
+Split = Callable[[Candidates], bool | None]
 """True if another engine than the answering one computes the prompt; None: as the policy decides."""
 
 
@@ -75,33 +75,35 @@ class KvCentric(Policy):
 
     name = "kv-centric"
 
-    def route(self, options: Options, split: Split) -> tuple[int, int] | None:
+    def route(self, candidates: Candidates, split: Split) -> tuple[int, int] | None:
         """See ``Policy.route``."""
-        apart, answers = split(options), options.answers
+        apart, answers = split(candidates), candidates.answers
         if not len(answers):
             return None
         best: tuple[float, int, int] | None = None
-        if apart is not False and len(options.prefills):
-            soonest = options.prompts_s + options.doubt_s
-            if options.hurries:
-                soonest = soonest + options.late(options.ready_s)
-            computing = _smallest(options.prefills, soonest)
-            answering = _smallest(answers, options.answers_s)
+        if apart is not False and len(candidates.prefills):
+            soonest = candidates.prompts_s + candidates.doubt_s
+            if candidates.hurries:
+                soonest = soonest + candidates.late(candidates.ready_s)
+            computing = _smallest(candidates.prefills, soonest)
+            answering = _smallest(answers, candidates.answers_s)
             one_each, other_each = computing[:, None], answering[None, :]
-            tails_s = options.tails_s(one_each, other_each)
+            tails_s = candidates.tails_s(one_each, other_each)
             tails_s[one_each == other_each] = np.inf  # these pairs are added below
-            totals = options.totals_s(one_each, other_each, tails_s)
-            totals = totals + options.doubt_s[one_each] + options.doubt_s[other_each]
-            if options.hurries:
-                totals = totals + options.late(options.ready_s[one_each] + tails_s, options.token_s[other_each])
-            one, other = divmod(_first(totals.ravel(), options), len(answering))
+            totals = candidates.totals_s(one_each, other_each, tails_s)
+            totals = totals + candidates.doubt_s[one_each] + candidates.doubt_s[other_each]
+            if candidates.hurries:
+                totals = totals + candidates.late(
+                    candidates.ready_s[one_each] + tails_s, candidates.token_s[other_each]
+                )
+            one, other = divmod(_first(totals.ravel(), candidates), len(answering))
             if totals[one, other] < np.inf:
                 best = float(totals[one, other]), int(computing[one]), int(answering[other])
         if apart is not True or best is None:
-            totals = options.totals_s(answers, answers, 0.0) + options.doubt_s[answers]
-            if options.hurries:
-                totals = totals + options.late(options.ready_s[answers], options.token_s[answers])
-            at = _first(totals, options)
+            totals = candidates.totals_s(answers, answers, 0.0) + candidates.doubt_s[answers]
+            if candidates.hurries:
+                totals = totals + candidates.late(candidates.ready_s[answers], candidates.token_s[answers])
+            at = _first(totals, candidates)
             if best is None or totals[at] <= best[0]:
                 return int(answers[at]), int(answers[at])
         return best[1:]
@@ -112,9 +114,9 @@ class Random(Policy):
 
     name = "random"
 
-    def computing(self, options: Options, fit: Places) -> int:
+    def computing(self, candidates: Candidates, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return int(fit[_drawn(options.request.number.to_bytes(8, "little"), self.seed, len(fit))])
+        return int(fit[_drawn(candidates.request.number.to_bytes(8, "little"), self.seed, len(fit))])
 
 
 class RoundRobin(Policy):
@@ -122,9 +124,9 @@ class RoundRobin(Policy):
 
     name = "round-robin"
 
-    def computing(self, options: Options, fit: Places) -> int:
+    def computing(self, candidates: Candidates, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return int(fit[options.request.number % len(fit)])
+        return int(fit[candidates.request.number % len(fit)])
 
 
 class LeastLoad(Policy):
@@ -132,9 +134,9 @@ class LeastLoad(Policy):
 
     name = "least-load"
 
-    def computing(self, options: Options, fit: Places) -> int:
+    def computing(self, candidates: Candidates, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return int(fit[_first((options.wait_s + options.doubt_s)[fit], options)])
+        return int(fit[_first((candidates.wait_s + candidates.doubt_s)[fit], candidates)])
 
 
 class LongestPrefix(Policy):
@@ -142,9 +144,9 @@ class LongestPrefix(Policy):
 
     name = "longest-prefix"
 
-    def computing(self, options: Options, fit: Places) -> int:
+    def computing(self, candidates: Candidates, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return int(fit[np.lexsort((options.wait_s[fit], -options.own[fit]))[0]])
+        return int(fit[np.lexsort((candidates.wait_s[fit], -candidates.own[fit]))[0]])
 
 
 class OwnCache(Policy):
@@ -152,9 +154,9 @@ class OwnCache(Policy):
 
     name = "own-cache"
 
-    def computing(self, options: Options, fit: Places) -> int:
+    def computing(self, candidates: Candidates, fit: Places) -> int:
         """See ``Policy.computing``."""
-        return int(fit[_first((options.wait_s + options.own_prefill_s + options.doubt_s)[fit], options)])
+        return int(fit[_first((candidates.wait_s + candidates.own_prefill_s + candidates.doubt_s)[fit], candidates)])
 
 
 class DynamoLinear(Policy):
@@ -162,13 +164,13 @@ class DynamoLinear(Policy):
 
     name = "dynamo-linear"
 
-    def computing(self, options: Options, fit: Places) -> int:
+    def computing(self, candidates: Candidates, fit: Places) -> int:
         """See ``Policy.computing``."""
-        columns = options.columns
+        columns = candidates.columns
         blocks = (
-            options.wait_s * options.speeds + options.request.tokens - options.own + columns.tokens
+            candidates.wait_s * candidates.speeds + candidates.request.tokens - candidates.own + columns.tokens
         ) / columns.page_tokens
-        return int(fit[_first(blocks[fit], options)])
+        return int(fit[_first(blocks[fit], candidates)])
 
 
 class DualMap(Policy):
@@ -176,34 +178,34 @@ class DualMap(Policy):
 
     name = "dualmap"
 
-    def computing(self, options: Options, fit: Places) -> int:
+    def computing(self, candidates: Candidates, fit: Places) -> int:
         """See ``Policy.computing``."""
-        pages = next(iter(options.request.pages.values()), None)
+        pages = next(iter(candidates.request.pages.values()), None)
         if pages is None or not len(pages):
-            return int(fit[_first(options.ready_s[fit], options)])
+            return int(fit[_first(candidates.ready_s[fit], candidates)])
         first = pages[:DUALMAP_PAGES].tobytes()
         one, other = (int(fit[_drawn(first, self.seed + which, len(fit))]) for which in (1, 2))
-        warm, cold = (one, other) if options.own[one] >= options.own[other] else (other, one)
-        return warm if options.ready_s[warm] <= DUALMAP_LATE * options.ready_s[cold] else cold
+        warm, cold = (one, other) if candidates.own[one] >= candidates.own[other] else (other, one)
+        return warm if candidates.ready_s[warm] <= DUALMAP_LATE * candidates.ready_s[cold] else cold
 
 
-def never(options: Options) -> bool | None:
+def never(candidates: Candidates) -> bool | None:
     """Every engine computes what it answers."""
     return False
 
 
-def always(options: Options) -> bool | None:
+def always(candidates: Candidates) -> bool | None:
     """Two engines for every request."""
     return True
 
 
-def threshold(options: Options) -> bool | None:
+def threshold(candidates: Candidates) -> bool | None:
     """Two engines where much is left to compute (NVIDIA Dynamo's rule and figures)."""
-    left = options.request.tokens - options.cached[options.answers].max(initial=0)
-    return bool(left >= DYNAMO_LOCAL_TOKENS or left >= DYNAMO_LOCAL_SHARE * options.request.tokens)
+    left = candidates.request.tokens - candidates.cached[candidates.answers].max(initial=0)
+    return bool(left >= DYNAMO_LOCAL_TOKENS or left >= DYNAMO_LOCAL_SHARE * candidates.request.tokens)
 
 
-def cost(options: Options) -> bool | None:
+def cost(candidates: Candidates) -> bool | None:
     """As the policy decides."""
     return None
 
@@ -246,10 +248,10 @@ def _smallest(fit: Places, values: Floats) -> Places:
     return np.sort(fit[values[fit].argsort(kind="stable")[:BEST]])
 
 
-def _first(values: Floats, options: Options) -> int:
+def _first(values: Floats, candidates: Candidates) -> int:
     """Where the smallest value is; equal ones take turns from request to request."""
     smallest = (values == values.min()).nonzero()[0]
-    return int(smallest[options.request.number % len(smallest)])
+    return int(smallest[candidates.request.number % len(smallest)])
 
 
 def _drawn(what: bytes, seed: int, count: int) -> int:

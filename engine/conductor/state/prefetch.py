@@ -17,7 +17,7 @@ from typing import Final
 
 import numpy as np
 
-from engine.conductor.state.candidates import Options
+from engine.conductor.state.candidates import Candidates
 from engine.conductor.state.instructions import CopyPrefix, Instruction, PrefetchPrefix
 from engine.conductor.state.prefixes import Prefixes
 from engine.conductor.state.routed_requests import Route
@@ -60,56 +60,58 @@ class Orders:
         self._given: dict[int, _Order] = {}  # by number, so by age
         self._uses: dict[int, tuple[float, float]] = {}  # by page: use count, time of the last use
 
-    def ended(self, order: int) -> None:
+    def end(self, order: int) -> None:
         """Record that an order has ended."""
         self._given.pop(order, None)
 
-    def asked(self, options: Options, route: Route, waits: bool, prefixes: Prefixes, now_s: float) -> list[Instruction]:
+    def follow(
+        self, candidates: Candidates, route: Route, waits: bool, prefixes: Prefixes, now_s: float
+    ) -> list[Instruction]:
         """Return the orders that follow from an accepted request. ``waits``: whether it waits for its engine."""
         if not self.leads or route.computing.engine.about.foreign:
             return []
-        copied = self._copy(options, route, prefixes, now_s)
-        fetched = self._prefetch(options, route, now_s) if waits else None
+        copied = self._copy(candidates, route, prefixes, now_s)
+        fetched = self._prefetch(candidates, route, now_s) if waits else None
         return [order for order in (copied, fetched) if order is not None]
 
-    def _copy(self, options: Options, route: Route, prefixes: Prefixes, now_s: float) -> CopyPrefix | None:
+    def _copy(self, candidates: Candidates, route: Route, prefixes: Prefixes, now_s: float) -> CopyPrefix | None:
         layout = route.computing.engine.about.layout
-        matches, pages = options.matches.get(layout), options.request.pages.get(layout)
-        if matches is None or pages is None or not matches.told.any():
+        matches, pages = candidates.matches.get(layout), candidates.request.pages.get(layout)
+        if matches is None or pages is None or not matches.stored.any():
             return None
-        longest = int(matches.told.max())
+        longest = int(matches.stored.max())
         places = [*(1 << bit for bit in range(longest.bit_length() - 1)), longest]
         hot = max((place for place in places if self._used(int(pages[place - 1]), now_s) >= HOT_USES), default=0)
-        columns, nodes = options.columns, options.columns.node.astype(np.int64)
-        able = options.columns.layout == options.layouts.index(layout)
-        has = able & (np.maximum(matches.told, matches.soon)[nodes] >= hot)
+        columns, nodes = candidates.columns, candidates.columns.node.astype(np.int64)
+        able = candidates.columns.layout == candidates.layouts.index(layout)
+        has = able & (np.maximum(matches.stored, matches.soon)[nodes] >= hot)
         lacks = able & ~has & (nodes >= 0)
-        if not hot or not lacks.any() or (has.any() and options.wait_s[has].min() <= BUSY_S):
+        if not hot or not lacks.any() or (has.any() and candidates.wait_s[has].min() <= BUSY_S):
             return None
-        at = int(lacks.nonzero()[0][options.wait_s[lacks].argmin()])
-        if options.wait_s[at] > BUSY_S:
+        at = int(lacks.nonzero()[0][candidates.wait_s[lacks].argmin()])
+        if candidates.wait_s[at] > BUSY_S:
             return None
-        node = options.engines[at].about.node
-        source = int((matches.told >= hot).argmax())
-        size = int((hot - matches.told[nodes[at]]) * columns.page_tokens[at] * columns.kv_bytes[at])
+        node = candidates.engines[at].about.node
+        source = int((matches.stored >= hot).argmax())
+        size = int((hot - matches.stored[nodes[at]]) * columns.page_tokens[at] * columns.kv_bytes[at])
         order = self._give(node, int(pages[hot - 1]), size, now_s)
         if order is None:
             return None
-        moves_s = size / min(self._bytes_per_s, 1 / options.costs.s_per_byte["zone"])
-        prefixes.expect(node, pages[int(matches.told[nodes[at]]) : hot], now_s + moves_s, now_s)
-        return CopyPrefix(order, options.request.number, node, options.node_names[source], layout, hot, size)
+        moves_s = size / min(self._bytes_per_s, 1 / candidates.costs.s_per_byte["zone"])
+        prefixes.expect(node, pages[int(matches.stored[nodes[at]]) : hot], now_s + moves_s, now_s)
+        return CopyPrefix(order, candidates.request.number, node, candidates.node_names[source], layout, hot, size)
 
-    def _prefetch(self, options: Options, route: Route, now_s: float) -> PrefetchPrefix | None:
+    def _prefetch(self, candidates: Candidates, route: Route, now_s: float) -> PrefetchPrefix | None:
         about = route.computing.engine.about
-        at = options.engines.index(route.computing.engine)
-        pages, upper = int(options.own_pages[at]), int(options.upper_pages[at])
+        at = candidates.engines.index(route.computing.engine)
+        pages, upper = int(candidates.own_pages[at]), int(candidates.upper_pages[at])
         if pages <= upper:
             return None
         size = (pages - upper) * about.page_tokens * about.kv_bytes
-        order = self._give(about.node, int(options.request.pages[about.layout][pages - 1]), size, now_s)
+        order = self._give(about.node, int(candidates.request.pages[about.layout][pages - 1]), size, now_s)
         if order is None:
             return None
-        return PrefetchPrefix(order, options.request.number, about.node, about.layout, pages, size)
+        return PrefetchPrefix(order, candidates.request.number, about.node, about.layout, pages, size)
 
     def _used(self, page: int, now_s: float) -> float:
         """Record one more use; returns the recent number of uses."""

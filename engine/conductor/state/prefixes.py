@@ -58,13 +58,13 @@ class Matches:
     The arrays have one more place than there are nodes, with 0 in it: that of an engine without a node, -1.
 
     Attributes:
-        told: the longest prefix that each node has without gaps.
+        stored: the longest prefix that each node has without gaps.
         upper: how many pages of that prefix are in its DRAM or HBM; the others are on NVMe.
         soon, soon_s: the longer prefix that a node will have, else 0; and when it will have it.
         donors: nodes that have or will have most, the longest first; at most ``DONORS``.
     """
 
-    told: Counts
+    stored: Counts
     upper: Counts
     soon: Counts
     soon_s: npt.NDArray[np.float64]
@@ -91,7 +91,7 @@ class Prefixes:
 
     def __init__(self, bytes_max: int, nodes: NumberedNames) -> None:
         self._names = nodes
-        self._told = Directory(bytes_max)
+        self._directory = Directory(bytes_max)
         self._streams: list[str] = []  # their names in the directory, and ...
         self._nodes = np.zeros(0, np.int64)  # ... the nodes' numbers in their order
         self._expected: dict[int, list[_Expected]] = {}  # by the first page, the newest last
@@ -99,16 +99,16 @@ class Prefixes:
         self._waiting = 0  # pages
 
     def __len__(self) -> int:
-        return len(self._told)
+        return len(self._directory)
 
-    def told(self, batch: Told) -> int:
+    def update(self, batch: Told) -> int:
         """Apply a node's batch. Returns the number of the next one expected, or ``directory.AGAIN``."""
         self._names.number(batch.node)
-        return self._told.told(batch)
+        return self._directory.told(batch)
 
     def forget(self, node: str) -> None:
         """Remove a node, with what it had and what it was to receive."""
-        self._told.forget(node)
+        self._directory.forget(node)
         number = self._names.number(node)
         stays: deque[_Expected] = deque()
         for waits in self._waits:
@@ -163,22 +163,22 @@ class Prefixes:
         between = between[: between.searchsorted(len(prompt))]
         known = [STRIDE * np.maximum(0, each - 1) for each in probes]
         known = self._look(prompt[between], between, known) if len(between) else known
-        told, upper = known[0], known[-1]
-        soon = self._soon(prompt, told) if self._expected else {}
-        longest = [number for number in (-told[:-1]).argsort(kind="stable")[:DONORS].tolist() if told[number]]
-        donors = [*(Donor(number, int(told[number])) for number in longest), *soon.values()]
+        stored, upper = known[0], known[-1]
+        soon = self._soon(prompt, stored) if self._expected else {}
+        longest = [number for number in (-stored[:-1]).argsort(kind="stable")[:DONORS].tolist() if stored[number]]
+        donors = [*(Donor(number, int(stored[number])) for number in longest), *soon.values()]
         donors.sort(key=lambda donor: (-donor.pages, donor.ready_s))
-        pages, moments = np.zeros(len(told), np.int64), np.zeros(len(told))
+        pages, moments = np.zeros(len(stored), np.int64), np.zeros(len(stored))
         for donor in soon.values():
             pages[donor.node], moments[donor.node] = donor.pages, donor.ready_s
-        return Matches(told, upper, pages, moments, donors[:DONORS])
+        return Matches(stored, upper, pages, moments, donors[:DONORS])
 
     def _look(self, pages: Fingerprints, places: Counts, known: list[Counts]) -> list[Counts]:
         """How many of these pages nodes have, and how many in memory, once where that is the same.
 
         ``known``: what nodes have of the pages at these places.
         """
-        listed = self._told.find(pages, NODES_MAX)
+        listed = self._directory.find(pages, NODES_MAX)
         if not len(listed.pages):
             return known
         if listed.names is not self._streams:
@@ -191,7 +191,7 @@ class Prefixes:
         upper = _longer(known[-1], nodes[in_memory], at[in_memory]) if in_memory.any() else known[-1]
         return [_longer(known[0], nodes, at), upper]
 
-    def _soon(self, pages: Fingerprints, told: Counts) -> dict[int, Donor]:
+    def _soon(self, pages: Fingerprints, stored: Counts) -> dict[int, Donor]:
         """Nodes that will have more of the prompt than they have."""
         chain = pages.tolist()
         soon: dict[int, Donor] = {}
@@ -199,7 +199,7 @@ class Prefixes:
             start = chain.index(page)
             for waits in self._expected[page]:
                 before = soon.get(waits.node)
-                has, ready_s = (before.pages, before.ready_s) if before is not None else (int(told[waits.node]), 0.0)
+                has, ready_s = (before.pages, before.ready_s) if before is not None else (int(stored[waits.node]), 0.0)
                 if has < start:
                     continue
                 end = start + _common(chain[start:], waits.pages)

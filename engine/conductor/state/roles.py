@@ -52,7 +52,7 @@ class Roles:
         self._at_s = 0.0
         self._changed_s = -math.inf
 
-    def asked(self, prompt_s: float, answer_s: float, now_s: float) -> None:
+    def add_request(self, prompt_s: float, answer_s: float, now_s: float) -> None:
         """Record what a request's prompt and answer take of an engine."""
         self._fade(now_s)
         self._prompts_s += prompt_s / WINDOW_S
@@ -80,7 +80,7 @@ class Roles:
             return None
         prompts_s += sum(max(0.0, engine.first_done_s - now_s) + engine.behind_s for engine in prompts)
         work = self._prompts_s + prompts_s / WINDOW_S, self._answers_s + answers_s / WINDOW_S
-        wanted = self._wanted(work, prompts, answers, now_s)
+        wanted = self._prefill_engines(work, prompts, answers, now_s)
         if wanted > len(prompts) and may_prefill:
             chosen = min(may_prefill, key=lambda engine: (len(engine.ends), engine.about.name))
             role = Role.PREFILL
@@ -92,7 +92,7 @@ class Roles:
         self._changed_s = now_s
         return chosen.about.name, role
 
-    def _wanted(
+    def _prefill_engines(
         self, work: tuple[float, float], prompts: list[FleetEngine], answers: list[FleetEngine], now_s: float
     ) -> int:
         """How many engines are to compute prompts."""
@@ -128,11 +128,11 @@ class FleetRoles:
         self._number = 0  # the number of our last order with this revision
         self._orders_from_s = 0.0
 
-    def leads(self, revision: int | None, now_s: float) -> None:
+    def lead(self, revision: int | None, now_s: float) -> None:
         """Record who leads: we do, by an election of this revision; None: another conductor."""
         self.revision, self._number, self._orders_from_s = revision, 0, now_s + ORDER_S + KNOWN_S
 
-    def heard(self, order: RoleOrder) -> None:
+    def see_order(self, order: RoleOrder) -> None:
         """Record that an engine has carried out this order.
 
         If it is not ours, and later than ours while we lead, revisions have restarted (the catalog was lost, or there
@@ -141,10 +141,10 @@ class FleetRoles:
         if self.revision is not None and order > (self.revision, self._number):
             self.revision, self._number = min(REVISION_MAX, order.revision + 1), 0
 
-    def asked(self, model: str, prompt_s: float, answer_s: float, now_s: float) -> None:
+    def add_request(self, model: str, prompt_s: float, answer_s: float, now_s: float) -> None:
         """Record what a request's prompt and answer take of an engine."""
         if model in self._models:
-            self._models[model].asked(prompt_s, answer_s, now_s)
+            self._models[model].add_request(prompt_s, answer_s, now_s)
 
     def keep(self, models: list[str]) -> None:
         """Keep counts for these models, which engines have, and drop the others."""
