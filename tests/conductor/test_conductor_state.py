@@ -151,7 +151,7 @@ def test_an_engine_that_died_gets_no_second_request() -> None:
     made = world(3)
     made.engines["e1"].up = False
     for number in range(12):
-        made.arrive(wish(number, pages_of(*range(100 * number, 100 * number + 20))))
+        made.arrive(arrival(number, pages_of(*range(100 * number, 100 * number + 20))))
         made.run(made.now_s + 1.2)
     made.settle()
     assert len(made.done) == 12 and not made.given_up
@@ -189,7 +189,7 @@ def test_a_draining_engine_gets_nothing_new() -> None:
     made.tell(ev.ReportAsked(0.0, "e0"))
     made.tell(ev.Reported(0.0, "e0", LoadReport(role=Role.BOTH, draining=True)))
     for number in range(6):
-        made.arrive(wish(number, pages_of(number)))
+        made.arrive(arrival(number, pages_of(number)))
     assert set(engines_of(made)) == {"e1"}
     made.settle()
 
