@@ -169,7 +169,7 @@ def some_of(draw: Any, pool: dict[str, list[Any]], most: int) -> dict[str, Any]:
     return {name: draw(st.sampled_from(pool[name])) for name in names}
 
 
-@settings(max_examples=60, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, deadline=None, suppress_health_check=list(HealthCheck))
 @given(
     family=st.sampled_from(FAMILIES),
     call=some_of(ALL, 4),
