@@ -20,9 +20,9 @@ from tests.helpers.conductors import (
     client_of,
     serve_conductor,
 )
-from tests.helpers.door import head_of
 from tests.helpers.engines.processes import EngineProcess, prompt, spawn_engine
 from tests.helpers.engines.proxy import EngineProxy
+from tests.helpers.http_server import head_of
 from tests.helpers.processes import Machine, wait_until
 
 LONG, SOME = 3000, 300  # tokens: the first are some seconds of an answer

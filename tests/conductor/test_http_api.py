@@ -1,4 +1,4 @@
-"""The HTTP door as OpenAI's own clients meet it: every way to ask, and every refusal."""
+"""The HTTP server as OpenAI's own clients meet it: every way to ask, and every refusal."""
 
 from __future__ import annotations
 
@@ -15,7 +15,17 @@ from engine.conductor.http.connection import HttpPatience
 from engine.demo.command import MODEL
 from kvstore.errors import InvalidRequest
 from tests.helpers.api import TENANTS, Certificates, identities_file, identity
-from tests.helpers.door import CALL_S, ONE_WORD, WORDS, RunningDoor, head_of, open_doors, post, read_all, refused
+from tests.helpers.http_server import (
+    CALL_S,
+    ONE_WORD,
+    WORDS,
+    RunningServer,
+    head_of,
+    post,
+    read_all,
+    refused,
+    serve_openai,
+)
 from tests.helpers.processes import wait_until
 
 GONE_S = 10.0  # the promise is one second
@@ -27,33 +37,33 @@ def folder() -> Path:
     """A folder with a tokenizer that has a chat template."""
     from transformers import AutoTokenizer
 
-    AutoTokenizer.from_pretrained(MODEL)  # the import takes longer than a door's client waits
+    AutoTokenizer.from_pretrained(MODEL)  # the import takes longer than a server's client waits
     return MODEL
 
 
 @pytest.fixture(scope="module")
-def door(folder: Path) -> Iterator[RunningDoor]:
-    with open_doors(models={"talks": str(folder)}) as running:
+def server(folder: Path) -> Iterator[RunningServer]:
+    with serve_openai(models={"talks": str(folder)}) as running:
         yield running
 
 
 @pytest.fixture
-def client(door: RunningDoor) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{door.url}/v1", api_key="any", max_retries=0, timeout=CALL_S) as made:
+def client(server: RunningServer) -> Iterator[openai.OpenAI]:
+    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="any", max_retries=0, timeout=CALL_S) as made:
         yield made
 
 
 # --- Asking ----------------------------------------------------------------------------------------------------------
 
 
-def test_a_completion_and_what_it_cost(door: RunningDoor, client: openai.OpenAI) -> None:
+def test_a_completion_and_what_it_cost(server: RunningServer, client: openai.OpenAI) -> None:
     found = client.completions.create(model="words", prompt="hello", max_tokens=3)
     assert [choice.text for choice in found.choices] == [" word0 word1 word2"]
     assert found.choices[0].finish_reason == "length" and found.model == "words"
     assert found.usage is not None and found.usage.prompt_tokens_details is not None
     assert (found.usage.prompt_tokens, found.usage.completion_tokens, found.usage.total_tokens) == (5, 3, 8)
     assert found.usage.prompt_tokens_details.cached_tokens == 2
-    assert door.answers.requests[-1].sampling.max_tokens == 3 and door.answers.requests[-1].tenant == "local"
+    assert server.answers.requests[-1].sampling.max_tokens == 3 and server.answers.requests[-1].tenant == "local"
 
 
 def test_a_stream_is_the_same_answer_and_tells_its_usage_last(client: openai.OpenAI) -> None:
@@ -66,49 +76,51 @@ def test_a_stream_is_the_same_answer_and_tells_its_usage_last(client: openai.Ope
     assert all(event.choices for event in client.completions.create(**asked, stream=True)), "no usage unless asked for"
 
 
-def test_prompts_as_text_as_tokens_and_as_lists_of_them(door: RunningDoor, client: openai.OpenAI) -> None:
+def test_prompts_as_text_as_tokens_and_as_lists_of_them(server: RunningServer, client: openai.OpenAI) -> None:
     for prompt, tokens in (
         ("ab", [[97, 98]]),
         ([7, 8, 9], [[7, 8, 9]]),
         (["a", "b"], [[97], [98]]),
         ([[1], [2, 3]], [[1], [2, 3]]),
     ):
-        del door.answers.requests[:]
+        del server.answers.requests[:]
         found = client.completions.create(model="words", prompt=prompt, max_tokens=1)
-        assert [ask.tokens.tolist() for ask in door.answers.requests] == tokens
+        assert [ask.tokens.tolist() for ask in server.answers.requests] == tokens
         assert [choice.index for choice in found.choices] == list(range(len(tokens)))
         assert found.usage is not None and found.usage.prompt_tokens == sum(map(len, tokens))
 
 
-def test_several_answers_of_one_prompt_differ_in_their_seeds_alone(door: RunningDoor, client: openai.OpenAI) -> None:
-    del door.answers.requests[:]
+def test_several_answers_of_one_prompt_differ_in_their_seeds_alone(
+    server: RunningServer, client: openai.OpenAI
+) -> None:
+    del server.answers.requests[:]
     found = client.completions.create(model="words", prompt=["a", "bc"], n=3, seed=5, max_tokens=2, stop=["x", "y"])
     assert [choice.index for choice in found.choices] == list(range(6))
     assert found.usage is not None and (found.usage.prompt_tokens, found.usage.completion_tokens) == (3, 12)
-    asks = {ask.id.rpartition("-")[2]: ask for ask in door.answers.requests}
+    asks = {ask.id.rpartition("-")[2]: ask for ask in server.answers.requests}
     assert [asks[str(i)].sampling.seed for i in range(6)] == [5, 6, 7] * 2
     assert {ask.sampling.stop for ask in asks.values()} == {("x", "y")}
 
 
-def test_a_chat_goes_by_the_models_own_template(door: RunningDoor, folder: Path, client: openai.OpenAI) -> None:
+def test_a_chat_goes_by_the_models_own_template(server: RunningServer, folder: Path, client: openai.OpenAI) -> None:
     from transformers import AutoTokenizer
 
     messages = [{"role": "system", "content": "Be brief."}, *HELLO]
     found = client.chat.completions.create(model="talks", messages=messages, max_completion_tokens=2)
     assert found.choices[0].message.content == " word0 word1" and found.choices[0].message.role == "assistant"
-    text = AutoTokenizer.from_pretrained(folder).decode(door.answers.requests[-1].tokens)
+    text = AutoTokenizer.from_pretrained(folder).decode(server.answers.requests[-1].tokens)
     assert text == "<|system|>Be brief.<|end|><|user|>What is a salt?<|end|><|assistant|>"
     parts = [{"role": "user", "content": [{"type": "text", "text": "What is "}, {"type": "text", "text": "a salt?"}]}]
     client.chat.completions.create(model="talks", messages=parts, max_tokens=1)
     client.chat.completions.create(model="talks", messages=HELLO, max_tokens=1)
-    assert door.answers.requests[-1].tokens.tolist() == door.answers.requests[-2].tokens.tolist()
+    assert server.answers.requests[-1].tokens.tolist() == server.answers.requests[-2].tokens.tolist()
 
 
-def test_the_route_is_told_where_it_is_asked_for(door: RunningDoor, client: openai.OpenAI) -> None:
+def test_the_route_is_told_where_it_is_asked_for(server: RunningServer, client: openai.OpenAI) -> None:
     asked: dict[str, Any] = {"model": "words", "prompt": "a", "max_tokens": 1}
     found = client.completions.create(**asked, extra_body={"kvstore": {"explain": True, "priority": 3}})
     assert found.model_extra is not None
-    assert found.model_extra["kvstore"]["routes"][0]["route"]["reason"] and door.answers.requests[-1].priority == 3
+    assert found.model_extra["kvstore"]["routes"][0]["route"]["reason"] and server.answers.requests[-1].priority == 3
     first, *_ = client.completions.create(**asked, extra_body={"kvstore": {"explain": True}}, stream=True)
     assert first.choices == [] and first.model_extra is not None and first.model_extra["kvstore"]["route"]["reason"]
     assert "kvstore" not in (client.completions.create(**asked).model_extra or {})
@@ -177,15 +189,17 @@ MESSAGES = (
 
 @pytest.mark.parametrize(("more", "param", "code"), (*NAMED, *PROMPTS))
 def test_a_bad_completion_is_refused_by_its_parameter(
-    door: RunningDoor, more: dict[str, Any], param: str, code: str
+    server: RunningServer, more: dict[str, Any], param: str, code: str
 ) -> None:
-    error = refused(post(door, WORDS | more), 400)
+    error = refused(post(server, WORDS | more), 400)
     assert (error["param"], error["code"], error["type"]) == (param, code, "invalid_request_error")
 
 
 @pytest.mark.parametrize(("more", "param", "code"), (*(each for each in NAMED if "echo" not in each[0]), *MESSAGES))
-def test_a_bad_chat_is_refused_by_its_parameter(door: RunningDoor, more: dict[str, Any], param: str, code: str) -> None:
-    error = refused(post(door, CHAT | more, "/v1/chat/completions"), 400)
+def test_a_bad_chat_is_refused_by_its_parameter(
+    server: RunningServer, more: dict[str, Any], param: str, code: str
+) -> None:
+    error = refused(post(server, CHAT | more, "/v1/chat/completions"), 400)
     assert (error["param"], error["code"]) == (param, code)
 
 
@@ -216,11 +230,11 @@ def test_what_answers_refuse(client: openai.OpenAI, stream: bool) -> None:
 
 
 @pytest.mark.parametrize("n", [1, 3])
-def test_a_client_that_leaves_a_stream_ends_its_work(door: RunningDoor, client: openai.OpenAI, n: int) -> None:
+def test_a_client_that_leaves_a_stream_ends_its_work(server: RunningServer, client: openai.OpenAI, n: int) -> None:
     with client.completions.create(model="floods", prompt="a", n=n, stream=True) as stream:
         next(iter(stream))
-        wait_until("it runs", lambda: door.answers.open["floods"] == n)
-    wait_until("nobody answers it any more", lambda: not door.answers.open["floods"], GONE_S)
+        wait_until("it runs", lambda: server.answers.open["floods"] == n)
+    wait_until("nobody answers it any more", lambda: not server.answers.open["floods"], GONE_S)
 
 
 # --- Keys and TLS ----------------------------------------------------------------------------------------------------
@@ -229,25 +243,25 @@ def test_a_client_that_leaves_a_stream_ends_its_work(door: RunningDoor, client: 
 def test_keys_are_tenants(tmp_path: Path) -> None:
     several = identity("c", salts='["x", "y"]')
     metrics = {"/metrics": lambda: (200, "text/plain", "up 1\n"), "/healthz": lambda: (200, "text/plain", "ok\n")}
-    with open_doors(metrics, identities=identities_file(tmp_path, TENANTS + several)) as door:
+    with serve_openai(metrics, identities=identities_file(tmp_path, TENANTS + several)) as server:
 
         def ask(key: str | None, **own: Any) -> httpx2.Response:
             headers = {} if key is None else {"Authorization": f"Bearer {key}"}
-            return post(door, WORDS | {"max_tokens": 1, "kvstore": own}, **headers)
+            return post(server, WORDS | {"max_tokens": 1, "kvstore": own}, **headers)
 
         for key in (None, "wrong", "late-token"):
             assert refused(ask(key), 401)["code"] == "invalid_api_key"
         assert ask("a-token").status_code == 200
-        assert (door.answers.requests[-1].tenant, door.answers.requests[-1].salt) == ("a", "a")
+        assert (server.answers.requests[-1].tenant, server.answers.requests[-1].salt) == ("a", "a")
         assert refused(ask("a-token", salt="b"), 403)["code"] == "permission_denied"
         assert refused(ask("c-token"), 400)["param"] == "kvstore.salt"
-        assert ask("c-token", salt="y").status_code == 200 and door.answers.requests[-1].salt == "y"
-        assert ask("op-token").status_code == 200 and door.answers.requests[-1].salt is None
-        assert httpx2.get(f"{door.url}/healthz").text == "ok\n"
-        refused(httpx2.get(f"{door.url}/v1/models"), 401)
+        assert ask("c-token", salt="y").status_code == 200 and server.answers.requests[-1].salt == "y"
+        assert ask("op-token").status_code == 200 and server.answers.requests[-1].salt is None
+        assert httpx2.get(f"{server.url}/healthz").text == "ok\n"
+        refused(httpx2.get(f"{server.url}/v1/models"), 401)
         for key, status in (("a", 403), ("op", 200)):
             headers = {"Authorization": f"Bearer {key}-token"}
-            assert httpx2.get(f"{door.url}/metrics", headers=headers).status_code == status
+            assert httpx2.get(f"{server.url}/metrics", headers=headers).status_code == status
 
 
 @pytest.mark.parametrize("together", [False, True])
@@ -259,7 +273,7 @@ def test_a_reply_over_tls_ends_without_another_word_of_its_caller(tmp_path: Path
     client = trust.wrap_bio(coming, going, server_hostname="localhost")
     files = {"tls_cert": Path(made.path("server.pem")), "tls_key": Path(made.path("server.key"))}
     patience = HttpPatience(headers_s=600.0, stall_s=600.0)
-    with open_doors(patience=patience, **files) as door, door.connect(CALL_S) as connection:
+    with serve_openai(patience=patience, **files) as server, server.connect(CALL_S) as connection:
         while True:
             try:
                 client.do_handshake()
@@ -276,14 +290,14 @@ def test_a_reply_over_tls_ends_without_another_word_of_its_caller(tmp_path: Path
 
 
 def test_beyond_loopback_it_takes_tls_and_keys(tmp_path: Path) -> None:
-    with pytest.raises(InvalidRequest, match="http: .*needs TLS"), open_doors(http="0.0.0.0:0"):
+    with pytest.raises(InvalidRequest, match="http: .*needs TLS"), serve_openai(http="0.0.0.0:0"):
         pass
     made = Certificates(tmp_path)
     tls = {"tls_cert": Path(made.path("server.pem")), "tls_key": Path(made.path("server.key"))}
-    with pytest.raises(InvalidRequest, match="http: .*anyone could call"), open_doors(http="0.0.0.0:0", **tls):
+    with pytest.raises(InvalidRequest, match="http: .*anyone could call"), serve_openai(http="0.0.0.0:0", **tls):
         pass
-    with open_doors(identities=identities_file(tmp_path), **tls) as door:
+    with serve_openai(identities=identities_file(tmp_path), **tls) as server:
         trust = httpx2.Client(verify=ssl.create_default_context(cafile=made.path("ca.pem")))
-        with trust, openai.OpenAI(base_url=f"{door.url}/v1", api_key="b-token", http_client=trust) as client:
+        with trust, openai.OpenAI(base_url=f"{server.url}/v1", api_key="b-token", http_client=trust) as client:
             assert client.completions.create(model="words", prompt="a", max_tokens=1).choices[0].text == " word0"
-        assert door.answers.requests[-1].tenant == "b"
+        assert server.answers.requests[-1].tenant == "b"

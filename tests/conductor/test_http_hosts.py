@@ -14,7 +14,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.server.certificates import ServerCertificate
 from kvstore.server.http import HostNames
 from tests.helpers.api import Certificates, identities_file
-from tests.helpers.door import CALL_S, WORDS, RunningDoor, head_of, open_doors, read_all, replies_in
+from tests.helpers.http_server import CALL_S, WORDS, RunningServer, head_of, read_all, replies_in, serve_openai
 from tests.helpers.processes import Machine
 from tests.helpers.scraping import serve_http
 
@@ -92,9 +92,9 @@ def test_a_request_names_one_host_and_one_origin() -> None:
     assert names.refusal([], []) == "", "HTTP/1.0 has none, and no browser speaks it"
 
 
-def asked(door: RunningDoor, *more: str, path: str = "/v1/completions") -> tuple[int, bytes]:
+def asked(server: RunningServer, *more: str, path: str = "/v1/completions") -> tuple[int, bytes]:
     """Status and body of a reply."""
-    with door.connect(CALL_S) as connection:
+    with server.connect(CALL_S) as connection:
         head = head_of(len(BODY), "Connection: close", path=path).replace(b"Host: x\r\n", b"")
         connection.sendall(head[:-2] + "".join(f"{line}\r\n" for line in more).encode() + b"\r\n" + BODY)
         ((status, body),) = replies_in(read_all(connection))
@@ -103,12 +103,12 @@ def asked(door: RunningDoor, *more: str, path: str = "/v1/completions") -> tuple
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/models", "/healthz", "/nowhere"])
 def test_the_conductor_refuses_other_names_and_sites_everywhere(path: str) -> None:
-    with open_doors(ROUTES) as door:
+    with serve_openai(ROUTES) as server:
         for lines in ([f"Host: {EVIL}"], ["Host: localhost", f"Origin: http://{EVIL}"]):
-            status, body = asked(door, *lines, path=path)
+            status, body = asked(server, *lines, path=path)
             assert status == 403 and json.loads(body)["error"]["code"] == "host_not_allowed"
-        assert asked(door, f"Host: {door.url.partition('//')[2]}", path=path)[0] != 403
-        assert not door.answers.requests or path == "/v1/completions"
+        assert asked(server, f"Host: {server.url.partition('//')[2]}", path=path)[0] != 403
+        assert not server.answers.requests or path == "/v1/completions"
 
 
 def test_over_tls_the_names_of_the_certificate_are_taken(tmp_path: Path) -> None:

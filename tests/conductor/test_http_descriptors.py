@@ -21,7 +21,7 @@ from tests.helpers.api import Certificates
 from tests.helpers.backend import BackendProcess, spawn_backend
 from tests.helpers.beacon import Beacon
 from tests.helpers.conductors import ConductorProcess
-from tests.helpers.door import ONE_WORD, ask, head_of, read_all, replies_in
+from tests.helpers.http_server import ONE_WORD, ask, head_of, read_all, replies_in
 from tests.helpers.processes import CLI, Machine, Process, wait_until
 
 DESCRIPTORS, STRANGERS = 512, 600

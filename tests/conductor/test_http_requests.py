@@ -24,7 +24,18 @@ from kvstore.errors import DeadlineExceeded
 from tests.helpers.api import Certificates, identities_file
 from tests.helpers.backend import spawn_backend
 from tests.helpers.conductors import ConductorProcess, client_of, serve_conductor
-from tests.helpers.door import CALL_S, WORDS, RunningDoor, ask, head_of, open_doors, post, read_all, refused, replies_in
+from tests.helpers.http_server import (
+    CALL_S,
+    WORDS,
+    RunningServer,
+    ask,
+    head_of,
+    post,
+    read_all,
+    refused,
+    replies_in,
+    serve_openai,
+)
 from tests.helpers.processes import Machine, wait_until
 
 ROUTES = {"/healthz": lambda: (200, "text/plain", "ok\n"), "/metrics": lambda: (200, "text/plain", "up 1\n")}
@@ -32,8 +43,8 @@ BODY = json.dumps(WORDS).encode()
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[RunningDoor]:
-    with open_doors(ROUTES) as running:
+def server() -> Iterator[RunningServer]:
+    with serve_openai(ROUTES) as running:
         yield running
 
 
@@ -41,18 +52,18 @@ def door() -> Iterator[RunningDoor]:
 
 
 @pytest.mark.parametrize("given", ["a", "trace-7/span:1.2_3=+", "x" * 128])
-def test_a_request_keeps_the_id_that_its_client_gave(door: RunningDoor, given: str) -> None:
-    response = post(door, WORDS, **{"X-Request-Id": given})
+def test_a_request_keeps_the_id_that_its_client_gave(server: RunningServer, given: str) -> None:
+    response = post(server, WORDS, **{"X-Request-Id": given})
     assert response.headers["x-request-id"] == given and response.json()["id"].startswith("cmpl-")
-    assert door.answers.requests[-1].id.startswith(given)
+    assert server.answers.requests[-1].id.startswith(given)
     for body, status in ((WORDS | {"model": "none"}, 404), (WORDS | {"model": "busy"}, 429), (b"{", 400)):
-        response = post(door, body, **{"X-Request-Id": given})
+        response = post(server, body, **{"X-Request-Id": given})
         assert response.status_code == status and response.headers["x-request-id"] == given
 
 
 @pytest.mark.parametrize("given", ["", "x" * 129, "a b", "a\tb", 'a"b', "<a>", "é"])
-def test_an_id_that_is_long_or_not_plain_is_not_taken_up(door: RunningDoor, given: str) -> None:
-    with door.connect(CALL_S) as connection:
+def test_an_id_that_is_long_or_not_plain_is_not_taken_up(server: RunningServer, given: str) -> None:
+    with server.connect(CALL_S) as connection:
         line = "X-Request-Id: " + given
         connection.sendall(head_of(len(BODY), "Connection: close", line) + BODY)
         found = read_all(connection)
@@ -64,8 +75,8 @@ def test_an_id_that_is_long_or_not_plain_is_not_taken_up(door: RunningDoor, give
     ("model", "status", "again"),
     [("busy", 429, "true"), ("gone", 503, "true"), ("bug", 500, "false"), ("none", 404, "false")],
 )
-def test_a_refusal_says_whether_to_ask_again(door: RunningDoor, model: str, status: int, again: str) -> None:
-    response = post(door, WORDS | {"model": model})
+def test_a_refusal_says_whether_to_ask_again(server: RunningServer, model: str, status: int, again: str) -> None:
+    response = post(server, WORDS | {"model": model})
     assert (response.status_code, response.headers["x-should-retry"]) == (status, again)
 
 
@@ -74,11 +85,16 @@ def test_a_missed_deadline_is_not_asked_again() -> None:
     assert (refusal.status, refusal.headers["x-should-retry"]) == (504, "false")
 
 
-def test_no_reply_tells_what_serves(door: RunningDoor) -> None:
-    with door.connect(CALL_S) as connection:
+def test_no_reply_tells_what_serves(server: RunningServer) -> None:
+    with server.connect(CALL_S) as connection:
         connection.sendall(b"NOT HTTP AT ALL\r\n\r\n")
         garbage = read_all(connection)
-    replies = [post(door, WORDS), post(door, b"{"), post(door, WORDS | {"model": "bug"}), httpx2.get(f"{door.url}/no")]
+    replies = [
+        post(server, WORDS),
+        post(server, b"{"),
+        post(server, WORDS | {"model": "bug"}),
+        httpx2.get(f"{server.url}/no"),
+    ]
     assert {reply.headers["Server"] for reply in replies} == {"kvstore"}
     assert b"\r\nServer: kvstore\r\n" in garbage and b"aiohttp" not in garbage
 
@@ -88,7 +104,7 @@ def test_no_reply_tells_what_serves(door: RunningDoor) -> None:
 
 def test_an_idle_connection_is_kept_longer_than_headers_may_take() -> None:
     patience = HttpPatience(headers_s=0.5, keepalive_s=60.0)
-    with open_doors(ROUTES, patience) as door, door.connect(CALL_S) as used, door.connect(CALL_S) as silent:
+    with serve_openai(ROUTES, patience) as server, server.connect(CALL_S) as used, server.connect(CALL_S) as silent:
         used.sendall(head_of(len(BODY)) + BODY)
         assert used.recv(65536).startswith(b"HTTP/1.1 200 ")
         assert read_all(silent) == b"", "a connection without a request is closed after headers_s"
@@ -100,7 +116,7 @@ def test_an_idle_connection_is_kept_longer_than_headers_may_take() -> None:
 
 
 def test_an_idle_connection_is_closed_after_its_setting() -> None:
-    with open_doors(ROUTES, HttpPatience(keepalive_s=0.5)) as door, door.connect(CALL_S) as used:
+    with serve_openai(ROUTES, HttpPatience(keepalive_s=0.5)) as server, server.connect(CALL_S) as used:
         used.sendall(head_of(len(BODY)) + BODY)
         assert used.recv(65536).startswith(b"HTTP/1.1 200 ") and read_all(used) == b""
 
@@ -113,46 +129,46 @@ def test_new_connections_are_shown_a_certificate_that_was_renewed(tmp_path: Path
     served = tmp_path / "served"
     shutil.copytree(tmp_path / "old", served)
 
-    def trusts(door: RunningDoor, name: str) -> bool:
+    def trusts(server: RunningServer, name: str) -> bool:
         trust = ssl.create_default_context(cafile=made[name].path("ca.pem"))
         try:
-            with trust.wrap_socket(door.connect(CALL_S), server_hostname="localhost") as connection:
+            with trust.wrap_socket(server.connect(CALL_S), server_hostname="localhost") as connection:
                 return ask(connection, "a") == 200
         except ssl.SSLError:
             return False
 
     keys = identities_file(tmp_path)
-    with open_doors(identities=keys, tls_cert=served / "server.pem", tls_key=served / "server.key") as door:
-        assert trusts(door, "old") and not trusts(door, "new")
+    with serve_openai(identities=keys, tls_cert=served / "server.pem", tls_key=served / "server.key") as server:
+        assert trusts(server, "old") and not trusts(server, "new")
         for name in ("server.key", "server.pem"):
             shutil.copy(made["new"].path(name), served / "draft")
             (served / "draft").chmod(0o600)
             (served / "draft").rename(served / name)
-        wait_until("the new one is shown", lambda: trusts(door, "new"), CALL_S)
-        assert not trusts(door, "old")
+        wait_until("the new one is shown", lambda: trusts(server, "new"), CALL_S)
+        assert not trusts(server, "old")
 
 
 # --- draining --------------------------------------------------------------------------------------------------------
 
 
-def test_a_door_that_drains_refuses_new_requests_and_closes_their_connections() -> None:
-    with open_doors(ROUTES) as door, door.connect(CALL_S) as old, door.connect(CALL_S) as running:
+def test_a_server_that_drains_refuses_new_requests_and_closes_their_connections() -> None:
+    with serve_openai(ROUTES) as server, server.connect(CALL_S) as old, server.connect(CALL_S) as running:
         old.sendall(head_of(len(BODY)) + BODY)
         assert old.recv(65536).startswith(b"HTTP/1.1 200 ")
         hanging = json.dumps(WORDS | {"model": "hangs"}).encode()
         running.sendall(head_of(len(hanging)) + hanging)
-        wait_until("it runs", lambda: door.answers.open["hangs"] == 1)
-        door.door.drain()
-        for connection in (old, door.connect(CALL_S)):
+        wait_until("it runs", lambda: server.answers.open["hangs"] == 1)
+        server.http.drain()
+        for connection in (old, server.connect(CALL_S)):
             with contextlib.closing(connection):
                 connection.sendall(head_of(len(BODY)) + BODY)
                 found = read_all(connection)
                 ((status, body),) = replies_in(found)
                 assert status == 503 and json.loads(body)["error"]["code"] == "draining"
                 assert b"\r\nConnection: close\r\n" in found and b"\r\nx-should-retry: true\r\n" in found
-        response = httpx2.get(f"{door.url}/healthz")
+        response = httpx2.get(f"{server.url}/healthz")
         assert response.status_code == 200 and response.headers["Connection"] == "close"
-        assert door.answers.open["hangs"] == 1, "what runs goes on"
+        assert server.answers.open["hangs"] == 1, "what runs goes on"
 
 
 def conductor_of(machine: Machine, folder: Path, url: str, **flags: str) -> ConductorProcess:

@@ -1,4 +1,4 @@
-"""What a client can make the HTTP door hold, and what it does with anything that is no request."""
+"""What a client can make the HTTP server hold, and what it does with anything that is no request."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import pytest
 
 from engine.conductor.http.connection import HttpPatience
 from engine.conductor.http.server import BODY_BYTES_MAX
-from tests.helpers.door import BIG_TEXT, RunningDoor, head_of, open_doors, read_all, replies_in
+from tests.helpers.http_server import BIG_TEXT, RunningServer, head_of, read_all, replies_in, serve_openai
 from tests.helpers.processes import wait_until
 
-ENDS_S = 10.0  # ten times as long as the door is told to wait here
+ENDS_S = 10.0  # ten times as long as the server is told to wait here
 HURRIED = HttpPatience(headers_s=1.0, keepalive_s=1.0, body_s=1.0, stall_s=1.0)
 WORDS = json.dumps({"model": "words", "prompt": "a", "max_tokens": 2}).encode()
 SEED = 7
@@ -23,20 +23,20 @@ BUFFERS_BYTES = 32 << 20  # more than a kernel keeps for one connection; a fract
 
 
 @pytest.fixture(scope="module")
-def door() -> Iterator[RunningDoor]:
-    with open_doors(patience=HURRIED, routes={"/healthz": lambda: (200, "text/plain", "ok\n")}) as running:
+def server() -> Iterator[RunningServer]:
+    with serve_openai(patience=HURRIED, routes={"/healthz": lambda: (200, "text/plain", "ok\n")}) as running:
         yield running
 
 
 @pytest.mark.parametrize("sent", [b"", b"POST /v1/completions HT", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nA: b"])
-def test_headers_that_do_not_come_end_the_connection(door: RunningDoor, sent: bytes) -> None:
-    with door.connect(ENDS_S) as connection:
+def test_headers_that_do_not_come_end_the_connection(server: RunningServer, sent: bytes) -> None:
+    with server.connect(ENDS_S) as connection:
         connection.sendall(sent)
         assert read_all(connection) == b""
 
 
-def test_headers_that_drip_end_it_as_soon(door: RunningDoor) -> None:
-    with door.connect(0.05) as connection:
+def test_headers_that_drip_end_it_as_soon(server: RunningServer) -> None:
+    with server.connect(0.05) as connection:
         connection.sendall(b"GET /healthz HTTP/1.1\r\n")
 
         def dripped() -> bool:
@@ -51,27 +51,27 @@ def test_headers_that_drip_end_it_as_soon(door: RunningDoor) -> None:
         wait_until("it is cut off", dripped, ENDS_S)
 
 
-def test_a_body_that_does_not_come_is_told_so(door: RunningDoor) -> None:
-    with door.connect(ENDS_S) as connection:
+def test_a_body_that_does_not_come_is_told_so(server: RunningServer) -> None:
+    with server.connect(ENDS_S) as connection:
         connection.sendall(head_of(100) + b'{"model"')
         ((status, body),) = replies_in(read_all(connection))
         assert status == 408 and json.loads(body)["error"]["code"] == "request_timeout"
 
 
-def test_a_client_that_reads_nothing_costs_what_its_connection_holds_and_is_cut_off(door: RunningDoor) -> None:
+def test_a_client_that_reads_nothing_costs_what_its_connection_holds_and_is_cut_off(server: RunningServer) -> None:
     asked = json.dumps({"model": "floods", "prompt": "a", "stream": True}).encode()
-    with door.connect() as connection:
+    with server.connect() as connection:
         connection.sendall(head_of(len(asked)) + asked)
-        wait_until("it flows", lambda: door.answers.drawn["floods"])
-        wait_until("its answer has ended", lambda: not door.answers.open["floods"], ENDS_S)
-        assert door.answers.drawn["floods"] * len(BIG_TEXT) < BUFFERS_BYTES
+        wait_until("it flows", lambda: server.answers.drawn["floods"])
+        wait_until("its answer has ended", lambda: not server.answers.open["floods"], ENDS_S)
+        assert server.answers.drawn["floods"] * len(BIG_TEXT) < BUFFERS_BYTES
 
 
-def test_large_requests_are_refused_before_they_are_read(door: RunningDoor) -> None:
-    with door.connect(ENDS_S) as connection:
+def test_large_requests_are_refused_before_they_are_read(server: RunningServer) -> None:
+    with server.connect(ENDS_S) as connection:
         connection.sendall(head_of(BODY_BYTES_MAX + 1))
         assert b" 413 " in connection.recv(65536)
-    with door.connect(ENDS_S) as connection:  # of unknown length
+    with server.connect(ENDS_S) as connection:  # of unknown length
         connection.sendall(head_of(0).replace(b"Content-Length: 0", b"Transfer-Encoding: chunked"))
         piece = b"100000\r\n" + b" " * (1 << 20) + b"\r\n"
         try:
@@ -81,7 +81,7 @@ def test_large_requests_are_refused_before_they_are_read(door: RunningDoor) -> N
             pass
         assert b" 413 " in connection.recv(65536)
     for head in (head_of(0, f"A: {'b' * 9000}"), head_of(0, *(f"A{number}: b" for number in range(200)))):
-        with door.connect(ENDS_S) as connection:
+        with server.connect(ENDS_S) as connection:
             connection.sendall(head)
             ((status, body),) = replies_in(read_all(connection))
             assert status in (400, 431) and json.loads(body)["error"]["type"] == "invalid_request_error"
@@ -136,14 +136,14 @@ def a_request(chance: random.Random) -> bytes:
     return mangled(chance, request) if chance.random() < 0.3 else request
 
 
-def test_whatever_is_sent_the_door_answers_in_its_shape_and_stays_open(
-    door: RunningDoor, caplog: pytest.LogCaptureFixture
+def test_whatever_is_sent_the_server_answers_in_its_shape_and_stays_open(
+    server: RunningServer, caplog: pytest.LogCaptureFixture
 ) -> None:
     chance = random.Random(SEED)
     requests = [a_request(chance) for _ in range(ROUNDS)]
 
     def send(request: bytes) -> list[tuple[int, bytes]]:
-        with door.connect(ENDS_S) as connection:
+        with server.connect(ENDS_S) as connection:
             connection.sendall(request)
             return replies_in(read_all(connection))
 
@@ -158,8 +158,8 @@ def test_whatever_is_sent_the_door_answers_in_its_shape_and_stays_open(
                 assert set(error) == {"message", "type", "param", "code"} and error["message"], (request, body)
     assert {200, 400, 404} <= seen
     assert not [record for record in caplog.records if record.levelname == "ERROR"]
-    wait_until("nothing is left of it", lambda: not +door.answers.open)
-    with door.connect(ENDS_S) as connection:
+    wait_until("nothing is left of it", lambda: not +server.answers.open)
+    with server.connect(ENDS_S) as connection:
         connection.sendall(head_of(len(WORDS), "Connection: close") + WORDS)
         ((status, _),) = replies_in(read_all(connection))
         assert status == 200

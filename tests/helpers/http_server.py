@@ -1,4 +1,4 @@
-"""An HTTP door in this process, on an event loop in a thread of its own, over answers that tests direct."""
+"""An HTTP server in this process, on an event loop in a thread of its own, over answers that tests direct."""
 
 from __future__ import annotations
 
@@ -67,7 +67,7 @@ def head_of(length: int, *more: str, path: str = "/v1/completions") -> bytes:
 
 
 def read_all(connection: socket.socket) -> bytes:
-    """Until the door closes the connection."""
+    """Until the server closes the connection."""
     found = b""
     try:
         while part := connection.recv(65536):
@@ -90,10 +90,10 @@ def replies_in(data: bytes) -> list[tuple[int, bytes]]:
     return found
 
 
-def post(door: RunningDoor, body: Any, path: str = "/v1/completions", **more: Any) -> httpx2.Response:
+def post(server: RunningServer, body: Any, path: str = "/v1/completions", **more: Any) -> httpx2.Response:
     content = body if isinstance(body, bytes) else json.dumps(body).encode()
     headers = {"Content-Type": "application/json", **more}
-    return httpx2.post(door.url + path, content=content, headers=headers, timeout=CALL_S)
+    return httpx2.post(server.url + path, content=content, headers=headers, timeout=CALL_S)
 
 
 def refused(response: httpx2.Response, status: int) -> dict[str, Any]:
@@ -182,14 +182,14 @@ class DirectedAnswers(InstantAnswers):
                         yield part
 
 
-class RunningDoor:
-    """A door that serves, and what its answers saw."""
+class RunningServer:
+    """A server that serves, and what its answers saw."""
 
-    def __init__(self, door: OpenAIServer, answers: DirectedAnswers, scheme: str) -> None:
-        self.door = door
+    def __init__(self, server: OpenAIServer, answers: DirectedAnswers, scheme: str) -> None:
+        self.http = server
         self.answers = answers
-        self.url = f"{scheme}://{door.address}"
-        host, _, port = door.address.rpartition(":")
+        self.url = f"{scheme}://{server.address}"
+        host, _, port = server.address.rpartition(":")
         self.where = (host, int(port))
 
     def connect(self, timeout_s: float = 20.0) -> socket.socket:
@@ -198,27 +198,27 @@ class RunningDoor:
 
 
 @contextlib.contextmanager
-def open_doors(
+def serve_openai(
     routes: dict[str, Route] | None = None,
     patience: HttpPatience = PATIENCE,
     identities: str | None = None,
     models: dict[str, str | None] | None = None,
     **config: Any,
-) -> Iterator[RunningDoor]:
-    """A door on a free port of loopback, while the block runs."""
+) -> Iterator[RunningServer]:
+    """A server on a free port of loopback, while the block runs."""
     answers = DirectedAnswers(**(models or {}))
     settings = DaemonConfig(**{"http": "127.0.0.1:0", **config})
     known = Identities(Path(identities) if identities else None)
     started, stop = threading.Event(), asyncio.Event()
     prompts = PromptMaker()
-    door = open_http(settings, known, answers, routes or {}, prompts, patience)
+    server = open_http(settings, known, answers, routes or {}, prompts, patience)
     loop = asyncio.new_event_loop()
 
     async def serve() -> None:
-        await door.start()
+        await server.start()
         started.set()
         await stop.wait()
-        await door.stop(0.0)
+        await server.stop(0.0)
         prompts.close()
 
     def run() -> None:
@@ -228,8 +228,8 @@ def open_doors(
     thread = threading.Thread(target=run)
     thread.start()
     try:
-        assert started.wait(START_S), "the door did not open"
-        yield RunningDoor(door, answers, "https" if config.get("tls_cert") else "http")
+        assert started.wait(START_S), "the server did not open"
+        yield RunningServer(server, answers, "https" if config.get("tls_cert") else "http")
     finally:
         loop.call_soon_threadsafe(stop.set)
         thread.join(START_S)

@@ -16,13 +16,13 @@ from pathlib import Path
 
 import pytest
 
-from engine.conductor.http import connection as door_connection
-from engine.conductor.http import server as door_server
+from engine.conductor.http import connection as http_connection
+from engine.conductor.http import server as openai_server
 from engine.conductor.http.openai_schema import SMALL_BYTES
 from engine.conductor.http.prompts import PromptTokenizer
 from tests.helpers.api import TENANTS, Certificates, identities_file
 from tests.helpers.beacon import Beacon
-from tests.helpers.door import CALL_S, WORDS, ask, head_of, key, open_doors, read_all
+from tests.helpers.http_server import CALL_S, WORDS, ask, head_of, key, read_all, serve_openai
 from tests.helpers.processes import wait_until
 
 DELAY_S_MAX = 1.0  # of a caller, less the stall that a beacon observed
@@ -46,8 +46,8 @@ def beside(work: Callable[[threading.Event], object], threads: int = 1) -> Itera
 @pytest.fixture
 def few(monkeypatch: pytest.MonkeyPatch) -> None:
     """Few connections and requests, so that a test has more."""
-    monkeypatch.setattr(door_connection, "CONNECTIONS_MAX", 60)
-    monkeypatch.setattr(door_server, "REQUESTS_MAX", 40)
+    monkeypatch.setattr(http_connection, "CONNECTIONS_MAX", 60)
+    monkeypatch.setattr(openai_server, "REQUESTS_MAX", 40)
 
 
 @pytest.fixture
@@ -64,55 +64,57 @@ def tls(tmp_path: Path) -> tuple[dict[str, Path], ssl.SSLContext]:
 
 
 def test_half_sent_requests_of_one_tenant_leave_room_for_others(few: None, keys: str) -> None:
-    with open_doors(identities=keys) as door, contextlib.ExitStack() as opened:
+    with serve_openai(identities=keys) as server, contextlib.ExitStack() as opened:
         half = head_of(100, key("a")) + b"{"
         refused = 0
         for _ in range(50):
-            connection = opened.enter_context(door.connect(CALL_S))
+            connection = opened.enter_context(server.connect(CALL_S))
             connection.sendall(half)
             connection.settimeout(0.05)
             with contextlib.suppress(TimeoutError):
                 refused += b" 429 " in connection.recv(65536)
         assert refused, "there were more than this tenant may have"
-        with door.connect(CALL_S) as other:
+        with server.connect(CALL_S) as other:
             assert [ask(other, "b") for _ in range(20)] == [200] * 20
 
 
 def test_two_tenants_have_equal_parts_of_requests_under_way(few: None, keys: str) -> None:
     hanging = json.dumps(WORDS | {"model": "hangs"}).encode()
-    with open_doors(identities=keys) as door, contextlib.ExitStack() as opened:
+    with serve_openai(identities=keys) as server, contextlib.ExitStack() as opened:
         for name in ("a", "b"):
             for _ in range(30):
-                connection = opened.enter_context(door.connect(CALL_S))
+                connection = opened.enter_context(server.connect(CALL_S))
                 connection.sendall(head_of(len(hanging), key(name)) + hanging)
-        wait_until("all were looked at", lambda: sum(door.door.tally.ended.values()) + door.answers.open["hangs"] == 60)
-        running = Counter(each.tenant for each in door.answers.requests)
+        wait_until(
+            "all were looked at", lambda: sum(server.http.tally.ended.values()) + server.answers.open["hangs"] == 60
+        )
+        running = Counter(each.tenant for each in server.answers.requests)
         assert 0.4 < running["a"] / running.total() < 0.6, running
 
 
 def test_large_bodies_that_do_not_come_hold_no_memory_of_another_tenant(
     keys: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(door_server, "BODIES_BYTES", 8 << 20)
+    monkeypatch.setattr(openai_server, "BODIES_BYTES", 8 << 20)
     large = json.dumps(WORDS | {"user": "x" * (200 << 10), "max_tokens": 1}).encode()
-    with open_doors(identities=keys) as door, contextlib.ExitStack() as opened, door.connect(CALL_S) as other:
+    with serve_openai(identities=keys) as server, contextlib.ExitStack() as opened, server.connect(CALL_S) as other:
         for _ in range(20):
-            connection = opened.enter_context(door.connect(CALL_S))
+            connection = opened.enter_context(server.connect(CALL_S))
             connection.sendall(head_of(len(large), key("a")) + large[:100])
-        wait_until("they wait", lambda: door.door.tally.requests_here == 20)
+        wait_until("they wait", lambda: server.http.tally.requests_here == 20)
         assert [ask(other, "b", large) for _ in range(5)] == [200] * 5
 
 
 def test_silent_strangers_make_room_for_a_newcomer_and_no_caller_loses_its_connection(few: None, keys: str) -> None:
-    with open_doors(identities=keys) as door, contextlib.ExitStack() as opened, door.connect(CALL_S) as early:
+    with serve_openai(identities=keys) as server, contextlib.ExitStack() as opened, server.connect(CALL_S) as early:
         assert ask(early, "a") == 200
-        silent = [opened.enter_context(door.connect(CALL_S)) for _ in range(200)]
+        silent = [opened.enter_context(server.connect(CALL_S)) for _ in range(200)]
         for _ in range(10):
-            with door.connect(CALL_S) as newcomer:
+            with server.connect(CALL_S) as newcomer:
                 assert ask(newcomer, "b") == 200
         assert ask(early, "a") == 200, "a caller's connection is not dropped for strangers"
         assert read_all(silent[0]) == b"", "the oldest one was"
-        assert door.door.tally.connections <= 60
+        assert server.http.tally.connections <= 60
         silent[-1].settimeout(0.1)
         with pytest.raises(TimeoutError):
             silent[-1].recv(1)
@@ -122,28 +124,28 @@ def test_handshakes_that_do_not_come_count_as_connections(
     few: None, keys: str, tls: tuple[dict[str, Path], ssl.SSLContext]
 ) -> None:
     files, trust = tls
-    with open_doors(identities=keys, **files) as door, contextlib.ExitStack() as opened:
-        with trust.wrap_socket(door.connect(CALL_S), server_hostname="localhost") as early:
+    with serve_openai(identities=keys, **files) as server, contextlib.ExitStack() as opened:
+        with trust.wrap_socket(server.connect(CALL_S), server_hostname="localhost") as early:
             assert ask(early, "a") == 200
-            silent = [opened.enter_context(door.connect(CALL_S)) for _ in range(200)]
+            silent = [opened.enter_context(server.connect(CALL_S)) for _ in range(200)]
             for one in silent[::2]:
                 one.sendall(b"\x16\x03\x01")  # the begin of a handshake
             for _ in range(5):
-                with trust.wrap_socket(door.connect(CALL_S), server_hostname="localhost") as newcomer:
+                with trust.wrap_socket(server.connect(CALL_S), server_hostname="localhost") as newcomer:
                     assert ask(newcomer, "b") == 200
             assert ask(early, "a") == 200 and read_all(silent[0]) == b""
-            assert door.door.tally.connections <= 60
-        wait_until("none is left over", lambda: door.door.tally.connections <= 60)
+            assert server.http.tally.connections <= 60
+        wait_until("none is left over", lambda: server.http.tally.connections <= 60)
 
 
 def test_a_caller_is_not_delayed_by_strangers_who_come_and_go(few: None, keys: str) -> None:
-    with open_doors(identities=keys) as door, Beacon(threads=True) as beacon, door.connect(CALL_S) as caller:
+    with serve_openai(identities=keys) as server, Beacon(threads=True) as beacon, server.connect(CALL_S) as caller:
 
         def strangers(over: threading.Event) -> None:
             held: list[socket.socket] = []
             while not over.is_set():
                 with contextlib.suppress(OSError):
-                    held.append(door.connect(CALL_S))
+                    held.append(server.connect(CALL_S))
                 if len(held) > 100:
                     held.pop(0).close()
             for each in held:
@@ -163,11 +165,11 @@ def test_large_bodies_of_one_tenant_delay_no_other(keys: str) -> None:
     """Their delay is that of the interpreter's lock, which a beacon in this process would take for the machine's."""
     hostile = b'{"model":"words","prompt":[' + b"[1]," * (2 << 20)
     hostile = hostile[: (8 << 20) - 4] + b"1]}"
-    with open_doors(identities=keys) as door, Beacon() as beacon, door.connect(CALL_S) as caller:
+    with serve_openai(identities=keys) as server, Beacon() as beacon, server.connect(CALL_S) as caller:
 
         def attack(over: threading.Event) -> None:
             while not over.is_set():
-                with door.connect(CALL_S) as connection, contextlib.suppress(ConnectionError):
+                with server.connect(CALL_S) as connection, contextlib.suppress(ConnectionError):
                     connection.sendall(head_of(len(hostile), key("a"), "Connection: close") + hostile)
                     read_all(connection)
 
@@ -199,13 +201,13 @@ def test_two_tenants_have_equal_parts_of_the_time_of_tokenizers(keys: str, monke
 
     original = PromptTokenizer.text
     monkeypatch.setattr(PromptTokenizer, "text", slow(0.02))
-    with open_doors(identities=keys) as door:
+    with serve_openai(identities=keys) as server:
 
         def send(name: str) -> Callable[[threading.Event], None]:
             body = json.dumps(WORDS | {"prompt": name * (SMALL_BYTES + 100), "max_tokens": 1}).encode()
 
             def work(over: threading.Event) -> None:
-                with door.connect(CALL_S) as connection:
+                with server.connect(CALL_S) as connection:
                     while not over.is_set():
                         ask(connection, name, body)
 
