@@ -71,7 +71,7 @@ class _RemoteEngine(RemoteNode):
 class EngineClient:
     """A connection to one engine; threads may share it.
 
-    Life: made (nothing is sent) -> connected by the first call, and again by itself after the connection is lost ->
+    Life: made (nothing is sent) -> connected by the first call, and reconnected automatically after a loss ->
     ``close``, being dropped, or the end of the process.
 
     Args:
@@ -193,7 +193,7 @@ class EngineClient:
 
         Raises:
             InvalidRequest: there is no such prefill, or the start or the codec make no sense.
-            PermissionDenied: it is somebody else's.
+            PermissionDenied: it belongs to another caller.
             NodeUnavailable: the engine, or the prefill, has gone.
             DeadlineExceeded: not everything came in time.
         """

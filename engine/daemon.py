@@ -1,6 +1,6 @@
 """Daemon: an engine with its gRPC API and HTTP, from start to SIGTERM.
 
-An engine in its cluster: what it says of itself, and which engines it may ask for prefills.
+An engine in its cluster: its description of itself, and the engines it may ask for prefills.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ class ClusterPlace:
             self._membership.update(self._mine)
 
     def leave(self) -> None:
-        """Nobody finds us any more."""
+        """Leave the catalog, so that no client finds this engine any more."""
         self._membership.stop()
 
     def _changed(self) -> None:
@@ -103,7 +103,7 @@ POOL_S: Final = 1.0  # of a request to the node: the thread that computes waits 
 
 @dataclass(frozen=True)
 class Ready:
-    """What an engine says of itself when it serves."""
+    """An engine's description of itself when it serves."""
 
     role: str
     model: str

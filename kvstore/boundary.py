@@ -93,7 +93,7 @@ class answered:
 def kept(place: str, step: Callable[[], bool | None], stopped: threading.Event) -> Callable[[], None]:
     """The target of a thread that calls ``step`` until ``stopped``, or until ``step`` returns True.
 
-    A step waits by itself where there is nothing to do. After one that fails the next one comes after a pause.
+    A step itself waits if there is nothing to do. After one that fails the next one comes after a pause.
     """
 
     def run() -> None:

@@ -78,7 +78,7 @@ class Unauthenticated(KVStoreError):
 
 
 class PermissionDenied(KVStoreError):
-    """This caller may not do that: it is for operators, or under a salt of somebody else. Nothing was done."""
+    """This caller may not do that: it is for operators, or for another tenant's salt. Nothing was done."""
 
 
 class QuotaExceeded(OutOfSpace):

@@ -1,9 +1,9 @@
 """Failpoints: named steps at which a test has this process killed: ``KVSTORE_FAILPOINT=name`` or ``name:3``.
 
-Costs one module-global test where it is not armed. The names in use are listed by ``NAMES``, which the kill tests walk.
-``disk.stall`` kills nobody: with it, calls to a disk wait while a file of its name and ``STALLED`` lies beside it.
-``fault:PATH`` raises at the boundaries (see ``kvstore.boundary``) whose places are lines of the file PATH, as long as
-they are.
+Costs one module-global test where it is not armed. The names in use are listed by ``NAMES``, which the kill tests go
+through. ``disk.stall`` kills no process: with it, calls to a disk wait while a file of its name and ``STALLED`` is next
+to it. ``fault:PATH`` raises at the boundaries (see ``kvstore.boundary``) whose places are lines of the file PATH, as
+long as they are.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ NAMES = (
     "mover.checkpoint",  # an extent's records were taken for its checkpoint, nothing written
     "scanner.run",  # some frames of an extent were scanned after a reboot
     "scanner.offered",  # some of what was found was adopted
-    "nvme.format",  # between two writes that make a device anew
+    "nvme.format",  # between two writes that reformat a device
     "nvme.table",  # an extent table is written, not synced
     "nvme.loaded",  # tables were made again from a device's directories
     "client.granted",  # frames were granted, nothing copied
     "client.copied",  # pages are copied, the seal is not sent
     "client.recorded",  # a record is written into the log of puts, and not published
-    "client.published",  # it is, and nobody was told
+    "client.published",  # it is, and no client was told
     "client.sealing",  # the seal is sent, its reply not read
     "client.begun",  # a writer has frames, and what for is published
     "client.layer",  # a layer is copied, its progress mark not raised

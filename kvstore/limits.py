@@ -183,7 +183,7 @@ class Shares:
         each_operator: how much an operator may hold that is alone; None: all.
 
     Attributes:
-        free: how much nobody holds.
+        free: how much is not held.
     """
 
     def __init__(
@@ -457,7 +457,7 @@ class Lane:
         left_s: float = 60.0,
         begun: bool = False,
     ) -> Value:
-        """Do ``work``. Where the call ends in the meantime, ``undo`` gets what came of it: nobody else will.
+        """Do ``work``. Where the call ends in the meantime, ``undo`` gets its result, which nothing else reads.
 
         Args:
             left_s: until the call's deadline.
@@ -539,7 +539,7 @@ class Connections:
     """
 
     def __init__(self, total: int) -> None:
-        assert total >= UNKNOWN_PART, "somebody has to get in"
+        assert total >= UNKNOWN_PART, "one call must be admitted"
         self.total = total
         self._changed = threading.Condition(threading.RLock())
         self._known = Shares("connections", "connections", total - total // UNKNOWN_PART)

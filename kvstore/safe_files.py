@@ -82,7 +82,8 @@ def read_plain(path: str | os.PathLike[str]) -> bytes:
 
 
 def is_locked(path: str | os.PathLike[str]) -> bool:
-    """Whether somebody holds a plain file's lock; ours is a shared one, for a moment. Raises as ``open_plain``."""
+    """Return whether another process holds a plain file's lock; ours is a shared one, for a moment. Raises as
+    ``open_plain``."""
     fd = open_plain(path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -94,7 +95,7 @@ def is_locked(path: str | os.PathLike[str]) -> bool:
 
 
 def is_file_of(fd: int, path: Path) -> bool:
-    """What is open is what has that name, and not something that was exchanged or removed meanwhile."""
+    """What is open is what has that name, and not something that was exchanged or removed since."""
     try:
         there = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:

@@ -27,7 +27,7 @@ GENERATED = "kvstore/pb/"
 
 # Rule 1: a docstring stands alone.
 NOT_ALONE = re.compile(r"(It|That|Those|The same|Of|So|One more)\b")
-# Rules 2 to 5, anywhere.
+# Rules 2 to 8, anywhere.
 PATTERNS = {
     "2: name the actor": re.compile(
         r"\b[Ww]hoever\b|(?:^|[.:;] )Who\b(?![^.]*\?)|\b(?:and|or|of|to|for|by|than|from) who\b", re.MULTILINE
@@ -37,6 +37,11 @@ PATTERNS = {
     ),
     "4: no fronted of": re.compile(r"(?:^|[.:;] )Of (?!course)[a-z]", re.MULTILINE),
     "5: no so many": re.compile(r"\bso (?:many|long|much)\b(?! (?:as|that)\b)"),
+    "6: processes have names": re.compile(r"\b(?:[Nn]o|[Ss]ome|[Ee]very)body\b"),
+    "7: next to, in addition to": re.compile(r"\b[Bb]eside\b(?![`:])"),
+    "8: usual adverbs": re.compile(
+        r"\banew\b(?!:)|\bmeanwhile\b(?! \w)|\b[Mm]ostly\b|\bby (?:itself|themselves)\b|\b(?:of late|in vain|as of now)\b"
+    ),
 }
 
 
@@ -107,6 +112,10 @@ def test_text_keeps_the_rules(path: Path) -> None:
         'raise ValueError("it is no JSON")',
         "x = 1  # Of a chain DRAM holds the first pages.",
         '"""Wait for so long."""',
+        "x = 1  # nobody reads it",
+        "x = 1  # stored beside the page",
+        'raise ValueError("the file was made anew")',
+        '"""A page that changed meanwhile."""',
     ],
 )
 def test_the_rules_bite(tmp_path: Path, text: str, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,4 +1,5 @@
-"""Seconds per step of decoding, and of prefill: our engine beside vLLM, on a CPU, with the same weights and prompts.
+"""Seconds per step of decoding, and of prefill: our engine compared with vLLM, on a CPU, with the same weights and
+prompts.
 
 .venv/bin/python bench/peers/decode_step.py [--sequences 1,8] [--contexts 128,1024] [--rounds N] [--json]
 """
@@ -194,7 +195,7 @@ def show(rows: list[dict[str, Any]], kinds: list[str]) -> None:
 
 def main() -> None:
     """Print a table, or JSON."""
-    parser = argparse.ArgumentParser(description="A step of decoding: our engine beside vLLM, on a CPU.")
+    parser = argparse.ArgumentParser(description="A step of decoding: our engine compared with vLLM, on a CPU.")
     parser.add_argument("--sequences", default="1,8", help="decoded together")
     parser.add_argument("--contexts", default="128,1024", help="tokens of prompts")
     parser.add_argument("--tokens", type=int, default=25, help="of an answer (default 25)")

@@ -2,7 +2,7 @@
 
     .venv/bin/python bench/peers/lmcache_l2.py [--rounds N] [--json]
 
-``make hosts`` installs LMCache. Its Mooncake adapter needs Mooncake beside it and a master; see README.md here.
+``make hosts`` installs LMCache. Its Mooncake adapter also needs Mooncake and a master; see README.md here.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Mooncake's calls, across two processes: our drop-in beside Mooncake itself, same buffers, in turns.
+"""Mooncake's calls, across two processes: our drop-in compared with Mooncake itself, same buffers, alternately.
 
     .venv/bin/python bench/peers/mooncake_store.py [--rounds N] [--json]
 
@@ -167,7 +167,7 @@ def measured(label: str, size: int, rounds: int) -> list[dict[str, Any]]:
 
 def main() -> None:
     """Print a table, or JSON."""
-    parser = argparse.ArgumentParser(description="Our drop-in beside Mooncake, across two processes.")
+    parser = argparse.ArgumentParser(description="Our drop-in compared with Mooncake, across two processes.")
     parser.add_argument("--rounds", type=int, default=15, help="batches of each (default 15)")
     parser.add_argument("--json", action="store_true", help="rows as JSON")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)

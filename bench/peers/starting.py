@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VLLM = ROOT / ".hosts" / "vllm" / "bin" / "python"
 READY_S = 60.0
 
-# One process, which asks nobody outside and leaves the cores to whom the system gives them.
+# One process, which contacts no other host, and does not pin cores.
 VLLM_ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "HF_HUB_OFFLINE": "1",

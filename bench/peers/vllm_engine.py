@@ -18,7 +18,7 @@ SETTLE_S = 0.5  # connectors may save in the background
 
 def hide(package: str) -> None:
     """Have vLLM pass over a package when it looks for its kernels in all modules: llvmlite's attributes have no
-    ``__dict__`` that is one, and end vLLM 0.32.0 where somebody has imported it before."""
+    ``__dict__`` that is one, and end vLLM 0.32.0 if it was imported before."""
     from vllm.triton_utils import dispatcher
 
     search = dispatcher._rebind_kernels

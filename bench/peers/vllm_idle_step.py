@@ -26,7 +26,7 @@ from starting import ROOT, VLLM, VLLM_ENVIRONMENT, VLLM_SETTINGS, node
 NODE = "idle-step"
 RUN_S = 900.0
 PROMPT, PAGE = 70, 64
-LOOPS = 1000  # empty calls that are timed beside each step
+LOOPS = 1000  # empty calls that are timed next to each step
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
@@ -178,7 +178,7 @@ def measured(sequences: list[int], steps: int) -> list[dict[str, Any]]:
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """Medians, without what it costs to time the calls. ``empty_calls``: how many empty calls, timed beside the step,
+    """Medians, without what it costs to time the calls. ``empty_calls``: how many empty calls, timed next to the step,
     take as long."""
     about: dict[str, Any] = {"sequences": row["sequences"], "steps": len(row["empty"])}
     for at, side in enumerate(("scheduler", "worker")):

@@ -158,7 +158,7 @@ def process(command: list[str], port: int) -> Iterator[None]:
 
 
 def free_port() -> int:
-    """A port that nobody has right now."""
+    """Return a free port."""
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])

@@ -42,7 +42,7 @@ PROMPT_TOKENS, POSITIONS, PAGE_TOKENS = 1024, 64, 64
 CHUNK_TOKENS = 512
 LEARNING_RATE = 2e-3
 TRAINED_STEPS, TRAINED_STEPS_QUICK = 300, 2
-# Beside the codecs: the pages rounded to bfloat16, an error that every server takes without a thought.
+# In addition to the codecs: the pages rounded to bfloat16, an error that every server takes without a thought.
 YARDSTICK = "bfloat16"
 KINDS = (*(str(codec) for codec in Codec), YARDSTICK)
 

@@ -108,7 +108,7 @@ class PacedFleet:
 
     Args:
         roles: of the engines, in order; they share the nodes evenly.
-        settings: of every engine, beside the usual ones.
+        settings: of every engine, in addition to the usual ones.
     """
 
     def __init__(self, stage: Stage, scene: ExitStack, roles: Sequence[Role], nodes: int, **settings: object) -> None:
@@ -128,7 +128,7 @@ class PacedFleet:
             engine.ready()
 
     def warm_up(self) -> None:
-        """Every engine that answers computes a few prompts, which nobody finds again."""
+        """Every engine that answers computes a few prompts, which are not found again."""
         for number, engine in enumerate(self.engines):
             for turn in range(WARM_UP):
                 tokens = np.random.default_rng((number, turn)).integers(0, 256, WARM_TOKENS).astype(np.uint32)

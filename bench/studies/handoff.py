@@ -124,7 +124,7 @@ def handoff(stage: Stage, name: str, bar: Bar | None, ratio: float) -> list[Resu
 
 def paired(stage: Stage, scene: ExitStack, ratio: float, settings: Mapping[str, object] = NO_SETTINGS) -> EnginePair:
     """Both engines, the link such that the KV of the usual prompt takes ``ratio`` times its prefill. Ended with
-    ``scene``. ``settings``: of both, beside the usual ones.
+    ``scene``. ``settings``: of both, in addition to the usual ones.
     """
     scale = Scale.of(stage.settings)
     daemon = node(stage, scene, {})

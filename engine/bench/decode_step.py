@@ -150,7 +150,7 @@ def _measure(stage: Stage, name: str, bar: Bar, nets: Nets, batch: int, context:
 
 
 def _fill(arena: Arena) -> None:
-    """Random numbers of no structure; the same in many frames, which nobody notices."""
+    """Random numbers of no structure; the same in many frames, which does not matter."""
     some = arena.pages[:8]
     some.copy_(torch.randn(some.shape, generator=torch.Generator().manual_seed(2)))
     for at in range(8, arena.frames_total, 8):

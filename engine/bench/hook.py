@@ -3,7 +3,7 @@
 A prompt is computed here, chunk by chunk, on one core. After each layer the forward calls a hook: ours writes the
 layer of the chunk's pages to the pool, as an engine does; the limit copies the same bytes, which are as warm, into
 pages of plain shared memory, as many calls of ``memcpy`` as there are pages. This process has touched either memory
-before. Both take turns chunk by chunk; what reserves frames before a chunk and seals them after it is reported beside
+before. Both take turns chunk by chunk; what reserves frames before a chunk and seals them after it is reported next to
 them.
 """
 
@@ -94,7 +94,7 @@ class Prefiller:
         rows = np.zeros((pages, self.layout.page_bytes), np.uint8)
         for chain in range(self.scale.dram_bytes // rows.nbytes + 1):
             if cache.put(prompt(pages * self.scale.page_tokens, chain), rows) != pages:
-                raise BenchFailed("the pool did not take the pages that walk it")
+                raise BenchFailed("the pool did not accept the pages that read it")
         while store.evict(pages=1 << 20)["pages"]:
             pass
 

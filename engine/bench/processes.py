@@ -163,7 +163,7 @@ class EngineProcess:
 
 
 def node(stage: Stage, scene: ExitStack, settings: Mapping[str, object]) -> Daemon:
-    """A node for the engines of a row, ended with ``scene``. Nothing else runs beside it."""
+    """A node for the engines of a row, ended with ``scene``. Nothing else runs at the same time."""
     stage.clear()
     scale = Scale.of(stage.settings)
     size_bytes = stage.settings.bounded(scale.dram_bytes)
@@ -171,7 +171,7 @@ def node(stage: Stage, scene: ExitStack, settings: Mapping[str, object]) -> Daem
 
 
 def started(stage: Stage, scene: ExitStack, core: int, settings: Mapping[str, object]) -> EngineProcess:
-    """An engine with these settings beside the usual ones, ended with ``scene``. It is not ``ready`` yet."""
+    """An engine with these settings in addition to the usual ones, ended with ``scene``. It is not ``ready`` yet."""
     settings = {**Scale.of(stage.settings).engine, "device": stage.settings.device, **settings}
     return scene.enter_context(EngineProcess(core, stage.settings.shm_dir, settings))
 

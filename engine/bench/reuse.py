@@ -1,9 +1,9 @@
 """Rows about reuse: the time to the first token of a prompt whose KV is in the pool, against computing it again.
 
-One engine on one core, or one device, one node beside it, one prompt per length. The prompt is answered once, which
-stores it; then hits and recomputations (``use_pool=False``) take turns, and every answer has to be the same. A hit is a
-whole one: all full pages are loaded and the last token is computed, for its logits. What is timed is the engine's own
-TTFT, from submission to the first token.
+One engine on one core, or one device, with one node, one prompt per length. The prompt is answered once, which stores
+it; then hits and recomputations (``use_pool=False``) take turns, and every answer has to be the same. A hit is a whole
+one: all full pages are loaded and the last token is computed, for its logits. What is timed is the engine's own TTFT,
+from submission to the first token.
 
 In the row about HBM the engine has kept the pages in its arena; the other rows' engines keep none.
 """
@@ -22,7 +22,7 @@ from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
 from kvstore.client.store import Store
 
-HITS = 3  # per round, beside one recomputation
+HITS = 3  # per round, in addition to one recomputation
 BESIDE = Bar(1.25, at_least=False)  # either way one token is computed
 
 
@@ -54,7 +54,7 @@ class ReusePool:
 
 def reuse(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
     """``<name>.1k`` and so on: how many times faster the first token comes on a full hit in DRAM; and
-    ``<name>.1k_pages.longer``: a prompt of full pages beside one that is a token longer.
+    ``<name>.1k_pages.longer``: a prompt of full pages compared with one that is a token longer.
     """
     with ExitStack() as scene:
         place = _place(stage, scene)
@@ -74,7 +74,7 @@ def arena(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
     lines: list[Result] = []
     with ExitStack() as scene:
         dram = _place(stage, scene)
-        room = 2 * dram.scale.arena_bytes  # what is kept, and a prompt that is computed beside it
+        room = 2 * dram.scale.arena_bytes  # what is kept, and a prompt that is computed in between
         settings = {"role": "both", "node": dram.store.name, "keep_pages": 1, "arena": room}
         hbm = ReusePool(started(stage, scene, 0, settings), dram.store, dram.scale, "hbm")
         hbm.engine.ready()
@@ -88,8 +88,8 @@ def arena(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
 
 
 def stores(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
-    """TTFT of prompts that nobody has asked before, which an engine writes to the pool while it computes them, against
-    prompts that it keeps to itself.
+    """TTFT of new prompts, which an engine writes to the pool while it computes them, against prompts that it keeps to
+    itself.
     """
     times: dict[bool, list[float]] = {True: [], False: []}
     with ExitStack() as scene:
@@ -163,7 +163,7 @@ def _sooner(stage: Stage, name: str, hbm: ReusePool, dram: ReusePool, length: in
 
 
 def _longer(stage: Stage, name: str, place: ReusePool, length: int) -> Result:
-    """A hit of all pages of a prompt, beside a hit of one that has as many and one token more."""
+    """A hit of all pages of a prompt, compared with a hit of one that has one token more."""
     times: list[list[float]] = [[], []]
     for turn in range(stage.settings.rounds):
         found: list[list[float]] = [[], []]

@@ -5,7 +5,7 @@ last ``window`` of those. Scaling, soft cap (Gemma 2) and sinks (gpt-oss: a logi
 softmax and has no value) are as the model passes them. No mask is made or read: transformers makes none for a function
 without a mask function of the same name.
 
-A device with a kernel for it (``engine.compute.kernels``) reads pages in place, steps and chunks alike.
+A device with a kernel for it (``engine.compute.kernels``) reads pages in place, for steps and chunks.
 
 One token on a CPU reads pages in place (``kernel``); MLA does so in the absorbed form (DeepSeek-V2, section
 2.1.2), in which a query meets the latent itself and the context is never expanded. A chunk of tokens is bound by

@@ -272,7 +272,7 @@ def _geometry(config: PreTrainedConfig, seen: _Seen, vocab_size: int) -> Geometr
             _refuse(kind, f"layer {layer} caches tensors of shapes {list(update.k)} and {list(update.v)}")
         if update != first:
             ours, others = (f"{u.k[1]} heads of {u.k[3]} and {u.v[3]}" for u in (update, first))
-            _refuse(kind, f"layer {layer} caches {ours} elements, layer 0 {others}; all must be alike")
+            _refuse(kind, f"layer {layer} caches {ours} elements, layer 0 {others}; all must be equal")
         expanded = (call.k, call.v) != (update.k, update.v)
         if expanded and (update.k[1] != 1 or update.k[3] == update.v[3]):
             _refuse(kind, f"layer {layer} changes keys and values between the cache and attention")

@@ -94,7 +94,7 @@ class ConductorConfig(DaemonConfig):
     offer_catalog: str = setting(
         "",
         parse_text,
-        "The catalog of another pool, for whose conductors the engines of this one compute prompts; empty: for nobody.",
+        "The catalog of another pool, for whose conductors the engines of this one compute prompts; empty for none.",
         metavar="URL",
     )
     offer_pool: str = setting("default", parse_text, "Name of that other pool in its catalog.")

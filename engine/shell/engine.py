@@ -7,7 +7,7 @@ pulls; they reach the computing thread only through its inbox.
 
 Checks: refuses requests that no engine of this model and memory can ever serve.
 
-Status: what an engine says of itself.
+Status: an engine's description of itself.
 """
 
 from __future__ import annotations

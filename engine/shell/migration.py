@@ -38,7 +38,7 @@ class Target(Protocol):
         ...
 
     def status(self) -> dict[str, Any]:
-        """What it says of itself."""
+        """Its description of itself."""
         ...
 
 

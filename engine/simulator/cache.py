@@ -220,6 +220,6 @@ def _shared(access: CacheAccess, openings: set[int]) -> int:
 
 
 def _goes_on(access: CacheAccess, shared: int, number: int, last: dict[int, int]) -> bool:
-    """Whether a later request has blocks of this one, beside its system prompt; wrong of one in ten."""
+    """Whether a later request has blocks of this one in addition to its system prompt; wrong for one in ten."""
     truth = any(last[block] > number for block in access.blocks[shared:])
     return truth == (key_of(number) % 10 < KNOWN_OF_TEN)

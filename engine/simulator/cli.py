@@ -77,7 +77,7 @@ def stats(trace: str, limit: int | None, as_json: bool) -> None:
 @click.option("--limit", type=int, help="Run no more requests than this.")
 @click.option("--capacity", default="1000,5859,10000,50000", show_default=True, metavar="PAGES[,..]", help="In blocks.")
 @click.option("--policy", metavar="NAME[,..]", help=f"All unless given: {', '.join(known_policies())}.")
-@click.option("--hints", "rule", type=click.Choice(RULES), help="Beside it, requests with the hints of this rule.")
+@click.option("--hints", "rule", type=click.Choice(RULES), help="In addition, requests with the hints of this rule.")
 @click.option("--half", type=click.Choice([half.value for half in Half]), default="all", show_default=True)
 @click.option("--plot", "picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw it as well.")
 @json_option
@@ -96,9 +96,9 @@ def cache(
 ) -> None:
     """Run eviction policies over a trace; print block hit ratios.
 
-    The policies are the ones a node runs, under a node's rules. Beside them: LRU and the optimum (Belady) of a cache
-    of single blocks, the optimum under the node's rules, and a cache that never evicts. --half first runs the first
-    half of the requests alone, --half second runs all and counts the second half.
+    The policies are the ones a node runs, under a node's rules. In addition: LRU and the optimum (Belady) of a cache of
+    single blocks, the optimum under the node's rules, and a cache that never evicts. --half first runs the first half
+    of the requests alone, --half second runs all and counts the second half.
 
     --hints deals the requests to ten tenants and runs one policy (gittins unless given) without hints, with those that
     a program could give by the kind of its requests (type) or by what it knows of its sessions (sessions), and where

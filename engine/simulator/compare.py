@@ -3,7 +3,7 @@
 Yardsticks: what a cache of single blocks would hit under LRU, and what no policy can exceed (Belady).
 
 A *cache of single blocks* ignores that a block is of no use without those before it: each block of a request, front
-first, is a hit or a miss by itself. It is what published hit ratios of traces count. `Belady` is the same optimum as a
+first, is a hit or a miss on its own. It is what published hit ratios of traces count. `Belady` is the same optimum as a
 policy object, under the rules of a node: it evicts the leaf whose next use is farthest. (A page is used whenever its
 child is, so among all pages the farthest next use is a leaf's: closure costs the optimum next to nothing.)
 """
@@ -143,7 +143,7 @@ class Belady:
 
 CAPACITY_MAX = 1 << 24  # pages; a simulated one takes some hundred bytes
 
-# Yardsticks beside the policies, by the name they are shown with.
+# Yardsticks for the policies, by the name they are shown with.
 LRU_BLOCKS = "lru of single blocks"
 BELADY = "belady"
 BELADY_BLOCKS = "belady of single blocks"
@@ -196,7 +196,7 @@ def compare(
     policies: Sequence[str],
     half: Half = Half.ALL,
 ) -> Comparison:
-    """Run every policy at every capacity (pages), and the yardsticks beside them.
+    """Run every policy at every capacity (pages), and the yardsticks.
 
     Raises:
         InvalidRequest: a capacity is out of range, a policy is not known, or the trace is empty.
@@ -258,7 +258,7 @@ def compare_hints(
 ) -> Comparison:
     """Run a policy at every capacity without hints, and with those of a rule, by all tenants or by nine of ten.
 
-    Beside them LRU, and the hit ratios of the tenth and of its neighbours.
+    In addition LRU, and the hit ratios of the tenth and of its neighbours.
 
     Raises:
         InvalidRequest: as ``compare``, or there is no such rule.

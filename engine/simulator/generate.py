@@ -271,7 +271,7 @@ def _prompts(rate: float, random: np.random.Generator, shape: BimodalShape) -> I
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanShape:
-    """Batch jobs beside conversations. Lengths are in tokens, log-normal with this mean and sigma."""
+    """Batch jobs and conversations. Lengths are in tokens, log-normal with this mean and sigma."""
 
     conversations: ConversationShape = ConversationShape()
     job_ratio: float = 0.004  # chance that a batch job begins after a request

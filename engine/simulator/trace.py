@@ -81,8 +81,8 @@ def read_trace(path: str | Path, limit: int | None = None, block_tokens: int = B
 def write_trace(target: str | Path | TextIO, requests: Iterable[TraceRequest]) -> int:
     """Write `requests`, one line each, as they come; returns how many.
 
-    A path is written beside its final name and renamed when complete: after an error or a crash it holds what it held
-    before. A stream is left open, and holds whatever was written to it before an error.
+    A file is written under a temporary name next to its final one and renamed when complete: after an error or a crash
+    it holds what it held before. A stream is left open, and holds whatever was written to it before an error.
 
     Raises:
         InvalidRequest: the path is a folder or a device, or its folder does not exist.

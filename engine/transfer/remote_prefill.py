@@ -95,7 +95,7 @@ class Fetch:
 
     Life: made -> ``begin`` (it computes: ``Computed`` or ``AskFailed``) -> ``move`` once there are frames (at once, or
     when it is computed: ``Moved``). ``give_up`` ends it early. Our threads post events, ``Moved`` as the
-    last thing its thread does: nobody writes to the frames then.
+    last thing its thread does: nothing writes to the frames then.
     """
 
     def __init__(

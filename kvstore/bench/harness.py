@@ -3,7 +3,7 @@
 The speed of a machine drifts by a tenth from minute to minute, so a limit measured now cannot be compared with our
 value measured later. Here each step of each round is given to one variant, and in the next round to the next variant:
 all see the same data, the same caches and the same load. A round's value is the median of its steps, a row's the median
-of its rounds; the ratio is taken inside each round, and its smallest and largest are reported beside its median.
+of its rounds; the ratio is taken inside each round, and its smallest and largest are reported next to its median.
 
 Worked example: limit 10, 11, 30 us and ours 12, 12, 33 us in three rounds give ratios 1.2, 1.09, 1.1: the third round
 was slow for both, which does not affect its ratio of 1.1.

@@ -26,7 +26,7 @@ STOP_S: Final = 20.0
 
 
 class Child:
-    """A process of ``kvstore``. Started when made; ends by itself, or by ``ask_to_end`` or ``kill``, and ``wait``.
+    """A process of ``kvstore``. Started when made; ends on its own, or by ``ask_to_end`` or ``kill``, and ``wait``.
 
     Args:
         what: its name in messages.

@@ -181,7 +181,8 @@ class ObjectVerbs(ABC):
         """Raise InvalidRequest if the store is closed, or if this is a forked child."""
 
 
-# --- arguments, checked alike in every store ------------------------------------------------------------------------
+# --- arguments, checked in the same way in every store
+# ------------------------------------------------------------------------
 
 
 def sources_of(keys: Sequence[str], values: Sequence[Any]) -> tuple[list[bytes], list[Scattered]]:

@@ -1,6 +1,6 @@
 """DataConnection: the client's end of a data connection over TCP, plain or TLS, or over a unix socket.
 
-What the two ends of a data connection agree on beside the wire: who calls, and what answers a request.
+What the two ends of a data connection agree on in addition to the wire format: who calls, and what answers a request.
 
 How a process shows data servers who it is, as its environment says.
 
@@ -170,7 +170,7 @@ class Stream:
         self.send([pack_head(kind, request, size), *buffers], deadline_s)
 
     def close(self) -> None:
-        """End the connection and give the socket back. Nobody may be using it."""
+        """End the connection and return the socket, which must not be in use."""
         with contextlib.suppress(OSError):
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
         self._sock.close()
@@ -290,7 +290,7 @@ class DataConnection:
     that came as an ERROR frame (``broken`` says which) it is of no use: what it was about to bring may still come.
 
     Attributes:
-        welcome: what the server said of itself.
+        welcome: the server's description of itself.
         broken: whether it is of no use any more.
         fresh: whether it was opened for its first request, and not kept open since an earlier one.
     """
@@ -320,7 +320,7 @@ class DataConnection:
             deadline_s: of ``time.monotonic()``.
 
         Raises:
-            NodeUnavailable, DeadlineExceeded: nobody answers there.
+            NodeUnavailable, DeadlineExceeded: nothing answers there.
             InvalidRequest: the address or a certificate makes no sense; the server is another one; a token would
                 travel in clear.
             Unauthenticated, VersionMismatch, TooManyCalls: the server refuses us.

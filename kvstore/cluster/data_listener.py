@@ -38,7 +38,7 @@ from kvstore.wire.data import (
 )
 
 STOP_S: Final = 5.0
-FAREWELL_S: Final = 0.5  # for the words to somebody who is being dropped
+FAREWELL_S: Final = 0.5  # for the message to a client that is being dropped
 ACCEPT_LOOK_S: Final = 0.25
 ROOM_S: Final = 1.0  # for those who were dropped to go
 
@@ -52,8 +52,8 @@ class ServerLimits:
     Attributes:
         connections_max: open at a time, of all callers; fewer where ``part`` of the process's descriptors are fewer.
         part: see ``limits.connections_max``.
-        hello_s: how long somebody may take to say who they are.
-        silence_s: how long somebody may take nothing of a reply, or stop in the middle of a request.
+        hello_s: how long a client may take to identify itself. silence_s: how long a client may read nothing of a
+            reply, or stop in the middle of a request.
         reply_s: how long one reply may take in all.
         idle_s: after which a connection without requests is closed.
     """
@@ -72,7 +72,7 @@ class Server:
     Args:
         node: name of the node whose pages these are.
         handlers: by kind of request; PING is answered here.
-        admit: says who somebody is.
+        admit: identifies a caller.
         tls: None: connections are plain.
         process: the number of this server; "": it is drawn.
     """
@@ -202,7 +202,7 @@ class Server:
             with boundary.answered("data/connection"):
                 connection.run()
         except InternalError:
-            pass  # nobody is left who could be told
+            pass  # no client is left to be told
         finally:
             self._ended(connection)
 
@@ -221,7 +221,7 @@ class _Connection:
         self.address = peer[0] if peer else ""  # where it comes from; of a unix socket nothing is known
         self._server = server
         self._sock = sock
-        self._who = f"{peer[0]}:{peer[1]}" if peer else "somebody of this machine"
+        self._who = f"{peer[0]}:{peer[1]}" if peer else "a process of this machine"
         self._stream: Stream | None = None
         self._caller: Caller | None = None
         self._request = 0

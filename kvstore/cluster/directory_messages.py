@@ -15,9 +15,9 @@
 Here whose is: fingerprint of the layout 16 bytes | lengths of salt and adapter u16, u16 | salt, adapter, UTF-8. FIND
 asks an owner which nodes have pages, HOLD asks a node which it has itself; FOUND answers both.
 
-A node's place in the names of FOUND says nothing beyond that answer; an empty name is nobody. Fingerprints of ANNOUNCE
-and LISTED are veiled by their root (``model.pool_secret.veil_of``), which only nodes can do. Those of FIND are not: the
-owner veils them by the root that the caller names, after it has seen that the caller may read it.
+A node's place in the names of FOUND says nothing beyond that answer; an empty name stands for no node. Fingerprints of
+ANNOUNCE and LISTED are veiled by their root (``model.pool_secret.veil_of``), which only nodes can do. Those of FIND are
+not: the owner veils them by the root that the caller names, after it has seen that the caller may read it.
 
 STATE in pages: what a data server says of its part of the directory, however many nodes it names. Pure, but for the
 connection over which ``read_state`` asks.

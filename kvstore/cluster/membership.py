@@ -295,7 +295,7 @@ class Membership:
         logs.event(log, logging.INFO, "joined", catalog=self._catalog.url, pool=config.pool, members=len(self._known))
 
     def update(self, mine: schema.Published) -> None:
-        """Publish ``mine`` anew, under the same name; where the catalog is away, once it is back. Does not wait."""
+        """Publish ``mine`` again, under the same name; if the catalog is away, once it is back. Does not wait."""
         if self._presence is not None:
             work = self._presence.update(schema.key_of(self._config.pool, mine), schema.encode(mine))
             asyncio.run_coroutine_threadsafe(work, self._loop)
@@ -451,7 +451,7 @@ class Membership:
                 self._on_change()
 
     def _learn_secret(self, entry: Entry | None) -> None:
-        """The one that stands; a catalog that was made anew gets back the one we know."""
+        """The one that stands; a catalog that was recreated gets back the one we know."""
         secret = schema.decode_secret(entry.value) if entry is not None else None
         if secret is not None and entry is not None and self._presence is not None:
             self._secret = secret

@@ -171,7 +171,8 @@ class NixlAgent:
             return str(self._agent.transfer(read))
 
     def state(self, read: Any) -> str:
-        """DONE or PROC; ERR: nobody knows whether its bytes may still land. Raises Unavailable, which is the same."""
+        """DONE or PROC; ERR: it is unknown whether its bytes may still arrive. Raises Unavailable, which is the
+        same."""
         with self._saying("the read failed"):
             return str(self._agent.check_xfer_state(read))
 
@@ -396,14 +397,14 @@ class NixlTransport:
             self._blocks.append(block)
 
     def _reap(self) -> None:
-        """What was late may have come meanwhile."""
+        """Late reads may have ended since."""
         with self._lock:
             late, self._late = self._late, []
         for each in late:
             try:
                 each.reads = [read for read in each.reads if not read.over()]
             except Unavailable:
-                pass  # nobody will ever know: it stays
+                pass  # it will never be known: the memory stays
             if each.reads:
                 with self._lock:
                     self._late.append(each)
@@ -482,7 +483,7 @@ class NixlTransport:
         return chunk
 
     def _leave(self, under_way: list[_Chunk], length: int, held: HeldPlaces | None) -> None:
-        """Nobody uses the memory of these before their reads have ended."""
+        """The memory of these is not reused before their reads have ended."""
         if not under_way:
             return
         landed = held.leave() if held is not None else None

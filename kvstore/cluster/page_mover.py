@@ -1,7 +1,7 @@
 """PageMover: brings pages from other nodes by the transport that the plan picks, and by the next one where that fails.
 
 A transport that may be faster than the one in use is measured aside: a thread reads once more what was just read, into
-memory of its own, so that nobody waits for a transport that turns out to be slow, or not to work at all.
+memory of its own, so that no request waits for a transport that turns out to be slow, or not to work at all.
 
 TransportPlan: by which transports pages come from a node. Pure: time comes with each call.
 
@@ -80,7 +80,7 @@ class TransportPlan:
         return [name for name, each in known.items() if now_s >= each.until_s and _stale(each, now_s)]
 
     def speed(self, peer: str, name: str) -> float:
-        """Bytes per second that it brings, as measured or expected; 0: nobody knows."""
+        """Bytes per second that it brings, as measured or expected; 0 if unknown."""
         return self._known(peer, name).bytes_per_s or self._expected.get(name, 0.0)
 
     def moved(self, peer: str, name: str, nbytes: int, seconds: float, now_s: float) -> None:

@@ -1,8 +1,8 @@
 """PeerLinks: connections to the data servers of a pool, kept open between requests; and which of them do not answer.
 
-A data server that did not answer once is known to be dead: nobody waits for it again. A thread of our own asks it from
-time to time, and clears that when it answers. One that is started anew is another process, of which nothing is known.
-Where a connection that was kept open has ended, the server may be well all the same: it is asked once more, over a new
+A data server that did not answer once is known to be dead: no request waits for it again. A thread of our own asks it
+from time to time, and clears that when it answers. A restarted one is another process, of which nothing is known. Where
+a connection that was kept open has ended, the server may be well all the same: it is asked once more, over a new
 connection, and is dead only where that fails.
 
 Peers: who else is in a node's pool, as a small file in its folder says.
@@ -140,11 +140,11 @@ def _known(kind: type[Any], told: dict[str, Any]) -> dict[str, Any]:
     return {each.name: told[each.name] for each in fields(kind) if each.name in told}
 
 
-IDLE_MAX: Final = 4  # connections to one data server that nobody uses
+IDLE_MAX: Final = 4  # unused connections to one data server
 IDLE_S: Final = 60.0
 PROBE_MIN_S, PROBE_MAX_S = 0.5, 8.0  # between two looks whether a dead one answers, later and later
 PROBE_ANSWER_S: Final = 1.0
-FORGOTTEN_S: Final = 900.0  # after which a dead one is not asked any more, unless somebody needs it
+FORGOTTEN_S: Final = 900.0  # after which a dead one is not asked any more, unless a request needs it
 
 log = logging.getLogger("kvstore.cluster")
 
@@ -254,7 +254,7 @@ class PeerLinks:
         return found
 
     def close(self) -> None:
-        """Close what nobody uses; what is used is closed when it comes back."""
+        """Close unused connections; the others are closed when they are returned."""
         with self._lock:
             self._closed.set()
             kept = [connection for idle in self._idle.values() for _, connection in idle]
@@ -284,7 +284,7 @@ class PeerLinks:
         return taken
 
     def _give_back(self, peer: PoolNode, connection: DataConnection) -> None:
-        """Keep it for the next one. Those that nobody has used for long, of processes that are gone, are closed."""
+        """Keep it for the next one. Long unused connections, of processes that are gone, are closed."""
         now_s, old = time.monotonic(), list[DataConnection]()
         with self._lock:
             for process in [name for name, idle in self._idle.items() if not idle or idle[-1][0] <= now_s - IDLE_S]:
@@ -299,7 +299,7 @@ class PeerLinks:
             each.close()
 
     def lost(self, peer: PoolNode) -> None:
-        """Nobody asks it until it answers again; its other connections are of no use either."""
+        """It is not asked until it answers again; its other connections are of no use either."""
         now_s = time.monotonic()
         with self._lock:
             self._dead.setdefault(peer.process, _Dead(peer, now_s, now_s + PROBE_MIN_S))
@@ -309,7 +309,7 @@ class PeerLinks:
             threading.Thread(target=self._probe, name="kvstore-probe", daemon=True).start()
 
     def _drop(self, peer: PoolNode) -> None:
-        """Close the connections to it that nobody uses."""
+        """Close the unused connections to it."""
         with self._lock:
             idle = self._idle.pop(peer.process, [])
         for _, connection in idle:

@@ -1,9 +1,9 @@
 """The configuration: one frozen tree, read once at the edge by daemons and the command line.
 
 A value comes from, strongest first: a flag, the environment (``KVSTORE_DRAM``), a TOML file (``dram = "4GiB"`` under
-``[node]``), the default. `Config.sources` remembers which. Names nobody knows are refused, so that a typing error is
-never a silent default. Only `load` touches files and the environment; everything else here is pure. How text becomes a
-value stands in `kvstore.config.reading`.
+``[node]``), the default. `Config.sources` remembers which. Unknown names are refused, so that a typing error is never a
+silent default. Only `load` touches files and the environment; everything else here is pure. How text becomes a value
+stands in `kvstore.config.reading`.
 
 To add a setting: one field with `setting(default, parser, help)`, which is its flag, its variable and its name in the
 file; its bounds or relations in `__post_init__`. Settings that every daemon has are in `kvstore.config.daemon`.

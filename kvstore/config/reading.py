@@ -1,7 +1,7 @@
 """Reading settings: one frozen dataclass from a table of a TOML file, the environment and flags.
 
-Every program has a table of its own in the file (``SECTIONS``), so that one file may serve them all; each refuses names
-that nobody knows in its own table, and tables that nobody has. Only `read` touches files.
+Every program has a table of its own in the file (``SECTIONS``), so that one file may serve them all; each refuses
+unknown names in its own table, and unknown tables. Only `read` touches files.
 
 Values of settings: text, or what TOML makes of it, into sizes, addresses, paths and numbers.
 
@@ -284,7 +284,7 @@ Found = TypeVar("Found", bound=Settings)
 
 @dataclass(frozen=True)
 class Declared:
-    """What a setting is beside its name, type and default.
+    """The properties of a setting in addition to its name, type and default.
 
     Attributes:
         help: what it means, in one or two sentences: for its flag, the docs and the example.

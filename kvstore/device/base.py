@@ -165,8 +165,8 @@ class Device(Protocol):
         ...
 
     def register(self, memory: Bytes) -> None:
-        """Pin host memory, so that copies to and from it run beside the host's work. Once for a range; it must be
-        populated. A read-only array is registered as such. Raises Unavailable where the driver refuses."""
+        """Pin host memory, so that copies to and from it run in parallel with the host's work. Once for a range; it
+        must be populated. A read-only array is registered as such. Raises Unavailable where the driver refuses."""
         ...
 
     def unregister(self, memory: Bytes) -> None:
@@ -174,7 +174,7 @@ class Device(Protocol):
         ...
 
     def stream(self) -> DeviceStream:
-        """A stream of our own, beside all others."""
+        """A new stream, independent of all others."""
         ...
 
     def stream_of(self, handle: int) -> DeviceStream:

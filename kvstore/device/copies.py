@@ -60,7 +60,7 @@ class PinnedBounces:
         free ──borrow──> borrowed ──(waited for its event)──> free
                             └──(the wait failed)──> late ──its event──> free
 
-    A late one is nobody's: the device may still read or write it. With the last reference, or ``close``, all free ones
+    A late one is unusable: the device may still read or write it. With the last reference, or ``close``, all free ones
     are unpinned; late ones stay until the process ends.
     """
 
@@ -92,7 +92,7 @@ class PinnedBounces:
                 self._changed.notify()
 
     def close(self) -> None:
-        """Unpin what nobody uses. What is borrowed or late stays."""
+        """Unpin unused memory. Borrowed and late memory stays."""
         with self._changed:
             self._reap()
             self._nbytes -= sum(len(bounce.memory) for bounce in self._free)

@@ -216,7 +216,7 @@ class CudaDevice:
             if self._opened is not None:
                 return self._opened
             opened = self._opened = _Opened(self._driver, self._ordinal, self._ranges)
-        if not opened.kernel_missing:  # others may copy meanwhile, with engines alone
+        if not opened.kernel_missing:  # others may copy during that time, but only with engines
             opened.copies.kernel_below = calibrate(self, self.stream())
         return opened
 
@@ -255,7 +255,8 @@ class CudaDevice:
             return cuda_driver.opened(primary, export)
 
     def reach(self, uuid: bytes) -> str:
-        """See ``Device``. Memory of this process on the other device is reached as soon as somebody uses that."""
+        """See ``Device``. Memory of this process on the other device is accessible as soon as this process uses that
+        device."""
         if uuid == self._uuid:
             return ""
         other = next((device for device in _devices() if device.uuid == uuid), None)
@@ -275,8 +276,8 @@ class CudaDevice:
         return ""
 
     def owns(self, address: int) -> bool:
-        """See ``Device``. Where nobody in this process has opened the device, nobody has memory of it; and of a lost
-        one nobody has any more."""
+        """See ``Device``. If this process has not opened the device, it has no memory of it; memory of a lost device is
+        gone."""
         try:
             if self._opened is None and not self.in_use:
                 return False
@@ -298,8 +299,8 @@ class CudaDevice:
         return bool(active)
 
     def register(self, memory: Bytes) -> None:
-        """See ``Device``. Takes a second for each few gigabytes, and other calls of the process wait meanwhile. It is
-        registered for all devices, so that a second one of this process refuses the same memory."""
+        """See ``Device``. Takes a second for each few gigabytes, and other calls of the process wait during that time.
+        It is registered for all devices, so that a second one of this process refuses the same memory."""
         opened, driver = self._open(), self._driver
         start, flags = memory.ctypes.data, driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
         if not memory.flags.writeable:

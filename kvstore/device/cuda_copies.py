@@ -217,7 +217,7 @@ def keep(path: Path, cubin: bytes) -> None:
 
 
 def _private(folder: Path) -> int:
-    """The folder, open, where nobody but this user can write in it. Raises OSError where somebody can."""
+    """Open the folder. Raises OSError if other users can write to it."""
     fd = open_folder(folder)
     about = os.fstat(fd)
     if about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
@@ -243,7 +243,7 @@ class Kernel:
 
 KERNEL_GAIN_MIN: Final = 1.25  # a kernel has to be this much faster: it takes processors from computation
 HOST_BLOCKS: Final = 32  # blocks of a kernel over the link: they have half a megabyte under way, which fills it
-DEFAULT_STREAMS: Final = 2  # handles up to this are not of streams that somebody made
+DEFAULT_STREAMS: Final = 2  # handles up to this are not created streams
 ALLOCATIONS_MAX: Final = 8  # of the device that one copy's pieces may lie in, to go by a kernel
 
 BATCH_VERSION: Final = 12080  # of CUDA, the first with a batched call; it is asked for in the form that it had then

@@ -178,7 +178,7 @@ class PrimaryContext:
         return CurrentContext(self)
 
     def let_go(self, function: Callable[..., Any], handle: object) -> None:
-        """Give up an event or a stream: when nobody knows it any more, in whichever thread."""
+        """Give up an event or a stream that is not referenced any more, in any thread."""
         with contextlib.suppress(Unavailable), self.current():  # where the device is lost, they are as well
             function(handle)
 

@@ -344,7 +344,7 @@ class HostDevice:
 
     def replaced(self, memory: Bytes) -> None:
         """The pages behind this memory were given back, and there are others. A range that was registered before keeps
-        the old ones, which nobody else has: what is copied from there is poison, what is copied to there is lost."""
+        the old ones, which nothing else maps: what is copied from there is poison, what is copied to there is lost."""
         gone = _range_of(memory)
         with self.changed:
             self._stale = [span for span in self._registered if span in self._stale or _meet(span, gone)]
@@ -366,7 +366,7 @@ class HostDevice:
 
     def perform(self, reads: list[Span], writes: list[Span]) -> None:
         """Do one copy, as late as this, in some order."""
-        self.host_pieces(reads + writes)  # none of ours was freed meanwhile
+        self.host_pieces(reads + writes)  # none of ours was freed since
         for at in self._rng.permutation(len(reads)):
             nbytes = reads[at][1] - reads[at][0]
             if any(_meet(reads[at], span) for span in self._stale):

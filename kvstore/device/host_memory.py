@@ -23,8 +23,8 @@ PAGE_BYTES: Final = 4096
 def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
     """A new array like ``numpy.empty``, whose bytes start at a memory page: what is best given to the store as ``out``.
 
-    numpy's own large arrays mostly start 16 bytes after one. Pages of a store start at one, and processors copy faster
-    between places that lie alike in their memory pages.
+    numpy's own large arrays usually start 16 bytes after one. Pages of a store start at one, and processors copy faster
+    between addresses with the same offset in their memory pages.
 
     Raises:
         InvalidRequest: a negative shape, or a type that is not plain numbers; names the argument.

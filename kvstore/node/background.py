@@ -1,4 +1,4 @@
-"""Background: the threads of a node that nobody waits for: time, memory population, scrubbing.
+"""The background threads of a node: time, memory population, scrubbing.
 
 StopSave: an end with which the node's memory goes. What only DRAM holds is saved to NVMe, in bounded time.
 
@@ -27,7 +27,7 @@ from kvstore.shm.header import DaemonState
 
 log = logging.getLogger("kvstore.node")
 
-BATCH_BYTES_FIRST = 1 << 20  # then as much as the disk takes in about BATCH_S: nobody waits longer than that for an end
+BATCH_BYTES_FIRST = 1 << 20  # then as much as the disk takes in about BATCH_S: no stop waits longer
 BATCH_S = 0.5
 TELL_S = 1.0
 PAUSE_S = 0.001  # where chains were looked at that need no saving
@@ -144,7 +144,7 @@ class Background:
         _join(self._lanes, deadline_s)
 
     def _deadline_s(self) -> float:
-        """When a thread should be through with what it is at: each device may have to be given up meanwhile."""
+        """When a thread should be through with what it is at: each device may have to be given up in the meantime."""
         config = self._node.config
         return time.monotonic() + JOIN_S + len(config.nvme) * config.nvme_answer_s
 

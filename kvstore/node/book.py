@@ -5,7 +5,7 @@ What has to be written is queued while the node decides (``name``, ``names``, ``
 file. A file is a line that names the incarnation, then a line per name or pin; a later line about a pin takes the place
 of an earlier one. It is rewritten when most of it is of no use any more.
 
-Quarantine: positions of the segment that nobody may have yet, because a writer that lives may store there.
+Quarantine: positions of the segment that may not be granted yet, because a live writer may store there.
 
 A start that finds an extent's tables beyond belief cannot tell which of its frames were granted to whom. What it can
 tell is which sessions there were: until each of them has given up its lock, the position is not carved. The file
@@ -77,7 +77,7 @@ def write_quarantine(folder: NodeFolder, incarnation: int, held: Mapping[int, It
 log = logging.getLogger("kvstore.node")
 
 NAMES, PINS = "names", "pins"
-WASTE_BYTES: Final = 64 << 10  # of lines about pins that are over: a file with less is not written anew
+WASTE_BYTES: Final = 64 << 10  # of lines about pins that are over: a file with less is not rewritten
 
 
 class Book:
@@ -91,7 +91,7 @@ class Book:
         self._queue: deque[Callable[[], None]] = deque()  # filled, and then written by ``flush``
         self._lock = threading.Lock()
         self._lines: dict[int, bytes] = {}  # of pins, as the file has them
-        self._pins_bytes: int | None = None  # of that file; None: it is a former daemon's, and written anew
+        self._pins_bytes: int | None = None  # of that file; None: it is a former daemon's, and is rewritten
 
     def name(self, line: bytes) -> None:
         """Queue another name."""
@@ -114,7 +114,8 @@ class Book:
         self._queue.append(lambda: self._unpinned(numbers))
 
     def quarantine(self, held: Held) -> None:
-        """These positions may not be carved, and no others. Written late it says too much, which harms nobody."""
+        """These positions may not be carved, and no others. If it is written late it says too much, which does no
+        harm."""
         self._queue.append(lambda: write_quarantine(self._folder, self._incarnation, held))
 
     def flush(self) -> None:

@@ -89,7 +89,7 @@ class Watch:
             if count > before and now_s >= said_s + (0 if what[0] == "damage" else SILENT_S):
                 news.append((what, count - before))
                 self._told[what] = count, min(now_s, time.monotonic())
-        for what in self._told.keys() - counts.keys():  # a tenant that the node has forgotten begins anew
+        for what in self._told.keys() - counts.keys():  # a tenant that the node has forgotten starts again
             del self._told[what]
         return news
 
@@ -257,8 +257,8 @@ def _api(config: NodeConfig, node: Node, dispatcher: Dispatcher) -> ApiServer | 
 
 
 def _end_serving(node: Node, api: ApiServer | None, control: ControlServer, background: Background, life: Life) -> None:
-    """End in order. Where memory goes, what is only there is saved first, until another signal comes: readers go
-    on meanwhile, writers are told."""
+    """End in order. Where memory goes, what is only there is saved first, until another signal comes: readers continue
+    in the meantime, writers are told."""
     node.ending = True  # before anything waits: calls that take long break off
     save_s, why = on_stop.save_s(node.config, node.folder.name)
     if api is not None:

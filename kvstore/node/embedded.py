@@ -63,7 +63,7 @@ class EmbeddedNode:
         """Stop serving; a pool without a name of its own gives its memory back, once what NVMe takes is saved there.
 
         Where another thread still copies after ``COPIES_S``, a named pool stays locked until that has ended: the frames
-        would be somebody else's by then.
+        would belong to another writer by then.
         """
         anonymous = self.folder.name.startswith(EMBEDDED_PREFIX)
         self._background.stop(*on_stop.save_s(self.node.config, self.folder.name))

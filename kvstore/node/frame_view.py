@@ -1,4 +1,4 @@
-"""Contents: what lies where in a node, for threads that read it beside the node's decisions."""
+"""Contents: the layout of a node's data, for threads that read it in parallel with the node's decisions."""
 
 from __future__ import annotations
 

@@ -194,7 +194,7 @@ class IndexKeeper:
         """Keys and raw addresses of reserved pages; the earliest of several reservations of one key."""
         first: dict[bytes, Address] = {}
         for number, table in self._tables.items():
-            if not table.fmt.tail:  # nobody writes there but the node
+            if not table.fmt.tail:  # only the node writes there
                 continue
             reserved = (table.words & np.uint64(0xFF)) == RESERVED
             for frame in np.flatnonzero(reserved & (table.column(table.fmt.group) != 0)).tolist():

@@ -57,8 +57,8 @@ CLEARED_EVENT: Final[KvEvent] = {"type": "AllBlocksCleared"}
 
 
 class PageFacts(NamedTuple):
-    """A stored page. ``parent`` None: it starts its chain. ``tokens`` uint32 little-endian, end to end; none of a page
-    of an opaque object, of which nobody is told."""
+    """A stored page. ``parent`` None: it starts its chain. ``tokens`` uint32 little-endian, end to end; none for a page
+    of an opaque object, which is not reported."""
 
     key: bytes
     parent: bytes | None
@@ -100,7 +100,7 @@ class PageReader:
             self._skipped.difference_update((tier, key) for key in keys)
 
     def forget(self) -> None:
-        """Everything is told anew."""
+        """Report everything again."""
         self._skipped.clear()
 
     def find(self, keys: list[bytes], tier: Tier) -> list[PageFacts | None] | None:
@@ -126,7 +126,7 @@ class PageReader:
             return
         snapshots = [snapshot(table) for table in self._contents.tables(tier)]
         links = prefix_links.link(snapshots)
-        order = np.argsort(links.parent, kind="stable")  # children of one page beside each other
+        order = np.argsort(links.parent, kind="stable")  # sibling pages
         parents = links.parent[order]
         starts, ends = (np.searchsorted(parents, np.arange(len(parents)), side) for side in ("left", "right"))
         waiting = order[parents == -1].tolist()
@@ -288,7 +288,7 @@ JOIN_S = 5.0
 LOCAL = ("ipc://", "inproc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 
 DUMPS_MAX = 4  # being read at a time
-DUMP_IDLE_S = 60.0  # a dump that nobody reads on is given up
+DUMP_IDLE_S = 60.0  # a dump that is not read any more is given up
 DUMP_PART_BYTES = 80 << 10  # in base64 it fits a message
 
 
@@ -314,7 +314,7 @@ class KvEvents:
         # Subscriber (identity, maybe an empty frame) -> next number, when it last took one.
         self._replays: dict[tuple[bytes, ...], tuple[int, float]] = {}
         self._next = time.time_ns() // 1000  # above all that an earlier daemon drew
-        self._resync_due_s: float | None = 0.0  # everything is to be told anew, from then on
+        self._resync_due_s: float | None = 0.0  # when to report everything again
         self._after = 0
         self._pub: Any = None
         self._router: Any = None
@@ -393,7 +393,7 @@ class KvEvents:
 
     def _resync_later(self, why: str) -> None:
         if self._resync_due_s is None:
-            log.warning("KV events: %s: everything is told anew", why)
+            log.warning("KV events: %s: everything is reported again", why)
             self._node.count("kv_events_told_anew")
             self._resync_due_s = time.monotonic() + RESYNC_EVERY_S
 
@@ -444,7 +444,7 @@ class KvEvents:
         while len(self._replays) < REPLAYS_MAX:
             try:
                 who, *rest = self._router.recv_multipart(self._zmq.NOBLOCK)
-            except self._zmq.ZMQError:  # nobody asks
+            except self._zmq.ZMQError:  # no subscriber asks
                 break
             if len(rest) in (1, 2) and len(rest[-1]) <= 8 and (len(rest) == 1 or not rest[0]):
                 self._replays[who, *rest[:-1]] = int.from_bytes(rest[-1], "big"), time.monotonic()
@@ -505,7 +505,7 @@ class Dumps:
             else:
                 found = self._open.pop(name, None) if isinstance(name, str) else None
                 if found is None:
-                    raise InvalidRequest("dump", f"{name!r} is not being read: begin anew")
+                    raise InvalidRequest("dump", f"{name!r} is not being read: begin again")
         _, heads, parts = found
         part = next(parts)
         more = len(part) == DUMP_PART_BYTES

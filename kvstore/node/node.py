@@ -174,14 +174,14 @@ class Node:
 
     Attributes:
         state: what was decided so far.
-        contents: what lies where, for threads that read beside the decisions.
+        contents: the layout of the data, for threads that read in parallel with the decisions.
         waiting: what was decided and is still to be carried out.
         sessions: which clients live and what they counted.
         puts: what clients published.
         events: what happened to pages.
         scan: of NVMe, where there is one.
         nvme_failures: path -> why that target is not used, or not written to any more.
-        ending: nobody is served any more: calls that take long break off.
+        ending: no call is served any more; long calls break off.
         kv_last: number of the last KV event published, where there are any.
     """
 
@@ -289,7 +289,7 @@ class Node:
                     self.puts.ended(session)
         self.performer.book.flush()
         if erases and nvme is not None:
-            self._erase_all(nvme, erases)  # the caller waits for the disk, nobody else does
+            self._erase_all(nvme, erases)  # only the caller waits for the disk
         return reply if reply is not None else ev.Reply()
 
     def _decide(self, event: ev.Event) -> ev.Reply | None:
@@ -512,7 +512,8 @@ class Node:
         self.state.counters[what] += 1
 
     def look(self, at: Callable[[Performer, NodeState], Looked]) -> Looked:
-        """Look at a node that holds still meanwhile: be quick, change nothing, keep no reference to the state."""
+        """Look at a node that makes no decision during that time: be quick, change nothing, keep no reference to the
+        state."""
         self.puts.drain()
         with self._mutex:
             if self._stopped:

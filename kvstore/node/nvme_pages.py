@@ -70,7 +70,7 @@ class NvmeExtents:
         self._planned[position] = number, frame_class
 
     def drop(self, position: int) -> None:
-        """An extent ends: all its frames are free, and nobody copies there."""
+        """An extent ends: all its frames are free, and there is no copy."""
         if self._planned.pop(position, None) is None:
             self._stale.add(position)
 
@@ -99,7 +99,7 @@ class NvmeExtents:
             except OSError as error:
                 log.error("an extent could not be dropped: %s", error)
                 failed[position] = error
-                self._stale.discard(position)  # what is found there later is of an extent that nobody knows
+                self._stale.discard(position)  # what is found there later is of an unknown extent
         return failed
 
     def _forget(self, position: int) -> None:
@@ -123,7 +123,7 @@ class NvmeExtents:
         return {}
 
     def erase(self, frames: Iterable[tuple[ExtentTable, int]]) -> dict[int, OSError]:
-        """Overwrite the headers of these frames, which nobody else has, durably; positions where that failed.
+        """Overwrite the headers of these frames, which only the caller holds, durably; positions where that failed.
 
         An extent's checkpoint is withdrawn first: its directory names the frames.
         """
@@ -154,7 +154,7 @@ class NvmeExtents:
         return extent is None or extent.clean or position in self._planned
 
     def checkpoint(self, position: int, rows: Rows, version: int) -> OSError | None:
-        """Make an extent's directory durable; it then counts as clean where nobody wrote since ``version``.
+        """Make an extent's directory durable; it then counts as clean if nothing was written since ``version``.
 
         Returns the error where it cannot be written: the next start will scan the extent.
         """
@@ -283,7 +283,7 @@ class Copied:
         return cls(np.zeros((pages, identity_bytes), np.uint8), np.zeros((pages, frame_class.layers), np.uint32))
 
     def merge(self, part: Copied, places: list[int]) -> None:
-        """This is what became of the pages at these places. Another thread may merge others meanwhile."""
+        """This is what became of the pages at these places. Another thread may merge others in the meantime."""
         self.rows[places], self.checksums[places] = part.rows, part.checksums
         self.failed |= {places[i]: reason for i, reason in part.failed.items()}
         self.damaged += part.damaged
@@ -293,7 +293,7 @@ class Copied:
 
 class NvmePages(NvmeStore):
     """The daemon's hand on its devices. Lives with the ``Performer``. Pages of one ``save``, or ``load``, are of one
-    device, so that nobody waits for another one; those of a ``carry`` may be of several. Any thread may call."""
+    device, so that no copy waits for another device; those of a ``carry`` may be of several. Any thread may call."""
 
     def __init__(self, devices: NvmeDevices) -> None:
         super().__init__(devices)
@@ -392,7 +392,7 @@ class NvmePages(NvmeStore):
                 payloads = slots[part.start : part.stop, header_bytes:]
                 copy(payloads, frames_of(source)[frames])
                 headers += self._headers(places, source, frames, payloads, pages, target, done)
-            slots[:, header_bytes + frame_class.page_bytes :] = 0  # padding is nobody's
+            slots[:, header_bytes + frame_class.page_bytes :] = 0  # padding has no content
             slots[:, :header_bytes] = np.frombuffer(b"".join(headers), np.uint8).reshape(len(run), -1)
             with self._writes[self._device(pages[run.start].target, tables)]:
                 self.devices.write_run(target.position, pages[run.start].target.frame, frame_class, slots)

@@ -90,7 +90,7 @@ def open_nvme(
 
 
 def _open_device(config: NodeConfig, target: NvmeTarget, mine: Mine, extent_bytes: int, mode: int) -> NvmeDevice:
-    """Open one target; made anew, with leave to ``format``, only where it is of no use as it is: a unit file that
+    """Open one target; reformat it, if ``format`` allows it, only where it is of no use as it is: a unit file that
     keeps the flag must not drop everything at every start."""
     try:
         return _open_or_make(config, target, mine, extent_bytes, mode, format=False)
@@ -153,7 +153,8 @@ def _to_look_at(path: Path, size_bytes: int) -> Disk:
 
 
 def open_tables(folder: NodeFolder, nvme: NvmePages, tables: dict[int, ExtentTable]) -> None:
-    """Add the NVMe extents' tables to ``tables``: those in shared memory that the devices know, the others made anew.
+    """Add the NVMe extents' tables to ``tables``: those in shared memory that the devices know; the others are
+    recreated.
 
     ``tables`` holds what is mapped so far, NVMe's included; those of extents that no device knows, or that lost frames
     with a device's tail, are taken out.

@@ -93,7 +93,7 @@ def _is_shutdown_due(path: Path) -> bool:
 
 
 def _runlevel(path: Path) -> str:
-    """The letter of the runlevel; "none" where nobody says."""
+    """The letter of the runlevel; "none" if unknown."""
     try:
         data = path.read_bytes()
     except OSError:

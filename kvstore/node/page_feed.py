@@ -2,10 +2,10 @@
 
 Dump: all pages of a node, as those who are told of them see them, without holding the node still for long.
 
-The node is looked at some frames at a time, and goes on in between. What happened meanwhile is in its event log, and is
-brought into what was seen. A page that only moved is in no event, and may have moved out of frames that were still to
-be looked at, into some that had been; so at last all frames are looked at again, and those that hold another page than
-was seen there are taken in.
+The node is looked at some frames at a time, and goes on in between. What happened in the meantime is in its event log,
+and is brought into what was seen. A page that only moved is in no event, and may have moved out of frames that were
+still to be looked at, into some that had been; so at last all frames are looked at again, and those that hold another
+page than was seen there are taken in.
 """
 
 from __future__ import annotations
@@ -101,7 +101,7 @@ def _unseen(
     found = [
         (tier, its, its.segment.extents[number]) for tier, its in state.spaces.items() if number in its.segment.extents
     ]
-    if not found:  # given up meanwhile; what moved out of it is found where it is now
+    if not found:  # given up in the meantime; what moved out of it is found where it is now
         return entries([], secret)
     ((tier, space, extent),) = found
     generations = np.frombuffer(extent.generation, np.uint64)[frames]
@@ -166,7 +166,7 @@ class PageFeed:
             self._take_in(self._node.events.last)
             return
         dumped = dump(self._node, self._secret)
-        if dumped is None:  # more happened meanwhile than the log keeps
+        if dumped is None:  # more happened in the meantime than the log keeps
             return
         until, pages = dumped
         self._take_in(until)

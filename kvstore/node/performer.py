@@ -130,7 +130,7 @@ DECIDED = boundary.Decided("state/node")
 
 
 class Performer:
-    """Owner side of a node's files. Lives from start to stop of the daemon; after a kill ``recovery`` begins anew."""
+    """Owner side of a node's files. Lives from start to stop of the daemon; after a kill ``recovery`` starts again."""
 
     def __init__(
         self,

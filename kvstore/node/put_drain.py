@@ -91,7 +91,7 @@ def _of_class(addresses: list[Address], frame_class: FrameClass, class_of: Class
     """The addresses, void where the extent is gone. Raises InvalidRequest where an extent is of another class."""
     for number in {address.extent for address in addresses}:
         there = class_of(number)
-        if there is None:  # dropped since: its addresses can be nobody's
+        if there is None:  # dropped since: its addresses are of no frame now
             # Each still an address of its own: one that is named twice is another's mistake, and refused.
             addresses = [a if a.extent != number else Address(0, i, 0) for i, a in enumerate(addresses)]
         elif there != frame_class:
@@ -215,7 +215,7 @@ class PutDrain:
         with DECIDED:
             records = list(chain.from_iterable(self._read(puts, slot, damaged) for slot in puts.waiting()))
             try:
-                for record in records:  # first: no page that is leased leaves for what somebody else has published
+                for record in records:  # first: no page that is leased leaves for what another session has published
                     if type(record.event) is ev.TakeLease:
                         self._performer.perform(self._state.handle(record.event))
             finally:

@@ -71,7 +71,7 @@ class Relay:
             self._node.drop_damaged(address, reason)
 
     def _erase(self, erasing: ev.Erase) -> None:
-        """Write zeros over these frames: nobody takes for a page what lies there."""
+        """Write zeros over these frames, so that their contents are not taken for a page."""
         contents = self._node.contents
         failed: set[int] = set()
         for place, (_, address) in enumerate(erasing.pages):

@@ -2,7 +2,7 @@
 
 Their frames wait QUARANTINED. Every one is read, header and payload, and proven; what holds is offered to the node
 when all has been seen, parents before children, and of two pages of one key the one written last. The node serves all
-the while, and forgets what nobody adopted.
+the while, and forgets pages that were not adopted.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ class Scanner:
     def run(self, stopped: threading.Event) -> bool:
         """Scan, offer, end; or end where ``stopped``: the next start scans again. True once all is scanned.
 
-        Where it fails it may be called again: what nobody adopted waits as before."""
+        Where it fails it may be called again: pages that were not adopted wait as before."""
         nvme = self._node.nvme
         extents = [] if nvme is None else [(t, f) for t in self._node.nvme_tables() if len(f := _waiting(t))]
         scan = self._node.scan

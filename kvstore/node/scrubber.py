@@ -1,7 +1,8 @@
-"""Scrubber: computes the checksums of newly sealed pages and verifies those of resting ones, within a byte rate.
+"""Scrubber: computes the checksums of newly sealed pages and verifies those of stored ones, within a byte rate.
 
 It reads records and data without the node's mutex (hashing releases the GIL) and compares the record's word before and
-after; what it finds becomes an event: ``Stamped`` or ``Damaged``. A page that changed meanwhile is simply left.
+after; what it finds becomes an event: ``Stamped`` or ``Damaged``. A page that changed in the meantime is simply
+skipped.
 """
 
 from __future__ import annotations
@@ -112,7 +113,7 @@ class Scrubber:
             if not self._walk:
                 self._pages_damaged += self._node.check_words()
                 self._walk_pages = 0
-                # What is not mapped only where somebody asked: every read from there is verified anyway.
+                # Pages that are not mapped only on request: every read of them is verified anyway.
                 asked = self._sweeps < self._sweep_wanted
                 tables = [table for table in contents.tables() if asked or contents.mapped(table.extent)]
                 tables.sort(key=lambda table: table.extent, reverse=True)
@@ -132,7 +133,7 @@ class Scrubber:
             self._walk_pages += self.scrub(Address(number, frame, int(table.words[frame]) >> 8)) != Status.STALE
             budget_bytes -= table.frame_class.page_bytes
         with self._mutex:
-            if not walk and walk is self._walk:  # a sweep that was asked for meanwhile starts a walk of its own
+            if not walk and walk is self._walk:  # a sweep that was requested since then starts separately
                 self._sweep_pages = self._walk_pages
                 if self._sweeps < self._sweep_wanted:
                     self._asked_pages = self._walk_pages

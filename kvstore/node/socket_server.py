@@ -4,8 +4,8 @@ Bounded by construction: a request is one datagram of at most ``MESSAGE_BYTES_MA
 per round, a client that does not read its replies is disconnected when its socket's buffer is full.
 
 Admin calls that may take long, checksums of many pages, and deletions that wait for NVMe run in threads of their own
-(``SLOW_THREADS``, ``DELETE_THREADS``): nobody else waits for them. Replies of a connection come in the order of its
-requests, so it is not read on meanwhile, and no more calls than connections wait.
+(``SLOW_THREADS``, ``DELETE_THREADS``): no other call waits for them. Replies of a connection come in the order of its
+requests, so it is not read further in the meantime, and no more calls than connections wait.
 """
 
 from __future__ import annotations
@@ -118,7 +118,7 @@ class _SlowCalls:
             except KVStoreError as error:
                 log.info("session %016x: %s", connection.session, error)
             if self._stopped.is_set():
-                return  # nobody waits any more
+                return  # the caller has gone
             self._done.append((connection, reply, made))
             os.eventfd_write(self.bell, 1)
 
@@ -138,7 +138,7 @@ class ControlServer:
         self._swept_s = time.monotonic()
         self._deaf_until_s = 0.0  # no new connection is taken until then; 0: they are
         self._drained = 0
-        self._quiet_at: float | None = None  # when nobody looks at the log of puts any more; None: nobody does
+        self._quiet_at: float | None = None  # when polling the log of puts ends; None: it is not polled
         self._thread = threading.Thread(target=self._serve, name="kvstore-control", daemon=True)
         self._listener: socket.socket
         self._poll: select.epoll
@@ -220,7 +220,7 @@ class ControlServer:
         elif self._quiet_at is not None and now >= self._quiet_at:
             self._quiet_at = None
             puts.watched(False)
-            return 0.0  # who published meanwhile did not tell: look once more
+            return 0.0  # sessions that published since then did not wake us: look once more
         return WATCH_S if self._quiet_at is not None else POLL_S
 
     def _accept(self) -> None:
@@ -296,7 +296,7 @@ class ControlServer:
         for connection, reply, made in calls.done():
             fd = connection.sock.fileno()
             if fd < 0:
-                continue  # it hung up meanwhile
+                continue  # it has hung up
             connection.waits = False
             if made and self._send(connection, reply):
                 self._poll.modify(fd, select.EPOLLIN)

@@ -1,6 +1,6 @@
 """Startup: from a folder in any condition to a node that can serve.
 
-Fresh (nothing there, another boot, another version): everything is made anew under a new incarnation, nothing old is
+Fresh (nothing there, another boot, another version): everything is recreated under a new incarnation, nothing old is
 ever served. Found: tables are recovered (``state.recovery``), the index is compared with them and rebuilt where it
 differs. One path for a clean stop and for kill -9, so that it is exercised every time.
 
@@ -70,8 +70,8 @@ log = logging.getLogger("kvstore.node")
 def found_mounts(folder: NodeFolder, header: Header, living: Collection[int], now_ns: int) -> Iterator[ev.FoundMount]:
     """One event per segment whose engine lives. What cannot be believed, and what dead engines left, is removed.
 
-    Engines go on writing meanwhile. What they publish lies in the log behind, and counts when it is taken in: a frame
-    that has another page by then has it under a newer generation.
+    Engines continue to write in the meantime. What they publish is later in the log, and counts when it is taken in: a
+    frame that has another page by then has it under a newer generation.
     """
     frames = mounts = 0
     extents = set(folder.extents())
@@ -96,7 +96,7 @@ def _found(table: MountedTable, now_ns: int) -> ev.FoundMount:
     )
     for frame in table.sealed().tolist():
         generation, key, root, span = table.generation(frame), table.key(frame), table.root(frame), table.span(frame)
-        if generation == table.generation(frame) and table.is_sealed(frame):  # it did not change meanwhile
+        if generation == table.generation(frame) and table.is_sealed(frame):  # it has not changed
             event.addresses.append(Address(table.number, frame, generation))
             event.keys.append(key)
             event.roots.append(root)
@@ -120,7 +120,7 @@ def open_segment(folder: NodeFolder, header: Header) -> SegmentFile | None:
 
 
 def _give_up_beyond(folder: NodeFolder, incarnation: int, extent_bytes: int, left: int) -> None:
-    """The segment's tail was cut off: nobody may believe in pages there, before there are zeros in their place."""
+    """The segment's tail was cut off: no page there may be believed, before there are zeros in their place."""
     given_up = 0
     for number in folder.extents():
         table = ExtentTable.open(folder, number, incarnation, writable=True)

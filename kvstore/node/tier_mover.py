@@ -121,7 +121,9 @@ log = logging.getLogger("kvstore.nvme")
 
 BATCH_BYTES = 32 << 20  # saved at a time: large enough for the disk, small enough that loads need not wait long
 IDLE_S = 0.02
-LATE_S = 0.5  # a batch takes a healthy device less; where it takes more, others go on meanwhile: no harm is done
+LATE_S = (
+    0.5  # a batch takes a healthy device less; where it takes more, others continue in the meantime: no harm is done
+)
 
 _COPYING = boundary.answered("task/copy")
 

@@ -118,7 +118,7 @@ def verify_targets(
 
 @contextlib.contextmanager
 def _opened(path: str, size_bytes: int) -> Iterator[FileDisk]:
-    """For reading, while nobody writes."""
+    """Open it for reading, while nothing writes."""
     disk = FileDisk.open(path, size_bytes, writable=False)
     fd = -1
     try:
@@ -261,7 +261,7 @@ def _verify_shm(folder: NodeFolder, report: Report) -> dict[int, ExtentTable]:
     """Everything in shared memory. The tables of extents on NVMe, for their frames to be compared with."""
     header = Header.open(folder)
     if header is None:
-        report.findings.append("header: is absent or damaged: the next start begins anew, without these pages")
+        report.findings.append("header: is absent or damaged: the next start recreates it, without these pages")
         return {}
     if header.boot_id != boot_id():
         report.repairs.append("shared memory: is of an earlier boot and counts for nothing")
@@ -276,7 +276,7 @@ def _verify_shm(folder: NodeFolder, report: Report) -> dict[int, ExtentTable]:
         return {}
     mapped, lower = _tables(folder, header, segment, report)
     if (folder.path / LOADING).exists():
-        report.repairs.append("nvme: the tables in shared memory were just being filled: they are made anew")
+        report.repairs.append("nvme: the tables in shared memory were just being filled: they are recreated")
         lower = {}
     for tier in dict.fromkeys((Tier.DRAM, Tier.NVME, *(table.tier for table in lower.values()))):
         mine = [table for table in (*mapped.values(), *lower.values()) if table.tier == tier]
@@ -358,7 +358,7 @@ def _verify_index(folder: NodeFolder, header: Header, tier: Tier, snapshots: lis
         if index is not None:
             index.close()
     if entries is None:
-        report.findings.append(f"index: epoch {header.epoch} is absent or damaged: the next start makes it anew")
+        report.findings.append(f"index: epoch {header.epoch} is absent or damaged: the next start recreates it")
         return
     differ = report.findings if report.state == "stopped" else report.repairs
     by_extent = {one.extent: one for one in snapshots}

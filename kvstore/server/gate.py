@@ -208,7 +208,7 @@ class Call:
         return await lane.run(self._began, work, undo, self.caller, self.left_s, begun)
 
     def waits(self) -> contextlib.AbstractContextManager[None]:
-        """Around what the caller has to do, or nobody: the call is not at work meanwhile."""
+        """Enclose work of the caller, or none: the call does not count as running during that time."""
         return self._gate.pressure.waiting(self.caller)
 
     def _began(self, step: Future[Any]) -> None:

@@ -254,7 +254,7 @@ class LoopServer(ABC):
                 asyncio.run_coroutine_threadsafe(leaving, self._loop)
 
     def stop(self) -> None:
-        """Take no more calls, and end those under way: by themselves within a grace, or cancelled."""
+        """Take no more calls, and end those under way: on their own within a grace time, or cancelled."""
         if self._loop is not None and self._stopping is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stopping.set)

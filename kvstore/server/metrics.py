@@ -127,7 +127,8 @@ class Families:
         self("grpc_bytes", calls.sent_bytes, "out")
 
     def process(self, uptime_s: float, *what: str) -> None:
-        """Add what every process says of itself. ``what`` runs: labels in addition to the versions."""
+        """Add the description of a process that all daemons export. ``what`` runs: labels in addition to the
+        versions."""
         for place, count in boundary.counts().items():
             self.families[INTERNAL_ERRORS.name].add_metric((place,), count)
         self("uptime_seconds", uptime_s)

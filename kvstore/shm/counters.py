@@ -13,7 +13,7 @@ fails its checksum, all of which takes 300 us: in the row of that geometry one g
 ``read_dram_bytes`` 20 * 65536.
 
 A get of one page takes 8 us, and counting it may not take 0.16. So a get that finds everything in DRAM adds to one word
-(``ONE_GET`` and the pages) and is mostly not timed. The first one after ``TIMED_NS`` (up to twice that, by chance) is,
+(``ONE_GET`` and the pages) and is usually not timed. The first one after ``TIMED_NS`` (up to twice that, by chance) is,
 and counts for all gets of its geometry since the last one that was: who asks seldom has every get timed. Other
 operations are timed always.
 

@@ -1,8 +1,8 @@
 """The file ``data`` of a node's folder: which data server sends the node's pages. Locked while that process lives.
 
 It is how a restarted daemon finds the data server that outlived the one before, and how a second one is refused. Its
-text is JSON; a file that nobody holds the lock of says nothing. Next to it is the file ``data.errors``: the unexpected
-errors of that process by place, for the daemon's metrics.
+text is JSON; a file without a lock means nothing. Next to it is the file ``data.errors``: the unexpected errors of that
+process by place, for the daemon's metrics.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from kvstore.safe_files import is_locked, open_plain, read_plain
 from kvstore.shm.folder import NodeFolder
 
 ERRORS: Final = "data.errors"
-TRIES: Final = 20  # somebody may just be looking whether it is locked, which takes microseconds
+TRIES: Final = 20  # another process may be checking its lock, which takes microseconds
 RETRY_S: Final = 0.01
 TEXT_BYTES_MAX: Final = 4096
 
@@ -135,4 +135,4 @@ def _parsed(text: bytes) -> DataServerAt:
         found = json.loads(text)
         return DataServerAt(int(found["pid"]), str(found["process"]), str(found["address"]), bool(found["child"]))
     except (KeyError, TypeError, RecursionError) as error:
-        raise ValueError(f"not what a data server says of itself: {error}") from error
+        raise ValueError(f"not a data server's description: {error}") from error

@@ -30,7 +30,7 @@ exchange what is in it in the meantime, and still no link is followed.
 The file ``secret`` of a node's folder: the secret of its pool, for the programs that map the node.
 
 It names the incarnation of the memory that it belongs to, and is there before the header says that incarnation. Where
-it is absent or damaged, the keys of that memory cannot be made: its pages are lost, and the next start makes it anew.
+it is absent or damaged, the keys of that memory cannot be made: its pages are lost, and the next start recreates it.
 """
 
 from __future__ import annotations
@@ -265,7 +265,7 @@ class NodeFolder:
                 continue
             if is_file_of(fd, self.lock_file):
                 break
-            os.close(fd)  # what we locked was purged meanwhile
+            os.close(fd)  # the locked file was purged
         else:
             raise NodeBusy(f"node {self.name!r} is being purged again and again ({self.path})")
         os.fchmod(fd, self.file_mode)
@@ -382,7 +382,7 @@ def list_nodes(shm_dir: str | os.PathLike[str]) -> list[tuple[str, bool]]:
 
 
 def folder_names(shm_dir: str | os.PathLike[str], prefix: str) -> list[str]:
-    """Names in ``shm_dir`` that a node's folder may have; whose they are, and whether folders, nobody has looked."""
+    """Names in ``shm_dir`` that a node's folder may have; their owner and kind are not checked."""
     try:
         names = os.listdir(shm_dir)
     except FileNotFoundError:
@@ -439,7 +439,7 @@ def check_purge(path: str | os.PathLike[str]) -> None:
 
 
 def owned(path: str | os.PathLike[str]) -> bool:
-    """Whether this user, and nobody else, made that folder."""
+    """Return whether this user made that folder."""
     with contextlib.suppress(InvalidRequest, OSError), contextlib.ExitStack() as stack:
         folder = NodeFolder.at(path)
         _check_owner(folder, _opened(folder, stack)[1], root_may=False)
@@ -499,7 +499,7 @@ def _purge(folder: NodeFolder, above: int, here: int) -> None:
     name = folder.lock_file.name
     try:
         fd = open_plain(name, os.O_RDWR | os.O_CREAT, folder.file_mode, dir_fd=here)
-    except NotPlain:  # nobody can hold it: an owner opens it the same way
+    except NotPlain:  # no process can hold it: an owner opens it the same way
         remove(name, dir_fd=here)
         fd = open_plain(name, os.O_RDWR | os.O_CREAT | os.O_EXCL, folder.file_mode, dir_fd=here)
     try:
@@ -512,7 +512,7 @@ def _purge(folder: NodeFolder, above: int, here: int) -> None:
         for entry in names:
             if entry != name:
                 remove(entry, dir_fd=here)
-        # Last, under the lock: a daemon that opened the old lock file sees that it is gone and starts anew.
+        # Last, under the lock: a daemon that opened the old lock file sees that it is gone and starts again.
         os.unlink(name, dir_fd=here)
         with contextlib.suppress(FileNotFoundError):
             os.rmdir(folder.path.name, dir_fd=above)

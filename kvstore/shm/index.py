@@ -49,7 +49,7 @@ PAGES_PER_KEY: Final = 6
 PAGES_PER_TXN: Final = 32
 # A page of a table holds 96 entries of 42 bytes, one that was just split half as many. Measured, of random keys: 66 on
 # average, 51 after all of them were replaced thirty times. What a transaction leaves behind is used again by the second
-# one after it, unless somebody is just reading.
+# one after it, unless a reader is active.
 ENTRIES_PER_PAGE: Final = 47
 STEPS_IN_FLIGHT: Final = 2
 
@@ -230,7 +230,7 @@ class Index:
 
         ``map_bytes`` is the size of a new one: about 70 bytes per page, and as much again for what readers hold; one
         that is there keeps its size. Make a new one only under an epoch that no client has seen: clients that have an
-        epoch open stay with its files. ``tiers``: of the node, beside those that every index has a table for.
+        epoch open stay with its files. ``tiers``: of the node, in addition to those that every index has a table for.
 
         Raises:
             IndexDamaged: not ``fresh``, and there is none, or it is cut short, of another format or unreadable.
@@ -256,7 +256,7 @@ class Index:
             return None
         try:
             return cls(path, epoch, env.open_shared(path, None, folder.file_mode))
-        except (lmdb.Error, OSError):  # OSError: removed meanwhile
+        except (lmdb.Error, OSError):  # OSError: it was removed
             return None
 
     @staticmethod

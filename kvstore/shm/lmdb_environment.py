@@ -149,7 +149,7 @@ def _fill(
     path: Path, folder: NodeFolder, map_bytes: int, tables: Iterable[tuple[bytes, Iterable[Entry], bool]]
 ) -> None:
     map_size = max(MAP_BYTES_MIN, -(-map_bytes // PAGE_BYTES) * PAGE_BYTES)
-    # Outside the registry: nobody else can know it under this name.
+    # Outside the registry: no other thread can know it under this name.
     environment = lmdb.open(str(path), mode=folder.file_mode, **(_WRITER | {"map_size": map_size}))
     try:
         for name in ("data.mdb", "lock.mdb"):

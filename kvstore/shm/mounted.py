@@ -4,8 +4,8 @@ The file ``mounted-<number>`` of a node's folder; the number is one of its exten
 
     0        head    magic, version, incarnation of the node, number, session, geometry, how the memory is exported,
                      where pages lie in it (``model.strides``), sum
-    4 KiB    held    a word per frame, written by readers: until when somebody reads there (CLOCK_MONOTONIC)
-    ..       rows    a row per frame (``model.replica.RecordFormat`` without a tail), written by the engine
+    4 KiB    held    a word per frame, written by readers: until when a process reads there (CLOCK_MONOTONIC) ..
+    rows    a row per frame (``model.replica.RecordFormat`` without a tail), written by the engine
 
 A row's life, all of it the engine's: its word is 0 (nothing is there) -> ``fill``: body first, the word SEALED last ->
 ``retire``: the word RETIRING under the same generation, so that no reader begins there, and those that read may end ->
@@ -13,8 +13,8 @@ A row's life, all of it the engine's: its word is 0 (nothing is there) -> ``fill
 In place of a lease's deadline a row has the page's span, see ``model.span``.
 
 A reader stores ``held`` before it looks at a word, and looks at the word again when it has read. So ``held`` is a
-courtesy, which spares a reader from having read in vain: what makes its read right is that the generation is the same.
-The engine waits for it no longer than ``HOLD_NS``, whatever is written there.
+courtesy, which spares a reader a useless read: what makes its read right is that the generation is the same. The engine
+waits for it no longer than ``HOLD_NS``, whatever is written there.
 
 Where the engine's memory is shared memory, that is the file ``mounted-<number>-data``. Where others need a descriptor
 of it, the engine passes that at the socket ``mounted-<number>-pass``.
@@ -181,7 +181,7 @@ class MountedTable:
             head, export, strides = found
             held = mmap.mmap(fd, _rows_at(head[8]) - _HEAD_BYTES, offset=_HEAD_BYTES)
             return cls(head, export, strides, mmap.mmap(fd, size, access=mmap.ACCESS_READ), held)
-        except (OSError, ValueError):  # it was cut meanwhile
+        except (OSError, ValueError):  # it was truncated
             return None
         finally:
             os.close(fd)
@@ -204,19 +204,19 @@ class MountedTable:
             self.words[frame] = word_of(generation + i, FrameState.SEALED)
 
     def retire(self, frame: int) -> int:
-        """Nobody begins to read there; the generation of the page, 0 where there is none."""
+        """Forbid new reads of the frame; return the generation of the page, 0 where there is none."""
         generation, state = divmod(int(self.words[frame]), 256)
         if state == _SEALED:
             self.words[frame] = generation << 8 | _RETIRING
         return generation
 
     def is_held(self, frame: int, retired_ns: int) -> bool:
-        """Whether somebody still reads in that frame, which was retired then."""
+        """Return whether a process still reads in that frame, which was retired then."""
         now_ns = time.monotonic_ns()
         return now_ns < min(int(self.held[frame]), retired_ns + HOLD_NS)
 
     def clear(self, frame: int) -> None:
-        """The frame is empty: who is reading there has read in vain."""
+        """The frame is empty: running reads there are void."""
         self.words[frame] = 0
 
     # --- for a start of the node ------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class MountedTable:
         return int(self.words[frame] >> _GENERATION_BITS)
 
     def is_sealed(self, frame: int) -> bool:
-        """Whether one is there now, for everybody."""
+        """Return whether a page is there now, for all readers."""
         return int(self.words[frame]) & 0xFF == _SEALED
 
     def span(self, frame: int) -> int:

@@ -195,7 +195,7 @@ class PutLog:
         return published + size
 
     def left(self, slot: int, session: int) -> list[bytes]:
-        """What this session published here and nobody will take in."""
+        """Return what this session published here and the node will not take in."""
         try:
             return [request for _, request in self.records(slot)] if self._words[_SESSION + slot] == session else []
         except LogDamaged:
@@ -230,7 +230,7 @@ class PutLog:
         self._words[_DECIDING] = int(value)
 
     def session(self, slot: int) -> int:
-        """Whose slot it is; 0: nobody's, or of one that publishes no more."""
+        """The session of a slot; 0 if it is free, or if its session has stopped publishing."""
         session = self._words[_SESSION + slot]
         return session if session < _CLOSED else 0
 
@@ -255,7 +255,7 @@ class PutLog:
         """Memory for a ring, so that no store of a client dies of SIGBUS."""
         try:
             fd = open_plain(self.path, os.O_RDWR)
-        except OSError:  # somebody removed the folder under us
+        except OSError:  # the folder was removed
             return False
         try:
             allocate(fd, _RINGS_AT + slot * RING_BYTES, RING_BYTES, str(self.path))
@@ -266,7 +266,8 @@ class PutLog:
         return True
 
     def close(self, slot: int) -> None:
-        """The slot's session may publish no more. Nobody else may here until it has ended: it may be in the middle."""
+        """The slot's session may publish no more. No other session may publish here until it has ended: it may be in
+        the middle."""
         self._words[_SESSION + slot] |= _CLOSED
         self.skip(slot)
 

@@ -334,7 +334,7 @@ class ExtentTable:
             return cls(folder, head, records, uses)
 
     def forget_writers(self, frames: Any) -> None:
-        """These frames are free: their records name nobody who might write there."""
+        """These frames are free: their records name no writer."""
         if self.fmt.tail:
             self.rows[frames, self.fmt.writing] = 0
 

@@ -5,7 +5,7 @@ the lock knows that the client is gone: its counts are added to those of all tha
 Clients that only read never speak to the node; their files are found by ``sweep``.
 
 Counts of living clients survive the daemon, being theirs; so do those of clients that end while there is none. Once
-added up, counts of clients that ended live in the daemon's memory, and start anew with it.
+added up, counts of clients that ended live in the daemon's memory, and start again with it.
 """
 
 from __future__ import annotations
@@ -69,7 +69,7 @@ class Sessions:
             found = self._ended
             for counts in [*here, *(counts for counts in living if counts is not None)]:
                 found = added(found, counts)
-            self._told = np.maximum(self._told, found)  # a file may go that was not added up: somebody removed it
+            self._told = np.maximum(self._told, found)  # a file may be removed before it was added up
             return Tally.of([self._told])
 
     def _files(self) -> list[int]:
@@ -104,10 +104,10 @@ class Sessions:
 
 
 def session_ids(folder: NodeFolder) -> list[int]:
-    """Sessions that have a file: all that live, and those that ended since somebody looked."""
+    """Sessions that have a file: all that live, and those that ended since the last check."""
     try:
         names = os.listdir(folder.sessions)
-    except OSError:  # somebody removed the folder under us, or no descriptor is left: the next look may tell
+    except OSError:  # the folder was removed, or no descriptor is left: the next look may tell
         return []
     return [int(name, 16) for name in names if _is_session(name)]
 

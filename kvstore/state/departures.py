@@ -89,7 +89,7 @@ class Departures(Pages):
             self.unhold(parent)
 
     def _before(self, extent: Extent, frame: int, key: bytes) -> Address | None:
-        """The page of that key, on which one in ``frame`` hangs, where it lies just before that one, as it mostly does:
+        """The page of that key, on which one in ``frame`` hangs, where it is just before that one, as it usually is:
         the index need not be asked."""
         before = frame - 1
         if self._moved or before < 0 or extent.state[before] != SEALED or not extent.children[before]:

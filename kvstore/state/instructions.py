@@ -260,7 +260,7 @@ class WriteQuarantine:
 @dataclass(slots=True)
 class ShowPages:
     """The index lists these pages of mounted segments, all of that root. ``root`` empty: other replicas of pages that
-    it listed before, of which nobody is told."""
+    it listed before, which are not reported."""
 
     keys: list[bytes]
     addresses: list[Address]

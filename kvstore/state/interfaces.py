@@ -64,7 +64,7 @@ class RecordView(Protocol):
         ...
 
     def extra(self, extent: int, frame: int) -> bytes:
-        """What stands beside the page for media digests; of an object's page what says so."""
+        """The field for media digests of a page; of an object's page what says so."""
         ...
 
     def standing(self, extent: int, frame: int) -> int:

@@ -145,8 +145,8 @@ class Objects:
 
     @staticmethod
     def _is_objects(space: Space, address: Address) -> bool:
-        """A head or a piece. Pages of a prompt may have the same class; what stands beside them is a digest, or zeros,
-        and begins with these words as seldom as a forged one would."""
+        """A head or a piece. Pages of a prompt may have the same class; their field is a digest, or zeros, and begins
+        with these words as seldom as a forged one would."""
         tag = space.records.extra(address.extent, address.frame)[: len(HEAD_TAG)]
         frame_class = space.segment.extents[address.extent].pool.frame_class
         return tag in (HEAD_TAG, PIECE_TAG) and is_object_class(frame_class)

@@ -133,8 +133,8 @@ def recover(
 
 
 def _carve(space: Space, shared: bool, tenants: Tenants, table: ExtentFound, out: list[ev.Instruction]) -> None:
-    """An extent as its words say. Where clients write (``shared``), a frame whose word says nothing may be somebody's;
-    elsewhere only the dead daemon wrote: one that is neither sealed nor waits for the scan (QUARANTINED) holds
+    """An extent as its words say. Where clients write (``shared``), a frame whose word says nothing may belong to a
+    client; elsewhere only the dead daemon wrote: one that is neither sealed nor waits for the scan (QUARANTINED) holds
     nothing."""
     segment = space.segment
     extent = segment.carve(segment.pool(table.frame_class), table.position, table.number)

@@ -17,7 +17,7 @@ writers might still store into it, and free once each of them has spoken (sealed
 
 Behind: pages that are put behind a parent that the first tier does not have. What ``Writing`` asks about them.
 
-A node with one tier answers as ``Behind`` does: nobody has such a parent. With a second tier ``through.Through`` does.
+A node with one tier answers as ``Behind`` does: there is no such parent. With a second tier ``through.Through`` does.
 """
 
 from __future__ import annotations

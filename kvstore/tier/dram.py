@@ -351,7 +351,7 @@ def _cgroup_files() -> list[tuple[Path, Path, Path]]:
 
 
 def _reclaimable(stat: Path) -> int:
-    """Bytes of file cache that a cgroup would give up by itself: files, but not shared memory."""
+    """Bytes of file cache that a cgroup would give up on its own: files, but not shared memory."""
     values: dict[str, int] = {}
     for line in _read(stat).splitlines():
         name, _, value = line.partition(" ")

@@ -82,12 +82,12 @@ class HbmStore:
     """See ``TierStore``. Frames are named by records that lie elsewhere, as in DRAM; nothing stands before them.
 
     A page goes through pinned memory of the store's own. So a copy that did not end in time spoils neither the caller's
-    buffers nor a later copy: its bounce is used again once its event is over, and by nobody before.
+    buffers nor a later copy: its bounce buffer is reused only once its event is over.
 
     Args:
         device: whose memory it is.
         arena: where its frames lie; allocated, and freed later than the store is closed, by the caller.
-        incarnation: drawn anew for each arena: device memory ends with its process.
+        incarnation: drawn for each arena: device memory ends with its process.
         found: what its positions hold already.
         deadline_s: of the copy of one page.
     """

@@ -48,8 +48,8 @@ from kvstore.shm.mounted import MountedTable, data_path, passing_path
 from kvstore.shm.unix_sockets import short
 from kvstore.tier.hbm import HbmStore, StridedFrames
 
-HOST: Final = 1  # shared memory: the file beside the records
-DEVICE: Final = 3  # memory of a device, by what that exports; 2 was a form of it that nobody had read
+HOST: Final = 1  # shared memory: the file next to the records
+DEVICE: Final = 3  # memory of a device, by what that exports; 2 was an earlier form
 NO_INCARNATION: Final = 0  # records of others say what is there
 
 
@@ -58,7 +58,7 @@ class PeerMemory(Protocol):
 
     def read(self, frame: int, rows: npt.NDArray[np.uint8], layer: int | None = None) -> None:
         """Copy the pages in the frames from ``frame`` on into ``rows`` ``[pages, page_bytes]``, and return when that is
-        done. What lies there is somebody else's matter: ask the records before and after.
+        done. The caller must check the records before and after.
 
         Args:
             layer: only that one of each page, into ``[pages, layer_bytes]``.
@@ -97,7 +97,7 @@ class SharedFrames:
             if os.fstat(fd).st_size < nbytes:
                 return None
             map_ = mmap.mmap(fd, nbytes, access=mmap.ACCESS_READ)
-        except (OSError, ValueError):  # it was cut meanwhile
+        except (OSError, ValueError):  # it was truncated
             return None
         finally:
             os.close(fd)
@@ -118,7 +118,7 @@ class SharedFrames:
     def places(
         self, device: Device, frame: int, count: int, layer: int | None = None
     ) -> tuple[Addresses, Addresses] | None:
-        """See ``PeerMemory``: the host's memory is nobody's to copy from directly."""
+        """See ``PeerMemory``: host memory cannot be copied from directly by a device."""
         return None
 
 
@@ -188,7 +188,7 @@ _WORD: Final = b"\1"  # a descriptor does not travel alone
 
 
 class DescriptorServer:
-    """Passes one descriptor, which is its own from now on, to everybody who connects. Life: made -> ``close``.
+    """Passes one descriptor, which it owns from now on, to every process that connects. Life: made -> ``close``.
 
     Raises:
         Unavailable: no socket can be made there.
@@ -247,7 +247,7 @@ def received(path: Path) -> int:
     """The descriptor that is passed there; the caller's to close.
 
     Raises:
-        Unavailable: nobody passes one, or not in time.
+        Unavailable: no descriptor was passed in time.
     """
     deadline_s = time.monotonic() + PASS_S
     try:
@@ -268,7 +268,7 @@ COPY_S: Final = 5.0  # for pages of a device that are on their way to the host a
 
 _FORM: Final = struct.Struct("<16sQQ")  # UUID of the device, place in the allocation, its length; its handle follows
 
-_LATE: Final[list[object]] = []  # memory that a copy may still read, which nobody waits for any more
+_LATE: Final[list[object]] = []  # memory that an abandoned copy may still read
 
 
 class DeviceFrames:

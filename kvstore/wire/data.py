@@ -230,7 +230,7 @@ class Welcome:
     Attributes:
         version: of the protocol, what both speak from here on.
         node: its name.
-        process: drawn anew whenever the server starts, 16 hex digits.
+        process: drawn whenever the server starts, 16 hex digits.
     """
 
     version: int = VERSION

@@ -70,7 +70,7 @@ def test_a_file_others_can_read_is_refused_with_the_remedy(path: Path, mode: int
 @pytest.mark.parametrize(
     ("text", "reason"),
     [
-        ("", "nobody could call"),
+        ("", "needs at least one"),
         ("x", "is not TOML"),
         ("[node]\nname = 'a'\n", "nothing else"),
         ("[identity]\nname = 'a'\n", "no \\[\\[identity"),

@@ -257,7 +257,7 @@ SIZES = {
         ("doge", {}, "mask of its own"),
         ("diffllama", {}, "more than once"),
         ("bert", {}, "later tokens"),
-        ("gemma4_text", {"vocab_size_per_layer_input": 64}, "must be alike"),
+        ("gemma4_text", {"vocab_size_per_layer_input": 64}, "must be equal"),
         ("mimo_v2_flash", {"num_key_value_heads": 1}, "as many"),
         ("openai-gpt", {}, "no keys and values"),
         ("stablelm", {}, "does not pass forward arguments"),

@@ -202,7 +202,7 @@ def test_what_is_not_ours_is_left_alone(what: str, reason: str) -> None:
     disk = MemoryDisk(device_bytes(4))
     foreign(disk, what)
     before = disk.data.copy()
-    with pytest.raises(InvalidRequest, match=f"{reason}.*; --format makes it anew") as caught:
+    with pytest.raises(InvalidRequest, match=f"{reason}.*; --format reformats it") as caught:
         open_device(disk)
     assert caught.value.field == "nvme" and "memory" in caught.value.reason
     assert (disk.data == before).all()

@@ -113,7 +113,7 @@ class BackendFollower:
         self._handle(ev.Reported(now_s, name, report))
 
     def _about(self, models: list[dict[str, Any]]) -> EngineAbout:
-        """What the back end says of itself. Raises NodeUnavailable: it lacks the model, or does not say how much
+        """The back end's description of itself. Raises NodeUnavailable: it lacks the model, or does not say how much
         fits.
         """
         settings = self._settings

@@ -109,7 +109,7 @@ class FleetWatch:
             self._tasks[key] = asyncio.create_task(follow, name=" ".join(key))
 
     async def close(self) -> None:
-        """Forget everybody."""
+        """Forget all members."""
         tasks = list(self._tasks.values())
         self._tasks.clear()
         for task in tasks:

@@ -1,4 +1,4 @@
-"""Reports: reads what another process says of itself, with bounds, before any decision depends on it.
+"""Reports: reads other processes' descriptions of themselves, with bounds, before any decision depends on it.
 
 Any process that may write to the catalog may list an engine, and the server at its address may say anything. A value
 that makes no sense is refused with its name; a conductor never computes with it.
@@ -102,7 +102,7 @@ class Said:
 
 
 def engine_about(name: str, address: str, status: Any, node: str, host: str) -> EngineAbout:
-    """What an engine says of itself in its status.
+    """An engine's description of itself in its status.
 
     Raises:
         VersionMismatch: a value is missing or not valid.

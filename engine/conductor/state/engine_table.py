@@ -43,7 +43,7 @@ from engine.model.request import NO_ORDER, Role, RoleOrder
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class EngineAbout:
-    """What an engine says of itself in the catalog; it stays the same for the engine's life.
+    """An engine's description of itself in the catalog; it stays the same for the engine's life.
 
     Attributes:
         name: unique in the pool; the conductor's name for it.

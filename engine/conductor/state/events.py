@@ -23,7 +23,7 @@ class ConductorEvent:
 
 @dataclass(frozen=True, slots=True)
 class EngineFound(ConductorEvent):
-    """An engine is there, or has changed what it says of itself."""
+    """An engine has joined, or has changed its description."""
 
     about: EngineAbout
     role: Role

@@ -139,7 +139,7 @@ def _tell(mapped: Mapped, op: Op, part: bytes, flags: int) -> None:
         count = len(part) // ADDRESS_BYTES
         try:
             mapped.channel.request(op, count=count, flags=NO_REPLY | flags, body=(part,), timeout_s=0.0)
-        except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
+        except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
             mapped.tell_ns = time.monotonic_ns() + SILENT_NS
 
 
@@ -200,7 +200,7 @@ def _say(mapped: Mapped, root: bytes, about: dict[str, Any], quietly: bool, time
         mapped.named.clear()
         mapped.limited.clear()  # each is added with a name, and writers send a cleared name again
     if quietly:
-        with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
+        with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
             mapped.channel.request(Op.ADMIN, flags=NO_REPLY, body=body, timeout_s=0.0)
             mapped.named[root + _QUIETLY] = forgotten  # the node may not have received it
     else:

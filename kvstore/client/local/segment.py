@@ -178,7 +178,7 @@ class LocalSegment:
             if time.monotonic_ns() >= self._silent_ns:
                 channel.request(op, count=count, a=self.number, body=body, timeout_s=ANSWER_S).result()
                 return True
-        except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed meanwhile
+        except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
             self._silent_ns = time.monotonic_ns() + SILENCE_NS
         return False
 

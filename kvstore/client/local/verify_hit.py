@@ -3,7 +3,7 @@
 The index is a hint. A page counts only when its frame's word says SEALED under the generation that the index named,
 and the record's identity (key, root, extra, token ids) equals ours byte for byte. The words are captured first and
 compared again after the bytes were used: a page that changed in between was not read. So a stale index entry, a forged
-hash, a reused frame and a dropped extent are all treated alike: as a miss.
+hash, a reused frame and a dropped extent are all treated in the same way: as a miss.
 
 Worked example: 32 pages put by one writer are in frames 40..71 of extent 3. The index names frame 71 for the last key;
 then the guess "page i is in frame 40 + i" is proven by three comparisons of bytes, without asking the index for the

@@ -60,7 +60,7 @@ class EtcdCatalog(Catalog):
         except Unavailable as error:
             raise Unavailable(
                 f"{self.url}: {error}. Is etcd running there? Without one, --catalog file:PATH serves the daemons of "
-                "one machine, and --catalog memory a daemon by itself"
+                "one machine, and --catalog memory a single daemon"
             ) from error
 
     async def close(self) -> None:
@@ -197,8 +197,8 @@ class EtcdCatalog(Catalog):
         return await self._channel.call(method, request, answer, self.call_s)
 
     async def _renew(self, session: int) -> bool:
-        """One message of a stream of its own, so that nothing of an old connection is waited for. etcd asks nobody who
-        renews a session, so sessions live while a password is wrong."""
+        """One message of a stream of its own, so that nothing of an old connection is waited for. etcd checks no
+        password at a renewal, so sessions live while a password is wrong."""
         pb = self._pb
         request = pb.LeaseKeepAliveRequest(ID=session)
         async with aclosing(

@@ -163,7 +163,7 @@ class FileCatalog(Catalog):
                 raise Unavailable(f"{self.url}: {error}") from error
             self._database.damaged = True
             raise InvalidRequest(
-                "catalog", f"{self.url} is damaged: {error}. Move it away; nodes publish anew"
+                "catalog", f"{self.url} is damaged: {error}. Move it away; nodes publish again"
             ) from error
         except OSError as error:
             raise Unavailable(f"{self.url}: {error}") from error

@@ -191,7 +191,7 @@ class MemoryCatalog(Catalog):
         return session
 
     def _now(self) -> Ledger:
-        """The ledger as of now: sessions whose time is over have ended."""
+        """The current ledger, in which expired sessions have ended."""
         self._hub.ledger.expire(self._clock())
         return self._hub.ledger
 

@@ -5,10 +5,10 @@
     /kvstore/v1/POOL/nodes/NAME       a node that serves
     /kvstore/v1/POOL/engines/NAME     an engine that serves
     /kvstore/v1/POOL/data/NAME        a data server: one process that sends the pages of a node
-    /kvstore/v1/POOL/secret           what veils the directory, see ``model.pool_secret``: drawn once, and nobody's
-    /kvstore/v1/POOL/conductors/NAME  a conductor that serves
-    /kvstore/v1/POOL/clusters/NAME    another pool whose engines compute prompts for this one
-    /kvstore/v1/POOL/leader           the name of the conductor that gives orders
+    /kvstore/v1/POOL/secret           what veils the directory, see ``model.pool_secret``: drawn once, and owned by no
+    process /kvstore/v1/POOL/conductors/NAME  a conductor that serves /kvstore/v1/POOL/clusters/NAME    another pool
+    whose engines compute prompts for this one /kvstore/v1/POOL/leader           the name of the conductor that gives
+    orders
 
 Values are JSON objects. ``v`` is the version of the format; readers skip a newer one. ``process`` is drawn by the
 process that wrote it, so that no process takes another's entry for its own. Fields that a reader does not know are
@@ -121,7 +121,7 @@ class ConductorEntry:
 
     Attributes:
         addresses: HOST:PORT of its gRPC API, best first.
-        http: HOST:PORT of its HTTP door; empty: it has none.
+        http: HOST:PORT of its HTTP server; empty: it has none.
         policy: by which it routes.
     """
 

@@ -25,7 +25,8 @@ PAGES_MAX: Final = 1 << 16  # of one call: what is kept of it while it runs, and
 class PromptPages:
     """What a request's ``Pages`` mean: consecutive pages in one cache. ``orphan``: their parent is not stored here.
 
-    Callers name pages, and are told of them, by the links of their chain; what a pool's keys have beside is not theirs.
+    Callers name pages, and are told of them, by the links of their chain; the rest of a pool's keys is not shown to
+    them.
     """
 
     cache: PrefixCache

@@ -66,7 +66,7 @@ class ObjectCalls:
         self._check_size("key", size)
         async with call.buffers(size + streams.BATCH_BYTES):
             value = await call.run(partial(self._store.get, request.key, salt=request.salt))
-            if value is None:  # it left meanwhile
+            if value is None:  # it has left
                 await call.send(pb.GetObjectReply(found=False).SerializeToString())
                 return
             await call.send(pb.GetObjectReply(found=True, size_bytes=len(value)).SerializeToString())

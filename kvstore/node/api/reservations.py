@@ -138,7 +138,7 @@ class Holdings(Generic[Thing]):
             self._forget(number)
 
     def abandon(self, number: bytes) -> None:
-        """End what nobody was told of."""
+        """End a reservation that no client was told of."""
         with self._mutex:
             held = self._forget(number)
         if held is not None:
@@ -206,7 +206,7 @@ class Reservation:
 
 
 class LeaseHold:
-    """An entered lease. Its views are not used: nobody reads through a remote one."""
+    """An entered lease. Its views are not used, since remote leases have copies."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease

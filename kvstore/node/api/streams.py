@@ -141,7 +141,7 @@ async def _next(batches: AsyncIterator[list[Data]]) -> list[Data] | None:
 
 
 def _forget(step: asyncio.Task[Any] | None) -> None:
-    """End it; nobody asks any more for what comes of it."""
+    """End it; its result is not needed any more."""
     if step is not None and not step.cancel() and not step.cancelled():
         step.exception()
 

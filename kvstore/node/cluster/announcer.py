@@ -40,7 +40,8 @@ class Announcer:
     Args:
         daemon: the number that our entry in the catalog has: by it owners know that it is we who tell.
         members: what the catalog tells.
-        peers: who there is. A node whose own data server is not among them has nothing to tell: nobody could read it.
+        peers: who there is. A node whose own data server is not among them has nothing to announce, since no node could
+            read its pages.
         fault_after_s: an owner that was not told for longer is a fault. A dead owner is not a member by then.
         served: whether the node has a data server, so that it is a fault where none is in the catalog.
     """
@@ -83,7 +84,7 @@ class Announcer:
         self._thread.start()
 
     def stop(self) -> None:
-        """End; what nobody was told yet is not told."""
+        """End; pending announcements are dropped."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(STOP_S)

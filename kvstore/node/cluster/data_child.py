@@ -42,7 +42,7 @@ SETTINGS: Final = (
         "log_format",
     ),
 )
-"""What a data server is told beside the node's name and its address."""
+"""Settings of a data server in addition to the node's name and its address."""
 
 log = logging.getLogger("kvstore.daemon")
 

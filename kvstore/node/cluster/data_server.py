@@ -1,4 +1,4 @@
-"""The data server of a node: ``kvstore data``, a process of its own beside the daemon.
+"""The data server of a node: ``kvstore data``, a process of its own next to the daemon.
 
 It is a client of the node's memory and NVMe files, and serves its pages whether the daemon is busy, stopped or dead. It
 ends with SIGTERM, or when the node's folder is gone; a daemon that started it also ends it.

@@ -1,7 +1,7 @@
 """Heard: whether the directory's owners have heard what a node has, and nothing else of it.
 
-Pages come and go meanwhile, and owners hear of it a moment later. So what differs is looked at again, a second later:
-only what differed every time counts.
+Pages come and go in the meantime, and owners hear of it a moment later. So what differs is looked at again, a second
+later: only what differed every time counts.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ class Heard:
         if view is None or secret is None or not view.lists(self._node.incarnation):
             return {
                 "owners": {},
-                "reason": "the catalog lists no data server of this node: it tells nobody what it has",
+                "reason": "the catalog lists no data server of this node: it announces its pages to no node",
             }
         placement, found = Placement(view.peers), dict[str, OwnerKnows]()
         differs: dict[str, tuple[Fingerprints, Fingerprints]] = {}

@@ -46,7 +46,7 @@ class DirectoryShell:
         peers: who there is. What others told is forgotten when they leave.
 
     Attributes:
-        members: what the catalog tells; None until it does: nobody is told or asked anything until then.
+        members: what the catalog tells; None until it does: nothing is announced or asked until then.
         membership: what ``status`` says of the data server's own place in its pool.
     """
 

@@ -119,7 +119,7 @@ class ReadHandler:
         """Send what that tier has; why it ended there, where that is not for want of pages."""
         located = locate(reply.mapped, reader, reply.rest(), reply.closed)
         if not located or reader.class_at(located[0]) != reply.request.chain.frame_class:
-            return ""  # no memory is made for pages of a size that somebody claims
+            return ""  # no memory is allocated for a page size that a caller claims
         try:
             with self._below.turn(reply.caller, NVME_WAIT_S, reply):
                 return reply.send_below(reader, located)
@@ -248,7 +248,8 @@ class LendHandler:
     """For one node. Threads share it.
 
     Args:
-        make: an agent; called when somebody first asks for it, and for each new memory of the node. Raises Unavailable.
+        make: makes an agent; called at the first request for it, and for each new memory of the node. Raises
+            Unavailable.
     """
 
     def __init__(self, node: LocalNode, make: Callable[[], NixlAgent]) -> None:
@@ -305,7 +306,7 @@ class LendHandler:
 
     def _mapped(self, exchange: Exchange) -> Mapped:
         if not exchange.caller.operator:
-            raise PermissionDenied("only nodes and operators may read a node's memory by themselves")
+            raise PermissionDenied("only nodes and operators may read a node's memory directly")
         mapped = self._node.mapped()
         if mapped is None:
             raise NodeUnavailable(f"{self._node.name}: its memory is gone")

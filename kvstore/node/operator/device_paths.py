@@ -11,6 +11,22 @@ where there is a driver at all; until it answers, readers get a report that says
       peers    from memory of a device that another process has, to a device that reaches it
       gds      from NVMe to HBM past DRAM
       nixl     between HBM of two machines
+
+GPUDirect Storage: bytes of a file into a device's memory past the host's, by NVIDIA's cuFile, where that works.
+
+cuFile on its own goes through host memory where it cannot do better, and says that it works. That mode is off here:
+``why_not`` tells whether bytes of a file really come directly, and come right. It may hang or end the process, as its
+driver may: ``device_paths`` asks it in a process of its own.
+
+Pages do not come this way. Every page read from NVMe is proven by its checksums (xxh3, one after the other over its
+bytes), and the host computes those. A page that came past the host would have to be copied back to be proven, over the
+same bus that its bounce would have taken. So reads from NVMe go through pinned memory, as everywhere else, and this way
+is tried and shown alone.
+
+Whether NIXL reads a device's memory here: tried by one agent that registers some, and another one that reads it.
+
+That depends on how its backend was built and on the system's modules: only trying tells. An agent that was refused may
+crash when its process ends (that of NIXL 1.5 does), or hang. So a process of its own tries it, within a deadline.
 """
 
 from __future__ import annotations
@@ -36,7 +52,175 @@ from kvstore.device.base import Device, DeviceLost
 from kvstore.device.cuda_driver import absent
 from kvstore.device.host_memory import empty
 from kvstore.errors import Unavailable
-from kvstore.node.operator import gds, nixl_probe
+from kvstore.tier.base import Bytes
+from kvstore.wire.data import LentRun
+
+PROBE_BYTES: Final = 64 << 10  # are read of a file, from its start
+PROBES: Final = 3  # the file may be written to in the meantime
+GDS_PROBE_S: Final = 5.0
+
+
+class DirectFile:
+    """A file as cuFile reads it, from when it is made until ``close``.
+
+    Raises:
+        Unavailable: there is no cuFile, or it cannot read this file directly.
+    """
+
+    def __init__(self, device: CudaDevice, path: Path) -> None:
+        self._device = device
+        self._cufile = _begun()
+        try:
+            self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
+        except OSError as error:
+            raise Unavailable(f"{path}: {error.strerror}") from None
+        about = self._cufile.Descr()
+        about.type, about.handle.fd, about.fs_ops = int(self._cufile.FileHandleType.OPAQUE_FD), self._fd, 0
+        try:
+            with device.current():  # cuFile asks the driver on its own
+                self._handle = self._cufile.handle_register(about.ptr)
+        except self._cufile.cuFileError as error:
+            os.close(self._fd)
+            raise Unavailable(f"{path}: {_first_line(error)}") from None
+
+    def read(self, address: int, nbytes: int, offset: int) -> None:
+        """Bring bytes of the file to this address; all are multiples of 4096. When it returns they are there. It knows
+        no deadline. Raises Unavailable."""
+        done = 0
+        while done < nbytes:  # as with all files, less than what was asked for may come at once
+            try:
+                with self._device.current():
+                    more = self._cufile.read(self._handle, address, nbytes - done, offset + done, done)
+            except self._cufile.cuFileError as error:
+                raise Unavailable(_first_line(error)) from None
+            if more <= 0:
+                raise Unavailable(f"{done} of {nbytes} bytes came")
+            done += more
+
+    def by_host(self, out: Bytes) -> int:
+        """Its first bytes, read into host memory: how many came. Raises Unavailable."""
+        try:
+            return os.preadv(self._fd, [out.data], 0)
+        except OSError as error:
+            raise Unavailable(str(error.strerror)) from None
+
+    def close(self) -> None:
+        """Nothing may be under way."""
+        self._cufile.handle_deregister(self._handle)
+        os.close(self._fd)
+
+
+def gds_why_not(device: CudaDevice, path: Path) -> str:
+    """Why bytes of this file do not come to the device directly; "": they do. It may never return."""
+    try:
+        file = DirectFile(device, path)
+    except Unavailable as error:
+        return str(error)
+    memory, stream, found, wanted = (
+        device.allocate(PROBE_BYTES),
+        device.stream(),
+        empty(PROBE_BYTES),
+        empty(PROBE_BYTES),
+    )
+    try:
+        for _ in range(PROBES):
+            file.read(memory.address, PROBE_BYTES, 0)
+            stream.copy(*(np.array([n], np.uint64) for n in (found.ctypes.data, memory.address, PROBE_BYTES)))
+            stream.record().wait(time.monotonic() + GDS_PROBE_S)
+            if file.by_host(wanted) == PROBE_BYTES and (found == wanted).all():
+                return ""
+    except Unavailable as error:
+        return str(error)
+    finally:
+        file.close()
+        memory.free()
+    return f"{path}: other bytes came than are in the file"
+
+
+@cache
+def _begun() -> Any:
+    """cuFile, begun without its mode through host memory. Raises Unavailable."""
+    try:
+        cufile = importlib.import_module("cuda.bindings.cufile")
+    except ImportError:
+        raise Unavailable("cuda-python has no cuFile here") from None
+    try:
+        cufile.set_parameter_bool(int(cufile.BoolConfigParameter.PROPERTIES_ALLOW_COMPAT_MODE), False)
+        cufile.driver_open()
+    except cufile.cuFileError as error:
+        raise Unavailable(_first_line(error)) from None
+    except RuntimeError:  # the library itself is loaded by the first call
+        raise Unavailable("cuFile is not installed") from None
+    return cufile
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+NIXL_PROBE_S: Final = 20.0
+READ_S: Final = 5.0
+NBYTES: Final = 1 << 20
+
+COMMAND: Final = (sys.executable, "-m", "kvstore.node.operator.device_paths")
+
+
+def nixl_why_not(command: Sequence[str] = COMMAND, deadline_s: float = NIXL_PROBE_S) -> str:
+    """Why NIXL does not read the memory of the first device, in one line; "": it does."""
+    nowhere = subprocess.DEVNULL
+    try:
+        child = subprocess.Popen(command, stdin=nowhere, stdout=subprocess.PIPE, stderr=nowhere)
+    except OSError as error:
+        return f"it cannot be tried ({error.strerror})"
+    try:
+        said, _ = child.communicate(timeout=deadline_s)
+    except subprocess.TimeoutExpired:
+        child.kill()  # one that hangs in a driver cannot even be waited for
+        return f"it did not answer in {deadline_s:g} s"
+    try:
+        return " ".join(str(json.loads(said)).split())
+    except ValueError:
+        return f"trying it ended with {child.returncode}"
+
+
+def reads(address: int, ordinal: int, kind: str, expected: Bytes) -> str:
+    """Why one agent does not read what another one has at that address; "": it does. Raises Unavailable."""
+    owner, reader = (NixlAgent(f"kvstore-{os.getpid()}-{role}") for role in ("owner", "reader"))
+    owner.register_at(address, len(expected), ordinal, kind)
+    found = empty(len(expected))
+    found[:] = 0
+    reader.register(found)
+    run = LentRun(address, len(expected), 1, 0, 0, 1)
+    places = [found.ctypes.data]
+    read = reader.post(reader.meet(owner.metadata()), [run], 0, len(expected), places, kind, ordinal)
+    read.begin()
+    if not read.wait(time.monotonic() + READ_S):
+        return "no bytes came in time"
+    return "" if (found == expected).all() else "other bytes came than were there"
+
+
+def tried() -> str:
+    """Try the first device: why no bytes go this way, "" where they do."""
+    devices, missing = cuda.find()
+    if missing:
+        return missing
+    device, expected = devices[0], empty(NBYTES)
+    expected[:] = np.random.default_rng(2).integers(0, 256, NBYTES, np.uint8)
+    try:
+        memory, stream = device.allocate(NBYTES, shared=True), device.stream()
+        stream.copy(*(np.array([n], np.uint64) for n in (memory.address, expected.ctypes.data, NBYTES)))
+        stream.record().wait(time.monotonic() + READ_S)
+        return reads(memory.address, 0, VRAM, expected)
+    except Unavailable as error:
+        return str(error)
+
+
+if __name__ == "__main__":
+    signal.setitimer(signal.ITIMER_REAL, NIXL_PROBE_S)  # no process may be left to end it
+    sys.stdout.write(json.dumps(tried()))
+    sys.stdout.flush()
+    os._exit(0)  # what was said is not to be lost where agents do not end well
+
 
 PROBE_S: Final = 60.0  # for all of it
 COPY_S: Final = 10.0
@@ -169,7 +353,7 @@ def peers_of(devices: Sequence[Device]) -> str:
 
 
 if __name__ == "__main__":
-    signal.setitimer(signal.ITIMER_REAL, PROBE_S)  # nobody may be left to end it
+    signal.setitimer(signal.ITIMER_REAL, PROBE_S)  # no process may be left to end it
     paths = [os.path.abspath(path) for path in sys.argv[1:]]
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)  # cuFile leaves its log where it is asked

@@ -129,7 +129,7 @@ METRICS = (
 )
 
 
-SALT_CHARS_MAX = 100  # of a label; salts that begin alike are summed
+SALT_CHARS_MAX = 100  # of a label; salts with the same beginning are summed
 AGE_BOUNDS_S = tuple(float(1 << bits) for bits in range(32))
 EVICTION_REASONS = ("space", "reclaim", "request", "quota")  # shown before any page left for it
 SAVED = "saved"

@@ -6,7 +6,7 @@ A page takes 35 bytes in JSON, so a message of 128 KiB names about 3,600. A long
     {"call": "name_pages", "keys": [...], "root": hex, "prompt": "9f.."} -> {"prompt": "9f..", "pages": 4000}
     {"call": "evict", "prompt": "9f.."}                                 as if it said keys and root
 
-What is named is kept until nobody used it for ``IDLE_S``; of too many, what was used longest ago goes first.
+Named pages are kept until they were unused for ``IDLE_S``; beyond the limit, what was used longest ago goes first.
 """
 
 from __future__ import annotations

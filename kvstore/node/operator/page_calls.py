@@ -166,7 +166,7 @@ class PageAdmin:
         return PageFilter(tiers, age_s, root if roots is None else np.intersect1d(roots, root), keys)
 
     def _roots(self, salt: str, tiers: tuple[Tier, ...]) -> page_filter.Words:
-        """Roots of a tenant. Those that nobody named are the tenant ""'s."""
+        """Roots of a tenant. Roots without a name belong to the tenant ""."""
         named = self._node.look(lambda _, state: state.tenants.named.all())
         roots = page_filter.first_words([root for root, name in named.items() if name.salt == salt])
         if salt:
@@ -262,7 +262,7 @@ def _first(places: Ints, tiers: Any) -> list[tuple[int, str]]:
 
 
 def _add_names(sums: dict[str, dict[str, int]], names: list[str], pages: Ints, size: Any) -> None:
-    """Per name; those of most pages by themselves, the rest as ``OTHERS``."""
+    """Per name; those with most pages separately, the rest as ``OTHERS``."""
     together: dict[str, list[int]] = {}
     for name, count, of_bytes in zip(names, pages.tolist(), size.tolist(), strict=True):
         entry = together.setdefault(name, [0, 0])

@@ -1,8 +1,8 @@
 """Selection: which stored pages fit a description, and in which order they may leave. For operators' calls.
 
-The node is held still only while references to its tables are taken (milliseconds); the records themselves are read
-beside its work, extent by extent, as columns of numpy arrays, which lets other threads run. What changes meanwhile is
-noticed when it matters: an eviction is decided by address, and an address never names two pages.
+The node is held still only while references to its tables are taken (milliseconds); the records themselves are read in
+parallel with its work, extent by extent, as columns of numpy arrays, which lets other threads run. Changes in the
+meantime are noticed when they matter: an eviction is decided by address, and an address never names two pages.
 
 Keys are handled by their first 8 bytes. Two pages that share them (one pair in 10^13 of a million pages) would at most
 leave together; nothing that is read depends on it.

@@ -2,7 +2,7 @@
 
 The conservation laws compare every page with everything that knows of it: a second or more of a million pages. So the
 node is held still only while its state is copied (arrays: some 30 ms of a million pages) and a read transaction on the
-index begins. Records are copied before, and of those whose word changed meanwhile again: what a word says is sealed
+index begins. Records are copied before, and of those whose word changed since then, again: what a word says is sealed
 does not change under that word.
 """
 
@@ -27,7 +27,7 @@ from kvstore.state import integrity
 from kvstore.state.interfaces import Snapshot
 from kvstore.state.node_state import NodeState
 
-TRIES = 3  # a rebuild of the index meanwhile voids one
+TRIES = 3  # a rebuild of the index in the meantime voids one
 BREATHE_EVERY = 512  # index entries, some 0.3 ms
 BREATHE_S = 60e-6
 ENTRY_BYTES = KEY_BYTES + ADDRESS_BYTES
@@ -57,7 +57,7 @@ class _Records:
         self._copy = Snapshot(self.extent, words, *columns)
 
     def settled(self) -> Snapshot:
-        """The copy as of now; the node holds still."""
+        """The current copy; the node makes no decision during that time."""
         found = self._copy
         if found is None:
             self.copy()

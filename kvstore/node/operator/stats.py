@@ -1,4 +1,4 @@
-"""Stats: what a node says of itself, as one dict: for ``kvstore status``, ``kvstore tiers`` and ``Store.stats``.
+"""Stats: a node's description of itself, as one dict: for ``kvstore status``, ``kvstore tiers`` and ``Store.stats``.
 
 Two kinds of numbers meet here. What the node decided (frames, evictions, demotions) it counted since this daemon
 started. What clients did (pages asked, hit, missed, bytes read and put) they count themselves, see ``tier.counters``:
@@ -257,7 +257,7 @@ def _contents(segment: Segment) -> dict[str, Any]:
 
 
 def _frames(extents: Iterable[Extent]) -> dict[str, int]:
-    """Frames by state. Free and sealed ones are counted already, and mostly there are no others."""
+    """Frames by state. Free and sealed ones are counted already, and usually there are no others."""
     counts = dict.fromkeys([state.name.lower() for state in FrameState], 0)
     for extent in extents:
         counts["free"] += len(extent.free)

@@ -1,4 +1,4 @@
-"""Admin calls about tenants: whose a root is, pins, and what everybody has."""
+"""Admin calls about tenants: names of roots, pins, and all accounts."""
 
 from __future__ import annotations
 

@@ -15,7 +15,7 @@ slots 5, 6, 7, stored by one put, in a policy that is asked for room twice::
 Reads happen in the clients, without a message: a client merely stores the time into the page's mark. So a policy that
 wants to know whether a page was used reads its mark, and only does so for pages it is about to evict.
 
-Least recently used: the yardstick, and the floor that no other policy may fall below.
+Least recently used: the yardstick that every other policy must at least reach.
 
 The order is kept lazily: a page found at the cold end with a mark younger than its place is put where the mark belongs
 (each read moves a page at most once).

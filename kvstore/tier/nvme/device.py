@@ -12,7 +12,7 @@ Durability, in the order the owner keeps::
 
     v = version(p)                      a checkpoint: the next start need not scan this extent
     write_directory(p, snapshot of its records)
-    mark_clean({p: v})                  only where nobody wrote since; durable when it returns
+    mark_clean({p: v})                  only if nothing was written since; durable when it returns
 
 A verb that raises OSError leaves everything stored before as it was. What a frame holds that was being written then
 means nothing; its header or its checksums tell.
@@ -86,7 +86,7 @@ class NvmeDevice:
         secret: bytes | None = None,
         is_file: bool = False,
     ) -> NvmeDevice:
-        """Become the owner of what lies on ``disk``. A blank disk, or any with ``format``, is made anew.
+        """Become the owner of what lies on ``disk``. A blank disk, or any with ``format``, is formatted.
 
         ``owner`` is the node's name, "" for an embedded one; ``secret`` and ``is_file``: see ``open_target``. After a
         failure the disk is the caller's to close.
@@ -200,7 +200,7 @@ class NvmeDevice:
                     self._change({position: replace(extent, clean=False)})
 
     def version(self, position: int) -> int:
-        """Changes whenever somebody begins or ends to write there, or withdraws the directory.
+        """Changes whenever a write there begins or ends, or the directory is withdrawn.
 
         Read it before the records of a checkpoint.
         """
@@ -256,7 +256,7 @@ class NvmeDevice:
         self.disk.read(frame_offset(self.superblock, position, frame_class, frame), [header])
 
     def erase_header(self, position: int, frame: int, frame_class: FrameClass) -> None:
-        """Overwrite a frame's header with zeros: nobody takes for a page what lies there. Durable after ``sync``.
+        """Overwrite a frame's header with zeros, so that its contents are not taken for a page. Durable after ``sync``.
 
         Raises:
             OSError: the header may or may not be there.
@@ -273,8 +273,8 @@ class NvmeDevice:
             OSError: what was written since the last one must be given up; so must the device, which writes no more.
         """
         with self._sync_mutex:  # who comes second waits for the one who syncs his writes, too
-            if self._unsynced or self._lost:  # lost: what somebody else's sync was to make durable, too
-                self._unsynced = False  # first: what is written meanwhile needs another
+            if self._unsynced or self._lost:  # also lost: writes that another thread's sync was to make durable
+                self._unsynced = False  # first, since later writes need another sync
                 self._flush()
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -294,8 +294,8 @@ class NvmeDevice:
         self._directories[position] = version, total
 
     def mark_clean(self, versions: dict[int, int]) -> set[int]:
-        """Let the next start believe the directories of these extents, where ``version`` is still what is given here
-        and nobody writes there. Returns those that are clean now; durable.
+        """Let the next start believe the directories of these extents, where ``version`` is still the given one and no
+        write is running. Returns those that are clean now; durable.
 
         Raises:
             OSError: the next start may scan them.
@@ -342,7 +342,7 @@ class NvmeDevice:
             return self._day_bytes if day == self._day else 0
 
     def close(self) -> None:
-        """Write down what was counted, and let go of the disk. Nobody may be inside another verb."""
+        """Write down what was counted, and close the disk. No other verb may be running."""
         try:
             with self._table_mutex:
                 if (self._day, self._day_bytes) != (self._table.day, self._table.day_bytes):

@@ -1,6 +1,6 @@
 """NvmeDevices: the NVMe devices of one node as one row of positions, each device in proportion to its size.
 
-The row is made anew at every start, from the devices that are there: on disk everything is named by the device's own
+The row is rebuilt at every start, from the devices that are there: on disk everything is named by the device's own
 positions. So a device may be missing, or come back, at any start; its pages are missing, or back, with it.
 """
 
@@ -37,7 +37,7 @@ class NvmeDevices:
 
     Attributes:
         devices: in the order given.
-        incarnation: of this set: other devices, another order, or one of them made anew, and it is another.
+        incarnation: of this set: other devices, another order, or one of them reformatted, and it is another.
         starts: the same of all devices: numbers that begin with it are new.
     """
 

@@ -16,7 +16,7 @@ behind (with its buffers, which may not be used again), and the disk is *silent*
     answers ──nothing for answer_s──> silent: every call fails at once ──what is owed has come──> reads again
 
 From its first silence on it takes no more writes: what was left behind may yet be written, or not, so nothing that is
-written later could be relied on. The next start begins anew.
+written later could be relied on. The next start reformats it.
 
 IoThreads: reads and writes side by side. System calls release the interpreter, so threads are all it takes.
 """
@@ -118,7 +118,7 @@ def check_blocks(disk: Disk, offset: int, buffers: Sequence[Bytes]) -> int:
 class FileDisk:
     """A file or block device. Made by ``open``; ends with ``close``, with its last reference, or with the process.
 
-    The owner (``writable``) holds a lock on it, so that nobody else becomes owner of it, under whatever path. A forked
+    The owner (``writable``) holds a lock on it, so that no other process becomes its owner, under any path. A forked
     child never keeps that lock, nor the file.
     """
 
@@ -156,8 +156,8 @@ class FileDisk:
 
         Raises:
             InvalidRequest: field "nvme"; it is absent, of another kind or size, or may not be opened.
-            NodeBusy: it has an owner: another process, or this one under another name.
-            OutOfSpace: the file system has not the room; a file made just now is gone again.
+            NodeBusy: it has an owner: another process, or this one under another name. OutOfSpace: the file system is
+                too small; a newly created file is removed again.
             OSError: it fails.
         """
         name, size_bytes = os.path.abspath(path), size_bytes // BLOCK_BYTES * BLOCK_BYTES
@@ -203,7 +203,7 @@ class FileDisk:
             raise
 
     def close(self) -> None:
-        """See ``Disk``. Nobody may be inside another call."""
+        """See ``Disk``. No other call may be running."""
         _owned.discard(self)
         self._closer()
         self._fd = -1
@@ -265,7 +265,7 @@ def _open(name: str, create: bool, writable: bool, mode: int) -> tuple[int, bool
         fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, mode)
         os.fchmod(fd, mode)  # whatever the umask
     except FileExistsError:
-        raise NodeBusy(f"{name} is just being made by somebody else") from None
+        raise NodeBusy(f"{name} is being created by another process") from None
     except OSError as error:
         raise _refusal(error, name) from None
     return fd, True
@@ -301,7 +301,7 @@ def _lock(fd: int, name: str) -> None:
     except FileNotFoundError:
         same = False
     if not same:
-        raise NodeBusy(f"{name} is just being made or removed by somebody else")
+        raise NodeBusy(f"{name} is being created or removed by another process")
 
 
 def _size_file(fd: int, name: str, size_bytes: int, resize: bool) -> None:
@@ -310,7 +310,7 @@ def _size_file(fd: int, name: str, size_bytes: int, resize: bool) -> None:
     if has != size_bytes and not resize and not (has < size_bytes and _is_empty(fd, has)):
         raise InvalidRequest(
             "nvme",
-            f"{name} is a file of {has} bytes, not {size_bytes}; give that size, or --format makes it anew and drops "
+            f"{name} is a file of {has} bytes, not {size_bytes}; give that size, or --format reformats it and drops "
             "what is stored there",
         )
     if has > size_bytes:
@@ -318,7 +318,7 @@ def _size_file(fd: int, name: str, size_bytes: int, resize: bool) -> None:
     status, system = os.fstat(fd), os.fstatvfs(fd)
     free_bytes = system.f_bavail * system.f_frsize
     try:
-        if size_bytes - 512 * status.st_blocks > free_bytes:  # to try would take all of it from everybody else
+        if size_bytes - 512 * status.st_blocks > free_bytes:  # to try would take all of it from other programs
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         os.posix_fallocate(fd, 0, size_bytes)  # also where a copy of it was made with holes
     except OSError as error:
@@ -546,7 +546,7 @@ class _Late(Generic[T]):
         return cast(T, self._value)
 
     def then(self, use: Callable[[T], None]) -> None:
-        """Nobody waits any longer: what comes is used so."""
+        """The wait is over: use what has arrived."""
         with self._mutex:
             self._then, came = use, self._came
         if came:

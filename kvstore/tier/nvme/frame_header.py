@@ -36,7 +36,7 @@ VERSION: Final = 1
 REASONS: Final = (
     "header",  # damaged, or never was one
     "version",  # of another version of this format
-    "foreign",  # of another device, or of this one before it was made anew
+    "foreign",  # of another device, or of this one before it was reformatted
     "swapped",  # sound, but of another page or of another frame
     "payload",  # the header holds, the page's checksums do not
 )

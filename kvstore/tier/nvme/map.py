@@ -75,7 +75,7 @@ class NvmeMap:
         return Place(disk, frame_offset(superblock, local, frame_class, frame), superblock.incarnation)
 
     def close(self) -> None:
-        """Let go of the devices. Nobody may be reading."""
+        """Close the devices. No read may be running."""
         for disk, _ in self._devices:
             if disk is not None:
                 disk.close()

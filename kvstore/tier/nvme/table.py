@@ -1,4 +1,4 @@
-"""What an NVMe device says of itself: superblock, extent table, and the directory of an extent. Bytes only, no I/O.
+"""The metadata of an NVMe device: superblock, extent table, and the directory of an extent. Bytes only, no I/O.
 
 ::
 
@@ -129,7 +129,7 @@ class ExtentOnDisk:
     Attributes:
         position: where on the device, or in the row of devices.
         number: the extent's, as in addresses.
-        clean: nobody has written into it since its directory was.
+        clean: nothing was written into it since its directory.
         directory_sum: of that directory; 0 before there is one.
     """
 

@@ -1,14 +1,14 @@
-"""What lies on a target that was given as NVMe: ours, blank, half made, damaged at one end, or somebody else's.
+"""What lies on a target that was given as NVMe: ours, blank, half made, damaged at one end, or foreign.
 
-A target is made anew only where nothing is lost by it: it is blank, or was being made when power failed, or the
-operator said ``--format``. In that order it is written, each step made durable before the next::
+A target is reformatted only if nothing is lost: it is blank, or was being made when power failed, or the operator said
+``--format``. In that order it is written, each step made durable before the next::
 
     1. superblock in front, not complete    from here on: half made, the next start begins again
     2. table, superblock at the end
     3. superblock in front, complete        from here on: ours
 
-A kill before 1 leaves what was there. Blocks of 4096 bytes that tear can at worst leave a front that is nobody's,
-where ``--format`` was given for a target that was not blank: it has to be given again.
+A kill before 1 leaves what was there. Blocks of 4096 bytes that tear can at worst leave an unrecognisable front, where
+``--format`` was given for a target that was not blank: it has to be given again.
 
 The tail of an NVMe target that was cut off: a file that is shorter than its superblock in front says.
 
@@ -38,7 +38,7 @@ from kvstore.tier.nvme.table import OWNER_BYTES, VERSION, Bytes, ExtentOnDisk, S
 BLANK_BYTES: Final = 1 << 20
 # A superblock that differs from its twin by no more than this is damaged; by more, it was written over on purpose.
 DAMAGED_BYTES_MAX: Final = 16
-_REMEDY: Final = "; --format makes it anew and drops what is stored there"
+_REMEDY: Final = "; --format reformats it and drops what is stored there"
 
 log = logging.getLogger("kvstore.nvme")
 
@@ -50,10 +50,10 @@ def open_target(
 
     Args:
         secret: of the pool: a new one gets it, another's is refused. None: whatever it is, a fresh one for a new one.
-        is_file: zeros at the end are its tail that was cut off, see ``nvme_tail``; of a device somebody wiped it.
+        is_file: zeros at the end are its tail that was cut off, see ``nvme_tail``; of a device, it was wiped.
 
     Raises:
-        InvalidRequest: field "nvme"; it is somebody else's, of another geometry, or too small. Nothing was changed.
+        InvalidRequest: field "nvme"; it is foreign, of another geometry, or too small. Nothing was changed.
         OSError: the disk fails.
     """
     assert extent_bytes > 0 and extent_bytes % BLOCK_BYTES == 0, extent_bytes
