@@ -40,7 +40,7 @@ PATTERNS = {
     "6: processes have names": re.compile(r"\b(?:[Nn]o|[Ss]ome|[Ee]very)body\b"),
     "7: next to, in addition to": re.compile(r"\b[Bb]eside\b(?![`:])"),
     "8: usual adverbs": re.compile(
-        r"\banew\b(?!:)|\bmeanwhile\b(?! \w)|\b[Mm]ostly\b|\bby (?:itself|themselves)\b|\b(?:of late|in vain|as of now)\b"
+        r"\banew\b(?!:)|\bmeanwhile\b(?! \w)|\b[Mm]ostly\b|\bby (?:itself|themselves)\b|\b(?:of late|in vain)\b"
     ),
 }
 

@@ -299,7 +299,7 @@ class PeerLinks:
             each.close()
 
     def lost(self, peer: PoolNode) -> None:
-        """It is not asked until it answers again; its other connections are of no use either."""
+        """Stop asking a data server until it answers again; its other connections are of no use either."""
         now_s = time.monotonic()
         with self._lock:
             self._dead.setdefault(peer.process, _Dead(peer, now_s, now_s + PROBE_MIN_S))

@@ -113,7 +113,7 @@ class Conductor:
             case do.CopyPrefix() | do.PrefetchPrefix():
                 self._later(self._bring(it))
             case _:
-                raise AssertionError(f"nobody performs {it}")
+                raise AssertionError(f"nothing performs {it}")
 
     async def _set_role(self, it: do.SetRole) -> None:
         known = self.members.engines.get(it.engine)
