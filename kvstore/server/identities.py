@@ -200,7 +200,7 @@ def parse(document: dict[str, Any], where: str) -> tuple[Identity, ...]:
     """The identities in a TOML document. Raises InvalidRequest naming the entry that makes no sense."""
     entries = document.get("identity", [])
     _require(set(document) <= {"identity"}, f"{where}: write [[identity]] tables and nothing else")
-    _require(isinstance(entries, list) and entries != [], f"{where} needs at least one [[identity]]")
+    _require(isinstance(entries, list) and entries != [], f"{where} has no [[identity]]: needs at least one")
     _require(len(entries) <= IDENTITIES_MAX, f"{where} has more than {IDENTITIES_MAX} identities")
     found: list[Identity] = []
     for number, entry in enumerate(entries, 1):
