@@ -1,6 +1,6 @@
 """GPUDirect Storage: bytes of a file into a device's memory past the host's, by NVIDIA's cuFile, where that works.
 
-cuFile by itself goes through host memory where it cannot do better, and says that it works. That mode is off here:
+cuFile on its own goes through host memory where it cannot do better, and says that it works. That mode is off here:
 ``why_not`` tells whether bytes of a file really come directly, and come right. It may hang or end the process, as its
 driver may: ``device_paths`` asks it in a process of its own.
 
@@ -27,7 +27,7 @@ from kvstore.errors import Unavailable
 from kvstore.tier.base import Bytes
 
 PROBE_BYTES: Final = 64 << 10  # are read of a file, from its start
-PROBES: Final = 3  # the file may be written to meanwhile
+PROBES: Final = 3  # the file may be written to in the meantime
 PROBE_S: Final = 5.0
 
 
@@ -48,7 +48,7 @@ class DirectFile:
         about = self._cufile.Descr()
         about.type, about.handle.fd, about.fs_ops = int(self._cufile.FileHandleType.OPAQUE_FD), self._fd, 0
         try:
-            with device.current():  # cuFile asks the driver by itself
+            with device.current():  # cuFile asks the driver on its own
                 self._handle = self._cufile.handle_register(about.ptr)
         except self._cufile.cuFileError as error:
             os.close(self._fd)

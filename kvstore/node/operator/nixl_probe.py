@@ -82,7 +82,7 @@ def tried() -> str:
 
 
 if __name__ == "__main__":
-    signal.setitimer(signal.ITIMER_REAL, PROBE_S)  # nobody may be left to end it
+    signal.setitimer(signal.ITIMER_REAL, PROBE_S)  # no process may be left to end it
     sys.stdout.write(json.dumps(tried()))
     sys.stdout.flush()
     os._exit(0)  # what was said is not to be lost where agents do not end well
