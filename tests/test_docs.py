@@ -20,7 +20,7 @@ PAGES = sorted([*ROOT.glob("*.md"), *(ROOT / folder / "README.md" for folder in 
 PAGES += sorted((ROOT / "docs").rglob("*.md"))
 # A page may leave out where a path begins: `state/space.py` is kvstore's, `shell/engine.py` is the engine's.
 BASES = (ROOT, ROOT / "kvstore", ROOT / "engine")
-ROOMS = {found.name for base in BASES for found in base.iterdir() if found.is_dir() and found.name.isidentifier()}
+FOLDERS = {found.name for base in BASES for found in base.iterdir() if found.is_dir() and found.name.isidentifier()}
 
 CODE = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 QUOTED = re.compile(r"`([^`\n]+)`")
@@ -47,8 +47,8 @@ def absent(block: str) -> list[str]:
     missing, folders = [], [*BASES, ROOT / "docs"]
     for text in QUOTED.findall(block):
         name = text.partition(":")[0]
-        in_room = "/" in name and name.split("/")[0] in ROOMS
-        if not PATH.fullmatch(name) or not (in_room or name.endswith((".py", ".md"))):
+        in_folder = "/" in name and name.split("/")[0] in FOLDERS
+        if not PATH.fullmatch(name) or not (in_folder or name.endswith((".py", ".md"))):
             continue
         found = next((folder / name for folder in folders if (folder / name).exists()), None)
         if found is None:

@@ -1,4 +1,4 @@
-"""The house rules of `docs/architecture.md`, held over the source tree.
+"""The rules of `docs/architecture.md`, checked over the source tree.
 
 Each rule is a function from (path, source) to the complaints it has; the tests below run it over every file, and feed
 it bad snippets, so that a rule that has stopped biting is noticed too.
@@ -65,7 +65,7 @@ ENGINE_BELOW_SHELL = (*ENGINE_BELOW_COMPUTE, "compute", "pool", "transfer")
 
 # Inside a part, which folders a folder may import; itself is understood. Modules next to the folders that are not named
 # here may import all of them: they put a process together.
-ROOMS: dict[str, dict[str, tuple[str, ...]]] = {
+FOLDERS: dict[str, dict[str, tuple[str, ...]]] = {
     "engine": {
         "model": (),
         "state": ("model",),
@@ -95,8 +95,8 @@ PURE_MODULES_OF_CLUSTER = tuple(
     f"kvstore/cluster/{name}.py" for name in ("directory", "directory_owner", "lookup_plan", "announce_plan")
 )
 # Of the store they know its nouns and errors; and a conductor keeps what nodes tell as an owner of the directory does.
-PURE_ROOMS = ("engine/model/", "engine/state/", "engine/conductor/state/")
-STORE_FOR_PURE_ROOMS = ("kvstore.model.", "kvstore.errors.", "kvstore.cluster.directory.")
+PURE_FOLDERS = ("engine/model/", "engine/state/", "engine/conductor/state/")
+STORE_FOR_PURE_FOLDERS = ("kvstore.model.", "kvstore.errors.", "kvstore.cluster.directory.")
 # fmt: off
 PURE_MODULES = frozenset((
     "__future__", "abc", "array", "base64", "bisect", "binascii", "collections", "contextlib", "copy",
@@ -154,18 +154,19 @@ def imports_point_down(path: str, source: str) -> list[str]:
     ]
 
 
-def rooms_point_down(path: str, source: str) -> list[str]:
-    """The same inside a part that has rooms. A module beside them that is in their table is a room of one module."""
+def folders_point_down(path: str, source: str) -> list[str]:
+    """As ``imports_point_down``, inside a part with a table of folders. A module in that table counts as a folder."""
     complaints = []
-    for part, rooms in ROOMS.items():
-        mine = room_of(module_of(path), part, rooms)
-        if mine is not None and mine not in rooms:
-            complaints += [f"{path}: {part}.{mine} is in no table of rooms"]
+    for part, folders in FOLDERS.items():
+        mine = folder_of(module_of(path), part, folders)
+        if mine is not None and mine not in folders:
+            complaints += [f"{path}: {part}.{mine} is missing from the table of folders"]
         elif mine is not None:
             complaints += [
                 f"{path}:{line}: {mine} may not import {module}"
                 for line, module in imported(path, source)
-                if module.startswith(f"{part}.") and module.split(".")[part.count(".") + 1] not in (mine, *rooms[mine])
+                if module.startswith(f"{part}.")
+                and module.split(".")[part.count(".") + 1] not in (mine, *folders[mine])
             ]
     return complaints
 
@@ -186,14 +187,14 @@ def kinds_of_stores_are_peers(path: str, source: str) -> list[str]:
 
 def nouns_and_decisions_are_pure(path: str, source: str) -> list[str]:
     """`model` and `state` import nothing that touches the world, call no I/O, and draw nothing without a seed."""
-    if part_of(path) not in PURE_PARTS and not path.startswith((*PURE_ROOMS, *PURE_MODULES_OF_CLUSTER)):
+    if part_of(path) not in PURE_PARTS and not path.startswith((*PURE_FOLDERS, *PURE_MODULES_OF_CLUSTER)):
         return []
     complaints = [
         f"{path}:{line}: {module} is no import for pure code"
         for line, module in imported(path, source)
         if module.partition(".")[0] not in PURE_MODULES
         or module.startswith(("random.", "numpy.random"))
-        or (path.startswith(PURE_ROOMS) and f"{module}.".startswith("kvstore.") and not stored_noun(module))
+        or (path.startswith(PURE_FOLDERS) and f"{module}.".startswith("kvstore.") and not stored_noun(module))
     ]
     for call in (node for node in ast.walk(parsed(source)) if isinstance(node, ast.Call)):
         name = ast.unparse(call.func)
@@ -205,7 +206,7 @@ def nouns_and_decisions_are_pure(path: str, source: str) -> list[str]:
 
 def stored_noun(module: str) -> bool:
     """Whether it is one of the store's nouns or errors."""
-    return f"{module}.".startswith(STORE_FOR_PURE_ROOMS)
+    return f"{module}.".startswith(STORE_FOR_PURE_FOLDERS)
 
 
 def state_alone_writes_sequences(path: str, source: str) -> list[str]:
@@ -309,7 +310,7 @@ def nothing_waits_by_the_wall_clock(path: str, source: str) -> list[str]:
 
 RULES: list[Rule] = [
     imports_point_down,
-    rooms_point_down,
+    folders_point_down,
     kinds_of_stores_are_peers,
     nouns_and_decisions_are_pure,
     state_alone_writes_sequences,
@@ -341,7 +342,7 @@ def parsed(source: str) -> ast.Module:
 
 
 def part_of(path: str) -> str:
-    """The part of the house a file belongs to: kvstore/model/layout.py -> model, engine/demo.py -> engine."""
+    """The part that a file belongs to: kvstore/model/layout.py -> model, engine/demo.py -> engine."""
     return part_of_module(module_of(path))
 
 
@@ -350,10 +351,10 @@ def module_of(path: str) -> str:
     return path.removesuffix(".py").removesuffix("/__init__").replace("/", ".")
 
 
-def room_of(module: str, part: str, rooms: Collection[str]) -> str | None:
-    """The room of a part that a module lies in, or is; None where it lies beside the rooms, or elsewhere."""
+def folder_of(module: str, part: str, folders: Collection[str]) -> str | None:
+    """The folder of a part that a module is in, or is; None if it is next to the folders, or in another part."""
     first, *inside = module.removeprefix(f"{part}.").split(".")
-    return first if module.startswith(f"{part}.") and (inside or first in rooms) else None
+    return first if module.startswith(f"{part}.") and (inside or first in folders) else None
 
 
 def part_of_module(module: str) -> str:
@@ -363,10 +364,10 @@ def part_of_module(module: str) -> str:
 
 
 def imported(path: str, source: str) -> Iterator[tuple[int, str]]:
-    """(line, dotted name) of every import, wherever it stands; relative ones made absolute.
+    """(line, dotted name) of every import, anywhere in the file; relative ones made absolute.
 
     `from a import b` gives a.b, which is right for parts and modules whether b is a module or a name in one. Names of
-    the front door (`from kvstore import open`) give kvstore itself.
+    the package itself (`from kvstore import open`) give kvstore itself.
     """
     package = path.removesuffix(".py").replace("/", ".").split(".")[:-1]
     parts = set(MAY_IMPORT)
@@ -476,11 +477,11 @@ def test_table_has_no_cycle() -> None:
         above = {part: below for part, below in above.items() if part not in ground}
 
 
-def test_rooms_have_no_cycle() -> None:
-    for rooms in ROOMS.values():
-        above = {room: set(below) for room, below in rooms.items()}
+def test_folders_have_no_cycle() -> None:
+    for folders in FOLDERS.values():
+        above = {folder: set(below) for folder, below in folders.items()}
         assert set().union(*above.values()) <= set(above)
-        assert not [room for room in above if room in reach(room, above)]
+        assert not [folder for folder in above if folder in reach(folder, above)]
 
 
 def test_no_circle_of_imports() -> None:
@@ -541,7 +542,7 @@ BAD: list[tuple[Rule, str, str]] = [
     (imports_point_down, "engine/x.py", "from kvstore.node.api import wire"),
     (imports_point_down, "kvstore/__init__.py", "from .cli.main import main"),
     (imports_point_down, "kvstore/errors.py", "from kvstore.config import load"),
-    (rooms_point_down, "engine/somewhere/x.py", ""),
+    (folders_point_down, "engine/somewhere/x.py", ""),
     (kinds_of_stores_are_peers, "kvstore/client/remote/x.py", "from kvstore.client.local.store import LocalStore"),
     (kinds_of_stores_are_peers, "kvstore/client/local/x.py", "from kvstore.client import remote"),
     (kinds_of_stores_are_peers, "kvstore/client/store.py", "def f():\n    from .local import store"),
@@ -560,12 +561,12 @@ BAD: list[tuple[Rule, str, str]] = [
     (nouns_and_decisions_are_pure, "engine/state/x.py", "import torch"),
     (nouns_and_decisions_are_pure, "engine/state/x.py", "from kvstore.client.store import Store"),
     (nouns_and_decisions_are_pure, "engine/model/x.py", "import kvstore"),
-    (rooms_point_down, "engine/state/x.py", "from engine.compute.kv_arrivals import Arrivals"),
-    (rooms_point_down, "engine/pool/x.py", "from engine.shell.engine import Engine"),
-    (rooms_point_down, "engine/memory/x.py", "from engine import config"),
-    (rooms_point_down, "engine/config.py", "from engine.shell.engine import Engine"),
-    (rooms_point_down, "engine/client.py", "from engine.compute.models import Model"),
-    (rooms_point_down, "engine/shell/x.py", "from engine.daemon import run"),
+    (folders_point_down, "engine/state/x.py", "from engine.compute.kv_arrivals import Arrivals"),
+    (folders_point_down, "engine/pool/x.py", "from engine.shell.engine import Engine"),
+    (folders_point_down, "engine/memory/x.py", "from engine import config"),
+    (folders_point_down, "engine/config.py", "from engine.shell.engine import Engine"),
+    (folders_point_down, "engine/client.py", "from engine.compute.models import Model"),
+    (folders_point_down, "engine/shell/x.py", "from engine.daemon import run"),
     (state_alone_writes_sequences, "engine/shell/x.py", "sequence.phase = Phase.ENDED"),
     (state_alone_writes_sequences, "engine/pool/x.py", "a, sequence.cached = 1, 2"),
     (state_alone_writes_sequences, "engine/shell/x.py", "self.state.sequences[1].cached += 1"),
@@ -603,8 +604,8 @@ GOOD: list[tuple[Rule, str, str]] = [
     ),
     (imports_point_down, "kvstore/__init__.py", "from kvstore.client.store import Store\nfrom .node import node"),
     (imports_point_down, "engine/simulator/x.py", "from kvstore import Layout\nfrom kvstore.state import eviction"),
-    (rooms_point_down, "engine/daemon.py", "from engine.shell.engine import Engine\nfrom engine.config import load"),
-    (rooms_point_down, "engine/config.py", "from engine.model.request import Role"),
+    (folders_point_down, "engine/daemon.py", "from engine.shell.engine import Engine\nfrom engine.config import load"),
+    (folders_point_down, "engine/config.py", "from engine.model.request import Role"),
     (kinds_of_stores_are_peers, "kvstore/client/local/x.py", "from kvstore.client.store import Store\nfrom . import y"),
     (kinds_of_stores_are_peers, "kvstore/addresses.py", "from kvstore.client.local.store import LocalStore"),
     (nouns_and_decisions_are_pure, "kvstore/state/x.py", "import random\nrandom.Random(7)"),

@@ -28,12 +28,12 @@ def translated(device: torch.device) -> Iterator[None]:
 
 
 class StepFault:
-    """An error of a step inside costs its own requests, and no others: lack of memory, an error of a library. Errors
-    that concern the whole engine are raised as usual: a lost device, our own bugs.
+    """Catches errors of one step (lack of memory, an error of a library), which end only the requests of that step.
+    Errors of the whole engine (a lost device, an internal error) are raised as usual.
 
     Attributes:
-        error: the error for those requests; None: nothing was raised. It refers to nothing that was computed: clients
-            keep it, and the memory is needed.
+        error: the error for those requests; None if nothing was raised. It holds no reference to computed data, since
+            clients keep it and the memory is needed.
     """
 
     def __init__(self) -> None:
@@ -48,7 +48,7 @@ class StepFault:
         match error:
             case DeviceLost() | torch.AcceleratorError():
                 return False
-            case KVStoreError():  # the driver's, of our own copies and events
+            case KVStoreError():  # from the driver, for our own copies and events
                 self.error = error.with_traceback(None)
                 self.error.__cause__ = self.error.__context__ = None
             case MemoryError() | RuntimeError():
@@ -57,6 +57,6 @@ class StepFault:
                 self.error = (OutOfSpace if short else Unavailable)(f"this step could not be computed: {says}")
             case _:
                 return False
-        # As text: a record that is kept would keep the frames of the forward, through its traceback.
+        # As text: a stored record would keep the frames of the forward pass alive, through its traceback.
         log.error("a step failed, and its requests with it:\n%s", "".join(traceback.format_exception(error)).rstrip())
         return True

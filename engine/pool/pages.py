@@ -1,9 +1,8 @@
-"""Pages: which frames hold the pages that ``engine.state`` has numbered.
+"""Pages: the frames of the pages that ``engine.state`` has numbered.
 
-Once a sequence has left a page in the arena, its tokens are no longer known elsewhere. They are remembered here, so
-that the pool can be given a page that it lost, or never had, before the frame is used for another one. From then on
-other processes of the machine find it here (``memory.mounting``), until its frame is unused; it is not written to
-before that.
+Once a sequence has left a page in the arena, its tokens are no longer known elsewhere. They are kept here, so that a
+page that the pool lost, or never had, can be written to it before the frame is reused. From then on other processes of
+the machine find the page here (``memory.mounting``) until its frame is unused; the frame is not written to before that.
 """
 
 from __future__ import annotations
@@ -26,7 +25,7 @@ from kvstore.model.prefix import Keys
 
 
 class LeftPage(NamedTuple):
-    """What the pool knows a page by, after its sequence may have gone."""
+    """The identity of a page in the pool, kept after its sequence has ended."""
 
     cache: PrefixCache
     root: bytes
@@ -75,8 +74,8 @@ class ArenaPages:
 
     def take(self, work: Work, tables: list[list[int]], shared: int) -> None:
         """Place a request's pages, listed for each cache group, the first ``shared`` of which are here. The pool is
-        assumed to
-        have those, too: writing the next page finds out. In a ring each page is listed several times."""
+        assumed to have those too, which the write of the next page shows. In a ring each page is listed several
+        times."""
         placed, found, rings = self._placed, [], []
         for group, (arena, table) in enumerate(zip(self._arenas, tables, strict=True)):
             numbers = list(dict.fromkeys(table))
@@ -123,7 +122,7 @@ class ArenaPages:
             return
         try:
             self._finish()
-        except DeviceLost as error:  # the next step says so, too
+        except DeviceLost as error:  # the next step reports it too
             self._mounted.end(str(error))
             return
         # Pages here are exact, even if the pool gets lossy replicas.

@@ -1,21 +1,21 @@
-"""A node's cache over a trace: the policy objects of the product under the product's rules, without a node.
+"""Simulates a node's cache on a trace: the product's policy objects under the product's rules, without a node.
 
 One page per block of the trace. A request looks up its longest stored prefix: those pages are hits and are marked as
-used now. The rest is put, as `kvstore.state.space` does it: the page the new ones hang on is held, every page that
-finds no free frame evicts one leaf, and then the last page of the chain is the new leaf. Where not enough can be
-evicted, the front of the rest is stored. A worked example, three frames, least recently used::
+used now. The rest is put, as `kvstore.state.space` does it: the parent of the new pages is held, every page without a
+free frame evicts one leaf, and then the last page of the chain is the new leaf. If not enough can be evicted, only the
+first new pages are stored. A worked example, three frames, least recently used::
 
     request [1, 2]     misses 2; stored 1-2, leaf 2
     request [1, 3]     hits 1, misses 1; stored 1-2 and 1-3, leaves 2 and 3
-    request [1, 3, 4]  hits 1, 3; leaf 2 makes room for 4; leaf 4
+    request [1, 3, 4]  hits 1, 3; leaf 2 is evicted for 4; leaf 4
 
-A trace stamps arrivals in coarse ticks; here every request comes at a millisecond of its own, as it would in a node.
+A trace stamps arrivals in coarse ticks; here every request gets its own millisecond, as it would in a node.
 
-Hints in a simulation: the hints and tenants of requests.
+Hints: the hints and tenants of simulated requests.
 
-A trace names no tenants and no kinds of prompts, so a stated rule makes them. Its requests are dealt to ten tenants,
-whole sessions at a time, and tenants share no pages. A *system prompt* is the run of leading blocks that more than one
-request in a hundred, and more than ten, open with. The rules:
+A trace has no tenants and no kinds of prompts, so rules define them. Its sessions are assigned to ten tenants, which
+share no pages. A *system prompt* is the run of leading blocks that more than one request in a hundred, and more than
+ten, open with. The rules:
 
 ``type``      what a program knows of its own requests: system prompts have priority 2; a prompt that opens with none is
               a document read once, with priority -2.
@@ -23,7 +23,7 @@ request in a hundred, and more than ten, open with. The rules:
               looked up ahead: new pages of requests that no later request continues have priority -2. System prompts as
                   above.
 
-A *liar* says that every page is worth the most. A tenth of the tenants, one, hints like the others, is silent, or lies.
+A *liar* gives every page the highest priority. One of the ten tenants hints like the others, is silent, or lies.
 """
 
 from __future__ import annotations
@@ -49,11 +49,11 @@ class CacheAccess:
     now_ms: int
     blocks: tuple[int, ...]
     owner: int = 0
-    hints: bytes = b""  # of each block how long it is worth keeping, see ``engine.simulator.cache``; or nothing
+    hints: bytes = b""  # a hint per block, or empty
 
 
 def accesses(requests: Iterable[TraceRequest]) -> list[CacheAccess]:
-    """The requests at distinct times, in order."""
+    """Return the requests at distinct times, in order."""
     clocked: list[CacheAccess] = []
     last_ms = -1
     for request in requests:
@@ -72,14 +72,14 @@ class CacheSimulation:
         self.used_ms = array("q", bytes(8 * capacity))
         self.parent = array("q", bytes(8 * capacity))
         self.children = array("q", bytes(8 * capacity))
-        self.pages = [Page(0)] * capacity  # as stored: of last uses ``used_ms`` knows
+        self.pages = [Page(0)] * capacity  # as stored; ``used_ms`` has the last uses
         self.blocks = array("q", bytes(8 * capacity))
         self.evicted = 0
         self.hits_of: Counter[int] = Counter()  # by owner, of the requests that ``run`` counted
         self.blocks_of: Counter[int] = Counter()
 
     def run(self, trace: Sequence[CacheAccess], count_from: int = 0) -> tuple[int, int]:
-        """(hits, blocks) of the requests from that one on; the ones before only fill the cache."""
+        """Return (hits, blocks) of the requests from ``count_from`` on; the earlier ones only fill the cache."""
         hits = blocks = 0
         for number, access in enumerate(trace):
             found = self.request(access.now_ms, access.blocks, access.owner, access.hints)
@@ -91,7 +91,7 @@ class CacheSimulation:
         return hits, blocks
 
     def request(self, now_ms: int, blocks: Sequence[int], owner: int = 0, hints: bytes = b"") -> int:
-        """One request: how many pages it hits. Its other pages are stored afterwards."""
+        """Run one request: return its hits, and store its other pages."""
         slots, used_ms = self.slots, self.used_ms
         hits, anchor = 0, _NONE
         for block in blocks:
@@ -158,7 +158,7 @@ class CacheSimulation:
 
 
 def key_of(block: int) -> int:
-    """64 bits that stand for a page key: a bijection that spreads the small numbers of a trace (SplitMix64)."""
+    """Return 64 bits that represent a page key: a bijection that spreads the small numbers of a trace (SplitMix64)."""
     word = (block + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     word = (word ^ word >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
@@ -176,7 +176,7 @@ _LIE = Retention(PRIORITY_MAX).hint
 
 
 def dealt(trace: Sequence[CacheAccess]) -> list[CacheAccess]:
-    """The requests, each assigned to a tenant. Blocks are renumbered, so that tenants share none."""
+    """Return the requests, each assigned to a tenant. Blocks are renumbered, so that tenants share none."""
     openings = _openings(trace)
     found = []
     for access in trace:
@@ -188,13 +188,14 @@ def dealt(trace: Sequence[CacheAccess]) -> list[CacheAccess]:
 
 
 def hinted(trace: Sequence[CacheAccess], rule: str, tenth: str = "hints") -> list[CacheAccess]:
-    """The requests of ``dealt`` with the hints of a rule. ``tenth``: what one of the tenants does (see ``TENTHS``).
+    """Return the requests of ``dealt`` with the hints of a rule. ``tenth``: the behaviour of one of the tenants (see
+    ``TENTHS``).
 
     Raises:
         InvalidRequest: there is no such rule.
     """
     if rule not in RULES:
-        raise InvalidRequest("hints", f"there is no rule {rule!r}; there are {', '.join(RULES)}")
+        raise InvalidRequest("hints", f"must be one of {', '.join(RULES)} (got {rule!r})")
     openings = _openings(trace)
     last = {block: number for number, access in enumerate(trace) for block in access.blocks}
     found = []
@@ -210,7 +211,7 @@ def hinted(trace: Sequence[CacheAccess], rule: str, tenth: str = "hints") -> lis
 
 
 def _openings(trace: Sequence[CacheAccess]) -> set[int]:
-    """Blocks of system prompts: those that enough requests have."""
+    """Return the blocks of system prompts: those that enough requests have."""
     uses = Counter(block for access in trace for block in access.blocks)
     return {block for block, count in uses.items() if count > max(SHARED_LEAST, SHARED_RATIO * len(trace))}
 

@@ -74,7 +74,7 @@ def read_trace(path: str | Path, limit: int | None = None, block_tokens: int = B
             as in ``trace.jsonl:17 hash_ids``.
     """
     if limit is not None and limit < 0:
-        raise InvalidRequest("limit", f"must not be negative, is {limit}")
+        raise InvalidRequest("limit", f"must not be negative (got {limit})")
     return islice(_read(Path(path), block_tokens), limit)
 
 
@@ -92,9 +92,9 @@ def write_trace(target: str | Path | TextIO, requests: Iterable[TraceRequest]) -
         return _write(target, requests)
     path = Path(target).resolve()
     if path.exists() and not path.is_file():
-        raise InvalidRequest(str(target), "is not a regular file; give a stream instead")
+        raise InvalidRequest(str(target), "must be a regular file; give a stream instead")
     if not path.parent.is_dir():
-        raise InvalidRequest(str(target), "lies in a folder that does not exist")
+        raise InvalidRequest(str(target), "is in a folder that does not exist")
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with draft.open("w", encoding="ascii", newline="\n") as stream:
@@ -110,7 +110,7 @@ def write_trace(target: str | Path | TextIO, requests: Iterable[TraceRequest]) -
 def statistics(requests: Iterable[TraceRequest]) -> dict[str, Any]:
     """What a trace offers a cache, in one pass; memory is proportional to the distinct blocks.
 
-    Means and ratios of an empty set are 0. The keys that need a word:
+    Means and ratios of an empty set are 0. Some keys need an explanation:
 
     - ``blocks_used_once_ratio``: share of the distinct blocks that appear in a single request.
     - ``reuse_gap_s_p50``: median seconds between two consecutive uses of a block, over all its reuses.

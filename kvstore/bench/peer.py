@@ -29,7 +29,7 @@ class PeerVerbs:
         self._reading: Reading | None = None
 
     def write(self, work: dict[str, Any]) -> dict[str, Any]:
-        """Put every chain; ``pages`` were new, ``seconds`` the puts took."""
+        """Put every chain; return the number of new pages as ``pages``, and the time of the puts as ``seconds``."""
         job = BenchWork(**work)
         cache, content = self._store.cache(job.layout), Content(job.layout.page_bytes)
         rows = np.zeros((job.pages, job.layout.page_bytes), np.uint8)

@@ -1,8 +1,8 @@
 """DataConnection: the client's end of a data connection over TCP, plain or TLS, or over a unix socket.
 
-What the two ends of a data connection agree on in addition to the wire format: who calls, and what answers a request.
+Caller, Exchange: the identity of a caller, and one request as its handler sees it.
 
-How a process shows data servers who it is, as its environment says.
+DialCredentials: how a process identifies itself to data servers, with credentials from its environment.
 
 Stream: a connected socket, plain or TLS, on which nothing waits without a deadline.
 """
@@ -38,10 +38,10 @@ from kvstore.wire.data import (
     unpack_welcome,
 )
 
-LOOK_S: Final = 0.05  # how often a blocked send or receive looks at its deadline
-STALL_S: Final = 2 * LOOK_S  # what takes longer between two looks is a stall of our own
-TLS_PIECE: Final = 256 << 10  # is encrypted in one go
-BUFFERS_MAX: Final = 512  # of one call; the kernel takes 1024
+LOOK_S: Final = 0.05  # how often a blocked send or receive checks its deadline
+STALL_S: Final = 2 * LOOK_S  # a longer gap between two checks is a stall of this process
+TLS_PIECE: Final = 256 << 10  # encrypted at a time
+BUFFERS_MAX: Final = 512  # buffers of one call; the kernel accepts 1024
 
 Buffer = bytes | bytearray | memoryview
 
@@ -49,17 +49,17 @@ Buffer = bytes | bytearray | memoryview
 class Stream:
     """One connection. One thread sends and one receives at a time.
 
-    Life: made of a connected socket -> used -> ``close``, once, by its owner. After an error it is of no use.
+    Life: made of a connected socket -> used -> ``close``, once, by its owner. After an error it must not be used.
 
     Args:
-        silence_s: how long the other end may bring, or take, not a single byte while we wait for it. May be changed.
-            With a ``rate_min``: how far it may be behind that rate.
+        silence_s: how long the other end may send or accept no byte while we wait for it; with a ``rate_min``, how far
+            it may fall behind that rate. May be changed.
         who: the other end, for messages.
 
     Attributes:
-        sent_bytes: what the kernel has taken so far.
-        rate_min: bytes per second that have to come while we wait for them; 0: any. May be changed.
-        behind_s: how much longer we have waited for what came than it takes at that rate.
+        sent_bytes: how many bytes the kernel has accepted so far.
+        rate_min: minimum bytes per second while we wait for them; 0 for none. May be changed.
+        behind_s: how much longer the wait was than the received bytes take at that rate.
     """
 
     def __init__(self, sock: socket.socket, silence_s: float, who: str) -> None:
@@ -82,15 +82,15 @@ class Stream:
 
     @property
     def who(self) -> str:
-        """The other end."""
+        """The other end's name."""
         return self._who
 
     def receive_into(self, view: memoryview, deadline_s: float, silence_s: float | None = None) -> None:
-        """Fill ``view`` with what comes next.
+        """Fill ``view`` with the next bytes.
 
         Raises:
             NodeUnavailable: the other end has gone.
-            DeadlineExceeded: it did not send all of it in time, or nothing at all for a while, or too slowly.
+            DeadlineExceeded: it did not send all bytes in time, sent nothing for a while, or sent too slowly.
         """
         silence_s = self.silence_s if silence_s is None else silence_s
         have, wanted, flags = 0, len(view), 0 if self._tls else socket.MSG_WAITALL
@@ -116,28 +116,28 @@ class Stream:
                 raise DeadlineExceeded(f"{self._who}: sent {have} of {wanted} bytes in time")
 
     def receive(self, size: int, deadline_s: float, silence_s: float | None = None) -> bytearray:
-        """The next ``size`` bytes. Raises as ``receive_into``."""
+        """Return the next ``size`` bytes. Raises as ``receive_into``."""
         data = bytearray(size)
         self.receive_into(memoryview(data), deadline_s, silence_s)
         return data
 
     def receive_head(self, deadline_s: float, silence_s: float | None = None) -> Head:
-        """The head of the next frame. Raises as ``receive_into``, and what ``unpack_head`` does."""
+        """Return the head of the next frame. Raises as ``receive_into`` and ``unpack_head``."""
         return unpack_head(self.receive(HEAD.size, deadline_s, silence_s))
 
     def receive_frame(self, kind: FrameKind, body_bytes_max: int, deadline_s: float) -> tuple[Head, bytearray]:
-        """The next frame, which has to be of that kind. Raises as ``receive_head``, WireError where it is another."""
+        """Return the next frame. Raises as ``receive_head``, and WireError if it is of another kind."""
         head = self.receive_head(deadline_s)
         if head.kind is not kind or head.body_bytes > body_bytes_max:
             raise WireError(f"{self._who}: sent {head.kind.name} of {head.body_bytes} bytes, not {kind.name}")
         return head, self.receive(head.body_bytes, deadline_s)
 
     def send(self, buffers: Sequence[Buffer], deadline_s: float) -> None:
-        """Send all of these, end to end.
+        """Send all of these buffers, one after the other.
 
         Raises:
             NodeUnavailable: the other end has gone.
-            DeadlineExceeded: it did not take all of it in time, or nothing at all for a while; some may be on its way.
+            DeadlineExceeded: it did not accept all bytes in time, or none for a while; some may have been sent.
         """
         views = [view.cast("B") for each in buffers if (view := memoryview(each)).nbytes]
         first, heard_s = 0, time.monotonic()
@@ -165,7 +165,7 @@ class Stream:
         return self._sock.sendmsg(views[first : first + BUFFERS_MAX])
 
     def send_frame(self, kind: FrameKind, request: int, buffers: Sequence[Buffer], deadline_s: float) -> None:
-        """Send a frame whose body these are. Raises as ``send``."""
+        """Send a frame with these buffers as its body. Raises as ``send``."""
         size = sum(memoryview(each).nbytes for each in buffers)
         self.send([pack_head(kind, request, size), *buffers], deadline_s)
 
@@ -181,28 +181,28 @@ class Caller(Protocol):
 
     @property
     def name(self) -> str:
-        """For logs and shares."""
+        """The caller's name in logs and shares."""
         ...
 
     @property
     def operator(self) -> bool:
-        """Whether the caller may do what nodes and operators may."""
+        """Whether the caller has the rights of nodes and operators."""
         ...
 
     def check_salt(self, salt: str) -> None:
-        """Raises PermissionDenied where pages under ``salt`` are not the caller's."""
+        """Raise PermissionDenied if pages under ``salt`` are not the caller's."""
         ...
 
 
 Admit = Callable[[Hello, Sequence[str]], Caller]
-"""The caller that sends this hello, with a certificate of these names (none without TLS). Called again before each
-request: a caller may expire, or be known no longer.
+"""Returns the caller that sends this hello, with a certificate of these names (none without TLS). Called again before
+each request, since a caller may expire, or may be removed.
 
-Raises Unauthenticated for an unknown caller, InvalidRequest for one that takes us for another server."""
+Raises Unauthenticated for an unknown caller, InvalidRequest for one that wants another server."""
 
 
 class Exchange(Protocol):
-    """One request as its handler sees it. Used by one thread; of no use once the handler has returned."""
+    """One request as its handler sees it. Used by one thread, until the handler returns."""
 
     @property
     def caller(self) -> Caller:
@@ -211,46 +211,46 @@ class Exchange(Protocol):
 
     @property
     def connections(self) -> int:
-        """How many the server has open."""
+        """How many connections the server has open."""
         ...
 
     @property
     def sent_bytes(self) -> int:
-        """Bytes that this connection has sent so far. Any thread may ask."""
+        """Bytes that this connection has sent so far. Any thread may read it."""
         ...
 
     def abort(self) -> None:
-        """End the connection now, from any thread: what sends over it fails."""
+        """End the connection now, from any thread; running sends fail."""
         ...
 
     def reply(self, kind: FrameKind, *body: Buffer) -> None:
-        """Send one frame of the reply; it has left our memory, or is copied by the kernel, when this returns.
+        """Send one frame of the reply. When this returns, the buffers may be reused.
 
         Raises:
-            Unavailable: the other end has gone or takes nothing: the handler ends, and so does the connection.
+            Unavailable: the other end has gone or accepts nothing. The handler must end, and so does the connection.
         """
         ...
 
 
 Handler = Callable[[Exchange, memoryview], None]
 """Answers a request with this body. Replies at least once, or raises: a KVStoreError is sent to the caller, and the
-connection goes on. Several threads call it at a time, one per connection. The body is reused when it returns."""
+connection continues. Several threads call it at a time, one per connection. The body is reused when it returns."""
 
 
 def read_token(path: str) -> str:
-    """The token in that file. Raises OSError."""
+    """Return the token in that file. Raises OSError."""
     return Path(path).read_text(encoding="latin-1").strip()
 
 
 @dataclass(frozen=True)
 class DialCredentials:
-    """How a client shows who it is, and what it trusts. Never part of a message or a repr.
+    """A client's identity, and the authorities that it trusts. Never part of a message or a repr.
 
     Attributes:
-        token: "" for none; where it is in a file, what that held at first.
-        token_file: "" for none. It is read for every connection: a token may be replaced while we run.
-        ca, cert, key: paths of PEM files; TLS is used where one of them, or ``server_name``, is given.
-        server_name: what the server's certificate names, where that is not the address's host.
+        token: "" for none; with a file, its first contents.
+        token_file: "" for none. Read for every connection, so a token may be replaced at run time.
+        ca, cert, key: paths of PEM files; TLS is used if one of them, or ``server_name``, is given.
+        server_name: the name in the server's certificate, if it differs from the address's host.
     """
 
     token: str = ""
@@ -262,7 +262,7 @@ class DialCredentials:
 
     @property
     def token_now(self) -> str:
-        """The token, as its file has it now; while that cannot be read, as it was at first."""
+        """Return the token currently in its file; if that cannot be read, the first one."""
         if not self.token_file:
             return self.token
         try:
@@ -280,18 +280,18 @@ class DialCredentials:
 
 
 UNIX: Final = "unix:"
-SILENCE_S: Final = 0.5  # a peer that owes us bytes and sends none for this long is dead
+SILENCE_S: Final = 0.5  # a peer that owes bytes and sends none for this long counts as dead
 
 
 class DataConnection:
     """One connection to one node. One thread at a time.
 
-    Life: ``open`` -> requests are sent, replies received in the same order -> ``close``. After an error other than one
-    that came as an ERROR frame (``broken`` says which) it is of no use: what it was about to bring may still come.
+    Life: ``open`` -> requests are sent, replies received in the same order -> ``close``. After an error, except for one
+    in an ERROR frame (``broken`` is then False), it must not be used: the awaited bytes may still arrive.
 
     Attributes:
         welcome: the server's description of itself.
-        broken: whether it is of no use any more.
+        broken: whether the connection must not be used any more.
         fresh: whether it was opened for its first request, and not kept open since an earlier one.
     """
 
@@ -313,16 +313,16 @@ class DataConnection:
         deadline_s: float,
         silence_s: float = SILENCE_S,
     ) -> DataConnection:
-        """Connect to HOST:PORT or unix:PATH, and say who we are.
+        """Connect to HOST:PORT or unix:PATH, and identify this client.
 
         Args:
-            tls: whether the server's connections are encrypted; None: where the credentials say so.
+            tls: whether the server's connections are encrypted; None to decide by the credentials.
             deadline_s: of ``time.monotonic()``.
 
         Raises:
             NodeUnavailable, DeadlineExceeded: nothing answers there.
-            InvalidRequest: the address or a certificate makes no sense; the server is another one; a token would
-                travel in clear.
+            InvalidRequest: the address or a certificate is invalid; another server answers; or a token would be sent
+                unencrypted.
             Unauthenticated, VersionMismatch, TooManyCalls: the server refuses us.
         """
         within_s = max(0.001, min(deadline_s - time.monotonic(), silence_s))
@@ -350,7 +350,7 @@ class DataConnection:
 
     @property
     def silence_s(self) -> float:
-        """How long the server may bring, or take, not a single byte while we wait for it."""
+        """How long the server may send or accept no byte while we wait for it."""
         return self._stream.silence_s
 
     @silence_s.setter
@@ -359,7 +359,7 @@ class DataConnection:
 
     @property
     def rate_min(self) -> int:
-        """Bytes per second that the server has to send while we wait for them; 0: any. Until the next request."""
+        """Minimum bytes per second from the server while we wait for them, until the next request; 0 for none."""
         return self._stream.rate_min
 
     @rate_min.setter
@@ -367,7 +367,7 @@ class DataConnection:
         self._stream.rate_min = rate_min
 
     def send(self, kind: FrameKind, *body: Buffer, deadline_s: float) -> int:
-        """Send a request, and do not wait for its reply; returns its number. Raises as ``Stream.send``."""
+        """Send a request without waiting for its reply; return its number. Raises as ``Stream.send``."""
         number = next(self._numbers) & 0xFFFFFFFF
         self._stream.rate_min, self._stream.behind_s = 0, 0.0
         try:
@@ -378,10 +378,10 @@ class DataConnection:
         return number
 
     def receive_head(self, request: int, *kinds: FrameKind, deadline_s: float) -> Head:
-        """The head of the next frame of the reply to that request.
+        """Return the head of the next frame of the reply to that request.
 
         Raises:
-            KVStoreError: what the server answered instead, as ``wire.unpack_error`` tells it; the connection goes on.
+            KVStoreError: the error that the server answered, from ``wire.unpack_error``; the connection continues.
             NodeUnavailable, DeadlineExceeded, WireError, VersionMismatch: the connection is broken.
         """
         try:
@@ -401,7 +401,7 @@ class DataConnection:
         raise error
 
     def receive(self, size: int, *, deadline_s: float) -> bytearray:
-        """The next bytes of a frame whose head was received. Raises as ``Stream.receive``."""
+        """Return the next bytes of a frame whose head was received. Raises as ``Stream.receive``."""
         data = bytearray(size)
         self.receive_into(memoryview(data), deadline_s=deadline_s)
         return data
@@ -415,19 +415,19 @@ class DataConnection:
             raise
 
     def call(self, kind: FrameKind, *body: Buffer, reply: FrameKind, deadline_s: float) -> bytearray:
-        """Send a request and wait for its reply of one frame, whose body this is. Raises as ``receive_head``."""
+        """Send a request, wait for its reply of one frame, and return that frame's body. Raises as ``receive_head``."""
         number = self.send(kind, *body, deadline_s=deadline_s)
         head = self.receive_head(number, reply, deadline_s=deadline_s)
         return self.receive(head.body_bytes, deadline_s=deadline_s)
 
     def close(self) -> None:
-        """End it."""
+        """Close the connection."""
         self.broken = True
         self._stream.close()
 
 
 def _connect(address: str, ours: DialCredentials, tls: bool | None, token: bool, within_s: float) -> socket.socket:
-    if address.startswith(UNIX):  # its permissions say who may connect
+    if address.startswith(UNIX):  # the socket's permissions decide who may connect
         sock = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         try:
             sock.settimeout(within_s)
@@ -441,9 +441,11 @@ def _connect(address: str, ours: DialCredentials, tls: bool | None, token: bool,
     context = _context(ours) if (ours.tls if tls is None else tls) else None
     if context is None and not is_loopback(host):
         if token:
-            raise InvalidRequest("token", f"would travel in clear to {host}: give the authorities of its certificate")
+            raise InvalidRequest(
+                "token", f"would be sent unencrypted to {host}: give the authorities of its certificate"
+            )
         if ours.tls:  # a writer of the catalog cannot switch TLS off
-            raise InvalidRequest("tls", f"pages of {host} would travel in clear")
+            raise InvalidRequest("tls", f"must be used by {host}: its pages would be sent unencrypted")
     sock = socket.create_connection((host, port), within_s)
     return context.wrap_socket(sock, server_hostname=ours.server_name or host) if context is not None else sock
 
@@ -466,7 +468,7 @@ def _context(credentials: DialCredentials) -> ssl.SSLContext:
 
 
 def is_loopback(host: str) -> bool:
-    """Whether what is sent to that host, a name or an IP address, stays on this machine."""
+    """Return whether traffic to a host name or IP address stays on this machine."""
     if host == "localhost":
         return True
     try:
@@ -477,7 +479,7 @@ def is_loopback(host: str) -> bool:
 
 def credentials_of(env: Mapping[str, str]) -> DialCredentials:
     """``KVSTORE_TOKEN`` or ``KVSTORE_TOKEN_FILE``, ``KVSTORE_TLS_CA``, ``KVSTORE_TLS_CERT`` and ``KVSTORE_TLS_KEY``, as
-    for ``kv://`` addresses. Where a data server's connections are encrypted, its entry in the catalog says so.
+    for ``kv://`` addresses. The catalog's entry of a data server says whether its connections are encrypted.
 
     Raises:
         InvalidRequest: the token's file cannot be read; names the variable.

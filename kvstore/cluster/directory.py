@@ -1,29 +1,29 @@
-"""Directory: where in the cluster pages are, as far as nodes have told this one. Soft state; nothing in it is trusted.
+"""Directory: which nodes of the cluster have which pages, as they have announced. Soft state; nothing in it is trusted.
 
-A node owns the spans that ``placement`` gives it, and every node tells the owners of its pages what it has. An entry
-is a page's fingerprint, a node and a tier: no address, since the node that has the page finds and proves it.
+A node owns the spans that ``Placement`` assigns to it, and every node announces its pages to their owners. An entry is
+a page's fingerprint, a node and a tier: no address, since the node that has the page finds and proves it.
 
-A node tells an owner in a *stream* of numbered batches, which begins with everything it has for this owner. While that
-is still coming, what an earlier stream told is used, too; with the batch that completes it (``whole``) the earlier
-stream is void. A batch that comes twice changes nothing. One that was late may seem to begin a stream; it is void as
-soon as the node goes on with the one before. Where an owner does not know a stream (it is new, or forgot
-the node), or misses a number, the node begins another one::
+A node sends an owner a *stream* of numbered batches, which begins with everything it has for this owner. Until that is
+complete, an earlier stream is used too; the batch that completes it (``whole``) makes the earlier stream void. A
+repeated batch changes nothing. A late batch may seem to begin a stream; it is void as soon as the node continues the
+one before. If an owner does not know a stream (it is new, or forgot the node), or misses a number, the node begins
+another stream::
 
     node    stream 7: 0 1 2(whole) 3 4 ..        stream 9: 0 1(whole) 2 ..
     owner               1 2 3      4 5  (restarts)  AGAIN  1 2        3 ..
 
-With each batch the node says for which placement of spans the owner now has been told everything (``placed``). While a
-stream is coming, or entries of spans that moved are, the owner's entries of that node may be incomplete.
+Each batch says for which placement of spans the owner now has all entries (``placed``). While a stream, or entries of
+moved spans, are still being sent, the owner's entries of that node may be incomplete.
 
 An entry is 8 bytes: 48 bits of the fingerprint, 14 that number a stream, 2 for the tier. They are sorted in one array.
-Changes are sorted in a second one, and merged into it when they are many. Two pages whose 48 bits are equal are taken
-for each other: a node is asked without result, or not at all, once in some 10 million lookups at 10 million entries.
+Changes are sorted in a second one, and merged into it when they are many. Pages with equal 48 bits cannot be
+distinguished: with 10 million entries, about one lookup in 10 million asks a node without result, or misses a page.
 
-Placement: which nodes own a span's part of the directory.
+Placement: the nodes that own a span's part of the directory.
 
 Rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998): every pair of span
-and node has a weight, and the nodes of the two largest weights own the span. So when a node comes or goes, only the
-spans that it owned, or owns now, change hands.
+and node has a weight, and the nodes with the two largest weights own the span. So when a node joins or leaves, only its
+own spans get new owners.
 """
 
 from __future__ import annotations
@@ -41,13 +41,13 @@ from kvstore.model.replica import Tier
 
 AGAIN: Final = -1
 TIERS: Final = (Tier.HBM, Tier.DRAM, Tier.NVME)  # by number
-GONE: Final = 0x80  # of a mark: the page has left that tier
+GONE: Final = 0x80  # bit of a mark: the page has left that tier
 CHANGES_MIN: Final = 4096  # kept in addition to the table
 CHANGES_SHARE: Final = 32  # or this part of the table
-MERGED_MAX: Final = 1 << 16  # up to this many entries the table is always whole when it is read
+MERGED_MAX: Final = 1 << 16  # up to this many entries changes are merged before each read
 STREAMS_MAX: Final = 1 << 12  # an entry has bits for four times this number; the names fit an answer
-SORTED_MIN: Final = 256  # pages of one lookup, of which more are sorted before
-PER_PAGE_MAX: Final = 8  # entries of one page that an answer holds
+SORTED_MIN: Final = 256  # a lookup with more pages sorts them first
+PER_PAGE_MAX: Final = 8  # entries of one page in an answer
 
 _LOW: Final = np.uint64(0xFFFF)
 _HIGH: Final = ~_LOW
@@ -55,7 +55,7 @@ _LOW_BITS: Final = np.uint64(16)
 _TIER_BITS: Final = np.uint64(2)
 _TIER: Final = np.uint64(3)
 Marks = npt.NDArray[np.uint8]
-"""Per page the number of its tier in ``TIERS``; with ``GONE``: it is there no more."""
+"""Per page the number of its tier in ``TIERS``; with ``GONE`` if the page has left it."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,10 +66,10 @@ class Told:
         node: its name.
         stream: drawn by the node.
         number: of the batch in its stream, from 0 on.
-        fingerprints, marks: what came and went, in order.
-        whole: with this batch the node has told all that it has for this owner.
-        placed: the number of the ``Placement`` for which the owner has been told everything, once it has this batch; 0:
-            of none, or more is to be told at once.
+        fingerprints, marks: stored and removed pages, in order.
+        whole: whether this batch completes the node's entries for this owner.
+        placed: the number of the ``Placement`` for which the owner has all entries after this batch; 0 if for none, or
+            if more follows at once.
     """
 
     node: str
@@ -86,7 +86,7 @@ class Unsure(NamedTuple):
 
     Attributes:
         node: its name; "": any node.
-        placed: the number of the ``Placement`` for which the entries are complete; 0: of none, so that any may be
+        placed: the number of the ``Placement`` for which the entries are complete; 0 if for none, so any may be
             missing.
     """
 
@@ -96,11 +96,10 @@ class Unsure(NamedTuple):
 
 @dataclass(frozen=True, slots=True)
 class Listed:
-    """Where pages are: rows, ordered by page.
+    """The result of a lookup: rows, ordered by page.
 
     Attributes:
-        pages: places among those asked for, int64 ``[rows]``.
-        nodes: places in ``names``, int64 ``[rows]``.
+        pages: positions among the requested pages, int64 ``[rows]``. nodes: positions in ``names``, int64 ``[rows]``.
         tiers: numbers in ``TIERS``, uint8 ``[rows]``.
         unsure: nodes that may have more of these pages.
     """
@@ -121,10 +120,11 @@ class _Stream:
 
 
 class Directory:
-    """What one owner knows.
+    """The entries of one owner.
 
     Args:
-        bytes_max: memory of the entries. What does not fit is not kept: those pages are not found elsewhere.
+        bytes_max: memory of the entries. Entries that do not fit are dropped, so those pages are not found through this
+            owner.
 
     Attributes:
         refused: entries that did not fit.
@@ -132,7 +132,7 @@ class Directory:
 
     def __init__(self, bytes_max: int) -> None:
         self._max = bytes_max // 16  # entries: a change of the table makes a second one
-        self._streams: dict[str, list[_Stream]] = {}  # of a node: the newest last
+        self._streams: dict[str, list[_Stream]] = {}  # by node, the newest last
         self._names: list[str] = []  # by place; "": free
         self._table = _NONE
         self._added = _NONE  # entries that are not in the table yet
@@ -140,7 +140,7 @@ class Directory:
         self.refused = 0
 
     def __len__(self) -> int:
-        """Entries."""
+        """The number of entries."""
         self._merge()
         return len(self._table)
 
@@ -155,7 +155,7 @@ class Directory:
         return sorted(self._streams)
 
     def told(self, batch: Told) -> int:
-        """Take in a batch. Returns the number that is wanted next; ``AGAIN``: another stream, from its beginning."""
+        """Take in a batch. Returns the number of the next batch; ``AGAIN`` to ask for a new stream."""
         streams = self._streams.get(batch.node, [])
         stream = next((each for each in streams if each.number == batch.stream), None)
         if stream is None:
@@ -164,7 +164,7 @@ class Directory:
                 return AGAIN
         if batch.number != stream.next:
             if batch.number == stream.next - 1 and not batch.placed:
-                stream.placed = 0  # our answer was lost, and the node has news
+                stream.placed = 0  # our answer was lost, and the node has more to announce
             return stream.next
         stream.next += 1
         stream.placed = batch.placed
@@ -176,17 +176,17 @@ class Directory:
         return stream.next
 
     def placed(self, node: str) -> int:
-        """The number of the placement for which this node has told everything in its newest stream; 0: of none."""
+        """Return the number of the placement for which the node's newest stream is complete; 0 if for none."""
         streams = self._streams.get(node)
         return streams[-1].placed if streams else 0
 
     def forget(self, node: str) -> None:
-        """This node has gone: so have its entries."""
+        """Drop the entries of a node that has gone."""
         for stream in self._streams.get(node, [])[:]:
             self._end(node, stream)
 
     def find(self, pages: Fingerprints, most: int = PER_PAGE_MAX) -> Listed:
-        """Where these pages are, as far as is known: of each the first ``most`` entries."""
+        """Return known locations of these pages, at most ``most`` entries for each."""
         if len(self._table) <= MERGED_MAX:
             self._merge()
         rows = _rows(self._table, pages, most)
@@ -198,7 +198,7 @@ class Directory:
         return Listed(places.astype(np.int64), nodes.astype(np.int64), tiers.astype(np.uint8), self._names)
 
     def entries_of(self, node: str, start: int, count: int) -> Fingerprints:
-        """The first ``count`` entries from ``start`` on that this node has announced, as ``entries_told`` has them."""
+        """Return ``count`` entries of this node from ``start`` on, in the form of ``entries_told``."""
         self._merge()
         rest = self._table[np.searchsorted(self._table, np.uint64(start) & ~_LOW) :]
         places = [stream.place for stream in self._streams.get(node, [])]
@@ -209,7 +209,7 @@ class Directory:
     # --- streams ----------------------------------------------------------------------------------------------------
 
     def _begin(self, batch: Told) -> _Stream | None:
-        """A new stream of a node; one that was not whole yet is void."""
+        """Begin a new stream of a node; an incomplete one becomes void."""
         for stream in self._streams.get(batch.node, [])[1:]:
             self._end(batch.node, stream)
         place = next((place for place, name in enumerate(self._names) if not name), len(self._names))
@@ -235,7 +235,7 @@ class Directory:
     # --- entries ----------------------------------------------------------------------------------------------------
 
     def _change(self, stream: _Stream, batch: Told) -> None:
-        """Take in what came and went; of an entry named twice the later one counts."""
+        """Take in stored and removed pages; if an entry is named twice, the later one counts."""
         low = np.uint64(stream.place << 2) | (batch.marks & 3).astype(np.uint64)
         entries = batch.fingerprints & _HIGH | low
         order = np.argsort(entries, kind="stable")
@@ -253,7 +253,7 @@ class Directory:
             self._merge()
 
     def _merge(self) -> None:
-        """Bring the changes into the table."""
+        """Merge the changes into the table."""
         if len(self._added) or len(self._removed):
             self._table = _with(_without(self._table, self._removed), self._added)
             self._added = self._removed = _NONE
@@ -263,12 +263,12 @@ _NONE: Final = np.zeros(0, np.uint64)
 
 
 def entries_told(pages: Fingerprints, marks: Marks) -> Fingerprints:
-    """What a directory keeps of these pages of a node, sorted: 48 bits of the fingerprint, and the tier."""
+    """Return the sorted entries of a node's pages: 48 bits of the fingerprint, and the tier."""
     return np.unique(pages & ~_LOW | (marks & 3).astype(np.uint64))
 
 
 def _without(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Sorted ``entries`` but for those that are among the sorted ``others``."""
+    """Return sorted ``entries`` without those in the sorted ``others``."""
     if not len(entries) or not len(others):
         return entries
     at = np.searchsorted(entries, others)
@@ -278,7 +278,8 @@ def _without(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) ->
 
 
 def _with(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """Sorted ``entries`` and sorted ``others``, each once. (``numpy.union1d`` would sort or hash all of them again.)"""
+    """Return the sorted union of sorted ``entries`` and ``others``. (``numpy.union1d`` would sort or hash all of them
+    again.)"""
     if not len(entries) or not len(others):
         return entries if len(entries) else others
     at = entries.searchsorted(others)
@@ -287,16 +288,16 @@ def _with(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) -> np
 
 
 def _first(rows: npt.NDArray[np.uint64], most: int) -> npt.NDArray[np.uint64]:
-    """The first ``most`` rows of each page, from sorted ``rows``."""
+    """Return the first ``most`` rows of each page, from sorted ``rows``."""
     places = rows >> _LOW_BITS
     return rows[np.arange(len(rows)) - places.searchsorted(places) < most]
 
 
 def _rows(entries: npt.NDArray[np.uint64], pages: Fingerprints, most: int) -> npt.NDArray[np.uint64]:
-    """Entries of these pages, at most ``most`` of each: with a page's place among them instead of its fingerprint."""
+    """Return entries of these pages, at most ``most`` of each, with a page's position instead of its fingerprint."""
     if not len(entries):
         return _NONE
-    # In order they are found five times as fast: parts of a large table that are near each other are in a cache.
+    # Sorted pages are found five times as fast, since neighbouring parts of a large table are in a CPU cache.
     order = pages.argsort() if len(pages) >= SORTED_MIN else None
     pages = pages if order is None else pages[order]
     low = entries.searchsorted(pages & _HIGH)
@@ -315,7 +316,7 @@ def _rows(entries: npt.NDArray[np.uint64], pages: Fingerprints, most: int) -> np
 
 
 def joined(parts: list[Listed], step: int) -> Listed:
-    """What was found of pages that were looked up ``step`` at a time, as of one lookup."""
+    """Combine the results of lookups of ``step`` pages each into one."""
     names: list[str] = []
     nodes = []
     for part in parts:
@@ -327,15 +328,16 @@ def joined(parts: list[Listed], step: int) -> Listed:
 
 
 OWNERS: Final = 2
-KNOWN_MAX: Final = 1 << 14  # spans whose owners are remembered: some 3 MB
+KNOWN_MAX: Final = 1 << 14  # spans whose owners are cached: about 3 MB
 
 
 class Placement:
-    """Over one set of live nodes. It never changes: other members are another placement. Threads may share it.
+    """The owners of spans for one set of live nodes. Immutable: other members make another placement. Threads may share
+    it.
 
     Attributes:
         nodes: names, sorted.
-        number: a hash of the names, never 0: two placements over the same nodes have the same one.
+        number: a hash of the names, never 0, so that placements of the same nodes have equal numbers.
     """
 
     def __init__(self, nodes: Iterable[str]) -> None:
@@ -345,7 +347,8 @@ class Placement:
         self._known: dict[int, tuple[int, ...]] = {}
 
     def owners(self, spans: Fingerprints) -> npt.NDArray[np.int64]:
-        """Places in ``nodes`` of each span's owners, the first one first: int64 ``[spans, min(2, nodes)]``."""
+        """Return the positions in ``nodes`` of each span's owners, the first owner first: int64
+        ``[spans, min(2, nodes)]``."""
         count = min(OWNERS, len(self.nodes))
         if count < OWNERS:
             return np.zeros((len(spans), count), np.int64)
@@ -353,7 +356,7 @@ class Placement:
         return weights.argpartition(-OWNERS, axis=1)[:, : -OWNERS - 1 : -1]
 
     def owners_of(self, spans: list[int]) -> list[tuple[int, ...]]:
-        """The owners of a few spans. They are remembered: a caller that asks for a chain asks for what follows it,
+        """Return the owners of a few spans. They are cached, since callers usually ask for later spans of a chain
         too."""
         known = self._known
         missing = [span for span in spans if span not in known]
@@ -365,7 +368,7 @@ class Placement:
         return [known[span] for span in spans]
 
     def shares(self, spans: Fingerprints) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
-        """Each owner of some of these spans, with the places of its spans, ascending."""
+        """Yield each owner of some of these spans, with the positions of its spans, ascending."""
         owners = self.owners(spans)
         flat = owners.ravel()
         order = flat.argsort(kind="stable")
@@ -374,7 +377,7 @@ class Placement:
             yield self.nodes[flat[part[0]]], part // owners.shape[1]
 
     def owned(self, spans: Fingerprints) -> dict[str, npt.NDArray[np.bool_]]:
-        """By node, which of these spans it owns."""
+        """Return for each node which of these spans it owns."""
         owners = self.owners(spans)
         return {name: (owners == place).any(axis=1) for place, name in enumerate(self.nodes)}
 

@@ -2,8 +2,8 @@
 
 A value comes from, strongest first: a flag, the environment (``KVSTORE_DRAM``), a TOML file (``dram = "4GiB"`` under
 ``[node]``), the default. `Config.sources` remembers which. Unknown names are refused, so that a typing error is never a
-silent default. Only `load` touches files and the environment; everything else here is pure. How text becomes a value
-stands in `kvstore.config.reading`.
+silent default. Only `load` touches files and the environment; everything else here is pure. `kvstore.config.reading`
+turns text into values.
 
 To add a setting: one field with `setting(default, parser, help)`, which is its flag, its variable and its name in the
 file; its bounds or relations in `__post_init__`. Settings that every daemon has are in `kvstore.config.daemon`.
@@ -68,7 +68,7 @@ FRAME_ALIGN_BYTES = 4 * KIB
 """Frames are multiples of this, for O_DIRECT and for whole memory pages."""
 
 NVME_BYTES_MIN = MIB
-"""Superblocks and tables take some 20 KiB; of less they would be much, and a forgotten unit is more likely meant."""
+"""Superblocks and tables take about 20 KiB, too much for a smaller target, whose size more likely lacks a unit."""
 
 _SHM_DIR = Path("/dev/shm")
 ADMISSIONS = ("all", "reused")
@@ -77,7 +77,7 @@ _POLICY = re.compile(r"[a-z0-9_-]+")
 
 _ENV_PREFIX = "KVSTORE_"
 _ENV_NOT_CONFIG = (
-    # where clients find a node, and how they show who they are
+    # how clients find a node, and their credentials
     *("KVSTORE_NODE", "KVSTORE_TOKEN", "KVSTORE_TOKEN_FILE", "KVSTORE_TLS_CA"),
     "KVSTORE_FAILPOINT",  # a test's fault to inject
 )
@@ -89,7 +89,7 @@ _ENV_NOT_CONFIG_PREFIXES = ("KVSTORE_TEST_", "KVSTORE_ENGINE_", "KVSTORE_CONDUCT
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(DaemonConfig):
-    """One node. Checked however it is made: raises `InvalidRequest` naming the field. Sizes are bytes."""
+    """One node. Checked on every construction: raises `InvalidRequest` naming the field. Sizes are bytes."""
 
     name: str = setting("default", parse_text, "What clients on this machine connect to; also names the node's folder.")
     dram: int = setting(
@@ -241,7 +241,7 @@ class NodeConfig(DaemonConfig):
         require("sessions_max", 1 <= self.sessions_max <= 65535, "must be from 1 to 65535", self.sessions_max)
         require("scrub_bytes_per_s", self.scrub_bytes_per_s >= 0, "must be zero or more", self.scrub_bytes_per_s)
         require("reserve_ttl_s", self.reserve_ttl_s > 0, "must be more than zero", self.reserve_ttl_s)
-        # A pool without room for one frame could accept nothing.
+        # A pool smaller than one frame could accept nothing.
         require("dram", self.dram >= FRAME_ALIGN_BYTES, "must be at least 4KiB", self.dram)
         # An extent is carved out of the segment and into aligned frames.
         require("extent", self.extent % FRAME_ALIGN_BYTES == 0, "must be a multiple of 4KiB", self.extent)
@@ -304,7 +304,7 @@ class NodeConfig(DaemonConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole tree. `sources` tells for each setting (``"node.dram"``) where its value came from."""
+    """The whole tree. `sources` has the origin of each setting's value (by ``"node.dram"``)."""
 
     node: NodeConfig = field(default_factory=NodeConfig)
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
@@ -314,7 +314,8 @@ class Config:
 
 
 def node_config(**raw: object) -> NodeConfig:
-    """A `NodeConfig` from keyword arguments as users write them (``dram="512MiB"``), for a node embedded in a process.
+    """Make a `NodeConfig` from keyword arguments as users write them (``dram="512MiB"``), for a node embedded in a
+    process.
 
     Neither files nor the environment are read. Raises `InvalidRequest` for unknown names and bad values.
     """

@@ -38,10 +38,10 @@ class Layout:
     GQA and MHA: ``kv_heads`` and ``head_dim``; the content of a token is K and V packed, ``2 * head_dim`` elements.
     MLA: ``mla_latent`` and ``mla_rope`` elements per token (DeepSeek-V2, section 2.1.2: the compressed latent and
     the decoupled RoPE key), with ``kv_heads=1`` and ``head_dim=0``; the one head is replicated over TP ranks.
-    Sliding windows: ``attention="window"``; a token attends to the ``window`` last ones, itself among them.
-    States (Mamba and the like): ``attention="state"``; a page holds, for each head, ``2 * head_dim`` elements of the
-    state behind its last token. A size that is not such a product is given in bytes, with ``dtype="uint8"``.
-    ``group``: tells apart groups of a model whose other fields are equal.
+    Sliding windows: ``attention="window"``; a token attends to the last ``window`` tokens, including itself. States
+    (Mamba and the like): ``attention="state"``; a page holds, for each head, ``2 * head_dim`` elements of the state
+    after its last token. Other sizes are given in bytes, with ``dtype="uint8"``. ``group``: tells apart groups of a
+    model whose other fields are equal.
 
     Raises:
         InvalidRequest: a field is out of range; the error names it.
@@ -73,7 +73,9 @@ class Layout:
         _integer(self, "mla_latent", 0, 1 << 20)
         _integer(self, "mla_rope", 0, 1 << 20)
         _integer(self, "window", 0, 1 << 31)
-        _require(self.dtype in DTYPE_BYTES, "layout.dtype", f"{self.dtype!r} is not one of {', '.join(DTYPE_BYTES)}")
+        _require(
+            self.dtype in DTYPE_BYTES, "layout.dtype", f"must be one of {', '.join(DTYPE_BYTES)} (got {self.dtype!r})"
+        )
         _require(self.attention in ATTENTION_KINDS, "layout.attention", f"must be one of {', '.join(ATTENTION_KINDS)}")
         if self.mla_latent:
             _require(self.head_dim == 0, "layout.head_dim", "must be 0 with mla_latent: MLA stores no K and V heads")
@@ -98,7 +100,7 @@ class Layout:
 
     @property
     def _entries(self) -> int:
-        """How many tokens' content a head has in a page."""
+        """The number of tokens whose content a head has in a page."""
         return 1 if self.attention == "state" else self.page_tokens
 
     @cached_property
@@ -123,7 +125,7 @@ class Layout:
 
     @cached_property
     def fingerprint(self) -> bytes:
-        """16 bytes that are equal exactly where every field is equal, on every machine and version."""
+        """16 bytes that are equal if and only if every field is equal, on every machine and version."""
         text = json.dumps(asdict(self), sort_keys=True, separators=(",", ":"), ensure_ascii=True)
         return hashlib.blake2b(text.encode(), digest_size=16, person=b"kvstore.layout").digest()
 
@@ -135,19 +137,19 @@ class Layout:
         """
         stop = self.kv_heads if head_stop is None else head_stop
         known = hasattr(layer, "__index__") and 0 <= layer < self.layers
-        _require(known, "layer", f"{layer!r} is not in 0..{self.layers - 1}")
+        _require(known, "layer", f"must be in 0..{self.layers - 1} (got {layer!r})")
         _require(0 <= head_start < stop <= self.kv_heads, "heads", f"{head_start}..{stop} not in 0..{self.kv_heads}")
         start = layer * self.layer_bytes
         return start + head_start * self.head_bytes, start + stop * self.head_bytes
 
     def held_heads(self, rank: int, ranks: int) -> tuple[int, int]:
-        """Heads ``[start, stop)`` that shard ``rank`` of ``ranks`` attends with: with fewer heads than ranks (MLA, or
-        TP > kv_heads) each is held by several.
+        """Return the heads ``[start, stop)`` that shard ``rank`` of ``ranks`` uses. With fewer heads than ranks (MLA,
+        or TP > kv_heads), several ranks hold each head.
 
         Raises:
             InvalidRequest: rank is not below ranks, or heads do not divide evenly over ranks (or ranks over heads).
         """
-        _require(0 <= rank < ranks, "rank", f"{rank} is not in 0..{ranks - 1}")
+        _require(0 <= rank < ranks, "rank", f"must be in 0..{ranks - 1} (got {rank})")
         if ranks <= self.kv_heads:
             _require(self.kv_heads % ranks == 0, "ranks", f"{self.kv_heads} kv_heads do not divide over {ranks} ranks")
             share = self.kv_heads // ranks
@@ -157,8 +159,8 @@ class Layout:
         return head, head + 1
 
     def shard_heads(self, rank: int, ranks: int) -> tuple[int, int] | None:
-        """Heads ``[start, stop)`` that shard ``rank`` of ``ranks`` writes, or None where it writes nothing: of the
-        ranks that hold a head, the lowest is its one writer.
+        """Return the heads ``[start, stop)`` that shard ``rank`` of ``ranks`` writes, or None if it writes nothing: the
+        lowest rank that holds a head writes it.
 
         Raises:
             InvalidRequest: as ``held_heads``.
@@ -167,14 +169,14 @@ class Layout:
         return heads if ranks <= self.kv_heads or rank % (ranks // self.kv_heads) == 0 else None
 
     def shard_layers(self, stage: int, stages: int) -> tuple[int, int]:
-        """Layers ``[start, stop)`` of pipeline stage ``stage`` of ``stages``. Where they do not divide evenly, the
-        first stages have one more.
+        """Return the layers ``[start, stop)`` of pipeline stage ``stage`` of ``stages``. If they do not divide evenly,
+        the first stages have one more.
 
         Raises:
             InvalidRequest: stage is not below stages, or there are more stages than layers.
         """
-        _require(0 <= stage < stages, "stage", f"{stage} is not in 0..{stages - 1}")
-        _require(stages <= self.layers, "stages", f"{stages} are more than {self.layers} layers")
+        _require(0 <= stage < stages, "stage", f"must be in 0..{stages - 1} (got {stage})")
+        _require(stages <= self.layers, "stages", f"must be at most {self.layers}, the number of layers (got {stages})")
         share, more = divmod(self.layers, stages)
         start = stage * share + min(stage, more)
         return start, start + share + (stage < more)

@@ -21,7 +21,7 @@ SEALED = FrameState.SEALED
 
 
 def check_all(state: NodeState, entries: Callable[[Tier], Iterable[tuple[bytes, Address]]]) -> list[str]:
-    """All laws of a whole node; ``entries`` of the index for a tier, as of this moment."""
+    """All laws of a whole node; ``entries`` returns the current index entries of a tier."""
     found = [
         line
         for tier, its in state.spaces.items()
@@ -67,7 +67,7 @@ def check_mounts(state: NodeState, index: Iterable[tuple[bytes, Address]]) -> li
 
 
 def check(state: NodeState, tier: Tier, snapshots: list[Snapshot], index: Iterable[tuple[bytes, Address]]) -> list[str]:
-    """All laws of DESIGN section 3 that concern one tier of a node. ``snapshots`` and ``index`` as of this moment."""
+    """All conservation laws of one tier of a node. ``snapshots`` and ``index`` are current."""
     space = state.spaces[tier]
     tables = _tables(state) if space is state.space else _copies(state, space)
     found = [

@@ -1,4 +1,4 @@
-"""Prefix closure over all records at once: who is whose parent, who must go when a page goes.
+"""Prefix closure over all records at once: each page's parent, and the pages to drop with a dropped page.
 
 Vectorised over every record, a few hundred milliseconds for a million pages: for start and damage, never for a put.
 """
@@ -17,7 +17,7 @@ from kvstore.state.interfaces import Snapshot
 @dataclass(slots=True)
 class Links:
     """Sealed pages of all extents in key order; ``parent`` is the position of each one's parent, -1 at a root,
-    -2 where the parent is not sealed. All arrays ``[pages]``."""
+    -2 if the parent is not sealed. All arrays ``[pages]``."""
 
     extents: npt.NDArray[np.uint32]
     frames: npt.NDArray[np.uint32]
@@ -36,7 +36,7 @@ class Links:
 
 
 def link(snapshots: list[Snapshot], across_roots: bool = False) -> Links:
-    """Join every sealed page with its parent; ``across_roots``: by keys alone, where a record's root may be damaged."""
+    """Link every sealed page to its parent. ``across_roots``: by keys only, for records whose root may be damaged."""
     none = np.zeros(0, "S16")
     snapshots = snapshots or [Snapshot(0, np.zeros(0, np.uint64), none, none, none)]
     masks = [(s.words & np.uint64(0xFF)) == FrameState.SEALED for s in snapshots]

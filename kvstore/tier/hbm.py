@@ -1,10 +1,10 @@
-"""HbmStore: pages in a device's memory, a tier like others.
+"""HbmStore: a tier in device memory, with the interface of other tiers.
 
-What engines have mounted is read by it (``transfer.exported``): its frames are named by the engine's records, and the
-engine alone writes them and decides about them.
+It reads memory that engines have mounted (``tier.peer_memory``): the engine's records name its frames, and only the
+engine writes them and decides about them.
 
-Where the bytes of a page lie is told by an arena: our own is page-major, one piece for a page; in a foreign one (a
-tensor ``[B, H, N, C]`` for each layer, and the like) a page is gathered from pieces that lie apart.
+An arena says where the bytes of a page are. Ours is page-major, with one piece per page; in a foreign one (a tensor
+``[B, H, N, C]`` for each layer, for example) a page is gathered from separate pieces.
 """
 
 from __future__ import annotations
@@ -23,11 +23,11 @@ from kvstore.model.shard import Strides
 from kvstore.tier.base import Bytes
 
 COPY_DEADLINE_S: Final = 10.0  # of one page
-BOUNCE_BYTES: Final = 8 << 20  # of pages that are on their way at a time, where a page is not larger
+BOUNCE_BYTES: Final = 8 << 20  # of pages copied at a time, or one page if that is larger
 
 
 class FrameMap(Protocol):
-    """Where frames are in a device's memory: ``positions``, each with a number of frames of a class."""
+    """The places of frames in device memory: ``positions``, each with a number of frames of a class."""
 
     @property
     def extent_bytes(self) -> int:
@@ -36,15 +36,15 @@ class FrameMap(Protocol):
 
     @property
     def positions(self) -> int:
-        """How many extents it has room for."""
+        """The number of positions for extents."""
         ...
 
     def frames_of(self, frame_class: FrameClass) -> int:
-        """Frames in one position; 0 where that class does not fit."""
+        """Return the frames in one position; 0 if that class does not fit."""
         ...
 
     def pieces(self, position: int, frame: int, frame_class: FrameClass, count: int = 1) -> tuple[Addresses, Addresses]:
-        """Addresses and lengths of the pieces of ``count`` pages, in the order of their bytes. Together they are each
+        """Return addresses and lengths of the pieces of ``count`` pages, in the order of their bytes. They cover each
         page, or each page's whole frame."""
         ...
 
@@ -53,10 +53,10 @@ class StridedFrames:
     """See ``FrameMap``: blocks of another engine, all of one class, as one extent.
 
     Args:
-        frame_class: whose pages they hold.
-        address: where their memory begins.
-        blocks: frames there are.
-        strides: where pages lie in it.
+        frame_class: the class of the pages.
+        address: the start of their memory.
+        blocks: the number of frames.
+        strides: the layout of pages in it.
     """
 
     positions = 1
@@ -79,17 +79,17 @@ class StridedFrames:
 
 
 class HbmStore:
-    """See ``TierStore``. Frames are named by records that lie elsewhere, as in DRAM; nothing stands before them.
+    """See ``TierStore``. Records elsewhere name its frames, as in DRAM; frames have no headers.
 
-    A page goes through pinned memory of the store's own. So a copy that did not end in time spoils neither the caller's
+    A page goes through the store's own pinned memory. So a copy that did not end in time affects neither the caller's
     buffers nor a later copy: its bounce buffer is reused only once its event is over.
 
     Args:
-        device: whose memory it is.
-        arena: where its frames lie; allocated, and freed later than the store is closed, by the caller.
+        device: the device that has the memory.
+        arena: the places of its frames. The caller allocates the memory, and frees it after the store is closed.
         incarnation: drawn for each arena: device memory ends with its process.
-        found: what its positions hold already.
-        deadline_s: of the copy of one page.
+        found: extents that its positions hold already.
+        deadline_s: the time for the copy of one page.
     """
 
     tier = Tier.HBM
@@ -157,7 +157,7 @@ class HbmStore:
         """See ``TierStore``. Returns when the copy's event is over.
 
         Raises:
-            DeviceLost: an OSError, as is the next. ``page`` is as it was, and stays so.
+            DeviceLost: an OSError, as is the next. ``page`` is unchanged, and stays so.
             DeadlineExceeded: the same.
         """
         self.read_pages(position, frame, frame_class, page[None])

@@ -46,9 +46,9 @@ def test_a_token_goes_in_clear_on_this_machine_only(host: str) -> None:
     assert endpoint(f"kv://{host}:1", given, {}).token == "secret"
     assert endpoint("kv+unix:///s", given, {}).token == "secret"
     for away in ("10.0.0.1", "example.org", "localhost.example.org", "[fe80::1]", "0.0.0.0"):
-        with pytest.raises(InvalidRequest, match="^token: would travel in clear"):
+        with pytest.raises(InvalidRequest, match="^token: would be sent unencrypted"):
             endpoint(f"kv://{away}:1", given, {})
-        with pytest.raises(InvalidRequest, match="^token: would travel in clear"):
+        with pytest.raises(InvalidRequest, match="^token: would be sent unencrypted"):
             endpoint(f"kv://{away}:1", CLEAR, {"KVSTORE_TOKEN": "secret"})
 
 

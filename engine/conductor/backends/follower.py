@@ -1,7 +1,7 @@
-"""BackendFollower: follows a back end as one of a conductor's engines: whether it is there, its pages, its speed.
+"""BackendFollower: follows a back end as one of a conductor's engines: its availability, pages and speed.
 
 It is asked for its models once a second. A back end that refuses twice, or does not answer for ``DEAD_S``, counts as
-gone: its answers under way continue elsewhere if they can, and what is known of its cache is forgotten.
+gone: its running answers continue on other engines if possible, and the index forgets its cache.
 """
 
 from __future__ import annotations
@@ -41,7 +41,7 @@ class BackendFollower:
     """Follows one back end while ``follow`` runs. On one event loop.
 
     Args:
-        engines: the map that it is added to while it is there.
+        engines: the map that contains it while it is available.
         counts: outcomes of its KV events.
 
     Raises:
@@ -65,7 +65,7 @@ class BackendFollower:
         self._heard_s = time.monotonic()
 
     async def follow(self, heard: Callable[[], None]) -> None:
-        """Run until cancelled. ``heard`` is called when it has answered, or has failed to."""
+        """Run until cancelled. ``heard`` is called after an answer or a failure."""
         name = self._settings.name
         try:
             while True:
@@ -100,7 +100,7 @@ class BackendFollower:
             self._engines[name] = KnownEngine(about, self._link, None, path, speeds)
             self._handle(ev.EngineFound(now_s, about, Role.BOTH))
         if known is None:
-            log.info("%s is there, with %s", name, about.model)
+            log.info("%s is available, with %s", name, about.model)
             if self._settings.events:
                 follow = boundary.kept_task("task/kv events", self._intake.run)
                 self._events = asyncio.create_task(follow, name=f"kv events of {name}")
@@ -142,7 +142,7 @@ class BackendFollower:
         silent = isinstance(error, DeadlineExceeded)
         self._refused += not silent
         if name not in self._engines:
-            (log.warning if self._refused == 1 else log.debug)("%s is not there: %s", name, error)
+            (log.warning if self._refused == 1 else log.debug)("%s is not available: %s", name, error)
         elif self._refused >= REFUSALS or now_s - self._heard_s > DEAD_S:
             log.warning("%s has gone: %s", name, error)
             await self._lose()

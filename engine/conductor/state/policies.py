@@ -3,13 +3,12 @@
 ``kv-centric`` is the default. The others are published policies, for comparison:
 
 - ``random``, ``round-robin``, ``least-load``: look at no prefix.
-- ``longest-prefix``: the engine whose node has most of the prompt. If every prompt shares the first page, those are
-  all of one node's engines, until they have no room.
-- ``own-cache``: the soonest first token, ignoring what other nodes have.
+- ``longest-prefix``: the engine whose node has most of the prompt. If every prompt shares the first page, this selects
+only one node's engines, until they are full. - ``own-cache``: the soonest first token, ignoring what other nodes have.
 - ``dynamo-linear``: the smallest sum of blocks to compute and blocks being decoded (NVIDIA
   Dynamo's KV router).
-- ``dualmap``: two candidates by two hashes of the prompt's first pages; the one with more of it unless that is late
-  (after DualMap).
+- ``dualmap``: two candidates by two hashes of the prompt's first pages; the one with more of the prompt, unless it
+  would be late (after DualMap).
 """
 
 from __future__ import annotations
@@ -33,8 +32,8 @@ DYNAMO_LOCAL_SHARE: Final = 0.7
 
 
 class Policy:
-    """Chooses a pair. A policy says which engine computes, of those that have room, lest requests wait behind one whose
-    engine has none; by default the smallest batch answers.
+    """Chooses a pair of engines. A policy chooses the computing engine among those with free capacity, so that no
+    request waits for a full one; by default the engine with the smallest batch answers.
 
     A request is routed again for as long as it waits, so calling a policy changes no state.
     """
@@ -45,7 +44,7 @@ class Policy:
         self.seed = seed
 
     def computing(self, candidates: Candidates, fit: Places) -> int:
-        """The place of the engine that computes the prompt, among these; at least one is given."""
+        """Return the position of the engine that computes the prompt, among these (at least one)."""
         raise NotImplementedError
 
     def route(self, candidates: Candidates, split: Split) -> tuple[int, int] | None:
@@ -110,7 +109,7 @@ class KvCentric(Policy):
 
 
 class Random(Policy):
-    """Any."""
+    """Chooses at random."""
 
     name = "random"
 
@@ -120,7 +119,7 @@ class Random(Policy):
 
 
 class RoundRobin(Policy):
-    """Engines take turns."""
+    """Uses the engines in turn."""
 
     name = "round-robin"
 
@@ -130,7 +129,7 @@ class RoundRobin(Policy):
 
 
 class LeastLoad(Policy):
-    """The shortest wait."""
+    """Chooses the shortest wait."""
 
     name = "least-load"
 
@@ -140,7 +139,7 @@ class LeastLoad(Policy):
 
 
 class LongestPrefix(Policy):
-    """Most of the prompt; among equal ones the shortest wait."""
+    """Chooses the engine with most of the prompt; among equal ones, the shortest wait."""
 
     name = "longest-prefix"
 
@@ -150,7 +149,7 @@ class LongestPrefix(Policy):
 
 
 class OwnCache(Policy):
-    """The soonest first token, with only what the engine's own node has."""
+    """Chooses the soonest first token, counting only pages of the engine's own node."""
 
     name = "own-cache"
 
@@ -160,7 +159,7 @@ class OwnCache(Policy):
 
 
 class DynamoLinear(Policy):
-    """Tokens to compute, and blocks that are decoded."""
+    """Chooses by the tokens to compute and the blocks being decoded."""
 
     name = "dynamo-linear"
 
@@ -174,7 +173,7 @@ class DynamoLinear(Policy):
 
 
 class DualMap(Policy):
-    """The warmer of two engines, which two hashes choose."""
+    """Chooses the warmer of two engines, which are given by two hashes."""
 
     name = "dualmap"
 
@@ -190,23 +189,23 @@ class DualMap(Policy):
 
 
 def never(candidates: Candidates) -> bool | None:
-    """Every engine computes what it answers."""
+    """Let every engine compute the prompts that it answers."""
     return False
 
 
 def always(candidates: Candidates) -> bool | None:
-    """Two engines for every request."""
+    """Use two engines for every request."""
     return True
 
 
 def threshold(candidates: Candidates) -> bool | None:
-    """Two engines where much is left to compute (NVIDIA Dynamo's rule and figures)."""
+    """Use two engines if much is left to compute (NVIDIA Dynamo's rule and figures)."""
     left = candidates.request.tokens - candidates.cached[candidates.answers].max(initial=0)
     return bool(left >= DYNAMO_LOCAL_TOKENS or left >= DYNAMO_LOCAL_SHARE * candidates.request.tokens)
 
 
 def cost(candidates: Candidates) -> bool | None:
-    """As the policy decides."""
+    """Let the policy decide."""
     return None
 
 
@@ -220,24 +219,24 @@ SPLITS: Mapping[str, Split] = MappingProxyType({"cost": cost, "never": never, "a
 
 
 def make_policy(name: str, seed: int) -> Policy:
-    """A policy by name.
+    """Make a policy by name.
 
     Raises:
         InvalidRequest: there is no policy with this name.
     """
     if name not in POLICIES:
-        raise InvalidRequest("policy", f"there is no policy {name!r}; there are {', '.join(POLICIES)}")
+        raise InvalidRequest("policy", f"must be one of {', '.join(POLICIES)} (got {name!r})")
     return POLICIES[name](seed)
 
 
 def make_split(name: str) -> Split:
-    """When two engines share a request, by name.
+    """Return the rule by name that decides when two engines share a request.
 
     Raises:
         InvalidRequest: there is no split with this name.
     """
     if name not in SPLITS:
-        raise InvalidRequest("split", f"there is no split {name!r}; there are {', '.join(SPLITS)}")
+        raise InvalidRequest("split", f"must be one of {', '.join(SPLITS)} (got {name!r})")
     return SPLITS[name]
 
 
@@ -249,7 +248,7 @@ def _smallest(fit: Places, values: Floats) -> Places:
 
 
 def _first(values: Floats, candidates: Candidates) -> int:
-    """Where the smallest value is; equal ones take turns from request to request."""
+    """Return the position of the smallest value; equal ones take turns from request to request."""
     smallest = (values == values.min()).nonzero()[0]
     return int(smallest[candidates.request.number % len(smallest)])
 

@@ -4,8 +4,8 @@ The index has only keys, and a key can be forged: tokens of one root that give t
 root of the last page found is compared with the requested root. Under prefix closure all pages before it have the same
 root, so one check is enough; if it differs, every page is checked.
 
-    ours     A B C D              the index names A B C and X, another tenant's page that has D's key: stored   A B C +
-    X            X has another root, so A, B, C are checked, and three pages are stored
+    ours     A B C D              the index names A B C and X, another tenant's page that has D's key:
+    stored   A B C + X            X has another root, so A, B, C are checked, and three pages are stored
 """
 
 from __future__ import annotations

@@ -41,7 +41,7 @@ class RunLease:
         self.number = number or secrets.randbits(63) | 1
         self._mapped = mapped
         self._ttl_ms = ttl_ms
-        self._answered = bool(number)  # no request for it is unanswered: a published one would overtake it
+        self._answered = bool(number)  # no unanswered request, which a published one would overtake
 
     def take(self, runs: list[Run]) -> int:
         """Take the lease; return for how many leading pages it was given. Those of them that are unchanged now are
@@ -73,7 +73,7 @@ class RunLease:
 
     def _publish(self, runs: list[Run]) -> int:
         """Take the lease through the log, without a message; return for how many pages, if they are unchanged now. 0
-        means that a request is needed. See ``service.node.deciding``."""
+        means that a request is needed. See ``shm.put_log``."""
         mapped, publisher, parts = self._mapped, self._mapped.channel.publisher, address_parts(runs)
         if publisher is None or len(parts) > 1:
             return 0

@@ -1,6 +1,6 @@
 """LocalNode: a node's files, mapped into this process. Reads need nothing else; only writes need its daemon.
 
-Which tiers this machine's clients read below memory, and how.
+The module also lists the tiers below memory, with their readers.
 """
 
 from __future__ import annotations

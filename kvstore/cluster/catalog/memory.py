@@ -1,8 +1,8 @@
-"""MemoryCatalog: a catalog within one process. It ships: a node alone, tests, and simulations use it.
+"""MemoryCatalog: a catalog within one process, for a single node, tests and simulations.
 
 Ledger: the rules of a catalog in plain dicts. Time comes as an argument; nothing here waits.
 
-The in-memory catalog is a ledger with a bell, and simulations of a cluster hold one.
+The catalog is a ledger with a notification of changes; cluster simulations use the ledger alone.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from kvstore.cluster.catalog.base import (
 from kvstore.cluster.catalog.task_health import TaskHealth
 from kvstore.errors import KVStoreError, Unavailable
 
-LOG_MAX: Final = 4096  # changes that a watch can be behind before it is told everything again
+LOG_MAX: Final = 4096  # changes by which a watch can lag before it gets everything again
 
 
 class Ledger:
     """Entries, sessions and the last changes.
 
     Attributes:
-        revision: of the last change.
+        revision: the revision of the last change.
     """
 
     def __init__(self, log_max: int = LOG_MAX) -> None:
@@ -75,7 +75,7 @@ class Ledger:
         return True
 
     def changes(self, prefix: str, since: int) -> Update:
-        """What changed below ``prefix`` after revision ``since``; everything where that is known no more."""
+        """Return the changes below ``prefix`` after revision ``since``; everything if these are not known any more."""
         oldest = self._changes[0][0] if self._changes else self.revision + 1
         if since + 1 < oldest and since < self.revision:
             return self.listing(prefix)
@@ -85,13 +85,13 @@ class Ledger:
         return Update(self.revision, tuple(entries), tuple(sorted(keys - self._entries.keys())))
 
     def open_session(self, ttl_s: float, now_s: float) -> int:
-        """A session that ends ``ttl_s`` after its last renewal."""
+        """Open a session that ends ``ttl_s`` after its last renewal."""
         self._last_session += 1
         self._deadlines[self._last_session] = (now_s + ttl_s, ttl_s)
         return self._last_session
 
     def renew(self, session: int, now_s: float) -> bool:
-        """False where it has ended."""
+        """Renew a session; return False if it has ended."""
         if session not in self._deadlines:
             return False
         ttl_s = self._deadlines[session][1]
@@ -99,19 +99,19 @@ class Ledger:
         return True
 
     def end(self, session: int) -> None:
-        """Its entries leave."""
+        """End a session, and remove its entries."""
         self._deadlines.pop(session, None)
         for key in [each.key for each in self._entries.values() if each.session == session]:
             del self._entries[key]
             self._changed(key)
 
     def expire(self, now_s: float) -> None:
-        """End the sessions whose time is over. Call it before anything else that happens at ``now_s``."""
+        """End expired sessions. Call it before anything else at ``now_s``."""
         for session in [each for each, (ends_s, _) in self._deadlines.items() if ends_s <= now_s]:
             self.end(session)
 
     def next_end_s(self) -> float | None:
-        """When the next session ends unless it is renewed."""
+        """Return when the next session ends unless it is renewed."""
         return min((ends_s for ends_s, _ in self._deadlines.values()), default=None)
 
     def _changed(self, key: str) -> None:
@@ -119,11 +119,11 @@ class Ledger:
         self._changes.append((self.revision, key))
 
 
-LOOK_S: Final = 1.0  # a watch gives a sign of life this often
+LOOK_S: Final = 1.0  # interval of a watch's signs of life
 
 
 class MemoryCatalog(Catalog):
-    """Over a ledger that several catalogs of one event loop may share.
+    """A catalog over a ledger that several catalogs of one event loop may share.
 
     Args:
         clock: seconds; for tests.
@@ -135,10 +135,10 @@ class MemoryCatalog(Catalog):
         self._clock = clock
 
     async def start(self) -> None:
-        """Nothing to reach."""
+        """Do nothing: there is no server."""
 
     async def close(self) -> None:
-        """Nothing to let go of."""
+        """Do nothing: there is no connection."""
 
     async def listing(self, prefix: str) -> Update:
         """See ``Catalog.listing``."""
@@ -197,14 +197,14 @@ class MemoryCatalog(Catalog):
 
 
 class Hub:
-    """What the catalogs of one cluster share. ``bell`` rings once, at the next change."""
+    """The state that the catalogs of one cluster share. ``bell`` is set once, at the next change."""
 
     def __init__(self) -> None:
         self.ledger = Ledger()
         self.bell = asyncio.Event()
 
     def ring(self) -> None:
-        """Wake who waits for a change."""
+        """Wake the waiting watches."""
         bell, self.bell = self.bell, asyncio.Event()
         bell.set()
 

@@ -39,7 +39,7 @@ def handlers(
     admin: AdminCalls,
     watch: PageWatch,
 ) -> grpc.GenericRpcHandler:
-    """The whole service, every call through the gate."""
+    """Return the whole service, with every call going through the gate."""
     unary: dict[str, Unary] = {
         "About": pages.about,
         "Lookup": pages.lookup,
@@ -72,14 +72,14 @@ def handlers(
     return serving(gate, SERVICE, weighed(SERVICE, unary), weighed(SERVICE, sending), taking)
 
 
-# Calls of one connection: at least, and as a part of ``rpcs_max``. Where a client does not wait, gRPC refuses further
-# ones before it makes a call of them; no refusal is cheaper.
+# Calls of one connection: the minimum, and the part of ``rpcs_max``. If a client does not wait, gRPC refuses further
+# ones before it creates a call, which is the cheapest refusal.
 STREAMS_MIN, STREAMS_SHARE = 16, 16
-BUFFER_PAGES: Final = 4  # of the largest kind, which have to fit in the buffers of all calls
+BUFFER_PAGES: Final = 4  # of the largest kind, which must fit the buffers of all calls
 
 
 class _Here:
-    """This daemon's node, as the client library knows an embedded one. It does not end with its client."""
+    """This daemon's node, in the form of an embedded one. It does not end with its client."""
 
     def __init__(self, node: Node, dispatcher: Dispatcher) -> None:
         self._node = node

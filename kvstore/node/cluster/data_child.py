@@ -25,7 +25,7 @@ from kvstore.shm.folder import NodeFolder
 START_S: Final = 20.0
 STOP_S: Final = 8.0
 LOOK_S: Final = 0.02
-CHECK_S: Final = 1.0  # how often it is looked whether it lives
+CHECK_S: Final = 1.0  # interval of checks that it is alive
 RESTART_MAX_S: Final = 30.0
 
 SETTINGS: Final = (
@@ -48,7 +48,7 @@ log = logging.getLogger("kvstore.daemon")
 
 
 def wanted(config: NodeConfig) -> bool:
-    """Whether a daemon of this configuration has a data server."""
+    """Return whether a daemon of this configuration has a data server."""
     shared = bool(config.catalog) and config.catalog != "memory"
     return shared if config.data == DATA_AUTO else config.data != DATA_NONE
 
@@ -56,11 +56,11 @@ def wanted(config: NodeConfig) -> bool:
 class DataChild:
     """From ``start`` to ``stop``. The process outlives a daemon that is killed; the next one finds it by its file.
 
-    Life of the process: found, or started -> seen dead by ``look``, started again, later and later -> ``stop``.
+    Life of the process: found, or started -> found dead by ``look``, restarted after growing pauses -> ``stop``.
     """
 
     def __init__(self, config: NodeConfig, folder: NodeFolder) -> None:
-        address_of(config)  # what makes no sense is refused before anything is started
+        address_of(config)  # refuses invalid addresses before anything is started
         self._config = config
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
@@ -68,10 +68,10 @@ class DataChild:
         self._pause_s = CHECK_S
 
     def start(self) -> str:
-        """Have one serve; returns its address.
+        """Find or start a data server; return its address.
 
         Raises:
-            InvalidRequest: it ended at once: its address is taken, say. Its own line in the log says more.
+            InvalidRequest: it ended at once, for example because its address is taken. Its log line says why.
         """
         found = find_data_server(self._folder)
         if found is not None:
@@ -81,16 +81,16 @@ class DataChild:
         deadline_s = time.monotonic() + START_S
         while (found := find_data_server(self._folder)) is None:
             assert self._process is not None
-            ended = self._process.poll() is not None and not is_taken(self._folder)  # else another was faster
+            ended = self._process.poll() is not None and not is_taken(self._folder)  # else another one started first
             if ended or time.monotonic() >= deadline_s:
                 self.stop()
-                raise InvalidRequest("data", "the data server did not start; the line before says why")
+                raise InvalidRequest("data", "the data server did not start; the previous log line says why")
             time.sleep(LOOK_S)
         self._check_s = time.monotonic() + CHECK_S
         return found.address
 
     def look(self) -> None:
-        """Start it again where it has died. Does not wait."""
+        """Restart it if it has died. Does not wait."""
         now_s = time.monotonic()
         if now_s < self._check_s:
             return
@@ -105,7 +105,7 @@ class DataChild:
             self._spawn()
 
     def stop(self) -> None:
-        """End it, where a daemon started it."""
+        """End it, if a daemon started it."""
         found = find_data_server(self._folder)
         process, self._process = self._process, None
         if process is not None:
@@ -124,12 +124,12 @@ class DataChild:
             [sys.executable, "-m", "kvstore", *arguments(self._config)],
             stdin=subprocess.DEVNULL,
             stdout=subprocess.DEVNULL,
-            start_new_session=True,  # what ends the daemon's group does not end it
+            start_new_session=True,  # so that a signal to the daemon's group does not end it
         )
 
 
 def arguments(config: NodeConfig) -> Sequence[str]:
-    """The command line of this configuration's data server."""
+    """Return the command line of this configuration's data server."""
     found = ["data", "--node", config.name, "--listen", config.data, "--child"]
     for name in SETTINGS:
         value = getattr(config, name)

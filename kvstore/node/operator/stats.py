@@ -1,11 +1,11 @@
 """Stats: a node's description of itself, as one dict: for ``kvstore status``, ``kvstore tiers`` and ``Store.stats``.
 
-Two kinds of numbers meet here. What the node decided (frames, evictions, demotions) it counted since this daemon
-started. What clients did (pages asked, hit, missed, bytes read and put) they count themselves, see ``tier.counters``:
-clients that live have counted since they connected, under whichever daemon.
+There are two kinds of numbers. The node counts its decisions (frames, evictions, demotions) since this daemon started.
+Clients count their own operations (pages requested, hit, missed, bytes read and put), see ``shm.counters``: live
+clients count since they connected, even across daemons.
 
-Bytes in and out of a tier count what crosses its border either way, clients and the other tier alike, so that for
-example ``nvme.bytes_in`` is part of ``dram.bytes_out``.
+Bytes in and out of a tier count transfers in both directions, with clients and with the other tier, so that for example
+``nvme.bytes_in`` is part of ``dram.bytes_out``.
 """
 
 from __future__ import annotations
@@ -82,7 +82,7 @@ def _latency(took: Histogram) -> dict[str, Any]:
 
 
 def _queues(node: Node) -> dict[str, int]:
-    """What waits, and how much of it: see ``kvstore_queue_length`` in ``service.operator.metrics``."""
+    """The length of each queue: see ``kvstore_queue_length`` in ``node.operator.metrics``."""
     pools = [pool for space in node.state.spaces.values() for pool in space.segment.pools.values()]
     return {
         "copies": node.state.tiering.copies.under_way,
@@ -94,7 +94,7 @@ def _queues(node: Node) -> dict[str, int]:
 
 
 def _tenants(state: NodeState) -> dict[str, Any]:
-    """``tenants``: those with the most bytes, as many as fit an answer; and how many that leaves off."""
+    """``tenants``: those with the most bytes, as many as fit an answer; and how many are left out."""
     sizes: Counter[str] = Counter()
     for salt, _, size, *_ in tenant_rows(state):
         sizes[salt] += size
@@ -105,7 +105,8 @@ def _tenants(state: NodeState) -> dict[str, Any]:
 
 
 def tenant_rows(state: NodeState) -> list[tuple[str, str, int, int | None, int, int]]:
-    """(salt, tier, bytes, quota, pages refused, pages evicted for the quota) of all. The node's mutex is held."""
+    """(salt, tier, bytes, quota, pages refused, pages evicted for the quota) of all tenants. The caller holds the
+    node's mutex."""
     rows: list[tuple[str, str, int, int | None, int, int]] = []
     for name, holdings in ((str(tier), holdings) for tier, holdings in state.tenants.holdings.items()):
         rows += [
@@ -125,13 +126,14 @@ def tenants_stats(state: NodeState, salts: Iterable[str] | None = None) -> dict[
 
 
 def pins_stats(state: NodeState) -> dict[str, Any]:
-    """All pins, and the bytes they keep per tier. The node's mutex is held."""
+    """All pins, and the bytes they keep per tier. The caller holds the node's mutex."""
     pins = state.pins
     return {"pins": pins.listing(), "bytes": {str(tier): size for tier, size in pins.kept_bytes.items()}}
 
 
 def _hbm(mounts: Mounts, clients: Mapping[str, int]) -> dict[str, Any]:
-    """``{"hbm": {...}}``: what engines have mounted; nothing where none has. What is there is for them to decide."""
+    """``{"hbm": {...}}``: the memory that engines have mounted; empty if there is none. The engines decide about its
+    contents."""
     segments = mounts.segments.values()
     if not segments:
         return {}
@@ -173,7 +175,7 @@ def _dram(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _nvme(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
-    """``{"nvme": {...}}``; nothing where the node has no targets. Where none works it has a tier of no size."""
+    """``{"nvme": {...}}``; empty if the node has no targets. If none works, the tier has size 0."""
     config, space, counters = node.config, node.state.spaces.get(Tier.NVME), node.state.counters
     if not config.nvme:
         return {}
@@ -196,7 +198,7 @@ def _nvme(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _tier(space: Space, counters: Mapping[str, int], policy: str) -> dict[str, Any]:
-    """What every tier says."""
+    """The numbers of every tier."""
     ages = {f"p{percent}": age_quantile(space.ages, percent / 100) for percent in (50, 90)}
     return {
         **_contents(space.segment),
@@ -214,7 +216,7 @@ def _evicted(counters: Mapping[str, int]) -> dict[str, int]:
 
 
 def _tier_of(counters: Mapping[str, int], policy: str) -> dict[str, Any]:
-    """What every tier says, of one that the node does not fill: nothing is there."""
+    """The numbers of every tier, for an empty tier."""
     ages = {"p50": None, "p90": None}
     return {
         **_contents(Segment(FRAME_ALIGN, 0)),
@@ -299,7 +301,7 @@ def _devices(node: Node, space: Space | None) -> list[dict[str, Any]]:
 
 
 def _nvme_state(node: Node, written_today_bytes: int) -> str:
-    """``ready``, ``scanning 40 %``, which targets failed for what, and whether today's writes are used up."""
+    """``ready``, ``scanning 40 %``, failed targets with their reasons, and whether today's writes are used up."""
     parts = [f"{path} failed: {reason}" for path, reason in node.nvme_failures.items()]
     if len(parts) < len(node.config.nvme):
         scan = node.scan
@@ -310,11 +312,12 @@ def _nvme_state(node: Node, written_today_bytes: int) -> str:
 
 
 def age_quantile(ages: Mapping[int, int], share: float) -> float | None:
-    """Seconds since its last use after which ``share`` of the pages that left had done so; None where none left.
+    """Return the age at eviction (seconds since the last use) that ``share`` of the evicted pages did not exceed; None
+    if none was evicted.
 
     ``ages`` counts pages by the bit length of those whole seconds: 0 is less than a second, 1 is one second, b is from
-    2^(b-1) up to 2^b. Inside such a bucket pages are taken to be spread evenly, so the answer is right to a factor of
-    two. ``{0: 50, 3: 50}`` has its median at 1 s and its 0.9 quantile at 4 + 0.8 * 4 = 7.2 s.
+    2^(b-1) up to 2^b. Pages are assumed to be spread evenly inside a bucket, so the answer is correct within a factor
+    of two. ``{0: 50, 3: 50}`` has its median at 1 s and its 0.9 quantile at 4 + 0.8 * 4 = 7.2 s.
     """
     left = share * sum(ages.values())
     for bucket, count in sorted(ages.items()):
@@ -330,8 +333,8 @@ def _ratio(part: int, whole: int) -> float | None:
 
 
 def peer_transports(folder: Path) -> dict[str, dict[str, str]]:
-    """How pages of other nodes come to this machine: by node and transport, why they do not come that way; "": they do.
-    As both ends declare, not as was tried."""
+    """Return for each node and transport why its pages cannot come over that transport, or "" if they can, as both ends
+    declare."""
     view = PeersFile(folder).look()
     if view is None:
         return {}

@@ -13,7 +13,7 @@
 
 The table is written to the slot that does not hold the newest one, so that a torn write leaves the one before. Worked
 example: 1 GiB in extents of 64 MiB: 15 positions, a table of one block, data from 12 KiB on; frame 2 of an extent of
-256 KiB pages lies 24 + 2 * 260 KiB into it.
+256 KiB pages starts at 24 + 2 * 260 KiB in it.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ _SUPER_MAGIC: Final = b"KVNVME01"
 _TABLE_MAGIC: Final = b"KVTABLE1"
 _DIRECTORY_MAGIC: Final = b"KVDIREC1"
 # magic, version, complete, incarnation, owner, size, extent, positions, table bytes. The sum is of the whole block (so
-# that a file system made over it is noticed), but stands in the same sector: on zeros it is written whole or not at all
+# that a file system made over it is noticed), but is in the same sector: over zeros it is written whole or not at all
 _SUPER = struct.Struct("<8sIIQ64sQQQQ")
 _TABLE_HEAD = struct.Struct("<8s6QQ")  # magic, incarnation, sequence, starts, day, bytes of it, positions, sum
 _DIRECTORY_HEAD = struct.Struct("<8sQQQ24xQ")  # magic, incarnation, extent, frames, sum
@@ -89,15 +89,15 @@ class Superblock:
 
     @property
     def data_start(self) -> int:
-        """Where position 0 begins."""
+        """The offset of position 0."""
         return TABLE_AT + 2 * self.table_bytes
 
     def slot(self, which: int) -> int:
-        """Where a slot of the table begins."""
+        """Return the offset of a slot of the table."""
         return TABLE_AT + which * self.table_bytes
 
     def packed(self) -> Bytes:
-        """The block as it lies on the disk, page-aligned."""
+        """Return the block in its format on disk, page-aligned."""
         block = aligned_buffer(BLOCK_BYTES)
         head = _SUPER.pack(
             *(_SUPER_MAGIC, self.version, int(self.complete), self.incarnation, os.fsencode(self.owner)),
@@ -110,8 +110,8 @@ class Superblock:
 
     @classmethod
     def unpacked(cls, block: Bytes) -> Superblock | None:
-        """The superblock in a block; None where it is not a sound one. One of another version keeps only that
-        number."""
+        """Parse a block; return None if it is not a sound superblock. A superblock of another version keeps only its
+        version."""
         magic, version, complete, incarnation, owner, size, extent, positions, table = _SUPER.unpack_from(block.data)
         if magic != _SUPER_MAGIC or _super_sum(block) != _word_at(block, _SUM_AT):
             return None
@@ -127,10 +127,10 @@ class ExtentOnDisk:
     """An extent as the table knows it.
 
     Attributes:
-        position: where on the device, or in the row of devices.
+        position: on the device, or in the row of devices.
         number: the extent's, as in addresses.
         clean: nothing was written into it since its directory.
-        directory_sum: of that directory; 0 before there is one.
+        directory_sum: the sum of that directory; 0 if there is none yet.
     """
 
     position: int
@@ -157,7 +157,7 @@ class Table:
         return cls(0, 0, 0, 0, np.zeros(positions, ENTRY))
 
     def extents(self) -> dict[int, ExtentOnDisk]:
-        """What is carved, by position."""
+        """The carved extents, by position."""
         carved = np.flatnonzero(self.entries["flags"] & _CARVED)
         extents = {}
         for position, entry in zip(carved.tolist(), self.entries[carved].tolist(), strict=True):
@@ -167,7 +167,7 @@ class Table:
         return extents
 
     def with_extents(self, changes: dict[int, ExtentOnDisk | None]) -> Table:
-        """A copy with these positions changed; None: nothing is carved there."""
+        """Return a copy with these positions changed; None removes an extent."""
         entries = self.entries.copy()
         for position, extent in changes.items():
             if extent is None:
@@ -180,7 +180,7 @@ class Table:
         return replace(self, entries=entries)
 
     def packed(self, superblock: Superblock) -> Bytes:
-        """One slot as it lies on the disk, page-aligned."""
+        """Return one slot in its format on disk, page-aligned."""
         block = aligned_buffer(superblock.table_bytes)
         head = _TABLE_HEAD.pack(
             *(_TABLE_MAGIC, superblock.incarnation, self.sequence, self.starts, self.day, self.day_bytes),
@@ -194,7 +194,7 @@ class Table:
 
     @classmethod
     def unpacked(cls, block: Bytes, superblock: Superblock) -> Table | None:
-        """What a slot says; None where it is torn, damaged or of another incarnation."""
+        """Parse a slot; return None if it is torn, damaged or of another incarnation."""
         magic, incarnation, sequence, starts, day, day_bytes, positions, total = _TABLE_HEAD.unpack_from(block.data)
         if magic != _TABLE_MAGIC or (incarnation, positions) != (superblock.incarnation, superblock.positions):
             return None
@@ -205,7 +205,7 @@ class Table:
 
 
 def pack_directory(incarnation: int, extent: ExtentOnDisk, rows: Bytes) -> tuple[Bytes, int]:
-    """``(blocks, sum)`` of a directory with these rows ``[frames, 96]``; page-aligned."""
+    """Return ``(blocks, sum)`` of a directory with these rows ``[frames, 96]``; page-aligned."""
     width = extent.frame_class.lean.row_bytes
     assert rows.shape == (extent.frames, width) and rows.dtype == np.uint8, rows.shape
     blocks = aligned_buffer(geometry.directory_bytes(extent.frames))
@@ -219,7 +219,7 @@ def pack_directory(incarnation: int, extent: ExtentOnDisk, rows: Bytes) -> tuple
 
 
 def unpack_directory(incarnation: int, extent: ExtentOnDisk, blocks: Bytes) -> Bytes | None:
-    """Its rows ``[frames, 96]``; None where it is not, or not wholly, the one that the table means."""
+    """Return a directory's rows ``[frames, 96]``; None if it is not exactly the one that the table names."""
     width = extent.frame_class.lean.row_bytes
     end = _DIRECTORY_HEAD.size + extent.frames * width
     *head, total = _DIRECTORY_HEAD.unpack_from(blocks.data)
@@ -232,13 +232,13 @@ def unpack_directory(incarnation: int, extent: ExtentOnDisk, blocks: Bytes) -> B
 
 @lru_cache(maxsize=256)
 def extent_shape(extent_bytes: int, frame_class: FrameClass) -> tuple[int, int]:
-    """``(frames, where frame 0's header begins)`` of an extent of that class."""
+    """Return ``(frames, offset of frame 0's header)`` of an extent of that class."""
     frames = geometry.frames_in(extent_bytes, frame_class)
     return frames, geometry.directory_bytes(frames)
 
 
 def frame_offset(superblock: Superblock, position: int, frame_class: FrameClass, first: int, frames: int = 1) -> int:
-    """Where on the device the header of frame ``first`` begins; it and the next ones must lie in the extent."""
+    """Return the device offset of the header of frame ``first``; the frames must be in the extent."""
     shape, start = extent_shape(superblock.extent_bytes, frame_class)
     assert 0 <= position < superblock.positions and 0 <= first < first + frames <= shape, (position, first, frames)
     extent_start = superblock.data_start + position * superblock.extent_bytes
@@ -246,7 +246,8 @@ def frame_offset(superblock: Superblock, position: int, frame_class: FrameClass,
 
 
 def interleave(counts: list[int]) -> list[tuple[int, int]]:
-    """Positions of several devices as one row: ``(device, position there)``, each in proportion to its size.
+    """Merge the positions of several devices into one row of ``(device, position there)``, in proportion to their
+    sizes.
 
     Worked example: devices of 4 and 2 positions make 0.0, 1.0, 0.1, 0.2, 1.1, 0.3 (device.position).
     """

@@ -1,19 +1,18 @@
-"""What lies on a target that was given as NVMe: ours, blank, half made, damaged at one end, or foreign.
+"""Identifies the contents of an NVMe target: ours, blank, half formatted, damaged at one end, or foreign.
 
-A target is reformatted only if nothing is lost: it is blank, or was being made when power failed, or the operator said
-``--format``. In that order it is written, each step made durable before the next::
+A target is reformatted only if nothing is lost: it is blank, or was being formatted when power failed, or the operator
+gave ``--format``. It is written in this order, each step made durable before the next::
 
-    1. superblock in front, not complete    from here on: half made, the next start begins again
-    2. table, superblock at the end
-    3. superblock in front, complete        from here on: ours
+    1. superblock in front, not complete    from here on: half formatted, the next start begins again 2. table,
+    superblock at the end 3. superblock in front, complete        from here on: ours
 
-A kill before 1 leaves what was there. Blocks of 4096 bytes that tear can at worst leave an unrecognisable front, where
-``--format`` was given for a target that was not blank: it has to be given again.
+A kill before 1 leaves what was there. Torn blocks of 4096 bytes can at worst leave an unrecognisable front, if
+``--format`` was given for a target that was not blank; then it must be given again.
 
-The tail of an NVMe target that was cut off: a file that is shorter than its superblock in front says.
+A truncated target is a file that is shorter than the superblock at its front says.
 
-The file is made as long as it was; the space that is new holds zeros. So does the superblock at the end, until
-``NvmeDevice.open`` writes it, as the last step: a kill before that is a tail that was cut off.
+The file is extended to its old length with zeros, also in place of the superblock at the end. ``NvmeDevice.open``
+writes that as the last step: after a kill before it, the target counts as truncated again.
 """
 
 from __future__ import annotations
@@ -36,7 +35,7 @@ from kvstore.tier.nvme.table import OWNER_BYTES, VERSION, Bytes, ExtentOnDisk, S
 # Other systems leave the first blocks alone and sign what follows (btrfs at 64 KiB, ISO 9660 at 32 KiB, RAID at
 # 4 KiB, ZFS at 16 KiB and at the end): this much at either end is zero, or the target is not blank.
 BLANK_BYTES: Final = 1 << 20
-# A superblock that differs from its twin by no more than this is damaged; by more, it was written over on purpose.
+# A superblock that differs from the other one by at most this is damaged; by more, it was overwritten on purpose.
 DAMAGED_BYTES_MAX: Final = 16
 _REMEDY: Final = "; --format reformats it and drops what is stored there"
 
@@ -46,10 +45,11 @@ log = logging.getLogger("kvstore.nvme")
 def open_target(
     disk: Disk, owner: str, extent_bytes: int, make: bool, secret: bytes | None = None, is_file: bool = False
 ) -> Superblock:
-    """The superblock of ``owner``'s target; a new one where it is blank or half made, or with ``make``.
+    """Return the superblock of ``owner``'s target; a new one if it is blank or half formatted, or with ``make``.
 
     Args:
-        secret: of the pool: a new one gets it, another's is refused. None: whatever it is, a fresh one for a new one.
+        secret: the pool's secret: a new target gets it, and a target with another one is refused. None accepts any, and
+            draws one for a new target.
         is_file: zeros at the end are its tail that was cut off, see ``nvme_tail``; of a device, it was wiped.
 
     Raises:
@@ -85,7 +85,7 @@ def open_target(
 
 
 def read_superblock(disk: Disk) -> Superblock | None:
-    """The complete superblock of either end, for processes that only read the device; None where none fits.
+    """Return the complete superblock of either end, for processes that only read the device; None if none is valid.
 
     Raises:
         OSError: the disk fails.
@@ -105,10 +105,10 @@ def read_superblock(disk: Disk) -> Superblock | None:
 
 
 def read_table(disk: Disk, superblock: Superblock) -> tuple[Table, int]:
-    """The newest sound table, and the slot that holds it.
+    """Return the newest sound table, and its slot.
 
     Raises:
-        InvalidRequest: both are damaged, which no loss of power explains.
+        InvalidRequest: both are damaged, which a loss of power cannot cause.
         OSError: the disk fails.
     """
     found = []
@@ -125,7 +125,7 @@ def read_table(disk: Disk, superblock: Superblock) -> tuple[Table, int]:
 
 
 def _check(disk: Disk, found: Superblock, owner: str, extent_bytes: int) -> None:
-    """Refuse what is a kvstore's but not what is asked for."""
+    """Refuse a kvstore target that is not the requested one."""
     path = disk.path
     if found.version != VERSION:
         raise InvalidRequest("nvme", f"{path} is of format {found.version}, this program knows {VERSION}{_REMEDY}")
@@ -184,8 +184,8 @@ NOTHING: Final = frozenset[int]()
 
 
 def is_cut(fd: int, size_bytes: int, *, owner: str, extent_bytes: int, secret: bytes | None) -> bool:
-    """Whether ``fd`` is a target that had ``size_bytes``, and that could be opened if it still had (``open_target``);
-    and long enough for anything to be whole.
+    """Return whether ``fd`` is a truncated target of ``size_bytes`` that could be opened at its full size
+    (``open_target``), and is long enough to hold whole extents.
 
     Raises:
         OSError: it cannot be read.
@@ -200,7 +200,7 @@ def is_cut(fd: int, size_bytes: int, *, owner: str, extent_bytes: int, secret: b
 
 
 def tail_is_absent(disk: Disk) -> bool:
-    """Whether there are zeros where the superblock at the end should be.
+    """Return whether there are zeros in place of the superblock at the end.
 
     Raises:
         OSError: the disk fails.
@@ -209,9 +209,9 @@ def tail_is_absent(disk: Disk) -> bool:
 
 
 def reaching_beyond(disk: Disk, superblock: Superblock, extents: Mapping[int, ExtentOnDisk]) -> frozenset[int]:
-    """Positions of the extents that may have lost frames with the tail.
+    """Return the positions of the extents that may have lost frames with the tail.
 
-    All that was cut off lies behind one place: where a directory or first header stands, extents in front are whole.
+    Everything after one point is missing: if a directory or first header is there, all earlier extents are whole.
 
     Raises:
         OSError: the disk fails.
