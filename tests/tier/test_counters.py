@@ -26,6 +26,7 @@ from kvstore.shm.counters import (
     ONE_GET,
     PUT,
     PUT_ASYNC,
+    REUSE_BOUNDS_S,
     SessionCounters,
     Tally,
     added,
@@ -175,6 +176,15 @@ def test_buckets_of_latency(ns: int, bound_s: float, monkeypatch: pytest.MonkeyP
     assert pytest.approx(bound_s) == LATENCY_BOUNDS_S[bucket]
 
 
+def test_buckets_of_reuse_gaps() -> None:
+    counters = SessionCounters()
+    for gap_ns in (-5, 999_999, 1_000_000, 1_999_999, 2_000_000, int(4e18)):
+        counters.reused(gap_ns, 2)
+    counts = counters.tally().reuse.counts
+    assert (*counts[:3], counts[-1], sum(counts)) == (4, 4, 2, 2, 12)
+    assert REUSE_BOUNDS_S[:3] == (0.001, 0.002, 0.004)
+
+
 @pytest.mark.parametrize("reason", module.MISS_REASONS)
 def test_pages_asked_are_hit_or_missed(reason: str) -> None:
     counters = SessionCounters()
@@ -187,6 +197,21 @@ def test_pages_asked_are_hit_or_missed(reason: str) -> None:
 
 
 # --- the file -------------------------------------------------------------------------------------------------------
+
+
+def test_counts_before_the_file_go_with_it(folder: NodeFolder) -> None:
+    file = SessionFile(folder.path, 7)
+    put(file.counters, 3, 100)
+    file.lock()
+    put(file.counters, 1, 100)
+    path = folder.session(7)
+    assert path.stat().st_size == COUNTERS_BYTES and path.stat().st_mode & 0o777 == 0o660
+    with open(path, "rb") as other:
+        vector = read_counters(other.fileno())
+        assert vector is not None
+        assert Tally.of([vector]) == file.counters.tally()
+        assert file.counters.tally().counts == ZERO | {"pages_put": 4, "put_bytes": 400}
+    file.close()
 
 
 def test_no_memory_for_the_page_costs_the_counts_alone(folder: NodeFolder, monkeypatch: pytest.MonkeyPatch) -> None:

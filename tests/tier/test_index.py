@@ -87,6 +87,20 @@ def test_put_find_delete(writer: Index) -> None:
     assert writer.count(Tier.DRAM) == 99
 
 
+def test_pending_is_a_table_of_its_own(writer: Index) -> None:
+    with writer.begin() as txn:
+        txn.put_pending([key(2), key(1)], [raw(2), raw(1)])
+        assert txn.find_pending(key(1)) == Address(1, 2, 3)
+        assert txn.find(Tier.DRAM, key(1)) is None
+    assert writer.find_pending(key(1)) == Address(1, 2, 3)
+    assert writer.find(Tier.DRAM, key(1)) is None
+    assert (writer.count(Tier.DRAM), writer.count_pending()) == (0, 2)
+    assert list(writer.scan_pending()) == sorted((key(i), raw(i)) for i in (1, 2))
+    with writer.begin() as txn:
+        assert txn.delete_pending([key(1), key(9)]) == 1
+    assert writer.find_pending(key(1)) is None
+
+
 def test_nvme_is_a_table_of_its_own(writer: Index, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(index, "SCAN_BATCH", 3)
     put(writer, range(2))
