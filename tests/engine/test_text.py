@@ -71,6 +71,15 @@ def first_stop(text: str, stop) -> tuple[str, str | None]:
 # --- Tokenizers ------------------------------------------------------------------------------------------------------
 
 
+@every_tokenizer
+def test_a_tokenizer_says_its_size_and_its_end(tokenizer):
+    (eos,) = tokenizer.eos_ids
+    assert 0 <= eos < tokenizer.vocab_size
+    ids = tokenizer.encode(CORPUS[1])
+    assert all(0 <= token < tokenizer.vocab_size for token in ids)
+    assert tokenizer.decode([*ids, eos]) == CORPUS[1]
+
+
 @pytest.mark.parametrize("name", ["byte-level", "sentencepiece"])
 def test_a_tokenizer_without_a_fast_one_below_decodes_alike(name):
     fast = TOKENIZERS[name]
