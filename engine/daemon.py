@@ -213,7 +213,7 @@ def _run(
             pid=os.getpid(),
         )
         life.serves(lambda: announce(said), said.took_s, arena=format_size(config.arena), frames=said.frames)
-        life.wait(lambda: None if place is None else place.look(engine.door.role))
+        life.wait(lambda: None if place is None else place.look(engine.admission.role))
         life.retires()
         if place is not None:
             place.leave()  # before it drains: no new requests should come

@@ -135,7 +135,7 @@ class Turns:
 
     def end(self) -> None:
         """Give all of them up."""
-        for request in list(self._engine.door.known):
+        for request in list(self._engine.admission.known):
             self._engine.cancel(request)
         until_s = time.monotonic() + JOIN_S
         while self._engine.remains() and time.monotonic() < until_s:

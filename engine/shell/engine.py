@@ -47,7 +47,7 @@ from engine.shell.migration import check_target
 from engine.shell.performer import EnginePerformer, Inbox
 from engine.state import events as ev
 from engine.state import integrity
-from engine.state.admission import Door
+from engine.state.admission import Admission
 from engine.state.engine_state import EngineState
 from engine.state.migration import TAKE_S
 from engine.state.rules import GroupRules, Rules, ring_frames
@@ -124,7 +124,7 @@ def describe(
     arenas: Arenas,
     mounted: MountedArena,
     pool: Pool,
-    door: Door,
+    admission: Admission,
     state: EngineState,
     prefills: Prefills,
     side_steps: int,
@@ -133,14 +133,14 @@ def describe(
 ) -> dict[str, Any]:
     """The document of ``Engine.status``. Any thread: it only reads."""
     arena = arenas.groups[0]
-    found = [state.roster.sequences.get(number) for number in list(door.known.values())]
+    found = [state.roster.sequences.get(number) for number in list(admission.known.values())]
     frames = state.roster.frames
     phases = Counter(Phase.WAITING if sequence is None else sequence.phase for sequence in found)
     return {
-        "role": str(door.role),
-        "role_set_by": door.by,
-        "role_order": door.order._asdict(),  # the last one of a leader among conductors
-        "draining": door.draining,
+        "role": str(admission.role),
+        "role_set_by": admission.by,
+        "role_order": admission.order._asdict(),  # the last one of a leader among conductors
+        "draining": admission.draining,
         "model": model.name,
         "device": str(model.device),
         "ended": str(state.stopped) if state.stopped is not None else "",
@@ -236,8 +236,8 @@ class Engine:
         forms = codecs(self.layout)
         self.inbox = Inbox()
         self.prefills = Prefills(self.stagings, forms, self.inbox.post)
-        self.door = Door(config.role, config.requests_max)
-        self._entry = threading.Lock()  # guards ``Door``
+        self.admission = Admission(config.role, config.requests_max)
+        self._entry = threading.Lock()  # guards ``Admission``
         self.state = EngineState(
             Rules(
                 frames=frames,
@@ -283,7 +283,7 @@ class Engine:
 
     def stop(self) -> None:
         """Fail what still runs, and end all threads."""
-        self._stopping = self.door.draining = True
+        self._stopping = self.admission.draining = True
         if self._thread.ident is not None:
             self._thread.join(STOP_S)
         self.performer.stop()
@@ -313,7 +313,7 @@ class Engine:
         """What is here and must not be in an idle engine."""
         kept = self.state.roster.frames.kept
         counts = {
-            "known": len(self.door.known),
+            "known": len(self.admission.known),
             "sequences": len(self.state.roster.sequences),
             "held": len(self.prefills),
             "frames": sum(arena.frames_total - arena.frames_free - kept for arena in self.arenas.groups),
@@ -360,7 +360,7 @@ class Engine:
 
     def cancel(self, request_id: str) -> bool:
         """End a request. Returns whether there was one."""
-        number = self.door.known.get(request_id)
+        number = self.admission.known.get(request_id)
         if number is not None:
             self._cancel(number)
         return number is not None
@@ -371,15 +371,15 @@ class Engine:
     def status(self) -> dict[str, Any]:
         """What the engine is, how busy, and how fast; plain values, ready for JSON."""
         performer, graphs = self.performer, self._runner.graphs
-        about = self.config, self.model, self.arenas, self.mounted, self.pool, self.door, self.state, self.prefills
+        about = self.config, self.model, self.arenas, self.mounted, self.pool, self.admission, self.state, self.prefills
         told = describe(*about, performer.sides.steps, graphs, performer.pages.demoted)
         return {**told, "membership": self.membership()}
 
     def set_role(self, role: Role, order: RoleOrder | None = None) -> None:
-        """Accept other requests from now on: see ``Door.set_role``."""
+        """Accept other requests from now on: see ``Admission.set_role``."""
         with self._entry:
-            self.door.set_role(role, order)
-            self.door.draining = self.door.draining or bool(self._died)
+            self.admission.set_role(role, order)
+            self.admission.draining = self.admission.draining or bool(self._died)
 
     def migrate(self, request_id: str, target: str) -> bool:
         """Let the engine at ``target`` continue a request; its client sees no difference. Returns whether there was
@@ -389,7 +389,7 @@ class Engine:
             KVStoreError: the other engine is not there, or refuses it; it continues here.
             DeadlineExceeded: it was not taken in time; it continues here.
         """
-        number = self.door.known.get(request_id)
+        number = self.admission.known.get(request_id)
         if number is None:
             return False
         self._check_target(target)
@@ -405,18 +405,18 @@ class Engine:
 
     def drain(self, target: str | None, timeout_s: float) -> int:
         """Refuse new requests; wait for running ones, moved to ``target`` if given. Returns how many still run then."""
-        self.door.draining = True
+        self.admission.draining = True
         deadline = time.monotonic() + timeout_s
-        if target is not None and self.door.known:
+        if target is not None and self.admission.known:
             try:
                 self._check_target(target)
                 self.inbox.post(ev.Drain(time.monotonic(), target))
             except KVStoreError as error:
                 log.warning("running answers stay here, %s refuses them: %s", target, error)
-        while self.door.draining and self.door.known and time.monotonic() < deadline:
+        while self.admission.draining and self.admission.known and time.monotonic() < deadline:
             time.sleep(IDLE_S)
         self.inbox.post(ev.Drain(time.monotonic(), None))
-        return len(self.door.known)
+        return len(self.admission.known)
 
     def _check_target(self, address: str) -> None:
         target: Any = self._peers[address]
@@ -425,7 +425,7 @@ class Engine:
     def _enter(self, request: Request, emit: Callable[[Any], None], hold_s: float, answers: bool) -> Cancel:
         if (error := self._ended()) is not None:
             raise error
-        self.door.check(answers)
+        self.admission.check(answers)
         check_request(request, self.model, self.state.rules, answers)
         text = Detokenizer(self.model.tokenizer, request.sampling.stop) if answers else None
         cache = self.pool.cache(request.page_salt, request.adapter) if request.use_pool else None
@@ -434,7 +434,7 @@ class Engine:
         if answers and request.prefill is None and (self.config.prefill or self._found):
             stored = self.pool.written(work, work.prompt // work.page_tokens, arenas=True) * work.page_tokens
         with self._entry:
-            self.door.enter(request.id, work.number)
+            self.admission.enter(request.id, work.number)
         self.performer.works[work.number] = work
         if not answers:
             self.prefills.add(work)
@@ -447,7 +447,7 @@ class Engine:
                 generated=request.generated,
                 tokens_max=request.sampling.max_tokens,
                 deadline_s=work.deadline_s,
-                role=self.door.role,
+                role=self.admission.role,
                 answers=answers,
                 hold_s=hold_s,
                 engines=request.prefill,
@@ -466,7 +466,7 @@ class Engine:
 
     def _forget(self, request_id: str) -> None:
         with self._entry:
-            self.door.leave(request_id)
+            self.admission.leave(request_id)
 
     # --- the thread ---------------------------------------------------------------------------------------------------
 
@@ -475,12 +475,12 @@ class Engine:
             self._serve()
         except BaseException as error:  # our own bug: nothing is computed any more, and all callers are told
             self._died = f"engine stopped after an internal error: {type(error).__name__}: {error}"
-            self.door.draining = True
+            self.admission.draining = True
             self.state.stopped = self.state.stopped or NodeUnavailable(self._died)
             self.mounted.end(self._died)
             self.performer.abandon(NodeUnavailable(self._died))
             with self._entry:
-                self.door.known.clear()
+                self.admission.known.clear()
             raise
 
     def _serve(self) -> None:

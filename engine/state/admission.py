@@ -10,7 +10,7 @@ from kvstore.errors import InvalidRequest, NodeUnavailable, TooManyCalls
 ROLE: Final = "role"  # the field named in the refusal of a request that does not suit the engine's role
 
 
-class Door:
+class Admission:
     """The role, and the ids in use. A request whose id is in use is refused.
 
     Attributes:

@@ -12,7 +12,7 @@ from engine.conductor.state.conductor_state import ConductorState
 from engine.conductor.state.engine_table import AVOID_S, LoadReport
 from engine.conductor.state.roles import CHANGE_S, KNOWN_S, ORDER_S
 from engine.model.request import NO_ORDER, REVISION_MAX, Role, RoleOrder
-from engine.state.admission import Door
+from engine.state.admission import Admission
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from tests.helpers import fleet
 from tests.helpers.fleet import TTL_S, World, arrival, pages_of, world
@@ -132,7 +132,7 @@ def test_an_engine_that_refuses_for_its_role_is_asked_again_and_not_barred() -> 
     """The request goes elsewhere at once, and the engine does its new work as soon as it says what that is."""
     made = world(2, policy="least-load")
     made.tell(ev.ReportAsked(0.0, "e0"))  # the answer is on its way while the role changes
-    made.engines["e0"].door.set_role(Role.PREFILL, None)
+    made.engines["e0"].admission.set_role(Role.PREFILL, None)
     numbers = iter(range(100))
     while not made.role_refusals:
         send(made, next(numbers))
@@ -143,7 +143,7 @@ def test_an_engine_that_refuses_for_its_role_is_asked_again_and_not_barred() -> 
     explained = made.explain(arrival(99, pages_of(1)))
     (out,) = explained["left_out"]  # type: ignore[misc]
     assert out["engine"] == "e0" and "refused a request for its role" in out["why"]
-    made.engines["e0"].door.set_role(Role.BOTH, None)
+    made.engines["e0"].admission.set_role(Role.BOTH, None)
     report(made, "e0", Role.BOTH)
     assert made.now_s < AVOID_S and "e0" in {send(made, next(numbers)) for _ in range(6)}
     made.settle()
@@ -152,13 +152,13 @@ def test_an_engine_that_refuses_for_its_role_is_asked_again_and_not_barred() -> 
 
 def test_a_request_that_every_engine_refuses_waits_for_a_report() -> None:
     made = world(1)
-    made.engines["e0"].door.set_role(Role.PREFILL, None)
+    made.engines["e0"].admission.set_role(Role.PREFILL, None)
     assert send(made, 0) == "e0" and len(made.role_refusals) == 1
     made.run(10.0)
     assert len(made.role_refusals) == 1 and made.state.requests, "nothing is sent on a guess"
     report(made, "e0", Role.PREFILL)
     assert len(made.sends) == 1
-    made.engines["e0"].door.set_role(Role.BOTH, None)
+    made.engines["e0"].admission.set_role(Role.BOTH, None)
     report(made, "e0", Role.BOTH)
     made.settle()
     assert set(made.done) == {0}
@@ -172,7 +172,7 @@ def test_a_request_that_was_kept_for_an_engine_goes_elsewhere_when_its_role_chan
     (first,) = (send.route.answering.engine.about.name for _, send in made.sends)
     made.arrive(arrival(1, pages_of(*range(200), 7)))
     assert len(made.sends) == 1 and made.state.requests[1].route is not None, "it is kept"
-    made.engines[first].door.set_role(Role.PREFILL, None)
+    made.engines[first].admission.set_role(Role.PREFILL, None)
     report(made, first, Role.PREFILL)
     made.settle()
     assert set(made.done) == {0, 1} and not made.role_refusals
@@ -192,7 +192,7 @@ def ticked(made: World, seconds: float = 0.0) -> list[do.SetRole]:
     """The orders that it gives now. What becomes of them is not told."""
     made.now_s += seconds
     for name, engine in made.engines.items():
-        report(made, name, engine.role, engine.door.order)
+        report(made, name, engine.role, engine.admission.order)
     out = made.state.handle(ev.Ticked(made.now_s))
     return [each for each in out if isinstance(each, do.SetRole)]
 
@@ -249,23 +249,23 @@ def test_a_leader_goes_on_where_revisions_have_begun_anew() -> None:
 
 def test_an_order_of_a_leader_that_stood_still_is_refused_in_words() -> None:
     """The conductor led when it looked, and its order goes out when another one has led for long."""
-    door = Door(Role.DECODE, 2)
-    door.set_role(Role.PREFILL, RoleOrder(9, 1))
+    admission = Admission(Role.DECODE, 2)
+    admission.set_role(Role.PREFILL, RoleOrder(9, 1))
     for late in (RoleOrder(7, 100), RoleOrder(9, 1), RoleOrder(9, 0)):
         with pytest.raises(InvalidRequest, match="^revision: order 1 of revision 9 was carried out before"):
-            door.set_role(Role.DECODE, late)
-    assert (door.role, door.order, door.by) == (Role.PREFILL, RoleOrder(9, 1), "leader")
-    door.set_role(Role.DECODE, RoleOrder(9, 2))
-    door.set_role(Role.BOTH, None)
-    assert (door.role, door.order, door.by) == (Role.BOTH, RoleOrder(9, 2), "operator")
+            admission.set_role(Role.DECODE, late)
+    assert (admission.role, admission.order, admission.by) == (Role.PREFILL, RoleOrder(9, 1), "leader")
+    admission.set_role(Role.DECODE, RoleOrder(9, 2))
+    admission.set_role(Role.BOTH, None)
+    assert (admission.role, admission.order, admission.by) == (Role.BOTH, RoleOrder(9, 2), "operator")
 
 
 def test_an_order_of_a_leader_ends_no_drain() -> None:
     """The engine is about to go; that it may take work again is for an operator to say."""
-    door = Door(Role.DECODE, 2)
-    door.draining = True
+    admission = Admission(Role.DECODE, 2)
+    admission.draining = True
     with pytest.raises(NodeUnavailable, match="is being drained"):
-        door.set_role(Role.PREFILL, RoleOrder(1, 1))
-    assert door.draining and door.role is Role.DECODE
-    door.set_role(Role.PREFILL, None)
-    assert not door.draining
+        admission.set_role(Role.PREFILL, RoleOrder(1, 1))
+    assert admission.draining and admission.role is Role.DECODE
+    admission.set_role(Role.PREFILL, None)
+    assert not admission.draining

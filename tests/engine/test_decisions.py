@@ -14,7 +14,7 @@ from engine.model.request import Role
 from engine.state import engine_state, integrity
 from engine.state import events as ev
 from engine.state import instructions as do
-from engine.state.admission import Door
+from engine.state.admission import Admission
 from engine.state.engine_state import STORE_S, EngineState
 from engine.state.migration import TAKE_S
 from engine.state.prefill_source import AVOID_S
@@ -365,22 +365,22 @@ def test_an_answer_comes_back_that_is_not_taken_in_time() -> None:
     assert [step.decoding for step in only(driver.turn(), do.Step)] == [[1]]
 
 
-# --- the door ------------------------------------------------------------------------------------------------------
+# --- admission ------------------------------------------------------------------------------------------------------
 
 
-def test_the_door_refuses_by_role_by_count_and_by_id() -> None:
-    door = Door(Role.DECODE, 2)
-    door.check(answers=True)
+def test_admission_refuses_by_role_by_count_and_by_id() -> None:
+    admission = Admission(Role.DECODE, 2)
+    admission.check(answers=True)
     with pytest.raises(InvalidRequest, match="prefill or both"):
-        door.check(answers=False)
-    door.enter("a", 1)
+        admission.check(answers=False)
+    admission.enter("a", 1)
     with pytest.raises(InvalidRequest, match="in use"):
-        door.enter("a", 2)
-    door.enter("b", 2)
+        admission.enter("a", 2)
+    admission.enter("b", 2)
     with pytest.raises(TooManyCalls):
-        door.enter("c", 3)
-    door.leave("a")
-    door.enter("a", 4)
-    door.draining = True
+        admission.enter("c", 3)
+    admission.leave("a")
+    admission.enter("a", 4)
+    admission.draining = True
     with pytest.raises(NodeUnavailable, match="drained"):
-        door.check(answers=True)
+        admission.check(answers=True)

@@ -1,4 +1,4 @@
-"""A conductor in this process, on the running event loop, without doors."""
+"""A conductor in this process, on the running event loop, without its servers."""
 
 from __future__ import annotations
 

@@ -21,7 +21,7 @@ from engine.conductor.state.engine_table import EngineAbout, LoadReport
 from engine.conductor.state.roles import ORDER_S
 from engine.conductor.state.routed_requests import RoutedRequest
 from engine.model.request import Request, Role, RoleOrder, Sampling
-from engine.state.admission import Door
+from engine.state.admission import Admission
 from kvstore.cluster.directory import Told
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.prefix import Fingerprints
@@ -100,7 +100,7 @@ class RoleRefusal:
 class Sim:
     """One simulated engine; or, with an egress, a remote cluster of as many as it has lanes."""
 
-    door: Door
+    admission: Admission
     lanes: int = 1
     egress: float = 0.0
     leaves_s: float = 0.0  # when all that is to leave it has left
@@ -115,7 +115,7 @@ class Sim:
     @property
     def role(self) -> Role:
         """What it does."""
-        return self.door.role
+        return self.admission.role
 
 
 @dataclass
@@ -193,7 +193,7 @@ class World:
     def add(self, name: str, role: Role = Role.BOTH, **how: object) -> None:
         """An engine with a node of its own joins."""
         said = about(name, **how)
-        self.engines[name] = Sim(Door(role, FEW), said.lanes, said.egress_bytes_per_s)
+        self.engines[name] = Sim(Admission(role, FEW), said.lanes, said.egress_bytes_per_s)
         for seat in self.seats:
             self.tell(ev.NodeFound(self.now_s, f"node-{name}", zone="z"), seat)
             self.tell(ev.EngineFound(self.now_s, said, role), seat)
@@ -216,11 +216,11 @@ class World:
 
     def _report(self, name: str) -> LoadReport:
         """What the engine says of itself now."""
-        door, known = self.engines[name].door, [seat.state.fleet.engines[name] for seat in self.seats]
+        admission, known = self.engines[name].admission, [seat.state.fleet.engines[name] for seat in self.seats]
         return LoadReport(
-            role=door.role,
-            order=door.order,
-            draining=door.draining,
+            role=admission.role,
+            order=admission.order,
+            draining=admission.draining,
             waiting=sum(each.waiting for each in known),
             running=sum(len(each.ends) for each in known),
         )
@@ -228,9 +228,9 @@ class World:
     def set_role(
         self, name: str, role: Role, order: RoleOrder | None = None, by: str = "", sent_s: float = 0.0
     ) -> None:
-        """An engine is told its role. Raises what ``Door.set_role`` does."""
+        """An engine is told its role. Raises what ``Admission.set_role`` does."""
         engine, before = self.engines[name], self.engines[name].role
-        engine.door.set_role(role, order)
+        engine.admission.set_role(role, order)
         if engine.role is not before:
             engine.changes.append(RoleChange(self.now_s, role, by, sent_s))
         counts = Counter(each.role for each in self.engines.values())
@@ -460,7 +460,7 @@ class World:
 
         def takes(engine: str, answers: bool) -> bool:
             try:
-                self.engines[engine].door.check(answers)
+                self.engines[engine].admission.check(answers)
             except InvalidRequest:
                 about = number, engine, answers, seat.name
                 self.role_refusals.append(RoleRefusal(*about, known_s[engine], sent_s, self.now_s))

@@ -22,7 +22,7 @@ def test_everything_ends_once_and_every_frame_returns(seed: int) -> None:
 
 
 def test_seeds_see_every_event_instruction_and_refusal() -> None:
-    """Else a decision could lose its test unnoticed. The rarest of them, a full door, is seen by one seed in nine."""
+    """Else a decision could lose its test unnoticed. The rarest of them, a full engine, is seen by one seed in nine."""
     seen: Counter[str] = Counter()
     for seed in range(60):
         world = EngineWorld(1000 + seed)

@@ -105,7 +105,9 @@ class Fetch(Link):
     @property
     def goes_on(self) -> bool:
         """Whether the other engine is still at it."""
-        return self.there is not None and not self.there.dead and self.wire in self.there.door.known and not self.over
+        return (
+            self.there is not None and not self.there.dead and self.wire in self.there.admission.known and not self.over
+        )
 
     def arrive(self) -> None:
         """The other engine hears of it."""

@@ -17,7 +17,7 @@ from engine.model.request import Role
 from engine.state import events as ev
 from engine.state import instructions as do
 from engine.state import integrity
-from engine.state.admission import Door
+from engine.state.admission import Admission
 from engine.state.engine_state import STORE_S, EngineState
 from engine.state.migration import TAKE_S
 from engine.state.rules import Rules
@@ -106,14 +106,14 @@ class Known:
 
 
 class EngineMachine:
-    """One engine until it is killed (``dead``). Its frames, its requests, and its door."""
+    """One engine until it is killed (``dead``). Its frames, its requests, and its admission."""
 
     def __init__(self, world: EngineWorld, address: str, rules: Rules, role: Role, requests_max: int) -> None:
         self.world = world
         self.address = address
         self.rules = rules
         self.state = EngineState(rules)
-        self.door = Door(role, requests_max)
+        self.admission = Admission(role, requests_max)
         self.known: dict[int, Known] = {}
         self.prefills: dict[str, int] = {}  # what others may pull
         self.taken: set[int] = set()  # numbers of the pages that frames are taken for
@@ -133,16 +133,16 @@ class EngineMachine:
 
     def enter(self, name: str, listener: Listener, stops_at: int, *, answers: bool, **how: Any) -> ev.Submitted:
         """Its half that threads of the service do: the event is in the inbox then."""
-        self.door.check(answers)
+        self.admission.check(answers)
         tokens = how["prompt"] + (how["tokens_max"] - how["generated"] if answers else 0)
         if not self.rules.holds(tokens) or (answers and how["generated"] >= how["tokens_max"]):
             raise InvalidRequest("tokens", "see engine.shell.engine")
         self._numbers += 1
-        self.door.enter(name, self._numbers)
+        self.admission.enter(name, self._numbers)
         ring = any(self.rules.windows_for(tokens))
         shares = self.world.chance.random() < 0.9 and not ring
         how["names"] = tuple(self.world.page_name(name, i) for i in range(how["prompt"] // PAGE if shares else 0))
-        event = ev.Submitted(self.world.now_s, self._numbers, name, role=self.door.role, answers=answers, **how)
+        event = ev.Submitted(self.world.now_s, self._numbers, name, role=self.admission.role, answers=answers, **how)
         self.known[event.sequence] = Known(event, listener, stops_at, event.prompt, shares=shares, ring=ring)
         if not answers:
             self.prefills[name] = event.sequence
@@ -150,7 +150,7 @@ class EngineMachine:
 
     def cancel(self, name: str) -> bool:
         """As ``Engine.cancel``, and ``release``; whether there is one."""
-        number = self.door.known.get(name)
+        number = self.admission.known.get(name)
         if number is None:
             return False
         known = self.known[number]
@@ -167,22 +167,22 @@ class EngineMachine:
         """As ``Engine.migrate``."""
         call = self.world.count("calls")
         self.calls.add(call)
-        self.handle(ev.Migrate(self.world.now_s, self.door.known[name], target, call))
+        self.handle(ev.Migrate(self.world.now_s, self.admission.known[name], target, call))
 
     def drain(self, target: str | None) -> None:
         """As ``Engine.drain``, or the end of one."""
-        self.door.draining = target is not None
+        self.admission.draining = target is not None
         self._target = target
         self.handle(ev.Drain(self.world.now_s, target))
 
     def stop(self) -> None:
         """As ``Engine.stop``."""
-        self.stopped = self.door.draining = True
+        self.stopped = self.admission.draining = True
         self.handle(ev.Stop(self.world.now_s))
 
     def lose_device(self) -> None:
         """Its device is lost, and with it everything that runs."""
-        self.stopped = self.door.draining = True
+        self.stopped = self.admission.draining = True
         self.handle(ev.DeviceFailed(self.world.now_s, NodeUnavailable("the device is lost")))
 
     def not_taken(self, number: int, error: KVStoreError | None) -> None:
@@ -240,7 +240,7 @@ class EngineMachine:
 
     def check_empty(self) -> None:
         """Nothing is left of what ran here."""
-        assert not self.known and not self.door.known and not self.prefills, (self.known, self.door.known)
+        assert not self.known and not self.admission.known and not self.prefills, (self.known, self.admission.known)
         assert not self.calls, "a call was not answered"
         assert self.state.roster.frames.free == self.rules.frames and self.taken == self.kept.keys()
         assert not self.state.roster.frames.shared
@@ -544,7 +544,7 @@ class EngineMachine:
         assert not known.forgotten and (known.fetch is None or known.touching["mover"])
         assert known.passing is None or known.taken or known.passing.cancels, "another engine may still take it"
         known.forgotten = True
-        self.door.leave(known.event.name)
+        self.admission.leave(known.event.name)
 
     def _do_finish(self, it: do.Finish) -> None:
         known = self.known[it.sequence]

@@ -199,21 +199,21 @@ class EngineWorld:
         except KVStoreError as error:
             self.counts[f"refused: {type(error).__name__}"] += 1
             return False
-        known = engine.known.get(engine.door.known.get(client.name, 0))
+        known = engine.known.get(engine.admission.known.get(client.name, 0))
         assert known is None or not how["stopped"], "all was told, and it goes on"
         return True
 
     def cancel(self) -> None:
         """Nobody wants one of them."""
         engine = self.chance.choice(list(self.engines.values()))
-        if engine.door.known:
-            engine.cancel(self.chance.choice(list(engine.door.known)))
+        if engine.admission.known:
+            engine.cancel(self.chance.choice(list(engine.admission.known)))
 
     def migrate(self) -> None:
         """One of them shall go on elsewhere."""
         engine = self.chance.choice(list(self.engines.values()))
-        if engine.door.known:
-            engine.migrate(self.chance.choice(list(engine.door.known)), self._target(engine))
+        if engine.admission.known:
+            engine.migrate(self.chance.choice(list(engine.admission.known)), self._target(engine))
 
     def drain(self) -> None:
         """All of one engine shall."""
@@ -223,7 +223,7 @@ class EngineWorld:
     def undrain(self) -> None:
         """No more of them."""
         engine = self.chance.choice(list(self.engines.values()))
-        if engine.door.draining:
+        if engine.admission.draining:
             engine.drain(None)
 
     def find(self) -> None:
@@ -288,7 +288,7 @@ class EngineWorld:
             assert client.end, (client.name, "was not told the end")
 
     def _late(self, engine: EngineMachine) -> Submitted | None:
-        """A call that is through the door when the engine ends."""
+        """A call that was admitted when the engine ends."""
         client = Client("late", PAGE, 2, 0, self.now_s + 600.0)
         how = {"prompt": PAGE, "generated": 0, "tokens_max": 2, "deadline_s": client.deadline_s, "answers": True}
         try:
