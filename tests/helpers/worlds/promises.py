@@ -51,6 +51,8 @@ class Promises:
     def __init__(self, node: RealNode, watch: Watch) -> None:
         self._node = node
         self._watch = watch
+        self._carved = 0  # the number of the last extent that this life has carved
+        self._dropped: set[int] = set()  # numbers of extents that are no more
         self._checks: dict[type, Callable[[Any], None]] = {
             ev.Carve: self._carve,
             ev.Drop: self._drop,
@@ -72,9 +74,18 @@ class Promises:
 
     def check(self, instruction: ev.Instruction) -> None:
         """Check an instruction that is about to be performed."""
+        assert self._node.performer.header.next_extent > self._carved or not self._carved, "its number is not stored"
         check = self._checks.get(type(instruction))
         if check is not None:
             check(instruction)
+
+    def begin(self) -> None:
+        """A life begins: the last one may have ended before it stored a number."""
+        self._carved = 0
+
+    def forget_numbers(self) -> None:
+        """Let extents of a new segment have any numbers."""
+        self._dropped.clear()
 
     # --- records ---------------------------------------------------------------------------------------------------
 
@@ -103,7 +114,9 @@ class Promises:
 
     def _carve(self, said: ev.Carve) -> None:
         node, tables = self._node, self._node.tables.values()
-        assert said.extent >= node.performer.header.next_extent, "an extent number is used twice"
+        fresh = said.extent >= node.performer.header.next_extent and said.extent not in self._dropped
+        assert fresh and said.extent not in node.tables, "an extent number is used twice"
+        self._carved = said.extent
         carved = {table.position for table in tables if table.tier == said.tier}
         assert said.position not in carved, "two extents in one position"
         if said.tier == Tier.DRAM:
@@ -117,6 +130,7 @@ class Promises:
         if self._node.scarce is not None:
             self._node.scarce.drop(table.frames)
         assert not (table.words & 0xFF).any(), "an extent in use is dropped"
+        self._dropped.add(said.extent)
 
     def _granted(self, said: ev.WriteGranted) -> None:
         self._granting(said)

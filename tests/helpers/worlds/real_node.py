@@ -221,6 +221,7 @@ class RealNode:
         """Turn the machine off and on: nothing but the disk is left."""
         self._bury()
         shutil.rmtree(self.folder.path)
+        self._promises.forget_numbers()
         self._make()
         if self.nvme is not None:
             self.nvme.disk.lose_power()
@@ -254,6 +255,7 @@ class RealNode:
         """Start as a daemon does, from what the last one left; None where it is killed after ``steps`` steps."""
         self._bury()
         self.now_ns, self.killed = now_ns, False
+        self._promises.begin()
         folder = self._locked()
         header = Header.open(folder, writable=True)
         segment = SegmentFile.open(folder, header.incarnation) if header is not None else None
