@@ -32,6 +32,7 @@ from kvstore.model.replica import KEY_BYTES
 from kvstore.safe_files import open_plain, read_plain, remove
 from kvstore.shm.folder import NodeFolder
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 
 Held = dict[int, set[int]]
 """Position -> sessions that may write there."""
@@ -101,11 +102,11 @@ class Book:
         """These names, and no others."""
         self._queue.append(lambda: _replace(self._names, [self._head, *lines]))
 
-    def pin(self, pin: ev.WritePin) -> None:
+    def pin(self, pin: do.WritePin) -> None:
         """Queue another pin, or a replacement for one."""
         self._queue.append(lambda: self._pinned(pin.number, _pin_line(pin)))
 
-    def pins(self, pins: list[ev.WritePin]) -> None:
+    def pins(self, pins: list[do.WritePin]) -> None:
         """These pins, and no others: the file is replaced as a whole."""
         self._queue.append(lambda: self._repinned({pin.number: _pin_line(pin) for pin in pins}))
 
@@ -228,7 +229,7 @@ def _head(incarnation: int) -> bytes:
     return f"incarnation {incarnation:016x}".encode()
 
 
-def _pin_line(pin: ev.WritePin) -> bytes:
+def _pin_line(pin: do.WritePin) -> bytes:
     named = {"keys": b"".join(pin.keys).hex(), "root": pin.root.hex(), "asked": pin.asked.hex()}
     return json.dumps({"pin": pin.number, **named, "until_ns": pin.until_ns, "until": pin.until_s}).encode()
 

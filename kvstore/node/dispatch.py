@@ -21,6 +21,7 @@ from kvstore.node.put_drain import begin_event, objects_event, publish_event, re
 from kvstore.node.scrubber import Scrubber
 from kvstore.shm.counters import SessionCounters
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.mounts import MOUNTED_FRAMES_MAX
 from kvstore.wire import control
 from kvstore.wire.control import BATCH_MAX, Message, Op
@@ -197,7 +198,7 @@ class Dispatcher:
     def _scrub(self, session: int, message: Message, now_ns: int) -> bytes:
         addresses = control.unpack_addresses(message.body, message.entries)
         statuses = [int(self.scrubber.scrub(address)) for address in addresses]
-        return _statuses(message, ev.Reply(statuses=statuses))
+        return _statuses(message, do.Reply(statuses=statuses))
 
     def _prefetch(self, session: int, message: Message, now_ns: int) -> bytes:
         addresses = control.unpack_addresses(message.body, message.entries)
@@ -247,13 +248,13 @@ def _at_least_one(message: Message) -> int:
     return message.entries
 
 
-def _accepted(reply: ev.Reply) -> ev.Reply:
+def _accepted(reply: do.Reply) -> do.Reply:
     if reply.status == Status.INVALID:
         raise InvalidRequest(reply.detail["field"], reply.detail["reason"])
     return reply
 
 
-def _statuses(message: Message, reply: ev.Reply) -> bytes:
+def _statuses(message: Message, reply: do.Reply) -> bytes:
     _accepted(reply)
     body = [control.pack_statuses(reply.statuses)]
     return control.encode(reply.status, message.request_id, count=len(reply.statuses), body=body)

@@ -38,6 +38,7 @@ from kvstore.shm.put_log import Deciding
 from kvstore.shm.records import ExtentTable
 from kvstore.shm.sessions import Sessions
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state import integrity
 from kvstore.state.interfaces import Rows
 from kvstore.state.node_state import NodeState
@@ -262,7 +263,7 @@ class Node:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def handle(self, event: ev.Event) -> ev.Reply:
+    def handle(self, event: ev.Event) -> do.Reply:
         """Decide and perform one event; the index is committed when this returns, and what was deleted is erased.
 
         Raises:
@@ -270,9 +271,9 @@ class Node:
         """
         with self._mutex:
             if self._stopped:
-                return ev.Reply()  # a thread that was late for the stop
+                return do.Reply()  # a thread that was late for the stop
             self.puts.take_in()
-            nvme, erases = self.performer.nvme, list[ev.Erase]()
+            nvme, erases = self.performer.nvme, list[do.Erase]()
             with DECIDED:
                 needed = self.state.frames_needed(event)
                 if needed is not None:
@@ -290,14 +291,14 @@ class Node:
         self.performer.book.flush()
         if erases and nvme is not None:
             self._erase_all(nvme, erases)  # only the caller waits for the disk
-        return reply if reply is not None else ev.Reply()
+        return reply if reply is not None else do.Reply()
 
-    def _decide(self, event: ev.Event) -> ev.Reply | None:
+    def _decide(self, event: ev.Event) -> do.Reply | None:
         """Decide and perform one event that needs no room. The mutex is held."""
         with DECIDED:
             return self.performer.perform(self.state.handle(event))
 
-    def erase(self, nvme: NvmePages, erasing: ev.Erase, places: Iterable[int]) -> set[int]:
+    def erase(self, nvme: NvmePages, erasing: do.Erase, places: Iterable[int]) -> set[int]:
         """Make what was in these frames unreadable. Returns the places whose device fails: there a reboot may bring it
         back.
 
@@ -313,7 +314,7 @@ class Node:
             self.device_failed(broken)
         return {place for place, address in found.items() if tables[address.extent].position in broken}
 
-    def _erase_all(self, nvme: NvmePages, erases: list[ev.Erase]) -> None:
+    def _erase_all(self, nvme: NvmePages, erases: list[do.Erase]) -> None:
         """Carry out and report what a caller's own deletion takes.
 
         Raises:
@@ -471,7 +472,7 @@ class Node:
             self._decide(event)
 
     @while_running(None)
-    def save_all(self, bytes_max: int) -> ev.Reply | None:
+    def save_all(self, bytes_max: int) -> do.Reply | None:
         """DRAM is about to go: ``demote`` what is next. See ``events.SaveAll``; None where nothing can be saved."""
         if not self._tables_fit(Tier.NVME):
             return None
@@ -534,12 +535,12 @@ def _deletes(event: ev.Event) -> bool:
     return type(event) in (ev.Delete, ev.SealObjects) or (type(event) is ev.SealGranted and event.replaces is not None)
 
 
-def _taken_out(instructions: list[ev.Instruction], tables: dict[int, ExtentTable], tier: Tier) -> list[ev.Erase]:
+def _taken_out(instructions: list[do.Instruction], tables: dict[int, ExtentTable], tier: Tier) -> list[do.Erase]:
     """The erasures in that tier among these instructions, which are left without them."""
     erases = [
         instruction
         for instruction in instructions
-        if type(instruction) is ev.Erase and tables[instruction.pages[0][1].extent].tier == tier
+        if type(instruction) is do.Erase and tables[instruction.pages[0][1].extent].tier == tier
     ]
     instructions[:] = [instruction for instruction in instructions if instruction not in erases]
     return erases

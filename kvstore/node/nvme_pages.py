@@ -41,7 +41,7 @@ from kvstore.model.replica import (
     standing_of,
 )
 from kvstore.shm.records import ExtentTable, Record
-from kvstore.state.events import Copying
+from kvstore.state.instructions import Copying
 from kvstore.state.interfaces import Rows
 from kvstore.tier.base import Bytes
 from kvstore.tier.nvme import frame_header, geometry

@@ -51,7 +51,7 @@ from kvstore.shm.lmdb_environment import TIER_TABLES
 from kvstore.shm.mounted import remove_mounted
 from kvstore.shm.put_log import PutLog
 from kvstore.shm.records import ExtentTable, TableFiles
-from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.interfaces import Rows
 from kvstore.tier.base import TierStore
 from kvstore.tier.dram import DramStore
@@ -97,7 +97,7 @@ class SpareTables:
 
 UNSTAMPED_MAX = 16384  # sealed pages waiting for checksums; beyond, the scrubber's sweep finds them
 
-Work = ev.Save | ev.Carry | ev.Erase
+Work = do.Save | do.Carry | do.Erase
 """What waits for a device that is written to."""
 
 
@@ -113,8 +113,8 @@ class Waiting:
     """
 
     copies: deque[Work] = field(default_factory=deque)
-    loads: deque[ev.Load] = field(default_factory=deque)
-    relays: deque[Work | ev.Load] = field(default_factory=deque)
+    loads: deque[do.Load] = field(default_factory=deque)
+    relays: deque[Work | do.Load] = field(default_factory=deque)
     unstamped: deque[Address] = field(default_factory=lambda: deque(maxlen=UNSTAMPED_MAX))
 
 
@@ -156,34 +156,34 @@ class Performer:
         self._index_ops: list[IndexOp] = []  # of one decision
         self._now_ns = now_ns
         self._verbs: dict[type, Callable[[Any], None]] = {
-            ev.Carve: self._carve,
-            ev.Drop: self._drop,
-            ev.WriteGranted: self._write_granted,
-            ev.WriteReserved: self._write_reserved,
-            ev.WriteWriter: self._write_writer,
-            ev.WriteSealed: self._write_sealed,
-            ev.WriteShards: self._write_shards,
-            ev.WriteState: self._write_state,
-            ev.Unindex: self._unindex,
-            ev.Unpend: self._unpend,
-            ev.WriteLease: self._write_lease,
-            ev.WriteStamp: self._write_stamp,
-            ev.Move: self._move,
-            ev.WriteUse: self._write_use,
-            ev.WriteName: lambda said: self.book.name(said.line),
-            ev.WriteNames: self._forget_names,
-            ev.ForgetNames: self._forget_names,
-            ev.WritePin: self.book.pin,
-            ev.WritePins: lambda all_: self.book.pins(all_.pins),
-            ev.ErasePins: lambda over: self.book.unpin(over.numbers),
-            ev.WriteQuarantine: lambda said: self.book.quarantine(said.held),
-            ev.Save: self._copy,
-            ev.Load: self._copy,
-            ev.Carry: self._copy,
-            ev.Erase: self._copy,
-            ev.ShowPages: self._show_pages,
-            ev.WriteMounts: self._write_mounts,
-            ev.EndMount: lambda ended: remove_mounted(folder, ended.segment),
+            do.Carve: self._carve,
+            do.Drop: self._drop,
+            do.WriteGranted: self._write_granted,
+            do.WriteReserved: self._write_reserved,
+            do.WriteWriter: self._write_writer,
+            do.WriteSealed: self._write_sealed,
+            do.WriteShards: self._write_shards,
+            do.WriteState: self._write_state,
+            do.Unindex: self._unindex,
+            do.Unpend: self._unpend,
+            do.WriteLease: self._write_lease,
+            do.WriteStamp: self._write_stamp,
+            do.Move: self._move,
+            do.WriteUse: self._write_use,
+            do.WriteName: lambda said: self.book.name(said.line),
+            do.WriteNames: self._forget_names,
+            do.ForgetNames: self._forget_names,
+            do.WritePin: self.book.pin,
+            do.WritePins: lambda all_: self.book.pins(all_.pins),
+            do.ErasePins: lambda over: self.book.unpin(over.numbers),
+            do.WriteQuarantine: lambda said: self.book.quarantine(said.held),
+            do.Save: self._copy,
+            do.Load: self._copy,
+            do.Carry: self._copy,
+            do.Erase: self._copy,
+            do.ShowPages: self._show_pages,
+            do.WriteMounts: self._write_mounts,
+            do.EndMount: lambda ended: remove_mounted(folder, ended.segment),
         }
 
     @property
@@ -254,16 +254,16 @@ class Performer:
 
     # --- performing -------------------------------------------------------------------------------------------------
 
-    def perform(self, instructions: list[ev.Instruction]) -> ev.Reply | None:
+    def perform(self, instructions: list[do.Instruction]) -> do.Reply | None:
         """Carry out one decision; the index is committed before this returns. Returns its ``Reply``, if it has one."""
         reply = None
         if failpoint.ACTIVE:
             failpoint.hit("node.event")
         try:
             for instruction in instructions:
-                if type(instruction) is ev.Reply:
+                if type(instruction) is do.Reply:
                     reply = instruction
-                elif type(instruction) is ev.CheckSession:
+                elif type(instruction) is do.CheckSession:
                     self.sessions_to_check.append(instruction.session)
                 else:
                     self._verbs[type(instruction)](instruction)
@@ -276,7 +276,7 @@ class Performer:
                 self.events.publish()  # a reader that is told of a page finds it in the index
         return reply
 
-    def _carve(self, instruction: ev.Carve) -> None:
+    def _carve(self, instruction: do.Carve) -> None:
         number, store = instruction.extent, self.stores[instruction.tier]
         self.header.next_extent = number + 1  # stored first: a number is never used twice
         self.tables[number] = ExtentTable.create(
@@ -291,21 +291,21 @@ class Performer:
         )
         store.carve(instruction.position, number, instruction.frame_class)
 
-    def _drop(self, instruction: ev.Drop) -> None:
+    def _drop(self, instruction: do.Drop) -> None:
         table = self.tables.pop(instruction.extent)
         table.unlink()
         self.stores[table.tier].drop(table.position)
 
-    def _copy(self, instruction: Work | ev.Load) -> None:
+    def _copy(self, instruction: Work | do.Load) -> None:
         addresses = [address for page in instruction.pages for address in _ends(page)]
         if any(self.stores[self.tables[address.extent].tier].relayed for address in addresses):
             self.waiting.relays.append(instruction)
-        elif isinstance(instruction, ev.Load):
+        elif isinstance(instruction, do.Load):
             self.waiting.loads.append(instruction)
         else:
             self.waiting.copies.append(instruction)
 
-    def _write_granted(self, instruction: ev.WriteGranted) -> None:
+    def _write_granted(self, instruction: do.WriteGranted) -> None:
         for table, frames, places in self._runs(instruction.addresses):
             fmt = table.fmt
             table.rows[frames, fmt.key] = 0
@@ -314,7 +314,7 @@ class Performer:
                 table.rows[frames, fmt.words] = np.frombuffer(tail, np.uint8)
             self._write_words(table, instruction.addresses[places], RESERVED)
 
-    def _write_reserved(self, instruction: ev.WriteReserved) -> None:
+    def _write_reserved(self, instruction: do.WriteReserved) -> None:
         writers = np.zeros(1 + SHARDS_MAX, np.uint64)
         writers[0], writers[1 + instruction.shard] = instruction.group, instruction.session
         for table, frames, places in self._runs(instruction.addresses):
@@ -347,11 +347,11 @@ class Performer:
         block = np.frombuffer(b"".join(bodies), np.uint8).reshape(len(parents), -1)
         table.rows[frames, fmt.before_writing] = block
 
-    def _write_writer(self, instruction: ev.WriteWriter) -> None:
+    def _write_writer(self, instruction: do.WriteWriter) -> None:
         for table, frames, _ in self._runs(instruction.addresses):
             table.column(table.fmt.writers + 8 * instruction.shard)[frames] = instruction.session
 
-    def _write_sealed(self, instruction: ev.WriteSealed) -> None:
+    def _write_sealed(self, instruction: do.WriteSealed) -> None:
         addresses, sums = instruction.addresses, instruction.checksums
         tier = self.tables[addresses[0].extent].tier  # those of one instruction are of one
         for table, frames, places in self._runs(addresses):
@@ -380,12 +380,12 @@ class Performer:
         if sums is None and self.tables[addresses[0].extent].fmt.tail:
             self.waiting.unstamped.extend(addresses)
 
-    def _write_shards(self, instruction: ev.WriteShards) -> None:
+    def _write_shards(self, instruction: do.WriteShards) -> None:
         table = self.tables[instruction.address.extent]
         info = info_word(table.frame_class.page_bytes, instruction.shards, instruction.mask)
         table.column(table.fmt.info)[instruction.address.frame] = info
 
-    def _write_state(self, instruction: ev.WriteState) -> None:
+    def _write_state(self, instruction: do.WriteState) -> None:
         for table, frames, places in self._runs(instruction.addresses):
             self._write_words(table, instruction.addresses[places], instruction.state)
             if instruction.state is FrameState.FREE:
@@ -397,47 +397,47 @@ class Performer:
         for _, frame, generation in addresses:
             words[frame] = generation << 8 | low  # ``word_of``
 
-    def _unindex(self, instruction: ev.Unindex) -> None:
+    def _unindex(self, instruction: do.Unindex) -> None:
         self._index_ops.append((instruction.tier, instruction.keys, []))
         told = instruction
         self.events.append(told.kind, told.tier, told.reason, told.keys, told.roots, told.spans)
 
-    def _show_pages(self, shown: ev.ShowPages) -> None:
+    def _show_pages(self, shown: do.ShowPages) -> None:
         self._index_ops.append((Tier.HBM, shown.keys, shown.addresses))
         if shown.root:
             self.events.sealed("put", Tier.HBM, shown.keys, shown.root, spans=shown.spans)
 
-    def _write_mounts(self, instruction: ev.WriteMounts) -> None:
+    def _write_mounts(self, instruction: do.WriteMounts) -> None:
         self.header.next_extent = max(self.header.next_extent, instruction.next_extent)  # first: none is used twice
         self.header.mounts = instruction.count
 
-    def _unpend(self, instruction: ev.Unpend) -> None:
+    def _unpend(self, instruction: do.Unpend) -> None:
         heirs = [instruction.heir] if instruction.heir is not None else []
         self._index_ops.append((None, [instruction.key], heirs))
 
-    def _write_lease(self, instruction: ev.WriteLease) -> None:
+    def _write_lease(self, instruction: do.WriteLease) -> None:
         untils = np.array(instruction.until_ns, np.uint64)
         for table, frames, places in self._runs(instruction.addresses):
             table.column(table.fmt.lease_until_ns)[frames] = untils[places]
 
-    def _write_stamp(self, instruction: ev.WriteStamp) -> None:
+    def _write_stamp(self, instruction: do.WriteStamp) -> None:
         table = self.tables[instruction.address.extent]
         frame, fmt = instruction.address.frame, table.fmt
         table.rows[frame, fmt.checksums] = instruction.checksums.view(np.uint8)
         table.column(fmt.info)[frame] |= np.uint64(STAMPED << 48)
 
-    def _write_use(self, instruction: ev.WriteUse) -> None:
+    def _write_use(self, instruction: do.WriteUse) -> None:
         used = np.array(instruction.used_ns, np.uint64)
         for table, frames, places in self._runs(instruction.addresses):
             table.last_use[frames] = used[places]
 
-    def _forget_names(self, instruction: ev.WriteNames | ev.ForgetNames) -> None:
+    def _forget_names(self, instruction: do.WriteNames | do.ForgetNames) -> None:
         """Clients register a forgotten name again before they put, or its quota would not hold."""
         self.header.names_forgotten += 1
-        if isinstance(instruction, ev.WriteNames):
+        if isinstance(instruction, do.WriteNames):
             self.book.names(instruction.lines)
 
-    def _move(self, instruction: ev.Move) -> None:
+    def _move(self, instruction: do.Move) -> None:
         """Data (not mapped, it is there already) and body first, the new word, the index; the old word last."""
         source, target = self.tables[instruction.source.extent], self.tables[instruction.target.extent]
         old, new = instruction.source.frame, instruction.target.frame
@@ -470,6 +470,6 @@ def _info_bytes(info: int, identity_sum: int) -> bytes:
     return (info | identity_sum << 64).to_bytes(16, "little")
 
 
-def _ends(page: ev.Copying | tuple[bytes, Address]) -> tuple[Address, ...]:
+def _ends(page: do.Copying | tuple[bytes, Address]) -> tuple[Address, ...]:
     """The frames that a copy, or an erasure, is about."""
-    return (page.source, page.target) if isinstance(page, ev.Copying) else page[1:]
+    return (page.source, page.target) if isinstance(page, do.Copying) else page[1:]

@@ -36,6 +36,7 @@ from kvstore.shm.folder import NodeFolder
 from kvstore.shm.header import Header
 from kvstore.shm.put_log import Deciding, LogDamaged, PutLog
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.node_state import NodeState
 from kvstore.wire import control
 from kvstore.wire.control import Message, Op
@@ -290,7 +291,7 @@ class PutDrain:
     def _take_in(self, puts: PutLog, records: list[_Record]) -> None:
         """Decide about each of these, perform that as one decision, and mark them. One that fails for no known reason
         fails once, not at every decision, nor in every daemon to come: it is marked as well."""
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         statuses: list[list[int]] = []
         try:
             for record in records:
@@ -310,10 +311,10 @@ class PutDrain:
                 for record, answer in zip(records, statuses, strict=False):
                     self._mark(puts, record, _BUSY not in answer)
 
-    def _decided(self, event: ev.Event, statuses: list[list[int]]) -> list[ev.Instruction]:
+    def _decided(self, event: ev.Event, statuses: list[list[int]]) -> list[do.Instruction]:
         """What is to be performed; the answer is the last of ``statuses``."""
         *decided, reply = self._state.handle(event)
-        assert type(reply) is ev.Reply, "these events are answered"
+        assert type(reply) is do.Reply, "these events are answered"
         statuses[-1] = reply.statuses
         return decided
 

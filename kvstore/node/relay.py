@@ -16,6 +16,7 @@ from kvstore.node.node import Node
 from kvstore.node.nvme_pages import DATA, IO, MOVED, Copied, identity_row
 from kvstore.shm.records import ExtentTable
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.interfaces import Rows
 from kvstore.tier.base import TierStore
 from kvstore.tier.nvme import frame_header
@@ -41,13 +42,13 @@ class Relay:
         busy = bool(relays)
         while relays:
             copy = relays.popleft()
-            if isinstance(copy, ev.Erase):
+            if isinstance(copy, do.Erase):
                 self._erase(copy)
             else:
                 self._copy(copy)
         return busy
 
-    def _copy(self, copy: ev.Save | ev.Load | ev.Carry) -> None:
+    def _copy(self, copy: do.Save | do.Load | do.Carry) -> None:
         contents, now_ns = self._node.contents, time.monotonic_ns
         first = copy.pages[0]
         source, target = contents.store_of(first.source.extent), contents.store_of(first.target.extent)
@@ -57,10 +58,10 @@ class Relay:
         except InternalError:  # nothing is claimed: the pages stay where they are
             done = Copied.of(contents.extents[first.target.extent].frame_class, len(copy.pages))
             done.failed = dict.fromkeys(range(len(copy.pages)), IO)
-        if isinstance(copy, ev.Save):
+        if isinstance(copy, do.Save):
             heads = done.rows[:, :IDENTITY_HEAD_BYTES].copy()
             self._node.handle(ev.Saved(now_ns(), copy.number, heads, done.failed))
-        elif isinstance(copy, ev.Load):
+        elif isinstance(copy, do.Load):
             self._node.handle(ev.Loaded(now_ns(), copy.number, done.rows, done.checksums, done.failed))
         else:
             self._node.handle(ev.Carried(now_ns(), copy.number, done.failed))
@@ -70,7 +71,7 @@ class Relay:
         for address, reason in done.damaged:
             self._node.drop_damaged(address, reason)
 
-    def _erase(self, erasing: ev.Erase) -> None:
+    def _erase(self, erasing: do.Erase) -> None:
         """Write zeros over these frames, so that their contents are not taken for a page."""
         contents = self._node.contents
         failed: set[int] = set()
@@ -88,7 +89,7 @@ class Relay:
         self._node.handle(ev.Erased(time.monotonic_ns(), erasing.number, failed))
 
 
-def relay(pages: list[ev.Copying], tables: Mapping[int, ExtentTable], source: TierStore, target: TierStore) -> Copied:
+def relay(pages: list[do.Copying], tables: Mapping[int, ExtentTable], source: TierStore, target: TierStore) -> Copied:
     """Copy these pages, of one class, from tier to tier. Pages that changed or do not hold are in ``failed``.
 
     Their extents stay open for writing until the caller closes them: when the records say what is there.
@@ -109,7 +110,7 @@ def relay(pages: list[ev.Copying], tables: Mapping[int, ExtentTable], source: Ti
 
 
 def _relay_one(
-    i: int, page: ev.Copying, tables: Mapping[int, ExtentTable], source: TierStore, target: TierStore, done: Copied
+    i: int, page: do.Copying, tables: Mapping[int, ExtentTable], source: TierStore, target: TierStore, done: Copied
 ) -> None:
     here, there = tables[page.source.extent], tables[page.target.extent]
     frame_class = there.frame_class

@@ -32,6 +32,7 @@ from kvstore.node.node import Node
 from kvstore.node.nvme_pages import IO, Copied, NvmePages
 from kvstore.server import tracing
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.tier.nvme.devices import today
 
 LANE_IDLE_S: Final = 1.0  # a caller that adds a piece ends the wait
@@ -186,7 +187,7 @@ class Mover:
             for device, lane in enumerate(self._saves):
                 lane.put_chore("checkpoint", partial(self._checkpoint, nvme, device))
 
-    def save_all(self, bytes_max: int) -> ev.Reply | None:
+    def save_all(self, bytes_max: int) -> do.Reply | None:
         """DRAM is about to go: decide what to save next, and give it to the lanes. See ``Node.save_all``."""
         nvme = self._node.nvme
         if nvme is None:
@@ -223,15 +224,15 @@ class Mover:
                 self._begin(nvme, self._loads, load, [page.source for page in load.pages])
             while waiting.copies:
                 copy = waiting.copies.popleft()
-                if isinstance(copy, ev.Save):
+                if isinstance(copy, do.Save):
                     self._begin(nvme, self._saves, copy, [page.target for page in copy.pages])
-                elif isinstance(copy, ev.Carry):
+                elif isinstance(copy, do.Carry):
                     self._carries.put(partial(self._carry, nvme, copy))
                 else:
                     self._begin_erasing(nvme, copy)
         return busy
 
-    def _begin(self, nvme: NvmePages, lanes: list[DeviceLane], copy: ev.Save | ev.Load, below: list[Address]) -> None:
+    def _begin(self, nvme: NvmePages, lanes: list[DeviceLane], copy: do.Save | do.Load, below: list[Address]) -> None:
         """A copy between the tiers, in parts. ``below``: where each page is, or will be, on NVMe."""
         whole = Copied.of(self._node.contents.extents[copy.pages[0].source.extent].frame_class, len(copy.pages))
         parts = self._by_device(nvme, below)
@@ -239,7 +240,7 @@ class Mover:
         for device, places in parts.items():
             lanes[device].put(partial(self._copy, nvme, copy, places, whole, joint))
 
-    def _begin_erasing(self, nvme: NvmePages, erase: ev.Erase) -> None:
+    def _begin_erasing(self, nvme: NvmePages, erase: do.Erase) -> None:
         failed: set[int] = set()
         parts = self._by_device(nvme, [address for _, address in erase.pages])
         joint = Joint(len(parts), partial(self._erased, erase, failed))
@@ -267,11 +268,11 @@ class Mover:
 
     # --- pieces of work: in a lane ----------------------------------------------------------------------------------
 
-    def _copy(self, nvme: NvmePages, copy: ev.Save | ev.Load, places: list[int], whole: Copied, joint: Joint) -> None:
+    def _copy(self, nvme: NvmePages, copy: do.Save | do.Load, places: list[int], whole: Copied, joint: Joint) -> None:
         if failpoint.ACTIVE:
             failpoint.hit("mover.copy")
         contents, pages = self._node.contents, [copy.pages[place] for place in places]
-        down = isinstance(copy, ev.Save)
+        down = isinstance(copy, do.Save)
         with tracing.span("kvstore.demote" if down else "kvstore.promote", pages=len(pages)):
             try:
                 with _COPYING:
@@ -282,10 +283,10 @@ class Mover:
                 whole.failed |= dict.fromkeys(places, IO)
             joint.done()
 
-    def _report(self, nvme: NvmePages, copy: ev.Save | ev.Load, done: Copied) -> None:
+    def _report(self, nvme: NvmePages, copy: do.Save | do.Load, done: Copied) -> None:
         self._node.device_failed(done.broken)  # first: when nothing is on its way any more, that is known
         now_ns = time.monotonic_ns()
-        if isinstance(copy, ev.Save):
+        if isinstance(copy, do.Save):
             if failpoint.ACTIVE:
                 failpoint.hit("mover.saved")
             heads = done.rows[:, :IDENTITY_HEAD_BYTES].copy()
@@ -297,7 +298,7 @@ class Mover:
             self._node.handle(ev.Loaded(now_ns, copy.number, done.rows, done.checksums, done.failed))
         self._reported(done)
 
-    def _carry(self, nvme: NvmePages, carry: ev.Carry) -> None:
+    def _carry(self, nvme: NvmePages, carry: do.Carry) -> None:
         if failpoint.ACTIVE:
             failpoint.hit("mover.copy")
         tables = self._node.contents.extents
@@ -320,7 +321,7 @@ class Mover:
             self._node.drop_damaged(address, reason)
         self._over()
 
-    def _erase(self, nvme: NvmePages, erase: ev.Erase, places: list[int], failed: set[int], joint: Joint) -> None:
+    def _erase(self, nvme: NvmePages, erase: do.Erase, places: list[int], failed: set[int], joint: Joint) -> None:
         if failpoint.ACTIVE:
             failpoint.hit("mover.copy")
         try:
@@ -330,7 +331,7 @@ class Mover:
             failed |= set(places)
         joint.done()
 
-    def _erased(self, erase: ev.Erase, failed: set[int]) -> None:
+    def _erased(self, erase: do.Erase, failed: set[int]) -> None:
         self._node.handle(ev.Erased(time.monotonic_ns(), erase.number, failed))
         self._over()
 

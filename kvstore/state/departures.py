@@ -12,7 +12,7 @@ from collections import Counter
 from typing import Protocol
 
 from kvstore.model.replica import Address, Tier
-from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.interfaces import TierParts
@@ -98,16 +98,16 @@ class Departures(Pages):
             return None
         return Address(extent.number, before, extent.generation[before])
 
-    def left(self, leaving: Leaving, reason: str, out: list[ev.Instruction]) -> None:
+    def left(self, leaving: Leaving, reason: str, out: list[do.Instruction]) -> None:
         """Write down what ``leave`` decided."""
         copies = leaving.copies
         if copies:
-            out.append(ev.WriteUse([copy for copy, _ in copies], [used_ns for _, used_ns in copies]))
+            out.append(do.WriteUse([copy for copy, _ in copies], [used_ns for _, used_ns in copies]))
             self.counters["demoted"] += len(copies)
         if leaving.keys:
             self.vacated(leaving.vacated, out)
             self.waiting |= bool(leaving.vacated.wiped)
-            out.append(ev.Unindex(leaving.keys, self.tier, "evicted", reason, leaving.roots, leaving.spans))
+            out.append(do.Unindex(leaving.keys, self.tier, "evicted", reason, leaving.roots, leaving.spans))
             self.counters[f"evicted_{reason}"] += len(leaving.keys) - len(copies)
 
     def may_leave(self, pool: ClassPool, slot: int) -> bool:

@@ -23,6 +23,7 @@ from typing import Any, Final
 from kvstore.model.prefix import spans_of
 from kvstore.model.replica import KEY_BYTES, Address, FrameClass, Status, Tier
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.frames import ExtentNumbers
 from kvstore.state.interfaces import ClientSession
 from kvstore.state.tenants import Tenants
@@ -91,7 +92,7 @@ class Mounts:
         self._listed: dict[bytes, Place] = {}
         self._others: dict[bytes, list[Place]] = {}  # more replicas of listed keys
 
-    def handlers(self) -> Mapping[type, Callable[[Any], list[ev.Instruction]]]:
+    def handlers(self) -> Mapping[type, Callable[[Any], list[do.Instruction]]]:
         """The handler of each event."""
         return {
             ev.Mount: self._mount,
@@ -130,17 +131,17 @@ class Mounts:
 
     # --- events -----------------------------------------------------------------------------------------------------
 
-    def _mount(self, event: ev.Mount) -> list[ev.Instruction]:
+    def _mount(self, event: ev.Mount) -> list[do.Instruction]:
         """The reply's detail names the ``segment``."""
         frames = sum(segment.frames for segment in self.segments.values()) + event.frames
         if len(self.segments) >= MOUNTS_MAX or frames > MOUNTED_FRAMES_MAX:
-            return [ev.Reply(Status.NO_SPACE)]
+            return [do.Reply(Status.NO_SPACE)]
         number = self._numbers.draw()
         self._sessions.setdefault(event.session, ClientSession())
         self.segments[number] = MountedSegment(number, event.session, event.frame_class, event.frames)
-        return [ev.WriteMounts(len(self.segments), number + 1), ev.Reply(detail={"segment": number})]
+        return [do.WriteMounts(len(self.segments), number + 1), do.Reply(detail={"segment": number})]
 
-    def _found(self, event: ev.FoundMount) -> list[ev.Instruction]:
+    def _found(self, event: ev.FoundMount) -> list[do.Instruction]:
         """A start has found its records; its engine lived just then, and is looked for again."""
         self._sessions.setdefault(event.session, ClientSession())
         self._numbers.skip(event.segment + 1)
@@ -151,13 +152,13 @@ class Mounts:
         ):
             if frame < segment.frames and not segment.generation[frame]:
                 self._hold(segment, frame, generation, key, self._tenants.number(root, found=True), span)
-        return [ev.WriteMounts(len(self.segments), event.segment + 1)]
+        return [do.WriteMounts(len(self.segments), event.segment + 1)]
 
-    def _publish(self, event: ev.Publish) -> list[ev.Instruction]:
+    def _publish(self, event: ev.Publish) -> list[do.Instruction]:
         segment = self._owned(event.session, event.segment)
         if segment is None or len(event.keys) != len(event.addresses):
-            return [ev.Reply(Status.STALE, [_STALE] * len(event.addresses))]
-        out: list[ev.Instruction] = []
+            return [do.Reply(Status.STALE, [_STALE] * len(event.addresses))]
+        out: list[do.Instruction] = []
         fresh = [self._is_fresh(segment, address) for address in event.addresses]
         used = {a.frame for a, new in zip(event.addresses, fresh, strict=True) if new and segment.generation[a.frame]}
         self._leave(segment, sorted(used), "reused", out)
@@ -172,29 +173,29 @@ class Mounts:
                 shown.append((key, segment.address(address.frame), span))
         if shown:
             keys, addresses, names = (list(column) for column in zip(*shown, strict=True))
-            out.append(ev.ShowPages(keys, addresses, event.root, names))
+            out.append(do.ShowPages(keys, addresses, event.root, names))
         self.counters["published_bytes"] += statuses.count(_OK) * segment.frame_class.page_bytes
-        return [*out, ev.Reply(statuses=statuses)]
+        return [*out, do.Reply(statuses=statuses)]
 
-    def _retract(self, event: ev.Retract) -> list[ev.Instruction]:
+    def _retract(self, event: ev.Retract) -> list[do.Instruction]:
         segment = self._owned(event.session, event.segment)
         if segment is None:
-            return [ev.Reply(Status.STALE, [_STALE] * len(event.addresses))]
+            return [do.Reply(Status.STALE, [_STALE] * len(event.addresses))]
         there = [a.frame < segment.frames and segment.generation[a.frame] == a.generation != 0 for a in event.addresses]
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         frames = {address.frame for address, sound in zip(event.addresses, there, strict=True) if sound}
         self._leave(segment, sorted(frames), "reused", out)
-        return [*out, ev.Reply(statuses=[_OK if sound else _STALE for sound in there])]
+        return [*out, do.Reply(statuses=[_OK if sound else _STALE for sound in there])]
 
-    def _unmount(self, event: ev.Unmount) -> list[ev.Instruction]:
+    def _unmount(self, event: ev.Unmount) -> list[do.Instruction]:
         segment = self._owned(event.session, event.segment)
         if segment is None:
-            return [ev.Reply(Status.STALE)]
-        out: list[ev.Instruction] = []
+            return [do.Reply(Status.STALE)]
+        out: list[do.Instruction] = []
         self._end(segment, out)
-        return [*out, ev.Reply()]
+        return [*out, do.Reply()]
 
-    def end_session(self, session: int, out: list[ev.Instruction]) -> None:
+    def end_session(self, session: int, out: list[do.Instruction]) -> None:
         """The engine is dead: nothing that it had can be read any more."""
         for segment in [each for each in self.segments.values() if each.session == session]:
             self._end(segment, out)
@@ -219,7 +220,7 @@ class Mounts:
         self._others.setdefault(key, []).append(place)
         return False
 
-    def _leave(self, segment: MountedSegment, frames: list[int], reason: str, out: list[ev.Instruction]) -> None:
+    def _leave(self, segment: MountedSegment, frames: list[int], reason: str, out: list[do.Instruction]) -> None:
         """What is in these frames leaves them."""
         self.counters[f"evicted_{reason}"] += len(frames)
         left: dict[bytes, tuple[bytes, int]] = {}  # keys whose listed replica leaves: root and span
@@ -233,11 +234,11 @@ class Mounts:
         gone = [key for key in left if key not in self._listed]
         if gone:
             roots, spans = [left[key][0] for key in gone], [left[key][1] for key in gone]
-            out.append(ev.Unindex(gone, Tier.HBM, "evicted", reason, roots, spans))
+            out.append(do.Unindex(gone, Tier.HBM, "evicted", reason, roots, spans))
         heirs = [(key, self._listed[key]) for key in left if key in self._listed]
         if heirs:
             addresses = [self.segments[number].address(frame) for _, (number, frame) in heirs]
-            out.append(ev.ShowPages([key for key, _ in heirs], addresses))
+            out.append(do.ShowPages([key for key, _ in heirs], addresses))
 
     def _without(self, key: bytes, place: Place) -> bool:
         """One replica less; another one is listed in its stead. Whether it was the listed one."""
@@ -253,9 +254,9 @@ class Mounts:
             del self._others[key]
         return was_listed
 
-    def _end(self, segment: MountedSegment, out: list[ev.Instruction]) -> None:
+    def _end(self, segment: MountedSegment, out: list[do.Instruction]) -> None:
         frames = [frame for frame in range(segment.frames) if segment.generation[frame]]
         for start in range(0, len(frames), TOGETHER):
             self._leave(segment, frames[start : start + TOGETHER], "ended", out)
         del self.segments[segment.number]
-        out += [ev.EndMount(segment.number), ev.WriteMounts(len(self.segments))]
+        out += [do.EndMount(segment.number), do.WriteMounts(len(self.segments))]

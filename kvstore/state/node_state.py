@@ -20,6 +20,7 @@ from typing import Any
 
 from kvstore.model.replica import ROOT, Address, FrameClass, FrameState, Status, Tier, keys_of
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.directory_spans import spans_after
 from kvstore.state.eviction import Page
 from kvstore.state.frames import GRANTED_AHEAD_SHARE, Extent
@@ -38,7 +39,7 @@ from kvstore.state.writing import BegunPages, PendingTable, Writing, named_twice
 FREE, SEALED = FrameState.FREE, FrameState.SEALED
 
 
-def shrink(space: Space, out: list[ev.Instruction]) -> None:
+def shrink(space: Space, out: list[do.Instruction]) -> None:
     """Empty one extent beyond the bound, if one can be: one decision moves no more than that."""
     beyond = [extent for extent in space.segment.extents.values() if extent.position >= space.segment.bound]
     kept = space.leases.extents() | space.in_flight() if beyond else set()
@@ -52,7 +53,7 @@ def shrink(space: Space, out: list[ev.Instruction]) -> None:
             return
 
 
-def _fits(space: Space, extent: Extent, out: list[ev.Instruction]) -> bool:
+def _fits(space: Space, extent: Extent, out: list[do.Instruction]) -> bool:
     """What is sealed there finds room in other extents, once these have evicted their coldest pages."""
     pool = extent.pool  # whose free frames do not count those of an extent that grants nothing
     if extent.sealed > pool.free:
@@ -106,7 +107,7 @@ class NodeState:
         self.mounts = Mounts(self.segment.numbers, self.tenants, self.sessions)
         self._handlers = self._table()
 
-    def _table(self) -> dict[type, Callable[[Any], list[ev.Instruction]]]:
+    def _table(self) -> dict[type, Callable[[Any], list[do.Instruction]]]:
         """The handler of each event."""
         return {
             ev.SealGranted: self._seal,
@@ -137,14 +138,14 @@ class NodeState:
             **self.mounts.handlers(),
         }
 
-    def handle(self, event: ev.Event) -> list[ev.Instruction]:
+    def handle(self, event: ev.Event) -> list[do.Instruction]:
         """Decide about one event. A ``Reply``, where the event wants one, is the last instruction."""
         for space in () if event.joins else self.spaces.values():
             space.begin(event.now_ns)
         out = self._handlers[type(event)](event)
         return self._booked(out) if self.tenants.book or self.pins.book else out
 
-    def _booked(self, out: list[ev.Instruction]) -> list[ev.Instruction]:
+    def _booked(self, out: list[do.Instruction]) -> list[do.Instruction]:
         """With what has to be written down, first: whose pages are is known before there are any."""
         book = self.tenants.book + self.pins.book
         self.tenants.book, self.pins.book = [], []
@@ -164,27 +165,27 @@ class NodeState:
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
-    def _session_opened(self, event: ev.SessionOpened) -> list[ev.Instruction]:
+    def _session_opened(self, event: ev.SessionOpened) -> list[do.Instruction]:
         session = self.sessions.get(event.session)
         if session is None:
             if len(self.sessions) >= self.sessions_max:
-                return [ev.Reply(Status.NO_SPACE)]
+                return [do.Reply(Status.NO_SPACE)]
             session = self.sessions[event.session] = ClientSession()
         session.connected = True
-        return [ev.Reply()]
+        return [do.Reply()]
 
-    def _session_lost(self, event: ev.ConnectionLost) -> list[ev.Instruction]:
+    def _session_lost(self, event: ev.ConnectionLost) -> list[do.Instruction]:
         session = self.sessions.get(event.session)
         if session is None:
             return []
         session.connected = False
-        return [ev.CheckSession(event.session)]
+        return [do.CheckSession(event.session)]
 
-    def _session_dead(self, event: ev.SessionDead) -> list[ev.Instruction]:
+    def _session_dead(self, event: ev.SessionDead) -> list[do.Instruction]:
         session = self.sessions.pop(event.session, None)
         if session is None:
             return []
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         self._free_granted(session, list(session.granted), out)
         for part in (self.writing, self.objects, self.mounts):
             part.end_session(event.session, out)
@@ -195,8 +196,8 @@ class NodeState:
 
     # --- put: granted ahead, sealed in one message ------------------------------------------------------------------
 
-    def _grant(self, event: ev.Grant) -> list[ev.Instruction]:
-        out: list[ev.Instruction] = []
+    def _grant(self, event: ev.Grant) -> list[do.Instruction]:
+        out: list[do.Instruction] = []
         pool, count = self.segment.pool(event.frame_class), event.count
         if event.ahead:
             count = max(0, min(count, self.segment.ahead_max(pool) - pool.granted_ahead))
@@ -215,13 +216,13 @@ class NodeState:
             pool.granted_ahead += len(addresses)
             if event.root:
                 self.space.expect(addresses, self.tenants.number(event.root))
-            out.append(ev.WriteGranted(addresses, event.session))
+            out.append(do.WriteGranted(addresses, event.session))
         none = self.writing.no_space(Status.OVER_QUOTA if fits < count else Status.NO_SPACE)
         status = Status.OK if addresses else none if count or self.space.waiting else Status.NO_SPACE
-        out.append(ev.Reply(status, addresses=addresses))
+        out.append(do.Reply(status, addresses=addresses))
         return out
 
-    def _fit(self, event: ev.Grant, count: int, out: list[ev.Instruction]) -> int:
+    def _fit(self, event: ev.Grant, count: int, out: list[do.Instruction]) -> int:
         """How many of these frames the tenant may fill: of the root that is named, or told by what the pages will hang
         on. Ahead of need a small share of its quota."""
         root = event.root
@@ -235,19 +236,19 @@ class NodeState:
             return self.space.quotas.spare(number, event.frame_class, count, GRANTED_AHEAD_SHARE)
         return self.space.quotas.fit(number, event.frame_class, count, b"", out)
 
-    def _seal(self, event: ev.SealGranted) -> list[ev.Instruction]:
+    def _seal(self, event: ev.SealGranted) -> list[do.Instruction]:
         if event.replaces is not None:
             return self.objects.seal(event)
         out = self._seal_granted(event)
         reply = out[-1]
-        assert type(reply) is ev.Reply
+        assert type(reply) is do.Reply
         if event.frame_class.layers == 1:
             self.objects.sealed(event, reply)
         if event.number and _BUSY not in reply.statuses:
             self._free_refused(event, reply.statuses or [-1] * len(event.addresses), out)
         return out
 
-    def _free_refused(self, event: ev.SealGranted, statuses: list[int], out: list[ev.Instruction]) -> None:
+    def _free_refused(self, event: ev.SealGranted, statuses: list[int], out: list[do.Instruction]) -> None:
         """Free at once the frames that a published put may not have: its writer is not told."""
         session = self.sessions[event.session]
         answers = zip(event.addresses, statuses, strict=True)
@@ -258,8 +259,8 @@ class NodeState:
             out.append(reply)
             self.counters["pages_published_in_vain"] += len(freed)
 
-    def _seal_granted(self, event: ev.SealGranted) -> list[ev.Instruction]:
-        out: list[ev.Instruction] = []
+    def _seal_granted(self, event: ev.SealGranted) -> list[do.Instruction]:
+        out: list[do.Instruction] = []
         session = self.sessions.get(event.session) or self.sessions.setdefault(event.session, ClientSession())
         granted = session.granted
         keys = keys_of(event.rows)
@@ -301,7 +302,7 @@ class NodeState:
             spans = spans_after(self.segment, parent, keys[first:last], position, self.segment.pool(event.frame_class))
             self.space.seal_chain(addresses, spans, parent, leaf, number)
             sums = event.checksums[first:last] if event.checksums is not None else None
-            sealed = ev.WriteSealed(addresses, keys[first:last], infos, event.rows[first:last], parents, sums)
+            sealed = do.WriteSealed(addresses, keys[first:last], infos, event.rows[first:last], parents, sums)
             sealed.spans = spans
             out.append(sealed)
             self.segment.extents[addresses[0].extent].pool.granted_ahead -= len(addresses)
@@ -309,10 +310,10 @@ class NodeState:
             if self.pending or event.number:
                 self.space.show(keys[first:last], root, addresses, infos)
                 self.writing.follow(keys[first:last], out)
-        out.append(ev.Reply(statuses=statuses))
+        out.append(do.Reply(statuses=statuses))
         return out
 
-    def _free_granted(self, session: ClientSession, addresses: list[Address], out: list[ev.Instruction]) -> None:
+    def _free_granted(self, session: ClientSession, addresses: list[Address], out: list[do.Instruction]) -> None:
         for address in addresses:
             session.granted.discard(address)
             self.segment.extents[address.extent].pool.granted_ahead -= 1
@@ -325,12 +326,12 @@ class NodeState:
         """Reserved pages."""
         return self.writing.pending
 
-    def _reserve(self, event: ev.Reserve) -> list[ev.Instruction]:
+    def _reserve(self, event: ev.Reserve) -> list[do.Instruction]:
         self.sessions.setdefault(event.session, ClientSession())
         return self.writing.reserve(event)
 
-    def _revoke(self, event: ev.Revoke) -> list[ev.Instruction]:
-        out: list[ev.Instruction] = []
+    def _revoke(self, event: ev.Revoke) -> list[do.Instruction]:
+        out: list[do.Instruction] = []
         session = self.sessions.setdefault(event.session, ClientSession())
         self.begun.withdraw(event.session, event.addresses, out)
         granted = set(event.addresses) & session.granted
@@ -340,46 +341,46 @@ class NodeState:
             int(Status.OK if written or address in granted else Status.STALE)
             for address, written in zip(event.addresses, theirs, strict=True)
         ]
-        out.append(ev.Reply(statuses=statuses))
+        out.append(do.Reply(statuses=statuses))
         return out
 
     # --- leases -----------------------------------------------------------------------------------------------------
 
-    def _take_lease(self, event: ev.TakeLease) -> list[ev.Instruction]:
+    def _take_lease(self, event: ev.TakeLease) -> list[do.Instruction]:
         until_ns = event.now_ns + min(event.ttl_ns, self.lease_ttl_ns_max)
         held = [address for address in event.addresses if self.space.sealed(address)]
         statuses = [int(Status.OK)] * len(held)
         if len(held) < len(event.addresses):
             statuses = [int(Status.OK if self.space.sealed(a) else Status.STALE) for a in event.addresses]
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         if held:
-            out.append(ev.WriteLease(held, self.leases.add((event.session, event.lease), held, until_ns)))
-        return [*out, ev.Reply(statuses=statuses)]
+            out.append(do.WriteLease(held, self.leases.add((event.session, event.lease), held, until_ns)))
+        return [*out, do.Reply(statuses=statuses)]
 
-    def _renew_lease(self, event: ev.RenewLease) -> list[ev.Instruction]:
+    def _renew_lease(self, event: ev.RenewLease) -> list[do.Instruction]:
         lease = self.leases.leases.get((event.session, event.lease))
         if lease is None:
-            return [ev.Reply(Status.STALE)]
+            return [do.Reply(Status.STALE)]
         lease.until_ns = event.now_ns + min(event.ttl_ns, self.lease_ttl_ns_max)
         untils = [self.leases.until_ns(a.extent, a.frame) for a in lease.addresses]
-        return [ev.WriteLease(lease.addresses, untils), ev.Reply()]
+        return [do.WriteLease(lease.addresses, untils), do.Reply()]
 
-    def _release_lease(self, event: ev.ReleaseLease) -> list[ev.Instruction]:
-        out: list[ev.Instruction] = []
+    def _release_lease(self, event: ev.ReleaseLease) -> list[do.Instruction]:
+        out: list[do.Instruction] = []
         self._end_lease((event.session, event.lease), out)
-        return [*out, ev.Reply()]
+        return [*out, do.Reply()]
 
-    def _end_lease(self, name: tuple[int, int], out: list[ev.Instruction]) -> None:
+    def _end_lease(self, name: tuple[int, int], out: list[do.Instruction]) -> None:
         bare = self.leases.end(name)
         sealed = [address for address in bare if self.space.sealed(address)]
         if sealed:
-            out.append(ev.WriteLease(sealed, [0] * len(sealed)))
+            out.append(do.WriteLease(sealed, [0] * len(sealed)))
         self.space.free_retired(bare, out)
 
     # --- damage, eviction, time -------------------------------------------------------------------------------------
 
-    def _damaged(self, event: ev.Damaged) -> list[ev.Instruction]:
-        out: list[ev.Instruction] = []
+    def _damaged(self, event: ev.Damaged) -> list[do.Instruction]:
+        out: list[do.Instruction] = []
         space = self.space_of(event.address.extent)
         if space.sealed(event.address):
             self.counters[f"damaged_{event.reason}"] += 1
@@ -390,19 +391,19 @@ class NodeState:
             space.drop(family, held, out, event.reason)
             self.tiering.lost(space, set(family.values()))
             self.counters["pages_dropped"] += len(family)
-        out.append(ev.Reply())
+        out.append(do.Reply())
         return out
 
-    def _stamped(self, event: ev.Stamped) -> list[ev.Instruction]:
-        return [ev.WriteStamp(event.address, event.checksums)] if self.space.sealed(event.address) else []
+    def _stamped(self, event: ev.Stamped) -> list[do.Instruction]:
+        return [do.WriteStamp(event.address, event.checksums)] if self.space.sealed(event.address) else []
 
-    def _evict(self, event: ev.Evict) -> list[ev.Instruction]:
-        out: list[ev.Instruction] = []
+    def _evict(self, event: ev.Evict) -> list[do.Instruction]:
+        out: list[do.Instruction] = []
         pages, size = self.space.evict(event.pages, event.bytes, out)
-        return [*out, ev.Reply(detail={"pages": pages, "bytes": size})]
+        return [*out, do.Reply(detail={"pages": pages, "bytes": size})]
 
-    def _tick(self, event: ev.Tick) -> list[ev.Instruction]:
-        out: list[ev.Instruction] = []
+    def _tick(self, event: ev.Tick) -> list[do.Instruction]:
+        out: list[do.Instruction] = []
         for name in self.leases.expired(event.now_ns):
             self._end_lease(name, out)
         self.writing.expire(event.now_ns, out)
@@ -414,13 +415,13 @@ class NodeState:
         lost = [number for number, session in self.sessions.items() if not session.connected]
         start = self._checked % len(lost) if lost else 0  # in turn: paused ones must not hide dead ones
         self._checked += CHECK_SESSIONS_PER_TICK
-        out += [ev.CheckSession(number) for number in (lost[start:] + lost[:start])[:CHECK_SESSIONS_PER_TICK]]
+        out += [do.CheckSession(number) for number in (lost[start:] + lost[:start])[:CHECK_SESSIONS_PER_TICK]]
         return out
 
-    def _populated(self, event: ev.Populated) -> list[ev.Instruction]:
+    def _populated(self, event: ev.Populated) -> list[do.Instruction]:
         self.segment.populated.update(event.positions)
         return []
 
-    def _population_failed(self, event: ev.PopulationFailed) -> list[ev.Instruction]:
+    def _population_failed(self, event: ev.PopulationFailed) -> list[do.Instruction]:
         self.segment.fail(event.positions)
         return []

@@ -25,6 +25,7 @@ from kvstore.model import objects
 from kvstore.model.objects import HEAD_TAG, PIECE_TAG, HeadRows, is_object_class, pieces_of, read_row
 from kvstore.model.replica import EXTRA, KEY, ROOT, Address, FrameState, Status, Tier, keys_of
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.directory_spans import spans_after, spans_at
 from kvstore.state.eviction import Page
 from kvstore.state.interfaces import ClientSession
@@ -33,7 +34,7 @@ from kvstore.state.tier_pages import standings_of
 from kvstore.state.tiering.copying import CopyBatches
 from kvstore.state.writing import Writing, named_twice
 
-Seal = Callable[[ev.SealGranted], list[ev.Instruction]]
+Seal = Callable[[ev.SealGranted], list[do.Instruction]]
 NOWHERE = Address(0, 0, 0)
 
 
@@ -62,7 +63,7 @@ class Objects:
             OrderedDict()
         )  # last pieces whose head is yet to come, and the sessions that put them
 
-    def seal(self, event: ev.SealGranted) -> list[ev.Instruction]:
+    def seal(self, event: ev.SealGranted) -> list[do.Instruction]:
         """A head, ``event.replaces`` being the head it replaces, if any.
 
         Per head: OK, PRESENT (another is there), NO_SPACE (a page of another root has its key), BUSY (what it replaces
@@ -71,19 +72,19 @@ class Objects:
         key, root = event.rows[0, KEY].tobytes(), event.rows[0, ROOT].tobytes()
         assert event.replaces is not None and len(event.rows) == 1
         if not is_object_class(event.frame_class):
-            return [ev.Reply(Status.INVALID, detail={"field": "frame_class", "reason": "holds no objects"})]
+            return [do.Reply(Status.INVALID, detail={"field": "frame_class", "reason": "holds no objects"})]
         about = read_row(event.rows[0].tobytes())
         ours = about is not None and objects.key_hash(about[0], about[1].name) == key
         if about is None or not ours or not about[1].is_whole(event.frame_class.page_bytes):
-            return [ev.Reply(Status.INVALID, detail={"field": "pages", "reason": "must be an object's head"})]
+            return [do.Reply(Status.INVALID, detail={"field": "pages", "reason": "must be an object's head"})]
         current = self.find(key)
         status = self.may_seal(key, root, current, event.replaces)
         if status != Status.OK:
-            return [ev.Reply(statuses=[int(status)])]
+            return [do.Reply(statuses=[int(status)])]
         space, granted = self._spaces[0], self._sessions.get(event.session)
         parent_ok = event.parent == root or space.find_in(root, event.parent) is not None
         mine = granted is not None and event.addresses[0] in granted.granted
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         if current is not None and parent_ok and mine:
             self.drop(key, out)
         self._loose.pop(event.parent, None)
@@ -103,7 +104,7 @@ class Objects:
         """Whether no tier has a page of any of these keys."""
         return all(space.absent(keys) == len(keys) for space in self._spaces)
 
-    def sealed(self, event: ev.SealGranted, reply: ev.Reply) -> None:
+    def sealed(self, event: ev.SealGranted, reply: do.Reply) -> None:
         """Pages of one layer were sealed; where they are pieces, they go with their writer if no head follows."""
         count = reply.statuses.count(Status.OK)
         if count and event.rows[0, EXTRA].tobytes().startswith(PIECE_TAG) and is_object_class(event.frame_class):
@@ -113,16 +114,16 @@ class Objects:
                 self._loose.popitem(last=False)
             self._loose[event.rows[last, KEY].tobytes()] = event.session
 
-    def end_session(self, session: int, out: list[ev.Instruction]) -> None:
+    def end_session(self, session: int, out: list[do.Instruction]) -> None:
         """A writer is dead: pieces that it put without their heads are of no use."""
         for key in [key for key, owner in self._loose.items() if owner == session]:
             del self._loose[key]
             if self.find(key) is not None and not self._moving(key):  # else it leaves when it is cold
                 self.drop(key, out)
 
-    def delete(self, event: ev.Delete) -> list[ev.Instruction]:
+    def delete(self, event: ev.Delete) -> list[do.Instruction]:
         """The chain that ends with each of these pages goes, in all tiers, as far as nothing else hangs on it."""
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         statuses = []
         for address in event.addresses:
             space = self._space_of(address)
@@ -140,7 +141,7 @@ class Objects:
                     self.drop(key, out)
                     self._counters["objects_deleted"] += 1
             statuses.append(int(status))
-        out.append(ev.Reply(statuses=statuses))
+        out.append(do.Reply(statuses=statuses))
         return out
 
     @staticmethod
@@ -187,7 +188,7 @@ class Objects:
         keys = {one for space in self._spaces for one in self._chain(space, key)}
         return self._copies.touches(keys | {key})
 
-    def drop(self, key: bytes, out: list[ev.Instruction]) -> None:
+    def drop(self, key: bytes, out: list[do.Instruction]) -> None:
         """The object goes from all tiers, the lowest first: what is left of it then is found by no reboot."""
         spaces = self._spaces[::-1]
         keys = max((self._chain(space, key) for space in spaces), key=len)
@@ -210,7 +211,7 @@ class Objects:
             roots = [space.root_of(address) for address in addresses]
             space.retire(addresses, out)
             spans = spans_at(space.segment, addresses)
-            out.append(ev.Unindex(gone, space.tier, "dropped", "deleted", roots, spans))
+            out.append(do.Unindex(gone, space.tier, "dropped", "deleted", roots, spans))
 
 
 _HEAD, _PIECE = np.frombuffer(HEAD_TAG, np.uint8), np.frombuffer(PIECE_TAG, np.uint8)
@@ -228,11 +229,11 @@ class ObjectBatches:
         self._space = writing.space
         self._sessions = sessions
 
-    def handlers(self) -> dict[type, Callable[[Any], list[ev.Instruction]]]:
+    def handlers(self) -> dict[type, Callable[[Any], list[do.Instruction]]]:
         """The handler of each event on objects."""
         return {ev.SealObjects: self.seal, ev.Delete: self._objects.delete}
 
-    def seal(self, event: ev.SealObjects) -> list[ev.Instruction]:
+    def seal(self, event: ev.SealObjects) -> list[do.Instruction]:
         """See ``events.SealObjects``. Per page what became of its object: as ``Objects.seal``, and OVER_QUOTA."""
         keys, spans = keys_of(event.rows), _spans(event)
         root = event.rows[0, ROOT].tobytes()
@@ -240,8 +241,8 @@ class ObjectBatches:
             return [named_twice()]
         if not spans or not _heads_hold(event, keys, root, spans):
             reason = "must be whole objects, each with an object's head"
-            return [ev.Reply(Status.INVALID, detail={"field": "pages", "reason": reason})]
-        out: list[ev.Instruction] = []
+            return [do.Reply(Status.INVALID, detail={"field": "pages", "reason": reason})]
+        out: list[do.Instruction] = []
         statuses = self._statuses(event, keys, root, spans)
         for i, (_, stop) in enumerate(spans):
             key = keys[stop - 1]
@@ -258,7 +259,7 @@ class ObjectBatches:
         answers: list[int] = []
         for (start, stop), status in zip(spans, statuses, strict=True):
             answers += [int(status)] * (stop - start)
-        out.append(ev.Reply(statuses=answers))
+        out.append(do.Reply(statuses=answers))
         return out
 
     def _statuses(self, event: ev.SealObjects, keys: list[bytes], root: bytes, spans: list[Span]) -> list[Status]:
@@ -285,7 +286,7 @@ class ObjectBatches:
         number: int,
         spans: list[Span],
         statuses: list[Status],
-        out: list[ev.Instruction],
+        out: list[do.Instruction],
     ) -> None:
         """Choose among the objects that may be sealed as many whole ones as their tenant's quota allows."""
         chosen = [i for i, status in enumerate(statuses) if status == Status.OK]
@@ -303,7 +304,7 @@ class ObjectBatches:
         root: bytes,
         number: int,
         chosen: list[Span],
-        out: list[ev.Instruction],
+        out: list[do.Instruction],
     ) -> None:
         space, pool = self._space, self._space.segment.pool(event.frame_class)
         pages = [page for span in chosen for page in range(*span)]
@@ -325,7 +326,7 @@ class ObjectBatches:
             leaf = Page.of(used_ms, int.from_bytes(keys[after - 1][:8], "little"), infos[-1], number)
             space.seal_chain(addresses[at:after], spans[at:after], None, leaf, number)
             at = after
-        out.append(ev.WriteSealed(addresses, keys, infos, rows, parents, spans=spans))
+        out.append(do.WriteSealed(addresses, keys, infos, rows, parents, spans=spans))
         pool.granted_ahead -= len(addresses)
         self._writing.counters["pages_sealed"] += len(addresses)
         if self._writing.pending:

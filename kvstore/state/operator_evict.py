@@ -14,6 +14,7 @@ from collections.abc import Callable
 
 from kvstore.model.replica import Address
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.space import UNSAVED_MAX, Space
 
 CHANGED, LEASED, CHILDREN, UNSAVED = "changed", "leased", "children", "unsaved"
@@ -25,20 +26,20 @@ class Choosing:
     def __init__(self, space_of: Callable[[int], Space]) -> None:
         self._space_of = space_of
 
-    def evict(self, event: ev.EvictChosen) -> list[ev.Instruction]:
+    def evict(self, event: ev.EvictChosen) -> list[do.Instruction]:
         """Reply detail: ``gone`` (places in ``addresses``) and ``stayed`` (place -> reason)."""
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         gone: list[int] = []
         stayed: dict[int, str] = {}
         if event.addresses:
             space = self._space_of(event.addresses[0].extent)
             self._leave(space, event, gone, stayed, out)
             assert len(gone) + len(stayed) == len(event.addresses), "every page goes or stays"
-        out.append(ev.Reply(detail={"gone": gone, "stayed": stayed}))
+        out.append(do.Reply(detail={"gone": gone, "stayed": stayed}))
         return out
 
     def _leave(
-        self, space: Space, event: ev.EvictChosen, gone: list[int], stayed: dict[int, str], out: list[ev.Instruction]
+        self, space: Space, event: ev.EvictChosen, gone: list[int], stayed: dict[int, str], out: list[do.Instruction]
     ) -> None:
         leaving = space.leaving()
         for place, address in enumerate(event.addresses):

@@ -18,6 +18,7 @@ from typing import Any
 
 from kvstore.model.replica import Address, FrameState, Tier
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.space import Space
 from kvstore.state.tenants import Tenants
 
@@ -76,7 +77,7 @@ class Pins:
         self.tenants = tenants
         self.share_max = share_max
         self.pins: dict[int, PinnedChain] = {}
-        self.book: list[ev.Instruction] = []
+        self.book: list[do.Instruction] = []
         self._next = 1
         self._named: dict[tuple[bytes, bytes], int] = {}  # root and last page asked for -> pin
         self._kept: dict[Tier, Counter[bytes]] = {tier: Counter() for tier in spaces}  # pages by their pins
@@ -85,16 +86,16 @@ class Pins:
         self._keys = 0
         self._waiting: set[int] = set()  # pins of which the scan of NVMe may find more
 
-    def pin(self, event: ev.Pin) -> list[ev.Instruction]:
+    def pin(self, event: ev.Pin) -> list[do.Instruction]:
         """See ``events.Pin``."""
         pin = self._measured(event)
         if not pin.pages:
-            return [ev.Reply(detail={"pages": 0})]
+            return [do.Reply(detail={"pages": 0})]
         del pin.keys[pin.pages :]
         same = self._named.get((pin.root, pin.asked), 0)
         refusal = self._refusal(pin, same)
         if refusal:
-            return [ev.Reply(detail={"refused": refusal})]
+            return [do.Reply(detail={"refused": refusal})]
         number = same or event.pin or self._next
         while number in self.pins and number != same:
             number += 1
@@ -103,9 +104,9 @@ class Pins:
         self._begin(number, pin)
         self.book.append(_written(number, pin))
         detail = {"pin": number, "pages": pin.pages, "bytes": pin.pages * pin.frame_bytes, "until": pin.until_s}
-        return [ev.Reply(detail=detail)]
+        return [do.Reply(detail=detail)]
 
-    def restore(self, event: ev.RestorePins) -> list[ev.Instruction]:
+    def restore(self, event: ev.RestorePins) -> list[do.Instruction]:
         """See ``events.RestorePins``. The book is rewritten as a whole, so that a kill loses none of them."""
         scanned = self._is_scanned()
         for asked in event.pins:
@@ -116,7 +117,7 @@ class Pins:
                 self._begin(asked.pin, pin)
             if pin.pages < len(pin.keys):
                 self._waiting.add(asked.pin)
-        self.book.append(ev.WritePins([_written(number, pin) for number, pin in self.pins.items()]))
+        self.book.append(do.WritePins([_written(number, pin) for number, pin in self.pins.items()]))
         return []
 
     def adopted(self, keys: Collection[bytes]) -> None:
@@ -188,12 +189,12 @@ class Pins:
             return f"there can be {PINS_MAX} pins of {KEYS_MAX} pages in all"
         return ""
 
-    def unpin(self, event: ev.Unpin) -> list[ev.Instruction]:
+    def unpin(self, event: ev.Unpin) -> list[do.Instruction]:
         """See ``events.Unpin``."""
         number = self._named.get((event.root, event.keys[-1]), 0) if event.keys else event.pin
         found = [number] if number in self.pins else []
         self._over(found)
-        return [ev.Reply(detail={"unpinned": len(found)})]
+        return [do.Reply(detail={"unpinned": len(found)})]
 
     def expire(self, now_ns: int) -> None:
         """Pins past their deadlines end."""
@@ -203,7 +204,7 @@ class Pins:
         for number in numbers:
             self._end(number)
         if numbers:
-            self.book.append(ev.ErasePins(numbers))
+            self.book.append(do.ErasePins(numbers))
 
     def lost(self, space: Space, gone: Collection[bytes]) -> None:
         """These pages are about to go. The caller recounts what hangs on the others, see ``held``."""
@@ -219,7 +220,7 @@ class Pins:
                     del pin.lengths[space.tier]
                     if not pin.lengths and number not in self._waiting:
                         self._forget(number)
-                        self.book.append(ev.ErasePins([number]))
+                        self.book.append(do.ErasePins([number]))
 
     def held(self, space: Space) -> list[Address]:
         """Pages that pins hang on, one entry per pin."""
@@ -321,5 +322,5 @@ class Pins:
             del self._uses[pin.salt]
 
 
-def _written(number: int, pin: PinnedChain) -> ev.WritePin:
-    return ev.WritePin(number, list(pin.keys), pin.root, pin.asked, pin.until_ns, pin.until_s)
+def _written(number: int, pin: PinnedChain) -> do.WritePin:
+    return do.WritePin(number, list(pin.keys), pin.root, pin.asked, pin.until_ns, pin.until_s)

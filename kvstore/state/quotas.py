@@ -17,6 +17,7 @@ import numpy as np
 
 from kvstore.model.replica import Address, FrameClass, FrameState
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.departures import Departures
 from kvstore.state.eviction.base import HINT_MS, HINT_WEIGHTS, Page
 from kvstore.state.frames import Extent
@@ -39,7 +40,7 @@ class Quotas:
         frame_class: FrameClass,
         count: int,
         anchor: bytes,
-        out: list[ev.Instruction],
+        out: list[do.Instruction],
         used_ms: int | None = None,
     ) -> int:
         """How many of ``count`` pages the tenant of root ``number`` may add, when its own coldest tails have left.
@@ -87,7 +88,7 @@ class Quotas:
         event: ev.SealGranted | ev.SealObjects,
         pages: Sequence[int],
         anchor: bytes,
-        out: list[ev.Instruction],
+        out: list[do.Instruction],
     ) -> int:
         """How many of these pages of the request the tenant of root ``number`` may have: the pages in frames that it is
         charged with already, and further ones as far as its quota goes.
@@ -105,7 +106,7 @@ class Quotas:
         fits = self.fit(number, event.frame_class, len(others), anchor, out) if others else 0
         return others[fits] if fits < len(others) else len(pages)
 
-    def trim(self, out: list[ev.Instruction]) -> None:
+    def trim(self, out: list[do.Instruction]) -> None:
         """Bring tenants that have more than their quota nearer to it, a bounded step each."""
         holdings = self.space.holdings
         if not holdings.suspect:
@@ -169,7 +170,7 @@ class Quotas:
         self,
         share: Share,
         size: int,
-        out: list[ev.Instruction],
+        out: list[do.Instruction],
         looks: int | None = None,
         before_ms: int | None = None,
     ) -> None:

@@ -23,7 +23,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore.model.replica import KEY_BYTES, SHARDS_MAX, Address, FrameClass, FrameState, Tier
-from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state import prefix_links
 from kvstore.state.directory_spans import find_spans
 from kvstore.state.frames import Extent, narrowest
@@ -59,7 +59,7 @@ class ExtentFound:
 _STATE = np.uint64(0xFF)
 
 
-def hold_back(found: list[ExtentFound], living: Collection[int], out: list[ev.Instruction]) -> None:
+def hold_back(found: list[ExtentFound], living: Collection[int], out: list[do.Instruction]) -> None:
     """Such frames are QUARANTINED from here on, in ``found`` and by what is written."""
     if not living:
         return
@@ -75,7 +75,7 @@ def hold_back(found: list[ExtentFound], living: Collection[int], out: list[ev.In
         if len(frames):
             words[frames] = words[frames] & ~_STATE | np.uint64(FrameState.QUARANTINED)
             addresses = [Address(table.number, frame, int(words[frame]) >> 8) for frame in frames.tolist()]
-            out.append(ev.WriteState(addresses, FrameState.QUARANTINED))
+            out.append(do.WriteState(addresses, FrameState.QUARANTINED))
 
 
 def writer_of(named: int, living: Collection[int]) -> int:
@@ -102,7 +102,7 @@ def recover(
     now_ns: int,
     living: Collection[int] = (),
     quarantined: Mapping[int, Iterable[int]] | None = None,
-) -> list[ev.Instruction]:
+) -> list[do.Instruction]:
     """Fill an empty ``state``; returns what must be written first.
 
     Args:
@@ -112,7 +112,7 @@ def recover(
     The caller performs it, makes the index agree with the records (it is compared, and rebuilt where it does not),
     and calls ``settle``. Only then is the state ready for events.
     """
-    out: list[ev.Instruction] = []
+    out: list[do.Instruction] = []
     state.segment.numbers.skip(max([next_extent, *(extent.number + 1 for extent in found)]))
     for space in state.spaces.values():
         space.begin(now_ns)
@@ -132,7 +132,7 @@ def recover(
     return out
 
 
-def _carve(space: Space, shared: bool, tenants: Tenants, table: ExtentFound, out: list[ev.Instruction]) -> None:
+def _carve(space: Space, shared: bool, tenants: Tenants, table: ExtentFound, out: list[do.Instruction]) -> None:
     """An extent as its words say. Where clients write (``shared``), a frame whose word says nothing may belong to a
     client; elsewhere only the dead daemon wrote: one that is neither sealed nor waits for the scan (QUARANTINED) holds
     nothing."""
@@ -150,7 +150,7 @@ def _carve(space: Space, shared: bool, tenants: Tenants, table: ExtentFound, out
         ended = np.flatnonzero((words & np.uint64(0xFF) > QUARANTINED) | (states == RESERVED) | (states == RETIRING))
     elif len(unclear):
         addresses = [Address(table.number, frame, int(words[frame]) >> 8) for frame in unclear.tolist()]
-        out.append(ev.WriteState(addresses, QUARANTINED))
+        out.append(do.WriteState(addresses, QUARANTINED))
     extent.generation = array("Q", (words >> np.uint64(8)).astype(np.uint64).tobytes())
     extent.state[:] = states.tobytes()
     extent.sealed = int((states == SEALED).sum())
@@ -184,7 +184,7 @@ def settle(state: NodeState) -> None:
         find_spans(space.segment, space.recount(state.writing.held() if space is state.space else []))
 
 
-def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out: list[ev.Instruction]) -> None:
+def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out: list[do.Instruction]) -> None:
     states = np.frombuffer(state.segment.extents[table.number].state, np.uint8)
     unowned: list[Address] = []
     for frame in np.flatnonzero((states == RESERVED) | (states == QUARANTINED)).tolist():
@@ -216,12 +216,12 @@ def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out:
             state.sessions[owner].granted.add(address)
             state.segment.pool(table.frame_class).granted_ahead += 1
             if keyed:
-                out.append(ev.WriteGranted([address], owner))
+                out.append(do.WriteGranted([address], owner))
             continue
         doomed |= not table.sound[frame]
         if doomed and states[frame] != QUARANTINED:
             state.space.mark(address, QUARANTINED)
-            out.append(ev.WriteState([address], QUARANTINED))
+            out.append(do.WriteState([address], QUARANTINED))
         parent = bytes(table.snapshot.parents[frame]).ljust(KEY_BYTES, b"\0")
         root = bytes(table.snapshot.roots[frame]).ljust(KEY_BYTES, b"\0")
         page = Pending(
@@ -243,7 +243,7 @@ def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out:
     state.space.free(unowned, out)
 
 
-def _retiring_and_leased(state: NodeState, table: ExtentFound, now_ns: int, out: list[ev.Instruction]) -> None:
+def _retiring_and_leased(state: NodeState, table: ExtentFound, now_ns: int, out: list[do.Instruction]) -> None:
     states = np.frombuffer(state.segment.extents[table.number].state, np.uint8).copy()
     leased = table.leases > np.uint64(now_ns)
     for frame in np.flatnonzero(leased & ((states == SEALED) | (states == RETIRING))).tolist():
@@ -254,7 +254,7 @@ def _retiring_and_leased(state: NodeState, table: ExtentFound, now_ns: int, out:
     state.space.free([Address(table.number, frame, 0) for frame in done], out)
 
 
-def _drop_unsound(state: NodeState, space: Space, found: list[ExtentFound], out: list[ev.Instruction]) -> None:
+def _drop_unsound(state: NodeState, space: Space, found: list[ExtentFound], out: list[do.Instruction]) -> None:
     snapshots = [table.snapshot for table in found]
     if not snapshots:
         return
@@ -271,7 +271,7 @@ def _drop_unsound(state: NodeState, space: Space, found: list[ExtentFound], out:
         for address in waiting:
             space.quarantine(address)
         if waiting:
-            out.append(ev.WriteState(waiting, QUARANTINED))
+            out.append(do.WriteState(waiting, QUARANTINED))
     else:
         gone |= orphaned
     addresses = [links.address(i) for i in np.flatnonzero(gone).tolist()]

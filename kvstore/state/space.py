@@ -18,7 +18,7 @@ from itertools import repeat
 from typing import Protocol
 
 from kvstore.model.replica import Address, FrameState, Tier, standing
-from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.departures import Departures
 from kvstore.state.eviction.base import Page
 from kvstore.state.frames import ClassPool, Extent
@@ -40,7 +40,7 @@ class Clears(Protocol):
     taker: ClassPool | None
     """For whom an extent is being emptied now; None: none is."""
 
-    def begin(self, extent: Extent, taker: ClassPool, out: list[ev.Instruction]) -> None:
+    def begin(self, extent: Extent, taker: ClassPool, out: list[do.Instruction]) -> None:
         """Empty this extent, and drop it then."""
         ...
 
@@ -71,7 +71,7 @@ class Space(Departures):
 
     # --- taking -----------------------------------------------------------------------------------------------------
 
-    def take(self, pool: ClassPool, count: int, out: list[ev.Instruction]) -> list[Address]:
+    def take(self, pool: ClassPool, count: int, out: list[do.Instruction]) -> list[Address]:
         """Up to ``count`` frames, RESERVED under new generations: free ones, else a fresh extent, else by eviction."""
         pool.used_ns = self.now_ns
         if pool.frames_per_extent == 0:
@@ -101,7 +101,7 @@ class Space(Departures):
         return addresses
 
     def take_after(
-        self, anchors: Iterable[bytes], pool: ClassPool, count: int, out: list[ev.Instruction]
+        self, anchors: Iterable[bytes], pool: ClassPool, count: int, out: list[do.Instruction]
     ) -> list[Address]:
         """``take``, and the pages of these keys, on which new ones will hang, are not evicted to make room."""
         with self.keeping(anchors):
@@ -141,11 +141,11 @@ class Space(Departures):
             self.segment.may_carve(pool) and self.segment.donor(pool, self._coldest_ns, kept, self.now_ns) is not None
         )
 
-    def _carve(self, pool: ClassPool, position: int, out: list[ev.Instruction]) -> None:
+    def _carve(self, pool: ClassPool, position: int, out: list[do.Instruction]) -> None:
         extent = self.segment.carve(pool, position)
-        out.append(ev.Carve(extent.number, position, pool.frame_class, extent.frames, self.tier))
+        out.append(do.Carve(extent.number, position, pool.frame_class, extent.frames, self.tier))
 
-    def _steal(self, pool: ClassPool, out: list[ev.Instruction]) -> bool:
+    def _steal(self, pool: ClassPool, out: list[do.Instruction]) -> bool:
         """Empty an extent of another class: evict as many of that class's coldest pages, move what is left. One in
         which something lies only once per event."""
         leased, flying = self.leases.extents(), self.in_flight()
@@ -177,13 +177,13 @@ class Space(Departures):
         self.drop_extent(extent, out)
         return True
 
-    def drop_extent(self, extent: Extent, out: list[ev.Instruction]) -> None:
+    def drop_extent(self, extent: Extent, out: list[do.Instruction]) -> None:
         """All frames of this extent are free: its position is vacant again."""
         self.segment.uncarve(extent)
-        out.append(ev.Drop(extent.number))
+        out.append(do.Drop(extent.number))
         self.counters["extents_reclaimed"] += 1
 
-    def move(self, old: Address, new: Address, out: list[ev.Instruction]) -> tuple[bytes, Address]:
+    def move(self, old: Address, new: Address, out: list[do.Instruction]) -> tuple[bytes, Address]:
         """A sealed page is in another frame of its class from now on, which was RESERVED for it. Returns its key, and
         the frame where it was; that is free, or RETIRING where it has to be erased first: the caller sees to that."""
         source, target = self.segment.extents[old.extent], self.segment.extents[new.extent]
@@ -210,7 +210,7 @@ class Space(Departures):
         self._standings[new] = standing(page.position, page.turns, page.hint)
         self._roots[new] = root
         self._moved[target.number, place] = page
-        out.append(ev.Move(key, old, new, freed, self.tier, state))
+        out.append(do.Move(key, old, new, freed, self.tier, state))
         self.counters["pages_moved"] += 1
         return key, freed
 
@@ -221,7 +221,7 @@ class Space(Departures):
         known = [used_ms for used_ms in (pool.policy.coldest_ms(), *aside) if used_ms is not None]
         return min(min(known) * 1_000_000, self.now_ns) if known else None
 
-    def evict(self, pages: int, size: int, out: list[ev.Instruction]) -> tuple[int, int]:
+    def evict(self, pages: int, size: int, out: list[do.Instruction]) -> tuple[int, int]:
         """An operator's wish: that many pages, or bytes, coldest class first. Returns (pages, bytes) gone."""
         gone_pages = gone_bytes = 0
         pools = list(self.segment.pools.values())
@@ -239,7 +239,7 @@ class Space(Departures):
             gone_bytes += gone * page_bytes
         return gone_pages, gone_bytes
 
-    def _evict_from(self, pool: ClassPool, count: int, reason: str, out: list[ev.Instruction]) -> int:
+    def _evict_from(self, pool: ClassPool, count: int, reason: str, out: list[do.Instruction]) -> int:
         """Up to ``count`` pages without children, by the policy; leased ones are passed over once each.
 
         Pages of a device that takes no writes leave in their turn, but make no room: a bounded number at a time. As
@@ -269,7 +269,7 @@ class Space(Departures):
             self.waiting = True
         return room
 
-    def evict_for(self, pool: ClassPool, count: int, out: list[ev.Instruction]) -> None:
+    def evict_for(self, pool: ClassPool, count: int, out: list[do.Instruction]) -> None:
         """Make room for pages of this class that move."""
         self._evict_from(pool, count, "reclaim", out)
 

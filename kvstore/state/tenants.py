@@ -35,6 +35,7 @@ from typing import Any, Final, Protocol
 
 from kvstore.model.replica import Tier
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 
 NAME_BYTES: Final = 512  # of a name, in addition to its line: its root, its places in two tables, its objects
 CLEARED_SHARE: Final = 16  # one part in this many is cleared at once
@@ -323,7 +324,7 @@ class Tenants:
         self.holdings = {tier: TierAccounts(tier, sizes[tier], self._empty) for tier in tiers}
         self.named = Names(NAMES_BYTES_MAX)  # stand in the book
         self.spoken = Names(SPOKEN_BYTES_MAX)  # of roots under which nothing was stored yet
-        self.book: list[ev.Instruction] = []  # what changed in ``named``, for the next decision to carry
+        self.book: list[do.Instruction] = []  # what changed in ``named``, for the next decision to carry
         self._numbers: dict[bytes, int] = {}
         self._unclaimed: set[bytes] = set()
         self._spare: list[int] = []
@@ -370,10 +371,10 @@ class Tenants:
         number = self._numbers.get(root)
         return sum(holdings.roots[number].pages for holdings in self.holdings.values()) if number is not None else 0
 
-    def named_by(self, event: ev.NameRoot) -> list[ev.Instruction]:
+    def named_by(self, event: ev.NameRoot) -> list[do.Instruction]:
         """See ``events.NameRoot``."""
         self.name(event.root, event.about)
-        return [ev.Reply(detail={"named": True, "limited": self.limited(event.root)})]
+        return [do.Reply(detail={"named": True, "limited": self.limited(event.root)})]
 
     def limited(self, root: bytes) -> bool:
         """Its tenant has a quota where clients write."""
@@ -391,7 +392,7 @@ class Tenants:
         else:
             self.spoken.add(root, name)
             if self.spoken.shed(self._is_bare, root):
-                self.book.append(ev.ForgetNames())
+                self.book.append(do.ForgetNames())
         if number is not None and known is None:
             self._claim(root, number, name.salt)
         return True
@@ -400,14 +401,14 @@ class Tenants:
         """A name of the daemon before."""
         self.named.add(root, Name.of(root, about))
         if self.named.shed(lambda _: True, root):
-            self.book = [ev.WriteNames(self.named.lines())]
+            self.book = [do.WriteNames(self.named.lines())]
 
     def _remember(self, root: bytes, name: Name) -> None:
         self.named.add(root, name)
         if self.named.shed(self._is_bare, root):
-            self.book.append(ev.WriteNames(self.named.lines()))
+            self.book.append(do.WriteNames(self.named.lines()))
         else:
-            self.book.append(ev.WriteName(name.line))
+            self.book.append(do.WriteName(name.line))
 
     def _claim(self, root: bytes, number: int, salt: str) -> None:
         self._unclaimed.discard(root)

@@ -30,7 +30,7 @@ import numpy as np
 
 from kvstore.model.objects import HEAD_TAG, is_object_class
 from kvstore.model.replica import Address, FrameState, Tier, position_of, standing, turns_of
-from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state import prefix_links
 from kvstore.state.directory_spans import spans_after, spans_at
 from kvstore.state.eviction import Page
@@ -39,7 +39,7 @@ from kvstore.state.interfaces import TierParts
 from kvstore.state.leases import LeaseTable
 from kvstore.state.tenants import TierAccounts
 
-Erasing = Callable[[list[tuple[bytes, Address]], list[ev.Instruction]], None]
+Erasing = Callable[[list[tuple[bytes, Address]], list[do.Instruction]], None]
 """Has these frames erased, that are RETIRING: the keys of what was there, where known, and where."""
 
 
@@ -282,7 +282,7 @@ class Pages:
     # --- freeing ----------------------------------------------------------------------------------------------------
 
     def free(
-        self, addresses: list[Address], out: list[ev.Instruction], keys: Mapping[Address, bytes] | None = None
+        self, addresses: list[Address], out: list[do.Instruction], keys: Mapping[Address, bytes] | None = None
     ) -> None:
         """These frames hold nothing: new generations, grantable again. ``keys``: what was to be there, where known."""
         vacated = Vacated()
@@ -307,19 +307,19 @@ class Pages:
             return self.records.extra(extent.number, address.frame)[: len(HEAD_TAG)] == HEAD_TAG
         return state in (FrameState.RESERVED, RETIRING)
 
-    def vacated(self, vacated: Vacated, out: list[ev.Instruction]) -> None:
+    def vacated(self, vacated: Vacated, out: list[do.Instruction]) -> None:
         """Write down what ``vacate`` decided, in the order in which it lies."""
         if vacated.free:
-            out.append(ev.WriteState(sorted(vacated.free), FREE))
+            out.append(do.WriteState(sorted(vacated.free), FREE))
         if vacated.wiped:
             assert self.erase is not None
-            out.append(ev.WriteState([address for _, address in vacated.wiped], RETIRING))
+            out.append(do.WriteState([address for _, address in vacated.wiped], RETIRING))
             self.erase(vacated.wiped, out)
 
-    def erased(self, addresses: list[Address], out: list[ev.Instruction]) -> None:
+    def erased(self, addresses: list[Address], out: list[do.Instruction]) -> None:
         """What lay in these frames is unreadable now: they are free."""
         if addresses:
-            out.append(ev.WriteState([self._renew(address, FREE) for address in addresses], FREE))
+            out.append(do.WriteState([self._renew(address, FREE) for address in addresses], FREE))
 
     def mark(self, address: Address, state: FrameState) -> None:
         """Another state under the same generation."""
@@ -333,14 +333,14 @@ class Pages:
         self.holdings.add(extent.owner[address.frame], -1, -extent.pool.frame_class.frame_bytes)
         extent.owner[address.frame] = 0
 
-    def free_quarantined(self, number: int, out: list[ev.Instruction]) -> None:
+    def free_quarantined(self, number: int, out: list[do.Instruction]) -> None:
         """Free the frames of this extent in which no page was adopted."""
         extent = self.segment.extents.get(number)
         if extent is not None:
             frames = [frame for frame in range(extent.frames) if extent.state[frame] == QUARANTINED]
             self.free([Address(number, frame, 0) for frame in frames], out)
 
-    def free_retired(self, addresses: list[Address], out: list[ev.Instruction]) -> None:
+    def free_retired(self, addresses: list[Address], out: list[do.Instruction]) -> None:
         """Leases on these frames ended: those that were only waiting for that are free."""
         waiting = []
         for address in addresses:
@@ -380,7 +380,7 @@ class Pages:
         return {links.address(i): links.key(i) for i in gone.tolist()}
 
     def drop(
-        self, family: dict[Address, bytes], held: list[Address], out: list[ev.Instruction], reason: str = "damaged"
+        self, family: dict[Address, bytes], held: list[Address], out: list[do.Instruction], reason: str = "damaged"
     ) -> None:
         """Retire these pages whatever hangs on them (leased frames wait for their leases), and recount the rest.
 
@@ -389,10 +389,10 @@ class Pages:
         roots = [self.holdings.roots[self.segment.extents[number].owner[frame]].root for number, frame, _ in family]
         self.retire(list(family), out)
         spans = spans_at(self.segment, family)
-        out.append(ev.Unindex(list(family.values()), self.tier, "dropped", reason, roots, spans))
+        out.append(do.Unindex(list(family.values()), self.tier, "dropped", reason, roots, spans))
         self.recount([address for address in held if self.sealed(address)])
 
-    def retire(self, pages: list[Address], out: list[ev.Instruction]) -> None:
+    def retire(self, pages: list[Address], out: list[do.Instruction]) -> None:
         """These pages go; leased frames wait for their leases. The caller sees to what hung on them."""
         vacated = Vacated()
         retiring: list[Address] = []
@@ -405,7 +405,7 @@ class Pages:
                 self.vacate(address, self.records.key(address.extent, address.frame), vacated)
         self.vacated(vacated, out)
         if retiring:
-            out.append(ev.WriteState(retiring, RETIRING))
+            out.append(do.WriteState(retiring, RETIRING))
 
     def recount(self, held: list[Address]) -> prefix_links.Links:
         """Children counts and evictable pages from the records: for start, and where a lying record was dropped."""

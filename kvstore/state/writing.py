@@ -29,6 +29,7 @@ from dataclasses import dataclass, field
 from kvstore.model.objects import is_object_class
 from kvstore.model.replica import ROOT, Address, FrameState, Status, keys_of, standing
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.directory_spans import spans_at
 from kvstore.state.frames import ClassPool
 from kvstore.state.interfaces import ClientSession
@@ -145,12 +146,12 @@ class Behind:
         """How many frames may be granted for pages after ``anchor``; all of ``count`` where they stay in this tier."""
         return count
 
-    def make_room(self, anchor: bytes, pool: ClassPool, count: int, out: list[ev.Instruction]) -> list[Address]:
+    def make_room(self, anchor: bytes, pool: ClassPool, count: int, out: list[do.Instruction]) -> list[Address]:
         """Up to ``count`` frames for what a put goes on with after ``anchor``, where there were none."""
         return []
 
     def room_for(
-        self, anchor: bytes, pool: ClassPool, owner: int, taken: list[Address], count: int, out: list[ev.Instruction]
+        self, anchor: bytes, pool: ClassPool, owner: int, taken: list[Address], count: int, out: list[do.Instruction]
     ) -> list[Address]:
         """Frames for ``count`` reservations after ``anchor``, which need them all at once, where only ``taken`` were to
         be had."""
@@ -158,7 +159,7 @@ class Behind:
 
     def seal(
         self, event: ev.SealGranted, granted: set[Address], keys: list[bytes], number: int
-    ) -> list[ev.Instruction] | None:
+    ) -> list[do.Instruction] | None:
         """A put whose pages hang on one that the first tier does not have; None where no tier has it."""
         return None
 
@@ -170,13 +171,13 @@ class Behind:
         """This page is being saved, or will be as soon as there is room for it."""
         return False
 
-    def start(self, out: list[ev.Instruction]) -> None:
+    def start(self, out: list[do.Instruction]) -> None:
         """Have those pages saved that ``takes`` said yes to."""
 
-    def again(self, out: list[ev.Instruction]) -> None:
+    def again(self, out: list[do.Instruction]) -> None:
         """Try once more what the second tier had no room for."""
 
-    def saved(self, event: ev.Saved) -> list[ev.Instruction]:
+    def saved(self, event: ev.Saved) -> list[do.Instruction]:
         """See ``events.Saved``, of pages that ``start`` had saved."""
         raise AssertionError("nothing was to be saved behind anything")
 
@@ -195,9 +196,9 @@ class Writing:
         self.pending = PendingTable()
         self.through = Behind()  # for pages whose parent this tier does not have
 
-    def reserve(self, event: ev.Reserve) -> list[ev.Instruction]:
+    def reserve(self, event: ev.Reserve) -> list[do.Instruction]:
         """See ``events.Reserve``."""
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         keys = keys_of(event.rows)
         if len(set(keys)) != len(keys):
             return [named_twice()]
@@ -227,7 +228,7 @@ class Writing:
             if joined is not None and joined.open_to(event.shard, event.shards, event.session):
                 statuses[i], addresses[i], parent_ok = Status.JOINED, joined.address, True
                 joined.writing[event.shard] = event.session
-                out.append(ev.WriteWriter([joined.address], event.shard, event.session))
+                out.append(do.WriteWriter([joined.address], event.shard, event.session))
             elif joined is not None or not parent_ok:
                 statuses[i], parent_ok = Status.NO_PARENT, False
             else:
@@ -254,8 +255,8 @@ class Writing:
         if done:
             rows = event.rows[done]
             args = (event.session, event.group, event.shard, event.shards, until_ns)
-            out.append(ev.WriteReserved(taken, rows, [parents[i] for i in done], *args))
-        out.append(ev.Reply(statuses=[int(s) for s in statuses], addresses=addresses))
+            out.append(do.WriteReserved(taken, rows, [parents[i] for i in done], *args))
+        out.append(do.Reply(statuses=[int(s) for s in statuses], addresses=addresses))
         return out
 
     def no_space(self, otherwise: Status = Status.NO_SPACE) -> Status:
@@ -279,9 +280,9 @@ class Writing:
             self.space.unhold(parent)
             page.holds_parent = False
 
-    def seal(self, event: ev.Seal) -> list[ev.Instruction]:
+    def seal(self, event: ev.Seal) -> list[do.Instruction]:
         """See ``events.Seal``."""
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         statuses: list[int] = []
         for address in event.addresses:
             page = self.pending.by_address.get(address)
@@ -291,22 +292,22 @@ class Writing:
             del page.writing[event.shard]
             if page.doomed:
                 if page.writing:
-                    out.append(ev.WriteWriter([address], event.shard, 0))
+                    out.append(do.WriteWriter([address], event.shard, 0))
                 self._settle(page, out)
                 statuses.append(Status.STALE)
                 continue
             page.sealed_mask |= 1 << event.shard
             if page.shards > 1:
-                out.append(ev.WriteShards(address, page.shards, page.sealed_mask))
+                out.append(do.WriteShards(address, page.shards, page.sealed_mask))
             status = self._complete(page, out) if page.complete else Status.PARTIAL
             if page.shards == 1 and status in (Status.PARTIAL, Status.BUSY):  # this writer will not speak of it again
-                out.append(ev.WriteShards(address, page.shards, page.sealed_mask))
+                out.append(do.WriteShards(address, page.shards, page.sealed_mask))
             statuses.append(status)
         self.through.start(out)
-        out.append(ev.Reply(statuses=statuses))
+        out.append(do.Reply(statuses=statuses))
         return out
 
-    def _complete(self, page: Pending, out: list[ev.Instruction]) -> Status:
+    def _complete(self, page: Pending, out: list[do.Instruction]) -> Status:
         """All shards are there: seal if the parent is sealed, drop the copy if another writer was first. BUSY: it is
         saved to NVMe, where its parent is."""
         status = self._seal_whole(page, out)
@@ -314,7 +315,7 @@ class Writing:
             self.follow([page.key], out)
         return status
 
-    def follow(self, keys: list[bytes], out: list[ev.Instruction]) -> None:
+    def follow(self, keys: list[bytes], out: list[do.Instruction]) -> None:
         """Pages of these keys were sealed: reservations hang on them, and those that waited for them are sealed too."""
         waiting = deque(keys)
         while waiting:
@@ -324,7 +325,7 @@ class Writing:
                 if there and child.complete and self._seal_whole(child, out) in (Status.OK, Status.BUSY):
                     waiting.append(child.key)
 
-    def _seal_whole(self, page: Pending, out: list[ev.Instruction]) -> Status:
+    def _seal_whole(self, page: Pending, out: list[do.Instruction]) -> Status:
         first = self.space.find(page.key)
         if first is not None:
             same = self.space.root_of(first) == page.root
@@ -344,7 +345,7 @@ class Writing:
         self.space.seal(page.address, page.key, page.root, parent, info)
         self.space.leaf(page.address, page.key, self.space.now_ns // 1_000_000)
         out.append(
-            ev.WriteSealed([page.address], [page.key], [info], spans=spans_at(self.space.segment, [page.address]))
+            do.WriteSealed([page.address], [page.key], [info], spans=spans_at(self.space.segment, [page.address]))
         )
         self.counters["pages_sealed"] += 1
         return Status.OK
@@ -358,12 +359,12 @@ class Writing:
             if self.space.find_in(page.root, page.parent) is not None or self.through.has(page.root, page.parent)
         ]
 
-    def unbegin(self, page: Pending, out: list[ev.Instruction]) -> None:
+    def unbegin(self, page: Pending, out: list[do.Instruction]) -> None:
         """A begun page is a reservation no longer. Its frame stays its writer's."""
         self._unhold_parent(page)
         self._forget(page, out)
 
-    def stored_below(self, page: Pending, out: list[ev.Instruction]) -> None:
+    def stored_below(self, page: Pending, out: list[do.Instruction]) -> None:
         """The page is on NVMe, and will not be in DRAM: its frame is free, and those of other writers of that key."""
         self._forget(page, out)
         self.space.free([page.address], out)
@@ -371,7 +372,7 @@ class Writing:
             self.doom([other], out)
 
     def revoke(
-        self, session: int, addresses: list[Address], out: list[ev.Instruction], shard: int | None = None
+        self, session: int, addresses: list[Address], out: list[do.Instruction], shard: int | None = None
     ) -> list[bool]:
         """A session, or one shard of it, writes no more into these pages; per address whether it was a writer there."""
         theirs = []
@@ -384,21 +385,21 @@ class Writing:
             theirs.append(bool(shards))
         return theirs
 
-    def end_session(self, session: int, out: list[ev.Instruction]) -> None:
+    def end_session(self, session: int, out: list[do.Instruction]) -> None:
         """A session's process is gone: it writes no more."""
         for page in list(self.pending.by_address.values()):
             shards = [shard for shard, owner in page.writing.items() if owner == session]
             if shards:
                 self._silence(page, shards, out)
         if self.space.segment.session_ended(session):
-            out.append(ev.WriteQuarantine({at: set(held) for at, held in self.space.segment.quarantined.items()}))
+            out.append(do.WriteQuarantine({at: set(held) for at, held in self.space.segment.quarantined.items()}))
 
-    def expire(self, now_ns: int, out: list[ev.Instruction]) -> None:
+    def expire(self, now_ns: int, out: list[do.Instruction]) -> None:
         """Reservations past their deadline: readers and other writers see them no more."""
         over = [p for p in self.pending.by_address.values() if p.until_ns <= now_ns and not p.doomed]
         self.doom([page for page in over if not page.begun], out)
 
-    def drop_children(self, keys: list[bytes], out: list[ev.Instruction]) -> list[Address]:
+    def drop_children(self, keys: list[bytes], out: list[do.Instruction]) -> list[Address]:
         """Sealed pages of these keys go whatever hangs on them. Returns what reservations still hang on. Begun ones
         wait for their parent's next seal, which may be their own writer's."""
         for page in [page for key in keys for page in self.pending.children(key) if page.holds_parent]:
@@ -411,15 +412,15 @@ class Writing:
         parents = [self.space.find(page.parent) for page in self.pending.by_address.values() if page.holds_parent]
         return [parent for parent in parents if parent is not None]
 
-    def _silence(self, page: Pending, shards: list[int], out: list[ev.Instruction]) -> None:
+    def _silence(self, page: Pending, shards: list[int], out: list[do.Instruction]) -> None:
         """These shards will write no more and have not sealed: the page cannot become whole."""
         for shard in shards:
             del page.writing[shard]
             if page.writing:
-                out.append(ev.WriteWriter([page.address], shard, 0))
+                out.append(do.WriteWriter([page.address], shard, 0))
         self.doom([page], out)
 
-    def doom(self, pages: list[Pending], out: list[ev.Instruction]) -> None:
+    def doom(self, pages: list[Pending], out: list[do.Instruction]) -> None:
         """These pages will never be sealed; their frames are free once no session may write them any more."""
         for page in pages:
             if not page.doomed:
@@ -428,29 +429,29 @@ class Writing:
                 self._rename(page, out)
                 if page.writing:
                     self.space.mark(page.address, QUARANTINED)
-                    out.append(ev.WriteState([page.address], QUARANTINED))
+                    out.append(do.WriteState([page.address], QUARANTINED))
                     self.counters["pages_quarantined"] += 1
             self._settle(page, out)
 
-    def _settle(self, page: Pending, out: list[ev.Instruction]) -> None:
+    def _settle(self, page: Pending, out: list[do.Instruction]) -> None:
         """A doomed page whose writers have all spoken or died gives its frame back."""
         if page.doomed and not page.writing:
             self.pending.remove(page)
             self.space.free([page.address], out)
 
-    def _forget(self, page: Pending, out: list[ev.Instruction]) -> None:
+    def _forget(self, page: Pending, out: list[do.Instruction]) -> None:
         self.pending.remove(page)
         self._rename(page, out)
 
-    def _rename(self, page: Pending, out: list[ev.Instruction]) -> None:
+    def _rename(self, page: Pending, out: list[do.Instruction]) -> None:
         """Readers look pending pages up by key: show them the next reservation of that key, or none."""
         heir = self.pending.named(page.key)
-        out.append(ev.Unpend(page.key, heir.address if heir is not None else None))
+        out.append(do.Unpend(page.key, heir.address if heir is not None else None))
 
 
-def named_twice() -> ev.Reply:
+def named_twice() -> do.Reply:
     """The refusal of a request that names one page, or one frame, twice."""
-    return ev.Reply(Status.INVALID, detail={"field": "pages", "reason": "a key or a frame is named twice"})
+    return do.Reply(Status.INVALID, detail={"field": "pages", "reason": "a key or a frame is named twice"})
 
 
 class BegunPages:
@@ -465,20 +466,20 @@ class BegunPages:
         self.space = writing.space
         self.sessions = sessions
 
-    def begin(self, event: ev.Begin) -> list[ev.Instruction]:
+    def begin(self, event: ev.Begin) -> list[do.Instruction]:
         """See ``events.Begin``."""
         keys, root = keys_of(event.rows), event.rows[0, ROOT].tobytes()
         if len(set(keys)) != len(keys) or len(set(event.addresses)) != len(keys):
             return [named_twice()]
         session = self.sessions.get(event.session)
         if session is None or not (event.parent == root or self.space.find_in(root, event.parent) is not None):
-            return [ev.Reply()]
+            return [do.Reply()]
         new = [i for i, address in enumerate(event.addresses) if address in session.granted]
         new = [i for i in new if self.space.find(keys[i]) is None]
         number = self.writing.tenants.number(root)
         new = [i for i in new if self._may_expect(number, event.addresses[i])]
         if not new:
-            return [ev.Reply()]
+            return [do.Reply()]
         parents = [event.parent, *keys[:-1]]
         addresses = [event.addresses[i] for i in new]
         self.space.expect(addresses, number)
@@ -492,8 +493,8 @@ class BegunPages:
             self.writing.hold_parent(page)
             self.writing.pending.add(page)
         parents = [parents[i] for i in new]
-        reserved = ev.WriteReserved(addresses, event.rows[new], parents, event.session, group, 0, 1, until_ns)
-        return [reserved, ev.Reply()]
+        reserved = do.WriteReserved(addresses, event.rows[new], parents, event.session, group, 0, 1, until_ns)
+        return [reserved, do.Reply()]
 
     def _may_expect(self, number: int, address: Address) -> bool:
         """The frame may count for that root: its tenant has no quota, or was charged with the frame already. A page in
@@ -502,20 +503,20 @@ class BegunPages:
         share, owner = roots[number].share, self.space.segment.extents[address.extent].owner[address.frame]
         return share.quota is None or (owner > 0 and roots[owner].share is share)
 
-    def withdraw(self, session: int, addresses: list[Address], out: list[ev.Instruction]) -> None:
+    def withdraw(self, session: int, addresses: list[Address], out: list[do.Instruction]) -> None:
         """Frames that the session has begun to write are merely granted again."""
         for address in addresses if self.writing.pending else ():
             page = self.writing.pending.by_address.get(address)
             if page is not None and page.begun and not page.doomed and page.writing.get(0) == session:
                 self._withdraw(page, out)
 
-    def expire(self, now_ns: int, out: list[ev.Instruction]) -> None:
+    def expire(self, now_ns: int, out: list[do.Instruction]) -> None:
         """Pages that were not sealed in time are shown to readers no longer."""
         for page in list(self.writing.pending.by_address.values()):
             if page.begun and not page.doomed and page.until_ns <= now_ns:
                 self._withdraw(page, out)
 
-    def _withdraw(self, page: Pending, out: list[ev.Instruction]) -> None:
+    def _withdraw(self, page: Pending, out: list[do.Instruction]) -> None:
         self.writing.unbegin(page, out)
         self.sessions[page.writing[0]].granted.add(page.address)
         self.space.segment.extents[page.address.extent].pool.granted_ahead += 1

@@ -16,6 +16,7 @@ from kvstore.node.node import Node
 from kvstore.node.operator import page_calls
 from kvstore.node.tier_mover import Mover
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 
 LAYOUT = Layout(model="m", layers=2, kv_heads=1, head_dim=16, page_tokens=16)
 
@@ -114,7 +115,7 @@ def test_what_waits_for_its_children_is_not_asked_for(tmp_path: Path, monkeypatc
     asked: list[int] = []
     handle, decide = Node.handle, Mover.decide
 
-    def counted(node: Node, event: ev.Event) -> ev.Reply:
+    def counted(node: Node, event: ev.Event) -> do.Reply:
         if isinstance(event, ev.EvictChosen):
             asked.append(len(event.addresses))
         return handle(node, event)

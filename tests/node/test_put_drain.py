@@ -22,6 +22,7 @@ from kvstore.shm.folder import NodeFolder
 from kvstore.shm.header import DaemonState, Header
 from kvstore.shm.put_log import PutLog
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.wire.control import BATCH_MAX, NO_REPLY, OBJECT, Op, encode, pack_addresses, pack_class
 from tests.helpers.content import SMALL, chain
 
@@ -228,7 +229,7 @@ def test_a_record_that_fails_for_no_known_reason_fails_once(
     published.publish(published.request(keys), published.request(after))
     handle = published.node.state.handle
 
-    def failing(event: ev.Event) -> list[ev.Instruction]:
+    def failing(event: ev.Event) -> list[do.Instruction]:
         if isinstance(event, ev.SealGranted) and event.rows[0].tobytes() in keys.identity_bytes:
             raise RuntimeError("a bug")
         return handle(event)

@@ -20,7 +20,7 @@ from kvstore.shm.folder import NodeFolder
 from kvstore.shm.header import Header
 from kvstore.shm.index import Index
 from kvstore.shm.records import ExtentTable
-from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.tier.dram import DramStore, SegmentFile
 from kvstore.tier.nvme import frame_header, geometry
 
@@ -55,7 +55,7 @@ def performer(tmp_path: Path) -> Iterator[Performer]:
     index = Index.open_writer(folder, header.epoch, INDEX_BYTES, fresh=True)
     stores = {Tier.DRAM: DramStore(segment, INCARNATION)}
     performer = Performer(folder, header, stores, index, INDEX_BYTES, lambda: 1 << 60)
-    performer.perform([ev.Carve(DRAM, 0, CLASS, FRAMES)])
+    performer.perform([do.Carve(DRAM, 0, CLASS, FRAMES)])
     performer.tables[NVME] = ExtentTable.create(folder, NVME, 1, CLASS, INCARNATION, FRAMES, Tier.NVME)
     yield performer
     performer.close()
@@ -65,28 +65,28 @@ def at(extent: int, *frames: int) -> list[Address]:
     return [Address(extent, frame, 100 + 10 * extent + frame) for frame in frames]
 
 
-def everything() -> list[ev.Instruction]:
+def everything() -> list[do.Instruction]:
     """Each instruction that writes into records or uses, in a batch that is one run and in one that is none."""
     sums = np.arange(6, dtype=np.uint32).reshape(2, 3) + 77
     keys = [row[:16].tobytes() for row in rows_of(1, 2)]
     granted = [row[:16].tobytes() for row in rows_of(5, 2)]
     return [
-        ev.WriteGranted(at(DRAM, 0, 1, 2), 11),
-        ev.WriteGranted(at(DRAM, 5, 3), 12),
-        ev.WriteReserved(at(DRAM, 6, 4), rows_of(1, 2), names(9, 2), 13, 0xABCDEF, 1, 4, 99_000),
-        ev.WriteWriter(at(DRAM, 6), 3, 14),
-        ev.WriteShards(at(DRAM, 6)[0], 4, 0b1010),
-        ev.WriteSealed(at(DRAM, 4), keys[1:], [standing(3, 2)]),
-        ev.WriteSealed(at(DRAM, 0, 1), granted, [standing(0, 1), standing(1, 1)], rows_of(5, 2), names(40, 2), sums),
-        ev.WriteSealed(at(DRAM, 5, 3), names(70, 2), [standing(70_000, 300)] * 2, rows_of(9, 2), names(50, 2)),
-        ev.WriteStamp(at(DRAM, 3)[0], sums[1] + np.uint32(5)),
-        ev.WriteLease(at(DRAM, 0, 5), [123_456, 234_567]),
-        ev.WriteUse(at(DRAM, 1, 3), [17, 18]),
-        ev.WriteState(at(DRAM, 2), FrameState.FREE),
-        ev.Move(granted[0], at(DRAM, 0)[0], at(DRAM, 7)[0], Address(DRAM, 0, 500)),
-        ev.WriteSealed(at(NVME, 1, 2), names(80, 2), [standing(5, 0)] * 2, rows_of(3, 2)[:, :48], names(60, 2)),
-        ev.WriteUse(at(NVME, 2), [19]),
-        ev.WriteState(at(NVME, 6), FrameState.QUARANTINED),
+        do.WriteGranted(at(DRAM, 0, 1, 2), 11),
+        do.WriteGranted(at(DRAM, 5, 3), 12),
+        do.WriteReserved(at(DRAM, 6, 4), rows_of(1, 2), names(9, 2), 13, 0xABCDEF, 1, 4, 99_000),
+        do.WriteWriter(at(DRAM, 6), 3, 14),
+        do.WriteShards(at(DRAM, 6)[0], 4, 0b1010),
+        do.WriteSealed(at(DRAM, 4), keys[1:], [standing(3, 2)]),
+        do.WriteSealed(at(DRAM, 0, 1), granted, [standing(0, 1), standing(1, 1)], rows_of(5, 2), names(40, 2), sums),
+        do.WriteSealed(at(DRAM, 5, 3), names(70, 2), [standing(70_000, 300)] * 2, rows_of(9, 2), names(50, 2)),
+        do.WriteStamp(at(DRAM, 3)[0], sums[1] + np.uint32(5)),
+        do.WriteLease(at(DRAM, 0, 5), [123_456, 234_567]),
+        do.WriteUse(at(DRAM, 1, 3), [17, 18]),
+        do.WriteState(at(DRAM, 2), FrameState.FREE),
+        do.Move(granted[0], at(DRAM, 0)[0], at(DRAM, 7)[0], Address(DRAM, 0, 500)),
+        do.WriteSealed(at(NVME, 1, 2), names(80, 2), [standing(5, 0)] * 2, rows_of(3, 2)[:, :48], names(60, 2)),
+        do.WriteUse(at(NVME, 2), [19]),
+        do.WriteState(at(NVME, 6), FrameState.QUARANTINED),
     ]
 
 

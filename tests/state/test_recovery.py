@@ -7,6 +7,7 @@ import pytest
 
 from kvstore.model.replica import Address, FrameClass, FrameState, Status
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from tests.helpers.worlds.world import MS, Chain, World
 
 SMALL, LARGE = FrameClass(4096, 2, 2), FrameClass(16 << 10, 2, 2)
@@ -136,7 +137,7 @@ def test_a_move_cut_short_leaves_one_copy(step: int) -> None:
     world.evict(pages=3)
     index, keys = dict(world.node.index), set(world.node.index)
     out = world.state.handle(ev.Grant(world.now_ns, B, LARGE, 1))
-    moves = [i for i in out if isinstance(i, ev.Move)]
+    moves = [i for i in out if isinstance(i, do.Move)]
     assert moves
     before = out.index(moves[0])
     world.node.perform(out[:before])

@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.model.replica import FrameClass, FrameState, Status
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.eviction import Lru
 from kvstore.state.eviction.base import Page, UsedMs
 from kvstore.state.frames import CLASSES_MAX, IDLE_NS, ClassPool, Segment, narrowest
@@ -42,9 +43,9 @@ def put(world: World, *path: int, frame_class: FrameClass = SMALL) -> list[bytes
     return chain.keys
 
 
-def gone(instructions: list[ev.Instruction]) -> list[bytes]:
+def gone(instructions: list[do.Instruction]) -> list[bytes]:
     """Keys that a decision takes out of the index, in order."""
-    return [key for i in instructions if isinstance(i, ev.Unindex) for key in i.keys]
+    return [key for i in instructions if isinstance(i, do.Unindex) for key in i.keys]
 
 
 def evict(world: World, pages: int = 0, size: int = 0) -> list[bytes]:
@@ -101,7 +102,7 @@ def test_putting_more_than_fits_evicts_exactly_what_is_short() -> None:
     world.now_ns += MS
     out = world.decide(ev.Grant(world.now_ns, A, SMALL, 3))
     assert gone(out) == [key for chain in chains[:3] for key in chain]
-    assert [type(i) for i in out] == [ev.WriteState, ev.Unindex, ev.WriteGranted, ev.Reply]
+    assert [type(i) for i in out] == [do.WriteState, do.Unindex, do.WriteGranted, do.Reply]
     world.check()
 
 
@@ -176,7 +177,7 @@ def test_a_damaged_page_retires_while_it_is_leased() -> None:
     world.lease(A, 1, keys[1:2], 50 * MS)
     world.lease(B, 1, keys[1:2], 80 * MS)
     out = world.decide(ev.Damaged(world.now_ns, addresses[0], "data", keys[0]))
-    states = {state: [a[:2] for a in i.addresses] for i in out if isinstance(i, ev.WriteState) for state in [i.state]}
+    states = {state: [a[:2] for a in i.addresses] for i in out if isinstance(i, do.WriteState) for state in [i.state]}
     assert states == {
         FrameState.FREE: [addresses[0][:2], addresses[2][:2]],
         FrameState.RETIRING: [addresses[1][:2]],
@@ -236,7 +237,7 @@ def test_a_new_class_takes_an_extent_of_a_colder_one(now_ns: int) -> None:
     for i in range(16):
         put(world, i)
     out = world.decide(ev.Grant(world.now_ns, B, LARGE, 1))
-    assert [type(i) for i in out][-4:] == [ev.Drop, ev.Carve, ev.WriteGranted, ev.Reply]
+    assert [type(i) for i in out][-4:] == [do.Drop, do.Carve, do.WriteGranted, do.Reply]
     assert world.state.counters["extents_reclaimed"] == 1
     assert len(world.node.index) == 8
     world.check()
@@ -330,7 +331,7 @@ def test_what_is_still_wanted_moves() -> None:
     evict(world, 10)
     world.lease(A, 1, keys[15:], 50 * MS)
     out = world.decide(ev.Grant(world.now_ns, B, LARGE, 1))
-    moves = [i for i in out if isinstance(i, ev.Move)]
+    moves = [i for i in out if isinstance(i, do.Move)]
     assert not gone(out) and set(world.node.index) == set(keys[10:])
     for move in moves:
         assert world.node.index[move.key] == move.target
@@ -371,7 +372,7 @@ def crowded(pages: int) -> World:
     world.populate(list(range(world.node.positions)))
     world.state.segment.pools[SMALL] = ClassPool(SMALL, frames, CountingLru())
     reply = world.decide(ev.Grant(world.now_ns, A, SMALL, pages))[-1]
-    assert isinstance(reply, ev.Reply) and len(reply.addresses) == pages
+    assert isinstance(reply, do.Reply) and len(reply.addresses) == pages
     rows = np.zeros((2, 56), np.uint8)
     rows[:, 16:32] = np.frombuffer(root_of(SMALL), np.uint8)
     for i in range(0, pages, 2):

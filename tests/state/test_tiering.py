@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier, standing, turns_of
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state import integrity, space
 from kvstore.state.interfaces import TieringRules
 from kvstore.state.tier_pages import standings_of
@@ -55,14 +56,14 @@ def put(world: TieredWorld, *path: int, frame_class: FrameClass = SMALL) -> list
     return chain.keys
 
 
-def demote(world: TieredWorld, bytes_max: int = 1 << 20, day_bytes_left: int = 0) -> list[ev.Instruction]:
+def demote(world: TieredWorld, bytes_max: int = 1 << 20, day_bytes_left: int = 0) -> list[do.Instruction]:
     """What the mover is told to save."""
     return world.decide(ev.Demote(world.now_ns, Tier.NVME, bytes_max, day_bytes_left))
 
 
-def saves(instructions: list[ev.Instruction]) -> list[list[bytes]]:
+def saves(instructions: list[do.Instruction]) -> list[list[bytes]]:
     """Keys of what is to be saved."""
-    return [[page.key for page in i.pages] for i in instructions if isinstance(i, ev.Save)]
+    return [[page.key for page in i.pages] for i in instructions if isinstance(i, do.Save)]
 
 
 def standing_in(world: TieredWorld, extent: int, frame: int) -> int:
@@ -79,7 +80,7 @@ def fly(world: TieredWorld) -> None:
 
 def evict(world: TieredWorld, pages: int) -> int:
     """An operator wants pages to leave DRAM; returns how many did at once."""
-    (reply,) = (i for i in world.decide(ev.Evict(world.now_ns, pages)) if isinstance(i, ev.Reply))
+    (reply,) = (i for i in world.decide(ev.Evict(world.now_ns, pages)) if isinstance(i, do.Reply))
     return int(reply.detail["pages"])
 
 
@@ -200,7 +201,7 @@ def test_a_last_save_begins_with_the_hottest_chain_and_at_its_front() -> None:
     fly(world)
     last = world.decide(ev.SaveAll(world.now_ns, 2 * STRIDE))
     assert saves(last) == [[cold[1]]]
-    assert last[-1] == ev.Reply(detail={"chains": 0, "under_way": 1, "begun": True})
+    assert last[-1] == do.Reply(detail={"chains": 0, "under_way": 1, "begun": True})
     fly(world)
     assert world.node.nvme_index.keys() == world.node.index.keys(), "and nothing has left DRAM"
 
@@ -367,7 +368,7 @@ def test_a_put_is_told_to_ask_again_until_a_frame_is_free() -> None:
     chain = Chain(SMALL, (77, 78))
     assert world.put(B, Chain(SMALL, (77,))) == [Status.OK]
     event = ev.Reserve(world.now_ns, B, SMALL, 1, 0, 1, 10**9, chain.parents[1], chain.rows[1:])
-    (reply,) = (i for i in world.decide(event) if isinstance(i, ev.Reply))
+    (reply,) = (i for i in world.decide(event) if isinstance(i, do.Reply))
     assert reply.statuses[0] in (Status.OK, Status.BUSY)
     assert set(keys) <= world.readable()
 
@@ -431,8 +432,8 @@ def test_nvme_evicts_its_own_tails_for_what_comes() -> None:
     second = put(world, 50, 51)
     evict(world, 9)
     out = demote(world)
-    assert [i.keys for i in out if isinstance(i, ev.Unindex)] == [first[:2]]
-    assert [i.tier for i in out if isinstance(i, ev.Unindex)] == [Tier.NVME]
+    assert [i.keys for i in out if isinstance(i, do.Unindex)] == [first[:2]]
+    assert [i.tier for i in out if isinstance(i, do.Unindex)] == [Tier.NVME]
     fly(world)
     assert set(world.node.nvme_index) == {*first[2:], *second}
     assert world.state.spaces[Tier.NVME].counters["evicted_space"] == 2
@@ -471,7 +472,7 @@ def test_pages_that_an_event_has_moved_are_not_evicted_by_it(monkeypatch: pytest
     demote_all(world)
     clears = world.state.tiering.pairs[Tier.NVME].clearing
     (carry,) = world.node.copies
-    assert clears.taker is not None and isinstance(carry, ev.Carry) and len(carry.pages) == 2
+    assert clears.taker is not None and isinstance(carry, do.Carry) and len(carry.pages) == 2
     new = [put(world, i)[0] for i in range(40, 42)]
     for key in world.node.nvme_index.keys() - {page.key for page in carry.pages}:
         world.use(key)
@@ -522,8 +523,8 @@ def test_of_a_batch_that_failed_in_the_middle_the_front_is_kept() -> None:
     world.node.copies.clear()
     heads = np.stack([world.node.tables[page.source.extent].rows[page.source.frame, 8:56] for page in save.pages])
     out = world.decide(ev.Saved(world.now_ns, save.number, heads, {1: "io"}))
-    assert [i.keys for i in out if isinstance(i, ev.WriteSealed)] == [keys[:1]]
-    freed = [i.addresses for i in out if isinstance(i, ev.WriteState)]
+    assert [i.keys for i in out if isinstance(i, do.WriteSealed)] == [keys[:1]]
+    freed = [i.addresses for i in out if isinstance(i, do.WriteState)]
     assert [[a[:2] for a in addresses] for addresses in freed] == [[page.target[:2] for page in save.pages[1:]]]
 
 
@@ -536,7 +537,7 @@ def test_a_record_that_changed_its_mind_is_not_sealed() -> None:
     world.node.copies.clear()
     heads = np.zeros((1, 48), np.uint8)
     out = world.decide(ev.Saved(world.now_ns, save.number, heads, {}))
-    assert not any(isinstance(i, ev.WriteSealed) for i in out) and not world.node.nvme_index
+    assert not any(isinstance(i, do.WriteSealed) for i in out) and not world.node.nvme_index
 
 
 # --- damage while copies are under way --------------------------------------------------------------------------------
@@ -569,11 +570,11 @@ def test_a_page_whose_copy_was_damaged_is_saved_again() -> None:
 # --- up ---------------------------------------------------------------------------------------------------------------
 
 
-def prefetch(world: TieredWorld, *keys: bytes, hint: bool = False) -> tuple[list[int], list[ev.Instruction]]:
+def prefetch(world: TieredWorld, *keys: bytes, hint: bool = False) -> tuple[list[int], list[do.Instruction]]:
     """Ask for these pages of NVMe; statuses and everything before them."""
     addresses = [world.node.nvme_index[key] for key in keys]
     *out, reply = world.decide(ev.Prefetch(world.now_ns, A, addresses, hint))
-    assert isinstance(reply, ev.Reply)
+    assert isinstance(reply, do.Reply)
     return reply.statuses, out
 
 
@@ -589,7 +590,7 @@ def test_why_a_page_is_not_loaded() -> None:
     keys = below(world, 1, 2, 3)
     gone = world.node.nvme_index[keys[2]]._replace(generation=1)
     *_, reply = world.decide(ev.Prefetch(world.now_ns, A, [gone]))
-    assert isinstance(reply, ev.Reply) and reply.statuses == [Status.STALE]
+    assert isinstance(reply, do.Reply) and reply.statuses == [Status.STALE]
     assert prefetch(world, keys[1])[0] == [Status.NO_PARENT]
     assert world.grant(B, SMALL, 8) == 8
     assert prefetch(world, *keys)[0] == [Status.NO_SPACE] * 3
@@ -607,7 +608,7 @@ def test_pages_of_another_class_and_named_twice_do_no_harm() -> None:
     evict(world, 9)
     statuses, out = prefetch(world, small[0], small[0], large[0], small[1])
     assert statuses == [Status.BUSY, Status.BUSY, Status.NO_PARENT, Status.BUSY]
-    assert [page.key for i in out if isinstance(i, ev.Load) for page in i.pages] == small
+    assert [page.key for i in out if isinstance(i, do.Load) for page in i.pages] == small
     fly(world)
     assert set(world.node.index) == set(small)
 
@@ -640,7 +641,7 @@ def test_what_is_loaded_at_a_time_is_bounded(monkeypatch: pytest.MonkeyPatch) ->
     keys = below(world, 1, 2, 3)
     statuses, out = prefetch(world, *keys)
     assert statuses == [Status.BUSY] * 3
-    assert [page.key for i in out if isinstance(i, ev.Load) for page in i.pages] == keys[:2]
+    assert [page.key for i in out if isinstance(i, do.Load) for page in i.pages] == keys[:2]
     fly(world)
     monkeypatch.setattr(promotion, "LOADING_BYTES_MAX", 1)
     prefetch(world, *keys)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from kvstore.model.replica import Address, FrameClass, FrameState, Status
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from tests.helpers.worlds.world import MS, Chain, World
 
 SMALL = FrameClass(4096, 2, 2)
@@ -22,16 +23,16 @@ def node(positions: int = 4, extent_bytes: int = 32 << 10) -> World:
     return world
 
 
-def reserve(world: World, session: int, group: int, shard: int = 0, shards: int = 1, start: int = 0) -> ev.Reply:
+def reserve(world: World, session: int, group: int, shard: int = 0, shards: int = 1, start: int = 0) -> do.Reply:
     """Reserve pages ``start ..`` of CHAIN."""
     parent, rows = CHAIN.parents[start], CHAIN.rows[start:]
     event = ev.Reserve(world.now_ns, session, SMALL, group, shard, shards, TTL_NS, parent, rows)
     return reply_of(world.decide(event))
 
 
-def reply_of(instructions: list[ev.Instruction]) -> ev.Reply:
+def reply_of(instructions: list[do.Instruction]) -> do.Reply:
     """The reply, which is always the last."""
-    assert isinstance(instructions[-1], ev.Reply)
+    assert isinstance(instructions[-1], do.Reply)
     return instructions[-1]
 
 
@@ -45,7 +46,7 @@ def revoke(world: World, session: int, addresses: list[Address]) -> list[int]:
     return reply_of(world.decide(ev.Revoke(world.now_ns, session, addresses))).statuses
 
 
-def tick(world: World, elapsed_ns: int) -> list[ev.Instruction]:
+def tick(world: World, elapsed_ns: int) -> list[do.Instruction]:
     """Time goes on."""
     world.now_ns += elapsed_ns
     return world.decide(ev.Tick(world.now_ns))
@@ -62,7 +63,7 @@ def state_of(world: World, address: Address) -> FrameState:
 def test_a_deadline_is_no_longer_than_the_node_allows() -> None:
     world = node()
     event = ev.Reserve(world.now_ns, A, SMALL, 1, 0, 1, 10**18, CHAIN.parents[0], CHAIN.rows)
-    reserved = next(i for i in world.decide(event) if isinstance(i, ev.WriteReserved))
+    reserved = next(i for i in world.decide(event) if isinstance(i, do.WriteReserved))
     assert reserved.until_ns == world.now_ns + world.options["lease_ttl_ns_max"]
 
 
@@ -128,7 +129,7 @@ def test_ranks_of_a_group_join_the_same_frames() -> None:
     assert second.addresses == first.addresses
 
     out = world.decide(ev.Seal(world.now_ns, A, 0, first.addresses))
-    assert out[:-1] == [ev.WriteShards(address, 2, 0b01) for address in first.addresses]
+    assert out[:-1] == [do.WriteShards(address, 2, 0b01) for address in first.addresses]
     assert reply_of(out).statuses == [Status.PARTIAL] * 3
     assert not world.node.index, "not readable until every rank has sealed"
     assert seal(world, B, 1, first.addresses) == [Status.OK] * 3
@@ -166,7 +167,7 @@ def test_a_rank_that_never_comes_costs_the_page_at_its_deadline() -> None:
     world = node()
     addresses = reserve(world, A, 1, 0, 2).addresses
     assert seal(world, A, 0, addresses) == [Status.PARTIAL] * 3
-    assert not any(isinstance(i, ev.WriteState) for i in tick(world, TTL_NS - 1))
+    assert not any(isinstance(i, do.WriteState) for i in tick(world, TTL_NS - 1))
     tick(world, 1)
     assert not world.state.pending and not world.node.pend
     assert all(state_of(world, address) == FrameState.FREE for address in addresses)
@@ -234,8 +235,8 @@ def test_a_late_writer_keeps_its_frame_in_quarantine_until_it_speaks() -> None:
         world = node(positions=1, extent_bytes=12 << 10)  # 3 frames
         addresses = reserve(world, A, 1).addresses
         out = tick(world, TTL_NS)
-        assert [i.state for i in out if isinstance(i, ev.WriteState)] == [FrameState.QUARANTINED] * 3
-        assert [i.addresses for i in out if isinstance(i, ev.WriteState)] == [[address] for address in addresses]
+        assert [i.state for i in out if isinstance(i, do.WriteState)] == [FrameState.QUARANTINED] * 3
+        assert [i.addresses for i in out if isinstance(i, do.WriteState)] == [[address] for address in addresses]
         assert not world.node.pend
         assert reserve(world, B, 2).statuses == [Status.NO_SPACE] * 3, "a paused writer could write into these"
         if word == "seal":
@@ -267,12 +268,12 @@ def test_a_lost_connection_takes_nothing_away() -> None:
     world = node()
     addresses = reserve(world, A, 1).addresses
     world.grant(A, SMALL, 2)
-    assert world.decide(ev.ConnectionLost(world.now_ns, A)) == [ev.CheckSession(A)]
-    assert ev.CheckSession(A) in tick(world, 1), "asked again and again: it may die later"
+    assert world.decide(ev.ConnectionLost(world.now_ns, A)) == [do.CheckSession(A)]
+    assert do.CheckSession(A) in tick(world, 1), "asked again and again: it may die later"
     assert len(world.state.sessions[A].granted) == 2
     assert seal(world, A, 0, addresses) == [Status.OK] * 3
     world.open(A)
-    assert ev.CheckSession(A) not in tick(world, 1)
+    assert do.CheckSession(A) not in tick(world, 1)
 
 
 # --- put ahead --------------------------------------------------------------------------------------------------------

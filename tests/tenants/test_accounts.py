@@ -13,6 +13,7 @@ from kvstore.config import Quota
 from kvstore.model.replica import FrameClass, Tier
 from kvstore.node import book
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state import pins, tenants
 from kvstore.state.tenants import ROOTS_KEPT, Name, Tenants
 from tests.helpers.worlds.world import MS, Chain, World, root_of
@@ -64,7 +65,7 @@ def test_more_names_than_fit_cost_those_who_say_most(monkeypatch: pytest.MonkeyP
     assert 0 < sum(root in accounts.named for root in noisy) < 50 and noisy[-1] in accounts.named
     assert {accounts.salt(root) for root in noisy} == {"noisy"}, "an account keeps its tenant while it has pages"
     assert dram.share("noisy").bytes == 2000 and "" not in dram.shares
-    assert any(type(instruction) is ev.WriteNames for instruction in accounts.book)
+    assert any(type(instruction) is do.WriteNames for instruction in accounts.book)
     for root in noisy:
         dram.add(accounts.number(root), -1, -1)
     for i in range(5000):
@@ -154,7 +155,7 @@ def test_a_book_of_pins_is_a_line_per_change_and_stays_short(tmp_path: Path) -> 
     written, path = book.Book(folder, 7), tmp_path / book.PINS
     keys, until_ns = [bytes([i]) * 16 for i in range(200)], time.monotonic_ns() + 600 * 10**9
     for number in range(1, 301):
-        written.pin(ev.WritePin(number, keys, ROOT, keys[-1], until_ns, 0.0))
+        written.pin(do.WritePin(number, keys, ROOT, keys[-1], until_ns, 0.0))
         written.flush()
         if number > 2:
             written.unpin([number - 1])

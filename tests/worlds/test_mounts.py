@@ -10,6 +10,7 @@ import pytest
 
 from kvstore.model.replica import Address, FrameClass, Status, Tier
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.mounts import MOUNTED_FRAMES_MAX, MOUNTS_MAX
 from kvstore.state.node_state import NodeState
 from tests.helpers.worlds.real_node import RealNode
@@ -53,15 +54,15 @@ class MountsWorld:
         self.now_ns = 1
         self.told: set[bytes] = set()  # keys, as events of pages have it
 
-    def send(self, event: ev.Event) -> ev.Reply | None:
+    def send(self, event: ev.Event) -> do.Reply | None:
         self.now_ns += 1
         event.now_ns = self.now_ns
         instructions = self.state.handle(event)
         for instruction in instructions:
-            if isinstance(instruction, ev.ShowPages) and instruction.root:
+            if isinstance(instruction, do.ShowPages) and instruction.root:
                 assert not self.told & set(instruction.keys), "told twice"
                 self.told |= set(instruction.keys)
-            elif isinstance(instruction, ev.Unindex):
+            elif isinstance(instruction, do.Unindex):
                 assert self.told >= set(instruction.keys), "left, and had not come"
                 self.told -= set(instruction.keys)
         return self.node.perform(instructions)

@@ -13,6 +13,7 @@ import pytest
 from kvstore.model.replica import Tier
 from kvstore.node import book
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.interfaces import TieringRules
 from tests.helpers.worlds.copying import WorldDisk
 from tests.helpers.worlds.real_node import Nvme
@@ -83,12 +84,12 @@ def test_a_pin_ends_with_the_scan_where_nothing_of_it_is_left() -> None:
     number = next(iter(made.state.pins.pins))
     assert made.node.pins[number].keys == PINNED.keys[:20]
     gone = Chain(SMALL, tuple(range(100, 110)))
-    made.node.write_pin(ev.WritePin(77, list(gone.keys), root_of(SMALL), gone.keys[-1], 1 << 62, 1e12))
+    made.node.write_pin(do.WritePin(77, list(gone.keys), root_of(SMALL), gone.keys[-1], 1 << 62, 1e12))
     made.forget_tables()
     assert (10, {}) in pinned(made)
     unpinned = made.send(ev.Unpin(made.now_ns, 77))
     assert unpinned is not None and unpinned.detail == {"unpinned": 1} and 77 not in made.node.pins
-    made.node.write_pin(ev.WritePin(78, list(gone.keys), root_of(SMALL), gone.keys[-1], 1 << 62, 1e12))
+    made.node.write_pin(do.WritePin(78, list(gone.keys), root_of(SMALL), gone.keys[-1], 1 << 62, 1e12))
     made.forget_tables()
     while made.scan_on(count=7):
         made.check()
@@ -102,7 +103,7 @@ def test_a_kill_at_any_write_of_the_restored_book_loses_no_pin(
     """Whatever the daemon got to write of its restored pins, the next one finds all of them."""
     folder: Any = SimpleNamespace(path=tmp_path)
     keys = [bytes([i]) * 16 for i in range(4)]
-    pins = [ev.WritePin(number, keys, b"r" * 16, keys[-1], 1 << 62, 4e9) for number in range(1, 30)]
+    pins = [do.WritePin(number, keys, b"r" * 16, keys[-1], 1 << 62, 4e9) for number in range(1, 30)]
     first = book.Book(folder, 7)
     for pin in pins:
         first.pin(pin)

@@ -7,6 +7,7 @@ import pytest
 from kvstore.config import Quota
 from kvstore.model.replica import Tier
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from tests.helpers.worlds.simulation import LARGE, SMALL
 from tests.helpers.worlds.tier_simulation import STEPS, TierSimulation
 from tests.helpers.worlds.tiered_world import TieredWorld
@@ -37,7 +38,7 @@ class QuotaWorld(TieredWorld):
         super().restart()
         self.introduce()
 
-    def _account(self, event: ev.Event, instructions: list[ev.Instruction]) -> None:
+    def _account(self, event: ev.Event, instructions: list[do.Instruction]) -> None:
         if type(event) is ev.Tick:
             self.trimmed += len(self.gone(instructions, Tier.NVME))
         super()._account(event, instructions)

@@ -15,6 +15,7 @@ import pytest
 from kvstore.model.replica import FrameClass
 from kvstore.node.node import make_room
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from tests.helpers.worlds.simulation import EXTENT_BYTES, LARGE, POSITIONS, SMALL, Simulation
 from tests.helpers.worlds.world import World
 
@@ -102,7 +103,7 @@ class ScarceWorld(World):
 
     memory: ScarceMemory
 
-    def send(self, event: ev.Event) -> ev.Reply | None:
+    def send(self, event: ev.Event) -> do.Reply | None:
         """See ``World``."""
         if isinstance(event, ev.Grant | ev.Reserve):
             count = event.count if isinstance(event, ev.Grant) else len(event.rows)

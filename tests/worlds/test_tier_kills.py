@@ -8,6 +8,7 @@ import pytest
 
 from kvstore.model.replica import FrameClass, FrameState, Status
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.interfaces import TieringRules
 from tests.helpers.worlds.copying import WorldDisk
 from tests.helpers.worlds.real_node import Nvme
@@ -30,7 +31,7 @@ class CutWorld(TieredWorld):
         self.seen = 0
         self.cut = False
 
-    def send(self, event: ev.Event) -> ev.Reply | None:
+    def send(self, event: ev.Event) -> do.Reply | None:
         """See ``World.send``."""
         if type(event).__name__ != self.kind:
             return super().send(event)

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from kvstore.model.replica import Address, FrameClass, Tier, keys_of, roots_of
-from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.interfaces import Rows
 from kvstore.state.space import Space
 
@@ -36,7 +36,7 @@ class CopyBatch:
         late: a device of it does not answer now: others need not wait for it.
     """
 
-    pages: list[ev.Copying]
+    pages: list[do.Copying]
     frame_class: FrameClass
     source: Space
     target: Space
@@ -71,32 +71,32 @@ class CopyBatches:
         self._late_loads: dict[Tier, set[int]] = {}  # positions
         self._next = 1
 
-    def start_saving(self, batch: CopyBatch, out: list[ev.Instruction]) -> None:
+    def start_saving(self, batch: CopyBatch, out: list[do.Instruction]) -> None:
         """Hold the sources of these pages and have them saved; their frames below were just taken."""
         # A branch may leave a chain anywhere, so each source is held separately.
         self._hold_sources(batch)
-        out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
-        out.append(ev.Save(self._enter(self.saving, batch), batch.pages))
+        out.append(do.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
+        out.append(do.Save(self._enter(self.saving, batch), batch.pages))
 
-    def start_staged(self, batch: CopyBatch, out: list[ev.Instruction]) -> None:
+    def start_staged(self, batch: CopyBatch, out: list[do.Instruction]) -> None:
         """Save pages whose reserved frames are not written to any more; their frames below were just taken."""
-        out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
-        out.append(ev.Save(self._enter(self.staging, batch), batch.pages))
+        out.append(do.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
+        out.append(do.Save(self._enter(self.staging, batch), batch.pages))
 
-    def start_loading(self, batch: CopyBatch, out: list[ev.Instruction]) -> None:
+    def start_loading(self, batch: CopyBatch, out: list[do.Instruction]) -> None:
         """Hold the sources of these pages and have them loaded; their frames above were just taken."""
         self._hold_sources(batch)
         for page in batch.pages:
             self.up[batch.target.tier].add(page.key)
             batch.target.expect([page.target], self.owner(batch.source, page.source))
-        out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
-        out.append(ev.Load(self._enter(self.loading, batch), batch.pages))
+        out.append(do.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
+        out.append(do.Load(self._enter(self.loading, batch), batch.pages))
 
-    def start_carrying(self, batch: CopyBatch, out: list[ev.Instruction]) -> None:
+    def start_carrying(self, batch: CopyBatch, out: list[do.Instruction]) -> None:
         """Hold these pages and have them copied; their new frames, in the same tier, were just taken."""
         self._hold_sources(batch)
-        out.append(ev.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
-        out.append(ev.Carry(self._enter(self.carrying, batch), batch.pages))
+        out.append(do.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
+        out.append(do.Carry(self._enter(self.carrying, batch), batch.pages))
 
     @staticmethod
     def _hold_sources(batch: CopyBatch) -> None:
@@ -104,11 +104,11 @@ class CopyBatches:
             batch.source.hold(page.source)
             batch.held.append(page.source)
 
-    def start_erasing(self, pages: list[tuple[bytes, Address]], out: list[ev.Instruction]) -> None:
+    def start_erasing(self, pages: list[tuple[bytes, Address]], out: list[do.Instruction]) -> None:
         """Have these frames erased, which are RETIRING."""
         number, self._next = self._next, self._next + 1
         self.erasing[number] = pages
-        out.append(ev.Erase(number, pages))
+        out.append(do.Erase(number, pages))
 
     def late(self, space: Space, saves: set[int], loads: set[int]) -> None:
         """What is written to, or read from, these positions of a tier takes long: see ``CopyBatch.late``."""
@@ -197,7 +197,7 @@ class CopyBatches:
         return arrival
 
     @staticmethod
-    def end(batch: CopyBatch, unused: list[Address], out: list[ev.Instruction]) -> None:
+    def end(batch: CopyBatch, unused: list[Address], out: list[do.Instruction]) -> None:
         """Frames that came to nothing are free again, and nothing is held any more."""
         source, target = batch.source, batch.target
         if unused:

@@ -17,6 +17,7 @@ from collections.abc import Collection
 
 from kvstore.model.replica import Address, FrameClass
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.directory_spans import spans_at
 from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool
@@ -136,9 +137,9 @@ class Demotion:
 
     # --- deciding ---------------------------------------------------------------------------------------------------
 
-    def demote(self, event: ev.Demote) -> list[ev.Instruction]:
+    def demote(self, event: ev.Demote) -> list[do.Instruction]:
         """See ``events.Demote``; at most one batch is on its way down, but for those that are late."""
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         self.begin_day(event.day_bytes_left)
         pools = list(enumerate(self.upper.segment.pools.values()))
         for place, pool in pools[self._turn :] + pools[: self._turn]:
@@ -225,7 +226,7 @@ class Demotion:
                 return length
         return most
 
-    def _choose(self, pool: ClassPool, pages_max: int, out: list[ev.Instruction]) -> CopyBatch:
+    def _choose(self, pool: ClassPool, pages_max: int, out: list[do.Instruction]) -> CopyBatch:
         """Whole chains, coldest first, each from its front; frames for them are taken below."""
         batch = CopyBatch([], pool.frame_class, self.upper, self.lower)
         lower_pool = self.lower.segment.pool(pool.frame_class)
@@ -286,13 +287,13 @@ class Demotion:
             self.lower.hold(held)
             batch.held.append(held)
         for (key, source), target in zip(chain, targets, strict=True):
-            batch.pages.append(ev.Copying(key, source, target))
+            batch.pages.append(do.Copying(key, source, target))
             self.lower.expect([target], self.copies.owner(self.upper, source))
             self.copies.down[self.lower.tier].add(key)
 
-    def saved(self, event: ev.Saved) -> list[ev.Instruction]:
+    def saved(self, event: ev.Saved) -> list[do.Instruction]:
         """See ``events.Saved``: what was written and still is wanted becomes a page of the tier below."""
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         batch = self.copies.saving.pop(event.number)
         self.copies.down[self.lower.tier].difference_update(page.key for page in batch.pages)
         arrival = self.copies.arrive(batch, event.heads, event.failed)
@@ -302,9 +303,9 @@ class Demotion:
             used_ns = [self.upper.records.last_use_ns(*page.source[:2]) for page in arrived]
             for page, used in zip(arrived, used_ns, strict=True):
                 self.lower.leaf(page.target, page.key, used // 1_000_000)
-            out.append(ev.WriteUse(targets, used_ns))
+            out.append(do.WriteUse(targets, used_ns))
             heads = event.heads[arrival.places]
-            sealed = ev.WriteSealed(targets, keys, arrival.standings, heads, arrival.parents, cause="save")
+            sealed = do.WriteSealed(targets, keys, arrival.standings, heads, arrival.parents, cause="save")
             sealed.spans = spans_at(self.lower.segment, targets)
             out.append(sealed)
             self.counters["pages_saved"] += len(arrived)

@@ -18,6 +18,7 @@ from collections import Counter
 
 from kvstore.model.replica import Address, FrameState
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.space import Space
 from kvstore.state.tiering.copying import CopyBatch, CopyBatches
@@ -35,14 +36,14 @@ class Clearing:
         self._space = space
         self._extent: Extent | None = None
 
-    def begin(self, extent: Extent, taker: ClassPool, out: list[ev.Instruction]) -> None:
+    def begin(self, extent: Extent, taker: ClassPool, out: list[do.Instruction]) -> None:
         """See ``space.Clears``."""
         assert self.taker is None
         self.taker, self._extent = taker, extent
         extent.leave(True)
         self.go_on(out)
 
-    def go_on(self, out: list[ev.Instruction]) -> None:
+    def go_on(self, out: list[do.Instruction]) -> None:
         """A copy has ended, or frames were erased: carry what is left, or drop the extent.
 
         Pages that this very event has sealed, or moved, have no record yet where they are, so it would be unknown which
@@ -78,19 +79,19 @@ class Clearing:
         assert extent is not None
         extent.leave(False)
 
-    def _carry(self, pool: ClassPool, sources: list[Address], out: list[ev.Instruction]) -> bool:
+    def _carry(self, pool: ClassPool, sources: list[Address], out: list[do.Instruction]) -> bool:
         """Have these pages copied, as many as there is room for. False: there is none."""
         space = self._space
         targets = space.grant(pool, len(sources))
         keys = [space.records.key(source.extent, source.frame) for source in sources]
-        pages = [ev.Copying(*page) for page in zip(keys, sources, targets, strict=False)]
+        pages = [do.Copying(*page) for page in zip(keys, sources, targets, strict=False)]
         if pages:
             self._copies.start_carrying(CopyBatch(pages, pool.frame_class, self._space, self._space), out)
         return bool(pages)
 
-    def carried(self, event: ev.Carried) -> list[ev.Instruction]:
+    def carried(self, event: ev.Carried) -> list[do.Instruction]:
         """See ``events.Carried``: what was copied, and still is where it was, has moved."""
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         batch = self._copies.carrying.pop(event.number)
         space, copied = self._space, Counter(self._copies.held(self._space))
         unused: dict[Address, bytes] = {}

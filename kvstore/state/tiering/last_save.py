@@ -22,6 +22,7 @@ import numpy as np
 
 from kvstore.model.replica import Address, FrameClass
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state import prefix_links
 from kvstore.state.interfaces import RecordView
 from kvstore.state.tiering.copying import CopyBatch
@@ -57,9 +58,9 @@ class LastSave:
         self._full: set[FrameClass] = set()  # NVMe holds only hotter pages of these
         self._again = False  # some pages wait for a device, or were to go to one that failed
 
-    def save(self, event: ev.SaveAll) -> list[ev.Instruction]:
+    def save(self, event: ev.SaveAll) -> list[do.Instruction]:
         """See ``events.SaveAll``; at most one batch is on its way down, but for those that are late."""
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         self._demotion.begin_day(event.day_bytes_left)
         if self._leaves is None:
             self._leaves = deque(leaves_hottest_first(self._upper.records))
@@ -77,14 +78,14 @@ class LastSave:
             self._leaves = None
             self._full.clear()
             left = int(self._again)
-        out.append(ev.Reply(detail={"chains": left, "under_way": under_way, "begun": batch is not None}))
+        out.append(do.Reply(detail={"chains": left, "under_way": under_way, "begun": batch is not None}))
         return out
 
     def device_failed(self) -> None:
         """What is on its way there has to go elsewhere."""
         self._again = True
 
-    def _choose(self, leaves: deque[Address], bytes_max: int, out: list[ev.Instruction]) -> CopyBatch | None:
+    def _choose(self, leaves: deque[Address], bytes_max: int, out: list[do.Instruction]) -> CopyBatch | None:
         """A batch of the next chains, as far as they are of one class; None where these have nothing to save."""
         batch: CopyBatch | None = None
         for _ in range(LEAVES_PER_STEP):
@@ -138,7 +139,7 @@ class LastSave:
         page = self._upper.page(extent.pool, extent.slot_base + leaf.frame)
         return self._demotion.admits(page)
 
-    def _take(self, climb: Climb, batch: CopyBatch, room: int, out: list[ev.Instruction]) -> None:
+    def _take(self, climb: Climb, batch: CopyBatch, room: int, out: list[do.Instruction]) -> None:
         """Add to the batch what NVMe takes of the topmost ``room`` pages; the rest of a chain waits in ``_climb``."""
         pool, used_ms = self._lower.segment.pool(batch.frame_class), self._used_ms(climb.leaf)
         wanted = climb.count(room)

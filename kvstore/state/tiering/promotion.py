@@ -6,6 +6,7 @@ from collections import Counter
 
 from kvstore.model.replica import Address, FrameClass, Status
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.directory_spans import spans_at
 from kvstore.state.space import Space
 from kvstore.state.tiering.copying import CopyBatch, CopyBatches
@@ -36,10 +37,10 @@ class Promotion:
         self.early: dict[int, ev.Loaded] = {}  # loads that are done before those that they hang on, by number
         self._reads: dict[int, bytearray] = {}  # extent below -> reads of each page since it was last copied
 
-    def prefetch(self, event: ev.Prefetch) -> list[ev.Instruction]:
+    def prefetch(self, event: ev.Prefetch) -> list[do.Instruction]:
         """See ``events.Prefetch``. Per page: OK above, BUSY on its way, PARTIAL not read often enough yet, else why
         not: STALE, NO_PARENT, NO_SPACE."""
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         statuses: list[Status] = []
         wanted: dict[bytes, tuple[int, Address]] = {}  # key -> place, address
         for place, address in enumerate(event.addresses):
@@ -53,7 +54,7 @@ class Promotion:
         waiting = self.upper.waiting or self._loading_bytes > 0
         for place, _ in list(wanted.values())[started:]:
             statuses[place] = Status.BUSY if waiting else Status.NO_SPACE
-        out.append(ev.Reply(statuses=[int(status) for status in statuses]))
+        out.append(do.Reply(statuses=[int(status) for status in statuses]))
         return out
 
     def _judge(self, address: Address, hint: bool, wanted: dict[bytes, tuple[int, Address]]) -> tuple[Status, bytes]:
@@ -83,7 +84,7 @@ class Promotion:
     def _class_of(self, address: Address) -> FrameClass:
         return self.lower.segment.extents[address.extent].pool.frame_class
 
-    def _load(self, wanted: list[tuple[bytes, Address]], out: list[ev.Instruction]) -> int:
+    def _load(self, wanted: list[tuple[bytes, Address]], out: list[do.Instruction]) -> int:
         """Take frames above for these consecutive pages and have them loaded; returns for how many."""
         frame_class = self._class_of(wanted[0][1])
         size_left = LOADING_BYTES_MAX - self._loading_bytes
@@ -101,7 +102,7 @@ class Promotion:
         targets = self.upper.take_after((parents[0],), self.upper.segment.pool(frame_class), count, out)
         if not targets:
             return 0
-        pages = [ev.Copying(key, source, target) for (key, source), target in zip(wanted, targets, strict=False)]
+        pages = [do.Copying(key, source, target) for (key, source), target in zip(wanted, targets, strict=False)]
         batch = CopyBatch(pages, frame_class, self.lower, self.upper)
         inside = {page.key for page in pages}
         for parent in parents[: len(pages)]:
@@ -114,9 +115,9 @@ class Promotion:
         self.copies.start_loading(batch, out)
         return len(pages)
 
-    def loaded(self, event: ev.Loaded) -> list[ev.Instruction]:
+    def loaded(self, event: ev.Loaded) -> list[do.Instruction]:
         """See ``events.Loaded``: what was read and proven becomes a page above, up to the first that was not."""
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         self.early[event.number] = event
         while (number := next(filter(self._is_due, self.early), None)) is not None:
             self._arrived(self.early.pop(number), out)
@@ -126,7 +127,7 @@ class Promotion:
         """What it hangs on is there, or will not come: another device may have been faster."""
         return self.copies.loading[number].waits_for.isdisjoint(self._up)
 
-    def _arrived(self, event: ev.Loaded, out: list[ev.Instruction]) -> None:
+    def _arrived(self, event: ev.Loaded, out: list[do.Instruction]) -> None:
         batch = self.copies.loading.pop(event.number)
         self._up.difference_update(page.key for page in batch.pages)
         arrival = self.copies.arrive(batch, event.rows, event.failed)
@@ -136,10 +137,10 @@ class Promotion:
             for i in places:
                 self._forget_reads(batch.pages[i].source)
                 self.upper.leaf(batch.pages[i].target, batch.pages[i].key, event.now_ns // 1_000_000)
-            out.append(ev.WriteUse(targets, [event.now_ns] * len(places)))
+            out.append(do.WriteUse(targets, [event.now_ns] * len(places)))
             rows, sums = event.rows[places], event.checksums[places]
             spans = spans_at(self.upper.segment, targets)
-            out.append(ev.WriteSealed(targets, keys, arrival.standings, rows, arrival.parents, sums, "load", spans))
+            out.append(do.WriteSealed(targets, keys, arrival.standings, rows, arrival.parents, sums, "load", spans))
             self.counters["pages_promoted"] += len(places)
             self.counters["bytes_promoted"] += len(places) * batch.frame_class.page_bytes
             self._hold_for_others(dict(zip(keys, targets, strict=True)))

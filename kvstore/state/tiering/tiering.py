@@ -22,6 +22,7 @@ from typing import Any
 
 from kvstore.model.replica import Address, FrameState, Status, Tier, keys_of, roots_of
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.directory_spans import spans_at
 from kvstore.state.interfaces import TieringRules
 from kvstore.state.pins import Pins
@@ -92,7 +93,7 @@ class Tiering:
         for space in spaces.values():
             space.in_flight = copies.extents
 
-    def handlers(self) -> dict[type, Callable[[Any], list[ev.Instruction]]]:
+    def handlers(self) -> dict[type, Callable[[Any], list[do.Instruction]]]:
         """The handler of each event."""
         return {
             ev.Demote: self.demote,
@@ -119,24 +120,24 @@ class Tiering:
 
     # --- down, up, across -------------------------------------------------------------------------------------------
 
-    def demote(self, event: ev.Demote) -> list[ev.Instruction]:
+    def demote(self, event: ev.Demote) -> list[do.Instruction]:
         """See ``events.Demote``."""
         again = self._gone_on([])
         self.through.again(again)
         return again + self.pairs[event.tier].demotion.demote(event)
 
-    def save_all(self, event: ev.SaveAll) -> list[ev.Instruction]:
+    def save_all(self, event: ev.SaveAll) -> list[do.Instruction]:
         """See ``events.SaveAll``."""
         return self._gone_on([]) + next(iter(self.pairs.values())).last_save.save(event)
 
-    def prefetch(self, event: ev.Prefetch) -> list[ev.Instruction]:
+    def prefetch(self, event: ev.Prefetch) -> list[do.Instruction]:
         """See ``events.Prefetch``. Pages of a tier go to the one above it."""
         lower = next(filter(None, (self._lower_of(address.extent) for address in event.addresses)), None)
         if lower is None:
-            return [ev.Reply(statuses=[int(Status.STALE)] * len(event.addresses))]
+            return [do.Reply(statuses=[int(Status.STALE)] * len(event.addresses))]
         return self.pairs[lower.tier].promotion.prefetch(event)
 
-    def saved(self, event: ev.Saved) -> list[ev.Instruction]:
+    def saved(self, event: ev.Saved) -> list[do.Instruction]:
         """See ``events.Saved``."""
         staged = self.copies.staging.get(event.number)
         batch = staged or self.copies.saving[event.number]
@@ -147,13 +148,13 @@ class Tiering:
             out = self.pairs[batch.target.tier].demotion.saved(event)
         return self._gone_on(out)
 
-    def loaded(self, event: ev.Loaded) -> list[ev.Instruction]:
+    def loaded(self, event: ev.Loaded) -> list[do.Instruction]:
         """See ``events.Loaded``."""
         batch = self.copies.loading[event.number]
         self._other_pages(batch)
         return self._gone_on(self.pairs[batch.source.tier].promotion.loaded(event))
 
-    def carried(self, event: ev.Carried) -> list[ev.Instruction]:
+    def carried(self, event: ev.Carried) -> list[do.Instruction]:
         """See ``events.Carried``."""
         batch = self.copies.carrying[event.number]
         self._other_pages(batch)
@@ -164,15 +165,15 @@ class Tiering:
         if batch.target.tier in self.pairs:
             self.pairs[batch.target.tier].promotion.forget_reads([page.target for page in batch.pages])
 
-    def _gone_on(self, out: list[ev.Instruction]) -> list[ev.Instruction]:
+    def _gone_on(self, out: list[do.Instruction]) -> list[do.Instruction]:
         """``out``, and what can be emptied now that a copy has ended."""
         for pair in self.pairs.values():
             pair.clearing.go_on(out)
         return out
 
-    def erased(self, event: ev.Erased) -> list[ev.Instruction]:
+    def erased(self, event: ev.Erased) -> list[do.Instruction]:
         """See ``events.Erased``. Where that failed, the frames stay RETIRING: the next start tries again."""
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         pages = self.copies.erasing.pop(event.number)
         done = [address for i, (_, address) in enumerate(pages) if i not in event.failed]
         for pair in self.pairs.values():
@@ -181,14 +182,14 @@ class Tiering:
 
     # --- start and failures -----------------------------------------------------------------------------------------
 
-    def adopt(self, event: ev.Adopt) -> list[ev.Instruction]:
+    def adopt(self, event: ev.Adopt) -> list[do.Instruction]:
         """See ``events.Adopt``: pages whose parents are there become pages of their tier, under the generation on
         disk."""
         space = self._lower_of(event.addresses[0].extent) if event.addresses else None
         if space is None:
             self.counters["pages_not_adopted"] += len(event.addresses)
             return []
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         kept: list[int] = []
         keys = keys_of(event.heads)
         for i, (address, key, root) in enumerate(zip(event.addresses, keys, roots_of(event.heads), strict=True)):
@@ -206,11 +207,11 @@ class Tiering:
         space.holdings.suspect = space.holdings.limited
         if kept:
             addresses = [event.addresses[i] for i in kept]
-            out.append(ev.WriteUse(addresses, [event.now_ns] * len(kept)))
+            out.append(do.WriteUse(addresses, [event.now_ns] * len(kept)))
             parents, infos = [event.parents[i] for i in kept], [event.standings[i] for i in kept]
             kept_keys, heads = [keys[i] for i in kept], event.heads[kept]
             spans = spans_at(space.segment, addresses)
-            out.append(ev.WriteSealed(addresses, kept_keys, infos, heads, parents, None, "scan", spans))
+            out.append(do.WriteSealed(addresses, kept_keys, infos, heads, parents, None, "scan", spans))
             self.counters["pages_adopted"] += len(kept)
             if self.pins is not None:
                 self.pins.adopted(set(kept_keys))
@@ -221,9 +222,9 @@ class Tiering:
         extent = space.segment.extents.get(address.extent)
         return extent is not None and extent.state[address.frame] == FrameState.QUARANTINED
 
-    def adopted(self, event: ev.Adopted) -> list[ev.Instruction]:
+    def adopted(self, event: ev.Adopted) -> list[do.Instruction]:
         """See ``events.Adopted``."""
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         space = self._lower_of(event.extent)
         if space is not None:
             space.free_quarantined(event.extent, out)
@@ -231,7 +232,7 @@ class Tiering:
             self.pins.scanned()
         return out
 
-    def late(self, event: ev.DevicesLate) -> list[ev.Instruction]:
+    def late(self, event: ev.DevicesLate) -> list[do.Instruction]:
         """See ``events.DevicesLate``."""
         space = self.pairs[event.tier].lower
         segment, saves = space.segment, set(event.saves)
@@ -243,7 +244,7 @@ class Tiering:
         self.copies.late(space, saves, set(event.loads))
         return []
 
-    def failed(self, event: ev.TierFailed) -> list[ev.Instruction]:
+    def failed(self, event: ev.TierFailed) -> list[do.Instruction]:
         """See ``events.TierFailed``: what is there is read on, nothing is written there any more."""
         pair = self.pairs[event.tier]
         segment, positions = pair.lower.segment, set(event.positions)

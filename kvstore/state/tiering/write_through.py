@@ -19,6 +19,7 @@ from collections import Counter, deque
 from kvstore.model.objects import is_object_class
 from kvstore.model.replica import ROOT, Address, FrameState, Status, keys_of, position_of, roots_of, standing, turns_of
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.directory_spans import spans_at
 from kvstore.state.frames import ClassPool
 from kvstore.state.tiering.copying import NODE_SESSION, CopyBatch, CopyBatches
@@ -92,7 +93,7 @@ class Through(Behind):
     def _class_of(self, page: Pending) -> ClassPool:
         return self.upper.segment.extents[page.address.extent].pool
 
-    def shorten(self, anchor: bytes, pool: ClassPool, count: int, out: list[ev.Instruction]) -> int:
+    def shorten(self, anchor: bytes, pool: ClassPool, count: int, out: list[do.Instruction]) -> int:
         """Nothing else may leave for pages after ``anchor``: the end of their own chain does, where NVMe has it.
 
         Returns how many pages left; where the end has to be saved first, that begins (``waiting``).
@@ -119,13 +120,13 @@ class Through(Behind):
         upper.left(leaving, "space", out)
         return left
 
-    def make_room(self, anchor: bytes, pool: ClassPool, count: int, out: list[ev.Instruction]) -> list[Address]:
+    def make_room(self, anchor: bytes, pool: ClassPool, count: int, out: list[do.Instruction]) -> list[Address]:
         """See ``Behind``."""
         left = 0 if self.upper.waiting else self.shorten(anchor, pool, min(count, self.most(pool)), out)
         return self.upper.take(pool, left, out) if left else []
 
     def room_for(
-        self, anchor: bytes, pool: ClassPool, owner: int, taken: list[Address], count: int, out: list[ev.Instruction]
+        self, anchor: bytes, pool: ClassPool, owner: int, taken: list[Address], count: int, out: list[do.Instruction]
     ) -> list[Address]:
         """See ``Behind``. None at all where the chain would have to leave for the others, and cannot yet: reservations
         would hold it."""
@@ -138,7 +139,7 @@ class Through(Behind):
         left = 0 if self.upper.waiting else self.shorten(anchor, pool, count - len(taken), out)
         if self.upper.waiting:
             if taken:
-                out.append(ev.WriteGranted(taken, NODE_SESSION))  # no record says yet that they were taken
+                out.append(do.WriteGranted(taken, NODE_SESSION))  # no record says yet that they were taken
                 self.upper.free(taken, out)
             return []
         fits = self.upper.quotas.fit(owner, pool.frame_class, left, b"", out) if left else 0
@@ -150,7 +151,7 @@ class Through(Behind):
 
     def seal(
         self, event: ev.SealGranted, granted: set[Address], keys: list[bytes], number: int
-    ) -> list[ev.Instruction] | None:
+    ) -> list[do.Instruction] | None:
         """See ``Behind``.
 
         Per page: BUSY on its way, OK stored (its frame is gone), PRESENT stored by another, else why not.
@@ -159,7 +160,7 @@ class Through(Behind):
         root = event.rows[0, ROOT].tobytes()
         if is_object_class(event.frame_class) or not self.holds(root, event.parent):
             return None
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         statuses: list[Status] = []
         new: list[int] = []
         for i, (key, address) in enumerate(zip(keys, event.addresses, strict=True)):
@@ -185,7 +186,7 @@ class Through(Behind):
         rest = event.addresses[len(statuses) :]
         found = [int(status) for status in statuses]
         found += [int(Status.NO_PARENT if address in granted else Status.STALE) for address in rest]
-        return [*out, ev.Reply(statuses=found)]
+        return [*out, do.Reply(statuses=found)]
 
     def _stage(
         self,
@@ -194,7 +195,7 @@ class Through(Behind):
         places: list[int],
         granted: set[Address],
         number: int,
-        out: list[ev.Instruction],
+        out: list[do.Instruction],
     ) -> list[Pending]:
         """Pages in granted frames become reserved pages that are complete, and are chosen."""
         if not places:
@@ -208,10 +209,10 @@ class Through(Behind):
         self.upper.expect(addresses, number)
         until_ns = event.now_ns + TTL_NS
         group = GROUP | min(address.generation for address in addresses)
-        out.append(ev.WriteReserved(addresses, event.rows[places], parents, event.session, group, 0, 1, until_ns))
+        out.append(do.WriteReserved(addresses, event.rows[places], parents, event.session, group, 0, 1, until_ns))
         pages = []
         for i, parent, address in zip(places, parents, addresses, strict=True):
-            out.append(ev.WriteShards(address, 1, 1))
+            out.append(do.WriteShards(address, 1, 1))
             page = Pending(keys[i], parent, False, address, group, 1, until_ns, sealed_mask=1, root=root)
             page.continues = event.continues or i > 0
             page.hint = event.hints[i] if event.hints else 0
@@ -242,14 +243,14 @@ class Through(Behind):
 
     # --- saving -------------------------------------------------------------------------------------------------------
 
-    def again(self, out: list[ev.Instruction]) -> None:
+    def again(self, out: list[do.Instruction]) -> None:
         """See ``Behind``."""
         if self._later:
             self._chosen |= {page.key: page for page in self._later if self._live(page.key) is page}
             self._later = []
             self.start(out)
 
-    def start(self, out: list[ev.Instruction]) -> None:
+    def start(self, out: list[do.Instruction]) -> None:
         """Have the chosen pages saved, each chain as a batch of its own."""
         while self._chosen:
             inside: set[bytes] = set()
@@ -261,7 +262,7 @@ class Through(Behind):
             self._chosen = {key: page for key, page in self._chosen.items() if key not in inside}
             self._save(chain, out)
 
-    def _save(self, chain: list[Pending], out: list[ev.Instruction]) -> None:
+    def _save(self, chain: list[Pending], out: list[do.Instruction]) -> None:
         root, anchor = chain[0].root, chain[0].parent
         frame_class, owner = self._class_of(chain[0]).frame_class, self.copies.owner(self.upper, chain[0].address)
         targets: list[Address] = []
@@ -283,7 +284,7 @@ class Through(Behind):
                 before = standings[page.parent]
                 standings[page.key] = standing(position_of(before) + 1, turns_of(before), page.hint)
                 source = page.address
-                copying = ev.Copying(page.key, source, target, FrameState.RESERVED, standings[page.key])
+                copying = do.Copying(page.key, source, target, FrameState.RESERVED, standings[page.key])
                 batch.pages.append(copying)
                 self.lower.expect([target], owner)
                 self.copies.down[self.lower.tier].add(page.key)
@@ -291,7 +292,7 @@ class Through(Behind):
             self.demotion.began(batch)
         self.fail(chain[len(targets) :], out)
 
-    def fail(self, pages: list[Pending], out: list[ev.Instruction]) -> None:
+    def fail(self, pages: list[Pending], out: list[do.Instruction]) -> None:
         """These pages, and complete ones that hang on them, will not be stored."""
         waiting = deque(pages)
         while waiting:
@@ -305,9 +306,9 @@ class Through(Behind):
                 self.writing.doom([page], out)
                 self.counters["pages_not_saved_through"] += 1
 
-    def saved(self, event: ev.Saved) -> list[ev.Instruction]:
+    def saved(self, event: ev.Saved) -> list[do.Instruction]:
         """See ``events.Saved``: what was written becomes pages of NVMe, and its frames in DRAM are free."""
-        out: list[ev.Instruction] = []
+        out: list[do.Instruction] = []
         batch = self.copies.staging.pop(event.number)
         self.copies.down[self.lower.tier].difference_update(page.key for page in batch.pages)
         done: list[Pending] = []
@@ -353,7 +354,7 @@ class Through(Behind):
         return out
 
     def _arrived(
-        self, event: ev.Saved, batch: CopyBatch, places: list[int], parents: list[bytes], out: list[ev.Instruction]
+        self, event: ev.Saved, batch: CopyBatch, places: list[int], parents: list[bytes], out: list[do.Instruction]
     ) -> None:
         if not places:
             return
@@ -362,9 +363,9 @@ class Through(Behind):
         used_ns = [self.upper.records.last_use_ns(*page.source[:2]) for page in pages]
         for page, used in zip(pages, used_ns, strict=True):
             self.lower.leaf(page.target, page.key, used // 1_000_000)
-        out.append(ev.WriteUse(targets, used_ns))
+        out.append(do.WriteUse(targets, used_ns))
         standings = [page.standing for page in pages]
         spans = spans_at(self.lower.segment, targets)
-        out.append(ev.WriteSealed(targets, keys, standings, event.heads[places], parents, None, "through", spans))
+        out.append(do.WriteSealed(targets, keys, standings, event.heads[places], parents, None, "through", spans))
         for name, count in (("pages_sealed", 1), ("pages_saved", 1), ("bytes_saved", batch.frame_class.page_bytes)):
             self.counters[name] += count * len(pages)

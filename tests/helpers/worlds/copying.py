@@ -15,7 +15,7 @@ from typing import Any
 
 from kvstore.model.replica import FrameClass
 from kvstore.node.nvme_pages import NvmePages
-from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.tier.base import Bytes
 from kvstore.tier.nvme.devices import NvmeDevices
 from kvstore.tier.nvme.disk import BLOCK_BYTES
@@ -76,7 +76,7 @@ _idle: list[_Worker] = []
 class Flight:
     """A copy under way. Once it is ``over``, ``done`` is what came of it, which the state has yet to hear."""
 
-    def __init__(self, copy: ev.Save | ev.Load | ev.Carry | ev.Erase) -> None:
+    def __init__(self, copy: do.Save | do.Load | do.Carry | do.Erase) -> None:
         self.copy = copy
         self.over = False
         self.done: Any = None

@@ -16,6 +16,7 @@ from typing import Any
 
 from kvstore.model.replica import Address, FrameClass, Status
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.interfaces import Rows
 from tests.helpers.worlds.simulation import Simulation
 from tests.helpers.worlds.world import Chain, World, root_of
@@ -125,7 +126,7 @@ class LoggedWorld(World):
         self.writing.pop(session, None)
         super().kill(session, noticed=noticed)
 
-    def send(self, event: ev.Event) -> ev.Reply | None:
+    def send(self, event: ev.Event) -> do.Reply | None:
         """The node takes in all logs, and then handles the event."""
         self.take_in()
         return super().send(event)
@@ -143,7 +144,7 @@ class LoggedWorld(World):
 
     def _take_in(self, records: list[tuple[int, Record]]) -> None:
         self.node.now_ns = self.now_ns
-        replies, together = [], list[ev.Instruction]()
+        replies, together = [], list[do.Instruction]()
         for session, record in records:
             about = record.parent, record.addresses, record.rows
             event: ev.Event = ev.Begin(self.now_ns, session, record.frame_class, record.ttl_ns, *about)
@@ -160,7 +161,7 @@ class LoggedWorld(World):
             return
         self.node.perform(together)
         for (session, record), reply in zip(records, replies, strict=True):
-            assert type(reply) is ev.Reply
+            assert type(reply) is do.Reply
             assert self.logs[session].pop(0) is record
             if record.ttl_ns:
                 self.shown += 1

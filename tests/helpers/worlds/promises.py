@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Protocol
 
 from kvstore.model.replica import Address, FrameState, Tier, keys_of, word_of
 from kvstore.shm.records import ExtentTable
-from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.tiering.tiering import NODE_SESSION
 from kvstore.state.writing import was_granted
 
@@ -54,25 +54,25 @@ class Promises:
         self._carved = 0  # the number of the last extent that this life has carved
         self._dropped: set[int] = set()  # numbers of extents that are no more
         self._checks: dict[type, Callable[[Any], None]] = {
-            ev.Carve: self._carve,
-            ev.Drop: self._drop,
-            ev.WriteGranted: self._granted,
-            ev.WriteReserved: self._granting,
-            ev.WriteWriter: lambda said: self._all_are(said.addresses, RESERVED, QUARANTINED),
-            ev.WriteSealed: self._sealed,
-            ev.WriteShards: lambda said: self._all_are([said.address], RESERVED),
-            ev.WriteState: self._state,
-            ev.WriteLease: self._lease,
-            ev.WriteStamp: lambda said: self._all_are([said.address], SEALED),
-            ev.Move: self._move,
-            ev.WriteUse: self._use,
-            ev.Save: self._copy,
-            ev.Load: self._copy,
-            ev.Carry: self._copy,
-            ev.Erase: self._erase,
+            do.Carve: self._carve,
+            do.Drop: self._drop,
+            do.WriteGranted: self._granted,
+            do.WriteReserved: self._granting,
+            do.WriteWriter: lambda said: self._all_are(said.addresses, RESERVED, QUARANTINED),
+            do.WriteSealed: self._sealed,
+            do.WriteShards: lambda said: self._all_are([said.address], RESERVED),
+            do.WriteState: self._state,
+            do.WriteLease: self._lease,
+            do.WriteStamp: lambda said: self._all_are([said.address], SEALED),
+            do.Move: self._move,
+            do.WriteUse: self._use,
+            do.Save: self._copy,
+            do.Load: self._copy,
+            do.Carry: self._copy,
+            do.Erase: self._erase,
         }
 
-    def check(self, instruction: ev.Instruction) -> None:
+    def check(self, instruction: do.Instruction) -> None:
         """Check an instruction that is about to be performed."""
         assert self._node.performer.header.next_extent > self._carved or not self._carved, "its number is not stored"
         check = self._checks.get(type(instruction))
@@ -112,7 +112,7 @@ class Promises:
 
     # --- instructions -----------------------------------------------------------------------------------------------
 
-    def _carve(self, said: ev.Carve) -> None:
+    def _carve(self, said: do.Carve) -> None:
         node, tables = self._node, self._node.tables.values()
         fresh = said.extent >= node.performer.header.next_extent and said.extent not in self._dropped
         assert fresh and said.extent not in node.tables, "an extent number is used twice"
@@ -125,19 +125,19 @@ class Promises:
             if node.scarce is not None:
                 node.scarce.take_table(said.frame_class, said.frames)
 
-    def _drop(self, said: ev.Drop) -> None:
+    def _drop(self, said: do.Drop) -> None:
         table = self._node.tables[said.extent]
         if self._node.scarce is not None:
             self._node.scarce.drop(table.frames)
         assert not (table.words & 0xFF).any(), "an extent in use is dropped"
         self._dropped.add(said.extent)
 
-    def _granted(self, said: ev.WriteGranted) -> None:
+    def _granted(self, said: do.WriteGranted) -> None:
         self._granting(said)
         below = self._table(said.addresses[0]).tier != Tier.DRAM
         assert not below or said.session == NODE_SESSION, "only the node writes to NVMe"
 
-    def _granting(self, said: ev.WriteGranted | ev.WriteReserved) -> None:
+    def _granting(self, said: do.WriteGranted | do.WriteReserved) -> None:
         """These frames are about to be given to ``session``: nobody else may be able to store into them."""
         for address in said.addresses:
             extent, frame, _ = address
@@ -154,7 +154,7 @@ class Promises:
             assert not others, f"{address} is granted to {said.session} while {others} may write into it"
             assert not self._watch.is_leased(extent, frame), f"{address} is granted under somebody's lease"
 
-    def _sealed(self, said: ev.WriteSealed) -> None:
+    def _sealed(self, said: do.WriteSealed) -> None:
         addresses = said.addresses
         assert len(said.keys) == len(addresses) == len(set(addresses)) == len(set(said.keys))
         assert len(said.standings) == len(addresses)
@@ -167,7 +167,7 @@ class Promises:
         keys = keys_of(said.rows) if said.rows is not None else [self._table(a).key(a.frame) for a in addresses]
         assert keys == list(said.keys), "the records name other pages"
 
-    def _state(self, said: ev.WriteState) -> None:
+    def _state(self, said: do.WriteState) -> None:
         assert said.state in (FREE, RETIRING, QUARANTINED)
         assert len(set(said.addresses)) == len(said.addresses)
         for address in said.addresses:
@@ -191,11 +191,11 @@ class Promises:
         writers = self._watch.may_write(extent, frame)
         assert not writers, f"{address} is freed while {writers} may write into it"
 
-    def _lease(self, said: ev.WriteLease) -> None:
+    def _lease(self, said: do.WriteLease) -> None:
         for address in said.addresses:
             assert self._state_of(address) in (SEALED, RETIRING), f"{address} is leased, yet holds no page"
 
-    def _move(self, said: ev.Move) -> None:
+    def _move(self, said: do.Move) -> None:
         source, target = self._table(said.source), self._table(said.target)
         self._all_are([said.source], SEALED)
         if source.tier == Tier.DRAM:
@@ -211,13 +211,13 @@ class Promises:
             assert not self._watch.is_leased(*address[:2]), f"{address} moves under somebody's lease"
         assert source.tier == target.tier == said.tier
 
-    def _use(self, said: ev.WriteUse) -> None:
+    def _use(self, said: do.WriteUse) -> None:
         for address in said.addresses:
             assert self._state_of(address) in (RESERVED, SEALED, QUARANTINED)
 
-    def _copy(self, said: ev.Save | ev.Load | ev.Carry) -> None:
-        source = Tier.DRAM if isinstance(said, ev.Save) else Tier.NVME
-        target = Tier.DRAM if isinstance(said, ev.Load) else Tier.NVME
+    def _copy(self, said: do.Save | do.Load | do.Carry) -> None:
+        source = Tier.DRAM if isinstance(said, do.Save) else Tier.NVME
+        target = Tier.DRAM if isinstance(said, do.Load) else Tier.NVME
         for page in said.pages:
             self._all_are([page.source], page.state)
             self._all_are([page.target], RESERVED)
@@ -227,7 +227,7 @@ class Promises:
             assert self._table(page.target).tier == target
             assert self._table(page.source).key(page.source.frame) == page.key
 
-    def _erase(self, said: ev.Erase) -> None:
+    def _erase(self, said: do.Erase) -> None:
         for _, address in said.pages:
             self._all_are([address], RETIRING)
             assert self._table(address).tier == Tier.NVME

@@ -37,6 +37,7 @@ from kvstore.shm.header import Header
 from kvstore.shm.index import Index
 from kvstore.shm.records import ExtentTable
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state import integrity
 from kvstore.state.interfaces import Snapshot, TieringRules
 from kvstore.state.node_state import NodeState
@@ -161,7 +162,7 @@ class WatchedPerformer(Performer):
 
         self.index.commit = counted  # type: ignore[method-assign]
 
-    def perform(self, instructions: list[ev.Instruction]) -> ev.Reply | None:
+    def perform(self, instructions: list[do.Instruction]) -> do.Reply | None:
         """See ``Performer``."""
         self._node.performing = iter(instructions)
         with self._node.watched():
@@ -183,9 +184,9 @@ class RealNode:
         self.extent_bytes, self.positions, self.nvme = extent_bytes, positions, nvme
         self.now_ns = 0
         self.scarce: Scarce | None = None
-        self.copies: deque[ev.Save | ev.Load | ev.Carry | ev.Erase] = deque()
+        self.copies: deque[do.Save | do.Load | do.Carry | do.Erase] = deque()
         self.indexes = {tier: Entries(self, tier) for tier in Tier}
-        self.performing: Iterator[ev.Instruction] = iter(())
+        self.performing: Iterator[do.Instruction] = iter(())
         self.killed = False
         self._promises = Promises(self, watch if watch is not None else Nobody())
         self._left: int | None = None  # steps until a kill
@@ -293,7 +294,7 @@ class RealNode:
 
     # --- performing -------------------------------------------------------------------------------------------------
 
-    def perform(self, instructions: list[ev.Instruction], steps: int | None = None) -> ev.Reply | None:
+    def perform(self, instructions: list[do.Instruction], steps: int | None = None) -> do.Reply | None:
         """Perform one decision; with ``steps``, only that many steps of it. Then call ``start``: there is no reply."""
         try:
             with self._dying(steps):
@@ -309,7 +310,7 @@ class RealNode:
         return reply
 
     @staticmethod
-    def count_stores(instructions: list[ev.Instruction]) -> int:
+    def count_stores(instructions: list[do.Instruction]) -> int:
         """About how many steps ``perform`` takes, to draw a kill point from."""
         return 1 + sum(3 + 2 * len(getattr(instruction, "addresses", ())) for instruction in instructions)
 
@@ -408,7 +409,7 @@ class RealNode:
         found = book.read_pins(self.folder, self.performer.header.incarnation, self.now_ns)
         return {pin.pin: pin for pin in found}
 
-    def write_pin(self, pin: ev.WritePin) -> None:
+    def write_pin(self, pin: do.WritePin) -> None:
         """Write a pin down, as an earlier daemon did."""
         self.performer.book.pin(pin)
         self.performer.book.flush()

@@ -16,6 +16,7 @@ import numpy as np
 from kvstore.model.replica import Address, FrameState, Status, Tier, position_of, standing_of
 from kvstore.node.nvme_pages import identity_row
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.interfaces import Rows
 from kvstore.tier.nvme.frame_header import FrameHeader
 from tests.helpers.worlds.copying import Flight
@@ -79,7 +80,7 @@ class TieredWorld(World):
 
     # --- the model --------------------------------------------------------------------------------------------------
 
-    def _account(self, event: ev.Event, instructions: list[ev.Instruction]) -> None:
+    def _account(self, event: ev.Event, instructions: list[do.Instruction]) -> None:
         below = self.gone(instructions, Tier.NVME)
         assert not below or isinstance(event, self.nvme_may_lose), f"{type(event).__name__} takes pages of NVMe away"
         if type(event) is not ev.Damaged:
@@ -89,7 +90,7 @@ class TieredWorld(World):
         lost = before - self.stored
         assert not lost or not self.lossless or type(event) is ev.Damaged, f"{type(event).__name__} loses pages"
 
-    def lost(self, gone: set[bytes], instructions: list[ev.Instruction]) -> set[bytes]:
+    def lost(self, gone: set[bytes], instructions: list[do.Instruction]) -> set[bytes]:
         """See ``World.lost``."""
         below = self.gone(instructions, Tier.NVME)
         here, there = self.node.index, self.node.nvme_index
@@ -162,33 +163,33 @@ class TieredWorld(World):
         self.node.pages.devices.flight = flight
         flight.step(partial(self._carry_out, flight.copy))
         self.node.pages.devices.flight = None
-        if flight.over and isinstance(flight.copy, ev.Save):
+        if flight.over and isinstance(flight.copy, do.Save):
             self.written_today += flight.done.written_bytes
             cap = self.nvme.rules.write_bytes_per_day
             assert not cap or self.written_today <= cap, f"{self.written_today} bytes in a day of {cap}"
         return True
 
-    def _carry_out(self, copy: ev.Save | ev.Load | ev.Carry | ev.Erase) -> Any:
+    def _carry_out(self, copy: do.Save | do.Load | do.Carry | do.Erase) -> Any:
         """Carry a copy out as the mover does, with pauses. Returns what became of it."""
         pages, tables, frames_of = self.node.pages, self.node.tables, self.node.performer.frames_of
-        if isinstance(copy, ev.Save):
+        if isinstance(copy, do.Save):
             return pages.save(copy.pages, tables, frames_of)
-        if isinstance(copy, ev.Load):
+        if isinstance(copy, do.Load):
             return pages.load(copy.pages, tables, frames_of)
-        if isinstance(copy, ev.Carry):
+        if isinstance(copy, do.Carry):
             return pages.carry(copy.pages, tables)
         return pages.extents.erase((tables[address.extent], address.frame) for _, address in copy.pages)
 
-    def _look(self, copy: ev.Save | ev.Load | ev.Carry | ev.Erase) -> None:
+    def _look(self, copy: do.Save | do.Load | do.Carry | do.Erase) -> None:
         """Check that the frames which a copy fills are still reserved for it."""
-        if not isinstance(copy, ev.Erase):
+        if not isinstance(copy, do.Erase):
             for page in copy.pages:
                 assert self.node.is_sealed(page.target, RESERVED), "a page is copied into another's frame"
 
     def _report(self, flight: Flight) -> None:
         """Tell the state what became of a copy."""
         copy, done, now_ns = flight.copy, flight.done, self.now_ns
-        if isinstance(copy, ev.Erase):
+        if isinstance(copy, do.Erase):
             positions = [self.node.tables[address.extent].position for _, address in copy.pages]
             failed = {i for i, position in enumerate(positions) if position in done}
             self.send(ev.Erased(now_ns, copy.number, failed))
@@ -198,27 +199,27 @@ class TieredWorld(World):
                 done.failed[place] = "io"
         where = {self.node.tables[page.target.extent].position for page in copy.pages}
         event: ev.Event = ev.Carried(now_ns, copy.number, done.failed)
-        if isinstance(copy, ev.Save):
+        if isinstance(copy, do.Save):
             event = ev.Saved(now_ns, copy.number, done.rows[:, :48].copy(), done.failed)
-        elif isinstance(copy, ev.Load):
+        elif isinstance(copy, do.Load):
             event = ev.Loaded(now_ns, copy.number, done.rows, done.checksums, done.failed)
         pages, keys = self.node.pages, {page.source: page.key for page in copy.pages}
         if self.send(event) is not None:
             pages.reported(done)
-            self.moved += len(copy.pages) - len(done.failed) if isinstance(copy, ev.Carry) else 0
+            self.moved += len(copy.pages) - len(done.failed) if isinstance(copy, do.Carry) else 0
             for source, reason in done.damaged:
                 self.send(ev.Damaged(self.now_ns, source, reason, keys[source]))
-        if not isinstance(copy, ev.Load) and self.disk.failed & where:
+        if not isinstance(copy, do.Load) and self.disk.failed & where:
             self.send(ev.TierFailed(self.now_ns, Tier.NVME, sorted(self.disk.failed)))
 
-    def _is_late(self, copy: ev.Save | ev.Load | ev.Carry | ev.Erase) -> bool:
+    def _is_late(self, copy: do.Save | do.Load | do.Carry | do.Erase) -> bool:
         """A device of this copy does not answer."""
         saves, loads = self.late
-        if isinstance(copy, ev.Erase):
+        if isinstance(copy, do.Erase):
             written, read = {address.extent for _, address in copy.pages}, set()
         else:
-            written = set() if isinstance(copy, ev.Load) else {page.target.extent for page in copy.pages}
-            read = set() if isinstance(copy, ev.Save) else {page.source.extent for page in copy.pages}
+            written = set() if isinstance(copy, do.Load) else {page.target.extent for page in copy.pages}
+            read = set() if isinstance(copy, do.Save) else {page.source.extent for page in copy.pages}
         tables = self.node.tables
         return any(tables[number].position in saves for number in written if number in tables) or any(
             tables[number].position in loads for number in read if number in tables

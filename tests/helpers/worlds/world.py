@@ -17,6 +17,7 @@ import xxhash
 
 from kvstore.model.replica import Address, FrameClass, FrameState, Status, Tier
 from kvstore.state import events as ev
+from kvstore.state import instructions as do
 from kvstore.state.interfaces import Rows
 from tests.helpers.worlds.real_node import Nvme, RealNode
 
@@ -160,7 +161,7 @@ class World:
 
     # --- deciding and performing ------------------------------------------------------------------------------------
 
-    def send(self, event: ev.Event) -> ev.Reply | None:
+    def send(self, event: ev.Event) -> do.Reply | None:
         """The node handles an event. None: it was killed before it answered (and has started again)."""
         self.node.now_ns = self.now_ns
         instructions = self.state.handle(event)
@@ -175,13 +176,13 @@ class World:
             client = self.clients.get(session)
             if client is None or not client.alive:
                 self.send(ev.SessionDead(self.now_ns, session))
-        return reply if reply is not None else ev.Reply()
+        return reply if reply is not None else do.Reply()
 
-    def gone(self, instructions: list[ev.Instruction], tier: Tier = Tier.DRAM) -> set[bytes]:
+    def gone(self, instructions: list[do.Instruction], tier: Tier = Tier.DRAM) -> set[bytes]:
         """Keys of the pages that a decision takes out of a tier."""
         gone: set[bytes] = set()
         for instruction in instructions:
-            if type(instruction) is ev.WriteState and instruction.state in (FREE, RETIRING):
+            if type(instruction) is do.WriteState and instruction.state in (FREE, RETIRING):
                 for extent, frame, _ in instruction.addresses:
                     if extent not in self.node.tables:
                         continue  # carved by this very decision: nothing was there
@@ -190,11 +191,11 @@ class World:
                         gone.add(table.key(frame))
         return gone
 
-    def _account(self, event: ev.Event, instructions: list[ev.Instruction]) -> None:
+    def _account(self, event: ev.Event, instructions: list[do.Instruction]) -> None:
         """Which pages this decision takes away; only some events may."""
         gone = self.gone(instructions)
         for instruction in instructions:
-            if type(instruction) is ev.WriteSealed:
+            if type(instruction) is do.WriteSealed:
                 assert self.tried.issuperset(instruction.keys)
         if type(event) is ev.Damaged:
             self._unpromise(event.key)
@@ -206,11 +207,11 @@ class World:
             if page.key in gone or (type(event) is ev.Damaged and page.parent in gone):
                 del self.groups[name]
 
-    def lost(self, gone: set[bytes], instructions: list[ev.Instruction]) -> set[bytes]:
+    def lost(self, gone: set[bytes], instructions: list[do.Instruction]) -> set[bytes]:
         """Pages that nobody has any more when ``gone`` have left DRAM."""
         return gone
 
-    def _crash(self, instructions: list[ev.Instruction]) -> None:
+    def _crash(self, instructions: list[do.Instruction]) -> None:
         total = self.node.count_stores(instructions)
         self.node.perform(instructions, int(self.crash_at.pop(0) * (total + 1)))
         self.restart()
@@ -366,7 +367,7 @@ class World:
         frame_class: FrameClass,
         keys: list[bytes],
         addresses: list[Address],
-        reply: ev.Reply,
+        reply: do.Reply,
         *,
         in_doubt: bool,
     ) -> None:
@@ -589,7 +590,7 @@ class World:
 
     # --- one decision, looked at ------------------------------------------------------------------------------------
 
-    def decide(self, event: ev.Event) -> list[ev.Instruction]:
+    def decide(self, event: ev.Event) -> list[do.Instruction]:
         """What the state decides about one event, performed. For tests that compare instructions; no model."""
         self.node.now_ns = self.now_ns
         if isinstance(event, ev.Reserve | ev.SealGranted):
