@@ -2,7 +2,7 @@
 #   make demo    a node, a prefill and a decode engine on this machine: what is reused, and what that saves
 #   make test    all tests; skipped ones are listed with their reason
 #   make test-fast  decisions, simulations, tiers: tests that start no process, and one case of those that take long
-#   make check   lint, format, types, generated stubs
+#   make check   lint, format, imports, types, generated stubs
 #   make hosts   beside real vLLM, LMCache, SGLang and PEFT, in environments of their own under .hosts (12 GB), apart from all tests
 #   make kernels the Triton kernels of engines on CUDA, by Triton's interpreter under .hosts (0.6 GB), without a device
 #   make gpu     on a machine with a GPU, within ten minutes: facts about it, devices, kernels, tokens, rows of copies
@@ -60,6 +60,7 @@ test-fast: $(VENV)/.dev
 check: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/ruff format --check .
+	$(BIN)/lint-imports --no-logo --no-cache
 	$(BIN)/mypy
 	$(check-stubs)
 

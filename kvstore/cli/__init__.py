@@ -1,0 +1,1 @@
+"""The `kvstore` command: one module for each subcommand."""
