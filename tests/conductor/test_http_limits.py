@@ -214,8 +214,8 @@ def test_two_tenants_have_equal_parts_of_the_time_of_tokenizers(keys: str, monke
             return work
 
         with beside(send("a"), 24), beside(send("b"), 12):
-            time.sleep(0.5)
+            wait_until("both are under way", lambda: min(spent["a"], spent["b"]) > 4)
             before = Counter(spent)
-            time.sleep(2 * WINDOW_S)
-            used = spent - before
+            wait_until("there is enough to judge by", lambda: (Counter(spent) - before).total() >= 200)
+            used = Counter(spent) - before
     assert 0.4 < used["a"] / used.total() < 0.6, used
