@@ -8,7 +8,6 @@ store into several records may be cut in its middle. ``promises`` checks every i
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import itertools
 import os
@@ -531,13 +530,14 @@ def _buffers(frame_class: FrameClass) -> tuple[npt.NDArray[np.uint8], npt.NDArra
 
 @lru_cache(1)
 def _shm_dir() -> Path:
-    """The folder of all nodes of this process."""
-    path = Path(tempfile.mkdtemp(prefix="kvtest-", dir="/dev/shm"))
-    atexit.register(shutil.rmtree, path, ignore_errors=True)
-    return path
+    """The folder of all nodes of this process, until ``close_all``."""
+    return Path(tempfile.mkdtemp(prefix="kvtest-", dir="/dev/shm"))
 
 
 def close_all() -> None:
     """Close every node that a test has left."""
     for node in list(_living):
         node.close()
+    if _shm_dir.cache_info().currsize:
+        shutil.rmtree(_shm_dir())
+        _shm_dir.cache_clear()
