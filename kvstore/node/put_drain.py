@@ -1,17 +1,17 @@
 """PutDrain: takes in what clients published in the log of puts, before the node decides about anything else.
 
-A record is decided as the request that it is. Puts are performed together, in one transaction of the index, and then
-marked. What a record may not have (another writer was first, its parent has left) its writer never hears of: those
-frames are free again at once. One that makes no sense is passed over, and a slot that is damaged is read no further:
-those frames come back when their session ends.
+A record is decided like the request that it contains. Puts are performed together, in one transaction of the index, and
+then marked. If a page is rejected (another writer was first, its parent has left), its frame is free at once, and the
+writer is not told. An invalid record is skipped, and a damaged slot is not read further: its frames are freed when the
+session ends.
 
 A parent may leave for NVMe just before its child is published. Then the child follows it there, and its record stays
-until it has arrived: asked again every ``AGAIN_S``, by the next daemon too, while those behind it are taken in.
+until it has arrived: it is retried every ``AGAIN_S``, also by the next daemon, while later records are taken in.
 
-Sealing: a client's request to seal what it wrote into granted frames, or to show what it is writing there, as the
-event that the state decides about.
+Sealing: turns a client's request to seal granted frames, or to announce what it writes there, into an event for the
+state.
 
-It comes over the control socket, or lies in the log of puts: the same bytes, looked at in the same way.
+The request comes over the control socket or from the log of puts, with the same bytes and the same checks.
 """
 
 from __future__ import annotations
@@ -42,14 +42,14 @@ from kvstore.wire import control
 from kvstore.wire.control import Message, Op
 
 ClassOf = Callable[[int], FrameClass | None]
-"""The class of an extent's frames; None where there is no such extent."""
+"""Returns the class of an extent's frames; None if there is no such extent."""
 
 
 def seal_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -> ev.SealGranted:
-    """The event of a ``SEAL_GRANTED``; its rows are a view of the message.
+    """Return the event of a ``SEAL_GRANTED``; its rows are a view of the message.
 
     Raises:
-        InvalidRequest: the request makes no sense.
+        InvalidRequest: the request is invalid.
     """
     frame_class = control.unpack_class(message.a)
     count, body = message.entries, message.body
@@ -89,11 +89,11 @@ def objects_event(session: int, message: Message, class_of: ClassOf, now_ns: int
 
 
 def _of_class(addresses: list[Address], frame_class: FrameClass, class_of: ClassOf) -> list[Address]:
-    """The addresses, void where the extent is gone. Raises InvalidRequest where an extent is of another class."""
+    """Return the addresses, void if the extent is gone. Raises InvalidRequest if an extent is of another class."""
     for number in {address.extent for address in addresses}:
         there = class_of(number)
         if there is None:  # dropped since: its addresses are of no frame now
-            # Each still an address of its own: one that is named twice is another's mistake, and refused.
+            # Each stays a distinct address, since an address that is named twice is refused.
             addresses = [a if a.extent != number else Address(0, i, 0) for i, a in enumerate(addresses)]
         elif there != frame_class:
             raise InvalidRequest("addresses", f"extent {number} holds frames of another class")
@@ -107,7 +107,7 @@ def begin_event(session: int, message: Message, class_of: ClassOf, now_ns: int) 
 
 
 def publish_event(session: int, message: Message, now_ns: int) -> ev.Publish:
-    """The event of a ``PUBLISH``. Raises InvalidRequest where it makes no sense."""
+    """The event of a ``PUBLISH``. Raises InvalidRequest if it is invalid."""
     body, count = message.body, message.entries
     addresses_at = KEY_BYTES + control.CHAINED.size
     addresses = control.unpack_addresses(body, count, addresses_at)
@@ -117,7 +117,7 @@ def publish_event(session: int, message: Message, now_ns: int) -> ev.Publish:
 
 
 def retract_event(session: int, message: Message, now_ns: int) -> ev.Retract:
-    """The event of a ``RETRACT``. Raises InvalidRequest where it makes no sense."""
+    """The event of a ``RETRACT``. Raises InvalidRequest if it is invalid."""
     return ev.Retract(now_ns, session, message.a, control.unpack_addresses(message.body, message.entries))
 
 
@@ -133,12 +133,12 @@ _BUSY = int(Status.BUSY)
 _READ = boundary.answered("control/published")
 # Performed together, and more of them may come soon.
 _WATCHED = ev.SealGranted, ev.Publish, ev.Retract
-PAGES_TOGETHER = 64  # of records that are performed as one decision: its transaction of the index takes memory
-AGAIN_S = 0.005  # between looks at records whose pages are on their way to NVMe
+PAGES_TOGETHER = 64  # of records in one decision, which bounds the memory of its index transaction
+AGAIN_S = 0.005  # between checks of records whose pages are being saved to NVMe
 
 
 def open_log(folder: NodeFolder, header: Header) -> PutLog | None:
-    """The log that the header names, or a new one. None where there is no memory for it."""
+    """Return the log that the header names, or a new one; None if there is no memory for it."""
     found = PutLog.open(folder, header.puts_id)
     if found is None:
         header.puts_id = 0
@@ -153,7 +153,7 @@ def open_log(folder: NodeFolder, header: Header) -> PutLog | None:
 
 @dataclass
 class _Held:
-    """A slot that has a record whose pages are on their way to NVMe. ``done``: records behind it that are taken in."""
+    """A slot with a record whose pages are being saved to NVMe. ``done``: later records that are taken in."""
 
     stop: int
     again_s: float
@@ -161,8 +161,8 @@ class _Held:
 
 
 class _Record(NamedTuple):
-    """One of a slot, up to ``position``, when that slot was published up to ``stop``. ``event``: what it asks for, None
-    where that is nothing."""
+    """A record of a slot, up to ``position``, when that slot was published up to ``stop``. ``event``: its event, or
+    None."""
 
     slot: int
     position: int
@@ -171,11 +171,11 @@ class _Record(NamedTuple):
 
 
 class PutDrain:
-    """The node's side of the log, from the node's start to ``end``. The node takes in before each decision
-    (``take_in``, with its mutex held); others ask for it (``drain``).
+    """The node's side of the log, from the node's start to ``end``. The node calls ``take_in`` before each decision,
+    with its mutex held; other threads call ``drain``.
 
     Attributes:
-        times: how many puts, and pages of engines' own memory, were taken in.
+        times: the number of puts, and of pages in engines' own memory, that were taken in.
     """
 
     def __init__(self, performer: Performer, state: NodeState, contents: Contents, mutex: Deciding) -> None:
@@ -196,7 +196,7 @@ class PutDrain:
         }
 
     def end(self) -> None:
-        """Take in what there is; what is published from now on is for the next start. The mutex is held."""
+        """Take in everything; later records are for the next start. The caller holds the mutex."""
         self.take_in()
         self._puts = None
 
@@ -207,8 +207,8 @@ class PutDrain:
         self._performer.book.flush()
 
     def take_in(self) -> None:
-        """Take in what was published, with the mutex held; ``Book.flush`` has to follow. Half a microsecond where there
-        is nothing."""
+        """Take in published records, with the mutex held; ``Book.flush`` must follow. Takes half a microsecond if there
+        are none."""
         puts = self._puts
         if puts is None or puts.quiet:
             return
@@ -226,7 +226,7 @@ class PutDrain:
                     puts.close(slot)
 
     def _read(self, puts: PutLog, slot: int, damaged: list[int]) -> Iterator[_Record]:
-        """What a slot has for now, oldest first."""
+        """Yield the current records of a slot, oldest first."""
         session = puts.session(slot)
         if not session:
             puts.skip(slot)
@@ -241,11 +241,11 @@ class PutDrain:
                 event = self._event(session, position, request) if position not in done else None
                 yield _Record(slot, position, stop, event)
         except LogDamaged as error:
-            self._bad("a session's log of puts is damaged: it is read no further", error)
+            self._bad("a session's log of puts is damaged, and is not read further", error)
             damaged.append(slot)
 
     def _event(self, session: int, position: int, request: bytes) -> ev.Event | None:
-        """What a record asks for; None where it makes no sense: it is passed over."""
+        """Return a record's event; None for an invalid record, which is skipped."""
         try:
             with _READ:
                 message = control.decode(memoryview(request))
@@ -254,7 +254,7 @@ class PutDrain:
                     raise InvalidRequest("op", f"{message.op}, {message.entries} pages: not published")
                 return asks(session, position, message)
         except (InvalidRequest, InternalError) as error:
-            self._bad("a published request makes no sense: it is passed over", error)
+            self._bad("a published request is invalid, and is skipped", error)
             return None
 
     def _seal_granted(self, session: int, position: int, message: Message) -> ev.Event:
@@ -289,8 +289,8 @@ class PutDrain:
         self._state.counters["put_logs_damaged"] += 1
 
     def _take_in(self, puts: PutLog, records: list[_Record]) -> None:
-        """Decide about each of these, perform that as one decision, and mark them. One that fails for no known reason
-        fails once, not at every decision, nor in every daemon to come: it is marked as well."""
+        """Decide about each record, perform that as one decision, and mark them. A record with an unexpected error is
+        marked as well, so that it fails only once, and not in every later decision or daemon."""
         out: list[do.Instruction] = []
         statuses: list[list[int]] = []
         try:
@@ -312,7 +312,7 @@ class PutDrain:
                     self._mark(puts, record, _BUSY not in answer)
 
     def _decided(self, event: ev.Event, statuses: list[list[int]]) -> list[do.Instruction]:
-        """What is to be performed; the answer is the last of ``statuses``."""
+        """Return the instructions to perform; the answer is the last of ``statuses``."""
         *decided, reply = self._state.handle(event)
         assert type(reply) is do.Reply, "these events are answered"
         statuses[-1] = reply.statuses
@@ -340,7 +340,7 @@ class PutDrain:
         return list(self._puts.sessions()) if self._puts is not None else []
 
     def give(self, session: int) -> dict[str, Any] | None:
-        """Where a session that said hello may publish, as it is told; None: nowhere."""
+        """Return the slot for a session that said hello, in the form of the reply; None if there is none."""
         with self._mutex:
             puts = self._puts
             slot = puts.give(session) if puts is not None else None
@@ -349,21 +349,21 @@ class PutDrain:
             return {"id": f"{puts.id:016x}", "slot": slot, "pid": os.getpid()}
 
     def may_end(self, session: int) -> bool:
-        """The session is dead; whether all that it published is taken in. The mutex is held."""
+        """Return whether everything that a dead session published is taken in. The caller holds the mutex."""
         self.take_in()  # it may have published until just now
         puts = self._puts
         slot = puts.sessions().get(session) if puts is not None else None
         return puts is None or slot is None or puts.marked(slot) == puts.published(slot)
 
     def ended(self, session: int) -> None:
-        """The session's frames are free, and its slot is. The mutex is held."""
+        """Free the slot of a session whose frames are free. The caller holds the mutex."""
         puts = self._puts
         slot = puts.sessions().get(session) if puts is not None else None
         if puts is not None and slot is not None:
             puts.free(slot)
 
     def watched(self, watched: bool) -> None:
-        """Whether the log is looked at all the time; else clients that publish have to tell."""
+        """Record whether the log is polled; otherwise clients that publish must wake the node."""
         if self._puts is not None:
             self._puts.asleep = not watched
 

@@ -1,7 +1,7 @@
-"""Relay: carries pages to and from tiers that the mover has no hand on, one by one.
+"""Relay: copies pages to and from tiers that the mover does not serve, one by one.
 
-It asks nothing of a tier but to be a ``TierStore``: what is read is proven by the header in front of it, and written
-under a header of its new address. The state decides what to copy, as for the mover; see ``tier_mover``.
+It needs only a ``TierStore``: a page that is read is proven by its header, and written with a new header for its new
+address. The state decides what to copy, as for the mover; see ``tier_mover``.
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from kvstore.tier.nvme import frame_header
 from kvstore.tier.nvme.disk import aligned_buffer
 from kvstore.tier.nvme.frame_header import FrameHeader
 
-BATCH_BYTES = 8 << 20  # decided about at a time
+BATCH_BYTES = 8 << 20  # of one decision
 
 _COPYING = boundary.answered("task/relay copy")
 
 
 class Relay:
-    """Lives with its node. ``step`` is called by one thread, again and again."""
+    """Lives as long as its node. One thread calls ``step`` repeatedly."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
 
     def step(self) -> bool:
-        """Carry out what was decided, and ask for more; False where there was nothing to do."""
+        """Perform the decided copies, and ask for more; return False if there was nothing to do."""
         relays = self._node.waiting.relays
         for tier in self._node.relayed:
             self._node.demote(BATCH_BYTES, tier)
@@ -55,7 +55,7 @@ class Relay:
         try:
             with _COPYING:
                 done = relay(copy.pages, contents.extents, source, target)
-        except InternalError:  # nothing is claimed: the pages stay where they are
+        except InternalError:  # no result is reported: the pages stay where they are
             done = Copied.of(contents.extents[first.target.extent].frame_class, len(copy.pages))
             done.failed = dict.fromkeys(range(len(copy.pages)), IO)
         if isinstance(copy, do.Save):
@@ -90,7 +90,7 @@ class Relay:
 
 
 def relay(pages: list[do.Copying], tables: Mapping[int, ExtentTable], source: TierStore, target: TierStore) -> Copied:
-    """Copy these pages, of one class, from tier to tier. Pages that changed or do not hold are in ``failed``.
+    """Copy these pages, of one class, from tier to tier. Pages that changed or are damaged are in ``failed``.
 
     Their extents stay open for writing until the caller closes them: when the records say what is there.
     """
@@ -103,7 +103,7 @@ def relay(pages: list[do.Copying], tables: Mapping[int, ExtentTable], source: Ti
         for i, page in enumerate(pages):
             _relay_one(i, page, tables, source, target, done)
         target.sync()
-    except OSError as error:  # nothing is claimed
+    except OSError as error:  # no result is reported
         done.failed |= dict.fromkeys(range(len(pages)), IO)
         done.broken = dict.fromkeys(where, error)
     return done
@@ -122,7 +122,7 @@ def _relay_one(
         return
     incarnation = source.header_incarnation(here.position)
     found = frame_header.unpack(header, frame_class, incarnation, page.source.extent, page.source.frame)
-    if int(here.words[page.source.frame]) != page.source.generation << 8 | page.state:  # asked after the copy
+    if int(here.words[page.source.frame]) != page.source.generation << 8 | page.state:  # checked after the copy
         done.failed[i] = MOVED
         return
     if not isinstance(found, FrameHeader) or not _is_page(found, page.source, page.key, payload, frame_class):

@@ -10,9 +10,9 @@ hold the first 4 and NVMe the first 7; then 7 are stored. A lookup in a tier tha
 WriteTxn: a write transaction of the daemon's index, and the memory that it may dirty.
 
 LMDB writes through the map of a sparse file: a store to a page that a full tmpfs cannot give would kill the process.
-So before a transaction dirties pages, ``Room`` makes sure that the file has memory for as many, and some to spare.
-Worked example: 4 keys in a fresh transaction may dirty 32 + 4 * 6 = 56 pages; if the file has memory up to page 700 and
-LMDB uses 600, 100 are spare, and nothing is allocated.
+So before a transaction dirties pages, ``Room`` makes sure that the file has memory for them, and some to spare. Worked
+example: 4 keys in a fresh transaction may dirty 32 + 4 * 6 = 56 pages; if the file has memory up to page 700 and LMDB
+uses 600, 100 are spare, and nothing is allocated.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ from kvstore.shm.lmdb_environment import (
 PAGES_PER_KEY: Final = 6
 PAGES_PER_TXN: Final = 32
 # A page of a table holds 96 entries of 42 bytes, one that was just split half as many. Measured, of random keys: 66 on
-# average, 51 after all of them were replaced thirty times. What a transaction leaves behind is used again by the second
-# one after it, unless a reader is active.
+# average, 51 after all of them were replaced thirty times. Pages that a transaction frees are reused by the second one
+# after it, unless a reader is active.
 ENTRIES_PER_PAGE: Final = 47
 STEPS_IN_FLIGHT: Final = 2
 
@@ -62,7 +62,7 @@ class Tables(NamedTuple):
 
 
 class Room:
-    """Memory of the map file of the index at ``path``, as far as its writer made sure of it."""
+    """The allocated memory of the index's map file at ``path``."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -71,13 +71,13 @@ class Room:
         """Pages that have memory and that no transaction since the last ``make`` may have dirtied."""
 
     def make(self, pages: int, info: dict[str, Any]) -> None:
-        """Have memory for the ``pages`` that the transaction in progress may have dirtied, and some to spare.
+        """Allocate memory for the ``pages`` that the transaction in progress may have dirtied, and some to spare.
 
         Args:
-            info: what LMDB says of the environment now.
+            info: LMDB's current information about the environment.
 
         Raises:
-            IndexFull: there is none. (The end of the map is LMDB's to notice.)
+            IndexFull: there is no memory. (LMDB itself detects the end of the map.)
         """
         used, map_pages = int(info["last_pgno"]) + 1, int(info["map_size"]) // PAGE_BYTES
         if min(used + pages, map_pages) > self._allocated_pages:
@@ -209,8 +209,8 @@ _address = Address._make
 class Index:
     """One epoch's index. Made by ``open_writer`` (the daemon) or ``open_reader``; ends with ``close()``.
 
-    Verbs may be called from any thread; write transactions wait for one another. Every verb raises IndexDamaged where
-    the index cannot be believed, after ``close``, and in a forked child (which may open its own).
+    Verbs may be called from any thread; write transactions wait for one another. Every verb raises IndexDamaged if the
+    index is damaged, after ``close``, and in a forked child (which may open its own).
     """
 
     def __init__(self, path: Path, epoch: int, environment: lmdb.Environment) -> None:
@@ -226,10 +226,10 @@ class Index:
     def open_writer(
         cls, folder: NodeFolder, epoch: int, map_bytes: int, fresh: bool, tiers: Iterable[Tier] = ()
     ) -> Index:
-        """The daemon's index of ``epoch``: a new, empty one, or (not ``fresh``) the one that is there.
+        """Open the daemon's index of ``epoch``: a new, empty one, or (not ``fresh``) the existing one.
 
-        ``map_bytes`` is the size of a new one: about 70 bytes per page, and as much again for what readers hold; one
-        that is there keeps its size. Make a new one only under an epoch that no client has seen: clients that have an
+        ``map_bytes`` is the size of a new one: about 70 bytes per page, and the same again for what readers hold; an
+        existing one keeps its size. Make a new one only under an epoch that no client has seen: clients that have an
         epoch open stay with its files. ``tiers``: of the node, in addition to those that every index has a table for.
 
         Raises:
@@ -250,7 +250,7 @@ class Index:
 
     @classmethod
     def open_reader(cls, folder: NodeFolder, epoch: int) -> Index | None:
-        """A client's index of ``epoch``; None where it is absent or cannot be believed."""
+        """Open a client's index of ``epoch``; return None if it is absent or damaged."""
         path = folder.index(epoch)
         if env.stored_map_bytes(path) is None:
             return None
@@ -271,11 +271,11 @@ class Index:
         """Make the index of ``new_epoch`` out of ``(key, raw address)`` pairs, the ``pages`` of each tier.
 
         Those of a tier are sorted and without equal keys; of equal keys in ``pending`` the first counts. It appears
-        whole at the end: a crash leaves what was there. The old epoch stays until ``remove``; readers go on with it
-        until they see the new one. Then ``open_writer`` it.
+        whole at the end: a crash leaves the old one. The old epoch stays until ``remove``; readers use it until they
+        see the new one. Then call ``open_writer``.
 
         Raises:
-            IndexFull: it does not fit ``map_bytes`` or the memory there is; nothing has changed.
+            IndexFull: it does not fit ``map_bytes`` or the available memory; nothing has changed.
         """
         assert old_epoch is None or old_epoch < new_epoch, (old_epoch, new_epoch)
         env.make(folder.index(new_epoch), folder, map_bytes, pages, pending)
@@ -289,11 +289,11 @@ class Index:
     # --- reading: nothing is changed, results are copies ------------------------------------------------------------
 
     def find(self, tier: Tier, key: bytes) -> Address | None:
-        """Where in that tier the sealed page of ``key`` was last known to be."""
+        """Return the last known address of the sealed page of ``key`` in that tier."""
         return self._find(self._tables.tiers[tier], key)
 
     def find_pending(self, key: bytes) -> Address | None:
-        """The frame in which the page of ``key`` is being written."""
+        """Return the frame in which the page of ``key`` is being written."""
         return self._find(self._tables.pending, key)
 
     def _find(self, table: Any, key: bytes) -> Address | None:
@@ -388,7 +388,7 @@ class Index:
         """Reserve memory for ``entries`` entries, and for transactions of ``step_keys`` that change them.
 
         Raises:
-            IndexFull: there is not enough; what there is suffices for as much as before.
+            IndexFull: there is not enough memory; the existing memory suffices for as much as before.
         """
         self._room.reserve(entries, step_keys, self._info())
 
@@ -470,7 +470,7 @@ _indexes: weakref.WeakSet[Index] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    """The parent's indexes are closed here: their environments must not be used across a fork."""
+    """Close the parent's indexes in the child, since their environments must not be used across a fork."""
     for index in list(_indexes):
         index._drop()
     _indexes.clear()

@@ -60,7 +60,7 @@ def test_registered_buffers(store: Store) -> None:
     buffer = np.zeros(4096, np.uint8)
     with store.register(buffer):
         assert store.registered(buffer[10:20]) and not store.registered(bytearray(5))
-        with pytest.raises(InvalidRequest, match="overlaps"):
+        with pytest.raises(InvalidRequest, match="overlap"):
             store.register(buffer[:1])
         assert store.put("k", buffer) and store.get("k", out=buffer) == 4096
     assert not store.registered(buffer)

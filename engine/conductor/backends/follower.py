@@ -26,9 +26,9 @@ from kvstore import boundary
 from kvstore.cluster.directory import Told
 from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable
 
-POLL_S: Final = 1.0  # between two questions
-AGAIN_S: Final = 0.2  # after the first failed one
-STATUS_S: Final = 3.0  # for an answer
+POLL_S: Final = 1.0  # between two polls
+AGAIN_S: Final = 0.2  # after the first failed poll
+STATUS_S: Final = 3.0  # deadline of an answer
 DEAD_S: Final = 10.0
 REFUSALS: Final = 2
 
@@ -113,8 +113,8 @@ class BackendFollower:
         self._handle(ev.Reported(now_s, name, report))
 
     def _about(self, models: list[dict[str, Any]]) -> EngineAbout:
-        """The back end's description of itself. Raises NodeUnavailable: it lacks the model, or does not say how much
-        fits.
+        """The back end's description of itself. Raises NodeUnavailable if it lacks the model, or does not report its
+        context size.
         """
         settings = self._settings
         fit = [each for each in models if settings.model in ("", each["id"])]
@@ -144,7 +144,7 @@ class BackendFollower:
         if name not in self._engines:
             (log.warning if self._refused == 1 else log.debug)("%s is not available: %s", name, error)
         elif self._refused >= REFUSALS or now_s - self._heard_s > DEAD_S:
-            log.warning("%s has gone: %s", name, error)
+            log.warning("%s does not answer any more: %s", name, error)
             await self._lose()
         else:
             self._handle(ev.Silent(now_s, name))

@@ -27,7 +27,7 @@ class Send(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Refuse(Instruction):
-    """Tell its client to come back later, or, where ``retry_s`` is None, that it never can be answered."""
+    """Tell the client to retry later, or, if ``retry_s`` is None, that the request can never be answered."""
 
     number: int
     why: str
@@ -36,7 +36,7 @@ class Refuse(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class LoseRequest(Instruction):
-    """Tell its client that the answer is lost: too many engines failed on it."""
+    """Tell the client that the answer is lost, because too many engines failed on it."""
 
     number: int
     why: str
@@ -51,7 +51,7 @@ class RestartStream(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class SetRole(Instruction):
-    """Tell an engine to do something else from now on. Work under way there finishes as it began.
+    """Tell an engine its new role. Its running work finishes as it began.
 
     The engine is told within ``roles.ORDER_S`` or not at all, and then ``RoleAnswered`` follows. An engine refuses an
     order that is not later than the last one it has carried out.
@@ -66,14 +66,14 @@ class SetRole(Instruction):
 class CopyPrefix(Instruction):
     """Tell a node to bring the first ``pages`` pages of a request's prompt into its memory, from another node.
 
-    It is the node's ``Prefetch`` call with the keys of these pages; ``source`` is where they are known to be. What
-    becomes of it is told with ``OrderEnded``, within ``orders.LATE_S``, after which the conductor stops waiting.
+    It is the node's ``Prefetch`` call with the keys of these pages; ``source`` is the node that has them. Its end is
+    reported with ``OrderEnded``, within ``orders.LATE_S``, after which the conductor stops waiting.
 
     Attributes:
         order: number of the order.
-        number: of the request; one that has arrived, and not ended when the order is given.
-        layout: of the pages, see ``RoutedRequest.pages``.
-        size: bytes that are moved.
+        number: the number of the request, which is still open when the order is given.
+        layout: the layout of the pages, see ``RoutedRequest.pages``.
+        size: the bytes to move.
     """
 
     order: int

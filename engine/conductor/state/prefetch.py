@@ -1,11 +1,11 @@
 """Orders: the leading conductor moves pages before a request needs them.
 
-- A prefix that many requests begin with is copied to another node, where all engines whose nodes have it are busy and
-  one is not. How often a prefix is used is counted at its last page that some node has, and at every power of two
-  before it: so a prompt that all tenants share is seen, whatever follows it.
-- What a request that waits will need from its node's NVMe is brought to memory in the meantime.
+- A common prefix is copied to another node if all engines whose nodes have it are busy and another engine is not. How
+  often a prefix is used is counted at its last page that some node has, and at every power of two before it: so a
+  prompt that all tenants share is detected, whatever follows it.
+- Pages that a waiting request will need from its node's NVMe are brought to memory in the meantime.
 
-Both move bytes that requests might want to move, so they have a budget: bytes per second, and bytes at a time.
+Both compete with the transfers of requests, so they have a budget: bytes per second, and bytes at a time.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from engine.conductor.state.instructions import CopyPrefix, Instruction, Prefetc
 from engine.conductor.state.prefixes import Prefixes
 from engine.conductor.state.routed_requests import Route
 
-HOT_USES: Final = 8.0  # within about HOT_S: a prefix is hot
+HOT_USES: Final = 8.0  # uses within about HOT_S that make a prefix hot
 HOT_S: Final = 10.0
-HOT_MAX: Final = 1 << 16  # prefixes that are counted; those counted first go first
+HOT_MAX: Final = 1 << 16  # prefixes that are counted; the oldest are dropped first
 BUSY_S: Final = 0.1  # an engine whose prompts wait longer is busy
 BURST_S: Final = 1.0  # the part of the budget that may be spent at once
 LATE_S: Final = 30.0  # the longest that the end of an order is awaited
@@ -123,7 +123,8 @@ class Orders:
         return uses
 
     def _give(self, node: str, page: int, size: int, now_s: float) -> int | None:
-        """The number of an order for this many bytes; None if the budget is used up, or the order was given already."""
+        """Return the number of a new order for ``size`` bytes; None if the budget is used up, or if the order was given
+        already."""
         self._expire(now_s)
         self._left = min(self._bytes_per_s * BURST_S, self._left + self._bytes_per_s * (now_s - self._at_s))
         self._at_s = now_s

@@ -1,9 +1,9 @@
 """The data server of a node: ``kvstore data``, a process of its own next to the daemon.
 
-It is a client of the node's memory and NVMe files, and serves its pages whether the daemon is busy, stopped or dead. It
-ends with SIGTERM, or when the node's folder is gone; a daemon that started it also ends it.
+It is a client of the node's memory and NVMe files, and serves its pages even while the daemon is busy, stopped or dead.
+It ends with SIGTERM, or when the node's folder is gone; a daemon that started it also ends it.
 
-ViewKeeper: keeps the ``peers`` file of a node as its catalog tells. See ``transfer.peers``.
+ViewKeeper: keeps the ``peers`` file of a node up to date with the catalog. See ``cluster.peer_links``.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from kvstore.shm.data_server_file import DataFile, DataServerAt, tell_errors
 from kvstore.shm.folder import NodeFolder
 from kvstore.wire.data import FrameKind, Hello
 
-HEARD_STEP_S: Final = 1.0  # the file is written again when the catalog answered this much later
+HEARD_STEP_S: Final = 1.0  # the file is rewritten when the catalog's last answer is this much newer
 
 cluster_log = logging.getLogger("kvstore.cluster")
 
 
 def serving(nodes: Iterable[NodeEntry], servers: Iterable[DataEntry]) -> dict[str, DataEntry]:
-    """By node, the data server that its pages are read from.
+    """Return for each node the data server to read its pages from.
 
-    The newest of several: an older one is perhaps dead, and not forgotten yet. But where a name is a node's, a data
-    server of another incarnation is not that node's: another node had the name before, and was cut off since.
+    If there are several, the newest counts, since an older one may be dead and not yet forgotten. But a data server of
+    another incarnation does not belong to the current node of that name: an earlier node had the name, and was cut off.
 
     Args:
         servers: the newest last.
@@ -70,7 +70,7 @@ def serving(nodes: Iterable[NodeEntry], servers: Iterable[DataEntry]) -> dict[st
 
 
 def offered_by(server: DataEntry) -> tuple[str, ...]:
-    """How pages may leave its node."""
+    """Return the transports that its node offers."""
     return tuple(name for name, why in server.transports.items() if not why)
 
 
@@ -84,7 +84,7 @@ class ViewKeeper:
         self._written = False
 
     def refresh(self) -> None:
-        """Write the file where it would say something else."""
+        """Write the file if its contents have changed."""
         found = {
             name: PoolNode(
                 name, each.process, each.incarnation, each.addresses, each.tls, offered_by(each), each.tls_name
@@ -99,33 +99,33 @@ class ViewKeeper:
             peer_links.write(self._folder, self._view)
             self._written = True
         except OSError as error:
-            cluster_log.warning("%s: cannot say who is in the cluster: %s", self._folder.name, error)
+            cluster_log.warning("%s: cannot list the members of the cluster: %s", self._folder.name, error)
 
 
-# Shorter than the silence after which a reader takes us for dead: what the daemon or a device does not tell by then is
-# answered as a miss.
+# Shorter than the silence after which a reader considers this server dead: if the daemon or a device has not answered
+# by then, the reply is a miss.
 PATIENCE_S: Final = 0.3
-NODE_S: Final = 60.0  # for a node that is just being made
+NODE_S: Final = 60.0  # wait for a node that is being created
 NODE_LOOK_S: Final = 0.05
 DIRECTORY_BYTES: Final = 256 << 20  # see ``Directory``
-NAME_DIGITS: Final = 12  # with the longest name of a node it is one that the catalog takes
-STOP_S: Final = 5.0  # for a catalog that does not answer; a daemon that ends us waits longer
+NAME_DIGITS: Final = 12  # so that the catalog accepts it with the longest node name
+STOP_S: Final = 5.0  # wait for a silent catalog; a daemon that ends this process waits longer
 
 log = logging.getLogger("kvstore.data")
 
 
 def address_of(config: NodeConfig) -> tuple[str, int]:
-    """The numeric address and port to listen at.
+    """Return the numeric address and port to listen on.
 
     Raises:
-        InvalidRequest: it is beyond loopback without TLS or identities, these or a certificate make no sense, there is
-            no such host, or it is the address of nowhere, which cannot be told to others.
+        InvalidRequest: it is beyond loopback without TLS or identities, these or a certificate are invalid, there is no
+            such host, or it is a wildcard address, which other nodes cannot dial.
     """
     named = config.data not in (DATA_AUTO, DATA_NONE)
     host_name, port = parse_address(config.data, "data") if named else ("127.0.0.1", 0)
     number = numeric(host_name, config.data, "data")[0]
     if config.catalog and ipaddress.ip_address(number).is_unspecified:
-        raise InvalidRequest("data", f"others are told this address: name one that they reach, not {config.data}")
+        raise InvalidRequest("data", f"must be an address that other nodes can reach (got {config.data})")
     identities = Identities(config.identities)
     if not is_loopback(number):
         check_far(config, identities, config.data, "data")
@@ -136,7 +136,7 @@ def address_of(config: NodeConfig) -> tuple[str, int]:
 
 
 def host_of(config: NodeConfig) -> str:
-    """What ``--data`` calls the host; "" where it names none."""
+    """Return the host name in ``--data``; "" if there is none."""
     return parse_address(config.data, "data")[0] if config.data not in (DATA_AUTO, DATA_NONE) else ""
 
 
@@ -144,13 +144,13 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
     """Serve the pages of the node ``config.name`` until SIGTERM or SIGINT, or until the node's folder is gone.
 
     Args:
-        announce: called once, with one line, when it serves.
-        child: a daemon started it, and will end it.
+        announce: called once, with one line, when it is ready.
+        child: whether a daemon started it, and will end it.
 
     Raises:
         NodeBusy: another process is the node's data server.
-        Unavailable: there is no such node, and none came.
-        InvalidRequest: a setting makes no sense.
+        Unavailable: there is no such node, and none appeared in time.
+        InvalidRequest: a setting is invalid.
         VersionMismatch: the catalog is of another version.
     """
     where = address_of(config)
@@ -187,7 +187,7 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
 
 
 def transports_of(config: NodeConfig) -> dict[str, str]:
-    """By transport, why pages do not leave this node that way; "": they do. Raises InvalidRequest for unknown ones."""
+    """Return for each transport why it is not offered, or "" if it is. Raises InvalidRequest for unknown ones."""
     found = missing_here()
     wanted = [name.strip() for name in config.data_transports.split(",")]
     if wanted == [TRANSPORTS_AUTO]:
@@ -200,14 +200,14 @@ def transports_of(config: NodeConfig) -> dict[str, str]:
 
 
 def limits_of(config: NodeConfig) -> ServerLimits:
-    """What the data server of this configuration bears: ``Connections`` keeps one part in ``UNKNOWN_PART`` of all for
-    callers that have not said who they are."""
+    """Return the limits of this configuration's data server. ``Connections`` reserves one part in ``UNKNOWN_PART`` for
+    callers that are not identified."""
     known = config.data_connections
     return ServerLimits(connections_max=known + -(-known // (UNKNOWN_PART - 1)))
 
 
 def handlers(node: LocalNode, directory: DirectoryShell, transports: Mapping[str, str]) -> Mapping[FrameKind, Handler]:
-    """What a data server answers that offers these transports."""
+    """Return the handlers of a data server that offers these transports."""
     found: dict[FrameKind, Handler] = {
         FrameKind.READ: ReadHandler(node),
         FrameKind.HOLD: HoldHandler(node),
@@ -220,13 +220,13 @@ def handlers(node: LocalNode, directory: DirectoryShell, transports: Mapping[str
 
 
 def admits(config: NodeConfig, process: str) -> Admit:
-    """The callers that may ask: as over gRPC, and of the same pool. Where no identity is asked for, a caller has to
-    name this process: other users of the machine reach loopback, but read neither the catalog nor the node's folder."""
+    """Return the check for callers: as for gRPC, and of the same pool. Without identities, a caller must name this
+    process: other users of the machine can reach loopback, but can read neither the catalog nor the node's folder."""
     identities = Identities(config.identities)
 
     def admit(hello: Hello, names: Sequence[str]) -> Caller:
         if hello.node not in ("", config.name):
-            raise InvalidRequest("node", f"this is {config.name}, not {hello.node[:80]}")
+            raise InvalidRequest("node", f"must be {config.name} (got {hello.node[:80]})")
         if hello.pool not in ("", config.pool):
             raise InvalidRequest("pool", f"{config.name} is of another pool")
         if not identities.asked_for and not secrets.compare_digest(hello.process.encode(), process.encode()):
@@ -245,24 +245,24 @@ def _take(folder: NodeFolder, life: Life) -> DataFile:
             if folder.trusted():
                 file.take()
                 return file
-        except FileNotFoundError:  # purged in this moment
+        except FileNotFoundError:  # purged just now
             pass
         if time.monotonic() >= deadline_s or life.ending(NODE_LOOK_S):
             raise Unavailable(f"there is no node {folder.name!r} on this machine; start it with `kvstore serve`")
 
 
 def name_of(node: str, process: str) -> str:
-    """What the data server of that node and that number is called in the catalog: no other one ever has this name, and
-    so none has to wait for it."""
+    """Return the catalog's name for the data server of that node and number. It is unique, so no other server has to
+    wait for it."""
     return f"{node}.{process[:NAME_DIGITS]}"
 
 
 class _Told:
-    """The data server's entry in the catalog: tried until it is there, and kept up to date. Serving does not wait.
+    """Publishes the data server's entry in the catalog, retries, and keeps it up to date. Serving does not wait for it.
 
     Args:
-        former: the name of the data server before us, which is dead: its entry goes when ours is there.
-        on_final: what ends the process.
+        former: the name of the dead predecessor, whose entry is removed when ours is published.
+        on_final: ends the process.
     """
 
     def __init__(
@@ -309,7 +309,8 @@ class _Told:
             peer_links.forget(node.folder)
 
     def look(self) -> bool:
-        """Tell a new incarnation of the node, the node's clients who else is there, and its daemon our errors. True."""
+        """Update the entry after a new incarnation of the node, the clients' list of members, and the daemon's copy of
+        our errors. Returns True."""
         mapped = self._node.mapped()
         incarnation = f"{mapped.incarnation:016x}" if mapped is not None else self._entry.incarnation
         if self._keeper is not None:
@@ -330,18 +331,18 @@ class _Told:
         return True
 
     def _tls_name(self, address: str, before: str) -> str:
-        """By which name others are to know us, see ``ServerCertificate.name_for``; ``before`` was the last one."""
+        """Return the name that peers must check, see ``ServerCertificate.name_for``; ``before`` was the last one."""
         if self._certificate is None:
             return ""
         number = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
         try:
             name = self._certificate.name_for(number, host_of(self._config))
-        except (OSError, ValueError):  # it is just being written; a server goes on with the one it has
+        except (OSError, ValueError):  # it is just being written; the server keeps the one it has
             self._files.forget()
             return before
         if name is None:
             logs.event(
-                log, logging.WARNING, "others will not trust its certificate", cert=self._certificate.cert, at=address
+                log, logging.WARNING, "peers will not trust its certificate", cert=self._certificate.cert, at=address
             )
         return name or ""
 
@@ -354,14 +355,14 @@ class _Told:
             self._membership.stop()
 
     def _status(self) -> dict[str, Any]:
-        """How each task fares; before it has joined, how that goes."""
+        """Return the state of each task; before the server has joined, the state of that attempt."""
         membership = self._membership
         if membership is not None:
             return membership.status()
         return {"joining": self._joining.status(), "fault": self._joining.fault(self._config.catalog_ttl_s)}
 
     def _join(self) -> bool:
-        """One try to be in the catalog; True once it is there."""
+        """Try once to publish the entry; return True if that worked."""
         membership, entry = Membership(self._config), self._entry
         try:
             membership.start(entry, former_name=self._former, on_final=self._on_final)
