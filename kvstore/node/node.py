@@ -413,7 +413,7 @@ class Node:
     @while_running(None)
     def _dropped(self, address: Address, reason: str) -> ExtentTable | None:
         """Where the page was; None where nothing is sealed there."""
-        if not self.state.space_of(address.extent).sealed(address):
+        if not self.state.space_of(address.extent).pages.sealed(address):
             return None
         table = self.performer.tables[address.extent]
         event = ev.Damaged(time.monotonic_ns(), address, reason, self.performer.key_of(address))
@@ -436,7 +436,7 @@ class Node:
                     sealed.append(Address(number, frame, extent.generation[frame]))
         dropped = 0
         for address in sealed:
-            if self.state.space_of(address.extent).sealed(address):  # else it hung on one that went just now
+            if self.state.space_of(address.extent).pages.sealed(address):  # else it hung on one that went just now
                 event = ev.Damaged(time.monotonic_ns(), address, "record", self.performer.key_of(address))
                 self._decide(event)
                 dropped += 1
@@ -446,7 +446,7 @@ class Node:
     def check_indexed(self, address: Address, key: bytes) -> None:
         """A sealed page must be in the index under its key; where it is not, the index is rebuilt from the records."""
         performer = self.performer
-        if not self.state.space_of(address.extent).sealed(address):
+        if not self.state.space_of(address.extent).pages.sealed(address):
             return
         tier = performer.tables[address.extent].tier
         if performer.index.find(tier, key) != address and performer.key(address.extent, address.frame) == key:

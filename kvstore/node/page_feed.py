@@ -115,7 +115,7 @@ def _unseen(
     table = performer.tables[number]
     pages = fingerprints(table.rows[at, table.fmt.key].tobytes())
     owners, whose = np.unique(np.frombuffer(extent.owner, extent.owner.typecode)[at], return_inverse=True)
-    roots = [space.holdings.roots[owner].root for owner in owners.tolist()]
+    roots = [space.pages.holdings.roots[owner].root for owner in owners.tolist()]
     veils = np.array([_veil(secret, root) for root in roots], np.uint64)
     marks = np.full(len(at), TIERS.index(tier), np.uint8)
     return Entries(np.frombuffer(extent.span, np.uint64)[at], pages ^ veils[whose], marks)

@@ -11,14 +11,11 @@ from __future__ import annotations
 from collections import Counter
 from typing import Protocol
 
-from kvstore.model.replica import Address, Tier
+from kvstore.model.replica import Address
 from kvstore.state import instructions as do
 from kvstore.state.eviction import Page
 from kvstore.state.frames import ClassPool, Extent
-from kvstore.state.interfaces import TierParts
-from kvstore.state.leases import LeaseTable
-from kvstore.state.tenants import TierAccounts
-from kvstore.state.tier_pages import SEALED, Leaving, Pages, Vacated
+from kvstore.state.tier_pages import SEALED, Leaving, TierPages, Vacated
 
 
 class Below(Protocol):
@@ -41,8 +38,8 @@ class Below(Protocol):
         ...
 
 
-class Departures(Pages):
-    """Pages of one tier that may leave it. The base of ``Space``.
+class Departures:
+    """How a page leaves its tier. Part of ``Space``.
 
     Attributes:
         below: the tier that pages are saved to before they leave; None: those that leave are gone.
@@ -50,18 +47,11 @@ class Departures(Pages):
         waiting: in this event frames were short that may be free soon, when pages on their way have arrived.
     """
 
-    def __init__(
-        self, tier: Tier, parts: TierParts, leases: LeaseTable, counters: Counter[str], holdings: TierAccounts
-    ) -> None:
-        super().__init__(tier, parts, leases, counters, holdings)
+    def __init__(self, pages: TierPages) -> None:
+        self.pages = pages
         self.below: Below | None = None
         self.ages: Counter[int] = Counter()
         self.ages_sum_s = 0
-        self.waiting = False
-
-    def begin(self, now_ns: int) -> None:
-        """See ``Pages.begin``."""
-        super().begin(now_ns)
         self.waiting = False
 
     def leaving(self) -> Leaving:
@@ -71,9 +61,9 @@ class Departures(Pages):
     def leave(self, extent: Extent, frame: int, leaving: Leaving) -> None:
         """This page, that nothing hangs on and no lease holds, leaves. ``left`` has to follow."""
         pool = extent.pool
-        key, root, parent_key = self.records.lineage(extent.number, frame)
-        used_ns = self.records.last_use_ns(extent.number, frame)
-        age_s = max(0, self.now_ns - used_ns) // 10**9
+        key, root, parent_key = self.pages.records.lineage(extent.number, frame)
+        used_ns = self.pages.records.last_use_ns(extent.number, frame)
+        age_s = max(0, self.pages.now_ns - used_ns) // 10**9
         self.ages[age_s.bit_length()] += 1
         self.ages_sum_s += age_s
         copy = self.below.find_in(root, key) if self.below is not None else None
@@ -83,18 +73,18 @@ class Departures(Pages):
         leaving.roots.append(root)
         leaving.spans.append(extent.span[frame])
         pool.forget(extent.slot_base + frame, int.from_bytes(key[:8], "little"))
-        self.vacate(Address(extent.number, frame, extent.generation[frame]), key, leaving.vacated)
-        parent = None if parent_key == root else self._before(extent, frame, parent_key) or self.find(parent_key)
+        self.pages.vacate(Address(extent.number, frame, extent.generation[frame]), key, leaving.vacated)
+        parent = None if parent_key == root else self._before(extent, frame, parent_key) or self.pages.find(parent_key)
         if parent is not None:
-            self.unhold(parent)
+            self.pages.unhold(parent)
 
     def _before(self, extent: Extent, frame: int, key: bytes) -> Address | None:
         """The page of that key, on which one in ``frame`` hangs, where it is just before that one, as it usually is:
         the index need not be asked."""
         before = frame - 1
-        if self._moved or before < 0 or extent.state[before] != SEALED or not extent.children[before]:
+        if self.pages.moved or before < 0 or extent.state[before] != SEALED or not extent.children[before]:
             return None
-        if self.records.key(extent.number, before) != key:
+        if self.pages.records.key(extent.number, before) != key:
             return None
         return Address(extent.number, before, extent.generation[before])
 
@@ -103,24 +93,22 @@ class Departures(Pages):
         copies = leaving.copies
         if copies:
             out.append(do.WriteUse([copy for copy, _ in copies], [used_ns for _, used_ns in copies]))
-            self.counters["demoted"] += len(copies)
+            self.pages.counters["demoted"] += len(copies)
         if leaving.keys:
-            self.vacated(leaving.vacated, out)
+            self.pages.vacated(leaving.vacated, out)
             self.waiting |= bool(leaving.vacated.wiped)
-            out.append(do.Unindex(leaving.keys, self.tier, "evicted", reason, leaving.roots, leaving.spans))
-            self.counters[f"evicted_{reason}"] += len(leaving.keys) - len(copies)
+            out.append(do.Unindex(leaving.keys, self.pages.tier, "evicted", reason, leaving.roots, leaving.spans))
+            self.pages.counters[f"evicted_{reason}"] += len(leaving.keys) - len(copies)
 
     def may_leave(self, pool: ClassPool, slot: int) -> bool:
         """A page that nothing hangs on may leave at once; otherwise it is set aside to be saved first."""
         if self.below is None or slot in pool.ready:
             return True
         extent, frame = pool.locate(slot)
-        page = self.page(pool, slot)
-        if slot not in pool.unsaved and not self.below.may_leave(pool, self.records.key(extent.number, frame), page):
+        page = self.pages.page(pool, slot)
+        if slot not in pool.unsaved and not self.below.may_leave(
+            pool, self.pages.records.key(extent.number, frame), page
+        ):
             pool.policy.remove(slot)
             pool.unsaved[slot] = page.used_ms
         return slot not in pool.unsaved
-
-    def is_moved(self, extent: int, frame: int) -> bool:
-        """The page came there by this very event: nothing can be read there yet."""
-        return (extent, frame) in self._moved

@@ -25,7 +25,7 @@ def check_all(state: NodeState, entries: Callable[[Tier], Iterable[tuple[bytes, 
     found = [
         line
         for tier, its in state.spaces.items()
-        for line in check(state, tier, its.records.snapshots(), entries(tier))
+        for line in check(state, tier, its.pages.records.snapshots(), entries(tier))
     ]
     return found if Tier.HBM in state.spaces else [*found, *check_mounts(state, entries(Tier.HBM))]
 
@@ -146,7 +146,7 @@ def _tables(state: NodeState) -> list[str]:
 def _tenants(state: NodeState, space: Space, snapshots: list[Snapshot]) -> list[str]:
     """Bytes per tenant and tier sum to the tier's; every sealed page counts for the root that its record names."""
     wrong: list[str] = []
-    holdings, by_extent = space.holdings, {snapshot.extent: snapshot for snapshot in snapshots}
+    holdings, by_extent = space.pages.holdings, {snapshot.extent: snapshot for snapshot in snapshots}
     pages: Counter[int] = Counter()
     sizes: Counter[int] = Counter()
     coming: Counter[int] = Counter()

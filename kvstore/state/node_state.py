@@ -32,7 +32,7 @@ from kvstore.state.operator_evict import Choosing
 from kvstore.state.pins import Pins
 from kvstore.state.space import Space
 from kvstore.state.tenants import TenantQuota, Tenants
-from kvstore.state.tier_pages import standings_of
+from kvstore.state.tier_pages import TierPages, standings_of
 from kvstore.state.tiering.tiering import Tiering
 from kvstore.state.writing import BegunPages, PendingTable, Writing, named_twice
 
@@ -42,13 +42,13 @@ FREE, SEALED = FrameState.FREE, FrameState.SEALED
 def shrink(space: Space, out: list[do.Instruction]) -> None:
     """Empty one extent beyond the bound, if one can be: one decision moves no more than that."""
     beyond = [extent for extent in space.segment.extents.values() if extent.position >= space.segment.bound]
-    kept = space.leases.extents() | space.in_flight() if beyond else set()
+    kept = space.pages.leases.extents() | space.in_flight() if beyond else set()
     for extent in beyond:
         still = extent.number not in kept and extent.count(FREE) + extent.sealed == extent.frames
         if still and _fits(space, extent, out):
             for frame in [frame for frame in range(extent.frames) if extent.state[frame] == SEALED]:
-                target = space.grant(extent.pool, 1)[0]
-                space.move(Address(extent.number, frame, extent.generation[frame]), target, out)
+                target = space.pages.grant(extent.pool, 1)[0]
+                space.pages.move(Address(extent.number, frame, extent.generation[frame]), target, out)
             space.drop_extent(extent, out)
             return
 
@@ -95,9 +95,9 @@ class NodeState:
         self.spaces: dict[Tier, Space] = {}
         for tier, parts in tiers.items():
             counters = Counter[str]() if self.spaces else self.counters  # those of the first tier are the node's
-            self.spaces[tier] = Space(tier, parts, self.leases, counters, self.tenants.holdings[tier])
+            self.spaces[tier] = Space(TierPages(tier, parts, self.leases, counters, self.tenants.holdings[tier]))
         self.space = next(iter(self.spaces.values()))
-        self.segment, self.records = self.space.segment, self.space.records
+        self.segment, self.records = self.space.segment, self.space.pages.records
         self.writing = Writing(self.space, self.tenants, self.counters, lease_ttl_ns_max)
         self.begun = BegunPages(self.writing, self.sessions)
         rules = {tier: parts.rules for tier, parts in tiers.items()}
@@ -207,7 +207,7 @@ class NodeState:
         published, tail = session.tail
         kept = (event.anchor, tail) if 0 < event.since <= published else (event.anchor,)
         with self.space.keeping(kept):
-            fits = self._fit(event, count, out) if self.space.holdings.limited and count else count
+            fits = self._fit(event, count, out) if self.space.pages.holdings.limited and count else count
             addresses = self.space.take(pool, fits, out) if fits else []
         if not addresses and not event.ahead:
             addresses = self.writing.through.make_room(event.anchor, pool, event.count, out)
@@ -215,10 +215,10 @@ class NodeState:
             session.granted.update(addresses)
             pool.granted_ahead += len(addresses)
             if event.root:
-                self.space.expect(addresses, self.tenants.number(event.root))
+                self.space.pages.expect(addresses, self.tenants.number(event.root))
             out.append(do.WriteGranted(addresses, event.session))
         none = self.writing.no_space(Status.OVER_QUOTA if fits < count else Status.NO_SPACE)
-        status = Status.OK if addresses else none if count or self.space.waiting else Status.NO_SPACE
+        status = Status.OK if addresses else none if count or self.space.departures.waiting else Status.NO_SPACE
         out.append(do.Reply(status, addresses=addresses))
         return out
 
@@ -227,8 +227,8 @@ class NodeState:
         on. Ahead of need a small share of its quota."""
         root = event.root
         if not root:
-            page = self.space.find(event.anchor) if event.anchor else None
-            root = event.anchor if page is None or self.tenants.known(event.anchor) else self.space.root_of(page)
+            page = self.space.pages.find(event.anchor) if event.anchor else None
+            root = event.anchor if page is None or self.tenants.known(event.anchor) else self.space.pages.root_of(page)
             if not self.tenants.known(root):  # a page that has left: the seal will tell whose they are
                 return count
         number = self.tenants.number(root)
@@ -269,7 +269,7 @@ class NodeState:
             return [named_twice()]
         self.begun.withdraw(event.session, event.addresses, out)
         root = event.rows[0, ROOT].tobytes()
-        first, parent = self.space.leading(root, event.parent, keys)
+        first, parent = self.space.pages.leading(root, event.parent, keys)
         if parent is None and event.parent != root:
             below = self.writing.through.seal(event, granted, keys, self.tenants.number(root))
             if below is not None:
@@ -280,9 +280,11 @@ class NodeState:
         if parent is not None or event.parent == root:
             rest = event.addresses[first:]
             last = count if granted.issuperset(rest) else first + [a in granted for a in rest].index(False)
-            last = first + self.space.absent(keys[first:last])  # a key that was forged stays with the page that has it
+            last = first + self.space.pages.absent(
+                keys[first:last]
+            )  # a key that was forged stays with the page that has it
         number, whole = self.tenants.number(root), last
-        if last > first and self.space.holdings.limited:
+        if last > first and self.space.pages.holdings.limited:
             anchor = keys[first - 1] if first else event.parent
             last = first + self.space.quotas.admit(number, event, range(first, last), anchor, out)
         statuses = [_PRESENT] * first + [_OK] * (last - first)
@@ -295,12 +297,12 @@ class NodeState:
             addresses, parents = event.addresses[first:last], [event.parent, *keys][first:last]
             granted.difference_update(addresses)
             # What this very request put before (a found page included) is no earlier request's.
-            position, turns = self.space.standing_after(parent, event.continues)
+            position, turns = self.space.pages.standing_after(parent, event.continues)
             infos = standings_of(position, turns, last - first, event.hints[first:last])
             leaf_key = int.from_bytes(keys[last - 1][:8], "little")
             leaf = Page.of(event.now_ns // 1_000_000, leaf_key, infos[-1], number)
             spans = spans_after(self.segment, parent, keys[first:last], position, self.segment.pool(event.frame_class))
-            self.space.seal_chain(addresses, spans, parent, leaf, number)
+            self.space.pages.seal_chain(addresses, spans, parent, leaf, number)
             sums = event.checksums[first:last] if event.checksums is not None else None
             sealed = do.WriteSealed(addresses, keys[first:last], infos, event.rows[first:last], parents, sums)
             sealed.spans = spans
@@ -308,7 +310,7 @@ class NodeState:
             self.segment.extents[addresses[0].extent].pool.granted_ahead -= len(addresses)
             self.counters["pages_sealed"] += len(addresses)
             if self.pending or event.number:
-                self.space.show(keys[first:last], root, addresses, infos)
+                self.space.pages.show(keys[first:last], root, addresses, infos)
                 self.writing.follow(keys[first:last], out)
         out.append(do.Reply(statuses=statuses))
         return out
@@ -317,7 +319,7 @@ class NodeState:
         for address in addresses:
             session.granted.discard(address)
             self.segment.extents[address.extent].pool.granted_ahead -= 1
-        self.space.free(addresses, out)
+        self.space.pages.free(addresses, out)
 
     # --- reserve, seal, revoke: see ``Writing`` ---------------------------------------------------------------------
 
@@ -348,10 +350,10 @@ class NodeState:
 
     def _take_lease(self, event: ev.TakeLease) -> list[do.Instruction]:
         until_ns = event.now_ns + min(event.ttl_ns, self.lease_ttl_ns_max)
-        held = [address for address in event.addresses if self.space.sealed(address)]
+        held = [address for address in event.addresses if self.space.pages.sealed(address)]
         statuses = [int(Status.OK)] * len(held)
         if len(held) < len(event.addresses):
-            statuses = [int(Status.OK if self.space.sealed(a) else Status.STALE) for a in event.addresses]
+            statuses = [int(Status.OK if self.space.pages.sealed(a) else Status.STALE) for a in event.addresses]
         out: list[do.Instruction] = []
         if held:
             out.append(do.WriteLease(held, self.leases.add((event.session, event.lease), held, until_ns)))
@@ -372,30 +374,30 @@ class NodeState:
 
     def _end_lease(self, name: tuple[int, int], out: list[do.Instruction]) -> None:
         bare = self.leases.end(name)
-        sealed = [address for address in bare if self.space.sealed(address)]
+        sealed = [address for address in bare if self.space.pages.sealed(address)]
         if sealed:
             out.append(do.WriteLease(sealed, [0] * len(sealed)))
-        self.space.free_retired(bare, out)
+        self.space.pages.free_retired(bare, out)
 
     # --- damage, eviction, time -------------------------------------------------------------------------------------
 
     def _damaged(self, event: ev.Damaged) -> list[do.Instruction]:
         out: list[do.Instruction] = []
         space = self.space_of(event.address.extent)
-        if space.sealed(event.address):
+        if space.pages.sealed(event.address):
             self.counters[f"damaged_{event.reason}"] += 1
-            family = space.family(event.address, event.key)
+            family = space.pages.family(event.address, event.key)
             held = self.writing.drop_children(list(family.values()), out) if space is self.space else []
             self.pins.lost(space, family.values())
             held += self.tiering.copies.held(space) + self.pins.held(space)
-            space.drop(family, held, out, event.reason)
+            space.pages.drop(family, held, out, event.reason)
             self.tiering.lost(space, set(family.values()))
             self.counters["pages_dropped"] += len(family)
         out.append(do.Reply())
         return out
 
     def _stamped(self, event: ev.Stamped) -> list[do.Instruction]:
-        return [do.WriteStamp(event.address, event.checksums)] if self.space.sealed(event.address) else []
+        return [do.WriteStamp(event.address, event.checksums)] if self.space.pages.sealed(event.address) else []
 
     def _evict(self, event: ev.Evict) -> list[do.Instruction]:
         out: list[do.Instruction] = []

@@ -82,7 +82,7 @@ class Objects:
         if status != Status.OK:
             return [do.Reply(statuses=[int(status)])]
         space, granted = self._spaces[0], self._sessions.get(event.session)
-        parent_ok = event.parent == root or space.find_in(root, event.parent) is not None
+        parent_ok = event.parent == root or space.pages.find_in(root, event.parent) is not None
         mine = granted is not None and event.addresses[0] in granted.granted
         out: list[do.Instruction] = []
         if current is not None and parent_ok and mine:
@@ -94,7 +94,7 @@ class Objects:
         """Whether a head of this key may be sealed where ``current`` is the page that has the key now."""
         if self._scans():
             return Status.BUSY
-        if current is not None and self._space_of(current).root_of(current) != root:
+        if current is not None and self._space_of(current).pages.root_of(current) != root:
             return Status.NO_SPACE  # a page that was forged to have this key: the one that came first has it
         if (current or NOWHERE) != replaces:
             return Status.PRESENT
@@ -102,7 +102,7 @@ class Objects:
 
     def absent(self, keys: list[bytes]) -> bool:
         """Whether no tier has a page of any of these keys."""
-        return all(space.absent(keys) == len(keys) for space in self._spaces)
+        return all(space.pages.absent(keys) == len(keys) for space in self._spaces)
 
     def sealed(self, event: ev.SealGranted, reply: do.Reply) -> None:
         """Pages of one layer were sealed; where they are pieces, they go with their writer if no head follows."""
@@ -128,11 +128,11 @@ class Objects:
         for address in event.addresses:
             space = self._space_of(address)
             status = Status.OK
-            if not space.sealed(address) or not self._is_objects(space, address):
+            if not space.pages.sealed(address) or not self._is_objects(space, address):
                 status = Status.STALE
             else:
                 extent = space.segment.extents[address.extent]
-                key = space.records.key(address.extent, address.frame)
+                key = space.pages.records.key(address.extent, address.frame)
                 if self._scans() or self._moving(key):
                     status = Status.BUSY
                 elif extent.children[address.frame]:
@@ -148,13 +148,13 @@ class Objects:
     def _is_objects(space: Space, address: Address) -> bool:
         """A head or a piece. Pages of a prompt may have the same class; their field is a digest, or zeros, and begins
         with these words as seldom as a forged one would."""
-        tag = space.records.extra(address.extent, address.frame)[: len(HEAD_TAG)]
+        tag = space.pages.records.extra(address.extent, address.frame)[: len(HEAD_TAG)]
         frame_class = space.segment.extents[address.extent].pool.frame_class
         return tag in (HEAD_TAG, PIECE_TAG) and is_object_class(frame_class)
 
     def find(self, key: bytes) -> Address | None:
         """The page of that key, in the fastest tier that has it."""
-        return next(filter(None, (space.find(key) for space in self._spaces)), None)
+        return next(filter(None, (space.pages.find(key) for space in self._spaces)), None)
 
     def _space_of(self, address: Address) -> Space:
         first, *lower = self._spaces
@@ -173,12 +173,12 @@ class Objects:
     def _chain(self, space: Space, key: bytes) -> list[bytes]:
         """Keys from this one up to the first of its chain, in that tier."""
         keys: list[bytes] = []
-        address = space.find(key)
+        address = space.pages.find(key)
         while address is not None:
             keys.append(key)
-            key = space.records.parent(*address[:2])
-            at_root = key == space.records.root(*address[:2])
-            address = None if at_root else space.find(key)
+            key = space.pages.records.parent(*address[:2])
+            at_root = key == space.pages.records.root(*address[:2])
+            address = None if at_root else space.pages.find(key)
         return keys
 
     def _moving(self, key: bytes) -> bool:
@@ -196,7 +196,7 @@ class Objects:
             gone: list[bytes] = []
             addresses: list[Address] = []
             for one in keys:
-                address = space.find(one)
+                address = space.pages.find(one)
                 if address is None:
                     continue
                 if space.segment.extents[address.extent].children[address.frame] != (1 if gone else 0):
@@ -205,11 +205,11 @@ class Objects:
                 addresses.append(address)
             if not gone:
                 continue
-            parent = space.find(keys[keys.index(gone[-1]) + 1]) if gone[-1] != keys[-1] else None
+            parent = space.pages.find(keys[keys.index(gone[-1]) + 1]) if gone[-1] != keys[-1] else None
             if parent is not None:
-                space.unhold(parent)
-            roots = [space.root_of(address) for address in addresses]
-            space.retire(addresses, out)
+                space.pages.unhold(parent)
+            roots = [space.pages.root_of(address) for address in addresses]
+            space.pages.retire(addresses, out)
             spans = spans_at(space.segment, addresses)
             out.append(do.Unindex(gone, space.tier, "dropped", "deleted", roots, spans))
 
@@ -251,7 +251,7 @@ class ObjectBatches:
                 if self._objects.find(key) is not None:
                     statuses[i] = Status.PRESENT  # a page hangs on it, so it stays
         number = self._writing.tenants.number(root)
-        if self._space.holdings.limited:
+        if self._space.pages.holdings.limited:
             self._admit(event, number, spans, statuses, out)
         chosen = [span for span, status in zip(spans, statuses, strict=True) if status == Status.OK]
         if chosen:
@@ -324,13 +324,13 @@ class ObjectBatches:
             infos += standings_of(0, 0, stop - start)
             after = at + stop - start
             leaf = Page.of(used_ms, int.from_bytes(keys[after - 1][:8], "little"), infos[-1], number)
-            space.seal_chain(addresses[at:after], spans[at:after], None, leaf, number)
+            space.pages.seal_chain(addresses[at:after], spans[at:after], None, leaf, number)
             at = after
         out.append(do.WriteSealed(addresses, keys, infos, rows, parents, spans=spans))
         pool.granted_ahead -= len(addresses)
         self._writing.counters["pages_sealed"] += len(addresses)
         if self._writing.pending:
-            space.show(keys, root, addresses, infos)
+            space.pages.show(keys, root, addresses, infos)
             self._writing.follow(keys, out)
 
 

@@ -41,27 +41,27 @@ class Choosing:
     def _leave(
         self, space: Space, event: ev.EvictChosen, gone: list[int], stayed: dict[int, str], out: list[do.Instruction]
     ) -> None:
-        leaving = space.leaving()
+        leaving = space.departures.leaving()
         for place, address in enumerate(event.addresses):
             reason = self._stays(space, address, event.save)
             if reason:
                 stayed[place] = reason
             else:
-                space.leave(space.segment.extents[address.extent], address.frame, leaving)
+                space.departures.leave(space.segment.extents[address.extent], address.frame, leaving)
                 gone.append(place)
-        space.left(leaving, "request", out)
+        space.departures.left(leaving, "request", out)
 
     def _stays(self, space: Space, address: Address, save: bool) -> str:
         """Why a page may not leave now; "" where it may. One that has to be saved first is set aside for that."""
-        if not space.sealed(address):
+        if not space.pages.sealed(address):
             return CHANGED
         extent = space.segment.extents[address.extent]
-        if space.leases.holds(address.extent, address.frame):
+        if space.pages.leases.holds(address.extent, address.frame):
             return LEASED
         if extent.children[address.frame]:
             return CHILDREN
         pool, slot = extent.pool, extent.slot_base + address.frame
         full = len(pool.unsaved) >= UNSAVED_MAX and slot not in pool.ready
-        if save and space.below is not None and (full or not space.may_leave(pool, slot)):
+        if save and space.departures.below is not None and (full or not space.departures.may_leave(pool, slot)):
             return UNSAVED
         return ""

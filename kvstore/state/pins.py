@@ -162,7 +162,7 @@ class Pins:
         for tier, space in self.spaces.items():
             length = self._stored(space, pin.keys, pin.root)
             if length > pin.pages:
-                page = space.find(pin.keys[length - 1])
+                page = space.pages.find(pin.keys[length - 1])
                 assert page is not None  # counted just now
                 pin.frame_bytes = space.segment.extents[page.extent].pool.frame_class.frame_bytes
                 pin.lengths[tier] = length
@@ -225,7 +225,7 @@ class Pins:
     def held(self, space: Space) -> list[Address]:
         """Pages that pins hang on, one entry per pin."""
         ends = [pin.keys[pin.lengths[space.tier] - 1] for pin in self.pins.values() if space.tier in pin.lengths]
-        return [address for key in ends if (address := space.find(key)) is not None]
+        return [address for key in ends if (address := space.pages.find(key)) is not None]
 
     def keeps(self, tier: Tier, key: bytes) -> bool:
         """Whether some pin keeps this page in that tier."""
@@ -254,16 +254,16 @@ class Pins:
     def _begins(self, pin: PinnedChain) -> bool:
         """Its first page is the first of a chain."""
         space = self.spaces[next(iter(pin.lengths))]
-        page = space.find(pin.keys[0])
-        return page is not None and space.records.parent(*page[:2]) == pin.root
+        page = space.pages.find(pin.keys[0])
+        return page is not None and space.pages.records.parent(*page[:2]) == pin.root
 
     @staticmethod
     def _stored(space: Space, keys: list[bytes], root: bytes) -> int:
         """How many leading pages of this root the tier has: by closure all that are before one it has."""
 
         def has(length: int) -> bool:
-            page = space.find(keys[length - 1])
-            return page is not None and space.root_of(page) == root
+            page = space.pages.find(keys[length - 1])
+            return page is not None and space.pages.root_of(page) == root
 
         if has(len(keys)):
             return len(keys)
@@ -297,17 +297,17 @@ class Pins:
         use.keys += len(pin.keys)
         for tier, length in pin.lengths.items():
             self._keep(pin, tier, length)
-            address = self.spaces[tier].find(pin.keys[length - 1])
+            address = self.spaces[tier].pages.find(pin.keys[length - 1])
             assert address is not None  # counted just now, see ``_stored``
-            self.spaces[tier].hold(address)
+            self.spaces[tier].pages.hold(address)
 
     def _end(self, number: int) -> None:
         pin = self.pins[number]
         for tier, length in pin.lengths.items():
             self._keep(pin, tier, -length)
-            address = self.spaces[tier].find(pin.keys[length - 1])
+            address = self.spaces[tier].pages.find(pin.keys[length - 1])
             assert address is not None  # held; what damage takes away is known to ``lost``
-            self.spaces[tier].unhold(address)
+            self.spaces[tier].pages.unhold(address)
         self._forget(number)
 
     def _forget(self, number: int) -> None:

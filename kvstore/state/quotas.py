@@ -19,20 +19,20 @@ from kvstore.model.replica import Address, FrameClass, FrameState
 from kvstore.state import events as ev
 from kvstore.state import instructions as do
 from kvstore.state.departures import Departures
-from kvstore.state.eviction.base import HINT_MS, HINT_WEIGHTS, Page
-from kvstore.state.frames import Extent
+from kvstore.state.eviction.base import HINT_MS, HINT_WEIGHTS
 from kvstore.state.tenants import Leaf, Share
+from kvstore.state.tier_pages import TierPages
 
 TRIM_LOOKS = 256  # leaves of a tenant that are looked at by one ``trim``
-LEAVES_SPARE = 64  # outdated entries of a tenant's heap that are not worth looking for
 SEALED = int(FrameState.SEALED)
 
 
 class Quotas:
     """What tenants may add to one tier. Part of ``Space``."""
 
-    def __init__(self, space: Departures) -> None:
-        self.space = space
+    def __init__(self, pages: TierPages, departures: Departures) -> None:
+        self.pages = pages
+        self.departures = departures
 
     def fit(
         self,
@@ -48,35 +48,35 @@ class Quotas:
         ``anchor``: key of the page that they will hang on, which stays. ``used_ms``: when the new pages were last used,
         where that is not now: what was used later does not leave for them.
         """
-        space, share = self.space, self.space.holdings.roots[number].share
+        pages, departures, share = self.pages, self.departures, self.pages.holdings.roots[number].share
         if share.quota is None:
             return count
         size = frame_class.frame_bytes
         wanted = min(count, share.quota // size)
         short = share.bytes + share.coming + wanted * size - share.quota
         if wanted and short > 0:
-            held = space.find(anchor) if anchor else None
+            held = pages.find(anchor) if anchor else None
             if held is not None:
-                space.hold(held)
+                pages.hold(held)
             self._shrink(share, short, out, before_ms=used_ms)
             if held is not None:
-                space.unhold(held)
+                pages.unhold(held)
         room = (share.quota - share.bytes - share.coming) // size
         fits = max(0, min(wanted, room))
-        if fits < wanted and not space.waiting and space.below is not None:
-            space.waiting = any(self._is_its(address, share) for address in space.below.held())
-        if fits < count and not space.waiting:
+        if fits < wanted and not departures.waiting and departures.below is not None:
+            departures.waiting = any(self._is_its(address, share) for address in departures.below.held())
+        if fits < count and not departures.waiting:
             share.refused += count - fits
         return fits
 
     def _is_its(self, address: Address, share: Share) -> bool:
-        owner = self.space.segment.extents[address.extent].owner[address.frame]
-        return self.space.holdings.roots[owner].share is share
+        owner = self.pages.segment.extents[address.extent].owner[address.frame]
+        return self.pages.holdings.roots[owner].share is share
 
     def spare(self, number: int, frame_class: FrameClass, count: int, part: int) -> int:
         """How many of ``count`` pages it may add without anything leaving, and without more than one ``part`` of its
         quota being of pages to come."""
-        share = self.space.holdings.roots[number].share
+        share = self.pages.holdings.roots[number].share
         if share.quota is None:
             return count
         room = min(share.quota - share.bytes, share.quota // part) - share.coming
@@ -96,19 +96,19 @@ class Quotas:
         All that were published, since a refusal would not reach their writer. What exceeds the quota leaves gradually
         (``trim``).
         """
-        roots, extents = self.space.holdings.roots, self.space.segment.extents
+        roots, extents = self.pages.holdings.roots, self.pages.segment.extents
         share = roots[number].share
         owners = (extents[a.extent].owner[a.frame] for a in (event.addresses[i] for i in pages))
         others = [i for i, owner in enumerate(owners) if not owner or roots[owner].share is not share]
         if event.number:
-            self.space.holdings.suspect |= bool(others)
+            self.pages.holdings.suspect |= bool(others)
             return len(pages)
         fits = self.fit(number, event.frame_class, len(others), anchor, out) if others else 0
         return others[fits] if fits < len(others) else len(pages)
 
     def trim(self, out: list[do.Instruction]) -> None:
         """Bring tenants that have more than their quota nearer to it, a bounded step each."""
-        holdings = self.space.holdings
+        holdings = self.pages.holdings
         if not holdings.suspect:
             return
         holdings.suspect = False
@@ -118,47 +118,22 @@ class Quotas:
                 holdings.suspect = True
                 self._shrink(share, over, out, TRIM_LOOKS)
 
-    def listed(self, extent: Extent, frame: int, page: Page) -> None:
-        """Nothing hangs on this page any more."""
-        share = self.space.holdings.roots[extent.owner[frame]].share
-        if share.quota is not None and share.complete:
-            self._list(share, extent, frame, page)
-            if sum(map(len, share.leaves.values())) > 2 * share.pages + LEAVES_SPARE:
-                for hint, leaves in list(share.leaves.items()):
-                    share.leaves[hint] = sorted({leaf for leaf in leaves if self._is_leaf(leaf, share)})
-
-    @staticmethod
-    def _list(share: Share, extent: Extent, frame: int, page: Page) -> None:
-        leaf = page.used_ms, extent.number, frame, extent.generation[frame]
-        heapq.heappush(share.leaves.setdefault(page.hint if extent.pool.policy.hinted else 0, []), leaf)
-
-    def _is_leaf(self, leaf: Leaf, share: Share) -> bool:
-        _, number, frame, generation = leaf
-        extent = self.space.segment.extents.get(number)
-        return (
-            extent is not None
-            and extent.generation[frame] == generation
-            and extent.state[frame] == SEALED
-            and extent.children[frame] == 0
-            and self.space.holdings.roots[extent.owner[frame]].share is share
-        )
-
     def _scan(self, share: Share) -> None:
         """List all leaves of a tenant: after a start, damage, or when one of its roots is named late."""
-        space = self.space
-        numbers = [number for number, held in enumerate(space.holdings.roots) if held.share is share]
+        pages = self.pages
+        numbers = [number for number, held in enumerate(pages.holdings.roots) if held.share is share]
         share.leaves = {}
-        for extent in space.segment.extents.values():
+        for extent in pages.segment.extents.values():
             mask = np.isin(np.asarray(extent.owner), numbers) & (np.frombuffer(extent.state, np.uint8) == SEALED)
             mask &= np.asarray(extent.children) == 0
             for frame in np.flatnonzero(mask).tolist():
-                self._list(share, extent, frame, space.page(extent.pool, extent.slot_base + frame))
+                pages.leaves.push(share, extent, frame, pages.page(extent.pool, extent.slot_base + frame))
         share.complete = True
 
     def _next(self, share: Share, passed: set[int]) -> int | None:
         """The hint whose coldest page is to leave next: the one that has not been used for longest, as its hint weighs
         that time. Not one that was ``passed``."""
-        now_ms = self.space.now_ns // 1_000_000
+        now_ms = self.pages.now_ns // 1_000_000
 
         def age(hint: int) -> float:
             unused_ms = max(0, now_ms - share.leaves[hint][0][0]) + 1
@@ -178,10 +153,10 @@ class Quotas:
 
         ``looks``: at most this many pages are looked at. ``before_ms``: only pages last used before then.
         """
-        space = self.space
+        pages, departures = self.pages, self.departures
         if not share.complete:
             self._scan(share)
-        leaving = space.leaving()
+        leaving = departures.leaving()
         aside: list[tuple[list[Leaf], Leaf]] = []
         passed: set[int] = set()
         waits = 0
@@ -189,29 +164,29 @@ class Quotas:
             looks = looks - 1 if looks is not None else None
             leaves = share.leaves[hint]
             leaf = heapq.heappop(leaves)
-            if not self._is_leaf(leaf, share):
+            if not pages.leaves.has(leaf, share):
                 continue
             used_ms, number, frame, _ = leaf
-            extent = space.segment.extents[number]
+            extent = pages.segment.extents[number]
             slot, pool = extent.slot_base + frame, extent.pool
             frame_bytes = pool.frame_class.frame_bytes
-            now_used_ms = space.used_ms(pool, slot)
-            if space.is_moved(number, frame) or space.leases.holds(number, frame):
-                aside.append((leaves, (space.now_ns // 1_000_000, *leaf[1:])))
+            now_used_ms = pages.used_ms(pool, slot)
+            if (number, frame) in pages.moved or pages.leases.holds(number, frame):
+                aside.append((leaves, (pages.now_ns // 1_000_000, *leaf[1:])))
             elif now_used_ms > used_ms:
                 heapq.heappush(leaves, (now_used_ms, *leaf[1:]))
             elif before_ms is not None and used_ms >= before_ms:
                 aside.append((leaves, leaf))
                 passed.add(hint)
-            elif not space.may_leave(pool, slot):
+            elif not departures.may_leave(pool, slot):
                 waits += frame_bytes
                 aside.append((leaves, leaf))
             else:
-                space.leave(extent, frame, leaving)
+                departures.leave(extent, frame, leaving)
                 size -= frame_bytes
                 share.evicted += 1
         for leaves, leaf in aside:
             heapq.heappush(leaves, leaf)
-        space.left(leaving, "quota", out)
+        departures.left(leaving, "quota", out)
         if waits:
-            space.waiting = True
+            departures.waiting = True

@@ -156,8 +156,8 @@ def _carve(space: Space, shared: bool, tenants: Tenants, table: ExtentFound, out
     extent.sealed = int((states == SEALED).sum())
     _own(space, tenants, table, extent)
     extent.restore(np.flatnonzero(states == FREE).tolist())
-    space.generation = max(space.generation, int((words >> np.uint64(8)).max(initial=0)))
-    space.free([Address(table.number, frame, 0) for frame in ended.tolist()], out)
+    space.pages.generation = max(space.pages.generation, int((words >> np.uint64(8)).max(initial=0)))
+    space.pages.free([Address(table.number, frame, 0) for frame in ended.tolist()], out)
 
 
 def _own(space: Space, tenants: Tenants, table: ExtentFound, extent: Extent) -> None:
@@ -169,7 +169,7 @@ def _own(space: Space, tenants: Tenants, table: ExtentFound, extent: Extent) -> 
     numbers: list[int] = []
     for root, pages in zip(roots, counts.tolist(), strict=True):  # counted at once: a root without pages is forgotten
         numbers.append(tenants.number(bytes(root).ljust(KEY_BYTES, b"\0"), found=True))
-        space.holdings.add(numbers[-1], pages, pages * extent.pool.frame_class.frame_bytes)
+        space.pages.holdings.add(numbers[-1], pages, pages * extent.pool.frame_class.frame_bytes)
     owners = np.zeros(extent.frames, np.uint32)
     owners[sealed] = np.array(numbers, np.uint32)[which]
     extent.owner = narrowest(owners)
@@ -179,9 +179,9 @@ def settle(state: NodeState) -> None:
     """Second half of ``recover``, with a true index: what hangs on what, what may leave, and the pages' spans."""
     for page in state.pending.by_address.values():
         hangs = not page.doomed and not page.at_root
-        page.holds_parent = hangs and state.space.find_in(page.root, page.parent) is not None
+        page.holds_parent = hangs and state.space.pages.find_in(page.root, page.parent) is not None
     for space in state.spaces.values():
-        find_spans(space.segment, space.recount(state.writing.held() if space is state.space else []))
+        find_spans(space.segment, space.pages.recount(state.writing.held() if space is state.space else []))
 
 
 def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out: list[do.Instruction]) -> None:
@@ -220,7 +220,7 @@ def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out:
             continue
         doomed |= not table.sound[frame]
         if doomed and states[frame] != QUARANTINED:
-            state.space.mark(address, QUARANTINED)
+            state.space.pages.mark(address, QUARANTINED)
             out.append(do.WriteState([address], QUARANTINED))
         parent = bytes(table.snapshot.parents[frame]).ljust(KEY_BYTES, b"\0")
         root = bytes(table.snapshot.roots[frame]).ljust(KEY_BYTES, b"\0")
@@ -239,8 +239,8 @@ def _writers(state: NodeState, table: ExtentFound, living: Collection[int], out:
             begun=begun,
         )
         state.pending.add(page)
-        state.space.expect([address], state.tenants.number(root, found=True))
-    state.space.free(unowned, out)
+        state.space.pages.expect([address], state.tenants.number(root, found=True))
+    state.space.pages.free(unowned, out)
 
 
 def _retiring_and_leased(state: NodeState, table: ExtentFound, now_ns: int, out: list[do.Instruction]) -> None:
@@ -251,7 +251,7 @@ def _retiring_and_leased(state: NodeState, table: ExtentFound, now_ns: int, out:
         until_ns = min(int(table.leases[frame]), now_ns + state.lease_ttl_ns_max)  # a damaged deadline is bounded
         state.leases.add((UNKNOWN_SESSION, table.number << 32 | frame), [address], until_ns)
     done = np.flatnonzero(~leased & (states == RETIRING)).tolist()
-    state.space.free([Address(table.number, frame, 0) for frame in done], out)
+    state.space.pages.free([Address(table.number, frame, 0) for frame in done], out)
 
 
 def _drop_unsound(state: NodeState, space: Space, found: list[ExtentFound], out: list[do.Instruction]) -> None:
@@ -269,13 +269,13 @@ def _drop_unsound(state: NodeState, space: Space, found: list[ExtentFound], out:
     if space is not state.space and scanning:  # the scan may find what they hang on
         waiting = [links.address(i) for i in np.flatnonzero(orphaned).tolist()]
         for address in waiting:
-            space.quarantine(address)
+            space.pages.quarantine(address)
         if waiting:
             out.append(do.WriteState(waiting, QUARANTINED))
     else:
         gone |= orphaned
     addresses = [links.address(i) for i in np.flatnonzero(gone).tolist()]
     for address in addresses:
-        assert space.sealed(address)
-    space.retire(addresses, out)
+        assert space.pages.sealed(address)
+    space.pages.retire(addresses, out)
     state.counters["pages_dropped_at_start"] += len(addresses)

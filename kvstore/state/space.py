@@ -12,23 +12,16 @@ A page that nothing hangs on leaves in this order, with no tier below (the upper
 from __future__ import annotations
 
 import contextlib
-from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
-from itertools import repeat
 from typing import Protocol
 
-from kvstore.model.replica import Address, FrameState, Tier, standing
+from kvstore.model.replica import Address
 from kvstore.state import instructions as do
 from kvstore.state.departures import Departures
-from kvstore.state.eviction.base import Page
 from kvstore.state.frames import ClassPool, Extent
-from kvstore.state.interfaces import TierParts
-from kvstore.state.leases import LeaseTable
 from kvstore.state.quotas import Quotas
-from kvstore.state.tenants import TierAccounts
-from kvstore.state.tier_pages import FREE, RETIRING, SEALED
+from kvstore.state.tier_pages import SEALED, TierPages
 
-RESERVED = FrameState.RESERVED
 EVICT_STEP = 16  # pages taken from the coldest class before classes are compared again
 CLOSED_MAX = 1024  # pages of failed devices that may leave in addition to those that make room
 UNSAVED_MAX = 1024  # cold leaves of a class that may wait for being saved at a time
@@ -45,35 +38,39 @@ class Clears(Protocol):
         ...
 
 
-class Space(Departures):
+class Space:
     """Frames of one tier under closure. Part of ``NodeState``; every change leaves as instructions in ``out``.
 
     Attributes:
+        pages: what the frames hold.
+        departures: how pages leave.
+        quotas: what tenants may add.
         clears: where pages take their time to move; None: they are moved at once.
         in_flight: extents whose pages must keep their addresses now.
         late: some devices do not answer now; what is free there may be had when they do.
     """
 
-    def __init__(
-        self, tier: Tier, parts: TierParts, leases: LeaseTable, counters: Counter[str], holdings: TierAccounts
-    ) -> None:
-        super().__init__(tier, parts, leases, counters, holdings)
-        self.quotas = Quotas(self)
+    def __init__(self, pages: TierPages) -> None:
+        self.tier, self.segment = pages.tier, pages.segment
+        self.pages = pages
+        self.departures = Departures(pages)
+        self.quotas = Quotas(pages, self.departures)
         self.clears: Clears | None = None
         self.in_flight: Callable[[], set[int]] = set
         self.late = False
         self._stolen = False  # once per event: what was moved is in no record yet and must not be evicted by it
 
     def begin(self, now_ns: int) -> None:
-        """See ``Pages.begin``."""
-        super().begin(now_ns)
+        """A new event: all earlier instructions were performed."""
+        self.pages.begin(now_ns)
+        self.departures.waiting = False
         self._stolen = False
 
     # --- taking -----------------------------------------------------------------------------------------------------
 
     def take(self, pool: ClassPool, count: int, out: list[do.Instruction]) -> list[Address]:
         """Up to ``count`` frames, RESERVED under new generations: free ones, else a fresh extent, else by eviction."""
-        pool.used_ns = self.now_ns
+        pool.used_ns = self.pages.now_ns
         if pool.frames_per_extent == 0:
             return []
         while (short := count - pool.free) > 0:
@@ -83,22 +80,9 @@ class Space(Departures):
             elif not self.segment.may_carve(pool) or not self._steal(pool, out):
                 if self.clears is None or self.clears.taker is not pool:  # else there is room when that is done
                     self._evict_from(pool, short, "space", out)
-                self.waiting = self.waiting or (self.late and count > pool.free)
+                self.departures.waiting = self.departures.waiting or (self.late and count > pool.free)
                 break
-        return self.grant(pool, count)
-
-    def grant(self, pool: ClassPool, count: int) -> list[Address]:
-        """Up to ``count`` of the frames that are free, RESERVED under new generations."""
-        addresses: list[Address] = []
-        for extent, frames in pool.take(count):
-            first = self.generation + 1
-            self.generation += len(frames)
-            drawn = range(first, self.generation + 1)
-            for frame, generation in zip(frames, drawn, strict=True):
-                extent.generation[frame] = generation
-                extent.state[frame] = RESERVED
-            addresses += map(Address, repeat(extent.number), frames, drawn)
-        return addresses
+        return self.pages.grant(pool, count)
 
     def take_after(
         self, anchors: Iterable[bytes], pool: ClassPool, count: int, out: list[do.Instruction]
@@ -112,15 +96,15 @@ class Space(Departures):
         """Inside, the pages of these keys are not evicted."""
         held: list[bytes] = []
         for key in keys:
-            page = self.find(key) if key else None
+            page = self.pages.find(key) if key else None
             if page is not None:
-                self.hold(page)
+                self.pages.hold(page)
                 held.append(key)
         yield
         for key in held:
-            page = self.find(key)
+            page = self.pages.find(key)
             assert page is not None  # held; to make room it may have moved
-            self.unhold(page)
+            self.pages.unhold(page)
 
     def extents_wanted(self, pool: ClassPool, count: int) -> int:
         """The most extents that ``take`` would carve now for that many frames."""
@@ -129,16 +113,17 @@ class Space(Departures):
             return 0
         wanted, there = -(-short // pool.frames_per_extent), len(self.segment.vacant & self.segment.populated)
         if wanted > there and len(self.segment.extents) > len(pool.extents):
-            there += max(1, len(self.segment.empty(pool, self.now_ns)))  # taken from another class
+            there += max(1, len(self.segment.empty(pool, self.pages.now_ns)))  # taken from another class
         return min(wanted, there)
 
     def could_take(self, pool: ClassPool) -> bool:
         """``take`` would find a frame, as far as can be told without evicting and moving."""
         if pool.free or self.segment.next_vacant(pool) is not None or pool.policy.coldest_ms() is not None:
             return True
-        kept = self.leases.extents() | self.in_flight()
+        kept = self.pages.leases.extents() | self.in_flight()
         return (
-            self.segment.may_carve(pool) and self.segment.donor(pool, self._coldest_ns, kept, self.now_ns) is not None
+            self.segment.may_carve(pool)
+            and self.segment.donor(pool, self._coldest_ns, kept, self.pages.now_ns) is not None
         )
 
     def _carve(self, pool: ClassPool, position: int, out: list[do.Instruction]) -> None:
@@ -148,16 +133,16 @@ class Space(Departures):
     def _steal(self, pool: ClassPool, out: list[do.Instruction]) -> bool:
         """Empty an extent of another class: evict as many of that class's coldest pages, move what is left. One in
         which something lies only once per event."""
-        leased, flying = self.leases.extents(), self.in_flight()
+        leased, flying = self.pages.leases.extents(), self.in_flight()
         if self.clears is not None and self.clears.taker is not None:
-            self.waiting = True
+            self.departures.waiting = True
             return False
-        extent = self.segment.donor(pool, self._coldest_ns, leased | flying, self.now_ns)
+        extent = self.segment.donor(pool, self._coldest_ns, leased | flying, self.pages.now_ns)
         if extent is not None and extent.sealed and self._stolen:
             return False
         if extent is None:
-            if flying and self.segment.donor(pool, self._coldest_ns, leased, self.now_ns) is not None:
-                self.waiting = True
+            if flying and self.segment.donor(pool, self._coldest_ns, leased, self.pages.now_ns) is not None:
+                self.departures.waiting = True
             return False
         giver = extent.pool
         room = giver.free - len(extent.free)
@@ -169,11 +154,11 @@ class Space(Departures):
         self._stolen = self._stolen or extent.sealed > 0
         if self.clears is not None:
             self.clears.begin(extent, pool, out)
-            self.waiting = self.clears.taker is not None
-            return not self.waiting
+            self.departures.waiting = self.clears.taker is not None
+            return not self.departures.waiting
         extent.leave(True)
         for frame in [f for f in range(extent.frames) if extent.state[f] == SEALED]:
-            self.move(Address(extent.number, frame, extent.generation[frame]), self.grant(giver, 1)[0], out)
+            self.pages.move(Address(extent.number, frame, extent.generation[frame]), self.pages.grant(giver, 1)[0], out)
         self.drop_extent(extent, out)
         return True
 
@@ -181,45 +166,14 @@ class Space(Departures):
         """All frames of this extent are free: its position is vacant again."""
         self.segment.uncarve(extent)
         out.append(do.Drop(extent.number))
-        self.counters["extents_reclaimed"] += 1
-
-    def move(self, old: Address, new: Address, out: list[do.Instruction]) -> tuple[bytes, Address]:
-        """A sealed page is in another frame of its class from now on, which was RESERVED for it. Returns its key, and
-        the frame where it was; that is free, or RETIRING where it has to be erased first: the caller sees to that."""
-        source, target = self.segment.extents[old.extent], self.segment.extents[new.extent]
-        frame, place = old.frame, new.frame
-        slot = source.slot_base + frame
-        page = self.page(source.pool, slot)
-        key, root = self.records.key(source.number, frame), self.records.root(source.number, frame)
-        children = source.children[frame]
-        source.pool.forget(slot, None)
-        if children == 0:
-            source.pool.offer(target.slot_base + place, page)
-        owner = source.owner[frame]
-        state = RETIRING if self.must_erase(old) else FREE
-        freed = self._renew(old, state)
-        target.state[place] = SEALED
-        target.span[place] = source.span[frame]
-        target.hang(place, children)
-        target.sealed += 1
-        target.own(place, owner)
-        self.holdings.add(owner, 1, target.pool.frame_class.frame_bytes)
-        if children == 0 and self.holdings.limited:
-            self.listed(target, place, page)
-        self.fresh[key] = new
-        self._standings[new] = standing(page.position, page.turns, page.hint)
-        self._roots[new] = root
-        self._moved[target.number, place] = page
-        out.append(do.Move(key, old, new, freed, self.tier, state))
-        self.counters["pages_moved"] += 1
-        return key, freed
+        self.pages.counters["extents_reclaimed"] += 1
 
     # --- evicting ---------------------------------------------------------------------------------------------------
 
     def _coldest_ns(self, pool: ClassPool) -> int | None:
         aside = (next(iter(slots.values()), None) for slots in (pool.ready, pool.unsaved))
         known = [used_ms for used_ms in (pool.policy.coldest_ms(), *aside) if used_ms is not None]
-        return min(min(known) * 1_000_000, self.now_ns) if known else None
+        return min(min(known) * 1_000_000, self.pages.now_ns) if known else None
 
     def evict(self, pages: int, size: int, out: list[do.Instruction]) -> tuple[int, int]:
         """An operator's wish: that many pages, or bytes, coldest class first. Returns (pages, bytes) gone."""
@@ -248,7 +202,7 @@ class Space(Departures):
         """
         if self.late and all(extent.closed or extent.late for extent in pool.extents.values()):
             return 0
-        leaving = self.leaving()
+        leaving = self.departures.leaving()
         leased: list[int] = []
         room = late = 0
         while room < count and len(leaving.keys) + late < count + CLOSED_MAX:
@@ -256,26 +210,22 @@ class Space(Departures):
             if slot is None:
                 break
             extent, frame = pool.locate(slot)
-            if extent.late or self.leases.holds(extent.number, frame):
+            if extent.late or self.pages.leases.holds(extent.number, frame):
                 leased.append(slot)
                 late += extent.late
                 continue
-            self.leave(extent, frame, leaving)
+            self.departures.leave(extent, frame, leaving)
             room += not extent.closed
         for slot in leased:
-            pool.offer(slot, self.page(pool, slot)._replace(used_ms=self.now_ns // 1_000_000))
-        self.left(leaving, reason, out)
-        if room < count and self.below is not None and self.below.coming(pool):
-            self.waiting = True
+            pool.offer(slot, self.pages.page(pool, slot)._replace(used_ms=self.pages.now_ns // 1_000_000))
+        self.departures.left(leaving, reason, out)
+        if room < count and self.departures.below is not None and self.departures.below.coming(pool):
+            self.departures.waiting = True
         return room
 
     def evict_for(self, pool: ClassPool, count: int, out: list[do.Instruction]) -> None:
         """Make room for pages of this class that move."""
         self._evict_from(pool, count, "reclaim", out)
-
-    def listed(self, extent: Extent, frame: int, page: Page) -> None:
-        """See ``Pages.listed``."""
-        self.quotas.listed(extent, frame, page)
 
     def _next_to_leave(self, pool: ClassPool, unsaved_max: int) -> int | None:
         """The next page that may leave at once, offered no more; None where there is none.
@@ -285,10 +235,10 @@ class Space(Departures):
         while pool.ready:
             slot, aside_ms = next(iter(pool.ready.items()))
             del pool.ready[slot]
-            if self.used_ms(pool, slot) <= aside_ms:
+            if self.pages.used_ms(pool, slot) <= aside_ms:
                 return slot
-            pool.offer(slot, self.page(pool, slot))  # used since: it stays
-        if self.below is None:
+            pool.offer(slot, self.pages.page(pool, slot))  # used since: it stays
+        if self.departures.below is None:
             coldest = self._coldest(pool)
             if coldest is not None:
                 pool.policy.remove(coldest)
@@ -301,14 +251,14 @@ class Space(Departures):
 
     def next_cold(self, pool: ClassPool) -> int | None:
         """Take the coldest page out of the policy, into ``pool.ready`` or ``pool.unsaved``. None: there is none."""
-        assert self.below is not None
+        assert self.departures.below is not None
         slot = self._coldest(pool)
         if slot is None:
             return None
         pool.policy.remove(slot)
         extent, frame = pool.locate(slot)
-        page = self.page(pool, slot)
-        free_to_go = self.below.may_leave(pool, self.records.key(extent.number, frame), page)
+        page = self.pages.page(pool, slot)
+        free_to_go = self.departures.below.may_leave(pool, self.pages.records.key(extent.number, frame), page)
         (pool.ready if free_to_go else pool.unsaved)[slot] = page.used_ms
         return slot
 
@@ -317,9 +267,9 @@ class Space(Departures):
         for pool in self.segment.pools.values():
             for slot in list(pool.ready):
                 extent, frame = pool.locate(slot)
-                if self.records.key(extent.number, frame) in keys:
+                if self.pages.records.key(extent.number, frame) in keys:
                     del pool.ready[slot]
-                    pool.offer(slot, self.page(pool, slot))
+                    pool.offer(slot, self.pages.page(pool, slot))
 
     def _coldest(self, pool: ClassPool) -> int | None:
-        return pool.policy.victim(lambda slot: self.used_ms(pool, slot), self.now_ns // 1_000_000)
+        return pool.policy.victim(lambda slot: self.pages.used_ms(pool, slot), self.pages.now_ns // 1_000_000)

@@ -1,4 +1,4 @@
-"""Pages: which frames of a tier hold what, and what hangs on it; the part of a node's decisions that knows closure.
+"""TierPages: which frames of a tier hold what, and what hangs on it; the part of a node's decisions that knows closure.
 
 A SEALED frame counts its sealed children and whatever else hangs on it (a reservation, a copy on its way between
 tiers); only frames with a count of zero are offered to the eviction policy. Under closure the pages that leave are
@@ -24,6 +24,7 @@ from array import array
 from collections import Counter
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from itertools import repeat
 from typing import NamedTuple
 
 import numpy as np
@@ -34,9 +35,10 @@ from kvstore.state import instructions as do
 from kvstore.state import prefix_links
 from kvstore.state.directory_spans import spans_after, spans_at
 from kvstore.state.eviction import Page
-from kvstore.state.frames import ClassPool, Extent
+from kvstore.state.frames import ClassPool
 from kvstore.state.interfaces import TierParts
 from kvstore.state.leases import LeaseTable
+from kvstore.state.tenant_leaves import TenantLeaves
 from kvstore.state.tenants import TierAccounts
 
 Erasing = Callable[[list[tuple[bytes, Address]], list[do.Instruction]], None]
@@ -61,7 +63,7 @@ class Leaving(NamedTuple):
     copies: list[tuple[Address, int]]
 
 
-FREE, SEALED = FrameState.FREE, FrameState.SEALED
+FREE, RESERVED, SEALED = FrameState.FREE, FrameState.RESERVED, FrameState.SEALED
 RETIRING, QUARANTINED = FrameState.RETIRING, FrameState.QUARANTINED
 _SEALED = int(SEALED)  # a plain number: stored for every page of a put
 
@@ -76,8 +78,15 @@ def standings_of(position: int, turns: int, count: int, hints: bytes = b"") -> l
     return [standing(position + i, turns) for i in range(count)]
 
 
-class Pages:
-    """Pages of one tier. The base of ``Space``; every change leaves as instructions in ``out``."""
+class TierPages:
+    """What the frames of one tier hold. Part of ``Space``; every change leaves as instructions in ``out``.
+
+    Attributes:
+        leaves: the pages without children of each tenant that has a quota.
+        now_ns: the time of this event.
+        fresh: pages sealed by this event, which the index does not have yet.
+        moved: pages moved by this event, by extent and frame; nothing can be read at the new place yet.
+    """
 
     def __init__(
         self, tier: Tier, parts: TierParts, leases: LeaseTable, counters: Counter[str], holdings: TierAccounts
@@ -88,13 +97,14 @@ class Pages:
         self.leases = leases
         self.counters = counters
         self.holdings = holdings
+        self.leaves = TenantLeaves(parts.segment, holdings)
         self.now_ns = 0
         # Of NVMe: has frames erased that are RETIRING, see ``Copies.start_erasing``.
         self.erase: Erasing | None = None
-        self.fresh: dict[bytes, Address] = {}  # sealed by this very event, not in the index yet
+        self.fresh: dict[bytes, Address] = {}
         self._standings: dict[Address, int] = {}  # of those
         self._roots: dict[Address, bytes] = {}  # of those, and of what was moved by this event
-        self._moved: dict[tuple[int, int], Page] = {}  # by this very event: nothing can be read at the new place yet
+        self.moved: dict[tuple[int, int], Page] = {}
 
     def begin(self, now_ns: int) -> None:
         """A new event: all earlier instructions were performed."""
@@ -102,7 +112,7 @@ class Pages:
         self.fresh.clear()
         self._standings.clear()
         self._roots.clear()
-        self._moved.clear()
+        self.moved.clear()
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -160,7 +170,7 @@ class Pages:
     def page(self, pool: ClassPool, slot: int) -> Page:
         """What the eviction policy may know of the page in a slot."""
         extent, frame = pool.locate(slot)
-        moved = self._moved.get((extent.number, frame)) if self._moved else None
+        moved = self.moved.get((extent.number, frame)) if self.moved else None
         if moved is not None:
             return moved
         records = self.records
@@ -182,6 +192,19 @@ class Pages:
         return position_of(info) + 1, turns_of(info) + (not continues)
 
     # --- sealing and holding ----------------------------------------------------------------------------------------
+
+    def grant(self, pool: ClassPool, count: int) -> list[Address]:
+        """Up to ``count`` of the frames that are free, RESERVED under new generations."""
+        addresses: list[Address] = []
+        for extent, frames in pool.take(count):
+            first = self.generation + 1
+            self.generation += len(frames)
+            drawn = range(first, self.generation + 1)
+            for frame, generation in zip(frames, drawn, strict=True):
+                extent.generation[frame] = generation
+                extent.state[frame] = RESERVED
+            addresses += map(Address, repeat(extent.number), frames, drawn)
+        return addresses
 
     def seal(self, address: Address, key: bytes, root: bytes, parent: Address | None, info: int) -> None:
         """The frame, for which a page of ``root`` was expected, holds it now, sealed.
@@ -211,9 +234,6 @@ class Pages:
             extent.own(address.frame, number)
             self.holdings.expect(number, size)
 
-    def listed(self, extent: Extent, frame: int, page: Page) -> None:
-        """Called when a page has no children any more: for subclasses that keep lists of such pages."""
-
     def seal_chain(
         self, addresses: list[Address], spans: list[int], parent: Address | None, page: Page, root: int
     ) -> None:
@@ -238,7 +258,7 @@ class Pages:
         extent.pool.offer(extent.slot_base + frame, page)
         self.holdings.add(root, len(addresses), len(addresses) * size)
         if self.holdings.limited:
-            self.listed(extent, frame, page)
+            self.leaves.add(extent, frame, page)
 
     def show(self, keys: list[bytes], root: bytes, addresses: list[Address], standings: list[int]) -> None:
         """Pages of ``seal_chain`` are found by the rest of this event."""
@@ -263,7 +283,7 @@ class Pages:
         if extent.children[address.frame] == 0:
             page = self.page(extent.pool, slot := extent.slot_base + address.frame)
             if self.holdings.limited:
-                self.listed(extent, address.frame, page)
+                self.leaves.add(extent, address.frame, page)
             if saved_ms is not None:
                 extent.pool.ready[slot] = saved_ms
             else:
@@ -277,7 +297,38 @@ class Pages:
             page = Page.of(used_ms, int.from_bytes(key[:8], "little"), info, extent.owner[address.frame])
             extent.pool.offer(extent.slot_base + address.frame, page)
             if self.holdings.limited:
-                self.listed(extent, address.frame, page)
+                self.leaves.add(extent, address.frame, page)
+
+    def move(self, old: Address, new: Address, out: list[do.Instruction]) -> tuple[bytes, Address]:
+        """A sealed page is in another frame of its class from now on, which was RESERVED for it. Returns its key, and
+        the frame where it was; that is free, or RETIRING where it has to be erased first: the caller sees to that."""
+        source, target = self.segment.extents[old.extent], self.segment.extents[new.extent]
+        frame, place = old.frame, new.frame
+        slot = source.slot_base + frame
+        page = self.page(source.pool, slot)
+        key, root = self.records.key(source.number, frame), self.records.root(source.number, frame)
+        children = source.children[frame]
+        source.pool.forget(slot, None)
+        if children == 0:
+            source.pool.offer(target.slot_base + place, page)
+        owner = source.owner[frame]
+        state = RETIRING if self.must_erase(old) else FREE
+        freed = self._renew(old, state)
+        target.state[place] = SEALED
+        target.span[place] = source.span[frame]
+        target.hang(place, children)
+        target.sealed += 1
+        target.own(place, owner)
+        self.holdings.add(owner, 1, target.pool.frame_class.frame_bytes)
+        if children == 0 and self.holdings.limited:
+            self.leaves.add(target, place, page)
+        self.fresh[key] = new
+        self._standings[new] = standing(page.position, page.turns, page.hint)
+        self._roots[new] = root
+        self.moved[target.number, place] = page
+        out.append(do.Move(key, old, new, freed, self.tier, state))
+        self.counters["pages_moved"] += 1
+        return key, freed
 
     # --- freeing ----------------------------------------------------------------------------------------------------
 
@@ -305,7 +356,7 @@ class Pages:
         state = extent.state[address.frame]
         if state == SEALED:
             return self.records.extra(extent.number, address.frame)[: len(HEAD_TAG)] == HEAD_TAG
-        return state in (FrameState.RESERVED, RETIRING)
+        return state in (RESERVED, RETIRING)
 
     def vacated(self, vacated: Vacated, out: list[do.Instruction]) -> None:
         """Write down what ``vacate`` decided, in the order in which it lies."""

@@ -213,9 +213,11 @@ class Writing:
         absent = False
         anchor = event.parent
         for i, key in enumerate(keys):
-            found = None if absent else self.space.find(key)
+            found = None if absent else self.space.pages.find(key)
             joined = self.pending.find(root, key, event.group) if found is None else None
-            if found is not None and self.space.root_of(found) != root:  # forged: the page that came first has the key
+            if (
+                found is not None and self.space.pages.root_of(found) != root
+            ):  # forged: the page that came first has the key
                 statuses[i], parent_ok, absent = Status.NO_PARENT, False, True
                 continue
             if found is not None:
@@ -237,7 +239,7 @@ class Writing:
         number = self.tenants.number(root)
         fits = self.space.quotas.fit(number, event.frame_class, len(new), anchor, out) if new else 0
         taken = self.space.take_after((anchor,), pool, fits, out) if fits else []
-        self.space.expect(taken, number)
+        self.space.pages.expect(taken, number)
         if len(taken) < len(new):
             taken = self.through.room_for(anchor, pool, number, taken, len(new), out)
             fits = max(fits, len(taken))
@@ -261,23 +263,23 @@ class Writing:
 
     def no_space(self, otherwise: Status = Status.NO_SPACE) -> Status:
         """Why this event got no frame: pages are on their way and frames come soon, or none may leave."""
-        return Status.BUSY if self.space.waiting else otherwise
+        return Status.BUSY if self.space.departures.waiting else otherwise
 
     def _holdable(self, root: bytes, key: bytes, group: int) -> bool:
-        return self.space.find_in(root, key) is not None or self.pending.find(root, key, group) is not None
+        return self.space.pages.find_in(root, key) is not None or self.pending.find(root, key, group) is not None
 
     def hold_parent(self, page: Pending) -> None:
         """What the page hangs on may not leave, where that is sealed."""
-        parent = None if page.at_root or page.holds_parent else self.space.find_in(page.root, page.parent)
+        parent = None if page.at_root or page.holds_parent else self.space.pages.find_in(page.root, page.parent)
         if parent is not None:
-            self.space.hold(parent)
+            self.space.pages.hold(parent)
             page.holds_parent = True
 
     def _unhold_parent(self, page: Pending) -> None:
         if page.holds_parent:
-            parent = self.space.find(page.parent)
+            parent = self.space.pages.find(page.parent)
             assert parent is not None  # held, so not evicted; a damaged parent dooms its pending children first
-            self.space.unhold(parent)
+            self.space.pages.unhold(parent)
             page.holds_parent = False
 
     def seal(self, event: ev.Seal) -> list[do.Instruction]:
@@ -326,12 +328,12 @@ class Writing:
                     waiting.append(child.key)
 
     def _seal_whole(self, page: Pending, out: list[do.Instruction]) -> Status:
-        first = self.space.find(page.key)
+        first = self.space.pages.find(page.key)
         if first is not None:
-            same = self.space.root_of(first) == page.root
+            same = self.space.pages.root_of(first) == page.root
             self.doom([page], out)
             return Status.PRESENT if same else Status.NO_PARENT
-        parent = None if page.at_root else self.space.find_in(page.root, page.parent)
+        parent = None if page.at_root else self.space.pages.find_in(page.root, page.parent)
         if parent is None and not page.at_root:
             if self.through.takes(page):
                 return Status.BUSY
@@ -339,11 +341,11 @@ class Writing:
                 return Status.PARTIAL
             self.doom([page], out)
             return Status.NO_PARENT
-        info = standing(*self.space.standing_after(parent, page.continues), page.hint)
+        info = standing(*self.space.pages.standing_after(parent, page.continues), page.hint)
         self._unhold_parent(page)
         self._forget(page, out)
-        self.space.seal(page.address, page.key, page.root, parent, info)
-        self.space.leaf(page.address, page.key, self.space.now_ns // 1_000_000)
+        self.space.pages.seal(page.address, page.key, page.root, parent, info)
+        self.space.pages.leaf(page.address, page.key, self.space.pages.now_ns // 1_000_000)
         out.append(
             do.WriteSealed([page.address], [page.key], [info], spans=spans_at(self.space.segment, [page.address]))
         )
@@ -356,7 +358,7 @@ class Writing:
             page
             for page in self.pending.by_address.values()
             if page.complete and not page.doomed and not self.through.flies(page)
-            if self.space.find_in(page.root, page.parent) is not None or self.through.has(page.root, page.parent)
+            if self.space.pages.find_in(page.root, page.parent) is not None or self.through.has(page.root, page.parent)
         ]
 
     def unbegin(self, page: Pending, out: list[do.Instruction]) -> None:
@@ -367,7 +369,7 @@ class Writing:
     def stored_below(self, page: Pending, out: list[do.Instruction]) -> None:
         """The page is on NVMe, and will not be in DRAM: its frame is free, and those of other writers of that key."""
         self._forget(page, out)
-        self.space.free([page.address], out)
+        self.space.pages.free([page.address], out)
         while (other := self.pending.named(page.key)) is not None and (other.complete and other.root == page.root):
             self.doom([other], out)
 
@@ -409,7 +411,7 @@ class Writing:
 
     def held(self) -> list[Address]:
         """Sealed pages that reservations hang on, one entry per reservation."""
-        parents = [self.space.find(page.parent) for page in self.pending.by_address.values() if page.holds_parent]
+        parents = [self.space.pages.find(page.parent) for page in self.pending.by_address.values() if page.holds_parent]
         return [parent for parent in parents if parent is not None]
 
     def _silence(self, page: Pending, shards: list[int], out: list[do.Instruction]) -> None:
@@ -428,7 +430,7 @@ class Writing:
                 self.pending.doom(page)
                 self._rename(page, out)
                 if page.writing:
-                    self.space.mark(page.address, QUARANTINED)
+                    self.space.pages.mark(page.address, QUARANTINED)
                     out.append(do.WriteState([page.address], QUARANTINED))
                     self.counters["pages_quarantined"] += 1
             self._settle(page, out)
@@ -437,7 +439,7 @@ class Writing:
         """A doomed page whose writers have all spoken or died gives its frame back."""
         if page.doomed and not page.writing:
             self.pending.remove(page)
-            self.space.free([page.address], out)
+            self.space.pages.free([page.address], out)
 
     def _forget(self, page: Pending, out: list[do.Instruction]) -> None:
         self.pending.remove(page)
@@ -472,17 +474,17 @@ class BegunPages:
         if len(set(keys)) != len(keys) or len(set(event.addresses)) != len(keys):
             return [named_twice()]
         session = self.sessions.get(event.session)
-        if session is None or not (event.parent == root or self.space.find_in(root, event.parent) is not None):
+        if session is None or not (event.parent == root or self.space.pages.find_in(root, event.parent) is not None):
             return [do.Reply()]
         new = [i for i, address in enumerate(event.addresses) if address in session.granted]
-        new = [i for i in new if self.space.find(keys[i]) is None]
+        new = [i for i in new if self.space.pages.find(keys[i]) is None]
         number = self.writing.tenants.number(root)
         new = [i for i in new if self._may_expect(number, event.addresses[i])]
         if not new:
             return [do.Reply()]
         parents = [event.parent, *keys[:-1]]
         addresses = [event.addresses[i] for i in new]
-        self.space.expect(addresses, number)
+        self.space.pages.expect(addresses, number)
         group, until_ns = GROUP | min(address.generation for address in addresses), event.now_ns + event.ttl_ns
         for i, address in zip(new, addresses, strict=True):
             session.granted.discard(address)
@@ -499,7 +501,7 @@ class BegunPages:
     def _may_expect(self, number: int, address: Address) -> bool:
         """The frame may count for that root: its tenant has no quota, or was charged with the frame already. A page in
         any other is not begun: whether there is room for it its seal will tell."""
-        roots = self.space.holdings.roots
+        roots = self.space.pages.holdings.roots
         share, owner = roots[number].share, self.space.segment.extents[address.extent].owner[address.frame]
         return share.quota is None or (owner > 0 and roots[owner].share is share)
 

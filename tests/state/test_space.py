@@ -394,7 +394,7 @@ def counting(world: World) -> Counter[str]:
 
         return call
 
-    view = world.state.space.records
+    view = world.state.space.pages.records
     for name in ("key", "parent", "root", "standing", "last_use_ns", "snapshots", "find"):
         setattr(view, name, counted(name, getattr(view, name)))
     return reads
@@ -466,5 +466,5 @@ def test_a_page_that_very_many_follow_leaves_after_all_of_them() -> None:
     for other in range(1, 300):
         put(world, 0, other)
     evict(world, pages=298)
-    assert world.state.space.find(first) is not None
+    assert world.state.space.pages.find(first) is not None
     assert evict(world, pages=2)[-1] == first

@@ -68,7 +68,7 @@ def saves(instructions: list[do.Instruction]) -> list[list[bytes]]:
 
 def standing_in(world: TieredWorld, extent: int, frame: int) -> int:
     """What the record says of a page's place in its chain."""
-    return world.state.space.records.standing(extent, frame)
+    return world.state.space.pages.records.standing(extent, frame)
 
 
 def fly(world: TieredWorld) -> None:
@@ -145,7 +145,7 @@ def test_a_chain_that_is_saved_in_parts_is_looked_up_once() -> None:
     keys = put(world, *range(40))
     evict(world, 1)
     reads = 0
-    records = world.state.space.records
+    records = world.state.space.pages.records
     lineage = records.lineage
 
     def counted(extent: int, frame: int) -> tuple[bytes, bytes, bytes]:
@@ -436,7 +436,7 @@ def test_nvme_evicts_its_own_tails_for_what_comes() -> None:
     assert [i.tier for i in out if isinstance(i, do.Unindex)] == [Tier.NVME]
     fly(world)
     assert set(world.node.nvme_index) == {*first[2:], *second}
-    assert world.state.spaces[Tier.NVME].counters["evicted_space"] == 2
+    assert world.state.spaces[Tier.NVME].pages.counters["evicted_space"] == 2
 
 
 def test_what_a_save_hangs_on_stays_in_nvme() -> None:
@@ -779,7 +779,7 @@ def test_the_cost_of_a_save_does_not_depend_on_how_many_pages_there_are() -> Non
         save_all(world)
         put(world, 7000, 1)
         reads = 0
-        records = world.state.space.records
+        records = world.state.space.pages.records
         key = records.key
 
         def counted(extent: int, frame: int, key: Callable[[int, int], bytes] = key) -> bytes:

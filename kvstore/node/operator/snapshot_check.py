@@ -97,7 +97,7 @@ def _frozen(performer: Performer, state: NodeState, before: dict[int, _Records])
     shared: dict[int, Any] = {id(kept): kept for kept in (performer, performer.index, *performer.stores.values())}
     shared |= state.mounts.copies()
     for space in state.spaces.values():
-        shared |= {id(kept): kept for kept in (space.index, space.records)}
+        shared |= {id(kept): kept for kept in (space.pages.index, space.pages.records)}
         # Number by number ``deepcopy`` would take a second for a million free frames.
         shared |= {id(extent.free): extent.free.copy() for extent in space.segment.extents.values()}
     snapshots: dict[Tier, list[Snapshot]] = {tier: [] for tier in state.spaces}

@@ -181,7 +181,7 @@ def _nvme(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
         return {}
     written = node.nvme.devices.written_today(today()) if node.nvme is not None else 0
     about = {
-        **(_tier(space, space.counters, config.eviction) if space is not None else _tier_of({}, config.eviction)),
+        **(_tier(space, space.pages.counters, config.eviction) if space is not None else _tier_of({}, config.eviction)),
         "state": _nvme_state(node, written),
         "demoted_pages": counters["pages_saved"],
         "demoted_bytes": counters["bytes_saved"],
@@ -199,15 +199,15 @@ def _nvme(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
 
 def _tier(space: Space, counters: Mapping[str, int], policy: str) -> dict[str, Any]:
     """The numbers of every tier."""
-    ages = {f"p{percent}": age_quantile(space.ages, percent / 100) for percent in (50, 90)}
+    ages = {f"p{percent}": age_quantile(space.departures.ages, percent / 100) for percent in (50, 90)}
     return {
         **_contents(space.segment),
         "eviction": policy,
         "evicted": _evicted(counters),
         "extents_reclaimed": counters.get("extents_reclaimed", 0),
         "age_at_eviction_s": ages,
-        "ages_at_eviction": dict(space.ages),  # pages by the bit length of those whole seconds
-        "ages_at_eviction_sum_s": space.ages_sum_s,
+        "ages_at_eviction": dict(space.departures.ages),  # pages by the bit length of those whole seconds
+        "ages_at_eviction_sum_s": space.departures.ages_sum_s,
     }
 
 

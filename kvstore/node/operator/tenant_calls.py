@@ -121,10 +121,10 @@ def _linked(_: Performer, state: NodeState, keys: list[bytes], root: bytes, befo
     """How many leading ones of these are stored under this root, each after the one before it. The node holds still."""
     for i, key in enumerate(keys):
         for space in state.spaces.values():
-            page = space.find(key)
-            if page is None or space.records.root(*page[:2]) != root:
+            page = space.pages.find(key)
+            if page is None or space.pages.records.root(*page[:2]) != root:
                 continue
-            if before is None or space.records.parent(*page[:2]) == before:
+            if before is None or space.pages.records.parent(*page[:2]) == before:
                 break
         else:
             return i

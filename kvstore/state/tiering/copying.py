@@ -88,7 +88,7 @@ class CopyBatches:
         self._hold_sources(batch)
         for page in batch.pages:
             self.up[batch.target.tier].add(page.key)
-            batch.target.expect([page.target], self.owner(batch.source, page.source))
+            batch.target.pages.expect([page.target], self.owner(batch.source, page.source))
         out.append(do.WriteGranted([page.target for page in batch.pages], NODE_SESSION))
         out.append(do.Load(self._enter(self.loading, batch), batch.pages))
 
@@ -101,7 +101,7 @@ class CopyBatches:
     @staticmethod
     def _hold_sources(batch: CopyBatch) -> None:
         for page in batch.pages:
-            batch.source.hold(page.source)
+            batch.source.pages.hold(page.source)
             batch.held.append(page.source)
 
     def start_erasing(self, pages: list[tuple[bytes, Address]], out: list[do.Instruction]) -> None:
@@ -178,19 +178,19 @@ class CopyBatches:
         """
         source, target = batch.source, batch.target
         arrival = Arrival()
-        lost, absent = set(failed), target.absent([page.key for page in batch.pages])
+        lost, absent = set(failed), target.pages.absent([page.key for page in batch.pages])
         for i, (page, key, root) in enumerate(zip(batch.pages, keys_of(heads), roots_of(heads), strict=True)):
             parent_key, parent = b"", None
-            wanted = i not in lost and key == page.key and source.sealed(page.source)
-            wanted = wanted and (i < absent or target.find(key) is None)
+            wanted = i not in lost and key == page.key and source.pages.sealed(page.source)
+            wanted = wanted and (i < absent or target.pages.find(key) is None)
             if wanted:
-                parent_key = source.records.parent(*page.source[:2])
-                parent = target.find_in(root, parent_key) if parent_key != root else None
+                parent_key = source.pages.records.parent(*page.source[:2])
+                parent = target.pages.find_in(root, parent_key) if parent_key != root else None
             if not wanted or (parent is None and parent_key != root):
                 arrival.unused.append(page.target)
                 continue
-            info = source.records.standing(*page.source[:2])
-            target.seal(page.target, key, root, parent, info)
+            info = source.pages.records.standing(*page.source[:2])
+            target.pages.seal(page.target, key, root, parent, info)
             arrival.places.append(i)
             arrival.parents.append(parent_key)
             arrival.standings.append(info)
@@ -201,13 +201,13 @@ class CopyBatches:
         """Frames that came to nothing are free again, and nothing is held any more."""
         source, target = batch.source, batch.target
         if unused:
-            target.free(unused, out, {page.target: page.key for page in batch.pages})
+            target.pages.free(unused, out, {page.target: page.key for page in batch.pages})
         for address in batch.held:
-            if source.sealed(address):
-                left = address in batch.leaves and target.find(source.records.key(*address[:2])) is not None
-                source.unhold(address, batch.leaves[address] if left else None)
-            elif target.sealed(address):
-                target.unhold(address)
+            if source.pages.sealed(address):
+                left = address in batch.leaves and target.pages.find(source.pages.records.key(*address[:2])) is not None
+                source.pages.unhold(address, batch.leaves[address] if left else None)
+            elif target.pages.sealed(address):
+                target.pages.unhold(address)
 
     def _batches(self) -> tuple[CopyBatch, ...]:
         return (*self.saving.values(), *self.loading.values(), *self.carrying.values(), *self.staging.values())
@@ -229,4 +229,4 @@ class CopyBatches:
 
     def held(self, space: Space) -> list[Address]:
         """Sealed pages that are held in ``space``, one entry per hold."""
-        return [address for batch in self._batches() for address in batch.held if space.sealed(address)]
+        return [address for batch in self._batches() for address in batch.held if space.pages.sealed(address)]

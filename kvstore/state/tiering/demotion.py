@@ -47,7 +47,7 @@ class Climb:
 
     def go_on(self) -> bool:
         """Look at the next pages; whether the top is reached."""
-        upper, records = self._upper, self._upper.records
+        upper, records = self._upper, self._upper.pages.records
         for _ in range(CLIMB_MAX):
             if self._next is None:
                 break
@@ -55,11 +55,11 @@ class Climb:
             key, root, parent = records.lineage(extent, frame)
             if self._is_there(key):
                 self.anchor, self._next = key, None
-                if key not in self._down and self._lower.find_in(root, key) is None:
+                if key not in self._down and self._lower.pages.find_in(root, key) is None:
                     self.pages.clear()  # another root's page has this key there: nothing of ours can hang on it
                 break
             self.pages.append((key, self._next))
-            self._next = None if parent == root else upper.find(parent)
+            self._next = None if parent == root else upper.pages.find(parent)
         return self._next is None
 
     def still_holds(self) -> bool:
@@ -67,13 +67,13 @@ class Climb:
         while self.pages and self._is_there(self.pages[-1][0]):
             self.anchor = self.pages.pop()[0]
         top = self.pages[-1][1] if self.pages else self.leaf
-        upwards = self._next is None or self._upper.sealed(self._next)
-        return upwards and self._upper.sealed(top) and (not self.anchor or self._is_there(self.anchor))
+        upwards = self._next is None or self._upper.pages.sealed(self._next)
+        return upwards and self._upper.pages.sealed(top) and (not self.anchor or self._is_there(self.anchor))
 
     def count(self, most: int) -> int:
         """How many of the topmost pages, up to ``most``, are still where they were found: at least one, if any."""
         top = self.pages[: -most - 1 : -1]
-        return next((i for i, (_, address) in enumerate(top) if not self._upper.sealed(address)), len(top))
+        return next((i for i, (_, address) in enumerate(top) if not self._upper.pages.sealed(address)), len(top))
 
     def take(self, count: int) -> list[tuple[bytes, Address]]:
         """The topmost ``count`` pages, parents first."""
@@ -82,7 +82,7 @@ class Climb:
         return taken
 
     def _is_there(self, key: bytes) -> bool:
-        return key in self._down or self._lower.find(key) is not None
+        return key in self._down or self._lower.pages.find(key) is not None
 
 
 class Demotion:
@@ -96,7 +96,7 @@ class Demotion:
         self.lower = lower
         self.counters = counters
         self.rules = rules
-        self.find_in = self.lower.find_in  # see ``space.Below``
+        self.find_in = self.lower.pages.find_in  # see ``space.Below``
         self._climb: Climb | None = None  # of a chain that was too long for one batch
         self._refused: set[FrameClass] = set()  # below there was no frame for these, and none that could be made free
         self._tails: dict[FrameClass, dict[int, int]] = {}  # of leaves set aside, by slot: see ``_tail``
@@ -107,7 +107,7 @@ class Demotion:
 
     def may_leave(self, pool: ClassPool, key: bytes, page: Page) -> bool:
         """See ``Below.may_leave``."""
-        return not self.admits(page) or self.lower.find(key) is not None or not self.takes(pool.frame_class)
+        return not self.admits(page) or self.lower.pages.find(key) is not None or not self.takes(pool.frame_class)
 
     def admits(self, page: Page) -> bool:
         """The page is worth a write."""
@@ -213,12 +213,12 @@ class Demotion:
 
     def _tail(self, pool: ClassPool, slot: int, most: int) -> int:
         """Pages that can leave one after the other with this leaf, up to ``most``: those nothing else hangs on."""
-        upper, records = self.upper, self.upper.records
+        upper, records = self.upper, self.upper.pages.records
         extent, frame = pool.locate(slot)
         for length in range(1, most):
             parent_key = records.parent(extent.number, frame)
             at_root = parent_key == records.root(extent.number, frame)
-            parent = None if at_root else upper.find(parent_key)
+            parent = None if at_root else upper.pages.find(parent_key)
             if parent is None:
                 return length
             extent, frame = upper.segment.extents[parent.extent], parent.frame
@@ -244,7 +244,7 @@ class Demotion:
             owner = self.copies.owner(self.upper, climb.leaf)
             fits = self.lower.quotas.fit(owner, pool.frame_class, wanted, climb.anchor, out, aside_ms)
             if wanted and not fits:
-                if self.lower.holdings.roots[owner].share.coming:  # when this batch is there, it can make room
+                if self.lower.pages.holdings.roots[owner].share.coming:  # when this batch is there, it can make room
                     continue
                 # Its tenant may have no more there: it leaves as it is.
                 pool.ready[slot] = pool.unsaved.pop(slot)
@@ -252,7 +252,9 @@ class Demotion:
                 continue
             targets = self.lower.take_after((climb.anchor,), lower_pool, fits, out)
             if not targets:
-                if not batch.pages and not self.lower.waiting:  # full of what may not leave: nothing can be saved now
+                if (
+                    not batch.pages and not self.lower.departures.waiting
+                ):  # full of what may not leave: nothing can be saved now
                     self._refused.add(pool.frame_class)
                     self.counters["save_refused_space"] += len(pool.unsaved)
                     self.give_up(pool)
@@ -282,13 +284,13 @@ class Demotion:
 
     def add(self, batch: CopyBatch, anchor: bytes, chain: list[tuple[bytes, Address]], targets: list[Address]) -> None:
         """These pages, which hang on ``anchor``, are part of the batch, and will be in these frames below."""
-        held = self.lower.find(anchor) if anchor else None
+        held = self.lower.pages.find(anchor) if anchor else None
         if held is not None:  # else it starts the chain, or hangs on a page of this very batch
-            self.lower.hold(held)
+            self.lower.pages.hold(held)
             batch.held.append(held)
         for (key, source), target in zip(chain, targets, strict=True):
             batch.pages.append(do.Copying(key, source, target))
-            self.lower.expect([target], self.copies.owner(self.upper, source))
+            self.lower.pages.expect([target], self.copies.owner(self.upper, source))
             self.copies.down[self.lower.tier].add(key)
 
     def saved(self, event: ev.Saved) -> list[do.Instruction]:
@@ -300,9 +302,9 @@ class Demotion:
         arrived = [batch.pages[i] for i in arrival.places]
         if arrived:
             targets, keys = [page.target for page in arrived], [page.key for page in arrived]
-            used_ns = [self.upper.records.last_use_ns(*page.source[:2]) for page in arrived]
+            used_ns = [self.upper.pages.records.last_use_ns(*page.source[:2]) for page in arrived]
             for page, used in zip(arrived, used_ns, strict=True):
-                self.lower.leaf(page.target, page.key, used // 1_000_000)
+                self.lower.pages.leaf(page.target, page.key, used // 1_000_000)
             out.append(do.WriteUse(targets, used_ns))
             heads = event.heads[arrival.places]
             sealed = do.WriteSealed(targets, keys, arrival.standings, heads, arrival.parents, cause="save")

@@ -52,7 +52,7 @@ class Clearing:
         extent = self._extent
         if (
             extent is None
-            or self._space.fresh
+            or self._space.pages.fresh
             or any(batch.source is self._space for batch in self._copies.carrying.values())
         ):
             return
@@ -82,8 +82,8 @@ class Clearing:
     def _carry(self, pool: ClassPool, sources: list[Address], out: list[do.Instruction]) -> bool:
         """Have these pages copied, as many as there is room for. False: there is none."""
         space = self._space
-        targets = space.grant(pool, len(sources))
-        keys = [space.records.key(source.extent, source.frame) for source in sources]
+        targets = space.pages.grant(pool, len(sources))
+        keys = [space.pages.records.key(source.extent, source.frame) for source in sources]
         pages = [do.Copying(*page) for page in zip(keys, sources, targets, strict=False)]
         if pages:
             self._copies.start_carrying(CopyBatch(pages, pool.frame_class, self._space, self._space), out)
@@ -97,18 +97,18 @@ class Clearing:
         unused: dict[Address, bytes] = {}
         wiped: list[tuple[bytes, Address]] = []
         for i, page in enumerate(batch.pages):
-            there = space.sealed(page.source)
+            there = space.pages.sealed(page.source)
             if there:
-                space.unhold(page.source)
+                space.pages.unhold(page.source)
             if i in event.failed or not there or copied[page.source]:
                 unused[page.target] = page.key
                 continue
-            key, freed = space.move(page.source, page.target, out)
+            key, freed = space.pages.move(page.source, page.target, out)
             if space.segment.extents[freed.extent].state[freed.frame] != FREE:
                 wiped.append((key, freed))
         if wiped:
             self._copies.start_erasing(wiped, out)
-        space.free(list(unused), out, unused)
+        space.pages.free(list(unused), out, unused)
         for reason in event.failed.values():
             self._copies.counters[f"move_failed_{reason}"] += 1
         if event.failed and self._extent is not None:

@@ -63,7 +63,7 @@ class LastSave:
         out: list[do.Instruction] = []
         self._demotion.begin_day(event.day_bytes_left)
         if self._leaves is None:
-            self._leaves = deque(leaves_hottest_first(self._upper.records))
+            self._leaves = deque(leaves_hottest_first(self._upper.pages.records))
             self._again = False
         batch = None
         if not self._copies.is_saving(self._upper):
@@ -92,7 +92,7 @@ class LastSave:
             leaf = self._climb.leaf if self._climb is not None else leaves[0] if leaves else None
             if leaf is None:
                 break
-            if not self._upper.sealed(leaf):
+            if not self._upper.pages.sealed(leaf):
                 self._next(leaves)
                 continue
             frame_class = self._upper.segment.extents[leaf.extent].pool.frame_class
@@ -107,7 +107,7 @@ class LastSave:
                 continue
             batch = batch if batch is not None else CopyBatch([], frame_class, self._upper, self._lower)
             self._take(climb, batch, room, out)
-            if self._climb is not None and self._lower.waiting:
+            if self._climb is not None and self._lower.departures.waiting:
                 break  # an extent is being emptied: there is room when that is done
         return batch if batch is not None and batch.pages else None
 
@@ -136,7 +136,7 @@ class LastSave:
 
     def _is_admitted(self, leaf: Address) -> bool:
         extent = self._upper.segment.extents[leaf.extent]
-        page = self._upper.page(extent.pool, extent.slot_base + leaf.frame)
+        page = self._upper.pages.page(extent.pool, extent.slot_base + leaf.frame)
         return self._demotion.admits(page)
 
     def _take(self, climb: Climb, batch: CopyBatch, room: int, out: list[do.Instruction]) -> None:
@@ -157,7 +157,7 @@ class LastSave:
         owner = self._copies.owner(self._upper, climb.leaf)
         fits = self._lower.quotas.fit(owner, batch.frame_class, wanted, climb.anchor, out, used_ms)
         targets = self._lower.take_after((climb.anchor,), pool, fits, out) if fits else []
-        if not targets and self._lower.waiting:
+        if not targets and self._lower.departures.waiting:
             self._climb = climb
             return
         if not targets:
@@ -167,4 +167,4 @@ class LastSave:
         self._climb = climb if climb.pages else None
 
     def _used_ms(self, leaf: Address) -> int:
-        return self._upper.records.last_use_ns(*leaf[:2]) // 1_000_000
+        return self._upper.pages.records.last_use_ns(*leaf[:2]) // 1_000_000

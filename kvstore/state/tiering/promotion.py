@@ -51,7 +51,7 @@ class Promotion:
                 wanted[key] = place, address
         pages = [(key, address) for key, (_, address) in wanted.items()]
         started = self._load(pages, out) if pages else 0
-        waiting = self.upper.waiting or self._loading_bytes > 0
+        waiting = self.upper.departures.waiting or self._loading_bytes > 0
         for place, _ in list(wanted.values())[started:]:
             statuses[place] = Status.BUSY if waiting else Status.NO_SPACE
         out.append(do.Reply(statuses=[int(status) for status in statuses]))
@@ -59,15 +59,15 @@ class Promotion:
 
     def _judge(self, address: Address, hint: bool, wanted: dict[bytes, tuple[int, Address]]) -> tuple[Status, bytes]:
         """What can be done for one page, and its key; BUSY: it should be, or is being, loaded."""
-        if not self.lower.sealed(address):
+        if not self.lower.pages.sealed(address):
             return Status.STALE, b""
         if hint and self._count_read(address) < self.promote_after:  # nearly every page: without asking the index
             return Status.PARTIAL, b""
-        records = self.lower.records
+        records = self.lower.pages.records
         key, root = records.key(address.extent, address.frame), records.root(address.extent, address.frame)
-        there = self.upper.find(key)
+        there = self.upper.pages.find(key)
         if there is not None:  # of another root: the page that came first has the key
-            return Status.OK if self.upper.root_of(there) == root else Status.NO_PARENT, key
+            return Status.OK if self.upper.pages.root_of(there) == root else Status.NO_PARENT, key
         if key in self._up or key in wanted:
             return Status.BUSY, key
         first = next(iter(wanted.values()), None)
@@ -77,7 +77,7 @@ class Promotion:
             return Status.NO_PARENT, key  # of another chain
         parent = records.parent(address.extent, address.frame)
         at_root = parent == root
-        if at_root or parent in wanted or parent in self._up or self.upper.find_in(root, parent) is not None:
+        if at_root or parent in wanted or parent in self._up or self.upper.pages.find_in(root, parent) is not None:
             return Status.BUSY, key
         return Status.NO_PARENT, key
 
@@ -93,7 +93,7 @@ class Promotion:
             count = max(count, 1)  # a page may be larger than all that
         if count <= 0:
             return 0
-        records = self.lower.records
+        records = self.lower.pages.records
         parents = [records.parent(address.extent, address.frame) for _, address in wanted[:count]]
         number, root = self.copies.owner(self.lower, wanted[0][1]), records.root(*wanted[0][1][:2])
         count = self.upper.quotas.fit(number, frame_class, count, parents[0], out)
@@ -106,9 +106,9 @@ class Promotion:
         batch = CopyBatch(pages, frame_class, self.lower, self.upper)
         inside = {page.key for page in pages}
         for parent in parents[: len(pages)]:
-            anchor = self.upper.find_in(root, parent) if parent not in inside else None
+            anchor = self.upper.pages.find_in(root, parent) if parent not in inside else None
             if anchor is not None:
-                self.upper.hold(anchor)
+                self.upper.pages.hold(anchor)
                 batch.held.append(anchor)
             elif parent in self._up:
                 batch.waits_for.add(parent)
@@ -136,7 +136,7 @@ class Promotion:
             targets, keys = [batch.pages[i].target for i in places], [batch.pages[i].key for i in places]
             for i in places:
                 self._forget_reads(batch.pages[i].source)
-                self.upper.leaf(batch.pages[i].target, batch.pages[i].key, event.now_ns // 1_000_000)
+                self.upper.pages.leaf(batch.pages[i].target, batch.pages[i].key, event.now_ns // 1_000_000)
             out.append(do.WriteUse(targets, [event.now_ns] * len(places)))
             rows, sums = event.rows[places], event.checksums[places]
             spans = spans_at(self.upper.segment, targets)
@@ -159,7 +159,7 @@ class Promotion:
         """Batches that follow hang on pages that have just arrived."""
         for batch in self.copies.loading.values():
             for key in batch.waits_for & arrived.keys() if batch.target is self.upper else ():
-                self.upper.hold(arrived[key])
+                self.upper.pages.hold(arrived[key])
                 batch.held.append(arrived[key])
                 batch.waits_for.discard(key)
 

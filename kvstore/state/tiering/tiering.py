@@ -57,8 +57,8 @@ class Pair:
         self.last_save = LastSave(self.demotion)
         self.promotion = Promotion(copies, upper, lower, writing, counters, rules.promote_after)
         self.clearing = Clearing(copies, lower)
-        upper.below = self.demotion
-        lower.erase, lower.clears = copies.start_erasing, self.clearing
+        upper.departures.below = self.demotion
+        lower.pages.erase, lower.clears = copies.start_erasing, self.clearing
 
 
 class Tiering:
@@ -177,7 +177,7 @@ class Tiering:
         pages = self.copies.erasing.pop(event.number)
         done = [address for i, (_, address) in enumerate(pages) if i not in event.failed]
         for pair in self.pairs.values():
-            pair.lower.erased([address for address in done if address.extent in pair.lower.segment.extents], out)
+            pair.lower.pages.erased([address for address in done if address.extent in pair.lower.segment.extents], out)
         return self._gone_on(out)
 
     # --- start and failures -----------------------------------------------------------------------------------------
@@ -194,17 +194,17 @@ class Tiering:
         keys = keys_of(event.heads)
         for i, (address, key, root) in enumerate(zip(event.addresses, keys, roots_of(event.heads), strict=True)):
             at_root = event.parents[i] == root
-            parent = None if at_root else space.find_in(root, event.parents[i])
-            if not self._waits(space, address) or space.find(key) is not None or (parent is None and not at_root):
+            parent = None if at_root else space.pages.find_in(root, event.parents[i])
+            if not self._waits(space, address) or space.pages.find(key) is not None or (parent is None and not at_root):
                 self.counters["pages_not_adopted"] += 1
                 continue
             space.segment.extents[address.extent].generation[address.frame] = address.generation
-            space.expect([address], self.tenants.number(root, found=True))
-            space.seal(address, key, root, parent, event.standings[i])
+            space.pages.expect([address], self.tenants.number(root, found=True))
+            space.pages.seal(address, key, root, parent, event.standings[i])
             kept.append(i)
         for i in kept:
-            space.leaf(event.addresses[i], keys[i], event.now_ns // 1_000_000)
-        space.holdings.suspect = space.holdings.limited
+            space.pages.leaf(event.addresses[i], keys[i], event.now_ns // 1_000_000)
+        space.pages.holdings.suspect = space.pages.holdings.limited
         if kept:
             addresses = [event.addresses[i] for i in kept]
             out.append(do.WriteUse(addresses, [event.now_ns] * len(kept)))
@@ -227,7 +227,7 @@ class Tiering:
         out: list[do.Instruction] = []
         space = self._lower_of(event.extent)
         if space is not None:
-            space.free_quarantined(event.extent, out)
+            space.pages.free_quarantined(event.extent, out)
         if self.pins is not None:
             self.pins.scanned()
         return out

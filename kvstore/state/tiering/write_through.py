@@ -55,7 +55,7 @@ class Through(Behind):
         staged = self._live(key)
         if staged is not None:
             return staged.root == root
-        address = self.lower.find_in(root, key)
+        address = self.lower.pages.find_in(root, key)
         return address is not None and self.demotion.takes(self.lower.segment.extents[address.extent].pool.frame_class)
 
     def _live(self, key: bytes) -> Pending | None:
@@ -72,17 +72,17 @@ class Through(Behind):
 
     def has(self, root: bytes, key: bytes) -> bool:
         """See ``Behind``."""
-        return self.lower.find_in(root, key) is not None
+        return self.lower.pages.find_in(root, key) is not None
 
     def room(self, pool: ClassPool, anchor: bytes, count: int) -> int:
         """See ``Behind``."""
-        if not anchor or self.upper.find(anchor) is not None:
+        if not anchor or self.upper.pages.find(anchor) is not None:
             return count
-        if self._live(anchor) is None and self.lower.find(anchor) is None:
+        if self._live(anchor) is None and self.lower.pages.find(anchor) is None:
             return count
         there = sum(self._class_of(page) is pool for page in self._staged.values() if self._waits(page))
         room = max(0, min(count, self.most(pool) - there))
-        self.upper.waiting = self.upper.waiting or not room
+        self.upper.departures.waiting = self.upper.departures.waiting or not room
         return room
 
     def most(self, pool: ClassPool) -> int:
@@ -99,30 +99,31 @@ class Through(Behind):
         Returns how many pages left; where the end has to be saved first, that begins (``waiting``).
         """
         upper = self.upper
-        page = upper.find(anchor) if anchor else None
+        page = upper.pages.find(anchor) if anchor else None
         if page is None or not count or is_object_class(pool.frame_class) or not self.demotion.takes(pool.frame_class):
             return 0
-        left, leaving = 0, upper.leaving()
+        left, leaving = 0, upper.departures.leaving()
         while page is not None and left < count:
             extent, frame = upper.segment.extents[page.extent], page.frame
             slot = extent.slot_base + frame
-            if extent.pool is not pool or extent.children[frame] or upper.leases.holds(extent.number, frame):
+            if extent.pool is not pool or extent.children[frame] or upper.pages.leases.holds(extent.number, frame):
                 break
-            parent, root = upper.records.parent(extent.number, frame), upper.records.root(extent.number, frame)
-            if upper.is_moved(extent.number, frame):
+            records = upper.pages.records
+            parent, root = records.parent(extent.number, frame), records.root(extent.number, frame)
+            if (extent.number, frame) in upper.pages.moved:
                 break
-            if not self.has(root, upper.records.key(extent.number, frame)):
-                upper.waiting = upper.waiting or not upper.may_leave(pool, slot)
+            if not self.has(root, records.key(extent.number, frame)):
+                upper.departures.waiting = upper.departures.waiting or not upper.departures.may_leave(pool, slot)
                 break
-            page = upper.find(parent) if parent != root else None
-            upper.leave(extent, frame, leaving)
+            page = upper.pages.find(parent) if parent != root else None
+            upper.departures.leave(extent, frame, leaving)
             left += 1
-        upper.left(leaving, "space", out)
+        upper.departures.left(leaving, "space", out)
         return left
 
     def make_room(self, anchor: bytes, pool: ClassPool, count: int, out: list[do.Instruction]) -> list[Address]:
         """See ``Behind``."""
-        left = 0 if self.upper.waiting else self.shorten(anchor, pool, min(count, self.most(pool)), out)
+        left = 0 if self.upper.departures.waiting else self.shorten(anchor, pool, min(count, self.most(pool)), out)
         return self.upper.take(pool, left, out) if left else []
 
     def room_for(
@@ -130,21 +131,21 @@ class Through(Behind):
     ) -> list[Address]:
         """See ``Behind``. None at all where the chain would have to leave for the others, and cannot yet: reservations
         would hold it."""
-        page = self.upper.find(anchor) if anchor else None
+        page = self.upper.pages.find(anchor) if anchor else None
         if page is None:
             return taken
         held = self.upper.segment.extents[page.extent].children[page.frame] > 0
         if held and not self.copies.moving(pool.frame_class, self.upper):  # by another page, and not by a copy alone
             return taken
-        left = 0 if self.upper.waiting else self.shorten(anchor, pool, count - len(taken), out)
-        if self.upper.waiting:
+        left = 0 if self.upper.departures.waiting else self.shorten(anchor, pool, count - len(taken), out)
+        if self.upper.departures.waiting:
             if taken:
                 out.append(do.WriteGranted(taken, NODE_SESSION))  # no record says yet that they were taken
-                self.upper.free(taken, out)
+                self.upper.pages.free(taken, out)
             return []
         fits = self.upper.quotas.fit(owner, pool.frame_class, left, b"", out) if left else 0
         more = self.upper.take(pool, fits, out) if fits else []
-        self.upper.expect(more, owner)
+        self.upper.pages.expect(more, owner)
         return taken + more
 
     # --- what is written ----------------------------------------------------------------------------------------------
@@ -169,14 +170,19 @@ class Through(Behind):
                 statuses.append(Status.PRESENT if ours else Status.OK)
             elif (staged := self._live(key)) is not None and staged.root == root:
                 statuses.append(Status.BUSY)
-            elif not ours or staged is not None or self.lower.find(key) is not None or self.upper.find(key) is not None:
+            elif (
+                not ours
+                or staged is not None
+                or self.lower.pages.find(key) is not None
+                or self.upper.pages.find(key) is not None
+            ):
                 break  # it was given up; or another root's page has that key, which was forged
             else:
                 new.append(i)
                 statuses.append(Status.BUSY)
         fits = self.upper.quotas.admit(number, event, new, b"", out) if new else 0
         if fits < len(new):
-            wait = self.upper.waiting or bool(self._staged)
+            wait = self.upper.departures.waiting or bool(self._staged)
             statuses[new[fits] :] = [Status.BUSY if wait else Status.OVER_QUOTA] * (len(statuses) - new[fits])
         pages = self._stage(event, keys, new[:fits], granted, number, out)
         self.start(out)
@@ -206,7 +212,7 @@ class Through(Behind):
         granted.difference_update(addresses)
         pool = self.upper.segment.extents[addresses[0].extent].pool
         pool.granted_ahead -= len(addresses)
-        self.upper.expect(addresses, number)
+        self.upper.pages.expect(addresses, number)
         until_ns = event.now_ns + TTL_NS
         group = GROUP | min(address.generation for address in addresses)
         out.append(do.WriteReserved(addresses, event.rows[places], parents, event.session, group, 0, 1, until_ns))
@@ -271,14 +277,16 @@ class Through(Behind):
             fits = self.lower.quotas.fit(owner, frame_class, most, anchor, out) if most else 0
             pool = self.lower.segment.pool(frame_class)
             targets = self.lower.take_after((anchor,), pool, fits, out) if fits else []
-            if not targets and (not most or self.lower.waiting or self.lower.holdings.roots[owner].share.coming):
+            if not targets and (
+                not most or self.lower.departures.waiting or self.lower.pages.holdings.roots[owner].share.coming
+            ):
                 self._later += chain
                 return
-        held = self.lower.find_in(root, anchor)
+        held = self.lower.pages.find_in(root, anchor)
         if targets and held is not None:
-            self.lower.hold(held)
+            self.lower.pages.hold(held)
             batch = CopyBatch([], frame_class, self.upper, self.lower, [held])
-            info = standing(*self.lower.standing_after(held, chain[0].continues))
+            info = standing(*self.lower.pages.standing_after(held, chain[0].continues))
             standings = {anchor: standing(position_of(info) - 1, turns_of(info))}
             for page, target in zip(chain, targets, strict=False):
                 before = standings[page.parent]
@@ -286,7 +294,7 @@ class Through(Behind):
                 source = page.address
                 copying = do.Copying(page.key, source, target, FrameState.RESERVED, standings[page.key])
                 batch.pages.append(copying)
-                self.lower.expect([target], owner)
+                self.lower.pages.expect([target], owner)
                 self.copies.down[self.lower.tier].add(page.key)
             self.copies.start_staged(batch, out)
             self.demotion.began(batch)
@@ -326,19 +334,19 @@ class Through(Behind):
                     heirs.append(staged)
                 continue
             source = self._waits(staged) and staged.address == page.source
-            whole = i not in event.failed and key == page.key and self.lower.find(key) is None
+            whole = i not in event.failed and key == page.key and self.lower.pages.find(key) is None
             if source and (self.has(root, key) or (whole and self.has(root, staged.parent))):
                 done.append(staged)
             elif source:
                 failed.append(staged)
-            if not whole or not (source or self.upper.sealed(page.source)):
+            if not whole or not (source or self.upper.pages.sealed(page.source)):
                 unused.append(page.target)
                 continue
-            parent = self.lower.find_in(root, staged.parent)
+            parent = self.lower.pages.find_in(root, staged.parent)
             if parent is None:
                 unused.append(page.target)
                 continue
-            self.lower.seal(page.target, key, root, parent, page.standing)
+            self.lower.pages.seal(page.target, key, root, parent, page.standing)
             places.append(i)
             parents.append(staged.parent)
         self._arrived(event, batch, places, parents, out)
@@ -360,9 +368,9 @@ class Through(Behind):
             return
         pages = [batch.pages[i] for i in places]
         targets, keys = [page.target for page in pages], [page.key for page in pages]
-        used_ns = [self.upper.records.last_use_ns(*page.source[:2]) for page in pages]
+        used_ns = [self.upper.pages.records.last_use_ns(*page.source[:2]) for page in pages]
         for page, used in zip(pages, used_ns, strict=True):
-            self.lower.leaf(page.target, page.key, used // 1_000_000)
+            self.lower.pages.leaf(page.target, page.key, used // 1_000_000)
         out.append(do.WriteUse(targets, used_ns))
         standings = [page.standing for page in pages]
         spans = spans_at(self.lower.segment, targets)

@@ -233,7 +233,7 @@ class World:
         for name in ("pages_saved", "pages_promoted", "pages_adopted", "pages_not_adopted", "pages_dropped_at_start"):
             self.happened[name] += state.counters[name]
         for name in ("extents_reclaimed", "pages_moved", "evicted_space"):
-            self.happened[f"nvme {name}"] += state.spaces[Tier.NVME].counters[name]
+            self.happened[f"nvme {name}"] += state.spaces[Tier.NVME].pages.counters[name]
         self.happened["demoted"] += state.counters["demoted"]
 
     def _reboot(self) -> None:

@@ -509,7 +509,7 @@ class RealNode:
         wrong += [
             f"pending {page.key.hex()}: its parent is sealed and not held"
             for page in live
-            if not page.at_root and not page.holds_parent and state.space.find(page.parent) is not None
+            if not page.at_root and not page.holds_parent and state.space.pages.find(page.parent) is not None
         ]
         for address, page in state.pending.by_address.items():
             frame_state = self.frame_state(address.extent, address.frame)

@@ -381,7 +381,7 @@ class World:
                 assert in_doubt, f"{address} was granted to {client.session}, and is not any more"
             else:
                 assert status in (Status.PRESENT, Status.NO_PARENT, Status.OVER_QUOTA, Status.BUSY)
-                limited = self.state.space.holdings.limited
+                limited = self.state.space.pages.holdings.limited
                 assert limited or status != Status.OVER_QUOTA
                 goes_through = address in self.state.pending.by_address
                 assert limited or status != Status.BUSY or goes_through or self.state.writing.through is not None
