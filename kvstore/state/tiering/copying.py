@@ -174,7 +174,7 @@ class CopyBatches:
     def arrive(self, batch: CopyBatch, heads: Rows, failed: Iterable[int]) -> Arrival:
         """Seal what was copied whole, still is the page that was chosen, and has its parent in the target tier.
 
-        The caller writes the instructions, offers chain ends (``Space.leaf``), and calls ``end``.
+        The caller writes the instructions, offers chain ends (``TierPages.leaf``), and calls ``end``.
         """
         source, target = batch.source, batch.target
         arrival = Arrival()
