@@ -49,7 +49,7 @@ class _Asked(AdminVerbs):
         return read_state(self._connection, ASK_S)
 
     def heard(self) -> dict[str, Any]:
-        """Return what the owners of its pages list; see ``service.cluster.heard``."""
+        """Return what the owners of its pages list; see ``node.cluster.directory_audit``."""
         return self._admin("heard")
 
     def in_pool(self, keys: Keys) -> Keys:

@@ -1,6 +1,6 @@
 """AdminVerbs: what an operator asks of a node, the same through shared memory and over gRPC.
 
-Every verb is one admin call (``service.operator.admin``): a JSON document to the node and one back. Each kind of store
+Every verb is one admin call (``node.operator.admin``): a JSON document to the node and one back. Each kind of store
 carries the call in its own way (``_admin``).
 """
 
@@ -60,7 +60,7 @@ class AdminVerbs:
         return named
 
     def stats(self) -> dict[str, Any]:
-        """Numbers about the node; see ``service.operator.stats``."""
+        """Numbers about the node; see ``node.operator.stats``."""
         return self._admin("stats")
 
     def evict(
@@ -142,7 +142,7 @@ class AdminVerbs:
                 return {**found, "pages": pages}
 
     def explain(self, keys: Keys) -> dict[str, Any]:
-        """What the node knows of each page of ``keys``, stored or not; see ``service.operator.explaining``.
+        """What the node knows of each page of ``keys``, stored or not; see ``node.operator.explain_lookup``.
 
         Returns ``pages``, one entry per key: ``tiers`` that have it, and ``leased``, ``pinned``, ``identity``,
         ``writing`` or ``event`` if they apply. ``elsewhere``: other tenants, adapters or models under which a first

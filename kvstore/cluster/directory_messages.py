@@ -16,7 +16,7 @@ Here whose is: fingerprint of the layout 16 bytes | lengths of salt and adapter 
 asks an owner which nodes have pages, HOLD asks a node which it has itself; FOUND answers both.
 
 A node's place in the names of FOUND says nothing beyond that answer; an empty name stands for no node. Fingerprints of
-ANNOUNCE and LISTED are veiled by their root (``model.pool_secret.veil_of``), which only nodes can do. Those of FIND are
+ANNOUNCE and LISTED are veiled by their root (``model.prefix.veil_of``), which only nodes can do. Those of FIND are
 not: the owner veils them by the root that the caller names, after it has seen that the caller may read it.
 
 STATE in pages: what a data server says of its part of the directory, however many nodes it names. Pure, but for the

@@ -1,7 +1,7 @@
 """Finding: which nodes of the pool have pages, as the owners of their spans tell.
 
-``state.searching`` says whom to ask for what; here the questions of a round are sent, all under way at the same time.
-What was found is kept for a second. Nothing of it is proven: where a page is read, it is.
+``cluster.lookup_plan`` says whom to ask for what; here the questions of a round are sent, all
+under way at the same time. What was found is kept for a second. Nothing of it is proven: where a page is read, it is.
 """
 
 from __future__ import annotations

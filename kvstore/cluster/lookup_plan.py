@@ -1,4 +1,4 @@
-"""Searching: whom to ask for the pages of a chain, and what the answers say. Pure; ``transfer.finding`` performs.
+"""Searching: whom to ask for the pages of a chain, and what the answers say. Pure; ``cluster.find_pages`` performs.
 
 A chain that is prefix-closed is whole wherever its last page is. So only the last pages of spans are asked for at
 first, and not even of all: of the last span, and of enough others that no long run of spans is unknown; a node that

@@ -7,7 +7,7 @@ connection, and is dead only where that fails.
 
 Peers: who else is in a node's pool, as a small file in its folder says.
 
-The node's data server writes it (``service.cluster.view``); the daemon and its clients read it, and never ask the
+The node's data server writes it (``node.cluster.data_server``); the daemon and its clients read it, and never ask the
 catalog themselves. With the catalog away the last view stays; ``heard_s`` says how old it is.
 """
 

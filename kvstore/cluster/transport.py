@@ -1,7 +1,7 @@
 """Transport: a way in which pages come from another node. One class each; a process has a table of them.
 
 What a node offers stands in the catalog by the names of that table, so that a transport more is a class and a row
-(``client.local.transports``). Which one a pull takes is decided by ``plan``, and done by ``mover``.
+(``cluster.page_mover``). Which one a pull takes is decided and done by ``page_mover``.
 
 Pulling: the pages of one READ, received into their final place and verified there.
 """

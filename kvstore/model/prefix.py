@@ -3,7 +3,7 @@
 ``link[i] = xxh3_128(link[i-1] + tokens of page i as uint32 little-endian + extra[i])``, ``link[-1]`` being the root:
 a hash of layout fingerprint, tenant salt and adapter. So a link names a whole prefix, and equal prompts under two
 layouts, salts or adapters have nothing in common. A page's key starts with the first half of its link; the rest is the
-tag of its root, so that tokens of one root make no key of another (``model.pool_secret``). Inside a root xxh3, which is
+tag of its root, so that tokens of one root make no key of another (``model.prefix``). Inside a root xxh3, which is
 fast, can be forged; hence a hit is proven by comparing root, token ids and media digests with what is stored
 (``Keys.identity_bytes``). Root and media digests are BLAKE2b, so that salts and media cannot be forged.
 

@@ -2,9 +2,9 @@
 
 StopSave: an end with which the node's memory goes. What only DRAM holds is saved to NVMe, in bounded time.
 
-What is saved, and in what order, is decided by ``state.last_save``; the mover's lanes carry it. A device that does not
-answer keeps its own lane, and others go on without it. A kill on the way costs what was not saved yet, as a power
-failure would.
+What is saved, and in what order, is decided by ``state.tiering.last_save``; the mover's lanes carry it. A device that
+does not answer keeps its own lane, and others go on without it. A kill on the way costs what was not saved yet, as
+a power failure would.
 """
 
 from __future__ import annotations

@@ -78,7 +78,7 @@ class PageEvent(NamedTuple):
             did not hold, or "deleted"; of sealed "found" where a start found the page on NVMe; of cleared "start".
         keys: 16 bytes each.
         roots: of each page; one alone is of all of them.
-        spans: of each page, see ``model.span``.
+        spans: of each page, see ``model.prefix``.
     """
 
     seq: int

@@ -287,7 +287,9 @@ class Performer:
             store.incarnation,
             instruction.frames,
             tier=instruction.tier,
-            files=self.spares.take(instruction.frame_class) if store.mapped else None,  # of mapped ones, by ``room``
+            files=self.spares.take(instruction.frame_class)
+            if store.mapped
+            else None,  # of mapped ones, by ``node.node``
         )
         store.carve(instruction.position, number, instruction.frame_class)
 

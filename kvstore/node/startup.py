@@ -14,7 +14,7 @@ First the files are renamed one by one, then the header, which clients look at, 
 none. A kill between is noticed by the next start (``Header.growing_to``), which does the rest.
 
 *Smaller.* The file keeps its length, since it is mapped. Positions beyond the new bound are carved no more; what lies
-there moves or leaves, once no lease and no writer needs it to stay (``state.shrinking``). Then memory is given back.
+there moves or leaves, once no lease and no writer needs it to stay (``state.node_state``). Then memory is given back.
 
 Extents keep the size that they were made with.
 """
@@ -243,7 +243,7 @@ def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> t
     if header is None or segment_file is None:
         extent_bytes = extent_bytes_of(config)
         positions = config.dram // extent_bytes
-        # Tables and index come on top: about a hundredth for pages of 64 KiB: see ``service.node.room``.
+        # Tables and index come on top: about a hundredth for pages of 64 KiB: see ``node.node``.
         check_space(config.shm_dir, positions * extent_bytes + positions * extent_bytes // 64 + TABLES_BYTES_MIN)
         _clear(folder)
         incarnation, known = secrets.randbits(63) | 1, secret_on_nvme(config, folder)

@@ -1,7 +1,7 @@
 """Mover: carries pages between DRAM and NVMe, and on NVMe, and writes the checkpoints of what is there.
 
-The state decides what to copy (``state.tiering``); the copies are made here, outside the node's mutex, and reported
-back. The state holds a page while it is on its way; what changed all the same is noticed by its record's word.
+The state decides what to copy (``state.tiering.tiering``); the copies are made here, outside the node's mutex, and
+reported back. The state holds a page while it is on its way; what changed all the same is noticed by its record's word.
 
 Each device has its own lanes (``device_lanes``). A batch that lies on several devices has a part in the lane of each. A
 device that does not answer for ``LATE_S`` is late: the state is told, and others go on without it, until it answers or
@@ -49,7 +49,7 @@ class DeviceLane:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._pieces: deque[Piece] = deque()  # bounded by what the node decides: see ``state.tiering``
+        self._pieces: deque[Piece] = deque()  # bounded by what the node decides: see ``state.tiering.tiering``
         self._chores: dict[str, Piece] = {}
         self._some = threading.Event()
         self._began_s: float | None = None  # the piece under way

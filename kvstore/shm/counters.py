@@ -1,6 +1,6 @@
 """SessionCounters: what one client did, counted in a page of words that its node reads. No message is sent for it.
 
-A client's session file (``sessions/<id>``, see ``tier.sessions``) is one page of 8-byte words: a magic number, pages
+A client's session file (``sessions/<id>``, see ``shm.sessions``) is one page of 8-byte words: a magic number, pages
 missed by reason, how long each operation took, how long ago it was that pages which were hit had been used before, and
 one row per page geometry with its gets and the pages hit and put. Each word has one writing party, the client; the node
 reads them whenever it likes. Threads of one client share its words without a lock: between the read and the write of

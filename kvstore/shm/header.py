@@ -66,7 +66,7 @@ class Header:
     next_extent = _Word(12)  # numbers below were used: none is used twice, whatever a restart forgets
     verify_reads = _Word(13)  # 1: clients verify checksums on every read
     names_forgotten = _Word(14)  # times that the node forgot names of roots: clients say theirs again
-    growing_to = _Word(15)  # the incarnation that its files are getting; 0: none. See ``resize``
+    growing_to = _Word(15)  # the incarnation that its files are getting; 0: none. See ``node.startup``
     puts_id = _Word(16)  # of its ``put_log.PutLog``; 0: none
     mounts = _Word(17)  # segments of engines' own memory, see ``mounted``
 

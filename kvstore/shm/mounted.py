@@ -3,14 +3,14 @@
 The file ``mounted-<number>`` of a node's folder; the number is one of its extents', and names no other ever::
 
     0        head    magic, version, incarnation of the node, number, session, geometry, how the memory is exported,
-                     where pages lie in it (``model.strides``), sum
+                     where pages lie in it (``model.shard``), sum
     4 KiB    held    a word per frame, written by readers: until when a process reads there (CLOCK_MONOTONIC) ..
     rows    a row per frame (``model.replica.RecordFormat`` without a tail), written by the engine
 
 A row's life, all of it the engine's: its word is 0 (nothing is there) -> ``fill``: body first, the word SEALED last ->
 ``retire``: the word RETIRING under the same generation, so that no reader begins there, and those that read may end ->
 ``clear``: 0, and the frame may be written into. Generations are drawn from one counter and are never used again.
-In place of a lease's deadline a row has the page's span, see ``model.span``.
+In place of a lease's deadline a row has the page's span, see ``model.prefix``.
 
 A reader stores ``held`` before it looks at a word, and looks at the word again when it has read. So ``held`` is a
 courtesy, which spares a reader a useless read: what makes its read right is that the generation is the same. The engine
@@ -104,7 +104,7 @@ class MountedTable:
     Attributes:
         number, session, frame_class, frames: which segment it is, whose, and what its frames are.
         strides: where pages lie in the memory.
-        kind, export: how readers come to the memory: see ``transfer.exported``.
+        kind, export: how readers come to the memory: see ``tier.peer_memory``.
         words: ``[frames]``, strided; of readers read-only.
         held: ``[frames]``, writable for everyone.
         identity: ``[frames, bytes]``: key, root, extra and tokens of each page; of readers read-only.

@@ -11,7 +11,7 @@ sent (``SEAL_GRANTED``, say), so the daemon takes it in as if it had come over t
 client writes a record's bytes, then ``published``; the daemon performs what a record asks for, then stores ``drained``.
 So a record that is half written was never published, and one that was performed but not marked (a kill in between) is
 performed again, which changes nothing: its frames are not granted any more. The daemon alone writes ``session``,
-``drained``, ``asleep`` and ``deciding`` (see ``service.node.deciding``). A record lies in one piece: one that does not
+``drained``, ``asleep`` and ``deciding`` (see ``shm.put_log``). A record lies in one piece: one that does not
 fit before the ring's end starts at its front.
 
 Worked example: the ring of slot 3 is taken in up to position 262,000 of 262,144 * n. A request of 500 bytes needs 520:

@@ -1,7 +1,7 @@
 """ExtentTable: what is written down about the frames of one extent, as arrays over shared memory.
 
 ``records-<extent>`` is one page of header and then a row per frame (``model.replica.RecordFormat``), written by the
-daemon alone. Clients write ``uses-<extent>`` (``tier.uses``). On x86-64 stores become visible in their order, so the
+daemon alone. Clients write ``uses-<extent>`` (``shm.records``). On x86-64 stores become visible in their order, so the
 protocol of a record is: body first, its word last; and to end it, the word first.
 
 An extent belongs to one tier. What lies on NVMe has its token ids and checksums in front of it on the device, so the

@@ -1,6 +1,6 @@
 """Sessions: which clients of a node live, and what all of them counted. The node's side of the session files.
 
-A client keeps a file ``sessions/<id>`` locked while it lives, and counts in it (``tier.counters``). A process that gets
+A client keeps a file ``sessions/<id>`` locked while it lives, and counts in it (``shm.counters``). A process that gets
 the lock knows that the client is gone: its counts are added to those of all that ended, and the file is removed.
 Clients that only read never speak to the node; their files are found by ``sweep``.
 

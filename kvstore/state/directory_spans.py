@@ -1,4 +1,4 @@
-"""Spans: which one each sealed page of a tier is in, see ``model.span``. ``Extent.span`` has them, 8 bytes a page.
+"""Spans: which one each sealed page of a tier is in, see ``model.prefix``. ``Extent.span`` has them, 8 bytes a page.
 
 No record has them: a page's span is its parent's, or begins with it, so a start finds all of them from the chains.
 """

@@ -29,7 +29,7 @@ class Happening:
     def frames_needed(self, class_of: ClassOf) -> tuple[FrameClass, int] | None:
         """The class and number of frames that the decision may take where clients write; None: it takes none.
 
-        Their memory is had before the decision, see ``service.node.room``.
+        Their memory is had before the decision, see ``node.node``.
         """
         return None
 
@@ -430,7 +430,7 @@ class FoundMount(Happening):
 class Publish(Happening):
     """Consecutive pages of one chain, the first at ``position``, are in these frames of a mounted segment.
 
-    ``before``: the span of the page before the first one, see ``model.span``.
+    ``before``: the span of the page before the first one, see ``model.prefix``.
     """
 
     now_ns: int

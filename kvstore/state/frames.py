@@ -38,11 +38,11 @@ class Extent:
         self.state = bytearray(self.frames)
         self.children = array("B", bytes(self.frames))
         self.owner = array("B", bytes(self.frames))  # number of the page's root, see ``Tenants``; 0: none
-        self.span = array("Q", bytes(8 * self.frames))  # of the page, see ``model.span``
+        self.span = array("Q", bytes(8 * self.frames))  # of the page, see ``model.prefix``
         self.free: deque[int] = deque(range(self.frames))
         self.sealed = 0
         self.closed = False  # its device takes no more writes: what is there is read, nothing is granted
-        self.leaving = False  # it is being emptied, see ``clearing``: nothing is granted
+        self.leaving = False  # it is being emptied, see ``tiering.extent_reclaim``: nothing is granted
         self.late = False  # its device does not answer now: nothing is granted until it does
 
     def count(self, state: FrameState) -> int:

@@ -1,7 +1,7 @@
 """Mounts: memory of engines, whose pages the node knows and lists under ``Tier.HBM``, and does not decide about.
 
 An engine mounts a segment: a number of frames of one class. It writes the segment's records itself, since its frames
-turn over at decode speed, and publishes what it has written (``tier.mounted``). The node mirrors that: of each frame
+turn over at decode speed, and publishes what it has written (``shm.mounted``). The node mirrors that: of each frame
 the generation under which the engine published it, its page's key, root and span. What the engine takes back, and all
 that it has when it ends, leaves again. Several engines may have one page: the index names one replica, and the next
 when that one goes.

@@ -6,8 +6,8 @@ its bytes at once. What is stored under a root without a name belongs to the ten
 (names end with a reboot, NVMe does not) is *unclaimed* until its tenant names it: no quota counts it.
 
 A root's name is remembered for long, and written into the node's book, when pages are stored under it: what reads and
-lookups say of roots that store nothing passes. Both are bounded in bytes (``state.names``); an account keeps its tenant
-as long as it has pages, whether its name is remembered or not.
+lookups say of roots that store nothing passes. Both are bounded in bytes (``state.tenants``); an account keeps its
+tenant as long as it has pages, whether its name is remembered or not.
 
 A frame that is being written for a root (reserved, or copied into from another tier) counts as ``coming`` until its
 page is sealed or given up. Bytes and what is coming together stay within a quota::

@@ -1,7 +1,7 @@
 """Writing: reservations under keys, by the shards of a write group; from reserve to seal or to a doomed frame's end.
 
-See ``pending`` for the life of a reserved page. The first seal of a key wins; a page is sealed once every shard has
-sealed and its parent is sealed.
+See ``PendingTable`` for the life of a reserved page. The first seal of a key wins; a page is sealed once every shard
+has sealed and its parent is sealed.
 
 Begun: granted frames that a client is writing layer by layer, and whose pages readers may follow already.
 
@@ -62,7 +62,7 @@ class Pending:
     root: bytes = b""
     hint: int = 0  # see ``kvstore.model.retention``
     continues: bool = True  # it hangs on a page of the same request, not on what an earlier one left
-    begun: bool = False  # it is being written into a frame that was granted: see ``begun``
+    begun: bool = False  # it is being written into a frame that was granted: see ``Begun``
 
     @property
     def complete(self) -> bool:

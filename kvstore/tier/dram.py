@@ -407,7 +407,7 @@ class DramStore:
         return self.incarnation
 
     def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
-        """See ``TierStore``. Its memory was had before: see ``service.node.room``."""
+        """See ``TierStore``. Its memory was had before: see ``node.node``."""
         assert 0 <= position < self.positions and position not in self._carved and self.frames_of(frame_class)
         self._carved[position] = frame_class
 
@@ -417,7 +417,7 @@ class DramStore:
 
     def give_back(self, position: int) -> None:
         """Free the memory of a position where no extent is: clients know by an extent's number whether the memory
-        behind it is still the same (``client.pins``)."""
+        behind it is still the same (``client.device_link``)."""
         assert position not in self._carved, f"an extent lies in position {position}"
         self.segment.give_back(position)
 

@@ -81,7 +81,7 @@ class Op(IntEnum):
     #                one root, each its pieces and then its head. Next to a head is the address of the head that it
     #                replaces, zero: none; next to a piece zero. Reply: statuses [n], the same for all pages of an
     # object
-    DRAIN = 14  # take in what sessions have published (``tier.put_log``). Reply, where one is wanted: when it is done
+    DRAIN = 14  # take in what sessions have published (``shm.put_log``). Reply, where one is wanted: when it is done
 
 
 class Message(NamedTuple):

@@ -11,7 +11,7 @@ their replies come; the server answers them one by one, in order, and its replie
     STATUS -> STATE             FIND -> FOUND             ANNOUNCE -> ANNOUNCED
     LIST -> LISTED              CHECK -> CHECKED          HOLD -> FOUND
     PULL -> PIECE ... END       (engines: the KV of a prompt that is being computed)
-    ATTACH -> ATTACHED          LEND -> LENT              RETURN -> RETURNED      (see ``lending``)
+    ATTACH -> ATTACHED          LEND -> LENT              RETURN -> RETURNED      (see below)
 
 Any request may get ERROR instead of its reply, or in the middle of it. Each kind's body has a bound (``BODY_MAX``), and
 no body is read before it was held against that. A frame that breaks a rule ends the connection with ERROR in words.

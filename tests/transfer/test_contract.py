@@ -1,4 +1,4 @@
-"""What every transport keeps to, whatever brings the bytes: see ``transfer.transport``.
+"""What every transport keeps to, whatever brings the bytes: see ``cluster.transport``.
 
     memory   the handlers of a data server, called in this process
     lent     pages that are lent, read by an agent that copies late and in the wrong order, in this process

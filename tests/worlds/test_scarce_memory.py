@@ -1,7 +1,7 @@
 """A node whose tmpfs runs out of memory, by others and by itself, under load and with kills: one seed, one history.
 
 Tables that cannot be made, positions that cannot be populated, an index that has no room for a large transaction. What
-a decision needs is had before it is made (``service.node.room``), so none is performed by half: an extent without
+a decision needs is had before it is made (``node.node``), so none is performed by half: an extent without
 tables, or an index that cannot follow, is an AssertionError here, and was 151 broken laws in a real node.
 """
 

@@ -219,7 +219,7 @@ class ConductorState:
         return None
 
     def explain(self, event: ev.Arrived) -> Explanation:
-        """What would become of a request that arrived now, and why: see ``explaining``. Changes nothing."""
+        """What would become of a request that arrived now, and why: see ``explain``. Changes nothing."""
         request, names = self._request(event), (self.rules.policy, self.rules.split)
         table, candidates = self.fleet.table(request.model), self.candidates(request, event.now_s)
         if table is None or candidates is None or not table.holds(request.tokens + request.answer_max):

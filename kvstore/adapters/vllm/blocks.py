@@ -224,7 +224,7 @@ class PagedModel:
         page_tokens: tokens of a page, in every group.
         by_blocks: whether failed loads are reported by blocks; otherwise by whole requests, since with several tables
             or a window a partial load is useless.
-        media_have_names: see ``media``.
+        media_have_names: see ``layouts``.
     """
 
     groups: tuple[PagedGroup, ...]

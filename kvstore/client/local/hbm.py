@@ -2,7 +2,7 @@
 
 The index names a segment and a frame. The segment's records prove the page: its word says SEALED under the generation
 that the index named, and key, root, extra and token ids equal the requested ones. The bytes are read in the way that
-the segment exports its memory (``transfer.exported``), and then the generation is checked again. Everything in the
+the segment exports its memory (``tier.peer_memory``), and then the generation is checked again. Everything in the
 files is a hint, and is checked against the size of the files. If the target is device memory, and that device can
 access the segment's memory, one device copy reads the pages (``DirectRead``); otherwise they are copied through the
 host.

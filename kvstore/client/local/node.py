@@ -145,7 +145,7 @@ class Mapped:
         self.counters = channel.counters
         self.pools: GrantPools = older.pools if older is not None else GrantPools(channel)
         self.claims: Claims = older.claims if older is not None else Claims()
-        self.named: dict[bytes, int] = older.named if older is not None else {}  # named roots, see ``naming``
+        self.named: dict[bytes, int] = older.named if older is not None else {}  # named roots, see ``hints``
         self.limited: set[bytes] = older.limited if older is not None else set()  # roots with a quota
         self.published = Published(folder, header, timeout_s)
         self.tell_ns: int = older.tell_ns if older is not None else 0  # when to try a silent node again

@@ -12,8 +12,8 @@ objects if checksums are to be verified.
 
 Finds many objects at once: one index transaction names their heads, which are then proven one extent at a time.
 
-A head is proven like any page (see ``proof``): its frame's word says SEALED under the generation that the index named,
-and its record holds the whole key. ``find_heads`` answers for many keys what ``object_parts.find_head`` answers for
+A head is proven like any page (see ``verify_hit``): its frame's word says SEALED under the generation that the index
+named, and its record holds the whole key. ``find_heads`` answers for many keys what ``find_head`` answers for
 one.
 
 Parts of the object verbs: finds heads, puts pieces and heads.

@@ -160,7 +160,7 @@ class ArrivingPages:
                 mapped.claims.release(self)
 
     def leave(self) -> Callable[[], None]:
-        """See ``transfer.transport.HeldPlaces``. ``seal`` then returns no frames."""
+        """See ``cluster.transport.HeldPlaces``. ``seal`` then returns no frames."""
         self._left = True
         return self._landed
 

@@ -1,7 +1,7 @@
 """The seam between a client and the node that decides for it: one verb.
 
 Two peers implement it: ``client.local.channel.SocketChannel`` (a daemon on this machine, over its unix socket) and
-``service.local.in_process.InProcessChannel`` (a node in this process). One contract suite runs over both.
+``node.dispatch.InProcessChannel`` (a node in this process). One contract suite runs over both.
 
 Publisher: where one session publishes its puts, instead of sending them: its slot in the node's log of puts.
 

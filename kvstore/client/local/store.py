@@ -93,7 +93,7 @@ class LocalStore(Store, LocalObjects):
         process ends. The memory is counted for the tenants whose pages it holds, but not charged to a quota.
 
         Args:
-            memory: device memory, for example (see ``transfer.device_memory``). None creates shared host memory.
+            memory: device memory, for example (see ``tier.peer_memory``). None creates shared host memory.
             strides: the layout of pages in memory that another engine arranges; None if each page is contiguous.
 
         Raises:

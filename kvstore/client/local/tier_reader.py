@@ -2,12 +2,12 @@
 
 The fastest tier is mapped (``DramReader``): its pages are proven, copied, leased and written in place. Pages of the
 tiers below are read into the caller's rows by one ``LowerReader`` per tier. To add a tier, write such a class and add a
-row to ``LOWER_READERS`` (``client.local.lower_tiers``).
+row to ``LOWER_READERS`` (``client.local.node``).
 
 The index names addresses, all of which are hints. A reader opens its files or devices at first use, and again when the
 node says that they have changed.
 
-DramReader: reads pages in a node's memory that this process has mapped. Their records prove them; see ``proof``.
+DramReader: reads pages in a node's memory that this process has mapped. Their records prove them; see ``verify_hit``.
 
 MappedExtent: one extent of memory as a client maps it.
 """

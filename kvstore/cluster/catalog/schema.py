@@ -5,7 +5,7 @@
     /kvstore/v1/POOL/nodes/NAME       a node that serves
     /kvstore/v1/POOL/engines/NAME     an engine that serves
     /kvstore/v1/POOL/data/NAME        a data server: one process that sends the pages of a node
-    /kvstore/v1/POOL/secret           what veils the directory, see ``model.pool_secret``: drawn once, and owned by no
+    /kvstore/v1/POOL/secret           what veils the directory, see ``model.prefix``: drawn once, and owned by no
     process /kvstore/v1/POOL/conductors/NAME  a conductor that serves /kvstore/v1/POOL/clusters/NAME    another pool
     whose engines compute prompts for this one /kvstore/v1/POOL/leader           the name of the conductor that gives
     orders

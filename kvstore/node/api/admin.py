@@ -1,4 +1,4 @@
-"""Calls of operators over gRPC: the admin calls of ``service.operator.admin``, and Watch over the node's events."""
+"""Calls of operators over gRPC: the admin calls of ``node.operator.admin``, and Watch over the node's events."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ class AdminCalls:
         return await self._operator(call, "pins", {})
 
     async def admin(self, call: Call, message: bytes) -> bytes:
-        """Any call of ``service.operator.admin`` by name, with its arguments."""
+        """Any call of ``node.operator.admin`` by name, with its arguments."""
         call.caller.check_operator()
         try:
             request = json_format.MessageToDict(parse(struct_pb2.Struct, message))

@@ -61,7 +61,7 @@ class DirectoryShell:
 
     @property
     def handlers(self) -> dict[FrameKind, Handler]:
-        """For ``transfer.server``."""
+        """For ``cluster.data_listener``."""
         return {
             FrameKind.FIND: self.find,
             FrameKind.ANNOUNCE: self.announce,

@@ -6,8 +6,8 @@ memory of our own, the next part on its way from the device while one is on its 
 
 LendHandler: answers ATTACH, LEND and RETURN: pages of a node's memory that other nodes read one-sidedly.
 
-See ``lending``. A process that knows an agent's metadata may read all of the node's memory, whatever salt the pages are
-under. So only nodes and operators receive it.
+See ``wire.data``. A process that knows an agent's metadata may read all of the node's memory, whatever salt the pages
+are under. So only nodes and operators receive it.
 
 CheckHandler: answers CHECK. The data server passes it to the node's daemon, and only what changes no page.
 
@@ -262,7 +262,7 @@ class LendHandler:
 
     @property
     def handlers(self) -> dict[FrameKind, Handler]:
-        """For ``transfer.server``."""
+        """For ``cluster.data_listener``."""
         return {FrameKind.ATTACH: self.attach, FrameKind.LEND: self.lend, FrameKind.RETURN: self.take_back}
 
     def attach(self, exchange: Exchange, body: memoryview) -> None:

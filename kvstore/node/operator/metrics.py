@@ -1,6 +1,6 @@
 """Metrics: ``/metrics`` of a daemon, for Prometheus. ``metric_table`` says what there is.
 
-Everything counts from the start of this daemon. Clients count for themselves and longer than that (``tier.counters``);
+Everything counts from the start of this daemon. Clients count for themselves and longer than that (``shm.counters``);
 what they had counted when the daemon got ready is taken off. No counter goes down while a daemon lives.
 
 A scrape looks at extents, sessions, tenants and devices, never at pages; and there is a bound on every label's values.

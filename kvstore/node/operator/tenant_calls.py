@@ -27,7 +27,7 @@ PIN_TTL_S_MAX = 30 * 86_400.0
 
 
 def calls(node: Node) -> dict[str, Any]:
-    """Admin calls by name, see ``service.operator.admin``."""
+    """Admin calls by name, see ``node.operator.admin``."""
     return {
         "root": lambda request: _root(node, request),
         "pin": lambda request: _pin(node, request),

@@ -1,4 +1,4 @@
-"""Eviction: which unused page leaves first. The policies by name; what a policy is stands in ``policy_base``.
+"""Eviction: which unused page leaves first. The policies by name; what a policy is stands in ``eviction.base``.
 
 Only pages without stored children are offered to a policy, so no tail is orphaned. Work per eviction grows with the
 logarithm of the pages offered, nothing else. ``docs/eviction.md`` has how they compare, and why.

@@ -1,6 +1,6 @@
 """Gittins: evict the page that is worth least per millisecond of the room it would still take.
 
-What a page is worth follows from how pages like it were used before: see ``policy_worth``. Leaves fall into eight
+What a page is worth follows from how pages like it were used before: see below. Leaves fall into eight
 classes: *fresh* (the end of a request, nothing was trimmed off it) or trimmed, and used 0, 1, 2 or more times.
 
 *What counts as a use.* Readers store the time of a use into the page's mark and say nothing, so uses are noticed when

@@ -1,6 +1,6 @@
 """NVMe tier: the device (a file or a block device) that holds pages through loss of power, as its owner uses it.
 
-What lies where is in ``nvme_table``, what a frame's header says in ``frame_header``, who may read it in ``nvme_map``.
+What lies where is in ``table``, what a frame's header says in ``frame_header``, who may read it in ``map``.
 Several devices are one row of positions to the node: ``nvme_devices.NvmeDevices``.
 
 Durability, in the order the owner keeps::

@@ -50,7 +50,7 @@ def open_target(
     Args:
         secret: the pool's secret: a new target gets it, and a target with another one is refused. None accepts any, and
             draws one for a new target.
-        is_file: zeros at the end are its tail that was cut off, see ``nvme_tail``; of a device, it was wiped.
+        is_file: zeros at the end are its tail that was cut off, see below; of a device, it was wiped.
 
     Raises:
         InvalidRequest: field "nvme"; it is foreign, of another geometry, or too small. Nothing was changed.

@@ -112,7 +112,7 @@ class SimNode:
     # --- the announcer ------------------------------------------------------------------------------------------------
 
     def follow(self, daemon: int) -> Task:
-        """As ``service.cluster.announcer`` does."""
+        """As ``node.cluster.announcer`` does."""
         while self.daemon == daemon:
             if not self.stalled and self.alive:
                 self.take_in()
@@ -188,7 +188,7 @@ class SimNode:
     # --- its clients --------------------------------------------------------------------------------------------------
 
     def search(self, keys: list[bytes], first: int, without: set[str]) -> Generator[Any, Any, list[Stretch]]:
-        """As ``transfer.finding`` does."""
+        """As ``cluster.find_pages`` does."""
         placement, silent = Placement(self.view), set[str]()
         nodes = set(self.view) - without - {self.name}
         turn = self.world.draw.randrange(9)
@@ -216,7 +216,7 @@ class SimNode:
         then(found[0].stop if found else 0)
 
     def get(self, chain: int, then: Callable[[int], None]) -> Task:
-        """Read a chain as ``client.local.elsewhere`` does: ``then`` is told how many pages came."""
+        """Read a chain as ``client.local.peer_reads`` does: ``then`` is told how many pages came."""
         keys, failed = self.world.chains[chain], set[str]()
         pages = self.leading(keys)
         while pages < len(keys):
