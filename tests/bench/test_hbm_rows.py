@@ -41,7 +41,7 @@ def test_every_frame_comes_there_and_back() -> None:
             assert not (np.diff(ends.astype(np.int64)) == LENGTH).all()
         targets, sources, lengths = frames.to_host
         frames.to_host = targets, np.roll(sources, 1), lengths  # each comes from where another lies
-        with pytest.raises(BenchFailed, match="other bytes"):
+        with pytest.raises(BenchFailed, match="changed bytes"):
             frames.verify()
 
 
