@@ -27,7 +27,7 @@ from tests.helpers.engines.tokens import (
     served,
     to_nvme,
 )
-from tests.helpers.processes import Machine
+from tests.helpers.processes import Machine, wait_until
 
 PRESET, WINDOW, PAGE, CHUNK = "tiny-mistral", 40, 16, 24
 RING = 5  # pages that 24 tokens, and the 39 before them, can touch
@@ -114,6 +114,7 @@ def test_a_handoff_that_fails_when_all_of_it_came_is_not_gone_back_to(
 
     def without_end(*how: Any, **more: Any) -> Generator[Piece, None, None]:
         yield from pull(*how, **more)
+        wait_until("the answer is known here", lambda: bool(asked))  # the pull may end before `ask` returns
         asked[0].wait(10)
         raise NodeUnavailable("it was killed")
 
