@@ -29,7 +29,7 @@ import torch
 
 from engine.memory.arena import Arena, Arenas
 from engine.memory.staging import HostStaging, Staging, Stagings
-from kvstore.client.device_rows import DeviceRows
+from kvstore.client.buffers import DeviceRows
 from kvstore.device.base import Addresses, Device, DeviceEvent, DeviceLost, DeviceStream
 from kvstore.device.copies import BOUNCE_BYTES_MAX, CopyStream, PinnedBounce, PinnedBounces, places_in
 from kvstore.errors import DeadlineExceeded, InvalidRequest

@@ -13,7 +13,7 @@ import numpy.typing as npt
 import torch
 
 from engine.memory.arena import Arena, Arenas
-from kvstore.client.device_rows import DeviceRows
+from kvstore.client.buffers import DeviceRows
 from kvstore.device.host_memory import copy
 from kvstore.errors import InvalidRequest
 

@@ -30,8 +30,7 @@ from typing import Any, Final, Protocol
 
 import numpy as np
 
-from kvstore.client.buffers import Rows, rows_to_read
-from kvstore.client.device_rows import DeviceRows, device_rows_to_read, on_device
+from kvstore.client.buffers import DeviceRows, Rows, device_rows_to_read, on_device, rows_to_read
 from kvstore.device.base import Addresses, Bytes, Device, DeviceEvent, DeviceLost
 from kvstore.device.copies import CopyStream, PinnedBounces
 from kvstore.device.host_memory import copy, empty

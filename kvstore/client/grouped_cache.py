@@ -17,8 +17,15 @@ from typing import Any, Final, NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.buffers import Rows, check_seconds, rows_to_fill
-from kvstore.client.device_rows import DeviceRows, any_rows, device_rows_to_fill, on_device
+from kvstore.client.buffers import (
+    DeviceRows,
+    Rows,
+    any_rows,
+    check_seconds,
+    device_rows_to_fill,
+    on_device,
+    rows_to_fill,
+)
 from kvstore.client.match import ABSENT, Lease, Match
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.device.host_memory import empty

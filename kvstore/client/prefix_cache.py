@@ -12,9 +12,8 @@ from collections.abc import Sequence
 from concurrent.futures import Future
 from typing import Any, NoReturn
 
-from kvstore.client.buffers import Rows, rows_to_fill
+from kvstore.client.buffers import DeviceRows, Rows, device_rows_to_fill, on_device, rows_to_fill
 from kvstore.client.device_link import BOUNCE_BYTES, COPY_DEADLINE_S, link_of
-from kvstore.client.device_rows import DeviceRows, device_rows_to_fill, on_device
 from kvstore.client.match import Lease, Match
 from kvstore.client.reader import Reader
 from kvstore.client.writer import Writer

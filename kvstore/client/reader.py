@@ -6,9 +6,8 @@ import time
 from abc import ABC, abstractmethod
 from typing import Any, Final, NoReturn
 
-from kvstore.client.buffers import Rows, check_seconds, rows_to_fill
+from kvstore.client.buffers import DeviceRows, Rows, check_seconds, device_rows_to_fill, on_device, rows_to_fill
 from kvstore.client.device_link import link_of
-from kvstore.client.device_rows import DeviceRows, device_rows_to_fill, on_device
 from kvstore.device.host_memory import empty
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.model.layout import Layout

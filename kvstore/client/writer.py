@@ -15,9 +15,17 @@ from typing import Any, Final, NoReturn, Self
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.buffers import Rows, check_seconds, flat_bytes, rows_to_read
+from kvstore.client.buffers import (
+    DeviceRows,
+    Rows,
+    any_rows,
+    check_seconds,
+    device_rows_to_read,
+    flat_bytes,
+    on_device,
+    rows_to_read,
+)
 from kvstore.client.device_link import host_rows
-from kvstore.client.device_rows import DeviceRows, any_rows, device_rows_to_read, on_device
 from kvstore.errors import InvalidRequest
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import SHARDS_MAX

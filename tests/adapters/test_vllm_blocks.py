@@ -20,7 +20,7 @@ from kvstore.adapters.vllm import blocks
 from kvstore.adapters.vllm import worker as moving
 from kvstore.adapters.vllm.blocks import NO_BLOCK, BlockMove, GroupMove, PagedGroup, PagedModel, Work, device_rows
 from kvstore.adapters.vllm.worker import BlockMover
-from kvstore.client.device_rows import DeviceRows
+from kvstore.client.buffers import DeviceRows
 from kvstore.device.base import DeviceLost
 from kvstore.device.host_device import HostDevice, HostStream
 from kvstore.model.shard import Shard

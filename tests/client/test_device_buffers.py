@@ -12,7 +12,7 @@ import pytest
 
 import kvstore
 from kvstore import PrefixCache, Store
-from kvstore.client import device_link, device_rows, prefix_cache
+from kvstore.client import buffers, device_link, prefix_cache
 from kvstore.client.device_link import link_of
 from kvstore.client.local import frame_copies
 from kvstore.client.local import writer as layer_copies
@@ -266,7 +266,7 @@ def right_download(cache: PrefixCache, device: HostDevice) -> bool:
     """Whether rows are there when they have come by a bounce."""
     data = contents(chain(3, 8))
     found = np.zeros_like(data)
-    rows = device_rows.device_rows_to_read(buffer(device, 8, data), SMALL.page_bytes, 8)
+    rows = buffers.device_rows_to_read(buffer(device, 8, data), SMALL.page_bytes, 8)
     link_of(device).download(rows, found)
     return bool((found == data).all())
 

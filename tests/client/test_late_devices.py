@@ -12,8 +12,8 @@ import pytest
 
 import kvstore
 from kvstore.client import device_link
+from kvstore.client.buffers import device_rows_to_read
 from kvstore.client.device_link import DeviceLink, link_of
-from kvstore.client.device_rows import device_rows_to_read
 from kvstore.device.base import DeviceLost
 from kvstore.device.host_device import HostDevice
 from kvstore.errors import DeadlineExceeded

@@ -11,8 +11,8 @@ import pytest
 
 from kvstore import PrefixCache
 from kvstore.client import device_link
+from kvstore.client.buffers import device_rows_to_read
 from kvstore.client.device_link import PINNED, DeviceLink, link_of
-from kvstore.client.device_rows import device_rows_to_read
 from kvstore.device.host_device import HostDevice
 from kvstore.errors import DeadlineExceeded, Unavailable
 from tests.helpers.content import SMALL, chain, contents

@@ -17,8 +17,8 @@ import kvstore
 from engine.memory import device_staging
 from engine.memory.arena import Arena
 from engine.memory.device_staging import FLYING_MAX, DeviceStaging
+from kvstore.client.buffers import DeviceRows
 from kvstore.client.device_link import link_of
-from kvstore.client.device_rows import DeviceRows
 from kvstore.device.base import DeviceLost
 from kvstore.device.copies import CopyStream, PinnedBounces
 from kvstore.device.host_device import HostDevice

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-from kvstore.client.device_rows import DeviceRows
+from kvstore.client.buffers import DeviceRows
 from kvstore.device.base import Addresses, Device, DeviceEvent, DeviceStream
 from kvstore.device.cuda import device_of, missing
 from kvstore.errors import DeadlineExceeded

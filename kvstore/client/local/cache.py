@@ -12,8 +12,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore import failpoint
-from kvstore.client.buffers import Rows, check_seconds, rows_to_fill
-from kvstore.client.device_rows import DeviceRows, any_rows
+from kvstore.client.buffers import DeviceRows, Rows, any_rows, check_seconds, rows_to_fill
 from kvstore.client.local.copying import copy_proven, copy_shard, verified
 from kvstore.client.local.frame_copies import near_to_device
 from kvstore.client.local.hints import bring, name_root, tell_damaged, tell_read

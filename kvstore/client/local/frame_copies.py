@@ -9,8 +9,8 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
+from kvstore.client.buffers import DeviceRows
 from kvstore.client.device_link import COPY_DEADLINE_S, link_of
-from kvstore.client.device_rows import DeviceRows
 from kvstore.client.local.copying import checksums_of, count_in_place
 from kvstore.client.local.grants import GrantPool
 from kvstore.client.local.index_lookup import locate

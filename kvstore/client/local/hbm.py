@@ -22,8 +22,8 @@ from typing import Final, NamedTuple
 
 import numpy as np
 
+from kvstore.client.buffers import DeviceRows
 from kvstore.client.device_link import Pieces, link_of
-from kvstore.client.device_rows import DeviceRows
 from kvstore.client.local.tier_reader import ObjectHead
 from kvstore.client.match import ABSENT, EXTENT, GENERATION, IDENTITY, IO
 from kvstore.device.base import Addresses, DeviceLost

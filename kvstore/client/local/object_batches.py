@@ -33,8 +33,7 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import failpoint
-from kvstore.client.buffers import Rows, Scattered
-from kvstore.client.device_rows import DeviceRows
+from kvstore.client.buffers import DeviceRows, Rows, Scattered
 from kvstore.client.local.frame_copies import frames_of
 from kvstore.client.local.grants import GrantPool, Purpose, still_ours
 from kvstore.client.local.node import Mapped

@@ -9,8 +9,7 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 from kvstore import failpoint
-from kvstore.client.buffers import Rows, fill
-from kvstore.client.device_rows import DeviceRows
+from kvstore.client.buffers import DeviceRows, Rows, fill
 from kvstore.client.local.copying import checksums_of
 from kvstore.client.local.frame_copies import frame_checksums, frames_of, from_device
 from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA, GrantPool, Purpose, still_ours

@@ -9,9 +9,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.buffers import Rows
+from kvstore.client.buffers import DeviceRows, Rows
 from kvstore.client.device_link import link_of
-from kvstore.client.device_rows import DeviceRows
 from kvstore.client.local.frame_copies import to_device
 from kvstore.client.local.hints import wish, wish_shown
 from kvstore.client.local.index_lookup import known_below, locate

@@ -19,9 +19,8 @@ import numpy as np
 import numpy.typing as npt
 
 from kvstore import failpoint
-from kvstore.client.buffers import Rows
+from kvstore.client.buffers import DeviceRows, Rows, on_device
 from kvstore.client.device_link import DeviceLink, PinnedExtent, link_of
-from kvstore.client.device_rows import DeviceRows, on_device
 from kvstore.client.local.frame_copies import frame_runs
 from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA
 from kvstore.client.local.hints import await_saved
