@@ -1,4 +1,6 @@
-"""Pool: an engine's side of the store. Loads prefixes into frames, writes pages out of them.
+"""An engine's side of the store: writes pages out of its frames, chunk by chunk, and watches its node.
+
+Pool: an engine's side of the store. Loads prefixes into frames, writes pages out of them.
 
 The store is there to save work, never to stop it: while the node is away nothing is written, whatever is still readable
 through shared memory is read, and the engine computes the rest. A separate thread checks whether the node is there, so

@@ -1,4 +1,6 @@
-"""Roster: the sequences that are here, which of them have frames, and how each of them ends.
+"""The sequences of an engine: what is known of each, which have frames, and which share them.
+
+Roster: the sequences that are here, which of them have frames, and how each of them ends.
 
 Sequence: what the decisions need to know of one request. The shell has its tokens, frames and client.
 

@@ -1,4 +1,6 @@
-"""Fetch: one prompt computed by another engine and brought into frames here.
+"""Brings a prompt that another engine computed into frames of this one.
+
+Fetch: one prompt computed by another engine and brought into frames here.
 
 The engine that decodes leads: it asks a prefill engine to compute, and moves the KV itself, from that engine's arena
 or, for full pages, from the pool. A failure only costs time: the next engine is asked, or the prompt is computed

@@ -1,4 +1,6 @@
-"""DataConnection: the client's end of a data connection over TCP, plain or TLS, or over a unix socket.
+"""Data connections: the stream, the caller at each end, and the client's requests.
+
+DataConnection: the client's end of a data connection over TCP, plain or TLS, or over a unix socket.
 
 Caller, Exchange: the identity of a caller, and one request as its handler sees it.
 

@@ -1,4 +1,6 @@
-"""PageMover: brings pages from other nodes by the transport that the plan picks, and by the next one where that fails.
+"""Chooses a transport for pages of another node, measures it, and uses the next one where it fails.
+
+PageMover: brings pages from other nodes by the transport that the plan picks, and by the next one where that fails.
 
 A transport that may be faster than the one in use is measured aside: a thread reads once more what was just read, into
 memory of its own, so that no request waits for a transport that turns out to be slow, or not to work at all.

@@ -1,4 +1,6 @@
-"""PeerLinks: connections to the data servers of a pool, kept open between requests; and which of them do not answer.
+"""The nodes of a pool as one node knows them, and the open connections to their data servers.
+
+PeerLinks: connections to the data servers of a pool, kept open between requests; and which of them do not answer.
 
 A data server that did not answer once is known to be dead: no request waits for it again. A thread of our own asks it
 from time to time, and clears that when it answers. A restarted one is another process, of which nothing is known. Where

@@ -1,4 +1,6 @@
-"""Transport: a way in which pages come from another node. One class each; a process has a table of them.
+"""The interface of transports between nodes, and the one over TCP.
+
+Transport: a way in which pages come from another node. One class each; a process has a table of them.
 
 What a node offers stands in the catalog by the names of that table, so that a transport more is a class and a row
 (``cluster.page_mover``). Which one a pull takes is decided and done by ``page_mover``.

@@ -1,4 +1,6 @@
-"""Watching: every gRPC call counted, timed and traced by its method; and the callers that were refused, for the log.
+"""Counts, times and traces every gRPC call by its method, and remembers refused callers for the log.
+
+Watching: every gRPC call counted, timed and traced by its method; and the callers that were refused, for the log.
 
 Durations: how long calls and the like took, counted in buckets.
 """

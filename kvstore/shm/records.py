@@ -1,4 +1,6 @@
-"""ExtentTable: what is written down about the frames of one extent, as arrays over shared memory.
+"""The tables of an extent in shared memory: records, which the daemon writes, and uses, which clients write.
+
+ExtentTable: what is written down about the frames of one extent, as arrays over shared memory.
 
 ``records-<extent>`` is one page of header and then a row per frame (``model.replica.RecordFormat``), written by the
 daemon alone. Clients write ``uses-<extent>`` (``shm.records``). On x86-64 stores become visible in their order, so the

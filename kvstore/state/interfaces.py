@@ -1,4 +1,6 @@
-"""Views: what a decision reads back of the pages at rest. The shell provides them; so does a test, in memory.
+"""What decisions need from outside: views of stored pages, the parts of a tier, and sessions of clients.
+
+Views: what a decision reads back of the pages at rest. The shell provides them; so does a test, in memory.
 
 TierParts: a tier of a node, as its state needs it.
 

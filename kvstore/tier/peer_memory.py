@@ -1,4 +1,6 @@
-"""Exported: how one process reads memory that another one has mounted at the node of their machine.
+"""Memory that processes of one machine lend each other: exported, mounted and read through descriptors.
+
+Exported: how one process reads memory that another one has mounted at the node of their machine.
 
 The owner of a segment writes in its records how other processes reach the memory: a ``kind``, and bytes that mean
 something to that kind alone. A reader opens it by the row of ``OPENERS``; what cannot be opened here is a miss.

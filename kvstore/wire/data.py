@@ -1,4 +1,6 @@
-"""The wire between nodes: frames over a plain or an encrypted stream of bytes. Pure.
+"""The byte formats of data connections: frames, READ and its reply, and LEND. Pure.
+
+The wire between nodes: frames over a plain or an encrypted stream of bytes. Pure.
 
 Every frame is a head of 16 bytes and a body, little-endian::
 

@@ -1,4 +1,6 @@
-"""Messages that several services have: layouts, hints, and JSON documents.
+"""What gRPC services share: messages of layouts and hints, streams of data, and errors.
+
+Messages that several services have: layouts, hints, and JSON documents.
 
 Messages that carry data in gRPC streams, as protobuf writes them but without its copies.
 

@@ -1,4 +1,6 @@
-"""The seam between a client and the node that decides for it: one verb.
+"""How a client hands work to its node: the channel, the log of puts, and copies that are under way.
+
+The seam between a client and the node that decides for it: one verb.
 
 Two peers implement it: ``client.local.channel.SocketChannel`` (a daemon on this machine, over its unix socket) and
 ``node.dispatch.InProcessChannel`` (a node in this process). One contract suite runs over both.

@@ -1,4 +1,6 @@
-"""ReadHandler: answers READ from a node's memory and its NVMe files, as any process of that machine reads them.
+"""Answers other nodes about pages of this one: READ, LEND, CHECK and HOLD.
+
+ReadHandler: answers READ from a node's memory and its NVMe files, as any process of that machine reads them.
 
 It asks the daemon nothing: a busy, stopped or dead one serves pages all the same. Pages in memory are sent from where
 they lie; the kernel copies them, and when it has, their generations are compared once more. Pages on NVMe come through

@@ -1,4 +1,6 @@
-"""Metrics: ``/metrics`` of a daemon, for Prometheus. ``metric_table`` says what there is.
+"""The metrics of a node: the table of all of them, and their values for Prometheus.
+
+Metrics: ``/metrics`` of a daemon, for Prometheus. ``metric_table`` says what there is.
 
 Everything counts from the start of this daemon. Clients count for themselves and longer than that (``shm.counters``);
 what they had counted when the daemon got ready is taken off. No counter goes down while a daemon lives.

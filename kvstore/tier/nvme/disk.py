@@ -1,4 +1,6 @@
-"""Disk: a file or block device as the NVMe tier sees it.
+"""Disks as the NVMe tier sees them: O_DIRECT reads and writes, deadlines, and threads for both.
+
+Disk: a file or block device as the NVMe tier sees it.
 
 Positions are bytes, everything comes in whole blocks of 4096, buffers are page-aligned (``aligned_buffer``, or frames
 of a DRAM segment: those are written straight from shared memory). ``FileDisk`` bypasses the page cache (O_DIRECT)
