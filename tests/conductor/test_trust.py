@@ -172,11 +172,13 @@ def test_callers_may_choose_the_same_ids(served: tuple[EngineProcess, ConductorP
             done = list(caller.prefill(request, layout, hold_s=60.0))[-1]
             assert isinstance(done, Done) and done.handoff.request_id == "kv"
         assert (taken(a), taken(b)) == (40, 70), "each its own"
-        assert a.release("kv") and op.status()["prefills_held"] == 1
+        assert a.release("kv")
+        wait_until("the engine's thread has ended the first", lambda: op.status()["prefills_held"] == 1)
         assert taken(b) == 70
         with pytest.raises(KVStoreError):
             taken(a)
-        assert op.release("kv") and op.status()["prefills_held"] == 0
+        assert op.release("kv")
+        wait_until("the engine's thread has ended both", lambda: op.status()["prefills_held"] == 0)
 
 
 def taken(caller: EngineClient) -> int:
