@@ -1,1 +1,1 @@
-"""Nouns, pure: what a page is (layout), what it is called (prefix), and where it is stored (replica)."""
+"""Nouns, without I/O: the shape of a page (layout), its key (prefix), and its place (replica)."""

@@ -1,17 +1,17 @@
-"""Groups: a model with several cache groups, and which pages of each a boundary needs.
+"""Groups: models with several cache groups, and the pages that each group needs to continue a prompt.
 
-A *boundary* is a number of tokens behind which a prompt can go on. It is a multiple of every group's ``page_tokens``.
-What a group needs there depends on its kind of attention. Worked example, pages of 16 tokens, the boundary is 96::
+A *boundary* is a number of tokens after which a stored prompt can be continued. It is a multiple of every group's
+``page_tokens``. The pages that a group needs depend on its kind of attention. Worked example with pages of 16 tokens
+and the boundary 96::
 
     page                0   1   2   3   4   5 | token 96 comes next
-    full                x   x   x   x   x   x | attends to all before it
+    full                x   x   x   x   x   x | attends to all tokens before it
     window of 40                    x   x   x | attends to itself and to tokens 57 to 95
-    state                                   x | goes on from the state behind token 95
+    state                                   x | continues from the state after token 95
 
-Pages of a full group are a chain: each is of use with those before it alone. Pages of the others are found one by one,
-and are stored without those before them. So each of them is a chain of one page. What it says of the tokens before it
-is a digest of them all, which stands where the digests of media stand (``Keys.extras``): it is part of the page's key,
-is stored with the page, and is compared on every read. A hit is proven there as it is in a chain.
+Pages of a full group form a chain: a page is useful only together with all pages before it. Pages of window and state
+groups are useful without the pages before them, so each is a chain of one page. Its key, its record and every read
+still cover the whole prompt: a digest of all earlier tokens is in the place of the media digests (``Keys.extras``).
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ GROUPS_MAX = 64
 
 
 class Lack(NamedTuple):
-    """Why no longer boundary was found: this group does not have that page."""
+    """The page that the next longer boundary needs and that its group does not have."""
 
     group: int
     page: int
 
 
 def is_chained(layout: Layout) -> bool:
-    """Whether a page of this group is of use with those before it alone."""
+    """Whether a page of this group is useful only together with all pages before it."""
     return layout.attention == "full"
 
 
 def pages_needed(layout: Layout, boundary: int) -> range:
-    """The pages that a prompt needs to go on behind ``boundary`` tokens, a multiple of ``page_tokens``."""
+    """The pages that are needed to continue after ``boundary`` tokens, a multiple of ``page_tokens``."""
     stop = boundary // layout.page_tokens
     if layout.attention == "state":
         return range(max(0, stop - 1), stop)
@@ -58,20 +58,21 @@ def boundary_tokens(layouts: Sequence[Layout]) -> int:
 def longest_boundary(
     layouts: Sequence[Layout], leading: Sequence[int], limit: int, has: Callable[[int, int], bool]
 ) -> tuple[int, Lack | None]:
-    """The longest boundary of at most ``limit`` tokens that every group has, and why it is not longer.
+    """Return the longest boundary of at most ``limit`` tokens whose pages are all stored, and the page that a longer
+    one lacks.
 
-    From the longest one downwards: a page that is needed and not there is needed by every boundary behind it, so that
-    the next one to try is before that page. Each page is asked for once.
+    The search goes from the longest boundary down. When a boundary lacks a page, the next one to try ends before that
+    page. ``has`` is called once per page at most.
 
     Args:
-        leading: of each chained group how many leading pages it has; of the others it does not count.
-        has: whether a group, which is not chained, has a page.
+        leading: how many leading pages each chained group has; ignored for the other groups.
+        has: whether a group that is not chained has a page.
     """
     step, lack = boundary_tokens(layouts), None
     boundary = limit // step * step
-    found: set[Lack] = set()
+    stored: set[Lack] = set()
     while boundary:
-        missing = _missing(layouts, leading, boundary, has, found)
+        missing = _missing(layouts, leading, boundary, has, stored)
         if missing is None:
             break
         lack = missing
@@ -80,9 +81,9 @@ def longest_boundary(
 
 
 def _missing(
-    layouts: Sequence[Layout], leading: Sequence[int], boundary: int, has: Callable[[int, int], bool], found: set[Lack]
+    layouts: Sequence[Layout], leading: Sequence[int], boundary: int, has: Callable[[int, int], bool], stored: set[Lack]
 ) -> Lack | None:
-    """A page that this boundary needs and its group does not have."""
+    """A page that this boundary needs and that is not stored, or None. ``stored`` remembers positive answers."""
     for group, layout in enumerate(layouts):
         needed = pages_needed(layout, boundary)
         if is_chained(layout):
@@ -91,18 +92,18 @@ def _missing(
             continue
         for page in reversed(needed):
             each = Lack(group, page)
-            if each not in found:
+            if each not in stored:
                 if not has(group, page):
                     return each
-                found.add(each)
+                stored.add(each)
     return None
 
 
 class SinglePages:
-    """Keys of pages that are found one by one, see above. Immutable.
+    """Keys for pages of a window or state group: each page is a chain of its own. Immutable.
 
     Args:
-        tokens: of the prompt, uint32 ``[n]``, which must not change afterwards.
+        tokens: the prompt, uint32 ``[n]``, which must not change afterwards.
         media: a bytes value per full page, or None.
     """
 
@@ -113,7 +114,7 @@ class SinglePages:
         if media is not None:
             check_extras(media, pages)
         self._tokens, self._page_tokens, self._root, self._media = tokens, page_tokens, root, media
-        self._before: list[bytes] = []  # of each page a digest of all tokens and media before it
+        self._before: list[bytes] = []  # for each page a digest of all tokens and media before it
         digest = hashlib.blake2b(digest_size=16, person=b"kvstore.before")
         data, step = tokens[: pages * page_tokens].tobytes(), 4 * page_tokens
         for page in range(pages):
@@ -134,13 +135,13 @@ class SinglePages:
 
 
 class GroupedKeys:
-    """Keys of the full pages of a prompt in every group, with what proves a hit. Immutable; made by
-    ``GroupedCache.keys``, and reusable over several calls.
+    """Keys of the full pages of a prompt in every group. Immutable; ``GroupedCache.keys`` makes them, and several calls
+    can use them.
 
     Attributes:
-        tokens: how many tokens they name.
-        layouts: of the groups, in their order.
-        roots: what the chains of each group start with.
+        tokens: how many tokens the keys cover.
+        layouts: the layout of each group.
+        roots: the root of each group's chains.
     """
 
     __slots__ = ("_groups", "layouts", "roots", "tokens")
@@ -158,19 +159,19 @@ class GroupedKeys:
         return GroupedKeys(min(tokens, self.tokens), self.layouts, self.roots, self._groups)
 
     def pages(self, group: int) -> int:
-        """How many full pages of this group they name."""
+        """How many full pages of this group the keys cover."""
         return self.tokens // self.layouts[group].page_tokens
 
     def needed(self, tokens: int) -> tuple[range, ...]:
-        """The pages of each group that a prompt needs in order to go on behind ``tokens`` tokens, a boundary."""
+        """The pages of each group that are needed to continue after ``tokens`` tokens, a boundary."""
         return tuple(pages_needed(layout, tokens) for layout in self.layouts)
 
     def parts(self, group: int, pages: range) -> list[Keys]:
-        """Keys of these pages as the verbs of ``GroupedCache.groups[group]`` take them: consecutive pages of a chain,
-        or one page each where the group's are found one by one."""
+        """Keys of these pages, as the methods of ``GroupedCache.groups[group]`` take them: one ``Keys`` for a full
+        group, one per page for the others."""
         if pages and not 0 <= pages[0] <= pages[-1] < self.pages(group):
-            raise InvalidRequest("pages", f"{pages} are not in 0..{self.pages(group) - 1}")
-        named = self._groups[group]
-        if isinstance(named, SinglePages):
-            return [named.page(page) for page in pages]
-        return [named[pages.start : pages.stop]] if pages else []
+            raise InvalidRequest("pages", f"must be in 0..{self.pages(group) - 1} (got {pages})")
+        keys = self._groups[group]
+        if isinstance(keys, SinglePages):
+            return [keys.page(page) for page in pages]
+        return [keys[pages.start : pages.stop]] if pages else []

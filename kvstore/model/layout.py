@@ -25,7 +25,7 @@ DTYPE_BYTES = {
     "uint8": 1,
 }
 ATTENTION_KINDS = ("full", "window", "state")
-# Above the longest published contexts and the deepest models; these keep a typing slip from asking for a huge page.
+# Larger than any published model needs. A mistyped number is refused and does not ask for a huge page.
 PAGE_TOKENS_MAX = 4096
 LAYERS_MAX = 1024
 PAGE_BYTES_MAX = 1 << 30
@@ -40,8 +40,8 @@ class Layout:
     the decoupled RoPE key), with ``kv_heads=1`` and ``head_dim=0``; the one head is replicated over TP ranks.
     Sliding windows: ``attention="window"``; a token attends to the last ``window`` tokens, including itself. States
     (Mamba and the like): ``attention="state"``; a page holds, for each head, ``2 * head_dim`` elements of the state
-    after its last token. Other sizes are given in bytes, with ``dtype="uint8"``. ``group``: tells apart groups of a
-    model whose other fields are equal.
+    after its last token. A layout of any other shape states its size in bytes, with ``dtype="uint8"``. ``group``
+    distinguishes groups of a model whose other fields are equal.
 
     Raises:
         InvalidRequest: a field is out of range; the error names it.
@@ -84,12 +84,14 @@ class Layout:
             _require(self.head_dim > 0, "layout.head_dim", "must be positive (or give mla_latent)")
             _require(self.mla_rope == 0, "layout.mla_rope", "needs mla_latent")
         _require(
-            (self.attention == "window") == (self.window > 0), "layout.window", "goes with attention='window' only"
+            (self.attention == "window") == (self.window > 0),
+            "layout.window",
+            f"must be positive with attention='window', and 0 without (got {self.window})",
         )
         _require(
             self.page_bytes <= PAGE_BYTES_MAX,
             "layout.page_tokens",
-            f"a page would be {self.page_bytes} bytes, more than {PAGE_BYTES_MAX}",
+            f"makes pages larger than {PAGE_BYTES_MAX} bytes (got {self.page_bytes})",
         )
 
     @cached_property
@@ -100,7 +102,7 @@ class Layout:
 
     @property
     def _entries(self) -> int:
-        """The number of tokens whose content a head has in a page."""
+        """How many times a page holds the content of a token for one head: once per token, or once for a state."""
         return 1 if self.attention == "state" else self.page_tokens
 
     @cached_property
@@ -120,7 +122,7 @@ class Layout:
 
     @cached_property
     def shape(self) -> tuple[int, int, int, int]:
-        """``(layers, kv_heads, page_tokens, content elements)`` of a page; of a state 1 in place of ``page_tokens``."""
+        """``(layers, kv_heads, page_tokens, content elements)`` of a page; for a state ``page_tokens`` is 1."""
         return self.layers, self.kv_heads, self._entries, self.token_bytes // DTYPE_BYTES[self.dtype]
 
     @cached_property
@@ -130,15 +132,20 @@ class Layout:
         return hashlib.blake2b(text.encode(), digest_size=16, person=b"kvstore.layout").digest()
 
     def byte_range(self, layer: int, head_start: int = 0, head_stop: int | None = None) -> tuple[int, int]:
-        """``[start, stop)`` inside the page of heads ``head_start`` to ``head_stop`` (exclusive) of ``layer``.
+        """Return the bytes ``[start, stop)`` of a page that hold heads ``head_start`` to ``head_stop`` (exclusive) of
+        ``layer``.
 
         Raises:
             InvalidRequest: the layer or the heads are not in this layout.
         """
         stop = self.kv_heads if head_stop is None else head_stop
-        known = hasattr(layer, "__index__") and 0 <= layer < self.layers
-        _require(known, "layer", f"must be in 0..{self.layers - 1} (got {layer!r})")
-        _require(0 <= head_start < stop <= self.kv_heads, "heads", f"{head_start}..{stop} not in 0..{self.kv_heads}")
+        in_range = hasattr(layer, "__index__") and 0 <= layer < self.layers
+        _require(in_range, "layer", f"must be in 0..{self.layers - 1} (got {layer!r})")
+        _require(
+            0 <= head_start < stop <= self.kv_heads,
+            "heads",
+            f"must be in 0..{self.kv_heads} (got {head_start}..{stop})",
+        )
         start = layer * self.layer_bytes
         return start + head_start * self.head_bytes, start + stop * self.head_bytes
 
@@ -159,8 +166,8 @@ class Layout:
         return head, head + 1
 
     def shard_heads(self, rank: int, ranks: int) -> tuple[int, int] | None:
-        """Return the heads ``[start, stop)`` that shard ``rank`` of ``ranks`` writes, or None if it writes nothing: the
-        lowest rank that holds a head writes it.
+        """Return the heads ``[start, stop)`` that shard ``rank`` of ``ranks`` writes, or None if it writes nothing.
+        Only the lowest rank that holds a head writes it.
 
         Raises:
             InvalidRequest: as ``held_heads``.
@@ -177,9 +184,9 @@ class Layout:
         """
         _require(0 <= stage < stages, "stage", f"must be in 0..{stages - 1} (got {stage})")
         _require(stages <= self.layers, "stages", f"must be at most {self.layers}, the number of layers (got {stages})")
-        share, more = divmod(self.layers, stages)
-        start = stage * share + min(stage, more)
-        return start, start + share + (stage < more)
+        share, rest = divmod(self.layers, stages)
+        start = stage * share + min(stage, rest)
+        return start, start + share + (stage < rest)
 
 
 def _require(condition: bool, field: str, reason: str) -> None:

@@ -1,14 +1,15 @@
 """Opaque objects: values under string keys, as chains of pages in frame classes of their own.
 
-A value that fits one page is that page, the *head*. A larger one is *pieces*, whole pages of data chained one behind
-the other, and the head as the last link, with what is left of the data. So the head is sealed last, and evicted first.
-The head's key depends on salt and string alone, those of the pieces on a random nonce too. Every page's record holds,
-where a prompt's page has its token ids, what proves it::
+A value that fits in one page is stored as one page, the *head*. A larger value is a chain: first *pieces*, which are
+full pages of data, and last the head with the rest of the data. So the head is sealed last and evicted first. The
+head's key depends on salt and string only. The pieces' keys also depend on a random nonce. The record of every page has
+these fields in place of token ids::
 
     mark u32 | key bytes u32 | value bytes u64 | pieces u32 | number u32 (0: the head) | the string, padded with zeros
 
-and, as its extra, 8 bytes that tell heads from pieces and the nonce. Worked example: 600 KiB under "weights/3" become
-two pieces of 256 KiB and a head with 88 KiB: three frames of 256 KiB. A reader that has the head knows all three keys.
+Its extra is 8 bytes that say whether the page is a head or a piece, and the nonce. Worked example: 600 KiB under
+"weights/3" become two pieces of 256 KiB and a head with 88 KiB, in three frames of 256 KiB. A reader of the head can
+compute the keys of both pieces.
 """
 
 from __future__ import annotations
@@ -29,9 +30,9 @@ from kvstore.model.replica import EXTRA, IDENTITY_HEAD_BYTES, KEY_BYTES, ROOT, F
 
 KEY_BYTES_MAX = 1000
 PAGE_SIZES = (4096, 16384, 65536, 262144, 1048576)
-WIDTHS = (32, 256)  # words of a record for what proves an object: short keys, and those of up to KEY_BYTES_MAX
+WIDTHS = (32, 256)  # words of a record for the fields above: for short strings, and for up to KEY_BYTES_MAX
 HEAD_TAG, PIECE_TAG = b"kvobject", b"kvpieces"
-OBJECTS_MODEL = "kvstore.objects"  # where a layout has its model
+OBJECTS_MODEL = "kvstore.objects"  # ``Layout.model`` of all objects
 NONCE_BYTES = 8
 _MARK = 0x314A424F
 _ABOUT = struct.Struct("<IIQII")
@@ -39,23 +40,23 @@ assert _ABOUT.size + KEY_BYTES_MAX == 4 * WIDTHS[1]
 
 
 def key_hash(root: bytes, name: bytes) -> bytes:
-    """16 bytes of a head's key. Tests replace it to show that equal keys of two strings are a miss."""
+    """The key of a head, 16 bytes. Tests replace this function to show that equal keys of two strings are a miss."""
     return hashlib.blake2b(root + name, digest_size=KEY_BYTES, person=b"kvstore.object").digest()
 
 
 @lru_cache(maxsize=1024)
 def object_root(salt: str) -> bytes:
-    """16 bytes that start the chains of all objects of a salt."""
+    """The root of all objects of a salt, 16 bytes."""
     return hashlib.blake2b(salt.encode(), digest_size=KEY_BYTES, person=b"kvstore.objects").digest()
 
 
 def encode_name(key: object) -> bytes:
-    """A caller's key as bytes. Raises InvalidRequest where it is not text, empty, too long or not UTF-8."""
+    """A caller's key as bytes. Raises InvalidRequest if it is not text, is empty, is too long, or is not UTF-8."""
     return _encoded("key", key, 1)
 
 
 def encode_prefix(prefix: object) -> bytes:
-    """What keys begin with, as bytes; "": all of them do. Raises InvalidRequest as ``encode_name``."""
+    """A prefix of keys as bytes; "" is a prefix of all. Raises InvalidRequest as ``encode_name`` does."""
     return _encoded("prefix", prefix, 0)
 
 
@@ -83,11 +84,11 @@ def encode_names(keys: Sequence[object]) -> list[bytes]:
         names = []
     if len(names) == len(keys) and all(map(_sized, names)):
         return names
-    return [encode_name(key) for key in keys]  # says which
+    return [encode_name(key) for key in keys]  # raises for the first invalid key
 
 
 def is_object_class(frame_class: FrameClass) -> bool:
-    """Frames of this class hold objects (or pages of a layout that happens to look the same)."""
+    """Whether frames of this class hold objects (or pages of a layout of the same geometry)."""
     return frame_class.layers == 1 and frame_class.page_tokens in WIDTHS and frame_class.page_bytes in PAGE_SIZES
 
 
@@ -99,7 +100,8 @@ def object_layout(page_bytes: int, width: int) -> Layout:
 
 
 def class_for(name: bytes, value_bytes: int, page_bytes_max: int) -> FrameClass:
-    """The class of an object's pages: the one that takes the least memory, of those equal the largest pages."""
+    """The frame class of an object's pages: the one that takes the least memory, and among equals the one with the
+    largest pages."""
     width = WIDTHS[0] if _ABOUT.size + len(name) <= 4 * WIDTHS[0] else WIDTHS[1]
     return _class_of(width, value_bytes, page_bytes_max)
 
@@ -107,18 +109,18 @@ def class_for(name: bytes, value_bytes: int, page_bytes_max: int) -> FrameClass:
 @lru_cache(maxsize=256)
 def _class_of(width: int, value_bytes: int, page_bytes_max: int) -> FrameClass:
     sizes = [size for size in PAGE_SIZES if size <= page_bytes_max] or [PAGE_SIZES[0]]
-    # A page costs about 4 KiB in addition to its bytes: its share of requests, record and header.
+    # Requests, record and header of a page cost about as much as 4 KiB of data.
     best = min(reversed(sizes), key=lambda size: (pieces_of(value_bytes, size) + 1) * (size + 4096))
     return FrameClass(best, width, 1)
 
 
 def pieces_of(value_bytes: int, page_bytes: int) -> int:
-    """Pages before the head: the head holds the rest, which is nothing only where the value is empty."""
+    """How many pages come before the head. The head has at least one byte, unless the value is empty."""
     return max(0, value_bytes - 1) // page_bytes
 
 
 class About(NamedTuple):
-    """What an object's head says of it."""
+    """What an object's head says about the object."""
 
     name: bytes
     value_bytes: int
@@ -126,11 +128,11 @@ class About(NamedTuple):
     nonce: bytes
 
     def is_whole(self, page_bytes: int) -> bool:
-        """Whether it has as many pieces as its value needs. A damaged record says anything."""
+        """Whether ``pieces`` fits ``value_bytes``. In a damaged record it may not."""
         return self.pieces == pieces_of(self.value_bytes, page_bytes)
 
     def words(self, number: int, width: int) -> bytes:
-        """What stands in place of token ids; ``number`` counts the pieces from 1, the head is 0."""
+        """The bytes that are in place of token ids. ``number`` counts the pieces from 1; the head is 0."""
         about = _ABOUT.pack(_MARK, len(self.name), self.value_bytes, self.pieces, number)
         return (about + self.name).ljust(4 * width, b"\0")
 
@@ -149,13 +151,13 @@ class About(NamedTuple):
         return Keys(width, root, root, hashes, tokens, [PIECE_TAG + self.nonce] * self.pieces, tag=None)
 
     def head_keys(self, root: bytes, width: int) -> Keys:
-        """The head as a chain of its own: to read it like any page."""
+        """The head's key as a chain of its own, so that it can be read like any page."""
         tokens = np.frombuffer(self.words(0, width), np.uint32)
         return Keys(width, root, root, [key_hash(root, self.name)], tokens, [HEAD_TAG + self.nonce], tag=None)
 
 
 def read_row(row: bytes) -> tuple[bytes, About] | None:
-    """(root, about) where an identity row is that of an object's head."""
+    """Return (root, about) if the identity row is that of an object's head, else None."""
     start = IDENTITY_HEAD_BYTES
     if len(row) < start + _ABOUT.size or not row[EXTRA].startswith(HEAD_TAG):
         return None
@@ -167,10 +169,10 @@ def read_row(row: bytes) -> tuple[bytes, About] | None:
 
 
 class HeadRows:
-    """Identity rows ``[n, width]`` that may be heads of objects of one root: what each says of its object.
+    """Reads identity rows ``[n, width]`` that may be heads of objects of one root.
 
     Attributes:
-        value_bytes, pieces: of each row's object; they mean something where ``name`` says so.
+        value_bytes, pieces: those of each row's object. Valid only where ``name`` is not empty.
     """
 
     __slots__ = ("value_bytes", "pieces", "_rows", "_width", "_names", "_prefix")
@@ -181,7 +183,7 @@ class HeadRows:
         start, size = IDENTITY_HEAD_BYTES, _ABOUT.size
         self.value_bytes: list[int] = []
         self.pieces: list[int] = []
-        self._names: list[int] = []  # their lengths
+        self._names: list[int] = []  # the length of each row's name
         if self._width < start + size:
             rows = np.zeros((len(rows), start + size), np.uint8)
         for mark, name, value, pieces, number in _ABOUT.iter_unpack(rows[:, start : start + size].tobytes()):
@@ -190,12 +192,12 @@ class HeadRows:
             self.pieces.append(pieces)
 
     def key(self, row: int) -> bytes:
-        """The key it is stored under."""
+        """The page key in this row."""
         at = row * self._width
         return self._rows[at : at + KEY_BYTES]
 
     def name(self, row: int) -> bytes:
-        """The caller's key; empty where the row is not a head of that root."""
+        """The caller's key; empty if the row is not a head of the root."""
         at, size = row * self._width, self._names[row]
         if self._rows[at + KEY_BYTES : at + KEY_BYTES + len(self._prefix)] != self._prefix:
             return b""
@@ -203,6 +205,6 @@ class HeadRows:
         return self._rows[at : at + size] if size <= self._width - IDENTITY_HEAD_BYTES - _ABOUT.size else b""
 
     def nonce(self, row: int) -> bytes:
-        """What the keys of its pieces hang on."""
+        """The nonce, from which the keys of the pieces are made."""
         at = row * self._width + EXTRA.start + len(HEAD_TAG)
         return self._rows[at : at + NONCE_BYTES]

@@ -1,30 +1,26 @@
-"""Prefix: from token ids to chained page keys.
+"""Prefix: how token ids become page keys, and how the pages of a chain are divided into spans.
 
-``link[i] = xxh3_128(link[i-1] + tokens of page i as uint32 little-endian + extra[i])``, ``link[-1]`` being the root:
-a hash of layout fingerprint, tenant salt and adapter. So a link names a whole prefix, and equal prompts under two
-layouts, salts or adapters have nothing in common. A page's key starts with the first half of its link; the rest is the
-tag of its root, so that tokens of one root make no key of another (``model.prefix``). Inside a root xxh3, which is
-fast, can be forged; hence a hit is proven by comparing root, token ids and media digests with what is stored
-(``Keys.identity_bytes``). Root and media digests are BLAKE2b, so that salts and media cannot be forged.
+**Links.** ``link[i] = xxh3_128(link[i-1] + tokens of page i as uint32 little-endian + extra[i])``. ``link[-1]`` is the
+root, a hash of layout fingerprint, tenant salt and adapter. A link therefore names a whole prefix, and equal prompts
+under two layouts, salts or adapters have no link in common.
 
-PoolSecret: what keeps the page keys of two roots apart.
+**Keys.** xxh3 is fast, but an attacker can find tokens for a given hash. So only the first half of a page's key comes
+from its link. The other half is the *tag* of its root: 8 bytes of BLAKE2b, keyed with a secret of the pool. Tokens do
+not change the tag. A client without the secret cannot find out which roots have equal tags. Pages of two roots
+therefore never share a key::
 
-The chain of a prompt (``model.prefix``) is an xxh3 over token ids: an attacker finds tokens for a given hash at once.
-So half of a page's key is not a hash of tokens: it is the *tag* of its root, 8 bytes of BLAKE2b keyed with a secret
-that the pool drew. Tokens do not change it, and a client without the secret cannot tell, or find by trying names of
-adapters, which roots have equal tags. Pages of two roots therefore never have one key, whatever either of them stores.
-Inside a root 8 bytes of the chain remain, which are enough for keys that other roots do not have to trust::
+    link    9f8e7d6c5b4a3928 1706f5e4d3c2b1a0      any client that knows salt, layout and tokens can compute it
+    tag                      5d0c77e1a9b3f264      hash of (secret, root)
+    key     9f8e7d6c5b4a3928 5d0c77e1a9b3f264      stored in the index, in records and in NVMe headers
 
-    chain   9f8e7d6c5b4a3928 1706f5e4d3c2b1a0      any client that knows salt, layout and tokens can compute it
-    tag                      5d0c77e1a9b3f264      of (secret, root)
-    key     9f8e7d6c5b4a3928 5d0c77e1a9b3f264      what index, records and NVMe headers hold
+Two prompts of one root can still be made to share a key. So every hit is proven: root, token ids and media digests are
+compared with the stored ones (``Keys.identity_bytes``). Roots and media digests are BLAKE2b and cannot be forged.
 
-Span: consecutive pages of one chain, the unit in which the directory of a cluster is divided.
-
-Spans start at pages 0, 1, 2, 4, 8, 16, 32, and then every 32. They are short at the front, where chains branch and
-all prompts share pages: one long first span would put what all prompts begin with, and all that follows it, on one
-owner. A span is named by the fingerprint of its first page. Each page of an opaque object is a span of its own: a
-reader that looks for its head knows no other key.
+**Spans.** A span is a run of consecutive pages of one chain, the unit in which the directory of a cluster is divided.
+Spans start at pages 0, 1, 2, 4, 8, 16, 32, and then every 32. They are short at the front, where many prompts share
+pages: one long first span would give the pages that all prompts share to a single owner. A span is named by the
+fingerprint of its first page. Each page of an opaque object is a span of its own, because a reader of the object knows
+only the key of the head.
 """
 
 from __future__ import annotations
@@ -47,7 +43,7 @@ from kvstore.model.replica import KEY_BYTES, POSITION_MAX
 
 SECRET_BYTES: Final = 16
 TAG_BYTES: Final = 8
-ARRAY_PAGES: Final = 128  # from this many on, an array is faster
+ARRAY_PAGES: Final = 128  # for this many pages or more, an array is faster
 
 
 @lru_cache(maxsize=4096)
@@ -58,22 +54,22 @@ def tag_of(secret: bytes, root: bytes) -> bytes:
 
 @lru_cache(maxsize=4096)
 def veil_of(secret: bytes, root: bytes) -> int:
-    """What the directory of a pool mixes (xor) into the fingerprints of a root's pages.
+    """The number that the directory of a pool mixes (xor) into the fingerprints of a root's pages.
 
-    Owners do so for each caller, by the root that it names and may read. Only nodes know ``secret``, so a caller
-    cannot ask under one root for pages of another one: what would hit them differs by two veils.
+    Owners of the directory use the root that the caller names and may read. Only nodes know ``secret``, so a caller
+    cannot find pages of one root by asking under another root: the two veils differ.
     """
     digest = hashlib.blake2b(root, key=secret, digest_size=8, person=b"kvstore.veil").digest()
     return int.from_bytes(digest, "little")
 
 
 def tagged(links: list[bytes], tag: bytes) -> list[bytes]:
-    """Keys of pages with these hashes of the chain. Keys that have the tag already stay as they are."""
+    """The keys of pages with these links under ``tag``. Keys that already have the tag do not change."""
     if len(links) < ARRAY_PAGES:
         return [link[:-TAG_BYTES] + tag for link in links]
     keys = np.frombuffer(bytearray().join(links), np.uint64).reshape(-1, 2)
     keys[:, 1] = np.frombuffer(tag, np.uint64)
-    return list(struct.unpack("16s" * len(links), keys.data))  # three times as fast as one by one
+    return list(struct.unpack("16s" * len(links), keys.data))  # three times as fast as a loop
 
 
 TOKEN_ID_MAX = 2**32 - 1
@@ -86,7 +82,7 @@ Tokens = npt.NDArray[np.uint32]
 
 
 def as_tokens(tokens: Any) -> Tokens:
-    """``tokens`` (ndarray, list, tuple, range, torch tensor on any device) as a contiguous uint32 array ``[n]``.
+    """Return ``tokens`` (ndarray, list, tuple, range, torch tensor on any device) as a contiguous uint32 array ``[n]``.
 
     An integer ndarray is cheapest: uint32 is used in place, other widths are converted at memory speed.
 
@@ -126,26 +122,26 @@ def _from_sequence(tokens: Any) -> npt.NDArray[Any]:
 
 
 def root_key(layout: Layout, salt: str = "", adapter: str = "") -> bytes:
-    """16 bytes that start every chain of this layout, tenant salt and adapter."""
+    """The 16 bytes that begin every chain of this layout, tenant salt and adapter."""
     return root_of(layout.fingerprint, salt, adapter)
 
 
 def root_of(fingerprint: bytes, salt: str, adapter: str) -> bytes:
-    """``root_key`` by the layout's fingerprint."""
+    """``root_key`` for the fingerprint of a layout."""
     digest = hashlib.blake2b(digest_size=KEY_BYTES, person=b"kvstore.root")
     for part in (fingerprint, salt.encode(), adapter.encode()):
-        digest.update(len(part).to_bytes(4, "little"))  # lengths, so that ("a", "bc") and ("ab", "c") differ
+        digest.update(len(part).to_bytes(4, "little"))  # the length makes ("a", "bc") and ("ab", "c") differ
         digest.update(part)
     return digest.digest()
 
 
 def extra_digest(extra: bytes) -> bytes:
-    """16 bytes kept with a page for the media digests inside it; zeros where there are none."""
+    """16 bytes that are stored with a page: a digest of the images and other media in it, zeros if it has none."""
     return hashlib.blake2b(extra, digest_size=16, person=b"kvstore.extra").digest() if extra else NO_EXTRA
 
 
 def check_extras(extras: Sequence[bytes], pages: int) -> None:
-    """Raises InvalidRequest where these are not the digests of ``pages`` pages."""
+    """Raise InvalidRequest unless ``extras`` has one bytes value for each of ``pages`` pages."""
     sized = hasattr(extras, "__len__") and len(extras) == pages
     if not sized or not all(isinstance(extra, bytes) for extra in extras):
         raise InvalidRequest("extras", f"must be {pages} bytes values, one per full page")
@@ -154,13 +150,20 @@ def check_extras(extras: Sequence[bytes], pages: int) -> None:
 class Keys:
     """Keys of consecutive full pages of one chain, with the token ids that prove a hit. Immutable; slices share.
 
-    ``len(keys)`` pages; ``keys[2:5]`` are pages 2 to 4 of the same chain; ``list(keys)`` are 16-byte keys.
-    ``parent`` is the key of the page before the first one (the root, if the first is page 0). ``links`` and ``before``
-    are the same in the chain alone, without the ``tag`` of a pool: equal in all pools, and what goes over gRPC. A cache
-    takes keys with any tag or none, and uses its own; keys that are not hashes of tokens have the tag None.
-    ``hints``: for a put, a byte per page that says how long it is worth keeping (``retention``); or empty.
-    ``chain``: the links of the chain from its root, and the index of the first one here; None: not known.
-    Holds a reference to the caller's token array: do not change it afterwards.
+    ``len(keys)`` counts the pages, ``keys[2:5]`` are pages 2 to 4, ``list(keys)`` has the 16-byte keys. The object
+    refers to the caller's token array, which must not change afterwards.
+
+    Attributes:
+        hashes: the key of each page, with ``tag``.
+        links: the link of each page, without a tag. Links are equal in all pools, and are sent over gRPC.
+        parent: the key of the page before the first one; the root if the first one is page 0.
+        before: the link of that page; the root likewise.
+        tag: of the pool that the keys are for; empty for none. A cache replaces it by its own. None: the keys are not
+            hashes of tokens, and cannot have a tag.
+        extras: a media digest per page, or None.
+        media: the bytes that ``extras`` are digests of, as the caller passed them.
+        hints: for a put, a byte per page that says how long it is worth keeping (``retention``); or empty.
+        chain: all links of the chain, and the index of this object's first page in them; None if they are not known.
     """
 
     __slots__ = (
@@ -192,22 +195,23 @@ class Keys:
         self.tokens = tokens
         self.extras = extras
         self.hints = hints
-        self.media = media  # what ``extras`` are digests of, as the caller gave it
+        self.media = media
 
     @classmethod
     def of(
         cls, tokens: Tokens, page_tokens: int, root: bytes, extras: Sequence[bytes] | None = None, tag: bytes = b""
     ) -> Keys:
-        """Keys of the full pages of ``tokens`` ``[n]`` uint32; ``extras`` one bytes value per full page, or None.
+        """Make the keys of the full pages of ``tokens`` ``[n]`` uint32. ``extras`` has a bytes value per page, or is
+        None.
 
         Raises:
             InvalidRequest: extras do not fit the pages.
         """
         pages = len(tokens) // page_tokens
-        used = tokens[: pages * page_tokens]
+        page_ids = tokens[: pages * page_tokens]
         if extras is not None:
             check_extras(extras, pages)
-        data = used.tobytes()
+        data = page_ids.tobytes()
         step = page_tokens * 4
         hashes: list[bytes] = []
         append, digest, key = hashes.append, page_hash, root
@@ -220,16 +224,16 @@ class Keys:
                 key = digest(key + data[page * step : (page + 1) * step] + extra)
                 append(key)
         digests = [extra_digest(extra) for extra in extras] if extras is not None else None
-        return cls(page_tokens, root, root, hashes, used, digests, extras, tag)
+        return cls(page_tokens, root, root, hashes, page_ids, digests, extras, tag)
 
     def with_tag(self, tag: bytes) -> Keys:
-        """Keys of these pages in a pool that gives their root this tag."""
+        """The keys of the same pages in a pool where their root has this tag."""
         if tag == self.tag or self.tag is None:
             return self
         return self._as(tag, self.hints)
 
     def hinted(self, hints: bytes) -> Keys:
-        """Keys of these pages with these hints."""
+        """The same keys with these hints; unchanged if ``hints`` is empty."""
         return self._as(self.tag, hints) if hints else self
 
     def _as(self, tag: bytes | None, hints: bytes) -> Keys:
@@ -259,21 +263,22 @@ class Keys:
 
     @property
     def above(self) -> list[bytes] | None:
-        """Hashes of the pages before the first one, from the root on; None: they are not known."""
+        """The keys of the pages before the first one, from the root on. None if they are not known."""
         if self.chain is None:
             return None
         links = self.chain[0][: self.chain[1]]
         return tagged(links, self.tag) if self.tag else links
 
     def roots_and_extras(self, start: int, stop: int) -> bytes:
-        """Root and extra of pages ``start`` to ``stop``, 32 bytes each, as they stand between key and tokens."""
+        """Root and extra of pages ``start`` to ``stop``, 32 bytes each: the part of an identity row between key and
+        tokens."""
         if self.extras is None:
             return (self.root + NO_EXTRA) * (stop - start)
         return b"".join([self.root + extra for extra in self.extras[start:stop]])
 
     @cached_property
     def identity_bytes(self) -> bytes:
-        """Key, root, extra and tokens of each page as its record stores them, end to end."""
+        """The identity row of each page, end to end: key, root, extra and tokens, as its record stores them."""
         data, step = self.tokens.tobytes(), 4 * self.page_tokens
         parts: list[bytes] = []
         if self.extras is None:
@@ -293,7 +298,7 @@ Fingerprints = npt.NDArray[np.uint64]
 
 
 def starts_span(position: int) -> bool:
-    """Whether a page at this position of its chain begins a span. Positions saturate: the last span has no end."""
+    """Whether a page at this position of its chain begins a span. The last span, at ``POSITION_MAX``, has no end."""
     return position < POSITION_MAX and (position % SPAN_PAGES == 0 or position & (position - 1) == 0)
 
 
@@ -306,21 +311,21 @@ def span_start(position: int) -> int:
 
 
 def fingerprint(key: bytes) -> int:
-    """What the directory knows of a key: its first 8 bytes. Keys are hashes, so these are as good as random."""
+    """The first 8 bytes of a key, which is all that the directory stores of it."""
     return int.from_bytes(key[:FINGERPRINT_BYTES], "little")
 
 
 def fingerprints(keys: bytes) -> Fingerprints:
-    """The fingerprints of many keys, which are given end to end."""
+    """The fingerprints of many keys. ``keys`` has them end to end."""
     return np.frombuffer(keys, "<u8").reshape(-1, KEY_BYTES // FINGERPRINT_BYTES)[:, 0].astype(np.uint64)
 
 
 def spans_of(keys: list[bytes], position: int, before: int) -> list[int]:
-    """The name of the span of each of these consecutive pages of a chain.
+    """The name of each page's span. The pages are consecutive in a chain.
 
     Args:
-        position: of the first of them.
-        before: the span of the page before it; of no meaning at position 0.
+        position: the first page's position in its chain.
+        before: the name of the span of the page before it. Ignored where ``position`` is 0.
     """
     spans: list[int] = []
     for at, key in enumerate(keys, position):
@@ -332,11 +337,11 @@ def spans_of(keys: list[bytes], position: int, before: int) -> list[int]:
 
 @dataclass(frozen=True)
 class SpanRange:
-    """The spans of consecutive pages of a chain, one after another.
+    """The spans that a range of pages of a chain touches, in order.
 
     Attributes:
-        starts: the first page of each, which names it; that of the first span may be before the pages.
-        firsts, lasts: of each the first and the last one of the pages.
+        starts: the first page of each span, which names it. The first span may begin before the range.
+        firsts, lasts: the first and the last page of the range in each span.
     """
 
     starts: tuple[int, ...]
@@ -351,14 +356,14 @@ class SpanRange:
         return len(self.starts)
 
     def named(self, keys: list[bytes]) -> tuple[Fingerprints, Fingerprints]:
-        """The names of the spans, and the fingerprints of their last pages; ``keys``: of the chain from its root."""
+        """Return the names of the spans, and the fingerprints of ``lasts``. ``keys`` are those of the whole chain."""
         both = fingerprints(b"".join(self._names_and_lasts(keys)))
         return both[: len(self)], both[len(self) :]
 
 
 @lru_cache(maxsize=256)
 def spans_between(first: int, stop: int) -> SpanRange:
-    """The spans of the pages ``first`` to ``stop`` of a chain, of which there is at least one."""
+    """The spans of pages ``first`` to ``stop`` (exclusive) of a chain. At least one page."""
     starts = [span_start(first)]
     while True:
         after = max(1, 2 * starts[-1]) if starts[-1] < SPAN_PAGES else starts[-1] + SPAN_PAGES

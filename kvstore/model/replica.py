@@ -5,9 +5,9 @@ A frame's life::
     FREE ──grant──> RESERVED ──seal──> SEALED ──retire──> FREE
                        │                  └──(leased)──> RETIRING ──lease ends──> FREE
                        ├──revoke──> FREE
-                       └──writer lost──> QUARANTINED ──writer proven dead, or speaks──> FREE
+                       └──writer lost──> QUARANTINED ──writer proven dead, or heard from──> FREE
 
-Every arrow draws a new generation from the segment's counter except seal, so an address (extent, frame, generation)
+Every arrow except seal draws a new generation from the segment's counter, so an address (extent, frame, generation)
 never names two pages.
 """
 
@@ -24,11 +24,11 @@ import numpy.typing as npt
 
 KEY_BYTES = 16
 ADDRESS_BYTES = 16
-WORD_BYTES = 8  # generation and state, what a record begins with
+WORD_BYTES = 8  # generation and state, at the start of a record
 FRAME_ALIGN = 4096  # O_DIRECT and page-table granularity
 SHARDS_MAX = 8  # writers of one page (TP x PP ranks)
-# An identity row, which says what page a page is. Rows of them come with every put, stand in every record, and in front
-# of every page on NVMe: key, root and extra, then the page's token ids.
+# An identity row proves which page is stored: key, root, extra, then the page's token ids. Clients send one per page of
+# a put. Records and the headers of NVMe frames contain one.
 KEY, ROOT, EXTRA = slice(0, KEY_BYTES), slice(KEY_BYTES, 2 * KEY_BYTES), slice(2 * KEY_BYTES, 3 * KEY_BYTES)
 IDENTITY_HEAD_BYTES = EXTRA.stop
 
@@ -42,7 +42,7 @@ class Tier(StrEnum):
 
 
 class FrameState(IntEnum):
-    """State of a frame, kept in the low byte of its record's word."""
+    """State of a frame, in the low byte of its record's word."""
 
     FREE = 0
     RESERVED = 1
@@ -52,31 +52,31 @@ class FrameState(IntEnum):
 
 
 class Status(IntEnum):
-    """What became of one page or one request."""
+    """The result for one page or one request."""
 
-    OK = 0  # sealed, granted, leased, renewed, given back, found sound
-    PRESENT = 1  # that key is already stored; nothing was written, a granted frame stays granted
-    JOINED = 2  # another shard of this write group reserved it; the address is shared
-    PARTIAL = 3  # this shard is sealed, others or the parent are not yet
+    OK = 0  # sealed, granted, leased, renewed, returned, or verified
+    PRESENT = 1  # the key is already stored; nothing was written, a granted frame stays granted
+    JOINED = 2  # another shard of this write group reserved the page; both use the same address
+    PARTIAL = 3  # this shard is sealed; other shards or the parent are not
     NO_PARENT = 4  # the page before is not stored; a granted frame stays granted
-    NO_SPACE = 5  # no frame could be granted now
-    STALE = 6  # that address is not (or no longer) this session's, or names no sealed page
-    DAMAGED = 7  # its checksum, or its record, does not hold; the page was dropped
-    INVALID = 8  # the request makes no sense; body utf-8 "field\0reason"
+    NO_SPACE = 5  # no frame can be granted now
+    STALE = 6  # the address is not (or no longer) this session's, or does not name a sealed page
+    DAMAGED = 7  # the checksum or the record is wrong; the page was dropped
+    INVALID = 8  # the request is not valid; body utf-8 "field\0reason"
     FAILED = 9  # the node could not do it; body utf-8 reason
-    OVER_QUOTA = 11  # all that its tenant may have is full of pages that may not leave
-    BUSY = 10  # not now, pages are on their way between tiers: ask again in a moment
+    OVER_QUOTA = 11  # the tenant's quota is full of pages that may not be evicted
+    BUSY = 10  # pages are being copied between tiers; try again in a moment
 
 
 class Address(NamedTuple):
-    """The only address of a page inside one incarnation of a node. ``extent`` numbers are never used twice."""
+    """The only address of a page inside one incarnation of a node. No ``extent`` number is used twice."""
 
     extent: int
     frame: int
     generation: int
 
 
-# An address as index value and on the wire.
+# An address in the index and on the wire.
 ADDRESS = struct.Struct("<IIQ")
 ADDRESS_DTYPE = np.dtype([("extent", "<u4"), ("frame", "<u4"), ("generation", "<u8")])
 assert ADDRESS_DTYPE.itemsize == ADDRESS_BYTES
@@ -109,12 +109,12 @@ def word_of(generation: int, state: FrameState) -> int:
 
 @dataclass(frozen=True)
 class FrameClass:
-    """Geometry of the frames of one extent: layouts of equal geometry share extents.
+    """Geometry of the frames of one extent. Layouts of equal geometry share extents.
 
     Args:
-        page_bytes: bytes of a page; a frame is that rounded up to 4 KiB.
-        page_tokens: token ids kept in a record.
-        layers: checksums kept in a record.
+        page_bytes: bytes of a page; a frame has this size rounded up to 4 KiB.
+        page_tokens: token ids in a record.
+        layers: checksums in a record.
     """
 
     page_bytes: int
@@ -133,8 +133,8 @@ class FrameClass:
 
     @cached_property
     def lean(self) -> RecordFormat:
-        """The format for NVMe: token ids and checksums are in the frame's header on disk, and no client writes
-        there."""
+        """The format for NVMe, without token ids, checksums and writers: the header on disk has the first two, and
+        clients do not write to NVMe."""
         return RecordFormat(page_tokens=0, layers=0, tail=False)
 
 
@@ -149,28 +149,32 @@ class RecordFormat:
     ``[word 8][identity: key 16, root 16, extra 16, tokens 4*page_tokens (padded to 8)][parent 16][info 8]
     [identity_sum 8][lease_until_ns 8][tail max(4*layers, 72) (padded to 8)]``
 
-    ``info`` is payload_bytes (u32), shards (u8), mask of sealed shards (u8), flags (u8), 0. ``identity_sum`` is
-    xxh3_64 over identity and parent. ``lease_until_ns`` is CLOCK_MONOTONIC: for a SEALED frame the end of the longest
-    lease, for a RESERVED one the writer's deadline. The tail of a RESERVED or QUARANTINED frame holds its write
-    ``group`` and the sessions that may still write it, one u64 per shard (0: none); that of a SEALED frame holds the
-    ``checksums`` (low 32 bits of xxh3_64, one per layer) once the flag ``STAMPED`` is set.
-    4-byte checksums keep a page of a 32-layer model under 400 bytes of metadata (index, uses and policy included).
-    In a SEALED record ``info`` is payload_bytes (u32), position in the chain (u16, saturating), flags (u8), turns (u8,
-    saturating). Without ``tail`` (NVMe, ``FrameClass.lean``) a row ends after ``lease_until_ns``: 96 bytes.
+    ``identity_sum`` is xxh3_64 over identity and parent. ``lease_until_ns`` is CLOCK_MONOTONIC. Three fields depend on
+    the frame's state:
+
+    - RESERVED or QUARANTINED: ``info`` is payload_bytes (u32), shards (u8), mask of sealed shards (u8), flags (u8), 0.
+      ``lease_until_ns`` is the writer's deadline. The tail has the write ``group``, and the session that may still
+      write each shard, one u64 per shard (0: none).
+    - SEALED: ``info`` is payload_bytes (u32), position in the chain (u16, saturating), flags (u8), turns (u8,
+      saturating). ``lease_until_ns`` is the end of the longest lease. The tail has the ``checksums`` (low 32 bits of
+      xxh3_64, one per layer) once the flag ``STAMPED`` is set.
+
+    4-byte checksums keep the metadata of a page of a 32-layer model under 400 bytes, index, uses and policy included.
+    Without ``tail`` (NVMe, ``FrameClass.lean``) a row ends after ``lease_until_ns`` and has 96 bytes.
     """
 
     page_tokens: int
     layers: int
     tail: bool = True
 
-    body: ClassVar[slice] = slice(WORD_BYTES, None)  # all but the word, which is stored last
+    body: ClassVar[slice] = slice(WORD_BYTES, None)  # everything after the word; the word is stored last
     key: ClassVar[slice] = _after_word(KEY)
     root: ClassVar[slice] = _after_word(ROOT)
     extra: ClassVar[slice] = _after_word(EXTRA)
 
     @cached_property
     def identity(self) -> slice:
-        """Compared on every read: key, root, extra, tokens."""
+        """Key, root, extra and tokens. Every read compares them."""
         return slice(WORD_BYTES, WORD_BYTES + identity_bytes(self.page_tokens))
 
     @cached_property
@@ -186,12 +190,12 @@ class RecordFormat:
 
     @cached_property
     def summed(self) -> slice:
-        """What ``identity_sum`` is the sum of: identity and parent."""
+        """Identity and parent, which ``identity_sum`` is the checksum of."""
         return slice(WORD_BYTES, self.parent.stop)
 
     @cached_property
     def info(self) -> int:
-        """Offset of ``info``; the other words follow, 8 bytes each, in the order of the class docstring."""
+        """Offset of ``info``. The other words follow, 8 bytes each, in the order of the class docstring."""
         return int(self.parent.stop)
 
     @cached_property
@@ -227,7 +231,8 @@ class RecordFormat:
 
     @cached_property
     def before_writing(self) -> slice:
-        """From the word up to ``writing``: identity, parent, ``info``, ``identity_sum`` and ``lease_until_ns``."""
+        """Everything between the word and ``writing``: identity, parent, ``info``, ``identity_sum`` and
+        ``lease_until_ns``."""
         return slice(WORD_BYTES, self.lease_until_ns + 8)
 
     @cached_property
@@ -242,7 +247,7 @@ class RecordFormat:
         return self.info + 24 + tail_bytes
 
 
-STAMPED = 1  # flag in info: the checksums are there
+STAMPED = 1  # flag in info: the record has checksums
 POSITION_MAX = 0xFFFF
 TURNS_MAX = 0xFF
 
@@ -256,20 +261,20 @@ def info_word(
     position: int | None = None,
     turns: int = 0,
 ) -> int:
-    """The ``info`` word of a record; with ``position`` (and ``turns``) that of a SEALED one, which has no shards."""
+    """The ``info`` word of a record; with ``position`` (and ``turns``) that of a SEALED record, which has no shards."""
     if position is None:
         return payload_bytes | shards << 32 | sealed_mask << 40 | flags << 48
     return payload_bytes | min(position, POSITION_MAX) << 32 | flags << 48 | min(turns, TURNS_MAX) << 56
 
 
-_HINT_SHIFT = 49  # the flags of a SEALED record but for ``STAMPED``
+_HINT_SHIFT = 49  # the flags of a SEALED record above ``STAMPED``
 _HINT_MASK = 0x7F
 _STANDING = POSITION_MAX << 32 | _HINT_MASK << _HINT_SHIFT | TURNS_MAX << 56
 
 
 def standing(position: int, turns: int, hint: int = 0) -> int:
-    """The part of a SEALED record's ``info`` that says where in its chain the page is, after how many turns, and what
-    hint came with it (see ``retention``)."""
+    """The part of a SEALED record's ``info`` that eviction uses: the page's position in its chain, the chain's turns,
+    and the hint that the page was stored with (see ``retention``)."""
     return min(position, POSITION_MAX) << 32 | hint << _HINT_SHIFT | min(turns, TURNS_MAX) << 56
 
 
@@ -279,20 +284,20 @@ def standing_of(info: int) -> int:
 
 
 def position_of(info: int) -> int:
-    """Position in its chain of the page whose SEALED record has this ``info``; ``POSITION_MAX``: that or later."""
+    """The page's position in its chain, from its SEALED record's ``info``; ``POSITION_MAX`` means that or later."""
     return info >> 32 & POSITION_MAX
 
 
 def hint_in(info: int) -> int:
-    """The hint that the page was stored with; 0: none."""
+    """The hint that the page was stored with, or 0."""
     return info >> _HINT_SHIFT & _HINT_MASK
 
 
 def turns_of(info: int) -> int:
-    """How often the chain had been extended when this page was sealed; ``TURNS_MAX``: that or more."""
+    """How often the chain had been extended when the page was sealed; ``TURNS_MAX`` means that or more."""
     return info >> 56
 
 
 def aligned(nbytes: int) -> int:
-    """Rounded up to ``FRAME_ALIGN``."""
+    """``nbytes`` rounded up to a multiple of ``FRAME_ALIGN``."""
     return -(-nbytes // FRAME_ALIGN) * FRAME_ALIGN

@@ -1,17 +1,16 @@
-"""Shard: the part of every page that one of several devices has: some heads of some layers.
+"""Parts of a page: the shard that one device of a model holds, and the strides of pages in another engine's memory.
 
-A model is cut by KV heads over ``ranks`` (tensor parallel) and by layers over ``stages`` (pipeline parallel).
+**Shard.** A model is cut by KV heads over ``ranks`` (tensor parallel) and by layers over ``stages`` (pipeline
+parallel). Worked example: 10 layers of 8 heads over 2 ranks and 4 stages. The stages have 3, 3, 2 and 2 layers. Rank 1
+of stage 2 is shard 5 of 8 and has heads 4..7 of layers 6 and 7. With 16 ranks, two ranks hold each head, and the lower
+one writes it.
 
-Worked example: 10 layers of 8 heads over 2 ranks and 4 stages. The stages have 3, 3, 2 and 2 layers; rank 1 of stage 2
-is shard 5 of 8 and has heads 4..7 of layers 6 and 7. With 16 ranks each head is held by two; the lower one writes it.
+**Strides.** A page's bytes are ordered ``[layer][kv_head][token][content]``. In kvstore's own memory a page is
+contiguous. In another engine's memory a page is one block of each layer's tensor, and heads and tokens may be in any
+order inside the block. All numbers are bytes, offsets from the start of the memory. Examples for B blocks, L layers, H
+heads, N tokens, C bytes of content::
 
-Strides: where the bytes of a page are in memory that another engine has laid out.
-
-A page's bytes are ``[layer][kv_head][token][content]``. In memory of ours a page is contiguous. In that of another
-engine a page is one block of each layer's tensor, and inside of it heads and tokens may come in any order. All numbers
-are bytes, from where the memory begins; examples of ``frames`` blocks, H heads, N tokens, C bytes of content::
-
-    one piece, S bytes apart           layers [0]           block S       dims []                      piece L*H*N*C
+    contiguous, S bytes apart          layers [0]           block S       dims []                      piece L*H*N*C
     a tensor [B, H, N, C] per layer    layers [0, B*H*N*C]  block H*N*C   dims []                      piece H*N*C
     a tensor [B, N, H, C] per layer    layers as above      block H*N*C   dims [(H, C), (N, H*C)]      piece C
     K and V apart, each [B, N, H, C/2] layers as above      block H*N*C/2 dims [(H, C/2), (N, H*C/2),  piece C/2
@@ -35,13 +34,14 @@ from kvstore.model.layout import Layout
 
 @dataclass(frozen=True)
 class Shard:
-    """What rank ``rank`` of ``ranks`` in stage ``stage`` of ``stages`` has of pages of ``layout``; by default all.
+    """The part of every page of ``layout`` that rank ``rank`` of ``ranks`` in stage ``stage`` of ``stages`` holds; by
+    default the whole page.
 
-    Its bytes of a page are ordered as in the page, ``[layer][head][token][content]``, of its own layers and heads.
+    The part's bytes are ordered as in a page, ``[layer][head][token][content]``, with its own layers and heads only.
 
     Raises:
-        InvalidRequest: a value is not an integer or out of range, or heads or layers do not divide by it; the error
-            names it.
+        InvalidRequest: a value is not an integer, is out of range, or does not divide the heads or layers. The error
+            names the field.
     """
 
     layout: Layout
@@ -58,83 +58,86 @@ class Shard:
         for name in ("ranks", "stages"):
             if getattr(self, name) < 1:
                 raise InvalidRequest(name, f"must be at least 1 (got {getattr(self, name)})")
-        assert self.heads and self.layers  # raises where there are none such
+        assert self.heads and self.layers  # raises InvalidRequest if the numbers do not fit the layout
 
     @property
     def number(self) -> int:
-        """Which of the ``count`` shards it is."""
+        """This shard's number, from 0 to ``count`` - 1."""
         return self.stage * self.ranks + self.rank
 
     @property
     def count(self) -> int:
-        """Shards that make a page."""
+        """How many shards make a page."""
         return self.stages * self.ranks
 
     @property
     def cut(self) -> dict[str, int]:
-        """Its four numbers by name."""
+        """The four numbers by name."""
         return {"rank": self.rank, "ranks": self.ranks, "stage": self.stage, "stages": self.stages}
 
     @cached_property
     def heads(self) -> tuple[int, int]:
-        """Its heads ``[start, stop)``, also where another rank writes them."""
+        """The heads ``[start, stop)`` of this shard, including heads that another rank writes."""
         return self.layout.held_heads(self.rank, self.ranks)
 
     @cached_property
     def layers(self) -> tuple[int, int]:
-        """Its layers ``[start, stop)``."""
+        """The layers ``[start, stop)`` of this shard."""
         return self.layout.shard_layers(self.stage, self.stages)
 
     @cached_property
     def writes(self) -> bool:
-        """Whether its heads are its own to write."""
+        """Whether this shard writes its heads. A lower rank writes heads that several ranks hold."""
         return self.layout.shard_heads(self.rank, self.ranks) is not None
 
     @cached_property
     def offset(self) -> int:
-        """Where in each layer of a page its heads begin, in bytes."""
+        """Where this shard's heads begin in each layer of a page, in bytes."""
         return self.heads[0] * self.layout.head_bytes
 
     @cached_property
     def width(self) -> int:
-        """Bytes of its heads in one layer of a page."""
+        """Bytes of this shard's heads in one layer of a page."""
         return (self.heads[1] - self.heads[0]) * self.layout.head_bytes
 
     @cached_property
     def nbytes(self) -> int:
-        """Bytes of its part of a page."""
+        """Bytes of this shard's part of a page."""
         return (self.layers[1] - self.layers[0]) * self.width
 
     def part(self, pages: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """A view of its bytes ``[n, layers, width]`` in pages ``[n, page_bytes]``, each contiguous."""
+        """A view ``[n, layers, width]`` of this shard's bytes in ``pages`` ``[n, page_bytes]``. Each page must be
+        contiguous."""
         first, last = self.layers
         layers = pages.reshape(len(pages), self.layout.layers, self.layout.layer_bytes)
         return layers[:, first:last, self.offset : self.offset + self.width]
 
     def unpacked(self, rows: npt.NDArray[np.uint8]) -> npt.NDArray[np.uint8]:
-        """A view of ``rows`` ``[n, nbytes]``, each contiguous, in the shape of the shard."""
+        """A view ``[n, layers, width]`` of ``rows`` ``[n, nbytes]``. Each row must be contiguous."""
         return rows.reshape(len(rows), self.layers[1] - self.layers[0], self.width)
 
 
 LAYERS_MAX: Final = 256
 DIMS_MAX: Final = 4
-NUMBER_MAX: Final = 1 << 56  # of bytes, and of pieces
+NUMBER_MAX: Final = 1 << 56  # the largest offset, stride, count or length
 
 Addresses = npt.NDArray[np.uint64]
 
 
 @dataclass(frozen=True)
 class Strides:
-    """See the module. Nothing says that pages are apart from each other: who writes there sees to that.
+    """Where the bytes of a page are in memory that another engine laid out; see the module. All values are bytes.
+
+    Pages may overlap: a writer has to check that they do not.
 
     Attributes:
         layers: where each layer's first block begins.
-        block: from one block of a layer to the next.
+        block: distance from one block of a layer to the next.
         dims: count and stride of each dimension between layer and piece, in the order of the page's bytes.
-        piece: the bytes that are contiguous.
+        piece: how many bytes are contiguous.
 
     Raises:
-        InvalidRequest: there are no layers, or too many layers or dimensions; or a number is not a length.
+        InvalidRequest: there are no layers, or too many layers or dimensions, or a number is out of range.
     """
 
     layers: Sequence[int]
@@ -149,7 +152,7 @@ class Strides:
             raise InvalidRequest("strides", f"must have 1 to {LAYERS_MAX} layers, and {DIMS_MAX} dimensions at most")
         counts = [self.piece, *(count for count, _ in self.dims)]
         if min(counts) < 1 or not all(0 <= number < NUMBER_MAX for number in self.numbers()):
-            raise InvalidRequest("strides", "must be of positive lengths that a machine may have")
+            raise InvalidRequest("strides", f"must be positive lengths and offsets, all below {NUMBER_MAX}")
 
     @classmethod
     def whole(cls, page_bytes: int, stride: int) -> Strides:
@@ -162,24 +165,24 @@ class Strides:
 
     @property
     def page_bytes(self) -> int:
-        """Bytes of all pieces of a page together."""
+        """Bytes of all pieces of a page."""
         return len(self.layers) * self.piece * math.prod(count for count, _ in self.dims)
 
     def nbytes(self, frames: int) -> int:
-        """Bytes of the memory that contains ``frames`` pages: no byte of them is beyond that."""
+        """The least size of memory that contains ``frames`` pages, in bytes."""
         inside = sum((count - 1) * stride for count, stride in self.dims)
         return max(self.layers) + (frames - 1) * self.block + inside + self.piece
 
     def part(self, number: int, parts: int) -> Strides | None:
-        """The strides of one of ``parts`` equal parts of a page, a layer for example; None where such a part is not as
-        regular as the whole."""
-        apart = len(self.layers)
-        if apart % parts == 0:
-            each = apart // parts
+        """The strides of part ``number`` of ``parts`` equal parts of a page, for example of a layer. None if strides
+        cannot describe such a part."""
+        layers = len(self.layers)
+        if layers % parts == 0:
+            each = layers // parts
             return replace(self, layers=self.layers[number * each : (number + 1) * each])
-        if parts % apart:
+        if parts % layers:
             return None
-        parts //= apart
+        parts //= layers
         first, number = self.layers[number // parts], number % parts
         for at, (count, stride) in enumerate(self.dims):
             if count % parts == 0:
@@ -196,7 +199,7 @@ class Strides:
         return Strides((first + number * piece,), self.block, (), piece)
 
     def pieces(self) -> tuple[Addresses, Addresses]:
-        """Offsets of the pieces of the first page, and their lengths, in the order of its bytes; neighbours as one."""
+        """Offsets and lengths of the pieces of the first page, in the order of its bytes; adjacent pieces as one."""
         places = np.asarray(self.layers, np.uint64)
         for count, stride in self.dims:
             places = (places[:, None] + np.arange(count, dtype=np.uint64) * np.uint64(stride)).reshape(-1)
@@ -205,7 +208,8 @@ class Strides:
         return places[starts], (counts * self.piece).astype(np.uint64)
 
     def views(self, memory: npt.NDArray[np.uint8], frames: int) -> list[npt.NDArray[np.uint8]]:
-        """``[frames, counts of dims..., piece]`` of each layer, in memory that is as long as ``nbytes``."""
+        """A view ``[frames, *counts of dims, piece]`` of each layer in ``memory``, which has at least
+        ``nbytes(frames)`` bytes."""
         assert memory.flags.c_contiguous and memory.nbytes >= self.nbytes(frames), memory.nbytes
         shape = (frames, *(count for count, _ in self.dims), self.piece)
         strides = (self.block, *(stride for _, stride in self.dims), 1)
