@@ -1,1 +1,1 @@
-"""How bytes move between nodes: the wire, its two ends, and what moves pages over it. Knows no service, no client."""
+"""Many nodes: the catalog, membership, the directory of pages, and the transports that move pages between nodes."""

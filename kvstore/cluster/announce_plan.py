@@ -1,13 +1,13 @@
-"""Announcing: what a node tells the owners of its pages' spans, and what it has told them. See ``directory``.
+"""Announcing: what a node sends to the owners of its pages' spans. See ``directory``. No I/O.
 
-A stream per owner: everything the node has for it, then each change. Only one batch of a stream is under way at a time,
-and it is sent again until it is answered. When the members of the cluster change, an owner that stays is told just what
-it gained and what it lost; one that is new, or has forgotten us, gets a new stream.
+Each owner gets a stream: first everything the node has for this owner, then each change. A stream has only one batch in
+flight, which is sent again until it is answered. When the members of the cluster change, an owner that stays receives
+only the pages that it gained and lost. An owner that is new, or has forgotten this node, receives a new stream.
 
-The caller follows the node's event log. It has to know the moment at which ``dumped`` was true::
+The caller follows the node's event log. ``dumped`` needs all pages at one point of that log::
 
-    lock the node: the log's newest number, and all its pages      (only when ``wants_pages``)
-    changed(events up to that number), dumped(pages), changed(what follows) ...
+    lock the node: note the log's newest number, copy all pages      (only when ``wants_pages``)
+    changed(events up to that number), dumped(pages), changed(later events) ...
 """
 
 from __future__ import annotations
@@ -24,19 +24,19 @@ from kvstore.cluster.directory import AGAIN, GONE, Marks, Placement, Told
 from kvstore.model.prefix import Fingerprints
 
 BATCH_PAGES: Final = 4096
-LOOK_S: Final = 0.05  # between two looks for news ...
-OWNERS_PER_LOOK: Final = 16  # ... where there are no more owners than this; see ``pause_s``
-QUEUED_MAX: Final = 1 << 20  # entries that wait for one owner; with more it gets everything again when it answers
+LOOK_S: Final = 0.05  # pause between two looks for news ...
+OWNERS_PER_LOOK: Final = 16  # ... with this many owners or fewer; see ``pause_s``
+QUEUED_MAX: Final = 1 << 20  # entries that wait for one owner; with more, the owner gets a new stream
 
 
 def pause_s(owners: int) -> float:
-    """Between two looks for news. Where many owners are to be told each is told less often, and more at a time: the
-    more there are the fewer messages of one put could go together."""
+    """The pause between two looks for news, in seconds. With many owners each is told less often and more at a time,
+    because a put then touches more owners and fills fewer of their batches."""
     return LOOK_S * max(1.0, owners / OWNERS_PER_LOOK)
 
 
 class Entries(NamedTuple):
-    """Pages and their spans, as many of each; ``marks`` as in ``directory``."""
+    """Pages and their spans, columns of equal length. ``marks`` as in ``directory``."""
 
     spans: Fingerprints
     fingerprints: Fingerprints
@@ -44,7 +44,8 @@ class Entries(NamedTuple):
 
 
 def settled(pages: Entries, changes: Entries) -> Entries:
-    """What is there of ``pages``, in any order and some of them twice, after these changes, which came one by one."""
+    """The pages that remain of ``pages`` after ``changes``. ``pages`` may be in any order and may repeat; ``changes``
+    are in the order in which they happened."""
     touched = np.isin(pages.fingerprints, changes.fingerprints)
     last = dict[tuple[int, int], tuple[int, int]]()
     for some in (part_of(pages, touched), changes):
@@ -57,29 +58,30 @@ def settled(pages: Entries, changes: Entries) -> Entries:
 
 
 def part_of(pages: Entries, which: npt.NDArray[np.bool_]) -> Entries:
-    """Some of them."""
+    """The entries that the mask ``which`` selects."""
     return Entries(pages.spans[which], pages.fingerprints[which], pages.marks[which])
 
 
 def joined(parts: Sequence[Entries]) -> Entries:
-    """One after another."""
+    """All ``parts`` as one, in order."""
     spans, prints, marks = zip(*parts, strict=True)
     return Entries(np.concatenate(spans), np.concatenate(prints), np.concatenate(marks))
 
 
 @dataclass(slots=True)
 class _Owner:
-    """One owner. ``stream`` None: it has to be told everything again, and nothing is kept for it until then."""
+    """The state of one owner. While ``stream`` is None nothing is queued: the owner needs a new stream with
+    everything."""
 
     stream: int | None = None
     next: int = 0
     queue: deque[tuple[Fingerprints, Marks]] = field(default_factory=deque)
     queued: int = 0
-    first: int = 0  # of ``queued``, what belongs to what the node had when the stream began
-    whole: bool = False  # the batch that completes that was sent, or is under way
-    target: int = 0  # the placement for which it is being told
-    due: int = 0  # of ``queued``, how many entries have to be told until it has everything for ``target``
-    placed: int = 0  # the placement for which it has everything, or will with the batches that are under way
+    first: int = 0  # how many of ``queued`` the node had when the stream began
+    whole: bool = False  # the batch that completes those was sent
+    target: int = 0  # the placement that the owner is being updated to
+    due: int = 0  # how many of ``queued`` have to be sent before the owner is complete for ``target``
+    placed: int = 0  # the placement for which the owner is complete once it has all batches sent so far
     sent: Told | None = None
 
     def add(self, fingerprints: Fingerprints, marks: Marks) -> None:
@@ -97,11 +99,11 @@ class _Owner:
 
 
 class Announcing:
-    """One node's side. The caller sends what ``batch`` says, and reports what became of it.
+    """Decides what one node announces. The caller sends what ``batch`` returns, and reports the answer.
 
     Args:
         node: its name.
-        draw: numbers of streams, none of them twice in the pool.
+        draw: returns numbers of streams that are unique in the pool.
     """
 
     def __init__(self, node: str, draw: Callable[[], int]) -> None:
@@ -118,25 +120,25 @@ class Announcing:
 
     @property
     def wants_pages(self) -> bool:
-        """Whether ``dumped`` is needed: members changed, or an owner has to be told everything again."""
+        """Whether ``dumped`` is needed: the members changed, or an owner needs a new stream."""
         return self._members != self._placement.nodes or any(each.stream is None for each in self._owners.values())
 
     @property
     def queued(self) -> int:
-        """Entries that were not announced yet."""
+        """How many entries are not announced yet."""
         return sum(each.queued + (len(each.sent.marks) if each.sent else 0) for each in self._owners.values())
 
     def members(self, names: Iterable[str]) -> None:
-        """These nodes have a part of the directory from now on."""
+        """Set the nodes that own a part of the directory."""
         self._members = tuple(sorted(set(names)))
 
     def lost(self) -> None:
-        """Events were missed: every owner has to be told everything again."""
+        """Events were missed: every owner needs a new stream."""
         for owner in self._owners.values():
             owner.drop()
 
     def dumped(self, pages: Entries) -> None:
-        """These are all pages of the node, as of the last ``changed``."""
+        """Take all pages of the node, as of the last ``changed``."""
         before, self._placement = self._placement, Placement(self._members)
         had = before.owned(pages.spans)
         owned = self._placement.owned(pages.spans)
@@ -154,14 +156,14 @@ class Announcing:
             owner.target, owner.due = self._placement.number, owner.queued
 
     def changed(self, pages: Entries) -> None:
-        """These pages came and went, in this order."""
+        """Take pages that were stored and removed, in this order."""
         for name, mine in self._placement.shares(pages.spans):
             self._owners[name].add(pages.fingerprints[mine], pages.marks[mine])
 
     def batch(self, name: str, idle: bool = False) -> Told | None:
-        """What to send to this owner next; None: nothing. One that was not answered is sent again.
+        """Return the next batch for this owner, or None. A batch that was not answered is returned again.
 
-        ``idle``: an empty batch if there is nothing, so that an owner that has forgotten us says so.
+        ``idle``: return an empty batch if there is no news, so that an owner that has forgotten this node says so.
         """
         owner = self._owners.get(name)
         if owner is None or owner.stream is None:
@@ -170,7 +172,7 @@ class Announcing:
         if owner.sent is None and (owner.queue or untold or idle):
             owner.sent = self._next(owner, owner.stream)
         elif owner.sent is not None and owner.sent.placed and owner.queue:
-            owner.sent = replace(owner.sent, placed=0)  # it was not answered, and there is news
+            owner.sent = replace(owner.sent, placed=0)  # not answered yet, and there is news
         return owner.sent
 
     def _next(self, owner: _Owner, stream: int) -> Told:
@@ -190,11 +192,11 @@ class Announcing:
         owner.whole |= completes
         fingerprints = np.concatenate([np.zeros(0, np.uint64), *(part[0] for part in parts)])
         marks = np.concatenate([np.zeros(0, np.uint8), *(part[1] for part in parts)])
-        placed = owner.placed if owner.queued == owner.due else 0  # else there is news that it is not told yet
+        placed = owner.placed if owner.queued == owner.due else 0  # 0: more entries follow this batch
         return Told(self._node, stream, owner.next, fingerprints, marks, completes, placed)
 
     def answered(self, name: str, sent: Told, wanted: int) -> None:
-        """The owner has answered this batch."""
+        """Take the owner's answer to the batch ``sent``: the number of the batch it wants next."""
         owner = self._owners.get(name)
         if owner is None or owner.sent is not sent:
             return

@@ -1,4 +1,4 @@
-"""FIND, HOLD, ANNOUNCE, LIST and their answers: what goes between owners of a directory, readers and nodes. Pure.
+"""The messages of the directory, between owners, readers and nodes; no I/O except in ``read_state``.
 
 ::
 
@@ -8,22 +8,21 @@
                pages u32[rows] | nodes u16[rows] | tiers u8[rows]
     ANNOUNCE   number of the node's daemon u64, stream u64, number u64, placed u64, pages u32, whole u8, length of the
                node's name u8 | name | fingerprints u64[] | marks u8[]
-    ANNOUNCED  number wanted next i64; -1: another stream
-    LIST       entry from which on u64 | UTF-8 of the node's name
-    LISTED     entries u64[], see ``directory.entries_told``; fewer than ``LISTED_MAX``: these are the last
+    ANNOUNCED  number of the next batch i64; -1: begin another stream
+    LIST       first entry u64 | UTF-8 of the node's name
+    LISTED     entries u64[], see ``directory.entries_told``; the last ones if fewer than ``LISTED_MAX``
 
-Here whose is: fingerprint of the layout 16 bytes | lengths of salt and adapter u16, u16 | salt, adapter, UTF-8. FIND
-asks an owner which nodes have pages, HOLD asks a node which it has itself; FOUND answers both.
+"whose" is: fingerprint of the layout 16 bytes | lengths of salt and adapter u16, u16 | salt, adapter, UTF-8. FIND asks
+an owner which nodes have pages. HOLD asks a node which pages it has. FOUND answers both.
 
-A node's place in the names of FOUND says nothing beyond that answer; an empty name stands for no node. Fingerprints of
-ANNOUNCE and LISTED are veiled by their root (``model.prefix.veil_of``), which only nodes can do. Those of FIND are
-not: the owner veils them by the root that the caller names, after it has seen that the caller may read it.
+A node's position in the names of FOUND is valid in that answer only. An empty name is not a node. Fingerprints in
+ANNOUNCE and LISTED are veiled by their root (``model.prefix.veil_of``), which only nodes can do. Fingerprints in FIND
+are not veiled: the owner veils them by the root that the caller names, after it has checked that the caller may read
+it.
 
-STATE in pages: what a data server says of its part of the directory, however many nodes it names. Pure, but for the
-connection over which ``read_state`` asks.
-
-STATUS carries the last name of the page before, "" for the first one. Every page has the same numbers, and of what is
-told by node (``BY_NODE``) the next ``PAGE_NAMES`` names, in order; ``more``, whether others follow them.
+STATUS and STATE report a data server's part of the directory, in pages, because it may name many nodes. STATUS carries
+the last name of the page before, or "". Every STATE has the same numbers, and the next ``PAGE_NAMES`` names of each
+field in ``BY_NODE``; ``more`` says whether names follow.
 """
 
 from __future__ import annotations
@@ -60,13 +59,13 @@ Body = bytes | bytearray | memoryview
 
 @lru_cache(maxsize=256)
 def _pack_whose(whose: Whose) -> bytes:
-    """What FIND and HOLD begin with."""
+    """The part at the start of FIND and HOLD that names the owner of the pages."""
     salt, adapter = whose.salt.encode(), whose.adapter.encode()
     return _WHOSE.pack(whose.fingerprint, len(salt), len(adapter)) + salt + adapter
 
 
 def _unpack_whose(body: Body) -> tuple[Whose, int]:
-    """The owner of pages, from the start of FIND or HOLD, and where it ends. Raises struct.error, ValueError."""
+    """Return the owner of the pages, and where it ends in the body. Raises struct.error, ValueError."""
     fingerprint, salt_bytes, adapter_bytes = _WHOSE.unpack_from(body)
     at = _WHOSE.size + salt_bytes
     salt = bytes(body[_WHOSE.size : at]).decode()
@@ -74,14 +73,14 @@ def _unpack_whose(body: Body) -> tuple[Whose, int]:
 
 
 def pack_find(whose: Whose, pages: Fingerprints, placement: int) -> bytes:
-    """The body of FIND. ``placement``: the number of the one by which the caller chose this owner."""
+    """The body of FIND. ``placement`` is the number of the placement by which the caller chose this owner."""
     assert len(pages) <= FIND_PAGES_MAX
     return _pack_whose(whose) + _PLACEMENT.pack(placement) + pages.astype("<u8", copy=False).tobytes()
 
 
 def unpack_find(body: Body) -> tuple[Whose, Fingerprints, int]:
-    """Whose pages a FIND asks for, their fingerprints, and the number of the placement. Raises WireError where it makes
-    no sense."""
+    """Return the owner of the pages, their fingerprints, and the number of the placement. Raises WireError if the body
+    is invalid."""
     try:
         whose, at = _unpack_whose(body)
         (placement,) = _PLACEMENT.unpack_from(body, at)
@@ -95,14 +94,14 @@ def unpack_find(body: Body) -> tuple[Whose, Fingerprints, int]:
 
 
 def pack_hold(whose: Whose, keys: list[bytes], closed: bool) -> bytes:
-    """The body of HOLD. ``closed``: a node that has a page has those before it, so that it may skip some."""
+    """The body of HOLD. ``closed``: a node that has a page also has all pages before it, so it may skip some."""
     assert len(keys) <= HOLD_PAGES_MAX
     return b"".join((_pack_whose(whose), _CLOSED.pack(closed), *keys))
 
 
 def unpack_hold(body: Body) -> tuple[Whose, list[bytes], bool]:
-    """Whose pages a HOLD asks for, their keys, and whether the chain is closed. Raises WireError where it makes no
-    sense."""
+    """Return the owner of the pages, their keys, and whether the chain is closed. Raises WireError if the body is
+    invalid."""
     try:
         whose, at = _unpack_whose(body)
         (closed,) = _CLOSED.unpack_from(body, at)
@@ -115,7 +114,7 @@ def unpack_hold(body: Body) -> tuple[Whose, list[bytes], bool]:
 
 
 def pack_found(found: Listed) -> bytes:
-    """The body of FOUND: of all nodes it names those that are in its rows."""
+    """The body of FOUND, with only the names that occur in rows."""
     used = np.zeros(len(found.names), np.bool_)
     used[found.nodes] = True
     nodes = (used.cumsum(dtype="<u2") - np.uint16(1))[found.nodes]
@@ -129,7 +128,7 @@ def pack_found(found: Listed) -> bytes:
 
 
 def unpack_found(body: Body, asked: int) -> Listed:
-    """What a FOUND says of ``asked`` pages. Raises WireError where it makes no sense."""
+    """The locations in a FOUND about ``asked`` pages. Raises WireError if the body is invalid."""
     try:
         count, doubts, rows = _FOUND.unpack_from(body)
         at, names, unsure = _FOUND.size, list[str](), list[Unsure]()
@@ -149,19 +148,19 @@ def unpack_found(body: Body, asked: int) -> Listed:
     except (struct.error, ValueError, IndexError) as error:
         raise WireError(f"found: {error}") from None
     if rows and (int(pages.max()) >= asked or int(nodes.max()) >= count or int(tiers.max()) >= len(TIERS)):
-        raise WireError("found: names a page, a node or a tier that there is not")
+        raise WireError("found: names an unknown page, node or tier")
     return Listed(pages, nodes, tiers, names, tuple(unsure))
 
 
 def pack_announce(told: Told, daemon: int) -> bytes:
-    """The body of ANNOUNCE. ``daemon``: the number that the node's entry in the catalog has."""
+    """The body of ANNOUNCE. ``daemon`` is the number in the node's catalog entry."""
     name = told.node.encode()
     head = _ANNOUNCE.pack(daemon, told.stream, told.number, told.placed, len(told.marks), told.whole, len(name))
     return b"".join((head, name, told.fingerprints.astype("<u8", copy=False).tobytes(), told.marks.tobytes()))
 
 
 def unpack_announce(body: Body) -> tuple[Told, int]:
-    """The batch in an ANNOUNCE, and the number of the daemon. Raises WireError where it makes no sense."""
+    """The batch in an ANNOUNCE, and the number of the daemon. Raises WireError if the body is invalid."""
     try:
         daemon, stream, number, placed, pages, whole, size = _ANNOUNCE.unpack_from(body)
         at = _ANNOUNCE.size + size
@@ -173,7 +172,7 @@ def unpack_announce(body: Body) -> tuple[Told, int]:
     except (struct.error, ValueError) as error:
         raise WireError(f"announce: {error}") from None
     if pages and int((marks & ~np.uint8(GONE)).max()) >= len(TIERS):
-        raise WireError("announce: names a tier that there is not")
+        raise WireError("announce: names an unknown tier")
     return Told(node, stream, number, fingerprints, marks, bool(whole), placed), daemon
 
 
@@ -183,7 +182,7 @@ def pack_announced(wanted: int) -> bytes:
 
 
 def unpack_announced(body: Body) -> int:
-    """The number that is wanted next. Raises WireError where it makes no sense."""
+    """The number of the next batch. Raises WireError if the body is invalid."""
     if len(body) != _ANNOUNCED.size:
         raise WireError(f"announced: {len(body)} bytes")
     (wanted,) = _ANNOUNCED.unpack(body)
@@ -196,7 +195,7 @@ def pack_list(node: str, start: int) -> bytes:
 
 
 def unpack_list(body: Body) -> tuple[str, int]:
-    """The node and the entry in a LIST. Raises WireError where it makes no sense."""
+    """The node and the first entry in a LIST. Raises WireError if the body is invalid."""
     try:
         (start,) = _LIST.unpack_from(body)
         return bytes(body[_LIST.size :][: NAME_BYTES_MAX + 1]).decode(), start
@@ -211,7 +210,7 @@ def pack_listed(entries: Fingerprints) -> bytes:
 
 
 def unpack_listed(body: Body) -> Fingerprints:
-    """The entries in a LISTED. Raises WireError where it makes no sense: they ascend."""
+    """The entries in a LISTED. Raises WireError if the body is invalid or the entries do not ascend."""
     if len(body) % 8 or len(body) > 8 * LISTED_MAX:
         raise WireError(f"listed: must be at most {LISTED_MAX} entries (got {len(body)} bytes)")
     entries = np.frombuffer(body, "<u8").astype(np.uint64, copy=False)
@@ -220,12 +219,12 @@ def unpack_listed(body: Body) -> Fingerprints:
     return entries
 
 
-PAGE_NAMES: Final = 256  # of at most 48 characters, each twice and once with a number: less than ``BODY_MAX`` of STATE
+PAGE_NAMES: Final = 256  # names of at most 48 characters, in two fields: less than ``BODY_MAX`` of STATE
 BY_NODE: Final = ("peers", "heard_ago_s")
 
 
 def state_page(state: dict[str, Any], after: str) -> dict[str, Any]:
-    """The page of ``state`` behind that name."""
+    """The page of ``state`` that follows the name ``after``."""
     names = sorted({name for field in BY_NODE for name in state[field] if name > after})
     page = frozenset(names[:PAGE_NAMES])
     return {
@@ -238,10 +237,10 @@ def state_page(state: dict[str, Any], after: str) -> dict[str, Any]:
 
 
 def read_state(connection: DataConnection, within_s: float) -> dict[str, Any]:
-    """All that a data server says of its part of the directory; the numbers are those of the last page.
+    """Read the state of a data server's part of the directory, page by page. The numbers are those of the last page.
 
     Raises:
-        KVStoreError: as ``DataConnection.call``; WireError where a page makes no sense.
+        KVStoreError: as ``DataConnection.call``; WireError if a page is invalid.
     """
     deadline_s = time.monotonic() + within_s
     peers: list[str] = []
@@ -255,7 +254,7 @@ def read_state(connection: DataConnection, within_s: float) -> dict[str, Any]:
             heard_ago_s |= page["heard_ago_s"]
             before, last, more = last, str(page.pop("last")), page.pop("more")
         except (ValueError, RecursionError, TypeError, KeyError, AttributeError) as error:
-            raise WireError(f"state: a page makes no sense ({error!r})") from None
+            raise WireError(f"state: a page is invalid ({error!r})") from None
         if not more:
             return {**page, "peers": peers, "heard_ago_s": heard_ago_s}
         if last <= before:

@@ -1,13 +1,13 @@
-"""DirectoryOwner: one owner's directory, and which nodes it may have heard too little of. Pure.
+"""DirectoryOwner: one owner's directory, and the nodes whose entries in it may be incomplete. No I/O.
 
-A node tells every owner something at least once a second. An owner's entries of a node are complete for a caller where
-the owner heard from the node recently, and was told everything for the placement of spans by which the caller chose the
-owner. For all other nodes the owner says for which placement they are complete, so that the caller knows which spans
-are in doubt, and asks their other owner or the node itself::
+A node sends every owner at least one batch per second. An owner's entries of a node are complete for a caller if the
+owner received a batch recently, and has all entries for the placement by which the caller chose the owner. For every
+other node, the owner's answer says for which placement its entries are complete. From that the caller knows which spans
+are in doubt, and asks the spans' other owner, or the node itself::
 
     members a b c, the link from a to b is cut         members a b c, and d joins
-    FIND at b   -> what b knows, unsure of a: 0        FIND at b   -> unsure of a: the placement over a b c, until a has
-    FIND at c   -> what c knows                                       told b what b owns since d is there
+    FIND at b   -> entries of b; unsure of a: 0        FIND at b   -> unsure of a: the placement over a b c, until a
+    FIND at c   -> entries of c                                       has announced the spans that b owns since d joined
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ from typing import Final
 from kvstore.cluster.announce_plan import pause_s
 from kvstore.cluster.directory import AGAIN, Directory, Placement, Told, Unsure
 
-IDLE_S: Final = 1.0  # a node that has no news for an owner tells it that
-LATE_S: Final = 1.5  # a node that told nothing for longer, and for two pauses between its looks, may have news
-SILENT_S: Final = 3.0  # a node may come before the catalog says so; one that is not listed is forgotten after this time
-VIEWS_MAX: Final = 4  # sets of members that are remembered
-UNSURE_MAX: Final = 64  # nodes that one answer names
-KEPT_S: Final = 0.1  # an answer about all nodes is used again for this time
+IDLE_S: Final = 1.0  # a node without news for an owner sends an empty batch after this time
+LATE_S: Final = 1.5  # a node that has sent nothing for this time, plus two of its pauses, may have news
+SILENT_S: Final = 3.0  # an announcing node that the catalog does not list is forgotten after this time of silence
+VIEWS_MAX: Final = 4  # sets of members to remember
+UNSURE_MAX: Final = 64  # unsure nodes in one answer
+KEPT_S: Final = 0.1  # the list of unsure nodes is reused for this time
 
 
 class DirectoryOwner:
@@ -34,7 +34,7 @@ class DirectoryOwner:
 
     Attributes:
         directory: the entries.
-        heard_s: by node, when it last told something.
+        heard_s: when each node last sent a batch.
     """
 
     def __init__(self, bytes_max: int) -> None:
@@ -45,7 +45,7 @@ class DirectoryOwner:
         self._kept: dict[int, tuple[float, tuple[Unsure, ...]]] = {}
 
     def look(self, names: Iterable[str], now_s: float) -> None:
-        """These nodes are members. Nodes that have left are forgotten, and nodes that never were and say nothing."""
+        """Set the members. Forgets nodes that have left, and silent nodes that never were members."""
         members = tuple(sorted(names))
         present, before = set(members), set(self._members)
         for name in self.directory.nodes:
@@ -64,17 +64,17 @@ class DirectoryOwner:
         self._members = members
 
     def told(self, batch: Told, now_s: float) -> int:
-        """Take in a batch; see ``Directory.told``."""
+        """Apply a batch; see ``Directory.told``."""
         before = self.directory.placed(batch.node)
         wanted = self.directory.told(batch)
-        if wanted != AGAIN:  # else it may not be a member, and nothing would forget it
+        if wanted != AGAIN:  # a refused node may not be a member, and ``look`` would never forget it
             self.heard_s[batch.node] = now_s
             if self.directory.placed(batch.node) != before:
                 self._kept.clear()
         return wanted
 
     def unsure(self, placement: int, now_s: float) -> tuple[Unsure, ...]:
-        """Nodes whose entries may be incomplete here, for a caller with the placement of that number."""
+        """Nodes whose entries may be incomplete here, for a caller that uses the placement with this number."""
         until_s, found = self._kept.get(placement, (0.0, ()))
         if now_s >= until_s:
             found = self._unsure(placement, now_s)
@@ -85,7 +85,7 @@ class DirectoryOwner:
     def _unsure(self, placement: int, now_s: float) -> tuple[Unsure, ...]:
         members = self._views.get(placement)
         if members is None:
-            return (Unsure("", 0),)  # the caller may know nodes that this one has never heard of
+            return (Unsure("", 0),)  # the caller may know nodes that this owner does not
         since_s = now_s - LATE_S - 2 * pause_s(len(members))
         found = []
         for name in members:

@@ -1,7 +1,7 @@
-"""Finding: which nodes of the pool have pages, as the owners of their spans tell.
+"""Finds pages of a chain on other nodes, by asking the owners of the chain's spans.
 
-``cluster.lookup_plan`` says whom to ask for what; here the questions of a round are sent, all
-under way at the same time. What was found is kept for a second. Nothing of it is proven: where a page is read, it is.
+``cluster.lookup_plan`` decides whom to ask. This module sends the questions of a round, all at the same time. A result
+is reused for a second. Results are not proven: the reader of a page proves it.
 """
 
 from __future__ import annotations
@@ -21,11 +21,11 @@ from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode, PoolView
 from kvstore.errors import KVStoreError
 from kvstore.wire.data import FrameKind, Whose, WireError
 
-OWNER_S: Final = 0.3  # for an owner to answer
+OWNER_S: Final = 0.3  # how long to wait for an owner's answer
 KEPT_S: Final = 1.0
 KEPT_MAX: Final = 64  # answers
-ROUNDS_SILENT: Final = OWNERS + 1  # rounds in which nodes may be silent: each owner of a span, then a node itself
-OLDER_MAX: Final = 4  # placements that are remembered
+ROUNDS_SILENT: Final = OWNERS + 1  # rounds without an answer: each owner of a span, then the node itself
+OLDER_MAX: Final = 4  # earlier placements to remember
 
 
 class _Asked(NamedTuple):
@@ -36,26 +36,26 @@ class _Asked(NamedTuple):
     placement: int
 
     def request(self, question: Question) -> tuple[FrameKind, bytes]:
-        """The kind and the body of its message."""
+        """The kind and the body of the message for ``question``."""
         if question.keys is not None:
             return FrameKind.HOLD, pack_hold(self.whose, question.keys, self.closed)
         return FrameKind.FIND, pack_find(self.whose, question.pages, self.placement)
 
 
 class Finder:
-    """Asks for one process. Threads may share it.
+    """Finds pages for one process. Threads may share it.
 
     Args:
-        peers: who there is.
-        links: how they are reached.
-        kept_s: how long what was found is kept.
+        peers: the nodes of the pool.
+        links: connections to them.
+        kept_s: how long a result is reused.
     """
 
     def __init__(self, peers: PeersFile, links: PeerLinks, kept_s: float = KEPT_S) -> None:
         self._kept_s = kept_s
         self._peers = peers
         self._links = links
-        self._turn = random.randrange(1 << 20)  # so that processes that find the same ask different nodes for it
+        self._turn = random.randrange(1 << 20)  # processes with the same results ask different nodes
         self._placed: tuple[PoolView | None, Placement, dict[int, Placement]] = None, Placement([]), {}
         self._kept: OrderedDict[tuple[bytes, int], tuple[float, list[Stretch]]] = OrderedDict()
 
@@ -68,21 +68,21 @@ class Finder:
         without: Collection[str] = (),
         closed: bool = True,
     ) -> list[Stretch]:
-        """Where the pages of a chain are, from page ``first`` on: as far as some other node has each.
+        """Where the pages of a chain are on other nodes, from page ``first`` on, up to the first page that no node has.
 
         Args:
-            whose: it is; owners tell who may read it.
+            whose: the owner of the pages. Nodes check whether this caller may read them.
             keys: of the chain from its root.
-            deadline_s: of ``time.monotonic()``; it waits no longer than ``OWNER_S`` for each owner of a span, and for
-                nodes that are asked themselves.
-            without: nodes that are not to be named.
-            closed: who has a page has those before it.
+            deadline_s: of ``time.monotonic()``. Each owner of a span, and each node that is asked itself, gets at most
+                ``OWNER_S`` to answer.
+            without: nodes to leave out.
+            closed: a node that has a page also has all pages before it.
         """
         view = self._peers.look()
         if view is None or len(view.peers) < 2 or first >= len(keys):
             return []
         keys, now_s = keys[: first + FIND_PAGES_MAX] if len(keys) > FIND_PAGES_MAX else keys, time.monotonic()
-        name = keys[-1], first  # a key names all before it, too
+        name = keys[-1], first  # a key also names all pages before it
         until_s, found = self._kept.get(name, (0.0, []))
         if until_s >= now_s and not without and all(each.node in view.peers for each in found):
             return found
@@ -104,7 +104,7 @@ class Finder:
                 self._kept.popitem(last=False)
 
     def _placement(self, view: PoolView) -> tuple[Placement, dict[int, Placement]]:
-        """The placement now, and earlier ones by their numbers."""
+        """The current placement, and earlier ones by their numbers."""
         seen, placement, older = self._placed
         if view is not seen:
             if placement.nodes != tuple(sorted(view.peers)):
@@ -127,8 +127,8 @@ class Finder:
     def _round(
         self, whose: _Asked, view: PoolView, questions: list[Question], deadline_s: float
     ) -> list[Listed | None]:
-        """Ask all of these at the same time; None: no answer. Where a connection was stale the question is asked once
-        more."""
+        """Ask all questions at the same time. A question without an answer gets None. A question whose connection was
+        stale is sent again over another one."""
         until_s = min(deadline_s, time.monotonic() + OWNER_S)
         answers: list[Listed | None] = [None] * len(questions)
         due = list(range(len(questions)))
@@ -146,7 +146,8 @@ class Finder:
         answers: list[Listed | None],
         until_s: float,
     ) -> list[int]:
-        """Ask those that are ``due``, and note their answers. Returns those whose connections were stale."""
+        """Send the questions in ``due``, and store their answers. Returns the questions whose connections were
+        stale."""
         stale: list[int] = []
         with contextlib.ExitStack() as open_links:
             under_way = []
@@ -169,10 +170,11 @@ class Finder:
         return stale
 
     def _stale(self, peer: PoolNode, connection: DataConnection, error: KVStoreError) -> bool:
-        """Whether the peer may be asked again over another connection; where this one broke otherwise it is dead."""
+        """Whether the connection was stale, so that the peer may be asked again. If the connection broke for another
+        reason, the peer counts as dead."""
         if self._links.stale(peer, connection, error):
             return True
         if connection.broken or isinstance(error, WireError):
-            connection.broken = True  # also where it does not say so: we are in the middle of nonsense
+            connection.broken = True  # after an invalid reply the stream cannot be trusted
             self._links.lost(peer)
         return False

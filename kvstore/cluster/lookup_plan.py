@@ -1,20 +1,20 @@
-"""Searching: whom to ask for the pages of a chain, and what the answers say. Pure; ``cluster.find_pages`` performs.
+"""Search: which nodes to ask for the pages of a chain, and what their answers mean. Pure; ``cluster.find_pages`` asks.
 
-A chain that is prefix-closed is whole wherever its last page is. So only the last pages of spans are asked for at
-first, and not even of all: of the last span, and of enough others that no long run of spans is unknown; a node that
-owns several answers for all of them. Then all pages are asked for of the spans between the last one that a node has and
-the first one that no node has::
+In a closed chain, a node that has a page also has all pages before it. So at first only the last pages of spans are
+asked for: that of the last span, and of enough others that no long run of spans stays unknown. One owner answers for
+all spans that it owns. Then the search asks for all pages of the spans between the last page that some node has and the
+first page that no node has::
 
-    spans       0 1 2 3 4 5 6 7 8     (0 to 5 are somewhere, and half of 6)
-    asked           x     x   x x     two owners, one of them of three
-    there           +     +   - -
-    asked then              ooo       all pages of 6, whose owner has not told yet where it ends
+    spans       0 1 2 3 4 5 6 7 8     (nodes have 0 to 5, and half of 6)
+    round 1         x     x   x x     two owners are asked; one of them owns three of the spans
+    answers         +     +   - -
+    round 2                 ooo       all pages of 6, whose owner has not said where they end
 
-So a chain that is somewhere takes one answer, or as many as no long run needs, and any other one round more, however
-many nodes there are. An owner that does not answer is replaced by the second owner.
+A chain that is stored completely needs one round, and any other chain two, however many nodes there are. If an owner
+does not answer, the second owner is asked.
 
-An owner also names nodes of which it may not know everything (``directory_owner``). Where pages are still missing then,
-those nodes are asked which of them they have. Where the other owners of the spans in doubt are fewer, they are asked
+An owner also names nodes whose entries may be incomplete (``directory_owner``). If pages are still missing then, the
+search asks those nodes which pages they have. If fewer nodes are second owners of the spans in doubt, it asks these
 first, and then at most ``ASKED_MAX`` nodes that are in doubt at both owners.
 """
 
@@ -32,16 +32,16 @@ import numpy.typing as npt
 from kvstore.cluster.directory import TIERS, Listed, Placement, Unsure
 from kvstore.model.prefix import Fingerprints, fingerprints, spans_between
 
-UNKNOWN_MIN: Final = 4  # spans in a row that may be unknown at first; in long chains the root of their number
-ASKED_MAX: Final = 8  # other owners that are asked in one search where some were unsure, and as many nodes themselves
-HOLD_PAGES_MAX: Final = 1 << 15  # pages that one of them is asked for
+UNKNOWN_MIN: Final = 4  # spans in a row that round 1 may skip; in long chains the square root of their number
+ASKED_MAX: Final = 8  # second owners to ask in one search, and nodes in doubt to ask
+HOLD_PAGES_MAX: Final = 1 << 15  # pages in one question to a node
 _NONE_OLDER: Final[Mapping[int, Placement]] = {}
 
 
 @dataclass(frozen=True)
 class Stretch:
-    """Consecutive pages that one node has: ``start`` to ``stop`` of those asked for. ``tiers``: of each the number of
-    the fastest one in ``TIERS``."""
+    """Consecutive pages that one node has: ``start`` to ``stop`` (exclusive), counted from the first page of the
+    search. ``tiers`` has a byte per page, the number of its fastest tier in ``TIERS``."""
 
     node: str
     start: int
@@ -50,8 +50,9 @@ class Stretch:
 
 
 class Question(NamedTuple):
-    """What to ask one owner: ``pages``, which are at ``places`` in the chain. They are the last ones of ``spans`` (a
-    bit for each), or all of them (``whole``). Where there are ``keys``, that node is asked which of these it has."""
+    """A question to one owner about ``pages``, which are at ``places`` in the chain. They are the last pages of
+    ``spans`` (a bit for each), or all their pages (``whole``). With ``keys``, the question is to a node: which of these
+    pages it has."""
 
     owner: str
     pages: Fingerprints
@@ -62,16 +63,16 @@ class Question(NamedTuple):
 
 
 class Search:
-    """One search. Life: ``ask`` -> ``answered``, once per question that was answered -> ``ask`` .. until it has no
-    questions, or the caller no time -> ``found``.
+    """One search. Life: ``ask`` -> ``answered`` for each answer -> ``ask`` .. until there are no more questions, or no
+    time -> ``found``.
 
     Args:
         keys: of the chain from its root.
-        first: the first page that is wanted.
-        nodes: who may be named.
-        closed: who has a page has those before it.
-        turn: any number; of nodes that have the same, another is named with each.
-        older: placements that were true before, by their numbers.
+        first: the first page to find.
+        nodes: the nodes that may be in the result.
+        closed: a node that has a page also has all pages before it.
+        turn: any number; it chooses among nodes that have the same pages.
+        older: earlier placements by their numbers.
     """
 
     def __init__(
@@ -89,16 +90,17 @@ class Search:
         self._names, self._lasts = self._spans.named(keys)
         self._members, self._owned = placement.nodes, owned_spans(placement, self._names)
         self._older = older
-        self._second = False  # whether other owners of spans in doubt were asked
-        self._asked = set[str]()  # nodes that were asked for their own pages
-        self._told = _Told()  # of the last pages of spans
-        self._whole = _Told()  # of all of their pages
-        self._told_by: dict[int, int] = {}  # by owner, spans
+        self._second = False  # whether the second owners of spans in doubt were asked
+        self._asked = set[str]()  # nodes that were asked which pages they have
+        self._told = _Told()  # answers about the last pages of spans
+        self._whole = _Told()  # answers about all pages of spans
+        self._told_by: dict[int, int] = {}  # the spans that each owner has answered for
         self._answers: list[tuple[list[int], Listed]] = []
-        self._last, self._holder = first - 1, ""  # the last page that a node has, and that node
+        self._last, self._holder = first - 1, ""  # the last page that any node has, and that node
 
     def ask(self, silent: Collection[str]) -> list[Question]:
-        """The next questions, one per node; none: all is known that can be. ``silent``: who does not answer."""
+        """The next questions, one per node. Empty if nothing more can be learned. ``silent``: nodes that do not
+        answer."""
         return self._of_owners(silent) or self._in_doubt(silent)
 
     def _of_owners(self, silent: Collection[str]) -> list[Question]:
@@ -119,7 +121,7 @@ class Search:
         return [self._of_all(*each) for each in fewest(owned, unsure & rest & ~self._whole.spans).items()]
 
     def answered(self, question: Question, told: Listed) -> None:
-        """The answer to a question."""
+        """Take the answer to a question."""
         if question.keys is None:
             self._note(question, told.unsure)
         self._answers.append((question.places, told))
@@ -137,24 +139,25 @@ class Search:
             self._last, self._holder = -best[0], holder
 
     def found(self) -> list[Stretch]:
-        """Where the pages are from the first one on, one stretch after another; places count from there."""
+        """The result so far: where the pages are, from the first one on, as consecutive stretches."""
         if not self._closed:
             return stretches(_merged(self._answers, self._first), len(self._keys) - self._first, self._nodes)
         tiers = dict[int, int]()
         for places, told in self._answers:
             its = [name == self._holder for name in told.names]
             rows = zip(told.pages.tolist(), told.nodes.tolist(), told.tiers.tolist(), strict=True)
-            for page, node, tier in reversed(list(rows)):  # of a page in several tiers the fastest one is first
+            for page, node, tier in reversed(list(rows)):  # a page's fastest tier comes first
                 if its[node]:
                     tiers[places[page]] = tier
         known, at = b"", self._first
-        for page in sorted(tiers):  # those that were not asked for: as the next one
+        for page in sorted(tiers):  # a page that was not asked for gets the tier of the next one
             known += bytes([tiers[page]]) * (page + 1 - at)
             at = page + 1
         return [Stretch(self._holder, 0, len(known), known)] if known else []
 
     def _note(self, question: Question, unsure: Collection[Unsure]) -> None:
-        """An owner has told of some spans, and may not know all that these nodes have of them."""
+        """Note that an owner has answered for some spans, and that its entries of the nodes in ``unsure`` may be
+        incomplete."""
         owner, spans, doubts = question.owner, question.spans, dict[str, int]()
         for node, placed in unsure:
             doubts[node] = doubts.get(node, 0) | spans & ~self._owned_before(owner, placed)
@@ -165,14 +168,15 @@ class Search:
         self._told_by[place] = self._told_by.get(place, 0) | spans
 
     def _owned_before(self, owner: str, placed: int) -> int:
-        """Which spans that node owned in the placement of this number already; none, where it is not known."""
+        """The spans that ``owner`` already owned in the placement with this number; none if that placement is
+        unknown."""
         old = self._older.get(placed)
         if old is None or owner not in old.nodes:
             return 0
         return owned_spans(old, self._names).get(old.nodes.index(owner), 0)
 
     def _in_doubt(self, silent: Collection[str]) -> list[Question]:
-        """Questions about nodes of which the owners that have answered may not know everything."""
+        """Questions about nodes whose entries may be incomplete at all owners that have answered."""
         rest = self._missing()
         if not rest:
             return []
@@ -197,7 +201,7 @@ class Search:
         return [self._of_node(node, unknown[node]) for node in nodes]
 
     def _missing(self) -> int:
-        """Spans of which some page was found nowhere."""
+        """Spans with a page that no node has so far."""
         lasts = self._spans.lasts
         every = (1 << len(lasts)) - 1
         if self._closed:
@@ -209,8 +213,8 @@ class Search:
         return sum(1 << span for span in _bits(every) if not pages[self._spans.firsts[span] : lasts[span] + 1].all())
 
     def _unknown(self, node: str, rest: int) -> int:
-        """The spans among these that this node may have more of than it announced. In a closed chain it has nothing
-        after a span whose last page it surely does not have."""
+        """The spans in ``rest`` of which this node may have more than it announced. In a closed chain it has nothing
+        after a span whose last page it certainly lacks."""
         ends = self._told.sure(node) & rest if self._closed else 0
         return rest & ~self._whole.sure(node) & ((ends & -ends) * 2 - 1 if ends else -1)
 
@@ -235,8 +239,8 @@ class Search:
 
 
 class _Told:
-    """Spans that owners have told of. A span is in doubt for a node where every owner that told of it was unsure of the
-    node.
+    """Spans that owners have answered for. A span is in doubt for a node if every owner that answered was unsure of
+    that node.
 
     Attributes:
         spans: a bit for each.
@@ -244,10 +248,10 @@ class _Told:
 
     def __init__(self) -> None:
         self.spans = 0
-        self._doubts: dict[str, int] = {}  # by node, spans; "": any node
+        self._doubts: dict[str, int] = {}  # the spans in doubt for each node; "": for any node
 
     def add(self, spans: int, unsure: Mapping[str, int]) -> None:
-        """An owner has told of these spans; ``unsure``: by node, those that may be incomplete."""
+        """An owner has answered for ``spans``. ``unsure`` has the spans that may be incomplete for each node."""
         first, again = spans & ~self.spans, spans & self.spans
         self.spans |= spans
         if not unsure and not self._doubts:
@@ -261,12 +265,12 @@ class _Told:
         self._doubts = after
 
     def sure(self, node: str) -> int:
-        """Spans that are not in doubt for that node."""
+        """Spans that are not in doubt for this node."""
         return self.spans & ~(self._doubts.get(node, 0) | self._doubts.get("", 0))
 
 
 def owned_spans(placement: Placement, names: Fingerprints) -> dict[int, int]:
-    """By place of a node, which of these spans it owns: a bit for each."""
+    """The spans that each node owns, a bit for each span, by the node's place in ``placement``."""
     owned: dict[int, int] = {}
     bit = 1
     for owners in placement.owners_of(names.tolist()):
@@ -277,15 +281,15 @@ def owned_spans(placement: Placement, names: Fingerprints) -> dict[int, int]:
 
 
 def spread(owned: Mapping[int, int], spans: int, told: int, unknown_max: int) -> dict[int, int]:
-    """Which nodes to ask about which of ``spans``, so that, with the spans that are already ``told``, the last one is
-    known and at most ``unknown_max`` in a row are not. Spans without an owner do not count."""
+    """Choose the nodes to ask, and about which of ``spans``, so that together with ``told`` the last span is known and
+    at most ``unknown_max`` spans in a row are not. Spans without an owner do not count."""
     anybody = 0
     for theirs in owned.values():
         anybody |= theirs
     chosen: dict[int, int] = {}
     last, unknown = (spans & anybody).bit_length() - 1, spans & anybody & ~told
     while unknown:
-        runs = unknown  # then: the starts of runs that are too long
+        runs = unknown  # after the loop: where runs begin that are too long
         for _ in range(unknown_max):
             runs &= runs >> 1
         if unknown >> last & 1:
@@ -304,7 +308,7 @@ def spread(owned: Mapping[int, int], spans: int, told: int, unknown_max: int) ->
 
 
 def fewest(owned: Mapping[int, int], spans: int) -> dict[int, int]:
-    """One owner for each of these spans, so that few nodes are asked: repeatedly the node that owns most of the
+    """Choose one owner for each of ``spans`` so that few nodes are asked: repeatedly the node that owns most of the
     remaining spans. Spans without an owner are left out."""
     chosen: dict[int, int] = {}
     while spans:
@@ -317,13 +321,13 @@ def fewest(owned: Mapping[int, int], spans: int) -> dict[int, int]:
 
 
 def _bits(word: int) -> list[int]:
-    """Which bits are set, ascending."""
+    """The numbers of the bits that are set, ascending."""
     return [at for at in range(word.bit_length()) if word >> at & 1]
 
 
 def stretches(found: Listed, asked: int, nodes: Collection[str]) -> list[Stretch]:
-    """The fewest stretches that cover the pages from the first on, as far as one of these nodes has each."""
-    best: dict[str, npt.NDArray[np.uint8]] = {}  # of each node the fastest tier of each page; none: as many as tiers
+    """The fewest stretches that cover the first ``asked`` pages, up to the first page that none of ``nodes`` has."""
+    best: dict[str, npt.NDArray[np.uint8]] = {}  # each node's fastest tier of each page; len(TIERS): none
     for place in np.unique(found.nodes).tolist():
         if found.names[place] in nodes:
             tiers = best.setdefault(found.names[place], np.full(asked, len(TIERS), np.uint8))
@@ -343,13 +347,13 @@ def stretches(found: Listed, asked: int, nodes: Collection[str]) -> list[Stretch
 
 
 def _ends(has: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
-    """For each page, the first one from there on that is missing."""
+    """For each page, the first missing page from there on."""
     gaps = np.append(np.flatnonzero(~has), len(has))
     return gaps[np.searchsorted(gaps, np.arange(len(has)))]
 
 
 def _merged(answers: list[tuple[list[int], Listed]], first: int) -> Listed:
-    """Answers about some pages each as one; its places count from page ``first`` on."""
+    """All answers as one, with places counted from page ``first``."""
     names: list[str] = []
     pages, nodes, tiers = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
     for places, told in answers:

@@ -233,7 +233,7 @@ class Keys:
         return self._as(tag, self.hints)
 
     def hinted(self, hints: bytes) -> Keys:
-        """The same keys with these hints; unchanged if ``hints`` is empty."""
+        """These keys with ``hints``; unchanged if ``hints`` is empty."""
         return self._as(self.tag, hints) if hints else self
 
     def _as(self, tag: bytes | None, hints: bytes) -> Keys:

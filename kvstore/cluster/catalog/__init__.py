@@ -1,5 +1,5 @@
-"""What a cluster agrees on: who is there, and what is wanted. Never one entry per page.
+"""The catalog of a cluster: its members and its settings. Never one entry per page.
 
-``base`` has the interface, ``schema`` spells every key and value. ``memory``, ``file`` and ``etcd`` implement it, and
-one contract suite runs over all three. ``presence`` keeps entries published as long as their process lives.
+``base`` has the interface, and ``schema`` spells every key and value. ``memory``, ``file`` and ``etcd`` implement the
+interface, and one contract suite runs over all three.
 """

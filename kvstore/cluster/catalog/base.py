@@ -1,7 +1,7 @@
-"""Catalog: a small replicated map with sessions, as every implementation offers it.
+"""Catalog: a small replicated map with sessions; the interface of all implementations.
 
-The model is that of etcd v3: one revision counter, entries that belong to a session and leave with it, and watches that
-tell every change after a revision. Entries are few (one per node, engine or wish) and small.
+The model is that of etcd v3: one revision counter for all entries, entries that are removed when their session ends,
+and watches that report every change after a revision. Entries are few (one per node, engine or setting) and small.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ VALUE_BYTES_MAX: Final = 64 << 10
 LISTING_MAX: Final = 65_536  # entries below one prefix
 TTL_MIN_S: Final = 1.0
 TTL_MAX_S: Final = 3600.0
-CALL_S: Final = 5.0  # a call that has no answer by then ends in Unavailable
+CALL_S: Final = 5.0  # a call without an answer raises Unavailable after this time
 RENEWALS_PER_TTL: Final = 4
 
 log = logging.getLogger("kvstore.cluster.catalog")
 
 
 class Taken(KVStoreError):
-    """The condition of a publish does not hold. ``entry``: what is there instead; None where nothing is."""
+    """The condition of a publish does not hold. ``entry`` is the entry that is stored, or None if there is none."""
 
     def __init__(self, key: str, entry: Entry | None) -> None:
         super().__init__(f"{key}: {'changed in the meantime' if entry is None else 'another process has it'}")
@@ -39,7 +39,7 @@ class Taken(KVStoreError):
 
 
 class SessionLost(Unavailable):
-    """The session has ended: it was not renewed within its time to live. Its entries are gone."""
+    """The session was not renewed within its time to live, and has ended. Its entries are gone."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,8 +47,8 @@ class Entry:
     """One key and its value.
 
     Attributes:
-        revision: of the change that wrote it; only ever larger for later changes of the whole catalog.
-        session: its owner; 0 where it stays without one.
+        revision: of the change that wrote the entry. Later changes of the catalog have larger numbers.
+        session: the session that owns the entry; 0 if it belongs to none and stays.
     """
 
     key: str
@@ -59,13 +59,13 @@ class Entry:
 
 @dataclass(frozen=True, slots=True)
 class Update:
-    """What a watch tells: changes up to ``revision``.
+    """What a watch reports: changes up to ``revision``.
 
     Attributes:
         entries: new or changed.
-        gone: keys that left. A key that left and came back stands in ``entries`` alone.
-        whole: ``entries`` is everything there is, and what is not among it is gone. The first update of every watch is
-            whole; so is one after changes that were missed and are told no more.
+        gone: removed keys. A key that was removed and written again is only in ``entries``.
+        whole: ``entries`` has everything, and all other keys are gone. The first update of every watch is whole, and so
+            is an update after missed changes that the catalog can no longer report.
     """
 
     revision: int
@@ -75,14 +75,14 @@ class Update:
 
 
 class Session(ABC):
-    """A member's liveness. Renewed in the background until ``close``; its entries leave with it.
+    """Shows that a member is alive. Renewed in the background until ``close``. Its entries are removed when it ends.
 
     Life: opened -> renewed -> ended by ``close``, or ``lost``. The owner of a lost session opens another one.
 
     Attributes:
         id: not 0.
-        ttl_s: how long it lives without a renewal.
-        lost: set once it is known to have ended without ``close``.
+        ttl_s: how long the session lives without a renewal.
+        lost: set when the session is known to have ended without ``close``.
     """
 
     def __init__(self, session_id: int, ttl_s: float, started_s: float) -> None:
@@ -94,20 +94,20 @@ class Session(ABC):
 
     @property
     def alive(self) -> bool:
-        """True while no other member can have ended it, by this process' own clock.
+        """True while no other member can have ended the session, by this process' own clock.
 
-        The clock counts sleep, too, and starts before the renewal was sent. So a leader that was stopped or cut off
-        finds out on its own, at the latest when others do.
+        The clock also counts while the machine sleeps, and the time starts before the renewal is sent. So a leader that
+        was stopped or cut off notices no later than the other members.
         """
         return not self.lost.is_set() and boot_s() < self._renewed_s + self.ttl_s
 
     def start(self, health: TaskHealth) -> None:
-        """Renew from now on; ``health`` notes how each renewal went."""
+        """Begin to renew the session. ``health`` notes the result of each renewal."""
         renewing = kept_task("membership/session", lambda: self._renew_always(health))
         self._renewing = asyncio.create_task(renewing, name=f"catalog session {self.id:x}")
 
     async def close(self) -> None:
-        """End it. Its entries leave at once; where the catalog cannot be reached, after ``ttl_s``."""
+        """End the session. Its entries are removed at once, or after ``ttl_s`` if the catalog cannot be reached."""
         if self._renewing is not None:
             renewing, self._renewing = self._renewing, None
             renewing.cancel()
@@ -120,7 +120,7 @@ class Session(ABC):
         self.lost.set()
 
     async def _renew_always(self, health: TaskHealth) -> bool:
-        """Until it is lost: True."""
+        """Renew until the session is lost; then return True."""
         wait_s = self.ttl_s / RENEWALS_PER_TTL
         while True:
             await asyncio.sleep(wait_s)
@@ -139,18 +139,19 @@ class Session(ABC):
 
     @abstractmethod
     async def _renew(self) -> bool:
-        """True where it still lives, and for ``ttl_s`` more. Raises KVStoreError where the catalog does not say."""
+        """Return True if the session is alive for another ``ttl_s``. Raises KVStoreError if the catalog does not
+        answer."""
 
     @abstractmethod
     async def _end(self) -> None:
-        """Take it and its entries away."""
+        """Remove the session and its entries."""
 
 
 class Catalog(ABC):
-    """The interface. All calls belong to one event loop; each ends within ``CALL_S``, or raises a KVStoreError.
+    """The interface. All calls are made in one event loop. Each ends within ``CALL_S``, or raises a KVStoreError.
 
     Attributes:
-        url: as it was connected to, without secrets.
+        url: the address it was made for, without secrets.
     """
 
     url: str
@@ -164,79 +165,79 @@ class Catalog(ABC):
 
     @abstractmethod
     async def start(self) -> None:
-        """Reach it once.
+        """Connect for the first time.
 
         Raises:
-            Unavailable: no endpoint answers; names the endpoints and the remedy.
-            InvalidRequest: it answers and refuses us, or a path or file is not ours alone.
+            Unavailable: no endpoint answers. The message names the endpoints and the remedy.
+            InvalidRequest: the catalog refuses this process, or other users can write the path or file.
         """
 
     @abstractmethod
     async def close(self) -> None:
-        """Let go of connections and files. Sessions that are still open end after their time to live."""
+        """Close connections and files. Sessions that are still open end after their time to live."""
 
     @abstractmethod
     async def listing(self, prefix: str) -> Update:
-        """Every entry whose key starts with ``prefix``, sorted by key: a whole update."""
+        """Return every entry whose key starts with ``prefix``, sorted by key, as a whole update."""
 
     @abstractmethod
     async def publish(self, key: str, value: bytes, session: Session | None = None, only_if: int | None = None) -> int:
-        """Write one entry; returns its revision.
+        """Write one entry, and return its revision.
 
         Args:
-            session: its owner; None: it stays until it is retracted.
+            session: the owner of the entry; None: the entry stays until it is retracted.
             only_if: the revision that the entry must have now; 0: it must not exist; None: no condition.
 
         Raises:
             Taken: ``only_if`` does not hold. Nothing was changed.
             SessionLost: the session has ended. Nothing was changed.
-            Unavailable: no answer in time. It may have been written or not.
+            Unavailable: no answer in time. The entry may have been written or not.
         """
 
     @abstractmethod
     async def retract(self, key: str, only_if: int | None = None) -> bool:
-        """Take an entry away; False where there was none, or ``only_if`` does not hold."""
+        """Remove an entry. Returns False if there is no entry, or ``only_if`` does not hold."""
 
     @abstractmethod
     def watch(self, prefix: str, health: TaskHealth | None = None) -> AsyncGenerator[Update, None]:
-        """Everything below ``prefix``, then each change, in order, until the iterator is closed.
+        """Yield everything below ``prefix``, then each change, in order, until the iterator is closed.
 
-        The watch outlives every ``KVStoreError``: it goes on with the next change, or with a whole update where changes
+        The watch survives every ``KVStoreError``: it continues with the next change, or with a whole update if changes
         were missed. Close the generator with ``contextlib.aclosing``.
 
         Args:
-            health: notes each sign that the watch is live, also while nothing changes; and each failure.
+            health: notes each failure, and each sign of life, even while nothing changes.
         """
 
     @abstractmethod
     async def open_session(self, ttl_s: float, health: TaskHealth | None = None) -> Session:
-        """A new session, renewed from now on. Implementations with coarser clocks round ``ttl_s`` up.
+        """Open a session and begin to renew it. Implementations with coarser clocks round ``ttl_s`` up.
 
         Args:
-            health: notes how each renewal went.
+            health: notes the result of each renewal.
         """
 
     async def get(self, key: str) -> Entry | None:
-        """One entry, or None."""
+        """Return one entry, or None."""
         return next((each for each in (await self.listing(key)).entries if each.key == key), None)
 
 
 def check_key(key: str) -> str:
-    """The key, or InvalidRequest."""
+    """Return ``key`` if it is valid, else raise InvalidRequest."""
     if not key.startswith("/") or len(key.encode()) > KEY_BYTES_MAX or "\0" in key:
-        raise InvalidRequest("key", f"starts with '/' and has at most {KEY_BYTES_MAX} bytes, got {key[:80]!r}")
+        raise InvalidRequest("key", f"must start with '/' and have at most {KEY_BYTES_MAX} bytes (got {key[:80]!r})")
     return key
 
 
 def check_value(value: bytes) -> bytes:
-    """The value, or InvalidRequest."""
+    """Return ``value`` if it is valid, else raise InvalidRequest."""
     if len(value) > VALUE_BYTES_MAX:
-        raise InvalidRequest("value", f"has at most {VALUE_BYTES_MAX} bytes, got {len(value)}")
+        raise InvalidRequest("value", f"must have at most {VALUE_BYTES_MAX} bytes (got {len(value)})")
     return value
 
 
 def check_ttl_s(ttl_s: float) -> float:
-    """The time to live, or InvalidRequest."""
+    """Return ``ttl_s`` if it is valid, else raise InvalidRequest."""
     if not TTL_MIN_S <= ttl_s <= TTL_MAX_S:
-        raise InvalidRequest("ttl_s", f"lies between {TTL_MIN_S:g} and {TTL_MAX_S:g}, got {ttl_s}")
+        raise InvalidRequest("ttl_s", f"must be between {TTL_MIN_S:g} and {TTL_MAX_S:g} (got {ttl_s})")
     return ttl_s

@@ -1,18 +1,19 @@
-"""Every key and value that the store keeps in a catalog, spelled once, versioned.
+"""Every key and value that kvstore stores in a catalog.
 
 ::
 
-    /kvstore/v1/POOL/nodes/NAME       a node that serves
-    /kvstore/v1/POOL/engines/NAME     an engine that serves
-    /kvstore/v1/POOL/data/NAME        a data server: one process that sends the pages of a node
-    /kvstore/v1/POOL/secret           what veils the directory, see ``model.prefix``: drawn once, and owned by no
-    process /kvstore/v1/POOL/conductors/NAME  a conductor that serves /kvstore/v1/POOL/clusters/NAME    another pool
-    whose engines compute prompts for this one /kvstore/v1/POOL/leader           the name of the conductor that gives
-    orders
+    /kvstore/v1/POOL/nodes/NAME       a node
+    /kvstore/v1/POOL/engines/NAME     an engine
+    /kvstore/v1/POOL/data/NAME        a data server: the process that sends the pages of a node
+    /kvstore/v1/POOL/secret           the secret of the pool's tags and veils, see ``model.prefix``; no process owns it
+    /kvstore/v1/POOL/conductors/NAME  a conductor
+    /kvstore/v1/POOL/clusters/NAME    another pool whose engines compute prompts for this one
+    /kvstore/v1/POOL/leader           the name of the conductor that leads
 
-Values are JSON objects. ``v`` is the version of the format; readers skip a newer one. ``process`` is drawn by the
-process that wrote it, so that no process takes another's entry for its own. Fields that a reader does not know are
-ignored, and invalid entries are skipped: a process that may write into the catalog can harm the pool, yet not crash it.
+Values are JSON objects. ``v`` is the version of the format; readers skip entries of a newer version. ``process`` is a
+random number of the process that wrote the entry, so that no process takes another's entry for its own. Unknown fields
+are ignored, and invalid entries are skipped. A process that may write to the catalog can harm the pool, but cannot
+crash it.
 """
 
 from __future__ import annotations
@@ -41,15 +42,15 @@ log = logging.getLogger("kvstore.cluster.catalog")
 
 @dataclass(frozen=True, kw_only=True)
 class NodeEntry:
-    """A node that serves.
+    """A node.
 
     Attributes:
         name: unique in the pool.
         process: of the daemon, 16 hex digits.
         incarnation: of its DRAM segment, 16 hex digits.
-        addresses: HOST:PORT of its gRPC API, best first; none where only its own machine reaches it.
+        addresses: HOST:PORT of its gRPC API, best first; empty if only its own machine can reach it.
         capacity_bytes: by tier, such as ``{"dram": 2**30}``.
-        host: its machine's name: engines of the same host map its memory.
+        host: its machine's name. Engines of the same host map its memory.
         version: of kvstore.
     """
 
@@ -64,12 +65,13 @@ class NodeEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class EngineEntry:
-    """An engine that serves.
+    """An engine.
 
     Attributes:
         role: prefill, decode or both.
         model: its name.
-        layout: fingerprint of its pages, 32 hex digits: only engines of one fingerprint can hand over to each other.
+        layout: fingerprint of its pages, 32 hex digits. Only engines with equal fingerprints can hand over to each
+            other.
         addresses: HOST:PORT of its gRPC API, best first.
         node: name of the node whose pool it reads and writes; empty: none.
         device: such as cpu or cuda:0.
@@ -89,18 +91,18 @@ class EngineEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class DataEntry:
-    """A data server. Its life is its own: it serves a node's pages whether the node's daemon lives or not.
+    """A data server. It serves a node's pages even while the node's daemon is down, so it has an entry of its own.
 
     Attributes:
-        name: the node's, a dot, and digits of ``process``, which no other process has, on any machine and in any
-            container: the next data server need not wait until this one is forgotten, and removes its entry.
+        name: the node's name, a dot, and digits of ``process``, which are unique. So the next data server of the node
+            can start before this entry expires, and removes it.
         process: of the data server, 16 hex digits; every client that connects receives it.
-        node: whose pages these are.
+        node: the node whose pages it serves.
         incarnation: of that node's DRAM segment, 16 hex digits.
         addresses: HOST:PORT of its data connections, best first.
-        tls: whether they are encrypted.
-        tls_name: what its certificate names, where that is not the address.
-        transports: by name, why pages do not leave the node that way, "" where they do.
+        tls: whether connections are encrypted.
+        tls_name: the name in its certificate, if that is not the address.
+        transports: maps each transport to the reason why it is unavailable, or "".
     """
 
     name: str
@@ -117,7 +119,7 @@ class DataEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ConductorEntry:
-    """A conductor that serves.
+    """A conductor.
 
     Attributes:
         addresses: HOST:PORT of its gRPC API, best first.
@@ -136,12 +138,13 @@ class ConductorEntry:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterEntry:
-    """Another pool whose engines compute prompts for this one. Its conductor publishes it; several are one pool's.
+    """Another pool whose engines compute prompts for this one. A conductor of that pool publishes the entry; several
+    conductors may publish one pool.
 
     Attributes:
-        offered: that pool's name; where two have one name, one of them is not seen.
+        offered: the other pool's name. Of two pools with one name, only one is used.
         addresses: HOST:PORT of that conductor's gRPC API, best first.
-        egress_bytes_per_s: of KV that may leave that pool for this one.
+        egress_bytes_per_s: how much KV may leave that pool for this one.
     """
 
     name: str
@@ -165,32 +168,32 @@ _FOLDERS: Final = {
 
 
 def prefix(pool: str) -> str:
-    """What every key of a pool begins with."""
+    """The prefix of every key of a pool."""
     return f"/kvstore/v{VERSION}/{_named('pool', pool)}/"
 
 
 def folder(pool: str, kind: type[Any]) -> str:
-    """What every key of entries of that kind begins with."""
+    """The prefix of every key of a pool's entries of one kind."""
     return f"{prefix(pool)}{_FOLDERS[kind]}/"
 
 
 def leader_key(pool: str) -> str:
-    """Where the conductor that gives orders says so."""
+    """The key under which the leading conductor writes its name."""
     return f"{prefix(pool)}leader"
 
 
 def key_of(pool: str, value: Published) -> str:
-    """Where it is published."""
+    """The key under which ``value`` is published."""
     return folder(pool, type(value)) + _named("name", value.name)
 
 
 def encode(value: Published) -> bytes:
-    """As it is published."""
+    """The bytes of an entry's value."""
     return json.dumps({"v": VERSION, **dataclasses.asdict(value)}, separators=(",", ":"), sort_keys=True).encode()
 
 
 def decode(kind: type[Value], entry: Entry) -> Value | None:
-    """The value of an entry; None where it makes no sense or is of a newer version."""
+    """The value of an entry. None if it is invalid or has a newer version."""
     try:
         found = json.loads(entry.value)
         if not isinstance(found, dict) or found.get("v") != VERSION:
@@ -205,17 +208,17 @@ def decode(kind: type[Value], entry: Entry) -> Value | None:
 
 
 def secret_key(pool: str) -> str:
-    """Where the pool's secret is."""
+    """The key of the pool's secret."""
     return f"{prefix(pool)}secret"
 
 
 def new_secret() -> bytes:
-    """A new one, as it is published."""
+    """A random secret, as an entry's value."""
     return json.dumps({"v": VERSION, "secret": secrets.token_hex(SECRET_BYTES)}, separators=(",", ":")).encode()
 
 
 def decode_secret(value: bytes) -> bytes | None:
-    """The secret in that entry; None where it makes no sense."""
+    """The secret in an entry's value. None if it is invalid."""
     try:
         found = json.loads(value)
         secret = bytes.fromhex(found["secret"])
@@ -230,13 +233,13 @@ def decode_all(kind: type[Value], entries: Iterable[Entry]) -> list[Value]:
 
 
 def new_process() -> str:
-    """Drawn once per process that publishes."""
+    """A random number for a process that publishes entries."""
     return secrets.token_hex(8)
 
 
 def _named(what: str, name: str) -> str:
     if not NAME.fullmatch(name):
-        raise InvalidRequest(what, f"must match {NAME.pattern}, got {name[:80]!r}")
+        raise InvalidRequest(what, f"must match {NAME.pattern} (got {name[:80]!r})")
     return name
 
 

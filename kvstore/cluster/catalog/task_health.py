@@ -1,4 +1,4 @@
-"""TaskHealth: when a task that runs for ever last succeeded, why it fails, and when it tries again."""
+"""TaskHealth: when a task that runs forever last succeeded, why it fails, and when it is tried again."""
 
 from __future__ import annotations
 
@@ -10,28 +10,28 @@ from typing import Any, Final
 
 from kvstore.errors import VersionMismatch
 
-PAUSE_MIN_S: Final = 0.2  # after the first failure; twice as long after each further one ...
+PAUSE_MIN_S: Final = 0.2  # after the first failure; each further failure doubles the pause ...
 PAUSE_MAX_S: Final = 3.0  # ... up to this, so that all members are back soon after an outage
-JITTER: Final = 0.25  # members that failed together do not try together
+JITTER: Final = 0.25  # spreads the tries of members that failed at the same time
 ERROR_CHARS_MAX: Final = 300
 
 log = logging.getLogger("kvstore.cluster")
 
 
 class TaskHealth:
-    """One task: fails -> waits for ``note_failure``'s seconds -> tries again -> ``note_success``.
+    """The state of one task: fails -> waits as long as ``note_failure`` says -> tries again -> ``note_success``.
 
-    The rule for errors: every error is tried again, also a refused password and a file that cannot be read, since
-    passwords and files are read again with each try. Only ``VersionMismatch`` is final, since no later try can succeed:
-    ``on_final`` is called with it, and ends the daemon. Errors that no part expects are those of ``kvstore.boundary``.
-    One thread writes; any thread may read. The first failure and the recovery are logged, the tries between are not.
+    A task is tried again after every error, even a refused password or an unreadable file, because each try reads
+    passwords and files again. Only ``VersionMismatch`` is final: no later try can succeed, so ``on_final`` is called
+    and ends the daemon. ``kvstore.boundary`` handles unexpected errors. One thread writes; any thread may read. The
+    first failure and the recovery are logged, the tries between them are not.
 
     Attributes:
         name: of the task, for logs, status and metrics.
-        succeeded_s: when it last succeeded, by ``boot_s``; 0: never.
-        failing_since_s: of the first failure since then; None: the last try succeeded.
+        succeeded_s: when the task last succeeded, by ``boot_s``; 0: never.
+        failing_since_s: of the first failure since the last success; None: the last try succeeded.
         error: why the last try failed; "" after a success.
-        failures: all that there were.
+        failures: the number of all failures.
     """
 
     def __init__(
@@ -50,7 +50,7 @@ class TaskHealth:
         self._pause_s_max = pause_s_max
 
     def note_success(self) -> None:
-        """The task did what it is there for, just now."""
+        """The task has just succeeded."""
         now_s = boot_s()
         since_s, tries = self.failing_since_s, self._tries
         self.succeeded_s, self.failing_since_s, self.error, self._tries = now_s, None, "", 0
@@ -58,10 +58,10 @@ class TaskHealth:
             log.info("%s: works again after %.1f s and %d tries", self.name, now_s - since_s, tries)
 
     def note_failure(self, error: BaseException, pause_s_min: float = PAUSE_MIN_S) -> float:
-        """A try failed; returns the seconds to wait before the next one.
+        """A try failed. Returns how many seconds to wait before the next one.
 
         Args:
-            pause_s_min: what the other end asked for.
+            pause_s_min: the least pause that the other end asked for.
         """
         if isinstance(error, VersionMismatch):
             self._on_final(error)
@@ -75,7 +75,7 @@ class TaskHealth:
         return pause_s * random.uniform(1 - JITTER, 1 + JITTER)
 
     def status(self) -> dict[str, Any]:
-        """For ``status``: ages in seconds; None where it never succeeded, or does not fail."""
+        """For ``status``: ages in seconds. An age is None if the task never succeeded, or is not failing."""
         now_s, since_s = boot_s(), self.failing_since_s
         return {
             "succeeded_ago_s": round(now_s - self.succeeded_s, 3) if self.succeeded_s else None,
@@ -85,12 +85,12 @@ class TaskHealth:
         }
 
     def fault(self, after_s: float) -> str:
-        """What is wrong, where it has been failing for longer than ``after_s``; "" otherwise."""
+        """A message if the task has been failing for longer than ``after_s``, else ""."""
         since_s = self.failing_since_s
         failing_s = boot_s() - since_s if since_s is not None else 0.0
         return f"{self.name} has failed for {failing_s:.0f} s: {self.error}" if failing_s > after_s else ""
 
 
 def boot_s() -> float:
-    """Seconds since this machine started, asleep or not. No step of the wall clock moves it."""
+    """Seconds since this machine started, including sleep. Changes of the wall clock do not affect it."""
     return time.clock_gettime(time.CLOCK_BOOTTIME)
