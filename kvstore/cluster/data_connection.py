@@ -1,12 +1,8 @@
-"""Data connections: the stream, the caller at each end, and the client's requests.
+"""Data connections over TCP (plain or TLS) or a unix socket: the stream, both ends' interfaces, and the client.
 
-DataConnection: the client's end of a data connection over TCP, plain or TLS, or over a unix socket.
-
-Caller, Exchange: the identity of a caller, and one request as its handler sees it.
-
-DialCredentials: how a process identifies itself to data servers, with credentials from its environment.
-
-Stream: a connected socket, plain or TLS, on which nothing waits without a deadline.
+``Stream`` is a connected socket on which nothing waits without a deadline. ``DataConnection`` is the client's end.
+``Caller`` and ``Exchange`` are a server's caller, and one request as its handler sees it. ``DialCredentials`` is the
+identity of a client, from its environment.
 """
 
 from __future__ import annotations

@@ -1,9 +1,9 @@
 """Server: listens for data connections, and gives each request to the handler of its kind.
 
-A thread per connection, since what a connection does is to send large pieces of memory, and the kernel does that
-without the interpreter. Every connection holds one request at a time and no reply, so that memory is bounded by the
-number of connections, which ``limits.Connections`` shares between callers. A peer that reads slowly is waited for; one
-that reads nothing for a while is dropped.
+Each connection has a thread. Its work is to send large pieces of memory, which the kernel does without holding the
+interpreter lock. A connection holds one request at a time and no reply, so memory is bounded by the number of
+connections. ``limits.Connections`` shares them between callers. A peer that reads slowly is waited for. A peer that
+reads nothing for a while is disconnected.
 """
 
 from __future__ import annotations
@@ -38,24 +38,24 @@ from kvstore.wire.data import (
 )
 
 STOP_S: Final = 5.0
-FAREWELL_S: Final = 0.5  # for the message to a client that is being dropped
+FAREWELL_S: Final = 0.5  # to send the last message to a client that is being disconnected
 ACCEPT_LOOK_S: Final = 0.25
-ROOM_S: Final = 1.0  # for those who were dropped to go
+ROOM_S: Final = 1.0  # how long to wait for a disconnected client to make room
 
 log = logging.getLogger("kvstore.data")
 
 
 @dataclass(frozen=True)
 class ServerLimits:
-    """What one server bears.
+    """The limits of one server.
 
     Attributes:
-        connections_max: open at a time, of all callers; fewer where ``part`` of the process's descriptors are fewer.
+        connections_max: open connections of all callers; fewer if ``part`` of the process's descriptors is less.
         part: see ``limits.connections_max``.
-        hello_s: how long a client may take to identify itself. silence_s: how long a client may read nothing of a
-            reply, or stop in the middle of a request.
-        reply_s: how long one reply may take in all.
-        idle_s: after which a connection without requests is closed.
+        hello_s: how long a client may take to identify itself.
+        silence_s: how long a client may read nothing of a reply, or pause in the middle of a request.
+        reply_s: how long one reply may take.
+        idle_s: a connection without requests is closed after this time.
     """
 
     connections_max: int = 384
@@ -70,11 +70,11 @@ class Server:
     """Serves data connections at one address, from ``start`` to ``stop``.
 
     Args:
-        node: name of the node whose pages these are.
-        handlers: by kind of request; PING is answered here.
+        node: name of the node whose pages it serves.
+        handlers: by kind of request. The server answers PING itself.
         admit: identifies a caller.
         tls: None: connections are plain.
-        process: the number of this server; "": it is drawn.
+        process: the number of this server; "": a random one.
     """
 
     def __init__(
@@ -104,10 +104,10 @@ class Server:
         self._accepting = threading.Thread(target=accept, name="data accept", daemon=True)
 
     def start(self, host: str, port: int) -> str:
-        """Listen; returns HOST:PORT, with the port that was taken where ``port`` is 0.
+        """Listen. Returns HOST:PORT, with the port that was chosen if ``port`` is 0.
 
         Raises:
-            InvalidRequest: the address cannot be listened at.
+            InvalidRequest: the server cannot listen at this address.
         """
         family = socket.AF_INET6 if ":" in host else socket.AF_INET
         shown = f"[{host}]" if ":" in host else host
@@ -117,7 +117,7 @@ class Server:
         return f"{shown}:{sock.getsockname()[1]}"
 
     def start_unix(self, path: Path, mode: int) -> None:
-        """Listen at a unix socket, whose permission bits say who may connect. Raises InvalidRequest as ``start``."""
+        """Listen at a unix socket. Its permission bits decide who may connect. Raises InvalidRequest as ``start``."""
         with socket_file(path, mode), short(path) as name:
             self._listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), name, str(path))
         self._unix = path
@@ -134,7 +134,7 @@ class Server:
         self._accepting.start()
 
     def stop(self) -> None:
-        """Close everything. Replies that are on their way are cut."""
+        """Close all connections. Replies that are being sent are cut off."""
         self._stopping.set()
         if self._listener is None:
             return
@@ -152,19 +152,20 @@ class Server:
 
     @property
     def connections(self) -> int:
-        """How many are open."""
+        """How many connections are open."""
         return len(self._open)
 
     def answer(self, kind: FrameKind) -> Handler | None:
-        """What answers requests of that kind."""
+        """The handler for requests of this kind, or None."""
         return _pong if kind is FrameKind.PING else self._handlers.get(kind)
 
     def known(self, connection: _Connection) -> None:
-        """This connection's caller has said who it is. Raises TooManyCalls where the caller has its share."""
+        """The connection's caller has identified itself. Raises TooManyCalls if the caller has its share of
+        connections."""
         self._guests.known(connection.guest, connection.caller)
 
     def admit(self, hello: Hello, names: list[str]) -> Caller:
-        """The caller of a hello. Raises as ``Admit``."""
+        """Return the caller that sent this hello. Raises as ``Admit``."""
         return self._admit(hello, names)
 
     def _accept(self) -> None:
@@ -202,7 +203,7 @@ class Server:
             with boundary.answered("data/connection"):
                 connection.run()
         except InternalError:
-            pass  # no client is left to be told
+            pass  # the connection is gone, so the error cannot be sent
         finally:
             self._ended(connection)
 
@@ -213,12 +214,12 @@ class Server:
 
 
 class _Connection:
-    """One connection, in its thread. Also what a handler sees of a request: see ``Exchange``."""
+    """One connection, in its thread. Also the ``Exchange`` of its current request."""
 
     guest: Guest
 
     def __init__(self, server: Server, sock: socket.socket, peer: tuple[str, int] | str) -> None:
-        self.address = peer[0] if peer else ""  # where it comes from; of a unix socket nothing is known
+        self.address = peer[0] if peer else ""  # "" for a unix socket
         self._server = server
         self._sock = sock
         self._who = f"{peer[0]}:{peer[1]}" if peer else "a process of this machine"
@@ -227,7 +228,7 @@ class _Connection:
         self._request = 0
         self._deadline_s = 0.0
         self._aborted = False
-        self._broken = False  # in the middle of a frame: nothing can be said any more
+        self._broken = False  # a frame was cut off, so nothing more can be sent
 
     @property
     def caller(self) -> Caller:
@@ -261,7 +262,7 @@ class _Connection:
             socket.socket.shutdown(self._sock, socket.SHUT_RDWR)
 
     def run(self) -> None:
-        """From the first byte to the last."""
+        """Serve the connection until it ends."""
         try:
             self._serve()
         except (Unavailable, VersionMismatch) as error:
@@ -270,7 +271,7 @@ class _Connection:
             self.close()
 
     def close(self) -> None:
-        """Give everything back."""
+        """Close the stream and the socket."""
         if self._stream is not None:
             self._stream.close()
         self._sock.close()
@@ -299,14 +300,14 @@ class _Connection:
             raise
 
     def _secure(self, hello_s: float) -> list[str]:
-        """Encrypt the connection where that is asked for; the names in the caller's certificate."""
+        """Encrypt the connection if the server uses TLS. Returns the names in the caller's certificate."""
         context = self._server.tls
         if context is None:
             return []
         self._sock.settimeout(hello_s)
         try:
             self._sock = secured = context.wrap_socket(self._sock, server_side=True, do_handshake_on_connect=False)
-            if self._aborted:  # the socket before this one was
+            if self._aborted:  # ``abort`` has shut the socket that was there before
                 raise WireError(f"{self._who}: dropped")
             secured.do_handshake()
         except (OSError, ValueError) as error:
@@ -314,12 +315,12 @@ class _Connection:
         return names_of(secured.getpeercert())
 
     def _one(self, stream: Stream, limits: ServerLimits, hello: Hello, names: list[str]) -> None:
-        """Wait for a request, and answer it: to a caller who is still admitted when it comes."""
+        """Wait for a request and answer it, if the caller is still admitted when the request arrives."""
         head = stream.receive_head(time.monotonic() + limits.idle_s, limits.idle_s)
         self._request = head.request
         handler = self._server.answer(head.kind)
         if handler is None:
-            raise WireError(f"kind: {head.kind.name} is not a request that {self._server.node} answers")
+            raise WireError(f"kind: must be a request that {self._server.node} answers (got {head.kind.name})")
         self._caller = self._server.admit(hello, names)
         self._deadline_s = time.monotonic() + limits.reply_s
         body = stream.receive(head.body_bytes, self._deadline_s)
@@ -345,7 +346,7 @@ def _pong(exchange: Exchange, body: memoryview) -> None:
 
 
 def names_of(certificate: Mapping[str, Any] | None) -> list[str]:
-    """Common and alternative names in a certificate that was verified."""
+    """The common name and the alternative names in a verified certificate."""
     found = certificate or {}
     names = [value for part in found.get("subject", ()) for name, value in part if name == "commonName"]
     return names + [value for _, value in found.get("subjectAltName", ())]

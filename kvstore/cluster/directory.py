@@ -1,13 +1,16 @@
-"""Directory: which nodes of the cluster have which pages, as they have announced. Soft state; nothing in it is trusted.
+"""The directory: which nodes of the cluster have which pages, as announced. Soft state; nothing in it is trusted.
 
-A node owns the spans that ``Placement`` assigns to it, and every node announces its pages to their owners. An entry is
-a page's fingerprint, a node and a tier: no address, since the node that has the page finds and proves it.
+**Owners.** ``Placement`` assigns each span to two nodes, its owners, by rendezvous hashing (Thaler and Ravishankar,
+"Using name-based mappings to increase hit rates", 1998): every pair of span and node has a weight, and the two nodes
+with the largest weights own the span. When a node joins or leaves, only its own spans change owners. Every node
+announces its pages to their owners. An entry is a page's fingerprint, a node and a tier. It has no address: the node
+that has the page finds and proves it.
 
-A node sends an owner a *stream* of numbered batches, which begins with everything it has for this owner. Until that is
-complete, an earlier stream is used too; the batch that completes it (``whole``) makes the earlier stream void. A
-repeated batch changes nothing. A late batch may seem to begin a stream; it is void as soon as the node continues the
-one before. If an owner does not know a stream (it is new, or forgot the node), or misses a number, the node begins
-another stream::
+**Streams.** A node sends an owner a *stream* of numbered batches, which begins with everything the node has for this
+owner. Until the stream is complete, an earlier stream remains in use. The batch that completes it (``whole``) makes the
+earlier one void. A repeated batch changes nothing. A late batch may seem to begin a stream; it becomes void when the
+node continues the stream before. If an owner does not know a stream (it is new, or forgot the node), or misses a
+number, the node begins another stream::
 
     node    stream 7: 0 1 2(whole) 3 4 ..        stream 9: 0 1(whole) 2 ..
     owner               1 2 3      4 5  (restarts)  AGAIN  1 2        3 ..
@@ -15,15 +18,10 @@ another stream::
 Each batch says for which placement of spans the owner now has all entries (``placed``). While a stream, or entries of
 moved spans, are still being sent, the owner's entries of that node may be incomplete.
 
-An entry is 8 bytes: 48 bits of the fingerprint, 14 that number a stream, 2 for the tier. They are sorted in one array.
-Changes are sorted in a second one, and merged into it when they are many. Pages with equal 48 bits cannot be
-distinguished: with 10 million entries, about one lookup in 10 million asks a node without result, or misses a page.
-
-Placement: the nodes that own a span's part of the directory.
-
-Rendezvous hashing (Thaler and Ravishankar, "Using name-based mappings to increase hit rates", 1998): every pair of span
-and node has a weight, and the nodes with the two largest weights own the span. So when a node joins or leaves, only its
-own spans get new owners.
+**Entries.** An entry has 8 bytes: 48 bits of the fingerprint, 14 bits for the number of a stream, 2 for the tier.
+Entries are sorted in one array. Changes are sorted in a second one, and merged into the first when there are many.
+Pages with equal 48 bits cannot be distinguished. With 10 million entries, about one lookup in 10 million asks a node
+without result, or misses a page.
 """
 
 from __future__ import annotations

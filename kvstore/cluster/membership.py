@@ -1,8 +1,7 @@
-"""Membership: a daemon's place in its pool. It says that we are there, and knows who else is.
+"""Membership: publishes a daemon in the catalog of its pool, and knows the other members.
 
-Presence: entries that stay published as long as their process lives and reaches the catalog.
-
-Election: one leader at a time, over any catalog.
+``Presence`` keeps entries published while their process lives and reaches the catalog. ``elect`` elects one leader at a
+time, over any catalog. ``Membership`` uses both, in a thread of its own.
 """
 
 from __future__ import annotations
@@ -31,15 +30,16 @@ RETRY_S: Final = 0.5
 
 
 class Presence:
-    """Publishes entries under a session; after an outage that ended it, under a new one.
+    """Publishes entries under a session. After an outage that ended the session, it publishes them under a new one.
 
-    An entry names one identity. While another process holds it, ours is not published: the second of one name loses.
-    What we wrote ourselves is told from another's by its bytes, so every value carries something random of its process.
+    An entry names one identity. If another process has published that entry, ours is not published: the second process
+    of one name loses. ``Presence`` recognises its own entries by their bytes, so every value contains a random number
+    of its process.
 
     Args:
-        ttl_s: how long others go on seeing us after we died or were cut off.
-        health: notes whether everything that we want is published.
-        session_health: notes how the session fares.
+        ttl_s: how long the entries stay after this process died or was cut off.
+        health: notes whether all entries are published.
+        session_health: notes the session's renewals.
     """
 
     def __init__(
@@ -55,14 +55,14 @@ class Presence:
         self._session_health = session_health or TaskHealth("session")
         self._wanted: dict[str, bytes] = {}
         self._lasting: dict[str, bytes] = {}
-        self._written: dict[str, list[bytes]] = {}  # what we may have written under a key: the last two values
-        self._stored: dict[str, tuple[bytes, int]] = {}  # what is known to be in the catalog: value and revision
+        self._written: dict[str, list[bytes]] = {}  # the last two values that we may have written under each key
+        self._stored: dict[str, tuple[bytes, int]] = {}  # values known to be in the catalog, with their revisions
         self._session: Session | None = None
         self._keeping: asyncio.Task[None] | None = None
 
     @property
     def published(self) -> bool:
-        """Whether others see us now, as far as we can know."""
+        """Whether other members can see this process now, as far as it can know."""
         return self._session is not None and self._session.alive
 
     async def start(
@@ -75,12 +75,12 @@ class Presence:
         """Publish for the first time.
 
         Args:
-            lasting: what is published where there is nothing under that key, and stays when we leave.
-            former: what a process that is known to be dead published under these keys: that is replaced at once.
-            former_key: another key of a process that is known to be dead: its entry goes once ours are there.
+            lasting: entries that are published only if the key is free, and that stay after ``close``.
+            former: the value that a dead process published under these keys; it is replaced at once.
+            former_key: another key of a dead process; its entry is removed once ours are published.
 
         Raises:
-            NodeBusy: another process that is alive has one of these keys. Nothing of ours stays.
+            NodeBusy: another live process has one of these keys. None of our entries stays.
             Unavailable: the catalog does not answer.
         """
         self._wanted, self._lasting = dict(entries), dict(lasting or {})
@@ -99,27 +99,28 @@ class Presence:
         self._keeping = asyncio.create_task(kept_task("membership/presence", self._keep), name="catalog presence")
 
     async def update(self, key: str, value: bytes) -> None:
-        """Publish another value under a key; where the catalog is away, as soon as it is back."""
+        """Publish another value under a key. If the catalog is away, it is published when the catalog is back."""
         self._wanted[key] = value
         if self._session is not None and self._session.alive:
             try:
                 await self._publish(key, self._session)
             except KVStoreError as error:
-                self._health.note_failure(error)  # it is tried again, see ``_keep``
+                self._health.note_failure(error)  # ``_keep`` tries again
 
     def keep(self, key: str, value: bytes) -> None:
-        """This is published as ``lasting`` from now on: another process was faster."""
+        """Publish this value as ``lasting`` from now on, because another process published it first."""
         self._lasting[key] = value
 
     def look(self, known: Mapping[str, Entry], revision: int, whole: bool) -> None:
-        """What a watch says is in the catalog at ``revision``: an entry of ours that is not is published again."""
+        """Compare our entries with the catalog as of ``revision``, as a watch reports it. Missing entries are published
+        again."""
         for key, (value, since) in list(self._stored.items()):
-            there = known.get(key)
-            if (whole or revision >= since) and (there is None or (there.value != value and there.revision > since)):
+            entry = known.get(key)
+            if (whole or revision >= since) and (entry is None or (entry.value != value and entry.revision > since)):
                 del self._stored[key]
 
     async def close(self) -> None:
-        """Take everything back, but for what lasts."""
+        """Remove all entries except the lasting ones."""
         if self._keeping is not None:
             self._keeping.cancel()
             await asyncio.gather(self._keeping, return_exceptions=True)
@@ -129,7 +130,7 @@ class Presence:
             await session.close()
 
     async def _keep(self) -> None:
-        """One turn: whenever the session is lost, or something could not be written, publish again."""
+        """One turn of the background task: publish again if the session is lost or an entry could not be written."""
         try:
             if self._session is None or not await self._stays(self._session):
                 await self._publish_all()
@@ -139,7 +140,7 @@ class Presence:
             await asyncio.sleep(max(pause_s, self._ttl_s / 2) if isinstance(error, Taken) else pause_s)
 
     async def _stays(self, session: Session) -> bool:
-        """Wait for the session's end; False once it has ended or a wish is unwritten."""
+        """Wait until the session ends. Returns False if it has ended, or an entry is not written."""
         if self._complete:
             with contextlib.suppress(TimeoutError):
                 async with asyncio.timeout(RETRY_S):
@@ -148,7 +149,7 @@ class Presence:
 
     @property
     def _complete(self) -> bool:
-        """Whether all that we want is stored, as far as we know."""
+        """Whether all entries are stored, as far as this process knows."""
         return all(self._stored.get(key, (None, 0))[0] == value for key, value in self._wanted.items())
 
     async def _publish_all(self) -> None:
@@ -188,7 +189,7 @@ class Presence:
             session.lost.set()
             raise
         except Taken as error:
-            # A try of ours that was not answered in time may have been done: the next turn sees whether it is ours.
+            # An earlier try may have succeeded without an answer in time; the next turn sees whether the entry is ours.
             if error.entry is None or error.entry.value != value:
                 raise
         else:
@@ -196,18 +197,19 @@ class Presence:
 
 
 async def elect(catalog: Catalog, key: str, value: bytes, session: Session, health: TaskHealth | None = None) -> int:
-    """Wait until we lead: until ``key`` is ours, written under ``session``.
+    """Wait until this process leads: until ``key`` is written under ``session``.
 
-    We lead as long as ``session.alive``. Ask that before each act as a leader: it is false before any other process can
-    win. Returns the revision of the win, which grows from leader to leader: a number to fence old ones with.
+    The process leads while ``session.alive`` is True. Check it before each act as a leader: it becomes False before
+    another process can win. Returns the revision of the election, which grows from leader to leader and can fence off
+    old ones.
 
     Raises:
-        SessionLost: the session ended while we waited.
+        SessionLost: the session ended before this process won.
     """
     async with aclosing(catalog.watch(key)) as updates:
         async for update in updates:
-            held = key not in update.gone and any(each.key == key for each in update.entries)
-            if held and not any(each.session == session.id for each in update.entries if each.key == key):
+            taken = key not in update.gone and any(each.key == key for each in update.entries)
+            if taken and not any(each.session == session.id for each in update.entries if each.key == key):
                 continue
             if not (update.whole or key in update.gone):
                 continue
@@ -229,12 +231,13 @@ log = logging.getLogger("kvstore.cluster")
 
 
 class Membership:
-    """From ``start`` to ``stop``, in a thread and an event loop of its own. Other methods may be called anywhere.
+    """A daemon's membership, from ``start`` to ``stop``. It has a thread with an event loop; any thread may call the
+    methods.
 
-    With the catalog away a daemon goes on with the members it knows, and publishes itself again once it is back. Each
-    of its tasks is tried again after any error, see ``TaskHealth``: ``watch`` learns who is there, ``session`` renews
-    ours, ``presence`` keeps our entries published, ``election`` takes part in the election of a leader, in which
-    ``election_watch`` waits for the leader before us to go.
+    While the catalog is away, a daemon continues with the members it knows, and publishes itself again once the catalog
+    is back. Each of its tasks is tried again after any error, see ``TaskHealth``: ``watch`` follows the members,
+    ``session`` renews our session, ``presence`` keeps our entries published, ``election`` takes part in the election of
+    a leader, and ``election_watch`` waits until the current leader is gone.
 
     Raises:
         InvalidRequest: the catalog's URL is not valid.
@@ -244,8 +247,8 @@ class Membership:
         check_url(config.catalog)
         self._config = config
         self._on_change: Callable[[], None] = lambda: None
-        self._known: dict[str, Entry] = {}  # replaced, never changed: readers have no lock
-        self._revision = 0  # of the catalog, as of ``_known``
+        self._known: dict[str, Entry] = {}  # replaced, never changed in place, because readers take no lock
+        self._revision = 0  # the catalog's revision that ``_known`` is from
         self._nodes: tuple[dict[str, Entry], list[NodeEntry]] = self._known, []
         self._secret: bytes | None = None
         self._on_final: Callable[[VersionMismatch], None] = lambda error: None
@@ -257,7 +260,7 @@ class Membership:
         self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
         self._watching: asyncio.Task[None] | None = None
         self._leading: asyncio.Task[None] | None = None
-        self._lead: tuple[Session, int] | None = None  # and the revision of its election
+        self._lead: tuple[Session, int] | None = None  # while we lead: the session, and the revision of the election
 
     def start(
         self,
@@ -267,20 +270,21 @@ class Membership:
         former_name: str = "",
         on_final: Callable[[VersionMismatch], None] = lambda error: None,
     ) -> None:
-        """Publish ``mine``, and know all other members when this returns.
+        """Publish ``mine``. When this returns, all other members are known.
 
         Args:
-            on_change: called in that thread whenever nodes or engines come, change or go. It must not wait.
-            former: the entry of the process before us, where that is known to be dead: ours takes its place at once.
-            former_name: under which another process published the same kind of entry that is known to be dead: its
-                entry goes at once.
-            on_final: called in that thread when an error ends membership for ever, such as a catalog of another
+            on_change: called in Membership's thread whenever a node or engine joins, changes or leaves. It must not
+                wait.
+            former: the entry of the process before us, if that process is known to be dead. Our entry replaces it at
+                once.
+            former_name: the name of an entry of the same kind whose process is known to be dead. It is removed at once.
+            on_final: called in Membership's thread when an error ends membership for good, such as a catalog of another
                 version. It has to end the daemon.
 
         Raises:
             NodeBusy: another live process has that name.
-            Unavailable: the catalog does not answer; says what to do.
-            InvalidRequest: the catalog's settings make no sense; names the setting.
+            Unavailable: the catalog does not answer. The message says what to do.
+            InvalidRequest: a setting of the catalog is invalid. The message names it.
         """
         config = self._config
         self._on_change, self._on_final = on_change, on_final
@@ -295,13 +299,13 @@ class Membership:
         logs.event(log, logging.INFO, "joined", catalog=self._catalog.url, pool=config.pool, members=len(self._known))
 
     def update(self, mine: schema.Published) -> None:
-        """Publish ``mine`` again, under the same name; if the catalog is away, once it is back. Does not wait."""
+        """Publish a new value of ``mine`` under the same name, or once the catalog is back. Does not wait."""
         if self._presence is not None:
             work = self._presence.update(schema.key_of(self._config.pool, mine), schema.encode(mine))
             asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def lead(self, name: str) -> None:
-        """Take part in the election of the pool's leader from now on; ``leading`` says whether we won."""
+        """Take part in the election of the pool's leader from now on. ``leading`` says whether this process won."""
         catalog = self._catalog
         assert catalog is not None, "it is started"
         self._health = {**self._health, **{task: self._new_health(task) for task in ELECTION_TASKS}}
@@ -314,16 +318,15 @@ class Membership:
 
     @property
     def leading(self) -> int | None:
-        """The revision of our election while we lead the pool, when no other process can; None: another one may.
+        """The revision of our election while this process leads the pool; None if another process may lead.
 
-        Revisions grow from leader to leader. So what an order of ours reaches can refuse it once it has heard of a
-        later leader.
+        Revisions grow from leader to leader. So the receiver of an order can refuse it if it has seen a later leader.
         """
         lead = self._lead
         return lead[1] if lead is not None and lead[0].alive else None
 
     def stop(self) -> None:
-        """Leave at once, in the eyes of others too."""
+        """Leave the pool. Other members see it at once."""
         if self._thread.ident is None or self._loop.is_closed():
             return
         with contextlib.suppress(DeadlineExceeded):
@@ -333,16 +336,17 @@ class Membership:
 
     @property
     def published(self) -> bool:
-        """Whether others see us now, as far as we can know."""
+        """Whether other members can see this process now, as far as it can know."""
         return self._presence is not None and self._presence.published
 
     @property
     def heard_s(self) -> float:
-        """When the watch last gave a sign of life, by ``boot_s``; 0 where it never did: how old all of this can be."""
+        """When the watch last gave a sign of life, by ``boot_s``; 0 if never. Everything known here is at least as
+        recent."""
         return self._health["watch"].succeeded_s
 
     def status(self) -> dict[str, Any]:
-        """How long ago each task last succeeded, and why it fails; ``fault`` as below. {} before ``start``."""
+        """For each task, how long ago it last succeeded and why it fails, and ``fault``. {} before ``start``."""
         tasks = {each.name: each.status() for each in self._health.values()}
         return {**tasks, "fault": self.fault()} if self._presence is not None else {}
 
@@ -351,25 +355,25 @@ class Membership:
         return [(each.name, boot_s() - each.succeeded_s, each.failures) for each in self._health.values()]
 
     def fault(self) -> str:
-        """Which tasks have failed for longer than ``catalog_ttl_s``, and why; "" where none has."""
+        """The tasks that have failed for longer than ``catalog_ttl_s``, and why; "" if there are none."""
         faults = (each.fault(self._config.catalog_ttl_s) for each in self._health.values())
         return "; ".join(f"membership: {each}" for each in faults if each)
 
     def nodes(self) -> list[NodeEntry]:
-        """Nodes of the pool, ourselves among them, by name."""
+        """The nodes of the pool, including this one, by name."""
         known, nodes = self._nodes
-        if known is not self._known:  # for those who ask with every message
+        if known is not self._known:  # cached, because some callers ask for every message
             known, nodes = self._known, schema.decode_all(NodeEntry, self._below(NodeEntry))
             self._nodes = known, nodes
         return nodes
 
     @property
     def secret(self) -> bytes | None:
-        """The pool's secret, as nodes agreed on; None: not known yet."""
+        """The pool's secret; None if it is not known yet."""
         return self._secret
 
     def engines(self) -> list[EngineEntry]:
-        """Engines of the pool, ourselves among them, by name."""
+        """The engines of the pool, including this one, by name."""
         return schema.decode_all(EngineEntry, self._below(EngineEntry))
 
     def clusters(self) -> list[ClusterEntry]:
@@ -397,7 +401,7 @@ class Membership:
         await first.wait()
 
     async def _lead_once(self, catalog: Catalog, value: bytes) -> None:
-        """Wait until we lead, and lead until the session is lost."""
+        """Wait until this process leads, then until it loses the session."""
         health, session = self._health["election"], None
         try:
             session = await catalog.open_session(self._config.catalog_ttl_s, health)
@@ -421,7 +425,7 @@ class Membership:
                 await session.close()
 
     def _lost_lead(self, key: str, revision: int) -> bool:
-        """Whether what we wrote at ``revision`` is not there any more, though our session lives: it was deleted."""
+        """Whether the entry that we wrote at ``revision`` was deleted while our session is alive."""
         there = self._known.get(key)
         return self._revision > revision and (there is None or there.revision != revision)
 
@@ -451,7 +455,7 @@ class Membership:
                 self._on_change()
 
     def _learn_secret(self, entry: Entry | None) -> None:
-        """The one that stands; a catalog that was recreated gets back the one we know."""
+        """Take the pool's secret from its entry, and publish it again if the catalog is ever recreated without it."""
         secret = schema.decode_secret(entry.value) if entry is not None else None
         if secret is not None and entry is not None and self._presence is not None:
             self._secret = secret
@@ -484,18 +488,18 @@ class Membership:
 
 
 def host() -> str:
-    """This machine, as its entries name it."""
+    """This machine's name in its entries."""
     return socket.gethostname()[:255]
 
 
 def reachable(addresses: Sequence[str]) -> tuple[str, ...]:
-    """The addresses, among those that a server listens at, that another machine or process can use.
+    """The addresses of a server, without those that only this machine can use.
 
     Raises:
-        InvalidRequest: one means all addresses of this machine; another machine would find itself there.
+        InvalidRequest: an address means all addresses of this machine. Another machine would connect to itself.
     """
-    found = tuple(each for each in addresses if not each.startswith("unix:"))
-    for each in found:
+    published = tuple(each for each in addresses if not each.startswith("unix:"))
+    for each in published:
         if each.rpartition(":")[0] in ("0.0.0.0", "[::]"):
-            raise InvalidRequest("listen", f"{each} is told to others of the pool: give an address that they reach")
-    return found
+            raise InvalidRequest("listen", f"must be an address that other members of the pool can reach (got {each})")
+    return published

@@ -1,16 +1,15 @@
-"""NixlTransport: pages read one-sidedly by NIXL: over shared memory, TCP, or what else its backend finds (RDMA).
+"""NixlTransport: reads pages one-sidedly with NIXL: over shared memory, TCP, or RDMA if its backend finds it.
 
-The node lends the pages (``lending``): proven, and under a lease. Their bytes are read past its data server, then it is
-asked which of them were unchanged, and the checksums are compared here. Bytes that do not come in time may come later:
-memory that a read was posted into is not used again before that read has ended.
+The source node lends the pages (LEND): it proves them and takes a lease. NIXL then reads their bytes without the data
+server. Afterwards the data server says which pages were unchanged (RETURN), and this end compares the checksums. Bytes
+that are late may still arrive later, so memory is not reused before its read has ended:
 
-- Pages that get a place in our own node are read into their frames. Where they are late the frames are left.
-- All others are read into memory of the transport's own, and copied from there. What is late stays with the transport.
+- Pages that are stored in our own node are read into their frames. If bytes are late, the frames stay reserved.
+- All other pages are read into memory of the transport, and copied from there. Late memory stays with the transport.
 
-NixlAgent: NIXL in this process, as far as we use it: memory is registered, and read out of other processes.
-
-The package is optional. Its agent has no calls with a deadline, and what was posted cannot be taken back for certain:
-callers wait here, and keep what does not end.
+NixlAgent is NIXL in this process, reduced to what kvstore uses: it registers memory, and reads from other processes.
+The package is optional. Its agent has no calls with a deadline, and a posted read cannot be cancelled reliably. So
+callers poll, and keep the memory of a read that does not end.
 """
 
 from __future__ import annotations
@@ -52,28 +51,28 @@ from kvstore.wire.data import (
 
 PACKAGES: Final = ("nixl", "nixl_cu12", "nixl_cu13")
 BACKEND: Final = "UCX"
-DRAM, VRAM = "DRAM", "VRAM"  # kinds of memory, as NIXL has them
-PREPARED_MAX: Final = 256  # descriptor lists of other nodes' extents that are kept
-PAUSE_S: Final = 50e-6  # between two looks whether a read has ended
+DRAM, VRAM = "DRAM", "VRAM"  # NIXL's names of kinds of memory
+PREPARED_MAX: Final = 256  # descriptor lists of other nodes' extents to keep
+PAUSE_S: Final = 50e-6  # between two checks whether a read has ended
 
 Rows = npt.NDArray[np.uint8]
 
 
 @cache
 def missing() -> str:
-    """Why there is none on this machine; "": there is."""
+    """Why NIXL is unavailable on this machine; "" if it is available."""
     if any(importlib.util.find_spec(name) is not None for name in PACKAGES):
         return ""
     return "not installed"
 
 
 class NixlAgent:
-    """One agent. Threads share it; one of them at a time is in NIXL.
+    """One agent. Threads share it; one thread at a time calls NIXL.
 
-    Life: made, which takes half a second -> memory is registered, others are known -> dropped, with all of that.
+    Life: made, which takes half a second -> memory is registered, other agents are met -> dropped, with all of that.
 
     Args:
-        name: no other agent that it meets has it.
+        name: unique among all agents that it meets.
 
     Raises:
         Unavailable: the package is missing, or cannot be used.
@@ -81,7 +80,7 @@ class NixlAgent:
 
     def __init__(self, name: str) -> None:
         self._lock = threading.Lock()
-        self._kept: list[Rows] = []  # what is registered may not be unmapped
+        self._kept: list[Rows] = []  # registered memory must not be unmapped
         self._prepared: OrderedDict[tuple[object, ...], Any] = OrderedDict()
         api = _api()
         errors = vars(importlib.import_module(f"{api.__package__}._bindings"))
@@ -93,24 +92,25 @@ class NixlAgent:
                 raise Unavailable(f"nixl: there is no {BACKEND}")
 
     def register(self, rows: Rows) -> None:
-        """Let other nodes read this memory, and us read into it, as long as the agent lives. Raises Unavailable."""
+        """Register memory while the agent lives: other nodes may read it, and this process may read into it. Raises
+        Unavailable."""
         with self._saying("cannot register memory"):
             self._agent.register_memory([(rows.ctypes.data, rows.nbytes, 0, "")], DRAM)
             self._kept.append(rows)
 
     def register_at(self, address: int, nbytes: int, device: int, kind: str) -> None:
-        """Register memory that the caller keeps, of a device if its kind is VRAM. Raises Unavailable: the backend does
-        not reach it."""
+        """Register memory that the caller keeps mapped; ``kind`` VRAM is memory of a device. Raises Unavailable if the
+        backend cannot reach it."""
         with self._saying(f"cannot register memory of kind {kind}"):
             self._agent.register_memory([(address, nbytes, device, "")], kind)
 
     def metadata(self) -> bytes:
-        """What another agent has to know of this one. Raises Unavailable."""
+        """The bytes that another agent needs in order to meet this one. Raises Unavailable."""
         with self._saying("has no metadata"):
             return bytes(self._agent.get_agent_metadata())
 
     def meet(self, metadata: bytes) -> str:
-        """The name of another agent, whose memory can be read from now on. Raises Unavailable."""
+        """Make another agent's memory readable, and return its name. Raises Unavailable."""
         with self._saying("the other end's metadata makes no sense"):
             found = self._agent.add_remote_agent(metadata)
             return found.decode() if isinstance(found, bytes) else str(found)
@@ -135,10 +135,10 @@ class NixlAgent:
         kind: str = DRAM,
         device: int = 0,
     ) -> NixlRead:
-        """Begin to read bytes ``offset`` to ``offset + length`` of each page of these runs into memory at ``places``.
+        """Prepare to read bytes ``offset`` to ``offset + length`` of each page of ``runs`` into memory at ``places``.
 
         Args:
-            kind, device: what memory the runs are in.
+            kind, device: the memory that the runs are in.
 
         Raises:
             Unavailable: nothing was posted.
@@ -155,7 +155,7 @@ class NixlAgent:
         return NixlRead(self, into, reads)
 
     def _frames_of(self, name: str, run: LentRun, offset: int, length: int, kind: str, device: int) -> Any:
-        """The prepared list of that part of every frame of an extent."""
+        """The prepared list of this part of every frame of an extent."""
         key = name, run.address, run.frames, run.stride, offset, length, kind, device
         if key not in self._prepared:
             row = np.array([[run.address + offset, length, device, run.stride, run.frames]], np.uint64)
@@ -166,13 +166,13 @@ class NixlAgent:
         return self._prepared[key]
 
     def transfer(self, read: Any) -> str:
-        """Post one; as ``state``. Raises Unavailable: it may have been posted, or not."""
+        """Post a read, and return its state as ``state`` does. Raises Unavailable: the read may have been posted or
+        not."""
         with self._saying("cannot read"):
             return str(self._agent.transfer(read))
 
     def state(self, read: Any) -> str:
-        """DONE or PROC; ERR: it is unknown whether its bytes may still arrive. Raises Unavailable, which is the
-        same."""
+        """DONE or PROC. ERR, or an Unavailable that is raised: its bytes may still arrive."""
         with self._saying("the read failed"):
             return str(self._agent.check_xfer_state(read))
 
@@ -181,7 +181,7 @@ class NixlAgent:
 
 
 class _Saying:
-    """The agent's lock, and an error of NIXL as one of ours."""
+    """Holds the agent's lock, and turns an error of NIXL into Unavailable."""
 
     def __init__(self, agent: NixlAgent, what: str) -> None:
         self._agent = agent
@@ -197,19 +197,20 @@ class _Saying:
 
 
 class NixlRead:
-    """Reads that were prepared together. Life: ``begin`` -> ``wait``, until it is over; one that never is is kept."""
+    """Reads that were prepared together. Life: ``begin`` -> ``wait`` until it is over. A read that never ends is
+    kept."""
 
     def __init__(self, agent: NixlAgent, into: Any, reads: list[Any]) -> None:
         self._agent = agent
-        self._into = into  # is in use as long as they are
+        self._into = into  # in use while the reads are
         self._reads = reads
 
     def begin(self) -> None:
-        """Post them. Raises Unavailable: some may have been."""
+        """Post the reads. Raises Unavailable: some may have been posted."""
         self._reads = [read for read in self._reads if self._agent.transfer(read) != "DONE"]
 
     def over(self) -> bool:
-        """Whether all have brought their bytes. Raises Unavailable: they will not, and some may land all the same."""
+        """Whether all bytes have arrived. Raises Unavailable if some never will; others may still arrive later."""
         while self._reads:
             state = self._agent.state(self._reads[-1])
             if state == "PROC":
@@ -220,7 +221,7 @@ class NixlRead:
         return True
 
     def wait(self, until_s: float) -> bool:
-        """Wait until ``over`` is true, at most until ``until_s``; returns whether it is. Raises as ``over``."""
+        """Wait until ``over`` is True, but not after ``until_s``. Returns whether it is True. Raises as ``over``."""
         while not self.over():
             if time.monotonic() >= until_s:
                 return False
@@ -236,16 +237,16 @@ def _api() -> Any:
             found = importlib.import_module(f"{name}._api")
         except ImportError as error:
             raise Unavailable(f"nixl: cannot be used ({error})") from None
-        logging.getLogger("nixl").setLevel(logging.WARNING)  # it tells stdout of every agent
+        logging.getLogger("nixl").setLevel(logging.WARNING)  # NIXL prints a line for every agent
         return found
     raise Unavailable(f"nixl: {missing()}")
 
 
-CHUNK_BYTES: Final = 8 << 20  # are read at a time, where a page is not larger
-AHEAD: Final = 2  # chunks of one call that are under way
-LANDING_BYTES_MAX: Final = 128 << 20  # of our own memory, what is late counted
-LATE_BYTES_MAX: Final = 256 << 20  # that may still land anywhere; with more nothing is read any more
-ATTACHED_MAX: Final = 64  # other nodes' agents that are known
+CHUNK_BYTES: Final = 8 << 20  # read at a time; at least one page
+AHEAD: Final = 2  # chunks of one call in flight
+LANDING_BYTES_MAX: Final = 128 << 20  # memory of the transport, including late memory
+LATE_BYTES_MAX: Final = 256 << 20  # bytes that may still arrive; with more, nothing is read
+ATTACHED_MAX: Final = 64  # other nodes' agents to remember
 
 
 @dataclass
@@ -258,7 +259,7 @@ class _Attached:
 
 @dataclass
 class _Late:
-    """Reads that did not end in time, and what to call when they have."""
+    """Reads that did not end in time, and a function to call when they have."""
 
     reads: list[NixlRead]
     nbytes: int
@@ -267,7 +268,8 @@ class _Late:
 
 @dataclass
 class _Chunk:
-    """Pages of one request that are read together. ``block``: our own memory, None where they go to their places."""
+    """Pages of one request that are read together. ``block`` is memory of the transport, or None if the pages are read
+    into their places."""
 
     first: int
     pages: int
@@ -277,10 +279,10 @@ class _Chunk:
 
 
 class NixlTransport:
-    """See ``Transport``. Nodes without an agent, or memory that cannot be registered, are left to other transports.
+    """See ``Transport``. Nodes without an agent, and memory that cannot be registered, are left to other transports.
 
     Args:
-        make: an agent of that name. Raises Unavailable.
+        make: makes an agent with a name. Raises Unavailable.
     """
 
     def __init__(self, links: PeerLinks, make: Callable[[str], NixlAgent] = NixlAgent) -> None:
@@ -290,13 +292,13 @@ class NixlTransport:
         self._agent: NixlAgent | None = None
         self._attached: dict[str, _Attached] = {}  # by process of the data server
         self._registered: dict[int, Rows] = {}  # by address
-        self._blocks: list[Rows] = []  # free ones of our own
+        self._blocks: list[Rows] = []  # free memory of the transport
         self._blocks_bytes = 0
         self._late: list[_Late] = []
 
     @property
     def late_bytes(self) -> int:
-        """How many may still land somewhere."""
+        """How many bytes may still arrive."""
         return sum(each.nbytes for each in self._late)
 
     def read(
@@ -328,7 +330,8 @@ class NixlTransport:
         return Pulled(pages, why, {Tier.DRAM: pages} if pages else {}, loan.pages)
 
     def close(self) -> None:
-        """See ``Transport``. The agent stays where bytes may still land: it alone could tell when they have."""
+        """See ``Transport``. The agent is kept while bytes may still arrive, because only the agent can report their
+        arrival."""
         with self._lock:
             agent, self._agent = self._agent, None
             self._attached.clear()
@@ -365,7 +368,7 @@ class NixlTransport:
     # --- memory -----------------------------------------------------------------------------------------------------
 
     def _lies_in_registered(self, agent: NixlAgent, places: Places) -> bool:
-        """Whether all these places lie in one piece of memory that is registered, or can be."""
+        """Whether all these places are in one registered piece of memory, or in one that can be registered."""
         root = places[0]
         while isinstance(root.base, np.ndarray):
             root = root.base
@@ -379,7 +382,7 @@ class NixlTransport:
         return True
 
     def _block(self, agent: NixlAgent, nbytes: int) -> Rows:
-        """Our own memory of ``nbytes``. Raises Unavailable where too much of it is in use, or late."""
+        """Take memory of ``nbytes``. Raises Unavailable if too much is in use or late."""
         with self._lock:
             for at, block in enumerate(self._blocks):
                 if block.nbytes >= nbytes:
@@ -397,14 +400,14 @@ class NixlTransport:
             self._blocks.append(block)
 
     def _reap(self) -> None:
-        """Late reads may have ended since."""
+        """Free the memory of reads that were late and have ended."""
         with self._lock:
             late, self._late = self._late, []
         for each in late:
             try:
                 each.reads = [read for read in each.reads if not read.over()]
             except Unavailable:
-                pass  # it will never be known: the memory stays
+                pass  # NIXL will never report the end of this read, so its memory is kept
             if each.reads:
                 with self._lock:
                     self._late.append(each)
@@ -424,8 +427,8 @@ class NixlTransport:
         silence_s: float,
         held: HeldPlaces | None,
     ) -> int:
-        """Read what was lent to its places; how many leading pages hold. Raises LateBytes, DeadlineExceeded,
-        Unavailable."""
+        """Read the lent pages into their places. Returns how many leading pages have the right checksum. Raises
+        LateBytes, DeadlineExceeded, Unavailable."""
         step, good = max(1, CHUNK_BYTES // request.length), loan.pages
         if held is not None and not (loan.pages and self._lies_in_registered(agent, places[: loan.pages])):
             held = None
@@ -483,7 +486,7 @@ class NixlTransport:
         return chunk
 
     def _leave(self, under_way: list[_Chunk], length: int, held: HeldPlaces | None) -> None:
-        """The memory of these is not reused before their reads have ended."""
+        """Keep the memory of these chunks until their reads have ended."""
         if not under_way:
             return
         landed = held.leave() if held is not None else None
@@ -500,11 +503,11 @@ class NixlTransport:
             self._late.append(_Late([chunk.read for chunk in under_way], nbytes, free))
 
 
-_STAYING: list[tuple[NixlAgent, list[_Late]]] = []  # of transports that were closed while bytes were late
+_STAYING: list[tuple[NixlAgent, list[_Late]]] = []  # agents of closed transports whose bytes may still arrive
 
 
 def _part(runs: list[LentRun], first: int, pages: int) -> list[LentRun]:
-    """The runs of pages ``first`` to ``first + pages``."""
+    """The runs that contain pages ``first`` to ``first + pages``."""
     found, at = [], 0
     for run in runs:
         start, stop = max(first, at), min(first + pages, at + run.pages)
@@ -515,7 +518,7 @@ def _part(runs: list[LentRun], first: int, pages: int) -> list[LentRun]:
 
 
 def _first_bad(chunk: _Chunk, loan: Loan, request: ReadRequest) -> int:
-    """How many leading pages of a chunk have the checksums that they were lent with."""
+    """How many leading pages of a chunk have the checksums from the loan."""
     for page, row in enumerate(chunk.rows):
         wanted = loan.sums[chunk.first + page]
         if (sums_of(row.reshape(1, -1), request.pieces)[0] != wanted).any():

@@ -1,21 +1,17 @@
-"""Chooses a transport for pages of another node, measures it, and uses the next one where it fails.
+"""PageMover: reads pages from other nodes over the fastest transport that works.
 
-PageMover: brings pages from other nodes by the transport that the plan picks, and by the next one where that fails.
+``TransportPlan`` ranks transports. A transport is *fit* for a node if both ends have it. The fastest fit transport, as
+measured, comes first. A failed transport is left out for a while, longer each time. The last resort, which every node
+has, is always in the list. Worked example: n2 offers tcp and nixl, and so does this node. tcp is expected to reach 2
+GB/s, and nothing is known about nixl. So tcp is used, and nixl is measured. The results are 3 GB/s for tcp and 1 GB/s
+for nixl, so tcp stays in use. nixl is measured again after ten minutes. If n2 offered only nixl, nixl would be used at
+once, and tcp if it fails.
 
-A transport that may be faster than the one in use is measured aside: a thread reads once more what was just read, into
-memory of its own, so that no request waits for a transport that turns out to be slow, or not to work at all.
+``PageMover`` performs the plan. A transport that may be faster than the one in use is measured in a separate thread: it
+reads the same pages once more, into memory of its own. So no request waits for a transport that turns out to be slow or
+broken.
 
-TransportPlan: by which transports pages come from a node. Pure: time comes with each call.
-
-A transport is *fit* for a node where both ends have it. The fastest of the fit ones comes first, as measured; one that
-failed is left out for a while, longer each time. What every node has is the last resort, whatever happened to it.
-
-Worked example: n2 offers tcp and nixl, and so do we. tcp is expected to bring 2 GB/s, nothing is known about nixl: so
-tcp is taken, and nixl is to be measured. The measurements are 3 GB/s and 1: it stays tcp, for ten minutes. Then tcp's
-3 GB/s are known, as it is in use, and nixl is to be measured again. Where n2 offers nixl alone, nixl is taken at once,
-and tcp where that fails.
-
-The table of transports. To add one, write a class and add a row here.
+``TRANSPORTS`` is the table of transports. To add one, write a class and add a row.
 """
 
 from __future__ import annotations
@@ -41,27 +37,27 @@ from kvstore.wire.data import ReadRequest
 LAST_RESORT: Final = "tcp"  # what every data server speaks
 FAILED_MIN_S, FAILED_MAX_S = 5.0, 300.0  # how long a transport that failed is left out
 STALE_S: Final = 600.0  # a speed that is this old is measured again
-SAMPLE_BYTES: Final = 1 << 20  # less than this tells of latency, not of speed
+SAMPLE_BYTES: Final = 1 << 20  # smaller reads measure latency, not speed
 WEIGHT: Final = 0.25  # of the newest measurement
-PEERS_MAX: Final = 256  # that are remembered; who was read from least recently is forgotten
+PEERS_MAX: Final = 256  # peers to remember; the one that was read from least recently is forgotten
 
 
 @dataclass(slots=True)
 class _Known:
-    """What is known of one transport to one peer."""
+    """The measurements of one transport to one peer."""
 
-    bytes_per_s: float = 0.0  # 0: it has not been measured
+    bytes_per_s: float = 0.0  # 0: not measured
     measured_s: float = 0.0
-    failures: int = 0  # since it last brought something
-    until_s: float = 0.0  # it is left out
+    failures: int = 0  # since the last success
+    until_s: float = 0.0  # the transport is left out until then
 
 
 class TransportPlan:
-    """The plan of one process. Used by one thread at a time.
+    """The plan of one process. Used by one thread at a time. Time comes with each call.
 
     Args:
-        expected: by transport, the bytes per second it is taken for until it was measured; 0: it has to be measured
-            before it is chosen from among several.
+        expected: the bytes per second that each transport counts for until it is measured; 0: it is not chosen from
+            among several before it is measured.
     """
 
     def __init__(self, expected: Mapping[str, float]) -> None:
@@ -69,24 +65,24 @@ class TransportPlan:
         self._peers: OrderedDict[str, dict[str, _Known]] = OrderedDict()
 
     def order(self, peer: str, fit: Sequence[str], now_s: float) -> list[str]:
-        """Transports to try for the next pull, one after the other; the last resort is among them."""
+        """The transports to try for the next read, best first. The last resort is among them."""
         ready = [name for name in fit if now_s >= self._known(peer, name).until_s]
         rated = [name for name in ready if self.speed(peer, name)] or ready
         rated.sort(key=lambda name: -self.speed(peer, name))
         return rated if LAST_RESORT in rated else [*rated, LAST_RESORT]
 
     def to_measure(self, peer: str, fit: Sequence[str], now_s: float) -> list[str]:
-        """Transports whose speed is not known, or not any more: they may be faster than the one in use."""
+        """Fit transports without a recent measurement. They may be faster than the one in use."""
         in_use = self.order(peer, fit, now_s)[0]
         known = {name: self._known(peer, name) for name in fit if name != in_use}
         return [name for name, each in known.items() if now_s >= each.until_s and _stale(each, now_s)]
 
     def speed(self, peer: str, name: str) -> float:
-        """Bytes per second that it brings, as measured or expected; 0 if unknown."""
+        """Bytes per second of the transport, measured or expected; 0 if unknown."""
         return self._known(peer, name).bytes_per_s or self._expected.get(name, 0.0)
 
     def moved(self, peer: str, name: str, nbytes: int, seconds: float, now_s: float) -> None:
-        """Record that the transport brought ``nbytes`` in ``seconds``."""
+        """Record that the transport moved ``nbytes`` in ``seconds``."""
         known = self._known(peer, name)
         known.failures, known.until_s = 0, 0.0
         if nbytes >= SAMPLE_BYTES and seconds > 0:
@@ -96,7 +92,7 @@ class TransportPlan:
             known.measured_s = now_s
 
     def failed(self, peer: str, name: str, now_s: float) -> float:
-        """Record that the transport brought nothing, or not in time. Returns for how many seconds it is left out."""
+        """Record that the transport failed or was too slow. Returns for how many seconds it is left out."""
         known = self._known(peer, name)
         known.failures += 1
         pause_s = min(FAILED_MAX_S, FAILED_MIN_S * 2 ** min(known.failures - 1, 16))
@@ -116,10 +112,10 @@ def _stale(known: _Known, now_s: float) -> bool:
 
 
 def fit_for(ours: Mapping[str, str], offered: Sequence[str]) -> dict[str, str]:
-    """By transport of either end, why it leads to a node that offers these; "": it does, and is live.
+    """For each transport of either end, why it cannot be used to a node that offers ``offered``; "" if it can.
 
     Args:
-        ours: by transport of this process, why it has it not; "": it has it.
+        ours: for each transport of this process, why it is unavailable here; "" if it is available.
     """
     found = {name: why and f"not here: {why}" for name, why in ours.items()}
     found |= {name: "not known here" for name in offered if name not in ours}
@@ -129,20 +125,20 @@ def fit_for(ours: Mapping[str, str], offered: Sequence[str]) -> dict[str, str]:
     return found
 
 
-ASIDE_BYTES: Final = 8 << 20  # are read once more to measure a transport, where a page is not larger
-ASIDE_S: Final = 10.0  # for that: the first read may have to make a connection
+ASIDE_BYTES: Final = 8 << 20  # how much a measurement reads; at least one page
+ASIDE_S: Final = 10.0  # for a measurement; its first read may have to connect
 ASIDE_SILENCE_S: Final = 5.0
-CLOSE_S: Final = 1.0  # for what is being measured
+CLOSE_S: Final = 1.0  # how long ``close`` waits for a running measurement
 
 log = logging.getLogger("kvstore.cluster")
 
 
 class PageMover:
-    """For one process. Threads share it.
+    """Moves pages for one process. Threads may share it.
 
     Args:
         kinds: the table of transports.
-        links: how data servers are reached.
+        links: connections to data servers.
     """
 
     def __init__(self, kinds: Mapping[str, TransportKind], links: PeerLinks) -> None:
@@ -163,7 +159,7 @@ class PageMover:
         silence_s: float,
         held: HeldPlaces | None = None,
     ) -> Pulled:
-        """See ``Transport.read``. Raises what the last transport that was tried did."""
+        """See ``Transport.read``. Raises the error of the last transport that was tried."""
         with self._lock:
             names = self._plan.order(peer.process, self._fit(peer), time.monotonic())
         found = Pulled()
@@ -173,7 +169,7 @@ class PageMover:
             try:
                 more = self._transport(name).read(peer, rest, places[done:], deadline_s, silence_s, held)
             except (InvalidRequest, PermissionDenied, Unauthenticated):
-                raise  # whichever way we came
+                raise  # every transport would get the same answer
             except KVStoreError as error:
                 self._failed(peer, name, error)
                 if isinstance(error, LateBytes) or (last == 0 and not done):
@@ -186,7 +182,7 @@ class PageMover:
         return found
 
     def close(self) -> None:
-        """End its transports."""
+        """Close all transports."""
         with self._lock:
             self._closed = True
             made, self._made, aside = list(self._made.values()), {}, self._aside
@@ -213,9 +209,9 @@ class PageMover:
         log.info("%s: %s is left out for %g s: %s", peer.name, name, pause_s, error)
 
     def _moved(self, peer: PoolNode, name: str, request: ReadRequest, pulled: Pulled, began_s: float) -> None:
-        """Note how fast it was, and have others measured where they may be faster."""
+        """Record how fast the read was, and begin to measure transports that may be faster."""
         now_s, nbytes = time.monotonic(), pulled.pages * request.length
-        if nbytes < SAMPLE_BYTES or set(pulled.tiers) != {Tier.DRAM}:  # the speed of something else
+        if nbytes < SAMPLE_BYTES or set(pulled.tiers) != {Tier.DRAM}:  # this would measure another tier
             nbytes = 0
         with self._lock:
             self._plan.moved(peer.process, name, nbytes, now_s - began_s, now_s)

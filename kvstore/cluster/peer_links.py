@@ -1,16 +1,14 @@
-"""The nodes of a pool as one node knows them, and the open connections to their data servers.
+"""The nodes of a pool as one node knows them, and open connections to their data servers.
 
-PeerLinks: connections to the data servers of a pool, kept open between requests; and which of them do not answer.
+**PeersFile** reads the list of nodes from a small file in the node's folder. The node's data server writes it
+(``node.cluster.data_server``). The daemon and its clients read it, and never ask the catalog. While the catalog is away
+the last view stays; ``heard_s`` says how old it is.
 
-A data server that did not answer once is known to be dead: no request waits for it again. A thread of our own asks it
-from time to time, and clears that when it answers. A restarted one is another process, of which nothing is known. Where
-a connection that was kept open has ended, the server may be well all the same: it is asked once more, over a new
-connection, and is dead only where that fails.
-
-Peers: who else is in a node's pool, as a small file in its folder says.
-
-The node's data server writes it (``node.cluster.data_server``); the daemon and its clients read it, and never ask the
-catalog themselves. With the catalog away the last view stays; ``heard_s`` says how old it is.
+**PeerLinks** keeps connections open between requests, and remembers data servers that do not answer. After one failure
+a data server counts as dead, and no request waits for it. A thread probes dead data servers from time to time, and
+clears the mark when one answers. A restarted data server is a new process without a mark. If a connection that was kept
+open has ended, its data server may still be well: it gets one more try over a new connection, and counts as dead only
+if that fails.
 """
 
 from __future__ import annotations
@@ -33,21 +31,21 @@ from kvstore.shm.folder import NodeFolder
 from kvstore.wire.data import Hello, WireError
 
 NAME: Final = "peers"
-LOOK_NS: Final = 100_000_000  # between two looks at the file: a reader that misses a page must not pay for one
+LOOK_NS: Final = 100_000_000  # between two looks at the file, so that a miss does not cost one
 
 
 @dataclass(frozen=True)
 class PoolNode:
-    """A node whose data server lives.
+    """A node with a live data server.
 
     Attributes:
         name: of the node.
-        process: of its data server, drawn when that started.
+        process: a random number of its data server's process.
         incarnation: of the node's memory, 16 hex digits.
         addresses: HOST:PORT of its data server, best first.
         tls: whether connections to it are encrypted.
-        transports: how pages may leave it.
-        tls_name: what its certificate names; "": the address.
+        transports: the transports that its pages may be sent over.
+        tls_name: the name in its certificate; "": the address.
     """
 
     name: str
@@ -61,13 +59,13 @@ class PoolNode:
 
 @dataclass(frozen=True)
 class PoolView:
-    """One view.
+    """One node's view of its pool.
 
     Attributes:
-        pool: what they all belong to.
-        node: whose view it is.
-        heard_s: when the catalog was last heard of, on the clock that counts from the machine's start.
-        peers: by name; the node itself is among them.
+        pool: its name.
+        node: the node whose view it is.
+        heard_s: when the catalog last gave a sign of life, in seconds since the machine's start.
+        peers: by name, including the node itself.
     """
 
     pool: str
@@ -76,13 +74,13 @@ class PoolView:
     peers: dict[str, PoolNode]
 
     def lists(self, incarnation: int) -> bool:
-        """Whether its own node, of that incarnation, is among them, and not another that has its name now."""
+        """Whether the view has this node with this incarnation, and not another node that took over the name."""
         mine = self.peers.get(self.node)
         return mine is not None and mine.incarnation in ("", f"{incarnation:016x}")
 
 
 def write(folder: NodeFolder, view: PoolView) -> None:
-    """Replace the file: who reads it sees the old view or this one. Raises OSError where the folder is gone."""
+    """Replace the file. A reader sees the old view or the new one. Raises OSError if the folder is gone."""
     told = {**asdict(view), "peers": [asdict(peer) for peer in view.peers.values()]}
     temporary = folder.temporary(NAME)
     temporary.unlink(missing_ok=True)
@@ -93,12 +91,12 @@ def write(folder: NodeFolder, view: PoolView) -> None:
 
 
 def forget(folder: NodeFolder) -> None:
-    """The node is in no cluster."""
+    """Remove the file: the node has left its cluster."""
     (folder.path / NAME).unlink(missing_ok=True)
 
 
 class PeersFile:
-    """A reader. Threads may share it."""
+    """Reads the file. Threads may share it."""
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
@@ -106,7 +104,7 @@ class PeersFile:
         self._look_ns = 0
 
     def look(self) -> PoolView | None:
-        """The view now, or of a moment ago; None: the node is in no cluster."""
+        """The view, at most ``LOOK_NS`` old. None if the node is not in a cluster."""
         now_ns = time.monotonic_ns()
         if now_ns < self._look_ns:
             return self._seen[1]
@@ -125,7 +123,7 @@ class PeersFile:
 
 
 def _read(path: Path) -> PoolView | None:
-    """What a file says; None where it is not plain or makes no sense."""
+    """The view in a file; None if the file is not a plain file, or is invalid."""
     try:
         told = json.loads(read_plain(path))
         peers = [PoolNode(**_tuples(_known(PoolNode, each))) for each in told["peers"]]
@@ -144,9 +142,9 @@ def _known(kind: type[Any], told: dict[str, Any]) -> dict[str, Any]:
 
 IDLE_MAX: Final = 4  # unused connections to one data server
 IDLE_S: Final = 60.0
-PROBE_MIN_S, PROBE_MAX_S = 0.5, 8.0  # between two looks whether a dead one answers, later and later
+PROBE_MIN_S, PROBE_MAX_S = 0.5, 8.0  # pause between two probes of a dead data server; doubles each time
 PROBE_ANSWER_S: Final = 1.0
-FORGOTTEN_S: Final = 900.0  # after which a dead one is not asked any more, unless a request needs it
+FORGOTTEN_S: Final = 900.0  # a data server that is dead for longer is not probed any more
 
 log = logging.getLogger("kvstore.cluster")
 
@@ -159,7 +157,7 @@ class StaleConnection(NodeUnavailable):
 
 @dataclass
 class _Dead:
-    """One that did not answer: since when, and when it is asked next."""
+    """A data server that did not answer: since when, and when it is probed next."""
 
     peer: PoolNode
     since_s: float
@@ -168,11 +166,12 @@ class _Dead:
 
 
 class PeerLinks:
-    """Threads may share it. A connection is lent to one of them at a time; one that broke is closed.
+    """Connections to data servers. Threads may share it. One thread at a time uses a connection; a broken one is
+    closed.
 
     Args:
-        pool: that its peers belong to.
-        caller: what we call ourselves.
+        pool: the pool of all peers.
+        caller: this process' name for the servers.
     """
 
     def __init__(self, pool: str, caller: str, credentials: DialCredentials | None = None) -> None:
@@ -185,19 +184,19 @@ class PeerLinks:
         self._closed = threading.Event()
 
     def dead(self, peer: PoolNode) -> bool:
-        """Whether it did not answer, and has not since."""
+        """Whether the data server failed to answer, and has not answered since."""
         return peer.process in self._dead
 
     @contextlib.contextmanager
     def to(self, peer: PoolNode, deadline_s: float, silence_s: float = SILENCE_S) -> Iterator[DataConnection]:
-        """A connection to that data server, closed when this ends where it is broken.
+        """Yield a connection to that data server. A broken connection is closed at the end, any other is kept open.
 
         Args:
-            silence_s: how long it may bring nothing; of that what connecting took, but for a half.
+            silence_s: how long the server may send nothing. The time to connect counts too, up to half of it.
 
         Raises:
-            KVStoreError: as ``DataConnection.open``; NodeUnavailable at once where it is ``dead``; StaleConnection,
-                see ``call``.
+            KVStoreError: as ``DataConnection.open``; NodeUnavailable at once if the server is ``dead``;
+                StaleConnection, see ``call``.
         """
         if self.dead(peer):
             raise NodeUnavailable(f"{peer.name}: did not answer, and has not since")
@@ -209,9 +208,9 @@ class PeerLinks:
             yield connection
         except KVStoreError as error:
             if connection is not None and isinstance(error, WireError):
-                connection.broken = True  # we are in the middle of something that makes no sense
+                connection.broken = True  # after an invalid frame the stream cannot be trusted
             if connection is not None and isinstance(error, Unauthenticated):
-                connection.broken = True  # our token was replaced: the next connection shows the new one
+                connection.broken = True  # the token was replaced; the next connection sends the new one
                 self._drop(peer)
             elif connection is not None and self.stale(peer, connection, error):
                 raise StaleConnection(str(error)) from error
@@ -232,13 +231,14 @@ class PeerLinks:
     def call(
         self, peer: PoolNode, deadline_s: float, use: Callable[[DataConnection], T], silence_s: float = SILENCE_S
     ) -> T:
-        """What ``use`` makes of a connection to that data server; where that one is stale, of another one.
+        """Call ``use`` with a connection to that data server, and return its result. If the connection is stale, call
+        it again with a new one.
 
         Args:
             use: may be called twice.
 
         Raises:
-            KVStoreError: as ``to``, and what ``use`` raises.
+            KVStoreError: as ``to``, and those that ``use`` raises.
         """
         try:
             with self.to(peer, deadline_s, silence_s) as connection:
@@ -248,15 +248,15 @@ class PeerLinks:
                 return use(connection)
 
     def stale(self, peer: PoolNode, connection: DataConnection, error: KVStoreError) -> bool:
-        """Whether a connection that failed with this error was kept open for long, and has just ended. Then the others
-        that are kept have ended as well, and are closed."""
+        """Whether a connection that failed with this error was kept open since an earlier request, and has just ended.
+        If so, the other idle connections to the server are closed too."""
         found = connection.broken and not connection.fresh and isinstance(error, NodeUnavailable)
         if found:
             self._drop(peer)
         return found
 
     def close(self) -> None:
-        """Close unused connections; the others are closed when they are returned."""
+        """Close unused connections. Connections in use are closed when they are returned."""
         with self._lock:
             self._closed.set()
             kept = [connection for idle in self._idle.values() for _, connection in idle]
@@ -273,7 +273,8 @@ class PeerLinks:
         return DataConnection.open(peer.addresses[0], hello, ours, tls=peer.tls, deadline_s=deadline_s)
 
     def _take(self, peer: PoolNode) -> DataConnection | None:
-        """One that is open; those that were idle for long, which the server may have closed, are closed."""
+        """Take an idle connection, or None. Connections that were idle for too long are closed, because the server may
+        have closed them."""
         now_s, old = time.monotonic(), list[DataConnection]()
         with self._lock:
             idle = self._idle.get(peer.process, [])
@@ -286,7 +287,7 @@ class PeerLinks:
         return taken
 
     def _give_back(self, peer: PoolNode, connection: DataConnection) -> None:
-        """Keep it for the next one. Long unused connections, of processes that are gone, are closed."""
+        """Keep the connection for the next request. Closes connections that have been idle for too long."""
         now_s, old = time.monotonic(), list[DataConnection]()
         with self._lock:
             for process in [name for name, idle in self._idle.items() if not idle or idle[-1][0] <= now_s - IDLE_S]:
@@ -301,7 +302,7 @@ class PeerLinks:
             each.close()
 
     def lost(self, peer: PoolNode) -> None:
-        """Stop asking a data server until it answers again; its other connections are of no use either."""
+        """Stop asking a data server until it answers again, and close its idle connections."""
         now_s = time.monotonic()
         with self._lock:
             self._dead.setdefault(peer.process, _Dead(peer, now_s, now_s + PROBE_MIN_S))
@@ -318,7 +319,7 @@ class PeerLinks:
             connection.close()
 
     def _probe(self) -> None:
-        """Ask the dead from time to time, as long as there are any."""
+        """Probe dead data servers until there are none."""
         while not self._closed.wait(PROBE_MIN_S / 2):
             now_s = time.monotonic()
             for each in [each for each in list(self._dead.values()) if each.next_s <= now_s]:
@@ -338,7 +339,7 @@ class PeerLinks:
         try:
             connection = self._open(peer, time.monotonic() + PROBE_ANSWER_S)
         except TooManyCalls:
-            return True  # it answers; who needs it is told what it lacks
+            return True  # it is alive; a request that needs it gets this error
         except KVStoreError:
             return False
         self._give_back(peer, connection)

@@ -1,11 +1,8 @@
 """The interface of transports between nodes, and the one over TCP.
 
-Transport: a way in which pages come from another node. One class each; a process has a table of them.
-
-What a node offers stands in the catalog by the names of that table, so that a transport more is a class and a row
-(``cluster.page_mover``). Which one a pull takes is decided and done by ``page_mover``.
-
-Pulling: the pages of one READ, received into their final place and verified there.
+A node's catalog entry names the transports that it offers. ``cluster.page_mover`` has the table of transports, and
+chooses one for each read. To add a transport, write a class and add a row to that table. ``pull`` reads the pages of
+one READ over a data connection into their final place, and verifies them there.
 """
 
 from __future__ import annotations
@@ -34,8 +31,8 @@ from kvstore.wire.data import (
 )
 
 CHECKSUM: Final = "checksum"
-RATE_MIN: Final = 16 << 20  # bytes per second: a source that is slower is given up as a silent one
-VERIFY_BYTES: Final = 512 << 10  # are received, then verified, where a page is not larger
+RATE_MIN: Final = 16 << 20  # bytes per second; a slower source is given up like a silent one
+VERIFY_BYTES: Final = 512 << 10  # how much is received before it is verified; at least one page
 Rows = npt.NDArray[np.uint8]
 Places = Rows | list[Rows]
 """Where pages go: one array ``[pages, length]``, or one contiguous row ``[length]`` per page."""
@@ -43,13 +40,13 @@ Places = Rows | list[Rows]
 
 @dataclass
 class Pulled:
-    """What one READ brought.
+    """The result of one READ.
 
     Attributes:
-        pages: leading ones that are in their place, verified.
-        reason: why not more, "" where all; as ``Match.reason`` says it.
-        tiers: how many of them came from which tier of the source.
-        touched: pages that anything was written to. Those after ``pages`` hold no page.
+        pages: how many leading pages are in their place and verified.
+        reason: why there are not more, in the words of ``Match.reason``; "" if all were read.
+        tiers: how many pages came from each tier of the source.
+        touched: how many leading places may have been written to. Those after ``pages`` do not hold a page.
     """
 
     pages: int = 0
@@ -58,7 +55,7 @@ class Pulled:
     touched: int = 0
 
     def add(self, more: Pulled) -> None:
-        """What was read of the pages after these."""
+        """Add the result for the pages that follow."""
         self.touched = self.pages + more.touched
         self.pages += more.pages
         self.reason = more.reason
@@ -67,25 +64,25 @@ class Pulled:
 
 
 def pull(connection: DataConnection, request: ReadRequest, rows: Places, deadline_s: float) -> Pulled:
-    """Read these pages over one connection. ``send_read`` and ``receive_pages``, one after the other."""
+    """Read these pages over one connection: ``send_read``, then ``receive_pages``."""
     return receive_pages(connection, send_read(connection, request, deadline_s), request, rows, deadline_s)
 
 
 def send_read(connection: DataConnection, request: ReadRequest, deadline_s: float) -> int:
-    """Ask for these pages; returns the number of the request. Raises as ``DataConnection.send``."""
+    """Send a READ, and return its number. Raises as ``DataConnection.send``."""
     return connection.send(FrameKind.READ, *request.pack(), deadline_s=deadline_s)
 
 
 def receive_pages(
     connection: DataConnection, number: int, request: ReadRequest, rows: Places, deadline_s: float
 ) -> Pulled:
-    """Receive the reply to a request that was sent.
+    """Receive the reply to a READ.
 
     Args:
         rows: where the pages go.
 
     Raises:
-        KVStoreError: as ``DataConnection.receive_head``. Where the connection broke, any of ``rows`` may hold anything.
+        KVStoreError: as ``DataConnection.receive_head``. If the connection broke, ``rows`` may hold anything.
     """
     connection.rate_min = RATE_MIN
     pulled, sent, wrong = Pulled(), 0, len(request.keys)
@@ -113,14 +110,14 @@ def receive_pages(
 def _receive_range(
     connection: DataConnection, found: RangeHead, request: ReadRequest, rows: Places, deadline_s: float
 ) -> int:
-    """Receive and verify the pages of one RANGE, some at a time, while a cache still has them. The first that does not
-    hold."""
+    """Receive and verify the pages of one RANGE, a few at a time, while they are in a CPU cache. Returns the first page
+    with a wrong checksum, or ``len(request.keys)``."""
     pieces, stop, bad = request.pieces, found.first + found.pages, len(request.keys)
     raw = connection.receive(4 * pieces * found.pages, deadline_s=deadline_s)
     sums: Sums = np.frombuffer(raw, "<u4").reshape(found.pages, pieces)
     for page, part in _places(rows, found.first, stop, max(1, VERIFY_BYTES // request.length)):
         connection.receive_into(part.data.cast("B"), deadline_s=deadline_s)
-        if bad > page:  # else what came before was wrong already
+        if bad > page:  # otherwise an earlier page was wrong already
             equal = sums_of(part, pieces) == sums[page - found.first : page - found.first + len(part)]
             if not equal.all():
                 bad = page + int(equal.all(axis=1).argmin())
@@ -128,7 +125,8 @@ def _receive_range(
 
 
 def _places(rows: Places, first: int, stop: int, step: int) -> Iterator[tuple[int, Rows]]:
-    """Where pages ``first`` to ``stop`` go: contiguous arrays ``[pages, length]``, each with its first page."""
+    """Yield the places of pages ``first`` to ``stop`` as contiguous arrays ``[pages, length]``, each with its first
+    page."""
     if isinstance(rows, np.ndarray) and rows.flags.c_contiguous:
         for page in range(first, stop, step):
             yield page, rows[page : min(page + step, stop)]
@@ -138,21 +136,22 @@ def _places(rows: Places, first: int, stop: int, step: int) -> Iterator[tuple[in
 
 
 class LateBytes(Unavailable):
-    """Pages did not come in time, and their bytes may still land where they were to go: that memory may not be used
-    again."""
+    """Pages did not arrive in time. Their bytes may still be written to their places, so that memory must not be
+    reused."""
 
 
 class HeldPlaces(Protocol):
-    """Holds the places: frames that no other writer gets, even where bytes land late."""
+    """Holds the places: frames that no other writer gets, even if bytes arrive late."""
 
     def leave(self) -> Callable[[], None]:
-        """Bytes may still land there. The frames stay held until what this returns was called, or this process and the
-        reservation have ended."""
+        """Keep the frames, because bytes may still arrive. They stay reserved until the returned function is called, or
+        until this process and the reservation have ended."""
         ...
 
 
 class Transport(Protocol):
-    """One for a process; its threads share it. Life: made (nothing is opened) -> ``read``, at any time -> ``close``."""
+    """A transport, one per process; threads share it. Life: made (opens nothing) -> ``read``, at any time ->
+    ``close``."""
 
     def read(
         self,
@@ -163,33 +162,33 @@ class Transport(Protocol):
         silence_s: float,
         held: HeldPlaces | None = None,
     ) -> Pulled:
-        """Bring the pages of one READ from a node to their places. The leading ones that count are verified, and were
-        unchanged at their source when they had been sent.
+        """Read the pages of one READ from a node into their places. The leading pages that the result counts are
+        verified, and were still unchanged at their source after they were sent.
 
         Args:
-            silence_s: for how long nothing may come, at the beginning and later.
-            held: who holds the places; None: nothing may be written there once this has returned.
+            silence_s: how long nothing may arrive, at the beginning and later.
+            held: holds the places. None: nothing may be written to the places after this returns.
 
         Raises:
-            LateBytes: only where ``held`` was told to leave the places.
-            KVStoreError: it brought nothing that counts. The places may hold anything, and keep it.
+            LateBytes: only with ``held``, after ``held.leave`` was called.
+            KVStoreError: no page was read. The places may hold anything, and are not written to later.
         """
         ...
 
     def close(self) -> None:
-        """End its connections."""
+        """Close its connections."""
         ...
 
 
 class TransportKind(NamedTuple):
-    """A row of the table.
+    """A row of the table of transports.
 
     Attributes:
-        make: the transport, for a process that reaches data servers by these links.
-        missing: why this machine has it not; "" where it has.
-        guarded: whether pages travel as a data connection lets them: encrypted where it is, to whom it answers. One
-            that is not has to be named in the settings of a node.
-        bytes_per_s: what it is taken for until it was measured; 0: it has to be measured first. See ``TransportPlan``.
+        make: makes the transport, for a process that reaches data servers through these links.
+        missing: returns why the transport is unavailable on this machine, or "".
+        guarded: whether pages are protected like a data connection: encrypted if it is, and only for admitted callers.
+            A transport that is not guarded has to be named in a node's settings.
+        bytes_per_s: its expected speed until it is measured; 0: it has to be measured first. See ``TransportPlan``.
     """
 
     make: Callable[[PeerLinks], Transport]
@@ -199,7 +198,7 @@ class TransportKind(NamedTuple):
 
 
 class TcpTransport:
-    """See ``Transport``: a data connection, plain or encrypted. Every node has it."""
+    """A data connection, plain or encrypted. Every node has it. See ``Transport``."""
 
     def __init__(self, links: PeerLinks) -> None:
         self._links = links
@@ -213,10 +212,10 @@ class TcpTransport:
         silence_s: float,
         held: HeldPlaces | None = None,
     ) -> Pulled:
-        """See ``Transport``. A connection that fails is closed before the error leaves: nothing can arrive later."""
+        """See ``Transport``. A failed connection is closed before the error is raised, so nothing arrives later."""
         return self._links.call(
             peer, deadline_s, lambda connection: pull(connection, request, places, deadline_s), silence_s
         )
 
     def close(self) -> None:
-        """See ``Transport``. The links are others' as well, who close them."""
+        """Do nothing: the owner of the links closes them."""

@@ -63,7 +63,7 @@ class Retention:
 
     @property
     def hint(self) -> int:
-        """Priority and time in seven bits; 0 is no hint."""
+        """Priority and time in seven bits; 0 without a hint."""
         bits = self.priority & _PRIORITY_MASK
         if self.ttl_s is None:
             return bits

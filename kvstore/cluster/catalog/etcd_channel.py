@@ -1,11 +1,9 @@
-"""EtcdChannel: calls to whichever endpoint answers. Deadlines, other endpoints, TLS, user and password are here.
+"""EtcdChannel: calls to whichever etcd endpoint answers, with deadlines, TLS, user and password.
 
-etcd's messages, out of the etcd3 package's files.
-
-The package cannot be imported together with protobuf 4 and later: its generated modules make descriptors in the old
-way. Their serialized file descriptors are sound, though. So this module reads those bytes out of the files with
-``ast``, runs none of their code, and makes classes in a descriptor pool of its own, where names like ``kv.proto``
-collide with no other.
+The messages come from the etcd3 package. It cannot be imported together with protobuf 4 or later, because its generated
+modules make descriptors in the old way. Their serialized file descriptors are valid, though. So ``messages`` reads
+those bytes from the package's files with ``ast``, without running their code, and makes classes in a separate
+descriptor pool, where names like ``kv.proto`` do not collide with others.
 """
 
 from __future__ import annotations
@@ -29,12 +27,12 @@ from kvstore.cluster.catalog.base import VALUE_BYTES_MAX
 from kvstore.config.reading import ChangedFiles
 from kvstore.errors import InvalidRequest, Unauthenticated, Unavailable
 
-_FILES: Final = ("kv_pb2.py", "auth_pb2.py", "rpc_pb2.py")  # each after those it imports
+_FILES: Final = ("kv_pb2.py", "auth_pb2.py", "rpc_pb2.py")  # each after the files that it imports
 _REMEDY: Final = "needs the etcd3 package: pip install 'kvstore[etcd]'"
 
 
 class Messages:
-    """One class per message of ``etcdserverpb`` and ``mvccpb``, as attributes made when first asked for."""
+    """One class per message of ``etcdserverpb`` and ``mvccpb``, as attributes. A class is made on first use."""
 
     def __init__(self, pool: descriptor_pool.DescriptorPool) -> None:
         self._pool = pool
@@ -53,7 +51,7 @@ class Messages:
 
 @cache
 def messages() -> Messages:
-    """Loads them once.
+    """Load the messages; cached.
 
     Raises:
         InvalidRequest: the package is not installed.
@@ -71,21 +69,21 @@ def messages() -> Messages:
 
 
 def _serialized(path: Path) -> bytes:
-    """The bytes that the module gives to ``FileDescriptor(serialized_pb=...)``."""
+    """The bytes that the module passes to ``FileDescriptor(serialized_pb=...)``."""
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.keyword) and node.arg == "serialized_pb":
             value = node.value
-            # Old generators write `_b('...')`: text that stands for latin-1 bytes.
+            # Old generators write `_b('...')`, a text whose latin-1 encoding has the bytes.
             literal = value.args[0] if isinstance(value, ast.Call) else value
             if isinstance(literal, ast.Constant):
                 return literal.value if isinstance(literal.value, bytes) else str(literal.value).encode("latin-1")
-    raise InvalidRequest("catalog", f"{path} holds no descriptor; the etcd3 package is not the one we know (0.12)")
+    raise InvalidRequest("catalog", f"{path} holds no descriptor; the etcd3 package must be version 0.12")
 
 
 ATTEMPT_S: Final = 2.0  # one endpoint, while others may answer
-ASK_S: Final = 2.0  # a stream that was silent for this long is asked for a sign of life
+ASK_S: Final = 2.0  # a stream that is silent for this long is asked for a sign of life
 PAUSE_S: Final = 0.05
-MESSAGE_BYTES_MAX: Final = 256 << 20  # a listing; bounded by entries too
+MESSAGE_BYTES_MAX: Final = 256 << 20  # for a listing, which is also bounded by its number of entries
 _OPTIONS: Final = (
     ("grpc.keepalive_time_ms", 6000),  # a server refuses pings more often than every 5 s
     ("grpc.keepalive_timeout_ms", 3000),
@@ -95,11 +93,11 @@ _OPTIONS: Final = (
     ("grpc.max_receive_message_length", MESSAGE_BYTES_MAX),
     ("grpc.max_send_message_length", 2 * VALUE_BYTES_MAX),
     ("grpc.initial_reconnect_backoff_ms", 100),
-    ("grpc.min_reconnect_backoff_ms", 2000),  # how long a server that hangs may take to greet us
+    ("grpc.min_reconnect_backoff_ms", 2000),  # how long a hanging server may take to accept a connection
     ("grpc.max_reconnect_backoff_ms", 1000),
     ("grpc.enable_retries", 0),
 )
-# What another endpoint may answer better. Anything else is told to the caller.
+# With these codes another endpoint is tried. All others go to the caller.
 _ELSEWHERE: Final = (
     grpc.StatusCode.UNAVAILABLE,
     grpc.StatusCode.DEADLINE_EXCEEDED,
@@ -107,8 +105,8 @@ _ELSEWHERE: Final = (
     grpc.StatusCode.CANCELLED,
     grpc.StatusCode.RESOURCE_EXHAUSTED,
 )
-_LEADER: Final = ("hasleader", "true")  # a member that is cut off from the others refuses, and does not stay silent
-# What etcd says of a token that it does not know any more, or that is older than its users and roles; and of none.
+_LEADER: Final = ("hasleader", "true")  # a member that is cut off then refuses calls, instead of staying silent
+# etcd's messages for an unknown token, for one older than its users and roles, and for a missing one.
 _STALE_TOKEN: Final = ("invalid auth token", "revision of auth store is old", "user name is empty")
 _NO_USERS: Final = "authentication is not enabled"
 _NO_SPACE: Final = "database space exceeded"
@@ -117,7 +115,7 @@ log = logging.getLogger("kvstore.cluster.catalog")
 
 
 class EtcdRefusal(Unavailable):
-    """An error of etcd's own, about one request. ``code``: its status."""
+    """etcd's own error for one request. ``code`` is its status."""
 
     def __init__(self, code: grpc.StatusCode, reason: str) -> None:
         super().__init__(reason)
@@ -126,12 +124,12 @@ class EtcdRefusal(Unavailable):
 
 @dataclass(frozen=True)
 class Credentials:
-    """How to prove oneself to etcd. Files are read again when they change.
+    """How a process identifies itself to etcd. Files are read again when they change.
 
     Attributes:
         ca, certificate, key: PEM files. With ``ca`` or ``certificate`` the connection is TLS.
-        user: of etcd's own authentication; "": none is told.
-        password_file: that user's password; only its owner may read it.
+        user: of etcd's own authentication; "": none.
+        password_file: that user's password; only its owner may read the file.
     """
 
     ca: Path | None = None
@@ -142,17 +140,17 @@ class Credentials:
 
     @property
     def files(self) -> tuple[Path, ...]:
-        """What a channel is made with."""
+        """The files that a channel is made from."""
         return tuple(each for each in (self.ca, self.certificate, self.key) if each is not None)
 
     def tls(self) -> grpc.ChannelCredentials | None:
-        """What a channel needs, or None for plain text. Raises InvalidRequest where the files make no sense."""
+        """Credentials for a channel, or None for plain text. Raises InvalidRequest if the files are not valid."""
         if self.ca is None and self.certificate is None:
             return None
         if (self.certificate is None) != (self.key is None):
-            raise InvalidRequest("catalog_cert", "a certificate and its key come together")
+            raise InvalidRequest("catalog_cert", "must be given together with catalog_key")
         found = _pem("catalog_ca", self.ca), _pem("catalog_key", self.key), _pem("catalog_cert", self.certificate)
-        try:  # gRPC would take anything, and fail every connection later
+        try:  # gRPC would accept invalid files, and fail every connection later
             context = ssl.create_default_context(cafile=self.ca)
             if self.certificate is not None and self.key is not None:
                 context.load_cert_chain(self.certificate, self.key, password="")
@@ -161,23 +159,24 @@ class Credentials:
         return grpc.ssl_channel_credentials(*found)
 
     def password(self) -> str:
-        """As the file has it now. Raises InvalidRequest where it cannot be read, or others can read it."""
+        """The password now in the file. Raises InvalidRequest if the file cannot be read, or other users can read
+        it."""
         path = self.password_file
         if path is None:
             return ""
         try:
             if path.stat().st_mode & 0o077:
-                raise InvalidRequest("catalog_password_file", f"{path} can be read by others; chmod 600 it")
+                raise InvalidRequest("catalog_password_file", f"{path} can be read by other users; chmod 600 it")
             return path.read_text().strip()
         except (OSError, UnicodeDecodeError) as error:
             raise InvalidRequest("catalog_password_file", f"{path}: {error}") from error
 
 
 class EtcdChannel:
-    """Calls of ``etcdserverpb`` services over several endpoints. It stays with one as long as that one answers.
+    """Calls ``etcdserverpb`` services over several endpoints. It stays with one endpoint while that endpoint answers.
 
-    Certificates are looked at before each call: where their files changed, new channels take the place of the old ones.
-    A token is renewed with the password that the file has then, whenever etcd refuses it.
+    Before each call it checks the certificates' files; if they changed, new channels replace the old ones. When etcd
+    refuses the token, it gets a new one with the password that is in the file then.
     """
 
     def __init__(self, endpoints: Sequence[str], credentials: Credentials) -> None:
@@ -188,27 +187,27 @@ class EtcdChannel:
         self._closing: set[asyncio.Task[None]] = set()
         self._files = ChangedFiles(credentials.files)
         self._at = 0
-        self._moved = asyncio.Event()  # set once we leave the endpoint we are at, or its channel
-        self._token: str | None = None  # None: to be asked for; "": none is needed
-        self._asking = asyncio.Lock()  # one asks for a token; the others get the same
+        self._moved = asyncio.Event()  # set when we leave the current endpoint or its channel
+        self._token: str | None = None  # None: not requested yet; "": etcd needs none
+        self._asking = asyncio.Lock()  # one call requests a token for all
 
     def open(self) -> None:
-        """Make the channels; connects to nothing yet. Raises InvalidRequest where certificates make no sense."""
+        """Make the channels, without connecting. Raises InvalidRequest if the certificates are not valid."""
         self._files.changed()
         self._channels = self._made()
 
     async def close(self) -> None:
-        """Close them."""
+        """Close the channels."""
         channels, self._channels = self._channels, []
         await asyncio.gather(*(each.close() for each in channels), *self._closing)
 
     async def call(self, method: str, request: Any, answer: type[Any], call_s: float) -> Any:
-        """One answer to ``/etcdserverpb.METHOD``.
+        """Return one answer to ``/etcdserverpb.METHOD``.
 
         Raises:
-            Unavailable: no endpoint answered within ``call_s``. It may have been done or not.
-            EtcdRefusal: etcd's own errors, for the caller to read (NOT_FOUND of a lease).
-            Unauthenticated: etcd refuses us, also with a new token.
+            Unavailable: no endpoint answered within ``call_s``. The call may have been performed or not.
+            EtcdRefusal: an error of etcd's own, such as NOT_FOUND for a lease.
+            Unauthenticated: etcd refuses this process, even with a new token.
             InvalidRequest: the password's file cannot be read.
         """
         ends_s = asyncio.get_running_loop().time() + call_s
@@ -233,22 +232,22 @@ class EtcdChannel:
     async def stream(
         self, method: str, request: Any, answer: type[Any], ask: bytes = b"", token: bool = True
     ) -> AsyncGenerator[Any, None]:
-        """Answers to one request, until the stream breaks or the iterator is closed.
+        """Yield the answers to one request, until the stream breaks or the iterator is closed.
 
-        A server that hangs keeps its streams open and silent. So a stream also breaks once a call has moved on to
-        another endpoint or another certificate; and where ``ask`` is not answered.
+        A hanging server keeps its streams open and silent. So a stream also breaks when a call has moved on to another
+        endpoint or certificate, and when ``ask`` is not answered.
 
         Args:
-            ask: sent when nothing came for ``ASK_S``. Something has to come within ``ATTEMPT_S`` then.
-            token: whether etcd wants to know who asks.
+            ask: sent when nothing arrived for ``ASK_S``. An answer has to arrive within ``ATTEMPT_S``.
+            token: whether the request needs a token.
 
         Raises:
-            Unavailable, Unauthenticated, InvalidRequest: as ``call``. The next stream may go on elsewhere.
+            Unavailable, Unauthenticated, InvalidRequest: as ``call``. The next stream may use another endpoint.
         """
         at = self._at
         call = None
         try:
-            async with asyncio.timeout(2 * ATTEMPT_S):  # every stream of ours is answered at once
+            async with asyncio.timeout(2 * ATTEMPT_S):  # etcd answers the first request of every stream at once
                 metadata = await self._metadata(at, ATTEMPT_S, token)
                 moved, channel = self._moved, self._channels[at]
                 call = channel.stream_stream(

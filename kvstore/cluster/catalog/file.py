@@ -1,8 +1,8 @@
-"""FileCatalog: a catalog for several daemons of one machine, in a folder. No server, no root, no etcd.
+"""FileCatalog: a catalog for several daemons of one machine, in a folder. It needs no server, no root and no etcd.
 
-The folder holds a SQLite database and one locked file per session. A session ends when its time is over, or at once
-when its process has died and so let go of the lock. Times are those of this machine since it started, so no step of
-the wall clock ends a session; a restart of the machine ends them all.
+The folder holds a SQLite database and one locked file per session. A session ends when its time is up, or at once when
+its process dies and its lock becomes free. Times count from the machine's start, so changes of the wall clock do not
+end a session. A restart of the machine ends all sessions.
 """
 
 from __future__ import annotations
@@ -39,11 +39,11 @@ from kvstore.errors import InvalidRequest, KVStoreError, Unavailable, VersionMis
 T = TypeVar("T")
 
 FORMAT: Final = 1
-LOG_MAX: Final = 4096  # changes that a watch can be behind before it is told everything again
+LOG_MAX: Final = 4096  # changes by which a watch can lag before it gets everything again
 POLL_S: Final = 0.1
-LOOK_S: Final = 1.0  # a watch looks for changes this often at least: a sign of life
-LOCKS_EVERY: Final = 5  # polls between two looks at who has died
-BUSY_S: Final = 4.0  # another process writes; below CALL_S
+LOOK_S: Final = 1.0  # longest pause between two reads of a watch, its signs of life
+LOCKS_EVERY: Final = 5  # polls between two checks for dead processes
+BUSY_S: Final = 4.0  # how long to wait for another writer; below CALL_S
 
 _TABLES = """
 CREATE TABLE about(format INTEGER NOT NULL, revision INTEGER NOT NULL, boot TEXT NOT NULL);
@@ -55,17 +55,18 @@ CREATE TABLE sessions(id INTEGER PRIMARY KEY AUTOINCREMENT, ends_s REAL NOT NULL
 
 
 class FileCatalog(Catalog):
-    """In folder ``path``, which is made with mode 0700 where it does not exist.
+    """A catalog in folder ``path``, which is made with mode 0700 if it does not exist.
 
     Raises:
-        InvalidRequest: the path is not a folder, or is a link, not ours, or writable by other users (from ``start``).
+        InvalidRequest: the path is not a folder, is a link, belongs to another user, or is writable by other users
+            (from ``start``).
     """
 
     def __init__(self, path: Path) -> None:
         self.url = f"file:{path}"
         self._database = _Database(path)
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="kvstore-catalog")
-        self._free = asyncio.Lock()  # one call in the thread: what hangs there is not joined by more
+        self._free = asyncio.Lock()  # one call at a time, so that no calls queue behind one that hangs
         self._bell = asyncio.Event()
         self._poller: asyncio.Task[None] | None = None
 
@@ -134,8 +135,8 @@ class FileCatalog(Catalog):
         return session
 
     async def _poll_always(self) -> None:
-        """Ring the bell where another process changed something. Also end sessions whose process is gone. What fails
-        here fails in a watch, too, which says so."""
+        """Ring the bell when another process has changed something, and end sessions whose process died. Errors are
+        ignored here, because a watch reports the same errors."""
         seen, polls = -1, 0
         while True:
             polls += 1
@@ -148,7 +149,7 @@ class FileCatalog(Catalog):
             await asyncio.sleep(POLL_S)
 
     async def _call(self, work: Callable[[], T]) -> T:
-        """Do it in the database's thread, within ``CALL_S``."""
+        """Run ``work`` in the database's thread, for at most ``CALL_S``."""
         loop = asyncio.get_running_loop()
         try:
             async with asyncio.timeout(CALL_S):
@@ -193,21 +194,21 @@ class _FileSession(Session):
 
 
 class _Database:
-    """The folder. Used from one thread. Every call is one transaction, begun by ending the sessions that are over.
+    """The folder. Used by one thread. Every call is one transaction, and begins by ending expired sessions.
 
-    A database that was found damaged, or was moved away, is opened again by the next call: a folder that was put in its
-    place, or is made then, is where the other processes are.
+    A damaged database, and one that was moved away, is opened again by the next call. If there is a new folder in its
+    place, or one is made then, the other processes use that too.
 
     Attributes:
-        damaged: SQLite said so.
-        openings: how often it was opened. Revisions of one opening say nothing of those of another.
+        damaged: whether SQLite reported damage.
+        openings: how often the database was opened. Revisions of different openings cannot be compared.
     """
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._file = path / "catalog.sqlite"
         self._sql: sqlite3.Connection | None = None
-        self._of: os.stat_result | None = None  # the file that ``_sql`` has
+        self._of: os.stat_result | None = None  # the file that ``_sql`` has open
         self.damaged = False
         self.openings = 0
 
@@ -216,7 +217,7 @@ class _Database:
         file = self._file
         os.close(os.open(file, os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC, 0o600))
         (self._path / "sessions").mkdir(mode=0o700, exist_ok=True)
-        # A catalog that is open belongs to its thread, yet a last close may come from another.
+        # One thread uses the connection, but another thread may close it at the end.
         sql = sqlite3.connect(file, timeout=BUSY_S, isolation_level=None, check_same_thread=False)
         try:
             sql.execute("PRAGMA journal_mode=WAL")
@@ -229,7 +230,8 @@ class _Database:
         self.openings += 1
 
     def _check(self, sql: sqlite3.Connection) -> None:
-        """Make the tables where there are none; refuse those of another version; end the sessions of another boot."""
+        """Make the tables if there are none, refuse those of another version, and end the sessions of an earlier
+        boot."""
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         with _Transaction(sql):
             if not sql.execute("SELECT 1 FROM sqlite_master WHERE name='about'").fetchone():
@@ -238,7 +240,7 @@ class _Database:
                 sql.execute("INSERT INTO about VALUES(?,1,?)", (FORMAT, boot))
             known, of_boot = sql.execute("SELECT format,boot FROM about").fetchone()
             if known != FORMAT:
-                raise VersionMismatch(f"{self._path} has catalog format {known}, this version speaks {FORMAT}")
+                raise VersionMismatch(f"{self._path} has catalog format {known}, this version reads format {FORMAT}")
             if of_boot != boot:
                 for (session,) in sql.execute("SELECT id FROM sessions").fetchall():
                     self._end(sql, session)
@@ -276,8 +278,8 @@ class _Database:
             return True
 
     def changes(self, prefix: str, since: int, opening: int) -> tuple[int, Update]:
-        """The current opening, and what changed below ``prefix`` after revision ``since`` of ``opening``; everything
-        where that is not known any more."""
+        """Return the current opening, and the changes below ``prefix`` since revision ``since`` of ``opening``. Returns
+        everything if those changes are no longer known."""
         with self._begun() as sql:
             revision = self._revision(sql)
             oldest = sql.execute("SELECT MIN(revision) FROM changes").fetchone()[0] or revision + 1
@@ -296,8 +298,8 @@ class _Database:
             return self.openings, Update(revision, tuple(entries), gone)
 
     def open_session(self, ttl_s: float) -> tuple[int, int]:
-        """The session's id, and a descriptor that holds its lock. Sessions that died before are gone: their names are
-        free."""
+        """Open a session. Returns its id, and a descriptor that holds its lock. Also ends sessions of dead processes,
+        so that their names are free."""
         with self._begun() as sql:
             for dead in self._dead(sql):
                 self._end(sql, dead)
@@ -317,7 +319,8 @@ class _Database:
             self._end(sql, session)
 
     def version(self, look_at_locks: bool) -> int:
-        """Changes with every commit of another process. Ends sessions that are over, and those whose process died."""
+        """A number that changes with every commit of another process. Also ends expired sessions and, with
+        ``look_at_locks``, those of dead processes."""
         sql = self._opened()
         over = sql.execute("SELECT 1 FROM sessions WHERE ends_s<=? LIMIT 1", (boot_s(),)).fetchone()
         dead = self._dead(sql) if look_at_locks else []
@@ -329,7 +332,7 @@ class _Database:
         return int(sql.execute("PRAGMA data_version").fetchone()[0])
 
     def _dead(self, sql: sqlite3.Connection) -> list[int]:
-        """Sessions whose lock is not held."""
+        """Sessions whose lock is free."""
         dead = []
         for (session,) in sql.execute("SELECT id FROM sessions").fetchall():
             try:
@@ -347,7 +350,7 @@ class _Database:
         return dead
 
     def _begun(self) -> _Transaction:
-        """A transaction for writing, in which no session is over."""
+        """A transaction for writing, which first ends expired sessions."""
         begun = _Transaction(self._opened())
         begun.ending = self._end_over
         return begun
@@ -406,7 +409,7 @@ class _Database:
 
 
 class _Transaction:
-    """BEGIN IMMEDIATE to COMMIT; ROLLBACK where it raises."""
+    """BEGIN IMMEDIATE to COMMIT, or ROLLBACK if the body raises."""
 
     def __init__(self, sql: sqlite3.Connection) -> None:
         self._sql = sql
@@ -423,10 +426,10 @@ class _Transaction:
 
 
 def check_folder(path: Path) -> None:
-    """Make the folder, or check that it is ours alone.
+    """Make the folder, or check that only this user can write to it.
 
     Raises:
-        InvalidRequest: it is not a folder, or is a link, not ours, or writable by other users.
+        InvalidRequest: it is not a folder, is a link, belongs to another user, or is writable by other users.
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -1,8 +1,7 @@
 """MemoryCatalog: a catalog within one process, for a single node, tests and simulations.
 
-Ledger: the rules of a catalog in plain dicts. Time comes as an argument; nothing here waits.
-
-The catalog is a ledger with a notification of changes; cluster simulations use the ledger alone.
+``Ledger`` has the rules of a catalog in plain dicts, and waits for nothing: time comes as an argument.
+``MemoryCatalog`` adds notification of changes. Simulations of clusters use the ledger alone.
 """
 
 from __future__ import annotations

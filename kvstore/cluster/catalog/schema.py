@@ -142,7 +142,7 @@ class ClusterEntry:
     conductors may publish one pool.
 
     Attributes:
-        offered: the other pool's name. Of two pools with one name, only one is used.
+        offered: the other pool's name. If two pools have this name, only one is used.
         addresses: HOST:PORT of that conductor's gRPC API, best first.
         egress_bytes_per_s: how much KV may leave that pool for this one.
     """
