@@ -1,1 +1,1 @@
-"""What every daemon needs and none owns: listening, identities, gate, event loop, HTTP, spans. It knows no node."""
+"""What every daemon needs: listening, identities, the gate, the event loop, HTTP, spans. Independent of nodes."""

@@ -1,9 +1,4 @@
-"""Counts, times and traces every gRPC call by its method, and remembers refused callers for the log.
-
-Watching: every gRPC call counted, timed and traced by its method; and the callers that were refused, for the log.
-
-Durations: how long calls and the like took, counted in buckets.
-"""
+"""Counts, times and traces every gRPC call by its method, and remembers refused callers for the log."""
 
 from __future__ import annotations
 
@@ -23,7 +18,7 @@ BOUNDS_S: Final = tuple(2.0**bits for bits in range(-13, 7))  # 122 us to 64 s
 
 
 class Durations:
-    """Calls by how long they took: as many counts as ``BOUNDS_S`` and one more."""
+    """A histogram of durations, with a count for each bound in ``BOUNDS_S`` and one for longer calls."""
 
     def __init__(self) -> None:
         self.counts = [0] * (len(BOUNDS_S) + 1)
@@ -40,15 +35,15 @@ _NAMES: Final = {code.value[0]: code.name for code in grpc.StatusCode}
 
 
 class Calls:
-    """All calls since the start. The loop's thread counts, any thread reads. Methods are those that are served, so the
-    tables are bounded.
+    """All calls since the start. The event loop's thread counts, any thread may read. Only methods that are served
+    occur, so the tables are bounded.
 
     Attributes:
-        ended: (method, name of the status code) -> calls that ended so. Also those that were refused.
+        ended: calls by (method, name of the status code), including refused ones.
         durations: by method.
-        sent_bytes, received_bytes: of messages, those of gRPC itself not counted.
-        refused: status code -> (calls refused with it, who was the last).
-        shed: of what there were too many -> calls refused for it, or ended to make room.
+        sent_bytes, received_bytes: of messages, without gRPC's overhead.
+        refused: for each status code of a refusal, how many calls and the last caller.
+        shed: calls that were refused or ended for lack of room, by what was lacking.
     """
 
     def __init__(self) -> None:
@@ -61,7 +56,7 @@ class Calls:
 
     @contextlib.contextmanager
     def watch(self, method: str, context: Any) -> Iterator[None]:
-        """Around one call, outside the gate, which gives it its status."""
+        """Count and time one call. It goes around the gate, which sets the call's status."""
         start_s, code = time.monotonic(), "UNKNOWN"
         with tracing.span(f"kvstore.grpc {method}", _traceparent(context)) as traced:
             try:
@@ -82,7 +77,7 @@ class Calls:
 
 
 def _code(context: Any) -> str:
-    """The status that the call was ended with; of one that just failed it is UNKNOWN."""
+    """The call's status; UNKNOWN if the call failed without one."""
     code = context.code()
     number = code.value[0] if isinstance(code, grpc.StatusCode) else int(code or 0)
     return _NAMES.get(number, "UNKNOWN") if number else "UNKNOWN"

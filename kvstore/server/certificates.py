@@ -1,4 +1,5 @@
-"""ServerCertificate: what a server shows, and whose certificates it asks for, in gRPC's form and in that of sockets."""
+"""ServerCertificate: a server's certificate, and the authorities for its clients' certificates, for gRPC and for
+sockets."""
 
 from __future__ import annotations
 
@@ -22,12 +23,13 @@ log = logging.getLogger("kvstore.tls")
 
 @dataclass(frozen=True)
 class ServerCertificate:
-    """Files in PEM. Servers read them again when they change: no restart, no signal.
+    """PEM files. Servers read them again when they change, without a restart or a signal.
 
     Attributes:
         cert: the certificate and its chain.
         key: its private key.
-        client_ca: every caller has to show a certificate that one of these signed; None: no caller is asked for one.
+        client_ca: every caller has to present a certificate that one of these authorities signed. None: no certificate
+            is needed.
     """
 
     cert: Path
@@ -36,7 +38,7 @@ class ServerCertificate:
 
     @classmethod
     def of(cls, config: DaemonConfig) -> ServerCertificate | None:
-        """What a daemon is configured to show, checked; None: its connections are plain. Raises as ``check``."""
+        """A daemon's certificate, checked; None: its connections are plain. Raises as ``check``."""
         if config.tls_cert is None or config.tls_key is None:
             return None
         found = cls(config.tls_cert, config.tls_key, config.tls_client_ca)
@@ -44,7 +46,7 @@ class ServerCertificate:
         return found
 
     def check(self) -> None:
-        """What gRPC does not: it takes anything, and then refuses every caller without a word.
+        """Check the files. gRPC does not: it accepts any, and then refuses every caller silently.
 
         Raises:
             InvalidRequest: a file is not PEM, certificate and key do not match, or other users can read the key.
@@ -58,17 +60,17 @@ class ServerCertificate:
 
     @property
     def files(self) -> ChangedFiles:
-        """Whether one of them changed since the last look; now none has."""
+        """Watches whether one of the files changes from now on."""
         found = ChangedFiles(each for each in (self.cert, self.key, self.client_ca) if each is not None)
         found.changed()
         return found
 
     def for_grpc(self) -> grpc.ServerCredentials:
-        """For servers of gRPC; connections that come after the files changed are shown the new ones. Raises
-        InvalidRequest where a file cannot be read."""
+        """Credentials for gRPC servers. Connections after a change of the files get the new certificate. Raises
+        InvalidRequest if a file cannot be read."""
         renewal = _Renewal(self)
 
-        def renewed() -> Any:  # None: as before
+        def renewed() -> Any:  # None: no change
             return self._configuration() if renewal.due() else None
 
         return grpc.dynamic_ssl_server_credentials(
@@ -76,8 +78,8 @@ class ServerCertificate:
         )
 
     def for_sockets(self) -> ssl.SSLContext:
-        """For data servers and HTTP; connections that come after the files changed are shown the new ones. Raises
-        InvalidRequest where the files make no sense."""
+        """A context for data servers and HTTP. Connections after a change of the files get the new certificate. Raises
+        InvalidRequest if the files are not valid."""
         renewal, first = _Renewal(self), self._context()
         now = first
 
@@ -103,7 +105,7 @@ class ServerCertificate:
         try:
             context.load_cert_chain(self.cert, self.key, password="")
         except (OSError, ValueError) as error:
-            wrong = f"{self.cert} and {self.key} make no pair of certificate and key ({error})"
+            wrong = f"{self.cert} and {self.key} are not a pair of certificate and key ({error})"
             raise InvalidRequest("tls_cert", wrong) from None
         if self.client_ca is not None:
             try:
@@ -111,14 +113,14 @@ class ServerCertificate:
             except (OSError, ValueError) as error:
                 raise InvalidRequest("tls_client_ca", f"{self.client_ca} cannot be used ({error})") from None
             context.verify_mode = ssl.CERT_REQUIRED
-            context.num_tickets = 0  # else a client whose authority was removed goes on with its old session
+            context.num_tickets = 0  # with tickets, a client could resume a session after its authority was removed
             context.options |= ssl.OP_NO_TICKET
         return context
 
     def name_for(self, address: str, host: str) -> str | None:
-        """By which name others are to know a server at this address, which was given as ``host``: "" where the
-        certificate names the address; else the host where it names that, or the first one that it names. None: others
-        would not trust it, since it names none of them or does not hold."""
+        """The name by which other machines should verify a server at ``address``, which was configured as ``host``. "":
+        the address itself, since the certificate names it. Otherwise ``host`` if the certificate names it, or else the
+        certificate's first name. None: other machines would not trust the certificate."""
         names = self.names()
         if address in names:
             return ""
@@ -128,8 +130,8 @@ class ServerCertificate:
         return host if any(_matches(name, host) for name in names) else None
 
     def names(self) -> list[str]:
-        """Alternative names in the certificate; none where it is not valid. It is shown to ourselves, since only then
-        Python tells what is in it."""
+        """The alternative names in the certificate; none if it is not valid. Python shows them only to a client that
+        verifies the certificate, so this makes a handshake with itself."""
         ours, theirs = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER), ssl.SSLContext(ssl.PROTOCOL_TLS_CLIENT)
         ours.load_cert_chain(self.cert, self.key, password="")
         theirs.check_hostname = False
@@ -148,8 +150,8 @@ class ServerCertificate:
 
 
 class _Renewal:
-    """Whether a server's files changed to others that make sense. While they make none, the server goes on with what it
-    has: perhaps they are just being written."""
+    """Detects that a server's files changed to other valid files. While they are invalid, perhaps half written, the
+    server keeps the old certificate."""
 
     def __init__(self, certificate: ServerCertificate) -> None:
         self._certificate = certificate
@@ -157,7 +159,7 @@ class _Renewal:
         self._health = TaskHealth(f"certificate {certificate.cert}")
 
     def due(self) -> bool:
-        """True once for each change. Any thread."""
+        """True once for each change. Any thread may call it."""
         if not self._files.changed():
             return False
         try:
@@ -172,7 +174,7 @@ class _Renewal:
 
 
 def _matches(name: str, host: str) -> bool:
-    """Whether a name such as *.example stands for that host."""
+    """Whether ``name``, such as *.example, matches ``host``."""
     return name.startswith("*.") and host.partition(".")[2] == name[2:]
 
 

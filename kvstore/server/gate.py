@@ -1,23 +1,21 @@
-"""Gate: admits every call: who calls, whether there is room, how long the call may take, and the status of a failure.
+"""Gate: admits gRPC calls. It identifies the caller, makes room, limits the call's time, and sets the status of a
+failure.
 
-Nothing of a request is read before its caller is known, by its metadata. A call whose request does not come gives way
-to those that need its place, and ends soon anyway; but the time in which the loop is late does not count, for its
-request may be unread. What could not be answered in time is refused at once: by lanes and buffers for what waits
-there, by the loop's lag for what waits for the loop.
+**Requests that do not arrive.** The gate identifies a caller by metadata, before it reads anything of the request. A
+call whose request does not arrive gives way to calls that need its place, and ends soon in any case. The time in which
+the event loop is late does not count, because the request may have arrived unread.
 
-Work that blocks runs in threads (``Call.quick``, ``run``, ``wait``), in steps of a few MiB each: a call that is
-cancelled or past its deadline ends at once; its step goes on to its own end, and the step's thread and memory count as
-taken until then.
+**Work that blocks** runs in threads (``Call.quick``, ``run``, ``wait``), in steps of a few MiB each. A call that is
+cancelled or past its deadline ends at once. Its current step runs to its end, and its thread and memory count as used
+until then.
 
-Pressure: how much a server has to do, and whether one more call would be answered in time.
-
-What waits for the event loop, or for the interpreter, is in no queue of ours. It is seen by what it does: the loop is
-late, and calls end at a certain rate however many there are. Then a new call takes as long as those before it need to
-end. Worked example: the loop is 8 ms late, 900 calls end per second and 300 are at work; so the next one will take a
-third of a second, and where it has half a second left it is let in, else refused (with ``MARGIN`` 1).
-
-Calls count by owner as in ``shares``: before the next call of an owner come its own, and as many of each other one.
-A call that waits for its caller is not at work.
+**Calls that would be late.** A call that cannot be answered in time is refused at once. Lanes and buffers estimate the
+wait for threads and memory. ``Pressure`` estimates the wait for the event loop, which has no queue that we can see. It
+knows how late the loop is, and how many calls end per second. A new call takes as long as the calls before it need to
+end. Worked example: the loop is 8 ms late, 900 calls end per second, and 300 are running. The next call will take a
+third of a second. It is admitted if it has half a second left (with ``MARGIN`` 1). Calls count by owner, as in
+``limits.Shares``: an owner's next call comes after its own calls, and after as many of each other owner. A call that
+waits for its caller is not running.
 """
 
 from __future__ import annotations
@@ -44,24 +42,24 @@ from kvstore.server.identities import LOCAL, UNKNOWN, Identities, Identity
 from kvstore.wire.grpc import status_of
 
 LOOK_S: Final = 0.02
-LOOK_S_MAX: Final = 2 * LOOK_S  # counts as time of a loop that is on time
-WINDOW_S: Final = 0.1  # in which calls that end are counted
-LAG_S_MIN: Final = 0.002  # a loop that is less late has nothing to do that it could not do
-LOOP_TURNS: Final = 4  # that a call takes at least: its request, its step, its reply, its end
-MARGIN: Final = 2.0  # a call is let in where it will probably end in half of the time it has
+LOOK_S_MAX: Final = 2 * LOOK_S  # the most that one look adds to ``on_time_s``
+WINDOW_S: Final = 0.1  # ended calls are counted over this time
+LAG_S_MIN: Final = 0.002  # a loop with less lag is not overloaded
+LOOP_TURNS: Final = 4  # turns of the loop that a call takes at least: request, step, reply, end
+MARGIN: Final = 2.0  # a call is admitted if it will probably end in half of the time it has
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
 _WEIGHT: Final = 0.3  # of the newest look
-_WEIGHT_LESS: Final = 0.1  # where less can be done than before: a machine that stops for a moment is not slower
+_WEIGHT_LESS: Final = 0.1  # of a lower rate: a machine that pauses for a moment is not slower
 
 
 class Pressure:
-    """How busy the event loop is. Used in the event loop alone.
+    """How busy the event loop is. Used only in the event loop.
 
     Attributes:
-        lag_s: how late the loop recently did what was due.
-        on_time_s: a clock that hardly moves while the loop is late: what arrived in that time has not been read.
-        ends_per_s: how many calls can end in a second, as observed; 0: not known yet.
-        at_work: calls by owner, without those that wait for their caller.
+        lag_s: how late the loop recently ran timers.
+        on_time_s: a clock that nearly stops while the loop is late. What arrived in that time may be unread.
+        ends_per_s: how many calls can end per second, as observed; 0: not known yet.
+        at_work: running calls by owner, without calls that wait for their caller.
     """
 
     def __init__(self) -> None:
@@ -70,12 +68,12 @@ class Pressure:
         self.ends_per_s = 0.0
         self.at_work: Counter[Identity] = Counter()
         self._ended = 0
-        self._began_s: float | None = None  # of the window
-        self._busy = True  # there was something to do all the time, as far as was looked
+        self._began_s: float | None = None  # when the window began
+        self._busy = True  # the loop was busy at every look of this window
 
     @contextlib.contextmanager
     def working(self, owner: Identity) -> Iterator[None]:
-        """Around a call that was let in."""
+        """Count an admitted call as running."""
         self.at_work[owner] += 1
         try:
             yield
@@ -85,7 +83,7 @@ class Pressure:
 
     @contextlib.contextmanager
     def waiting(self, owner: Identity) -> Iterator[None]:
-        """Around what a call waits for that is its caller's to do."""
+        """Do not count a call as running while it waits for its caller."""
         self._less(owner)
         try:
             yield
@@ -98,9 +96,9 @@ class Pressure:
             del self.at_work[owner]
 
     def check(self, owner: Identity, left_s: float) -> None:
-        """Raises TooManyCalls where a call of this owner that begins now would not end within ``left_s``."""
+        """Raise TooManyCalls if a call of this owner that begins now would not end within ``left_s``."""
         if self.lag_s < LAG_S_MIN or self.at_work.total() < LOOP_TURNS:
-            return  # whatever keeps the loop, it is not that calls are too many
+            return  # the loop is not late because of too many calls
         expected_s = LOOP_TURNS * self.lag_s
         if self.ends_per_s:
             mine = self.at_work[owner]
@@ -108,10 +106,10 @@ class Pressure:
             expected_s = max(expected_s, MARGIN * before / self.ends_per_s)
         if expected_s > left_s:
             retry_s = min(max(expected_s - left_s, RETRY_S_MIN), RETRY_S_MAX)
-            raise TooManyCalls("too many calls come at once to answer this one in time", retry_s, "late")
+            raise TooManyCalls("there are too many calls to answer this one in time", retry_s, "late")
 
     async def look(self) -> None:
-        """Keep the numbers up to date: to be called again and again."""
+        """Sleep for ``LOOK_S``, and update the numbers. Has to be called repeatedly."""
         clock = asyncio.get_running_loop().time
         last_s = clock()
         if self._began_s is None:
@@ -126,7 +124,8 @@ class Pressure:
             self._ended, self._busy, self._began_s = 0, True, now_s
 
     def _count(self, rate: float) -> None:
-        """What ended in a window is what can end at least; and at most, where there always was something to do."""
+        """Update ``ends_per_s`` with the rate of a window. It is a lower bound of what is possible; and an upper bound
+        too if the loop was always busy."""
         if rate > self.ends_per_s:
             self.ends_per_s += _WEIGHT * (rate - self.ends_per_s) if self.ends_per_s else rate
         elif self._busy and self._ended:
@@ -134,15 +133,15 @@ class Pressure:
 
 
 RETRY_AFTER_S: Final = 0.1
-STALL_S: Final = 20.0  # a stream whose other end takes or sends nothing for this long is over: it holds buffers
-FIRST_MESSAGE_S: Final = 10.0  # of a loop that is on time, for a request to come after its headers
-HALF_OPEN_S: Final = 0.25  # where there is no room, calls whose request has not come for this long give way
-MESSAGE_BYTES_FREE: Final = 64 << 10  # a larger request counts as buffers while its call is under way,
-MESSAGE_COPIES: Final = 4  # as often as this: its bytes, the message, its keys and tokens
-CALLS_OUTSIDE: Final = 4  # as many as ``rpcs_max`` allows times this may be on their way into the gate, or be refused
-QUICK_THREADS: Final = 4  # of one caller, for what only looks at the index, or asks the node
-READ_THREADS: Final = 8  # for what copies or reads pages
-WAIT_THREADS: Final = 8  # for what may have to wait for room: writers of a full node do not hold up its readers
+STALL_S: Final = 20.0  # a stream holds buffers, so it ends if its caller reads or sends nothing for this long
+FIRST_MESSAGE_S: Final = 10.0  # for a request to arrive after its headers, in the time of ``on_time_s``
+HALF_OPEN_S: Final = 0.25  # without room, calls that have waited this long for their request give way
+MESSAGE_BYTES_FREE: Final = 64 << 10  # a larger request takes buffers while its call runs ...
+MESSAGE_COPIES: Final = 4  # ... this many times its size: its bytes, the message, its keys and tokens
+CALLS_OUTSIDE: Final = 4  # times ``rpcs_max``: calls that are entering the gate or being refused
+QUICK_THREADS: Final = 4  # for work that only reads the index or asks the node
+READ_THREADS: Final = 8  # for work that copies or reads pages
+WAIT_THREADS: Final = 8  # for work that may wait for space; so writers of a full node do not delay its readers
 TOKEN_BYTES_MAX: Final = 4096
 
 Item = TypeVar("Item")
@@ -151,7 +150,7 @@ Value = TypeVar("Value")
 
 
 class Threads:
-    """The threads that do what blocks. Each call has one step in them at a time. Made in the event loop."""
+    """The threads for work that blocks. Each call has one step in them at a time. Made in the event loop."""
 
     def __init__(self) -> None:
         self.quick = Lane(QUICK_THREADS, "quick")
@@ -165,7 +164,7 @@ class Threads:
 
 
 class Call:
-    """One admitted call: who makes it and until when (``time.monotonic``). Lives as long as its handler."""
+    """One admitted call: its caller, and its deadline (``time.monotonic``). Exists as long as its handler runs."""
 
     def __init__(self, gate: Gate, caller: Identity, context: Any, deadline: float) -> None:
         self.caller = caller
@@ -174,7 +173,7 @@ class Call:
         self._context = context
         self._step: Future[Any] | None = None
         self._taken = 0  # bytes of buffers
-        self._requested = False  # its request, or the first message of it, has come
+        self._requested = False  # whether the first message has arrived
 
     @property
     def left_s(self) -> float:
@@ -182,24 +181,24 @@ class Call:
         return max(0.0, self.deadline - time.monotonic())
 
     def check(self) -> None:
-        """Raises Unauthenticated where the caller's identity has expired or was taken away since."""
+        """Raise Unauthenticated if the caller's identity has expired or was removed."""
         self._gate.identities.check(self.caller)
 
     async def quick(
         self, work: Callable[..., Value], *args: Any, undo: Callable[[Value], object] | None = None
     ) -> Value:
-        """Do ``work``, which neither copies much nor waits, in a thread. ``undo``: see ``wait``."""
+        """Run ``work``, which neither copies much nor waits, in a thread. ``undo``: see ``wait``."""
         return await self._run(self._gate.threads.quick, partial(work, *args), undo)
 
     async def run(self, work: Callable[..., Value], *args: Any) -> Value:
-        """Read or copy a few MiB in a thread."""
+        """Run ``work``, which reads or copies a few MiB, in a thread."""
         return await self._run(self._gate.threads.read, partial(work, *args))
 
     async def wait(
         self, work: Callable[..., Value], *args: Any, undo: Callable[[Value], object] | None = None
     ) -> Value:
-        """Do what may have to wait for room in a thread. ``undo``: what to do with its value where the call ends first,
-        so that nothing stays held for a caller who was not told of it."""
+        """Run ``work``, which may wait for space, in a thread. ``undo``: called with the result if the call ends first,
+        so that nothing stays reserved for a caller that did not receive it."""
         return await self._run(self._gate.threads.wait, partial(work, *args), undo)
 
     async def _run(self, lane: Lane, work: Callable[[], Value], undo: Callable[[Value], object] | None = None) -> Value:
@@ -208,7 +207,7 @@ class Call:
         return await lane.run(self._began, work, undo, self.caller, self.left_s, begun)
 
     def waits(self) -> contextlib.AbstractContextManager[None]:
-        """Enclose work of the caller, or none: the call does not count as running during that time."""
+        """A context for the time in which the call waits for its caller: the call does not count as running."""
         return self._gate.pressure.waiting(self.caller)
 
     def _began(self, step: Future[Any]) -> None:
@@ -216,7 +215,8 @@ class Call:
 
     @contextlib.asynccontextmanager
     async def buffers(self, size: int) -> AsyncIterator[None]:
-        """``size`` bytes of the node's buffers; given back when the last step that may use them has ended."""
+        """Take ``size`` bytes of the node's buffers. They are given back when the last step that may use them has
+        ended."""
         budget = self._gate.budget
         size = await budget.take(size, min(self.left_s, self._gate.buffers_wait_s), self.caller, self._taken)
         self._taken += size
@@ -227,12 +227,12 @@ class Call:
             self._taken -= size
             if self._step is None or self._step.done():
                 budget.give(size, self.caller, time.monotonic() - began_s)
-            else:  # its caller has gone, but a thread is in it
+            else:  # the call has ended, but a thread still uses the buffers
                 loop = asyncio.get_running_loop()
                 self._step.add_done_callback(lambda _: call_soon(loop, partial(budget.give, size, self.caller)))
 
     async def send(self, message: bytes) -> None:
-        """One reply of a stream; waits until the transport has taken it. The identity must hold still."""
+        """Send one reply of a stream. Waits until the transport accepts it. Checks the caller's identity."""
         self.check()
         with _stalls("took"), _gone(), self.waits():
             async with asyncio.timeout(self._gate.stall_s):
@@ -241,7 +241,7 @@ class Call:
 
     @contextlib.asynccontextmanager
     async def request(self, requests: AsyncIterator[bytes]) -> AsyncIterator[bytes]:
-        """The one message of a call; a large one is memory that all calls have to share."""
+        """Receive the only message of a call. A large one takes buffers."""
         message = await self.receive(requests)
         if message is None:
             raise InvalidRequest("request", "is missing")
@@ -252,7 +252,7 @@ class Call:
             yield message
 
     async def receive(self, requests: AsyncIterator[bytes]) -> bytes | None:
-        """The next message of a stream; None: the caller is done. The identity must hold still."""
+        """Return the next message of a stream, or None at its end. Checks the caller's identity."""
         if not self._requested:
             message = await self.first(requests)
         else:
@@ -264,7 +264,7 @@ class Call:
         return message
 
     async def first(self, requests: AsyncIterator[Item]) -> Item | None:
-        """What comes first, which has to come soon."""
+        """Return the first message, which has to arrive soon."""
         try:
             async with self._gate.half_open(self):
                 with self.waits():
@@ -284,7 +284,7 @@ def _stalls(what: str) -> Iterator[None]:
 
 
 def parse(kind: type[Request], message: bytes) -> Request:
-    """A request of that kind. Raises InvalidRequest where the bytes are not one."""
+    """The message as a request of type ``kind``. Raises InvalidRequest if the bytes are not one."""
     try:
         return kind.FromString(message)
     except DecodeError:
@@ -295,10 +295,10 @@ class Gate:
     """Admits calls, at most ``rpcs_max`` at once.
 
     Attributes:
-        under_way: calls admitted and not ended.
-        calls: what became of all, for metrics.
+        under_way: calls that were admitted and have not ended.
+        calls: counts of all calls, for metrics.
         connections: the server's connections, once it listens.
-        pressure: how much there is to do; the owner of the gate calls its ``look``.
+        pressure: how busy the event loop is.
     """
 
     buffers_wait_s = 2.0
@@ -318,11 +318,11 @@ class Gate:
         self.connections = GrpcConnections((), 0)
         self._rpcs_max = rpcs_max
         self._timeout_s_max = timeout_s_max
-        self._half_open: dict[Call, tuple[float, asyncio.Timeout]] = {}  # since when (``on_time_s``); the oldest first
+        self._half_open: dict[Call, tuple[float, asyncio.Timeout]] = {}  # the start in ``on_time_s``; oldest first
 
     @contextlib.asynccontextmanager
     async def admit(self, context: Any) -> AsyncIterator[Call]:
-        """A call from here on. What is raised inside ends it with the status that says so."""
+        """Admit a call for the time of the context. An error that is raised inside ends the call with its status."""
         try:
             caller = self._identify(context)
             self.connections.called(context.peer(), caller)
@@ -344,13 +344,13 @@ class Gate:
             await _abort(context, DeadlineExceeded("the call did not end within its deadline"))
         except grpc.aio.BaseError:
             raise
-        except Exception as error:  # gRPC would tell its text to the caller
+        except Exception as error:  # gRPC would send the error's text to the caller
             await _abort(context, boundary.failed("grpc", error))
             raise
 
     def _make_room(self, caller: Identity, limit_s: float) -> None:
-        """Raises TooManyCalls where there is none, or the call would end too late."""
-        self.pressure.check(caller, limit_s)  # first: no call gives way to one that is then refused
+        """Take a place for the call. Raises TooManyCalls if there is none, or if the call would end too late."""
+        self.pressure.check(caller, limit_s)  # first, so that no call gives way to one that is then refused
         places = self.places
         if places.take_now(1, caller):
             return
@@ -363,7 +363,8 @@ class Gate:
             raise TooManyCalls(reason, RETRY_AFTER_S, "calls")
 
     def _give_way(self, owner: Identity | None) -> bool:
-        """End the oldest call (of that owner) whose request has not come. It is over with the loop's next turn."""
+        """End the oldest call (of ``owner``, or of any caller) whose request has not arrived. It ends in the loop's
+        next turn."""
         before_s = self.pressure.on_time_s - HALF_OPEN_S
         for call, (since_s, _) in self._half_open.items():
             if since_s > before_s:
@@ -380,7 +381,8 @@ class Gate:
 
     @contextlib.asynccontextmanager
     async def half_open(self, call: Call) -> AsyncIterator[None]:
-        """Around the wait for a request. Raises TimeoutError where it does not come, or others need its place."""
+        """Wait for a request inside this context. Raises TimeoutError if it does not arrive, or another call needs the
+        place."""
         async with asyncio.timeout(None) as timeout:
             self._half_open[call] = self.pressure.on_time_s, timeout
             try:
@@ -389,7 +391,7 @@ class Gate:
                 self._half_open.pop(call, None)
 
     async def look(self) -> None:
-        """Keep ``pressure`` up to date, and end calls whose request does not come. To be called again and again."""
+        """Update ``pressure``, and end calls whose request does not arrive. Has to be called repeatedly."""
         await self.pressure.look()
         before_s = self.pressure.on_time_s - self.first_message_s
         for call, (since_s, _) in list(self._half_open.items()):
@@ -406,12 +408,12 @@ class Gate:
             return LOCAL
         token = _token(context.invocation_metadata() or ())
         if token is None and context.peer().startswith("unix:"):
-            return LOCAL  # the socket's permissions have let it in
+            return LOCAL  # the socket's permissions decide who may connect
         return self.identities.find(token, _certificate_names(context.auth_context()))
 
 
 def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
-    """The bearer token; None where there is no authorization at all."""
+    """The bearer token; None without an authorization header."""
     said = [value for key, value in metadata if key == "authorization"]
     if not said:
         return None
@@ -437,7 +439,7 @@ async def _abort(context: Any, error: KVStoreError) -> None:
 
 @contextlib.contextmanager
 def _gone() -> Iterator[None]:
-    """Where the caller has gone, the call ends as one that was cancelled: nothing is logged."""
+    """If the caller is gone, end the call as cancelled, so that nothing is logged."""
     try:
         yield
     except grpc.aio.InternalError:

@@ -1,9 +1,9 @@
-"""GrpcConnections: the connections of a gRPC server, which its library accepts and does not name.
+"""GrpcConnections: counts and limits the connections of a gRPC server, which gRPC accepts without telling its user.
 
-Connections are seen by their descriptors in ``/proc/self/fd``, a few times a second, and counted by
-``limits.Connections`` as those of the other servers. The gate says which of them have made a call of a known caller;
-of the others the oldest is shut down where there are too many. The library then closes it, as one whose other end has
-gone. So a stranger that keeps connections open, with or without HTTP/2 on them, shuts no caller out.
+Several times a second it lists the descriptors in ``/proc/self/fd``, and counts their connections with
+``limits.Connections``, as other servers do. The gate reports which connections have made a call of a known caller. If
+there are too many, the oldest of all other connections is shut down, and gRPC closes it as if its other end had gone.
+So a stranger that keeps connections open, with or without HTTP/2 on them, shuts no caller out.
 """
 
 from __future__ import annotations
@@ -23,8 +23,8 @@ from kvstore.errors import TooManyCalls
 from kvstore.limits import UNKNOWN_PART, Connections, Guest, Owner
 
 LOOK_S: Final = 0.25
-COUNTED_PART: Final = 0.75  # of what the library accepts: the rest is for those that come between two looks
-CALLERS_MAX: Final = 4096  # that made a call over a connection which was not seen yet
+COUNTED_PART: Final = 0.75  # of the connections that gRPC accepts; the rest is for those between two looks
+CALLERS_MAX: Final = 4096  # connections with a known caller that no look has seen yet
 _FDS: Final = "/proc/self/fd"
 
 Peer = tuple[str, int]
@@ -34,19 +34,19 @@ class GrpcConnections:
     """The connections of one server and its event loop. Unix sockets are guarded by permissions, and not counted.
 
     Args:
-        addresses: HOST:PORT that the server listens at; others are passed over.
-        most: connections that the library accepts.
+        addresses: HOST:PORT that the server listens at; other connections are ignored.
+        most: the number of connections that gRPC accepts.
     """
 
     def __init__(self, addresses: Collection[str], most: int) -> None:
         self._ports = {int(each.rpartition(":")[2]) for each in addresses if not each.startswith("unix:")}
         self._connections = Connections(max(UNKNOWN_PART, int(COUNTED_PART * most)))
-        self._seen: dict[str, tuple[Peer, Guest] | None] = {}  # by what the descriptor links to; None: another socket
+        self._seen: dict[str, tuple[Peer, Guest] | None] = {}  # by the descriptor's link; None: another socket
         self._guests: dict[Peer, Guest] = {}
-        self._callers: dict[Peer, Owner] = {}  # of connections that were not seen yet
+        self._callers: dict[Peer, Owner] = {}  # callers on connections that no look has seen yet
 
     def called(self, peer: str, caller: Owner) -> None:
-        """A call of this caller came over the connection from ``peer``, as gRPC writes it."""
+        """A call of ``caller`` arrived over the connection from ``peer``, in gRPC's notation."""
         where = _peer(peer)
         guest = self._guests.get(where) if where is not None else None
         if guest is not None:
@@ -55,12 +55,12 @@ class GrpcConnections:
             self._callers[where] = caller
 
     async def turn(self) -> None:
-        """Look after a pause."""
+        """Pause, then look."""
         await asyncio.sleep(LOOK_S)
         self.look()
 
     def look(self) -> None:
-        """Count what has come since the last look, and forget what has gone."""
+        """Count new connections, and forget closed ones."""
         links = {link: fd for fd in os.listdir(_FDS) if (link := _link(fd)).startswith("socket:")}
         for link in [each for each in self._seen if each not in links]:
             found = self._seen.pop(link)
@@ -78,8 +78,8 @@ class GrpcConnections:
                 peer = self._peer_of(sock)
         except OSError as error:
             if error.errno in (errno.EMFILE, errno.ENFILE):
-                return  # seen by the next look
-            peer = None  # it has gone; a listener has no peer
+                return  # the next look will see it
+            peer = None  # the connection is gone, or this is a listener
         self._seen[link] = None
         if peer is None:
             return
@@ -99,7 +99,7 @@ class GrpcConnections:
         return _plain(host), port
 
     def _known(self, guest: Guest, caller: Owner) -> None:
-        with contextlib.suppress(TooManyCalls):  # beyond its caller's share it counts as one of a stranger
+        with contextlib.suppress(TooManyCalls):  # beyond its caller's share a connection counts as a stranger's
             self._connections.known(guest, caller)
 
 
@@ -111,7 +111,7 @@ def _link(fd: str) -> str:
 
 
 def _shut(link: str, fd: int) -> None:
-    """End the connection that this descriptor was, if it still is."""
+    """Shut the connection down, if the descriptor still is that connection."""
     with contextlib.suppress(OSError):
         ours = os.dup(fd)
         if _link(str(ours)) == link:
@@ -129,7 +129,7 @@ def _peer(peer: str) -> Peer | None:
 
 
 def _plain(host: str) -> str:
-    """An address as IPv4 where it is one, mapped or not."""
+    """The address as IPv4 if it is an IPv4 address or maps to one."""
     if ":" not in host:
         return host
     number = ipaddress.IPv6Address(host.partition("%")[0])

@@ -1,7 +1,5 @@
-"""LoopServer: the gRPC server of a daemon, in a thread and an event loop of its own.
-
-Methods: from the names in a .proto to the code that serves them. Messages pass as bytes; the code parses them.
-"""
+"""LoopServer: the gRPC server of a daemon, in a thread with an event loop. Messages pass as bytes; the code of each
+method parses them."""
 
 from __future__ import annotations
 
@@ -45,8 +43,8 @@ def serving(
     sending: Mapping[str, Sending],
     taking: Mapping[str, Taking] = MappingProxyType({}),
 ) -> grpc.GenericRpcHandler:
-    """A service of these methods, every call through the gate."""
-    # All take a stream, which looks the same to a caller: handlers of one message only begin when it is there.
+    """A service with these methods. Every call passes the gate."""
+    # All methods take a stream. Callers see no difference, and a unary handler would only start after its message.
     table: dict[str, Any] = {
         **{name: grpc.stream_unary_rpc_method_handler(_unary(gate, name, work)) for name, work in unary.items()},
         **{name: grpc.stream_stream_rpc_method_handler(_sending(gate, name, work)) for name, work in sending.items()},
@@ -55,7 +53,7 @@ def serving(
     return grpc.method_handlers_generic_handler(service, table)
 
 
-# Errors of the work that are not our mistakes: its transport has gone, or its time is over. The gate reports them.
+# Errors that are not bugs: the transport is gone, or the time is up. The gate reports them.
 _EXPECTED = grpc.aio.BaseError, TimeoutError
 
 
@@ -100,11 +98,12 @@ def _taking(gate: Gate, name: str, work: Taking) -> Any:
 
 
 class GateOthers(grpc.aio.ServerInterceptor):
-    """Health and reflection pass the gate as well: a stranger learns nothing. Their handlers come ready made."""
+    """Puts health and reflection behind the gate too, so that a stranger learns nothing. Their handlers come from a
+    library."""
 
     def __init__(self, gate: Gate, service: str) -> None:
         self._gate = gate
-        self._ours = f"/{service}/"  # its handlers do it themselves
+        self._ours = f"/{service}/"  # these handlers use the gate themselves
 
     async def intercept_service(self, continuation: Any, handler_call_details: Any) -> Any:
         """See ``grpc.aio.ServerInterceptor``."""
@@ -157,7 +156,7 @@ async def _only(call: Call, requests: AsyncIterator[Any]) -> Any:
 
 
 async def _bounded(call: Call, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
-    """Pass the requests on; the first has to come soon."""
+    """Pass the requests on. The first one has to arrive soon."""
     coming = aiter(requests)
     request = await call.first(coming)
     while request is not None:
@@ -168,23 +167,23 @@ async def _bounded(call: Call, requests: AsyncIterator[Any]) -> AsyncIterator[An
 
 START_S: Final = 10.0
 STOP_S: Final = 10.0
-GRACE_S: Final = 2.0  # for calls under way when the daemon ends
+GRACE_S: Final = 2.0  # for running calls when the daemon ends
 CONNECTIONS_MAX: Final = 2048
-HANDSHAKE_MS: Final = 5000  # who connects and says nothing is let go
-IDLE_MS: Final = 300_000  # a connection without calls; its client connects again with the next one
+HANDSHAKE_MS: Final = 5000  # a silent new connection is closed after this time
+IDLE_MS: Final = 300_000  # a connection without calls is closed; its client connects again for the next call
 PENDING_MIN: Final = 64
 
 
 @dataclass(frozen=True)
 class Limits:
-    """What a server takes on.
+    """The limits of a server.
 
     Attributes:
-        rpcs_max: calls under way.
-        call_s_max: the longest one may take.
-        buffer_bytes: what they move, all together.
+        rpcs_max: running calls.
+        call_s_max: the longest time of one call.
+        buffer_bytes: buffers of all calls.
         streams_max: calls of one connection; more wait at the client.
-        ping_ms_min: between two pings of a client, which looks whether we live.
+        ping_ms_min: the least time between two keepalive pings of a client.
     """
 
     rpcs_max: int
@@ -195,7 +194,7 @@ class Limits:
 
 
 class LoopServer(ABC):
-    """Serves one service from ``start`` to ``stop``, every call through a gate; health and reflection as well.
+    """Serves one service from ``start`` to ``stop``, together with health and reflection. Every call passes the gate.
 
     Args:
         name: of its thread.
@@ -206,7 +205,8 @@ class LoopServer(ABC):
         identities: who may call.
 
     Raises:
-        InvalidRequest: what is configured would let strangers in, or show tokens; names the setting and the remedy.
+        InvalidRequest: the configuration would admit strangers, or send tokens unencrypted. The message names the
+            setting and the remedy.
     """
 
     def __init__(self, name: str, service: str, config: DaemonConfig, limits: Limits) -> None:
@@ -224,16 +224,16 @@ class LoopServer(ABC):
         self._gate: Gate | None = None
 
     def start(self) -> None:
-        """Listen and serve. ``addresses`` says where then. Raises InvalidRequest where an address cannot be had."""
+        """Listen and serve. Sets ``addresses``. Raises InvalidRequest if the server cannot listen at an address."""
         self._thread.start()
         if not self._started.wait(START_S):
-            raise InvalidRequest("listen", f"did not begin within {START_S:g} s")
+            raise InvalidRequest("listen", f"did not start within {START_S:g} s")
         if self._failure is not None:
             raise self._failure
 
     @property
     def calls(self) -> Calls | None:
-        """What became of all calls; None before ``start``."""
+        """The counts of all calls; None before ``start``."""
         return self._gate.calls if self._gate is not None else None
 
     def under_way(self) -> int:
@@ -241,20 +241,20 @@ class LoopServer(ABC):
         return self._gate.under_way if self._gate is not None else 0
 
     def reload(self) -> None:
-        """Read the identities again. For a signal handler: it only asks the loop to."""
+        """Read the identities again. A signal handler may call it: the loop does the work."""
         if self._loop is not None:
             with contextlib.suppress(RuntimeError):  # it has just ended
                 self._loop.call_soon_threadsafe(self.identities.reload)
 
     def retire(self) -> None:
-        """Say by the health service that others should be asked. Calls are served as before."""
+        """Report through the health service that clients should use another server. Calls are still served."""
         if self._loop is not None and self._alive is not None:
             leaving = self._alive.enter_graceful_shutdown()
             with contextlib.suppress(RuntimeError):
                 asyncio.run_coroutine_threadsafe(leaving, self._loop)
 
     def stop(self) -> None:
-        """Take no more calls, and end those under way: on their own within a grace time, or cancelled."""
+        """Accept no more calls, and end the running ones: they have a grace time, and are then cancelled."""
         if self._loop is not None and self._stopping is not None:
             with contextlib.suppress(RuntimeError):
                 self._loop.call_soon_threadsafe(self._stopping.set)
@@ -265,15 +265,15 @@ class LoopServer(ABC):
 
     @abstractmethod
     def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
-        """The service. What it needs is closed by ``ends``, after the last step of a call has ended."""
+        """The service. ``ends`` closes its resources, after the last step of a call has ended."""
 
     def _beside(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """What runs alongside calls until it is cancelled, each as a ``boundary.kept_task``."""
+        """Coroutines that run next to calls until they are cancelled, each as a ``boundary.kept_task``."""
         return ()
 
     @abstractmethod
     def _calls_ended(self) -> None:
-        """No call is served any more; steps of some may still run in threads."""
+        """Called when no more calls are served. Steps of calls may still run in threads."""
 
     # --- in the loop ------------------------------------------------------------------------------------------------
 
@@ -298,7 +298,7 @@ class LoopServer(ABC):
             server = grpc.aio.server(
                 options=_options(limits),
                 interceptors=[GateOthers(gate, self._service)],
-                # The gate refuses politely; this bounds what strangers may have on its way there.
+                # The gate refuses calls with a status. This bounds the calls that have not reached it yet.
                 maximum_concurrent_rpcs=CALLS_OUTSIDE * limits.rpcs_max,
             )
             server.add_generic_rpc_handlers((handler,))
@@ -337,10 +337,10 @@ def _options(limits: Limits) -> list[tuple[str, Any]]:
         ("grpc.max_send_message_length", MESSAGE_BYTES_MAX),
         ("grpc.max_metadata_size", 16 << 10),
         ("grpc.max_concurrent_streams", limits.streams_max),
-        # Else gRPC counts calls that have ended, but are not forgotten yet: clients who keep to the bound are refused.
+        # Without this, gRPC also counts ended calls that it still remembers, and refuses clients within the bound.
         ("grpc.http.overload_protection", 0),
-        # Calls that have not been looked at yet. More are cancelled without a look: to look at one in order to refuse
-        # it costs as much as to answer a short one. Some of them beyond the first bound, all beyond the second one.
+        # These bound calls that no code has seen yet: beyond the first some are cancelled, beyond the second all.
+        # To refuse a call in code would cost as much as to answer a short one.
         ("grpc.server.max_pending_requests", max(PENDING_MIN, limits.rpcs_max)),
         ("grpc.server.max_pending_requests_hard_limit", 2 * max(PENDING_MIN, limits.rpcs_max)),
         ("grpc.server_handshake_timeout_ms", HANDSHAKE_MS),
@@ -356,7 +356,7 @@ def _options(limits: Limits) -> list[tuple[str, Any]]:
 
 
 async def _add_others(server: grpc.aio.Server, service: str) -> health.aio.HealthServicer:
-    """Health of ``service``, and reflection."""
+    """Add the health service and reflection."""
     alive = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(alive, server)
     names = (service, health.SERVICE_NAME, reflection.SERVICE_NAME)

@@ -1,20 +1,19 @@
 """HTTP of a daemon: ``/healthz`` (the process answers), ``/readyz`` (it serves; 503 until then) and ``/metrics``.
 
-A connection is one request, and has ``REQUEST_S`` for all of it, however slowly it comes. Where there are too many, the
-oldest one whose request has not come is dropped.
+A connection is one request, and has ``REQUEST_S`` for all of it. If there are too many connections, the oldest one
+whose request has not arrived is dropped.
 
-HostNames: by which names a daemon answers over HTTP, so that a web page cannot reach it through a browser.
+``HostNames`` decides which host names a daemon answers to, so that a web page cannot reach it through a browser. A page
+of ``evil.example`` may point that name at 127.0.0.1 after it is loaded (DNS rebinding), and the browser then gives our
+answers to its scripts. Such requests name ``evil.example`` as their host. So a request has to name one of:
 
-A page of ``evil.example`` may point that name at 127.0.0.1 once it is loaded (DNS rebinding): the browser then sends
-our answers to its scripts. Such requests name ``evil.example`` as their host. So a request has to name one of:
+- an IP address, or a name without a dot, because a stranger can redirect neither;
+- ``localhost``, or a name that ends with ``.localhost``;
+- this machine's own name, the host of ``http``, or a name in the server's certificate;
+- a name of ``http_hosts``, for example that of a load balancer.
 
-- an IP address, or a name without a dot: neither is a name that a stranger can point anywhere;
-- ``localhost`` and what ends with ``.localhost``;
-- this machine's own name, the host of ``http``, and names in the certificate that is shown;
-- a name of ``http_hosts``: what a load balancer passes on, say.
-
-What a page of another site sends names that site as its origin, and is refused too. Clients that are not browsers name
-no origin.
+A request from a page of another site names that site as its origin, and is refused too. Clients that are not browsers
+name no origin.
 """
 
 from __future__ import annotations
@@ -41,25 +40,25 @@ from kvstore.limits import HTTP_PART, UNKNOWN_PART, Connections, Guest, Named, O
 
 ANY: Final = "*"
 _HEADER: Final = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{0,5})?")
-SHOWN_MAX: Final = 100  # characters of what was refused, in its error
+SHOWN_MAX: Final = 100  # characters of a refused header in the error
 
 
 class HostNames:
-    """Decides about the Host and Origin of a request. Args: names, of which ``*.example`` stands for one more label."""
+    """Checks the Host and Origin of a request against ``names``, in which ``*.example`` matches one more label."""
 
     def __init__(self, names: Iterable[str]) -> None:
         self._names = {name.lower().rstrip(".") for name in names}
 
     @classmethod
     def of(cls, config: DaemonConfig, certified: Iterable[str] = ()) -> HostNames:
-        """The host names of a daemon. ``certified``: names in the certificate that its HTTP server shows."""
+        """The host names of a daemon. ``certified`` are the names in its HTTP server's certificate."""
         served = [parse_address(config.http, "http")[0]] if config.http is not None else []
         return cls((*served, socket.gethostname(), *certified, *config.http_hosts))
 
     def refusal(self, hosts: Sequence[str], origins: Sequence[str]) -> str:
-        """Why a request with these headers is not answered; "" where it is."""
+        """Why a request with these headers is refused, or ""."""
         if len(hosts) > 1 or len(origins) > 1:
-            return "host: a request names one host and one origin"
+            return "host: must be named once, and the origin at most once"
         host = _host(hosts[0]) if hosts else ""
         if host is None or (host and not self._may_be_named(host)):
             shown = _shown(hosts[0])
@@ -83,7 +82,7 @@ class HostNames:
 
 
 def _host(header: str) -> str | None:
-    """The host in a Host header, in lower case, without its port; None where there is none."""
+    """The host in a Host header, in lower case and without its port; None if there is none."""
     found = _HEADER.fullmatch(header)
     return (found[1] or found[2]).lower().rstrip(".") or None if found else None
 
@@ -106,13 +105,13 @@ def _shown(header: str) -> str:
     return header[:SHOWN_MAX].encode("ascii", "replace").decode()
 
 
-REQUEST_S: Final = 5.0  # a client that dawdles is cut off
+REQUEST_S: Final = 5.0  # a slower request is cut off
 CONNECTIONS_MAX: Final = 64  # each has a thread
-ROOM_S: Final = 0.2  # for connections that were dropped to end
+ROOM_S: Final = 0.2  # how long to wait for a dropped connection to end
 LOOK_S: Final = 0.2
-ACCEPT_AGAIN_S: Final = 0.05  # after a connection that no descriptor was left for
+ACCEPT_AGAIN_S: Final = 0.05  # pause after no descriptor was free for a connection
 SERVER: Final = "kvstore"
-COSTLY: Final = ("/metrics",)  # made for one request at a time, in turns of addresses
+COSTLY: Final = ("/metrics",)  # answered one request at a time, with a turn for each address
 
 _BUSY: Final = b"HTTP/1.0 503 Service Unavailable\r\nContent-Length: 0\r\nRetry-After: 1\r\n\r\n"
 
@@ -144,7 +143,7 @@ class _Handler(BaseHTTPRequestHandler):
                     status, kind, text = route()
         except InternalError as error:
             status, kind, text = 500, "text/plain", f"{error}\n"
-        except KVStoreError as error:  # the node is stopping, or there was no turn
+        except KVStoreError as error:  # the node is stopping, or the request did not get its turn in time
             status, kind, text = 503, "text/plain", f"{error}\n"
         body = text.encode()
         self.send_response(status)
@@ -167,7 +166,7 @@ class _Handler(BaseHTTPRequestHandler):
 class HttpServer(ThreadingHTTPServer):
     """Serves ``routes`` from ``start`` to ``stop``, to requests that name one of ``hosts``.
 
-    Raises InvalidRequest where the address cannot be had.
+    Raises InvalidRequest if the server cannot listen at the address.
     """
 
     daemon_threads = True
@@ -178,7 +177,7 @@ class HttpServer(ThreadingHTTPServer):
         self.hosts = hosts
         self._guests = Connections(max(UNKNOWN_PART, connections_max(HTTP_PART, CONNECTIONS_MAX)))
         self.turns = ThreadShares("turns at HTTP", "http", 1)
-        self._served: dict[socket.socket, tuple[Guest, float]] = {}  # connection -> until when it has a thread
+        self._served: dict[socket.socket, tuple[Guest, float]] = {}  # for each connection, when its time is up
         try:
             super().__init__(parse_address(address, "http"), _Handler)
         except OSError as error:
@@ -187,7 +186,7 @@ class HttpServer(ThreadingHTTPServer):
 
     @property
     def address(self) -> str:
-        """HOST:PORT really listened on."""
+        """HOST:PORT that the server listens at, with the real port."""
         host, port = self.server_address[:2]
         return f"{host!s}:{port}"
 
@@ -203,7 +202,8 @@ class HttpServer(ThreadingHTTPServer):
     # --- of one connection: called by ``ThreadingHTTPServer`` -------------------------------------------------------
 
     def get_request(self) -> tuple[socket.socket, Any]:
-        """Take a connection. Where there is no descriptor for it, it waits in the backlog, and is tried again soon."""
+        """Accept a connection. If no descriptor is free, the connection waits in the backlog, and is accepted a little
+        later."""
         try:
             return super().get_request()
         except OSError:
@@ -211,7 +211,7 @@ class HttpServer(ThreadingHTTPServer):
             raise
 
     def process_request(self, request: Any, client_address: Any) -> None:
-        """A thread for this connection, where there is room."""
+        """Serve the connection in a thread, if there is room."""
         guest = self._guests.accept(client_address[0], partial(_shut, request), ROOM_S)
         if guest is None:
             with contextlib.suppress(OSError):
@@ -223,41 +223,41 @@ class HttpServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def asked(self, request: Any) -> Owner:
-        """A whole request has come over this connection: it does not give way to silent ones. Returns its owner.
+        """A full request has arrived on this connection, so it no longer gives way to silent ones. Returns its owner.
 
         Raises:
-            ConnectionError: it was dropped; what was heard of it looks like a request.
+            ConnectionError: the connection was dropped, and the bytes read so far only look like a request.
         """
         guest, _ = self._served[request]
         owner = Named(guest.network)
         if guest.leaving:
             raise ConnectionAbortedError("dropped")
-        with contextlib.suppress(TooManyCalls):  # an address that has its share is served all the same
+        with contextlib.suppress(TooManyCalls):  # an address beyond its share is still served
             self._guests.known(guest, owner)
         return owner
 
     def shutdown_request(self, request: Any) -> None:
-        """The connection is done."""
+        """Close the connection and free its place."""
         guest, _ = self._served.pop(request, (None, 0.0))
         super().shutdown_request(request)
         if guest is not None:
             self._guests.gone(guest)
 
     def service_actions(self) -> None:
-        """Cut off who takes too long. Called every ``LOOK_S`` and after every connection."""
+        """Cut off requests that take too long. Called every ``LOOK_S`` and after every connection."""
         now = time.monotonic()
         for request, (_, until) in list(self._served.items()):
             if now > until:
                 _shut(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """A connection ended by an unexpected error, or no thread could be started for it."""
+        """An unexpected error ended a connection, or no thread could be started for it."""
         error = sys.exc_info()[1]
         if error is not None:
             boundary.failed("http/connection", error)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
-        """Serve it."""
+        """Answer the request."""
         with contextlib.suppress(ConnectionError, TimeoutError):
             super().finish_request(request, client_address)
 
@@ -268,7 +268,7 @@ def _shut(request: socket.socket) -> None:
 
 
 class Readiness(threading.Event):
-    """Set while a daemon serves. Once it is cleared after that, the daemon is draining."""
+    """Set while a daemon serves. Clearing it afterwards means that the daemon is draining."""
 
     draining = False
 
@@ -279,7 +279,8 @@ class Readiness(threading.Event):
 
 
 def readyz(ready: Readiness, fault: Callable[[], str] = lambda: "") -> Route:
-    """Whether it serves. ``fault``: what it reports in addition where something is wrong and it serves anyway."""
+    """Make the route that says whether the daemon serves. ``fault`` returns a problem to report while it still
+    serves."""
 
     def answer() -> tuple[int, str, str]:
         if not ready.is_set():
@@ -291,10 +292,10 @@ def readyz(ready: Readiness, fault: Callable[[], str] = lambda: "") -> Route:
 
 
 def routes(ready: Readiness) -> dict[str, Route]:
-    """What every daemon answers from the beginning."""
+    """The routes that every daemon answers from its start."""
 
     return {
         "/healthz": lambda: (200, "text/plain", "ok\n"),
         "/readyz": readyz(ready),
-        "/metrics": lambda: (503, "text/plain", "starting\n"),  # until there is something to count
+        "/metrics": lambda: (503, "text/plain", "starting\n"),  # replaced once the daemon has metrics
     }

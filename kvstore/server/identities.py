@@ -4,14 +4,14 @@ A TOML file, readable by its owner only::
 
     [[identity]]
     name = "team-a"
-    token_sha256 = "9f86d0..."       # sha256 of the token, 64 hex digits; or
-    certificate = "team-a.example"   # common name or alternative name of the client's certificate; or both, then both
+    token_sha256 = "9f86d0..."       # sha256 of the token, 64 hex digits
+    certificate = "team-a.example"   # common or alternative name of the client's certificate; with a token: both needed
     salts = ["team-a", "shared"]     # whose pages it may read and write; ["*"]: all
     operator = false                 # whether it may also evict, list, verify, ...
     expires = 2027-01-31             # the last day (UTC), or a moment; absent: never
 
-The file is read again when it changes and on SIGHUP. One that cannot be used then is logged, and the identities read
-before hold on.
+The file is read again when it changes and on SIGHUP. If the new file is not valid, that is logged, and the identities
+read before stay in force.
 """
 
 from __future__ import annotations
@@ -32,20 +32,21 @@ from typing import Any, Final
 from kvstore.errors import InvalidRequest, PermissionDenied, Unauthenticated
 
 ALL_SALTS: Final = "*"
-LOOK_S: Final = 0.5  # how often the file is looked at, at most
+LOOK_S: Final = 0.5  # the least time between two checks of the file
 IDENTITIES_MAX: Final = 4096
 FILE_BYTES_MAX: Final = 8 << 20
 
 _HEX = re.compile(r"[0-9a-fA-F]{64}")
 _KEYS: Final = ("name", "token_sha256", "certificate", "salts", "operator", "expires")
-UNKNOWN: Final = "the node does not know this caller: give a valid token or certificate"  # never which part was wrong
+# The same message whichever part was wrong.
+UNKNOWN: Final = "the node does not know this caller: give a valid token or certificate"
 
 log = logging.getLogger("kvstore.api")
 
 
 @dataclass(frozen=True)
 class Identity:
-    """One who may call. ``expires_s``: seconds since the epoch, or None."""
+    """A caller. ``expires_s``: seconds since the epoch, or None."""
 
     name: str
     salts: frozenset[str]
@@ -59,12 +60,12 @@ class Identity:
         return ALL_SALTS in self.salts or salt in self.salts
 
     def check_salt(self, salt: str) -> None:
-        """Raises PermissionDenied where ``may_use`` says no."""
+        """Raise PermissionDenied unless ``may_use``."""
         if not self.may_use(salt):
             raise PermissionDenied(f"salt {salt!r} is not one of {self.name}'s")
 
     def check_operator(self) -> None:
-        """Raises PermissionDenied for every caller but operators."""
+        """Raise PermissionDenied unless the caller is an operator."""
         if not self.operator:
             raise PermissionDenied(f"{self.name} is not an operator")
 
@@ -74,15 +75,15 @@ LOCAL: Final = Identity("local", frozenset({ALL_SALTS}), operator=True)
 
 
 def is_tenant(identity: Identity) -> bool:
-    """True for one of several tenants, none of which may take everything: not an operator, not an unnamed caller."""
+    """Whether the caller is one of several tenants that have limits: neither an operator nor an unnamed caller."""
     return not identity.operator
 
 
 class Identities:
-    """The identities of a file, or of no file: then every caller is ``LOCAL``. Any thread may ask.
+    """The identities in a file. Without a file every caller is ``LOCAL``. Any thread may call the methods.
 
     Raises:
-        InvalidRequest: the file cannot be read, can be read by others, or says something that makes no sense.
+        InvalidRequest: the file cannot be read, can be read by other users, or is not valid.
     """
 
     def __init__(self, path: Path | None, clock: Callable[[], float] = time.time) -> None:
@@ -98,21 +99,21 @@ class Identities:
 
     @property
     def asked_for(self) -> bool:
-        """Whether callers have to say who they are."""
+        """Whether callers have to identify themselves."""
         return self.path is not None
 
     @property
     def by_certificate(self) -> bool:
-        """Whether some are known by their certificate."""
+        """Whether some callers are identified by their certificate."""
         return any(identity.certificate is not None for identity in self._known)
 
     def find(self, token: str | None, certificates: Iterable[str]) -> Identity:
-        """The identity of a caller with this token and a certificate of these names.
+        """The identity of a caller with this token and a certificate with these names.
 
-        Looked up by the token's digest: how long that takes tells nothing about a token that is not known.
+        Identities are looked up by the token's digest, so the time that takes reveals nothing about tokens.
 
         Raises:
-            Unauthenticated: the caller is not known, or its identity has expired.
+            Unauthenticated: the caller is unknown, or its identity has expired.
         """
         if self.path is None:
             return LOCAL
@@ -128,7 +129,7 @@ class Identities:
         return found
 
     def check(self, identity: Identity) -> None:
-        """Raises Unauthenticated where a caller found before has expired, or is no longer in the file."""
+        """Raise Unauthenticated if the identity has expired, or is no longer in the file."""
         if identity is LOCAL:
             return
         self._look()
@@ -137,13 +138,13 @@ class Identities:
         self._check_time(identity)
 
     def reload(self) -> None:
-        """Read the file now (SIGHUP). Where it cannot be used, what was read before holds on."""
+        """Read the file now (SIGHUP). If it is not valid, the identities read before stay in force."""
         if self.path is None:
             return
         try:
             found, self._state = _read(self.path)
         except InvalidRequest as error:
-            log.error("%s; the identities read before hold on", error)
+            log.error("%s; the identities read before stay in force", error)
             self._state = _state_of(self.path)
         else:
             self._keep(found)
@@ -197,7 +198,7 @@ def _read(path: Path) -> tuple[tuple[Identity, ...], tuple[int, ...]]:
 
 
 def parse(document: dict[str, Any], where: str) -> tuple[Identity, ...]:
-    """The identities in a TOML document. Raises InvalidRequest naming the entry that makes no sense."""
+    """The identities in a TOML document. Raises InvalidRequest naming the invalid entry."""
     entries = document.get("identity", [])
     _require(set(document) <= {"identity"}, f"{where}: write [[identity]] tables and nothing else")
     _require(isinstance(entries, list) and entries != [], f"{where} has no [[identity]]: needs at least one")

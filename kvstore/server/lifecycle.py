@@ -1,17 +1,17 @@
-"""Lifecycle: the process of a daemon, from its start until it is told to end.
+"""Lifecycle: the process of a daemon, from its start until it receives a signal to end.
 
 ::
 
     with lifecycle.running(config, log, "the daemon") as life:  # logs, signals and HTTP from here on
-        life.at_end(node.stop)  # when HTTP has ended
+        life.at_end(node.stop)  # called when HTTP has ended
         node.start()
         life.begun()  # "start" in the log
         life.serves(announce, took_s, pages=7)  # ready: in HTTP, to the parent process, "ready" in the log
         life.wait()  # until SIGTERM or SIGINT
         ...  # end in order; another signal sets ``life.hurried``
 
-An unexpected error ends a connection, a request or one turn of a task, and the daemon goes on; in decided state it ends
-the daemon with exit code 1. See ``kvstore.boundary``.
+An unexpected error ends a connection, a request or one turn of a task, and the daemon continues. An unexpected error
+while state is decided ends the daemon with exit code 1. See ``kvstore.boundary``.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ from kvstore.errors import KVStoreError
 from kvstore.limits import raise_descriptors
 from kvstore.server.http import HostNames, HttpServer, Readiness, routes
 
-# A signal may be taken while this thread is on its way to sleep, or by another one; its handler only runs when this
-# one wakes. Without a deadline one SIGTERM in a few hundred was noticed only with the next signal.
+# A signal may arrive while this thread is about to sleep, or in another thread. Its handler runs only when this thread
+# wakes. Without a deadline, one SIGTERM in a few hundred was noticed only with the next signal.
 SIGNAL_LOOK_S: Final = 0.25
-SWITCH_INTERVAL_S: Final = 0.0005  # a thread that holds the interpreter delays a client by no more than this
+SWITCH_INTERVAL_S: Final = 0.0005  # the longest time for which a thread keeps the interpreter from a client's request
 
 
 class Life:
-    """A daemon that runs.
+    """A running daemon.
 
     Attributes:
-        ready: it serves.
-        http: what answers /healthz, /readyz and /metrics, where that is configured.
-        hurried: the daemon was told to end once more: it should not take its time.
-        failure: why it ends on its own.
+        ready: set while the daemon serves.
+        http: the server of /healthz, /readyz and /metrics, if configured.
+        hurried: set by a second signal: the daemon should end quickly.
+        failure: why the daemon ends without a signal.
     """
 
     def __init__(self, log: logging.Logger, http: HttpServer | None, ready: Readiness) -> None:
@@ -60,15 +60,15 @@ class Life:
 
     @property
     def took_s(self) -> float:
-        """Since its begin."""
+        """Seconds since the start."""
         return time.monotonic() - self._began_s
 
     def at_end(self, call: Callable[[], object]) -> None:
-        """Call it when HTTP has ended; what was named last is called first."""
+        """Call ``call`` when HTTP has ended. The last registered call is made first."""
         self.ends.callback(call)
 
     def begun(self, **fields: Any) -> None:
-        """Tell the log."""
+        """Log "start"."""
         logs.event(self._log, logging.INFO, "start", version=about.version(), pid=os.getpid(), **fields)
 
     def serves(self, announce: Callable[[], None], took_s: float, **fields: Any) -> None:
@@ -78,11 +78,11 @@ class Life:
         logs.event(self._log, logging.INFO, "ready", took_s=round(took_s, 3), **fields)
 
     def on_hangup(self, call: Callable[[], None]) -> None:
-        """What SIGHUP asks for."""
+        """Call ``call`` at SIGHUP."""
         signal.signal(signal.SIGHUP, lambda *_: call())
 
     def wait(self, look: Callable[[], None] = lambda: None) -> None:
-        """Until it is told to end. Calls ``look`` a few times a second."""
+        """Wait for the signal to end. Calls ``look`` a few times a second."""
 
         def turn() -> None:
             if not self._stopped.wait(SIGNAL_LOOK_S):
@@ -91,34 +91,34 @@ class Life:
         boundary.kept("task/main", turn, self._stopped)()
 
     def wait_while(self, holds: Callable[[], bool]) -> None:
-        """Wait as ``wait`` does, but no longer than ``holds`` returns True."""
+        """Wait as ``wait`` does, but only while ``holds`` returns True."""
         boundary.kept("task/main", lambda: not self.ending(SIGNAL_LOOK_S) and not holds(), self._stopped)()
 
     def ending(self, timeout_s: float) -> bool:
-        """Whether the process was told to end; waits up to ``timeout_s`` for that."""
+        """Wait up to ``timeout_s`` for the signal to end. Returns whether it came."""
         return self._stopped.wait(timeout_s)
 
     def retires(self) -> None:
-        """Say to those who ask that it is not ready any more."""
+        """Report over HTTP that the daemon is no longer ready."""
         self.ready.clear()
 
     def fail(self, failure: KVStoreError) -> None:
-        """From any thread: end in order, as after a signal; ``running`` raises ``failure`` then."""
+        """End in order, as after a signal. ``running`` then raises ``failure``. Any thread may call it."""
         self.failure = self.failure or failure
         self._stopped.set()
 
     def told_to_end(self) -> None:
-        """A signal came."""
+        """Handle a signal: the first ends the daemon, the second sets ``hurried``."""
         (self.hurried if self._stopped.is_set() else self._stopped).set()
 
 
 @contextlib.contextmanager
 def running(config: DaemonConfig, log: logging.Logger, who: str) -> Iterator[Life]:
-    """The process is a daemon from here on. ``who`` it is, in its log.
+    """Make this process a daemon. ``who`` names it in the log.
 
     Raises:
-        InvalidRequest: HTTP cannot have its address.
-        KVStoreError: what the daemon ended with, see ``Life.fail``.
+        InvalidRequest: HTTP cannot listen at its address.
+        KVStoreError: the error that ended the daemon, see ``Life.fail``.
     """
     logs.configure(config)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
@@ -129,7 +129,7 @@ def running(config: DaemonConfig, log: logging.Logger, who: str) -> Iterator[Lif
     life = Life(log, http, ready)
     for number in (signal.SIGTERM, signal.SIGINT):
         signal.signal(number, lambda *_: life.told_to_end())
-    life.on_hangup(lambda: None)  # there is nothing to read again yet
+    life.on_hangup(lambda: None)  # nothing to reload yet
     with life.ends:
         if life.http is not None:
             life.http.start()

@@ -1,8 +1,6 @@
-"""Listening: at which addresses, with which credentials, and what is refused before anything is opened.
+"""Listening: the addresses of a daemon's gRPC server, and the checks before anything is opened.
 
-Beyond loopback every caller must be known and nothing travels in clear. Unix sockets are guarded by their permissions.
-
-Reach: which addresses a name to listen at means, and what is asked for before anything is listened at.
+Beyond loopback every caller must be known, and all traffic is encrypted. Unix sockets are guarded by their permissions.
 """
 
 from __future__ import annotations
@@ -26,7 +24,7 @@ from kvstore.shm.unix_sockets import socket_file
 
 
 def check_far(config: DaemonConfig, identities: Identities, address: str, setting: str) -> None:
-    """Raises InvalidRequest where an address beyond loopback would be served in clear, or to anyone."""
+    """Raise InvalidRequest if an address beyond loopback would be served unencrypted, or to unknown callers."""
     if config.tls_cert is None:
         raise InvalidRequest(setting, f"{address} is beyond loopback and needs TLS: give --tls-cert and --tls-key")
     if not identities.asked_for:
@@ -34,13 +32,14 @@ def check_far(config: DaemonConfig, identities: Identities, address: str, settin
 
 
 def check_certificates(config: DaemonConfig, identities: Identities) -> None:
-    """Raises InvalidRequest where some callers are known by certificates that no server asks for."""
+    """Raise InvalidRequest if identities name certificates, but the server does not ask for certificates."""
     if identities.by_certificate and config.tls_client_ca is None:
         raise InvalidRequest("identities", "name certificates: give --tls-client-ca, whose certificates are asked for")
 
 
 def numeric(host: str, address: str, setting: str) -> list[str]:
-    """The host's IP addresses: what is checked is what is opened. Raises InvalidRequest where there are none."""
+    """The IP addresses of a host name, so that the addresses that are checked are those that are opened. Raises
+    InvalidRequest if the host is unknown."""
     try:
         found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
@@ -55,7 +54,7 @@ UNIX: Final = "unix:"
 
 @dataclass
 class Plan:
-    """What ``bind`` will open: numeric addresses of one port each, and paths."""
+    """The sockets that ``bind`` will open: numeric addresses with a port each, and paths."""
 
     tcp: list[tuple[str, int]]
     unix: list[Path]
@@ -64,7 +63,7 @@ class Plan:
     bound: list[Path] = field(default_factory=list)
 
     def bind(self, server: grpc.aio.Server) -> list[str]:
-        """Open everything; returns the addresses as clients use them. Raises InvalidRequest."""
+        """Open everything. Returns the addresses as clients use them. Raises InvalidRequest."""
         addresses = []
         for host, port in self.tcp:
             shown = f"[{host}]" if ":" in host else host
@@ -87,7 +86,7 @@ class Plan:
         return f"{UNIX}{path}"
 
     def unlink(self) -> None:
-        """Remove our sockets' files."""
+        """Remove the files of our unix sockets."""
         for path in self.bound:
             with contextlib.suppress(OSError):
                 path.unlink(missing_ok=True)

@@ -1,6 +1,6 @@
-"""Metrics for Prometheus: what every daemon's ``/metrics`` is made with. Each daemon says what it counts.
+"""Metrics for Prometheus: the tools that every daemon makes its ``/metrics`` with.
 
-What a table of metrics consists of. Each daemon has one: the list of all that it exports.
+Each daemon has a table of ``MetricInfo``, the list of all metrics that it exports.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ class MetricInfo(NamedTuple):
 
     @property
     def exported(self) -> str:
-        """The name Prometheus knows; of a histogram the one without ``_bucket``."""
+        """The name in Prometheus; for a histogram without ``_bucket``."""
         return f"{self.name}_total" if self.kind == "counter" else self.name
 
 
@@ -46,7 +46,7 @@ def metric_info(prefix: str, kind: str, name: str, help: str, *labels: str) -> M
 
 
 def table_text(metrics: Sequence[MetricInfo]) -> str:
-    """The metrics as a table of the docs."""
+    """The metrics as a table for the docs."""
     rows = [f"| `{info.exported}` | {info.kind} | {', '.join(info.labels)} | {info.help} |" for info in metrics]
     return "\n".join(["| metric | type | labels | meaning |", "|---|---|---|---|", *rows])
 
@@ -82,7 +82,7 @@ MEMBERSHIP: Final = (MEMBERSHIP_AGE, MEMBERSHIP_FAILURES)
 """Every daemon has these, under these names, where it is in a pool."""
 
 
-# it loads gRPC, which is loaded where there are calls
+# not imported at run time, because it loads gRPC
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4"
 _KINDS: Final = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
@@ -116,7 +116,7 @@ class Families:
         self.buckets(name, BOUNDS_S, list(took.counts), took.sum_s, *labels)
 
     def grpc(self, calls: Calls) -> None:
-        """Add what became of gRPC calls."""
+        """Add the counts of gRPC calls."""
         for (method, code), count in dict(calls.ended).items():
             self("grpc_calls", count, method, code)
         for reason, count in dict(calls.shed).items():
@@ -127,8 +127,7 @@ class Families:
         self("grpc_bytes", calls.sent_bytes, "out")
 
     def process(self, uptime_s: float, *what: str) -> None:
-        """Add the description of a process that all daemons export. ``what`` runs: labels in addition to the
-        versions."""
+        """Add the description of the process. ``what`` has the values of labels in addition to the versions."""
         for place, count in boundary.counts().items():
             self.families[INTERNAL_ERRORS.name].add_metric((place,), count)
         self("uptime_seconds", uptime_s)
@@ -138,10 +137,10 @@ class Families:
 
 
 class DaemonMetrics(Collector):
-    """``/metrics`` of a daemon. Collects on every scrape, one at a time.
+    """``/metrics`` of a daemon. Collects on every scrape, one scrape at a time.
 
     Attributes:
-        membership: says of each task of membership its name, the seconds since it last succeeded, and its failures.
+        membership: returns each membership task's name, the seconds since it last succeeded, and its failures.
     """
 
     def __init__(self, prefix: str, metrics: Sequence[MetricInfo]) -> None:
@@ -153,12 +152,12 @@ class DaemonMetrics(Collector):
         self._registry.register(self)
 
     def route(self) -> tuple[int, str, str]:
-        """What a scrape gets."""
+        """The answer to a scrape."""
         with self._turn:
             return 200, CONTENT_TYPE, generate_latest(self._registry).decode()
 
     def describe(self) -> list[Metric]:
-        """Nothing: there is one collector only."""
+        """Nothing, because this is the only collector."""
         return []
 
     def collect(self) -> Iterator[Metric]:

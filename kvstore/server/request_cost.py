@@ -1,13 +1,13 @@
-"""Weighing: what a request will take in memory once it is parsed, told from its bytes before it is.
+"""Estimates the memory that a request will take once it is parsed, from its bytes.
 
-Most requests are one long field, and take a few copies of it. But an empty value is two bytes on the wire and ten
-objects' worth of tables once it is a value, and a prompt in pages of one token has a key for every four bytes. So the
-fields of a message are counted as its type says they nest; what they hold is passed over, so that a prompt of a million
-tokens is weighed in microseconds. A message of more values than any call can mean is refused. One of few values is
-weighed in the event loop; of more, in a thread of its caller's share, so that no other caller waits for it.
+Most requests are one long field, and take a few copies of it. But an empty value has two bytes on the wire and takes
+tables of ten objects once it is parsed, and a prompt in pages of one token has a key for every four bytes. So the
+values of a message are counted as its type nests them. Their contents are skipped, so a prompt of a million tokens
+takes microseconds. A message with more values than any call needs is refused. A message with few values is counted in
+the event loop. One with more is counted in a thread of its caller's share, so that no other caller waits for it.
 
-Worked example: a lookup of 4,096 tokens in pages of 16, with a digest for each page: 16 KiB of tokens and 256 digests
-of 16 bytes are 20,992 bytes and some 270 values. It weighs 4 * 20,992 + 270 * 128 + 256 * 256 = 184,064 bytes.
+Worked example: a lookup of 4,096 tokens in pages of 16, with a digest per page. 16 KiB of tokens and 256 digests of 16
+bytes are 20,992 bytes and some 270 values. The estimate is 4 * 20,992 + 270 * 128 + 256 * 256 = 184,064 bytes.
 """
 
 from __future__ import annotations
@@ -23,12 +23,12 @@ from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
 from kvstore.server.gate import MESSAGE_BYTES_FREE, MESSAGE_COPIES, Call
 
-VALUE_BYTES: Final = 128  # of a field's value: its place in the message, in a list, and the object
-PACKED_COPIES: Final = 6  # more of packed numbers, which are a byte on the wire, perhaps, and ten in two arrays
-PAGE_BYTES: Final = 256  # of a page that a request names: its key and identity, and their objects
-PAGES_MAX: Final = 1 << 16  # as of one call
-VALUES_MAX: Final = PAGES_MAX + 4096  # of one request: a digest for each page
-VALUES_AT_ONCE: Final = 512  # weighed in the event loop, in half a millisecond
+VALUE_BYTES: Final = 128  # per value: the object, and its places in the message and in a list
+PACKED_COPIES: Final = 6  # further copies of packed numbers: a byte on the wire may become ten, in two arrays
+PAGE_BYTES: Final = 256  # per page: its key and identity row, and their objects
+PAGES_MAX: Final = 1 << 16  # of one call
+VALUES_MAX: Final = PAGES_MAX + 4096  # of one request, with a digest per page
+VALUES_AT_ONCE: Final = 512  # counted in the event loop, in half a millisecond
 DEPTH_MAX: Final = 32
 
 _VARINT, _FIXED64, _BYTES, _START, _END, _FIXED32 = range(6)
@@ -42,7 +42,8 @@ Answer = TypeVar("Answer")
 def weighed(
     service: str, calls: Mapping[str, Callable[[Call, bytes], Awaitable[Answer]]]
 ) -> dict[str, Callable[[Call, bytes], Awaitable[Answer]]]:
-    """Wrap calls of a service, by name, so that they hold buffers for what their requests take besides copies."""
+    """Wrap a service's calls, so that they take buffers for the memory of their requests that is not copies of the
+    bytes."""
     methods = descriptor_pool.Default().FindServiceByName(service).methods_by_name
     return {name: partial(_with_buffers, methods[name].input_type, work) for name, work in calls.items()}
 
@@ -58,7 +59,7 @@ async def _with_buffers(
 
 
 async def weight_of(call: Call, kind: Any, message: bytes) -> int:
-    """See ``weigh``; of many values in a thread."""
+    """``weigh``, in a thread if there are many values."""
     weight = weigh(kind, message, VALUES_AT_ONCE)
     if weight is None:
         weight = await call.quick(weigh, kind, message)
@@ -67,10 +68,11 @@ async def weight_of(call: Call, kind: Any, message: bytes) -> int:
 
 
 def weigh(kind: Any, message: bytes, at_once: int = VALUES_MAX) -> int | None:
-    """Bytes that a request of that type (a ``Descriptor``) will take. A message of another type weighs what was read.
+    """The bytes of memory that a request of type ``kind`` (a ``Descriptor``) will take. If the message has another
+    type, the estimate covers the part that was readable.
 
     Args:
-        at_once: None is returned for a message of more values than this, as soon as they were counted.
+        at_once: if the message has more values than this, counting stops, and None is returned.
 
     Raises:
         InvalidRequest: it has more than ``VALUES_MAX`` values, or nests deeper than ``DEPTH_MAX``.
@@ -81,25 +83,25 @@ def weigh(kind: Any, message: bytes, at_once: int = VALUES_MAX) -> int | None:
     except _ManyValues:
         if at_once < VALUES_MAX:
             return None
-        raise InvalidRequest("request", f"has more than {VALUES_MAX} values") from None
+        raise InvalidRequest("request", f"must have at most {VALUES_MAX} values") from None
     pages = min(weight.tokens_bytes // (4 * weight.page_tokens), PAGES_MAX)
     return MESSAGE_COPIES * len(message) + VALUE_BYTES * weight.values + weight.packed_bytes + PAGE_BYTES * pages
 
 
 class _ManyValues(Exception):
-    """More than were to be counted."""
+    """The message has more values than may be counted at once."""
 
 
 class _Weight:
     def __init__(self, values_max: int) -> None:
         self._values_max = values_max
         self.values = self.packed_bytes = self.tokens_bytes = 0
-        self.page_tokens = 64  # where a layout names none; of several the least
+        self.page_tokens = 64  # the least of all layouts; the default if none says it
 
     def add(self, kind: Any, data: bytes, place: int, stop: int, depth: int) -> None:
-        """Count the fields of a message, which is this part of ``data``."""
+        """Count the fields of the message in ``data[place:stop]``."""
         if depth > DEPTH_MAX:
-            raise InvalidRequest("request", "nests too deep")
+            raise InvalidRequest("request", f"must nest at most {DEPTH_MAX} deep")
         fields = kind.fields_by_number
         while place < stop:
             tag, size = data[place], 0
@@ -131,7 +133,7 @@ class _Weight:
 
 
 def _varint(data: bytes, place: int, stop: int) -> tuple[int, int]:
-    """The number there, and the place after it; of one that is cut short, the end."""
+    """The number at ``place``, and the place after it. If it is cut short, the end."""
     if place < stop and data[place] < 0x80:
         return data[place], place + 1
     value = shift = 0

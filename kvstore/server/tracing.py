@@ -1,7 +1,7 @@
-"""Tracing: OpenTelemetry spans of what a daemon does, sent over OTLP/HTTP where ``otlp_endpoint`` says so.
+"""Tracing: OpenTelemetry spans of a daemon's work, sent over OTLP/HTTP to ``otlp_endpoint``.
 
 ``with tracing.span("kvstore.demote", pages=7) as span: ... span.set_attribute("bytes", 458752)`` costs a function call
-where nothing is configured, and the packages (the ``otel`` extra) are imported only where something is.
+if no endpoint is configured. The packages (the ``otel`` extra) are imported only if one is.
 """
 
 from __future__ import annotations
@@ -14,21 +14,21 @@ from typing import Any, Protocol
 from kvstore import about
 from kvstore.errors import InvalidRequest
 
-SPANS_WAITING_MAX = 2048  # beyond, spans are dropped
+SPANS_WAITING_MAX = 2048  # further spans are dropped
 EXPORT_TIMEOUT_S = 5.0
 FLUSH_S = 3.0
 
 
 class TraceSpan(Protocol):
-    """What ``span`` hands out."""
+    """What ``span`` yields."""
 
     def set_attribute(self, key: str, value: Any) -> None:
-        """Say more about it."""
+        """Add an attribute."""
         ...
 
 
 class _Nothing:
-    """The span where none are made. Stateless, so one serves all."""
+    """The span that is used if tracing is off. Stateless, so one instance is enough."""
 
     def __enter__(self) -> _Nothing:
         return self
@@ -75,7 +75,7 @@ def configure(endpoint: str, node: str) -> None:
 
 
 def shutdown() -> None:
-    """Send what waits, as far as ``FLUSH_S`` allow, and make no more spans."""
+    """Send waiting spans, for at most ``FLUSH_S``, and make no more spans."""
     global _tracer, _provider
     provider, _tracer, _provider = _provider, None, None
     if provider is not None:

@@ -34,10 +34,10 @@ PROGRESS_REQUEST: Final = b"\x1a\x00"
 
 
 class EtcdCatalog(Catalog):
-    """Over one or more endpoints (``host:port``) of one etcd cluster.
+    """A catalog over one or more endpoints (``host:port``) of one etcd cluster.
 
-    ``publish`` is one transaction. A try that was not answered may have been done all the same; where a second try then
-    finds our own value under our own session, that is a success.
+    ``publish`` is one transaction. A try without an answer may have succeeded. If the next try finds our value under
+    our own session, that is a success.
 
     Attributes:
         call_s: how long a call waits for an answer of any endpoint.
@@ -50,7 +50,7 @@ class EtcdCatalog(Catalog):
         self.url = "etcd://" + ",".join(endpoints)
         self._channel = EtcdChannel(endpoints, credentials or Credentials())
         self._pb = self._channel.messages
-        self._cluster = 0  # which etcd told us its revisions last
+        self._cluster = 0  # the id of the etcd cluster that our revisions are from
 
     async def start(self) -> None:
         """See ``Catalog.start``."""
@@ -72,7 +72,7 @@ class EtcdCatalog(Catalog):
         entries: list[Entry] = []
         key, end, revision = prefix.encode(), _end_of(prefix), 0
         while True:
-            # All pages are of one revision; where that was compacted in the meantime, begin again.
+            # All pages have one revision. If that was compacted in the meantime, the listing begins again.
             request = self._pb.RangeRequest(key=key, range_end=end, limit=PAGE, revision=revision)
             try:
                 answer = await self._call("KV/Range", request, self._pb.RangeResponse)
@@ -117,7 +117,7 @@ class EtcdCatalog(Catalog):
     async def retract(self, key: str, only_if: int | None = None) -> bool:
         """See ``Catalog.retract``."""
         pb = self._pb
-        if only_if is None:  # etcd does this without any space left, too, unlike a transaction
+        if only_if is None:  # unlike a transaction, this works when etcd has no space left
             plain = pb.DeleteRangeRequest(key=check_key(key).encode())
             return bool((await self._call("KV/DeleteRange", plain, pb.DeleteRangeResponse)).deleted)
         request = pb.TxnRequest(
@@ -139,7 +139,7 @@ class EtcdCatalog(Catalog):
                     yield whole
                 async with aclosing(self._changes(prefix, revision + 1, health)) as changes:
                     async for update in changes:
-                        if update is None:  # it has forgotten
+                        if update is None:  # etcd no longer has these changes
                             revision = None
                             break
                         revision = update.revision
@@ -164,9 +164,9 @@ class EtcdCatalog(Catalog):
         return [compare(key=key.encode(), target=compare.MOD, result=compare.EQUAL, mod_revision=only_if)]
 
     async def _changes(self, prefix: str, revision: int, health: TaskHealth) -> AsyncGenerator[Update | None, None]:
-        """Changes from ``revision`` on; None where etcd has forgotten some of them, or is another one by now, made
-        again or out of a backup: its revisions say nothing of ours. Each answer is a sign of life: where nothing
-        changes etcd is asked for one."""
+        """Yield changes from ``revision`` on. Yields None if etcd has lost some of them, or is now another cluster
+        (recreated, or restored from a backup), whose revisions cannot be compared with ours. Each answer is a sign of
+        life. If nothing changes, etcd is asked for one."""
         pb = self._pb
         request = pb.WatchRequest(
             create_request=pb.WatchCreateRequest(
@@ -187,7 +187,7 @@ class EtcdCatalog(Catalog):
                     yield _update(answer)
 
     def _cancelled(self, reason: str) -> KVStoreError:
-        """etcd says in the stream why it does not watch, also where it does not know us."""
+        """The error for a watch that etcd cancelled, also because it does not accept our token."""
         if is_stale_token(reason) or "permission denied" in reason:
             self._channel.forget_token()
             return Unauthenticated(f"etcd refuses a watch: {reason}")
@@ -197,8 +197,8 @@ class EtcdCatalog(Catalog):
         return await self._channel.call(method, request, answer, self.call_s)
 
     async def _renew(self, session: int) -> bool:
-        """One message of a stream of its own, so that nothing of an old connection is waited for. etcd checks no
-        password at a renewal, so sessions live while a password is wrong."""
+        """Renew with one message in a new stream, so that a dead connection cannot delay it. etcd does not check
+        passwords at a renewal, so sessions stay alive while the password is wrong."""
         pb = self._pb
         request = pb.LeaseKeepAliveRequest(ID=session)
         async with aclosing(
@@ -235,7 +235,7 @@ class _EtcdSession(Session):
 
 
 def _update(answer: Any) -> Update:
-    """One answer of a watch. Where it has several changes of one key, the last counts."""
+    """The update in one answer of a watch. If one key changed several times, the last change counts."""
     entries: dict[str, Entry] = {}
     gone: dict[str, None] = {}
     for event in answer.events:
@@ -254,7 +254,7 @@ def _entry(kv: Any) -> Entry:
 
 
 def _end_of(prefix: str) -> bytes:
-    """The first key after all that start with ``prefix``: etcd's ``range_end``."""
+    """The first key after all keys that start with ``prefix``: etcd's ``range_end``."""
     raw = bytearray(prefix.encode())
     while raw and raw[-1] == 0xFF:
         raw.pop()

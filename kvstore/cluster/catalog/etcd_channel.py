@@ -264,9 +264,9 @@ class EtcdChannel:
             self.next_endpoint(at)
             raise self._translated(error) from error
         except (asyncio.InvalidStateError, grpc.aio.UsageError, TimeoutError) as error:
-            # A call whose channel has gone raises InvalidStateError from `write`.
+            # `write` raises InvalidStateError if the call's channel was closed.
             self.next_endpoint(at)
-            raise Unavailable(f"etcd at {self._endpoints[at]} let a stream go") from error
+            raise Unavailable(f"etcd at {self._endpoints[at]} closed a stream") from error
         finally:
             if call is not None:
                 call.cancel()
@@ -275,17 +275,17 @@ class EtcdChannel:
 
     @property
     def endpoint(self) -> int:
-        """Number of the one it stays with now."""
+        """The number of the current endpoint."""
         return self._at
 
     def next_endpoint(self, from_endpoint: int) -> None:
-        """Go on with the endpoint after this one, unless another call has done so already."""
+        """Switch to the endpoint after this one, unless another call has already done so."""
         if self._at == from_endpoint:
             self._at = (from_endpoint + 1) % len(self._endpoints)
             self._move()
 
     def forget_token(self) -> None:
-        """The next call asks for a new one, where there is a user."""
+        """Make the next call request a new token, if there is a user."""
         self._token = None
 
     def _move(self) -> None:
@@ -300,7 +300,7 @@ class EtcdChannel:
         ]
 
     def _look_at_files(self) -> None:
-        """New channels where certificates changed. While the new files make no sense the old channels stay."""
+        """Make new channels if the certificates changed. While the new files are invalid, the old channels stay."""
         if not self._files.changed():
             return
         try:
@@ -325,7 +325,7 @@ class EtcdChannel:
         return await stub(request, timeout=timeout_s, metadata=metadata)
 
     async def _metadata(self, at: int, timeout_s: float, token: bool = True) -> tuple[tuple[str, str], ...]:
-        """What goes with each call and each stream: a token that is not known to be refused."""
+        """The metadata of a call or stream: a token that etcd has not refused yet."""
         self._look_at_files()
         if token and self._credentials.user and self._token is None:
             async with self._asking:
@@ -334,7 +334,8 @@ class EtcdChannel:
         return (_LEADER, ("token", self._token)) if self._token else (_LEADER,)
 
     async def _new_token(self, at: int, timeout_s: float) -> str:
-        """Raises Unauthenticated where user or password are wrong, and InvalidRequest where the file is."""
+        """Request a token. Raises Unauthenticated if user or password are wrong, and InvalidRequest if the password's
+        file is."""
         pb = self.messages
         stub = self._channels[at].unary_unary(
             "/etcdserverpb.Auth/Authenticate",
@@ -352,7 +353,7 @@ class EtcdChannel:
             raise Unauthenticated(f"etcd refuses user {self._credentials.user!r}: {error.details()}") from error
 
     def _forgets_token(self, error: grpc.aio.AioRpcError) -> bool:
-        """True where a new token may be taken instead."""
+        """Whether the token was refused, so that a new one may help. Forgets the token in that case."""
         stale = bool(self._credentials.user) and is_stale_token(error.details() or "")
         if stale:
             self.forget_token()
@@ -361,7 +362,7 @@ class EtcdChannel:
     def _translated(self, error: grpc.aio.AioRpcError) -> Exception:
         code, said = error.code(), error.details() or error.code().name
         if "user name is empty" in said:
-            return Unauthenticated("etcd wants a user and a password: catalog_user, catalog_password_file")
+            return Unauthenticated("etcd needs a user and a password: catalog_user, catalog_password_file")
         if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
             return Unauthenticated(f"etcd refuses: {said}")
         if _NO_SPACE in said:
@@ -370,7 +371,7 @@ class EtcdChannel:
 
 
 async def _read(call: Any, moved: asyncio.Event, ask: bytes) -> Any:
-    """The next answer. Raises TimeoutError where ``ask`` is not answered, or a call has moved on."""
+    """The next answer. Raises TimeoutError if ``ask`` is not answered, or the channel has moved to another endpoint."""
     reading = asyncio.ensure_future(call.read())
     moving = asyncio.ensure_future(moved.wait())
     try:
@@ -389,7 +390,7 @@ async def _read(call: Any, moved: asyncio.Event, ask: bytes) -> Any:
 
 
 def is_stale_token(said: str) -> bool:
-    """Whether etcd says by these words that a token has to be asked for."""
+    """Whether this message of etcd means that a new token is needed."""
     return any(each in said for each in _STALE_TOKEN)
 
 
