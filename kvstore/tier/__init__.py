@@ -1,1 +1,1 @@
-"""Where bytes rest: ``folder``, ``header``, ``dram``, ``records`` are a node's shared memory; ``index`` finds keys."""
+"""Stores of the bytes of pages: DRAM, NVMe, memory of devices, and memory of other processes. Without decisions."""

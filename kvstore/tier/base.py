@@ -1,8 +1,8 @@
-"""What the tiers of one node have in common: frames in extents, extents in positions.
+"""The interface of a node's tiers: frames in extents, extents in positions.
 
-All tiers keep their pages in the same shape, so that a page is named the same way in each (extent, frame, generation)
-and the decisions about them are the same code. What differs stays below: DRAM is mapped and its records prove a page;
-NVMe is read and written in whole frames, each with a header that proves it.
+All tiers keep pages in the same structure. A page has the same kind of address in each (extent, frame, generation), and
+the same code decides about it. The difference is below this interface: DRAM is mapped, and its records prove a page.
+NVMe is read and written in frames, each with a header that proves the page.
 """
 
 from __future__ import annotations
@@ -19,20 +19,21 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class TierStore(Protocol):
-    """Where the pages of one tier rest: a row of positions of ``extent_bytes`` each. A position's life::
+    """The store of one tier's pages: a row of positions of ``extent_bytes`` each. Life of a position::
 
         empty ──carve(number, class)──> carved: its frames may be written and read ──drop──> empty
 
-    Asking for a frame outside a carved extent, or by another class, is a bug (AssertionError). Any thread may call.
+    It is a bug (AssertionError) to name a frame outside a carved extent, or of another class. Any thread may call.
 
     Attributes:
-        tier: which it is. A node has at most one store per tier.
-        incarnation: drawn when the store was made; what one incarnation stored means nothing to another.
-        generation: below every generation that this start may give its frames, above all that earlier ones gave.
-        extent_bytes, positions: its geometry.
-        mapped: its frames are memory of this process: the decider moves a page itself.
-        relayed: pages come and go one by one, through ``read_page`` and ``write_page``, carried by ``upkeep.relay``. A
-            tier that is not relayed has a mover that knows it.
+        tier: the tier. A node has at most one store per tier.
+        incarnation: a random number of the store. Pages of another incarnation cannot be read.
+        generation: lower than all generations that this start gives to frames, higher than all that earlier starts
+            gave.
+        extent_bytes, positions: the geometry.
+        mapped: frames are memory of this process, so the node's state moves pages itself.
+        relayed: ``upkeep.relay`` moves pages one by one with ``read_page`` and ``write_page``. A tier that is not
+            relayed has a mover of its own.
     """
 
     @property
@@ -71,62 +72,62 @@ class TierStore(Protocol):
         ...
 
     def frames_of(self, frame_class: FrameClass) -> int:
-        """Frames in an extent of that class; 0 where not one fits."""
+        """Frames in an extent of that class; 0 if not even one fits."""
         ...
 
     def header_bytes(self, frame_class: FrameClass) -> int:
-        """Bytes that stand before each frame; 0 in DRAM, whose records lie elsewhere."""
+        """Bytes of the header before each frame; 0 in DRAM, whose records are elsewhere."""
         ...
 
     def header_incarnation(self, position: int) -> int:
-        """What the headers of frames there carry, see ``frame_header``."""
+        """The incarnation in the headers of frames at this position, see ``frame_header``."""
         ...
 
     def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
-        """Make the position hold that extent. What its frames hold means nothing until they are written. Waits for no
-        device."""
+        """Put an extent into the position. Its frames have no valid contents until they are written. Does not wait for
+        a device."""
         ...
 
     def drop(self, position: int) -> None:
-        """Make the position empty. Its pages are gone, also after a restart. Waits for no device."""
+        """Make the position empty. Its pages are gone, even after a restart. Does not wait for a device."""
         ...
 
     def open_for_writing(self, positions: Iterable[int]) -> None:
-        """From now until ``close_for_writing`` frames may be written there.
+        """Allow writes to frames there, until ``close_for_writing``.
 
         Raises:
-            OSError: none is open.
+            OSError: none of the positions is open.
         """
         ...
 
     def close_for_writing(self, positions: Iterable[int]) -> None:
-        """The pages are written, synced, and what the records say of them is said (or they are given up)."""
+        """End writing. The pages are written and synced and their records are stored, or the pages were given up."""
         ...
 
     def write_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
-        """Write one frame, ``header`` ``[header_bytes]`` and ``page`` ``[frame_bytes]``, both page-aligned.
+        """Write one frame: ``header`` ``[header_bytes]`` and ``page`` ``[frame_bytes]``, both page-aligned.
 
         Raises:
-            OSError: the frame may hold anything now.
+            OSError: the frame may now hold anything.
         """
         ...
 
     def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
-        """Read one frame into ``header`` and ``page``. Whether it is the page that was meant, the caller proves.
+        """Read one frame into ``header`` and ``page``. The caller proves that it is the expected page.
 
         Raises:
-            OSError: what the buffers hold means nothing.
+            OSError: the contents of the buffers are undefined.
         """
         ...
 
     def sync(self) -> None:
-        """What was written before survives what the tier survives: DRAM its owner's death, NVMe loss of power.
+        """Make earlier writes survive what the tier survives: in DRAM the death of its owner, on NVMe a loss of power.
 
         Raises:
-            OSError: what was written since the last one must be given up.
+            OSError: everything written since the last sync must be given up.
         """
         ...
 
     def close(self) -> None:
-        """Let go of it; the pages stay."""
+        """Close the store. The pages stay."""
         ...

@@ -1,10 +1,9 @@
 """HbmStore: a tier in device memory, with the interface of other tiers.
 
-It reads memory that engines have mounted (``tier.peer_memory``): the engine's records name its frames, and only the
-engine writes them and decides about them.
-
-An arena says where the bytes of a page are. Ours is page-major, with one piece per page; in a foreign one (a tensor
-``[B, H, N, C]`` for each layer, for example) a page is gathered from separate pieces.
+It reads memory that engines have mounted (``tier.peer_memory``). The engine's records name the frames, and only the
+engine writes them and decides about them. A ``FrameMap`` says where the bytes of a page are. Our own arenas are
+page-major: a page is one piece. In a foreign arena (for example a tensor ``[B, H, N, C]`` per layer) a page consists of
+separate pieces.
 """
 
 from __future__ import annotations
@@ -22,12 +21,12 @@ from kvstore.model.replica import FrameClass, Tier
 from kvstore.model.shard import Strides
 from kvstore.tier.base import Bytes
 
-COPY_DEADLINE_S: Final = 10.0  # of one page
-BOUNCE_BYTES: Final = 8 << 20  # of pages copied at a time, or one page if that is larger
+COPY_DEADLINE_S: Final = 10.0  # for one page
+BOUNCE_BYTES: Final = 8 << 20  # copied at a time; at least one page
 
 
 class FrameMap(Protocol):
-    """The places of frames in device memory: ``positions``, each with a number of frames of a class."""
+    """Where frames are in device memory. There are ``positions``, and each holds a number of frames of one class."""
 
     @property
     def extent_bytes(self) -> int:
@@ -40,12 +39,12 @@ class FrameMap(Protocol):
         ...
 
     def frames_of(self, frame_class: FrameClass) -> int:
-        """Return the frames in one position; 0 if that class does not fit."""
+        """The number of frames in one position; 0 if the class does not fit."""
         ...
 
     def pieces(self, position: int, frame: int, frame_class: FrameClass, count: int = 1) -> tuple[Addresses, Addresses]:
         """Return addresses and lengths of the pieces of ``count`` pages, in the order of their bytes. They cover each
-        page, or each page's whole frame."""
+        page, or each page's entire frame."""
         ...
 
 
@@ -79,16 +78,16 @@ class StridedFrames:
 
 
 class HbmStore:
-    """See ``TierStore``. Records elsewhere name its frames, as in DRAM; frames have no headers.
+    """See ``TierStore``. Records elsewhere name its frames, as in DRAM, and frames have no headers.
 
-    A page goes through the store's own pinned memory. So a copy that did not end in time affects neither the caller's
-    buffers nor a later copy: its bounce buffer is reused only once its event is over.
+    A page is copied through the store's own pinned memory. So a copy that did not end in time affects neither the
+    caller's buffers nor a later copy: its bounce buffer is reused only after its event.
 
     Args:
         device: the device that has the memory.
-        arena: the places of its frames. The caller allocates the memory, and frees it after the store is closed.
-        incarnation: drawn for each arena: device memory ends with its process.
-        found: extents that its positions hold already.
+        arena: where its frames are. The caller allocates the memory, and frees it after the store is closed.
+        incarnation: a random number of the arena, because device memory ends with its process.
+        found: extents that are already carved.
         deadline_s: the time for the copy of one page.
     """
 
@@ -140,11 +139,11 @@ class HbmStore:
         """See ``TierStore``."""
 
     def write_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
-        """See ``TierStore``. Returns when the copy's event is over.
+        """See ``TierStore``. Returns after the copy's event.
 
         Raises:
-            DeviceLost: an OSError, as is the next.
-            DeadlineExceeded: the frame may still change; later copies of this store come after that.
+            DeviceLost: the device failed; an OSError.
+            DeadlineExceeded: an OSError too. The frame may still change, but not after later copies of this store.
         """
         places, sizes = self._pieces(position, frame, frame_class)
         deadline_s = time.monotonic() + self._deadline_s
@@ -154,11 +153,11 @@ class HbmStore:
             bounce.event.wait(deadline_s)
 
     def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
-        """See ``TierStore``. Returns when the copy's event is over.
+        """See ``TierStore``. Returns after the copy's event.
 
         Raises:
-            DeviceLost: an OSError, as is the next. ``page`` is unchanged, and stays so.
-            DeadlineExceeded: the same.
+            DeviceLost: the device failed; an OSError. ``page`` is unchanged, and stays so.
+            DeadlineExceeded: an OSError too. ``page`` is unchanged, and stays so.
         """
         self.read_pages(position, frame, frame_class, page[None])
 
@@ -179,7 +178,7 @@ class HbmStore:
             some[:, width:] = 0  # a foreign arena keeps no padding
 
     def sync(self) -> None:
-        """See ``TierStore``. Device memory survives nothing."""
+        """See ``TierStore``. Does nothing, because device memory survives nothing."""
 
     def close(self) -> None:
         """See ``TierStore``."""

@@ -1,23 +1,17 @@
-"""Memory that processes of one machine lend each other: exported, mounted and read through descriptors.
+"""Memory that the processes of one machine share with each other: exported by its owner, opened by readers.
 
-Exported: how one process reads memory that another one has mounted at the node of their machine.
+An engine mounts its memory at the node: ``store.mount(layout, frames, DeviceFrames(device, memory.address, stride,
+memory.nbytes))`` shares a page-major arena in ``memory = device.allocate(nbytes, shared=True)``. The segment's records
+say how other processes open the memory: a ``kind``, and bytes for that kind. A reader opens it with the row of
+``OPENERS``. Memory that cannot be opened is a miss.
 
-The owner of a segment writes in its records how other processes reach the memory: a ``kind``, and bytes that mean
-something to that kind alone. A reader opens it by the row of ``OPENERS``; what cannot be opened here is a miss.
+Memory of a device is opened by the device's export: a handle of the driver, or a file descriptor, which
+``DescriptorServer`` passes through a unix socket in the node's folder. A process that may connect gets the descriptor;
+the socket has the mode of the folder's other files.
 
-Memory of devices between processes of one machine: mounted by one, read by the others.
-
-``store.mount(layout, frames, DeviceFrames(device, memory.address, stride, memory.nbytes))`` shows a page-major arena
-in ``memory = device.allocate(nbytes, shared=True)``. Other processes open it by what the device exports: a handle of
-its driver, or a descriptor, which its owner passes them (``descriptors``).
-
-A process that opens memory needs a context on a device that reaches it, which takes some hundred megabytes of that. So
-it is opened only by devices that this process uses already: by one for reads into host memory, and by each other one
-whose memory is to be filled, where that reaches it (``places``).
-
-Descriptors: how a process passes an open file to others of its machine, by a unix socket in their node's folder.
-
-A process that may connect gets the descriptor: the socket has the mode of the folder's other files.
+To open memory of a device, a process needs a context on a device that can reach it, and a context takes some hundred
+megabytes of device memory. So the memory is opened only by devices that the process already uses: by one for reads into
+host memory, and by each device whose memory is to be filled, if it can reach the memory (``places``).
 """
 
 from __future__ import annotations
@@ -51,36 +45,36 @@ from kvstore.shm.unix_sockets import short
 from kvstore.tier.hbm import HbmStore, StridedFrames
 
 HOST: Final = 1  # shared memory: the file next to the records
-DEVICE: Final = 3  # memory of a device, by what that exports; 2 was an earlier form
-NO_INCARNATION: Final = 0  # records of others say what is there
+DEVICE: Final = 3  # memory of a device, by its export; 2 was an earlier form
+NO_INCARNATION: Final = 0  # the owner's records prove the pages instead
 
 
 class PeerMemory(Protocol):
-    """The frames of a segment of another process. Threads may share it; it is unmapped with the last reference."""
+    """The frames of another process' segment. Threads may share it. It is unmapped with the last reference."""
 
     def read(self, frame: int, rows: npt.NDArray[np.uint8], layer: int | None = None) -> None:
-        """Copy the pages in the frames from ``frame`` on into ``rows`` ``[pages, page_bytes]``, and return when that is
-        done. The caller must check the records before and after.
+        """Copy pages into ``rows`` ``[pages, page_bytes]``, starting with ``frame``. Returns when the copy is done. The
+        caller must check the records before and after.
 
         Args:
-            layer: only that one of each page, into ``[pages, layer_bytes]``.
+            layer: copy only this layer of each page, into ``[pages, layer_bytes]``.
 
         Raises:
-            Unavailable: the memory, or the device, is gone, or too slow; or its layers do not lie apart.
+            Unavailable: the memory or the device is gone or too slow, or the layers are not separate.
         """
         ...
 
     def places(
         self, device: Device, frame: int, count: int, layer: int | None = None
     ) -> tuple[Addresses, Addresses] | None:
-        """Where the pieces of these pages lie for streams of that device, and their lengths, in the order of the pages'
-        bytes; None: it cannot copy from there, and ``read`` is the way. This memory stays mapped until such a copy has
+        """Addresses of these pages' pieces for streams of that device, and their lengths, in the order of the pages'
+        bytes. None if the device cannot copy from there; then use ``read``. Keep this object until such a copy has
         ended. Raises Unavailable as ``read``."""
         ...
 
 
 class SharedFrames:
-    """Shared memory, mapped: see ``PeerMemory``."""
+    """Shared memory that is mapped: see ``PeerMemory``."""
 
     def __init__(self, memory: npt.NDArray[np.uint8], table: MountedTable) -> None:
         self._memory, self._frames, self._strides = memory, table.frames, table.strides
@@ -89,7 +83,7 @@ class SharedFrames:
 
     @classmethod
     def open(cls, folder: NodeFolder, table: MountedTable) -> SharedFrames | None:
-        """None where it is not as long as the records say: reading beyond its end would be a SIGBUS."""
+        """None if the file is shorter than the records say, because a read beyond its end would be a SIGBUS."""
         try:
             fd = open_plain(data_path(folder, table.number), os.O_RDONLY)
         except OSError:
@@ -125,19 +119,19 @@ class SharedFrames:
 
 
 def layer_of(strides: Strides, layer: int, layers: int) -> Strides:
-    """Where one layer of the pages lies. Raises Unavailable."""
+    """The strides of one layer of the pages. Raises Unavailable."""
     found = strides.part(layer, layers)
     if found is None:
-        raise Unavailable("the layers of that memory do not lie apart")
+        raise Unavailable("the layers of that memory are not separate")
     return found
 
 
 class MountedMemory(Protocol):
-    """Memory of this process, to be mounted. It stays as it is as long as the segment is open.
+    """Memory of this process to be mounted. It must not move while the segment is open.
 
     Attributes:
-        kind: the row of ``OPENERS`` by which others read it.
-        stride: bytes from one frame to the next, where pages lie in one piece.
+        kind: the row of ``OPENERS`` by which other processes read it.
+        stride: bytes from one frame to the next, if pages are contiguous.
     """
 
     @property
@@ -156,12 +150,12 @@ class MountedMemory(Protocol):
         ...
 
     def export(self, folder: NodeFolder, number: int) -> bytes:
-        """The bytes by which other processes open it, as the segment of that number. Raises Unavailable: it cannot be
-        shared."""
+        """The bytes with which other processes open the memory, as the segment ``number``. Raises Unavailable if it
+        cannot be shared."""
         ...
 
     def withdraw(self) -> None:
-        """Let no other process open it any more: the segment is closed."""
+        """Let no more processes open it: the segment is closed."""
         ...
 
     def here(self, table: MountedTable) -> PeerMemory:
@@ -184,16 +178,16 @@ OPENERS: Final[dict[int, Callable[[NodeFolder, MountedTable], PeerMemory | None]
 
 PASS_S: Final = 0.5  # for one caller, at either end
 PAUSE_S: Final = 0.01
-LOOK_S: Final = 0.5  # between two looks whether the end has come
+LOOK_S: Final = 0.5  # between two checks whether the server was closed
 
-_WORD: Final = b"\1"  # a descriptor does not travel alone
+_WORD: Final = b"\1"  # a descriptor is sent with at least one byte
 
 
 class DescriptorServer:
     """Passes one descriptor, which it owns from now on, to every process that connects. Life: made -> ``close``.
 
     Raises:
-        Unavailable: no socket can be made there.
+        Unavailable: the socket cannot be made.
     """
 
     def __init__(self, path: Path, mode: int, descriptor: int) -> None:
@@ -219,7 +213,7 @@ class DescriptorServer:
         self._thread.start()
 
     def close(self) -> None:
-        """Pass the descriptor to no more processes. Those that have it keep it. May be called twice."""
+        """Stop passing the descriptor. Processes that have it keep it. May be called twice."""
         if self._closed:
             return
         self._closed = True
@@ -246,7 +240,7 @@ class DescriptorServer:
 
 
 def received(path: Path) -> int:
-    """The descriptor that is passed there; the caller's to close.
+    """Receive the descriptor that is passed at ``path``. The caller closes it.
 
     Raises:
         Unavailable: no descriptor was passed in time.
@@ -266,7 +260,7 @@ def received(path: Path) -> int:
     return int(found[0])
 
 
-COPY_S: Final = 5.0  # for pages of a device that are on their way to the host at a time
+COPY_S: Final = 5.0  # for one copy of pages from a device to the host
 
 _FORM: Final = struct.Struct("<16sQQ")  # UUID of the device, place in the allocation, its length; its handle follows
 
@@ -361,14 +355,15 @@ class DevicePages:
 
 
 class PeerAllocation:
-    """Memory of another process, open as long as this is. Raises Unavailable where no device of ours reads it."""
+    """Another process' allocation, open as long as this object exists. Raises Unavailable if no device of this process
+    can read it."""
 
     def __init__(self, folder: NodeFolder, table: MountedTable) -> None:
         if len(table.export) < _FORM.size:
             raise Unavailable("the export is not memory of a device")
         uuid, self._offset, nbytes = _FORM.unpack_from(table.export)
         if self._offset + table.nbytes > nbytes:  # to copy from beyond its end would cost this process its device
-            raise Unavailable("that memory is not as long as it is said to be")
+            raise Unavailable("that memory is shorter than its records say")
         self._export = DeviceExport(uuid, self._offset, nbytes, table.export[_FORM.size :])
         self._passing: Path = passing_path(folder, table.number)
         self._lock = threading.Lock()
@@ -380,7 +375,7 @@ class PeerAllocation:
         self.address = address
 
     def address_for(self, device: Device) -> int | None:
-        """Where that device has what was exported; None: it does not reach it. It is asked once."""
+        """Where that device sees the memory; None if it cannot reach it. Each device is asked once."""
         with self._lock:
             if device not in self._opened:
                 try:
@@ -391,7 +386,7 @@ class PeerAllocation:
 
     @staticmethod
     def _opener(uuid: bytes) -> Device:
-        """The device itself, where this process uses it; else one that reaches it."""
+        """The device itself if this process uses it, otherwise a device that can reach it."""
         used = [device for device in devices() if device.in_use]
         used.sort(key=lambda device: device.uuid != uuid)
         for device in used:
@@ -410,12 +405,12 @@ class PeerAllocation:
                 os.close(export.descriptor)
         weakref.finalize(self, _close, memory.free).atexit = False
         if memory.nbytes < export.nbytes:
-            raise Unavailable("that memory is not as long as it is said to be")
+            raise Unavailable("that memory is shorter than its records say")
         return memory.address
 
 
 def opened(folder: NodeFolder, table: MountedTable) -> PeerMemory | None:
-    """The row of ``OPENERS``; None where it cannot be read from here: what is there is a miss."""
+    """The opener in ``OPENERS`` for devices. None if the memory cannot be read from here; its pages are misses."""
     try:
         found = PeerAllocation(folder, table)
     except Unavailable:

@@ -1,21 +1,21 @@
-"""NVMe tier: the device (a file or a block device) that holds pages through loss of power, as its owner uses it.
+"""NvmeDevice: one NVMe device (a file or a block device), as its owner uses it. Pages survive a loss of power.
 
-What lies where is in ``table``, what a frame's header says in ``frame_header``, who may read it in ``map``.
-Several devices are one row of positions to the node: ``nvme_devices.NvmeDevices``.
+``table`` has the layout of the device, ``frame_header`` the headers of frames, and ``map`` how clients read it. The
+node uses several devices as one row of positions, ``devices.NvmeDevices``.
 
-Durability, in the order the owner keeps::
+Durability, in the order in which the owner calls::
 
-    open_for_writing(positions)         from here on the next start does not believe their directories
-    write_run(...), write_page(...)     any number, any threads
-    sync()                              the pages survive; now records and index may say so
-    close_for_writing(positions)        when they do
+    open_for_writing(positions)         from here on the next start ignores their directories
+    write_run(...), write_page(...)     any number, from any threads
+    sync()                              the pages are durable; now records and index may name them
+    close_for_writing(positions)        after records and index do
 
     v = version(p)                      a checkpoint: the next start need not scan this extent
     write_directory(p, snapshot of its records)
     mark_clean({p: v})                  only if nothing was written since; durable when it returns
 
-A verb that raises OSError leaves everything stored before as it was. What a frame holds that was being written then
-means nothing; its header or its checksums tell.
+A call that raises OSError does not change anything that was stored before. A frame that was being written then has
+undefined contents, and its header or checksums show it.
 """
 
 from __future__ import annotations
@@ -41,19 +41,19 @@ log = logging.getLogger("kvstore.nvme")
 
 
 class NvmeDevice:
-    """One device as it lies on disk. Made by ``open``; ends with ``close``, the pages being kept. Any thread may call.
+    """One device. Made by ``open``; ends with ``close``, which keeps the pages. Any thread may call.
 
-    An extent's life on it::
+    Life of an extent on the device::
 
         empty ──carve──> being written ──mark_clean──> clean ──open_for_writing──> being written
           ^─────────────────────────────drop────────────────────────────────────────────┘
 
     Attributes:
         incarnation, extent_bytes, positions: as in ``TierStore``.
-        disk: where it lies.
-        starts: how often it was opened by an owner, this time included. Numbers that begin with it are new.
-        extents: what is carved, by position. Replaced, never changed.
-        doubted: numbers of the extents that may have lost frames with the device's tail: only the scan tells.
+        disk: the file or device.
+        starts: how often an owner has opened it, including this time. Numbers that begin with it are unique.
+        extents: the carved extents by position. Replaced, never changed in place.
+        doubted: numbers of the extents that may have lost frames with the device's tail. Only the scan can tell.
     """
 
     def __init__(self, disk: Disk, superblock: Superblock, table: Table, slot: int) -> None:
@@ -64,7 +64,7 @@ class NvmeDevice:
         self.positions = superblock.positions
         self.extents = table.extents()
         self.doubted: frozenset[int] = NOTHING
-        self._slot = slot  # that holds the newest table
+        self._slot = slot  # the slot of the newest table
         self._table = table
         self._table_mutex = threading.Lock()  # one writer of tables; held over their I/O
         self._sync_mutex = threading.Lock()
@@ -72,7 +72,7 @@ class NvmeDevice:
         self._unsynced = False
         self._versions: Counter[int] = Counter()
         self._writers: Counter[int] = Counter()
-        self._directories: dict[int, tuple[int, int]] = {}  # position -> (version, sum) of the one written last
+        self._directories: dict[int, tuple[int, int]] = {}  # (version, sum) of the last directory at each position
         self._day, self._day_bytes = table.day, table.day_bytes
         self._lost = False  # whether a sync failed
 
@@ -86,14 +86,14 @@ class NvmeDevice:
         secret: bytes | None = None,
         is_file: bool = False,
     ) -> NvmeDevice:
-        """Become the owner of what lies on ``disk``. A blank disk, or any with ``format``, is formatted.
+        """Become the owner of the device. A blank disk is formatted, and any disk with ``format``.
 
-        ``owner`` is the node's name, "" for an embedded one; ``secret`` and ``is_file``: see ``open_target``. After a
-        failure the disk is the caller's to close.
+        ``owner`` is the node's name, "" for an embedded store. ``secret`` and ``is_file``: see ``open_target``. After a
+        failure the caller closes the disk.
 
         Raises:
-            InvalidRequest: field "nvme"; it is another owner's, of another size or version, too small, or holds
-                something else. Nothing was changed; the reason names ``--format``.
+            InvalidRequest: field "nvme". The disk belongs to another owner, has another size or version, is too small,
+                or holds other data. Nothing was changed. The reason names ``--format``.
             OSError: the disk fails.
         """
         superblock = open_target(disk, owner, extent_bytes, format, secret, is_file)
@@ -110,7 +110,8 @@ class NvmeDevice:
         return self._table.starts
 
     def raise_starts(self, starts: int) -> None:
-        """Make ``starts`` at least that, durably. In both slots: the loss of one must not bring numbers back."""
+        """Make ``starts`` at least this, durably. Writes both slots, so that the loss of one cannot bring back old
+        numbers."""
         with self._table_mutex:
             if self._table.starts < starts:
                 self._store(replace(self._table, starts=starts))
@@ -119,7 +120,7 @@ class NvmeDevice:
     def _restore_tail(self) -> None:
         beyond = reaching_beyond(self.disk, self.superblock, self.extents)
         log.warning(
-            "%s: its tail was cut off and is zeros now; %d of its %d extents are scanned for what is left",
+            "%s: its tail was cut off and is zeros now; %d of its %d extents are scanned for remaining pages",
             *(self.disk.path, len(beyond), len(self.extents)),
         )
         with self._table_mutex:
@@ -140,10 +141,10 @@ class NvmeDevice:
         return geometry.header_bytes(frame_class)
 
     def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
-        """See ``TierStore``. Durable when it returns; opened for writing it is not.
+        """See ``TierStore``. Durable when it returns. The position is not yet open for writing.
 
         Raises:
-            OSError: it is not carved; the next start may find it so, and empty.
+            OSError: the extent is not carved. The next start may find it carved and empty.
         """
         frames = self.frames_of(frame_class)
         with self._table_mutex:
@@ -154,7 +155,7 @@ class NvmeDevice:
         """See ``TierStore``. Durable when it returns.
 
         Raises:
-            OSError: it is still carved; the next start may find it so or not.
+            OSError: the extent is still carved. The next start may find it or not.
         """
         with self._table_mutex:
             assert position in self.extents and not self._writers[position], position
@@ -162,10 +163,10 @@ class NvmeDevice:
             self._directories.pop(position, None)
 
     def open_for_writing(self, positions: Iterable[int]) -> None:
-        """From now until ``close_for_writing`` frames may be written there. Waits for the disk where one was clean.
+        """Allow writes to frames there, until ``close_for_writing``. Waits for the disk if an extent was clean.
 
         Raises:
-            OSError: none is open.
+            OSError: none of the positions is open.
         """
         wanted = set(positions)
         with self._table_mutex:
@@ -178,7 +179,7 @@ class NvmeDevice:
                 self._writers.update(wanted)
 
     def close_for_writing(self, positions: Iterable[int]) -> None:
-        """The pages are written, synced, and what the records say of them is said (or they are given up)."""
+        """End writing. The pages are written and synced and their records are stored, or the pages were given up."""
         wanted = set(positions)
         with self._mutex:
             assert all(self._writers[position] > 0 for position in wanted), wanted
@@ -186,10 +187,10 @@ class NvmeDevice:
             self._writers.subtract(wanted)
 
     def withdraw(self, position: int, number: int) -> None:
-        """The directory of this extent is not to be believed any more. Nothing where it is another by now.
+        """Make the directory of this extent invalid. Does nothing if the position has another extent now.
 
         Raises:
-            OSError: the next start may believe it.
+            OSError: the next start may still use the directory.
         """
         with self._table_mutex:
             extent = self.extents.get(position)
@@ -200,7 +201,7 @@ class NvmeDevice:
                     self._change({position: replace(extent, clean=False)})
 
     def version(self, position: int) -> int:
-        """Changes whenever a write there begins or ends, or the directory is withdrawn.
+        """A number that changes when a write there begins or ends, or the directory is withdrawn.
 
         Read it before the records of a checkpoint.
         """
@@ -214,18 +215,18 @@ class NvmeDevice:
         self._write(position, frame, frame_class, [header, page])
 
     def write_run(self, position: int, first: int, frame_class: FrameClass, frames: Bytes) -> None:
-        """Write consecutive frames in one request: ``frames`` ``[count, stride_bytes]``, contiguous, has header and
-        page of each. Survives loss of power after ``sync``.
+        """Write consecutive frames in one request. ``frames`` ``[count, stride_bytes]``, contiguous, has header and
+        page of each. Durable after ``sync``.
 
         Raises:
-            OSError: these frames may hold anything now.
+            OSError: these frames may now hold anything.
         """
         self._write(position, first, frame_class, [frames])
 
     def _write(self, position: int, first: int, frame_class: FrameClass, buffers: list[Bytes]) -> None:
         assert self._writers[position] and self.extents[position].frame_class == frame_class, "not open for writing"
         self.disk.write(self._offset(position, first, frame_class, buffers), buffers)
-        self._unsynced = True  # not before: a sync in the meantime does not sync this
+        self._unsynced = True  # after the write, because a sync during the write may not cover it
 
     def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
         """See ``TierStore``."""
@@ -233,24 +234,24 @@ class NvmeDevice:
         self.disk.read(self._offset(position, frame, frame_class, buffers), buffers)
 
     def read_run(self, position: int, first: int, frame_class: FrameClass, frames: Bytes) -> None:
-        """Read consecutive frames in one request, into memory as ``write_run`` takes it.
+        """Read consecutive frames in one request, in the form that ``write_run`` takes.
 
         Raises:
-            OSError: what ``frames`` holds means nothing.
+            OSError: the contents of ``frames`` are undefined.
         """
         self.disk.read(self._offset(position, first, frame_class, [frames]), [frames])
 
     def _offset(self, position: int, first: int, frame_class: FrameClass, buffers: list[Bytes]) -> int:
-        """Where on the device these whole frames begin."""
+        """The offset on the device where these frames begin. ``buffers`` must have entire frames."""
         count, rest = divmod(sum(buffer.nbytes for buffer in buffers), geometry.stride_bytes(frame_class))
         assert count and not rest, "no whole frames"
         return frame_offset(self.superblock, position, frame_class, first, count)
 
     def read_header(self, position: int, frame: int, frame_class: FrameClass, header: Bytes) -> None:
-        """Read a frame's header ``[header_bytes]`` alone.
+        """Read only a frame's header ``[header_bytes]``.
 
         Raises:
-            OSError: what the buffer holds means nothing.
+            OSError: the contents of the buffer are undefined.
         """
         assert header.nbytes == geometry.header_bytes(frame_class), header.nbytes
         self.disk.read(frame_offset(self.superblock, position, frame_class, frame), [header])
@@ -259,7 +260,7 @@ class NvmeDevice:
         """Overwrite a frame's header with zeros, so that its contents are not taken for a page. Durable after ``sync``.
 
         Raises:
-            OSError: the header may or may not be there.
+            OSError: the header may still be there or not.
         """
         assert self._writers[position] and self.extents[position].frame_class == frame_class, "not open for writing"
         blank = aligned_buffer(geometry.header_bytes(frame_class))
@@ -267,20 +268,20 @@ class NvmeDevice:
         self._unsynced = True
 
     def sync(self) -> None:
-        """See ``TierStore``. Costs nothing where nothing was written since.
+        """See ``TierStore``. Free if nothing was written since the last sync.
 
         Raises:
-            OSError: what was written since the last one must be given up; so must the device, which writes no more.
+            OSError: everything written since the last sync must be given up. The device accepts no more writes.
         """
-        with self._sync_mutex:  # who comes second waits for the one who syncs his writes, too
-            if self._unsynced or self._lost:  # also lost: writes that another thread's sync was to make durable
+        with self._sync_mutex:  # a second thread waits for the sync that covers its writes
+            if self._unsynced or self._lost:  # fail also if another thread's sync has lost our writes
                 self._unsynced = False  # first, since later writes need another sync
                 self._flush()
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
 
     def write_directory(self, position: int, rows: Bytes) -> None:
-        """Write down an extent's records ``[frames, 96]``. Means nothing before ``mark_clean``.
+        """Write an extent's records ``[frames, 96]``. Without effect before ``mark_clean``.
 
         Raises:
             OSError: the next start scans the extent.
@@ -294,8 +295,8 @@ class NvmeDevice:
         self._directories[position] = version, total
 
     def mark_clean(self, versions: dict[int, int]) -> set[int]:
-        """Let the next start believe the directories of these extents, where ``version`` is still the given one and no
-        write is running. Returns those that are clean now; durable.
+        """Let the next start use the directories of these extents, if ``version`` is still the given one and no write
+        is running. Returns the extents that are clean now. Durable.
 
         Raises:
             OSError: the next start may scan them.
@@ -309,14 +310,14 @@ class NvmeDevice:
                 if self.version(position) == version:
                     clean[position] = replace(extent, clean=True, directory_sum=directory[1])
             if any(self.extents[position] != extent for position, extent in clean.items()):
-                # One sync for both: a table that is there before the directory names its sum, and is not believed.
+                # One sync for both. If only the table is durable, the sum that it names does not match the directory.
                 self._change(dict(clean))
             return set(clean)
 
     def directory(self, position: int) -> Bytes | None:
-        """The records ``[frames, 96]`` of a clean extent as its checkpoint wrote them down.
+        """The records ``[frames, 96]`` of a clean extent, as of its checkpoint.
 
-        None where it is not clean, or the directory is damaged: then the extent has to be scanned.
+        None if the extent is not clean, or its directory is damaged. Then it has to be scanned.
 
         Raises:
             OSError: the disk fails.
@@ -331,7 +332,7 @@ class NvmeDevice:
     # --- daily writes -----------------------------------------------------------------------------------------------
 
     def add_written(self, day: int, nbytes: int) -> None:
-        """Count bytes written on that day. A kill forgets what was counted since the table was written last."""
+        """Count bytes written on that day. A kill loses what was counted since the table was last written."""
         with self._mutex:
             self._day_bytes = nbytes + (self._day_bytes if day == self._day else 0)
             self._day = day
@@ -342,13 +343,13 @@ class NvmeDevice:
             return self._day_bytes if day == self._day else 0
 
     def close(self) -> None:
-        """Write down what was counted, and close the disk. No other verb may be running."""
+        """Store the counted bytes, and close the disk. No other call may be running."""
         try:
             with self._table_mutex:
                 if (self._day, self._day_bytes) != (self._table.day, self._table.day_bytes):
                     self._store(self._table)
         except OSError as error:
-            log.warning("%s: bytes written today are not written down: %s", self.disk.path, error)
+            log.warning("%s: bytes written today could not be stored: %s", self.disk.path, error)
         self.disk.close()
 
     def _change(self, changes: dict[int, ExtentOnDisk | None]) -> None:
@@ -358,7 +359,8 @@ class NvmeDevice:
         self.extents = {position: extent for position, extent in changed.items() if extent is not None}
 
     def _store(self, table: Table) -> None:
-        """Write the next table over the older slot. When this returns it is the truth; when it raises, the old one."""
+        """Write the next table over the older slot. When this returns, the new table is valid; when it raises, the old
+        one."""
         with self._mutex:
             day, day_bytes = self._day, self._day_bytes
         table = replace(table, sequence=self._table.sequence + 1, day=day, day_bytes=day_bytes)
@@ -370,7 +372,8 @@ class NvmeDevice:
         self._slot, self._table = slot, table
 
     def _flush(self) -> None:
-        """Sync the disk. The kernel reports lost writes once, to the first sync: so no sync may come after."""
+        """Sync the disk. The kernel reports lost writes only once, to the next sync, so a later sync would not report
+        them again."""
         if self._lost:
             raise OSError(errno.EIO, "a sync failed before", self.disk.path)
         try:

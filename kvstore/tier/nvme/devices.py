@@ -1,7 +1,7 @@
-"""NvmeDevices: the NVMe devices of one node as one row of positions, each device in proportion to its size.
+"""NvmeDevices: the NVMe devices of one node as one row of positions, interleaved in proportion to their sizes.
 
-The row is rebuilt at every start, from the devices that are there: on disk everything is named by the device's own
-positions. So a device may be missing, or come back, at any start; its pages are missing, or back, with it.
+Every start rebuilds the row from the devices that are present, because each device stores its own positions. So a
+device may be missing, or come back, at any start. Its pages are missing, or back, with it.
 """
 
 from __future__ import annotations
@@ -30,15 +30,16 @@ log = logging.getLogger("kvstore.nvme")
 
 
 class NvmeDevices:
-    """Several devices as it lies on disk. Made by ``join``; ends with ``close``, which closes all. Any thread may call.
+    """Several devices as one row of positions. Made by ``join``; ends with ``close``, which closes all. Any thread may
+    call.
 
-    Every verb is the device's of that position, see ``NvmeDevice``; an OSError has the failed device's ``filename``,
-    and ``neighbours`` tells what else lies there.
+    Every call goes to the device of its position, see ``NvmeDevice``. An OSError has the ``filename`` of the failed
+    device, and ``neighbours`` names all other positions on it.
 
     Attributes:
         devices: in the order given.
-        incarnation: of this set: other devices, another order, or one of them reformatted, and it is another.
-        starts: the same of all devices: numbers that begin with it are new.
+        incarnation: of this set. It changes with the devices, with their order, and when one is reformatted.
+        starts: equal on all devices. Numbers that begin with it are unique.
     """
 
     def __init__(self, devices: Sequence[NvmeDevice]) -> None:
@@ -53,13 +54,13 @@ class NvmeDevices:
 
     @classmethod
     def join(cls, devices: Sequence[NvmeDevice]) -> NvmeDevices:
-        """Make a set of devices that were opened one by one. After a failure they are the caller's to close.
+        """Make a set of devices that were opened one by one. After a failure the caller closes them.
 
-        A device may have been away while the others went on: then ``starts`` of all becomes the largest, and of two
-        extents with one number only that of the device which was there last is kept.
+        A device may have been absent while the others were in use. So all get the largest ``starts``. If two extents
+        have one number, only the one on the device that was used last is kept.
 
         Raises:
-            OSError: one of them fails.
+            OSError: a device fails.
         """
         numbers: set[int] = set()
         latest_first = sorted(devices, key=lambda device: -device.starts)
@@ -74,10 +75,10 @@ class NvmeDevices:
 
     @classmethod
     def open(cls, disks: Sequence[Disk], owner: str, extent_bytes: int, format: bool = False) -> NvmeDevices:
-        """Open all of them, see ``NvmeDevice.open``, and join them. The disks are closed where it raises.
+        """Open all disks, see ``NvmeDevice.open``, and join them. Closes the disks if it raises.
 
         Raises:
-            InvalidRequest, OSError: as ``NvmeDevice.open``, of one of them. Those before it may have been opened.
+            InvalidRequest, OSError: as ``NvmeDevice.open``, for one disk. Earlier disks may have been changed.
         """
         with contextlib.ExitStack() as stack:
             for disk in disks:
@@ -93,7 +94,7 @@ class NvmeDevices:
 
     @property
     def extents(self) -> dict[int, ExtentOnDisk]:
-        """What is carved, by position in the row; a copy."""
+        """The carved extents by position in the row; a copy."""
         extents = {}
         for at, device in enumerate(self.devices):
             for local, extent in device.extents.items():
@@ -107,21 +108,21 @@ class NvmeDevices:
         return {number for device in self.devices for number in device.doubted}
 
     def place(self, position: int) -> tuple[NvmeDevice, int]:
-        """The device of that position, and the position there."""
+        """The device of this position, and the position on the device."""
         assert 0 <= position < self.positions, position
         at, local = self._row[position]
         return self.devices[at], local
 
     def device_of(self, position: int) -> int:
-        """The place in ``devices`` of the one that this position is of."""
+        """The index in ``devices`` of this position's device."""
         return self._row[position][0]
 
     def positions_of(self, device: int) -> list[int]:
-        """All positions of the device at that place."""
+        """All positions of the device with this index."""
         return [position for position, (at, _) in enumerate(self._row) if at == device]
 
     def neighbours(self, position: int) -> list[int]:
-        """All positions of the same device: what is lost with it."""
+        """All positions on the same device, which are lost together."""
         return self.positions_of(self.device_of(position))
 
     def frames_of(self, frame_class: FrameClass) -> int:
@@ -133,7 +134,7 @@ class NvmeDevices:
         return geometry.header_bytes(frame_class)
 
     def header_incarnation(self, position: int) -> int:
-        """What headers of frames there carry: their device's incarnation."""
+        """The incarnation in the headers of frames there, which is their device's."""
         return self.place(position)[0].incarnation
 
     def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
@@ -147,7 +148,7 @@ class NvmeDevices:
         device.drop(local)
 
     def open_for_writing(self, positions: Iterable[int]) -> None:
-        """See ``NvmeDevice``. Where one device fails, none is open."""
+        """See ``NvmeDevice``. If one device fails, none is open."""
         opened: list[tuple[NvmeDevice, list[int]]] = []
         try:
             for device, locals_ in self._by_device(positions):
@@ -194,7 +195,7 @@ class NvmeDevices:
         device.read_header(local, frame, frame_class, header)
 
     def sync(self) -> None:
-        """See ``TierStore``: of every device that was written to."""
+        """See ``TierStore``. Syncs every device that was written to."""
         for device in self.devices:
             device.sync()
 
@@ -204,11 +205,11 @@ class NvmeDevices:
         device.write_directory(local, rows)
 
     def mark_clean(self, versions: dict[int, int]) -> set[int]:
-        """See ``NvmeDevice``. Where one device fails, those of others may be clean."""
+        """See ``NvmeDevice``. If one device fails, extents on others may be clean."""
         clean = set()
         for at, device in enumerate(self.devices):
             mine = {self._row[p][1]: version for p, version in versions.items() if self._row[p][0] == at}
-            if mine:  # others may not answer
+            if mine:  # skips devices without a request, which may not answer
                 clean |= {self._global[at, local] for local in device.mark_clean(mine)}
         return clean
 
@@ -218,25 +219,26 @@ class NvmeDevices:
         return device.directory(local)
 
     def add_written(self, day: int, nbytes: int) -> None:
-        """See ``NvmeDevice``: counted for the set, kept on its first device."""
+        """See ``NvmeDevice``. Counted for the set, and stored on its first device."""
         self.devices[0].add_written(day, nbytes)
 
     def written_today(self, day: int) -> int:
-        """See ``NvmeDevice``: of all devices."""
+        """See ``NvmeDevice``. The sum of all devices."""
         return sum(device.written_today(day) for device in self.devices)
 
     def write_map(self, folder: NodeFolder) -> None:
-        """Tell clients where the devices are: the node's ``nvme`` file, replaced as a whole.
+        """Write the node's ``nvme`` file, which tells clients where the devices are. The old file is replaced
+        atomically.
 
         Raises:
-            OutOfSpace: no memory for it; the old one stays.
+            OutOfSpace: there is no memory for it. The old file stays.
         """
         devices = [(os.fspath(device.disk.path), device.superblock) for device in self.devices]
         text = map_text(self.incarnation, devices)
         folder.new_file(folder.nvme, len(text), text)
 
     def close(self) -> None:
-        """Close all of them."""
+        """Close all devices."""
         for device in self.devices:
             device.close()
 
@@ -249,5 +251,5 @@ class NvmeDevices:
 
 
 def today() -> int:
-    """The day (UTC) for which bytes written to NVMe are counted, since the epoch."""
+    """The current day (UTC) as a number since the epoch, by which written bytes are counted."""
     return int(time.time()) // 86_400

@@ -1,26 +1,21 @@
-"""Disks as the NVMe tier sees them: O_DIRECT reads and writes, deadlines, and threads for both.
+"""Disks as the NVMe tier uses them: O_DIRECT reads and writes, deadlines, and threads.
 
-Disk: a file or block device as the NVMe tier sees it.
+**Disk** is a file or block device. Offsets are in bytes. All reads and writes are multiples of 4096 bytes, and buffers
+are page-aligned (``aligned_buffer``, or frames of a DRAM segment, which are written straight from shared memory).
+``FileDisk`` bypasses the page cache (O_DIRECT) if the file system supports that. If not, it logs a warning and uses the
+page cache. Writes survive power loss only after ``sync`` has returned. Until then each 512-byte sector may be on the
+disk or not, in any order.
 
-Positions are bytes, everything comes in whole blocks of 4096, buffers are page-aligned (``aligned_buffer``, or frames
-of a DRAM segment: those are written straight from shared memory). ``FileDisk`` bypasses the page cache (O_DIRECT)
-where the file system takes that, else it goes through it, says so once in the log, and everything works the same.
+**PatientDisk** adds deadlines. A system call to a device cannot be cancelled: if the device does not answer, its thread
+is blocked until it does. So the disk's own threads make the calls, and the caller waits for at most ``answer_s``. After
+that the call is abandoned, its buffers must not be reused, and the disk is *silent*::
 
-What was written survives power loss only once ``sync`` has returned; until then any 512-byte sector of it may be on
-the disk or not, in any order.
+    answers ──no answer for answer_s──> silent: every call fails at once ──abandoned calls have ended──> reads again
 
-PatientDisk: a disk whose calls have a deadline.
+After its first silence the disk accepts no more writes. An abandoned write may still happen or not, so no later write
+could be relied on. The next start reformats the disk.
 
-A system call to a device cannot be called off: where the device does not answer, its thread is lost until it does. So
-no caller makes one itself. Threads of the disk do, and the caller waits ``answer_s`` at most. Then the call is left
-behind (with its buffers, which may not be used again), and the disk is *silent*::
-
-    answers ──nothing for answer_s──> silent: every call fails at once ──what is owed has come──> reads again
-
-From its first silence on it takes no more writes: what was left behind may yet be written, or not, so nothing that is
-written later could be relied on. The next start reformats it.
-
-IoThreads: reads and writes side by side. System calls release the interpreter, so threads are all it takes.
+**IoThreads** runs reads and writes in parallel. System calls release the interpreter lock, so threads are enough.
 """
 
 from __future__ import annotations
@@ -52,7 +47,7 @@ from kvstore.safe_files import check_placed
 
 BLOCK_BYTES: Final = 4096
 IOV_MAX: Final = 1024  # buffers of one system call
-# A child that was just forked keeps the lock for a moment, until it closes what is not its own.
+# A child that was just forked holds the lock for a moment, until it closes the files of its parent.
 _LOCK_TRIES: Final = 5
 _LOCK_RETRY_S: Final = 0.01
 
@@ -64,7 +59,7 @@ class Disk(Protocol):
     """One file or device. Any thread may call; reads and writes of the same blocks are not ordered.
 
     Attributes:
-        path: for people, and for clients that open it themselves.
+        path: for messages, and for clients that open it themselves.
         size_bytes: a multiple of 4096.
         direct: whether reads and writes bypass the page cache.
     """
@@ -74,41 +69,41 @@ class Disk(Protocol):
     direct: bool
 
     def read(self, offset: int, buffers: Sequence[Bytes]) -> None:
-        """Fill all ``buffers`` from ``offset`` on.
+        """Fill all ``buffers``, starting at ``offset``.
 
         Raises:
-            OSError: with ``filename``; what the buffers hold then means nothing.
+            OSError: with ``filename``; the contents of the buffers are undefined.
         """
         ...
 
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
-        """Write all ``buffers`` from ``offset`` on.
+        """Write all ``buffers``, starting at ``offset``.
 
         Raises:
-            OSError: with ``filename``; those blocks then hold the old or the new bytes or a mixture.
+            OSError: with ``filename``; those blocks hold the old bytes, the new bytes or a mixture.
         """
         ...
 
     def sync(self) -> None:
-        """What was written before this call survives power loss.
+        """Make earlier writes survive power loss.
 
         Raises:
-            OSError: with ``filename``; nothing written since the last sync may be relied on, now or after another.
+            OSError: with ``filename``; nothing written since the last sync may be relied on, even after another sync.
         """
         ...
 
     def close(self) -> None:
-        """Let go of it, and of its lock. What is stored stays."""
+        """Close the disk and release its lock. The contents stay."""
         ...
 
 
 def aligned_buffer(nbytes: int) -> Bytes:
-    """``nbytes`` of zeros that start at a memory page; freed with the last view."""
+    """``nbytes`` of zeros that start at a memory page. Freed with the last view."""
     return np.frombuffer(mmap.mmap(-1, max(nbytes, 1)), np.uint8, nbytes)
 
 
 def check_blocks(disk: Disk, offset: int, buffers: Sequence[Bytes]) -> int:
-    """Bytes of all ``buffers`` together; what is not whole blocks inside the disk is a bug of ours."""
+    """The bytes of all ``buffers``. Asserts that they are entire blocks inside the disk."""
     total = 0
     for buffer in buffers:
         assert buffer.nbytes % BLOCK_BYTES == 0, buffer.nbytes
@@ -120,8 +115,8 @@ def check_blocks(disk: Disk, offset: int, buffers: Sequence[Bytes]) -> int:
 class FileDisk:
     """A file or block device. Made by ``open``; ends with ``close``, with its last reference, or with the process.
 
-    The owner (``writable``) holds a lock on it, so that no other process becomes its owner, under any path. A forked
-    child never keeps that lock, nor the file.
+    The owner (``writable``) holds a lock, so that no other process can own it under any path. A forked child keeps
+    neither the lock nor the file.
     """
 
     def __init__(self, fd: int, path: str, size_bytes: int, owner: bool) -> None:
@@ -147,19 +142,19 @@ class FileDisk:
     ) -> FileDisk:
         """Open ``size_bytes`` (rounded down to 4096) of a file or device; for writing, as its only owner.
 
-        An owner's file has all its space when this returns. A file that is shorter but holds nothing yet (a kill while
-        it was being made) is completed. Nothing that is stored is changed, unless ``resize``. A reader takes a file of
-        another size: what was cut off cannot be read, the rest can.
+        When this returns, an owner's file has all its space allocated. A shorter file that holds nothing (a kill
+        interrupted its creation) is completed. Stored data is changed only with ``resize``. A reader accepts a file of
+        another size: the missing part cannot be read, the rest can.
 
         Args:
-            create: make the file, with ``mode``, where there is none. A device that is absent is never made.
-            resize: cut or extend a file of another size: what it holds is about to be dropped.
-            is_cut: whether the file ``fd`` lost its tail of ``size_bytes``: then it is extended, with zeros.
+            create: create the file, with ``mode``, if it does not exist. Devices are never created.
+            resize: cut or extend a file of another size, because its contents are about to be dropped.
+            is_cut: whether the file ``fd`` lost its tail and had ``size_bytes``. Then it is extended with zeros.
 
         Raises:
-            InvalidRequest: field "nvme"; it is absent, of another kind or size, or may not be opened.
-            NodeBusy: it has an owner: another process, or this one under another name. OutOfSpace: the file system is
-                too small; a newly created file is removed again.
+            InvalidRequest: field "nvme". It does not exist, has another kind or size, or may not be opened.
+            NodeBusy: it has an owner: another process, or this one under another name.
+            OutOfSpace: the file system is too small. A newly created file is removed again.
             OSError: it fails.
         """
         name, size_bytes = os.path.abspath(path), size_bytes // BLOCK_BYTES * BLOCK_BYTES
@@ -170,7 +165,7 @@ class FileDisk:
         try:
             if writable:
                 _lock(fd, name)
-                made = new  # and ours: a faster process may have it by now
+                made = new  # only after the lock, because another process may be faster
             if not stat.S_ISBLK(os.fstat(fd).st_mode):
                 if writable:
                     _size_file(fd, name, size_bytes, resize or (is_cut is not None and is_cut(fd, size_bytes)))
@@ -211,7 +206,7 @@ class FileDisk:
         self._fd = -1
 
     def _transfer(self, call: Callable[..., int], offset: int, buffers: Sequence[Bytes]) -> None:
-        """All of ``buffers``, however short the kernel's steps are."""
+        """Transfer all of ``buffers``, even if the kernel makes short steps."""
         total = check_blocks(self, offset, buffers)
         if failpoint.ACTIVE:
             failpoint.stall(self.path)
@@ -219,7 +214,7 @@ class FileDisk:
             done = call(self._fd, buffers, offset) if len(buffers) <= IOV_MAX else 0
             while done < total:
                 if self.direct:
-                    done -= done % BLOCK_BYTES  # O_DIRECT knows no parts of blocks
+                    done -= done % BLOCK_BYTES  # O_DIRECT needs entire blocks
                 count = call(self._fd, _rest(buffers, done), offset + done)
                 if count < (BLOCK_BYTES if self.direct else 1):
                     raise OSError(errno.EIO, f"{total - done} bytes are not there")
@@ -229,7 +224,7 @@ class FileDisk:
             raise
 
     def _go_direct(self, warn: bool) -> None:
-        """Switch O_DIRECT on where the file system takes it. Some refuse the flag, some only the first read."""
+        """Switch O_DIRECT on if the file system supports it. Some refuse the flag, some only the first read."""
         flags = fcntl.fcntl(self._fd, fcntl.F_GETFL)
         try:
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags | os.O_DIRECT)
@@ -245,13 +240,13 @@ class FileDisk:
 
 
 def _open(name: str, create: bool, writable: bool, mode: int) -> tuple[int, bool]:
-    """``(fd, made just now)``; the file is not touched."""
+    """Return ``(fd, whether the file was created)``. The file's contents are not changed."""
     flags = (os.O_RDWR if writable else os.O_RDONLY) | os.O_NONBLOCK | os.O_CLOEXEC
     try:
         kind = os.stat(name).st_mode
         if not stat.S_ISREG(kind) and not stat.S_ISBLK(kind):
             raise InvalidRequest("nvme", f"{name} is neither a file nor a block device")
-        # Keeps out mounts and other owners; without O_CREAT only devices know it.
+        # O_EXCL keeps out mounts and other owners. Without O_CREAT it has an effect on devices only.
         fd = os.open(name, flags | (os.O_EXCL if writable and stat.S_ISBLK(kind) else 0))
         if writable:
             _check_placed(name, fd)
@@ -265,7 +260,7 @@ def _open(name: str, create: bool, writable: bool, mode: int) -> tuple[int, bool
         raise InvalidRequest("nvme", f"{name} does not exist (no file is made among the devices)")
     try:
         fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, mode)
-        os.fchmod(fd, mode)  # whatever the umask
+        os.fchmod(fd, mode)  # independent of the umask
     except FileExistsError:
         raise NodeBusy(f"{name} is being created by another process") from None
     except OSError as error:
@@ -307,7 +302,7 @@ def _lock(fd: int, name: str) -> None:
 
 
 def _size_file(fd: int, name: str, size_bytes: int, resize: bool) -> None:
-    """Make sure that an owner's file has ``size_bytes`` with all their space."""
+    """Make sure that an owner's file has ``size_bytes``, all allocated."""
     has = os.fstat(fd).st_size
     if has != size_bytes and not resize and not (has < size_bytes and _is_empty(fd, has)):
         raise InvalidRequest(
@@ -320,9 +315,9 @@ def _size_file(fd: int, name: str, size_bytes: int, resize: bool) -> None:
     status, system = os.fstat(fd), os.fstatvfs(fd)
     free_bytes = system.f_bavail * system.f_frsize
     try:
-        if size_bytes - 512 * status.st_blocks > free_bytes:  # to try would take all of it from other programs
+        if size_bytes - 512 * status.st_blocks > free_bytes:  # trying would fill the file system for other programs
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        os.posix_fallocate(fd, 0, size_bytes)  # also where a copy of it was made with holes
+        os.posix_fallocate(fd, 0, size_bytes)  # also fills holes that a copy of the file may have
     except OSError as error:
         with contextlib.suppress(OSError):
             os.ftruncate(fd, min(has, size_bytes))
@@ -337,7 +332,8 @@ def _size_file(fd: int, name: str, size_bytes: int, resize: bool) -> None:
 
 
 def _is_empty(fd: int, has: int) -> bool:
-    """Whether nothing was ever written into the file: allocated space, as a kill during its making leaves it."""
+    """Whether nothing was ever written into the file. Its space may be allocated, if a kill interrupted its
+    creation."""
     if has == 0:
         return True
     try:
@@ -357,7 +353,7 @@ def _sync_folder(name: str) -> None:
 
 
 def _rest(buffers: Sequence[Bytes], done: int) -> list[Any]:
-    """What of ``buffers`` comes after ``done`` bytes, as many as one system call takes."""
+    """The part of ``buffers`` after ``done`` bytes, as much as one system call takes."""
     rest: list[Any] = []
     for buffer in buffers:
         if len(rest) == IOV_MAX:
@@ -382,13 +378,13 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 T = TypeVar("T")
 
-THREADS_MAX: Final = 16  # of one disk: more than callers ever ask at a time
+THREADS_MAX: Final = 16  # of one disk; more than there are calls at a time
 
 _ASKING = boundary.answered("task/disk", OSError)
 
 
 class _Call:
-    """One call to the disk, and what its caller waits for."""
+    """One call to the disk, and the lock that its caller waits for."""
 
     def __init__(self, perform: Callable[[], None]) -> None:
         self.perform = perform
@@ -399,7 +395,7 @@ class _Call:
 
 
 class PatientDisk:
-    """See the module. Any thread may call. Ends with ``close``, which never waits for what is owed."""
+    """See the module. Any thread may call. Ends with ``close``, which does not wait for abandoned calls."""
 
     def __init__(self, disk: Disk, answer_s: float) -> None:
         self.path = disk.path
@@ -411,16 +407,16 @@ class PatientDisk:
         self._mutex = threading.Lock()  # of everything below; never held over a call
         self._threads = 0
         self._idle = 0  # threads that wait for a call, less the calls that wait for a thread
-        self._owed = 0  # calls that were left behind
+        self._owed = 0  # abandoned calls that have not ended
         self._was_silent = False
         self._closed = False
 
     def read(self, offset: int, buffers: Sequence[Bytes]) -> None:
-        """See ``Disk``. Where it raises ETIMEDOUT, ``buffers`` may be written to at any time."""
+        """See ``Disk``. If it raises ETIMEDOUT, ``buffers`` may be written to at any time."""
         self._make(partial(self._disk.read, offset, buffers))
 
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
-        """See ``Disk``. Where it raises ETIMEDOUT, ``buffers`` may be read at any time."""
+        """See ``Disk``. If it raises ETIMEDOUT, ``buffers`` may be read at any time."""
         self._must_take_writes()
         self._make(partial(self._disk.write, offset, buffers))
 
@@ -430,7 +426,7 @@ class PatientDisk:
         self._make(self._disk.sync)
 
     def close(self) -> None:
-        """See ``Disk``. What is owed keeps the disk, and its lock, until it has come."""
+        """See ``Disk``. Abandoned calls keep the disk and its lock until they end."""
         with self._mutex:
             if self._closed:
                 return
@@ -457,14 +453,14 @@ class PatientDisk:
                     threading.Thread(target=self._serve, name="kvstore-disk", daemon=True).start()
                     self._threads += 1
                     self._idle += 1
-                except RuntimeError as error:  # the machine has no more: this call waits for those that there are
+                except RuntimeError as error:  # no more threads: this call waits for the existing ones
                     if not self._threads:
                         self._idle += 1
                         raise OSError(errno.EAGAIN, f"no thread to ask it with: {error}", self.path) from None
         self._calls.put(call)
         if not call.done.acquire(timeout=self._answer_s):
             with self._mutex:
-                if call.done.locked():  # it may have come just now
+                if call.done.locked():  # it may have ended just now
                     call.left_behind = self._was_silent = True
                     self._owed += 1
                     raise self._silence()
@@ -495,15 +491,15 @@ class PatientDisk:
 
 
 def is_silent(error: OSError) -> bool:
-    """The device behind this error did not answer."""
+    """Whether this error means that the device did not answer."""
     return error.errno == errno.ETIMEDOUT
 
 
 def open_patiently(path: str, size_bytes: int, answer_s: float, open_it: Callable[[], Disk]) -> PatientDisk:
-    """What ``open_it`` opens, within ``answer_s``; to make a file that is not there in its size may take any time.
+    """Return what ``open_it`` opens, within ``answer_s``. The time to create a file in its full size does not count.
 
     Raises:
-        OSError: ETIMEDOUT; the disk, once it is open after all, is closed again. And what ``open_it`` raises.
+        OSError: ETIMEDOUT; a disk that opens later is closed again. Also the errors of ``open_it``.
     """
     found = _Late(lambda: _is_made(path, size_bytes)).result(path, answer_s)
     late = _Late(open_it)
@@ -525,7 +521,7 @@ def _is_made(path: str, size_bytes: int) -> bool:
 
 
 class _Late(Generic[T]):
-    """A call in a thread of its own, which may come too late."""
+    """A call in a separate thread. Its result may arrive too late."""
 
     def __init__(self, perform: Callable[[], T]) -> None:
         self._perform = perform
@@ -538,7 +534,7 @@ class _Late(Generic[T]):
         self._thread.start()
 
     def result(self, path: str, answer_s: float | None) -> T:
-        """What the call returns, or raises. Raises OSError (ETIMEDOUT) after ``answer_s`` without one."""
+        """The call's result or error. Raises OSError (ETIMEDOUT) after ``answer_s``."""
         self._thread.join(answer_s)
         if self._thread.is_alive():
             raise OSError(errno.ETIMEDOUT, f"it did not answer for {answer_s:g} s", path)
@@ -548,7 +544,7 @@ class _Late(Generic[T]):
         return cast(T, self._value)
 
     def then(self, use: Callable[[T], None]) -> None:
-        """The wait is over: use what has arrived."""
+        """Stop waiting. Use the result if it has arrived, or when it arrives."""
         with self._mutex:
             self._then, came = use, self._came
         if came:
@@ -572,17 +568,17 @@ IO_THREADS: Final = 4
 
 
 class _Batch:
-    """Tasks that any thread takes one by one."""
+    """Tasks that threads take one by one."""
 
     def __init__(self, tasks: Sequence[Callable[[], Any]]) -> None:
         self.results: list[Any] = [None] * len(tasks)
         self.finished = [False] * len(tasks)
         self.done = threading.Semaphore(0)  # one release per task
         self._tasks = tasks
-        self._next = itertools.count()  # next() of it is atomic
+        self._next = itertools.count()  # next() is atomic
 
     def work(self) -> None:
-        """Perform tasks until none is left. An unexpected failure is a bug and ends the thread, loudly."""
+        """Perform tasks until there are none. An unexpected error is a bug, and ends the thread with a traceback."""
         while (number := next(self._next)) < len(self._tasks):
             try:
                 self.results[number] = self._tasks[number]()
@@ -595,15 +591,15 @@ class _Batch:
 
 
 class IoThreads:
-    """A pool of daemon threads; the caller of ``run`` is one of those that work. Many may call at a time.
+    """A pool of daemon threads. The caller of ``run`` works too. Several threads may call at a time.
 
-    Life: made (nothing started) -> the first ``run`` of more than one task starts the threads -> ``close`` ends them,
-    as does the end of the process. Closed, or in a forked child, ``run`` still works, in the caller alone.
+    Life: made (starts nothing) -> the first ``run`` of more than one task starts the threads -> ``close`` ends them, as
+    does the end of the process. After ``close``, or in a forked child, ``run`` still works, in the caller only.
     """
 
     def __init__(self, threads: int = IO_THREADS) -> None:
         assert threads >= 1, threads
-        self._threads_max = threads - 1  # and the caller
+        self._threads_max = threads - 1  # the caller is one more
         self._threads: list[threading.Thread] = []
         # At most one entry per helper and caller: a batch is offered, its tasks are not copied.
         self._offers: queue.SimpleQueue[_Batch | None] = queue.SimpleQueue()
@@ -612,9 +608,9 @@ class IoThreads:
         self._pid = os.getpid()  # threads do not live on in a forked child
 
     def run(self, tasks: Sequence[Callable[[], T]]) -> list[T | OSError | KVStoreError]:
-        """Perform all ``tasks``; returns what each returned or raised (OSError, KVStoreError), in their order.
+        """Perform all ``tasks``. Returns what each one returned or raised (OSError, KVStoreError), in their order.
 
-        Anything else that a task raises is a bug: an AssertionError here, the traceback in the thread's.
+        Any other error of a task is a bug: an AssertionError here, and a traceback in the task's thread.
         """
         batch = _Batch(tasks)
         if len(tasks) > 1 and os.getpid() == self._pid:
@@ -628,7 +624,7 @@ class IoThreads:
         return batch.results
 
     def close(self) -> None:
-        """The threads end after the task they are in."""
+        """End the threads after their current tasks."""
         with self._mutex:
             self._closed = True
             for _ in self._threads:
@@ -636,7 +632,7 @@ class IoThreads:
             self._threads = []
 
     def _start(self) -> None:
-        self._threads = [thread for thread in self._threads if thread.is_alive()]  # a bug of ours ended the others
+        self._threads = [thread for thread in self._threads if thread.is_alive()]  # a bug may have ended some
         if len(self._threads) == self._threads_max or self._closed:
             return
         with self._mutex:
@@ -644,7 +640,7 @@ class IoThreads:
                 thread = threading.Thread(target=self._serve, name="kvstore-io", daemon=True)
                 try:
                     thread.start()
-                except RuntimeError:  # the machine has no more: who asks does the work
+                except RuntimeError:  # no more threads: the callers do the work
                     return
                 self._threads.append(thread)
 

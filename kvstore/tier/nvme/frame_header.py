@@ -1,23 +1,23 @@
-"""Header of a page on NVMe: precedes every frame and proves, or disproves, which page is stored there.
+"""Header of a page on NVMe. It precedes the frame, and proves which page is stored there.
 
-All little-endian, the rest of the header's 4096-byte blocks zero; the payload follows::
+All little-endian; the rest of the header's 4096-byte blocks is zero, and the payload follows::
 
-      0  magic 8 | version u32 | used bytes u32, the sum included
-     16  incarnation u64                    of the device, drawn when it was made
+      0  magic 8 | version u32 | used bytes u32, including the sum
+     16  incarnation u64                    a random number of the device's format
      24  extent u32 | frame u32 | generation u64      the page's address; the generation also is the sequence
      40  page_tokens u32 | layers u32
      48  parent 16                          key of the page before, or the root
      64  info u64                           as in the page's record: payload bytes, position, flags, turns
-     72  payload sum u64                    xxh3_64 of the whole page: what a reader of whole pages checks
+     72  payload sum u64                    xxh3_64 of the page, checked by readers of entire pages
      80  key 16 | root 16 | extra 16 | token ids 4 * page_tokens      the identity, as in a DRAM record
          checksums u32 * layers             low 32 bits of xxh3_64 of each layer, as in a DRAM record
          sum u64                            xxh3_64 of everything before it
 
-Worked example: 64 token ids and 32 layers: 136 + 256 + 128 = 520 bytes used, in one block of 4096. (One sum of a page
-of 64 KiB takes 4 us, 32 sums of its layers 20.)
+Worked example: 64 token ids and 32 layers use 136 + 256 + 128 = 520 bytes, in one block of 4096. (For a page of 64 KiB
+one sum takes 4 us, and 32 sums of its layers 20 us.)
 
-It contains the address too, so that a page which was once in an extent that is gone, or strayed to another frame, is
-not taken for one that is stored. A header that does not hold is not an error but a reason, one of ``REASONS``.
+The header contains the address too. So a page of a former extent, or one that was written to the wrong frame, is not
+taken for a stored page. A wrong header is not an error but a reason, one of ``REASONS``.
 """
 
 from __future__ import annotations
@@ -34,11 +34,11 @@ from kvstore.tier.nvme import geometry
 
 VERSION: Final = 1
 REASONS: Final = (
-    "header",  # damaged, or never was one
-    "version",  # of another version of this format
-    "foreign",  # of another device, or of this one before it was reformatted
-    "swapped",  # sound, but of another page or of another frame
-    "payload",  # the header holds, the page's checksums do not
+    "header",  # damaged, or not a header
+    "version",  # another version of this format
+    "foreign",  # written for another device, or before this one was reformatted
+    "swapped",  # valid, but for another page or another frame
+    "payload",  # the header is valid, the page's checksums are wrong
 )
 _MAGIC: Final = b"KVFRAME1"
 _FIXED = struct.Struct("<8sIIQIIQII16sQQ")  # up to the identity
@@ -46,7 +46,7 @@ _START: Final = struct.Struct("<8sII")
 _SUM_BYTES: Final = 8
 _IDENTITY: Final = _FIXED.size
 assert _IDENTITY + IDENTITY_HEAD_BYTES + _SUM_BYTES == geometry.HEAD_BYTES
-_PLACE: Final = struct.Struct("<8sIIQIIQII")  # what is known of a header beforehand: up to the layers
+_PLACE: Final = struct.Struct("<8sIIQIIQII")  # the fields whose values a reader knows: up to the layers
 assert _PLACE.size == _IDENTITY - KEY_BYTES - 16
 
 Bytes = npt.NDArray[np.uint8]
@@ -57,7 +57,7 @@ _digest = xxhash.xxh3_64_intdigest
 
 
 class FrameHeader(NamedTuple):
-    """What a sound header says. ``tokens`` and ``checksums`` are copies."""
+    """The contents of a valid header. ``tokens`` and ``checksums`` are copies."""
 
     address: Address
     key: bytes
@@ -81,7 +81,7 @@ def pack(
     checksums: Sums,
     payload_sum: int,
 ) -> None:
-    """Write a page's header into ``out`` ``[header_bytes]``, all of it. See ``packed``."""
+    """Write a page's header into ``out`` ``[header_bytes]``, and fill all of it. See ``packed``."""
     place = frame_class, incarnation, address
     header = packed(*place, identity.tobytes(), parent, info, checksums, payload_sum)
     assert len(out) == len(header), (len(out), len(header))
@@ -101,10 +101,10 @@ def packed(
     """A page's header, ``header_bytes`` long.
 
     Args:
-        incarnation: of the device the frame lies on.
-        identity: ``48 + 4 * page_tokens`` bytes: key, root, extra and token ids, as they stand in a DRAM record.
+        incarnation: of the frame's device.
+        identity: ``48 + 4 * page_tokens`` bytes: key, root, extra and token ids, as in a DRAM record.
         checksums: one per layer.
-        payload_sum: of the page; made before the checksums are verified, it proves what they proved.
+        payload_sum: of the page. Compute it before the checksums are verified, so that both cover the same bytes.
     """
     used = _used(frame_class)
     tokens_end = used - _SUM_BYTES - 4 * frame_class.layers
@@ -122,9 +122,9 @@ def packed(
 def unpack(
     header: Bytes, frame_class: FrameClass, incarnation: int, extent: int, frame: int, generation: int | None = None
 ) -> FrameHeader | str:
-    """What the header found in that frame says; a string of ``REASONS`` where it says nothing that counts.
+    """Return the header of that frame, or one of ``REASONS`` if it is not valid there.
 
-    ``generation`` None: any, for scans of an extent. The payload is not looked at; see ``is_payload_sound``.
+    ``generation`` None accepts any, for scans of an extent. Does not check the payload; see ``is_payload_sound``.
     """
     raw = header.tobytes()
     reason = _fault(raw, frame_class, incarnation)
@@ -151,13 +151,13 @@ def faults(
     generations: Words,
     identities: Bytes,
 ) -> list[str]:
-    """Per header of a run of consecutive frames: why it is not that of the page expected there, or "".
+    """For each header of a run of consecutive frames, why it is not that of the expected page, or "".
 
     Args:
         headers: ``[frames, header_bytes]``, may be strided along the first axis.
         first: number of the first frame.
         generations: ``[frames]``, of the addresses.
-        identities: ``[frames, 48 + 4 * page_tokens]``: key, root, extra and token ids of the pages asked for.
+        identities: ``[frames, 48 + 4 * page_tokens]``: key, root, extra and token ids of the expected pages.
     """
     count, used = len(headers), _used(frame_class)
     end = _IDENTITY + identities.shape[1]
@@ -165,7 +165,7 @@ def faults(
     head, tail = (_MAGIC, VERSION, used, incarnation, extent), (frame_class.page_tokens, frame_class.layers)
     found, expected = headers[:, :used].tobytes(), identities.tobytes()
     reasons = []
-    for row, generation in enumerate(generations.tolist()):  # bytes: a run has few headers, numpy's calls add up
+    for row, generation in enumerate(generations.tolist()):  # as bytes: numpy costs more for a few headers
         raw = found[row * used : (row + 1) * used]
         same = raw.startswith(_PLACE.pack(*head, first + row, generation, *tail))
         same = same and raw[_IDENTITY:end] == expected[row * identities.shape[1] : (row + 1) * identities.shape[1]]
@@ -177,7 +177,7 @@ def faults(
 
 
 def payload_sums_in(headers: Bytes) -> list[int]:
-    """The payload sums that headers ``[frames, header_bytes]`` carry."""
+    """The payload sums in headers ``[frames, header_bytes]``."""
     sums: list[int] = np.ascontiguousarray(headers[:, _IDENTITY - 8 : _IDENTITY]).view("<u8")[:, 0].tolist()
     return sums
 
@@ -195,9 +195,10 @@ def layer_sums(page: Bytes, layers: int) -> Sums:
 
 
 def is_payload_sound(page: Bytes, frame_class: FrameClass, total: int) -> bool:
-    """Whether ``page`` ``[>= page_bytes]`` is what its sound header speaks of; False is reason "payload".
+    """Whether ``page`` ``[>= page_bytes]`` has the payload sum ``total`` of its valid header; False is reason
+    "payload".
 
-    ``total`` is the header's payload sum. The layers' checksums are for readers of parts of a page.
+    Readers of parts of a page use the layers' checksums instead.
     """
     return payload_sum(page, frame_class) == total
 
@@ -207,7 +208,7 @@ def _used(frame_class: FrameClass) -> int:
 
 
 def _fault(raw: bytes, frame_class: FrameClass, incarnation: int) -> str:
-    """Why this is not a sound header of a page of that class on that device, or ""."""
+    """Why this is not a valid header of a page of that class on that device, or ""."""
     magic, version, used = _START.unpack_from(raw)
     if magic != _MAGIC:
         return "header"

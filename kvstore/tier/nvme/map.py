@@ -1,9 +1,9 @@
-"""NvmeMap: a node's NVMe as its clients read it, through descriptors of their own.
+"""NvmeMap: a node's NVMe as clients read it, through descriptors of their own.
 
-The daemon writes the node's ``nvme`` file when its devices are open: a line with the sum of the rest, then JSON: of
-each device its path, incarnation and geometry, in the order that makes the row of positions. A client opens what it
-may; a device that it may not open, or that is another by now, merely has no place: its pages are misses here. Nothing
-read is believed before its header (``frame_header.faults``) and its checksums hold.
+When its devices are open, the daemon writes the node's ``nvme`` file: a line with the checksum of the rest, then JSON
+with the path, incarnation and geometry of each device, in the order of the row of positions. A client opens the devices
+that it may open. If it cannot open a device, or the device has changed, pages there are misses. A page that was read is
+proven by its header (``frame_header.faults``) and its checksums.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ from kvstore.tier.nvme.table import Superblock, frame_offset, interleave
 from kvstore.tier.nvme.target import read_superblock
 
 VERSION: Final = 1
-# One request of this size keeps a device busy; more would only keep other requests waiting.
+# One request of this size keeps a device busy. A larger one would only delay other requests.
 RUN_BYTES_MAX: Final = 2 << 20
 
 
 class Place(NamedTuple):
-    """Where a frame's header begins, and the incarnation that this header must carry."""
+    """The disk offset of a frame's header, and the incarnation that the header must have."""
 
     disk: Disk
     offset: int
@@ -39,10 +39,10 @@ class Place(NamedTuple):
 class NvmeMap:
     """A node's devices, open for reading. Made by ``open``. Any thread may read.
 
-    It is over with ``close``, or, where others may still be reading, with its last reference.
+    Ends with ``close``. If other threads may still be reading, drop the last reference instead.
 
     Attributes:
-        incarnation: of the set, as the NVMe extents' tables carry it.
+        incarnation: of the set, as in the tables of the NVMe extents.
     """
 
     def __init__(self, incarnation: int, devices: Sequence[tuple[Disk | None, Superblock]]) -> None:
@@ -52,7 +52,7 @@ class NvmeMap:
 
     @classmethod
     def open(cls, folder: NodeFolder) -> NvmeMap | None:
-        """The devices that the node's ``nvme`` file names; None where there is none, or it makes no sense."""
+        """Open the devices in the node's ``nvme`` file; None if there is no file or it is invalid."""
         stored = _stored(folder)
         if stored is None:
             return None
@@ -61,11 +61,11 @@ class NvmeMap:
 
     @property
     def positions(self) -> int:
-        """The positions of all devices together, including those that could not be opened."""
+        """The number of positions of all devices, including those that could not be opened."""
         return len(self._row)
 
     def place(self, position: int, frame_class: FrameClass, frame: int) -> Place | None:
-        """Where that frame lies; None where its device cannot be read here."""
+        """Where that frame is; None if its device cannot be read here."""
         if not 0 <= position < len(self._row):
             return None
         at, local = self._row[position]
@@ -99,7 +99,7 @@ def runs(places: Sequence[tuple[int, int]], stride: int, bytes_max: int = RUN_BY
 
 
 def named_devices(folder: NodeFolder) -> list[tuple[str, Superblock]]:
-    """Path and expected superblock of each device that the node's ``nvme`` file names; none where it makes no sense."""
+    """Path and expected superblock of each device in the node's ``nvme`` file; empty if the file is invalid."""
     stored = _stored(folder)
     return stored[1] if stored is not None else []
 
@@ -118,7 +118,7 @@ def _stored(folder: NodeFolder) -> tuple[int, list[tuple[str, Superblock]]] | No
 
 
 def map_text(incarnation: int, devices: Sequence[tuple[str, Superblock]]) -> bytes:
-    """What the ``nvme`` file holds."""
+    """The contents of the ``nvme`` file."""
     named = [
         {
             "path": path,
@@ -141,7 +141,7 @@ def _named(device: Any) -> tuple[str, Superblock]:
 
 
 def _opened(path: str, expected: Superblock) -> Disk | None:
-    """The device, where it still is the one that is meant."""
+    """The device, if it still is the expected one."""
     try:
         disk = FileDisk.open(path, expected.size_bytes, writable=False)
     except (OSError, InvalidRequest):

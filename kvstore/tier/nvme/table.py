@@ -6,14 +6,14 @@
     4096                   slot A of the extent table      table_bytes
     4096 + table_bytes     slot B                          table_bytes
     data_start             positions * extent_bytes
-    ...                    not used, less than an extent
+    ...                    unused, less than an extent
     size_bytes - 4096      the superblock again
 
     an extent:  directory (head 64, then a lean record row per frame) | header, frame | header, frame | ...
 
-The table is written to the slot that does not hold the newest one, so that a torn write leaves the one before. Worked
-example: 1 GiB in extents of 64 MiB: 15 positions, a table of one block, data from 12 KiB on; frame 2 of an extent of
-256 KiB pages starts at 24 + 2 * 260 KiB in it.
+A new table is written to the slot that does not have the newest one, so a torn write leaves the previous table. Worked
+example: 1 GiB in extents of 64 MiB has 15 positions, a table of one block, and data from 12 KiB on. Frame 2 of an
+extent of 256 KiB pages starts at 24 + 2 * 260 KiB in the extent.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ TABLE_AT: Final = BLOCK_BYTES
 _SUPER_MAGIC: Final = b"KVNVME01"
 _TABLE_MAGIC: Final = b"KVTABLE1"
 _DIRECTORY_MAGIC: Final = b"KVDIREC1"
-# magic, version, complete, incarnation, owner, size, extent, positions, table bytes. The sum is of the whole block (so
-# that a file system made over it is noticed), but is in the same sector: over zeros it is written whole or not at all
+# magic, version, complete, incarnation, owner, size, extent, positions, table bytes. The sum covers the entire block,
+# so that a file system made over it is noticed. It is in the same sector as these fields, so both are written or none.
 _SUPER = struct.Struct("<8sIIQ64sQQQQ")
 _TABLE_HEAD = struct.Struct("<8s6QQ")  # magic, incarnation, sequence, starts, day, bytes of it, positions, sum
 _DIRECTORY_HEAD = struct.Struct("<8sQQQ24xQ")  # magic, incarnation, extent, frames, sum
@@ -64,7 +64,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Superblock:
-    """Geometry and owner of a device. ``complete`` is False while it is being made: nothing is stored there yet."""
+    """Geometry and owner of a device. ``complete`` is False while the device is being formatted and stores nothing."""
 
     incarnation: int
     owner: str
@@ -80,7 +80,7 @@ class Superblock:
     def planned(
         cls, incarnation: int, owner: str, size_bytes: int, extent_bytes: int, secret: bytes = bytes(SECRET_BYTES)
     ) -> Superblock:
-        """The geometry of a new device: as many positions as fit, maybe none."""
+        """The geometry of a new device: as many positions as fit, possibly none."""
         rest = size_bytes - 2 * BLOCK_BYTES
         positions = max(0, rest // extent_bytes)
         while positions and positions * extent_bytes + 2 * _table_bytes(positions) > rest:
@@ -124,13 +124,13 @@ class Superblock:
 
 @dataclass(frozen=True)
 class ExtentOnDisk:
-    """An extent as the table knows it.
+    """An extent in the table.
 
     Attributes:
         position: on the device, or in the row of devices.
-        number: the extent's, as in addresses.
-        clean: nothing was written into it since its directory.
-        directory_sum: the sum of that directory; 0 if there is none yet.
+        number: the extent's number in addresses.
+        clean: nothing was written to the extent since its directory.
+        directory_sum: the checksum of that directory; 0 if there is none.
     """
 
     position: int

@@ -1,18 +1,18 @@
 """Identifies the contents of an NVMe target: ours, blank, half formatted, damaged at one end, or foreign.
 
-A target is reformatted only if nothing is lost: it is blank, or was being formatted when power failed, or the operator
-gave ``--format``. It is written in this order, each step made durable before the next::
+A target is formatted only if nothing can be lost: it is blank, or power failed while it was being formatted, or the
+operator gave ``--format``. Each step is durable before the next::
 
-    1. superblock in front, not complete    from here on: half formatted, the next start begins again 2. table,
-    superblock at the end 3. superblock in front, complete        from here on: ours
+    1. superblock in front, not complete    from here on: half formatted, and the next start begins again
+    2. table, superblock at the end
+    3. superblock in front, complete        from here on: ours
 
-A kill before 1 leaves what was there. Torn blocks of 4096 bytes can at worst leave an unrecognisable front, if
-``--format`` was given for a target that was not blank; then it must be given again.
+A kill before step 1 changes nothing. If ``--format`` was given for a target that was not blank, a torn block can leave
+an unrecognisable front. Then ``--format`` must be given again.
 
-A truncated target is a file that is shorter than the superblock at its front says.
-
-The file is extended to its old length with zeros, also in place of the superblock at the end. ``NvmeDevice.open``
-writes that as the last step: after a kill before it, the target counts as truncated again.
+A truncated target is a file that is shorter than the superblock in front says. The file is extended to its old length
+with zeros, which also cover the superblock at the end. ``NvmeDevice.open`` writes that superblock as its last step.
+After a kill before that step the target counts as truncated again.
 """
 
 from __future__ import annotations
@@ -32,10 +32,10 @@ from kvstore.shm.folder import new_secret
 from kvstore.tier.nvme.disk import BLOCK_BYTES, Disk, aligned_buffer
 from kvstore.tier.nvme.table import OWNER_BYTES, VERSION, Bytes, ExtentOnDisk, Superblock, Table, frame_offset
 
-# Other systems leave the first blocks alone and sign what follows (btrfs at 64 KiB, ISO 9660 at 32 KiB, RAID at
-# 4 KiB, ZFS at 16 KiB and at the end): this much at either end is zero, or the target is not blank.
+# Other systems put their signatures after the first blocks (btrfs at 64 KiB, ISO 9660 at 32 KiB, RAID at
+# 4 KiB, ZFS at 16 KiB and at the end). A target is blank only if this much is zero at either end.
 BLANK_BYTES: Final = 1 << 20
-# A superblock that differs from the other one by at most this is damaged; by more, it was overwritten on purpose.
+# If the two superblocks differ in more bytes than this, one was overwritten on purpose. Otherwise one is damaged.
 DAMAGED_BYTES_MAX: Final = 16
 _REMEDY: Final = "; --format reformats it and drops what is stored there"
 
@@ -45,15 +45,17 @@ log = logging.getLogger("kvstore.nvme")
 def open_target(
     disk: Disk, owner: str, extent_bytes: int, make: bool, secret: bytes | None = None, is_file: bool = False
 ) -> Superblock:
-    """Return the superblock of ``owner``'s target; a new one if it is blank or half formatted, or with ``make``.
+    """Return the superblock of ``owner``'s target. If the target is blank or half formatted, or with ``make``, it is a
+    new one.
 
     Args:
-        secret: the pool's secret: a new target gets it, and a target with another one is refused. None accepts any, and
-            draws one for a new target.
-        is_file: zeros at the end are its tail that was cut off, see below; of a device, it was wiped.
+        secret: the pool's secret. A new target gets it, and a target with another secret is refused. None accepts any,
+            and draws one for a new target.
+        is_file: the target is a file, so zeros at its end are a tail that was cut off. On a device they mean that it
+            was wiped.
 
     Raises:
-        InvalidRequest: field "nvme"; it is foreign, of another geometry, or too small. Nothing was changed.
+        InvalidRequest: field "nvme". The target is foreign, has another geometry, or is too small. Nothing was changed.
         OSError: the disk fails.
     """
     assert extent_bytes > 0 and extent_bytes % BLOCK_BYTES == 0, extent_bytes
@@ -75,7 +77,7 @@ def open_target(
         return found
     if is_file and first is not None and not back.any():
         return found
-    # Both ends are written with the same bytes. One that differs in many was overwritten by others.
+    # Both ends are written with the same bytes. If many differ, another program has overwritten one end.
     if (first is not None and last is not None) or int(np.count_nonzero(front != back)) > DAMAGED_BYTES_MAX:
         raise InvalidRequest("nvme", f"{disk.path} is a kvstore's at one end, something else at the other{_REMEDY}")
     log.warning("%s: its superblock %s was damaged and is repaired", disk.path, "at the end" if first else "in front")
@@ -85,7 +87,7 @@ def open_target(
 
 
 def read_superblock(disk: Disk) -> Superblock | None:
-    """Return the complete superblock of either end, for processes that only read the device; None if none is valid.
+    """The complete superblock at either end, for processes that only read the device; None if neither is valid.
 
     Raises:
         OSError: the disk fails.
@@ -105,10 +107,10 @@ def read_superblock(disk: Disk) -> Superblock | None:
 
 
 def read_table(disk: Disk, superblock: Superblock) -> tuple[Table, int]:
-    """Return the newest sound table, and its slot.
+    """The newest valid table, and its slot.
 
     Raises:
-        InvalidRequest: both are damaged, which a loss of power cannot cause.
+        InvalidRequest: both tables are damaged, which a loss of power cannot cause.
         OSError: the disk fails.
     """
     found = []
@@ -125,7 +127,7 @@ def read_table(disk: Disk, superblock: Superblock) -> tuple[Table, int]:
 
 
 def _check(disk: Disk, found: Superblock, owner: str, extent_bytes: int) -> None:
-    """Refuse a kvstore target that is not the requested one."""
+    """Raise InvalidRequest if the kvstore target is not the requested one."""
     path = disk.path
     if found.version != VERSION:
         raise InvalidRequest("nvme", f"{path} is of format {found.version}, this program knows {VERSION}{_REMEDY}")
@@ -184,8 +186,8 @@ NOTHING: Final = frozenset[int]()
 
 
 def is_cut(fd: int, size_bytes: int, *, owner: str, extent_bytes: int, secret: bytes | None) -> bool:
-    """Return whether ``fd`` is a truncated target of ``size_bytes`` that could be opened at its full size
-    (``open_target``), and is long enough to hold whole extents.
+    """Whether ``fd`` is a truncated target of ``size_bytes`` that is ours (``open_target``), and long enough to hold an
+    extent.
 
     Raises:
         OSError: it cannot be read.
@@ -200,7 +202,7 @@ def is_cut(fd: int, size_bytes: int, *, owner: str, extent_bytes: int, secret: b
 
 
 def tail_is_absent(disk: Disk) -> bool:
-    """Return whether there are zeros in place of the superblock at the end.
+    """Whether there are zeros in place of the superblock at the end.
 
     Raises:
         OSError: the disk fails.
@@ -209,9 +211,10 @@ def tail_is_absent(disk: Disk) -> bool:
 
 
 def reaching_beyond(disk: Disk, superblock: Superblock, extents: Mapping[int, ExtentOnDisk]) -> frozenset[int]:
-    """Return the positions of the extents that may have lost frames with the tail.
+    """The positions of the extents that may have lost frames with the tail.
 
-    Everything after one point is missing: if a directory or first header is there, all earlier extents are whole.
+    Everything after one point is missing. So if a directory or first header is present, all earlier extents are
+    complete.
 
     Raises:
         OSError: the disk fails.
