@@ -1,7 +1,7 @@
-"""What a package says about itself: the version of ``kvstore``, and the entry points that add to it.
+"""The version of ``kvstore``, and the entry points of installed packages that extend it.
 
-Both come from the metadata of the installed package. A checkout that was never installed has none: there they are read
-from ``pyproject.toml``, from which an installation would make them. So the same commands work in both.
+Both come from the metadata of the installed package. A checkout that was never installed has no metadata. There they
+come from ``pyproject.toml``, from which an installation would make them, so the same commands work in both.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ _PROJECT_FILE: Final = Path(__file__).resolve().parents[1] / "pyproject.toml"
 
 @cache
 def version() -> str:
-    """The version of ``kvstore``; ``UNKNOWN`` where nothing tells it."""
+    """The version of ``kvstore``, or ``UNKNOWN``."""
     try:
         return metadata.version(PACKAGE)
     except metadata.PackageNotFoundError:

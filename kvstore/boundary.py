@@ -48,7 +48,7 @@ def counts() -> dict[str, int]:
 
 
 def failed(place: str, error: BaseException) -> InternalError:
-    """Log and count an unexpected error. Returns what the caller of that place is told: no detail of ours."""
+    """Log and count an unexpected error. Returns the error for the caller, without internal details."""
     with _lock:
         _counts[place] += 1
     log.error("%s: unexpected error", place, exc_info=error)
@@ -61,10 +61,10 @@ def failed(place: str, error: BaseException) -> InternalError:
 class answered:
     """``with answered(place):`` around the work of one request or one connection.
 
-    ``KVStoreError`` and what is ``expected`` pass. May be kept and entered by many threads at once.
+    ``KVStoreError`` and the types in ``expected`` pass. One object may be used by many threads at once.
 
     Raises:
-        InternalError: the work failed. It is logged and counted; the protocol answers it as any ``KVStoreError``.
+        InternalError: the work failed. The error is logged and counted, and sent like any ``KVStoreError``.
     """
 
     __slots__ = ("_expected", "_place")
@@ -91,9 +91,9 @@ class answered:
 
 
 def kept(place: str, step: Callable[[], bool | None], stopped: threading.Event) -> Callable[[], None]:
-    """The target of a thread that calls ``step`` until ``stopped``, or until ``step`` returns True.
+    """Make the target of a thread that calls ``step`` until ``stopped``, or until ``step`` returns True.
 
-    A step itself waits if there is nothing to do. After one that fails the next one comes after a pause.
+    A step waits itself if there is nothing to do. After a failed step there is a pause.
     """
 
     def run() -> None:
@@ -114,7 +114,7 @@ def kept(place: str, step: Callable[[], bool | None], stopped: threading.Event) 
 
 
 async def kept_task(place: str, step: Callable[[], Awaitable[bool | None]]) -> None:
-    """Await ``step`` until it returns True, or until cancelled. After one that fails the next comes after a pause."""
+    """Await ``step`` until it returns True, or until cancelled. After a failed step there is a pause."""
     import asyncio  # only here: clients without an event loop import this module as well
 
     pause_s = PAUSE_S
@@ -137,7 +137,7 @@ async def kept_task(place: str, step: Callable[[], Awaitable[bool | None]]) -> N
 class Decided:
     """``with decided:`` around every change of a decided state. Made once per state; costs half a microsecond.
 
-    ``KVStoreError`` passes: state says with it what it refuses. Any other error ends a daemon.
+    ``KVStoreError`` passes, because a state refuses requests with it. Any other error ends a daemon.
     """
 
     __slots__ = ("_place",)
@@ -171,7 +171,7 @@ class Decided:
 
 
 def ends_process(daemon: str) -> None:
-    """This process is a daemon of that name: an error in decided state ends it. Others end one thread at most."""
+    """Make this process a daemon with this name: an error in decided state then ends it."""
     global _daemon
     _daemon = daemon
     watch_threads()

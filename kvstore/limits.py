@@ -1,28 +1,29 @@
-"""Limits: how much of each scarce thing a caller gets. One module for gRPC, the data server and HTTP.
+"""Limits: how much of each limited resource a caller gets. One module for gRPC, the data server and HTTP.
 
-Descriptors: a daemon raises its limit when it starts (``raise_descriptors``) and keeps some for itself
+**Descriptors.** A daemon raises its limit when it starts (``raise_descriptors``) and keeps some for itself
 (``DESCRIPTORS_KEPT``). Each of its servers takes at most a part of the rest (``connections_max``).
 
-Connections: ``Connections`` counts each one from the moment it is accepted, TLS handshakes included. Where there are
-too many, the oldest one whose caller has not identified itself is dropped, of the network that has most of those.
+**Connections.** ``Connections`` counts each connection from the moment it is accepted, including TLS handshakes. If
+there are too many, one whose caller has not identified itself is dropped: the oldest one of the network that has most
+of them.
 
-Everything else (running requests, bytes of bodies, threads, reads from NVMe, time under a lock) is given out by
+**Everything else** (running requests, bytes of bodies, threads, reads from NVMe, time under a lock) is given out by
 ``Shares`` in an event loop, and by ``ThreadShares`` between threads. The rules are the same:
 
-1. Owners (the identities of callers) that hold or want something may hold equal parts of it. A tenant that is alone
-   may hold half.
-2. One eighth is for owners that hold nothing yet, so that a newcomer finds some, however long the steps of others take.
-3. One request may have as much as it needs, where its owner has no other.
-4. Among the owners that wait, the one that has used least is next, where use is the amount times the time. An owner
-that
-   was idle earns no credit by that.
+1. Owners (the identities of callers) that hold or want something may hold equal parts of it. A tenant that is alone may
+hold half.
+2. One eighth is for owners that hold nothing yet, so that a newcomer gets something at once, however long the steps of
+other owners take.
+3. One request may have as much as it needs if its owner has no other request.
+4. The next turn goes to the waiting owner that has used least, where use is the amount times the time. An owner gains
+no credit by being idle.
 
-Worked example: 16 threads. Tenant a alone holds 7 at most. When b comes, it gets 7 as well; c gets one of the last 2
+Worked example: 16 threads. Tenant a, alone, holds 7 at most. When b comes, it gets 7 as well. c gets one of the last 2
 at once, and more as steps of a and b end, until each of the three holds 5.
 
-A request that would wait longer than it may is refused at once. How long that is follows from its place: waiting cost
-those before it some seconds per place. Worked example: 30 requests wait, the last one that was let in had been tenth
-and had waited 0.5 s; so the next one will wait 1.5 s, and where it has 1 s left it is told to come back.
+A request that would wait longer than it may is refused at once. The expected wait is its place in line times the recent
+wait per place. Worked example: 30 requests wait, and the last request that was admitted was tenth and waited 0.5 s. So
+the next one will wait 1.5 s. If it has 1 s left, it is refused and told when to retry.
 """
 
 from __future__ import annotations
@@ -47,9 +48,9 @@ DESCRIPTORS_KEPT: Final = (
     + 32  # LMDB, session files while they are looked at
     + 64  # etcd, data servers and engines that this daemon calls
     + 32  # logs, bells, listeners, pipes of child processes
-    + 64  # connections that were dropped and are not closed yet, or are refused in this moment
+    + 64  # connections that were dropped and are not closed yet, or are just being refused
 )
-# Parts of what is left, by server.
+# Parts of the remaining descriptors, by server.
 GRPC_PART: Final = 3 / 8
 HTTP_PART: Final = 1 / 8  # of a node or an engine
 LOCAL_PART: Final = 3 / 8  # of a node, for programs of this machine
@@ -61,16 +62,16 @@ assert GRPC_PART + HTTP_PART + PULLS_PART <= 1, "an engine"
 assert GRPC_PART + OPENAI_PART <= 1, "a conductor"
 DESCRIPTORS_UNBOUNDED: Final = 1 << 20  # what "no limit" counts as
 CONNECTIONS_MIN: Final = 8  # of a server, however few descriptors there are
-UNKNOWN_PART: Final = 3  # one connection in this many is for callers that have not identified themselves
+UNKNOWN_PART: Final = 3  # one connection in three is for callers that have not identified themselves
 LEAVING_MAX: Final = 32  # connections that were dropped and are not closed yet
-REST: Final = 8  # one part in this many is for owners that hold nothing yet
+REST: Final = 8  # one eighth is for owners that hold nothing yet
 WANTED_S: Final = 1.0  # an owner that was refused counts as waiting for this long
-WAITING_MAX: Final = 4096  # of one kind of shares; calls under way are bounded, this only says so
+WAITING_MAX: Final = 4096  # of one kind of shares; never reached, because running calls are bounded
 PACES_MAX: Final = 256  # owners whose use and waits are remembered
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
 LANE_OWNERS: Final = 2  # a lane has this many times the threads that one owner may have
-LOOK_S: Final = 0.05  # how often a thread that waits looks whether a holder is too slow
-_WEIGHT: Final = 0.1  # of the newest wait in what waiting costs
+LOOK_S: Final = 0.05  # how often a waiting thread checks whether a holder is too slow
+_WEIGHT: Final = 0.1  # of the newest wait in the average
 
 Value = TypeVar("Value")
 
@@ -80,18 +81,18 @@ class Owner(Protocol):
 
     @property
     def name(self) -> str:
-        """One name is one owner."""
+        """The owner's name, which identifies it."""
         ...
 
     @property
     def operator(self) -> bool:
-        """True for operators and nodes. An owner that is alone may hold half; an operator more than that."""
+        """True for operators and nodes. A tenant that is alone may hold half; an operator may hold more."""
         ...
 
 
 @dataclass(frozen=True)
 class Named:
-    """An owner that is nothing but a name."""
+    """An owner that has only a name."""
 
     name: str
     operator: bool = False
@@ -104,9 +105,9 @@ ALONE: Final = Named("local", operator=True)
 
 
 def raise_descriptors() -> int:
-    """Raise the limit on descriptors of this process as far as it may; returns the limit."""
+    """Raise this process' limit on descriptors as far as possible. Returns the limit."""
     _, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    with contextlib.suppress(OSError, ValueError):  # a container may forbid it: then the limit is what it was
+    with contextlib.suppress(OSError, ValueError):  # a container may forbid it; then the limit stays
         resource.setrlimit(resource.RLIMIT_NOFILE, (hard, hard))
     return descriptors()
 
@@ -118,7 +119,8 @@ def descriptors() -> int:
 
 
 def connections_max(part: float, most: int) -> int:
-    """How many connections a server may have: ``most``, or that part of the descriptors that are not kept back."""
+    """How many connections a server may have: at most ``most``, and at most ``part`` of the descriptors that are not
+    reserved."""
     return min(most, max(CONNECTIONS_MIN, int(part * (descriptors() - DESCRIPTORS_KEPT))))
 
 
@@ -126,7 +128,7 @@ def connections_max(part: float, most: int) -> int:
 
 
 class _Waiter:
-    """One request that waits for its turn. ``granted``: it holds ``size``, which it has to give back."""
+    """One waiting request. ``granted``: it holds ``size``, which it has to give back."""
 
     def __init__(
         self, size: int, owner: Owner, mine: int, before: int, begun: bool, wake: Callable[[], object]
@@ -142,7 +144,7 @@ class _Waiter:
 
 
 class _Pace:
-    """What an owner has used, what waiting costs it per place, and how long it holds what it gets. Seconds."""
+    """How much an owner has used, how long it waits per place in line, and how long it holds what it gets. Seconds."""
 
     def __init__(self) -> None:
         self.used = 0.0
@@ -152,11 +154,12 @@ class _Pace:
 
     @property
     def place_s(self) -> float:
-        """The recent cost of a place, over all waits: the first in line when the machine stalls says little."""
+        """The recent wait per place. All waits count, because a single wait, such as one during a stall, says
+        little."""
         return self._waited_s / self._places if self._places else 0.0
 
     def waited(self, seconds: float, places: int) -> None:
-        """One wait."""
+        """Record one wait."""
         self._waited_s += seconds - _WEIGHT * self._waited_s
         self._places += places - _WEIGHT * self._places
 
@@ -166,12 +169,12 @@ class _Pace:
         self._held_s += _WEIGHT * (seconds - self._held_s)
 
     def expected_s(self, before: int) -> float:
-        """From now on, with that number of places before it."""
+        """The expected wait with ``before`` places ahead."""
         return (before + 1) * self.place_s + self._held_s
 
 
 class Shares:
-    """Something scarce that callers share. For one event loop, or for threads that hold a lock of their own.
+    """A limited resource that callers share. For one event loop, or for threads that use a lock of their own.
 
     Life of a part: ``take`` or ``take_now`` -> held by its owner -> ``give``, once.
 
@@ -180,7 +183,7 @@ class Shares:
         kind: for metrics.
         total: how much there is.
         each: how much of it a tenant may hold; None: half.
-        each_operator: how much an operator may hold that is alone; None: all.
+        each_operator: how much an operator that is alone may hold; None: all.
 
     Attributes:
         free: how much is not held.
@@ -198,9 +201,11 @@ class Shares:
         self._each_operator = total if each_operator is None else each_operator
         self._of: Counter[str] = Counter()
         self._waiting: OrderedDict[str, deque[_Waiter]] = OrderedDict()
-        self._refused: OrderedDict[str, float] = OrderedDict()  # by ``take_now`` -> until when that counts
+        self._refused: OrderedDict[str, float] = (
+            OrderedDict()
+        )  # owners refused by ``take_now``, and until when they count as waiting
         self._paces: OrderedDict[str, _Pace] = OrderedDict()
-        self._used = 0.0  # what the owner had used that was let in last: a newcomer begins there
+        self._used = 0.0  # the use of the owner that was admitted last, where a newcomer begins
 
     def held(self, owner: Owner) -> int:
         """How much this owner holds."""
@@ -222,7 +227,7 @@ class Shares:
         return held + size <= most and size <= self.free - reserve
 
     def take_now(self, size: int, owner: Owner) -> bool:
-        """Take ``size`` without waiting. Where that fails, the owner counts as one that wants something for a while."""
+        """Take ``size`` without waiting. If that fails, the owner counts as waiting for a while."""
         now_s = time.monotonic()
         while self._refused and next(iter(self._refused.values())) < now_s:
             self._refused.popitem(last=False)
@@ -234,21 +239,20 @@ class Shares:
         return False
 
     async def take(self, size: int, wait_s: float, owner: Owner = ALONE, mine: int = 0, *, begun: bool = False) -> int:
-        """Take ``size``; returns how much that was. More than all counts as all, or as nearly all where the request
-        holds some already.
+        """Take ``size``, and return how much was taken. More than all counts as all, or as nearly all if the request
+        already holds some.
 
         Args:
-            wait_s: how long the caller may wait, and hold what it gets, if it is to be of use.
-            mine: what the same request holds already. Where that is something, those of its owner that hold nothing are
-                behind it: they may need what it holds.
-            begun: something was done for this request already: it takes turns with those of its owner that only begin,
-                however many these are, and is not refused for having to wait.
+            wait_s: how long the caller may wait for the part, and then hold it.
+            mine: how much the same request already holds. If it holds something, its owner's requests that hold nothing
+                come after it, because they may need what it holds.
+            begun: the request has already had a turn. It alternates with its owner's new requests, however many there
+                are, and is not refused because of the expected wait.
 
         Raises:
             TooManyCalls: it would take longer than ``wait_s``, or did.
         """
-        # Requests that hold a little and want all the rest would wait for each other: they leave room for what is
-        # little.
+        # Requests that hold a little and want all the rest would wait for each other, so they leave a little free.
         size = max(0, min(size, self.total - mine - (self.total // REST if mine else 0)))
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         waiter = self.ask(size, owner, partial(_come, turn), mine, begun, wait_s)
@@ -273,7 +277,7 @@ class Shares:
         begun: bool = False,
         wait_s: float | None = None,
     ) -> _Waiter | None:
-        """Take ``size`` now (None), or stand in line: ``wake`` is called when it is granted.
+        """Take ``size`` now and return None, or stand in line: ``wake`` is called when it is granted.
 
         Raises:
             TooManyCalls: it would probably take longer than ``wait_s``.
@@ -291,17 +295,18 @@ class Shares:
         return waiter
 
     def leave(self, waiter: _Waiter) -> TooManyCalls:
-        """Stand in line no more, and give back what came in the same moment; returns what a refusal says."""
+        """Leave the line, and give back a part that was granted at the same moment. Returns the error for the
+        caller."""
         if waiter.granted:
             self.give(waiter.size, waiter.owner)
         else:
             self._forget(waiter)
             self._learn(waiter, at_least=True)
-            self._let_in()  # those behind it may want less
+            self._let_in()  # requests after it may want less
         return self._refusal(waiter)
 
     def give(self, size: int, owner: Owner = ALONE, held_s: float | None = None) -> None:
-        """Give back what was taken; ``held_s``: how long it was held."""
+        """Give back a part. ``held_s``: how long it was held."""
         self.free += size
         self._of[owner.name] -= size
         if not self._of[owner.name]:
@@ -311,7 +316,7 @@ class Shares:
         self._let_in()
 
     def grant(self, size: int, owner: Owner) -> None:
-        """Let this owner have ``size``, whatever there is: where another request is about to give it back."""
+        """Give ``size`` to this owner even if it is not free, because another request is about to give it back."""
         self.free -= size
         if size:
             self._of[owner.name] += size
@@ -319,7 +324,7 @@ class Shares:
         self._used = pace.used = max(pace.used, self._used)
 
     def _let_in(self) -> None:
-        """Let in what fits, always of the owner that has used least; of equal ones in turns."""
+        """Admit waiting requests that fit, always from the owner that has used least; equal owners alternate."""
         while self._waiting:
             first = [queue[0] for queue in self._waiting.values()]
             fit = [each for each in first if self._fits(each.size, each.owner, each.mine)]
@@ -341,16 +346,17 @@ class Shares:
                 del self._waiting[waiter.owner.name]
 
     def _ahead(self, owner: Owner, mine: int) -> int:
-        """How many requests of this owner are let in before its next one, which holds ``mine`` already."""
+        """How many requests of this owner are admitted before its next one, which already holds ``mine``."""
         queue = self._waiting.get(owner.name, ())
         return sum(other.mine > 0 for other in queue) if mine else len(queue)
 
     def _before(self, owner: Owner, ahead: int) -> int:
-        """How many are let in before that request of this owner, where all use the same."""
+        """How many requests are admitted before this request of the owner, if all use the same."""
         return ahead + sum(min(len(queue), ahead + 1) for name, queue in self._waiting.items() if name != owner.name)
 
     def _check(self, waiter: _Waiter, wait_s: float | None) -> None:
-        """The first in line always waits: so it is seen that things go faster again."""
+        """Refuse the request if it would wait too long. The first in line always waits, so that a shorter wait is
+        noticed."""
         late = wait_s is not None and self._pace(waiter.owner).expected_s(waiter.before) > wait_s
         if sum(map(len, self._waiting.values())) >= WAITING_MAX or (waiter.before and not waiter.begun and late):
             raise self._refusal(waiter)
@@ -373,7 +379,7 @@ class Shares:
 
 
 def _come(turn: asyncio.Future[None]) -> None:
-    if not turn.done():  # else the request ends in this moment, and gives back what was granted
+    if not turn.done():  # otherwise the request is just ending, and gives back what was granted
         turn.set_result(None)
 
 
@@ -381,19 +387,20 @@ class Holder(Protocol):
     """A holder of a turn that may be too slow for those that wait."""
 
     def late(self) -> bool:
-        """True where it has made less progress than it must. Asked again and again while a thread waits."""
+        """Whether it has made less progress than it must. Called repeatedly while a thread waits."""
         ...
 
     def cut(self) -> None:
-        """End it soon. Called from any thread; its thread then gives its turn back."""
+        """End it soon. Called from any thread; its own thread then gives the turn back."""
         ...
 
 
 class ThreadShares:
-    """Turns at something scarce, between threads, by the rules of ``Shares``. ``total`` threads have one at a time.
+    """Turns at a limited resource, between threads, by the rules of ``Shares``. ``total`` threads have a turn at a
+    time.
 
-    Worked example, with a total of 1: it is a lock whose time owners share equally. While one tenant's 100 threads
-    wait, a thread of another tenant waits for the end of one turn.
+    Worked example with a total of 1: a lock whose time is shared equally between owners. While one tenant's 100 threads
+    wait, a thread of another tenant waits for the end of one turn only.
     """
 
     def __init__(self, what: str, kind: str, total: int) -> None:
@@ -403,10 +410,10 @@ class ThreadShares:
 
     @contextlib.contextmanager
     def turn(self, owner: Owner, wait_s: float, holder: Holder | None = None) -> Iterator[None]:
-        """Around what needs a turn.
+        """Take a turn for the time of the context.
 
         Args:
-            holder: who is told to end where it is late and another thread waits.
+            holder: ended if it is late and another thread waits.
 
         Raises:
             TooManyCalls: no turn came within ``wait_s``.
@@ -441,8 +448,8 @@ class ThreadShares:
 
 
 class Lane:
-    """Threads for what blocks, shared by those who call an event loop: ``count`` of them for one owner at most. What
-    waits for a thread waits in the loop, where it is counted, has its turn, and can be cancelled."""
+    """Threads for blocking work of an event loop, at most ``count`` of them for one owner. Work waits for a thread in
+    the loop, where it is counted, gets its turn, and can be cancelled."""
 
     def __init__(self, count: int, name: str) -> None:
         self._pool = ThreadPoolExecutor(LANE_OWNERS * count, f"kvstore-{name}")
@@ -457,14 +464,14 @@ class Lane:
         left_s: float = 60.0,
         begun: bool = False,
     ) -> Value:
-        """Do ``work``. Where the call ends in the meantime, ``undo`` gets its result, which nothing else reads.
+        """Do ``work`` in a thread. If the call ends first, ``undo`` gets the result.
 
         Args:
             left_s: until the call's deadline.
             begun: see ``Shares.take``.
 
         Raises:
-            TooManyCalls: there is no thread in time.
+            TooManyCalls: no thread is free in time.
         """
         await self._slots.take(1, left_s, owner, begun=begun)
         began_s = time.monotonic()
@@ -490,17 +497,17 @@ class Lane:
     def _left(self, owner: Owner, began_s: float, undo: Callable[[Any], object] | None, step: Future[Any]) -> None:
         self._slots.give(1, owner, time.monotonic() - began_s)
         if undo is not None and not step.cancelled() and step.exception() is None:
-            with contextlib.suppress(RuntimeError):  # the daemon ends, and everything held with it
+            with contextlib.suppress(RuntimeError):  # the daemon is ending, so nothing needs to be given back
                 self._pool.submit(undo, step.result())
 
     def close(self, wait: bool = True) -> None:
-        """Take no more work. ``wait``: for steps under way, which end by their own deadlines."""
+        """Accept no more work. ``wait``: wait for running steps, which end by their own deadlines."""
         self._pool.shutdown(wait=wait, cancel_futures=True)
 
 
 def call_soon(loop: asyncio.AbstractEventLoop, then: Callable[[], None]) -> None:
-    """From any thread: do it in the loop, if there still is one."""
-    with contextlib.suppress(RuntimeError):  # the loop has ended, and what was to be given back with it
+    """Call ``then`` in the loop, if it still runs. Any thread may call this."""
+    with contextlib.suppress(RuntimeError):  # the loop has ended, so nothing needs to be given back
         loop.call_soon_threadsafe(then)
 
 
@@ -511,7 +518,7 @@ class Guest:
     """One connection of a server. Made by ``Connections.accept``; ends with ``Connections.gone``, once.
 
     Attributes:
-        owner: whose it is; None until its caller has identified itself.
+        owner: its caller; None until the caller has identified itself.
         leaving: it was dropped, and is about to end.
     """
 
@@ -529,13 +536,14 @@ class Connections:
 
         sock, peer = listener.accept()
         guest = connections.accept(peer[0], drop)  # None: close it. ``drop`` ends it soon, from any thread
-        ...                                        # TLS handshake, then the caller says who it is
-        connections.known(guest, identity)         # raises TooManyCalls: it has its share
+        ...                                        # TLS handshake, then the caller identifies itself
+        connections.known(guest, identity)         # raises TooManyCalls if the caller has its share
         ...
         connections.gone(guest)                    # when its socket is closed
 
-    Two thirds of ``total`` are for callers that have identified themselves, by the rules of ``Shares``. They are never
-    dropped. Everything that is free is for the others, of which the oldest is dropped where there is no room.
+    Two thirds of ``total`` are for callers that have identified themselves, by the rules of ``Shares``. These
+    connections are never dropped. All other callers may use whatever is free. If there is no room, the oldest of their
+    connections is dropped.
     """
 
     def __init__(self, total: int) -> None:
@@ -548,15 +556,15 @@ class Connections:
         self._leaving = 0
 
     def __len__(self) -> int:
-        """Connections that are open."""
+        """Open connections."""
         return len(self._open)
 
     def accept(self, address: str, drop: Callable[[], object], wait_s: float = 0.0) -> Guest | None:
-        """Count a connection that was accepted; None where there is no room, and it has to be closed.
+        """Count a connection that was accepted. None if there is no room; then the caller has to close it.
 
         Args:
-            drop: ends this connection soon; its server then says ``gone``.
-            wait_s: how long to wait for connections that were dropped to end.
+            drop: ends this connection soon; its server then calls ``gone``.
+            wait_s: how long to wait for dropped connections to end.
         """
         with self._changed:
             if len(self._open) - self._leaving >= self.total and not self._drop_oldest():
@@ -569,10 +577,10 @@ class Connections:
             return guest
 
     def known(self, guest: Guest, owner: Owner) -> None:
-        """This connection's caller has identified itself. A connection keeps its first owner.
+        """The connection's caller has identified itself. A connection keeps its first owner.
 
         Raises:
-            TooManyCalls: the owner has as many as it may; the connection goes on as one of a stranger.
+            TooManyCalls: the owner has all connections that it may have. This one still counts as a stranger's.
         """
         with self._changed:
             if guest.owner is not None:
@@ -598,7 +606,7 @@ class Connections:
             self._changed.notify_all()
 
     def _drop_oldest(self) -> bool:
-        """Drop the oldest unidentified connection of the network that has most of them; False where there is none."""
+        """Drop the oldest unidentified connection of the network that has most of them. False if there is none."""
         if not self._unknown:
             return False
         _, most = max((len(guests), network) for network, guests in self._unknown.items())
@@ -618,7 +626,8 @@ class Connections:
 
 
 def network_of(address: str) -> str:
-    """Whose address that is, as far as it tells: of IPv6 the first 64 bits, since one machine has all the rest."""
+    """The network of an address. For IPv6 it is the first 64 bits, because one machine may have all addresses after
+    them."""
     try:
         number = ipaddress.IPv6Address(address.partition("%")[0])
     except ValueError:

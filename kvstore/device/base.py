@@ -1,20 +1,20 @@
-"""Device: memory that is not the host's, and the ways of bytes to and from it.
+"""Device: memory that is not the host's, and copies to and from it.
 
-A device has memory of its own, addressed like host memory but not to be touched by the host; streams, each of which
-does its work in the order in which it was given; and events, which tell when a stream has come to them. Two implement
-it: ``CudaDevice`` in ``cuda`` (the driver), and ``HostDevice`` in ``host_device``, a peer in host memory that copies as
-late as it may and in any order that it may, so that code that does not wait for an event finds the wrong bytes.
+A device has memory, addressed like host memory, which the host must not touch; streams, each of which works in the
+order of its calls; and events, which are over when a stream has reached them. There are two implementations.
+``CudaDevice`` in ``cuda`` uses the driver. ``HostDevice`` in ``host_device`` is its peer in host memory, for tests: it
+copies as late as it may and in any order that it may, so code that does not wait for an event finds wrong bytes.
 
 Rules for users of a device:
 
-- A copy has happened once an event that was recorded behind it is over, and not a moment before: until then the target
-  holds anything, the source must stay as it is, and both must stay allocated (and leased).
-- Pieces of one copy come in any order; a piece must not overlap another's target.
-- Streams know nothing of each other. ``DeviceStream.wait`` makes one begin its later work behind another's event.
-- Memory of another device, or of another process, is copied from only where ``reach`` says that it can be, or where it
-  was opened (``open_export``) by the device whose stream it is.
-- A device that was lost raises ``DeviceLost`` from every call but ``owns``, ``free`` and ``unregister``, which
-  cleanup code may still call; it never comes back within a process.
+- A copy is done only when an event that was recorded after it is over. Until then the target may hold anything, the
+  source must not change, and both must stay allocated (and leased).
+- The pieces of one copy are copied in any order. A piece must not overlap another piece's target.
+- Streams do not wait for each other. ``DeviceStream.wait`` makes one stream wait for another stream's event.
+- Memory of another device can be copied only if ``reach`` allows it. Memory of another process can be copied only if
+  the stream's device has opened it (``open_export``).
+- A lost device raises ``DeviceLost`` from every call except ``owns``, ``free`` and ``unregister``, which cleanup code
+  may still call. It stays lost until the process ends.
 """
 
 from __future__ import annotations
@@ -31,18 +31,19 @@ Addresses = npt.NDArray[np.uint64]
 
 
 class DeviceLost(Unavailable, OSError):
-    """The device or its driver failed: what it holds is gone. Fails the requests that needed it, and nothing else."""
+    """The device or its driver failed, and the contents of its memory are gone. Only requests that need the device
+    fail."""
 
 
 class DeviceExport(NamedTuple):
-    """By what other processes of the machine open an allocation of a device.
+    """What another process of the machine needs to open an allocation of a device.
 
     Attributes:
-        device: whose it is (``Device.uuid``).
-        offset: where in the allocation lies what was exported.
+        device: the device's ``uuid``.
+        offset: where the exported memory begins in the allocation.
         nbytes: of the allocation.
-        handle: what the driver calls it; b"": ``descriptor`` names it.
-        descriptor: a file descriptor, which the holder of this closes; -1: ``handle`` names it.
+        handle: the driver's handle; b"" if there is a ``descriptor``.
+        descriptor: a file descriptor, which the holder of this object closes; -1 if there is a ``handle``.
     """
 
     device: bytes
@@ -53,17 +54,17 @@ class DeviceExport(NamedTuple):
 
 
 class DeviceEvent(Protocol):
-    """A place in a stream's work."""
+    """A point in a stream's work."""
 
     def over(self) -> bool:
-        """Whether the stream has come here. Raises DeviceLost."""
+        """Whether the stream has reached this point. Raises DeviceLost."""
         ...
 
     def wait(self, deadline_s: float) -> None:
-        """Return when it has; ``deadline_s`` is a time of ``time.monotonic``.
+        """Return when the stream has reached this point; ``deadline_s`` is a time of ``time.monotonic``.
 
         Raises:
-            DeadlineExceeded: it has not by then. The work goes on, and may still write.
+            DeadlineExceeded: it has not by then. The work continues, and may still write.
             DeviceLost: it never will.
         """
         ...
@@ -74,23 +75,23 @@ class DeviceStream(Protocol):
 
     @property
     def handle(self) -> int:
-        """What other libraries know it by (``cudaStream_t``); 0 where there is none."""
+        """The stream's handle for other libraries (``cudaStream_t``), or 0."""
         ...
 
     def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        """Copy ``nbytes[i]`` from ``sources[i]`` to ``targets[i]``, each host memory or the device's, all in one go.
+        """Copy ``nbytes[i]`` from ``sources[i]`` to ``targets[i]``, each in host memory or the device's.
 
-        Host memory that is not registered is copied as well, but may be read or written before this returns, and takes
-        longer. Which way the pieces go (a copy engine each, or one kernel) is the device's matter.
+        Host memory that is not registered works too, but takes longer, and may be read or written before this returns.
+        The device chooses how pieces are copied (by copy engines, or by a kernel).
         """
         ...
 
     def wait(self, event: DeviceEvent) -> None:
-        """What comes later in this stream begins after that event, of whichever stream of the device."""
+        """Let later work of this stream begin after the event, which may be of any stream of the device."""
         ...
 
     def record(self) -> DeviceEvent:
-        """An event behind all that was given to the stream so far. Raises InvalidRequest: it records a graph."""
+        """Return an event after all work of the stream so far. Raises InvalidRequest if the stream records a graph."""
         ...
 
 
@@ -99,7 +100,7 @@ class DeviceMemory(Protocol):
 
     @property
     def address(self) -> int:
-        """Where it begins; a multiple of 256."""
+        """Its first address, a multiple of 256."""
         ...
 
     @property
@@ -108,7 +109,7 @@ class DeviceMemory(Protocol):
         ...
 
     def free(self) -> None:
-        """Give it back. No stream may have work left that touches it. Twice is fine."""
+        """Free the memory. No stream may have work left that touches it. May be called twice."""
         ...
 
 
@@ -116,7 +117,7 @@ class Device(Protocol):
     """See the module. Threads may share it.
 
     Attributes:
-        name: as a user says it: ``cuda:0``.
+        name: in the user's notation, such as ``cuda:0``.
     """
 
     @property
@@ -126,47 +127,50 @@ class Device(Protocol):
 
     @property
     def uuid(self) -> bytes:
-        """By which every process of the machine knows it, 16 bytes: they number devices as they like."""
+        """16 bytes that identify the device in all processes of the machine. (Processes may number devices
+        differently.)"""
         ...
 
     @property
     def in_use(self) -> bool:
-        """Whether anybody in this process uses it: to begin with that costs memory of the device."""
+        """Whether this process already uses the device. The first use costs memory of the device."""
         ...
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> DeviceMemory:
-        """Memory that holds anything. Raises OutOfSpace, DeviceLost.
+        """Allocate memory with undefined contents. Raises OutOfSpace, DeviceLost.
 
         Args:
-            shared: so that it can be shown to other processes, where the device has a way for that.
+            shared: make it possible to share it with other processes, if the device can do that.
         """
         ...
 
     def export(self, address: int) -> DeviceExport:
-        """What other processes open the allocation by in which that address lies. Raises Unavailable: nothing does."""
+        """Export the allocation that contains the address to other processes. Raises Unavailable if it cannot be
+        exported."""
         ...
 
     def open_export(self, export: DeviceExport) -> DeviceMemory:
-        """An allocation of another process, all of it, for copies of this device's streams. ``free`` closes it. The
-        descriptor stays its owner's.
+        """Open another process' entire allocation for copies of this device's streams. ``free`` closes it. The caller
+        keeps the descriptor.
 
         Raises:
-            Unavailable: this device does not reach it, or it is not (any more) what the export says.
+            Unavailable: this device cannot reach it, or the export is no longer valid.
         """
         ...
 
     def reach(self, uuid: bytes) -> str:
-        """Have copies of this device's streams go straight to and from memory of that one. Why they cannot; "": they
-        do from now on. Every device reaches itself."""
+        """Let this device's streams copy straight to and from memory of that device. Returns why that is impossible, or
+        "". Every device can reach itself."""
         ...
 
     def owns(self, address: int) -> bool:
-        """Whether memory there is this device's, by whichever library it was allocated."""
+        """Whether the address is this device's memory, whichever library allocated it."""
         ...
 
     def register(self, memory: Bytes) -> None:
-        """Pin host memory, so that copies to and from it run in parallel with the host's work. Once for a range; it
-        must be populated. A read-only array is registered as such. Raises Unavailable where the driver refuses."""
+        """Pin host memory, so that copies to and from it run in parallel with the host's work. Once per range; the
+        range must be populated. A read-only array is registered as read-only. Raises Unavailable if the driver refuses.
+        """
         ...
 
     def unregister(self, memory: Bytes) -> None:
@@ -178,5 +182,5 @@ class Device(Protocol):
         ...
 
     def stream_of(self, handle: int) -> DeviceStream:
-        """The stream that another library knows by this handle, to wait for it or to make it wait."""
+        """Another library's stream with this handle, for waiting in both directions."""
         ...

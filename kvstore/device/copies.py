@@ -1,4 +1,5 @@
-"""Copies to and from a device: a stream that threads share, and pinned memory of the host for what has to bounce."""
+"""Copies to and from a device: a stream that threads share, and pinned host memory for copies that need a bounce
+buffer."""
 
 from __future__ import annotations
 
@@ -16,12 +17,12 @@ from kvstore.device.base import Addresses, Bytes, Device, DeviceEvent, DeviceLos
 from kvstore.device.host_memory import large_buffer
 from kvstore.errors import DeadlineExceeded, Unavailable
 
-BOUNCE_BYTES_MAX: Final = 64 << 20  # pinned at a time for one user, or a single larger one
+BOUNCE_BYTES_MAX: Final = 64 << 20  # pinned at a time for one user; a single larger buffer is allowed
 LATE_POLL_S: Final = 0.01
 
 
 class CopyStream:
-    """A stream of our own that several threads submit to."""
+    """A stream that several threads submit copies to."""
 
     def __init__(self, device: Device) -> None:
         self.device = device
@@ -41,8 +42,8 @@ class CopyStream:
 
 @dataclass(eq=False)
 class PinnedBounce:
-    """Pinned memory, the borrower's until it gives it back. ``event``: behind the last copy to or from it, set by the
-    borrower as soon as there is one."""
+    """Pinned memory that a borrower has until it gives it back. ``event`` follows the last copy to or from it. The
+    borrower sets it as soon as there is a copy."""
 
     memory: Bytes
     pinned: bool
@@ -55,30 +56,31 @@ class PinnedBounce:
 
 
 class PinnedBounces:
-    """Pinned host memory to be used again. A bounce::
+    """A pool of pinned host memory. Life of a bounce::
 
         free ──borrow──> borrowed ──(waited for its event)──> free
                             └──(the wait failed)──> late ──its event──> free
 
-    A late one is unusable: the device may still read or write it. With the last reference, or ``close``, all free ones
-    are unpinned; late ones stay until the process ends.
+    A late bounce cannot be used, because the device may still read or write it. The last reference, or ``close``,
+    unpins all free ones. Late ones stay until the process ends.
     """
 
     def __init__(self, device: Device, nbytes_max: int = BOUNCE_BYTES_MAX) -> None:
         self._device, self._nbytes_max = device, nbytes_max
         self._changed = threading.Condition()
-        self._free: list[PinnedBounce] = []  # the one used last on top: it may be in the cache
+        self._free: list[PinnedBounce] = []  # the last used one on top, because it may be in the CPU cache
         self._late: list[PinnedBounce] = []
         self._nbytes = 0
         weakref.finalize(self, _give_up, device, self._free, self._late).atexit = False
 
     @contextlib.contextmanager
     def borrow(self, nbytes: int, deadline_s: float) -> Iterator[PinnedBounce]:
-        """At least ``nbytes``, page-aligned, whatever it held. To leave without an error says that its event is over.
+        """Yield at least ``nbytes``, page-aligned, with undefined contents. Leaving the context without an error means
+        that its event is over.
 
         Raises:
-            DeadlineExceeded: others had all there may be.
-            DeviceLost: no memory can be pinned any more.
+            DeadlineExceeded: other borrowers had all of it for too long.
+            DeviceLost: memory can no longer be pinned.
         """
         bounce = self._take(nbytes, deadline_s)
         over = False

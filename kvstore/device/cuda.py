@@ -54,14 +54,14 @@ from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, Unavail
 LENGTHS: Final = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)  # of pieces that are tried
 MEASURED_BYTES: Final = 8 << 20  # of one copy
 REPEATS: Final = 3  # the fastest counts
-DEADLINE_S: Final = 10.0  # for one of them
+DEADLINE_S: Final = 10.0  # for one copy
 
 Pieces = tuple[Addresses, Addresses, Addresses]  # targets, sources, lengths
-_STAYING: Final[list[Bytes]] = []  # what a device that hangs may still write to
+_STAYING: Final[list[Bytes]] = []  # memory that a hanging device may still write to
 
 
 class TriedStream(DeviceStream, Protocol):
-    """A stream that copies either way."""
+    """A stream that can copy in both ways."""
 
     def copy_by_kernel(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
         """By a kernel."""
@@ -134,12 +134,12 @@ def _fastest(stream: DeviceStream, copy: Callable[[Addresses, Addresses, Address
 
 
 SPIN_S: Final = 50e-6  # how long a wait for an event polls without a pause: a sleep takes about that
-PAUSE_PART: Final = 1 / 32  # of the time waited: a wait may end this much later than the event
-PAUSE_MAX_S: Final = 1e-3  # but no later than that
+PAUSE_PART: Final = 1 / 32  # of the time waited so far: how late a wait may end after its event
+PAUSE_MAX_S: Final = 1e-3  # upper bound of that
 
 
 class CudaDevices(NamedTuple):
-    """The devices of this machine that this process may use; ``missing``: why there are none, in one line, or ""."""
+    """The devices that this process may use. ``missing`` says in one line why there are none, or is ""."""
 
     devices: tuple[CudaDevice, ...]
     missing: str
@@ -193,22 +193,22 @@ class CudaDevice:
 
     @property
     def lost(self) -> str:
-        """Why it does not work any more; "" while it does."""
+        """Why the device does not work any more, or ""."""
         return "" if self._opened is None else self._opened.primary.lost
 
     @property
     def kernel_missing(self) -> str:
-        """Why small pieces do not go by a kernel; "": they do. Opens the device."""
+        """Why no kernel copies small pieces, or "". Opens the device."""
         return self._open().kernel_missing
 
     @property
     def kernel_below(self) -> Mapping[Way, int]:
-        """Below which length pieces go by the kernel, as was measured. Opens the device."""
+        """For each way, the length below which a kernel copies pieces, as measured. Opens the device."""
         return self._open().copies.kernel_below
 
     @property
     def batches(self) -> bool:
-        """Whether many pieces go with one call of the driver. Opens the device."""
+        """Whether one call of the driver copies many pieces. Opens the device."""
         return self._open().copies.batches
 
     def _open(self) -> _Opened:
@@ -216,12 +216,12 @@ class CudaDevice:
             if self._opened is not None:
                 return self._opened
             opened = self._opened = _Opened(self._driver, self._ordinal, self._ranges)
-        if not opened.kernel_missing:  # others may copy during that time, but only with engines
+        if not opened.kernel_missing:  # during the measurement, other threads copy with engines only
             opened.copies.kernel_below = calibrate(self, self.stream())
         return opened
 
     def current(self) -> CurrentContext:
-        """``with``: what other libraries ask the driver in this thread is of this device."""
+        """A context in which other libraries' calls of this thread go to this device."""
         return self._open().primary.current()
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> CudaMemory:
@@ -311,7 +311,7 @@ class CudaDevice:
             call(driver.cuMemHostRegister, start, memory.nbytes, flags)
             try:
                 there = int(call(driver.cuMemHostGetDevicePointer, start, 0))
-            except DriverError:  # engines find the way all the same, the kernel is not given it
+            except DriverError:  # engines can still copy; the kernel does not get this range
                 return
         self._ranges.add(RegisteredRange(start, start + memory.nbytes, there, memory.flags.writeable))
 
@@ -353,7 +353,7 @@ class _Opened:
             return Kernel(self.driver, cubin_for(10 * major + minor, cache_folder()))
         except DeviceLost:
             raise
-        except Unavailable as error:  # there is no NVRTC, or an older driver that cannot load what it makes
+        except Unavailable as error:  # there is no NVRTC, or an older driver that cannot load its output
             self.kernel_missing = str(error)
         return None
 
@@ -377,13 +377,13 @@ class CudaStream:
                 self._opened.copies.copy(self._handle, targets, sources, nbytes)
 
     def copy_by_kernel(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        """Copy pieces of any length by the kernel. Raises Unavailable where the device cannot reach a piece."""
+        """Copy pieces of any length with the kernel. Raises Unavailable if the device cannot reach a piece."""
         with self._opened.primary.current():
             if not self._opened.copies.by_kernel(self._handle, targets, sources, nbytes, ALWAYS):
                 raise Unavailable("cuda: the kernel cannot reach that memory")
 
     def copy_by_engines(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        """Copy pieces of any length by the copy engines."""
+        """Copy pieces of any length with the copy engines."""
         with self._opened.primary.current():
             self._opened.copies.by_engines(self._handle, targets, sources, nbytes)
 
@@ -401,7 +401,7 @@ class CudaStream:
                 call(driver.cuStreamIsCapturing, self._handle)
                 != driver.CUstreamCaptureStatus.CU_STREAM_CAPTURE_STATUS_NONE
             ):
-                # What waits for the event would become part of the recording, and fail until it ends.
+                # A stream that waits for the event would become part of the recording, and fail until it ends.
                 raise InvalidRequest(
                     "stream", f"records a CUDA graph: copy outside of it (got stream {self.handle:#x})"
                 )
@@ -444,22 +444,22 @@ _added: list[Device] = []
 
 
 def devices() -> list[Device]:
-    """All there are now. None is opened by that."""
+    """The devices of this process. Does not open any."""
     return [*_added, *find().devices]
 
 
 def missing() -> str:
-    """Why there is no GPU, in one line; "" where there is one."""
+    """Why there is no GPU, in one line; "" if there is one."""
     return find().missing
 
 
 def device_of(address: int) -> Device | None:
-    """Whose memory it is; None: the host's."""
+    """The device that has this address; None for host memory."""
     return next((device for device in devices() if device.owns(address)), None)
 
 
 def add(device: Device) -> None:
-    """Have another one in this process: ``HostDevice`` for tests."""
+    """Add a device to this process, such as a ``HostDevice`` in tests."""
     with _lock:
         _added.append(device)
 

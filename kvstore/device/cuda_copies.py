@@ -1,17 +1,15 @@
-"""How the pieces of a copy go: by a device's copy engines, all with one call, or by its processors, in a kernel.
+"""Copies of many pieces: by a device's copy engines, with one call, or by its processors, with a kernel.
 
-Engines move large pieces at the full speed of the link, and leave the processors to computation. Each piece costs them
-a microsecond or two, so that small ones go faster by a kernel, which costs processors. The length from which engines
-are better is measured when a device is opened (``threshold``).
+Engines copy large pieces at the full speed of the link, and leave the processors to computation. But each piece costs
+them a microsecond or two. A kernel is faster for small pieces, and uses processors. The length at which engines become
+better is measured when a device is opened (``threshold``).
 
-A kernel must only be given what the device can reach: memory of its own, and host memory that is registered. A wrong
-address costs the process its device, where an engine's copy is merely refused. So each address is looked up before.
+A kernel may only get addresses that the device can reach: its own memory, and registered host memory. A wrong address
+in a kernel costs the process its device, while a copy engine just refuses it. So every address is checked first.
 
-Kernels: copies done by a device's processors, for pieces too small for its copy engines.
-
-The source is compiled by NVRTC for the device at hand, which takes a fraction of a second, and kept in a folder of this
-user alone. What is found there is proven before the driver sees it: its name says what it was made from, and its first
-bytes are the digest of the rest.
+NVRTC compiles the kernel's source for the device, which takes a fraction of a second. The result is cached in a folder
+that only this user can write. A cached file is verified before the driver gets it: its name is a digest of what it was
+made from, and its first bytes are the digest of the rest.
 """
 
 from __future__ import annotations
@@ -40,7 +38,7 @@ from kvstore.device.cuda_driver import INVALID_VALUE, NOT_SUPPORTED, SUCCESS, Dr
 from kvstore.errors import Unavailable
 from kvstore.safe_files import NotPlain, open_folder, open_plain
 
-PIECES_MAX: Final = 128  # of a launch: they travel as its arguments, of which every device takes 4 KiB
+PIECES_MAX: Final = 128  # of a launch; they are its arguments, and every device accepts 4 KiB of arguments
 TILE_BYTES: Final = 16 << 10  # a block's share of a piece at a time
 THREADS: Final = 256  # of a block
 CUBIN_BYTES_MAX: Final = 4 << 20
@@ -88,10 +86,10 @@ copy_pieces(const __grid_constant__ Pieces pieces, const unsigned count, const u
 
 
 class Launch:
-    """The arguments of one launch: some of the pieces of a copy. They are copied when it is launched.
+    """The arguments of one launch: some of a copy's pieces. The launch copies the arguments.
 
     Attributes:
-        blocks: how many blocks share the work, of as many as it has tiles.
+        blocks: how many blocks share the work; at most one per tile.
         address: of the array of addresses of the arguments.
     """
 
@@ -111,7 +109,7 @@ class Launch:
 
 
 def launches(targets: Addresses, sources: Addresses, nbytes: Addresses, blocks_max: int) -> Iterator[Launch]:
-    """A copy's pieces, as many to a launch as it takes. Pieces without bytes are left out."""
+    """Divide a copy's pieces into launches. Empty pieces are left out."""
     if not nbytes.all():
         some = nbytes > 0
         targets, sources, nbytes = targets[some], sources[some], nbytes[some]
@@ -138,7 +136,7 @@ def _compiler() -> Any:
 
 
 def compiled(arch: int) -> bytes:
-    """The cubin for devices of that compute capability (90: 9.0). Raises Unavailable."""
+    """The cubin for devices of this compute capability (90 means 9.0). Raises Unavailable."""
     nvrtc = _compiler()
     program = _nvrtc(nvrtc.nvrtcCreateProgram, SOURCE.encode(), b"kvstore.cu", 0, [], [])
     try:
@@ -163,7 +161,7 @@ def _nvrtc(function: Any, *arguments: object) -> Any:
 
 
 def cubin_for(arch: int, folder: Path) -> bytes:
-    """The compiled kernels for ``arch``, from ``folder`` where they are there already. Raises Unavailable."""
+    """The compiled kernels for ``arch``, from the cache in ``folder`` if it has them. Raises Unavailable."""
     _, *version = _compiler().nvrtcVersion()
     made_from = f"{version} sm_{arch}\n{SOURCE}"
     path = folder / f"{hashlib.sha256(made_from.encode()).hexdigest()}.cubin"
@@ -178,13 +176,14 @@ def cubin_for(arch: int, folder: Path) -> bytes:
 
 
 def cache_folder() -> Path:
-    """Where cubins are kept: ``kvstore`` in the user's folder for caches."""
+    """The folder of cached cubins: ``kvstore`` in the user's cache folder."""
     home = os.environ.get("XDG_CACHE_HOME") or os.path.expanduser("~/.cache")
     return Path(home) / "kvstore"
 
 
 def kept(path: Path) -> bytes | None:
-    """What ``keep`` put there; None where there is nothing that may be trusted: it is compiled again."""
+    """The file that ``keep`` stored. None if there is no file that can be trusted; then the kernel is compiled
+    again."""
     try:
         folder_fd = _private(path.parent)
         try:
@@ -199,7 +198,7 @@ def kept(path: Path) -> bytes | None:
 
 
 def keep(path: Path, cubin: bytes) -> None:
-    """Put it there, whole or not at all. Where that cannot be, it is compiled again next time."""
+    """Store the file atomically. If that fails, the kernel is compiled again next time."""
     temporary = f"{path.name}.{secrets.token_hex(4)}"
     try:
         path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -223,11 +222,11 @@ def _private(folder: Path) -> int:
     if about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return fd
     os.close(fd)
-    raise NotPlain(f"{folder}: others may write there")
+    raise NotPlain(f"{folder}: other users may write there")
 
 
 class Kernel:
-    """The kernel, loaded into a device's primary context, which is current while it is made and launched."""
+    """The kernel, loaded into a device's primary context, which must be current in all calls."""
 
     def __init__(self, driver: Any, cubin: bytes) -> None:
         self._driver = driver
@@ -235,18 +234,18 @@ class Kernel:
         self._function = call(driver.cuModuleGetFunction, self._module, NAME)
 
     def launch(self, stream: object, targets: Addresses, sources: Addresses, nbytes: Addresses, blocks: int) -> None:
-        """Copy pieces, all of which the device can reach at these addresses; they overlap nowhere."""
+        """Copy pieces. The device must be able to reach all addresses, and pieces must not overlap."""
         for each in launches(targets, sources, nbytes, blocks):
             grid, block = (each.blocks, 1, 1), (THREADS, 1, 1)
             call(self._driver.cuLaunchKernel, self._function, *grid, *block, 0, stream, each.address, 0)
 
 
-KERNEL_GAIN_MIN: Final = 1.25  # a kernel has to be this much faster: it takes processors from computation
-HOST_BLOCKS: Final = 32  # blocks of a kernel over the link: they have half a megabyte under way, which fills it
+KERNEL_GAIN_MIN: Final = 1.25  # a kernel has to be this much faster, because it takes processors from computation
+HOST_BLOCKS: Final = 32  # blocks of a kernel over the link; with half a megabyte in flight they fill it
 DEFAULT_STREAMS: Final = 2  # handles up to this are not created streams
-ALLOCATIONS_MAX: Final = 8  # of the device that one copy's pieces may lie in, to go by a kernel
+ALLOCATIONS_MAX: Final = 8  # a copy whose pieces are in more of the device's allocations does not use a kernel
 
-BATCH_VERSION: Final = 12080  # of CUDA, the first with a batched call; it is asked for in the form that it had then
+BATCH_VERSION: Final = 12080  # the first version of CUDA with a batched call; the call is used in its form
 _BATCH: Final = ctypes.CFUNCTYPE(
     ctypes.c_int,
     ctypes.c_void_p,  # targets
@@ -254,9 +253,9 @@ _BATCH: Final = ctypes.CFUNCTYPE(
     ctypes.c_void_p,  # bytes
     ctypes.c_size_t,  # how many
     ctypes.c_void_p,  # attributes
-    ctypes.c_void_p,  # from which piece on each of them holds
+    ctypes.c_void_p,  # the first piece that each attribute applies to
     ctypes.c_size_t,  # how many attributes
-    ctypes.c_void_p,  # is told which piece was refused
+    ctypes.c_void_p,  # receives the number of a refused piece
     ctypes.c_void_p,  # stream
 )
 
@@ -264,7 +263,7 @@ Mask = npt.NDArray[np.bool_]
 
 
 class Way(Enum):
-    """Between which memories pieces go."""
+    """The memories between which pieces are copied."""
 
     TO_DEVICE = "to the device"
     TO_HOST = "to the host"
@@ -276,7 +275,7 @@ ALWAYS: Final[Mapping[Way, int]] = dict.fromkeys(Way, 1 << 62)
 
 
 def threshold(lengths: Sequence[int], kernel_s: Sequence[float], engines_s: Sequence[float]) -> int:
-    """Below which length pieces go by a kernel, from measurements of ascending lengths; 0: none do."""
+    """The length below which a kernel should copy pieces, from measurements of ascending lengths; 0: no pieces."""
     for length, kernel, engines in zip(lengths, kernel_s, engines_s, strict=True):
         if engines < kernel * KERNEL_GAIN_MIN:
             return length if length > lengths[0] else 0
@@ -284,9 +283,9 @@ def threshold(lengths: Sequence[int], kernel_s: Sequence[float], engines_s: Sequ
 
 
 class BatchCall:
-    """``cuMemcpyBatchAsync``, called with arrays as they are: what it costs does not grow with Python's objects.
+    """``cuMemcpyBatchAsync``, called with arrays, so that its cost does not grow with Python objects.
 
-    Later versions of the call lack an argument; a request for that of 12.8 succeeds in all drivers since.
+    Later versions of the call lack an argument. All later drivers still offer the form of 12.8.
     """
 
     def __init__(self, driver: Any, address: int) -> None:
@@ -297,12 +296,12 @@ class BatchCall:
 
     @classmethod
     def find(cls, driver: Any) -> BatchCall | None:
-        """None where the driver is older."""
+        """Return the call, or None if the driver is older."""
         code, address, _ = driver.cuGetProcAddress(b"cuMemcpyBatchAsync", BATCH_VERSION, 0)
         return cls(driver, int(address)) if code.name == SUCCESS and address else None
 
     def copy(self, stream: int, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        """One batch. Raises as ``fault``."""
+        """Copy one batch. Raises as ``fault``."""
         failed = ctypes.c_size_t(0)
         code = self._function(
             targets.ctypes.data,
@@ -320,7 +319,7 @@ class BatchCall:
 
 
 def attributes(driver: Any) -> Any:
-    """The attributes of every piece: its source is read when its stream comes to it, not before."""
+    """The attributes of every piece: its source is read when the stream reaches it, not before."""
     found = driver.CUmemcpyAttributes()
     found.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
     return found
@@ -339,7 +338,7 @@ def named(driver: Any, code: int) -> str:
 
 @dataclass(frozen=True)
 class RegisteredRange:
-    """Host memory that is registered. ``there``: where the device sees it."""
+    """Registered host memory. ``there`` is its address for the device."""
 
     start: int
     stop: int
@@ -348,26 +347,26 @@ class RegisteredRange:
 
 
 class RegisteredRanges:
-    """All of them. They overlap nowhere. Threads share it.
+    """All registered ranges. They do not overlap. Threads may share it.
 
-    A finalizer may say that a range is not registered any more, and the collector runs finalizers wherever memory is
-    allocated: also in the midst of a change that this very thread makes. That one takes both in, then.
+    A finalizer may remove a range at any moment, even while this thread changes the ranges, because the garbage
+    collector runs finalizers at any allocation. Then the running change applies both.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._changing = False  # by the thread that has the lock
-        self._changes: deque[RegisteredRange | int] = deque()  # a new range, or the start of one that is gone
+        self._changing = False  # whether the thread with the lock is making changes
+        self._changes: deque[RegisteredRange | int] = deque()  # a new range, or the start of a removed one
         self._all: dict[int, RegisteredRange] = {}
         self._columns = np.zeros((4, 0), np.uint64)  # by address
 
     def add(self, one: RegisteredRange) -> None:
-        """Note a range that is registered now."""
+        """Add a range that was registered."""
         self._changes.append(one)
         self._take_in()
 
     def remove(self, start: int) -> None:
-        """Note that the range from ``start`` is not registered any more."""
+        """Remove the range from ``start``."""
         self._changes.append(start)
         self._take_in()
 
@@ -389,7 +388,8 @@ class RegisteredRanges:
         self._columns = np.array(rows, np.uint64).reshape(-1, 4).T.copy()
 
     def seen(self, at: Addresses, nbytes: Addresses, write: bool) -> tuple[Mask, Addresses]:
-        """Which pieces lie in one of them (that may be written to), and where the device sees these."""
+        """Return which pieces are in registered ranges (writable ones with ``write``), and their addresses for the
+        device."""
         starts, stops, there, writable = self._columns
         if not len(starts):
             return np.zeros(len(at), np.bool_), at
@@ -402,7 +402,7 @@ class RegisteredRanges:
 
 
 def in_allocations(at: Addresses, nbytes: Addresses, allocation: Callable[[int], tuple[int, int] | None]) -> bool:
-    """Whether all pieces lie in memory of the device, asking for as few of its allocations as can be."""
+    """Whether all pieces are in memory of the device. Queries as few allocations as possible."""
     for _ in range(ALLOCATIONS_MAX):
         if not len(at):
             return True
@@ -421,10 +421,10 @@ def in_allocations(at: Addresses, nbytes: Addresses, allocation: Callable[[int],
 
 
 class CudaCopies:
-    """The ways of pieces to, from and on one device. Threads share it; the context is current in each call.
+    """Copies to, from and within one device. Threads may share it; the context must be current in each call.
 
     Attributes:
-        kernel_below: by way, below which length pieces go by the kernel.
+        kernel_below: for each way, the length below which a kernel copies pieces.
     """
 
     def __init__(
@@ -466,7 +466,8 @@ class CudaCopies:
         nbytes: Addresses,
         below: Mapping[Way, int],
     ) -> bool:
-        """Copy them by the kernel, where the device can reach all of them and they are short enough; else False."""
+        """Copy the pieces with the kernel if the device can reach all of them and they are short enough; otherwise
+        return False."""
         to_host, target_there = self._ranges.seen(targets, nbytes, write=True)
         from_host, source_there = self._ranges.seen(sources, nbytes, write=False)
         if (to_host & from_host).any():
@@ -483,10 +484,10 @@ class CudaCopies:
         return True
 
     def by_engines(self, stream: Any, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        """Copy them in one batch; with a call for each where the driver has no batches, the stream is a default one,
-        which takes none, or the driver does not take one of these pieces in a batch."""
+        """Copy the pieces in one batch. Uses a call for each piece if the driver has no batches or refuses one of the
+        pieces in a batch, or if the stream is a default stream."""
         if self._batch is not None and int(stream) > DEFAULT_STREAMS:
-            some = nbytes > 0  # an empty piece is an error there
+            some = nbytes > 0  # the driver refuses empty pieces
             if not some.all():
                 targets, sources, nbytes = targets[some], sources[some], nbytes[some]
             try:
@@ -496,8 +497,8 @@ class CudaCopies:
             except DriverError as error:
                 if error.code not in (NOT_SUPPORTED, INVALID_VALUE):
                     raise
-                # Memory that is not registered may be the reason: then the next batch may do. Else it is this device or
-                # this system, whatever the driver's version.
+                # If a piece is in memory that is not registered, another batch may work. Otherwise this device or
+                # system does not support batches, whatever the driver's version.
                 if error.code == NOT_SUPPORTED and self._registered(targets, sources, nbytes):
                     self._batch = None
         for target, source, length in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
@@ -505,13 +506,13 @@ class CudaCopies:
                 call(self._driver.cuMemcpyAsync, target, source, length, stream)
 
     def _registered(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> bool:
-        """True where each piece has one end in memory of the host that is registered."""
+        """Whether each piece has one end in registered host memory."""
         to_host, _ = self._ranges.seen(targets, nbytes, write=True)
         from_host, _ = self._ranges.seen(sources, nbytes, write=False)
         return bool((to_host | from_host).all())
 
     def allocation(self, address: int) -> tuple[int, int] | None:
-        """From where to where the device's memory goes in which that address lies; None: it lies in none."""
+        """Start and end of the device's allocation that contains the address, or None."""
         if not self.owns(address):
             return None
         start, nbytes = call(self._driver.cuMemGetAddressRange, address)

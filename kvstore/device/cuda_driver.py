@@ -1,20 +1,18 @@
-"""The CUDA driver in this process: whether there is one, its primary contexts, and its errors as ours.
+"""The CUDA driver in this process: whether there is one, its primary contexts, its errors, and memory of GPUs.
 
-Only the modules ``cuda*`` of this folder call it. All of them import it late: without the package, without a driver and
-with an old one the same install works, and ``begin`` says in one line why there is none.
+Only the modules ``cuda*`` of this folder call the driver. They import it late. So one installation works without the
+package, without a driver, and with an old one; ``begin`` says in one line why the driver cannot be used.
 
-A primary context is what every library of a process shares on a device, PyTorch among them. A call is made with it on
-top of the calling thread's stack of contexts, and the stack is left as it was found.
+All libraries of a process, PyTorch among them, share a device's primary context. A call pushes that context onto the
+calling thread's stack of contexts, and pops it afterwards.
 
-Memory of a GPU: plain allocations, allocations that are mapped page by page, and both as other processes have them.
+Memory can be shared with other processes in two ways. A plain allocation (``cuMemAlloc``) is opened by the driver's IPC
+handle; all openers must close it before its owner frees it. A mapped allocation (``cuMemCreate``) has a file descriptor
+instead, which is passed through a socket, and exists as long as a process maps it. So memory to be shared is mapped,
+and plain if the driver or its container cannot map.
 
-Other processes of the machine open a plain allocation (``cuMemAlloc``) by the driver's IPC handle. One that the driver
-maps (``cuMemCreate``) has no such handle, but a file descriptor, which has to be passed through a socket; and it stays
-as long as a process has it mapped, whereas a handle must be closed by all openers before its owner frees the memory.
-So memory that is to be shared is mapped, and plain where the driver, or its container, cannot do that.
-
-Mapped memory of other libraries (expandable segments of PyTorch) cannot be exported: it consists of many pieces, and
-each of them has to have been made for that.
+Mapped memory of other libraries (expandable segments of PyTorch) cannot be exported: it consists of many pieces, which
+were not made for export.
 """
 
 from __future__ import annotations
@@ -31,7 +29,7 @@ from typing import Any, Final
 from kvstore.device.base import DeviceExport, DeviceLost
 from kvstore.errors import KVStoreError, OutOfSpace, Unavailable
 
-VERSION_MIN: Final = 12000  # of CUDA, as the driver counts: that of the oldest driver whose calls all of this has
+VERSION_MIN: Final = 12000  # CUDA version of the oldest driver that has all calls used here
 NO_PACKAGE: Final = "cuda-python is not installed"
 NO_DRIVER: Final = "no NVIDIA driver"
 SUCCESS: Final = "CUDA_SUCCESS"
@@ -69,7 +67,7 @@ LOST: Final = frozenset(
 
 
 class DriverError(Unavailable):
-    """The driver refused a call, and goes on. ``code``: its name of the error."""
+    """The driver refused a call, and still works. ``code``: its name of the error."""
 
     def __init__(self, reason: str, code: str = "") -> None:
         super().__init__(reason)
@@ -77,7 +75,7 @@ class DriverError(Unavailable):
 
 
 def fault(code: str, call: str) -> KVStoreError:
-    """An error of the driver, by its name, as one of ours."""
+    """The KVStoreError for an error of the driver, by its name."""
     reason = f"cuda: {call}: {code}"
     if code in LOST:
         return DeviceLost(reason)
@@ -85,7 +83,7 @@ def fault(code: str, call: str) -> KVStoreError:
 
 
 def call(function: Callable[..., Any], *arguments: object) -> Any:
-    """What a call of the driver returns in addition to its code: nothing, a thing, or a tuple. Raises as ``fault``."""
+    """Call the driver, and return its results without the code: None, a value, or a tuple. Raises as ``fault``."""
     code, *found = answered(function, *arguments)
     if code != SUCCESS:
         raise fault(code, function.__name__)
@@ -93,10 +91,10 @@ def call(function: Callable[..., Any], *arguments: object) -> Any:
 
 
 def answered(function: Callable[..., Any], *arguments: object) -> tuple[Any, ...]:
-    """What a call of the driver returns, the name of its code first.
+    """Call the driver, and return the name of the code and the results.
 
     Raises:
-        DriverError: the driver has no such call, or its code is one that the package does not know.
+        DriverError: the driver has no such call, or its code is unknown to the package.
     """
     try:
         code, *found = function(*arguments)
@@ -106,7 +104,7 @@ def answered(function: Callable[..., Any], *arguments: object) -> tuple[Any, ...
 
 
 def absent() -> str:
-    """Why there can be no driver, seen without asking it for anything; "": ``begin`` would tell."""
+    """Why there cannot be a driver, without calling it; "" if ``begin`` has to try."""
     try:
         if importlib.util.find_spec("cuda.bindings.driver") is None:
             return NO_PACKAGE
@@ -121,7 +119,7 @@ def absent() -> str:
 
 @cache
 def begin() -> Any:
-    """The package's module of the driver, which has begun. Raises Unavailable: one line why there is none."""
+    """Return the package's module of the initialised driver. Raises Unavailable with one line if there is none."""
     try:
         driver = importlib.import_module("cuda.bindings.driver")
     except ImportError:
@@ -143,7 +141,7 @@ def begin() -> Any:
 
 
 def too_old(version: int) -> str:
-    """Why a driver of that version is not used; "": it is."""
+    """Why a driver of this version cannot be used, or ""."""
     if version >= VERSION_MIN:
         return ""
     return f"the NVIDIA driver is too old (CUDA {_shown(version)}, not {_shown(VERSION_MIN)} or later)"
@@ -154,11 +152,11 @@ def _shown(version: int) -> str:
 
 
 class PrimaryContext:
-    """A device's primary context. Kept until the process ends, as it is others' as well.
+    """A device's primary context. Kept until the process ends, because other libraries use it too.
 
     Attributes:
-        lost: why nothing works any more; "" while it does.
-        context: the driver's.
+        lost: why nothing works any more, or "".
+        context: the driver's object.
     """
 
     def __init__(self, driver: Any, ordinal: int) -> None:
@@ -169,17 +167,17 @@ class PrimaryContext:
         self.context = call(driver.cuDevicePrimaryCtxRetain, self.device)
 
     def attribute(self, name: str) -> int:
-        """What the driver says of the device, by the name after ``CU_DEVICE_ATTRIBUTE_``."""
+        """An attribute of the device, by the name after ``CU_DEVICE_ATTRIBUTE_``."""
         attribute = getattr(self.driver.CUdevice_attribute, f"CU_DEVICE_ATTRIBUTE_{name}")
         return int(call(self.driver.cuDeviceGetAttribute, attribute, self.device))
 
     def current(self) -> CurrentContext:
-        """``with``: calls of this thread are to this device. Raises DeviceLost."""
+        """A context in which calls of this thread go to this device. Raises DeviceLost."""
         return CurrentContext(self)
 
     def let_go(self, function: Callable[..., Any], handle: object) -> None:
-        """Give up an event or a stream that is not referenced any more, in any thread."""
-        with contextlib.suppress(Unavailable), self.current():  # where the device is lost, they are as well
+        """Destroy an event or a stream that is no longer referenced. Any thread may call it."""
+        with contextlib.suppress(Unavailable), self.current():  # a lost device has lost them too
             function(handle)
 
 
@@ -217,11 +215,11 @@ HANDLE_BYTES: Final = 64  # CU_IPC_HANDLE_SIZE
 
 
 class CudaMemory:
-    """See ``DeviceMemory``. All of them may be given back from any thread.
+    """See ``DeviceMemory``.
 
     Args:
-        undo: calls that give it back, one after the other.
-        handle: of memory that is mapped; None: it is plain, or another process's.
+        undo: calls that free it, in order.
+        handle: of mapped memory; None if it is plain, or another process's.
     """
 
     def __init__(
@@ -241,14 +239,16 @@ class CudaMemory:
 
 
 def plain(primary: PrimaryContext, nbytes: int) -> CudaMemory:
-    """An allocation. The context is current here and in each of the next ones. Raises OutOfSpace, DeviceLost."""
+    """Allocate plain memory. The context must be current here and in the next functions. Raises OutOfSpace,
+    DeviceLost."""
     driver = primary.driver
     address = int(call(driver.cuMemAlloc, nbytes))
     return CudaMemory(primary, address, nbytes, [lambda: call(driver.cuMemFree, address)])
 
 
 def mapped(primary: PrimaryContext, nbytes: int) -> CudaMemory:
-    """One that others can be passed a descriptor of. Raises OutOfSpace, DeviceLost; Unavailable where there is none."""
+    """Allocate mapped memory, which has a descriptor for other processes. Raises OutOfSpace, DeviceLost; Unavailable if
+    the driver cannot map."""
     for needed in ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
         if not primary.attribute(needed):
             raise Unavailable(f"cuda: {needed} is not set")
@@ -263,7 +263,7 @@ def mapped(primary: PrimaryContext, nbytes: int) -> CudaMemory:
 
 
 def properties_of(primary: PrimaryContext) -> Any:
-    """What ``cuMemCreate`` is asked for."""
+    """The argument of ``cuMemCreate``."""
     driver = primary.driver
     found = driver.CUmemAllocationProp()
     found.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
@@ -276,7 +276,7 @@ def properties_of(primary: PrimaryContext) -> Any:
 
 
 def access_of(primary: PrimaryContext) -> Any:
-    """What ``cuMemSetAccess`` is told: this device reads and writes. Reading alone some drivers refuse."""
+    """The argument of ``cuMemSetAccess``: this device reads and writes. Some drivers refuse read access alone."""
     driver = primary.driver
     found = driver.CUmemAccessDesc()
     found.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
@@ -320,7 +320,7 @@ def opened(primary: PrimaryContext, export: DeviceExport) -> CudaMemory:
     if len(export.handle) != HANDLE_BYTES:
         raise Unavailable("cuda: the export is not a handle")
     handle = handle_of(driver, export.handle)
-    # Where the memory is another device's, this gives the device of the context access to it.
+    # If the memory is another device's, this gives the context's device access to it.
     flags = driver.CUipcMem_flags.CU_IPC_MEM_LAZY_ENABLE_PEER_ACCESS
     base = int(call(driver.cuIpcOpenMemHandle, handle, flags))
     memory = CudaMemory(primary, base, 0, [lambda: call(driver.cuIpcCloseMemHandle, base)])
@@ -329,12 +329,12 @@ def opened(primary: PrimaryContext, export: DeviceExport) -> CudaMemory:
     except Unavailable:
         memory.free()
         raise
-    memory.nbytes = int(size)  # of a copy from beyond its end this process would lose its device
+    memory.nbytes = int(size)  # a copy from beyond the end would cost this process its device
     return memory
 
 
 def _at_an_address(primary: PrimaryContext, handle: Any, size: int) -> CudaMemory:
-    """Map an allocation, for this device to read and write. Where that fails the handle is given back."""
+    """Map an allocation, for this device to read and write. If that fails, the handle is released."""
     driver = primary.driver
     undo: list[Callable[[], object]] = [lambda: call(driver.cuMemRelease, handle)]
     try:

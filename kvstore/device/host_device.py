@@ -1,17 +1,14 @@
-"""HostDevice: the peer of a GPU in host memory, that takes every liberty a device has.
+"""HostDevice: the peer of a GPU in host memory, which delays and reorders work as far as a device may.
 
-Nothing happens when it is asked for. Work runs when an event behind it is waited for, or is seen to be over, and only
-the work which that event needs: what precedes it in its stream, and what those streams wait for. Sources are read
-then, and the pieces of one copy go in an order drawn from the seed. A target is poisoned as soon as nothing that was
-asked for before can still see it. So code that does not wait for an event finds the wrong bytes, every time.
+Nothing happens at the time of a call. Work runs when a later event is waited for or found to be over, and only the work
+that this event needs: earlier work of its stream, and of the streams that it waits for. Sources are read at that time,
+and the pieces of one copy are copied in a random order (by seed). A target is poisoned as soon as no earlier call can
+still read it. So code that does not wait for an event always finds wrong bytes.
 
-Several of them reach each other as their creator configures (``reaches``); a copy from memory of one that is not
-reached is a mistake that is found. Shared memory is a file in memory, which other processes map by its descriptor.
-
-Tests may lose it (``lose``), hold its work back (``hold``), make it refuse to pin memory (``refuse_registration``), and
-tell it that other physical pages are behind some memory now (``replaced``).
-
-The memory of ``HostDevice``, and what its copies may touch.
+Several of them can reach each other as their creator configures (``reaches``). A copy from the memory of another one is
+an error that is detected. Shared memory is a memory file, which other processes map by its descriptor. Tests may lose
+the device (``lose``), hold its work back (``hold``), make it refuse to pin memory (``refuse_registration``), and
+replace the physical pages behind memory (``replaced``).
 """
 
 from __future__ import annotations

@@ -87,7 +87,7 @@ def test_what_would_let_strangers_in_is_refused(tmp_path: Path, certificates: Ce
         ("--identities", {"listen": far, **tls}),
         ("--identities", {"listen": ("[::]:0",), **tls}),
         ("--identities", {"listen": (*here, *far), **tls}),
-        ("no pair", {"listen": here, **tls, **other_key}),
+        ("not a pair", {"listen": here, **tls, **other_key}),
         ("tls_key", {"listen": here, "tls_cert": tls["tls_cert"]}),
         ("No such file", {"listen": here, "identities": tmp_path / "none"}),
         ("no host", {"listen": ("no-such-host.invalid:0",)}),
