@@ -1,9 +1,8 @@
-"""Failpoints: named steps at which a test has this process killed: ``KVSTORE_FAILPOINT=name`` or ``name:3``.
+"""Failpoints: named steps at which a test can kill this process, with ``KVSTORE_FAILPOINT=name`` or ``name:3``.
 
-Costs one module-global test where it is not armed. The names in use are listed by ``NAMES``, which the kill tests go
-through. ``disk.stall`` kills no process: with it, calls to a disk wait while a file of its name and ``STALLED`` is next
-to it. ``fault:PATH`` raises at the boundaries (see ``kvstore.boundary``) whose places are lines of the file PATH, as
-long as they are.
+Each costs one test of a module global while it is not armed. ``NAMES`` lists all of them for the tests. ``disk.stall``
+does not kill the process: calls to a disk wait while there is a file with the disk's name and ``STALLED``.
+``fault:PATH`` raises an error at the boundaries (see ``kvstore.boundary``) whose places are lines of the file PATH.
 """
 
 from __future__ import annotations
@@ -35,9 +34,9 @@ NAMES = (
     "client.granted",  # frames were granted, nothing copied
     "client.copied",  # pages are copied, the seal is not sent
     "client.recorded",  # a record is written into the log of puts, and not published
-    "client.published",  # it is, and no client was told
+    "client.published",  # the record is published, the put has not returned
     "client.sealing",  # the seal is sent, its reply not read
-    "client.begun",  # a writer has frames, and what for is published
+    "client.begun",  # a writer has frames, and has published their pages
     "client.layer",  # a layer is copied, its progress mark not raised
     "client.reading",  # pages are found and proven, not copied
     "client.leased",  # a lease was granted
@@ -50,11 +49,11 @@ _name, _left, _places = "", 0, ""
 
 
 class Fault(Exception):
-    """What a test made happen: an error that no part expects."""
+    """An unexpected error that a test injects."""
 
 
 def arm(step: str) -> None:
-    """Arm the failpoint that ``step`` names, as ``KVSTORE_FAILPOINT`` does when a process begins; "" for none."""
+    """Arm the failpoint ``step``, as ``KVSTORE_FAILPOINT`` does when a process starts; "" for none."""
     global ACTIVE, _name, _left, _places
     name, _, rest = step.partition(":")
     if name not in ("", *NAMES, STALL, FAULT):
@@ -65,7 +64,7 @@ def arm(step: str) -> None:
 
 
 def hit(name: str) -> None:
-    """Kill this process (SIGKILL) if the failpoint is armed and its count has run down. Call under ``if ACTIVE``."""
+    """Kill this process (SIGKILL) if the failpoint is armed and its count is used up. Call under ``if ACTIVE``."""
     global _left
     if name == _name:
         _left -= 1
@@ -74,13 +73,13 @@ def hit(name: str) -> None:
 
 
 def stall(path: str) -> None:
-    """Wait like a device that does not answer, as long as the test wants. Call under ``if ACTIVE``."""
+    """Wait like a device that does not answer, for as long as the test says. Call under ``if ACTIVE``."""
     while _name == STALL and os.path.exists(path + STALLED):
         time.sleep(STALL_LOOK_S)
 
 
 def fault(place: str) -> None:
-    """Raise ``Fault`` where the test's file names this place. Call under ``if ACTIVE``."""
+    """Raise ``Fault`` if the test's file names this place. Call under ``if ACTIVE``."""
     if _name != FAULT:
         return
     try:

@@ -1,6 +1,7 @@
-"""Settings that every daemon has: those of its process, its gRPC API and its cluster, and how they are checked.
+"""Settings that every daemon has: its process, its gRPC API and its cluster; and their checks.
 
-A daemon's config is a subclass. It declares again what has another default or meaning there; its own flags come first.
+A daemon's config is a subclass. It declares a setting again if its default or meaning differs there. Its own flags come
+first.
 """
 
 from __future__ import annotations
@@ -23,11 +24,13 @@ from kvstore.errors import InvalidRequest
 
 LOG_FORMATS = ("text", "json")
 LOG_LEVELS = ("debug", "info", "warning", "error")
-NAME = re.compile(r"[a-zA-Z0-9._-]{1,48}")  # may become a folder's and a socket's: 108 bytes is all a socket has
+NAME = re.compile(
+    r"[a-zA-Z0-9._-]{1,48}"
+)  # part of the paths of folders and sockets; a socket's path has at most 108 bytes
 
 
 def require(name: str, holds: bool, rule: str, got: object) -> None:
-    """Raises InvalidRequest where ``rule`` does not hold for the setting of that name."""
+    """Raise InvalidRequest for the setting ``name`` unless ``holds``. ``rule`` says what it must be."""
     if not holds:
         raise InvalidRequest(name, f"{rule}, got {got!r}")
 
@@ -47,7 +50,7 @@ def listen(*default: str) -> Any:
 
 @dataclass(frozen=True, kw_only=True)
 class ClusterConfig:
-    """Where a daemon finds its cluster, and how it proves itself to etcd."""
+    """Where a daemon finds its cluster, and how it identifies itself to etcd."""
 
     catalog: str = setting(
         "",
@@ -69,7 +72,7 @@ class ClusterConfig:
     catalog_password_file: Path | None = _file("File with that user's password; only its owner may read it.")
 
     def check_cluster(self) -> None:
-        """Raises InvalidRequest where one of these makes no sense. The catalog's URL is read when it is used."""
+        """Raise InvalidRequest if one of these settings is invalid. The catalog's URL is checked when it is used."""
         require("pool", NAME.fullmatch(self.pool) is not None, "must match [a-zA-Z0-9._-]{1,48}", self.pool)
         require("catalog_ttl_s", 1 <= self.catalog_ttl_s <= 3600, "must be from 1 to 3600", self.catalog_ttl_s)
         both = (self.catalog_cert is None) == (self.catalog_key is None)
@@ -78,7 +81,7 @@ class ClusterConfig:
 
 @dataclass(frozen=True, kw_only=True)
 class DaemonConfig(ClusterConfig):
-    """What every daemon has: a name, its gRPC API and HTTP, its logs, its cluster."""
+    """Settings of every daemon: its name, its gRPC API and HTTP, its logs, its cluster."""
 
     name: str = setting("default", parse_text, "Name in logs and metrics.")
     http: str | None = setting(
@@ -113,7 +116,7 @@ class DaemonConfig(ClusterConfig):
         return 0o600
 
     def check_daemon(self) -> None:
-        """Raises InvalidRequest where one of these settings, or two together, make no sense."""
+        """Raise InvalidRequest if a setting is invalid, or does not fit another one."""
         self.check_cluster()
         require("name", NAME.fullmatch(self.name) is not None, "must match [a-zA-Z0-9._-]{1,48}", self.name)
         require("log_level", self.log_level in LOG_LEVELS, f"must be one of {', '.join(LOG_LEVELS)}", self.log_level)

@@ -1,14 +1,9 @@
-"""Reading settings: one frozen dataclass from a table of a TOML file, the environment and flags.
+"""Reads settings into a frozen dataclass: from a table of a TOML file, the environment and flags.
 
-Every program has a table of its own in the file (``SECTIONS``), so that one file may serve them all; each refuses
-unknown names in its own table, and unknown tables. Only `read` touches files.
-
-Values of settings: text, or what TOML makes of it, into sizes, addresses, paths and numbers.
-
-A parser takes a raw value and the setting's name, and raises `InvalidRequest` naming it. Pure, but that the relative
-path of an NVMe target is completed with the working folder.
-
-ChangedFiles: whether files that a setting names are others than before: passwords, certificates, keys.
+Every program has its own table in the file (``SECTIONS``), so that one file can serve all programs. Each refuses
+unknown names in its own table, and unknown tables. Only `read` opens files. The parsers turn text, or TOML values, into
+sizes, addresses, paths and numbers. ``ChangedFiles`` detects changes of files that a setting names: passwords,
+certificates, keys.
 """
 
 from __future__ import annotations
@@ -31,7 +26,7 @@ KIB, MIB, GIB, TIB = (1 << shift for shift in (10, 20, 30, 40))
 _BINARY_UNITS = {"TiB": TIB, "GiB": GIB, "MiB": MIB, "KiB": KIB}
 _UNITS = {**_BINARY_UNITS, "TB": 10**12, "GB": 10**9, "MB": 10**6, "KB": 10**3, "B": 1, "": 1}
 _SIZE = re.compile(r"([0-9]+(?:\.[0-9]+)?) ?([A-Za-z]*)")
-SOCKET_PATH_BYTES_MAX = 107  # all that the kernel has room for
+SOCKET_PATH_BYTES_MAX = 107  # the kernel's limit
 _SIZE_BYTES_MAX = (1 << 63) - 1  # sizes and offsets are stored as signed 8-byte words
 
 Parser = Callable[[object, str], Any]
@@ -63,7 +58,7 @@ def parse_size(value: object, name: str = "size", *, zero_ok: bool = False) -> i
 
 
 def format_size(size_bytes: int) -> str:
-    """The shortest text that `parse_size` turns back into exactly `size_bytes`: ``512MiB``, ``4097``."""
+    """The shortest text that `parse_size` converts back to exactly `size_bytes`: ``512MiB``, ``4097``."""
     for unit, unit_bytes in _BINARY_UNITS.items():
         if size_bytes and size_bytes % unit_bytes == 0:
             return f"{size_bytes // unit_bytes}{unit}"
@@ -72,7 +67,7 @@ def format_size(size_bytes: int) -> str:
 
 @dataclass(frozen=True)
 class NvmeTarget:
-    """A file or block device for pages, and how many bytes of it."""
+    """A file or block device for pages, and how many bytes of it are used."""
 
     path: Path
     size: int
@@ -82,9 +77,9 @@ class NvmeTarget:
 
 
 def parse_nvme(value: object, name: str = "nvme") -> tuple[NvmeTarget, ...]:
-    """Targets of ``"PATH:SIZE"``, of several separated by commas, or of a list of them (for paths with a comma).
+    """Targets from ``"PATH:SIZE"``, from several separated by commas, or from a list of them (for paths with a comma).
 
-    Relative paths are completed with the working folder. Raises `InvalidRequest`.
+    Relative paths are resolved in the working folder. Raises `InvalidRequest`.
     """
     return tuple(_target(part, name) for part in _parts(value))
 
@@ -146,8 +141,8 @@ NO_SALT = '""'
 
 @dataclass(frozen=True)
 class Quota:
-    """How many bytes of pages a tenant may have in each tier; None: as many as fit. ``salt`` "*": every other one; as
-    text, "" in quotes: callers without a salt."""
+    """How many bytes of pages a tenant may have in each tier; None: no limit. ``salt`` "*" means every tenant without a
+    quota of its own. In text, "" in quotes means callers without a salt."""
 
     salt: str
     dram: int | None = None
@@ -161,8 +156,8 @@ class Quota:
 
 
 def parse_quotas(value: object, name: str = "quotas") -> tuple[Quota, ...]:
-    """Quotas of ``"SALT dram=SIZE nvme=SIZE"`` (one of the two may be left out), several separated by commas, or a
-    list of them (for salts with a comma). Raises `InvalidRequest`."""
+    """Quotas from ``"SALT dram=SIZE nvme=SIZE"`` (one of the two may be omitted), from several separated by commas, or
+    from a list of them (for salts with a comma). Raises `InvalidRequest`."""
     return tuple(_quota(part, name) for part in _parts(value))
 
 
@@ -182,7 +177,7 @@ def _quota(value: object, name: str) -> Quota:
 
 
 def _parts(value: object) -> list[Any]:
-    """A list as it is; text split at its commas; nothing for None and ""."""
+    """A list unchanged; text split at its commas; an empty list for None and ""."""
     if value is None or value == "":
         return []
     if isinstance(value, str):
@@ -200,7 +195,7 @@ def is_http_address(text: str) -> bool:
 
 
 def parse_size_or_zero(value: object, name: str) -> int:
-    """Bytes as `parse_size` reads them, 0 among them."""
+    """Bytes as in `parse_size`, or 0."""
     return parse_size(value, name, zero_ok=True)
 
 
@@ -287,11 +282,11 @@ class Declared:
     """The properties of a setting in addition to its name, type and default.
 
     Attributes:
-        help: what it means, in one or two sentences: for its flag, the docs and the example.
-        metavar: what a value looks like.
+        help: its meaning, in one or two sentences: for its flag, the docs and the example.
+        metavar: the form of a value.
         repeats: its flag may be given several times.
         short: another flag with the same meaning.
-        default_shown: what help says of the default; None: the default itself.
+        default_shown: the default in the help text; None: the default itself.
     """
 
     parser: Parser
@@ -308,7 +303,7 @@ def setting(default: Any, parser: Parser, help: str, **more: Any) -> Any:
 
 
 def declared(kind: type[Settings]) -> dict[str, Declared]:
-    """Every setting, in their order: those that the class itself declares, then those that it has from others."""
+    """Every setting, in order: those that the class itself declares, then the inherited ones."""
     own_first = sorted(fields(kind), key=lambda each: each.name not in kind.__annotations__)
     return {found.name: found.metadata["declared"] for found in own_first}
 
@@ -319,7 +314,8 @@ def parsers_of(kind: type[Settings]) -> dict[str, Parser]:
 
 
 def parsed(kind: type[Found], raw: Mapping[str, object]) -> Found:
-    """The dataclass from values as users write them. Raises `InvalidRequest` for unknown names and bad values."""
+    """Make the dataclass from values as users write them. Raises `InvalidRequest` for unknown names and invalid
+    values."""
     parsers = parsers_of(kind)
     for name in raw:
         if name not in parsers:
@@ -336,14 +332,15 @@ def read(
     prefix: str,
     not_ours: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
 ) -> tuple[Found, dict[str, str]]:
-    """The dataclass from flags over environment over file over defaults, and for each setting where it came from.
+    """Return the dataclass, and the source of each setting. Flags override the environment, which overrides the file,
+    which overrides the defaults.
 
     Args:
         prefix: of this program's environment variables.
-        not_ours: variables with that prefix that are for others, and prefixes of more of them.
+        not_ours: variables with that prefix that other programs use, and prefixes of more such variables.
 
     Raises:
-        InvalidRequest: names the setting and says where it was read.
+        InvalidRequest: names the setting, and where it was read.
     """
     parsers = parsers_of(kind)
     given: dict[str, tuple[object, str]] = {}  # name -> raw value, source; the last one written wins
@@ -410,7 +407,7 @@ def _from_flags(parsers: Mapping[str, Parser], flags: Mapping[str, object]) -> d
 
 
 def unknown(name: str, known: Iterable[str]) -> str:
-    """Why a name was refused, and which was meant."""
+    """Why a name was refused, and the known name that is closest to it."""
     close = difflib.get_close_matches(name, known, n=1)
     return f"is not a known setting{f'; did you mean {close[0]}?' if close else ''}"
 
@@ -419,21 +416,21 @@ _Stamp = tuple[int, int, int, int] | None
 
 
 class ChangedFiles:
-    """Remembers which files it saw. A file that was replaced, also behind a link, or written into, has changed."""
+    """Detects changes of files. A file counts as changed if it was written to or replaced, even behind a link."""
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._paths = tuple(paths)
         self._seen: tuple[_Stamp, ...] | None = None
 
     def changed(self) -> bool:
-        """True where a file is another one than at the last call; at the first call, too. Look before you read: what
-        changes after that is seen by the next call."""
+        """True if a file has changed since the last call, and at the first call. Call it before reading the files: the
+        next call then reports later changes."""
         now = tuple(_stamp(each) for each in self._paths)
         before, self._seen = self._seen, now
         return now != before
 
     def forget(self) -> None:
-        """The next call says that they changed: what was read this time made no sense."""
+        """Let the next call return True, because the files just read were invalid."""
         self._seen = None
 
 

@@ -1,1 +1,1 @@
-"""Codecs and channels: the local socket protocol, errors over gRPC, data messages."""
+"""Every byte format: the local socket, data connections, gRPC. Without sockets."""

@@ -1,8 +1,8 @@
 """Codec of the local control socket: fixed binary records, one message per datagram of a SOCK_SEQPACKET unix socket.
 
-A request is ``HEAD`` (op, flags, count, request_id, a, b) and a body; a reply ``HEAD`` again (status in place of op).
-Requests of one connection are answered in order. Bodies are arrays laid end to end, described next to each ``Op``.
-Identity rows are exactly the bytes a record keeps, so the daemon stores them without looking inside.
+A request is ``HEAD`` (op, flags, count, request_id, a, b) and a body. A reply has the same head, with the status in
+place of op. Requests of one connection are answered in order. Bodies are arrays, end to end, described next to each
+``Op``. Identity rows are exactly the bytes of a record, so the daemon stores them without parsing them.
 """
 
 from __future__ import annotations
@@ -30,47 +30,47 @@ from kvstore.model.replica import (
 
 PROTOCOL = 2
 HEAD = struct.Struct("<BBHIQQ")
-WRITER = struct.Struct("<QII")  # what the body of RESERVE begins with: write group, shard, shards
+WRITER = struct.Struct("<QII")  # start of RESERVE's body: write group, shard, shards
 CHAINED = struct.Struct("<QQ")  # in the body of PUBLISH: position of the first page, span of the page before it
-# One datagram; below the 208 KiB default send buffer of Linux, and the bound of what a client can make us hold.
+# One datagram. Below Linux' default send buffer of 208 KiB; bounds the memory that a client can make us use.
 MESSAGE_BYTES_MAX = 128 * 1024
 BATCH_MAX = 512  # pages or addresses in one request
 NO_REPLY = 1  # flag
 CHECKSUMS = 2  # flag: SEAL_GRANTED carries checksums, [count, layers] uint32 at the end of its body
 AHEAD = 4  # flag: GRANT asks for more than is needed now, and may get less
-CONTINUES = 16  # flag: SEAL_GRANTED brings more of a put whose first pages came before; it is no later request
-OBJECT = 32  # flag: SEAL_GRANTED brings the head of an object; at the end of its body the address that it replaces
+CONTINUES = 16  # flag: SEAL_GRANTED continues a put whose first pages came in an earlier message
+OBJECT = 32  # flag: SEAL_GRANTED has the head of an object; its body ends with the address that the head replaces
 HINTS = 64  # flag: SEAL_GRANTED and RESERVE end with a byte per page, how long it is worth keeping (``retention``)
-HINT = 8  # flag: PREFETCH tells what was read from NVMe just now; whether it is worth DRAM is the node's to decide
+HINT = 8  # flag: PREFETCH reports pages that were just read from NVMe; the node decides whether they go to DRAM
 
 _CLASS = struct.Struct("<IHH")
 
 
 class Op(IntEnum):
-    """What a client asks. ``a`` and ``b`` are the header's two numbers; [n] means ``count`` of them."""
+    """A client's request. ``a`` and ``b`` are the header's two numbers; [n] means ``count`` of them."""
 
     HELLO = 1  # a=session id, b=pid; body utf-8 JSON {"protocol": 2}. Reply: JSON about the node
-    GRANT = 2  # a=frame class, count=frames wanted; body key of the page the new ones will hang on, or nothing; after
-    #            it the root whose tenant is charged with these frames now, or nothing: when their pages are sealed
-    #            b: what the session has published beyond ``b - 1`` goes on: its last page stays as well; 0: nothing
+    GRANT = 2  # a=frame class, count=frames. Body: key of the new pages' parent, or nothing; then the root whose
+    #            tenant is charged for these frames now, or nothing: it is charged when the pages are sealed.
+    #            b: the put that the session has published after ``b - 1`` continues, so keep its last page; 0: none
     #            Reply: addresses [<= count], RESERVED for this session, unkeyed; or BUSY and none
     SEAL_GRANTED = 3  # a=frame class; body parent key, addresses [n], identity rows [n]. Reply: statuses [n]
     RESERVE = 4  # a=frame class, b=ttl_ms; body group u64, shard u32, shards u32, parent key, identity rows [n]
     #              Reply: statuses [n] padded to 8, addresses [n] (zero where none); BUSY from some page on
     SEAL = 5  # a=shard; body addresses [n]. Reply: statuses [n]
-    REVOKE = 6  # a=shard + 1, 0: all of the session's; body addresses [n], reserved or granted ones given back.
+    REVOKE = 6  # a=shard + 1, 0: all of the session's; body addresses [n]: reserved or granted frames to give back.
     #             Reply: statuses [n]
     LEASE = 7  # a=lease id (chosen by the client), b=ttl_ms; body addresses [n]. Reply: statuses [n]
     RENEW = 8  # a=lease id, b=ttl_ms. Reply: status
     RELEASE = 9  # a=lease id; usually NO_REPLY
     SCRUB = 10  # body addresses [n] to verify now. Reply: statuses [n]
     ADMIN = 11  # body JSON {"call": ..., ...}: stats, evict, verify. Reply: JSON
-    PREFETCH = 12  # body addresses [n] of NVMe pages of one chain, in its order, to bring to DRAM. a=0: a wish, usually
-    #                NO_REPLY, with HINT or without. a=1: an order; asked again while pages are on their way.
+    PREFETCH = 12  # body addresses [n] of NVMe pages of one chain, in order, to copy to DRAM. a=0: optional, usually
+    #                NO_REPLY, with HINT or without. a=1: required; the client repeats it while pages are being copied.
     #                Reply: statuses [n]: OK (it is in DRAM now), BUSY (on its way), NO_SPACE, STALE, DAMAGED, FAILED
     DELETE = 13  # body addresses [n] of objects' heads. Reply: statuses [n]: OK, STALE, BUSY (ask again), FAILED
-    BEGIN = 15  # a=frame class, b=ttl_ms; body as of SEAL_GRANTED: these granted frames are being written as these
-    #                pages, and readers may follow. Usually published, not sent
+    BEGIN = 15  # a=frame class, b=ttl_ms; body as of SEAL_GRANTED: these pages are being written into granted frames,
+    #                and readers may follow the writer. Usually published, not sent
     MOUNT = 16  # a=frame class, b=frames of the engine's own memory. Reply: a=number of the segment; NO_SPACE
     PUBLISH = 17  # a=segment; body root, ``CHAINED``, addresses [n], keys [n]: consecutive pages of one chain, in its
     #                frames. Usually published, not sent. Reply: statuses [n]
@@ -78,14 +78,13 @@ class Op(IntEnum):
     #                sent. Reply: statuses [n]
     UNMOUNT = 19  # a=segment. Reply: status
     SEAL_OBJECTS = 20  # a=frame class; body addresses [n], identity rows [n], replaced addresses [n]: whole objects of
-    #                one root, each its pieces and then its head. Next to a head is the address of the head that it
-    #                replaces, zero: none; next to a piece zero. Reply: statuses [n], the same for all pages of an
-    # object
-    DRAIN = 14  # take in what sessions have published (``shm.put_log``). Reply, where one is wanted: when it is done
+    #                one root, each with its pieces first and its head last. The replaced address of a head is that of
+    #                the head that it replaces; zero: none, and for pieces. Reply: statuses [n], one value per object
+    DRAIN = 14  # process all that sessions have published (``shm.put_log``). Reply, if requested: when that is done
 
 
 class Message(NamedTuple):
-    """One decoded request or reply; ``body`` is only valid until the next message is received."""
+    """A decoded request or reply. ``body`` is valid only until the next message is received."""
 
     op: int
     flags: int
@@ -99,14 +98,15 @@ class Message(NamedTuple):
 def encode(
     op: int, request_id: int, *, count: int = 0, a: int = 0, b: int = 0, flags: int = 0, body: Iterable[bytes] = ()
 ) -> bytes:
-    """One datagram. Asserts it is within ``MESSAGE_BYTES_MAX``: callers split batches with ``batch_pages``."""
+    """Return one datagram. Asserts that it is within ``MESSAGE_BYTES_MAX``; callers split batches with
+    ``batch_pages``."""
     message = b"".join((HEAD.pack(op, flags, count, request_id, a, b), *body))
     assert len(message) <= MESSAGE_BYTES_MAX, len(message)
     return message
 
 
 def decode(data: memoryview) -> Message:
-    """Raises InvalidRequest where the datagram is too short for a header."""
+    """Decode a datagram. Raises InvalidRequest if it is too short for a header."""
     if len(data) < HEAD.size:
         raise InvalidRequest("message", f"{len(data)} bytes are too few for a header")
     op, flags, entries, request_id, a, b = HEAD.unpack_from(data)
@@ -166,8 +166,8 @@ def unpack_rows(body: memoryview, count: int, page_tokens: int, offset: int) -> 
 
 
 def unpack_hints(message: Message) -> bytes:
-    """The hints at the end of the body, a byte per page, where the flag says so; else empty. Raises InvalidRequest
-    where they are missing or not valid hints."""
+    """The hints at the end of the body, a byte per page, if the flag is set; else empty. Raises InvalidRequest if hints
+    are missing or invalid."""
     if not message.flags & HINTS:
         return b""
     _need(message.body, message.entries)
@@ -198,7 +198,7 @@ def pack_statuses(statuses: Iterable[int]) -> bytes:
 
 
 def statuses_bytes(count: int) -> int:
-    """Bytes that ``pack_statuses`` makes of ``count`` statuses."""
+    """Bytes of ``count`` packed statuses."""
     return count + -count % 8
 
 
@@ -208,7 +208,7 @@ def pack_json(value: Any) -> bytes:
 
 
 def unpack_json(body: memoryview) -> dict[str, Any]:
-    """JSON object in ``body``. Raises InvalidRequest where it is not one."""
+    """The JSON object in ``body``. Raises InvalidRequest if there is none."""
     try:
         value = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:  # the latter: thousands of brackets

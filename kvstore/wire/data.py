@@ -1,13 +1,11 @@
-"""The byte formats of data connections: frames, READ and its reply, and LEND. Pure.
+"""The byte formats of data connections: frames, READ and its reply, LEND and RETURN. No I/O.
 
-The wire between nodes: frames over a plain or an encrypted stream of bytes. Pure.
+**Frames.** Every frame is a head of 16 bytes and a body, little-endian::
 
-Every frame is a head of 16 bytes and a body, little-endian::
+    magic and version u32 | kind u16 | flags u16, always 0 | request u32 | body bytes u32 | body
 
-    magic and version u32 | kind u16 | flags u16, 0 so far | request u32 | body bytes u32 | body
-
-The client says HELLO first and gets WELCOME, or ERROR and the end. Then it sends requests, as many as it likes before
-their replies come; the server answers them one by one, in order, and its replies carry the request's number:
+The client first sends HELLO, and receives WELCOME, or ERROR and the end. Then it sends requests, and need not wait for
+replies in between. The server answers them one by one, in order. A reply carries the request's number::
 
     PING -> PONG                READ -> RANGE ... END
     STATUS -> STATE             FIND -> FOUND             ANNOUNCE -> ANNOUNCED
@@ -15,38 +13,36 @@ their replies come; the server answers them one by one, in order, and its replie
     PULL -> PIECE ... END       (engines: the KV of a prompt that is being computed)
     ATTACH -> ATTACHED          LEND -> LENT              RETURN -> RETURNED      (see below)
 
-Any request may get ERROR instead of its reply, or in the middle of it. Each kind's body has a bound (``BODY_MAX``), and
-no body is read before it was held against that. A frame that breaks a rule ends the connection with ERROR in words.
+Instead of a reply, or in the middle of it, the server may send ERROR. Each kind's body has a bound (``BODY_MAX``),
+which is checked before the body is read. A frame that breaks a rule ends the connection with an ERROR that says why.
 
-READ and its reply: which pages a client wants, and how their bytes come. Pure.
-
-A request names one chain by its fingerprint, salt and adapter, and consecutive pages of it by the hashes of the chain,
-with the token ids that prove them; of every page the same byte range. The reply has the leading pages that are there::
+**READ** names one chain by its fingerprint, salt and adapter; consecutive pages of it by their links, with the token
+ids that prove them; and one byte range, the same for every page. The reply has the leading pages that are stored::
 
     RANGE   first page, pages | tier | one checksum per piece | the bytes of all these pages, end to end
     RANGE   ...
-    END     how many leading pages held still until they were sent, and why not more
+    END     how many leading pages were unchanged until they were sent, and why not more
 
-Nothing that a RANGE brought counts before END: pages are sent straight from memory in which they may be replaced, and
-END says which were not. ``Piece``: what one checksum (low 32 bits of xxh3_64) is of: each layer, where the range is of
-whole layers, so that the sums are those that the page was stored with; else the range.
+The pages of a RANGE are valid only after END: they are sent straight from memory in which they may be replaced, and END
+says which were not. A *piece* is the part of a page that has one checksum (low 32 bits of xxh3_64). If the range
+consists of entire layers, each layer is a piece, and the checksums are those that the page was stored with. Otherwise
+the range is one piece.
 
-LEND and RETURN: pages of a node's memory that another process reads one-sidedly. Pure.
-
-The node proves the pages, keeps their frames under a lease, and sends their addresses and checksums. The reader gives
-them back when it has read them, and is told which were unchanged until then: nothing counts before that::
+**LEND** makes pages of a node's memory readable for another process, one-sidedly. The node proves the pages, leases
+their frames, and sends their addresses and checksums. The reader returns them after reading, and learns which were
+unchanged until then. The pages are valid only after that::
 
     ATTACH     -
-    ATTACHED   incarnation of the memory u64 | what an agent has to know of the node's agent
+    ATTACHED   incarnation of the memory u64 | metadata of the node's agent
     LEND       as READ
     LENT       incarnation u64, lease u64, runs u32, pages u32, checksums of a page u32 | runs | words u64[pages] |
                checksums u32[pages, ...] | why not more
     RETURN     lease u64, runs u32, pages u32 | runs | words u64[pages]
     RETURNED   as END
 
-A run: address of its extent's first frame u64, bytes from frame to frame u32, frames of the extent u32, extent u32,
-first frame u32, pages u32.
-``words`` (generation and state of each frame) go back as they came, so that the node remembers nothing but the lease.
+A run is: address of its extent's first frame u64, bytes from frame to frame u32, frames of the extent u32, extent u32,
+first frame u32, pages u32. The reader returns ``words`` (generation and state of each frame) unchanged, so the node has
+to remember only the lease.
 """
 
 from __future__ import annotations
@@ -82,11 +78,11 @@ VERSION: Final = 2
 MAGIC: Final = int.from_bytes(b"KVT", "little") | VERSION << 24
 HEAD: Final = struct.Struct("<IHHII")
 KIB: Final = 1 << 10
-TEXT_MAX: Final = 512  # characters of a text in HELLO, but for the token
+TEXT_MAX: Final = 512  # characters of a text in HELLO, except the token
 
 
 class FrameKind(IntEnum):
-    """What a frame is."""
+    """The kind of a frame."""
 
     HELLO = 1
     WELCOME = 2
@@ -157,11 +153,11 @@ REQUESTS: Final = frozenset(
 
 
 class WireError(Unavailable):
-    """The other end broke a rule of the wire. The connection is of no use any more."""
+    """The other end broke a rule of the wire. The connection must not be used any more."""
 
 
 class Head(NamedTuple):
-    """The head of a frame that holds."""
+    """The head of a valid frame."""
 
     kind: FrameKind
     flags: int
@@ -201,16 +197,15 @@ def unpack_head(raw: bytes | bytearray | memoryview) -> Head:
 
 @dataclass(frozen=True)
 class Hello:
-    """What a client says first.
+    """A client's first message.
 
     Attributes:
-        pool: the pool that it belongs to.
-        node: the node that it takes the server for; "": any.
-        caller: what it calls itself, for the server's log.
-        token: shows who it is; "" where it has none.
-        process: the server's own number (``Welcome.process``), as the catalog or the node's folder told it; "" where it
-            is not known.
-        version_min, version_max: of the protocol, what it speaks.
+        pool: the client's pool.
+        node: the node that it expects; "": any.
+        caller: the client's name in the server's log.
+        token: identifies the client; "": none.
+        process: the expected ``Welcome.process``, from the catalog or the node's folder; "" if unknown.
+        version_min, version_max: the versions of the protocol that the client speaks.
     """
 
     pool: str = ""
@@ -227,12 +222,12 @@ class Hello:
 
 @dataclass(frozen=True)
 class Welcome:
-    """What the server answers.
+    """The server's answer to HELLO.
 
     Attributes:
-        version: of the protocol, what both speak from here on.
+        version: of the protocol, for the rest of the connection.
         node: its name.
-        process: drawn whenever the server starts, 16 hex digits.
+        process: a random number of the server's process, 16 hex digits.
     """
 
     version: int = VERSION
@@ -241,7 +236,7 @@ class Welcome:
 
 
 def pack_hello(message: Hello | Welcome) -> bytes:
-    """As the body of its frame."""
+    """The message as the body of its frame."""
     return json.dumps(asdict(message), separators=(",", ":")).encode()
 
 
@@ -249,8 +244,8 @@ def unpack_hello(body: bytes | bytearray | memoryview) -> Hello:
     """The body of HELLO.
 
     Raises:
-        WireError: it makes no sense.
-        VersionMismatch: we speak none of its versions.
+        WireError: it is not valid.
+        VersionMismatch: this program speaks none of its versions.
     """
     hello: Hello = _unpack(Hello, body)
     if not hello.version_min <= VERSION <= hello.version_max:
@@ -260,7 +255,7 @@ def unpack_hello(body: bytes | bytearray | memoryview) -> Hello:
 
 
 def unpack_welcome(body: bytes | bytearray | memoryview) -> Welcome:
-    """The body of WELCOME. Raises WireError where it makes no sense."""
+    """The body of WELCOME. Raises WireError if it is not valid."""
     welcome: Welcome = _unpack(Welcome, body)
     return welcome
 
@@ -286,7 +281,7 @@ def _unpack(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
 
 # --- ERROR ---------------------------------------------------------------------------------------------------------
 
-# Which error a number stands for; of its subclasses the first that fits is sent.
+# The number of each error. For an error that has no number, the first parent in this table is sent.
 _ERRORS: Final[tuple[tuple[int, type[KVStoreError]], ...]] = (
     (1, WireError),
     (2, InvalidRequest),
@@ -303,7 +298,7 @@ _CODE: Final = struct.Struct("<H")
 
 
 def pack_error(error: KVStoreError) -> bytes:
-    """An error as the body of its frame: a number, and its words; ``field\\0reason`` of an InvalidRequest."""
+    """An error as the body of its frame: a number, and its message; ``field\\0reason`` of an InvalidRequest."""
     code = next((code for code, kind in _ERRORS if isinstance(error, kind)), 9)
     text = f"{error.field}\0{error.reason}" if isinstance(error, InvalidRequest) else str(error)
     return _CODE.pack(code) + text.encode(errors="replace")[: BODY_MAX[FrameKind.ERROR] - _CODE.size]
@@ -321,9 +316,9 @@ def unpack_error(body: bytes | bytearray | memoryview) -> KVStoreError:
     return kind(text)
 
 
-READ_PAGES_MAX: Final = 2048  # of one request
+READ_PAGES_MAX: Final = 2048  # in one request
 SALT_BYTES_MAX: Final = 4096  # of a salt, or an adapter
-RANGE_BYTES: Final = 1 << 23  # of the pages of one RANGE, where a page is not larger
+RANGE_BYTES: Final = 1 << 23  # of the pages of one RANGE; at least one page
 
 _FIXED: Final = struct.Struct("<16sIIIIIIIIHHI")  # see ``ReadRequest.pack``
 _RANGE: Final = struct.Struct("<IIII")  # first page, pages, checksums of a page, tier
@@ -337,7 +332,7 @@ Sums = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Whose:
-    """The owner of pages: what their root is made of. ``fingerprint``: of the layout."""
+    """The owner of pages, from which their root is made. ``fingerprint`` is the layout's."""
 
     fingerprint: bytes
     salt: str
@@ -345,13 +340,13 @@ class Whose:
 
     @cached_property
     def root(self) -> bytes:
-        """16 bytes that start every chain of this owner."""
+        """The root of this owner's chains, 16 bytes."""
         return root_of(self.fingerprint, self.salt, self.adapter)
 
 
 @dataclass(frozen=True)
 class WantedChain(Whose):
-    """The owner of pages, and all else that a node needs, besides their keys, to find and prove them.
+    """The owner of pages, and everything except their keys that a node needs to find and prove them.
 
     Attributes:
         closed: whether a stored page has its parents stored, so that a search may skip some (full attention).
@@ -372,7 +367,7 @@ class ReadRequest:
 
     @property
     def pieces(self) -> int:
-        """How many checksums come with each page."""
+        """How many checksums each page has."""
         return pieces_of(self.chain.frame_class, self.offset, self.length)
 
     def pack(self) -> list[bytes]:
@@ -390,7 +385,7 @@ class ReadRequest:
 
 
 def request_bytes(page_tokens: int, extras: bool) -> int:
-    """What one page adds to the body of READ."""
+    """How many bytes each page adds to the body of READ."""
     return KEY_BYTES + (KEY_BYTES if extras else 0) + 4 * page_tokens
 
 
@@ -401,10 +396,10 @@ def pages_per_request(chain: WantedChain, extras: bool) -> int:
 
 
 def unpack_read(body: memoryview) -> ReadRequest:
-    """The request in this body; its keys have no tag.
+    """The request in this body. Its keys have no tag.
 
     Raises:
-        InvalidRequest: it makes no sense; names the field.
+        InvalidRequest: it is not valid. The error names the field.
     """
     if len(body) < _FIXED.size:
         raise InvalidRequest("read", f"has {len(body)} bytes, at least {_FIXED.size} are needed")
@@ -439,13 +434,13 @@ def unpack_read(body: memoryview) -> ReadRequest:
 
 
 def pack_range(first: int, tier: Tier, sums: Sums) -> bytes:
-    """The head of a RANGE: its pages' bytes follow. ``sums``: ``[pages, pieces]``."""
+    """The head of a RANGE, which its pages' bytes follow. ``sums``: ``[pages, pieces]``."""
     return _RANGE.pack(first, sums.shape[0], sums.shape[1], _TIERS.index(tier)) + sums.tobytes()
 
 
 @dataclass(frozen=True)
 class RangeHead:
-    """What stands in front of the bytes of a RANGE, but for the checksums."""
+    """The head of a RANGE without the checksums."""
 
     first: int
     pages: int
@@ -453,10 +448,10 @@ class RangeHead:
 
 
 def unpack_range(raw: bytearray, body_bytes: int, request: ReadRequest, due: int) -> RangeHead:
-    """The head of a RANGE. ``due``: the page that comes next.
+    """The head of a RANGE. ``due`` is the page that must come next.
 
     Raises:
-        WireError: it is not what was asked for.
+        WireError: it does not answer the request.
     """
     first, pages, pieces, tier = _RANGE.unpack(raw)
     wanted = RANGE_HEAD_BYTES + pages * (4 * request.pieces + request.length)
@@ -468,7 +463,8 @@ def unpack_range(raw: bytearray, body_bytes: int, request: ReadRequest, due: int
 
 
 def pack_end(pages: int, reason: str) -> bytes:
-    """END: how many leading pages were sent unchanged; why not more, as ``Match.reason`` gives it."""
+    """The body of END: how many leading pages were sent unchanged, and why not more, in the words of
+    ``Match.reason``."""
     return _END.pack(pages) + reason.encode()
 
 
@@ -509,7 +505,7 @@ def _check(name: str, holds: bool, value: object) -> None:
         raise InvalidRequest(name, f"{value} makes no sense here")
 
 
-LOAN_MS: Final = 30_000  # after which a node keeps what was not given back no longer
+LOAN_MS: Final = 30_000  # the lease of lent pages ends after this time
 
 _ATTACHED: Final = struct.Struct("<Q")
 _LENT: Final = struct.Struct("<QQIII")
@@ -535,9 +531,9 @@ class Loan:
     """Pages that were lent.
 
     Attributes:
-        words: of each page's frame.
-        sums: of each page, as those of a RANGE.
-        reason: why not more, "" where all.
+        words: the word of each page's frame.
+        sums: the checksums of each page, as in a RANGE.
+        reason: why there are not more pages, or "".
     """
 
     incarnation: int
@@ -549,12 +545,12 @@ class Loan:
 
     @property
     def pages(self) -> int:
-        """How many."""
+        """The number of pages."""
         return len(self.words)
 
 
 def pages_lent_max(request: ReadRequest) -> int:
-    """How many pages one LENT may tell of."""
+    """How many pages one LENT can name."""
     return (BODY_MAX[FrameKind.LENT] - (64 << 10)) // (_RUN.size + 8 + 4 * request.pieces)
 
 
@@ -564,7 +560,7 @@ def pack_attached(incarnation: int, metadata: bytes) -> bytes:
 
 
 def unpack_attached(body: bytearray) -> tuple[int, bytes]:
-    """What an ATTACHED says. Raises WireError where it makes no sense."""
+    """The fields of ATTACHED. Raises WireError if they are not valid."""
     if len(body) <= _ATTACHED.size:
         raise WireError(f"attached: has {len(body)} bytes")
     return _ATTACHED.unpack_from(body)[0], bytes(body[_ATTACHED.size :])
@@ -578,7 +574,7 @@ def pack_lent(loan: Loan) -> bytes:
 
 
 def unpack_lent(body: bytearray, request: ReadRequest) -> Loan:
-    """What a LENT says. Raises WireError where it is not what was asked for."""
+    """The fields of LENT. Raises WireError if they do not answer the request."""
     try:
         incarnation, lease, count, pages, pieces = _LENT.unpack_from(body)
         runs, at = _runs(body, _LENT.size, count, pages)
@@ -599,7 +595,7 @@ def pack_return(loan: Loan) -> bytes:
 
 
 def unpack_return(body: memoryview) -> Loan:
-    """What is given back: lease, runs and words. Raises WireError where it makes no sense."""
+    """The fields of RETURN: lease, runs and words. Raises WireError if they are not valid."""
     try:
         lease, count, pages = _RETURN.unpack_from(body)
         runs, at = _runs(body, _RETURN.size, count, pages)
@@ -611,7 +607,7 @@ def unpack_return(body: memoryview) -> Loan:
 
 
 def _runs(body: bytearray | memoryview, at: int, count: int, pages: int) -> tuple[list[LentRun], int]:
-    """``count`` runs, of ``pages`` pages in all, and where they end. Raises ValueError, struct.error."""
+    """``count`` runs with ``pages`` pages in all, and where they end. Raises ValueError, struct.error."""
     if count > READ_PAGES_MAX:
         raise ValueError(f"{count} runs")
     runs = [LentRun(*_RUN.unpack_from(body, at + i * _RUN.size)) for i in range(count)]

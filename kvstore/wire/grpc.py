@@ -1,22 +1,16 @@
-"""What gRPC services share: messages of layouts and hints, streams of data, and errors.
+"""The formats that gRPC services share: layouts and hints, streams of data, and errors.
 
-Messages that several services have: layouts, hints, and JSON documents.
+**Streams of data.** ``ReadReply``, ``WriteRequest``, ``PutObjectRequest`` and ``GetObjectReply`` of
+proto/kvstore/v1/store.proto each have a field of bytes and the xxh3_64 of these bytes. A protobuf object would copy the
+bytes when it is filled, and again when it is sent or read. Here a message to send is joined once, and a received
+message is used in place. It is the ordinary wire format, with any other fields in any order, and peers use ordinary
+protobuf. Worked example: 3 bytes of data in a ``ReadReply`` are ``12 03 <data>`` (field 2, a length, the bytes) and
+``19 <sum>`` (field 3, fixed64, little-endian).
 
-Messages that carry data in gRPC streams, as protobuf writes them but without its copies.
-
-``ReadReply``, ``WriteRequest``, ``PutObjectRequest`` and ``GetObjectReply`` of proto/kvstore/v1/store.proto each have a
-field of bytes and their xxh3_64. A protobuf object would copy the bytes when it is filled and again when it is sent or
-read; here a message is joined once, and what is received is used in place. Any other field, and fields in any
-order, are understood all the same: this is the same wire format, and peers use ordinary protobuf.
-
-Worked example: 3 bytes of data in a ``ReadReply`` are ``12 03 <data>`` (field 2, a length, the bytes) and ``19 <sum>``
-(field 3, fixed64, little-endian).
-
-Errors over gRPC: one table, both directions.
-
-A refused call ends with the status code below, the message as its details, and trailing metadata: ``kvstore-error``
-names the class, ``kvstore-field`` the field of InvalidRequest, ``retry-after-ms`` when to try again. A client makes of
-them what a local store would have raised. Codes are by name, so that this module needs no gRPC.
+**Errors.** One table serves both directions. A refused call ends with a status code, the message as its details, and
+trailing metadata: ``kvstore-error`` names the class, ``kvstore-field`` the field of InvalidRequest, and
+``retry-after-ms`` when to retry. From these a client makes the error that a local store would raise. Codes are strings,
+so this module does not need gRPC.
 """
 
 from __future__ import annotations
@@ -37,8 +31,8 @@ from kvstore.model.retention import Retention
 from kvstore.pb import store_pb2 as pb
 
 MESSAGE_BYTES_MAX: Final = 4 << 20  # of a request, and of a reply
-LAYOUT_BYTES_KEPT: Final = 8 << 10  # of a message; a larger one has unknown fields
-LAYOUTS_KEPT: Final = 256  # made once: to check one and to hash it costs as much as a short lookup
+LAYOUT_BYTES_KEPT: Final = 8 << 10  # larger messages of layouts, which have unknown fields, are not cached
+LAYOUTS_KEPT: Final = 256  # cached, because checking and hashing one costs as much as a short lookup
 TEXT_BYTES_MAX: Final = 1024  # of a salt, an adapter, a model's name
 
 _TEXTS: Final = ("model", "dtype", "revision", "weights_digest", "attention", "rope", "group")
@@ -50,7 +44,7 @@ def layout_message(layout: Layout) -> pb.Layout:
 
 
 def layout_of(message: pb.Layout) -> Layout:
-    """The layout of a message. Raises InvalidRequest naming the field."""
+    """The layout in a message. Raises InvalidRequest naming the field."""
     packed = message.SerializeToString()
     return _layout_of(packed) if len(packed) <= LAYOUT_BYTES_KEPT else _layout_of.__wrapped__(packed)
 
@@ -87,14 +81,14 @@ def retention_messages(ranges: Iterable[Retention]) -> list[pb.Retention]:
 
 
 def retention_of(messages: Iterable[pb.Retention]) -> list[Retention]:
-    """The hints of messages. Raises InvalidRequest naming the field."""
+    """The hints in messages. Raises InvalidRequest naming the field."""
     return [Retention(part.priority, part.ttl_s or None, part.start, part.stop or None) for part in messages]
 
 
 def document(value: dict[str, Any]) -> bytes:
-    """A JSON document as a packed Struct. Numbers that are names in it become text, as JSON has them.
+    """A JSON document as a packed Struct. Numbers that are keys become text, as in JSON.
 
-    A document that is larger than a message may be is replaced by a note of that, as over this machine's socket.
+    If the document is too large for a message, a note that says so replaces it, as over the local socket.
     """
     packed = struct_pb2.Struct()
     packed.update(json.loads(json.dumps(value)))  # several times faster than json_format
@@ -105,7 +99,7 @@ def document(value: dict[str, Any]) -> bytes:
 
 
 def check_text(field: str, text: str) -> None:
-    """Raises InvalidRequest where it is longer than a salt, an adapter or a name may be: some are remembered."""
+    """Raise InvalidRequest if the text is longer than a salt, an adapter or a name may be, because some are cached."""
     if len(text.encode()) > TEXT_BYTES_MAX:
         raise InvalidRequest(field, f"has more than {TEXT_BYTES_MAX} bytes")
 
@@ -128,7 +122,7 @@ class Field(NamedTuple):
 
 
 def pack_data(data: Buffer, field: int = DATA_FIELD, rest: bytes = b"") -> bytes:
-    """A message of ``data`` in ``field``, its digest in the next one, then ``rest``: other fields, packed."""
+    """A message with ``data`` in ``field``, its checksum in the next field, and then ``rest``: other fields, packed."""
     if isinstance(data, memoryview):
         data = data.cast("B")
     head = bytes([field << 3 | BYTES]) + pack_varint(len(data))
@@ -137,12 +131,12 @@ def pack_data(data: Buffer, field: int = DATA_FIELD, rest: bytes = b"") -> bytes
 
 
 def pack_integer(field: int, value: int) -> bytes:
-    """A field with an unsigned number; nothing where it is 0, as protobuf does."""
+    """A field with an unsigned number; empty for 0, as in protobuf."""
     return bytes([field << 3 | VARINT]) + pack_varint(value) if value else b""
 
 
 def pack_varint(value: int) -> bytes:
-    """Seven bits a byte, the low ones first."""
+    """The number with seven bits per byte, the low ones first."""
     packed = bytearray()
     while value > 0x7F:
         packed.append(value & 0x7F | 0x80)
@@ -152,7 +146,7 @@ def pack_varint(value: int) -> bytes:
 
 
 def fields(message: bytes) -> Iterator[Field]:
-    """The fields of a message in their order. Bytes are views of ``message``, not copies.
+    """Yield the fields of a message in their order. Bytes are views of ``message``, not copies.
 
     Raises:
         ValueError: it is not a protobuf message.
@@ -194,15 +188,15 @@ ERROR_KEY: Final = "kvstore-error"
 FIELD_KEY: Final = "kvstore-field"
 RETRY_KEY: Final = "retry-after-ms"
 _TOO_LARGE: Final = "message larger than max"
-RETRY_AFTER_S: Final = 1.0  # where the error names none: by then leases may have ended, and pages been saved
-DETAILS_BYTES_MAX: Final = 1024  # of trailing metadata there may be 8 KiB in all
+RETRY_AFTER_S: Final = 1.0  # if the error names none; by then leases may have ended, and pages been saved
+DETAILS_BYTES_MAX: Final = 1024  # trailing metadata may have 8 KiB in total
 
 
 class NotServed(errors.VersionMismatch):
-    """This node does not know that call: a later version does."""
+    """This node does not know the call; a later version does."""
 
 
-# The nearest class in the table speaks for one that is not in it.
+# An error that is not in the table is sent as its nearest parent in the table.
 CODES: Final[Mapping[type[KVStoreError], str]] = {
     errors.InvalidRequest: "INVALID_ARGUMENT",
     errors.NodeUnavailable: "UNAVAILABLE",
@@ -220,7 +214,7 @@ CODES: Final[Mapping[type[KVStoreError], str]] = {
     errors.KVStoreError: "UNKNOWN",
 }
 
-# For statuses that gRPC itself, a proxy or a node of another version ended a call with. Others are KVStoreError.
+# For statuses from gRPC itself, a proxy or a node of another version. All other statuses become KVStoreError.
 CLASSES: Final[Mapping[str, type[KVStoreError]]] = {
     "INVALID_ARGUMENT": errors.InvalidRequest,
     "OUT_OF_RANGE": errors.InvalidRequest,
@@ -239,7 +233,7 @@ CLASSES: Final[Mapping[str, type[KVStoreError]]] = {
 
 
 def status_of(error: KVStoreError) -> tuple[str, str, tuple[tuple[str, str], ...]]:
-    """Name of the status code, details and trailing metadata that say ``error``."""
+    """The status code's name, the details and the trailing metadata for ``error``."""
     code = next(CODES[kind] for kind in type(error).__mro__ if kind in CODES)
     metadata = [(ERROR_KEY, type(error).__name__)]
     details = str(error)
@@ -252,10 +246,10 @@ def status_of(error: KVStoreError) -> tuple[str, str, tuple[tuple[str, str], ...
 
 
 def error_of(code: str, details: str, metadata: Iterable[tuple[str, str | bytes]] = ()) -> KVStoreError:
-    """The error that a call's status says. ``code`` is a status code's name."""
+    """The error for a call's status. ``code`` is a status code's name."""
     said = {key: value for key, value in metadata if isinstance(value, str)}
     kind = CLASSES.get(code, KVStoreError)
-    if code == "RESOURCE_EXHAUSTED" and _TOO_LARGE in details:  # by gRPC itself; to retry would not help
+    if code == "RESOURCE_EXHAUSTED" and _TOO_LARGE in details:  # from gRPC itself; a retry would not help
         kind = InvalidRequest
     named = getattr(errors, said.get(ERROR_KEY, ""), None)
     if isinstance(named, type) and issubclass(named, KVStoreError):
@@ -271,7 +265,7 @@ def error_of(code: str, details: str, metadata: Iterable[tuple[str, str | bytes]
 
 
 def from_rpc(error: Any) -> KVStoreError:
-    """The error that a client's ``grpc.RpcError`` says."""
+    """The error for a client's ``grpc.RpcError``."""
     code = error.code() if hasattr(error, "code") else None
     if code is None:
         return KVStoreError(str(error))
