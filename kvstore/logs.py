@@ -29,11 +29,11 @@ def configure(config: DaemonConfig) -> None:
     root = logging.getLogger()
     root.handlers[:] = [handler]
     level = logging.getLevelNamesMapping()[config.log_level.upper()]
-    root.setLevel(max(level, logging.WARNING))  # what libraries have to tell
+    root.setLevel(max(level, logging.WARNING))  # for libraries
     logging.getLogger("kvstore").setLevel(level)
     logging.captureWarnings(True)
     if config.log_format == "json":
-        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # its C code writes lines of its own
+        os.environ.setdefault("GRPC_VERBOSITY", "NONE")  # gRPC's C code writes lines of its own
 
 
 def event(logger: logging.Logger, level: int, message: str, **fields: Any) -> None:
@@ -42,7 +42,7 @@ def event(logger: logging.Logger, level: int, message: str, **fields: Any) -> No
 
 
 class TextFormatter(logging.Formatter):
-    """A line for people; fields behind the message as ``name=value``."""
+    """A line for people. Fields follow the message as ``name=value``."""
 
     def formatMessage(self, record: logging.LogRecord) -> str:
         """See ``logging.Formatter``."""
@@ -56,8 +56,8 @@ def _word(value: Any) -> str:
 
 
 class JsonFormatter(logging.Formatter):
-    """One JSON object per line. Fields are next to ``time``, ``level``, ``logger``, ``message`` and ``node``, which
-    no field replaces; ``exception`` is a traceback."""
+    """One JSON object per line. Fields are added to ``time``, ``level``, ``logger``, ``message`` and ``node``, and
+    cannot replace these. ``exception`` is a traceback."""
 
     def __init__(self, node: str) -> None:
         super().__init__()

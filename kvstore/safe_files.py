@@ -1,11 +1,12 @@
-"""Files and folders whose names another user may have made: a link, or what is not a plain file, counts as absent.
+"""Opens files and folders whose names another user may have made. A link, or anything but a plain file, counts as
+absent.
 
-Anyone may make names in ``/dev/shm`` and ``/var/tmp``, and members of its group in a shared node's folder. What is
-opened here is checked through the descriptor that is then used, so that nothing can be exchanged in between:
+Any user may make names in ``/dev/shm`` and ``/var/tmp``, and members of its group in a shared node's folder. Checks are
+made through the open descriptor, so nothing can be exchanged between the check and the use:
 
-- a file is a regular file with one name. A symbolic link is not followed; a second (hard) name might be of a file that
-  its owner keeps elsewhere; opening a pipe would wait;
-- a folder is a directory and not a link to one.
+- A file must be a regular file with one name. A symbolic link is not followed. A second (hard) name might belong to a
+  file that its owner keeps elsewhere. Opening a pipe would block.
+- A folder must be a directory, and not a link to one.
 """
 
 from __future__ import annotations
@@ -22,11 +23,11 @@ _ABSENT = (errno.ELOOP, errno.ENXIO, errno.ENOTDIR, errno.EISDIR)
 
 
 class NotPlain(FileNotFoundError):
-    """There is something of that name, but not a plain file or folder: counts as absent."""
+    """The name exists, but is not a plain file or folder. Counts as absent."""
 
 
 def open_plain(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, dir_fd: int | None = None) -> int:
-    """Open a plain file; closed on exec. ``flags`` without O_TRUNC, which would come before the check.
+    """Open a plain file; closed on exec. ``flags`` must not have O_TRUNC, which would act before the check.
 
     Raises:
         NotPlain: it is a link, has a second name, or is not a regular file. Nothing was changed.
@@ -40,7 +41,7 @@ def open_plain(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, d
             raise _not_plain(path) from None
         raise
     found = os.fstat(fd)
-    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:  # 0: removed in this moment
+    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:  # 0: just removed
         return fd
     os.close(fd)
     raise _not_plain(path)
@@ -50,7 +51,7 @@ def open_folder(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> i
     """Open a directory, for ``dir_fd`` of other calls.
 
     Raises:
-        NotPlain: it is a link or no directory.
+        NotPlain: it is a link, or not a directory.
         FileNotFoundError, OSError: as ``os.open``.
     """
     try:
@@ -62,7 +63,8 @@ def open_folder(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> i
 
 
 def check_plain(path: str | os.PathLike[str], kind: int) -> None:
-    """For what others open by its name: a plain file (``stat.S_IFREG``), a directory (``S_IFDIR``), or absent.
+    """Check a name that a library will open: it must be a plain file (``stat.S_IFREG``), a directory (``S_IFDIR``), or
+    absent.
 
     Raises:
         NotPlain: it is something else.
@@ -76,14 +78,13 @@ def check_plain(path: str | os.PathLike[str], kind: int) -> None:
 
 
 def read_plain(path: str | os.PathLike[str]) -> bytes:
-    """All of a plain file. Raises as ``open_plain``."""
+    """The contents of a plain file. Raises as ``open_plain``."""
     with open(open_plain(path, os.O_RDONLY), "rb") as file:
         return file.read()
 
 
 def is_locked(path: str | os.PathLike[str]) -> bool:
-    """Return whether another process holds a plain file's lock; ours is a shared one, for a moment. Raises as
-    ``open_plain``."""
+    """Whether another process holds a plain file's lock. Takes a shared lock for a moment. Raises as ``open_plain``."""
     fd = open_plain(path, os.O_RDONLY)
     try:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
@@ -95,7 +96,7 @@ def is_locked(path: str | os.PathLike[str]) -> bool:
 
 
 def is_file_of(fd: int, path: Path) -> bool:
-    """What is open is what has that name, and not something that was exchanged or removed since."""
+    """Whether ``fd`` still is the file at ``path``, which may have been replaced or removed."""
     try:
         there = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
@@ -104,7 +105,7 @@ def is_file_of(fd: int, path: Path) -> bool:
 
 
 def remove(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> None:
-    """Remove a name, whatever it is; of a directory with all that is below it. No link is followed. Absent: nothing.
+    """Remove whatever has this name; a directory with all its contents. Links are not followed. Absent: do nothing.
 
     Raises:
         OSError: it may not be removed.
@@ -117,7 +118,7 @@ def remove(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> None:
 
 
 def chmod_socket(path: Path, mode: int) -> None:
-    """Change the mode of a socket's file that we made; of nothing that has come in its place."""
+    """Change the mode of a socket file that this process made, unless something else has taken its name."""
     fd = os.open(path, os.O_PATH | os.O_NOFOLLOW | os.O_CLOEXEC)
     try:
         if stat.S_ISSOCK(os.fstat(fd).st_mode):
@@ -127,13 +128,14 @@ def chmod_socket(path: Path, mode: int) -> None:
 
 
 def check_placed(path: str, fd: int) -> None:
-    """An open file of a path that a user named: where anyone may make names, it has to be ours, under its only name.
+    """Check an open file at a path that a user named. In folders where any user may make names, the file must be ours
+    and have only one name.
 
-    Elsewhere the users that may write to the folder decide what is in it. The kernel's ``protected_symlinks``,
-    ``protected_regular`` and ``protected_hardlinks``, where they are switched on, have this rule for all programs.
+    In other folders, the users that may write there decide about the contents. The kernel's ``protected_symlinks``,
+    ``protected_regular`` and ``protected_hardlinks`` enforce the same rule for all programs, if they are switched on.
 
     Raises:
-        PermissionError: it was put there by another user; says by whom.
+        PermissionError: another user put it there. The message names the user.
     """
     found = os.fstat(fd)
     above, here = os.stat(Path(path).parent), os.lstat(path)
