@@ -27,12 +27,12 @@ class CopyStream:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._stream = device.stream()
-        self._submitting = threading.Lock()  # a stream is of one thread at a time
+        self._submitting = threading.Lock()  # one thread at a time may use a stream
 
     def copy(
         self, targets: Addresses, sources: Addresses, nbytes: Addresses, after: DeviceEvent | None = None
     ) -> DeviceEvent:
-        """See ``DeviceStream.copy``; begins behind ``after``. The event behind it."""
+        """Copy after ``after``, see ``DeviceStream.copy``. Returns the event after the copy."""
         with self._submitting:
             if after is not None:
                 self._stream.wait(after)
@@ -51,7 +51,7 @@ class PinnedBounce:
 
     @property
     def address(self) -> int:
-        """Where it begins."""
+        """Its first address."""
         return self.memory.ctypes.data
 
 
@@ -120,7 +120,7 @@ class PinnedBounces:
 
     def _make(self, nbytes: int) -> PinnedBounce:
         memory, pinned = large_buffer(nbytes), True
-        memory[:: 1 << 12] = 0  # what is pinned must be populated
+        memory[:: 1 << 12] = 0  # pinned memory must be populated
         try:
             self._device.register(memory)
         except DeviceLost:
@@ -131,7 +131,7 @@ class PinnedBounces:
         return PinnedBounce(memory, pinned)
 
     def _reap(self) -> None:
-        """Late ones whose event has come are free."""
+        """Free late bounces whose event is over."""
         with contextlib.suppress(DeviceLost):
             for bounce in list(self._late):
                 if bounce.event is not None and bounce.event.over():
@@ -144,12 +144,13 @@ class PinnedBounces:
             self._device.unregister(bounce.memory)
 
 
-# What no owner unpins: bounces that were late when theirs ended, and what the driver keeps. A device may touch them.
+# Memory that stays pinned: bounces that were late when their pool ended, which a device may touch, and those that the
+# driver does not unpin.
 _LEFT: Final[list[PinnedBounce]] = []
 
 
 def _give_up(device: Device, free: list[PinnedBounce], late: list[PinnedBounce]) -> None:
-    """Their owner has ended."""
+    """Unpin what can be unpinned when a pool ends."""
     while free:
         bounce = free.pop()
         if bounce.pinned:
@@ -162,5 +163,5 @@ def _give_up(device: Device, free: list[PinnedBounce], late: list[PinnedBounce])
 
 
 def places_in(address: int, nbytes: Addresses) -> Addresses:
-    """Where pieces of these lengths lie one behind the other from ``address``."""
+    """Addresses of pieces with these lengths, packed from ``address`` on."""
     return np.cumsum(nbytes, dtype=np.uint64) - nbytes + np.uint64(address)

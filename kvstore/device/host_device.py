@@ -37,7 +37,7 @@ Span = tuple[int, int]  # from, to
 
 
 class HostMemory:
-    """See ``DeviceMemory``. Its addresses are never given again, so that a use after ``free`` is found."""
+    """See ``DeviceMemory``. Addresses are never reused, so that a use after ``free`` is detected."""
 
     def __init__(
         self, freed: Callable[[HostMemory], None], nbytes: int, descriptor: int = -1, theirs: bool = False
@@ -57,7 +57,7 @@ class HostMemory:
         self._freed(self)
 
     def view(self) -> Bytes:
-        """Its bytes, for tests and for what stands for a kernel: a program reads them by a copy."""
+        """The bytes, for tests and for functions that stand for kernels. Programs have to copy them."""
         return np.frombuffer(self._map, np.uint8, self.nbytes)
 
     def let_go(self) -> None:
@@ -69,7 +69,7 @@ class HostMemory:
 
 
 def check_apart(reads: list[Span], writes: list[Span]) -> None:
-    """No piece is written where another is read or written."""
+    """Assert that no piece is written where another piece is read or written."""
     ordered = sorted(writes)
     for (_, end), (begin, _) in pairwise(ordered):
         assert end <= begin, "pieces of one copy are written over each other"
@@ -80,7 +80,7 @@ def check_apart(reads: list[Span], writes: list[Span]) -> None:
 
 
 def check_mapped(pieces: list[Span], *, writable: bool) -> None:
-    """Each lies in memory that this process may read, or write."""
+    """Assert that every piece is in memory that this process may read, or write."""
     if not pieces:
         return
     mapped: list[list[int]] = []  # ranges with no gap between them, in order
@@ -99,19 +99,19 @@ def check_mapped(pieces: list[Span], *, writable: bool) -> None:
         assert at >= 0 and end <= mapped[at][1], f"{begin, end} is not {'writable ' if writable else ''}memory"
 
 
-FALSE_ANSWERS_MAX: Final = 2  # how often an event may say that it is not over, before it is
+FALSE_ANSWERS_MAX: Final = 2  # how often an event may report that it is not over although it could be
 
 _FIRST_HANDLE: Final = 0x1000  # 0, 1 and 2 are the default streams of others
 
 
 class _Work:
-    """One thing in a stream: a copy, a wait, or a kernel."""
+    """One item of a stream: a copy, a wait, or a kernel."""
 
     def __init__(self, run: Callable[[], None], reads: list[Span], writes: list[Span] | None) -> None:
         self.run, self.reads, self.writes = run, reads, writes  # writes None: anything, anywhere
 
     def touches(self, piece: Span) -> bool:
-        """Whether it may read or write there."""
+        """Whether the item may read or write there."""
         return self.writes is None or any(a < piece[1] and piece[0] < b for a, b in (*self.reads, *self.writes))
 
 
@@ -122,7 +122,7 @@ class HostEvent:
         self._device, self.stream, self.behind, self._falses = device, stream, behind, falses
 
     def over(self) -> bool:
-        """See ``DeviceEvent``. Says no a few times."""
+        """See ``DeviceEvent``. Returns False a few times first."""
         with self._device.changed:
             self._device.check()
             if self.stream.done >= self.behind:
@@ -184,7 +184,7 @@ class HostStream:
             self.work.append(_Work(lambda: self._device.run(event), [], []))
 
     def launch(self, kernel: Callable[[], None]) -> None:
-        """What stands for a kernel: run in its turn. It must not call the device."""
+        """Run ``kernel``, which stands for a kernel, in its turn. It must not call the device."""
         with self._device.changed:
             self._device.check()
             self.work.append(_Work(kernel, [], None))
@@ -200,10 +200,10 @@ class HostDevice:
     """See ``Device`` and the module.
 
     Args:
-        name: as a user says it.
-        seed: of the order of pieces, and of how often an event says that it is not over.
-        nbytes: how much memory it has.
-        reaches: names of devices whose memory its streams read and write.
+        name: in the user's notation.
+        seed: for the order of pieces, and for how often an event reports that it is not over.
+        nbytes: size of its memory.
+        reaches: names of devices whose memory its streams can read and write.
     """
 
     in_use = True
@@ -215,13 +215,13 @@ class HostDevice:
         self.name = name
         self.uuid = _uuid(name)
         self._reaches = {_uuid(other): other for other in (name, *reaches)}
-        self.changed = threading.Condition()  # guards all there is here and in its streams
+        self.changed = threading.Condition()  # guards everything here and in its streams
         self.held = False
         self.refuse_registration = False
         self._lost = False
         self._rng = np.random.default_rng(seed)
         self._bytes_free = nbytes
-        self._memories: list[HostMemory] = []  # by address, the freed ones as well
+        self._memories: list[HostMemory] = []  # by address, including freed ones
         self._registered: list[Span] = []
         self._stale: list[Span] = []  # of these
         self._streams: dict[int, HostStream] = {}
@@ -232,7 +232,7 @@ class HostDevice:
         with self.changed:
             self.check()
             if nbytes > self._bytes_free:
-                raise OutOfSpace(f"{self.name} has {self._bytes_free} bytes left, {nbytes} are asked for")
+                raise OutOfSpace(f"{self.name} has {self._bytes_free} bytes free, and {nbytes} are needed")
             self._bytes_free -= nbytes
             descriptor = -1
             if shared:
@@ -265,7 +265,7 @@ class HostDevice:
         return "" if uuid in self._reaches else f"{self.name} has no access to the memory of that device"
 
     def freed(self, memory: HostMemory) -> None:
-        """``memory`` is given back."""
+        """Note that ``memory`` was freed."""
         with self.changed:
             if memory.live:
                 self._check_idle((memory.address, memory.address + memory.nbytes), "freed")
@@ -298,7 +298,7 @@ class HostDevice:
 
     @property
     def pinned_bytes(self) -> int:
-        """For tests: how much of the host's memory is pinned."""
+        """How much host memory is pinned, for tests."""
         with self.changed:
             return sum(end - begin for begin, end in self._registered)
 
@@ -318,7 +318,7 @@ class HostDevice:
     # --- Faults -----------------------------------------------------------------------------------------------------
 
     def lose(self) -> None:
-        """From now every call raises DeviceLost, and what waits does at once. Its memory holds poison."""
+        """Lose the device: every later call raises DeviceLost, and so do waiting calls. Its memory is poisoned."""
         with self.changed:
             self._lost = True
             for memory in self._memories:
@@ -329,19 +329,19 @@ class HostDevice:
             self.changed.notify_all()
 
     def hold(self) -> None:
-        """From now no work is done: no event comes that has not come."""
+        """Stop all work, so that no more events are over."""
         with self.changed:
             self.held = True
 
     def let_go(self) -> None:
-        """Work goes on."""
+        """Continue the work."""
         with self.changed:
             self.held = False
             self.changed.notify_all()
 
     def replaced(self, memory: Bytes) -> None:
-        """The pages behind this memory were given back, and there are others. A range that was registered before keeps
-        the old ones, which nothing else maps: what is copied from there is poison, what is copied to there is lost."""
+        """Note that other physical pages are now behind this memory. A registered range still has the old pages, which
+        nothing else maps: a copy from there gives poison, and a copy to there is lost."""
         gone = _range_of(memory)
         with self.changed:
             self._stale = [span for span in self._registered if span in self._stale or _meet(span, gone)]
@@ -349,12 +349,12 @@ class HostDevice:
     # --- For streams and events, which hold the lock ----------------------------------------------------------------
 
     def check(self) -> None:
-        """Raises DeviceLost."""
+        """Raise DeviceLost if the device is lost."""
         if self._lost:
             raise DeviceLost(f"{self.name} is lost")
 
     def run(self, event: HostEvent) -> None:
-        """Do the work which that event needs."""
+        """Do the work that this event needs."""
         stream = event.stream
         while stream.done < event.behind:
             work = stream.work.popleft()
@@ -362,7 +362,7 @@ class HostDevice:
             stream.done += 1
 
     def perform(self, reads: list[Span], writes: list[Span]) -> None:
-        """Do one copy, as late as this, in some order."""
+        """Do one copy now, in a random order."""
         self.host_pieces(reads + writes)  # none of ours was freed since
         for at in self._rng.permutation(len(reads)):
             nbytes = reads[at][1] - reads[at][0]
@@ -372,16 +372,16 @@ class HostDevice:
                 ctypes.memmove(writes[at][0], reads[at][0], nbytes)
 
     def host_pieces(self, pieces: list[Span]) -> list[Span]:
-        """The pieces in host memory. All others are within memory of ours which is not freed."""
+        """The pieces in host memory. Asserts that all others are in memory of this device that is not freed."""
         return [piece for piece in pieces if not self._is_ours(piece)]
 
     def pending(self) -> Iterator[_Work]:
-        """All work that was asked for and not done."""
+        """All work that was requested and is not done."""
         for stream in self._streams.values():
             yield from stream.work
 
     def falses(self) -> int:
-        """How often an event says that it is not over."""
+        """How often the next event reports that it is not over."""
         return int(self._rng.integers(FALSE_ANSWERS_MAX + 1))
 
     def _is_ours(self, piece: Span) -> bool:
@@ -395,7 +395,7 @@ class HostDevice:
         return True
 
     def _check_reached(self, piece: Span) -> None:
-        """Where it is memory of another device of this process, that is one which ours reaches."""
+        """Assert that memory of another device in this process is only used if this device can reach it."""
         for other in [device for device in self._all if device is not self]:
             memory = other._memory_at(piece[0])
             if memory is not None and not memory.theirs:

@@ -1,7 +1,4 @@
-"""Host memory: arrays that start at a memory page, and the copy from one array to another.
-
-Bounces: memory that disks like to read into and write from.
-"""
+"""Host memory: arrays that start at a memory page, copies between arrays, and reusable buffers for disks."""
 
 from __future__ import annotations
 
@@ -21,17 +18,17 @@ PAGE_BYTES: Final = 4096
 
 
 def empty(shape: int | Sequence[int], dtype: npt.DTypeLike = np.uint8) -> npt.NDArray[Any]:
-    """A new array like ``numpy.empty``, whose bytes start at a memory page: what is best given to the store as ``out``.
+    """A new array like ``numpy.empty`` that starts at a memory page, which is best for ``out`` of a store.
 
-    numpy's own large arrays usually start 16 bytes after one. Pages of a store start at one, and processors copy faster
-    between addresses with the same offset in their memory pages.
+    numpy's large arrays usually start 16 bytes after a memory page. Pages of a store start at one, and processors copy
+    faster between addresses with the same offset in their memory pages.
 
     Raises:
-        InvalidRequest: a negative shape, or a type that is not plain numbers; names the argument.
+        InvalidRequest: a negative shape, or a type that is not plain numbers. The error names the argument.
     """
     lengths = (shape,) if isinstance(shape, int | np.integer) else tuple(shape)
     if any(length < 0 for length in lengths):
-        raise InvalidRequest("shape", f"must not be negative: {shape}")
+        raise InvalidRequest("shape", f"must not be negative (got {shape})")
     try:
         kind = np.dtype(dtype)
     except TypeError as error:
@@ -52,9 +49,9 @@ def _is_amd() -> bool:
         return False
 
 
-# AMD's Zen processors copy with `rep movsb` at a half to a tenth of their speed where the target lies 1 to 31 bytes
-# further into a memory page than the source, and glibc before 2.39 copies rows of these lengths that way (its bug
-# 30994). A loop over vectors does not mind how they lie. Where they lie well, `rep movsb` is faster by up to a third.
+# On AMD's Zen processors `rep movsb` has a half to a tenth of its speed if the target's offset in its memory page is 1
+# to 31 bytes larger than the source's, and glibc before 2.39 copies rows of these lengths that way (its bug 30994). A
+# loop over vectors is equally fast for all offsets. For good offsets `rep movsb` is faster by up to a third.
 _LOOPED: Final = range(16 << 10, 1 << 20) if _is_amd() else range(0)
 _BADLY: Final = range(1, 32)
 
@@ -63,7 +60,7 @@ _address = ctypes.addressof
 
 
 def copy(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
-    """Copy rows of bytes, ``target[...] = source``, in the way that suits this processor. Same shapes, no overlap."""
+    """Copy rows of bytes, ``target[...] = source``, in the fastest way for this processor. Same shapes, no overlap."""
     if target.shape[-1] in _LOOPED and _lie_badly(target, source):
         np.bitwise_or(source, source, out=target)  # numpy's plain copies are memcpy, this one is its own loop
     else:
@@ -71,12 +68,12 @@ def copy(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
 
 
 def _lie_badly(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> bool:
-    """Whether some rows may lie so that `rep movsb` is slow."""
+    """Whether some rows may have offsets for which `rep movsb` is slow."""
     if target.ndim > 1 and (target.ndim > 2 or (target.strides[0] - source.strides[0]) % PAGE_BYTES):
         return True
     try:
         apart = _address(_first(target)) - _address(_first(source))
-    except (TypeError, ValueError):  # not to be written, or rows apart
+    except (TypeError, ValueError):  # read-only, or rows that are not contiguous
         apart = target.ctypes.data - source.ctypes.data
     return apart % PAGE_BYTES in _BADLY
 
@@ -87,11 +84,11 @@ LARGE_PAGE_BYTES: Final = 2 << 20
 
 
 class Bounces:
-    """Buffers in large memory pages, to be used again: a disk slows with the number of pieces its memory lies in.
+    """Reusable buffers in large memory pages, because a disk is slower if its memory consists of many small pages.
 
-    Measured with batches of 8 MiB and four threads: reads 1.2-1.8 GB/s into ordinary or shared memory, 3.5 into large
-    pages; writes 3-4 and 6.7. Fresh memory would cost more than it brings, so a buffer is kept for the next borrower.
-    At most ``KEPT_MAX`` of them are.
+    Measured with batches of 8 MiB and four threads: reads reach 1.2-1.8 GB/s into ordinary or shared memory, and 3.5
+    into large pages; writes 3-4 and 6.7. Allocating each time would cost more than that gains, so at most ``KEPT_MAX``
+    buffers are kept.
     """
 
     KEPT_MAX: Final = 8
@@ -101,7 +98,7 @@ class Bounces:
 
     @contextlib.contextmanager
     def borrow(self, nbytes: int) -> Iterator[Bytes]:
-        """``[nbytes]``, page-aligned, whatever it held; the borrower's until the context ends."""
+        """Yield ``[nbytes]``, page-aligned, with undefined contents, until the context ends."""
         try:
             buffer = self._kept.pop()
         except IndexError:
@@ -114,7 +111,7 @@ class Bounces:
 
 
 def large_buffer(nbytes: int) -> Bytes:
-    """At least ``nbytes`` at a large page's boundary, in large pages where the kernel has them."""
+    """At least ``nbytes``, aligned to large pages, and in large pages if the kernel has them."""
     whole_bytes = -(-nbytes // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES  # the last page too
     memory = mmap.mmap(-1, whole_bytes + LARGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
