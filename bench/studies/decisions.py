@@ -22,7 +22,7 @@ from engine.conductor.state.engine_table import EngineAbout
 from engine.model.request import Request, Role, Sampling
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
-from kvstore.cluster.directory import Told
+from kvstore.cluster.directory import AnnounceBatch
 from kvstore.model.prefix import Fingerprints
 
 PAGES, PAGES_QUICK = 1_000_000, 100_000
@@ -66,7 +66,7 @@ class DecisionLoad:
     def _tell(self, node: str, pages: Fingerprints) -> None:
         for number, start in enumerate(range(0, len(pages), BATCH)):
             part = pages[start : start + BATCH]
-            told = Told(node, 1, number, part, np.ones(len(part), np.uint8), whole=start + BATCH >= len(pages))
+            told = AnnounceBatch(node, 1, number, part, np.ones(len(part), np.uint8), whole=start + BATCH >= len(pages))
             self.state.handle(ev.PagesReported(0.0, told))
         starts = range(0, min(len(pages) - PROMPT_PAGES, CHAINS * PROMPT_PAGES) + 1, PROMPT_PAGES)
         self._chains += [pages[start : start + PROMPT_PAGES] for start in starts]

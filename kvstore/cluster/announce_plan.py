@@ -20,7 +20,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.cluster.directory import AGAIN, GONE, Marks, Placement, Told
+from kvstore.cluster.directory import AGAIN, GONE, AnnounceBatch, Marks, Placement
 from kvstore.model.prefix import Fingerprints
 
 BATCH_PAGES: Final = 4096
@@ -82,7 +82,7 @@ class _Owner:
     target: int = 0  # the placement that the owner is being updated to
     due: int = 0  # how many of ``queued`` have to be sent before the owner is complete for ``target``
     placed: int = 0  # the placement for which the owner is complete once it has all batches sent so far
-    sent: Told | None = None
+    sent: AnnounceBatch | None = None
 
     def add(self, fingerprints: Fingerprints, marks: Marks) -> None:
         if self.stream is None or not len(fingerprints):
@@ -160,7 +160,7 @@ class Announcing:
         for name, mine in self._placement.shares(pages.spans):
             self._owners[name].add(pages.fingerprints[mine], pages.marks[mine])
 
-    def batch(self, name: str, idle: bool = False) -> Told | None:
+    def batch(self, name: str, idle: bool = False) -> AnnounceBatch | None:
         """Return the next batch for this owner, or None. A batch that was not answered is returned again.
 
         ``idle``: return an empty batch if there is no news, so that an owner that has forgotten this node says so.
@@ -175,7 +175,7 @@ class Announcing:
             owner.sent = replace(owner.sent, placed=0)  # not answered yet, and there is news
         return owner.sent
 
-    def _next(self, owner: _Owner, stream: int) -> Told:
+    def _next(self, owner: _Owner, stream: int) -> AnnounceBatch:
         parts: list[tuple[Fingerprints, Marks]] = []
         room = BATCH_PAGES
         while owner.queue and room:
@@ -193,9 +193,9 @@ class Announcing:
         fingerprints = np.concatenate([np.zeros(0, np.uint64), *(part[0] for part in parts)])
         marks = np.concatenate([np.zeros(0, np.uint8), *(part[1] for part in parts)])
         placed = owner.placed if owner.queued == owner.due else 0  # 0: more entries follow this batch
-        return Told(self._node, stream, owner.next, fingerprints, marks, completes, placed)
+        return AnnounceBatch(self._node, stream, owner.next, fingerprints, marks, completes, placed)
 
-    def answered(self, name: str, sent: Told, wanted: int) -> None:
+    def answered(self, name: str, sent: AnnounceBatch, wanted: int) -> None:
         """Take the owner's answer to the batch ``sent``: the number of the batch it wants next."""
         owner = self._owners.get(name)
         if owner is None or owner.sent is not sent:

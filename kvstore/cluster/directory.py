@@ -57,7 +57,7 @@ Marks = npt.NDArray[np.uint8]
 
 
 @dataclass(frozen=True, slots=True)
-class Told:
+class AnnounceBatch:
     """A batch of a node's stream to one owner.
 
     Attributes:
@@ -152,7 +152,7 @@ class Directory:
         """The nodes that have announced something."""
         return sorted(self._streams)
 
-    def told(self, batch: Told) -> int:
+    def told(self, batch: AnnounceBatch) -> int:
         """Take in a batch. Returns the number of the next batch; ``AGAIN`` to ask for a new stream."""
         streams = self._streams.get(batch.node, [])
         stream = next((each for each in streams if each.number == batch.stream), None)
@@ -206,7 +206,7 @@ class Directory:
 
     # --- streams ----------------------------------------------------------------------------------------------------
 
-    def _begin(self, batch: Told) -> _Stream | None:
+    def _begin(self, batch: AnnounceBatch) -> _Stream | None:
         """Begin a new stream of a node; an incomplete one becomes void."""
         for stream in self._streams.get(batch.node, [])[1:]:
             self._end(batch.node, stream)
@@ -232,7 +232,7 @@ class Directory:
 
     # --- entries ----------------------------------------------------------------------------------------------------
 
-    def _change(self, stream: _Stream, batch: Told) -> None:
+    def _change(self, stream: _Stream, batch: AnnounceBatch) -> None:
         """Take in stored and removed pages; if an entry is named twice, the later one counts."""
         low = np.uint64(stream.place << 2) | (batch.marks & 3).astype(np.uint64)
         entries = batch.fingerprints & _HIGH | low

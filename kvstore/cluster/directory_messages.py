@@ -36,7 +36,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore.cluster.data_connection import DataConnection
-from kvstore.cluster.directory import GONE, TIERS, Listed, Told, Unsure
+from kvstore.cluster.directory import GONE, TIERS, AnnounceBatch, Listed, Unsure
 from kvstore.cluster.lookup_plan import HOLD_PAGES_MAX
 from kvstore.model.prefix import Fingerprints
 from kvstore.model.replica import KEY_BYTES
@@ -152,14 +152,14 @@ def unpack_found(body: Body, asked: int) -> Listed:
     return Listed(pages, nodes, tiers, names, tuple(unsure))
 
 
-def pack_announce(told: Told, daemon: int) -> bytes:
+def pack_announce(told: AnnounceBatch, daemon: int) -> bytes:
     """The body of ANNOUNCE. ``daemon`` is the number in the node's catalog entry."""
     name = told.node.encode()
     head = _ANNOUNCE.pack(daemon, told.stream, told.number, told.placed, len(told.marks), told.whole, len(name))
     return b"".join((head, name, told.fingerprints.astype("<u8", copy=False).tobytes(), told.marks.tobytes()))
 
 
-def unpack_announce(body: Body) -> tuple[Told, int]:
+def unpack_announce(body: Body) -> tuple[AnnounceBatch, int]:
     """The batch in an ANNOUNCE, and the number of the daemon. Raises WireError if the body is invalid."""
     try:
         daemon, stream, number, placed, pages, whole, size = _ANNOUNCE.unpack_from(body)
@@ -173,7 +173,7 @@ def unpack_announce(body: Body) -> tuple[Told, int]:
         raise WireError(f"announce: {error}") from None
     if pages and int((marks & ~np.uint8(GONE)).max()) >= len(TIERS):
         raise WireError("announce: names an unknown tier")
-    return Told(node, stream, number, fingerprints, marks, bool(whole), placed), daemon
+    return AnnounceBatch(node, stream, number, fingerprints, marks, bool(whole), placed), daemon
 
 
 def pack_announced(wanted: int) -> bytes:

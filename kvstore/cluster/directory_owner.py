@@ -16,7 +16,7 @@ from collections.abc import Iterable
 from typing import Final
 
 from kvstore.cluster.announce_plan import pause_s
-from kvstore.cluster.directory import AGAIN, Directory, Placement, Told, Unsure
+from kvstore.cluster.directory import AGAIN, AnnounceBatch, Directory, Placement, Unsure
 
 IDLE_S: Final = 1.0  # a node without news for an owner sends an empty batch after this time
 LATE_S: Final = 1.5  # a node that has sent nothing for this time, plus two of its pauses, may have news
@@ -63,7 +63,7 @@ class DirectoryOwner:
             self._kept.clear()
         self._members = members
 
-    def told(self, batch: Told, now_s: float) -> int:
+    def told(self, batch: AnnounceBatch, now_s: float) -> int:
         """Apply a batch; see ``Directory.told``."""
         before = self.directory.placed(batch.node)
         wanted = self.directory.told(batch)

@@ -92,8 +92,8 @@ class Search:
         self._older = older
         self._second = False  # whether the second owners of spans in doubt were asked
         self._asked = set[str]()  # nodes that were asked which pages they have
-        self._told = _Told()  # answers about the last pages of spans
-        self._whole = _Told()  # answers about all pages of spans
+        self._told = _Coverage()  # answers about the last pages of spans
+        self._whole = _Coverage()  # answers about all pages of spans
         self._told_by: dict[int, int] = {}  # the spans that each owner has answered for
         self._answers: list[tuple[list[int], Listed]] = []
         self._last, self._holder = first - 1, ""  # the last page that any node has, and that node
@@ -238,7 +238,7 @@ class Search:
         return Question(self._members[owner], pages, places, spans, whole=True)
 
 
-class _Told:
+class _Coverage:
     """Spans that owners have answered for. A span is in doubt for a node if every owner that answered was unsure of
     that node.
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 
 import kvstore
-from kvstore.cluster.directory import AGAIN, Directory, Told
+from kvstore.cluster.directory import AGAIN, AnnounceBatch, Directory
 from kvstore.model.prefix import fingerprints
 from kvstore.node.api import pages as page_watch
 from kvstore.pb import store_pb2 as pb
@@ -22,10 +22,10 @@ TOKENS = SMALL.page_tokens
 NODE = "api"
 
 
-def told(batch: pb.PageBatch) -> Told:
+def told(batch: pb.PageBatch) -> AnnounceBatch:
     pages = np.frombuffer(batch.fingerprints, "<u8").astype(np.uint64)
     marks = np.frombuffer(batch.marks, np.uint8)
-    return Told(NODE, batch.stream, batch.number, pages, marks, batch.whole)
+    return AnnounceBatch(NODE, batch.stream, batch.number, pages, marks, batch.whole)
 
 
 def take(index: Directory, stream: Iterator[pb.PageBatch]) -> None:
@@ -60,7 +60,7 @@ def test_a_watch_tells_what_is_there_and_then_what_comes_and_goes(machine: Machi
     stream.cancel()
     again = told(next(client.stub.WatchPages(pb.Empty(), timeout=60)))
     assert again.stream != first.stream and len(again.fingerprints) == 0 and again.whole
-    assert index.told(Told(NODE, again.stream, 1, again.fingerprints, again.marks)) == AGAIN
+    assert index.told(AnnounceBatch(NODE, again.stream, 1, again.fingerprints, again.marks)) == AGAIN
     client.close()
     store.close()
     assert daemon.terminate() == 0

@@ -18,7 +18,7 @@ from engine.conductor.backends.follower import layout_of
 from engine.conductor.backends.kv_intake import KvIntake
 from engine.conductor.backends.settings import parse_backends
 from engine.conductor.shell.conductor import Conductor
-from kvstore.cluster.directory import Told
+from kvstore.cluster.directory import AnnounceBatch
 from tests.helpers.backend import MODEL, BackendProcess, spawn_backend
 from tests.helpers.conducting import asking, conducting, until
 from tests.helpers.processes import Machine
@@ -125,7 +125,7 @@ def test_a_replay_that_never_comes_is_not_waited_for(machine: Machine, monkeypat
 def test_one_that_was_heard_of_by_a_replay_alone_may_begin_anew(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its first numbers are those of messages that were told again, and not those messages."""
     (words,) = parse_backends("http://h:1 tokenizer=bytes events=tcp://h:1 replay=tcp://h:2")
-    told: list[Told] = []
+    told: list[AnnounceBatch] = []
     intake = KvIntake(words, layout_of(words), Counter(), told.append)
     old, new = ([payload_of(hash, [hash] * 16) for hash in hashes] for hashes in ((1, 2, 3), (4, 5)))
     kept = old
@@ -190,7 +190,7 @@ def test_blocks_of_one_that_has_died_are_forgotten(machine: Machine) -> None:
 @settings(max_examples=150, deadline=None)
 @given(st.lists(st.lists(st.binary(max_size=60) | st.just(bytes(8)), max_size=4), max_size=5))
 def test_no_message_does_harm(messages: list[list[bytes]]) -> None:
-    told: list[Told] = []
+    told: list[AnnounceBatch] = []
     (words,) = parse_backends("http://h:1 tokenizer=bytes events=tcp://h:1")
     intake = KvIntake(words, layout_of(words), Counter(), told.append)
 

@@ -22,7 +22,7 @@ from engine.conductor.state.roles import ORDER_S
 from engine.conductor.state.routed_requests import RoutedRequest
 from engine.model.request import Request, Role, RoleOrder, Sampling
 from engine.state.admission import Admission
-from kvstore.cluster.directory import Told
+from kvstore.cluster.directory import AnnounceBatch
 from kvstore.errors import InvalidRequest, KVStoreError
 from kvstore.model.prefix import Fingerprints
 
@@ -445,7 +445,7 @@ class World:
         """The engine's node has these pages now, and tells of them."""
         engine = self.engines[name]
         engine.held.update(pages.tolist())
-        told = Told(f"node-{name}", 1, engine.told, pages, np.full(len(pages), mark, np.uint8))
+        told = AnnounceBatch(f"node-{name}", 1, engine.told, pages, np.full(len(pages), mark, np.uint8))
         engine.told += 1
         for seat in self.seats:
             self.tell(ev.PagesReported(self.now_s, told), seat)

@@ -24,7 +24,7 @@ from engine.conductor.state.engine_table import LoadReport
 from engine.conductor.state.routed_requests import Route
 from engine.model.request import Role
 from engine.simulator.generate import QUICK_SESSIONS, conversations
-from kvstore.cluster.directory import Told
+from kvstore.cluster.directory import AnnounceBatch
 from kvstore.model.prefix import Fingerprints
 from tests.helpers.fleet import about, arrival, pages_of
 
@@ -236,7 +236,7 @@ class SteppedFleet:
         gone = [held.popitem(last=False)[0] for _ in range(len(held) - NODE_PAGES)]
         marks = np.array([1] * len(new) + [0] * len(gone), np.uint8)
         if len(marks):
-            batch = Told(node, 1, self._told[node], np.array(new + gone, np.uint64), marks)
+            batch = AnnounceBatch(node, 1, self._told[node], np.array(new + gone, np.uint64), marks)
             self._told[node] += 1
             self._tell(ev.PagesReported(self._now_s, batch))
 

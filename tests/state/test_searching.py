@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from kvstore.cluster.directory import TIERS, Directory, Listed, Placement, Told, Unsure
+from kvstore.cluster.directory import TIERS, AnnounceBatch, Directory, Listed, Placement, Unsure
 from kvstore.cluster.lookup_plan import ASKED_MAX, Question, Search, Stretch, fewest, owned_spans, spread, stretches
 from kvstore.model.prefix import fingerprint, fingerprints, span_start, spans_between, spans_of
 from kvstore.model.replica import POSITION_MAX, Tier
@@ -44,7 +44,7 @@ class Pool:
                 before = old.owned(spans).get(owner) if old else None
                 mine &= before if before is not None else False
                 self.unsure.setdefault(owner, []).append(Unsure(name, old.number if old else 0))
-            told = Told(name, 1 + len(self.has), 0, names[mine], np.full(int(mine.sum()), 1, np.uint8), True)
+            told = AnnounceBatch(name, 1 + len(self.has), 0, names[mine], np.full(int(mine.sum()), 1, np.uint8), True)
             self.directories[owner].told(told)
 
     def find(self, first: int, nodes: set[str], closed: bool = True, dead: set[str] | None = None) -> list[Stretch]:

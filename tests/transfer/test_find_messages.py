@@ -8,7 +8,16 @@ from functools import partial
 import numpy as np
 import pytest
 
-from kvstore.cluster.directory import GONE, PER_PAGE_MAX, STREAMS_MAX, Directory, Listed, Told, Unsure, entries_told
+from kvstore.cluster.directory import (
+    GONE,
+    PER_PAGE_MAX,
+    STREAMS_MAX,
+    AnnounceBatch,
+    Directory,
+    Listed,
+    Unsure,
+    entries_told,
+)
 from kvstore.cluster.directory_messages import (
     FIND_PAGES_MAX,
     NAME_BYTES_MAX,
@@ -32,7 +41,7 @@ from kvstore.wire.data import BODY_MAX, FrameKind, Whose, WireError, pack_head
 WHOSE = Whose(bytes(range(16)), "tenant", "ädapter")
 
 
-def some(draw: random.Random) -> tuple[np.ndarray, Listed, Told]:
+def some(draw: random.Random) -> tuple[np.ndarray, Listed, AnnounceBatch]:
     pages = np.array([draw.randrange(1 << 64) for _ in range(draw.randrange(20))], np.uint64)
     names = [f"node-{draw.randrange(99)}" if draw.random() < 0.8 else "" for _ in range(1 + draw.randrange(5))]
     rows = draw.randrange(9) if len(pages) else 0
@@ -47,7 +56,9 @@ def some(draw: random.Random) -> tuple[np.ndarray, Listed, Told]:
     return (
         pages,
         found,
-        Told("node", draw.randrange(1 << 63), draw.randrange(1 << 40), pages, marks, draw.random() < 0.5, rows << 60),
+        AnnounceBatch(
+            "node", draw.randrange(1 << 63), draw.randrange(1 << 40), pages, marks, draw.random() < 0.5, rows << 60
+        ),
     )
 
 

@@ -22,7 +22,7 @@ from kvstore.cluster.catalog.base import boot_s
 from kvstore.cluster.catalog.schema import DataEntry, NodeEntry
 from kvstore.cluster.data_connection import Caller, Exchange
 from kvstore.cluster.data_listener import Server
-from kvstore.cluster.directory import TIERS, Listed, Told
+from kvstore.cluster.directory import TIERS, AnnounceBatch, Listed
 from kvstore.cluster.directory_messages import pack_announce, pack_found, unpack_announce, unpack_announced
 from kvstore.cluster.directory_owner import LATE_S
 from kvstore.cluster.find_pages import Finder
@@ -302,7 +302,7 @@ def test_only_nodes_announce(machines: dict[str, Machine], monkeypatch: pytest.M
     assert machines["c"].find(prompt(7, 5)) == []
 
 
-def announced(machine: Machine, told: Told, daemon: int) -> int:
+def announced(machine: Machine, told: AnnounceBatch, daemon: int) -> int:
     """What that machine's directory answers to a batch."""
     peer = PoolNode(machine.name, "p", "", machine.members.servers[machine.name].addresses)
     within_s = time.monotonic() + 30
@@ -319,7 +319,7 @@ def test_nobody_announces_for_another_node(machines: dict[str, Machine]) -> None
     b.put(prompt(12, 5))
     wait_until("the owners know", lambda: shape(machines["c"].find(prompt(12, 5))) == [("b", 0, 5)], 30)
     known = b.members.daemons[b.name].process
-    false = Told(b.name, 1 << 40, 0, np.arange(9, dtype=np.uint64), np.ones(9, np.uint8), True)
+    false = AnnounceBatch(b.name, 1 << 40, 0, np.arange(9, dtype=np.uint64), np.ones(9, np.uint8), True)
     for daemon in (0, int(a.members.daemons[a.name].process, 16)):
         with pytest.raises(PermissionDenied, match="itself"):
             announced(a, false, daemon)
@@ -382,7 +382,7 @@ def test_a_node_is_told_which_owners_do_not_know_it(
     owner = a.announcer._announcing._owners[b.name]
     assert owner.stream is not None
     wrong = np.arange(1, 41, dtype=np.uint64) << np.uint64(40)
-    batch = Told(a.name, owner.stream, owner.next, wrong, np.full(40, TIERS.index(Tier.NVME), np.uint8))
+    batch = AnnounceBatch(a.name, owner.stream, owner.next, wrong, np.full(40, TIERS.index(Tier.NVME), np.uint8))
     assert b.directory._owner.directory.told(batch) == owner.next + 1
     assert differ() == (0, 40)
     b.directory._owner.directory.forget(a.name)

@@ -23,7 +23,7 @@ from engine.conductor.state import events as ev
 from engine.conductor.state.engine_table import EngineAbout, LoadReport
 from engine.model.request import Role
 from kvstore import boundary
-from kvstore.cluster.directory import Told
+from kvstore.cluster.directory import AnnounceBatch
 from kvstore.errors import DeadlineExceeded, KVStoreError, NodeUnavailable
 
 POLL_S: Final = 1.0  # between two polls
@@ -86,7 +86,7 @@ class BackendFollower:
         """Report all its pages again."""
         self._intake.anew = True
 
-    def _told(self, batch: Told) -> None:
+    def _told(self, batch: AnnounceBatch) -> None:
         self._handle(ev.PagesReported(time.monotonic(), batch))
 
     def _answered(self, models: list[dict[str, Any]]) -> None:

@@ -23,7 +23,7 @@ import xxhash
 
 from engine.conductor.backends.settings import BackendSettings
 from engine.conductor.state.kv_blocks import KvBlocks
-from kvstore.cluster.directory import Marks, Told
+from kvstore.cluster.directory import AnnounceBatch, Marks
 from kvstore.errors import InvalidRequest
 from kvstore.model.prefix import Fingerprints, root_of
 
@@ -56,7 +56,7 @@ class KvIntake:
     """
 
     def __init__(
-        self, settings: BackendSettings, layout: str, counts: Counter[str], tell: Callable[[Told], None]
+        self, settings: BackendSettings, layout: str, counts: Counter[str], tell: Callable[[AnnounceBatch], None]
     ) -> None:
         self._settings = settings
         self._counts = counts
@@ -196,7 +196,7 @@ class KvIntake:
             self._send(pages, marks)
 
     def _send(self, pages: Fingerprints, marks: Marks, whole: bool = False) -> None:
-        batch = Told(self._settings.name, self._stream, self._number, pages, marks, whole)
+        batch = AnnounceBatch(self._settings.name, self._stream, self._number, pages, marks, whole)
         self._number += 1
         self._tell(batch)
 

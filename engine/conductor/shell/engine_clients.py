@@ -28,7 +28,7 @@ from engine.model.request import AnswerTokens, Finished, Request, Role, RoleOrde
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import GivenCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS
-from kvstore.cluster.directory import GONE, TIERS, Told
+from kvstore.cluster.directory import GONE, TIERS, AnnounceBatch
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.pb import engine_pb2, store_pb2
 from kvstore.wire.grpc import from_rpc
@@ -168,7 +168,7 @@ class NodeLink(GrpcLink):
         super().__init__(NODES, address)
         self.name = name
 
-    async def pages(self, timeout_s: float) -> AsyncGenerator[Told, None]:
+    async def pages(self, timeout_s: float) -> AsyncGenerator[AnnounceBatch, None]:
         """All its pages in batches, then what comes and goes, until the deadline nears."""
         async with contextlib.aclosing(
             self._stream("WatchPages", store_pb2.Empty(), store_pb2.PageBatch, timeout_s)
@@ -180,7 +180,7 @@ class NodeLink(GrpcLink):
                 if len(marks) and int((marks & ~np.uint8(GONE)).max()) >= len(TIERS):
                     raise KVStoreError(f"{self.address}: a batch names an unknown tier")
                 pages = np.frombuffer(batch.fingerprints, "<u8").astype(np.uint64)
-                yield Told(self.name, batch.stream, batch.number, pages, marks, batch.whole)
+                yield AnnounceBatch(self.name, batch.stream, batch.number, pages, marks, batch.whole)
 
     async def prefetch(
         self, layout: store_pb2.Layout, salt: str, adapter: str, tokens: npt.NDArray[np.uint32], timeout_s: float

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from engine.conductor.state.engine_table import EngineAbout, LoadReport
 from engine.model.request import Request, Role
-from kvstore.cluster.directory import Told
+from kvstore.cluster.directory import AnnounceBatch
 from kvstore.model.prefix import Fingerprints
 
 
@@ -56,7 +56,7 @@ class NodeLost(ConductorEvent):
 class PagesReported(ConductorEvent):
     """What a node has, and which pages came and went there."""
 
-    batch: Told
+    batch: AnnounceBatch
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,7 +26,7 @@ import numpy as np
 import numpy.typing as npt
 
 from engine.conductor.state.engine_table import NumberedNames
-from kvstore.cluster.directory import TIERS, Directory, Told
+from kvstore.cluster.directory import TIERS, AnnounceBatch, Directory
 from kvstore.model.prefix import Fingerprints
 from kvstore.model.replica import Tier
 
@@ -101,7 +101,7 @@ class Prefixes:
     def __len__(self) -> int:
         return len(self._directory)
 
-    def update(self, batch: Told) -> int:
+    def update(self, batch: AnnounceBatch) -> int:
         """Apply a node's batch. Returns the number of the next one expected, or ``directory.AGAIN``."""
         self._names.number(batch.node)
         return self._directory.told(batch)

@@ -19,7 +19,7 @@ from kvstore.client.local.cache import WHOLE_BYTES
 from kvstore.client.match import ABSENT, Match
 from kvstore.client.store import Store
 from kvstore.cluster.announce_plan import LOOK_S, Announcing
-from kvstore.cluster.directory import Told
+from kvstore.cluster.directory import AnnounceBatch
 from kvstore.device.host_memory import empty
 from kvstore.errors import InvalidRequest, QuotaExceeded, TooManyCalls
 from kvstore.model.replica import SHARDS_MAX
@@ -228,7 +228,7 @@ class PageWatch:
                     await asyncio.sleep(LOOK_S)
 
 
-def _message(batch: Told) -> bytes:
+def _message(batch: AnnounceBatch) -> bytes:
     said = pb.PageBatch(
         stream=batch.stream,
         number=batch.number,

@@ -13,7 +13,7 @@ from kvstore import boundary
 from kvstore.cluster.announce_plan import Announcing, pause_s
 from kvstore.cluster.catalog.base import boot_s
 from kvstore.cluster.catalog.task_health import TaskHealth
-from kvstore.cluster.directory import Told
+from kvstore.cluster.directory import AnnounceBatch
 from kvstore.cluster.directory_messages import pack_announce, unpack_announced
 from kvstore.cluster.directory_owner import IDLE_S
 from kvstore.cluster.membership import Membership
@@ -166,7 +166,7 @@ class Announcer:
                 sent = max(sent, len(batch.marks))
         return sent
 
-    def _send(self, peer: PoolNode, owner: _Owner, batch: Told) -> bool:
+    def _send(self, peer: PoolNode, owner: _Owner, batch: AnnounceBatch) -> bool:
         deadline_s = time.monotonic() + ANSWER_S
         try:
             body = pack_announce(batch, self._daemon)

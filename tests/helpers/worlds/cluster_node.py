@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Final
 import numpy as np
 
 from kvstore.cluster.announce_plan import Announcing, Entries
-from kvstore.cluster.directory import GONE, TIERS, Listed, Placement, Told
+from kvstore.cluster.directory import GONE, TIERS, AnnounceBatch, Listed, Placement
 from kvstore.cluster.directory_messages import (
     pack_announce,
     pack_announced,
@@ -136,7 +136,7 @@ class SimNode:
 
     def tell(self, daemon: int) -> Task:
         """One batch to each owner, all at the same time."""
-        world, sent = self.world, list[tuple[str, Told]]()
+        world, sent = self.world, list[tuple[str, AnnounceBatch]]()
         for owner in self.announcing.owners:
             idle = world.now_s - self.told_s.get(owner, -9.0) > IDLE_S
             batch = self.announcing.batch(owner, idle=idle)
