@@ -172,7 +172,8 @@ class NixlAgent:
             return str(self._agent.transfer(read))
 
     def state(self, read: Any) -> str:
-        """DONE or PROC. ERR, or an Unavailable that is raised: its bytes may still arrive."""
+        """Return DONE, PROC (still reading) or ERR. After ERR, or if this raises Unavailable, the bytes may still
+        arrive."""
         with self._saying("the read failed"):
             return str(self._agent.check_xfer_state(read))
 

@@ -1,12 +1,8 @@
-"""CudaDevice: a GPU, by its driver. See ``device`` for what all devices do.
+"""CudaDevice: a GPU through its driver, and the list of this process' devices.
 
-``find`` tells which there are, or why there are none. A device is opened by its first use, and not before: opening one
-takes some hundred megabytes of it for this process. When it is opened the ways of copies are measured, which takes some
-tenths of a second.
-
-Measuring on a device which pieces go faster by a kernel than by its engines: once, when it is opened.
-
-The devices of this process: GPUs as their driver shows them when one is first asked for, and those added.
+``find`` returns the GPUs, or the reason why there are none. ``devices`` returns them together with devices that were
+added. A device is opened at its first use, because that takes some hundred megabytes of its memory. At that time it is
+measured for which lengths of pieces a kernel copies faster than the copy engines, which takes some tenths of a second.
 """
 
 from __future__ import annotations
