@@ -69,13 +69,13 @@ class TriedStream(DeviceStream, Protocol):
 
 
 def calibrate(device: Device, stream: TriedStream) -> Mapping[Way, int]:
-    """Below which length pieces go by the kernel. Where there is no memory to measure with, none do.
+    """For each way, the length below which a kernel copies pieces faster. 0 if there is no memory to measure with.
 
     Raises:
         DeviceLost: the device does not copy.
     """
     host = empty(2 * MEASURED_BYTES)
-    host[:] = 0  # what is registered has to be there
+    host[:] = 0  # registered memory must be populated
     try:
         memory = device.allocate(4 * MEASURED_BYTES)
     except OutOfSpace:

@@ -108,7 +108,7 @@ def encode(
 def decode(data: memoryview) -> Message:
     """Decode a datagram. Raises InvalidRequest if it is too short for a header."""
     if len(data) < HEAD.size:
-        raise InvalidRequest("message", f"{len(data)} bytes are too few for a header")
+        raise InvalidRequest("message", f"must have at least {HEAD.size} bytes (got {len(data)})")
     op, flags, entries, request_id, a, b = HEAD.unpack_from(data)
     return Message(op, flags, entries, request_id, a, b, data[HEAD.size :])
 
@@ -136,7 +136,9 @@ def unpack_class(number: int) -> FrameClass:
     """Inverse of ``pack_class``. Raises InvalidRequest for an impossible geometry."""
     page_bytes, page_tokens, layers = _CLASS.unpack(number.to_bytes(8, "little"))
     if page_bytes == 0 or layers == 0 or page_bytes % layers:
-        raise InvalidRequest("frame_class", f"page_bytes {page_bytes} in {layers} layers makes no sense")
+        raise InvalidRequest(
+            "frame_class", f"must have page_bytes that divide into its layers (got {page_bytes} bytes, {layers} layers)"
+        )
     return FrameClass(page_bytes, page_tokens, layers)
 
 
@@ -220,4 +222,4 @@ def unpack_json(body: memoryview) -> dict[str, Any]:
 
 def _need(body: memoryview | bytes, size: int) -> None:
     if len(body) < size:
-        raise InvalidRequest("message", f"body of {len(body)} bytes, {size} needed")
+        raise InvalidRequest("message", f"must have a body of at least {size} bytes (got {len(body)})")
