@@ -83,8 +83,8 @@ def gone(machine: Machine, catalog: str, engine: EngineProcess) -> list[dict[str
 def test_a_catalog_that_is_not_there_is_named(machine: Machine) -> None:
     for url, says in (
         ("etcd://127.0.0.1:1", "--catalog file:PATH serves the daemons of one machine, and --catalog memory"),
-        ("redis://x", "catalog: is memory, file:PATH or etcd"),
-        ("file:relative", "PATH is absolute"),
+        ("redis://x", "catalog: must be memory, file:PATH or etcd"),
+        ("file:relative", "an absolute PATH (got 'file:relative')"),
         ("file:/dev/null", "catalog"),
     ):
         refused = machine.spawn("n", dram="16MiB", catalog=url)

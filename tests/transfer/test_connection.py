@@ -207,9 +207,9 @@ def test_who_breaks_the_rules_at_once_is_told_and_dropped(served: Served, data: 
     [
         (HEAD.pack(MAGIC, FrameKind.STATUS, 0, 7, wire.BODY_MAX[FrameKind.STATUS] + 1), "at most"),
         (HEAD.pack(MAGIC, FrameKind.READ, 0, 7, (1 << 32) - 1), "at most"),
-        (HEAD.pack(MAGIC, FrameKind.FIND, 0, 7, 0), "FIND is not a request"),
-        (HEAD.pack(MAGIC, FrameKind.RANGE, 0, 7, 1 << 31), "RANGE is not a request"),
-        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 7, 0), "HELLO is not a request"),
+        (HEAD.pack(MAGIC, FrameKind.FIND, 0, 7, 0), "(got FIND)"),
+        (HEAD.pack(MAGIC, FrameKind.RANGE, 0, 7, 1 << 31), "(got RANGE)"),
+        (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 7, 0), "(got HELLO)"),
     ],
 )
 def test_who_breaks_the_rules_later_is_told_and_dropped(served: Served, data: bytes, says: str) -> None:
