@@ -1,4 +1,4 @@
-"""Admission: which requests are accepted. Decided while the caller waits, whatever the engine is computing."""
+"""Admission: which requests an engine accepts. Decided while the caller waits, independent of the current step."""
 
 from __future__ import annotations
 
@@ -11,11 +11,13 @@ ROLE: Final = "role"  # the field named in the refusal of a request that does no
 
 
 class Admission:
-    """The role, and the ids in use. A request whose id is in use is refused.
+    """The engine's role, and the ids in use. A request whose id is in use is refused.
 
     Attributes:
-        order: the last order of a leader that was carried out; ``by``: what set the role last.
-        known: numbers of sequences by id: all that have not ended, and prefills until no engine can pull them any more.
+        order: the last order of a leader that was carried out.
+        by: what set the role last: "start", "operator" or "leader".
+        known: numbers of sequences by request id. An id is in use until its request has ended, and that of a prefill
+            until no engine can pull it any more.
     """
 
     def __init__(self, role: Role, requests_max: int) -> None:
@@ -30,11 +32,11 @@ class Admission:
         """Change which requests are taken from now on.
 
         Args:
-            order: of a leading conductor. None: an operator sets the role, which also ends a drain.
+            order: the order of a leading conductor; None if an operator sets the role, which also ends a drain.
 
         Raises:
-            InvalidRequest: an order as late as this one was carried out before: another conductor leads now.
-            NodeUnavailable: the engine is drained, which no leader ends.
+            InvalidRequest: this order, or a later one, was carried out before: another conductor may lead now.
+            NodeUnavailable: the engine is drained, and only an operator can end that.
         """
         if order is None:
             self.role, self.by, self.draining = role, "operator", False
@@ -47,11 +49,11 @@ class Admission:
         self.role, self.by, self.order = role, "leader", order
 
     def check(self, answers: bool) -> None:
-        """Check that requests of this kind are taken.
+        """Check that the engine takes requests of this kind.
 
         Raises:
-            InvalidRequest: not in this role.
-            NodeUnavailable: the engine takes no requests: it is drained or ends.
+            InvalidRequest: the engine has another role.
+            NodeUnavailable: the engine is drained, and takes no requests.
         """
         if answers and self.role is Role.PREFILL:
             raise InvalidRequest(ROLE, "this engine computes prompts for others; ask one of role decode or both")
@@ -64,8 +66,8 @@ class Admission:
         """Register a request.
 
         Raises:
-            InvalidRequest: its id is in use.
-            TooManyCalls: the engine has the maximum number of requests.
+            InvalidRequest: the id is in use.
+            TooManyCalls: the engine already has the maximum number of requests.
         """
         if request_id in self.known:
             raise InvalidRequest("request_id", f"{request_id} is in use here")

@@ -1,34 +1,31 @@
-"""EngineState: everything an engine decides about its requests. ``handle(event) -> [instruction]``.
+"""Everything that an engine decides about its requests: ``EngineState.handle(event) -> [instruction]``.
 
-It knows phases, lengths and how many frames are free; the shell has the tokens, the frames, the threads and the
+The state knows phases, lengths and how many frames are free. The shell has the tokens, the frames, the threads and the
 clients. There is one event for each call, each step, and each result of a thread, never one for each layer.
 
 ::
 
-    Submitted ── Ask? ── frames free ── Load ── Loaded ─┬─ Ask, Move ── Computed ── Draw ── Moved ── Settle
-                                                        └─ Step(parts) ── Stepped ... Step(decoding) ── Stepped ...
-    the end:  Forget, Finish or Fail ── no thread uses the frames ── GiveBack, Drop
+    Submitted ── AskPrefill? ── frames free ── LoadPrefix ── PrefixLoaded, then one of
+        computed by another engine:  AskPrefill, MoveIn ── Computed ── Draw ── Moved ── Settle
+        computed here:               Step(parts) ── Stepped ...
+    and after either:                Step(decoding) ── Stepped ...
+    the end:  Forget, Finish or Fail ── no thread uses the frames ── GiveBack, EndSequence
 
-``Turn`` comes when all else is handled: it ends what is late, admits sequences that get frames, and says what the next
-step is.
+The shell sends ``Turn`` when it has no other event. A turn ends sequences that are late, admits sequences that get
+frames, and chooses the next step.
 
 Worked example, pages of 16 tokens, a prompt of 40 tokens of which 32 are in the pool, an answer of 2 tokens::
 
-    Submitted(prompt=40)  -> []                        Loaded(32)        -> []
-    Turn                  -> [Load(3 frames)]          Turn              -> [Step(parts: 32 to 40, draws)]
-    Stepped               -> [Store(2 pages)]          Turn              -> [Step(decoding)]
-    Stepped               -> [Store, Forget, Finish("length"), GiveBack, Drop]
+    Submitted(prompt=40)  -> []                        PrefixLoaded(32)  -> []
+    Turn                  -> [LoadPrefix(3 frames)]    Turn              -> [Step(parts: 32 to 40, draws)]
+    Stepped               -> [StorePages(2 pages)]     Turn              -> [Step(decoding)]
+    Stepped               -> [StorePages, Forget, Finish("length"), GiveBack, EndSequence]
 
-What holds after every event is in ``integrity.check``.
+``integrity.check`` has the invariants.
 
-Batching: what runs in the next step.
-
-Decoding comes first: every sequence that can makes its next token, and prompt tokens fill the rest of the chunk. A
-sequence whose first layer is there may join the batch if the other layers are predicted to arrive in time: layer ``l``
-is needed ``l`` layers' time into the step. Otherwise it makes its next token in a side batch, where waiting delays no
-other sequence.
-
-Speeds: what this engine has measured of itself, smoothed, for predictions and ``status``.
+A step first has the next token of every sequence that can decode. Prompt tokens fill the rest of the chunk. While the
+KV of a sequence is arriving from another engine, the sequence may join the step if every layer is predicted to be there
+when the step needs it. Otherwise it makes its next token in a side batch, where waiting delays no other sequence.
 """
 
 from __future__ import annotations
@@ -52,7 +49,7 @@ MARGIN = 1.2  # a layer is predicted to take this much longer than it did
 def decoding(
     active: Iterable[Sequence], rules: Rules, arriving: Mapping[int, Arriving], layer_s: float, aside_now: int
 ) -> tuple[list[int], list[int]]:
-    """Numbers of the sequences that make their next token together, and of those that begin to do so aside."""
+    """Return the sequences whose next token is made in the step, and those for which a side batch begins."""
     batch: list[int] = []
     aside: list[int] = []
     for sequence in active:
@@ -62,44 +59,48 @@ def decoding(
         if attempt is None:
             batch.append(sequence.number)
             continue
-        there = arriving.get(sequence.number)
-        if attempt.error is not None or there is None:
+        arrival = arriving.get(sequence.number)
+        if attempt.error is not None or arrival is None:
             continue
-        if in_time(there, rules.layers, layer_s):
+        if in_time(arrival, rules.layers, layer_s):
             batch.append(sequence.number)
-        elif there.layers and aside_now + len(aside) < rules.side_max:
+        elif arrival.layers and aside_now + len(aside) < rules.side_max:
             aside.append(sequence.number)
     return batch, aside
 
 
 def in_time(arriving: Arriving, layers: int, layer_s: float) -> bool:
-    """True if a step whose layers take ``layer_s`` finds every layer of the sequence there when it needs it."""
-    there = arriving.layers
-    if there == layers:
+    """True if each layer of the sequence is predicted to arrive before a step needs it.
+
+    A step takes ``layer_s`` per layer.
+    """
+    present = arriving.layers
+    if present == layers:
         return True
-    if not there or not arriving.layer_s or arriving.late:
+    if not present or not arriving.layer_s or arriving.late:
         return False
-    # Both ends of a straight line: the first layer that is missing, and the last one.
+    # Arrivals and needs are straight lines, so it is enough to compare the first missing layer and the last one.
     each = MARGIN * arriving.layer_s
-    return each <= there * layer_s and (layers - there) * each <= (layers - 1) * layer_s
+    return each <= present * layer_s and (layers - present) * each <= (layers - 1) * layer_s
 
 
 def parts(active: Iterable[Sequence], budget: int, page_tokens: int) -> list[Part]:
-    """The next tokens of prompts, ``budget`` together. Each part ends at the end of a page, unless it is a prompt's
-    last.
+    """Choose the prompt tokens of a step, at most ``budget`` in total.
+
+    Each part ends at the end of a page, unless it is a prompt's last part or is too short to reach one.
     """
-    found: list[Part] = []
+    chosen: list[Part] = []
     for sequence in active:
         if budget <= 0:
             break
         if sequence.phase is Phase.COMPUTING:
-            found.append(part(sequence, budget, page_tokens))
-            budget -= found[-1].stop - found[-1].start
-    return found
+            chosen.append(part(sequence, budget, page_tokens))
+            budget -= chosen[-1].stop - chosen[-1].start
+    return chosen
 
 
 def part(sequence: Sequence, budget: int, page_tokens: int) -> Part:
-    """The next tokens of one prompt."""
+    """Choose the next tokens of one prompt, at most ``budget``."""
     start = sequence.cached
     stop = min(sequence.length, start + budget)
     if stop < sequence.length and stop - stop % page_tokens > start:
@@ -109,15 +110,15 @@ def part(sequence: Sequence, budget: int, page_tokens: int) -> Part:
 
 SMOOTH = 0.2
 OUTLIER = 3.0  # a step counts as at most this many times the smoothed value
-CHUNK_TOKENS_MIN = 16  # shorter ones measure mainly the fixed cost
+CHUNK_TOKENS_MIN = 16  # the time of a shorter chunk is mainly the fixed cost of a step
 
 
 class Speeds:
-    """Measured speeds. Written by the engine's thread.
+    """The engine's own speeds, measured and smoothed, for predictions and ``status``. Written by the engine's thread.
 
     Attributes:
-        step_s: a step that only decodes; 0: none was measured yet, as for the next.
-        prefill_tokens_per_s: in steps that only prefill.
+        step_s: seconds of a step that only decodes; 0 before the first one.
+        prefill_tokens_per_s: speed of steps that only prefill; 0 before the first one.
     """
 
     def __init__(self, layers: int) -> None:
@@ -143,16 +144,18 @@ def _smoothed(old: float, new: float) -> float:
     return old + SMOOTH * (new - old) if old else new
 
 
-STORE_S = 10.0  # how long frames are kept for KV that still arrives after the answer is over
+STORE_S = 10.0  # keep frames this long for KV that still arrives after the end of the answer
 
 
 class EngineState:
-    """Decides. One thread calls ``handle``; each decision's instructions are performed before the next event.
+    """Everything that an engine decides. One thread calls ``handle``, and performs the instructions of an event before
+    it handles the next one.
 
     Attributes:
-        step: the step under way, until ``Stepped``; ``steps``: the number of steps so far.
-        aside: sequences that make their next token in a side batch.
-        stopped: the error for all requests, once the engine ends or has lost its device; it takes nothing more.
+        step: the current step, until ``Stepped`` or ``StepFailed``.
+        steps: the number of steps so far.
+        aside: the number of sequences in side batches.
+        stopped: the error that fails every request, present and later ones, once the engine ends or loses its device.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -166,7 +169,7 @@ class EngineState:
         self._routes = Routes(self.roster)
         self._passes = Passes(self.roster)
         self._handlers: dict[type, Callable[[Any], None]] = {
-            ev.EnginesFound: self._routes.found,
+            ev.EnginesFound: self._routes.replace_engines,
             ev.Submitted: self._submitted,
             ev.Cancelled: self._cancelled,
             ev.Migrate: self._passes.migrate,
@@ -189,19 +192,19 @@ class EngineState:
         }
 
     def handle(self, event: ev.Event) -> list[Instruction]:
-        """Decide about one event."""
+        """Change the state, and return the instructions that follow from the event, in order."""
         self.roster.out = []
         self._handlers[type(event)](event)
         return self.roster.out
 
-    # --- until the prompt is there ------------------------------------------------------------------------------------
+    # --- until the prompt is loaded -----------------------------------------------------------------------------------
 
     def _submitted(self, event: ev.Submitted) -> None:
         capacity = event.prompt + (event.tokens_max - event.generated if event.answers else 0)
         (pages, *beside), span = self.rules.frames_for(capacity), -(-capacity // self.rules.page_tokens)
         windows = self.rules.windows_for(capacity)
         assert not any(windows) or not event.names, "frames that are overwritten cannot be shared"
-        assert self.rules.holds(capacity), "too large requests are refused earlier: this one would wait for ever"
+        assert self.rules.holds(capacity), "requests that are too large are refused before: this one would wait forever"
         sequence = Sequence(
             number=event.sequence,
             name=event.name,
@@ -219,7 +222,7 @@ class EngineState:
             span=span,
             windows=windows,
             names=list(event.names),
-            pulled=not event.answers,  # other engines may from now on
+            pulled=not event.answers,  # from now on other engines may pull
         )
         self.roster.sequences[event.sequence] = sequence
         if self.stopped is not None:
@@ -260,7 +263,7 @@ class EngineState:
             active[number].aside = True
             self.aside += 1
             self.roster.out.append(do.Aside(number))
-        # At least a page: otherwise prompts would starve next to a large batch.
+        # At least a page, because prompts would starve next to a large batch.
         budget = max(self.rules.page_tokens, self.rules.chunk_tokens - len(batch))
         chunks = parts(active.values(), budget, self.rules.page_tokens)
         if batch or chunks:
@@ -291,7 +294,7 @@ class EngineState:
                 self.roster.out.append(do.TellProgress(part.sequence, part.stop))
 
     def _step_failed(self, event: ev.StepFailed) -> None:
-        """End all sequences of the step: it is not known which of them were too large. Complete pages stay."""
+        """Fail all sequences of the step, because it is unknown which one was too large. Complete pages stay."""
         step, self.step = self.step, None
         assert step is not None
         for number in (*step.decoding, *(part.sequence for part in step.parts)):
@@ -321,7 +324,7 @@ class EngineState:
         self._routes.resolve(sequence, event.now_s)
 
     def _drew(self, sequence: Sequence, end: str, now_s: float) -> None:
-        """Record that one more token is known; ``end`` says why it was the last one, or ""."""
+        """Record a new token. ``end`` is the reason why it is the last one, or ""."""
         if not sequence.answers:
             sequence.phase, sequence.held_until_s = Phase.HELD, now_s + sequence.hold_s
             del self.roster.active[sequence.number]
@@ -341,7 +344,7 @@ class EngineState:
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def _sweep(self, now_s: float) -> None:
-        """End sequences that are late."""
+        """End sequences whose deadline or hold time is over."""
         late = []
         for sequence in self.roster.sequences.values():
             match sequence.phase:
@@ -350,7 +353,7 @@ class EngineState:
                 case Phase.HELD:
                     if sequence.held_until_s <= now_s:
                         late.append(sequence)
-                case Phase.LEFT:
+                case Phase.RELAYED:
                     if sequence.passing is not None and not sequence.passing.taken:
                         self._passes.look(sequence, now_s)
                         if sequence.deadline_s < now_s:
@@ -361,16 +364,16 @@ class EngineState:
         for sequence in late:
             if sequence.phase is Phase.HELD:
                 self.roster.let_go(sequence)
-            elif sequence.phase is Phase.TOLD:
-                self.roster.end_told(sequence)
+            elif sequence.phase is Phase.ANSWERED:
+                self.roster.end_answered(sequence)
             else:
-                what = f"request {sequence.name} was not answered"
                 allowed_s = sequence.deadline_s - sequence.begun_s
-                self.roster.fail(sequence, DeadlineExceeded(f"{what} within {allowed_s:g} s"))
+                late_error = DeadlineExceeded(f"request {sequence.name} was not answered within {allowed_s:g} s")
+                self.roster.fail(sequence, late_error)
 
     def _cancelled(self, event: ev.Cancelled) -> None:
         sequence = self.roster.sequences.get(event.sequence)
-        if sequence is None or sequence.phase in (Phase.TOLD, Phase.ENDED):
+        if sequence is None or sequence.phase in (Phase.ANSWERED, Phase.ENDED):
             return
         if sequence.phase is Phase.HELD:
             self.roster.let_go(sequence)
@@ -382,7 +385,7 @@ class EngineState:
             self.roster.fail(sequence, NodeUnavailable(f"prefill {sequence.name} was given up"), cancelled=True)
 
     def _device_failed(self, event: ev.DeviceFailed) -> None:
-        self.step = None  # it will not be finished
+        self.step = None  # no Stepped follows
         self._end(event.error)
 
     def _end(self, error: KVStoreError) -> None:
@@ -390,8 +393,8 @@ class EngineState:
         for sequence in list(self.roster.sequences.values()):
             if sequence.phase is Phase.HELD:
                 self.roster.let_go(sequence)
-            elif sequence.phase is Phase.TOLD:
-                self.roster.end_told(sequence)
+            elif sequence.phase is Phase.ANSWERED:
+                self.roster.end_answered(sequence)
             elif sequence.phase is not Phase.ENDED:
                 self.roster.fail(sequence, error)
 

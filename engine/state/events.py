@@ -1,6 +1,6 @@
-"""Events that an engine handles: calls, and the results of threads. They carry the time.
+"""Events that an engine handles: calls, and the results of threads. Each carries its time.
 
-``sequence`` is the number that the shell gave a request; ids of requests may be used again, numbers are not.
+``sequence`` is the number that the shell gave a request. A client may use a request id again; numbers are unique.
 """
 
 from __future__ import annotations
@@ -24,9 +24,9 @@ class Event:
 
 @dataclass(slots=True)
 class EnginesFound(Event):
-    """The engines that compute prompts for others now, as the cluster reports; replaces the previous report.
+    """The cluster reports all engines that now compute prompts for others.
 
-    Engines given at the start take precedence: then these are not asked.
+    They are not asked if this engine was started with addresses of such engines.
     """
 
     engines: tuple[str, ...]
@@ -34,18 +34,20 @@ class EnginesFound(Event):
 
 @dataclass(slots=True)
 class Submitted(Event):
-    """A prompt to answer (or, not ``answers``, to compute for another engine and hold for ``hold_s``).
+    """A prompt to answer or, if ``answers`` is False, to compute for another engine and hold for ``hold_s``.
 
     Attributes:
-        name: how errors refer to it.
-        prompt: its tokens, including those that another engine has generated already, which are ``generated``.
-        tokens_max: tokens of the answer, including those.
-        engines: engines to compute the prompt, in this order; None: those given at the start, or found.
+        name: the name of the request in errors.
+        prompt: the number of tokens to prefill, including those that another engine has already generated.
+        generated: the number of tokens that another engine has already generated.
+        tokens_max: the maximum number of tokens of the answer, including ``generated``.
+        engines: engines to ask for the prompt, in this order; None: those that this engine was started with, or else
+            the cluster's.
         stored: leading tokens that the pool has as exact pages.
-        lazy: the KV is moved only once it is computed.
-        stopped: the tokens generated so far already contain a stop string.
-        names: names of its leading full pages: each stands for all tokens up to its end, and for their owner. Sequences
-            with the same names share frames; empty if it shares nothing.
+        lazy: True to move the KV only after all of it is computed.
+        stopped: True if the tokens generated so far already contain a stop string.
+        names: names of the leading full pages. A name identifies all tokens up to the end of its page, and their owner.
+            Sequences share the frames of pages with equal names. Empty if the sequence shares nothing.
     """
 
     sequence: int
@@ -66,14 +68,14 @@ class Submitted(Event):
 
 @dataclass(slots=True)
 class Cancelled(Event):
-    """The request is no longer wanted."""
+    """The client cancelled the request, or is gone."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class Migrate(Event):
-    """Let the engine at ``target`` continue it; a ``Reply`` answers ``call``."""
+    """A caller asks to let the engine at ``target`` continue the answer; an ``AnswerCall`` answers ``call``."""
 
     sequence: int
     target: str
@@ -82,7 +84,7 @@ class Migrate(Event):
 
 @dataclass(slots=True)
 class Drain(Event):
-    """Let the engine at ``target`` continue all answers; None: they end here."""
+    """An operator asks to let the engine at ``target`` continue all answers. None: they continue here."""
 
     target: str | None
 
@@ -94,22 +96,22 @@ class Stop(Event):
 
 @dataclass(slots=True)
 class DeviceFailed(Event):
-    """The device is lost, and all KV with it: ``error`` ends all requests, present and later ones."""
+    """The device and all KV are lost: ``error`` fails all requests, present and later ones."""
 
     error: KVStoreError
 
 
 def device_failed(error: KVStoreError) -> NodeUnavailable:
-    """The error for requests."""
+    """Return the error with which requests fail after the device was lost."""
     return NodeUnavailable(f"this engine lost its device: {error}")
 
 
-# --- what threads have finished ---------------------------------------------------------------------------------------
+# --- results of threads -----------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class PrefixLoaded(Event):
-    """``Load`` is done: this many leading tokens were in the pool, and are in the frames."""
+    """``LoadPrefix`` is done: the KV of the first ``tokens`` tokens is in the frames."""
 
     sequence: int
     tokens: int
@@ -117,7 +119,7 @@ class PrefixLoaded(Event):
 
 @dataclass(slots=True)
 class Computed(Event):
-    """The engine that was asked has computed all of the prompt, and drawn its first token."""
+    """The other engine has computed all of the prompt, and drawn the first token."""
 
     sequence: int
     attempt: int
@@ -126,7 +128,7 @@ class Computed(Event):
 
 @dataclass(slots=True)
 class AskFailed(Event):
-    """The engine that was asked was not there, refused, or failed."""
+    """The other engine could not be reached, refused, or failed."""
 
     sequence: int
     attempt: int
@@ -135,8 +137,9 @@ class AskFailed(Event):
 
 @dataclass(slots=True)
 class Moved(Event):
-    """``Move`` is over, and its threads no longer use the frames: all of the prompt is in them, or there is an
-    ``error``, before which ``tokens`` tokens came.
+    """``MoveIn`` is over, and its threads no longer use the frames.
+
+    The KV of the first ``tokens`` tokens is in the frames: all of the prompt, unless there is an ``error``.
     """
 
     sequence: int
@@ -147,7 +150,7 @@ class Moved(Event):
 
 @dataclass(slots=True)
 class SideStepped(Event):
-    """``Aside`` is over: the next token, or None if the KV did not come, or the step failed (``error``)."""
+    """``Aside`` is over. ``token``: the next token; None if the KV did not arrive or the step failed (``error``)."""
 
     sequence: int
     token: int | None
@@ -156,7 +159,7 @@ class SideStepped(Event):
 
 @dataclass(slots=True)
 class PullsEnded(Event):
-    """After a ``Close``: no engine pulls, and none will."""
+    """After a ``Close``: no engine is pulling, and none will begin to."""
 
     sequence: int
 
@@ -178,7 +181,7 @@ class NotTaken(Event):
 
 @dataclass(slots=True)
 class PassedOn(Event):
-    """After ``PassTaken``: the client has received the end."""
+    """After ``PassTaken``: the client has received the end of the answer."""
 
     sequence: int
 
@@ -188,29 +191,30 @@ class PassedOn(Event):
 
 @dataclass(slots=True)
 class Arriving:
-    """How far the KV of a sequence has arrived: leading layers that are there, and the time of one (0: unknown)."""
+    """How much of a sequence's KV has arrived: the leading layers, and the seconds per layer (0: unknown)."""
 
     layers: int
     layer_s: float = 0.0
-    late: bool = False  # a step waited for it without success
+    late: bool = False  # True if a step has waited for a layer without success
 
 
 @dataclass(slots=True)
 class Turn(Event):
-    """All events so far are handled: what is to run next? ``arriving``: sequences whose KV is on its way."""
+    """All events so far are handled, and the next step can be chosen. ``arriving``: by sequence, KV on its way."""
 
     arriving: Mapping[int, Arriving] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
 class Stepped(Event):
-    """``Step`` is done. Sequences that were to draw have drawn, and their clients have the tokens.
+    """``Step`` is done: its new tokens are drawn and sent to the clients.
 
     Attributes:
-        ends: by sequence, "eos" or "stop" if that token ended the answer.
-        missed: sequences whose KV did not arrive in time: they drew nothing.
+        ends: by sequence, "eos" or "stop" if its new token ends the answer.
+        missed: sequences whose KV did not arrive in time, and that have no new token.
         names: by sequence, the name of the page that its new token completes, if it shares pages.
-        seconds: how long it took, of which it waited ``waited_s`` for layers.
+        seconds: how long the step took.
+        waited_s: the part of ``seconds`` in which the step waited for layers.
     """
 
     ends: Mapping[int, str]
@@ -222,8 +226,9 @@ class Stepped(Event):
 
 @dataclass(slots=True)
 class StepFailed(Event):
-    """``Step`` could not be computed, for a reason of its own: memory that is not there. No sequence has drawn, and
-    beyond what was cached before the step the contents of its sequences' frames are undefined.
+    """``Step`` failed, for example for lack of memory, and the device still works.
+
+    No token was drawn. KV that was cached before the step is intact; the rest of the sequences' frames is undefined.
     """
 
     error: KVStoreError
@@ -231,7 +236,7 @@ class StepFailed(Event):
 
 @dataclass(slots=True)
 class TokenDrawn(Event):
-    """``Draw`` is done; ``end`` and ``name`` as in ``Stepped.ends`` and ``names``, or empty."""
+    """``Draw`` is done. ``end`` and ``name``: as in ``Stepped.ends`` and ``Stepped.names``, or empty."""
 
     sequence: int
     end: str

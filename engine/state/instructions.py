@@ -1,5 +1,7 @@
-"""What an engine decides to do. The shell performs instructions in order; slow ones run in threads, which respond with
-the event named here. ``Step`` and ``Draw`` are performed at once, and their events come before any other.
+"""What an engine decides to do. The shell performs instructions in order.
+
+Slow instructions run in threads. Each docstring names the event that follows, after an arrow. ``Step`` and ``Draw`` are
+performed at once, and their events come before any other.
 """
 
 from __future__ import annotations
@@ -11,9 +13,11 @@ from kvstore.errors import KVStoreError
 
 @dataclass(slots=True)
 class LoadPrefix:
-    """Give a sequence frames for the pages of its ``table``, the first ``shared`` of which are in the arena, and read
-    the rest of its stored prompt into the others -> ``PrefixLoaded``. Each page of a ring appears several times.
-    ``beside``: the tables of the model's other cache groups, where the same pages have frames of their own."""
+    """Give a sequence frames for the pages of its ``table``, and fill them from the pool -> ``PrefixLoaded``.
+
+    The first ``shared`` pages are already in the arena. Each page of a ring appears several times in its table.
+    ``beside``: the tables of the model's other cache groups, where the pages have frames of their own.
+    """
 
     sequence: int
     table: list[int]
@@ -30,9 +34,7 @@ class EvictPages:
 
 @dataclass(slots=True)
 class OfferPages:
-    """Write the missing ones of these kept pages to the pool: consecutive pages of a chain, which will be evicted
-    soon.
-    """
+    """Write these kept pages to the pool, except those that it has: consecutive pages that will be evicted soon."""
 
     pages: list[int]
 
@@ -48,7 +50,7 @@ class AskPrefill:
 
 @dataclass(slots=True)
 class MoveIn:
-    """Bring the KV from token ``start`` on from the engine that ``AskPrefill`` asked -> ``Moved``."""
+    """Move the KV from token ``start`` on here, from the engine that ``AskPrefill`` asked -> ``Moved``."""
 
     sequence: int
     attempt: int
@@ -57,21 +59,21 @@ class MoveIn:
 
 @dataclass(slots=True)
 class GiveUp:
-    """Give up a prefill that is no longer wanted. A mover ends soon, with ``Moved``."""
+    """Cancel the prefill at the other engine. A mover ends soon, with ``Moved``."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class Settle:
-    """Tell ``engine`` that its hand-off is complete."""
+    """Tell the other engine that the hand-off is complete."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class Dismiss:
-    """Drop a hand-off that has failed: the next engine is asked, or the prompt is computed here."""
+    """Drop a hand-off that has failed."""
 
     sequence: int
     engine: str
@@ -80,7 +82,7 @@ class Dismiss:
 
 @dataclass(slots=True)
 class Part:
-    """Tokens from ``start`` to ``stop`` of a sequence, to be computed; ``draws``: then its next token."""
+    """Tokens ``start`` to ``stop`` of a sequence, to be computed. ``draws``: True to draw the next token after them."""
 
     sequence: int
     start: int
@@ -114,14 +116,14 @@ class Draw:
 
 @dataclass(slots=True)
 class Recompute:
-    """Compute the last token again for its logits: all of the prompt was loaded."""
+    """Prepare to compute the last token again, into a frame of its own: all of the prompt was loaded."""
 
     sequence: int
 
 
 @dataclass(slots=True)
 class StorePages:
-    """Write the missing ones of the first ``pages`` pages, which are full, to the pool, without waiting."""
+    """Write the first ``pages`` pages to the pool, except those that it has. Does not wait."""
 
     sequence: int
     pages: int
@@ -129,7 +131,7 @@ class StorePages:
 
 @dataclass(slots=True)
 class TellAdmitted:
-    """Tell the engine that asked for a prefill that it has begun, with ``cached`` tokens."""
+    """Tell the engine that asked for a prefill that it has begun with ``cached`` tokens in the frames."""
 
     sequence: int
     cached: int
@@ -137,7 +139,7 @@ class TellAdmitted:
 
 @dataclass(slots=True)
 class TellProgress:
-    """Tell the engine that asked for a prefill how far it is."""
+    """Tell the engine that asked for a prefill that ``tokens`` tokens are computed."""
 
     sequence: int
     tokens: int
@@ -159,8 +161,9 @@ class Close:
 
 @dataclass(slots=True)
 class PassOn:
-    """Ask the engine at ``target`` to continue, and pass its replies on -> ``NotTaken``, or ``Taken`` and then
-    ``PassedOn``.
+    """Ask the engine at ``target`` to continue, and pass on its tokens.
+
+    -> ``NotTaken``, or ``PassTaken`` and later ``PassedOn``.
     """
 
     sequence: int
@@ -183,7 +186,7 @@ class CancelThere:
 
 @dataclass(slots=True)
 class AnswerCall:
-    """Answer a call; for ``call`` 0, a drain's, errors are logged."""
+    """Answer a call. ``call`` 0 is a drain's: its errors are logged."""
 
     call: int
     result: bool | KVStoreError
@@ -198,7 +201,7 @@ class Forget:
 
 @dataclass(slots=True)
 class Finish:
-    """Tell its client the end: why there are no more tokens."""
+    """Tell the client that the answer has ended, and why."""
 
     sequence: int
     reason: str
@@ -206,7 +209,7 @@ class Finish:
 
 @dataclass(slots=True)
 class Fail:
-    """Tell its client that it failed. ``cancelled``: at the client's request."""
+    """Tell the client that the request failed. ``cancelled``: True if the client asked for that."""
 
     sequence: int
     error: KVStoreError
@@ -215,8 +218,12 @@ class Fail:
 
 @dataclass(slots=True)
 class GiveBack:
-    """Take its frames back. The pages of ``freed`` are gone; ``stay`` are its leading pages that stay in the arena,
-    kept or in use by other sequences, in order."""
+    """Take back the frames of a sequence.
+
+    Attributes:
+        freed: pages that are gone.
+        stay: its leading pages that stay in the arena, kept or in use by other sequences, in order.
+    """
 
     sequence: int
     freed: list[int]
@@ -225,7 +232,7 @@ class GiveBack:
 
 @dataclass(slots=True)
 class EndSequence:
-    """Drop what remains of a sequence; no later event may name it."""
+    """Drop all that remains of a sequence; no later event may name it."""
 
     sequence: int
 

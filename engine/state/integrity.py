@@ -1,4 +1,4 @@
-"""What holds in an engine after every event. Checked when it is idle, and by the simulated engines of the tests."""
+"""Invariants of an engine after every event. Checked when the engine is idle, and by the tests' simulated engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ ACTIVE = frozenset((Phase.LOADING, Phase.MOVING, Phase.COMPUTING, Phase.DECODING
 
 
 def check(state: EngineState) -> None:
-    """Check that free and held frames add up, and that every sequence is where its phase says and can continue."""
+    """Check that frames add up, and that each sequence is in the collections of its phase and can continue."""
     roster = state.roster
     sequences = roster.sequences.values()
     roster.frames.check(list(sequences), state.rules.frames, [group.frames for group in state.rules.beside])
@@ -44,11 +44,11 @@ def _check(state: EngineState, sequence: Sequence) -> None:
             assert active and sequence.answers and (first or sequence.cached == sequence.length - 1), sequence
         case Phase.HELD:
             assert not active and sequence.holds and sequence.pulled and not sequence.answers, sequence
-        case Phase.LEFT:
+        case Phase.RELAYED:
             assert sequence.passing is not None and active == sequence.holds != sequence.passing.taken, sequence
-        case Phase.TOLD:
-            told = attempt is not None and attempt.first_token is not None and attempt.error is None
-            assert not active and not waiting and sequence.holds and sequence.moving and told, sequence
+        case Phase.ANSWERED:
+            arriving = attempt is not None and attempt.first_token is not None and attempt.error is None
+            assert not active and not waiting and sequence.holds and sequence.moving and arriving, sequence
         case Phase.ENDED:
             assert not active and not waiting and attempt is None, sequence
             assert sequence.touched or sequence.passing is not None, sequence

@@ -1,6 +1,7 @@
-"""Passing on: a running answer continues at another engine, because a caller asked, or because this one is drained.
+"""Migration: another engine continues a running answer, for a caller's request or because this engine is drained.
 
-Until the other engine has begun to answer the frames stay, and the answer can come back.
+This engine keeps the frames until the other engine has begun to answer. If that does not happen, the answer continues
+here.
 """
 
 from __future__ import annotations
@@ -12,13 +13,11 @@ from engine.state import instructions as do
 from engine.state.sequences import Passing, Phase, Roster, Sequence
 from kvstore.errors import DeadlineExceeded
 
-TAKE_S = 10.0  # for the other engine to begin its answer
+TAKE_S = 10.0  # time for the other engine to begin its answer
 
 
 class Passes:
-    """Answers that move to other engines. ``target``: where a drain sends answers, one by one; None: there is no
-    drain.
-    """
+    """Answers that move to other engines. ``target``: where a drain sends answers; None without a drain."""
 
     def __init__(self, roster: Roster) -> None:
         self.target: str | None = None
@@ -33,15 +32,15 @@ class Passes:
             self._begin(sequence, event.target, event.call, event.now_s)
 
     def drain(self, event: ev.Drain) -> None:
-        """Move all answers, or stop moving them."""
+        """Begin to move all answers, one by one, or stop moving them."""
         self.target = event.target
 
     def next_drained(self, now_s: float) -> None:
-        """Move the next answer, if answers are to leave and none is on its way."""
+        """Move the next answer of a drain, if no answer is moving."""
         if self.target is None:
             return
         active = self._roster.active.values()
-        if not any(one.phase is Phase.LEFT for one in active):
+        if not any(one.phase is Phase.RELAYED for one in active):
             for sequence in active:
                 if _may_leave(sequence):
                     self._begin(sequence, self.target, 0, now_s)
@@ -50,11 +49,11 @@ class Passes:
     def _begin(self, sequence: Sequence, target: str, call: int, now_s: float) -> None:
         """Pause a sequence here and offer its tokens to ``target``."""
         self._roster.store(sequence)
-        sequence.phase, sequence.passing = Phase.LEFT, Passing(call, now_s + TAKE_S, drained=not call)
+        sequence.phase, sequence.passing = Phase.RELAYED, Passing(call, now_s + TAKE_S, drained=not call)
         self._roster.out.append(do.PassOn(sequence.number, target))
 
     def taken(self, event: ev.PassTaken) -> None:
-        """Let the sequence continue there, unless it has ended in the meantime."""
+        """Let the other engine continue the sequence, unless it has ended in the meantime."""
         roster, sequence = self._roster, self._roster.sequences[event.sequence]
         assert sequence.passing is not None
         if sequence.phase is Phase.ENDED:
@@ -67,7 +66,7 @@ class Passes:
         roster.leave(sequence)
 
     def not_taken(self, event: ev.NotTaken) -> None:
-        """Let the sequence continue here. An engine that refuses one answer of a drain is not offered the others."""
+        """Continue the sequence here. A refusal ends a drain: that engine is not offered further answers."""
         roster, sequence = self._roster, self._roster.sequences[event.sequence]
         assert sequence.passing is not None
         if sequence.passing.drained:
@@ -80,7 +79,7 @@ class Passes:
             sequence.phase = Phase.DECODING
 
     def passed_on(self, event: ev.PassedOn) -> None:
-        """Record that its client has received the end."""
+        """Record that the client has received the end of the answer."""
         roster, sequence = self._roster, self._roster.sequences[event.sequence]
         sequence.passing = None
         if sequence.phase is not Phase.ENDED:
@@ -89,7 +88,7 @@ class Passes:
         roster.leave(sequence)
 
     def look(self, sequence: Sequence, now_s: float) -> None:
-        """End the other engine's stream if it takes too long to begin; the request then comes back."""
+        """Give up on an engine that takes too long to begin; the sequence then continues here."""
         passing = sequence.passing
         if passing is not None and passing.until_s < now_s:
             passing.until_s = math.inf
@@ -99,5 +98,5 @@ class Passes:
 
 
 def _may_leave(sequence: Sequence) -> bool:
-    """True if everything that has to move is in the pool, or soon will be."""
+    """True if the sequence is decoding and all its KV is here, so that the pool has it soon."""
     return sequence.phase is Phase.DECODING and sequence.attempt is None

@@ -1,7 +1,7 @@
-"""Routes: where the prompt of a request is computed, here or by another engine, and how that ends.
+"""Where the prompt of a request is computed: by another engine, or here.
 
-Engines are asked one by one, until one has computed the prompt or none is left; then it is computed here, from the end
-of the KV that has arrived.
+Other engines are asked one by one, until one of them has computed the prompt. If all have failed, this engine computes
+the rest of the prompt, from the end of the KV that has arrived.
 """
 
 from __future__ import annotations
@@ -13,43 +13,47 @@ from engine.state.sequences import Attempt, Phase, Roster, Sequence
 from kvstore.errors import Unavailable, VersionMismatch
 
 AVOID_S = 5.0
-BEGIN_S = 10.0  # for the other engine to begin: a mover's wait is limited, since each may wait for the other's frames
-AVOIDED_MAX = 64  # addresses; clients may name any
+BEGIN_S = 10.0  # time for the other engine to begin: limited, because each engine may wait for frames of the other
+AVOIDED_MAX = 64  # addresses; limited, because clients may name any address
 
 
 class Routes:
-    """The hand-offs, and which engines recently did not answer."""
+    """The hand-offs of an engine, and the engines that recently did not answer."""
 
     def __init__(self, roster: Roster) -> None:
         self._roster = roster
         self._avoided: dict[str, float] = {}
-        self._found: tuple[str, ...] = ()
+        self._cluster: tuple[str, ...] = ()
 
-    def found(self, event: ev.EnginesFound) -> None:
+    def replace_engines(self, event: ev.EnginesFound) -> None:
         """Replace the engines that the cluster reports."""
-        self._found = event.engines
+        self._cluster = event.engines
 
     def choose(self, event: ev.Submitted, pages: int) -> list[str]:
-        """The engines to ask; empty if the prompt is computed here, which it is if the pool or the arena, which has
-        ``pages`` of it, has almost all of it."""
-        asked, rules = event.engines, self._roster.rules
-        addresses = asked if asked is not None else self._ours(event.sequence) if event.role is Role.DECODE else ()
-        there = max(event.stored, pages * rules.page_tokens)
-        if asked is None and max(1, event.prompt - there) <= rules.local_prefill_tokens:
+        """Return the engines to ask for the prompt, in order; empty if the prompt is computed here.
+
+        It is computed here if the request names no engines, and almost all of it is in the pool or in the arena, which
+        has its first ``pages`` pages.
+        """
+        request, rules = event.engines, self._roster.rules
+        addresses = request if request is not None else self._own(event.sequence) if event.role is Role.DECODE else ()
+        cached = max(event.stored, pages * rules.page_tokens)
+        if request is None and max(1, event.prompt - cached) <= rules.local_prefill_tokens:
             return []
         return [address for address in addresses if self._avoided.get(address, 0.0) <= event.now_s]
 
-    def _ours(self, sequence: int) -> tuple[str, ...]:
-        """Engines given at the start, in their order; otherwise those found, each the first for its share of
-        requests.
+    def _own(self, sequence: int) -> tuple[str, ...]:
+        """Return the engines that this engine was started with, or else the cluster's.
+
+        The cluster's engines take turns in being the first.
         """
-        if self._roster.rules.prefill or not self._found:
+        if self._roster.rules.prefill or not self._cluster:
             return self._roster.rules.prefill
-        first = sequence % len(self._found)
-        return self._found[first:] + self._found[:first]
+        first = sequence % len(self._cluster)
+        return self._cluster[first:] + self._cluster[:first]
 
     def ask(self, sequence: Sequence) -> bool:
-        """Ask the next engine. Returns whether there is one."""
+        """Ask the next engine. Returns False if there is none."""
         if not sequence.engines:
             return False
         sequence.attempts += 1
@@ -58,8 +62,9 @@ class Routes:
         return True
 
     def go(self, sequence: Sequence) -> None:
-        """Begin with a sequence's frames, which contain what the pool had: the rest is brought from where it is
-        computed, or computed here.
+        """Fill the rest of a sequence's frames, after those that the pool has filled.
+
+        Another engine computes the rest and it is moved here, or it is computed here.
         """
         if sequence.attempt is None and not self.ask(sequence):
             self._roster.compute_rest(sequence)
@@ -73,12 +78,12 @@ class Routes:
             self._first(sequence, attempt.first_token)
 
     def _first(self, sequence: Sequence, token: int) -> None:
-        """Draw the first token, which may come before the last layer."""
+        """Draw the first token, which may arrive before the last layer."""
         sequence.phase, sequence.cached = Phase.DECODING, sequence.prompt
         self._roster.out.append(do.Draw(sequence.number, token))
 
     def computed(self, event: ev.Computed) -> None:
-        """Record that the other engine has done its part; in a lazy hand-off the KV waits there for frames here."""
+        """Record that the other engine has computed the prompt. In a lazy hand-off, wait for frames from now on."""
         sequence = self._of_attempt(event.sequence, event.attempt)
         if sequence is None or sequence.attempt is None or sequence.attempt.error is not None:
             return
@@ -102,7 +107,7 @@ class Routes:
             self.resolve(sequence, event.now_s)
 
     def moved(self, event: ev.Moved) -> None:
-        """Record that its frames are no longer written to."""
+        """Record that the mover has ended, and no longer writes to the frames."""
         sequence = self._roster.sequences[event.sequence]
         sequence.moving = False
         if sequence.phase is Phase.ENDED:
@@ -112,15 +117,15 @@ class Routes:
         assert attempt is not None and attempt.number == event.attempt
         attempt.tokens, attempt.moved = event.tokens, event.error is None
         attempt.error = attempt.error or event.error
-        if sequence.phase is not Phase.TOLD:
+        if sequence.phase is not Phase.ANSWERED:
             self.resolve(sequence, event.now_s)
             return
         if attempt.error is None:
             self.settle(sequence)
-        self._roster.end_told(sequence)
+        self._roster.end_answered(sequence)
 
     def resolve(self, sequence: Sequence, now_s: float) -> None:
-        """Decide how its attempt ended, once its frames are no longer in use."""
+        """Settle or dismiss the sequence's attempt. Does nothing while a thread uses the frames."""
         attempt = sequence.attempt
         if attempt is None or not sequence.holds or sequence.loading or sequence.moving or sequence.aside:
             return
@@ -128,7 +133,7 @@ class Routes:
             self._dismiss(sequence, now_s)
             if sequence.phase is Phase.ENDED:
                 return
-            # If no token was drawn another engine may still do all of it.
+            # Another engine may still compute the prompt if no token was drawn.
             if sequence.length > sequence.prompt:
                 self._roster.compute_rest(sequence)
             else:
@@ -137,7 +142,7 @@ class Routes:
             self.settle(sequence)
 
     def settle(self, sequence: Sequence) -> None:
-        """Complete the attempt if all of it is here: the pages may be stored, also those of an answer that ends."""
+        """Complete the attempt if the first token and all of the KV are here, and store the full pages."""
         attempt = sequence.attempt
         if attempt is not None and attempt.moved and attempt.first_token is not None:
             sequence.attempt = None
@@ -146,15 +151,16 @@ class Routes:
             self._roster.store(sequence)
 
     def _dismiss(self, sequence: Sequence, now_s: float) -> None:
-        """End the attempt. What it did not bring is still to be computed; complete pages that came stay. Engines that
-        do not fit each other are a mistake to report; any other failure only costs time. An incomplete ring has no
-        beginning: then all is computed again.
+        """End a failed attempt. Complete pages that arrived stay; the rest is still to be computed.
+
+        In a ring nothing stays, because an incomplete ring lacks the beginning of the window. Engines with different
+        layouts or versions fail the request: that is an operator's mistake. Any other failure only costs time.
         """
         attempt = sequence.attempt
         assert attempt is not None and attempt.error is not None
         if attempt.begun:
             whole = 0 if sequence.has_ring else attempt.tokens - attempt.tokens % self._roster.rules.page_tokens
-            # Not from the prompt's end: what was computed behind it may have overwritten the window before it.
+            # Tokens drawn since then stay: in a ring they may have overwritten the window of the prompt's last token.
             sequence.cached = max(sequence.cached, sequence.prompt) if attempt.tokens >= sequence.prompt else whole
         sequence.attempt = None
         self._roster.out.append(do.Dismiss(sequence.number, attempt.engine, attempt.error))
@@ -168,5 +174,5 @@ class Routes:
     def _of_attempt(self, number: int, attempt: int) -> Sequence | None:
         sequence = self._roster.sequences.get(number)
         if sequence is None or sequence.attempt is None or sequence.attempt.number != attempt:
-            return None  # it has ended, or another engine is being asked now
+            return None  # the sequence has ended, or is asking another engine
         return sequence

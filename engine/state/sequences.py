@@ -1,33 +1,31 @@
-"""The sequences of an engine: what is known of each, which have frames, and which share them.
+"""The sequences of an engine: which have frames, which share frames, and how each of them ends.
 
-Roster: the sequences that are here, which of them have frames, and how each of them ends.
+A ``Sequence`` is what decisions need to know about one request. ``Roster`` has all of them. ``Frames`` counts frames
+and lets sequences share pages: the arena has one copy of the full pages with which several prompts begin, even if the
+prompts come one after the other.
 
-Sequence: what the decisions need to know of one request. The shell has its tokens, frames and client.
+A full page has a name (``events.Submitted.names``) that identifies all tokens up to its end, and their owner. A page is
+listed under its name once it is complete. A sequence that gets frames shares the leading pages that are listed, and
+gets frames of its own for the rest. The page in which its answer begins is never shared, so no sequence writes to a
+shared frame.
 
-Sharing: prompts with a common beginning share one copy of their common full pages in the arena, also over time.
+A listed page is kept after the last sequence that uses it has ended. Its frame counts as free. When a sequence needs
+the frame, the page is evicted, the least recently used page first. A sequence uses the parents of each of its pages,
+and at its end its pages are kept from the last one to the first. So a page is always evicted before its parent, and no
+eviction leaves an unusable tail.
 
-A full page has a name (``events.Submitted.names``) that stands for all tokens up to its end and for their owner. Once
-it is complete it is listed under that name. A sequence that gets frames takes over the leading pages that are listed,
-and frames of its own for the rest, including the page in which its answer begins, so a shared frame is never written
-to.
+A sequence with a ring of frames (``Rules.frames_for``) has no names: it overwrites its pages, so they are not shared.
 
-A listed page that no sequence uses any more is kept: its frame counts as free, and is evicted when a sequence needs a
-frame, the least recently used page first. A sequence that has a page has its parents. So, because the pages of a
-sequence are kept from the last one to the first, a page always comes after its children in that order, and no eviction
-leaves an unusable tail.
-
-A sequence with a ring of frames (``Rules.frames_for``) has no names: its pages do not stay, so they are not shared.
-
-If the model has several cache groups, a page has a frame in each. A sequence with a ring has frames in the ring's group
-only for the first pages of its table, as many as the ring has: later pages there have no numbers.
+If the model has several cache groups, a page has a frame in each. A ring in one of them has frames only for the first
+pages of the sequence's table: later pages use those frames again, and have no numbers of their own.
 
 Worked example, pages of 16 tokens, three prompts that begin with the same 40 tokens and differ from there::
 
-    first   pages a b 1 .      4 frames taken
-    second  pages a b 2 .      waits until the first has b whole; 2 frames taken, a and b shared
-    the first ends             its last page is not full: 2 frames free, of which 1 is kept; the second has a and b
-    the second ends            all frames are free, of which 4 are kept, in this order: 1 2 b a
-    third   pages a b 3 .      2 frames taken, a and b shared; where no other frames are free, 1 and 2 are evicted
+    first   pages a b 1 .      takes 4 frames
+    second  pages a b 2 .      waits until the first has completed b; takes 2 frames, shares a and b
+    the first ends             its last page is not full: 2 frames are free, one of which keeps page 1
+    the second ends            all frames are free, 4 of them keep pages; the order of eviction is 1 2 b a
+    third   pages a b 3 .      takes 2 frames, shares a and b; evicts 1 and 2 if no other frames are free
 """
 
 from __future__ import annotations
@@ -51,9 +49,9 @@ class Phase(Enum):
     ::
 
         WAITING -> LOADING -> COMPUTING ------------> DECODING -> ENDED
-                        `---> MOVING -> DECODING      DECODING <-> LEFT -> ENDED
-                                                      DECODING -> TOLD -> ENDED     answered before its KV was here
-                                                      COMPUTING -> HELD -> ENDED    computed for another engine
+                        `---> MOVING -> DECODING      DECODING <-> RELAYED -> ENDED
+                                                      DECODING -> ANSWERED -> ENDED   before its KV had arrived
+                                                      COMPUTING -> HELD -> ENDED      computed for another engine
     """
 
     WAITING = auto()  # until it gets frames
@@ -62,30 +60,30 @@ class Phase(Enum):
     COMPUTING = auto()  # chunk by chunk
     DECODING = auto()
     HELD = auto()  # computed for another engine, which has not fetched everything yet
-    LEFT = auto()  # another engine continues it, and this one passes its tokens on
-    TOLD = auto()  # the answer was sent, while its mover is still running: the KV is stored at the end
+    RELAYED = auto()  # another engine continues it, and this one passes its tokens on
+    ANSWERED = auto()  # the client has the answer, but the KV is still arriving, and is stored at the end
     ENDED = auto()
 
 
 @dataclass(slots=True)
 class Attempt:
-    """A prompt that one other engine was asked to compute.
+    """A request to one other engine to compute a prompt.
 
-    Life: asked -> computed, moved (either may be first) -> settled; or ``error``, and the next engine is asked.
+    Life: asked -> computed, moved (in any order) -> settled. If it ends with ``error``, the next engine is asked.
     """
 
     number: int
     engine: str
-    first_token: int | None = None  # set once it is computed
-    begun: bool = False  # frames may have been written to
+    first_token: int | None = None  # set once the prompt is computed
+    begun: bool = False  # True once frames may have been written to
     tokens: int = 0  # tokens of the prompt in the frames, once the mover has ended
-    moved: bool = False  # all of the prompt is there
+    moved: bool = False  # True once the KV of the complete prompt is in the frames
     error: KVStoreError | None = None
 
 
 @dataclass(slots=True)
 class Passing:
-    """A move to another engine; ``call`` is the call to answer, 0 for a drain, or once it was answered."""
+    """A move of a sequence to another engine. ``call``: the call to answer; 0 for a drain, or after the answer."""
 
     call: int
     until_s: float
@@ -98,20 +96,21 @@ class Sequence:
     """One request. Only ``EngineState`` changes it.
 
     Attributes:
-        prompt: number of tokens that it came with, to be prefilled.
-        length: number of known tokens: the prompt, then the tokens drawn.
+        prompt: the number of tokens to prefill.
+        length: the number of known tokens: the prompt and the tokens drawn.
         cached: leading tokens whose KV is in the frames, or arriving there.
-        pages: frames that it needs; it has all of them (``holds``) or none.
-        beside: frames in the other cache groups, at most as many: its first pages have frames there, too.
-        span: pages of all its tokens: more than ``pages`` if it has a ring of frames, see ``Rules.frames_for``.
-        windows: for each group in which it has a ring, how many tokens its tokens see; else 0.
-        table: numbers of the pages in its frames; other sequences may share the leading ones: see ``Frames``.
-        names: names of its leading full pages, as far as its tokens are known.
-        whole, listed: how many of these are complete in the frames; and how many leading ones of them can be shared.
-        answers: False if it is computed for another engine.
-        engines: those that may still be asked for the prompt.
-        loading, moving, aside, pulled: users of its frames other than the step: a loader, a mover, a side batch, other
-            engines that pull. The frames return when none is left.
+        pages: the number of frames that the sequence needs; it has all of them (``holds``) or none.
+        beside: the number of frames that it needs in each other cache group, for its first pages; at most ``pages``.
+        span: pages of all its tokens; more than ``pages`` if it has a ring of frames, see ``Rules.frames_for``.
+        windows: for each cache group, how many tokens a token sees if the sequence has a ring there, else 0.
+        table: numbers of the pages in its frames; other sequences may share the leading ones.
+        names: names of its leading full pages whose tokens are known.
+        whole: how many of these pages are complete in the frames.
+        listed: how many leading ones of these pages other sequences can share.
+        answers: False if the sequence is computed for another engine.
+        engines: engines that may still be asked for the prompt.
+        loading, moving, aside, pulled: True while a loader, a mover, a side batch, or another engine uses its frames.
+            The frames are free after the last of these uses.
     """
 
     number: int
@@ -147,11 +146,11 @@ class Sequence:
     passing: Passing | None = None
 
     def laid_out(self) -> list[int]:
-        """The page whose frame each of its pages uses: ``table``, repeated if that is a ring."""
+        """For each of its pages, the page whose frame it uses: ``table``, repeated if that is a ring."""
         return self._round(self.pages)
 
     def beside_out(self) -> list[list[int]]:
-        """For each other cache group, the page whose frame each of its pages uses."""
+        """For each other cache group, a list like ``laid_out``."""
         return [self._round(frames) for frames in self.beside]
 
     def _round(self, frames: int) -> list[int]:
@@ -159,34 +158,35 @@ class Sequence:
 
     @property
     def has_ring(self) -> bool:
-        """True if some of its pages are overwritten by later ones."""
+        """True if later pages overwrite some of its pages."""
         return any(self.windows)
 
     def needed(self, tokens: int) -> int:
-        """The start of the first page that some group needs, among its first ``tokens`` tokens."""
+        """The first token of the first page that any cache group still needs after ``tokens`` tokens."""
         return min(needed_from(window, tokens, self.page_tokens) for window in self.windows)
 
     @property
     def touched(self) -> bool:
-        """True if its frames may be read or written outside of a step."""
+        """True while its frames may be read or written outside of a step."""
         return self.loading or self.moving or self.aside or self.pulled
 
 
-# Phases in which ``cached`` says what is there.
-WHOLE: Final = frozenset((Phase.COMPUTING, Phase.DECODING, Phase.HELD, Phase.LEFT, Phase.TOLD))
+# Phases in which the KV of all ``cached`` tokens is in the frames.
+WHOLE: Final = frozenset((Phase.COMPUTING, Phase.DECODING, Phase.HELD, Phase.RELAYED, Phase.ANSWERED))
 COMING: Final = frozenset((Phase.LOADING, Phase.COMPUTING))
 OFFER_SHARE: Final = 8  # pages are offered to the pool while less than 1/8 of all frames is unused
-OFFER_AHEAD: Final = 64  # kept pages considered, those that are evicted next
-OFFER_MAX: Final = 32  # pages at once
+OFFER_AHEAD: Final = 64  # kept pages to consider, from the next one to be evicted
+OFFER_MAX: Final = 32  # pages per offer
 
 
 @dataclass(slots=True, eq=False)
 class ListedPage:
-    """A complete page in the arena. Life: listed, by the sequence that has it -> kept, when no sequence has it -> in
-    use again, or evicted.
+    """A complete page in the arena.
+
+    Life: listed by the sequence that computed it -> kept, when no sequence uses it -> in use again, or evicted.
 
     Attributes:
-        offered: the pool was offered it since its last use.
+        offered: True if the page was offered to the pool since its last use.
     """
 
     number: int
@@ -197,12 +197,13 @@ class ListedPage:
 
 
 class Frames:
-    """How many frames are free, which pages are complete, and which sequences have them.
+    """How many frames are free, which pages are complete, and which sequences use them.
 
     Attributes:
-        unused: frames without a useful page; ``beside``: the same for each other cache group.
-        shared: frames that more than one sequence has.
-        found, evicted: kept pages that were used again, and pages that were evicted, since the start.
+        unused: the number of frames without a useful page; ``beside`` has this number for each other cache group.
+        shared: the number of frames that more than one sequence uses.
+        found: kept pages that were used again, since the start.
+        evicted: kept pages that were evicted, since the start.
     """
 
     def __init__(self, frames: int, kept_max: int = 0, beside: Iterable[int] = ()) -> None:
@@ -217,18 +218,18 @@ class Frames:
 
     @property
     def kept(self) -> int:
-        """Frames with a page that is kept."""
+        """The number of kept pages."""
         return len(self._kept)
 
     @property
     def free(self) -> int:
-        """Frames that no sequence has, which are available to any."""
+        """The number of frames that no sequence uses: unused frames, and those of kept pages."""
         return self.unused + len(self._kept)
 
     # --- sequences --------------------------------------------------------------------------------------------------
 
     def match(self, sequence: Sequence) -> int:
-        """How many of its leading pages are listed, except the one with its prompt's last token."""
+        """Return how many leading pages are listed. The page with the prompt's last token does not count."""
         low, high = 0, min(len(sequence.names), (sequence.prompt - 1) // sequence.page_tokens)
         while low < high:
             middle = (low + high + 1) // 2
@@ -239,7 +240,7 @@ class Frames:
         return low
 
     def look(self, sequence: Sequence) -> tuple[int, bool]:
-        """How many pages it matches, and whether more of them are being computed right now."""
+        """Return how many pages match, and whether another sequence is loading or computing more of them."""
         whole, coming = self.match(sequence), 0
         if sequence.names:
             for other in self._holders.get(sequence.names[0], {}).values():
@@ -248,7 +249,7 @@ class Frames:
         return whole, min(coming, (sequence.prompt - 1) // sequence.page_tokens) > whole
 
     def fits(self, sequence: Sequence, shared: int) -> bool:
-        """True if it can have its frames now, the first ``shared`` of which are those of listed pages."""
+        """True if enough frames are free for the sequence, which shares its first ``shared`` pages."""
         kept = 0
         while kept < shared and not self._pages[sequence.names[shared - 1 - kept]].users:
             kept += 1
@@ -257,7 +258,7 @@ class Frames:
         return sequence.pages - shared <= self.unused + kept and all(own - shared <= n + kept for n, own in others)
 
     def take(self, sequence: Sequence, shared: int) -> list[int]:
-        """Give it its frames. Returns the pages that were evicted for it."""
+        """Give the sequence its frames. Returns the pages that were evicted for it."""
         for name in sequence.names[:shared]:
             page = self._pages[name]
             if not page.users:
@@ -282,11 +283,10 @@ class Frames:
         return evicted
 
     def reached(self, sequence: Sequence) -> None:
-        """List the pages that became complete with more of its tokens, if they stay as they are.
+        """List the pages that became complete.
 
-        If another sequence, which computed the same page at the same time, has listed it, this copy and all that follow
-        it stay
-        unlisted: no sequence has a page without its parents.
+        If another sequence computed the same page at the same time and has listed it, this copy and all later pages of
+        this sequence stay unlisted, because a listed page needs a listed parent that its users use, too.
         """
         if sequence.phase not in WHOLE or sequence.attempt is not None:
             return
@@ -296,9 +296,7 @@ class Frames:
             sequence.listed += 1
 
     def give_back(self, sequence: Sequence) -> tuple[list[int], list[int]]:
-        """Take its frames back. Returns the pages that are gone; and of its complete pages, in order, those that
-        stay.
-        """
+        """Take the frames back. Returns the pages that are gone, and the complete pages that stay, in order."""
         names, freed = sequence.names, []
         for name in names[: sequence.listed]:
             page = self._pages[name]
@@ -330,8 +328,10 @@ class Frames:
         return freed, stay
 
     def to_offer(self) -> list[int]:
-        """Consecutive pages of one chain that will be evicted soon, if there are any, for the pool to store in time.
-        Each page is returned once for each time that it was used."""
+        """Return consecutive pages of one chain that will be evicted soon, so that the pool can store them in time.
+
+        Empty if no eviction is near. A page is returned once after each use.
+        """
         if self.unused >= self._offers_below:
             return []
         for last in islice(self._kept.values(), OFFER_AHEAD):
@@ -353,7 +353,7 @@ class Frames:
         self._pages[name] = ListedPage(sequence.table[index], name, parent, users)
 
     def _has(self, sequence: Sequence, shared: int) -> bool:
-        """True if this many frames of each group are unused."""
+        """True if each cache group has enough unused frames for the sequence."""
         others = zip(self.beside, sequence.beside, strict=True)
         return self.unused >= sequence.pages - shared and all(n >= own - shared for n, own in others)
 
@@ -368,8 +368,11 @@ class Frames:
     # --- what holds -------------------------------------------------------------------------------------------------
 
     def check(self, sequences: list[Sequence], total: int, beside: Iterable[int] = ()) -> None:
-        """Check that unused, kept and taken frames add up. A listed page's parent is listed, and its users have the
-        parent, too. A kept page has no user, and is evicted before its parent."""
+        """Check that unused, kept and used frames add up, and how pages relate to their parents.
+
+        The parent of a listed page is listed, and every user of the page uses the parent, too. A kept page has no user,
+        and is evicted before its parent.
+        """
         users: dict[int, int] = {}
         listed: dict[bytes, int] = {}
         for sequence in sequences:
@@ -400,7 +403,7 @@ class Frames:
 
 
 def _common(one: list[bytes], other: list[bytes]) -> int:
-    """How many leading pages have the same names: equal pages have equal parents."""
+    """Return how many leading pages have the same names. Equal names have equal parents, so a binary search works."""
     low, high = 0, min(len(one), len(other))
     while low < high:
         middle = (low + high + 1) // 2
@@ -412,14 +415,15 @@ def _common(one: list[bytes], other: list[bytes]) -> int:
 
 
 class Roster:
-    """The sequences of an engine, and the instructions (``out``) for the event that it is handling.
+    """The sequences of an engine.
 
     Attributes:
-        sequences: all that have not ended, or whose frames a thread may still use, by number.
-        active: those that take part in steps, or soon will, in the order in which they got their frames.
-        waiting: sequences that wait for frames: first come, first served, so that a large one is not overtaken for
-            ever.
-        frames: how many are free, and which sequences have which pages.
+        sequences: by number, all that have not ended or whose frames a thread may still use.
+        active: sequences that take part in steps, or soon will, in the order in which they got their frames.
+        waiting: sequences that wait for frames: first come, first served, so that small ones cannot overtake a large
+            one forever.
+        frames: which frames are free, and which sequences use which pages.
+        out: the instructions that follow from the current event, so far.
     """
 
     def __init__(self, rules: Rules) -> None:
@@ -431,11 +435,11 @@ class Roster:
         self.out: list[Instruction] = []
 
     def admit(self) -> None:
-        """Give the next sequences frames, as far as there are any.
+        """Give frames to the next sequences, until too few frames are free for one.
 
-        A sequence whose pages are being loaded or computed for another one waits until they are complete, as it would
-        for its turn to compute them, and lets others pass. But not if another engine waits for it, or computes its
-        prompt.
+        If another sequence is loading or computing some of the same pages, this one waits until they are complete, and
+        later sequences may overtake it. Prefills for other engines do not wait in this way, and neither do prompts that
+        another engine computes.
         """
         for sequence in list(islice(self.waiting, self.rules.batch_max)):
             if len(self.active) >= self.rules.batch_max:
@@ -458,8 +462,9 @@ class Roster:
             self.out.append(do.OfferPages(pages))
 
     def compute_rest(self, sequence: Sequence) -> None:
-        """Compute here what is not in the frames. If all of it is there, the last token is computed again, into its own
-        frame, because logits are not kept.
+        """Compute the rest of the prompt in this engine.
+
+        If the KV of all tokens is in the frames, the last token is computed again for its logits, into its own frame.
         """
         if sequence.cached == sequence.length:
             sequence.cached -= 1
@@ -468,7 +473,7 @@ class Roster:
         self.frames.reached(sequence)
 
     def store(self, sequence: Sequence) -> None:
-        """Write its full pages to the pool, unless their KV is still arriving."""
+        """Write the sequence's full pages to the pool, unless their KV is still arriving."""
         pages = sequence.cached // self.rules.page_tokens
         if pages and sequence.attempt is None and sequence.holds:
             self.out.append(do.StorePages(sequence.number, pages))
@@ -476,26 +481,25 @@ class Roster:
     # --- ends -------------------------------------------------------------------------------------------------------
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """End an answer. If the end was sent before all of its KV is here, its mover stays: the next turn of a
-        conversation is to find the KV."""
+        """End an answer. If its KV is still arriving, its mover continues, for the next turn of the conversation."""
         attempt = sequence.attempt
         if reason != "cancelled" and sequence.moving and attempt is not None and attempt.error is None:
             del self.active[sequence.number]
-            sequence.phase = Phase.TOLD
+            sequence.phase = Phase.ANSWERED
         else:
             self._end(sequence)
         self.out.append(do.Forget(sequence.number))  # first: its client may use the same id again
         self.out.append(do.Finish(sequence.number, reason))
         self.leave(sequence)
 
-    def end_told(self, sequence: Sequence) -> None:
-        """End a sequence after its answer was sent: its KV is stored, or no longer awaited."""
-        assert sequence.phase is Phase.TOLD
+    def end_answered(self, sequence: Sequence) -> None:
+        """End an answered sequence: its KV is stored, or is no longer expected."""
+        assert sequence.phase is Phase.ANSWERED
         self._end(sequence)
         self.leave(sequence)
 
     def fail(self, sequence: Sequence, error: KVStoreError, cancelled: bool = False) -> None:
-        """End a sequence without a (complete) answer, or prefill."""
+        """End a sequence whose answer or prefill is not complete."""
         self._end(sequence)
         if sequence.answers:
             self.out.append(do.Forget(sequence.number))
@@ -505,20 +509,20 @@ class Roster:
         self.leave(sequence)
 
     def let_go(self, sequence: Sequence) -> None:
-        """End a complete prefill: it was fetched, or its hold time is over."""
+        """End a complete prefill that was fetched, or whose hold time is over."""
         assert sequence.phase is Phase.HELD
         sequence.phase = Phase.ENDED
         self.out.append(do.Close(sequence.number))
 
     def reply(self, sequence: Sequence, result: bool | KVStoreError) -> None:
-        """Reply once to the caller that asked for it to be passed on. A drain's reply is only sent for errors."""
+        """Reply once to the caller that asked for the move. For a drain there is a reply only if it is an error."""
         passing = sequence.passing
         if passing is not None and (passing.call or isinstance(result, KVStoreError)):
             self.out.append(do.AnswerCall(passing.call, result))
             passing.call = 0
 
     def leave(self, sequence: Sequence) -> None:
-        """Release its frames: they are free once no thread may use them."""
+        """Free the frames, and drop the sequence if it has ended. Does nothing while a thread may use the frames."""
         if sequence.touched:
             return
         if sequence.holds:
@@ -528,7 +532,7 @@ class Roster:
             self.out.append(do.EndSequence(sequence.number))
 
     def _end(self, sequence: Sequence) -> None:
-        """Remove a sequence that takes no more part in anything."""
+        """Take a sequence out of all steps and queues, and give up what other engines do for it."""
         if self.active.pop(sequence.number, None) is None and sequence in self.waiting:
             self.waiting.remove(sequence)
         sequence.phase = Phase.ENDED
