@@ -1,9 +1,10 @@
 """Simulates a node's cache on a trace: the product's policy objects under the product's rules, without a node.
 
 One page per block of the trace. A request looks up its longest stored prefix: those pages are hits and are marked as
-used now. The rest is put, as `kvstore.state.space` does it: the parent of the new pages is held, every page without a
-free frame evicts one leaf, and then the last page of the chain is the new leaf. If not enough can be evicted, only the
-first new pages are stored. A worked example, three frames, least recently used::
+used now. The rest is put, as `kvstore.state.space` does it: the parent of the new pages is held. While frames are
+short, a leaf is evicted, with as many pages before it as the policy says. Then the last page of the chain is the new
+leaf. If not enough can be evicted, only the first new pages are stored. A worked example, three frames, least recently
+used::
 
     request [1, 2]     misses 2; stored 1-2, leaf 2
     request [1, 3]     hits 1, misses 1; stored 1-2 and 1-3, leaves 2 and 3
@@ -34,10 +35,15 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
+import numpy as np
+
 from engine.simulator.trace import TraceRequest
 from kvstore.errors import InvalidRequest
+from kvstore.model.replica import standing
 from kvstore.model.retention import PRIORITY_MAX, Retention
+from kvstore.state.departures import RUN_MAX
 from kvstore.state.eviction import EvictionPolicy, Page
+from kvstore.state.eviction.base import Tail
 
 _NONE = -1
 
@@ -133,13 +139,32 @@ class CacheSimulation:
             slot = self.policy.victim(self.used_ms.__getitem__, now_ms)
             if slot is None:
                 return
-            block = self.blocks[slot]
             assert not self.children[slot], "only leaves leave"
-            self.policy.forget(slot, key_of(block))
-            del self.slots[block]
-            self.free.append(slot)
-            self.evicted += 1
-            self._unhold(self.parent[slot])
+            chain = self._chain(slot, min(pages - len(self.free), RUN_MAX))
+            stored = [self.pages[inner] for inner in chain]
+            tail = Tail(
+                np.array(chain),
+                np.array([page.key for page in stored], np.uint64),
+                np.array([self.used_ms[inner] for inner in chain]),
+                np.array([standing(page.position, page.turns, page.hint) for page in stored], np.uint64),
+            )
+            gone = chain[-1 - self.policy.forget_tail(tail) :]
+            for inner in reversed(gone):
+                del self.slots[self.blocks[inner]]
+                self.free.append(inner)
+            self.evicted += len(gone)
+            self._unhold(self.parent[gone[0]])
+
+    def _chain(self, leaf: int, most: int) -> list[int]:
+        """Return the slots of a leaf and of up to ``most`` - 1 pages before it that nothing else follows, which were
+        used no later, in the order of the chain."""
+        chain, slot = [leaf], self.parent[leaf]
+        while len(chain) < most and slot != _NONE:
+            if self.children[slot] != 1 or self.used_ms[slot] > self.used_ms[leaf]:
+                break
+            chain.append(slot)
+            slot = self.parent[slot]
+        return chain[::-1]
 
     def _hold(self, slot: int) -> None:
         if slot != _NONE:

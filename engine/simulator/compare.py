@@ -24,7 +24,7 @@ from engine.simulator.policies import POLICIES, make_policy
 from engine.simulator.trace import TraceRequest
 from kvstore.errors import InvalidRequest
 from kvstore.state.eviction import Page
-from kvstore.state.eviction.base import UsedMs
+from kvstore.state.eviction.base import Tail, UsedMs
 
 NEVER = 1 << 62
 
@@ -118,6 +118,11 @@ class Belady:
     def forget(self, slot: int, key: int | None) -> None:
         """See ``EvictionPolicy.forget``."""
         self.remove(slot)
+
+    def forget_tail(self, tail: Tail) -> int:
+        """See ``EvictionPolicy.forget_tail``."""
+        self.remove(int(tail.slots[-1]))
+        return 0
 
     def victim(self, used_ms: UsedMs, now_ms: int) -> int | None:
         """See ``EvictionPolicy.victim``."""

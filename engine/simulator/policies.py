@@ -20,7 +20,7 @@ from types import MappingProxyType
 
 from kvstore.errors import InvalidRequest
 from kvstore.state import eviction
-from kvstore.state.eviction.base import EvictionPolicy, Page, UsedMs
+from kvstore.state.eviction.base import EvictionPolicy, Page, Tail, UsedMs
 
 Queue = OrderedDict[int, None]  # slots, coldest first
 Ghosts = OrderedDict[int, None]  # keys of pages that were evicted, oldest first
@@ -87,6 +87,11 @@ class QueuePolicy:
         if leaf is not None and key is not None:
             self.left(leaf)
         self._gone = leaf if key is not None else None
+
+    def forget_tail(self, tail: Tail) -> int:
+        """See ``EvictionPolicy.forget_tail``."""
+        self.forget(int(tail.slots[-1]), int(tail.keys[-1]))
+        return 0
 
     def victim(self, used_ms: UsedMs, now_ms: int) -> int | None:
         """See ``EvictionPolicy.victim``."""

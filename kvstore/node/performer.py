@@ -52,7 +52,7 @@ from kvstore.shm.mounted import remove_mounted
 from kvstore.shm.put_log import PutLog
 from kvstore.shm.records import ExtentTable, TableFiles
 from kvstore.state import instructions as do
-from kvstore.state.interfaces import Rows
+from kvstore.state.interfaces import ChainRun, Rows
 from kvstore.tier.base import TierStore
 from kvstore.tier.dram import DramStore
 
@@ -121,6 +121,7 @@ class Waiting:
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 
 # A frame granted to a writer: ``info``, no sum, no deadline, no group; the first writer, and no other.
+_STANDING = np.uint64(standing_of((1 << 64) - 1))  # what ``standing_of`` keeps
 _GRANTED = struct.Struct(f"<Q24xQ{8 * (SHARDS_MAX - 1)}x")
 
 log = logging.getLogger("kvstore.node")
@@ -229,6 +230,13 @@ class Performer:
     def last_use_ns(self, extent: int, frame: int) -> int:
         """See ``RecordView``; a mark from the future (a damaged or hostile one) counts as now."""
         return min(self.tables[extent].used_ns(frame), self._now_ns())
+
+    def run(self, extent: int, frames: slice) -> ChainRun:
+        """See ``RecordView``."""
+        table = self.tables[extent]
+        keys, parents, infos = table.chain(frames)
+        used_ns = np.minimum(table.last_use[frames], np.uint64(self._now_ns()))
+        return ChainRun(keys, parents, infos & _STANDING, used_ns)
 
     def key_of(self, address: Address) -> bytes:
         """What the index calls a sealed page; its record's word for it where the index does not know the page."""

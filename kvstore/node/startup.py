@@ -500,6 +500,7 @@ class TierView:
         self.absent = partial(performer.index.absent, tier)
         self.key, self.parent, self.root, self.extra = performer.key, performer.parent, performer.root, performer.extra
         self.lineage, self.standing, self.last_use_ns = performer.lineage, performer.standing, performer.last_use_ns
+        self.run = performer.run
 
     def snapshots(self) -> list[Snapshot]:
         """See ``RecordView``."""

@@ -365,6 +365,11 @@ class ExtentTable:
         parent = start + self._parent.start
         return key, root, map_[parent : parent + KEY_BYTES]
 
+    def chain(self, frames: slice) -> tuple[Words, Words, Words]:
+        """Keys ``[frames, 2]``, parents ``[frames, 2]`` and infos ``[frames]`` of the pages in these frames (views)."""
+        columns, key, parent = self._columns[frames], RecordFormat.key.start // 8, self._parent.start // 8
+        return columns[:, key : key + 2], columns[:, parent : parent + 2], columns[:, self._info]
+
     def used_ns(self, frame: int) -> int:
         """When the page in that frame was last used."""
         return self._used[frame]

@@ -11,11 +11,19 @@ from __future__ import annotations
 from collections import Counter
 from typing import Protocol
 
-from kvstore.model.replica import Address
+import numpy as np
+
+from kvstore.model.objects import is_object_class
+from kvstore.model.replica import KEY_BYTES, Address
 from kvstore.state import instructions as do
 from kvstore.state.eviction import Page
+from kvstore.state.eviction.base import Tail, trailing
 from kvstore.state.frames import ClassPool, Extent
+from kvstore.state.interfaces import ChainRun
 from kvstore.state.tier_pages import SEALED, Leaving, TierPages, Vacated
+
+RUN_MAX = 64  # pages of a chain that leave together
+_MS = np.uint64(1_000_000)
 
 
 class Below(Protocol):
@@ -58,25 +66,71 @@ class Departures:
         """Pages that leave by one decision, none yet."""
         return Leaving(Vacated(), [], [], [], [])
 
-    def leave(self, extent: Extent, frame: int, leaving: Leaving) -> None:
-        """This page, that nothing hangs on and no lease holds, leaves. ``left`` has to follow."""
-        pool = extent.pool
-        key, root, parent_key = self.pages.records.lineage(extent.number, frame)
-        used_ns = self.pages.records.last_use_ns(extent.number, frame)
-        age_s = max(0, self.pages.now_ns - used_ns) // 10**9
-        self.ages[age_s.bit_length()] += 1
-        self.ages_sum_s += age_s
-        copy = self.below.find_in(root, key) if self.below is not None else None
-        if copy is not None:
-            leaving.copies.append((copy, used_ns))
-        leaving.keys.append(key)
-        leaving.roots.append(root)
-        leaving.spans.append(extent.span[frame])
-        pool.forget(extent.slot_base + frame, int.from_bytes(key[:8], "little"))
-        self.pages.vacate(Address(extent.number, frame, extent.generation[frame]), key, leaving.vacated)
-        parent = None if parent_key == root else self._before(extent, frame, parent_key) or self.pages.find(parent_key)
+    def leave(self, extent: Extent, frame: int, leaving: Leaving, most: int = 1) -> int:
+        """This page leaves, that nothing hangs on and no lease holds; and with it pages before it in its chain, as many
+        as the policy says, up to ``most`` in all. ``left`` has to follow. Returns how many left."""
+        pages, pool = self.pages, extent.pool
+        run = self._run(extent, frame, most) if most > 1 else None
+        if run is None:
+            key, root, parent_key = pages.records.lineage(extent.number, frame)
+            keys, used_ns = [key], [pages.records.last_use_ns(extent.number, frame)]
+            pool.forget(extent.slot_base + frame, int.from_bytes(key[:8], "little"))
+        else:
+            keys, used_ns = self._leave_run(extent, frame, run)
+            _, root, parent_key = pages.records.lineage(extent.number, frame + 1 - len(keys))
+        count = len(keys)
+        front = frame + 1 - count
+        for used in used_ns:
+            age_s = max(0, pages.now_ns - used) // 10**9
+            self.ages[age_s.bit_length()] += 1
+            self.ages_sum_s += age_s
+        if self.below is not None:
+            copies = (self.below.find_in(root, key) for key in keys)
+            leaving.copies.extend((copy, used) for copy, used in zip(copies, used_ns, strict=True) if copy is not None)
+        leaving.keys.extend(keys)
+        leaving.roots.extend([root] * count)
+        leaving.spans.extend(reversed(extent.span[front : frame + 1]))
+        if count == 1:
+            pages.vacate(Address(extent.number, frame, extent.generation[frame]), keys[0], leaving.vacated)
+        else:
+            pages.vacate_run(extent, range(front, frame + 1), leaving.vacated)
+        parent = None if parent_key == root else self._before(extent, front, parent_key) or pages.find(parent_key)
         if parent is not None:
-            self.pages.unhold(parent)
+            pages.unhold(parent)
+        return count
+
+    def _run(self, extent: Extent, frame: int, most: int) -> ChainRun | None:
+        """The records of this page, last, and of pages before it in its chain, in the frames before it, that nothing
+        but the next one hangs on and no lease holds; at most ``most``. None where there is no such page before it."""
+        pages, number, before = self.pages, extent.number, frame - 1
+        if before < 0 or extent.children[before] != 1 or extent.state[before] != SEALED or pages.moved:
+            return None
+        if not extent.grants or is_object_class(extent.pool.frame_class):
+            return None
+        frames = slice(max(0, frame + 1 - min(most, RUN_MAX)), frame)
+        run = pages.records.run(number, slice(frames.start, frame + 1))
+        inner = (run.keys[:-1] == run.parents[1:]).all(axis=1)
+        inner &= np.frombuffer(extent.state, np.uint8)[frames] == SEALED
+        inner &= np.asarray(extent.children[frames]) == 1
+        inner &= np.asarray(extent.owner[frames]) == extent.owner[frame]
+        count = trailing(inner)
+        if len(pages.leases):
+            held = (back for back in range(count) if pages.leases.holds(number, before - back))
+            count = next(held, count)
+        if self.below is not None:
+            slots = range(extent.slot_base + before, extent.slot_base + before - count, -1)
+            kept = (back for back, slot in enumerate(slots) if not self._may_leave(extent.pool, slot))
+            count = next(kept, count)
+        return ChainRun(*(field[-1 - count :] for field in run)) if count else None
+
+    def _leave_run(self, extent: Extent, frame: int, run: ChainRun) -> tuple[list[bytes], list[int]]:
+        """The keys and last uses of the pages that the policy lets go, the last of the chain first."""
+        slots = np.arange(extent.slot_base + frame + 1 - len(run.keys), extent.slot_base + frame + 1)
+        used_ms = (run.used_ns // _MS).astype(np.int64)
+        count = 1 + extent.pool.forget_tail(Tail(slots, run.keys[:, 0], used_ms, run.standings))
+        data = run.keys[-count:][::-1].tobytes()
+        keys = [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
+        return keys, run.used_ns[-count:][::-1].tolist()
 
     def _before(self, extent: Extent, frame: int, key: bytes) -> Address | None:
         """The page of that key, on which one in ``frame`` hangs, where it is just before that one, as it usually is:
@@ -104,11 +158,13 @@ class Departures:
         """A page that nothing hangs on may leave at once; otherwise it is set aside to be saved first."""
         if self.below is None or slot in pool.ready:
             return True
-        extent, frame = pool.locate(slot)
-        page = self.pages.page(pool, slot)
-        if slot not in pool.unsaved and not self.below.may_leave(
-            pool, self.pages.records.key(extent.number, frame), page
-        ):
+        if slot not in pool.unsaved and not self._may_leave(pool, slot):
             pool.policy.remove(slot)
-            pool.unsaved[slot] = page.used_ms
+            pool.unsaved[slot] = self.pages.used_ms(pool, slot)
         return slot not in pool.unsaved
+
+    def _may_leave(self, pool: ClassPool, slot: int) -> bool:
+        assert self.below is not None
+        extent, frame = pool.locate(slot)
+        key = self.pages.records.key(extent.number, frame)
+        return self.below.may_leave(pool, key, self.pages.page(pool, slot))

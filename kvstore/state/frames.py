@@ -18,6 +18,7 @@ import numpy.typing as npt
 
 from kvstore.model.replica import FrameClass, FrameState
 from kvstore.state.eviction import POLICIES, POLICY_DEFAULT, EvictionPolicy, Page
+from kvstore.state.eviction.base import Tail
 
 _FREE = FrameState.FREE
 
@@ -65,9 +66,9 @@ class Extent:
             self.owner = _wider(self.owner)
             self.own(frame, owner)
 
-    def release(self, frame: int) -> None:
-        """This frame is free again."""
-        self.free.append(frame)
+    def release(self, frames: Iterable[int]) -> None:
+        """These frames are free again."""
+        self.free.extend(frames)
         if self.grants:
             self.pool.roomy[self.number] = self
 
@@ -146,6 +147,13 @@ class ClassPool:
         self.unsaved.pop(slot, None)
         self.ready.pop(slot, None)
         self.policy.forget(slot, key)
+
+    def forget_tail(self, tail: Tail) -> int:
+        """A leaf is gone, and some pages before it. Returns how many: see ``EvictionPolicy.forget_tail``."""
+        slot = int(tail.slots[-1])
+        self.unsaved.pop(slot, None)
+        self.ready.pop(slot, None)
+        return self.policy.forget_tail(tail)
 
     def offered(self, slot: int) -> bool:
         """Nothing hangs on this page: it may be evicted, now or when its chain is saved."""

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import numpy as np
 import numpy.typing as npt
@@ -32,6 +32,16 @@ class Snapshot:
     keys: npt.NDArray[np.bytes_]
     parents: npt.NDArray[np.bytes_]
     roots: npt.NDArray[np.bytes_]
+
+
+class ChainRun(NamedTuple):
+    """What stands in the records of consecutive frames: ``keys`` and ``parents`` ``[frames, 2]``, ``standings`` and
+    ``used_ns`` ``[frames]``, all uint64."""
+
+    keys: npt.NDArray[np.uint64]
+    parents: npt.NDArray[np.uint64]
+    standings: npt.NDArray[np.uint64]
+    used_ns: npt.NDArray[np.uint64]
 
 
 class PageIndex(Protocol):
@@ -75,6 +85,10 @@ class RecordView(Protocol):
 
     def last_use_ns(self, extent: int, frame: int) -> int:
         """When a client last read or wrote the page (a hint)."""
+        ...
+
+    def run(self, extent: int, frames: slice) -> ChainRun:
+        """``key``, ``parent``, ``standing`` and ``last_use_ns`` of these frames."""
         ...
 
     def snapshots(self) -> list[Snapshot]:

@@ -214,8 +214,8 @@ class Space:
                 leased.append(slot)
                 late += extent.late
                 continue
-            self.departures.leave(extent, frame, leaving)
-            room += not extent.closed
+            left = self.departures.leave(extent, frame, leaving, count - room)
+            room += 0 if extent.closed else left
         for slot in leased:
             pool.offer(slot, self.pages.page(pool, slot)._replace(used_ms=self.pages.now_ns // 1_000_000))
         self.departures.left(leaving, reason, out)

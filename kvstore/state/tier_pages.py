@@ -35,7 +35,7 @@ from kvstore.state import instructions as do
 from kvstore.state import prefix_links
 from kvstore.state.directory_spans import spans_after, spans_at
 from kvstore.state.eviction import Page
-from kvstore.state.frames import ClassPool
+from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.interfaces import TierParts
 from kvstore.state.leases import LeaseTable
 from kvstore.state.tenant_leaves import TenantLeaves
@@ -348,6 +348,21 @@ class TierPages:
         else:
             vacated.free.append(self._renew(address, FREE))
 
+    def vacate_run(self, extent: Extent, frames: range, vacated: Vacated) -> None:
+        """Pages of one chain, in none of which an object's head is, leave consecutive frames. ``vacated`` has to
+        follow."""
+        place, count = slice(frames.start, frames.stop), len(frames)
+        self.holdings.add(extent.owner[frames.start], -count, -count * extent.pool.frame_class.frame_bytes)
+        extent.sealed -= count
+        extent.owner[place] = array(extent.owner.typecode, bytes(count * extent.owner.itemsize))
+        extent.children[place] = array(extent.children.typecode, bytes(count * extent.children.itemsize))
+        extent.state[place] = bytes(count)
+        generations = range(self.generation + 1, self.generation + count + 1)
+        extent.generation[place] = array("Q", generations)
+        self.generation += count
+        extent.release(frames)
+        vacated.free += map(Address, repeat(extent.number), frames, generations)
+
     def must_erase(self, address: Address) -> bool:
         """What is in this frame has to be made unreadable before another page has the frame."""
         extent = self.segment.extents[address.extent]
@@ -414,7 +429,7 @@ class TierPages:
         self.generation += 1
         extent.generation[frame] = self.generation
         if state == FREE:
-            extent.release(frame)
+            extent.release((frame,))
         return Address(extent.number, frame, self.generation)
 
     # --- damage -----------------------------------------------------------------------------------------------------

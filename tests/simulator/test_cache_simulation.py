@@ -243,6 +243,7 @@ def test_who_lies_of_all_its_pages_harms_nobody() -> None:
     hits = {}
     for tenth in ("is silent", "lies"):
         simulation = CacheSimulation(1500, make_policy("gittins", 1500))
+        simulation.request(0, (1,), owner=1, hints=bytes([Retention(1).hint]))  # from here on owners are known
         simulation.run(hinted(plain, "sessions", tenth))
         hits[tenth] = dict(simulation.hits_of)
     assert hits["lies"] == hits["is silent"]

@@ -13,10 +13,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from engine.simulator.policies import POLICIES, S3Fifo, Slru, make_policy
+from kvstore.model.replica import standing
 from kvstore.model.retention import Retention
 from kvstore.state.eviction import EvictionPolicy, Page
 from kvstore.state.eviction import gittins as policy_worth
-from kvstore.state.eviction.base import STALE_MAX, Lru, heap_pop, heap_push
+from kvstore.state.eviction.base import STALE_MAX, Lru, Tail, heap_pop, heap_push
 from kvstore.state.eviction.gittins import BINS, CLASSES, PRIOR, Ghosts, Gittins, WorthLedger, bin_of, bins_of, gittins
 
 QUIET = settings(derandomize=True, deadline=None, max_examples=60)
@@ -85,8 +86,30 @@ class Tree:
         if victim is not None:
             assert victim in self.listed and victim in self.policy, "still listed"
             assert self.policy.victim(self.marks.__getitem__, self.now_ms) == victim, "asking changes nothing"
-            self.left.append(self.pages[victim].key)
-            self.drop(victim, self.pages[victim].key)
+            chain = self.chain(victim)
+            gone = chain[-1 - self.policy.forget_tail(self.tail(chain)) :][::-1]
+            assert not any(slot in self.policy for slot in gone)
+            for slot in gone:
+                self.left.append(self.pages[slot].key)
+                self.listed.discard(slot)
+                del self.parent[slot], self.pages[slot]
+            self.offer()
+
+    def chain(self, leaf: int) -> list[int]:
+        """The leaf, last, and the pages before it that nothing else follows."""
+        parents, chain = [*self.parent.values()], [leaf]
+        while (before := self.parent[chain[0]]) is not None and parents.count(before) == 1:
+            chain.insert(0, before)
+        return chain
+
+    def tail(self, chain: list[int]) -> Tail:
+        pages = [self.pages[slot] for slot in chain]
+        return Tail(
+            np.array(chain),
+            np.array([page.key for page in pages], np.uint64),
+            np.array([self.marks[slot] for slot in chain]),
+            np.array([standing(page.position, page.turns, page.hint) for page in pages], np.uint64),
+        )
 
     def step(self) -> None:
         self.now_ms += self.random.choice((0, 1, 50, 3000))
@@ -197,6 +220,98 @@ def test_a_heap_in_an_array_sorts(numbers: list[int]) -> None:
         popped.append(heap[0])
         heap_pop(heap)
     assert popped == sorted(numbers)
+
+
+# --- tails -----------------------------------------------------------------------------------------------------------
+
+NOW_MS = 10**6
+CHAIN = [Page(NOW_MS - 5000, key=(slot + 1) << 40 | slot, position=slot) for slot in range(12)]
+
+
+def tail_of(pages: list[Page], slots: range) -> Tail:
+    return Tail(
+        np.array(slots),
+        np.array([page.key for page in pages], np.uint64),
+        np.array([page.used_ms for page in pages]),
+        np.array([standing(page.position, page.turns, page.hint) for page in pages], np.uint64),
+    )
+
+
+def leaf_of(pages: list[Page], others: int = 20) -> Gittins:
+    """A policy whose next victim is the leaf of this chain. The others are of the same worth."""
+    policy = Gittins(100)
+    policy.add(len(pages) - 1, pages[-1])
+    for slot in range(others):
+        policy.add(50 + slot, Page(pages[-1].used_ms + 1, key=slot))
+    assert policy.victim(lambda slot: pages[-1].used_ms, NOW_MS) == len(pages) - 1
+    return policy
+
+
+def test_a_tail_leaves_as_if_its_pages_were_offered_one_after_another() -> None:
+    together, single = leaf_of(CHAIN), leaf_of(CHAIN)
+    for policy in (together, single):
+        policy._worth_max = 1.0  # nothing is worth more
+    assert together.forget_tail(tail_of(CHAIN[3:], range(3, 12))) == 8
+    for slot in range(11, 2, -1):
+        if slot < 11:
+            single.add(slot, CHAIN[slot])
+        single.forget(slot, CHAIN[slot].key)
+    for policy in (together, single):
+        policy.add(2, CHAIN[2])
+    for name in ("_use", "_word"):
+        mine, theirs = ([*getattr(policy, name)[:3], *getattr(policy, name)[12:]] for policy in (together, single))
+        assert mine == theirs, name
+    assert together._evicted == single._evicted == 9
+    assert together._ghosts._places == single._ghosts._places
+    assert together._ledger.chances().tolist() == single._ledger.chances().tolist()
+
+
+@pytest.mark.parametrize(
+    ("differs", "goes"),
+    [
+        ({"used_ms": NOW_MS}, 3),  # a later request used it
+        ({"turns": 1}, 3),  # an earlier request stored what comes after
+        ({"hint": Retention(2).hint}, 3),
+        ({"used_ms": NOW_MS - 9000}, 11),  # older than the leaf: it goes too
+    ],
+)
+def test_a_tail_ends_at_a_page_that_differs(differs: dict[str, int], goes: int) -> None:
+    pages = [page._replace(**differs) if place == 7 else page for place, page in enumerate(CHAIN)]
+    policy = leaf_of(pages)
+    policy._worth_max = 1.0
+    assert policy.forget_tail(tail_of(pages, range(12))) == goes
+
+
+def test_a_tail_ends_at_a_page_that_came_back_or_was_a_leaf() -> None:
+    policy = leaf_of(CHAIN)
+    policy._worth_max = 1.0
+    policy._ghosts.remember(CHAIN[5].key, 1)
+    assert policy.forget_tail(tail_of(CHAIN, range(12))) == 5
+    policy = Gittins(100)
+    policy.add(8, CHAIN[8])
+    policy.remove(8)  # extended since
+    policy.add(11, CHAIN[11])
+    policy._worth_max = 1.0
+    assert policy.victim(lambda slot: CHAIN[11].used_ms, NOW_MS) == 11
+    policy._worth_max = 1.0
+    assert policy.forget_tail(tail_of(CHAIN, range(12))) == 2
+
+
+def test_a_tail_ends_where_other_leaves_are_worth_less() -> None:
+    policy = leaf_of(CHAIN)
+    assert policy._worth_max < float(policy._table.max())
+    policy._worth_max = 0.0
+    assert policy.forget_tail(tail_of(CHAIN, range(12))) == 0
+
+
+def test_the_tail_of_the_least_recently_used_is_what_was_used_no_later() -> None:
+    policy, pages = (
+        Lru(),
+        [page._replace(used_ms=NOW_MS - 1) if place == 4 else page for place, page in enumerate(CHAIN)],
+    )
+    policy.add(11, pages[11])
+    assert policy.forget_tail(tail_of(pages, range(12))) == 6
+    assert 11 not in policy and len(policy) == 0
 
 
 # --- the queues ------------------------------------------------------------------------------------------------------

@@ -275,8 +275,10 @@ def test_only_chains_that_were_used_again_are_saved() -> None:
 @pytest.mark.parametrize("left", [0, STRIDE - 1])
 def test_what_the_daily_cap_keeps_out_leaves_as_it_is(left: int) -> None:
     world = node(write_bytes_per_day=10 * STRIDE)
-    put(world, 1, 2)
+    front, _ = put(world, 1, 2)
     put(world, 3)
+    world.now_ns += MS
+    world.use(front)
     assert evict(world, 9) == 0
     assert demote(world, day_bytes_left=left) == []
     assert evict(world, 2) == 2 and not world.node.nvme_index

@@ -27,6 +27,9 @@ from array import array
 from collections.abc import Callable
 from typing import NamedTuple, Protocol
 
+import numpy as np
+import numpy.typing as npt
+
 from kvstore.model.replica import hint_in, position_of, turns_of
 from kvstore.model.retention import HINTS, STEP, priority_of, ttl_s_of
 
@@ -58,6 +61,16 @@ class Page(NamedTuple):
         return cls(used_ms, key, position_of(info), turns_of(info), hint_in(info), owner)
 
 
+class Tail(NamedTuple):
+    """A leaf, last, and pages before it in its chain that would be leaves one after another if those behind them left:
+    in the order of the chain. All arrays are ``[pages]``."""
+
+    slots: npt.NDArray[np.int64]
+    keys: npt.NDArray[np.uint64]  # 64 bits of each
+    used_ms: npt.NDArray[np.int64]
+    standings: npt.NDArray[np.uint64]  # see ``model.replica.standing``
+
+
 class EvictionPolicy(Protocol):
     """Order of the evictable pages of one frame class. Every call costs O(log pages) or less."""
 
@@ -82,6 +95,13 @@ class EvictionPolicy(Protocol):
         """The page is gone, listed or not; the slot will name another. ``key``: it was evicted for room."""
         ...
 
+    def forget_tail(self, tail: Tail) -> int:
+        """The page that ``victim`` named is evicted for room, and so are pages before it, as many as are worth no more.
+
+        Returns how many pages before it go. It is as if each had been offered, and chosen next.
+        """
+        ...
+
     def victim(self, used_ms: UsedMs, now_ms: int) -> int | None:
         """The page to evict next, still listed; None where none is.
 
@@ -96,6 +116,11 @@ class EvictionPolicy(Protocol):
     def __contains__(self, slot: int) -> bool:
         """The page is listed."""
         ...
+
+
+def trailing(flags: npt.NDArray[np.bool_]) -> int:
+    """How many of these, from the end, are true."""
+    return len(flags) if flags.all() else int(flags[::-1].argmin())
 
 
 def heap_push(heap: array[int], entry: int) -> None:
@@ -172,6 +197,11 @@ class Lru:
     def forget(self, slot: int, key: int | None) -> None:
         """See ``EvictionPolicy.forget``."""
         self.remove(slot)
+
+    def forget_tail(self, tail: Tail) -> int:
+        """See ``EvictionPolicy.forget_tail``. Those that were used no later than the coldest leaf go."""
+        self.remove(int(tail.slots[-1]))
+        return trailing(tail.used_ms[:-1] <= tail.used_ms[-1])
 
     def victim(self, used_ms: UsedMs, now_ms: int) -> int | None:
         """See ``EvictionPolicy.victim``."""

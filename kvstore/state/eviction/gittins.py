@@ -53,7 +53,18 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.state.eviction.base import GROW_SLOTS, HINT_MS, HINT_WEIGHTS, MS_MAX, STALE_MAX, Page, UsedMs
+from kvstore.model.replica import POSITION_MAX
+from kvstore.state.eviction.base import (
+    GROW_SLOTS,
+    HINT_MS,
+    HINT_WEIGHTS,
+    MS_MAX,
+    STALE_MAX,
+    Page,
+    Tail,
+    UsedMs,
+    trailing,
+)
 
 Bins = npt.NDArray[np.int64]
 
@@ -232,6 +243,8 @@ _ENTRY_SHIFT = 10  # the age bin in which it was offered: what happened before w
 _LASTING = (1 << _ENTRY_SHIFT) - 1
 # Numbers of numpy's own, and ``take``: with plain ones, and by indexing, its calls take two to four times as long.
 _0, _1, _CLASS, _BINS = np.int64(0), np.uint16(_LISTED), np.uint16(CLASSES - 1), np.uint16(BINS)
+_KNOWN_16, _POSITION_SHIFT = np.uint16(_KNOWN), np.uint64(32)
+_NOT_POSITION = np.uint64(~(POSITION_MAX << 32) & (1 << 64) - 1)
 _ONE, _LESS = np.float64(1), np.float64(-1e-13)
 _ALL = (1 << 16) - 1
 
@@ -311,6 +324,8 @@ class Gittins:
         self._evicted = 0  # since the table was made
         self._phase = 0.0  # where the next sample begins, as a share of its stride
         self._next: list[tuple[int, int]] = []  # (slot, use) of the next to go, the first one last
+        self._worth_max = 0.0  # of the next to go, when they were chosen ...
+        self._young_ms = 0  # ... and the age below which no leaf was
         self._child: tuple[int, int] | None = None  # (word, use) of the page that left last, if nothing came between
 
     def resize(self, pages: int) -> None:
@@ -369,6 +384,46 @@ class Gittins:
                 self._ghosts.remember(key, word >> _USES_SHIFT & _USES_MAX)
             self._child = word, use
             self._evicted += 1
+
+    def forget_tail(self, tail: Tail) -> int:
+        """See ``EvictionPolicy.forget_tail``.
+
+        A page of which nothing is known but what the leaf says goes with it, if it is worth no more than the best of
+        those that were chosen with the leaf.
+        """
+        slot, key = int(tail.slots[-1]), int(tail.keys[-1])
+        word = self._word[slot]
+        self.forget(slot, key)
+        assert self._child is not None and self._base_ms is not None
+        _, use = self._child
+        uses_ms = tail.used_ms[:-1] - self._base_ms
+        ages = np.maximum(self._now - uses_ms, _0)
+        kind = word >> 1 & CLASSES - 1 | _TRIMMED >> 1
+        alike = (tail.standings & _NOT_POSITION) == (tail.standings[-1] & _NOT_POSITION)
+        unknown = (np.frombuffer(self._word, np.uint16).take(tail.slots[:-1]) & _KNOWN_16) == 0
+        worth = self._table[kind].take(bins_of(ages)) * (ages * _LESS + _ONE)
+        cheap = (worth <= self._worth_max) & (ages >= self._young_ms)
+        count = trailing(alike[:-1] & unknown & cheap & (uses_ms <= use))
+        if not count:
+            return 0
+        positions = (tail.standings[-1 - count : -1] >> _POSITION_SHIFT).astype(np.int64) & POSITION_MAX
+        keys = tail.keys[-1 - count : -1]
+        remembered = np.flatnonzero((positions & 3 == 1) | (positions == 0)).tolist()  # those of ``step_of`` 0 and 1
+        for place in reversed(remembered):
+            if self._ghosts.recall(int(keys[place])) is not None:
+                count -= place + 1
+                break
+        uses = word >> _USES_SHIFT & _USES_MAX
+        first = len(keys) - count
+        for place in remembered:
+            if place >= first:
+                self._ghosts.remember(int(keys[place]), uses)
+        if count:
+            step = step_of(int(positions[first])) + 1
+            lasting = word & (_USES_MAX << _USES_SHIFT | _TURNS_MASK << _TURNS_SHIFT)
+            self._child = lasting | _TRIMMED | step << _STEP_SHIFT, int(uses_ms[first])
+            self._evicted += count
+        return count
 
     def victim(self, used_ms: UsedMs, now_ms: int) -> int | None:
         """See ``EvictionPolicy.victim``."""
@@ -490,10 +545,15 @@ class Gittins:
         ages = np.maximum(np.subtract(np.int64(self._now), uses, dtype=np.int64), _0)
         worth = self._table.take(classes * _BINS + bins_of(ages))
         worth *= ages * _LESS + _ONE  # of equal worth the older goes first
+        self._young_ms = 0
         if young := len(slots) // YOUNG_SHARE:
-            worth[ages < np.partition(ages, young)[young]] = np.inf
+            self._young_ms = int(np.partition(ages, young)[young])
+            worth[ages < self._young_ms] = np.inf
         count = max(1, min(BATCH, len(slots) // SMALL_SHARE))
-        lowest = self._as_hinted(slots, ages, worth, count) if self._hint else _lowest(worth, count)
+        lowest = _lowest(worth, count)
+        self._worth_max = float(worth.take(lowest).max())
+        if self._hint:
+            lowest = self._as_hinted(slots, ages, worth, lowest)
         lowest = lowest.take((-worth.take(lowest)).argsort())
         self._next = list(zip(slots.take(lowest).tolist(), uses.take(lowest).tolist(), strict=True))
 
@@ -506,16 +566,16 @@ class Gittins:
         self._hint, self._owner = array("B", bytes(len(self._word))), array("I", bytes(4 * len(self._word)))
         self._hint[slot], self._owner[slot] = page.hint, page.owner
 
-    def _as_hinted(self, slots: Slots, ages: Bins, worth: Worths, count: int) -> Places:
+    def _as_hinted(self, slots: Slots, ages: Bins, worth: Worths, lowest: Places) -> Places:
         """As many pages of each owner as there are among the lowest: those lowest as its hints weigh them."""
-        hints = np.frombuffer(self._hint, np.uint8)[slots]
+        hints, count = np.frombuffer(self._hint, np.uint8)[slots], len(lowest)
         if not hints.any():
-            return _lowest(worth, count)
+            return lowest
         owners = np.frombuffer(self._owner, np.uint32)[slots]
         weighed = worth * _WEIGHTS.take(np.where(ages <= _WEIGH_MS.take(hints), hints, 0))
         if (owners == owners[0]).all():
             return _lowest(weighed, count)
-        losses = Counter(owners[_lowest(worth, count)].tolist())
+        losses = Counter(owners[lowest].tolist())
         near = _of_owners(owners, weighed, losses, min(NEAR * count, len(slots)))
         return near if len(near) == count else _of_owners(owners, weighed, losses, len(slots))
 
