@@ -119,7 +119,7 @@ class Belady:
         """See ``EvictionPolicy.forget``."""
         self.remove(slot)
 
-    def forget_tail(self, tail: Tail) -> int:
+    def forget_tail(self, tail: Tail, together: int = 0) -> int:
         """See ``EvictionPolicy.forget_tail``."""
         self.remove(int(tail.slots[-1]))
         return 0

@@ -88,7 +88,7 @@ class QueuePolicy:
             self.left(leaf)
         self._gone = leaf if key is not None else None
 
-    def forget_tail(self, tail: Tail) -> int:
+    def forget_tail(self, tail: Tail, together: int = 0) -> int:
         """See ``EvictionPolicy.forget_tail``."""
         self.forget(int(tail.slots[-1]), int(tail.keys[-1]))
         return 0

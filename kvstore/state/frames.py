@@ -11,16 +11,19 @@ from array import array
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
+from itertools import chain, pairwise
 from operator import attrgetter
 
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.model.replica import FrameClass, FrameState
+from kvstore.model.replica import FrameClass, FrameState, position_of
 from kvstore.state.eviction import POLICIES, POLICY_DEFAULT, EvictionPolicy, Page
 from kvstore.state.eviction.base import Tail
 
 _FREE = FrameState.FREE
+SORTED_MAX = 1024  # of more free frames those that were freed first are taken, without a look at their runs
+TOGETHER_TOKENS = 256  # pages of a chain are judged one by one where they are this long; shorter ones together
 
 
 class Extent:
@@ -71,6 +74,21 @@ class Extent:
         self.free.extend(frames)
         if self.grants:
             self.pool.roomy[self.number] = self
+
+    def take(self, count: int) -> list[int]:
+        """Up to ``count`` of its free frames, ascending: the shortest runs first, so that long ones last."""
+        if count >= len(self.free):
+            frames = sorted(self.free)
+            self.free.clear()
+        elif len(self.free) > SORTED_MAX:
+            frames = sorted([self.free.popleft() for _ in range(count)])
+        else:
+            free = sorted(self.free)
+            starts = [place for place, (frame, after) in enumerate(pairwise(free), 1) if after != frame + 1]
+            runs = sorted((free[start:stop] for start, stop in pairwise([0, *starts, len(free)])), key=len)
+            by_length = [*chain.from_iterable(runs)]
+            frames, self.free = sorted(by_length[:count]), deque(by_length[count:])
+        return frames
 
     def restore(self, free: list[int]) -> None:
         """Exactly these frames are free: for start."""
@@ -153,7 +171,8 @@ class ClassPool:
         slot = int(tail.slots[-1])
         self.unsaved.pop(slot, None)
         self.ready.pop(slot, None)
-        return self.policy.forget_tail(tail)
+        stretch = TOGETHER_TOKENS // self.frame_class.page_tokens
+        return self.policy.forget_tail(tail, position_of(int(tail.standings[-1])) % stretch if stretch > 1 else 0)
 
     def offered(self, slot: int) -> bool:
         """Nothing hangs on this page: it may be evicted, now or when its chain is saved."""
@@ -175,11 +194,10 @@ class ClassPool:
         for extent in sorted(self.roomy.values(), key=lambda e: len(e.free), reverse=True):
             if extent is avoid or count == 0:
                 continue
-            free = extent.free
-            frames = sorted([free.popleft() for _ in range(min(count, len(free)))])
+            frames = extent.take(count)
             taken.append((extent, frames))
             count -= len(frames)
-            if not free:
+            if not extent.free:
                 del self.roomy[extent.number]
         return taken
 

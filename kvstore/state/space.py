@@ -23,6 +23,7 @@ from kvstore.state.quotas import Quotas
 from kvstore.state.tier_pages import SEALED, TierPages
 
 EVICT_STEP = 16  # pages taken from the coldest class before classes are compared again
+SPARE_SHARE = 256  # one frame in this many may be freed in addition to what is short
 CLOSED_MAX = 1024  # pages of failed devices that may leave in addition to those that make room
 UNSAVED_MAX = 1024  # cold leaves of a class that may wait for being saved at a time
 
@@ -79,7 +80,7 @@ class Space:
                 self._carve(pool, position, out)
             elif not self.segment.may_carve(pool) or not self._steal(pool, out):
                 if self.clears is None or self.clears.taker is not pool:  # else there is room when that is done
-                    self._evict_from(pool, short, "space", out)
+                    self._evict_from(pool, short, "space", out, pool.frames // SPARE_SHARE)
                 self.departures.waiting = self.departures.waiting or (self.late and count > pool.free)
                 break
         return self.pages.grant(pool, count)
@@ -193,8 +194,9 @@ class Space:
             gone_bytes += gone * page_bytes
         return gone_pages, gone_bytes
 
-    def _evict_from(self, pool: ClassPool, count: int, reason: str, out: list[do.Instruction]) -> int:
-        """Up to ``count`` pages without children, by the policy; leased ones are passed over once each.
+    def _evict_from(self, pool: ClassPool, count: int, reason: str, out: list[do.Instruction], spare: int = 0) -> int:
+        """Evict up to ``count`` pages without children, by the policy; leased ones are passed over once each. Up to
+        ``spare`` more leave where the tail of a chain would otherwise be cut: consecutive frames stay together.
 
         Pages of a device that takes no writes leave in their turn, but make no room: a bounded number at a time. As
         many of a device that does not answer now are passed over: there would be no room before it does. Where it is
@@ -214,7 +216,7 @@ class Space:
                 leased.append(slot)
                 late += extent.late
                 continue
-            left = self.departures.leave(extent, frame, leaving, count - room)
+            left = self.departures.leave(extent, frame, leaving, count + spare - room)
             room += 0 if extent.closed else left
         for slot in leased:
             pool.offer(slot, self.pages.page(pool, slot)._replace(used_ms=self.pages.now_ns // 1_000_000))

@@ -6,6 +6,7 @@ import contextlib
 import threading
 import time
 from collections import deque
+from itertools import chain, pairwise
 from typing import NamedTuple
 
 from kvstore.client.local.publisher import Channel, PendingReply
@@ -56,7 +57,7 @@ class GrantPool:
         self.ahead_max = max(1, min(AHEAD_FRAMES_MAX, AHEAD_BYTES_MAX // frame_class.frame_bytes))
         self._channel = channel
         self._lock = threading.Lock()
-        self._frames: list[Address] = []  # ascending
+        self._runs: list[list[Address]] = []  # of consecutive frames, ascending
         self._forfeited: list[Address] = []
         self._used_s = 0.0  # when frames were last taken
         self._timer: threading.Timer | None = None
@@ -64,30 +65,36 @@ class GrantPool:
         self._unread: deque[PendingPut] = deque()
 
     def __len__(self) -> int:
-        return len(self._frames)
+        return sum(map(len, self._runs))
 
     @property
     def idle(self) -> bool:
         """True if the pool has no frame, and none is requested or being returned."""
         waiting = self._asked is not None or self._timer is not None
-        return not (self._frames or self._forfeited or self._unread or waiting)
+        return not (self._runs or self._forfeited or self._unread or waiting)
 
     def take(self, count: int) -> list[Address]:
-        """Take up to ``count`` frames, ascending; consecutive ones if there are enough."""
-        if len(self._frames) < count:
+        """Take up to ``count`` frames, ascending: of the shortest run that has as many, else of the shortest runs.
+
+        So long runs last: a put into one run is one copy, and its pages leave together.
+        """
+        if len(self) < count:
             self._collect()
         with self._lock:
             self._used_s = time.monotonic()
-            frames = self._frames
-            start = _consecutive(frames, count) if 1 < count < len(frames) else 0
-            taken = frames[start : start + count]
-            del frames[start : start + count]
-        return taken
+            long = min((run for run in self._runs if len(run) >= count), key=len, default=None)
+            taken: list[Address] = []
+            for run in [long] if long is not None else sorted(self._runs, key=len):
+                part = run[: count - len(taken)]
+                del run[: len(part)]
+                taken += part
+            self._runs = [run for run in self._runs if run]
+        return taken if long is not None else sorted(taken)
 
     def ask_ahead(self, used: int, purpose: Purpose) -> None:
         """After a put of ``used`` pages, request the frames for further puts like it. ``take`` reads the reply."""
         with self._lock:
-            left = len(self._frames)
+            left = len(self)
             most = min(self.ahead_max, AHEAD_PUTS * used)
             count = most - left
             if left >= max(2 * used, most // 2) or count <= 0 or self._asked is not None:
@@ -110,11 +117,10 @@ class GrantPool:
         if not addresses:
             return
         with self._lock:
-            self._frames += addresses
-            self._frames.sort()
-            spare = self._frames[self.ahead_max :]
-            del self._frames[self.ahead_max :]
-            if self._timer is None and self._frames:
+            frames = sorted([*chain.from_iterable(self._runs), *addresses])
+            spare = frames[self.ahead_max :]
+            self._runs = _runs(frames[: self.ahead_max])
+            if self._timer is None:
                 self._watch()
         self.forfeit(spare)
 
@@ -153,8 +159,8 @@ class GrantPool:
         with self._lock:
             self._timer, idle = None, []
             if time.monotonic() - self._used_s >= IDLE_S:
-                idle, self._frames = self._frames, []
-            if self._frames or self._unread or self._asked is not None:  # requested after the check above
+                idle, self._runs = [*chain.from_iterable(self._runs)], []
+            if self._runs or self._unread or self._asked is not None:  # requested after the check above
                 self._watch()
         self.forfeit(idle)
 
@@ -278,14 +284,7 @@ def still_ours(address: Address, word: int) -> bool:
     return word == address.generation << 8 | _RESERVED
 
 
-def _consecutive(frames: list[Address], count: int) -> int:
-    """Return where the first run of ``count`` consecutive frames starts; 0 if there is none."""
-    start, before, last = 0, frames[0], frames[count - 1]
-    if last.extent == before.extent and last.frame - before.frame == count - 1:
-        return 0
-    for place, frame in enumerate(frames):
-        if frame.extent != before.extent or frame.frame - before.frame != place - start:
-            start, before = place, frame
-        if place - start == count - 1:
-            return start
-    return 0
+def _runs(frames: list[Address]) -> list[list[Address]]:
+    """Split ascending frames into runs of consecutive ones."""
+    starts = [i for i, (a, b) in enumerate(pairwise(frames), 1) if b.extent != a.extent or b.frame != a.frame + 1]
+    return [frames[start:stop] for start, stop in pairwise([0, *starts, len(frames)])]

@@ -95,10 +95,11 @@ class EvictionPolicy(Protocol):
         """The page is gone, listed or not; the slot will name another. ``key``: it was evicted for room."""
         ...
 
-    def forget_tail(self, tail: Tail) -> int:
+    def forget_tail(self, tail: Tail, together: int = 0) -> int:
         """The page that ``victim`` named is evicted for room, and so are pages before it, as many as are worth no more.
 
-        Returns how many pages before it go. It is as if each had been offered, and chosen next.
+        Returns how many pages before it go. It is as if each had been offered, and chosen next. ``together``: as many
+        pages before it are too few to be judged apart from it, where nothing else is known of them.
         """
         ...
 
@@ -198,7 +199,7 @@ class Lru:
         """See ``EvictionPolicy.forget``."""
         self.remove(slot)
 
-    def forget_tail(self, tail: Tail) -> int:
+    def forget_tail(self, tail: Tail, together: int = 0) -> int:
         """See ``EvictionPolicy.forget_tail``. Those that were used no later than the coldest leaf go."""
         self.remove(int(tail.slots[-1]))
         return trailing(tail.used_ms[:-1] <= tail.used_ms[-1])

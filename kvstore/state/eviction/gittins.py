@@ -385,7 +385,7 @@ class Gittins:
             self._child = word, use
             self._evicted += 1
 
-    def forget_tail(self, tail: Tail) -> int:
+    def forget_tail(self, tail: Tail, together: int = 0) -> int:
         """See ``EvictionPolicy.forget_tail``.
 
         A page of which nothing is known but what the leaf says goes with it, if it is worth no more than the best of
@@ -403,6 +403,8 @@ class Gittins:
         unknown = (np.frombuffer(self._word, np.uint16).take(tail.slots[:-1]) & _KNOWN_16) == 0
         worth = self._table[kind].take(bins_of(ages)) * (ages * _LESS + _ONE)
         cheap = (worth <= self._worth_max) & (ages >= self._young_ms)
+        if together:
+            cheap[-together:] = True
         count = trailing(alike[:-1] & unknown & cheap & (uses_ms <= use))
         if not count:
             return 0
