@@ -35,8 +35,6 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from itertools import takewhile
 
-import numpy as np
-
 from engine.simulator.trace import TraceRequest
 from kvstore.errors import InvalidRequest
 from kvstore.model.replica import standing
@@ -143,10 +141,10 @@ class CacheSimulation:
             chain = self._chain(slot, min(pages - len(self.free), RUN_MAX))
             stored = [self.pages[inner] for inner in chain]
             tail = Tail(
-                np.array(chain),
-                np.array([page.key for page in stored], np.uint64),
-                np.array([self.used_ms[inner] for inner in chain]),
-                np.array([standing(page.position, page.turns, page.hint) for page in stored], np.uint64),
+                chain,
+                [page.key for page in stored],
+                [self.used_ms[inner] for inner in chain],
+                [standing(page.position, page.turns, page.hint) for page in stored],
             )
             gone = chain[-1 - self.policy.forget_tail(tail) :]
             for inner in reversed(gone):

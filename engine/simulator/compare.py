@@ -121,7 +121,7 @@ class Belady:
 
     def forget_tail(self, tail: Tail, together: int = 0) -> int:
         """See ``EvictionPolicy.forget_tail``."""
-        self.remove(int(tail.slots[-1]))
+        self.remove(tail.slots[-1])
         return 0
 
     def victim(self, used_ms: UsedMs, now_ms: int) -> int | None:

@@ -90,7 +90,7 @@ class QueuePolicy:
 
     def forget_tail(self, tail: Tail, together: int = 0) -> int:
         """See ``EvictionPolicy.forget_tail``."""
-        self.forget(int(tail.slots[-1]), int(tail.keys[-1]))
+        self.forget(tail.slots[-1], tail.keys[-1])
         return 0
 
     def victim(self, used_ms: UsedMs, now_ms: int) -> int | None:

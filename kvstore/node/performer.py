@@ -121,7 +121,6 @@ class Waiting:
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 
 # A frame granted to a writer: ``info``, no sum, no deadline, no group; the first writer, and no other.
-_STANDING = np.uint64(standing_of((1 << 64) - 1))  # what ``standing_of`` keeps
 _GRANTED = struct.Struct(f"<Q24xQ{8 * (SHARDS_MAX - 1)}x")
 
 log = logging.getLogger("kvstore.node")
@@ -235,8 +234,9 @@ class Performer:
         """See ``RecordView``."""
         table = self.tables[extent]
         keys, parents, infos = table.chain(frames)
-        used_ns = np.minimum(table.last_use[frames], np.uint64(self._now_ns()))
-        return ChainRun(keys, parents, infos & _STANDING, used_ns)
+        now_ns = self._now_ns()
+        used_ns = [min(used, now_ns) for used in table.last_use[frames].tolist()]
+        return ChainRun(keys.tobytes(), parents.tobytes(), [standing_of(info) for info in infos.tolist()], used_ns)
 
     def key_of(self, address: Address) -> bytes:
         """What the index calls a sealed page; its record's word for it where the index does not know the page."""

@@ -11,19 +11,16 @@ from __future__ import annotations
 from collections import Counter
 from typing import Protocol
 
-import numpy as np
-
 from kvstore.model.objects import is_object_class
 from kvstore.model.replica import KEY_BYTES, Address
 from kvstore.state import instructions as do
 from kvstore.state.eviction import Page
-from kvstore.state.eviction.base import Tail, trailing
+from kvstore.state.eviction.base import Tail
 from kvstore.state.frames import ClassPool, Extent
 from kvstore.state.interfaces import ChainRun
 from kvstore.state.tier_pages import SEALED, Leaving, TierPages, Vacated
 
 RUN_MAX = 64  # pages of a chain that leave together
-_MS = np.uint64(1_000_000)
 
 
 class Below(Protocol):
@@ -80,10 +77,10 @@ class Departures:
             _, root, parent_key = pages.records.lineage(extent.number, frame + 1 - len(keys))
         count = len(keys)
         front = frame + 1 - count
-        for used in used_ns:
+        for used, times in Counter(used_ns).items():
             age_s = max(0, pages.now_ns - used) // 10**9
-            self.ages[age_s.bit_length()] += 1
-            self.ages_sum_s += age_s
+            self.ages[age_s.bit_length()] += times
+            self.ages_sum_s += times * age_s
         if self.below is not None:
             copies = (self.below.find_in(root, key) for key in keys)
             leaving.copies.extend((copy, used) for copy, used in zip(copies, used_ns, strict=True) if copy is not None)
@@ -107,13 +104,13 @@ class Departures:
             return None
         if not extent.grants or is_object_class(extent.pool.frame_class):
             return None
-        frames = slice(max(0, frame + 1 - min(most, RUN_MAX)), frame)
-        run = pages.records.run(number, slice(frames.start, frame + 1))
-        inner = (run.keys[:-1] == run.parents[1:]).all(axis=1)
-        inner &= np.frombuffer(extent.state, np.uint8)[frames] == SEALED
-        inner &= np.asarray(extent.children[frames]) == 1
-        inner &= np.asarray(extent.owner[frames]) == extent.owner[frame]
-        count = trailing(inner)
+        count = extent.alike(frame, min(most, RUN_MAX) - 1)
+        run = pages.records.run(number, slice(frame - count, frame + 1))
+        keys, parents = run.keys[:-KEY_BYTES], run.parents[KEY_BYTES:]
+        if keys != parents:
+            ends = range(len(keys), 0, -KEY_BYTES)
+            linked = (keys[end - KEY_BYTES : end] == parents[end - KEY_BYTES : end] for end in ends)
+            count = next(back for back, follows in enumerate(linked) if not follows)
         if len(pages.leases):
             held = (back for back in range(count) if pages.leases.holds(number, before - back))
             count = next(held, count)
@@ -121,16 +118,27 @@ class Departures:
             slots = range(extent.slot_base + before, extent.slot_base + before - count, -1)
             kept = (back for back, slot in enumerate(slots) if not self._may_leave(extent.pool, slot))
             count = next(kept, count)
-        return ChainRun(*(field[-1 - count :] for field in run)) if count else None
+        first = len(run.standings) - 1 - count
+        return (
+            run._replace(
+                keys=run.keys[first * KEY_BYTES :], standings=run.standings[first:], used_ns=run.used_ns[first:]
+            )
+            if count
+            else None
+        )
 
     def _leave_run(self, extent: Extent, frame: int, run: ChainRun) -> tuple[list[bytes], list[int]]:
         """The keys and last uses of the pages that the policy lets go, the last of the chain first."""
-        slots = np.arange(extent.slot_base + frame + 1 - len(run.keys), extent.slot_base + frame + 1)
-        used_ms = (run.used_ns // _MS).astype(np.int64)
-        count = 1 + extent.pool.forget_tail(Tail(slots, run.keys[:, 0], used_ms, run.standings))
-        data = run.keys[-count:][::-1].tobytes()
-        keys = [data[start : start + KEY_BYTES] for start in range(0, len(data), KEY_BYTES)]
-        return keys, run.used_ns[-count:][::-1].tolist()
+        last = extent.slot_base + frame
+        keys = [run.keys[start : start + KEY_BYTES] for start in range(0, len(run.keys), KEY_BYTES)]
+        tail = Tail(
+            range(last + 1 - len(keys), last + 1),
+            [int.from_bytes(key[:8], "little") for key in keys],
+            [used_ns // 1_000_000 for used_ns in run.used_ns],
+            run.standings,
+        )
+        first = len(keys) - 1 - extent.pool.forget_tail(tail)
+        return keys[first:][::-1], run.used_ns[first:][::-1]
 
     def _before(self, extent: Extent, frame: int, key: bytes) -> Address | None:
         """The page of that key, on which one in ``frame`` hangs, where it is just before that one, as it usually is:

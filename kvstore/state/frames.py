@@ -21,7 +21,7 @@ from kvstore.model.replica import FrameClass, FrameState, position_of
 from kvstore.state.eviction import POLICIES, POLICY_DEFAULT, EvictionPolicy, Page
 from kvstore.state.eviction.base import Tail
 
-_FREE = FrameState.FREE
+_FREE, _SEALED = FrameState.FREE, FrameState.SEALED
 SORTED_MAX = 1024  # of more free frames those that were freed first are taken, without a look at their runs
 TOGETHER_TOKENS = 256  # pages of a chain are judged one by one where they are this long; shorter ones together
 
@@ -52,6 +52,16 @@ class Extent:
     def count(self, state: FrameState) -> int:
         """Frames in ``state``."""
         return self.state.count(state)
+
+    def alike(self, frame: int, most: int) -> int:
+        """How many frames before this one, at most ``most``, have a page of the same root, on which one thing hangs."""
+        for values, value in ((self.state, _SEALED), (self.children, 1), (self.owner, self.owner[frame])):
+            before = values[max(0, frame - most) : frame]
+            if isinstance(before, bytearray) or before.typecode == "B":
+                most = len(before) - len(bytes(before).rstrip(bytes((value,))))
+            else:
+                most = next((back for back, other in enumerate(reversed(before)) if other != value), len(before))
+        return most
 
     def hang(self, frame: int, children: int) -> None:
         """Set how many children the page in this frame has."""
@@ -168,11 +178,11 @@ class ClassPool:
 
     def forget_tail(self, tail: Tail) -> int:
         """A leaf is gone, and some pages before it. Returns how many: see ``EvictionPolicy.forget_tail``."""
-        slot = int(tail.slots[-1])
+        slot = tail.slots[-1]
         self.unsaved.pop(slot, None)
         self.ready.pop(slot, None)
         stretch = TOGETHER_TOKENS // self.frame_class.page_tokens
-        return self.policy.forget_tail(tail, position_of(int(tail.standings[-1])) % stretch if stretch > 1 else 0)
+        return self.policy.forget_tail(tail, position_of(tail.standings[-1]) % stretch if stretch > 1 else 0)
 
     def offered(self, slot: int) -> bool:
         """Nothing hangs on this page: it may be evicted, now or when its chain is saved."""

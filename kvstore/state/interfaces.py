@@ -35,13 +35,12 @@ class Snapshot:
 
 
 class ChainRun(NamedTuple):
-    """What stands in the records of consecutive frames: ``keys`` and ``parents`` ``[frames, 2]``, ``standings`` and
-    ``used_ns`` ``[frames]``, all uint64."""
+    """What the records of consecutive frames say: keys and parents one after another, and one number per frame."""
 
-    keys: npt.NDArray[np.uint64]
-    parents: npt.NDArray[np.uint64]
-    standings: npt.NDArray[np.uint64]
-    used_ns: npt.NDArray[np.uint64]
+    keys: bytes
+    parents: bytes
+    standings: list[int]
+    used_ns: list[int]
 
 
 class PageIndex(Protocol):

@@ -105,10 +105,10 @@ class Tree:
     def tail(self, chain: list[int]) -> Tail:
         pages = [self.pages[slot] for slot in chain]
         return Tail(
-            np.array(chain),
-            np.array([page.key for page in pages], np.uint64),
-            np.array([self.marks[slot] for slot in chain]),
-            np.array([standing(page.position, page.turns, page.hint) for page in pages], np.uint64),
+            chain,
+            [page.key for page in pages],
+            [self.marks[slot] for slot in chain],
+            [standing(page.position, page.turns, page.hint) for page in pages],
         )
 
     def step(self) -> None:
@@ -230,10 +230,10 @@ CHAIN = [Page(NOW_MS - 5000, key=(slot + 1) << 40 | slot, position=slot) for slo
 
 def tail_of(pages: list[Page], slots: range) -> Tail:
     return Tail(
-        np.array(slots),
-        np.array([page.key for page in pages], np.uint64),
-        np.array([page.used_ms for page in pages]),
-        np.array([standing(page.position, page.turns, page.hint) for page in pages], np.uint64),
+        slots,
+        [page.key for page in pages],
+        [page.used_ms for page in pages],
+        [standing(page.position, page.turns, page.hint) for page in pages],
     )
 
 

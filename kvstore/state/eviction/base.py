@@ -24,11 +24,8 @@ The order is kept lazily: a page found at the cold end with a mark younger than 
 from __future__ import annotations
 
 from array import array
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple, Protocol
-
-import numpy as np
-import numpy.typing as npt
 
 from kvstore.model.replica import hint_in, position_of, turns_of
 from kvstore.model.retention import HINTS, STEP, priority_of, ttl_s_of
@@ -62,13 +59,15 @@ class Page(NamedTuple):
 
 
 class Tail(NamedTuple):
-    """A leaf, last, and pages before it in its chain that would be leaves one after another if those behind them left:
-    in the order of the chain. All arrays are ``[pages]``."""
+    """A leaf, last, and pages before it in its chain that would be leaves one after another if those behind them left.
 
-    slots: npt.NDArray[np.int64]
-    keys: npt.NDArray[np.uint64]  # 64 bits of each
-    used_ms: npt.NDArray[np.int64]
-    standings: npt.NDArray[np.uint64]  # see ``model.replica.standing``
+    In the order of the chain, one element per page: plain numbers, since most tails are short.
+    """
+
+    slots: Sequence[int]
+    keys: Sequence[int]  # 64 bits of each
+    used_ms: Sequence[int]
+    standings: Sequence[int]  # see ``model.replica.standing``
 
 
 class EvictionPolicy(Protocol):
@@ -117,11 +116,6 @@ class EvictionPolicy(Protocol):
     def __contains__(self, slot: int) -> bool:
         """The page is listed."""
         ...
-
-
-def trailing(flags: npt.NDArray[np.bool_]) -> int:
-    """How many of these, from the end, are true."""
-    return len(flags) if flags.all() else int(flags[::-1].argmin())
 
 
 def heap_push(heap: array[int], entry: int) -> None:
@@ -201,8 +195,11 @@ class Lru:
 
     def forget_tail(self, tail: Tail, together: int = 0) -> int:
         """See ``EvictionPolicy.forget_tail``. Those that were used no later than the coldest leaf go."""
-        self.remove(int(tail.slots[-1]))
-        return trailing(tail.used_ms[:-1] <= tail.used_ms[-1])
+        self.remove(tail.slots[-1])
+        coldest = tail.used_ms[-1]
+        return next(
+            (back for back, use in enumerate(reversed(tail.used_ms[:-1])) if use > coldest), len(tail.slots) - 1
+        )
 
     def victim(self, used_ms: UsedMs, now_ms: int) -> int | None:
         """See ``EvictionPolicy.victim``."""

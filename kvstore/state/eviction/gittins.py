@@ -17,7 +17,7 @@ counts again the next time. So an owner pays for what its hints keep with other 
 
 *Work.* The index of a page changes with time, so no queue stays in order. Instead every sixteenth eviction looks at
 1,024 leaves, evenly spread over all (up to that many: at all of them); the sixteen lowest are the next to go, each if
-its mark has not moved since. Every 512 evictions the table of indices is recomputed. None of it depends on how many
+its mark has not moved since. Every 512 choices the table of indices is recomputed. None of it depends on how many
 pages there are. Deterministic: no randomness, and no time but what callers say.
 
 *Memory.* Per page 9 bytes (``use`` 4, ``word`` 2, ghosts 3), and 4 in ``order`` per leaf; from the first hint on 5 more
@@ -53,7 +53,7 @@ from collections import Counter
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.model.replica import POSITION_MAX
+from kvstore.model.replica import POSITION_MAX, position_of
 from kvstore.state.eviction.base import (
     GROW_SLOTS,
     HINT_MS,
@@ -63,7 +63,6 @@ from kvstore.state.eviction.base import (
     Page,
     Tail,
     UsedMs,
-    trailing,
 )
 
 Bins = npt.NDArray[np.int64]
@@ -218,7 +217,7 @@ BATCH = 16  # this many pages of a sample are the next to go ...
 SMALL_SHARE = 16  # ... and one in this many of a small sample
 NEAR = 8  # with hints: each owner's pages are looked for first among this many times as many lowest pages
 YOUNG_SHARE = 8  # one leaf in this many, those used last, stays whatever is known of similar pages
-EVICTIONS_PER_TABLE = 512
+CHOICES_PER_TABLE = 512
 LEARN_SAMPLE = 256  # of the leaves that are listed when the table is made
 HALF_LIFE_EVICTIONS = 1 << 14  # what was seen this many evictions ago counts half ...
 HALF_LIFE_TURNOVERS = 1  # ... or this many times all pages ago, if that is longer
@@ -243,8 +242,7 @@ _ENTRY_SHIFT = 10  # the age bin in which it was offered: what happened before w
 _LASTING = (1 << _ENTRY_SHIFT) - 1
 # Numbers of numpy's own, and ``take``: with plain ones, and by indexing, its calls take two to four times as long.
 _0, _1, _CLASS, _BINS = np.int64(0), np.uint16(_LISTED), np.uint16(CLASSES - 1), np.uint16(BINS)
-_KNOWN_16, _POSITION_SHIFT = np.uint16(_KNOWN), np.uint64(32)
-_NOT_POSITION = np.uint64(~(POSITION_MAX << 32) & (1 << 64) - 1)
+_NOT_POSITION = ~(POSITION_MAX << 32)
 _ONE, _LESS = np.float64(1), np.float64(-1e-13)
 _ALL = (1 << 16) - 1
 
@@ -321,7 +319,9 @@ class Gittins:
         self._ghosts = Ghosts(pages)
         self._ledger = WorthLedger()
         self._table = np.array([gittins(of_class) for of_class in self._ledger.chances().tolist()])
-        self._evicted = 0  # since the table was made
+        self._evicted = self._chosen = (
+            0  # pages that left since the table was made, and those of them that ``victim`` named
+        )
         self._phase = 0.0  # where the next sample begins, as a share of its stride
         self._next: list[tuple[int, int]] = []  # (slot, use) of the next to go, the first one last
         self._worth_max = 0.0  # of the next to go, when they were chosen ...
@@ -384,6 +384,7 @@ class Gittins:
                 self._ghosts.remember(key, word >> _USES_SHIFT & _USES_MAX)
             self._child = word, use
             self._evicted += 1
+            self._chosen += 1
 
     def forget_tail(self, tail: Tail, together: int = 0) -> int:
         """See ``EvictionPolicy.forget_tail``.
@@ -391,39 +392,33 @@ class Gittins:
         A page of which nothing is known but what the leaf says goes with it, if it is worth no more than the best of
         those that were chosen with the leaf.
         """
-        slot, key = int(tail.slots[-1]), int(tail.keys[-1])
-        word = self._word[slot]
-        self.forget(slot, key)
+        slots, keys, used_ms, standings = tail
+        word = self._word[slots[-1]]
+        self.forget(slots[-1], keys[-1])
         assert self._child is not None and self._base_ms is not None
-        _, use = self._child
-        uses_ms = tail.used_ms[:-1] - self._base_ms
-        ages = np.maximum(self._now - uses_ms, _0)
-        kind = word >> 1 & CLASSES - 1 | _TRIMMED >> 1
-        alike = (tail.standings & _NOT_POSITION) == (tail.standings[-1] & _NOT_POSITION)
-        unknown = (np.frombuffer(self._word, np.uint16).take(tail.slots[:-1]) & _KNOWN_16) == 0
-        worth = self._table[kind].take(bins_of(ages)) * (ages * _LESS + _ONE)
-        cheap = (worth <= self._worth_max) & (ages >= self._young_ms)
-        if together:
-            cheap[-together:] = True
-        count = trailing(alike[:-1] & unknown & cheap & (uses_ms <= use))
-        if not count:
-            return 0
-        positions = (tail.standings[-1 - count : -1] >> _POSITION_SHIFT).astype(np.int64) & POSITION_MAX
-        keys = tail.keys[-1 - count : -1]
-        remembered = np.flatnonzero((positions & 3 == 1) | (positions == 0)).tolist()  # those of ``step_of`` 0 and 1
-        for place in reversed(remembered):
-            if self._ghosts.recall(int(keys[place])) is not None:
-                count -= place + 1
-                break
+        words, ghosts, base_ms, count = self._word, self._ghosts, self._base_ms, 0
+        alike, use = standings[-1] & _NOT_POSITION, self._child[1]
+        of_class, cheap, worth_of = self._table[word >> 1 & CLASSES - 1 | _TRIMMED >> 1], True, -1
         uses = word >> _USES_SHIFT & _USES_MAX
-        first = len(keys) - count
-        for place in remembered:
-            if place >= first:
-                self._ghosts.remember(int(keys[place]), uses)
+        for place in range(len(slots) - 2, -1, -1):
+            standing, before = standings[place], used_ms[place] - base_ms
+            if before > use or standing & _NOT_POSITION != alike or words[slots[place]] & _KNOWN:
+                break
+            if before != worth_of:
+                worth_of, age = before, self._now - before
+                cheap = age >= self._young_ms and float(of_class[bin_of(age)]) * (1 - 1e-13 * age) <= self._worth_max
+            if not cheap and count >= together:
+                break
+            if step_of(position_of(standing)) < 2:
+                if ghosts.recall(keys[place]) is not None:
+                    break
+                ghosts.remember(keys[place], uses)
+            count += 1
         if count:
-            step = step_of(int(positions[first])) + 1
+            front = len(slots) - 1 - count
+            step = step_of(position_of(standings[front])) + 1
             lasting = word & (_USES_MAX << _USES_SHIFT | _TURNS_MASK << _TURNS_SHIFT)
-            self._child = lasting | _TRIMMED | step << _STEP_SHIFT, int(uses_ms[first])
+            self._child = lasting | _TRIMMED | step << _STEP_SHIFT, max(0, used_ms[front] - base_ms)
             self._evicted += count
         return count
 
@@ -433,7 +428,7 @@ class Gittins:
         self._now = max(self._now, self._since_base(now_ms))
         self._child = None
         while self._listed:
-            if self._evicted >= EVICTIONS_PER_TABLE:
+            if self._chosen >= CHOICES_PER_TABLE:
                 self._learn(used_ms)
             if not self._next:
                 self._choose()
@@ -519,7 +514,7 @@ class Gittins:
         self._table = np.array([gittins(of_class) for of_class in chances.tolist()])
         half_life = max(HALF_LIFE_EVICTIONS, HALF_LIFE_TURNOVERS * self._pages)
         self._ledger.fade(0.5 ** (self._evicted / half_life))
-        self._evicted = 0
+        self._evicted = self._chosen = 0
 
     def _sample(self, most: int) -> Slots:
         """Leaves, evenly spread over all. Each sample begins at another place, so that in time all are in one."""
