@@ -1,13 +1,13 @@
-"""Announcing: what a node sends to the owners of its pages' spans. See ``directory``. No I/O.
+"""AnnouncePlan: what a node sends to the owners of its pages' spans. See ``directory``. No I/O.
 
 Each owner gets a stream: first everything the node has for this owner, then each change. A stream has only one batch in
 flight, which is sent again until it is answered. When the members of the cluster change, an owner that stays receives
 only the pages that it gained and lost. An owner that is new, or has forgotten this node, receives a new stream.
 
-The caller follows the node's event log. ``dumped`` needs all pages at one point of that log::
+The caller follows the node's event log. ``add_all`` needs all pages at one point of that log::
 
     lock the node: note the log's newest number, copy all pages      (only when ``wants_pages``)
-    changed(events up to that number), dumped(pages), changed(later events) ...
+    apply(events up to that number), add_all(pages), apply(later events) ...
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class Entries(NamedTuple):
     marks: Marks
 
 
-def settled(pages: Entries, changes: Entries) -> Entries:
+def settle(pages: Entries, changes: Entries) -> Entries:
     """The pages that remain of ``pages`` after ``changes``. ``pages`` may be in any order and may repeat; ``changes``
     are in the order in which they happened."""
     touched = np.isin(pages.fingerprints, changes.fingerprints)
@@ -54,7 +54,7 @@ def settled(pages: Entries, changes: Entries) -> Entries:
     stays = [(span, page, mark) for (page, _), (span, mark) in last.items() if not mark & GONE]
     spans, prints, marks = zip(*stays, strict=True) if stays else ((), (), ())
     after = Entries(np.array(spans, np.uint64), np.array(prints, np.uint64), np.array(marks, np.uint8))
-    return joined([part_of(pages, ~touched), after])
+    return join([part_of(pages, ~touched), after])
 
 
 def part_of(pages: Entries, which: npt.NDArray[np.bool_]) -> Entries:
@@ -62,7 +62,7 @@ def part_of(pages: Entries, which: npt.NDArray[np.bool_]) -> Entries:
     return Entries(pages.spans[which], pages.fingerprints[which], pages.marks[which])
 
 
-def joined(parts: Sequence[Entries]) -> Entries:
+def join(parts: Sequence[Entries]) -> Entries:
     """All ``parts`` as one, in order."""
     spans, prints, marks = zip(*parts, strict=True)
     return Entries(np.concatenate(spans), np.concatenate(prints), np.concatenate(marks))
@@ -81,7 +81,7 @@ class _Owner:
     whole: bool = False  # the batch that completes those was sent
     target: int = 0  # the placement that the owner is being updated to
     due: int = 0  # how many of ``queued`` have to be sent before the owner is complete for ``target``
-    placed: int = 0  # the placement for which the owner is complete once it has all batches sent so far
+    placement: int = 0  # the placement for which the owner is complete once it has all batches sent so far
     sent: AnnounceBatch | None = None
 
     def add(self, fingerprints: Fingerprints, marks: Marks) -> None:
@@ -93,12 +93,12 @@ class _Owner:
             self.drop()
 
     def drop(self) -> None:
-        self.stream, self.sent, self.placed = None, None, 0
+        self.stream, self.sent, self.placement = None, None, 0
         self.queue.clear()
         self.queued = self.first = 0
 
 
-class Announcing:
+class AnnouncePlan:
     """Decides what one node announces. The caller sends what ``batch`` returns, and reports the answer.
 
     Args:
@@ -120,7 +120,7 @@ class Announcing:
 
     @property
     def wants_pages(self) -> bool:
-        """Whether ``dumped`` is needed: the members changed, or an owner needs a new stream."""
+        """Whether ``add_all`` is needed: the members changed, or an owner needs a new stream."""
         return self._members != self._placement.nodes or any(each.stream is None for each in self._owners.values())
 
     @property
@@ -132,30 +132,30 @@ class Announcing:
         """Set the nodes that own a part of the directory."""
         self._members = tuple(sorted(set(names)))
 
-    def lost(self) -> None:
-        """Events were missed: every owner needs a new stream."""
+    def restart(self) -> None:
+        """Begin a new stream to every owner, because events were missed."""
         for owner in self._owners.values():
             owner.drop()
 
-    def dumped(self, pages: Entries) -> None:
-        """Take all pages of the node, as of the last ``changed``."""
-        before, self._placement = self._placement, Placement(self._members)
-        had = before.owned(pages.spans)
+    def add_all(self, pages: Entries) -> None:
+        """Take all pages of the node, as of the last ``apply``."""
+        old, self._placement = self._placement, Placement(self._members)
+        owned_before = old.owned(pages.spans)
         owned = self._placement.owned(pages.spans)
         self._owners = {name: self._owners.get(name) or _Owner() for name in owned}
         for name, mine in owned.items():
             owner = self._owners[name]
             if owner.stream is None:
-                owner.stream, owner.next, owner.whole, owner.placed = self._draw(), 0, False, 0
+                owner.stream, owner.next, owner.whole, owner.placement = self._draw(), 0, False, 0
                 owner.first = int(mine.sum())
                 owner.add(pages.fingerprints[mine], pages.marks[mine])
             else:
-                gained, gone = mine & ~had[name], had[name] & ~mine
+                gained, lost = mine & ~owned_before[name], owned_before[name] & ~mine
                 owner.add(pages.fingerprints[gained], pages.marks[gained])
-                owner.add(pages.fingerprints[gone], pages.marks[gone] | np.uint8(GONE))
+                owner.add(pages.fingerprints[lost], pages.marks[lost] | np.uint8(GONE))
             owner.target, owner.due = self._placement.number, owner.queued
 
-    def changed(self, pages: Entries) -> None:
+    def apply(self, pages: Entries) -> None:
         """Take pages that were stored and removed, in this order."""
         for name, mine in self._placement.shares(pages.spans):
             self._owners[name].add(pages.fingerprints[mine], pages.marks[mine])
@@ -168,11 +168,11 @@ class Announcing:
         owner = self._owners.get(name)
         if owner is None or owner.stream is None:
             return None
-        untold = not owner.whole or owner.placed != owner.target
-        if owner.sent is None and (owner.queue or untold or idle):
+        is_incomplete = not owner.whole or owner.placement != owner.target
+        if owner.sent is None and (owner.queue or is_incomplete or idle):
             owner.sent = self._next(owner, owner.stream)
-        elif owner.sent is not None and owner.sent.placed and owner.queue:
-            owner.sent = replace(owner.sent, placed=0)  # not answered yet, and there is news
+        elif owner.sent is not None and owner.sent.placement and owner.queue:
+            owner.sent = replace(owner.sent, placement=0)  # not answered yet, and there is news
         return owner.sent
 
     def _next(self, owner: _Owner, stream: int) -> AnnounceBatch:
@@ -187,20 +187,20 @@ class Announcing:
         entries = BATCH_PAGES - room
         owner.queued -= entries
         owner.first, owner.due = max(0, owner.first - entries), max(0, owner.due - entries)
-        owner.placed = owner.placed if owner.due else owner.target
+        owner.placement = owner.placement if owner.due else owner.target
         completes = not owner.whole and owner.first == 0
         owner.whole |= completes
         fingerprints = np.concatenate([np.zeros(0, np.uint64), *(part[0] for part in parts)])
         marks = np.concatenate([np.zeros(0, np.uint8), *(part[1] for part in parts)])
-        placed = owner.placed if owner.queued == owner.due else 0  # 0: more entries follow this batch
-        return AnnounceBatch(self._node, stream, owner.next, fingerprints, marks, completes, placed)
+        placement = owner.placement if owner.queued == owner.due else 0  # 0: more entries follow this batch
+        return AnnounceBatch(self._node, stream, owner.next, fingerprints, marks, completes, placement)
 
-    def answered(self, name: str, sent: AnnounceBatch, wanted: int) -> None:
-        """Take the owner's answer to the batch ``sent``: the number of the batch it wants next."""
+    def take_answer(self, name: str, sent: AnnounceBatch, next_number: int) -> None:
+        """Take the owner's answer to the batch ``sent``: the number of the batch that it expects next."""
         owner = self._owners.get(name)
         if owner is None or owner.sent is not sent:
             return
-        if wanted == sent.number + 1:
-            owner.next, owner.sent = wanted, None
-        elif wanted == AGAIN or wanted != sent.number:
+        if next_number == sent.number + 1:
+            owner.next, owner.sent = next_number, None
+        elif next_number == AGAIN or next_number != sent.number:
             owner.drop()

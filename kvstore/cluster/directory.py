@@ -15,8 +15,8 @@ number, the node begins another stream::
     node    stream 7: 0 1 2(whole) 3 4 ..        stream 9: 0 1(whole) 2 ..
     owner               1 2 3      4 5  (restarts)  AGAIN  1 2        3 ..
 
-Each batch says for which placement of spans the owner now has all entries (``placed``). While a stream, or entries of
-moved spans, are still being sent, the owner's entries of that node may be incomplete.
+Each batch says for which placement of spans the owner now has all entries (``placement``). While a stream or the
+entries of moved spans are still being sent, the owner's entries of that node may be incomplete.
 
 **Entries.** An entry has 8 bytes: 48 bits of the fingerprint, 14 bits for the number of a stream, 2 for the tier.
 Entries are sorted in one array. Changes are sorted in a second one, and merged into the first when there are many.
@@ -76,10 +76,10 @@ class AnnounceBatch:
     fingerprints: Fingerprints
     marks: Marks
     whole: bool = False
-    placed: int = 0
+    placement: int = 0
 
 
-class Unsure(NamedTuple):
+class Doubt(NamedTuple):
     """A node whose entries may be incomplete at an owner.
 
     Attributes:
@@ -89,24 +89,24 @@ class Unsure(NamedTuple):
     """
 
     node: str
-    placed: int
+    placement: int
 
 
 @dataclass(frozen=True, slots=True)
-class Listed:
+class Locations:
     """The result of a lookup: rows, ordered by page.
 
     Attributes:
         pages: positions among the requested pages, int64 ``[rows]``. nodes: positions in ``names``, int64 ``[rows]``.
         tiers: numbers in ``TIERS``, uint8 ``[rows]``.
-        unsure: nodes that may have more of these pages.
+        doubts: nodes that may have more of these pages.
     """
 
     pages: npt.NDArray[np.int64]
     nodes: npt.NDArray[np.int64]
     tiers: npt.NDArray[np.uint8]
     names: list[str]
-    unsure: tuple[Unsure, ...] = ()
+    doubts: tuple[Doubt, ...] = ()
 
 
 @dataclass(slots=True)
@@ -114,7 +114,7 @@ class _Stream:
     place: int
     number: int
     next: int = 0
-    placed: int = 0
+    placement: int = 0
 
 
 class Directory:
@@ -152,7 +152,7 @@ class Directory:
         """The nodes that have announced something."""
         return sorted(self._streams)
 
-    def told(self, batch: AnnounceBatch) -> int:
+    def apply(self, batch: AnnounceBatch) -> int:
         """Take in a batch. Returns the number of the next batch; ``AGAIN`` to ask for a new stream."""
         streams = self._streams.get(batch.node, [])
         stream = next((each for each in streams if each.number == batch.stream), None)
@@ -161,11 +161,11 @@ class Directory:
             if stream is None:
                 return AGAIN
         if batch.number != stream.next:
-            if batch.number == stream.next - 1 and not batch.placed:
-                stream.placed = 0  # our answer was lost, and the node has more to announce
+            if batch.number == stream.next - 1 and not batch.placement:
+                stream.placement = 0  # our answer was lost, and the node has more to announce
             return stream.next
         stream.next += 1
-        stream.placed = batch.placed
+        stream.placement = batch.placement
         self._change(stream, batch)
         streams = self._streams[batch.node]
         void = streams if batch.whole else streams[streams.index(stream) + 1 :]
@@ -173,17 +173,17 @@ class Directory:
             self._end(batch.node, other)
         return stream.next
 
-    def placed(self, node: str) -> int:
+    def placement(self, node: str) -> int:
         """Return the number of the placement for which the node's newest stream is complete; 0 if for none."""
         streams = self._streams.get(node)
-        return streams[-1].placed if streams else 0
+        return streams[-1].placement if streams else 0
 
     def forget(self, node: str) -> None:
         """Drop the entries of a node that has gone."""
         for stream in self._streams.get(node, [])[:]:
             self._end(node, stream)
 
-    def find(self, pages: Fingerprints, most: int = PER_PAGE_MAX) -> Listed:
+    def find(self, pages: Fingerprints, most: int = PER_PAGE_MAX) -> Locations:
         """Return known locations of these pages, at most ``most`` entries for each."""
         if len(self._table) <= MERGED_MAX:
             self._merge()
@@ -193,16 +193,16 @@ class Directory:
             rows = _first(rows, most)
         low = rows.astype(np.uint16)
         places, nodes, tiers = rows >> _LOW_BITS, low >> np.uint16(2), low & np.uint16(3)
-        return Listed(places.astype(np.int64), nodes.astype(np.int64), tiers.astype(np.uint8), self._names)
+        return Locations(places.astype(np.int64), nodes.astype(np.int64), tiers.astype(np.uint8), self._names)
 
     def entries_of(self, node: str, start: int, count: int) -> Fingerprints:
-        """Return ``count`` entries of this node from ``start`` on, in the form of ``entries_told``."""
+        """Return ``count`` entries of this node from ``start`` on, in the form of ``page_entries``."""
         self._merge()
-        rest = self._table[np.searchsorted(self._table, np.uint64(start) & ~_LOW) :]
+        tail = self._table[np.searchsorted(self._table, np.uint64(start) & ~_LOW) :]
         places = [stream.place for stream in self._streams.get(node, [])]
-        mine = rest[np.isin((rest & _LOW) >> _TIER_BITS, np.array(places, np.uint64))]
-        told = np.unique(mine & (~_LOW | _TIER))
-        return told[np.searchsorted(told, np.uint64(start)) :][:count]
+        mine = tail[np.isin((tail & _LOW) >> _TIER_BITS, np.array(places, np.uint64))]
+        entries = np.unique(mine & (~_LOW | _TIER))
+        return entries[np.searchsorted(entries, np.uint64(start)) :][:count]
 
     # --- streams ----------------------------------------------------------------------------------------------------
 
@@ -240,13 +240,13 @@ class Directory:
         entries = entries[order]
         last = np.ones(len(entries), bool)
         last[:-1] = entries[1:] != entries[:-1]
-        gone = (batch.marks[order] & GONE != 0)[last]
-        came, went = entries[last][~gone], entries[last][gone]
+        leaves = (batch.marks[order] & GONE != 0)[last]
+        added, removed = entries[last][~leaves], entries[last][leaves]
         room = max(0, self._max - len(self._table) - len(self._added))
-        self.refused += max(0, len(came) - room)
-        came = came[:room]
-        self._added = _with(_without(self._added, went), came)
-        self._removed = _with(_without(self._removed, came), went)
+        self.refused += max(0, len(added) - room)
+        added = added[:room]
+        self._added = _with(_without(self._added, removed), added)
+        self._removed = _with(_without(self._removed, added), removed)
         if len(self._added) + len(self._removed) > max(CHANGES_MIN, len(self._table) // CHANGES_SHARE):
             self._merge()
 
@@ -260,7 +260,7 @@ class Directory:
 _NONE: Final = np.zeros(0, np.uint64)
 
 
-def entries_told(pages: Fingerprints, marks: Marks) -> Fingerprints:
+def page_entries(pages: Fingerprints, marks: Marks) -> Fingerprints:
     """Return the sorted entries of a node's pages: 48 bits of the fingerprint, and the tier."""
     return np.unique(pages & ~_LOW | (marks & 3).astype(np.uint64))
 
@@ -271,8 +271,7 @@ def _without(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) ->
         return entries
     at = np.searchsorted(entries, others)
     at = at[at < len(entries)]
-    there = at[entries[at] == others[: len(at)]]
-    return np.delete(entries, there)
+    return np.delete(entries, at[entries[at] == others[: len(at)]])
 
 
 def _with(entries: npt.NDArray[np.uint64], others: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
@@ -307,13 +306,13 @@ def _rows(entries: npt.NDArray[np.uint64], pages: Fingerprints, most: int) -> np
         counts = np.minimum(entries.searchsorted(pages[at] | _LOW, "right") - rows, most)
         at = np.repeat(at, counts)
         rows = np.arange(len(at)) + np.repeat(rows - np.cumsum(counts) + counts, counts)
-    found = (at if order is None else order[at]).astype(np.uint64) << _LOW_BITS | entries[rows] & _LOW
+    result = (at if order is None else order[at]).astype(np.uint64) << _LOW_BITS | entries[rows] & _LOW
     if order is not None:
-        found.sort()
-    return found
+        result.sort()
+    return result
 
 
-def joined(parts: list[Listed], step: int) -> Listed:
+def join(parts: list[Locations], step: int) -> Locations:
     """Combine the results of lookups of ``step`` pages each into one."""
     names: list[str] = []
     nodes = []
@@ -322,11 +321,11 @@ def joined(parts: list[Listed], step: int) -> Listed:
             names = names + part.names
         nodes.append(part.nodes + (len(names) - len(part.names)))
     pages = np.concatenate([part.pages + step * number for number, part in enumerate(parts)])
-    return Listed(pages, np.concatenate(nodes), np.concatenate([part.tiers for part in parts]), names)
+    return Locations(pages, np.concatenate(nodes), np.concatenate([part.tiers for part in parts]), names)
 
 
 OWNERS: Final = 2
-KNOWN_MAX: Final = 1 << 14  # spans whose owners are cached: about 3 MB
+CACHE_MAX: Final = 1 << 14  # spans whose owners are cached: about 3 MB
 
 
 class Placement:
@@ -342,7 +341,7 @@ class Placement:
         self.nodes = tuple(sorted(set(nodes)))
         self.number = xxhash.xxh3_64_intdigest("\0".join(self.nodes).encode()) | 1
         self._seeds = np.array([xxhash.xxh3_64_intdigest(name.encode()) for name in self.nodes], np.uint64)
-        self._known: dict[int, tuple[int, ...]] = {}
+        self._cache: dict[int, tuple[int, ...]] = {}
 
     def owners(self, spans: Fingerprints) -> npt.NDArray[np.int64]:
         """Return the positions in ``nodes`` of each span's owners, the first owner first: int64
@@ -350,20 +349,20 @@ class Placement:
         count = min(OWNERS, len(self.nodes))
         if count < OWNERS:
             return np.zeros((len(spans), count), np.int64)
-        weights = _mixed(spans[:, None] ^ self._seeds)
+        weights = _mix(spans[:, None] ^ self._seeds)
         return weights.argpartition(-OWNERS, axis=1)[:, : -OWNERS - 1 : -1]
 
     def owners_of(self, spans: list[int]) -> list[tuple[int, ...]]:
         """Return the owners of a few spans. They are cached, since callers usually ask for later spans of a chain
         too."""
-        known = self._known
-        missing = [span for span in spans if span not in known]
+        cache = self._cache
+        missing = [span for span in spans if span not in cache]
         if missing:
-            if len(known) + len(missing) > KNOWN_MAX:
-                self._known = known = {}
+            if len(cache) + len(missing) > CACHE_MAX:
+                self._cache = cache = {}
                 missing = spans
-            known.update(zip(missing, map(tuple, self.owners(np.array(missing, np.uint64)).tolist()), strict=True))
-        return [known[span] for span in spans]
+            cache.update(zip(missing, map(tuple, self.owners(np.array(missing, np.uint64)).tolist()), strict=True))
+        return [cache[span] for span in spans]
 
     def shares(self, spans: Fingerprints) -> Iterator[tuple[str, npt.NDArray[np.int64]]]:
         """Yield each owner of some of these spans, with the positions of its spans, ascending."""
@@ -380,7 +379,7 @@ class Placement:
         return {name: (owners == place).any(axis=1) for place, name in enumerate(self.nodes)}
 
 
-def _mixed(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
+def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
     """The finalizer of splitmix64 (Steele, Lea and Flood, "Fast splittable pseudorandom number generators", 2014)."""
     words = (words ^ (words >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
     words = (words ^ (words >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)

@@ -2,18 +2,19 @@
 
 ::
 
-    FIND       whose | number of the caller's placement u64 | fingerprints u64[]
-    HOLD       whose | closed u8 | keys 16 bytes[]
-    FOUND      names u16, unsure u16, rows u32 | per name: length u8, UTF-8 | per unsure: placed u64, length u8, UTF-8 |
+    FIND       namespace | number of the caller's placement u64 | fingerprints u64[]
+    HOLD       namespace | closed u8 | keys 16 bytes[]
+    FOUND      names u16, doubts u16, rows u32 | per name: length u8, UTF-8 | per doubt: placement u64, length u8,
+               UTF-8 |
                pages u32[rows] | nodes u16[rows] | tiers u8[rows]
-    ANNOUNCE   number of the node's daemon u64, stream u64, number u64, placed u64, pages u32, whole u8, length of the
-               node's name u8 | name | fingerprints u64[] | marks u8[]
+    ANNOUNCE   number of the node's daemon u64, stream u64, number u64, placement u64, pages u32, whole u8,
+               length of the node's name u8 | name | fingerprints u64[] | marks u8[]
     ANNOUNCED  number of the next batch i64; -1: begin another stream
     LIST       first entry u64 | UTF-8 of the node's name
-    LISTED     entries u64[], see ``directory.entries_told``; the last ones if fewer than ``LISTED_MAX``
+    LISTED     entries u64[], see ``directory.page_entries``; the last ones if fewer than ``LISTED_MAX``
 
-"whose" is: fingerprint of the layout 16 bytes | lengths of salt and adapter u16, u16 | salt, adapter, UTF-8. FIND asks
-an owner which nodes have pages. HOLD asks a node which pages it has. FOUND answers both.
+A namespace is: fingerprint of the layout 16 bytes | lengths of salt and adapter u16, u16 | salt, adapter, UTF-8.
+FIND asks an owner which nodes have pages. HOLD asks a node which pages it has. FOUND answers both.
 
 A node's position in the names of FOUND is valid in that answer only. An empty name is not a node. Fingerprints in
 ANNOUNCE and LISTED are veiled by their root (``model.prefix.veil_of``), which only nodes can do. Fingerprints in FIND
@@ -36,20 +37,20 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore.cluster.data_connection import DataConnection
-from kvstore.cluster.directory import GONE, TIERS, AnnounceBatch, Listed, Unsure
+from kvstore.cluster.directory import GONE, TIERS, AnnounceBatch, Doubt, Locations
 from kvstore.cluster.lookup_plan import HOLD_PAGES_MAX
 from kvstore.model.prefix import Fingerprints
 from kvstore.model.replica import KEY_BYTES
-from kvstore.wire.data import FrameKind, Whose, WireError
+from kvstore.wire.data import FrameKind, Namespace, WireError
 
 FIND_PAGES_MAX: Final = 1 << 16
 NAME_BYTES_MAX: Final = 64
 LISTED_MAX: Final = 1 << 16
 _FOUND: Final = struct.Struct("<HHI")
-_UNSURE: Final = struct.Struct("<QB")
+_DOUBT: Final = struct.Struct("<QB")
 _PLACEMENT: Final = struct.Struct("<Q")
 _CLOSED: Final = struct.Struct("<B")
-_WHOSE: Final = struct.Struct(f"<{KEY_BYTES}sHH")
+_NAMESPACE: Final = struct.Struct(f"<{KEY_BYTES}sHH")
 _ANNOUNCE: Final = struct.Struct("<QQQQIBB")
 _ANNOUNCED: Final = struct.Struct("<q")
 _LIST: Final = struct.Struct("<Q")
@@ -58,31 +59,31 @@ Body = bytes | bytearray | memoryview
 
 
 @lru_cache(maxsize=256)
-def _pack_whose(whose: Whose) -> bytes:
+def _pack_namespace(namespace: Namespace) -> bytes:
     """The part at the start of FIND and HOLD that names the owner of the pages."""
-    salt, adapter = whose.salt.encode(), whose.adapter.encode()
-    return _WHOSE.pack(whose.fingerprint, len(salt), len(adapter)) + salt + adapter
+    salt, adapter = namespace.salt.encode(), namespace.adapter.encode()
+    return _NAMESPACE.pack(namespace.fingerprint, len(salt), len(adapter)) + salt + adapter
 
 
-def _unpack_whose(body: Body) -> tuple[Whose, int]:
+def _unpack_namespace(body: Body) -> tuple[Namespace, int]:
     """Return the owner of the pages, and where it ends in the body. Raises struct.error, ValueError."""
-    fingerprint, salt_bytes, adapter_bytes = _WHOSE.unpack_from(body)
-    at = _WHOSE.size + salt_bytes
-    salt = bytes(body[_WHOSE.size : at]).decode()
-    return Whose(fingerprint, salt, bytes(body[at : at + adapter_bytes]).decode()), at + adapter_bytes
+    fingerprint, salt_bytes, adapter_bytes = _NAMESPACE.unpack_from(body)
+    at = _NAMESPACE.size + salt_bytes
+    salt = bytes(body[_NAMESPACE.size : at]).decode()
+    return Namespace(fingerprint, salt, bytes(body[at : at + adapter_bytes]).decode()), at + adapter_bytes
 
 
-def pack_find(whose: Whose, pages: Fingerprints, placement: int) -> bytes:
+def pack_find(namespace: Namespace, pages: Fingerprints, placement: int) -> bytes:
     """The body of FIND. ``placement`` is the number of the placement by which the caller chose this owner."""
     assert len(pages) <= FIND_PAGES_MAX
-    return _pack_whose(whose) + _PLACEMENT.pack(placement) + pages.astype("<u8", copy=False).tobytes()
+    return _pack_namespace(namespace) + _PLACEMENT.pack(placement) + pages.astype("<u8", copy=False).tobytes()
 
 
-def unpack_find(body: Body) -> tuple[Whose, Fingerprints, int]:
+def unpack_find(body: Body) -> tuple[Namespace, Fingerprints, int]:
     """Return the owner of the pages, their fingerprints, and the number of the placement. Raises WireError if the body
     is invalid."""
     try:
-        whose, at = _unpack_whose(body)
+        namespace, at = _unpack_namespace(body)
         (placement,) = _PLACEMENT.unpack_from(body, at)
     except (struct.error, ValueError) as error:
         raise WireError(f"find: {error}") from None
@@ -90,56 +91,56 @@ def unpack_find(body: Body) -> tuple[Whose, Fingerprints, int]:
     size = len(body) - at
     if size % 8 or size > 8 * FIND_PAGES_MAX:
         raise WireError(f"find: must be at most {FIND_PAGES_MAX} fingerprints (got {size} bytes)")
-    return whose, np.frombuffer(body, "<u8", size // 8, at).astype(np.uint64, copy=False), int(placement)
+    return namespace, np.frombuffer(body, "<u8", size // 8, at).astype(np.uint64, copy=False), int(placement)
 
 
-def pack_hold(whose: Whose, keys: list[bytes], closed: bool) -> bytes:
+def pack_hold(namespace: Namespace, keys: list[bytes], closed: bool) -> bytes:
     """The body of HOLD. ``closed``: a node that has a page also has all pages before it, so it may skip some."""
     assert len(keys) <= HOLD_PAGES_MAX
-    return b"".join((_pack_whose(whose), _CLOSED.pack(closed), *keys))
+    return b"".join((_pack_namespace(namespace), _CLOSED.pack(closed), *keys))
 
 
-def unpack_hold(body: Body) -> tuple[Whose, list[bytes], bool]:
+def unpack_hold(body: Body) -> tuple[Namespace, list[bytes], bool]:
     """Return the owner of the pages, their keys, and whether the chain is closed. Raises WireError if the body is
     invalid."""
     try:
-        whose, at = _unpack_whose(body)
+        namespace, at = _unpack_namespace(body)
         (closed,) = _CLOSED.unpack_from(body, at)
     except (struct.error, ValueError) as error:
         raise WireError(f"hold: {error}") from None
     raw = bytes(body[at + _CLOSED.size :])
     if len(raw) % KEY_BYTES or len(raw) > KEY_BYTES * HOLD_PAGES_MAX:
         raise WireError(f"hold: must be at most {HOLD_PAGES_MAX} keys (got {len(raw)} bytes)")
-    return whose, [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)], bool(closed)
+    return namespace, [raw[at : at + KEY_BYTES] for at in range(0, len(raw), KEY_BYTES)], bool(closed)
 
 
-def pack_found(found: Listed) -> bytes:
+def pack_found(locations: Locations) -> bytes:
     """The body of FOUND, with only the names that occur in rows."""
-    used = np.zeros(len(found.names), np.bool_)
-    used[found.nodes] = True
-    nodes = (used.cumsum(dtype="<u2") - np.uint16(1))[found.nodes]
-    names = [found.names[place].encode() for place in used.nonzero()[0].tolist()]
-    head = _FOUND.pack(len(names), len(found.unsure), len(found.pages))
+    occurs = np.zeros(len(locations.names), np.bool_)
+    occurs[locations.nodes] = True
+    nodes = (occurs.cumsum(dtype="<u2") - np.uint16(1))[locations.nodes]
+    names = [locations.names[place].encode() for place in occurs.nonzero()[0].tolist()]
+    head = _FOUND.pack(len(names), len(locations.doubts), len(locations.pages))
     head += b"".join([bytes([len(name)]) + name for name in names])
-    for node, placed in found.unsure:
+    for node, placement in locations.doubts:
         name = node.encode()
-        head += _UNSURE.pack(placed, len(name)) + name
-    return b"".join((head, found.pages.astype("<u4").tobytes(), nodes.tobytes(), found.tiers.tobytes()))
+        head += _DOUBT.pack(placement, len(name)) + name
+    return b"".join((head, locations.pages.astype("<u4").tobytes(), nodes.tobytes(), locations.tiers.tobytes()))
 
 
-def unpack_found(body: Body, asked: int) -> Listed:
-    """The locations in a FOUND about ``asked`` pages. Raises WireError if the body is invalid."""
+def unpack_found(body: Body, count: int) -> Locations:
+    """The locations in a FOUND about ``count`` pages. Raises WireError if the body is invalid."""
     try:
-        count, doubts, rows = _FOUND.unpack_from(body)
-        at, names, unsure = _FOUND.size, list[str](), list[Unsure]()
-        for _ in range(count):
+        name_count, doubt_count, rows = _FOUND.unpack_from(body)
+        at, names, doubts = _FOUND.size, list[str](), list[Doubt]()
+        for _ in range(name_count):
             size = body[at]
             names.append(bytes(body[at + 1 : at + 1 + size]).decode())
             at += 1 + size
-        for _ in range(doubts):
-            placed, size = _UNSURE.unpack_from(body, at)
-            at += _UNSURE.size + size
-            unsure.append(Unsure(bytes(body[at - size : at]).decode(), placed))
+        for _ in range(doubt_count):
+            placement, size = _DOUBT.unpack_from(body, at)
+            at += _DOUBT.size + size
+            doubts.append(Doubt(bytes(body[at - size : at]).decode(), placement))
         if len(body) != at + 7 * rows:
             raise ValueError(f"{len(body)} bytes")
         pages = np.frombuffer(body, "<u4", rows, at).astype(np.int64)
@@ -147,22 +148,22 @@ def unpack_found(body: Body, asked: int) -> Listed:
         tiers = np.frombuffer(body, np.uint8, rows, at + 6 * rows)
     except (struct.error, ValueError, IndexError) as error:
         raise WireError(f"found: {error}") from None
-    if rows and (int(pages.max()) >= asked or int(nodes.max()) >= count or int(tiers.max()) >= len(TIERS)):
+    if rows and (int(pages.max()) >= count or int(nodes.max()) >= name_count or int(tiers.max()) >= len(TIERS)):
         raise WireError("found: names an unknown page, node or tier")
-    return Listed(pages, nodes, tiers, names, tuple(unsure))
+    return Locations(pages, nodes, tiers, names, tuple(doubts))
 
 
-def pack_announce(told: AnnounceBatch, daemon: int) -> bytes:
+def pack_announce(batch: AnnounceBatch, daemon: int) -> bytes:
     """The body of ANNOUNCE. ``daemon`` is the number in the node's catalog entry."""
-    name = told.node.encode()
-    head = _ANNOUNCE.pack(daemon, told.stream, told.number, told.placed, len(told.marks), told.whole, len(name))
-    return b"".join((head, name, told.fingerprints.astype("<u8", copy=False).tobytes(), told.marks.tobytes()))
+    name = batch.node.encode()
+    head = _ANNOUNCE.pack(daemon, batch.stream, batch.number, batch.placement, len(batch.marks), batch.whole, len(name))
+    return b"".join((head, name, batch.fingerprints.astype("<u8", copy=False).tobytes(), batch.marks.tobytes()))
 
 
 def unpack_announce(body: Body) -> tuple[AnnounceBatch, int]:
     """The batch in an ANNOUNCE, and the number of the daemon. Raises WireError if the body is invalid."""
     try:
-        daemon, stream, number, placed, pages, whole, size = _ANNOUNCE.unpack_from(body)
+        daemon, stream, number, placement, pages, whole, size = _ANNOUNCE.unpack_from(body)
         at = _ANNOUNCE.size + size
         if not 0 < size <= NAME_BYTES_MAX or len(body) != at + 9 * pages:
             raise ValueError(f"{len(body)} bytes")
@@ -173,20 +174,20 @@ def unpack_announce(body: Body) -> tuple[AnnounceBatch, int]:
         raise WireError(f"announce: {error}") from None
     if pages and int((marks & ~np.uint8(GONE)).max()) >= len(TIERS):
         raise WireError("announce: names an unknown tier")
-    return AnnounceBatch(node, stream, number, fingerprints, marks, bool(whole), placed), daemon
+    return AnnounceBatch(node, stream, number, fingerprints, marks, bool(whole), placement), daemon
 
 
-def pack_announced(wanted: int) -> bytes:
-    """The body of ANNOUNCED."""
-    return _ANNOUNCED.pack(wanted)
+def pack_announced(number: int) -> bytes:
+    """The body of ANNOUNCED. ``number``: of the next batch."""
+    return _ANNOUNCED.pack(number)
 
 
 def unpack_announced(body: Body) -> int:
     """The number of the next batch. Raises WireError if the body is invalid."""
     if len(body) != _ANNOUNCED.size:
         raise WireError(f"announced: {len(body)} bytes")
-    (wanted,) = _ANNOUNCED.unpack(body)
-    return int(wanted)
+    (number,) = _ANNOUNCED.unpack(body)
+    return int(number)
 
 
 def pack_list(node: str, start: int) -> bytes:

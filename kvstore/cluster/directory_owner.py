@@ -6,7 +6,7 @@ other node, the owner's answer says for which placement its entries are complete
 are in doubt, and asks the spans' other owner, or the node itself::
 
     members a b c, the link from a to b is cut         members a b c, and d joins
-    FIND at b   -> entries of b; unsure of a: 0        FIND at b   -> unsure of a: the placement over a b c, until a
+    FIND at b   -> entries of b; in doubt, a: 0        FIND at b   -> in doubt, a: the placement over a b c, until a
     FIND at c   -> entries of c                                       has announced the spans that b owns since d joined
 """
 
@@ -16,14 +16,14 @@ from collections.abc import Iterable
 from typing import Final
 
 from kvstore.cluster.announce_plan import pause_s
-from kvstore.cluster.directory import AGAIN, AnnounceBatch, Directory, Placement, Unsure
+from kvstore.cluster.directory import AGAIN, AnnounceBatch, Directory, Doubt, Placement
 
 IDLE_S: Final = 1.0  # a node without news for an owner sends an empty batch after this time
 LATE_S: Final = 1.5  # a node that has sent nothing for this time, plus two of its pauses, may have news
 SILENT_S: Final = 3.0  # an announcing node that the catalog does not list is forgotten after this time of silence
 VIEWS_MAX: Final = 4  # sets of members to remember
-UNSURE_MAX: Final = 64  # unsure nodes in one answer
-KEPT_S: Final = 0.1  # the list of unsure nodes is reused for this time
+DOUBTS_MAX: Final = 64  # in one answer
+CACHE_S: Final = 0.1  # a list of doubts is reused for this time
 
 
 class DirectoryOwner:
@@ -42,7 +42,7 @@ class DirectoryOwner:
         self.heard_s: dict[str, float] = {}
         self._members: tuple[str, ...] = ()
         self._views: dict[int, tuple[str, ...]] = {}  # by the number of the placement, the newest last
-        self._kept: dict[int, tuple[float, tuple[Unsure, ...]]] = {}
+        self._cache: dict[int, tuple[float, tuple[Doubt, ...]]] = {}
 
     def look(self, names: Iterable[str], now_s: float) -> None:
         """Set the members. Forgets nodes that have left, and silent nodes that never were members."""
@@ -53,46 +53,46 @@ class DirectoryOwner:
             if name not in present and (silent or name in before):
                 self.directory.forget(name)
                 self.heard_s.pop(name, None)
-                self._kept.clear()
+                self._cache.clear()
         number = Placement(members).number if members != self._members or not self._views else 0
         if number:
             self._views.pop(number, None)
             self._views[number] = members
             for old in list(self._views)[:-VIEWS_MAX]:
                 del self._views[old]
-            self._kept.clear()
+            self._cache.clear()
         self._members = members
 
-    def told(self, batch: AnnounceBatch, now_s: float) -> int:
-        """Apply a batch; see ``Directory.told``."""
-        before = self.directory.placed(batch.node)
-        wanted = self.directory.told(batch)
-        if wanted != AGAIN:  # a refused node may not be a member, and ``look`` would never forget it
+    def apply(self, batch: AnnounceBatch, now_s: float) -> int:
+        """Apply a batch; see ``Directory.apply``."""
+        before = self.directory.placement(batch.node)
+        next_number = self.directory.apply(batch)
+        if next_number != AGAIN:  # a refused node may not be a member, and ``look`` would never forget it
             self.heard_s[batch.node] = now_s
-            if self.directory.placed(batch.node) != before:
-                self._kept.clear()
-        return wanted
+            if self.directory.placement(batch.node) != before:
+                self._cache.clear()
+        return next_number
 
-    def unsure(self, placement: int, now_s: float) -> tuple[Unsure, ...]:
+    def doubts(self, placement: int, now_s: float) -> tuple[Doubt, ...]:
         """Nodes whose entries may be incomplete here, for a caller that uses the placement with this number."""
-        until_s, found = self._kept.get(placement, (0.0, ()))
+        until_s, doubts = self._cache.get(placement, (0.0, ()))
         if now_s >= until_s:
-            found = self._unsure(placement, now_s)
+            doubts = self._find_doubts(placement, now_s)
             if placement in self._views:
-                self._kept[placement] = now_s + KEPT_S, found
-        return found
+                self._cache[placement] = now_s + CACHE_S, doubts
+        return doubts
 
-    def _unsure(self, placement: int, now_s: float) -> tuple[Unsure, ...]:
+    def _find_doubts(self, placement: int, now_s: float) -> tuple[Doubt, ...]:
         members = self._views.get(placement)
         if members is None:
-            return (Unsure("", 0),)  # the caller may know nodes that this owner does not
+            return (Doubt("", 0),)  # the caller may know nodes that this owner does not
         since_s = now_s - LATE_S - 2 * pause_s(len(members))
-        found = []
+        doubts = []
         for name in members:
-            placed = self.directory.placed(name) if self.heard_s.get(name, 0.0) >= since_s else 0
-            if placed != placement:
-                found.append(Unsure(name, placed))
-        if len(found) <= UNSURE_MAX:
-            return tuple(found)
-        numbers = sorted({each.placed for each in found})
-        return tuple(Unsure("", placed) for placed in (numbers if len(numbers) <= VIEWS_MAX else [0]))
+            complete = self.directory.placement(name) if self.heard_s.get(name, 0.0) >= since_s else 0
+            if complete != placement:
+                doubts.append(Doubt(name, complete))
+        if len(doubts) <= DOUBTS_MAX:
+            return tuple(doubts)
+        numbers = sorted({each.placement for each in doubts})
+        return tuple(Doubt("", number) for number in (numbers if len(numbers) <= VIEWS_MAX else [0]))

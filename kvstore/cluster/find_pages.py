@@ -14,32 +14,32 @@ from collections.abc import Collection
 from typing import Final, NamedTuple
 
 from kvstore.cluster.data_connection import DataConnection
-from kvstore.cluster.directory import OWNERS, Listed, Placement
+from kvstore.cluster.directory import OWNERS, Locations, Placement
 from kvstore.cluster.directory_messages import FIND_PAGES_MAX, pack_find, pack_hold, unpack_found
 from kvstore.cluster.lookup_plan import Question, Search, Stretch
 from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode, PoolView
 from kvstore.errors import KVStoreError
-from kvstore.wire.data import FrameKind, Whose, WireError
+from kvstore.wire.data import FrameKind, Namespace, WireError
 
 OWNER_S: Final = 0.3  # how long to wait for an owner's answer
-KEPT_S: Final = 1.0
-KEPT_MAX: Final = 64  # answers
+CACHE_S: Final = 1.0
+CACHE_MAX: Final = 64  # answers
 ROUNDS_SILENT: Final = OWNERS + 1  # rounds without an answer: each owner of a span, then the node itself
 OLDER_MAX: Final = 4  # earlier placements to remember
 
 
-class _Asked(NamedTuple):
+class _Scope(NamedTuple):
     """What all questions of a search have in common."""
 
-    whose: Whose
+    namespace: Namespace
     closed: bool
     placement: int
 
     def request(self, question: Question) -> tuple[FrameKind, bytes]:
         """The kind and the body of the message for ``question``."""
         if question.keys is not None:
-            return FrameKind.HOLD, pack_hold(self.whose, question.keys, self.closed)
-        return FrameKind.FIND, pack_find(self.whose, question.pages, self.placement)
+            return FrameKind.HOLD, pack_hold(self.namespace, question.keys, self.closed)
+        return FrameKind.FIND, pack_find(self.namespace, question.pages, self.placement)
 
 
 class Finder:
@@ -51,17 +51,17 @@ class Finder:
         kept_s: how long a result is reused.
     """
 
-    def __init__(self, peers: PeersFile, links: PeerLinks, kept_s: float = KEPT_S) -> None:
-        self._kept_s = kept_s
+    def __init__(self, peers: PeersFile, links: PeerLinks, kept_s: float = CACHE_S) -> None:
+        self._cache_s = kept_s
         self._peers = peers
         self._links = links
         self._turn = random.randrange(1 << 20)  # processes with the same results ask different nodes
-        self._placed: tuple[PoolView | None, Placement, dict[int, Placement]] = None, Placement([]), {}
-        self._kept: OrderedDict[tuple[bytes, int], tuple[float, list[Stretch]]] = OrderedDict()
+        self._placements: tuple[PoolView | None, Placement, dict[int, Placement]] = None, Placement([]), {}
+        self._cache: OrderedDict[tuple[bytes, int], tuple[float, list[Stretch]]] = OrderedDict()
 
     def find(
         self,
-        whose: Whose,
+        namespace: Namespace,
         keys: list[bytes],
         first: int,
         deadline_s: float,
@@ -71,7 +71,7 @@ class Finder:
         """Where the pages of a chain are on other nodes, from page ``first`` on, up to the first page that no node has.
 
         Args:
-            whose: the owner of the pages. Nodes check whether this caller may read them.
+            namespace: of the pages. Nodes check whether this caller may read them.
             keys: of the chain from its root.
             deadline_s: of ``time.monotonic()``. Each owner of a span, and each node that is asked itself, gets at most
                 ``OWNER_S`` to answer.
@@ -83,80 +83,80 @@ class Finder:
             return []
         keys, now_s = keys[: first + FIND_PAGES_MAX] if len(keys) > FIND_PAGES_MAX else keys, time.monotonic()
         name = keys[-1], first  # a key also names all pages before it
-        until_s, found = self._kept.get(name, (0.0, []))
-        if until_s >= now_s and not without and all(each.node in view.peers for each in found):
-            return found
+        until_s, stretches = self._cache.get(name, (0.0, []))
+        if until_s >= now_s and not without and all(each.node in view.peers for each in stretches):
+            return stretches
         nodes = {name for name in view.peers if name != view.node and name not in without}
         placement, older = self._placement(view)
         search = Search(placement, keys, first, nodes, closed, self._turn, older)
         self._ask(
-            _Asked(whose, closed, placement.number), search, view, min(deadline_s, now_s + ROUNDS_SILENT * OWNER_S)
+            _Scope(namespace, closed, placement.number), search, view, min(deadline_s, now_s + ROUNDS_SILENT * OWNER_S)
         )
-        found = search.found()
+        stretches = search.result()
         if not without:
-            self._keep(name, now_s + self._kept_s, found)
-        return found
+            self._keep(name, now_s + self._cache_s, stretches)
+        return stretches
 
-    def _keep(self, name: tuple[bytes, int], until_s: float, found: list[Stretch]) -> None:
-        self._kept[name] = until_s, found
-        while len(self._kept) > KEPT_MAX:
+    def _keep(self, name: tuple[bytes, int], until_s: float, stretches: list[Stretch]) -> None:
+        self._cache[name] = until_s, stretches
+        while len(self._cache) > CACHE_MAX:
             with contextlib.suppress(KeyError):  # another thread has done it
-                self._kept.popitem(last=False)
+                self._cache.popitem(last=False)
 
     def _placement(self, view: PoolView) -> tuple[Placement, dict[int, Placement]]:
         """The current placement, and earlier ones by their numbers."""
-        seen, placement, older = self._placed
-        if view is not seen:
+        last_view, placement, older = self._placements
+        if view is not last_view:
             if placement.nodes != tuple(sorted(view.peers)):
                 older = dict([*older.items(), (placement.number, placement)][-OLDER_MAX:])
                 placement = Placement(view.peers)
-            self._placed = view, placement, older
+            self._placements = view, placement, older
         return placement, older
 
-    def _ask(self, whose: _Asked, search: Search, view: PoolView, deadline_s: float) -> None:
+    def _ask(self, scope: _Scope, search: Search, view: PoolView, deadline_s: float) -> None:
         silent = {name for name, peer in view.peers.items() if self._links.dead(peer)}
         while questions := search.ask(silent):
-            for question, told in zip(questions, self._round(whose, view, questions, deadline_s), strict=True):
-                if told is None:
+            for question, answer in zip(questions, self._round(scope, view, questions, deadline_s), strict=True):
+                if answer is None:
                     silent.add(question.owner)
                 else:
-                    search.answered(question, told)
+                    search.take_answer(question, answer)
             if time.monotonic() >= deadline_s:
                 return
 
     def _round(
-        self, whose: _Asked, view: PoolView, questions: list[Question], deadline_s: float
-    ) -> list[Listed | None]:
+        self, scope: _Scope, view: PoolView, questions: list[Question], deadline_s: float
+    ) -> list[Locations | None]:
         """Ask all questions at the same time. A question without an answer gets None. A question whose connection was
         stale is sent again over another one."""
         until_s = min(deadline_s, time.monotonic() + OWNER_S)
-        answers: list[Listed | None] = [None] * len(questions)
-        due = list(range(len(questions)))
+        answers: list[Locations | None] = [None] * len(questions)
+        indices = list(range(len(questions)))
         for _ in range(2):
-            if due:
-                due = self._send(whose, view, questions, due, answers, until_s)
+            if indices:
+                indices = self._send(scope, view, questions, indices, answers, until_s)
         return answers
 
     def _send(
         self,
-        whose: _Asked,
+        scope: _Scope,
         view: PoolView,
         questions: list[Question],
-        due: list[int],
-        answers: list[Listed | None],
+        indices: list[int],
+        answers: list[Locations | None],
         until_s: float,
     ) -> list[int]:
-        """Send the questions in ``due``, and store their answers. Returns the questions whose connections were
+        """Send the questions at ``indices``, and store their answers. Returns the questions whose connections were
         stale."""
         stale: list[int] = []
         with contextlib.ExitStack() as open_links:
             under_way = []
-            for at in due:
+            for at in indices:
                 peer = view.peers[questions[at].owner]
                 with contextlib.suppress(KVStoreError):
                     connection = open_links.enter_context(self._links.to(peer, until_s))
                     try:
-                        number = connection.send(*whose.request(questions[at]), deadline_s=until_s)
+                        number = connection.send(*scope.request(questions[at]), deadline_s=until_s)
                         under_way.append((at, connection, number))
                     except KVStoreError as error:
                         stale += [at] if self._stale(peer, connection, error) else []

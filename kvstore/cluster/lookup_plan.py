@@ -29,7 +29,7 @@ from typing import Final, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.cluster.directory import TIERS, Listed, Placement, Unsure
+from kvstore.cluster.directory import TIERS, Doubt, Locations, Placement
 from kvstore.model.prefix import Fingerprints, fingerprints, spans_between
 
 UNKNOWN_MIN: Final = 4  # spans in a row that round 1 may skip; in long chains the square root of their number
@@ -63,8 +63,8 @@ class Question(NamedTuple):
 
 
 class Search:
-    """One search. Life: ``ask`` -> ``answered`` for each answer -> ``ask`` .. until there are no more questions, or no
-    time -> ``found``.
+    """One search. Life: ``ask`` -> ``take_answer`` for each answer -> ``ask`` .. until there are no more questions or
+    there is no time -> ``result``.
 
     Args:
         keys: of the chain from its root.
@@ -88,14 +88,14 @@ class Search:
         self._keys, self._first, self._nodes, self._closed, self._turn = keys, first, nodes, closed, turn
         self._spans = spans_between(first, len(keys))
         self._names, self._lasts = self._spans.named(keys)
-        self._members, self._owned = placement.nodes, owned_spans(placement, self._names)
+        self._members, self._spans_of = placement.nodes, owned_spans(placement, self._names)
         self._older = older
         self._second = False  # whether the second owners of spans in doubt were asked
-        self._asked = set[str]()  # nodes that were asked which pages they have
-        self._told = _Coverage()  # answers about the last pages of spans
-        self._whole = _Coverage()  # answers about all pages of spans
-        self._told_by: dict[int, int] = {}  # the spans that each owner has answered for
-        self._answers: list[tuple[list[int], Listed]] = []
+        self._asked_nodes = set[str]()  # nodes that were asked which pages they have
+        self._ends = _Coverage()  # answers about the last pages of spans
+        self._full = _Coverage()  # answers about all pages of spans
+        self._answers_of: dict[int, int] = {}  # the spans that each owner has answered for
+        self._answers: list[tuple[list[int], Locations]] = []
         self._last, self._holder = first - 1, ""  # the last page that any node has, and that node
 
     def ask(self, silent: Collection[str]) -> list[Question]:
@@ -104,48 +104,48 @@ class Search:
         return self._of_owners(silent) or self._in_doubt(silent)
 
     def _of_owners(self, silent: Collection[str]) -> list[Question]:
-        owned = {place: spans for place, spans in self._owned.items() if self._members[place] not in silent}
+        owned = {place: spans for place, spans in self._spans_of.items() if self._members[place] not in silent}
         lasts = self._spans.lasts
         every = (1 << len(lasts)) - 1
         if not self._closed:
-            return [self._of_all(*each) for each in fewest(owned, every & ~self._whole.spans).items()]
+            return [self._of_all(*each) for each in fewest(owned, every & ~self._full.spans).items()]
         if self._last == lasts[-1]:
             return []
         low = bisect_right(lasts, self._last)
         rest = every & -(1 << low)
-        chosen = spread(owned, rest, self._told.spans, max(UNKNOWN_MIN, isqrt(len(lasts))))
+        chosen = spread(owned, rest, self._ends.spans, max(UNKNOWN_MIN, isqrt(len(lasts))))
         if chosen:
             return [self._of_lasts(*each) for each in chosen.items()]
-        missing = self._told.spans & rest
-        unsure = (missing & -missing) * 2 - 1 if missing else every
-        return [self._of_all(*each) for each in fewest(owned, unsure & rest & ~self._whole.spans).items()]
+        missing = self._ends.spans & rest
+        unclear = (missing & -missing) * 2 - 1 if missing else every
+        return [self._of_all(*each) for each in fewest(owned, unclear & rest & ~self._full.spans).items()]
 
-    def answered(self, question: Question, told: Listed) -> None:
+    def take_answer(self, question: Question, answer: Locations) -> None:
         """Take the answer to a question."""
         if question.keys is None:
-            self._note(question, told.unsure)
-        self._answers.append((question.places, told))
-        nodes, pages = told.nodes.tolist(), told.pages.tolist()
+            self._note(question, answer.doubts)
+        self._answers.append((question.places, answer))
+        nodes, pages = answer.nodes.tolist(), answer.pages.tolist()
         best: tuple[int, int, int] | None = None
         for row in reversed(range(len(pages))):  # they are in order
             place = question.places[pages[row]]
             if place <= self._last or (best is not None and place < -best[0]):
                 break
-            if told.names[nodes[row]] in self._nodes:
-                rank = -place, int(told.tiers[row]), (nodes[row] + self._turn) % len(told.names)
+            if answer.names[nodes[row]] in self._nodes:
+                rank = -place, int(answer.tiers[row]), (nodes[row] + self._turn) % len(answer.names)
                 if best is None or rank < best:
-                    best, holder = rank, told.names[nodes[row]]
+                    best, holder = rank, answer.names[nodes[row]]
         if best is not None:
             self._last, self._holder = -best[0], holder
 
-    def found(self) -> list[Stretch]:
+    def result(self) -> list[Stretch]:
         """The result so far: where the pages are, from the first one on, as consecutive stretches."""
         if not self._closed:
-            return stretches(_merged(self._answers, self._first), len(self._keys) - self._first, self._nodes)
+            return stretches(_merge(self._answers, self._first), len(self._keys) - self._first, self._nodes)
         tiers = dict[int, int]()
-        for places, told in self._answers:
-            its = [name == self._holder for name in told.names]
-            rows = zip(told.pages.tolist(), told.nodes.tolist(), told.tiers.tolist(), strict=True)
+        for places, answer in self._answers:
+            its = [name == self._holder for name in answer.names]
+            rows = zip(answer.pages.tolist(), answer.nodes.tolist(), answer.tiers.tolist(), strict=True)
             for page, node, tier in reversed(list(rows)):  # a page's fastest tier comes first
                 if its[node]:
                     tiers[places[page]] = tier
@@ -155,22 +155,22 @@ class Search:
             at = page + 1
         return [Stretch(self._holder, 0, len(known), known)] if known else []
 
-    def _note(self, question: Question, unsure: Collection[Unsure]) -> None:
-        """Note that an owner has answered for some spans, and that its entries of the nodes in ``unsure`` may be
+    def _note(self, question: Question, doubts: Collection[Doubt]) -> None:
+        """Note that an owner has answered for some spans, and that its entries of the nodes in ``doubts`` may be
         incomplete."""
-        owner, spans, doubts = question.owner, question.spans, dict[str, int]()
-        for node, placed in unsure:
-            doubts[node] = doubts.get(node, 0) | spans & ~self._owned_before(owner, placed)
-        self._told.add(spans, doubts)
+        owner, spans, spans_in_doubt = question.owner, question.spans, dict[str, int]()
+        for node, placement in doubts:
+            spans_in_doubt[node] = spans_in_doubt.get(node, 0) | spans & ~self._owned_before(owner, placement)
+        self._ends.add(spans, spans_in_doubt)
         if question.whole:
-            self._whole.add(spans, doubts)
+            self._full.add(spans, spans_in_doubt)
         place = self._members.index(owner)
-        self._told_by[place] = self._told_by.get(place, 0) | spans
+        self._answers_of[place] = self._answers_of.get(place, 0) | spans
 
-    def _owned_before(self, owner: str, placed: int) -> int:
+    def _owned_before(self, owner: str, placement: int) -> int:
         """The spans that ``owner`` already owned in the placement with this number; none if that placement is
         unknown."""
-        old = self._older.get(placed)
+        old = self._older.get(placement)
         if old is None or owner not in old.nodes:
             return 0
         return owned_spans(old, self._names).get(old.nodes.index(owner), 0)
@@ -181,13 +181,13 @@ class Search:
         if not rest:
             return []
         unknown = {node: self._unknown(node, rest) for node in self._nodes if node not in silent}
-        unknown = {node: spans for node, spans in unknown.items() if spans and node not in self._asked}
+        unknown = {node: spans for node, spans in unknown.items() if spans and node not in self._asked_nodes}
         spans = 0
         for its in unknown.values():
             spans |= its
         owners = {
-            place: its & ~self._told_by.get(place, 0)
-            for place, its in self._owned.items()
+            place: its & ~self._answers_of.get(place, 0)
+            for place, its in self._spans_of.items()
             if self._members[place] not in silent
         }
         chosen = fewest(owners, spans)
@@ -196,8 +196,8 @@ class Search:
             return [self._of_all(*each) for each in list(chosen.items())[:ASKED_MAX]]
         nodes = sorted(unknown)
         turn = self._turn % max(1, len(nodes))
-        nodes = (nodes[turn:] + nodes[:turn])[: ASKED_MAX - len(self._asked)]
-        self._asked.update(nodes)
+        nodes = (nodes[turn:] + nodes[:turn])[: ASKED_MAX - len(self._asked_nodes)]
+        self._asked_nodes.update(nodes)
         return [self._of_node(node, unknown[node]) for node in nodes]
 
     def _missing(self) -> int:
@@ -207,16 +207,16 @@ class Search:
         if self._closed:
             return every & -(1 << bisect_right(lasts, self._last))
         pages = np.zeros(len(self._keys), np.bool_)
-        for places, told in self._answers:
-            mine = np.array([name in self._nodes for name in told.names], np.bool_)
-            pages[np.array(places, np.int64)[told.pages[mine[told.nodes]]]] = True
+        for places, answer in self._answers:
+            mine = np.array([name in self._nodes for name in answer.names], np.bool_)
+            pages[np.array(places, np.int64)[answer.pages[mine[answer.nodes]]]] = True
         return sum(1 << span for span in _bits(every) if not pages[self._spans.firsts[span] : lasts[span] + 1].all())
 
     def _unknown(self, node: str, rest: int) -> int:
         """The spans in ``rest`` of which this node may have more than it announced. In a closed chain it has nothing
         after a span whose last page it certainly lacks."""
-        ends = self._told.sure(node) & rest if self._closed else 0
-        return rest & ~self._whole.sure(node) & ((ends & -ends) * 2 - 1 if ends else -1)
+        ends = self._ends.sure(node) & rest if self._closed else 0
+        return rest & ~self._full.sure(node) & ((ends & -ends) * 2 - 1 if ends else -1)
 
     def _of_node(self, node: str, spans: int) -> Question:
         its, after = self._spans, self._last if self._closed else -1
@@ -239,8 +239,8 @@ class Search:
 
 
 class _Coverage:
-    """Spans that owners have answered for. A span is in doubt for a node if every owner that answered was unsure of
-    that node.
+    """Spans that owners have answered for. A span is in doubt for a node if every owner that answered named
+    that node as one whose entries may be incomplete.
 
     Attributes:
         spans: a bit for each.
@@ -250,18 +250,18 @@ class _Coverage:
         self.spans = 0
         self._doubts: dict[str, int] = {}  # the spans in doubt for each node; "": for any node
 
-    def add(self, spans: int, unsure: Mapping[str, int]) -> None:
-        """An owner has answered for ``spans``. ``unsure`` has the spans that may be incomplete for each node."""
-        first, again = spans & ~self.spans, spans & self.spans
+    def add(self, spans: int, doubts: Mapping[str, int]) -> None:
+        """An owner has answered for ``spans``. ``doubts`` has the spans that may be incomplete for each node."""
+        first, second = spans & ~self.spans, spans & self.spans
         self.spans |= spans
-        if not unsure and not self._doubts:
+        if not doubts and not self._doubts:
             return
-        any_before, any_now = self._doubts.get("", 0), unsure.get("", 0)
+        any_before, any_now = self._doubts.get("", 0), doubts.get("", 0)
         after: dict[str, int] = {}
-        for node in {*unsure, *self._doubts}:
-            before, now = self._doubts.get(node, 0) | any_before, unsure.get(node, 0) | any_now
-            if doubted := first & now | before & (now | ~again):
-                after[node] = doubted
+        for node in {*doubts, *self._doubts}:
+            before, now = self._doubts.get(node, 0) | any_before, doubts.get(node, 0) | any_now
+            if doubt := first & now | before & (now | ~second):
+                after[node] = doubt
         self._doubts = after
 
     def sure(self, node: str) -> int:
@@ -280,26 +280,26 @@ def owned_spans(placement: Placement, names: Fingerprints) -> dict[int, int]:
     return owned
 
 
-def spread(owned: Mapping[int, int], spans: int, told: int, unknown_max: int) -> dict[int, int]:
-    """Choose the nodes to ask, and about which of ``spans``, so that together with ``told`` the last span is known and
+def spread(owned: Mapping[int, int], spans: int, known: int, unknown_max: int) -> dict[int, int]:
+    """Choose the nodes to ask, and about which of ``spans``, so that together with ``known`` the last span is known and
     at most ``unknown_max`` spans in a row are not. Spans without an owner do not count."""
-    anybody = 0
+    reachable = 0
     for theirs in owned.values():
-        anybody |= theirs
+        reachable |= theirs
     chosen: dict[int, int] = {}
-    last, unknown = (spans & anybody).bit_length() - 1, spans & anybody & ~told
+    last, unknown = (spans & reachable).bit_length() - 1, spans & reachable & ~known
     while unknown:
         runs = unknown  # after the loop: where runs begin that are too long
         for _ in range(unknown_max):
             runs &= runs >> 1
         if unknown >> last & 1:
-            wanted = last
+            span = last
         elif runs:
-            wanted = (runs & -runs).bit_length() - 1 + unknown_max
+            span = (runs & -runs).bit_length() - 1 + unknown_max
         else:
             break
         owner = max(
-            (place for place in owned if owned[place] >> wanted & 1),
+            (place for place in owned if owned[place] >> span & 1),
             key=lambda place: (owned[place] & unknown).bit_count(),
         )
         chosen[owner] = owned[owner] & unknown
@@ -325,18 +325,18 @@ def _bits(word: int) -> list[int]:
     return [at for at in range(word.bit_length()) if word >> at & 1]
 
 
-def stretches(found: Listed, asked: int, nodes: Collection[str]) -> list[Stretch]:
-    """The fewest stretches that cover the first ``asked`` pages, up to the first page that none of ``nodes`` has."""
+def stretches(locations: Locations, count: int, nodes: Collection[str]) -> list[Stretch]:
+    """The fewest stretches that cover the first ``count`` pages, up to the first page that none of ``nodes`` has."""
     best: dict[str, npt.NDArray[np.uint8]] = {}  # each node's fastest tier of each page; len(TIERS): none
-    for place in np.unique(found.nodes).tolist():
-        if found.names[place] in nodes:
-            tiers = best.setdefault(found.names[place], np.full(asked, len(TIERS), np.uint8))
-            rows = found.nodes == place
-            np.minimum.at(tiers, found.pages[rows], found.tiers[rows])
+    for place in np.unique(locations.nodes).tolist():
+        if locations.names[place] in nodes:
+            tiers = best.setdefault(locations.names[place], np.full(count, len(TIERS), np.uint8))
+            rows = locations.nodes == place
+            np.minimum.at(tiers, locations.pages[rows], locations.tiers[rows])
     ends = {node: _ends(tiers < len(TIERS)) for node, tiers in best.items()}
     covered: list[Stretch] = []
     at = 0
-    while at < asked and ends:
+    while at < count and ends:
         node = max(ends, key=lambda node: (int(ends[node][at]), node))
         stop = int(ends[node][at])
         if stop <= at:
@@ -352,13 +352,13 @@ def _ends(has: npt.NDArray[np.bool_]) -> npt.NDArray[np.int64]:
     return gaps[np.searchsorted(gaps, np.arange(len(has)))]
 
 
-def _merged(answers: list[tuple[list[int], Listed]], first: int) -> Listed:
+def _merge(answers: list[tuple[list[int], Locations]], first: int) -> Locations:
     """All answers as one, with places counted from page ``first``."""
     names: list[str] = []
     pages, nodes, tiers = [np.zeros(0, np.int64)], [np.zeros(0, np.int64)], [np.zeros(0, np.uint8)]
-    for places, told in answers:
-        pages.append(np.array(places, np.int64)[told.pages] - first)
-        nodes.append(told.nodes + len(names))
-        tiers.append(told.tiers)
-        names += told.names
-    return Listed(np.concatenate(pages), np.concatenate(nodes), np.concatenate(tiers), names)
+    for places, answer in answers:
+        pages.append(np.array(places, np.int64)[answer.pages] - first)
+        nodes.append(answer.nodes + len(names))
+        tiers.append(answer.tiers)
+        names += answer.names
+    return Locations(np.concatenate(pages), np.concatenate(nodes), np.concatenate(tiers), names)

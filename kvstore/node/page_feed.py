@@ -17,7 +17,7 @@ from typing import Final
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.cluster.announce_plan import Announcing, Entries, joined, settled
+from kvstore.cluster.announce_plan import AnnouncePlan, Entries, join, settle
 from kvstore.cluster.directory import GONE, TIERS
 from kvstore.model.prefix import fingerprint, fingerprints, veil_of
 from kvstore.model.replica import FrameState, Tier
@@ -49,7 +49,7 @@ def dump(node: Node, secret: bytes | None) -> tuple[int, Entries] | None:
     events = _between(node.events, begin, until)
     if events is None:
         return None
-    return until, settled(joined([*parts, *late]), entries(events, secret))
+    return until, settle(join([*parts, *late]), entries(events, secret))
 
 
 def entries(events: list[PageEvent], secret: bytes | None) -> Entries:
@@ -140,9 +140,9 @@ EVENTS: Final = 1000  # taken in at a time
 
 
 class PageFeed:
-    """Feeds one ``Announcing`` from now on. One thread at a time calls ``follow``."""
+    """Feeds one ``AnnouncePlan`` from now on. One thread at a time calls ``follow``."""
 
-    def __init__(self, node: Node, announcing: Announcing, counters: Counter[str]) -> None:
+    def __init__(self, node: Node, announcing: AnnouncePlan, counters: Counter[str]) -> None:
         self._node = node
         self._announcing = announcing
         self._after = node.events.last
@@ -153,7 +153,7 @@ class PageFeed:
         """From now on fingerprints are veiled by this secret of the pool, see ``veil_of``; None: they are not."""
         if secret != self._secret:
             self._secret = secret
-            self._announcing.lost()
+            self._announcing.restart()
 
     def follow(self) -> None:
         """Take in what happened to pages, and where that is not enough, all of them.
@@ -170,7 +170,7 @@ class PageFeed:
             return
         until, pages = dumped
         self._take_in(until)
-        its.dumped(pages)
+        its.add_all(pages)
         self._counters["dumps"] += 1
 
     def _take_in(self, until: int) -> None:
@@ -179,10 +179,10 @@ class PageFeed:
             events, after, lost = self._node.events.since(self._after, min(EVENTS, until - self._after))
             self._after = after
             if lost or any(event.kind == CLEARED for event in events):
-                self._announcing.lost()
+                self._announcing.restart()
                 self._counters["lost"] += lost
             told = [event for event in events if event.keys]
             if told:
-                self._announcing.changed(entries(told, self._secret))
+                self._announcing.apply(entries(told, self._secret))
             if not events and not lost:
                 return

@@ -331,8 +331,12 @@ Sums = npt.NDArray[np.uint32]
 
 
 @dataclass(frozen=True)
-class Whose:
-    """The owner of pages, from which their root is made. ``fingerprint`` is the layout's."""
+class Namespace:
+    """What the root of a chain is made of. Only pages of one namespace share chains.
+
+    Attributes:
+        fingerprint: of the layout.
+    """
 
     fingerprint: bytes
     salt: str
@@ -340,13 +344,13 @@ class Whose:
 
     @cached_property
     def root(self) -> bytes:
-        """The root of this owner's chains, 16 bytes."""
+        """The root of these chains, 16 bytes."""
         return root_of(self.fingerprint, self.salt, self.adapter)
 
 
 @dataclass(frozen=True)
-class WantedChain(Whose):
-    """The owner of pages, and everything except their keys that a node needs to find and prove them.
+class WantedChain(Namespace):
+    """A namespace, and everything except keys that a node needs to find and prove its pages.
 
     Attributes:
         closed: whether a stored page has its parents stored, so that a search may skip some (full attention).

@@ -30,7 +30,7 @@ def told(batch: pb.PageBatch) -> AnnounceBatch:
 
 def take(index: Directory, stream: Iterator[pb.PageBatch]) -> None:
     batch = told(next(stream))
-    assert index.told(batch) == batch.number + 1
+    assert index.apply(batch) == batch.number + 1
 
 
 def chain(first: int, pages: int) -> np.ndarray:
@@ -49,7 +49,7 @@ def test_a_watch_tells_what_is_there_and_then_what_comes_and_goes(machine: Machi
     first = told(next(stream))
     assert (first.number, first.whole) == (0, True)
     assert sorted(first.fingerprints) == sorted(fingerprints(b"".join(cache.keys(before).hashes)))
-    assert index.told(first) == 1
+    assert index.apply(first) == 1
     cache.put(after, data)
     pages = fingerprints(b"".join(cache.keys(after).hashes))
     while len(index.find(pages).pages) < len(pages):
@@ -60,7 +60,7 @@ def test_a_watch_tells_what_is_there_and_then_what_comes_and_goes(machine: Machi
     stream.cancel()
     again = told(next(client.stub.WatchPages(pb.Empty(), timeout=60)))
     assert again.stream != first.stream and len(again.fingerprints) == 0 and again.whole
-    assert index.told(AnnounceBatch(NODE, again.stream, 1, again.fingerprints, again.marks)) == AGAIN
+    assert index.apply(AnnounceBatch(NODE, again.stream, 1, again.fingerprints, again.marks)) == AGAIN
     client.close()
     store.close()
     assert daemon.terminate() == 0

@@ -80,7 +80,7 @@ class Teller:
         self.stream, self.next = next(numbers), 0
 
     def tell(self, at: Directory, told: dict[tuple[int, Tier], bool], whole: bool = False) -> int:
-        answer = at.told(AnnounceBatch(self.name, self.stream, self.next, *entries(told), whole))
+        answer = at.apply(AnnounceBatch(self.name, self.stream, self.next, *entries(told), whole))
         if answer == self.next + 1:
             if self.next == 0:
                 self.told = [*self.told[:1], set()]
@@ -123,9 +123,9 @@ def test_an_owner_knows_what_it_was_told(seed: int, monkeypatch: pytest.MonkeyPa
             teller.begin()
         elif what < 0.3 and teller.next:
             late = AnnounceBatch(teller.name, teller.stream, draw.randrange(teller.next), *entries(told), True)
-            assert at.told(late) == teller.next, "what came before changes nothing"
+            assert at.apply(late) == teller.next, "what came before changes nothing"
             early = AnnounceBatch(teller.name, teller.stream, teller.next + 1, *entries(told))
-            assert at.told(early) == teller.next, "what is missing is asked for"
+            assert at.apply(early) == teller.next, "what is missing is asked for"
         elif teller.next == 0:
             teller.change(told)
             assert teller.tell(at, dict.fromkeys(teller.has, True), whole=draw.random() < 0.5) == 1
@@ -140,7 +140,7 @@ def test_an_owner_knows_what_it_was_told(seed: int, monkeypatch: pytest.MonkeyPa
 def test_of_a_page_that_everybody_has_an_answer_names_some() -> None:
     at = Directory(1 << 20)
     for number in range(20):
-        at.told(AnnounceBatch(f"n{number}", number, 0, *entries({(5, Tier.DRAM): True}), True))
+        at.apply(AnnounceBatch(f"n{number}", number, 0, *entries({(5, Tier.DRAM): True}), True))
     assert len(known(at, directory.PER_PAGE_MAX)) == directory.PER_PAGE_MAX and len(at) == 20
 
 
@@ -149,7 +149,7 @@ def test_memory_is_bounded_and_small() -> None:
     keys = np.random.default_rng(3).integers(0, 1 << 63, 150_000).astype(np.uint64)
     for number, start in enumerate(range(0, len(keys), 5000)):
         part = keys[start : start + 5000]
-        assert at.told(AnnounceBatch("a", 1, number, part, np.ones(len(part), np.uint8))) == number + 1
+        assert at.apply(AnnounceBatch("a", 1, number, part, np.ones(len(part), np.uint8))) == number + 1
         assert at.nbytes <= 1_600_000
     assert len(at) == 100_000 and at.refused == 50_000
     assert at.nbytes / len(at) <= 16
@@ -161,10 +161,10 @@ def test_memory_is_bounded_and_small() -> None:
 def test_an_answer_names_no_more_where_changes_are_not_in_the_table_yet() -> None:
     at = Directory(1 << 24)
     keys = np.random.default_rng(3).integers(1 << 20, 1 << 63, directory.MERGED_MAX + 10_000).astype(np.uint64)
-    at.told(AnnounceBatch("many", 0, 0, keys, np.ones(len(keys), np.uint8)))
+    at.apply(AnnounceBatch("many", 0, 0, keys, np.ones(len(keys), np.uint8)))
     for number in range(1, 21):  # the first of these come into the table, the others wait beside it
         pages, marks = entries({(5, Tier.DRAM): True, (5, Tier.NVME): True})
-        at.told(AnnounceBatch(f"n{number}", number, 0, pages, marks, True))
+        at.apply(AnnounceBatch(f"n{number}", number, 0, pages, marks, True))
         if number == 10:
             assert len(at) == len(keys) + 20
     for most in (1, directory.PER_PAGE_MAX):

@@ -8,17 +8,17 @@ from collections import Counter
 
 import numpy as np
 
-from kvstore.cluster.announce_plan import Announcing, Entries, pause_s
+from kvstore.cluster.announce_plan import AnnouncePlan, Entries, pause_s
 from kvstore.cluster.directory import Directory, Placement
 from kvstore.cluster.directory_messages import pack_announce, pack_announced, pack_find, pack_found
 from kvstore.cluster.lookup_plan import Search
 from kvstore.model.prefix import fingerprints, spans_of
 from kvstore.model.replica import KEY_BYTES
-from kvstore.wire.data import HEAD, Whose
+from kvstore.wire.data import HEAD, Namespace
 
 PUTS_PER_S = 40  # of each node
 PAGES = (8, 160)  # of a conversation, whose first page is everybody's
-WHOSE = Whose(bytes(KEY_BYTES), "tenant", "")
+WHOSE = Namespace(bytes(KEY_BYTES), "tenant", "")
 GETS = 3000
 
 
@@ -34,14 +34,14 @@ class CountedPool:
         self.draw, numbers = random.Random(seed), itertools.count(1)
         self.placement = Placement(f"node-{number:02}" for number in range(nodes))
         self.directories = {name: Directory(64 << 20) for name in self.placement.nodes}
-        self.nodes = {name: Announcing(name, lambda: next(numbers)) for name in self.placement.nodes}
+        self.nodes = {name: AnnouncePlan(name, lambda: next(numbers)) for name in self.placement.nodes}
         self.first, self.chains = self.draw.randbytes(16), list[list[bytes]]()
         self.counts: Counter[str] = Counter()
         self.asked: Counter[str] = Counter()
         nothing = np.zeros(0, np.uint64)
         for its in self.nodes.values():
             its.members(self.placement.nodes)
-            its.dumped(Entries(nothing, nothing, np.zeros(0, np.uint8)))
+            its.add_all(Entries(nothing, nothing, np.zeros(0, np.uint8)))
             self._tell(its)
         self.counts.clear()
 
@@ -56,14 +56,14 @@ class CountedPool:
                 keys += chain[1:]  # the first one was told long ago
                 spans += spans_of(chain, 0, 0)[1:]
                 self.counts["puts"] += 1
-            its.changed(Entries(np.array(spans, np.uint64), fingerprints(b"".join(keys)), np.ones(len(keys), np.uint8)))
+            its.apply(Entries(np.array(spans, np.uint64), fingerprints(b"".join(keys)), np.ones(len(keys), np.uint8)))
             self._tell(its)
 
-    def _tell(self, its: Announcing) -> None:
+    def _tell(self, its: AnnouncePlan) -> None:
         for owner in its.owners:
             while (batch := its.batch(owner)) is not None:
-                wanted = self.directories[owner].told(batch)
-                its.answered(owner, batch, wanted)
+                wanted = self.directories[owner].apply(batch)
+                its.take_answer(owner, batch, wanted)
                 self._count("put", pack_announce(batch, 0), pack_announced(wanted))
 
     def get(self) -> None:
@@ -73,11 +73,11 @@ class CountedPool:
         while questions := search.ask(()):
             for each in questions:
                 found = self.directories[each.owner].find(each.pages)
-                search.answered(each, found)
+                search.take_answer(each, found)
                 self._count("get", pack_find(WHOSE, each.pages, self.placement.number), pack_found(found))
                 self.asked[each.owner] += 1
         self.counts["gets"] += 1
-        assert sum(each.stop for each in search.found()) == len(keys) - 1
+        assert sum(each.stop for each in search.result()) == len(keys) - 1
 
     def _count(self, what: str, *bodies: bytes) -> None:
         self.counts[f"{what} messages"] += len(bodies)

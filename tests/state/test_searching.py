@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 import numpy as np
 import pytest
 
-from kvstore.cluster.directory import TIERS, AnnounceBatch, Directory, Listed, Placement, Unsure
+from kvstore.cluster.directory import TIERS, AnnounceBatch, Directory, Doubt, Locations, Placement
 from kvstore.cluster.lookup_plan import ASKED_MAX, Question, Search, Stretch, fewest, owned_spans, spread, stretches
 from kvstore.model.prefix import fingerprint, fingerprints, span_start, spans_between, spans_of
 from kvstore.model.replica import POSITION_MAX, Tier
@@ -24,7 +24,7 @@ class Pool:
     has: dict[str, set[int]] = field(default_factory=dict)
     messages: int = 0
     rounds: int = 0
-    unsure: dict[str, list[Unsure]] = field(default_factory=dict)
+    unsure: dict[str, list[Doubt]] = field(default_factory=dict)
     older: dict[int, Placement] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
@@ -43,9 +43,9 @@ class Pool:
                 old = (deaf or {})[owner]
                 before = old.owned(spans).get(owner) if old else None
                 mine &= before if before is not None else False
-                self.unsure.setdefault(owner, []).append(Unsure(name, old.number if old else 0))
+                self.unsure.setdefault(owner, []).append(Doubt(name, old.number if old else 0))
             told = AnnounceBatch(name, 1 + len(self.has), 0, names[mine], np.full(int(mine.sum()), 1, np.uint8), True)
-            self.directories[owner].told(told)
+            self.directories[owner].apply(told)
 
     def find(self, first: int, nodes: set[str], closed: bool = True, dead: set[str] | None = None) -> list[Stretch]:
         """Whoever is dead is asked once."""
@@ -61,18 +61,18 @@ class Pool:
                     assert question.owner not in silent
                     silent.add(question.owner)
                 else:
-                    search.answered(question, self.answer(question))
-        return search.found()
+                    search.take_answer(question, self.answer(question))
+        return search.result()
 
-    def answer(self, question: Question) -> Listed:
+    def answer(self, question: Question) -> Locations:
         if question.keys is None:
             assert question.pages.tolist() == [fingerprint(self.keys[page]) for page in question.places]
             unsure = tuple(self.unsure.get(question.owner, ()))
-            return replace(self.directories[question.owner].find(question.pages), unsure=unsure)
+            return replace(self.directories[question.owner].find(question.pages), doubts=unsure)
         assert question.keys == [self.keys[page] for page in question.places]
         has = self.has.get(question.owner, set())
         pages = np.array([at for at, page in enumerate(question.places) if page in has], np.int64)
-        return Listed(pages, np.zeros_like(pages), np.ones(len(pages), np.uint8), [question.owner])
+        return Locations(pages, np.zeros_like(pages), np.ones(len(pages), np.uint8), [question.owner])
 
     def leading(self, first: int, nodes: set[str]) -> int:
         return max([len(self.has[name]) for name in nodes if name in self.has], default=0) - first
@@ -150,14 +150,14 @@ def test_few_are_asked_where_many_nodes_are_in_doubt() -> None:
             pool.give("n0", set(range(512)), {"n1": None})
             pool.find(0, {"n0"})
             assert pool.messages <= messages + 4
-            pool.unsure = {"n2": [Unsure("", 0)]}
+            pool.unsure = {"n2": [Doubt("", 0)]}
             pool.find(0, {"n3", "n4", "n5"})
             assert pool.messages <= messages + 4
-            pool.unsure = {name: [Unsure("", 0)] for name in pool.placement.nodes}
+            pool.unsure = {name: [Doubt("", 0)] for name in pool.placement.nodes}
             pool.find(0, set(pool.placement.nodes) - {"n0"})
             assert pool.messages <= messages + 2 * ASKED_MAX + 2
             older = Placement([*pool.placement.nodes[:-1]])
-            pool.older, pool.unsure = {older.number: older}, {"n1": [Unsure("", older.number)]}
+            pool.older, pool.unsure = {older.number: older}, {"n1": [Doubt("", older.number)]}
             pool.find(0, {"n3"})
             assert pool.messages <= messages + 4
 
@@ -202,8 +202,8 @@ def test_those_who_have_the_same_are_asked_in_turn() -> None:
     for turn in range(4):
         search = Search(pool.placement, pool.keys, 0, {"n0", "n1"}, True, turn)
         for question in search.ask(set()):
-            search.answered(question, pool.directories[question.owner].find(question.pages))
-        named |= {each.node for each in search.found()}
+            search.take_answer(question, pool.directories[question.owner].find(question.pages))
+        named |= {each.node for each in search.result()}
     assert named == {"n0", "n1"}
 
 
@@ -211,7 +211,7 @@ def test_the_fewest_nodes_cover_what_is_found() -> None:
     rows = [(0, 0, 1), (1, 0, 1), (0, 1, 2), (1, 1, 2), (2, 1, 1), (4, 0, 1), (3, 2, 1), (2, 2, 0)]
     rows.sort()
     pages, nodes, tiers = (np.array(column) for column in zip(*rows, strict=True))
-    found = Listed(pages, nodes, tiers.astype(np.uint8), ["x", "y", "z"])
+    found = Locations(pages, nodes, tiers.astype(np.uint8), ["x", "y", "z"])
     assert stretches(found, 6, {"x", "y", "z"}) == [
         Stretch("y", 0, 3, bytes([2, 2, 1])),
         Stretch("z", 3, 4, bytes([1])),

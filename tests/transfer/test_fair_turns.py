@@ -22,7 +22,7 @@ from kvstore.model.replica import FrameClass, Tier
 from kvstore.node.cluster.page_handlers import NVME_REPLIES_MAX, SLOW_S
 from kvstore.shm.data_server_file import find_data_server
 from kvstore.shm.folder import NodeFolder
-from kvstore.wire.data import FrameKind, Hello, ReadRequest, WantedChain, Whose
+from kvstore.wire.data import FrameKind, Hello, Namespace, ReadRequest, WantedChain
 from tests.helpers import api
 from tests.helpers.beacon import Beacon
 from tests.helpers.content import LARGE, chain, contents, first_wrong
@@ -189,7 +189,7 @@ class Directory:
         return DataConnection.open(self.address, Hello(caller=tenant), deadline_s=later(), silence_s=LATE_S)
 
     def find(self, connection: DataConnection, tenant: str, pages: int) -> None:
-        whose = Whose(bytes(16), tenant, "")
+        whose = Namespace(bytes(16), tenant, "")
         body = pack_find(whose, self.pages[:pages] ^ np.uint64(veil_of(bytes(32), whose.root)), 0)
         reply = connection.call(FrameKind.FIND, body, reply=FrameKind.FOUND, deadline_s=later())
         unpack_found(reply, pages)

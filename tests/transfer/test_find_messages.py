@@ -14,9 +14,9 @@ from kvstore.cluster.directory import (
     STREAMS_MAX,
     AnnounceBatch,
     Directory,
-    Listed,
-    Unsure,
-    entries_told,
+    Doubt,
+    Locations,
+    page_entries,
 )
 from kvstore.cluster.directory_messages import (
     FIND_PAGES_MAX,
@@ -36,21 +36,21 @@ from kvstore.cluster.directory_messages import (
     unpack_list,
     unpack_listed,
 )
-from kvstore.wire.data import BODY_MAX, FrameKind, Whose, WireError, pack_head
+from kvstore.wire.data import BODY_MAX, FrameKind, Namespace, WireError, pack_head
 
-WHOSE = Whose(bytes(range(16)), "tenant", "ädapter")
+WHOSE = Namespace(bytes(range(16)), "tenant", "ädapter")
 
 
-def some(draw: random.Random) -> tuple[np.ndarray, Listed, AnnounceBatch]:
+def some(draw: random.Random) -> tuple[np.ndarray, Locations, AnnounceBatch]:
     pages = np.array([draw.randrange(1 << 64) for _ in range(draw.randrange(20))], np.uint64)
     names = [f"node-{draw.randrange(99)}" if draw.random() < 0.8 else "" for _ in range(1 + draw.randrange(5))]
     rows = draw.randrange(9) if len(pages) else 0
-    found = Listed(
+    found = Locations(
         np.array([draw.randrange(len(pages)) for _ in range(rows)], np.int64),
         np.array([draw.randrange(len(names)) for _ in range(rows)], np.int64),
         np.array([draw.randrange(3) for _ in range(rows)], np.uint8),
         names,
-        tuple(Unsure(f"n{draw.randrange(9)}"[: draw.randrange(3)], draw.randrange(1 << 64)) for _ in range(rows)),
+        tuple(Doubt(f"n{draw.randrange(9)}"[: draw.randrange(3)], draw.randrange(1 << 64)) for _ in range(rows)),
     )
     marks = np.array([draw.randrange(3) | draw.choice((0, GONE)) for _ in pages], np.uint8)
     return (
@@ -70,7 +70,7 @@ def test_messages_arrive_as_they_were(seed: int) -> None:
     keys = [page.tobytes() * 2 for page in pages]
     assert unpack_hold(memoryview(pack_hold(WHOSE, keys, told.whole))) == (WHOSE, keys, told.whole)
     again = unpack_found(pack_found(found), len(pages))
-    assert again.unsure == found.unsure
+    assert again.doubts == found.doubts
     for name in ("pages", "tiers"):
         assert getattr(again, name).tolist() == getattr(found, name).tolist()
     assert [again.names[node] for node in again.nodes] == [found.names[node] for node in found.nodes]
@@ -78,10 +78,10 @@ def test_messages_arrive_as_they_were(seed: int) -> None:
     batch, daemon = unpack_announce(memoryview(pack_announce(told, told.stream)))
     assert daemon == told.stream
     assert (batch.node, batch.stream, batch.number, batch.whole) == ("node", told.stream, told.number, told.whole)
-    assert batch.placed == told.placed
+    assert batch.placement == told.placement
     assert batch.fingerprints.tolist() == pages.tolist() and batch.marks.tolist() == told.marks.tolist()
     assert [unpack_announced(pack_announced(wanted)) for wanted in (-1, 0, 1 << 40)] == [-1, 0, 1 << 40]
-    entries = entries_told(batch.fingerprints, batch.marks)
+    entries = page_entries(batch.fingerprints, batch.marks)
     assert unpack_listed(pack_listed(entries)).tolist() == entries.tolist()
     assert unpack_list(memoryview(pack_list("node", told.stream))) == ("node", told.stream)
 
@@ -96,9 +96,9 @@ def test_bytes_that_make_no_sense_are_refused_in_words() -> None:
             (unpack_announce, pack_announce(told, 1)),
             (unpack_find, pack_find(WHOSE, pages, 7)),
             (unpack_hold, pack_hold(WHOSE, [page.tobytes() * 2 for page in pages], True)),
-            (partial(unpack_found, asked=len(pages)), pack_found(found)),
+            (partial(unpack_found, count=len(pages)), pack_found(found)),
             (unpack_list, pack_list(told.node, told.stream)),
-            (unpack_listed, pack_listed(entries_told(told.fingerprints, told.marks))),
+            (unpack_listed, pack_listed(page_entries(told.fingerprints, told.marks))),
         ):
             raw = bytearray(body)
             for _ in range(draw.randrange(3)):
@@ -114,10 +114,10 @@ def test_bytes_that_make_no_sense_are_refused_in_words() -> None:
             except WireError:
                 refused += 1
                 continue
-            if isinstance(got, Listed):
+            if isinstance(got, Locations):
                 assert all(got.names[node] is not None for node in got.nodes.tolist())
             elif unpack is unpack_announce:
-                directory.told(got[0])
+                directory.apply(got[0])
             elif unpack is unpack_list:
                 assert len(directory.entries_of(*got, 10)) <= 10
             elif unpack is unpack_find:
@@ -133,6 +133,6 @@ def test_the_longest_answer_of_a_directory_fits_its_frame() -> None:
     pages = np.repeat(np.arange(FIND_PAGES_MAX), PER_PAGE_MAX)
     nodes = np.arange(len(pages)) % STREAMS_MAX
     names = [f"{place:0{NAME_BYTES_MAX}}" for place in range(STREAMS_MAX)]
-    body = pack_found(Listed(pages, nodes, np.ones(len(pages), np.uint8), names))
+    body = pack_found(Locations(pages, nodes, np.ones(len(pages), np.uint8), names))
     pack_head(FrameKind.FOUND, 1, len(body))
     assert len(unpack_found(body, FIND_PAGES_MAX).pages) == len(pages)

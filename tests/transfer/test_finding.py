@@ -22,7 +22,7 @@ from kvstore.cluster.catalog.base import boot_s
 from kvstore.cluster.catalog.schema import DataEntry, NodeEntry
 from kvstore.cluster.data_connection import Caller, Exchange
 from kvstore.cluster.data_listener import Server
-from kvstore.cluster.directory import TIERS, AnnounceBatch, Listed
+from kvstore.cluster.directory import TIERS, AnnounceBatch, Locations
 from kvstore.cluster.directory_messages import pack_announce, pack_found, unpack_announce, unpack_announced
 from kvstore.cluster.directory_owner import LATE_S
 from kvstore.cluster.find_pages import Finder
@@ -37,14 +37,14 @@ from kvstore.node.cluster.data_server import ViewKeeper
 from kvstore.node.cluster.directory_shell import DirectoryShell
 from kvstore.node.cluster.page_handlers import HoldHandler
 from kvstore.node.node import Node
-from kvstore.wire.data import FrameKind, Hello, Whose
+from kvstore.wire.data import FrameKind, Hello, Namespace
 from tests.helpers.inside import node_of
 from tests.helpers.processes import wait_until
 
 LAYOUT = Layout(model="found", layers=1, kv_heads=1, head_dim=8, dtype="float16", page_tokens=8)
 
 
-WHOSE = Whose(LAYOUT.fingerprint, "", "")
+WHOSE = Namespace(LAYOUT.fingerprint, "", "")
 LABELS: dict[str, str] = {}  # what tests call the nodes
 
 
@@ -126,7 +126,7 @@ class Machine:
         self.cache.put(tokens, np.zeros((pages, LAYOUT.page_bytes), np.uint8), wait=True)
 
     def find(self, tokens: np.ndarray) -> list[Stretch]:
-        self.finder._kept.clear()
+        self.finder._cache.clear()
         return self.finder.find(WHOSE, self.cache.keys(tokens).hashes, 0, time.monotonic() + 30)
 
     def watch(self) -> None:
@@ -277,21 +277,21 @@ def test_pages_that_owners_do_not_hear_of_are_found(machines: dict[str, Machine]
     for each in prompts:
         keys = c.cache.keys(np.concatenate([each, each])).hashes  # 50 more that nobody has
         for closed in (True, False):
-            c.finder._kept.clear()
+            c.finder._cache.clear()
             found = c.finder.find(WHOSE, keys, 0, time.monotonic() + 30, (), closed)
             assert shape(found) == [("a", 0, 50)]
             assert {TIERS[tier] for tier in found[0].tiers} == {Tier.DRAM}
     keys = a.store.cache(LAYOUT, salt="others").keys(others).hashes
-    c.finder._kept.clear()
+    c.finder._cache.clear()
     assert c.finder.find(WHOSE, keys, 0, time.monotonic() + 30) == []
-    c.finder._kept.clear()
+    c.finder._cache.clear()
     assert shape(c.finder.find(replace(WHOSE, salt="others"), keys, 0, time.monotonic() + 30)) == [("a", 0, 50)]
 
 
 def nothing(self: HoldHandler, exchange: Exchange, body: memoryview) -> None:
     """A node that says it has no page, so that what is found is what owners list."""
     none = np.zeros(0, np.int64)
-    exchange.reply(FrameKind.FOUND, pack_found(Listed(none, none, none.astype(np.uint8), [])))
+    exchange.reply(FrameKind.FOUND, pack_found(Locations(none, none, none.astype(np.uint8), [])))
 
 
 def test_only_nodes_announce(machines: dict[str, Machine], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -337,11 +337,11 @@ def test_a_tenant_finds_pages_under_its_own_salts_alone(
     pages = np.zeros((6, LAYOUT.page_bytes), np.uint8)
     theirs = a.store.cache(LAYOUT, salt="theirs")
     theirs.put(tokens, pages, wait=True)
-    mine, others = (Whose(LAYOUT.fingerprint, salt, "") for salt in ("mine", "theirs"))
+    mine, others = (Namespace(LAYOUT.fingerprint, salt, "") for salt in ("mine", "theirs"))
     keys = theirs.keys(tokens).hashes
 
-    def found(whose: Whose) -> list[tuple[str, int, int]]:
-        c.finder._kept.clear()
+    def found(whose: Namespace) -> list[tuple[str, int, int]]:
+        c.finder._cache.clear()
         return shape(c.finder.find(whose, keys, 0, time.monotonic() + 30))
 
     wait_until("the owners know", lambda: found(others) == [("a", 0, 6)], 30)
@@ -383,7 +383,7 @@ def test_a_node_is_told_which_owners_do_not_know_it(
     assert owner.stream is not None
     wrong = np.arange(1, 41, dtype=np.uint64) << np.uint64(40)
     batch = AnnounceBatch(a.name, owner.stream, owner.next, wrong, np.full(40, TIERS.index(Tier.NVME), np.uint8))
-    assert b.directory._owner.directory.told(batch) == owner.next + 1
+    assert b.directory._owner.directory.apply(batch) == owner.next + 1
     assert differ() == (0, 40)
     b.directory._owner.directory.forget(a.name)
     lost = owners()[b.name]

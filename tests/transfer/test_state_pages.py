@@ -39,7 +39,7 @@ def served(tmp_path: Path) -> Iterator[DataEntry]:
     shell = DirectoryShell(1 << 20, PeersFile(folder.path))
     for number, name in enumerate(NAMES):
         page, mark = np.array([number << 20], np.uint64), np.ones(1, np.uint8)
-        assert shell._owner.told(AnnounceBatch(name, number + 1, 0, page, mark, True), time.monotonic()) == 1
+        assert shell._owner.apply(AnnounceBatch(name, number + 1, 0, page, mark, True), time.monotonic()) == 1
     server = Server("n", shell.handlers, lambda hello, names: LOCAL)
     addresses = (server.start("127.0.0.1", 0),)
     yield DataEntry(name="n.1", process=server.process, node="n", incarnation="", addresses=addresses)

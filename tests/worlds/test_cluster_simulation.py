@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 
-from kvstore.cluster.announce_plan import Announcing
-from kvstore.cluster.directory import GONE, TIERS, Directory, Unsure
+from kvstore.cluster.announce_plan import AnnouncePlan
+from kvstore.cluster.directory import GONE, TIERS, Directory, Doubt
 from kvstore.cluster.directory_owner import DirectoryOwner
 from tests.helpers.worlds.cluster_node import SimNode
 from tests.helpers.worlds.cluster_world import OLD_S, ClusterWorld, play, play_found
@@ -44,7 +44,7 @@ def test_nearly_all_that_is_stored_is_found_during_faults() -> None:
     assert seen["questions"] <= 2 * seen["lookups"], "few messages"
 
 
-def says_nothing(self: DirectoryOwner, placement: int, now_s: float) -> tuple[Unsure, ...]:
+def says_nothing(self: DirectoryOwner, placement: int, now_s: float) -> tuple[Doubt, ...]:
     return ()
 
 
@@ -54,7 +54,7 @@ def test_pages_behind_a_link_that_is_cut_are_found_because_the_owner_says_so(
 ) -> None:
     """Three nodes; the link from a to b is cut, c reads. An owner that says nothing costs a quarter of the pages."""
     if not says:
-        monkeypatch.setattr(DirectoryOwner, "unsure", says_nothing)
+        monkeypatch.setattr(DirectoryOwner, "doubts", says_nothing)
     found = stored = 0
     for seed in range(5):
         world = ClusterWorld(seed)
@@ -76,32 +76,32 @@ def test_pages_behind_a_link_that_is_cut_are_found_because_the_owner_says_so(
     assert found == stored if says else 0.6 * stored < found < 0.85 * stored
 
 
-@pytest.mark.parametrize("what", ["dumped", "unsure"])
+@pytest.mark.parametrize("what", ["add_all", "doubts"])
 def test_the_law_of_what_is_found_can_fail(monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """Owners that do not say what they have not heard; nodes that say too early that they have told what moved."""
-    if what == "unsure":
-        monkeypatch.setattr(DirectoryOwner, "unsure", says_nothing)
+    if what == "doubts":
+        monkeypatch.setattr(DirectoryOwner, "doubts", says_nothing)
     else:
-        monkeypatch.setattr(Announcing, "dumped", says_at_once)
+        monkeypatch.setattr(AnnouncePlan, "add_all", says_at_once)
     seen = sum((play_found(seed).counts for seed in range(FOUND_SEEDS)), Counter[str]())
     assert seen["old found"] < seen["old stored"]
 
 
-def says_at_once(self: Announcing, pages: Any, dumped: Any = Announcing.dumped) -> None:
-    dumped(self, pages)
+def says_at_once(self: AnnouncePlan, pages: Any, add_all: Any = AnnouncePlan.add_all) -> None:
+    add_all(self, pages)
     for owner in self._owners.values():
-        owner.placed, owner.due = owner.target, owner.queued
+        owner.placement, owner.due = owner.target, owner.queued
 
 
-def takes_in_what_comes_late(self: Directory, batch: Any, told: Callable[..., int] = Directory.told) -> int:
+def takes_in_what_comes_late(self: Directory, batch: Any, apply: Callable[..., int] = Directory.apply) -> int:
     stream = next((each for each in self._streams.get(batch.node, []) if each.number == batch.stream), None)
     if stream is not None and batch.number < stream.next:
         self._change(stream, batch)
-    return told(self, batch)
+    return apply(self, batch)
 
 
-def never_ends_an_entry(self: Directory, batch: Any, told: Callable[..., int] = Directory.told) -> int:
-    return told(
+def never_ends_an_entry(self: Directory, batch: Any, apply: Callable[..., int] = Directory.apply) -> int:
+    return apply(
         self,
         replace(
             batch, fingerprints=batch.fingerprints[batch.marks & GONE == 0], marks=batch.marks[batch.marks & GONE == 0]
@@ -110,14 +110,14 @@ def never_ends_an_entry(self: Directory, batch: Any, told: Callable[..., int] = 
 
 
 def goes_on_where_it_is_not_known(
-    self: Announcing, name: str, sent: Any, wanted: int, answered: Any = Announcing.answered
+    self: AnnouncePlan, name: str, sent: Any, wanted: int, take_answer: Any = AnnouncePlan.take_answer
 ) -> None:
-    answered(self, name, sent, sent.number + 1 if wanted == -1 else wanted)
+    take_answer(self, name, sent, sent.number + 1 if wanted == -1 else wanted)
 
 
-def tells_all_again(self: Announcing, pages: Any, dumped: Any = Announcing.dumped) -> None:
-    self.lost()
-    dumped(self, pages)
+def tells_all_again(self: AnnouncePlan, pages: Any, add_all: Any = AnnouncePlan.add_all) -> None:
+    self.restart()
+    add_all(self, pages)
 
 
 def serves_by_the_entry(self: SimNode, keys: list[bytes]) -> list[bytes]:
@@ -134,10 +134,10 @@ def serves_by_the_entry(self: SimNode, keys: list[bytes]) -> list[bytes]:
 @pytest.mark.parametrize(
     ("kind", "method", "broken"),
     [
-        (Directory, "told", takes_in_what_comes_late),
-        (Directory, "told", never_ends_an_entry),
-        (Announcing, "answered", goes_on_where_it_is_not_known),
-        (Announcing, "dumped", tells_all_again),
+        (Directory, "apply", takes_in_what_comes_late),
+        (Directory, "apply", never_ends_an_entry),
+        (AnnouncePlan, "take_answer", goes_on_where_it_is_not_known),
+        (AnnouncePlan, "add_all", tells_all_again),
         (SimNode, "read", serves_by_the_entry),
     ],
     ids=lambda value: getattr(value, "__name__", value),

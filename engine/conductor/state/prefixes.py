@@ -104,7 +104,7 @@ class Prefixes:
     def update(self, batch: AnnounceBatch) -> int:
         """Apply a node's batch. Returns the number of the next one expected, or ``directory.AGAIN``."""
         self._names.number(batch.node)
-        return self._directory.told(batch)
+        return self._directory.apply(batch)
 
     def forget(self, node: str) -> None:
         """Remove a node, with what it had and what it was to receive."""

@@ -24,7 +24,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.cluster.data_connection import SILENCE_S, DialCredentials, credentials_of
-from kvstore.cluster.find_pages import KEPT_S, Finder
+from kvstore.cluster.find_pages import CACHE_S, Finder
 from kvstore.cluster.lookup_plan import Stretch
 from kvstore.cluster.page_mover import TRANSPORTS, PageMover
 from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolView
@@ -179,7 +179,7 @@ class Elsewhere:
         brought: pages that gets of this machine have fetched.
     """
 
-    def __init__(self, folder: Path, kept_s: float = KEPT_S) -> None:
+    def __init__(self, folder: Path, kept_s: float = CACHE_S) -> None:
         self._kept_s = kept_s
         self.brought = BroughtBefore(NodeFolder.at(folder))
         self._peers = PeersFile(folder)

@@ -18,7 +18,7 @@ from kvstore import about
 from kvstore.client.local.cache import WHOLE_BYTES
 from kvstore.client.match import ABSENT, Match
 from kvstore.client.store import Store
-from kvstore.cluster.announce_plan import LOOK_S, Announcing
+from kvstore.cluster.announce_plan import LOOK_S, AnnouncePlan
 from kvstore.cluster.directory import AnnounceBatch
 from kvstore.device.host_memory import empty
 from kvstore.errors import InvalidRequest, QuotaExceeded, TooManyCalls
@@ -211,7 +211,7 @@ class PageWatch:
             self._watchers -= 1
 
     async def _tell(self, call: Call) -> None:
-        announcing = Announcing(self._node.folder.name, lambda: secrets.randbits(63))
+        announcing = AnnouncePlan(self._node.folder.name, lambda: secrets.randbits(63))
         announcing.members([READER])
         feed = PageFeed(self._node, announcing, Counter())
         while call.left_s > END_S:
@@ -221,7 +221,7 @@ class PageWatch:
                 if batch is None:
                     break
                 await call.send(_message(batch))
-                announcing.answered(READER, batch, batch.number + 1)
+                announcing.take_answer(READER, batch, batch.number + 1)
             if not announcing.queued:
                 call.check()
                 with call.waits():

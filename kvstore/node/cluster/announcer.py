@@ -10,7 +10,7 @@ from collections import Counter
 from typing import Any, Final
 
 from kvstore import boundary
-from kvstore.cluster.announce_plan import Announcing, pause_s
+from kvstore.cluster.announce_plan import AnnouncePlan, pause_s
 from kvstore.cluster.catalog.base import boot_s
 from kvstore.cluster.catalog.task_health import TaskHealth
 from kvstore.cluster.directory import AnnounceBatch
@@ -76,7 +76,7 @@ class Announcer:
 
     def _begin(self) -> None:
         """Tell everything from the beginning."""
-        self._announcing = Announcing(self._name, lambda: secrets.randbits(63))
+        self._announcing = AnnouncePlan(self._name, lambda: secrets.randbits(63))
         self._feed = PageFeed(self._node, self._announcing, self.counters)
 
     def start(self) -> None:
@@ -182,7 +182,7 @@ class Announcer:
             self.counters["failed"] += 1
             return False
         owner.succeed()
-        self._announcing.answered(peer.name, batch, wanted)
+        self._announcing.take_answer(peer.name, batch, wanted)
         self.counters["batches"] += 1
         self.counters["entries"] += len(batch.marks)
         return True

@@ -13,7 +13,7 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore.cluster.announce_plan import Entries
-from kvstore.cluster.directory import Placement, entries_told
+from kvstore.cluster.directory import Placement, page_entries
 from kvstore.cluster.directory_messages import LISTED_MAX, pack_list, unpack_listed
 from kvstore.cluster.membership import Membership
 from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolNode
@@ -91,7 +91,7 @@ class Heard:
         self, owner: PoolNode, pages: Entries, mine: Any, before: tuple[Fingerprints, Fingerprints] | None
     ) -> tuple[OwnerKnows, tuple[Fingerprints, Fingerprints]]:
         """What differs now, and did before; with the entries themselves."""
-        have = entries_told(pages.fingerprints[mine], pages.marks[mine])
+        have = page_entries(pages.fingerprints[mine], pages.marks[mine])
         try:
             known = self._known_to(owner)
         except KVStoreError as error:

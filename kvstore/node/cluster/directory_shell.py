@@ -13,7 +13,7 @@ import numpy as np
 from kvstore import boundary
 from kvstore.cluster.catalog.base import boot_s
 from kvstore.cluster.data_connection import Exchange, Handler
-from kvstore.cluster.directory import Listed, Unsure, joined
+from kvstore.cluster.directory import Doubt, Locations, join
 from kvstore.cluster.directory_messages import (
     LISTED_MAX,
     pack_announced,
@@ -71,34 +71,34 @@ class DirectoryShell:
 
     def find(self, exchange: Exchange, body: memoryview) -> None:
         """Answer FIND. Raises PermissionDenied where these pages are not the caller's."""
-        whose, pages, placement = unpack_find(body)
-        exchange.caller.check_salt(whose.salt)
+        namespace, pages, placement = unpack_find(body)
+        exchange.caller.check_salt(namespace.salt)
         secret = self.members.secret if self.members is not None else None
-        veil = np.uint64(veil_of(secret, whose.root)) if secret is not None else None
-        found = self._find(exchange.caller, pages ^ veil if veil is not None else pages[:0], placement)
-        exchange.reply(FrameKind.FOUND, pack_found(found))
+        veil = np.uint64(veil_of(secret, namespace.root)) if secret is not None else None
+        locations = self._find(exchange.caller, pages ^ veil if veil is not None else pages[:0], placement)
+        exchange.reply(FrameKind.FOUND, pack_found(locations))
 
-    def _find(self, caller: Owner, pages: Fingerprints, placement: int) -> Listed:
+    def _find(self, caller: Owner, pages: Fingerprints, placement: int) -> Locations:
         deadline_s = time.monotonic() + TURN_WAIT_S
-        parts, unsure = list[Listed](), tuple[Unsure, ...]()
+        parts, doubts = list[Locations](), tuple[Doubt, ...]()
         for first in range(0, max(1, len(pages)), TURN_PAGES):
             with self._turns.turn(caller, max(0.0, deadline_s - time.monotonic())):
                 now_s = self._look()
-                unsure = unsure if parts else self._owner.unsure(placement, now_s)
+                doubts = doubts if parts else self._owner.doubts(placement, now_s)
                 parts.append(self._owner.directory.find(pages[first : first + TURN_PAGES]))
-        return replace(joined(parts, TURN_PAGES), unsure=unsure)
+        return replace(join(parts, TURN_PAGES), doubts=doubts)
 
     def announce(self, exchange: Exchange, body: memoryview) -> None:
         """Answer ANNOUNCE. Raises PermissionDenied where the caller is not that node."""
-        told, daemon = unpack_announce(body)
+        batch, daemon = unpack_announce(body)
         nodes = self.members.nodes() if self.members is not None else []
-        its = next((each.process for each in nodes if each.name == told.node), "")
+        its = next((each.process for each in nodes if each.name == batch.node), "")
         if not exchange.caller.operator or its != f"{daemon:016x}":
-            raise PermissionDenied(f"only {told.node[:80]} itself may announce its pages, as the catalog lists it")
+            raise PermissionDenied(f"only {batch.node[:80]} itself may announce its pages, as the catalog lists it")
         with self._turns.turn(exchange.caller, TURN_WAIT_S):
             now_s = self._look()
             with DECIDED:
-                wanted = self._owner.told(told, now_s)
+                wanted = self._owner.apply(batch, now_s)
         exchange.reply(FrameKind.ANNOUNCED, pack_announced(wanted))
 
     def list(self, exchange: Exchange, body: memoryview) -> None:

@@ -35,7 +35,7 @@ from kvstore.client.local.tier_reader import LowerReader, PendingRead
 from kvstore.client.local.verify_hit import Run, prove
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION
 from kvstore.cluster.data_connection import Buffer, Caller, Exchange, Handler
-from kvstore.cluster.directory import TIERS, Listed
+from kvstore.cluster.directory import TIERS, Locations
 from kvstore.cluster.directory_messages import pack_found, unpack_hold
 from kvstore.cluster.nixl import NixlAgent
 from kvstore.device.host_memory import empty
@@ -371,13 +371,13 @@ class HoldHandler:
 
     def __call__(self, exchange: Exchange, body: memoryview) -> None:
         """See ``Handler``. Raises PermissionDenied where these pages are not the caller's."""
-        whose, links, closed = unpack_hold(body)
-        exchange.caller.check_salt(whose.salt)
+        namespace, links, closed = unpack_hold(body)
+        exchange.caller.check_salt(namespace.salt)
         mapped, tiers = self._node.mapped(), dict[int, int]()
         if mapped is not None and links:
-            keys = mapped.in_pool(Keys(1, whose.root, whose.root, links, NO_TOKENS, None))
+            keys = mapped.in_pool(Keys(1, namespace.root, namespace.root, links, NO_TOKENS, None))
             tiers = {page: TIERS.index(tier) for page, tier in tiers_by_page(mapped, keys, closed).items()}
         pages = np.array(sorted(tiers), np.int64)
         ranks = np.array([tiers[page] for page in pages.tolist()], np.uint8)
-        listed = Listed(pages, np.zeros(len(pages), np.int64), ranks, [self._node.name])
+        listed = Locations(pages, np.zeros(len(pages), np.int64), ranks, [self._node.name])
         exchange.reply(FrameKind.FOUND, pack_found(listed))

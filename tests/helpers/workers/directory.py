@@ -44,7 +44,7 @@ def main() -> None:
     for place, name in enumerate(nodes):
         for batch in range(PAGES // BATCH):
             part, whole = pages[BATCH * batch :][:BATCH], batch == PAGES // BATCH - 1
-            shell._owner.directory.told(AnnounceBatch(name, place, batch, part, np.ones(BATCH, np.uint8), whole))
+            shell._owner.directory.apply(AnnounceBatch(name, place, batch, part, np.ones(BATCH, np.uint8), whole))
     server = Server("directory", shell.handlers, admit)
     print(json.dumps({"event": "serves", "address": server.start("127.0.0.1", 0)}), flush=True)
     sys.stdin.read()

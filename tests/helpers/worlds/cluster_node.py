@@ -8,8 +8,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import numpy as np
 
-from kvstore.cluster.announce_plan import Announcing, Entries
-from kvstore.cluster.directory import GONE, TIERS, AnnounceBatch, Listed, Placement
+from kvstore.cluster.announce_plan import AnnouncePlan, Entries
+from kvstore.cluster.directory import GONE, TIERS, AnnounceBatch, Locations, Placement
 from kvstore.cluster.directory_messages import (
     pack_announce,
     pack_announced,
@@ -26,7 +26,7 @@ from kvstore.cluster.directory_owner import IDLE_S, DirectoryOwner
 from kvstore.cluster.lookup_plan import Question, Search, Stretch
 from kvstore.model.prefix import fingerprints
 from kvstore.model.replica import Tier
-from kvstore.wire.data import Whose
+from kvstore.wire.data import Namespace
 
 if TYPE_CHECKING:
     from tests.helpers.worlds.cluster_world import ClusterWorld
@@ -35,7 +35,7 @@ TICK_S: Final = 0.2  # between two turns of an announcer
 TTL_S: Final = 1.5  # of a session in the catalog
 LOG_EVENTS: Final = 4  # that a node keeps for its announcer
 DIRECTORY_BYTES: Final = 1 << 16
-WHOSE: Final = Whose(bytes(16), "", "")
+WHOSE: Final = Namespace(bytes(16), "", "")
 
 Call = tuple[str, int, Callable[["SimNode"], Any]]
 """To a node, as long as its data server is this process: what it does, and so what it answers."""
@@ -62,7 +62,7 @@ class SimNode:
         """The daemon starts anew, with its pages or (another incarnation) without."""
         if not keep:
             self.lengths, self.has = {}, {}
-        self.announcing = Announcing(self.name, self.world.number)
+        self.announcing = AnnouncePlan(self.name, self.world.number)
         self.log: list[tuple[int, Entries]] = []
         self.seq, self.after = 0, 0
         self.told_s: dict[str, float] = {}
@@ -124,14 +124,14 @@ class SimNode:
         its = self.announcing
         its.members(self.view if self.view.get(self.name) == self.process else ())
         if self.log and self.log[0][0] > self.after + 1:
-            its.lost()
+            its.restart()
             self.world.counts["lost events"] += 1
         for seq, changed in self.log:
             if seq > self.after:
-                its.changed(changed)
+                its.apply(changed)
         self.after = self.seq
         if its.wants_pages:
-            its.dumped(entries([(page, 0) for page in self.has], self.has))
+            its.add_all(entries([(page, 0) for page in self.has], self.has))
             self.world.counts["dumps"] += 1
 
     def tell(self, daemon: int) -> Task:
@@ -153,7 +153,7 @@ class SimNode:
                 wanted = unpack_announced(answer)
                 world.counts["again"] += wanted == -1
                 world.counts["entries"] += len(batch.marks)
-                self.announcing.answered(owner, batch, wanted)
+                self.announcing.take_answer(owner, batch, wanted)
                 self.told_s[owner] = world.now_s
 
     # --- the owner ----------------------------------------------------------------------------------------------------
@@ -162,7 +162,7 @@ class SimNode:
         """Answer ANNOUNCE."""
         self.owner.look(self.view, self.world.now_s)
         told, _ = unpack_announce(body)
-        wanted = self.owner.told(told, self.world.now_s)
+        wanted = self.owner.apply(told, self.world.now_s)
         assert self.owner.directory.nbytes <= DIRECTORY_BYTES, "an owner's memory is bounded"
         return pack_announced(wanted)
 
@@ -170,15 +170,17 @@ class SimNode:
         """Answer FIND."""
         self.owner.look(self.view, self.world.now_s)
         _, pages, placement = unpack_find(body)
-        unsure = self.owner.unsure(placement, self.world.now_s)
-        return pack_found(replace(self.owner.directory.find(pages), unsure=unsure))
+        unsure = self.owner.doubts(placement, self.world.now_s)
+        return pack_found(replace(self.owner.directory.find(pages), doubts=unsure))
 
     def hold(self, body: bytes) -> bytes:
         """Answer HOLD, as ``HoldHandler`` does."""
         _, keys, _ = unpack_hold(body)
         pages = self.leading(keys)
         tiers = [min(TIERS.index(tier) for tier in TIERS if (key, tier) in self.has) for key in keys[:pages]]
-        return pack_found(Listed(np.arange(pages), np.zeros(pages, np.int64), np.array(tiers, np.uint8), [self.name]))
+        return pack_found(
+            Locations(np.arange(pages), np.zeros(pages, np.int64), np.array(tiers, np.uint8), [self.name])
+        )
 
     @property
     def alive(self) -> bool:
@@ -207,8 +209,8 @@ class SimNode:
                 if answer is None:
                     silent.add(question.owner)
                 else:
-                    search.answered(question, unpack_found(answer, len(question.places)))
-        return search.found()
+                    search.take_answer(question, unpack_found(answer, len(question.places)))
+        return search.result()
 
     def lookup(self, chain: int, then: Callable[[int], None]) -> Task:
         """Look for all of a chain on other nodes: ``then`` is told how many pages were found."""

@@ -1,7 +1,7 @@
 """A pool in one process: nodes, owners of the directory, a catalog, and a network that loses, delays and cuts.
 
-What decides is the real thing (``Announcing``, ``Directory``, ``Placement``, ``Search``), and so are the messages; the
-shells around it are modelled, and time is a number. One seed, one history. A seed that fails prints its schedule::
+What decides is the real thing (``AnnouncePlan``, ``Directory``, ``Placement``, ``Search``), and so are the messages;
+the shells around it are modelled, and time is a number. One seed, one history. A seed that fails prints its schedule::
 
     python -m tests.helpers.worlds.cluster_world 4711           that seed again
     python -m tests.helpers.worlds.cluster_world 0 5000         all of these
