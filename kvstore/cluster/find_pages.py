@@ -176,5 +176,5 @@ class Finder:
             return True
         if connection.broken or isinstance(error, WireError):
             connection.broken = True  # after an invalid reply the stream cannot be trusted
-            self._links.lost(peer)
+            self._links.mark_dead(peer)
         return False

@@ -19,7 +19,7 @@ from typing import Any, Final
 from kvstore import logs
 from kvstore.boundary import kept_task
 from kvstore.cluster.catalog import schema
-from kvstore.cluster.catalog.base import Catalog, Entry, Session, SessionLost, Taken, boot_s
+from kvstore.cluster.catalog.base import Catalog, Entry, KeyTaken, Session, SessionLost, boot_s
 from kvstore.cluster.catalog.connect import check_url, to_catalog
 from kvstore.cluster.catalog.schema import ClusterEntry, DataEntry, EngineEntry, NodeEntry
 from kvstore.cluster.catalog.task_health import TaskHealth
@@ -53,12 +53,12 @@ class Presence:
         self._ttl_s = ttl_s
         self._health = health or TaskHealth("presence")
         self._session_health = session_health or TaskHealth("session")
-        self._wanted: dict[str, bytes] = {}
-        self._lasting: dict[str, bytes] = {}
-        self._written: dict[str, list[bytes]] = {}  # the last two values that we may have written under each key
+        self._entries: dict[str, bytes] = {}
+        self._permanent: dict[str, bytes] = {}
+        self._writes: dict[str, list[bytes]] = {}  # the last two values that we may have written under each key
         self._stored: dict[str, tuple[bytes, int]] = {}  # values known to be in the catalog, with their revisions
         self._session: Session | None = None
-        self._keeping: asyncio.Task[None] | None = None
+        self._keep_task: asyncio.Task[None] | None = None
 
     @property
     def published(self) -> bool:
@@ -69,13 +69,13 @@ class Presence:
         self,
         entries: dict[str, bytes],
         former: bytes = b"",
-        lasting: dict[str, bytes] | None = None,
+        permanent: dict[str, bytes] | None = None,
         former_key: str = "",
     ) -> None:
         """Publish for the first time.
 
         Args:
-            lasting: entries that are published only if the key is free, and that stay after ``close``.
+            permanent: entries that are published only if the key is free, and that stay after ``close``.
             former: the value that a dead process published under these keys; it is replaced at once.
             former_key: another key of a dead process; its entry is removed once ours are published.
 
@@ -83,24 +83,24 @@ class Presence:
             NodeBusy: another live process has one of these keys. None of our entries stays.
             Unavailable: the catalog does not answer.
         """
-        self._wanted, self._lasting = dict(entries), dict(lasting or {})
-        self._written = {key: [former] for key in entries if former}
+        self._entries, self._permanent = dict(entries), dict(permanent or {})
+        self._writes = {key: [former] for key in entries if former}
         try:
             await self._publish_all()
             if former_key:
                 await self._catalog.retract(former_key)
             self._health.note_success()
-        except Taken as error:
+        except KeyTaken as error:
             await self.close()
             raise NodeBusy(f"{error.key} is taken by another process; give this one another name") from error
         except KVStoreError:
             await self.close()
             raise
-        self._keeping = asyncio.create_task(kept_task("membership/presence", self._keep), name="catalog presence")
+        self._keep_task = asyncio.create_task(kept_task("membership/presence", self._keep), name="catalog presence")
 
     async def update(self, key: str, value: bytes) -> None:
         """Publish another value under a key. If the catalog is away, it is published when the catalog is back."""
-        self._wanted[key] = value
+        self._entries[key] = value
         if self._session is not None and self._session.alive:
             try:
                 await self._publish(key, self._session)
@@ -108,23 +108,23 @@ class Presence:
                 self._health.note_failure(error)  # ``_keep`` tries again
 
     def keep(self, key: str, value: bytes) -> None:
-        """Publish this value as ``lasting`` from now on, because another process published it first."""
-        self._lasting[key] = value
+        """Publish this value as ``permanent`` from now on, because another process published it first."""
+        self._permanent[key] = value
 
-    def look(self, known: Mapping[str, Entry], revision: int, whole: bool) -> None:
+    def look(self, entries: Mapping[str, Entry], revision: int, whole: bool) -> None:
         """Compare our entries with the catalog as of ``revision``, as a watch reports it. Missing entries are published
         again."""
         for key, (value, since) in list(self._stored.items()):
-            entry = known.get(key)
+            entry = entries.get(key)
             if (whole or revision >= since) and (entry is None or (entry.value != value and entry.revision > since)):
                 del self._stored[key]
 
     async def close(self) -> None:
-        """Remove all entries except the lasting ones."""
-        if self._keeping is not None:
-            self._keeping.cancel()
-            await asyncio.gather(self._keeping, return_exceptions=True)
-            self._keeping = None
+        """Remove all entries except the permanent ones."""
+        if self._keep_task is not None:
+            self._keep_task.cancel()
+            await asyncio.gather(self._keep_task, return_exceptions=True)
+            self._keep_task = None
         if self._session is not None:
             session, self._session = self._session, None
             await session.close()
@@ -137,7 +137,7 @@ class Presence:
             self._health.note_success()
         except KVStoreError as error:
             pause_s = self._health.note_failure(error)
-            await asyncio.sleep(max(pause_s, self._ttl_s / 2) if isinstance(error, Taken) else pause_s)
+            await asyncio.sleep(max(pause_s, self._ttl_s / 2) if isinstance(error, KeyTaken) else pause_s)
 
     async def _stays(self, session: Session) -> bool:
         """Wait until the session ends. Returns False if it has ended, or an entry is not written."""
@@ -150,7 +150,7 @@ class Presence:
     @property
     def _complete(self) -> bool:
         """Whether all entries are stored, as far as this process knows."""
-        return all(self._stored.get(key, (None, 0))[0] == value for key, value in self._wanted.items())
+        return all(self._stored.get(key, (None, 0))[0] == value for key, value in self._entries.items())
 
     async def _publish_all(self) -> None:
         if self._session is None or not self._session.alive:
@@ -163,32 +163,32 @@ class Presence:
                 self._session_health.note_failure(error)
                 raise
             self._session_health.note_success()
-            self._written = {key: values[-1:] for key, values in self._written.items()}
+            self._writes = {key: values[-1:] for key, values in self._writes.items()}
             self._stored.clear()
-        for key, value in self._lasting.items():
-            with contextlib.suppress(Taken):
+        for key, value in self._permanent.items():
+            with contextlib.suppress(KeyTaken):
                 await self._catalog.publish(key, value, only_if=0)
-        for key in self._wanted:
+        for key in self._entries:
             await self._publish(key, self._session)
 
     async def _publish(self, key: str, session: Session) -> None:
-        value = self._wanted[key]
-        mine = self._written.setdefault(key, [])
+        value = self._entries[key]
+        mine = self._writes.setdefault(key, [])
         self._stored.pop(key, None)
-        there = await self._catalog.get(key)
-        if there is not None and there.value not in mine:
-            raise Taken(key, there)
-        if there is not None and (there.session, there.value) == (session.id, value):
-            self._stored[key] = value, there.revision
+        entry = await self._catalog.get(key)
+        if entry is not None and entry.value not in mine:
+            raise KeyTaken(key, entry)
+        if entry is not None and (entry.session, entry.value) == (session.id, value):
+            self._stored[key] = value, entry.revision
             return
         mine.append(value)
         del mine[:-2]
         try:
-            revision = await self._catalog.publish(key, value, session, only_if=there.revision if there else 0)
+            revision = await self._catalog.publish(key, value, session, only_if=entry.revision if entry else 0)
         except SessionLost:
             session.lost.set()
             raise
-        except Taken as error:
+        except KeyTaken as error:
             # An earlier try may have succeeded without an answer in time; the next turn sees whether the entry is ours.
             if error.entry is None or error.entry.value != value:
                 raise
@@ -208,14 +208,14 @@ async def elect(catalog: Catalog, key: str, value: bytes, session: Session, heal
     """
     async with aclosing(catalog.watch(key)) as updates:
         async for update in updates:
-            taken = key not in update.gone and any(each.key == key for each in update.entries)
-            if taken and not any(each.session == session.id for each in update.entries if each.key == key):
+            is_taken = key not in update.removals and any(each.key == key for each in update.entries)
+            if is_taken and not any(each.session == session.id for each in update.entries if each.key == key):
                 continue
-            if not (update.whole or key in update.gone):
+            if not (update.whole or key in update.removals):
                 continue
             try:
                 return await catalog.publish(key, value, session, only_if=0)
-            except Taken as error:
+            except KeyTaken as error:
                 if error.entry is not None and error.entry.session == session.id:
                     return error.entry.revision
     raise AssertionError("a watch has no end")
@@ -247,9 +247,9 @@ class Membership:
         check_url(config.catalog)
         self._config = config
         self._on_change: Callable[[], None] = lambda: None
-        self._known: dict[str, Entry] = {}  # replaced, never changed in place, because readers take no lock
-        self._revision = 0  # the catalog's revision that ``_known`` is from
-        self._nodes: tuple[dict[str, Entry], list[NodeEntry]] = self._known, []
+        self._members: dict[str, Entry] = {}  # replaced, never changed in place, because readers take no lock
+        self._revision = 0  # the catalog's revision that ``_members`` is from
+        self._nodes: tuple[dict[str, Entry], list[NodeEntry]] = self._members, []
         self._secret: bytes | None = None
         self._on_final: Callable[[VersionMismatch], None] = lambda error: None
         self._ended = False
@@ -258,13 +258,13 @@ class Membership:
         self._presence: Presence | None = None
         self._loop = asyncio.new_event_loop()
         self._thread = threading.Thread(target=self._run, name="catalog", daemon=True)
-        self._watching: asyncio.Task[None] | None = None
-        self._leading: asyncio.Task[None] | None = None
+        self._watch_task: asyncio.Task[None] | None = None
+        self._election: asyncio.Task[None] | None = None
         self._lead: tuple[Session, int] | None = None  # while we lead: the session, and the revision of the election
 
     def start(
         self,
-        mine: schema.Published,
+        mine: schema.AnyEntry,
         on_change: Callable[[], None] = lambda: None,
         former: bytes = b"",
         former_name: str = "",
@@ -296,9 +296,9 @@ class Membership:
         except BaseException:
             self.stop()
             raise
-        logs.event(log, logging.INFO, "joined", catalog=self._catalog.url, pool=config.pool, members=len(self._known))
+        logs.event(log, logging.INFO, "joined", catalog=self._catalog.url, pool=config.pool, members=len(self._members))
 
-    def update(self, mine: schema.Published) -> None:
+    def update(self, mine: schema.AnyEntry) -> None:
         """Publish a new value of ``mine`` under the same name, or once the catalog is back. Does not wait."""
         if self._presence is not None:
             work = self._presence.update(schema.key_of(self._config.pool, mine), schema.encode(mine))
@@ -312,7 +312,7 @@ class Membership:
 
         def begin() -> None:
             work = kept_task("membership/election", lambda: self._lead_once(catalog, name.encode()))
-            self._leading = self._loop.create_task(work, name="catalog election")
+            self._election = self._loop.create_task(work, name="catalog election")
 
         self._loop.call_soon_threadsafe(begin)
 
@@ -361,10 +361,10 @@ class Membership:
 
     def nodes(self) -> list[NodeEntry]:
         """The nodes of the pool, including this one, by name."""
-        known, nodes = self._nodes
-        if known is not self._known:  # cached, because some callers ask for every message
-            known, nodes = self._known, schema.decode_all(NodeEntry, self._below(NodeEntry))
-            self._nodes = known, nodes
+        members, nodes = self._nodes
+        if members is not self._members:  # cached, because some callers ask for every message
+            members, nodes = self._members, schema.decode_all(NodeEntry, self._below(NodeEntry))
+            self._nodes = members, nodes
         return nodes
 
     @property
@@ -385,19 +385,21 @@ class Membership:
         return schema.decode_all(DataEntry, sorted(self._below(DataEntry), key=lambda each: each.revision))
 
     def _below(self, kind: type[Any]) -> list[Entry]:
-        known, start = self._known, schema.folder(self._config.pool, kind)
-        return [known[key] for key in sorted(known) if key.startswith(start)]
+        members, start = self._members, schema.folder(self._config.pool, kind)
+        return [members[key] for key in sorted(members) if key.startswith(start)]
 
-    async def _start(self, catalog: Catalog, mine: schema.Published, former: bytes, former_key: str) -> None:
+    async def _start(self, catalog: Catalog, mine: schema.AnyEntry, former: bytes, former_key: str) -> None:
         await catalog.start()
         ours = self._health["presence"], self._health["session"]
         self._presence = Presence(catalog, self._config.catalog_ttl_s, *ours)
         pool = self._config.pool
-        lasting = {} if isinstance(mine, EngineEntry | ClusterEntry) else {schema.secret_key(pool): schema.new_secret()}
-        await self._presence.start({schema.key_of(pool, mine): schema.encode(mine)}, former, lasting, former_key)
+        permanent = (
+            {} if isinstance(mine, EngineEntry | ClusterEntry) else {schema.secret_key(pool): schema.new_secret()}
+        )
+        await self._presence.start({schema.key_of(pool, mine): schema.encode(mine)}, former, permanent, former_key)
         first = asyncio.Event()
-        watching = kept_task("membership/watch", lambda: self._watch(catalog, first))
-        self._watching = asyncio.create_task(watching, name="catalog watch")
+        watch = kept_task("membership/watch", lambda: self._watch(catalog, first))
+        self._watch_task = asyncio.create_task(watch, name="catalog watch")
         await first.wait()
 
     async def _lead_once(self, catalog: Catalog, value: bytes) -> None:
@@ -426,11 +428,11 @@ class Membership:
 
     def _lost_lead(self, key: str, revision: int) -> bool:
         """Whether the entry that we wrote at ``revision`` was deleted while our session is alive."""
-        there = self._known.get(key)
-        return self._revision > revision and (there is None or there.revision != revision)
+        entry = self._members.get(key)
+        return self._revision > revision and (entry is None or entry.revision != revision)
 
     async def _stop(self) -> None:
-        for task in (self._watching, self._leading):
+        for task in (self._watch_task, self._election):
             if task is not None:
                 task.cancel()
                 await asyncio.gather(task, return_exceptions=True)
@@ -443,14 +445,14 @@ class Membership:
         prefix = schema.prefix(self._config.pool)
         async with aclosing(catalog.watch(prefix, self._health["watch"])) as updates:
             async for update in updates:
-                known = {} if update.whole else dict(self._known)
-                for key in update.gone:
-                    known.pop(key, None)
-                known.update({each.key: each for each in update.entries})
-                self._known, self._revision = known, update.revision
+                members = {} if update.whole else dict(self._members)
+                for key in update.removals:
+                    members.pop(key, None)
+                members.update({each.key: each for each in update.entries})
+                self._members, self._revision = members, update.revision
                 if self._presence is not None:
-                    self._presence.look(known, update.revision, update.whole)
-                self._learn_secret(known.get(schema.secret_key(self._config.pool)))
+                    self._presence.look(members, update.revision, update.whole)
+                self._learn_secret(members.get(schema.secret_key(self._config.pool)))
                 first.set()
                 self._on_change()
 
@@ -478,13 +480,13 @@ class Membership:
             self._loop.close()
 
     def _do(self, work: Coroutine[Any, Any, None], timeout_s: float) -> None:
-        done = asyncio.run_coroutine_threadsafe(work, self._loop)
+        future = asyncio.run_coroutine_threadsafe(work, self._loop)
         try:
-            done.result(timeout_s)
+            future.result(timeout_s)
         except TimeoutError:
-            done.cancel()
-            why = "".join(f"; {each.name}: {each.error}" for each in self._health.values() if each.error)
-            raise DeadlineExceeded(f"{self._config.catalog}: no answer in {timeout_s:g} s{why}") from None
+            future.cancel()
+            reasons = "".join(f"; {each.name}: {each.error}" for each in self._health.values() if each.error)
+            raise DeadlineExceeded(f"{self._config.catalog}: no answer in {timeout_s:g} s{reasons}") from None
 
 
 def host() -> str:
@@ -498,8 +500,8 @@ def reachable(addresses: Sequence[str]) -> tuple[str, ...]:
     Raises:
         InvalidRequest: an address means all addresses of this machine. Another machine would connect to itself.
     """
-    published = tuple(each for each in addresses if not each.startswith("unix:"))
-    for each in published:
+    remote = tuple(each for each in addresses if not each.startswith("unix:"))
+    for each in remote:
         if each.rpartition(":")[0] in ("0.0.0.0", "[::]"):
             raise InvalidRequest("listen", f"must be an address that other members of the pool can reach (got {each})")
-    return published
+    return remote

@@ -32,7 +32,7 @@ import numpy.typing as npt
 
 from kvstore.cluster.data_connection import DataConnection
 from kvstore.cluster.peer_links import PeerLinks, PoolNode
-from kvstore.cluster.transport import CHECKSUM, HeldPlaces, LateBytes, Places, Pulled
+from kvstore.cluster.transport import CHECKSUM, LateBytes, PlaceHolder, Places, PullResult
 from kvstore.device.host_memory import copy, empty
 from kvstore.errors import DeadlineExceeded, Unavailable
 from kvstore.model.replica import Tier
@@ -309,8 +309,8 @@ class NixlTransport:
         places: Places,
         deadline_s: float,
         silence_s: float,
-        held: HeldPlaces | None = None,
-    ) -> Pulled:
+        holder: PlaceHolder | None = None,
+    ) -> PullResult:
         """See ``Transport``."""
         self._reap()
         if self.late_bytes > LATE_BYTES_MAX:
@@ -323,12 +323,12 @@ class NixlTransport:
             if loan.pages and loan.incarnation != attached.incarnation:
                 self._forget(peer, agent)
                 raise Unavailable(f"{peer.name}: its memory is another one now")
-            good = self._fetch(agent, attached.name, loan, request, places, deadline_s, silence_s, held)
+            good = self._fetch(agent, attached.name, loan, request, places, deadline_s, silence_s, holder)
             body = connection.call(FrameKind.RETURN, pack_return(loan), reply=FrameKind.RETURNED, deadline_s=deadline_s)
             same, reason = unpack_end(body[: BODY_MAX[FrameKind.END]], loan.pages)
         pages = min(good, same)
         why = CHECKSUM if good < same else reason or loan.reason
-        return Pulled(pages, why, {Tier.DRAM: pages} if pages else {}, loan.pages)
+        return PullResult(pages, why, {Tier.DRAM: pages} if pages else {}, loan.pages)
 
     def close(self) -> None:
         """See ``Transport``. The agent is kept while bytes may still arrive, because only the agent can report their
@@ -426,20 +426,20 @@ class NixlTransport:
         places: Places,
         deadline_s: float,
         silence_s: float,
-        held: HeldPlaces | None,
+        holder: PlaceHolder | None,
     ) -> int:
         """Read the lent pages into their places. Returns how many leading pages have the right checksum. Raises
         LateBytes, DeadlineExceeded, Unavailable."""
         step, good = max(1, CHUNK_BYTES // request.length), loan.pages
-        if held is not None and not (loan.pages and self._lies_in_registered(agent, places[: loan.pages])):
-            held = None
+        if holder is not None and not (loan.pages and self._lies_in_registered(agent, places[: loan.pages])):
+            holder = None
         under_way: list[_Chunk] = []
         first = 0
         try:
             while first < loan.pages or under_way:
                 if first < loan.pages and len(under_way) < AHEAD:
                     pages = min(step, loan.pages - first)
-                    under_way.append(self._post(agent, name, loan, request, places, first, pages, held))
+                    under_way.append(self._post(agent, name, loan, request, places, first, pages, holder))
                     under_way[-1].read.begin()
                     first += pages
                     continue
@@ -454,8 +454,8 @@ class NixlTransport:
                         copy(place, row)
                     self._give_back(chunk.block)
         except Unavailable as error:
-            self._leave(under_way, request.length, held)
-            if held is not None:
+            self._leave(under_way, request.length, holder)
+            if holder is not None:
                 raise LateBytes(str(error)) from None
             raise
         return good
@@ -469,9 +469,9 @@ class NixlTransport:
         places: Places,
         first: int,
         pages: int,
-        held: HeldPlaces | None,
+        holder: PlaceHolder | None,
     ) -> _Chunk:
-        if held is not None:
+        if holder is not None:
             chunk = _Chunk(first, pages, [places[page] for page in range(first, first + pages)], None)
         else:
             block = self._block(agent, pages * request.length)
@@ -486,11 +486,11 @@ class NixlTransport:
             raise
         return chunk
 
-    def _leave(self, under_way: list[_Chunk], length: int, held: HeldPlaces | None) -> None:
+    def _leave(self, under_way: list[_Chunk], length: int, holder: PlaceHolder | None) -> None:
         """Keep the memory of these chunks until their reads have ended."""
         if not under_way:
             return
-        landed = held.leave() if held is not None else None
+        landed = holder.leave() if holder is not None else None
 
         def free() -> None:
             if landed is not None:

@@ -29,7 +29,7 @@ import numpy as np
 from kvstore.cluster import nixl
 from kvstore.cluster.nixl import NixlTransport
 from kvstore.cluster.peer_links import PeerLinks, PoolNode
-from kvstore.cluster.transport import HeldPlaces, LateBytes, Places, Pulled, TcpTransport, Transport, TransportKind
+from kvstore.cluster.transport import LateBytes, PlaceHolder, Places, PullResult, TcpTransport, Transport, TransportKind
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied, Unauthenticated
 from kvstore.model.replica import Tier
 from kvstore.wire.data import ReadRequest
@@ -43,7 +43,7 @@ PEERS_MAX: Final = 256  # peers to remember; the one that was read from least re
 
 
 @dataclass(slots=True)
-class _Known:
+class _Speed:
     """The measurements of one transport to one peer."""
 
     bytes_per_s: float = 0.0  # 0: not measured
@@ -62,53 +62,53 @@ class TransportPlan:
 
     def __init__(self, expected: Mapping[str, float]) -> None:
         self._expected = expected
-        self._peers: OrderedDict[str, dict[str, _Known]] = OrderedDict()
+        self._peers: OrderedDict[str, dict[str, _Speed]] = OrderedDict()
 
     def order(self, peer: str, fit: Sequence[str], now_s: float) -> list[str]:
         """The transports to try for the next read, best first. The last resort is among them."""
-        ready = [name for name in fit if now_s >= self._known(peer, name).until_s]
-        rated = [name for name in ready if self.speed(peer, name)] or ready
-        rated.sort(key=lambda name: -self.speed(peer, name))
-        return rated if LAST_RESORT in rated else [*rated, LAST_RESORT]
+        ready = [name for name in fit if now_s >= self._speed_of(peer, name).until_s]
+        ranking = [name for name in ready if self.speed(peer, name)] or ready
+        ranking.sort(key=lambda name: -self.speed(peer, name))
+        return ranking if LAST_RESORT in ranking else [*ranking, LAST_RESORT]
 
     def to_measure(self, peer: str, fit: Sequence[str], now_s: float) -> list[str]:
         """Fit transports without a recent measurement. They may be faster than the one in use."""
         in_use = self.order(peer, fit, now_s)[0]
-        known = {name: self._known(peer, name) for name in fit if name != in_use}
-        return [name for name, each in known.items() if now_s >= each.until_s and _stale(each, now_s)]
+        others = {name: self._speed_of(peer, name) for name in fit if name != in_use}
+        return [name for name, each in others.items() if now_s >= each.until_s and _stale(each, now_s)]
 
     def speed(self, peer: str, name: str) -> float:
         """Bytes per second of the transport, measured or expected; 0 if unknown."""
-        return self._known(peer, name).bytes_per_s or self._expected.get(name, 0.0)
+        return self._speed_of(peer, name).bytes_per_s or self._expected.get(name, 0.0)
 
-    def moved(self, peer: str, name: str, nbytes: int, seconds: float, now_s: float) -> None:
+    def note_success(self, peer: str, name: str, nbytes: int, seconds: float, now_s: float) -> None:
         """Record that the transport moved ``nbytes`` in ``seconds``."""
-        known = self._known(peer, name)
-        known.failures, known.until_s = 0, 0.0
+        its = self._speed_of(peer, name)
+        its.failures, its.until_s = 0, 0.0
         if nbytes >= SAMPLE_BYTES and seconds > 0:
-            fresh, before = nbytes / seconds, known.bytes_per_s
-            old = before and not _stale(known, now_s)
-            known.bytes_per_s = WEIGHT * fresh + (1 - WEIGHT) * before if old else fresh
-            known.measured_s = now_s
+            newest, average = nbytes / seconds, its.bytes_per_s
+            is_usable = average and not _stale(its, now_s)
+            its.bytes_per_s = WEIGHT * newest + (1 - WEIGHT) * average if is_usable else newest
+            its.measured_s = now_s
 
-    def failed(self, peer: str, name: str, now_s: float) -> float:
+    def note_failure(self, peer: str, name: str, now_s: float) -> float:
         """Record that the transport failed or was too slow. Returns for how many seconds it is left out."""
-        known = self._known(peer, name)
-        known.failures += 1
-        pause_s = min(FAILED_MAX_S, FAILED_MIN_S * 2 ** min(known.failures - 1, 16))
-        known.until_s = now_s + pause_s
+        its = self._speed_of(peer, name)
+        its.failures += 1
+        pause_s = min(FAILED_MAX_S, FAILED_MIN_S * 2 ** min(its.failures - 1, 16))
+        its.until_s = now_s + pause_s
         return float(pause_s)
 
-    def _known(self, peer: str, name: str) -> _Known:
-        found = self._peers.setdefault(peer, {})
+    def _speed_of(self, peer: str, name: str) -> _Speed:
+        speeds = self._peers.setdefault(peer, {})
         self._peers.move_to_end(peer)
         while len(self._peers) > PEERS_MAX:
             self._peers.popitem(last=False)
-        return found.setdefault(name, _Known())
+        return speeds.setdefault(name, _Speed())
 
 
-def _stale(known: _Known, now_s: float) -> bool:
-    return not known.bytes_per_s or now_s - known.measured_s >= STALE_S
+def _stale(speed: _Speed, now_s: float) -> bool:
+    return not speed.bytes_per_s or now_s - speed.measured_s >= STALE_S
 
 
 def fit_for(ours: Mapping[str, str], offered: Sequence[str]) -> dict[str, str]:
@@ -117,17 +117,17 @@ def fit_for(ours: Mapping[str, str], offered: Sequence[str]) -> dict[str, str]:
     Args:
         ours: for each transport of this process, why it is unavailable here; "" if it is available.
     """
-    found = {name: why and f"not here: {why}" for name, why in ours.items()}
-    found |= {name: "not known here" for name in offered if name not in ours}
-    found |= {name: "not offered there" for name, why in found.items() if name not in offered and not why}
-    if found.get(LAST_RESORT) == "not offered there":
-        found[LAST_RESORT] = "the last resort"
-    return found
+    reasons = {name: why and f"not here: {why}" for name, why in ours.items()}
+    reasons |= {name: "not known here" for name in offered if name not in ours}
+    reasons |= {name: "not offered there" for name, why in reasons.items() if name not in offered and not why}
+    if reasons.get(LAST_RESORT) == "not offered there":
+        reasons[LAST_RESORT] = "the last resort"
+    return reasons
 
 
-ASIDE_BYTES: Final = 8 << 20  # how much a measurement reads; at least one page
-ASIDE_S: Final = 10.0  # for a measurement; its first read may have to connect
-ASIDE_SILENCE_S: Final = 5.0
+MEASURE_BYTES: Final = 8 << 20  # how much a measurement reads; at least one page
+MEASURE_S: Final = 10.0  # for a measurement; its first read may have to connect
+MEASURE_SILENCE_S: Final = 5.0
 CLOSE_S: Final = 1.0  # how long ``close`` waits for a running measurement
 
 log = logging.getLogger("kvstore.cluster")
@@ -145,9 +145,9 @@ class PageMover:
         self._kinds = {name: kind for name, kind in kinds.items() if not kind.missing()}
         self._links = links
         self._plan = TransportPlan({name: kind.bytes_per_s for name, kind in kinds.items()})
-        self._made: dict[str, Transport] = {}
+        self._transports: dict[str, Transport] = {}
         self._lock = threading.Lock()
-        self._aside: threading.Thread | None = None
+        self._measurement: threading.Thread | None = None
         self._closed = False
 
     def read(
@@ -157,73 +157,75 @@ class PageMover:
         places: Places,
         deadline_s: float,
         silence_s: float,
-        held: HeldPlaces | None = None,
-    ) -> Pulled:
+        holder: PlaceHolder | None = None,
+    ) -> PullResult:
         """See ``Transport.read``. Raises the error of the last transport that was tried."""
         with self._lock:
             names = self._plan.order(peer.process, self._fit(peer), time.monotonic())
-        found = Pulled()
+        result = PullResult()
         for last, name in enumerate(names, 1 - len(names)):
-            done, began_s = found.pages, time.monotonic()
-            rest = replace(request, keys=request.keys[done:]) if done else request
+            done, began_s = result.pages, time.monotonic()
+            remaining = replace(request, keys=request.keys[done:]) if done else request
             try:
-                more = self._transport(name).read(peer, rest, places[done:], deadline_s, silence_s, held)
+                more = self._transport(name).read(peer, remaining, places[done:], deadline_s, silence_s, holder)
             except (InvalidRequest, PermissionDenied, Unauthenticated):
                 raise  # every transport would get the same answer
             except KVStoreError as error:
-                self._failed(peer, name, error)
+                self._note_failure(peer, name, error)
                 if isinstance(error, LateBytes) or (last == 0 and not done):
                     raise
                 continue
-            self._moved(peer, name, rest, more, began_s)
-            found.add(more)
-            if found.pages == len(request.keys):
+            self._note_success(peer, name, remaining, more, began_s)
+            result.add(more)
+            if result.pages == len(request.keys):
                 break
-        return found
+        return result
 
     def close(self) -> None:
         """Close all transports."""
         with self._lock:
             self._closed = True
-            made, self._made, aside = list(self._made.values()), {}, self._aside
-        for transport in made:
+            transports, self._transports, measurement = list(self._transports.values()), {}, self._measurement
+        for transport in transports:
             transport.close()
-        if aside is not None:
-            aside.join(CLOSE_S)
+        if measurement is not None:
+            measurement.join(CLOSE_S)
 
     def _fit(self, peer: PoolNode) -> list[str]:
         return [name for name in self._kinds if name in peer.transports]
 
     def _transport(self, name: str) -> Transport:
         with self._lock:
-            found = self._made.get(name)
-            if found is None:
-                found = self._kinds[name].make(self._links)
+            transport = self._transports.get(name)
+            if transport is None:
+                transport = self._kinds[name].make(self._links)
                 if not self._closed:
-                    self._made[name] = found
-            return found
+                    self._transports[name] = transport
+            return transport
 
-    def _failed(self, peer: PoolNode, name: str, error: KVStoreError) -> None:
+    def _note_failure(self, peer: PoolNode, name: str, error: KVStoreError) -> None:
         with self._lock:
-            pause_s = self._plan.failed(peer.process, name, time.monotonic())
+            pause_s = self._plan.note_failure(peer.process, name, time.monotonic())
         log.info("%s: %s is left out for %g s: %s", peer.name, name, pause_s, error)
 
-    def _moved(self, peer: PoolNode, name: str, request: ReadRequest, pulled: Pulled, began_s: float) -> None:
+    def _note_success(
+        self, peer: PoolNode, name: str, request: ReadRequest, result: PullResult, began_s: float
+    ) -> None:
         """Record how fast the read was, and begin to measure transports that may be faster."""
-        now_s, nbytes = time.monotonic(), pulled.pages * request.length
-        if nbytes < SAMPLE_BYTES or set(pulled.tiers) != {Tier.DRAM}:  # this would measure another tier
+        now_s, nbytes = time.monotonic(), result.pages * request.length
+        if nbytes < SAMPLE_BYTES or set(result.tiers) != {Tier.DRAM}:  # this would measure another tier
             nbytes = 0
         with self._lock:
-            self._plan.moved(peer.process, name, nbytes, now_s - began_s, now_s)
+            self._plan.note_success(peer.process, name, nbytes, now_s - began_s, now_s)
             others = self._plan.to_measure(peer.process, self._fit(peer), now_s) if nbytes else []
-            if not others or self._closed or (self._aside is not None and self._aside.is_alive()):
+            if not others or self._closed or (self._measurement is not None and self._measurement.is_alive()):
                 return
-            pages = max(1, min(pulled.pages, ASIDE_BYTES // request.length))
-            again = replace(request, keys=request.keys[:pages])
-            self._aside = threading.Thread(
-                target=self._measure, args=(peer, others, again), name="kvstore-measure", daemon=True
+            pages = max(1, min(result.pages, MEASURE_BYTES // request.length))
+            sample = replace(request, keys=request.keys[:pages])
+            self._measurement = threading.Thread(
+                target=self._measure, args=(peer, others, sample), name="kvstore-measure", daemon=True
             )
-            self._aside.start()
+            self._measurement.start()
 
     def _measure(self, peer: PoolNode, names: list[str], request: ReadRequest) -> None:
         rows = np.zeros((len(request.keys), request.length), np.uint8)
@@ -232,13 +234,13 @@ class PageMover:
                 transport = self._transport(name)
                 for _ in range(2):  # the first read pays for the connection
                     began_s = time.monotonic()
-                    pulled = transport.read(peer, request, rows, began_s + ASIDE_S, ASIDE_SILENCE_S)
+                    result = transport.read(peer, request, rows, began_s + MEASURE_S, MEASURE_SILENCE_S)
             except KVStoreError as error:
-                self._failed(peer, name, error)
+                self._note_failure(peer, name, error)
                 continue
             now_s = time.monotonic()
             with self._lock:
-                self._plan.moved(peer.process, name, pulled.pages * request.length, now_s - began_s, now_s)
+                self._plan.note_success(peer.process, name, result.pages * request.length, now_s - began_s, now_s)
                 speed = self._plan.speed(peer.process, name)
             log.info("%s: %s brings %.2f GB/s", peer.name, name, speed / 1e9)
 

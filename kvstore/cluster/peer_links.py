@@ -81,12 +81,12 @@ class PoolView:
 
 def write(folder: NodeFolder, view: PoolView) -> None:
     """Replace the file. A reader sees the old view or the new one. Raises OSError if the folder is gone."""
-    told = {**asdict(view), "peers": [asdict(peer) for peer in view.peers.values()]}
+    document = {**asdict(view), "peers": [asdict(peer) for peer in view.peers.values()]}
     temporary = folder.temporary(NAME)
     temporary.unlink(missing_ok=True)
     fd = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, folder.file_mode)
     with open(fd, "wb") as file:
-        file.write(json.dumps(told, separators=(",", ":")).encode())
+        file.write(json.dumps(document, separators=(",", ":")).encode())
     temporary.replace(folder.path / NAME)
 
 
@@ -100,44 +100,44 @@ class PeersFile:
 
     def __init__(self, folder: Path) -> None:
         self._path = folder / NAME
-        self._seen: tuple[tuple[int, int], PoolView | None] = (0, 0), None
+        self._last: tuple[tuple[int, int], PoolView | None] = (0, 0), None
         self._look_ns = 0
 
     def look(self) -> PoolView | None:
         """The view, at most ``LOOK_NS`` old. None if the node is not in a cluster."""
         now_ns = time.monotonic_ns()
         if now_ns < self._look_ns:
-            return self._seen[1]
+            return self._last[1]
         self._look_ns = now_ns + LOOK_NS
         try:
             status = os.stat(self._path)
         except OSError:
-            self._seen = (0, 0), None
+            self._last = (0, 0), None
             return None
         identity = status.st_ino, status.st_mtime_ns
-        seen, view = self._seen
-        if identity != seen:
+        last_identity, view = self._last
+        if identity != last_identity:
             view = _read(self._path)
-            self._seen = identity, view
+            self._last = identity, view
         return view
 
 
 def _read(path: Path) -> PoolView | None:
     """The view in a file; None if the file is not a plain file, or is invalid."""
     try:
-        told = json.loads(read_plain(path))
-        peers = [PoolNode(**_tuples(_known(PoolNode, each))) for each in told["peers"]]
-        return PoolView(**{**_known(PoolView, told), "peers": {peer.name: peer for peer in peers}})
+        document = json.loads(read_plain(path))
+        peers = [PoolNode(**_tuples(_known_fields(PoolNode, each))) for each in document["peers"]]
+        return PoolView(**{**_known_fields(PoolView, document), "peers": {peer.name: peer for peer in peers}})
     except (OSError, NotPlain, ValueError, TypeError, KeyError, AttributeError):
         return None
 
 
-def _tuples(told: dict[str, Any]) -> dict[str, Any]:
-    return {name: tuple(value) if isinstance(value, list) else value for name, value in told.items()}
+def _tuples(values: dict[str, Any]) -> dict[str, Any]:
+    return {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
 
 
-def _known(kind: type[Any], told: dict[str, Any]) -> dict[str, Any]:
-    return {each.name: told[each.name] for each in fields(kind) if each.name in told}
+def _known_fields(kind: type[Any], values: dict[str, Any]) -> dict[str, Any]:
+    return {each.name: values[each.name] for each in fields(kind) if each.name in values}
 
 
 IDLE_MAX: Final = 4  # unused connections to one data server
@@ -215,7 +215,7 @@ class PeerLinks:
             elif connection is not None and self.stale(peer, connection, error):
                 raise StaleConnection(str(error)) from error
             elif (connection is None or connection.broken) and not isinstance(error, TooManyCalls):
-                self.lost(peer)
+                self.mark_dead(peer)
                 # A peer that is away may be back soon; a peer that refuses us is configured differently.
                 level = logging.DEBUG if isinstance(error, Unavailable) else logging.WARNING
                 log.log(level, "%s: %s", peer.name, error)
@@ -250,18 +250,18 @@ class PeerLinks:
     def stale(self, peer: PoolNode, connection: DataConnection, error: KVStoreError) -> bool:
         """Whether a connection that failed with this error was kept open since an earlier request, and has just ended.
         If so, the other idle connections to the server are closed too."""
-        found = connection.broken and not connection.fresh and isinstance(error, NodeUnavailable)
-        if found:
+        is_stale = connection.broken and not connection.fresh and isinstance(error, NodeUnavailable)
+        if is_stale:
             self._drop(peer)
-        return found
+        return is_stale
 
     def close(self) -> None:
         """Close unused connections. Connections in use are closed when they are returned."""
         with self._lock:
             self._closed.set()
-            kept = [connection for idle in self._idle.values() for _, connection in idle]
+            connections = [connection for idle in self._idle.values() for _, connection in idle]
             self._idle.clear()
-        for connection in kept:
+        for connection in connections:
             connection.close()
 
     def _open(self, peer: PoolNode, deadline_s: float) -> DataConnection:
@@ -275,33 +275,33 @@ class PeerLinks:
     def _take(self, peer: PoolNode) -> DataConnection | None:
         """Take an idle connection, or None. Connections that were idle for too long are closed, because the server may
         have closed them."""
-        now_s, old = time.monotonic(), list[DataConnection]()
+        now_s, to_close = time.monotonic(), list[DataConnection]()
         with self._lock:
             idle = self._idle.get(peer.process, [])
-            taken = idle.pop()[1] if idle and idle[-1][0] > now_s - IDLE_S else None
-            if taken is None:
-                old = [connection for _, connection in idle]
+            connection = idle.pop()[1] if idle and idle[-1][0] > now_s - IDLE_S else None
+            if connection is None:
+                to_close = [each for _, each in idle]
                 idle.clear()
-        for connection in old:
-            connection.close()
-        return taken
+        for each in to_close:
+            each.close()
+        return connection
 
     def _give_back(self, peer: PoolNode, connection: DataConnection) -> None:
         """Keep the connection for the next request. Closes connections that have been idle for too long."""
-        now_s, old = time.monotonic(), list[DataConnection]()
+        now_s, to_close = time.monotonic(), list[DataConnection]()
         with self._lock:
             for process in [name for name, idle in self._idle.items() if not idle or idle[-1][0] <= now_s - IDLE_S]:
-                old += [each for _, each in self._idle.pop(process)]
+                to_close += [each for _, each in self._idle.pop(process)]
             idle = self._idle.setdefault(peer.process, [])
             if not connection.broken and not self._closed.is_set() and len(idle) < IDLE_MAX:
                 connection.fresh = False
                 idle.append((now_s, connection))
             else:
-                old.append(connection)
-        for each in old:
+                to_close.append(connection)
+        for each in to_close:
             each.close()
 
-    def lost(self, peer: PoolNode) -> None:
+    def mark_dead(self, peer: PoolNode) -> None:
         """Stop asking a data server until it answers again, and close its idle connections."""
         now_s = time.monotonic()
         with self._lock:
@@ -323,8 +323,7 @@ class PeerLinks:
         while not self._closed.wait(PROBE_MIN_S / 2):
             now_s = time.monotonic()
             for each in [each for each in list(self._dead.values()) if each.next_s <= now_s]:
-                forgotten = now_s - each.since_s > FORGOTTEN_S
-                if forgotten or self._answers(each.peer):
+                if now_s - each.since_s > FORGOTTEN_S or self._answers(each.peer):
                     with self._lock:
                         del self._dead[each.peer.process]
                 else:

@@ -39,7 +39,7 @@ Places = Rows | list[Rows]
 
 
 @dataclass
-class Pulled:
+class PullResult:
     """The result of one READ.
 
     Attributes:
@@ -52,18 +52,18 @@ class Pulled:
     pages: int = 0
     reason: str = ""
     tiers: dict[Tier, int] = field(default_factory=dict)
-    touched: int = 0
+    dirty: int = 0
 
-    def add(self, more: Pulled) -> None:
+    def add(self, more: PullResult) -> None:
         """Add the result for the pages that follow."""
-        self.touched = self.pages + more.touched
+        self.dirty = self.pages + more.dirty
         self.pages += more.pages
         self.reason = more.reason
         for tier, pages in more.tiers.items():
             self.tiers[tier] = self.tiers.get(tier, 0) + pages
 
 
-def pull(connection: DataConnection, request: ReadRequest, rows: Places, deadline_s: float) -> Pulled:
+def pull(connection: DataConnection, request: ReadRequest, rows: Places, deadline_s: float) -> PullResult:
     """Read these pages over one connection: ``send_read``, then ``receive_pages``."""
     return receive_pages(connection, send_read(connection, request, deadline_s), request, rows, deadline_s)
 
@@ -75,7 +75,7 @@ def send_read(connection: DataConnection, request: ReadRequest, deadline_s: floa
 
 def receive_pages(
     connection: DataConnection, number: int, request: ReadRequest, rows: Places, deadline_s: float
-) -> Pulled:
+) -> PullResult:
     """Receive the reply to a READ.
 
     Args:
@@ -85,40 +85,40 @@ def receive_pages(
         KVStoreError: as ``DataConnection.receive_head``. If the connection broke, ``rows`` may hold anything.
     """
     connection.rate_min = RATE_MIN
-    pulled, sent, wrong = Pulled(), 0, len(request.keys)
+    result, received, wrong = PullResult(), 0, len(request.keys)
     tiers: list[Tier] = []
     while True:
         head = connection.receive_head(number, FrameKind.RANGE, FrameKind.END, deadline_s=deadline_s)
         if head.kind is FrameKind.END:
             size = min(head.body_bytes, BODY_MAX[FrameKind.END])
-            good, reason = unpack_end(connection.receive(size, deadline_s=deadline_s), sent)
+            good, reason = unpack_end(connection.receive(size, deadline_s=deadline_s), received)
             break
         raw = connection.receive(RANGE_HEAD_BYTES, deadline_s=deadline_s)
-        found = unpack_range(raw, head.body_bytes, request, sent)
-        bad = _receive_range(connection, found, request, rows, deadline_s)
+        range_head = unpack_range(raw, head.body_bytes, request, received)
+        bad = _receive_range(connection, range_head, request, rows, deadline_s)
         wrong = min(wrong, bad)
-        tiers += [found.tier] * found.pages
-        sent += found.pages
-    pulled.touched = sent
-    pulled.pages = min(good, wrong)
-    pulled.reason = CHECKSUM if wrong < good else reason
-    for tier in tiers[: pulled.pages]:
-        pulled.tiers[tier] = pulled.tiers.get(tier, 0) + 1
-    return pulled
+        tiers += [range_head.tier] * range_head.pages
+        received += range_head.pages
+    result.dirty = received
+    result.pages = min(good, wrong)
+    result.reason = CHECKSUM if wrong < good else reason
+    for tier in tiers[: result.pages]:
+        result.tiers[tier] = result.tiers.get(tier, 0) + 1
+    return result
 
 
 def _receive_range(
-    connection: DataConnection, found: RangeHead, request: ReadRequest, rows: Places, deadline_s: float
+    connection: DataConnection, head: RangeHead, request: ReadRequest, rows: Places, deadline_s: float
 ) -> int:
     """Receive and verify the pages of one RANGE, a few at a time, while they are in a CPU cache. Returns the first page
     with a wrong checksum, or ``len(request.keys)``."""
-    pieces, stop, bad = request.pieces, found.first + found.pages, len(request.keys)
-    raw = connection.receive(4 * pieces * found.pages, deadline_s=deadline_s)
-    sums: Sums = np.frombuffer(raw, "<u4").reshape(found.pages, pieces)
-    for page, part in _places(rows, found.first, stop, max(1, VERIFY_BYTES // request.length)):
+    pieces, stop, bad = request.pieces, head.first + head.pages, len(request.keys)
+    raw = connection.receive(4 * pieces * head.pages, deadline_s=deadline_s)
+    sums: Sums = np.frombuffer(raw, "<u4").reshape(head.pages, pieces)
+    for page, part in _places(rows, head.first, stop, max(1, VERIFY_BYTES // request.length)):
         connection.receive_into(part.data.cast("B"), deadline_s=deadline_s)
         if bad > page:  # otherwise an earlier page was wrong already
-            equal = sums_of(part, pieces) == sums[page - found.first : page - found.first + len(part)]
+            equal = sums_of(part, pieces) == sums[page - head.first : page - head.first + len(part)]
             if not equal.all():
                 bad = page + int(equal.all(axis=1).argmin())
     return bad
@@ -140,7 +140,7 @@ class LateBytes(Unavailable):
     reused."""
 
 
-class HeldPlaces(Protocol):
+class PlaceHolder(Protocol):
     """Holds the places: frames that no other writer gets, even if bytes arrive late."""
 
     def leave(self) -> Callable[[], None]:
@@ -160,8 +160,8 @@ class Transport(Protocol):
         places: Places,
         deadline_s: float,
         silence_s: float,
-        held: HeldPlaces | None = None,
-    ) -> Pulled:
+        holder: PlaceHolder | None = None,
+    ) -> PullResult:
         """Read the pages of one READ from a node into their places. The leading pages that the result counts are
         verified, and were still unchanged at their source after they were sent.
 
@@ -170,7 +170,7 @@ class Transport(Protocol):
             held: holds the places. None: nothing may be written to the places after this returns.
 
         Raises:
-            LateBytes: only with ``held``, after ``held.leave`` was called.
+            LateBytes: only with ``holder``, after ``holder.leave`` was called.
             KVStoreError: no page was read. The places may hold anything, and are not written to later.
         """
         ...
@@ -210,8 +210,8 @@ class TcpTransport:
         places: Places,
         deadline_s: float,
         silence_s: float,
-        held: HeldPlaces | None = None,
-    ) -> Pulled:
+        holder: PlaceHolder | None = None,
+    ) -> PullResult:
         """See ``Transport``. A failed connection is closed before the error is raised, so nothing arrives later."""
         return self._links.call(
             peer, deadline_s, lambda connection: pull(connection, request, places, deadline_s), silence_s

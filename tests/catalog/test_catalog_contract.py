@@ -12,7 +12,7 @@ from typing import TypeAlias
 
 import pytest
 
-from kvstore.cluster.catalog.base import KEY_BYTES_MAX, VALUE_BYTES_MAX, Catalog, Entry, SessionLost, Taken, Update
+from kvstore.cluster.catalog.base import KEY_BYTES_MAX, VALUE_BYTES_MAX, Catalog, Entry, KeyTaken, SessionLost, Update
 from kvstore.cluster.catalog.etcd import EtcdCatalog
 from kvstore.cluster.catalog.file import FileCatalog
 from kvstore.cluster.catalog.memory import Hub, MemoryCatalog
@@ -72,13 +72,13 @@ def test_a_condition_that_does_not_hold_changes_nothing(connect: Open, root: str
     async def test() -> None:
         async with connect() as ours, connect() as theirs:
             first = await ours.publish(root + "a", b"1", only_if=0)
-            with pytest.raises(Taken) as taken:
+            with pytest.raises(KeyTaken) as taken:
                 await theirs.publish(root + "a", b"2", only_if=0)
             assert taken.value.entry == Entry(root + "a", b"1", first)
             second = await theirs.publish(root + "a", b"2", only_if=first)
-            with pytest.raises(Taken):
+            with pytest.raises(KeyTaken):
                 await ours.publish(root + "a", b"3", only_if=first)
-            with pytest.raises(Taken) as taken:
+            with pytest.raises(KeyTaken) as taken:
                 await ours.publish(root + "b", b"3", only_if=first)
             assert taken.value.entry is None
             assert not await ours.retract(root + "a", only_if=first)
@@ -177,7 +177,7 @@ def test_a_watch_tells_all_there_is_and_then_each_change(connect: Open, root: st
                     assert not update.whole and update.revision > seen
                     seen = update.revision
                     values += [each.value for each in update.entries]
-                    known = (known | {each.key for each in update.entries}) - set(update.gone)
+                    known = (known | {each.key for each in update.entries}) - set(update.removals)
                 assert values == sorted(values, key=int), "in order"
             async with aclosing(theirs.watch(root + "none/")) as updates:
                 assert await anext(updates) == Update((await ours.listing(root)).revision, whole=True)

@@ -93,7 +93,7 @@ class FaultyCatalog(MemoryCatalog):
         if "quota" in self._world.faults:
             raise Unavailable("quota is used up")
 
-    def _now(self) -> Ledger:
+    def _ledger(self) -> Ledger:
         world = self._world
         world.calls[self._number] += 1
         if "restart" in world.faults or "certificate" in world.faults:
@@ -104,7 +104,7 @@ class FaultyCatalog(MemoryCatalog):
             error = world.random.choice(ODD_ERRORS)
             world.bugs += isinstance(error, AssertionError)
             raise error
-        return super()._now()
+        return super()._ledger()
 
 
 Simulation = Callable[[Callable[[World], Coroutine[Any, Any, None]], int], None]

@@ -147,7 +147,7 @@ async def told(updates: AsyncGenerator[Update, None], until: Callable[[dict[str,
         async for update in updates:
             if update.whole:
                 known.clear()
-            for key in update.gone:
+            for key in update.removals:
                 known.pop(key, None)
             known.update({each.key: each.value for each in update.entries})
             if until(known):

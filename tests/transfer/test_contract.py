@@ -27,7 +27,7 @@ from kvstore.cluster import nixl
 from kvstore.cluster.data_connection import DialCredentials
 from kvstore.cluster.nixl import AHEAD, CHUNK_BYTES, NixlTransport
 from kvstore.cluster.peer_links import PeerLinks, PoolNode
-from kvstore.cluster.transport import CHECKSUM, LateBytes, Pulled, TcpTransport, Transport
+from kvstore.cluster.transport import CHECKSUM, LateBytes, PullResult, TcpTransport, Transport
 from kvstore.errors import KVStoreError, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
@@ -93,7 +93,7 @@ class Owner:
         rows: Pages | None = None,
         silence_s: float = LATE_S,
         held: Any = None,
-    ) -> tuple[Pulled, Pages]:
+    ) -> tuple[PullResult, Pages]:
         offset, length = part or (0, layout.page_bytes)
         into = np.zeros((len(keys), length), np.uint8) if rows is None else rows
         request = ReadRequest(chain_of(layout), keys, offset, length)

@@ -23,7 +23,7 @@ from kvstore.cluster.catalog import schema
 from kvstore.cluster.catalog.file import FileCatalog
 from kvstore.cluster.catalog.schema import DataEntry
 from kvstore.cluster.data_connection import DataConnection
-from kvstore.cluster.transport import Pulled, pull
+from kvstore.cluster.transport import PullResult, pull
 from kvstore.errors import Unauthenticated
 from kvstore.model.replica import FrameClass
 from kvstore.shm.data_server_file import DataFile, DataServerAt, find_data_server
@@ -58,7 +58,7 @@ def living(machine: Machine) -> DataServerAt:
     return found
 
 
-def read(server: DataServerAt, pages: int = PAGES, silence_s: float = LATE_S) -> Pulled:
+def read(server: DataServerAt, pages: int = PAGES, silence_s: float = LATE_S) -> PullResult:
     """Read the pages of chain 1 over a new connection; they are right."""
     deadline_s = time.monotonic() + LATE_S
     keys, rows = chain(1, pages), np.zeros((pages, SMALL.page_bytes), np.uint8)

@@ -15,7 +15,7 @@ import pytest
 
 from kvstore.cluster.data_connection import SILENCE_S, DataConnection
 from kvstore.cluster.directory_messages import pack_find, unpack_found
-from kvstore.cluster.transport import Pulled, pull, send_read
+from kvstore.cluster.transport import PullResult, pull, send_read
 from kvstore.errors import TooManyCalls, Unavailable
 from kvstore.model.prefix import veil_of
 from kvstore.model.replica import FrameClass, Tier
@@ -64,7 +64,7 @@ class Node:
         hello = Hello(token=f"{tenant}-token", caller=tenant)
         return DataConnection.open(self.address, hello, deadline_s=later(), silence_s=silence_s)
 
-    def read(self, connection: DataConnection, tenant: str, seed: int = 1, pages: int = PAGES) -> Pulled:
+    def read(self, connection: DataConnection, tenant: str, seed: int = 1, pages: int = PAGES) -> PullResult:
         """What comes is right."""
         rows = np.zeros((pages, LARGE.page_bytes), np.uint8)
         pulled = pull(connection, wanted(tenant, seed, pages), rows, later())

@@ -11,7 +11,7 @@ import pytest
 
 from kvstore.cluster.page_mover import PageMover
 from kvstore.cluster.peer_links import PeerLinks, PoolNode
-from kvstore.cluster.transport import HeldPlaces, LateBytes, Places, Pulled, TransportKind
+from kvstore.cluster.transport import LateBytes, PlaceHolder, Places, PullResult, TransportKind
 from kvstore.errors import KVStoreError, NodeUnavailable, PermissionDenied
 from kvstore.model.replica import FrameClass, Tier
 from kvstore.wire.data import ReadRequest, WantedChain
@@ -42,8 +42,8 @@ class Told:
         places: Places,
         deadline_s: float,
         silence_s: float,
-        held: HeldPlaces | None = None,
-    ) -> Pulled:
+        held: PlaceHolder | None = None,
+    ) -> PullResult:
         self.read_by.append(threading.current_thread().name)
         time.sleep(self.took_s)
         for place in places:
@@ -51,7 +51,7 @@ class Told:
         if self.fails is not None:
             raise self.fails
         pages = min(self.pages, len(request.keys))
-        return Pulled(pages, "" if pages == len(request.keys) else "absent", {Tier.DRAM: pages}, pages)
+        return PullResult(pages, "" if pages == len(request.keys) else "absent", {Tier.DRAM: pages}, pages)
 
     def close(self) -> None:
         self.closed = True

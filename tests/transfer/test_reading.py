@@ -15,7 +15,7 @@ from kvstore import Store
 from kvstore.client.local.node import LocalNode
 from kvstore.cluster.data_connection import Caller, DataConnection
 from kvstore.cluster.data_listener import Server
-from kvstore.cluster.transport import Pulled, pull, receive_pages
+from kvstore.cluster.transport import PullResult, pull, receive_pages
 from kvstore.errors import InvalidRequest, PermissionDenied
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
@@ -53,7 +53,7 @@ class Reading:
 
     def pull(
         self, keys: Keys, layout: Layout = SMALL, part: tuple[int, int] | None = None, salt: str = ""
-    ) -> tuple[Pulled, np.ndarray[Any, Any]]:
+    ) -> tuple[PullResult, np.ndarray[Any, Any]]:
         offset, length = part or (0, layout.page_bytes)
         rows = np.zeros((len(keys), length), np.uint8)
         request = ReadRequest(chain_of(layout, salt), keys, offset, length)

@@ -160,7 +160,7 @@ class ArrivingPages:
                 mapped.claims.release(self)
 
     def leave(self) -> Callable[[], None]:
-        """See ``cluster.transport.HeldPlaces``. ``seal`` then returns no frames."""
+        """See ``cluster.transport.PlaceHolder``. ``seal`` then returns no frames."""
         self._left = True
         return self._landed
 

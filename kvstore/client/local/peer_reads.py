@@ -28,7 +28,7 @@ from kvstore.cluster.find_pages import CACHE_S, Finder
 from kvstore.cluster.lookup_plan import Stretch
 from kvstore.cluster.page_mover import TRANSPORTS, PageMover
 from kvstore.cluster.peer_links import PeerLinks, PeersFile, PoolView
-from kvstore.cluster.transport import RATE_MIN, HeldPlaces, LateBytes, Places
+from kvstore.cluster.transport import RATE_MIN, LateBytes, PlaceHolder, Places
 from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace
 from kvstore.model.prefix import Fingerprints, Keys, fingerprints
 from kvstore.model.replica import Tier
@@ -224,10 +224,10 @@ class Elsewhere:
         rows: Places,
         pages: int,
         patience: Patience | None = None,
-        held: HeldPlaces | None = None,
+        holder: PlaceHolder | None = None,
     ) -> Brought:
         """Read the pages after the first ``pages`` into ``rows``. Rows after the counted ones may change; after the
-        return only if they are ``held`` and were left."""
+        return only if they are ``holder`` and were left."""
         brought, failed, patience = Brought(), set[str](), patience or Patience()
         limit = min(len(keys), pages + len(rows))
         while pages + brought.pages < limit and not patience.over:
@@ -238,7 +238,7 @@ class Elsewhere:
             stop = min(start + stretch.stop, limit)
             into = rows[start - pages : stop - pages]
             try:
-                if self._read(chain, stretch.node, keys[start:stop], into, patience, brought, held) < stop - start:
+                if self._read(chain, stretch.node, keys[start:stop], into, patience, brought, holder) < stop - start:
                     failed.add(stretch.node)
             except LateBytes:
                 break  # these rows are of no use any more
@@ -252,7 +252,7 @@ class Elsewhere:
         rows: Places,
         patience: Patience,
         brought: Brought,
-        held: HeldPlaces | None,
+        holder: PlaceHolder | None,
     ) -> int:
         """Read these pages from one node; return how many arrived. Raises LateBytes."""
         view, mover, done = self._peers.look(), self._mover, 0
@@ -264,7 +264,7 @@ class Elsewhere:
                 request = ReadRequest(chain, keys[done : done + step], 0, page_bytes)
                 deadline_s = patience.until_s(len(request.keys) * page_bytes)
                 with patience.waiting() as silence_s:
-                    got = mover.read(peer, request, rows[done : done + step], deadline_s, silence_s, held)
+                    got = mover.read(peer, request, rows[done : done + step], deadline_s, silence_s, holder)
                 patience.came(got.pages * page_bytes)
                 done += got.pages
                 brought.add(Brought(got.pages, +Counter({node: got.pages}), Counter(got.tiers)))

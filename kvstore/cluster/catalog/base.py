@@ -29,7 +29,7 @@ RENEWALS_PER_TTL: Final = 4
 log = logging.getLogger("kvstore.cluster.catalog")
 
 
-class Taken(KVStoreError):
+class KeyTaken(KVStoreError):
     """The condition of a publish does not hold. ``entry`` is the entry that is stored, or None if there is none."""
 
     def __init__(self, key: str, entry: Entry | None) -> None:
@@ -63,14 +63,14 @@ class Update:
 
     Attributes:
         entries: new or changed.
-        gone: removed keys. A key that was removed and written again is only in ``entries``.
-        whole: ``entries`` has everything, and all other keys are gone. The first update of every watch is whole, and so
+        removals: removed keys. A key that was removed and written again is only in ``entries``.
+        whole: ``entries`` has everything, and no other key is left. The first update of every watch is whole, and so
             is an update after missed changes that the catalog can no longer report.
     """
 
     revision: int
     entries: tuple[Entry, ...] = ()
-    gone: tuple[str, ...] = ()
+    removals: tuple[str, ...] = ()
     whole: bool = False
 
 

@@ -15,9 +15,9 @@ from kvstore.cluster.catalog.base import (
     LISTING_MAX,
     Catalog,
     Entry,
+    KeyTaken,
     Session,
     SessionLost,
-    Taken,
     Update,
     boot_s,
     check_key,
@@ -112,7 +112,7 @@ class EtcdCatalog(Catalog):
         there = found[0] if found else None
         if there is not None and lease and (there.session, there.value) == (lease, value):
             return there.revision
-        raise Taken(key, there)
+        raise KeyTaken(key, there)
 
     async def retract(self, key: str, only_if: int | None = None) -> bool:
         """See ``Catalog.retract``."""

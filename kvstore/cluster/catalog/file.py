@@ -24,9 +24,9 @@ from kvstore.cluster.catalog.base import (
     LISTING_MAX,
     Catalog,
     Entry,
+    KeyTaken,
     Session,
     SessionLost,
-    Taken,
     Update,
     boot_s,
     check_key,
@@ -101,9 +101,9 @@ class FileCatalog(Catalog):
     async def retract(self, key: str, only_if: int | None = None) -> bool:
         """See ``Catalog.retract``."""
         check_key(key)
-        done = await self._call(lambda: self._database.retract(key, only_if))
+        was_removed = await self._call(lambda: self._database.retract(key, only_if))
         self._ring()
-        return done
+        return was_removed
 
     async def watch(self, prefix: str, health: TaskHealth | None = None) -> AsyncGenerator[Update, None]:
         """See ``Catalog.watch``."""
@@ -118,7 +118,7 @@ class FileCatalog(Catalog):
                 continue
             health.note_success()
             since = update.revision
-            if update.whole or update.entries or update.gone:
+            if update.whole or update.entries or update.removals:
                 yield update
             else:
                 with contextlib.suppress(TimeoutError):
@@ -137,14 +137,14 @@ class FileCatalog(Catalog):
     async def _poll_always(self) -> None:
         """Ring the bell when another process has changed something, and end sessions whose process died. Errors are
         ignored here, because a watch reports the same errors."""
-        seen, polls = -1, 0
+        last_version, polls = -1, 0
         while True:
             polls += 1
             look_at_locks = polls % LOCKS_EVERY == 0
             with contextlib.suppress(KVStoreError):
                 version = await self._call(partial(self._database.version, look_at_locks))
-                if version != seen:
-                    seen = version
+                if version != last_version:
+                    last_version = version
                     self._ring()
             await asyncio.sleep(POLL_S)
 
@@ -208,7 +208,7 @@ class _Database:
         self._path = path
         self._file = path / "catalog.sqlite"
         self._sql: sqlite3.Connection | None = None
-        self._of: os.stat_result | None = None  # the file that ``_sql`` has open
+        self._open_file: os.stat_result | None = None  # the file that ``_sql`` has open
         self.damaged = False
         self.openings = 0
 
@@ -226,7 +226,7 @@ class _Database:
         except BaseException:
             sql.close()
             raise
-        self._sql, self._of, self.damaged = sql, os.stat(file), False
+        self._sql, self._open_file, self.damaged = sql, os.stat(file), False
         self.openings += 1
 
     def _check(self, sql: sqlite3.Connection) -> None:
@@ -238,53 +238,55 @@ class _Database:
                 for statement in filter(str.strip, _TABLES.split(";")):
                     sql.execute(statement)
                 sql.execute("INSERT INTO about VALUES(?,1,?)", (FORMAT, boot))
-            known, of_boot = sql.execute("SELECT format,boot FROM about").fetchone()
-            if known != FORMAT:
-                raise VersionMismatch(f"{self._path} has catalog format {known}, this version reads format {FORMAT}")
-            if of_boot != boot:
+            file_format, last_boot = sql.execute("SELECT format,boot FROM about").fetchone()
+            if file_format != FORMAT:
+                raise VersionMismatch(
+                    f"{self._path} has catalog format {file_format}, this version reads format {FORMAT}"
+                )
+            if last_boot != boot:
                 for (session,) in sql.execute("SELECT id FROM sessions").fetchall():
                     self._end(sql, session)
                 sql.execute("UPDATE about SET boot=?", (boot,))
 
     def close(self) -> None:
         self._shut()
-        self._of = None
+        self._open_file = None
 
     def listing(self, prefix: str) -> Update:
-        with self._begun() as sql:
-            return Update(self._revision(sql), self._found(sql, prefix), whole=True)
+        with self._begin() as sql:
+            return Update(self._revision(sql), self._entries(sql, prefix), whole=True)
 
     def publish(self, key: str, value: bytes, session: int, only_if: int | None) -> int:
-        with self._begun() as sql:
+        with self._begin() as sql:
             if session and not sql.execute("SELECT 1 FROM sessions WHERE id=?", (session,)).fetchone():
                 raise SessionLost(f"session {session:x} has ended")
             row = sql.execute("SELECT key,value,revision,session FROM entries WHERE key=?", (key,)).fetchone()
-            there = Entry(*row) if row else None
-            if only_if is not None and only_if != (there.revision if there else 0):
-                raise Taken(key, there)
-            if there is None and sql.execute("SELECT COUNT(*) FROM entries").fetchone()[0] >= LISTING_MAX:
+            entry = Entry(*row) if row else None
+            if only_if is not None and only_if != (entry.revision if entry else 0):
+                raise KeyTaken(key, entry)
+            if entry is None and sql.execute("SELECT COUNT(*) FROM entries").fetchone()[0] >= LISTING_MAX:
                 raise Unavailable(f"{self._path} holds at most {LISTING_MAX} entries")
-            revision = self._changed(sql, key)
+            revision = self._note_change(sql, key)
             sql.execute("INSERT OR REPLACE INTO entries VALUES(?,?,?,?)", (key, value, revision, session))
             return revision
 
     def retract(self, key: str, only_if: int | None) -> bool:
-        with self._begun() as sql:
+        with self._begin() as sql:
             row = sql.execute("SELECT revision FROM entries WHERE key=?", (key,)).fetchone()
             if row is None or only_if not in (None, row[0]):
                 return False
             sql.execute("DELETE FROM entries WHERE key=?", (key,))
-            self._changed(sql, key)
+            self._note_change(sql, key)
             return True
 
     def changes(self, prefix: str, since: int, opening: int) -> tuple[int, Update]:
         """Return the current opening, and the changes below ``prefix`` since revision ``since`` of ``opening``. Returns
         everything if those changes are no longer known."""
-        with self._begun() as sql:
+        with self._begin() as sql:
             revision = self._revision(sql)
             oldest = sql.execute("SELECT MIN(revision) FROM changes").fetchone()[0] or revision + 1
             if opening != self.openings or since > revision or (since + 1 < oldest and since < revision):
-                return self.openings, Update(revision, self._found(sql, prefix), whole=True)
+                return self.openings, Update(revision, self._entries(sql, prefix), whole=True)
             low, high = prefix, prefix + chr(0x10FFFF)
             keys = {
                 key
@@ -292,15 +294,15 @@ class _Database:
                     "SELECT DISTINCT key FROM changes WHERE revision>? AND key>=? AND key<?", (since, low, high)
                 )
             }
-            entries = [each for each in self._found(sql, prefix) if each.key in keys]
+            entries = [each for each in self._entries(sql, prefix) if each.key in keys]
             entries.sort(key=lambda each: each.revision)
-            gone = tuple(sorted(keys - {each.key for each in entries}))
-            return self.openings, Update(revision, tuple(entries), gone)
+            removals = tuple(sorted(keys - {each.key for each in entries}))
+            return self.openings, Update(revision, tuple(entries), removals)
 
     def open_session(self, ttl_s: float) -> tuple[int, int]:
         """Open a session. Returns its id, and a descriptor that holds its lock. Also ends sessions of dead processes,
         so that their names are free."""
-        with self._begun() as sql:
+        with self._begin() as sql:
             for dead in self._dead(sql):
                 self._end(sql, dead)
             sql.execute("INSERT INTO sessions(ends_s,ttl_s) VALUES(?,?)", (boot_s() + ttl_s, ttl_s))
@@ -310,22 +312,22 @@ class _Database:
             return session, lock
 
     def renew(self, session: int) -> bool:
-        with self._begun() as sql:
-            done = sql.execute("UPDATE sessions SET ends_s=?+ttl_s WHERE id=?", (boot_s(), session))
-            return done.rowcount == 1
+        with self._begin() as sql:
+            result = sql.execute("UPDATE sessions SET ends_s=?+ttl_s WHERE id=?", (boot_s(), session))
+            return result.rowcount == 1
 
     def end(self, session: int) -> None:
-        with self._begun() as sql:
+        with self._begin() as sql:
             self._end(sql, session)
 
     def version(self, look_at_locks: bool) -> int:
         """A number that changes with every commit of another process. Also ends expired sessions and, with
         ``look_at_locks``, those of dead processes."""
-        sql = self._opened()
-        over = sql.execute("SELECT 1 FROM sessions WHERE ends_s<=? LIMIT 1", (boot_s(),)).fetchone()
+        sql = self._connection()
+        expired = sql.execute("SELECT 1 FROM sessions WHERE ends_s<=? LIMIT 1", (boot_s(),)).fetchone()
         dead = self._dead(sql) if look_at_locks else []
-        if over or dead:
-            with self._begun():
+        if expired or dead:
+            with self._begin():
                 for session in dead:
                     self._end(sql, session)
             return -2  # our own commit does not change the pragma
@@ -349,24 +351,24 @@ class _Database:
                 os.close(lock)
         return dead
 
-    def _begun(self) -> _Transaction:
+    def _begin(self) -> _Transaction:
         """A transaction for writing, which first ends expired sessions."""
-        begun = _Transaction(self._opened())
-        begun.ending = self._end_over
-        return begun
+        transaction = _Transaction(self._connection())
+        transaction.on_begin = self._end_expired
+        return transaction
 
-    def _end_over(self, sql: sqlite3.Connection) -> None:
+    def _end_expired(self, sql: sqlite3.Connection) -> None:
         for (session,) in sql.execute("SELECT id FROM sessions WHERE ends_s<=?", (boot_s(),)).fetchall():
             self._end(sql, session)
 
     def _end(self, sql: sqlite3.Connection, session: int) -> None:
         for (key,) in sql.execute("SELECT key FROM entries WHERE session=?", (session,)).fetchall():
             sql.execute("DELETE FROM entries WHERE key=?", (key,))
-            self._changed(sql, key)
+            self._note_change(sql, key)
         sql.execute("DELETE FROM sessions WHERE id=?", (session,))
         self._lock_file(session).unlink(missing_ok=True)
 
-    def _changed(self, sql: sqlite3.Connection, key: str) -> int:
+    def _note_change(self, sql: sqlite3.Connection, key: str) -> int:
         sql.execute("UPDATE about SET revision=revision+1")
         revision = self._revision(sql)
         sql.execute("INSERT INTO changes VALUES(?,?)", (revision, key))
@@ -376,7 +378,7 @@ class _Database:
     def _revision(self, sql: sqlite3.Connection) -> int:
         return int(sql.execute("SELECT revision FROM about").fetchone()[0])
 
-    def _found(self, sql: sqlite3.Connection, prefix: str) -> tuple[Entry, ...]:
+    def _entries(self, sql: sqlite3.Connection, prefix: str) -> tuple[Entry, ...]:
         rows = sql.execute(
             "SELECT key,value,revision,session FROM entries WHERE key>=? AND key<? ORDER BY key",
             (prefix, prefix + chr(0x10FFFF)),
@@ -386,19 +388,19 @@ class _Database:
     def _lock_file(self, session: int) -> Path:
         return self._path / "sessions" / f"{session}"
 
-    def _opened(self) -> sqlite3.Connection:
-        if self._of is None:
+    def _connection(self) -> sqlite3.Connection:
+        if self._open_file is None:
             raise Unavailable(f"{self._path} is not open")
-        if self._sql is None or self.damaged or not self._stands():
+        if self._sql is None or self.damaged or not self._is_current():
             self._shut()
             self.open()
         assert self._sql is not None
         return self._sql
 
-    def _stands(self) -> bool:
+    def _is_current(self) -> bool:
         """Whether the path still leads to the file that is open."""
         try:
-            return self._of is not None and os.path.samestat(self._of, os.stat(self._file))
+            return self._open_file is not None and os.path.samestat(self._open_file, os.stat(self._file))
         except OSError:
             return False
 
@@ -413,12 +415,12 @@ class _Transaction:
 
     def __init__(self, sql: sqlite3.Connection) -> None:
         self._sql = sql
-        self.ending: Callable[[sqlite3.Connection], None] | None = None
+        self.on_begin: Callable[[sqlite3.Connection], None] | None = None
 
     def __enter__(self) -> sqlite3.Connection:
         self._sql.execute("BEGIN IMMEDIATE")
-        if self.ending is not None:
-            self.ending(self._sql)
+        if self.on_begin is not None:
+            self.on_begin(self._sql)
         return self._sql
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
@@ -433,10 +435,10 @@ def check_folder(path: Path) -> None:
     """
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
-        found = path.lstat()
+        status = path.lstat()
     except OSError as error:
         raise InvalidRequest("catalog", f"file:{path}: {error.strerror}") from error
-    if not stat.S_ISDIR(found.st_mode):
+    if not stat.S_ISDIR(status.st_mode):
         raise InvalidRequest("catalog", f"file:{path} is not a folder")
-    if found.st_uid != os.geteuid() or found.st_mode & 0o022:
+    if status.st_uid != os.geteuid() or status.st_mode & 0o022:
         raise InvalidRequest("catalog", f"file:{path} belongs to another user, or other users may write into it")

@@ -17,9 +17,9 @@ from kvstore.cluster.catalog.base import (
     LISTING_MAX,
     Catalog,
     Entry,
+    KeyTaken,
     Session,
     SessionLost,
-    Taken,
     Update,
     boot_s,
     check_key,
@@ -48,29 +48,29 @@ class Ledger:
 
     def listing(self, prefix: str) -> Update:
         """As ``Catalog.listing``."""
-        found = sorted((each for each in self._entries.values() if each.key.startswith(prefix)), key=lambda e: e.key)
-        return Update(self.revision, tuple(found), whole=True)
+        entries = sorted((each for each in self._entries.values() if each.key.startswith(prefix)), key=lambda e: e.key)
+        return Update(self.revision, tuple(entries), whole=True)
 
     def publish(self, key: str, value: bytes, session: int, only_if: int | None) -> int:
         """As ``Catalog.publish``."""
         if session and session not in self._deadlines:
             raise SessionLost(f"session {session:x} has ended")
-        there = self._entries.get(key)
-        if only_if is not None and only_if != (there.revision if there else 0):
-            raise Taken(key, there)
-        if there is None and len(self._entries) >= LISTING_MAX:
+        entry = self._entries.get(key)
+        if only_if is not None and only_if != (entry.revision if entry else 0):
+            raise KeyTaken(key, entry)
+        if entry is None and len(self._entries) >= LISTING_MAX:
             raise Unavailable(f"the catalog holds at most {LISTING_MAX} entries")
-        self._changed(key)
+        self._note_change(key)
         self._entries[key] = Entry(key, value, self.revision, session)
         return self.revision
 
     def retract(self, key: str, only_if: int | None) -> bool:
         """As ``Catalog.retract``."""
-        there = self._entries.get(key)
-        if there is None or only_if not in (None, there.revision):
+        entry = self._entries.get(key)
+        if entry is None or only_if not in (None, entry.revision):
             return False
         del self._entries[key]
-        self._changed(key)
+        self._note_change(key)
         return True
 
     def changes(self, prefix: str, since: int) -> Update:
@@ -102,7 +102,7 @@ class Ledger:
         self._deadlines.pop(session, None)
         for key in [each.key for each in self._entries.values() if each.session == session]:
             del self._entries[key]
-            self._changed(key)
+            self._note_change(key)
 
     def expire(self, now_s: float) -> None:
         """End expired sessions. Call it before anything else at ``now_s``."""
@@ -113,7 +113,7 @@ class Ledger:
         """Return when the next session ends unless it is renewed."""
         return min((ends_s for ends_s, _ in self._deadlines.values()), default=None)
 
-    def _changed(self, key: str) -> None:
+    def _note_change(self, key: str) -> None:
         self.revision += 1
         self._changes.append((self.revision, key))
 
@@ -141,22 +141,22 @@ class MemoryCatalog(Catalog):
 
     async def listing(self, prefix: str) -> Update:
         """See ``Catalog.listing``."""
-        return self._now().listing(prefix)
+        return self._ledger().listing(prefix)
 
     async def publish(self, key: str, value: bytes, session: Session | None = None, only_if: int | None = None) -> int:
         """See ``Catalog.publish``."""
         check_key(key), check_value(value)
         if session is not None and session.lost.is_set():
             raise SessionLost(f"session {session.id:x} has ended")
-        revision = self._now().publish(key, value, session.id if session else 0, only_if)
+        revision = self._ledger().publish(key, value, session.id if session else 0, only_if)
         self._hub.ring()
         return revision
 
     async def retract(self, key: str, only_if: int | None = None) -> bool:
         """See ``Catalog.retract``."""
-        done = self._now().retract(check_key(key), only_if)
+        was_removed = self._ledger().retract(check_key(key), only_if)
         self._hub.ring()
-        return done
+        return was_removed
 
     async def watch(self, prefix: str, health: TaskHealth | None = None) -> AsyncGenerator[Update, None]:
         """See ``Catalog.watch``."""
@@ -165,14 +165,14 @@ class MemoryCatalog(Catalog):
         while True:
             bell = self._hub.bell
             try:
-                ledger = self._now()
+                ledger = self._ledger()
                 update = ledger.listing(prefix) if since is None else ledger.changes(prefix, since)
             except KVStoreError as error:
                 await asyncio.sleep(health.note_failure(error))
                 continue
             health.note_success()
             since = update.revision
-            if update.whole or update.entries or update.gone:
+            if update.whole or update.entries or update.removals:
                 yield update
                 continue
             ends_s = self._hub.ledger.next_end_s()
@@ -184,12 +184,12 @@ class MemoryCatalog(Catalog):
     async def open_session(self, ttl_s: float, health: TaskHealth | None = None) -> Session:
         """See ``Catalog.open_session``."""
         now_s = self._clock()
-        session = _MemorySession(self, self._now().open_session(check_ttl_s(ttl_s), now_s), ttl_s, now_s)
+        session = _MemorySession(self, self._ledger().open_session(check_ttl_s(ttl_s), now_s), ttl_s, now_s)
         session.start(health or TaskHealth("session"))
         self._hub.ring()
         return session
 
-    def _now(self) -> Ledger:
+    def _ledger(self) -> Ledger:
         """The current ledger, in which expired sessions have ended."""
         self._hub.ledger.expire(self._clock())
         return self._hub.ledger
@@ -214,8 +214,8 @@ class _MemorySession(Session):
         self._catalog = catalog
 
     async def _renew(self) -> bool:
-        return self._catalog._now().renew(self.id, self._catalog._clock())
+        return self._catalog._ledger().renew(self.id, self._catalog._clock())
 
     async def _end(self) -> None:
-        self._catalog._now().end(self.id)
+        self._catalog._ledger().end(self.id)
         self._catalog._hub.ring()

@@ -156,7 +156,7 @@ class ClusterEntry:
     version: str = ""
 
 
-Published = NodeEntry | EngineEntry | DataEntry | ConductorEntry | ClusterEntry
+AnyEntry = NodeEntry | EngineEntry | DataEntry | ConductorEntry | ClusterEntry
 Value = TypeVar("Value", NodeEntry, EngineEntry, DataEntry, ConductorEntry, ClusterEntry)
 _FOLDERS: Final = {
     NodeEntry: "nodes",
@@ -169,7 +169,7 @@ _FOLDERS: Final = {
 
 def prefix(pool: str) -> str:
     """The prefix of every key of a pool."""
-    return f"/kvstore/v{VERSION}/{_named('pool', pool)}/"
+    return f"/kvstore/v{VERSION}/{_check_name('pool', pool)}/"
 
 
 def folder(pool: str, kind: type[Any]) -> str:
@@ -182,12 +182,12 @@ def leader_key(pool: str) -> str:
     return f"{prefix(pool)}leader"
 
 
-def key_of(pool: str, value: Published) -> str:
+def key_of(pool: str, value: AnyEntry) -> str:
     """The key under which ``value`` is published."""
-    return folder(pool, type(value)) + _named("name", value.name)
+    return folder(pool, type(value)) + _check_name("name", value.name)
 
 
-def encode(value: Published) -> bytes:
+def encode(value: AnyEntry) -> bytes:
     """The bytes of an entry's value."""
     return json.dumps({"v": VERSION, **dataclasses.asdict(value)}, separators=(",", ":"), sort_keys=True).encode()
 
@@ -195,12 +195,14 @@ def encode(value: Published) -> bytes:
 def decode(kind: type[Value], entry: Entry) -> Value | None:
     """The value of an entry. None if it is invalid or has a newer version."""
     try:
-        found = json.loads(entry.value)
-        if not isinstance(found, dict) or found.get("v") != VERSION:
-            raise ValueError("of another version")
-        value = kind(**{each.name: _checked(each, found) for each in dataclasses.fields(kind) if each.name in found})
+        values = json.loads(entry.value)
+        if not isinstance(values, dict) or values.get("v") != VERSION:
+            raise ValueError(f"v: must be {VERSION} (got {str(values)[:80]})")
+        value = kind(
+            **{each.name: _check_value(each, values) for each in dataclasses.fields(kind) if each.name in values}
+        )
         if entry.key.rpartition("/")[2] != value.name:
-            raise ValueError("the name is not that of the key")
+            raise ValueError(f"name: must be that of the key (got {value.name!r})")
     except (ValueError, TypeError, RecursionError) as error:
         log.warning("%s is skipped: %s", entry.key[:200], str(error)[:200])
         return None
@@ -220,9 +222,9 @@ def new_secret() -> bytes:
 def decode_secret(value: bytes) -> bytes | None:
     """The secret in an entry's value. None if it is invalid."""
     try:
-        found = json.loads(value)
-        secret = bytes.fromhex(found["secret"])
-        return secret if found["v"] == VERSION and len(secret) == SECRET_BYTES else None
+        values = json.loads(value)
+        secret = bytes.fromhex(values["secret"])
+        return secret if values["v"] == VERSION and len(secret) == SECRET_BYTES else None
     except (ValueError, TypeError, KeyError, RecursionError):
         return None
 
@@ -237,43 +239,44 @@ def new_process() -> str:
     return secrets.token_hex(8)
 
 
-def _named(what: str, name: str) -> str:
+def _check_name(setting: str, name: str) -> str:
     if not NAME.fullmatch(name):
-        raise InvalidRequest(what, f"must match {NAME.pattern} (got {name[:80]!r})")
+        raise InvalidRequest(setting, f"must match {NAME.pattern} (got {name[:80]!r})")
     return name
 
 
-def _checked(each: dataclasses.Field[Any], found: dict[str, Any]) -> Any:
-    value = found[each.name]
-    if each.name == "addresses":
-        if not isinstance(value, list) or len(value) > ITEMS_MAX or not all(_is_address(item) for item in value):
-            raise ValueError("addresses are HOST:PORT")
-        return tuple(value)
-    if each.name == "capacity_bytes":
-        if not isinstance(value, dict) or len(value) > ITEMS_MAX:
-            raise ValueError("capacity_bytes is an object of numbers")
-        if not all(type(size) is int and 0 <= size < 1 << 63 for size in value.values()):
-            raise ValueError("capacity_bytes holds sizes")
-        return value
-    if each.name == "transports":
-        if not isinstance(value, dict) or len(value) > ITEMS_MAX:
-            raise ValueError("transports is an object of texts")
-        if not all(
-            NAME.fullmatch(name) and isinstance(why, str) and len(why) <= TEXT_MAX for name, why in value.items()
+def _check_value(item: dataclasses.Field[Any], values: dict[str, Any]) -> Any:
+    """The value of a field. Raises ValueError if it is invalid."""
+    name, value = item.name, values[item.name]
+    problem = ""
+    if name == "addresses":
+        if not isinstance(value, list) or len(value) > ITEMS_MAX or not all(map(_is_address, value)):
+            problem = f"must be a list of at most {ITEMS_MAX} HOST:PORT"
+        else:
+            value = tuple(value)
+    elif name == "capacity_bytes":
+        if not _is_object(value) or not all(type(size) is int and 0 <= size < 1 << 63 for size in value.values()):
+            problem = f"must be an object of at most {ITEMS_MAX} sizes"
+    elif name == "transports":
+        if not _is_object(value) or not all(
+            NAME.fullmatch(each) and isinstance(why, str) and len(why) <= TEXT_MAX for each, why in value.items()
         ):
-            raise ValueError("transports has names, and short reasons")
-        return value
-    if each.name == "egress_bytes_per_s":
+            problem = f"must be an object of at most {ITEMS_MAX} names with short reasons"
+    elif name == "egress_bytes_per_s":
         if type(value) is not int or not 0 < value < 1 << 63:
-            raise ValueError("egress_bytes_per_s is a number above zero")
-        return value
-    if each.name == "tls":
+            problem = "must be an integer above 0"
+    elif name == "tls":
         if type(value) is not bool:
-            raise ValueError("tls is true or false")
-        return value
-    if not isinstance(value, str) or len(value) > TEXT_MAX:
-        raise ValueError(f"{each.name} is a text of at most {TEXT_MAX} characters")
+            problem = "must be true or false"
+    elif not isinstance(value, str) or len(value) > TEXT_MAX:
+        problem = f"must be a text of at most {TEXT_MAX} characters"
+    if problem:
+        raise ValueError(f"{name}: {problem} (got {str(value)[:80]!r})")
     return value
+
+
+def _is_object(value: object) -> bool:
+    return isinstance(value, dict) and len(value) <= ITEMS_MAX
 
 
 def _is_address(item: object) -> bool:
