@@ -10,16 +10,16 @@ of them.
 **Everything else** (running requests, bytes of bodies, threads, reads from NVMe, time under a lock) is given out by
 ``Shares`` in an event loop, and by ``ThreadShares`` between threads. The rules are the same:
 
-1. Owners (the identities of callers) that hold or want something may hold equal parts of it. A tenant that is alone may
-hold half.
-2. One eighth is for owners that hold nothing yet, so that a newcomer gets something at once, however long the steps of
+1. One eighth is for owners that hold nothing yet, so that a newcomer gets something at once, however long the steps of
 other owners take.
+2. Owners (the identities of callers) that hold or want something may hold equal parts of the rest. A tenant that is
+alone may hold half of the rest.
 3. One request may have as much as it needs if its owner has no other request.
 4. The next turn goes to the waiting owner that has used least, where use is the amount times the time. An owner gains
 no credit by being idle.
 
 Worked example: 16 threads. Tenant a, alone, holds 7 at most. When b comes, it gets 7 as well. c gets one of the last 2
-at once, and more as steps of a and b end, until each of the three holds 5.
+at once, and more as steps of a and b end, until the three hold 14 together: 5, 5 and 4.
 
 A request that would wait longer than it may is refused at once. The expected wait is its place in line times the recent
 wait per place. Worked example: 30 requests wait, and the last request that was admitted was tenth and waited 0.5 s. So
@@ -64,8 +64,8 @@ DESCRIPTORS_UNBOUNDED: Final = 1 << 20  # what "no limit" counts as
 CONNECTIONS_MIN: Final = 8  # of a server, however few descriptors there are
 UNKNOWN_PART: Final = 3  # one connection in three is for callers that have not identified themselves
 LEAVING_MAX: Final = 32  # connections that were dropped and are not closed yet
-REST: Final = 8  # one eighth is for owners that hold nothing yet
-WANTED_S: Final = 1.0  # an owner that was refused counts as waiting for this long
+NEWCOMERS_PART: Final = 8  # one eighth is for owners that hold nothing yet
+REFUSAL_S: Final = 1.0  # an owner that was refused counts as waiting for this long
 WAITING_MAX: Final = 4096  # of one kind of shares; never reached, because running calls are bounded
 PACES_MAX: Final = 256  # owners whose use and waits are remembered
 RETRY_S_MIN, RETRY_S_MAX = 0.1, 5.0
@@ -86,7 +86,7 @@ class Owner(Protocol):
 
     @property
     def operator(self) -> bool:
-        """True for operators and nodes. A tenant that is alone may hold half; an operator may hold more."""
+        """True for operators and nodes. An operator that is alone may hold more than a tenant."""
         ...
 
 
@@ -144,33 +144,34 @@ class _Waiter:
 
 
 class _Pace:
-    """How much an owner has used, how long it waits per place in line, and how long it holds what it gets. Seconds."""
+    """How much an owner has used (amount times seconds), how long it waits per place in line, and how long it holds
+    what it gets."""
 
     def __init__(self) -> None:
-        self.used = 0.0
-        self._waited_s = 0.0
+        self.use = 0.0
+        self._wait_s = 0.0
         self._places = 0.0
-        self._held_s = 0.0
+        self._hold_s = 0.0
 
     @property
     def place_s(self) -> float:
         """The recent wait per place. All waits count, because a single wait, such as one during a stall, says
         little."""
-        return self._waited_s / self._places if self._places else 0.0
+        return self._wait_s / self._places if self._places else 0.0
 
-    def waited(self, seconds: float, places: int) -> None:
+    def add_wait(self, seconds: float, places: int) -> None:
         """Record one wait."""
-        self._waited_s += seconds - _WEIGHT * self._waited_s
+        self._wait_s += seconds - _WEIGHT * self._wait_s
         self._places += places - _WEIGHT * self._places
 
-    def held(self, seconds: float, size: int) -> None:
+    def add_hold(self, seconds: float, size: int) -> None:
         """Charge for ``size`` that was given back after ``seconds``."""
-        self.used += seconds * size
-        self._held_s += _WEIGHT * (seconds - self._held_s)
+        self.use += seconds * size
+        self._hold_s += _WEIGHT * (seconds - self._hold_s)
 
     def expected_s(self, before: int) -> float:
         """The expected wait with ``before`` places ahead."""
-        return (before + 1) * self.place_s + self._held_s
+        return (before + 1) * self.place_s + self._hold_s
 
 
 class Shares:
@@ -179,10 +180,10 @@ class Shares:
     Life of a part: ``take`` or ``take_now`` -> held by its owner -> ``give``, once.
 
     Args:
-        what: for messages: "other calls hold all <what>".
+        resource: for messages: "other calls hold all <resource>".
         kind: for metrics.
         total: how much there is.
-        each: how much of it a tenant may hold; None: half.
+        each: how much of it a tenant may hold; None: half of what is not for newcomers.
         each_operator: how much an operator that is alone may hold; None: all.
 
     Attributes:
@@ -190,52 +191,52 @@ class Shares:
     """
 
     def __init__(
-        self, what: str, kind: str, total: int, each: int | None = None, each_operator: int | None = None
+        self, resource: str, kind: str, total: int, each: int | None = None, each_operator: int | None = None
     ) -> None:
         self.total = total
         self.free = total
-        self._what = what
+        self._resource = resource
         self._kind = kind
-        self._parted = total - total // REST
+        self._common = total - total // NEWCOMERS_PART
         self._each = self._part(2) if each is None else each
         self._each_operator = total if each_operator is None else each_operator
-        self._of: Counter[str] = Counter()
-        self._waiting: OrderedDict[str, deque[_Waiter]] = OrderedDict()
-        self._refused: OrderedDict[str, float] = (
+        self._holdings: Counter[str] = Counter()
+        self._queues: OrderedDict[str, deque[_Waiter]] = OrderedDict()
+        self._refusals: OrderedDict[str, float] = (
             OrderedDict()
         )  # owners refused by ``take_now``, and until when they count as waiting
         self._paces: OrderedDict[str, _Pace] = OrderedDict()
-        self._used = 0.0  # the use of the owner that was admitted last, where a newcomer begins
+        self._last_use = 0.0  # the use of the owner that was admitted last, where a newcomer begins
 
     def held(self, owner: Owner) -> int:
         """How much this owner holds."""
-        return self._of[owner.name]
+        return self._holdings[owner.name]
 
     def _part(self, owners: int) -> int:
-        return max(1, -(-self._parted // owners))
+        return max(1, -(-self._common // owners))
 
     def _fits(self, size: int, owner: Owner, mine: int) -> bool:
-        held = self._of[owner.name]
+        amount = self._holdings[owner.name]
         if size > self.free:
             return not size
-        if held == mine:
+        if amount == mine:
             return True  # the owner's only request
         most = self._each_operator if owner.operator else self._each
-        others = len(self._of) - 1 + sum(name not in self._of for name in (*self._waiting, *self._refused))
+        others = len(self._holdings) - 1 + sum(name not in self._holdings for name in (*self._queues, *self._refusals))
         most = min(most, self._part(others + 1)) if others else most
-        reserve = 0 if most == self.total else self.total - self._parted
-        return held + size <= most and size <= self.free - reserve
+        reserve = 0 if most == self.total else self.total - self._common
+        return amount + size <= most and size <= self.free - reserve
 
     def take_now(self, size: int, owner: Owner) -> bool:
         """Take ``size`` without waiting. If that fails, the owner counts as waiting for a while."""
         now_s = time.monotonic()
-        while self._refused and next(iter(self._refused.values())) < now_s:
-            self._refused.popitem(last=False)
-        self._refused.pop(owner.name, None)
+        while self._refusals and next(iter(self._refusals.values())) < now_s:
+            self._refusals.popitem(last=False)
+        self._refusals.pop(owner.name, None)
         if self._fits(size, owner, 0):
             self.grant(size, owner)
             return True
-        self._refused[owner.name] = now_s + WANTED_S
+        self._refusals[owner.name] = now_s + REFUSAL_S
         return False
 
     async def take(self, size: int, wait_s: float, owner: Owner = ALONE, mine: int = 0, *, begun: bool = False) -> int:
@@ -253,9 +254,9 @@ class Shares:
             TooManyCalls: it would take longer than ``wait_s``, or did.
         """
         # Requests that hold a little and want all the rest would wait for each other, so they leave a little free.
-        size = max(0, min(size, self.total - mine - (self.total // REST if mine else 0)))
+        size = max(0, min(size, self.total - mine - (self.total // NEWCOMERS_PART if mine else 0)))
         turn: asyncio.Future[None] = asyncio.get_running_loop().create_future()
-        waiter = self.ask(size, owner, partial(_come, turn), mine, begun, wait_s)
+        waiter = self.ask(size, owner, partial(_wake, turn), mine, begun, wait_s)
         if waiter is None:
             return size
         try:
@@ -283,15 +284,15 @@ class Shares:
             TooManyCalls: it would probably take longer than ``wait_s``.
         """
         pace = self._pace(owner)
-        pace.used = max(pace.used, self._used)
-        if (not size or mine or owner.name not in self._waiting) and self._fits(size, owner, mine):
+        pace.use = max(pace.use, self._last_use)
+        if (not size or mine or owner.name not in self._queues) and self._fits(size, owner, mine):
             self.grant(size, owner)
             return None
-        ahead = self._ahead(owner, mine)
-        waiter = _Waiter(size, owner, mine, self._before(owner, ahead), begun, wake)
+        place = self._place(owner, mine)
+        waiter = _Waiter(size, owner, mine, self._before(owner, place), begun, wake)
         self._check(waiter, wait_s)
-        queue = self._waiting.setdefault(owner.name, deque())
-        queue.insert(2 * sum(other.begun for other in queue) + 1 if begun else ahead, waiter)
+        queue = self._queues.setdefault(owner.name, deque())
+        queue.insert(2 * sum(other.begun for other in queue) + 1 if begun else place, waiter)
         return waiter
 
     def leave(self, waiter: _Waiter) -> TooManyCalls:
@@ -308,30 +309,30 @@ class Shares:
     def give(self, size: int, owner: Owner = ALONE, held_s: float | None = None) -> None:
         """Give back a part. ``held_s``: how long it was held."""
         self.free += size
-        self._of[owner.name] -= size
-        if not self._of[owner.name]:
-            del self._of[owner.name]
+        self._holdings[owner.name] -= size
+        if not self._holdings[owner.name]:
+            del self._holdings[owner.name]
         if held_s is not None:
-            self._pace(owner).held(held_s, size)
+            self._pace(owner).add_hold(held_s, size)
         self._let_in()
 
     def grant(self, size: int, owner: Owner) -> None:
         """Give ``size`` to this owner even if it is not free, because another request is about to give it back."""
         self.free -= size
         if size:
-            self._of[owner.name] += size
+            self._holdings[owner.name] += size
         pace = self._pace(owner)
-        self._used = pace.used = max(pace.used, self._used)
+        self._last_use = pace.use = max(pace.use, self._last_use)
 
     def _let_in(self) -> None:
         """Admit waiting requests that fit, always from the owner that has used least; equal owners alternate."""
-        while self._waiting:
-            first = [queue[0] for queue in self._waiting.values()]
+        while self._queues:
+            first = [queue[0] for queue in self._queues.values()]
             fit = [each for each in first if self._fits(each.size, each.owner, each.mine)]
             if not fit:
                 return
-            waiter = min(fit, key=lambda each: self._pace(each.owner).used)
-            self._waiting.move_to_end(waiter.owner.name)
+            waiter = min(fit, key=lambda each: self._pace(each.owner).use)
+            self._queues.move_to_end(waiter.owner.name)
             self._forget(waiter)
             self.grant(waiter.size, waiter.owner)
             waiter.granted = True
@@ -339,32 +340,32 @@ class Shares:
             waiter.wake()
 
     def _forget(self, waiter: _Waiter) -> None:
-        queue = self._waiting.get(waiter.owner.name)
+        queue = self._queues.get(waiter.owner.name)
         if queue is not None and waiter in queue:
             queue.remove(waiter)
             if not queue:
-                del self._waiting[waiter.owner.name]
+                del self._queues[waiter.owner.name]
 
-    def _ahead(self, owner: Owner, mine: int) -> int:
+    def _place(self, owner: Owner, mine: int) -> int:
         """How many requests of this owner are admitted before its next one, which already holds ``mine``."""
-        queue = self._waiting.get(owner.name, ())
+        queue = self._queues.get(owner.name, ())
         return sum(other.mine > 0 for other in queue) if mine else len(queue)
 
-    def _before(self, owner: Owner, ahead: int) -> int:
+    def _before(self, owner: Owner, place: int) -> int:
         """How many requests are admitted before this request of the owner, if all use the same."""
-        return ahead + sum(min(len(queue), ahead + 1) for name, queue in self._waiting.items() if name != owner.name)
+        return place + sum(min(len(queue), place + 1) for name, queue in self._queues.items() if name != owner.name)
 
     def _check(self, waiter: _Waiter, wait_s: float | None) -> None:
         """Refuse the request if it would wait too long. The first in line always waits, so that a shorter wait is
         noticed."""
-        late = wait_s is not None and self._pace(waiter.owner).expected_s(waiter.before) > wait_s
-        if sum(map(len, self._waiting.values())) >= WAITING_MAX or (waiter.before and not waiter.begun and late):
+        is_late = wait_s is not None and self._pace(waiter.owner).expected_s(waiter.before) > wait_s
+        if sum(map(len, self._queues.values())) >= WAITING_MAX or (waiter.before and not waiter.begun and is_late):
             raise self._refusal(waiter)
 
     def _learn(self, waiter: _Waiter, at_least: bool = False) -> None:
         pace, seconds = self._pace(waiter.owner), time.monotonic() - waiter.began_s
         if not at_least or seconds / (waiter.before + 1) > pace.place_s:
-            pace.waited(seconds, waiter.before + 1)
+            pace.add_wait(seconds, waiter.before + 1)
 
     def _pace(self, owner: Owner) -> _Pace:
         pace = self._paces.setdefault(owner.name, _Pace())
@@ -375,10 +376,10 @@ class Shares:
 
     def _refusal(self, waiter: _Waiter) -> TooManyCalls:
         retry_s = min(max(self._pace(waiter.owner).expected_s(waiter.before), RETRY_S_MIN), RETRY_S_MAX)
-        return TooManyCalls(f"other calls hold all {self._what}", retry_s, self._kind)
+        return TooManyCalls(f"other calls hold all {self._resource}", retry_s, self._kind)
 
 
-def _come(turn: asyncio.Future[None]) -> None:
+def _wake(turn: asyncio.Future[None]) -> None:
     if not turn.done():  # otherwise the request is just ending, and gives back what was granted
         turn.set_result(None)
 
@@ -403,8 +404,8 @@ class ThreadShares:
     wait, a thread of another tenant waits for the end of one turn only.
     """
 
-    def __init__(self, what: str, kind: str, total: int) -> None:
-        self._shares = Shares(what, kind, total)
+    def __init__(self, resource: str, kind: str, total: int) -> None:
+        self._shares = Shares(resource, kind, total)
         self._lock = threading.Lock()
         self._holders: list[Holder] = []
 
@@ -432,12 +433,12 @@ class ThreadShares:
                 self._shares.give(1, owner, time.monotonic() - began_s)
 
     def _take(self, owner: Owner, wait_s: float) -> None:
-        came, deadline_s = threading.Event(), time.monotonic() + wait_s
+        turn, deadline_s = threading.Event(), time.monotonic() + wait_s
         with self._lock:
-            waiter = self._shares.ask(1, owner, came.set)
+            waiter = self._shares.ask(1, owner, turn.set)
         while waiter is not None:
             left_s = max(0.0, deadline_s - time.monotonic())
-            if came.wait(min(left_s, LOOK_S) if self._holders else left_s):
+            if turn.wait(min(left_s, LOOK_S) if self._holders else left_s):
                 return
             with self._lock:
                 for holder in self._holders:
@@ -457,7 +458,7 @@ class Lane:
 
     async def run(
         self,
-        started: Callable[[Future[Any]], None],
+        on_start: Callable[[Future[Any]], None],
         work: Callable[[], Value],
         undo: Callable[[Value], object] | None,
         owner: Owner = ALONE,
@@ -480,13 +481,13 @@ class Lane:
         except RuntimeError:  # the daemon ends
             self._slots.give(1, owner)
             raise NodeUnavailable("the node is ending") from None
-        started(step)
+        on_start(step)
         try:
             value = await asyncio.wrap_future(step)
         except asyncio.CancelledError:
-            left = partial(self._left, owner, began_s, undo)
+            finish = partial(self._finish, owner, began_s, undo)
             loop = asyncio.get_running_loop()
-            step.add_done_callback(lambda done: call_soon(loop, partial(left, done)))
+            step.add_done_callback(lambda done: call_soon(loop, partial(finish, done)))
             raise
         except BaseException:
             self._slots.give(1, owner)
@@ -494,7 +495,7 @@ class Lane:
         self._slots.give(1, owner, time.monotonic() - began_s)
         return value
 
-    def _left(self, owner: Owner, began_s: float, undo: Callable[[Any], object] | None, step: Future[Any]) -> None:
+    def _finish(self, owner: Owner, began_s: float, undo: Callable[[Any], object] | None, step: Future[Any]) -> None:
         self._slots.give(1, owner, time.monotonic() - began_s)
         if undo is not None and not step.cancelled() and step.exception() is None:
             with contextlib.suppress(RuntimeError):  # the daemon is ending, so nothing needs to be given back
@@ -515,7 +516,7 @@ def call_soon(loop: asyncio.AbstractEventLoop, then: Callable[[], None]) -> None
 
 
 class Guest:
-    """One connection of a server. Made by ``Connections.accept``; ends with ``Connections.gone``, once.
+    """One connection of a server. Made by ``Connections.accept``; ends with ``Connections.remove``, once.
 
     Attributes:
         owner: its caller; None until the caller has identified itself.
@@ -537,9 +538,9 @@ class Connections:
         sock, peer = listener.accept()
         guest = connections.accept(peer[0], drop)  # None: close it. ``drop`` ends it soon, from any thread
         ...                                        # TLS handshake, then the caller identifies itself
-        connections.known(guest, identity)         # raises TooManyCalls if the caller has its share
+        connections.identify(guest, identity)      # raises TooManyCalls if the caller has its share
         ...
-        connections.gone(guest)                    # when its socket is closed
+        connections.remove(guest)                  # when its socket is closed
 
     Two thirds of ``total`` are for callers that have identified themselves, by the rules of ``Shares``. These
     connections are never dropped. All other callers may use whatever is free. If there is no room, the oldest of their
@@ -549,9 +550,9 @@ class Connections:
     def __init__(self, total: int) -> None:
         assert total >= UNKNOWN_PART, "one call must be admitted"
         self.total = total
-        self._changed = threading.Condition(threading.RLock())
-        self._known = Shares("connections", "connections", total - total // UNKNOWN_PART)
-        self._unknown: dict[str, OrderedDict[Guest, None]] = {}  # by network, the oldest first
+        self._condition = threading.Condition(threading.RLock())
+        self._shares = Shares("connections", "connections", total - total // UNKNOWN_PART)
+        self._strangers: dict[str, OrderedDict[Guest, None]] = {}  # by network, the oldest first
         self._open: set[Guest] = set()
         self._leaving = 0
 
@@ -563,54 +564,54 @@ class Connections:
         """Count a connection that was accepted. None if there is no room; then the caller has to close it.
 
         Args:
-            drop: ends this connection soon; its server then calls ``gone``.
+            drop: ends this connection soon; its server then calls ``remove``.
             wait_s: how long to wait for dropped connections to end.
         """
-        with self._changed:
+        with self._condition:
             if len(self._open) - self._leaving >= self.total and not self._drop_oldest():
                 return None
-            if not self._changed.wait_for(lambda: self._leaving <= LEAVING_MAX, wait_s):
+            if not self._condition.wait_for(lambda: self._leaving <= LEAVING_MAX, wait_s):
                 return None
             guest = Guest(network_of(address), drop)
             self._open.add(guest)
-            self._unknown.setdefault(guest.network, OrderedDict())[guest] = None
+            self._strangers.setdefault(guest.network, OrderedDict())[guest] = None
             return guest
 
-    def known(self, guest: Guest, owner: Owner) -> None:
-        """The connection's caller has identified itself. A connection keeps its first owner.
+    def identify(self, guest: Guest, owner: Owner) -> None:
+        """Count the connection as its caller's, which has identified itself. A connection keeps its first owner.
 
         Raises:
             TooManyCalls: the owner has all connections that it may have. This one still counts as a stranger's.
         """
-        with self._changed:
+        with self._condition:
             if guest.owner is not None:
                 return
-            if guest.leaving or not self._known.take_now(1, owner):
-                held = self._known.held(owner)
+            if guest.leaving or not self._shares.take_now(1, owner):
+                count = self._shares.held(owner)
                 raise TooManyCalls(
-                    f"{owner.name} has {held} connections, and may not have more now", kind="connections"
+                    f"{owner.name} has {count} connections, and may not have more now", kind="connections"
                 )
             guest.owner = owner
             self._forget(guest)
 
-    def gone(self, guest: Guest) -> None:
-        """This connection is closed. Does nothing the second time."""
-        with self._changed:
+    def remove(self, guest: Guest) -> None:
+        """Stop counting a connection, which is closed. Does nothing the second time."""
+        with self._condition:
             if guest not in self._open:
                 return
             self._open.remove(guest)
             self._leaving -= guest.leaving
             self._forget(guest)
             if guest.owner is not None:
-                self._known.give(1, guest.owner)
-            self._changed.notify_all()
+                self._shares.give(1, guest.owner)
+            self._condition.notify_all()
 
     def _drop_oldest(self) -> bool:
         """Drop the oldest unidentified connection of the network that has most of them. False if there is none."""
-        if not self._unknown:
+        if not self._strangers:
             return False
-        _, most = max((len(guests), network) for network, guests in self._unknown.items())
-        guest = next(iter(self._unknown[most]))
+        _, most = max((len(guests), network) for network, guests in self._strangers.items())
+        guest = next(iter(self._strangers[most]))
         self._forget(guest)
         guest.leaving = True
         self._leaving += 1
@@ -618,11 +619,11 @@ class Connections:
         return True
 
     def _forget(self, guest: Guest) -> None:
-        mine = self._unknown.get(guest.network)
+        mine = self._strangers.get(guest.network)
         if mine is not None:
             mine.pop(guest, None)
             if not mine:
-                del self._unknown[guest.network]
+                del self._strangers[guest.network]
 
 
 def network_of(address: str) -> str:

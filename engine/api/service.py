@@ -50,9 +50,9 @@ from kvstore.model.layout import Layout
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import store_pb2
 from kvstore.server.gate import Call, Gate, parse
-from kvstore.server.grpc_server import Limits, LoopServer, serving
+from kvstore.server.grpc_server import Limits, LoopServer, serve_methods
 from kvstore.server.identities import Identity
-from kvstore.server.request_cost import weighed
+from kvstore.server.request_cost import with_buffers
 from kvstore.wire.grpc import document, layout_of
 
 SHARE_MAX: Final = 0.75  # largest share of the request limit for one caller
@@ -409,7 +409,7 @@ class EngineServer(LoopServer):
             "Drain": calls.drain,
         }
         sending = {"Submit": calls.submit, "Prefill": calls.prefill}
-        return serving(gate, SERVICE, weighed(SERVICE, unary), weighed(SERVICE, sending))
+        return serve_methods(gate, SERVICE, with_buffers(SERVICE, unary), with_buffers(SERVICE, sending))
 
-    def _calls_ended(self) -> None:
+    def _on_calls_end(self) -> None:
         self._calls.close()

@@ -52,21 +52,21 @@ class Stream:
     Args:
         silence_s: how long the other end may send or accept no byte while we wait for it; with a ``rate_min``, how far
             it may fall behind that rate. May be changed.
-        who: the other end, for messages.
+        peer: the other end, for messages.
 
     Attributes:
         sent_bytes: how many bytes the kernel has accepted so far.
         rate_min: minimum bytes per second while we wait for them; 0 for none. May be changed.
-        behind_s: how much longer the wait was than the received bytes take at that rate.
+        delay_s: how much longer the wait was than the received bytes take at that rate.
     """
 
-    def __init__(self, sock: socket.socket, silence_s: float, who: str) -> None:
+    def __init__(self, sock: socket.socket, silence_s: float, peer: str) -> None:
         self._sock = sock
         self.silence_s = silence_s
         self.sent_bytes = 0
         self.rate_min = 0
-        self.behind_s = 0.0
-        self._who = who
+        self.delay_s = 0.0
+        self._peer = peer
         self._tls = isinstance(sock, ssl.SSLSocket)
         if sock.family in (socket.AF_INET, socket.AF_INET6):
             sock.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -81,7 +81,7 @@ class Stream:
     @property
     def who(self) -> str:
         """The other end's name."""
-        return self._who
+        return self._peer
 
     def receive_into(self, view: memoryview, deadline_s: float, silence_s: float | None = None) -> None:
         """Fill ``view`` with the next bytes.
@@ -91,27 +91,27 @@ class Stream:
             DeadlineExceeded: it did not send all bytes in time, sent nothing for a while, or sent too slowly.
         """
         silence_s = self.silence_s if silence_s is None else silence_s
-        have, wanted, flags = 0, len(view), 0 if self._tls else socket.MSG_WAITALL
+        have, size, flags = 0, len(view), 0 if self._tls else socket.MSG_WAITALL
         looked_s = time.monotonic()
-        self.behind_s = self.behind_s if self.rate_min else 0.0
-        while have < wanted:
+        self.delay_s = self.delay_s if self.rate_min else 0.0
+        while have < size:
             try:
-                more = self._sock.recv_into(view[have:], wanted - have, flags)
+                more = self._sock.recv_into(view[have:], size - have, flags)
             except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
                 more = -1
             except (OSError, ValueError) as error:  # ValueError: TLS after the other end was shut
-                raise NodeUnavailable(f"{self._who}: the connection is lost ({error})") from None
+                raise NodeUnavailable(f"{self._peer}: the connection is lost ({error})") from None
             if more == 0:
-                raise NodeUnavailable(f"{self._who}: closed the connection")
+                raise NodeUnavailable(f"{self._peer}: closed the connection")
             now_s = time.monotonic()
-            self.behind_s += min(now_s - looked_s, STALL_S)
+            self.delay_s += min(now_s - looked_s, STALL_S)
             looked_s = now_s
             if more > 0:
                 have += more
-                self.behind_s = max(0.0, self.behind_s - more / self.rate_min) if self.rate_min else 0.0
-            late = self.behind_s >= silence_s
-            if (have < wanted and (now_s >= deadline_s or late)) or (self.rate_min and late):
-                raise DeadlineExceeded(f"{self._who}: sent {have} of {wanted} bytes in time")
+                self.delay_s = max(0.0, self.delay_s - more / self.rate_min) if self.rate_min else 0.0
+            is_late = self.delay_s >= silence_s
+            if (have < size and (now_s >= deadline_s or is_late)) or (self.rate_min and is_late):
+                raise DeadlineExceeded(f"{self._peer}: sent {have} of {size} bytes in time")
 
     def receive(self, size: int, deadline_s: float, silence_s: float | None = None) -> bytearray:
         """Return the next ``size`` bytes. Raises as ``receive_into``."""
@@ -127,7 +127,7 @@ class Stream:
         """Return the next frame. Raises as ``receive_head``, and WireError if it is of another kind."""
         head = self.receive_head(deadline_s)
         if head.kind is not kind or head.body_bytes > body_bytes_max:
-            raise WireError(f"{self._who}: sent {head.kind.name} of {head.body_bytes} bytes, not {kind.name}")
+            raise WireError(f"{self._peer}: sent {head.kind.name} of {head.body_bytes} bytes, not {kind.name}")
         return head, self.receive(head.body_bytes, deadline_s)
 
     def send(self, buffers: Sequence[Buffer], deadline_s: float) -> None:
@@ -145,7 +145,7 @@ class Stream:
             except (BlockingIOError, TimeoutError, ssl.SSLWantWriteError):
                 sent = 0
             except (OSError, ValueError) as error:
-                raise NodeUnavailable(f"{self._who}: the connection is lost ({error})") from None
+                raise NodeUnavailable(f"{self._peer}: the connection is lost ({error})") from None
             now_s = time.monotonic()
             heard_s = now_s if sent else heard_s
             self.sent_bytes += sent
@@ -155,7 +155,7 @@ class Stream:
             if sent:
                 views[first] = views[first][sent:]
             if first < len(views) and (now_s >= deadline_s or now_s - heard_s >= self.silence_s):
-                raise DeadlineExceeded(f"{self._who}: does not take what is sent to it")
+                raise DeadlineExceeded(f"{self._peer}: does not take what is sent to it")
 
     def _send_some(self, views: list[memoryview], first: int) -> int:
         if self._tls:
@@ -367,7 +367,7 @@ class DataConnection:
     def send(self, kind: FrameKind, *body: Buffer, deadline_s: float) -> int:
         """Send a request without waiting for its reply; return its number. Raises as ``Stream.send``."""
         number = next(self._numbers) & 0xFFFFFFFF
-        self._stream.rate_min, self._stream.behind_s = 0, 0.0
+        self._stream.rate_min, self._stream.delay_s = 0, 0.0
         try:
             self._stream.send_frame(kind, number, body, deadline_s)
         except KVStoreError:

@@ -92,7 +92,7 @@ class Server:
         self.limits = limits or ServerLimits()
         self.tls = tls
         self._handlers = handlers
-        self.answered = {kind: boundary.answered(f"data/{kind.name}") for kind in REQUESTS}
+        self.boundaries = {kind: boundary.answered(f"data/{kind.name}") for kind in REQUESTS}
         self._admit = admit
         self._listener: socket.socket | None = None
         self._unix: Path | None = None
@@ -101,7 +101,7 @@ class Server:
         self._open: dict[_Connection, threading.Thread] = {}
         self._stopping = threading.Event()
         accept = boundary.kept("task/data accept", self._accept, self._stopping)
-        self._accepting = threading.Thread(target=accept, name="data accept", daemon=True)
+        self._accept_thread = threading.Thread(target=accept, name="data accept", daemon=True)
 
     def start(self, host: str, port: int) -> str:
         """Listen. Returns HOST:PORT, with the port that was chosen if ``port`` is 0.
@@ -122,32 +122,32 @@ class Server:
             self._listen(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM), name, str(path))
         self._unix = path
 
-    def _listen(self, sock: socket.socket, where: tuple[str, int] | str, shown: str) -> None:
+    def _listen(self, sock: socket.socket, address: tuple[str, int] | str, shown: str) -> None:
         try:
-            sock.bind(where)
+            sock.bind(address)
             sock.listen(128)
         except (OSError, OverflowError) as error:
             sock.close()
             raise InvalidRequest("listen", f"cannot listen on {shown} ({error})") from None
         sock.settimeout(ACCEPT_LOOK_S)
         self._listener = sock
-        self._accepting.start()
+        self._accept_thread.start()
 
     def stop(self) -> None:
         """Close all connections. Replies that are being sent are cut off."""
         self._stopping.set()
         if self._listener is None:
             return
-        self._accepting.join(STOP_S)
+        self._accept_thread.join(STOP_S)
         self._listener.close()
         if self._unix is not None:
             self._unix.unlink(missing_ok=True)
         with self._lock:
-            opened = list(self._open.items())
-        for connection, _ in opened:
+            connections = list(self._open.items())
+        for connection, _ in connections:
             connection.abort()
         deadline_s = time.monotonic() + STOP_S
-        for _, thread in opened:
+        for _, thread in connections:
             thread.join(max(0.0, deadline_s - time.monotonic()))
 
     @property
@@ -159,10 +159,10 @@ class Server:
         """The handler for requests of this kind, or None."""
         return _pong if kind is FrameKind.PING else self._handlers.get(kind)
 
-    def known(self, connection: _Connection) -> None:
-        """The connection's caller has identified itself. Raises TooManyCalls if the caller has its share of
+    def identify(self, connection: _Connection) -> None:
+        """Count the connection as its caller's, which is now known. Raises TooManyCalls if the caller has its share of
         connections."""
-        self._guests.known(connection.guest, connection.caller)
+        self._guests.identify(connection.guest, connection.caller)
 
     def admit(self, hello: Hello, names: list[str]) -> Caller:
         """Return the caller that sent this hello. Raises as ``Admit``."""
@@ -194,7 +194,7 @@ class Server:
             thread.start()
         except RuntimeError as error:  # the machine, or our group of processes, has no more threads
             log.warning("a connection could not be taken: %s", error)
-            self._ended(connection)
+            self._remove(connection)
             connection.close()
             self._stopping.wait(ACCEPT_LOOK_S)
 
@@ -205,12 +205,12 @@ class Server:
         except InternalError:
             pass  # the connection is gone, so the error cannot be sent
         finally:
-            self._ended(connection)
+            self._remove(connection)
 
-    def _ended(self, connection: _Connection) -> None:
+    def _remove(self, connection: _Connection) -> None:
         with self._lock:
             del self._open[connection]
-        self._guests.gone(connection.guest)
+        self._guests.remove(connection.guest)
 
 
 class _Connection:
@@ -222,7 +222,7 @@ class _Connection:
         self.address = peer[0] if peer else ""  # "" for a unix socket
         self._server = server
         self._sock = sock
-        self._who = f"{peer[0]}:{peer[1]}" if peer else "a process of this machine"
+        self._peer = f"{peer[0]}:{peer[1]}" if peer else "a process of this machine"
         self._stream: Stream | None = None
         self._caller: Caller | None = None
         self._request = 0
@@ -266,7 +266,7 @@ class _Connection:
         try:
             self._serve()
         except (Unavailable, VersionMismatch) as error:
-            log.debug("%s: %s", self._who, error)
+            log.debug("%s: %s", self._peer, error)
         finally:
             self.close()
 
@@ -280,14 +280,14 @@ class _Connection:
         server, limits = self._server, self._server.limits
         deadline_s = time.monotonic() + limits.hello_s
         names = self._secure(limits.hello_s)
-        self._stream = stream = Stream(self._sock, limits.silence_s, self._who)
+        self._stream = stream = Stream(self._sock, limits.silence_s, self._peer)
         try:
             head, body = stream.receive_frame(FrameKind.HELLO, BODY_MAX[FrameKind.HELLO], deadline_s)
             self._request = head.request
             hello = unpack_hello(body)
             self._caller = server.admit(hello, names)
-            self._who += f" ({hello.caller[:80]!r})"
-            server.known(self)
+            self._peer += f" ({hello.caller[:80]!r})"
+            server.identify(self)
             welcome = pack_hello(Welcome(node=server.node, process=server.process))
             stream.send_frame(FrameKind.WELCOME, head.request, [welcome], deadline_s)
             while True:
@@ -295,7 +295,7 @@ class _Connection:
         except KVStoreError as error:
             self._farewell(stream, error)
             if not isinstance(error, Unavailable):
-                log.warning("%s: %s", self._who, error)
+                log.warning("%s: %s", self._peer, error)
                 return
             raise
 
@@ -306,13 +306,13 @@ class _Connection:
             return []
         self._sock.settimeout(hello_s)
         try:
-            self._sock = secured = context.wrap_socket(self._sock, server_side=True, do_handshake_on_connect=False)
+            self._sock = tls_socket = context.wrap_socket(self._sock, server_side=True, do_handshake_on_connect=False)
             if self._aborted:  # ``abort`` has shut the socket that was there before
-                raise WireError(f"{self._who}: dropped")
-            secured.do_handshake()
+                raise WireError(f"{self._peer}: dropped")
+            tls_socket.do_handshake()
         except (OSError, ValueError) as error:
-            raise WireError(f"{self._who}: no TLS ({error})") from None
-        return names_of(secured.getpeercert())
+            raise WireError(f"{self._peer}: no TLS ({error})") from None
+        return names_of(tls_socket.getpeercert())
 
     def _one(self, stream: Stream, limits: ServerLimits, hello: Hello, names: list[str]) -> None:
         """Wait for a request and answer it, if the caller is still admitted when the request arrives."""
@@ -325,7 +325,7 @@ class _Connection:
         self._deadline_s = time.monotonic() + limits.reply_s
         body = stream.receive(head.body_bytes, self._deadline_s)
         try:
-            with self._server.answered[head.kind]:
+            with self._server.boundaries[head.kind]:
                 handler(self, memoryview(body))
         except WireError:
             raise
@@ -347,6 +347,6 @@ def _pong(exchange: Exchange, body: memoryview) -> None:
 
 def names_of(certificate: Mapping[str, Any] | None) -> list[str]:
     """The common name and the alternative names in a verified certificate."""
-    found = certificate or {}
-    names = [value for part in found.get("subject", ()) for name, value in part if name == "commonName"]
-    return names + [value for _, value in found.get("subjectAltName", ())]
+    fields = certificate or {}
+    names = [value for part in fields.get("subject", ()) for name, value in part if name == "commonName"]
+    return names + [value for _, value in fields.get("subjectAltName", ())]

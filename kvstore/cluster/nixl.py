@@ -80,13 +80,13 @@ class NixlAgent:
 
     def __init__(self, name: str) -> None:
         self._lock = threading.Lock()
-        self._kept: list[Rows] = []  # registered memory must not be unmapped
-        self._prepared: OrderedDict[tuple[object, ...], Any] = OrderedDict()
+        self._memory: list[Rows] = []  # registered memory must not be unmapped
+        self._frame_lists: OrderedDict[tuple[object, ...], Any] = OrderedDict()
         api = _api()
         errors = vars(importlib.import_module(f"{api.__package__}._bindings"))
-        found = [kind for kind in errors.values() if isinstance(kind, type) and issubclass(kind, Exception)]
-        self._errors: tuple[type[Exception], ...] = (*found, RuntimeError)
-        with self._saying("no agent"):
+        kinds = [kind for kind in errors.values() if isinstance(kind, type) and issubclass(kind, Exception)]
+        self._errors: tuple[type[Exception], ...] = (*kinds, RuntimeError)
+        with self._locked("no agent"):
             self._agent: Any = api.nixl_agent(name, api.nixl_agent_config(True, False, 0, backends=[BACKEND]))
             if BACKEND not in self._agent.backends:
                 raise Unavailable(f"nixl: there is no {BACKEND}")
@@ -94,32 +94,32 @@ class NixlAgent:
     def register(self, rows: Rows) -> None:
         """Register memory while the agent lives: other nodes may read it, and this process may read into it. Raises
         Unavailable."""
-        with self._saying("cannot register memory"):
+        with self._locked("cannot register memory"):
             self._agent.register_memory([(rows.ctypes.data, rows.nbytes, 0, "")], DRAM)
-            self._kept.append(rows)
+            self._memory.append(rows)
 
     def register_at(self, address: int, nbytes: int, device: int, kind: str) -> None:
         """Register memory that the caller keeps mapped; ``kind`` VRAM is memory of a device. Raises Unavailable if the
         backend cannot reach it."""
-        with self._saying(f"cannot register memory of kind {kind}"):
+        with self._locked(f"cannot register memory of kind {kind}"):
             self._agent.register_memory([(address, nbytes, device, "")], kind)
 
     def metadata(self) -> bytes:
         """The bytes that another agent needs in order to meet this one. Raises Unavailable."""
-        with self._saying("has no metadata"):
+        with self._locked("has no metadata"):
             return bytes(self._agent.get_agent_metadata())
 
     def meet(self, metadata: bytes) -> str:
         """Make another agent's memory readable, and return its name. Raises Unavailable."""
-        with self._saying("the other end's metadata makes no sense"):
-            found = self._agent.add_remote_agent(metadata)
-            return found.decode() if isinstance(found, bytes) else str(found)
+        with self._locked("the other end's metadata is invalid"):
+            name = self._agent.add_remote_agent(metadata)
+            return name.decode() if isinstance(name, bytes) else str(name)
 
     def part_from(self, name: str) -> None:
         """Forget another agent."""
         with self._lock:
-            for key in [key for key in self._prepared if key[0] == name]:
-                del self._prepared[key]
+            for key in [key for key in self._frame_lists if key[0] == name]:
+                del self._frame_lists[key]
             try:
                 self._agent.remove_remote_agent(name)
             except self._errors as error:
@@ -143,50 +143,50 @@ class NixlAgent:
         Raises:
             Unavailable: nothing was posted.
         """
-        with self._saying("cannot read"):
+        with self._locked("cannot read"):
             local = np.array([(place, length, 0) for place in places], np.uint64)
             into, at, reads = self._agent.prep_xfer_dlist("NIXL_INIT_AGENT", local, DRAM), 0, []
             for run in runs:
-                here = np.arange(at, at + run.pages, dtype=np.int32)
-                there = np.arange(run.frame, run.frame + run.pages, dtype=np.int32)
+                local_indices = np.arange(at, at + run.pages, dtype=np.int32)
+                remote_indices = np.arange(run.frame, run.frame + run.pages, dtype=np.int32)
                 frames = self._frames_of(name, run, offset, length, kind, device)
-                reads.append(self._agent.make_prepped_xfer("READ", into, here, frames, there))
+                reads.append(self._agent.make_prepped_xfer("READ", into, local_indices, frames, remote_indices))
                 at += run.pages
         return NixlRead(self, into, reads)
 
     def _frames_of(self, name: str, run: LentRun, offset: int, length: int, kind: str, device: int) -> Any:
         """The prepared list of this part of every frame of an extent."""
         key = name, run.address, run.frames, run.stride, offset, length, kind, device
-        if key not in self._prepared:
+        if key not in self._frame_lists:
             row = np.array([[run.address + offset, length, device, run.stride, run.frames]], np.uint64)
-            self._prepared[key] = self._agent.prep_xfer_dlist(name, row, kind)
-            while len(self._prepared) > PREPARED_MAX:
-                self._prepared.popitem(last=False)
-        self._prepared.move_to_end(key)
-        return self._prepared[key]
+            self._frame_lists[key] = self._agent.prep_xfer_dlist(name, row, kind)
+            while len(self._frame_lists) > PREPARED_MAX:
+                self._frame_lists.popitem(last=False)
+        self._frame_lists.move_to_end(key)
+        return self._frame_lists[key]
 
     def transfer(self, read: Any) -> str:
         """Post a read, and return its state as ``state`` does. Raises Unavailable: the read may have been posted or
         not."""
-        with self._saying("cannot read"):
+        with self._locked("cannot read"):
             return str(self._agent.transfer(read))
 
     def state(self, read: Any) -> str:
         """Return DONE, PROC (still reading) or ERR. After ERR, or if this raises Unavailable, the bytes may still
         arrive."""
-        with self._saying("the read failed"):
+        with self._locked("the read failed"):
             return str(self._agent.check_xfer_state(read))
 
-    def _saying(self, what: str) -> _Saying:
-        return _Saying(self, what)
+    def _locked(self, problem: str) -> _LockedCall:
+        return _LockedCall(self, problem)
 
 
-class _Saying:
+class _LockedCall:
     """Holds the agent's lock, and turns an error of NIXL into Unavailable."""
 
-    def __init__(self, agent: NixlAgent, what: str) -> None:
+    def __init__(self, agent: NixlAgent, problem: str) -> None:
         self._agent = agent
-        self._what = what
+        self._problem = problem
 
     def __enter__(self) -> None:
         self._agent._lock.acquire()
@@ -194,7 +194,7 @@ class _Saying:
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._agent._lock.release()
         if isinstance(error, self._agent._errors):
-            raise Unavailable(f"nixl: {self._what} ({error})") from None
+            raise Unavailable(f"nixl: {self._problem} ({error})") from None
 
 
 class NixlRead:
@@ -210,7 +210,7 @@ class NixlRead:
         """Post the reads. Raises Unavailable: some may have been posted."""
         self._reads = [read for read in self._reads if self._agent.transfer(read) != "DONE"]
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """Whether all bytes have arrived. Raises Unavailable if some never will; others may still arrive later."""
         while self._reads:
             state = self._agent.state(self._reads[-1])
@@ -222,8 +222,8 @@ class NixlRead:
         return True
 
     def wait(self, until_s: float) -> bool:
-        """Wait until ``over`` is True, but not after ``until_s``. Returns whether it is True. Raises as ``over``."""
-        while not self.over():
+        """Wait until ``is_over``, but not after ``until_s``. Returns whether it is over. Raises as ``is_over``."""
+        while not self.is_over():
             if time.monotonic() >= until_s:
                 return False
             time.sleep(PAUSE_S)
@@ -235,23 +235,23 @@ def _api() -> Any:
         if importlib.util.find_spec(name) is None:
             continue
         try:
-            found = importlib.import_module(f"{name}._api")
+            api = importlib.import_module(f"{name}._api")
         except ImportError as error:
             raise Unavailable(f"nixl: cannot be used ({error})") from None
         logging.getLogger("nixl").setLevel(logging.WARNING)  # NIXL prints a line for every agent
-        return found
+        return api
     raise Unavailable(f"nixl: {missing()}")
 
 
 CHUNK_BYTES: Final = 8 << 20  # read at a time; at least one page
-AHEAD: Final = 2  # chunks of one call in flight
+CHUNKS_MAX: Final = 2  # chunks of one call in flight
 LANDING_BYTES_MAX: Final = 128 << 20  # memory of the transport, including late memory
 LATE_BYTES_MAX: Final = 256 << 20  # bytes that may still arrive; with more, nothing is read
 ATTACHED_MAX: Final = 64  # other nodes' agents to remember
 
 
 @dataclass
-class _Attached:
+class _RemoteAgent:
     """Another node's agent."""
 
     name: str
@@ -259,12 +259,12 @@ class _Attached:
 
 
 @dataclass
-class _Late:
+class _LateReads:
     """Reads that did not end in time, and a function to call when they have."""
 
     reads: list[NixlRead]
     nbytes: int
-    landed: Callable[[], None]
+    on_end: Callable[[], None]
 
 
 @dataclass
@@ -291,16 +291,16 @@ class NixlTransport:
         self._make = make
         self._lock = threading.Lock()
         self._agent: NixlAgent | None = None
-        self._attached: dict[str, _Attached] = {}  # by process of the data server
-        self._registered: dict[int, Rows] = {}  # by address
+        self._remote_agents: dict[str, _RemoteAgent] = {}  # by process of the data server
+        self._roots: dict[int, Rows] = {}  # by address
         self._blocks: list[Rows] = []  # free memory of the transport
         self._blocks_bytes = 0
-        self._late: list[_Late] = []
+        self._late_reads: list[_LateReads] = []
 
     @property
     def late_bytes(self) -> int:
         """How many bytes may still arrive."""
-        return sum(each.nbytes for each in self._late)
+        return sum(each.nbytes for each in self._late_reads)
 
     def read(
         self,
@@ -314,16 +314,16 @@ class NixlTransport:
         """See ``Transport``."""
         self._reap()
         if self.late_bytes > LATE_BYTES_MAX:
-            raise Unavailable(f"nixl: {self.late_bytes} bytes may still land here")
-        agent = self._begun()
+            raise Unavailable(f"nixl: {self.late_bytes} late bytes may still arrive here")
+        agent = self._start_agent()
         with self._links.to(peer, deadline_s, silence_s) as connection:
-            attached = self._attach(agent, peer, connection, deadline_s)
+            remote = self._attach(agent, peer, connection, deadline_s)
             body = connection.call(FrameKind.LEND, *request.pack(), reply=FrameKind.LENT, deadline_s=deadline_s)
             loan = unpack_lent(body, request)
-            if loan.pages and loan.incarnation != attached.incarnation:
+            if loan.pages and loan.incarnation != remote.incarnation:
                 self._forget(peer, agent)
-                raise Unavailable(f"{peer.name}: its memory is another one now")
-            good = self._fetch(agent, attached.name, loan, request, places, deadline_s, silence_s, holder)
+                raise Unavailable(f"{peer.name}: its memory was replaced")
+            good = self._fetch(agent, remote.name, loan, request, places, deadline_s, silence_s, holder)
             body = connection.call(FrameKind.RETURN, pack_return(loan), reply=FrameKind.RETURNED, deadline_s=deadline_s)
             same, reason = unpack_end(body[: BODY_MAX[FrameKind.END]], loan.pages)
         pages = min(good, same)
@@ -335,41 +335,41 @@ class NixlTransport:
         arrival."""
         with self._lock:
             agent, self._agent = self._agent, None
-            self._attached.clear()
-        if agent is not None and self._late:
-            _STAYING.append((agent, self._late))
+            self._remote_agents.clear()
+        if agent is not None and self._late_reads:
+            _AGENTS_IN_USE.append((agent, self._late_reads))
 
     # --- agents -----------------------------------------------------------------------------------------------------
 
-    def _begun(self) -> NixlAgent:
+    def _start_agent(self) -> NixlAgent:
         with self._lock:
             if self._agent is None:
                 self._agent = self._make(f"kvstore-{os.getpid()}-{secrets.token_hex(4)}")
             return self._agent
 
-    def _attach(self, agent: NixlAgent, peer: PoolNode, connection: DataConnection, deadline_s: float) -> _Attached:
+    def _attach(self, agent: NixlAgent, peer: PoolNode, connection: DataConnection, deadline_s: float) -> _RemoteAgent:
         with self._lock:
-            found = self._attached.get(peer.process)
-        if found is None:
+            remote = self._remote_agents.get(peer.process)
+        if remote is None:
             body = connection.call(FrameKind.ATTACH, reply=FrameKind.ATTACHED, deadline_s=deadline_s)
             incarnation, metadata = unpack_attached(body)
-            found = _Attached(agent.meet(metadata), incarnation)
+            remote = _RemoteAgent(agent.meet(metadata), incarnation)
             with self._lock:
-                while len(self._attached) >= ATTACHED_MAX:
-                    agent.part_from(self._attached.pop(next(iter(self._attached))).name)
-                self._attached[peer.process] = found
-        return found
+                while len(self._remote_agents) >= ATTACHED_MAX:
+                    agent.part_from(self._remote_agents.pop(next(iter(self._remote_agents))).name)
+                self._remote_agents[peer.process] = remote
+        return remote
 
     def _forget(self, peer: PoolNode, agent: NixlAgent) -> None:
         with self._lock:
-            found = self._attached.pop(peer.process, None)
-        if found is not None:
-            agent.part_from(found.name)
+            remote = self._remote_agents.pop(peer.process, None)
+        if remote is not None:
+            agent.part_from(remote.name)
 
     # --- memory -----------------------------------------------------------------------------------------------------
 
-    def _lies_in_registered(self, agent: NixlAgent, places: Places) -> bool:
-        """Whether all these places are in one registered piece of memory, or in one that can be registered."""
+    def _register_root(self, agent: NixlAgent, places: Places) -> bool:
+        """Register the memory that contains all these places. Returns False if it is more than one piece."""
         root = places[0]
         while isinstance(root.base, np.ndarray):
             root = root.base
@@ -377,9 +377,9 @@ class NixlTransport:
         if not all(start <= place.ctypes.data <= stop - place.nbytes for place in places):
             return False
         with self._lock:
-            if start not in self._registered:
+            if start not in self._roots:
                 agent.register(root)
-                self._registered[start] = root
+                self._roots[start] = root
         return True
 
     def _block(self, agent: NixlAgent, nbytes: int) -> Rows:
@@ -403,17 +403,17 @@ class NixlTransport:
     def _reap(self) -> None:
         """Free the memory of reads that were late and have ended."""
         with self._lock:
-            late, self._late = self._late, []
+            late, self._late_reads = self._late_reads, []
         for each in late:
             try:
-                each.reads = [read for read in each.reads if not read.over()]
+                each.reads = [read for read in each.reads if not read.is_over()]
             except Unavailable:
                 pass  # NIXL will never report the end of this read, so its memory is kept
             if each.reads:
                 with self._lock:
-                    self._late.append(each)
+                    self._late_reads.append(each)
             else:
-                each.landed()
+                each.on_end()
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
@@ -431,22 +431,22 @@ class NixlTransport:
         """Read the lent pages into their places. Returns how many leading pages have the right checksum. Raises
         LateBytes, DeadlineExceeded, Unavailable."""
         step, good = max(1, CHUNK_BYTES // request.length), loan.pages
-        if holder is not None and not (loan.pages and self._lies_in_registered(agent, places[: loan.pages])):
+        if holder is not None and not (loan.pages and self._register_root(agent, places[: loan.pages])):
             holder = None
-        under_way: list[_Chunk] = []
+        chunks: list[_Chunk] = []
         first = 0
         try:
-            while first < loan.pages or under_way:
-                if first < loan.pages and len(under_way) < AHEAD:
+            while first < loan.pages or chunks:
+                if first < loan.pages and len(chunks) < CHUNKS_MAX:
                     pages = min(step, loan.pages - first)
-                    under_way.append(self._post(agent, name, loan, request, places, first, pages, holder))
-                    under_way[-1].read.begin()
+                    chunks.append(self._post(agent, name, loan, request, places, first, pages, holder))
+                    chunks[-1].read.begin()
                     first += pages
                     continue
-                chunk = under_way[0]
+                chunk = chunks[0]
                 if not chunk.read.wait(min(deadline_s, time.monotonic() + silence_s)):
-                    raise DeadlineExceeded(f"nixl: {chunk.pages} pages did not come in time")
-                under_way.pop(0)
+                    raise DeadlineExceeded(f"nixl: {chunk.pages} pages did not arrive in time")
+                chunks.pop(0)
                 bad = _first_bad(chunk, loan, request)
                 good = min(good, chunk.first + bad) if bad < chunk.pages else good
                 if chunk.block is not None:
@@ -454,7 +454,7 @@ class NixlTransport:
                         copy(place, row)
                     self._give_back(chunk.block)
         except Unavailable as error:
-            self._leave(under_way, request.length, holder)
+            self._leave(chunks, request.length, holder)
             if holder is not None:
                 raise LateBytes(str(error)) from None
             raise
@@ -486,42 +486,44 @@ class NixlTransport:
             raise
         return chunk
 
-    def _leave(self, under_way: list[_Chunk], length: int, holder: PlaceHolder | None) -> None:
+    def _leave(self, chunks: list[_Chunk], length: int, holder: PlaceHolder | None) -> None:
         """Keep the memory of these chunks until their reads have ended."""
-        if not under_way:
+        if not chunks:
             return
-        landed = holder.leave() if holder is not None else None
+        on_end = holder.leave() if holder is not None else None
 
         def free() -> None:
-            if landed is not None:
-                landed()
-            for chunk in under_way:
+            if on_end is not None:
+                on_end()
+            for chunk in chunks:
                 if chunk.block is not None:
                     self._give_back(chunk.block)
 
-        nbytes = sum(chunk.pages for chunk in under_way) * length
+        nbytes = sum(chunk.pages for chunk in chunks) * length
         with self._lock:
-            self._late.append(_Late([chunk.read for chunk in under_way], nbytes, free))
+            self._late_reads.append(_LateReads([chunk.read for chunk in chunks], nbytes, free))
 
 
-_STAYING: list[tuple[NixlAgent, list[_Late]]] = []  # agents of closed transports whose bytes may still arrive
+_AGENTS_IN_USE: list[
+    tuple[NixlAgent, list[_LateReads]]
+] = []  # agents of closed transports whose bytes may still arrive
 
 
 def _part(runs: list[LentRun], first: int, pages: int) -> list[LentRun]:
     """The runs that contain pages ``first`` to ``first + pages``."""
-    found, at = [], 0
+    part, at = [], 0
     for run in runs:
         start, stop = max(first, at), min(first + pages, at + run.pages)
         if start < stop:
-            found.append(run._replace(frame=run.frame + start - at, pages=stop - start))
+            part.append(run._replace(frame=run.frame + start - at, pages=stop - start))
         at += run.pages
-    return found
+    return part
 
 
 def _first_bad(chunk: _Chunk, loan: Loan, request: ReadRequest) -> int:
     """How many leading pages of a chunk have the checksums from the loan."""
     for page, row in enumerate(chunk.rows):
-        wanted = loan.sums[chunk.first + page]
-        if (sums_of(row.reshape(1, -1), request.pieces)[0] != wanted).any():
+        sums = loan.sums[chunk.first + page]
+        if (sums_of(row.reshape(1, -1), request.pieces)[0] != sums).any():
             return page
     return chunk.pages

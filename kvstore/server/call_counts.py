@@ -58,7 +58,7 @@ class Calls:
     def watch(self, method: str, context: Any) -> Iterator[None]:
         """Count and time one call. It goes around the gate, which sets the call's status."""
         start_s, code = time.monotonic(), "UNKNOWN"
-        with tracing.span(f"kvstore.grpc {method}", _traceparent(context)) as traced:
+        with tracing.span(f"kvstore.grpc {method}", _traceparent(context)) as span:
             try:
                 yield
                 code = "OK"
@@ -69,7 +69,7 @@ class Calls:
                 code = _code(context)
                 raise
             finally:
-                traced.set_attribute("rpc.grpc.status", code)
+                span.set_attribute("rpc.grpc.status", code)
                 self.ended[method, code] += 1
                 self.durations.setdefault(method, Durations()).add(time.monotonic() - start_s)
                 if code in REFUSALS:
@@ -86,8 +86,8 @@ def _code(context: Any) -> str:
 def _traceparent(context: Any) -> str:
     if not tracing.enabled():
         return ""
-    said = [value for key, value in context.invocation_metadata() or () if key == "traceparent"]
-    return said[0] if len(said) == 1 and isinstance(said[0], str) else ""
+    values = [value for key, value in context.invocation_metadata() or () if key == "traceparent"]
+    return values[0] if len(values) == 1 and isinstance(values[0], str) else ""
 
 
 def _host(peer: str) -> str:

@@ -41,9 +41,9 @@ class ServerCertificate:
         """A daemon's certificate, checked; None: its connections are plain. Raises as ``check``."""
         if config.tls_cert is None or config.tls_key is None:
             return None
-        found = cls(config.tls_cert, config.tls_key, config.tls_client_ca)
-        found.check()
-        return found
+        certificate = cls(config.tls_cert, config.tls_key, config.tls_client_ca)
+        certificate.check()
+        return certificate
 
     def check(self) -> None:
         """Check the files. gRPC does not: it accepts any, and then refuses every caller silently.
@@ -61,35 +61,35 @@ class ServerCertificate:
     @property
     def files(self) -> ChangedFiles:
         """Watches whether one of the files changes from now on."""
-        found = ChangedFiles(each for each in (self.cert, self.key, self.client_ca) if each is not None)
-        found.changed()
-        return found
+        files = ChangedFiles(each for each in (self.cert, self.key, self.client_ca) if each is not None)
+        files.changed()
+        return files
 
     def for_grpc(self) -> grpc.ServerCredentials:
         """Credentials for gRPC servers. Connections after a change of the files get the new certificate. Raises
         InvalidRequest if a file cannot be read."""
         renewal = _Renewal(self)
 
-        def renewed() -> Any:  # None: no change
-            return self._configuration() if renewal.due() else None
+        def fetch() -> Any:  # None: no change
+            return self._configuration() if renewal.is_due() else None
 
         return grpc.dynamic_ssl_server_credentials(
-            self._configuration(), renewed, require_client_authentication=self.client_ca is not None
+            self._configuration(), fetch, require_client_authentication=self.client_ca is not None
         )
 
     def for_sockets(self) -> ssl.SSLContext:
         """A context for data servers and HTTP. Connections after a change of the files get the new certificate. Raises
         InvalidRequest if the files are not valid."""
         renewal, first = _Renewal(self), self._context()
-        now = first
+        current = first
 
         def begin(connection: ssl.SSLSocket | ssl.SSLObject, name: str | None, context: ssl.SSLContext) -> None:
             """OpenSSL calls it in each handshake, whether the client names a server or not."""
-            nonlocal now
-            if renewal.due():
-                now = self._context()
-            if now is not first:
-                connection.context = now
+            nonlocal current
+            if renewal.is_due():
+                current = self._context()
+            if current is not first:
+                connection.context = current
 
         first.sni_callback = begin
         return first
@@ -105,8 +105,8 @@ class ServerCertificate:
         try:
             context.load_cert_chain(self.cert, self.key, password="")
         except (OSError, ValueError) as error:
-            wrong = f"{self.cert} and {self.key} are not a pair of certificate and key ({error})"
-            raise InvalidRequest("tls_cert", wrong) from None
+            problem = f"{self.cert} and {self.key} are not a pair of certificate and key ({error})"
+            raise InvalidRequest("tls_cert", problem) from None
         if self.client_ca is not None:
             try:
                 context.load_verify_locations(self.client_ca)
@@ -118,15 +118,18 @@ class ServerCertificate:
         return context
 
     def name_for(self, address: str, host: str) -> str | None:
-        """The name by which other machines should verify a server at ``address``, which was configured as ``host``. "":
-        the address itself, since the certificate names it. Otherwise ``host`` if the certificate names it, or else the
-        certificate's first name. None: other machines would not trust the certificate."""
+        """The name by which other machines should verify a server at ``address``, which was configured as ``host``.
+
+        "" stands for the address itself, if the certificate has it. Otherwise the name is ``host`` if the certificate
+        has it, or else the certificate's first name without a wildcard, or else ``host`` if a wildcard matches it.
+        None: other machines could not verify the server.
+        """
         names = self.names()
         if address in names:
             return ""
-        known = [name for name in (host, *names) if name in names and "*" not in name]
-        if known:
-            return known[0]
+        plain = [name for name in (host, *names) if name in names and "*" not in name]
+        if plain:
+            return plain[0]
         return host if any(_matches(name, host) for name in names) else None
 
     def names(self) -> list[str]:
@@ -137,16 +140,16 @@ class ServerCertificate:
         theirs.check_hostname = False
         theirs.verify_flags |= ssl.VERIFY_X509_PARTIAL_CHAIN
         theirs.load_verify_locations(self.cert)
-        there, back = ssl.MemoryBIO(), ssl.MemoryBIO()
-        server, client = ours.wrap_bio(there, back, server_side=True), theirs.wrap_bio(back, there)
+        to_server, to_client = ssl.MemoryBIO(), ssl.MemoryBIO()
+        server, client = ours.wrap_bio(to_server, to_client, server_side=True), theirs.wrap_bio(to_client, to_server)
         try:
             for end in (client, server, client):
                 with contextlib.suppress(ssl.SSLWantReadError):
                     end.do_handshake()
         except ssl.SSLError:
             return []
-        found: Any = client.getpeercert() or {}
-        return [str(value) for _, value in found.get("subjectAltName", ())]
+        fields: Any = client.getpeercert() or {}
+        return [str(value) for _, value in fields.get("subjectAltName", ())]
 
 
 class _Renewal:
@@ -158,7 +161,7 @@ class _Renewal:
         self._files = certificate.files
         self._health = TaskHealth(f"certificate {certificate.cert}")
 
-    def due(self) -> bool:
+    def is_due(self) -> bool:
         """True once for each change. Any thread may call it."""
         if not self._files.changed():
             return False

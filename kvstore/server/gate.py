@@ -13,9 +13,9 @@ until then.
 wait for threads and memory. ``Pressure`` estimates the wait for the event loop, which has no queue that we can see. It
 knows how late the loop is, and how many calls end per second. A new call takes as long as the calls before it need to
 end. Worked example: the loop is 8 ms late, 900 calls end per second, and 300 are running. The next call will take a
-third of a second. It is admitted if it has half a second left (with ``MARGIN`` 1). Calls count by owner, as in
-``limits.Shares``: an owner's next call comes after its own calls, and after as many of each other owner. A call that
-waits for its caller is not running.
+third of a second. Estimates are rough, so it is admitted if it has two thirds of a second left (``MARGIN`` is 2). Calls
+count by owner, as in ``limits.Shares``: with n running calls, an owner's next call comes after these n, and after at
+most n + 1 of each other owner. A call that waits for its caller is not running.
 """
 
 from __future__ import annotations
@@ -57,52 +57,52 @@ class Pressure:
 
     Attributes:
         lag_s: how late the loop recently ran timers.
-        on_time_s: a clock that nearly stops while the loop is late. What arrived in that time may be unread.
+        on_time_s: a clock that nearly stops while the loop is late, because requests may have arrived unread.
         ends_per_s: how many calls can end per second, as observed; 0: not known yet.
-        at_work: running calls by owner, without calls that wait for their caller.
+        running: running calls by owner, without calls that wait for their caller.
     """
 
     def __init__(self) -> None:
         self.lag_s = 0.0
         self.on_time_s = 0.0
         self.ends_per_s = 0.0
-        self.at_work: Counter[Identity] = Counter()
-        self._ended = 0
+        self.running: Counter[Identity] = Counter()
+        self._ends = 0
         self._began_s: float | None = None  # when the window began
         self._busy = True  # the loop was busy at every look of this window
 
     @contextlib.contextmanager
-    def working(self, owner: Identity) -> Iterator[None]:
+    def count_running(self, owner: Identity) -> Iterator[None]:
         """Count an admitted call as running."""
-        self.at_work[owner] += 1
+        self.running[owner] += 1
         try:
             yield
         finally:
             self._less(owner)
-            self._ended += 1
+            self._ends += 1
 
     @contextlib.contextmanager
-    def waiting(self, owner: Identity) -> Iterator[None]:
+    def count_waiting(self, owner: Identity) -> Iterator[None]:
         """Do not count a call as running while it waits for its caller."""
         self._less(owner)
         try:
             yield
         finally:
-            self.at_work[owner] += 1
+            self.running[owner] += 1
 
     def _less(self, owner: Identity) -> None:
-        self.at_work[owner] -= 1
-        if not self.at_work[owner]:
-            del self.at_work[owner]
+        self.running[owner] -= 1
+        if not self.running[owner]:
+            del self.running[owner]
 
     def check(self, owner: Identity, left_s: float) -> None:
         """Raise TooManyCalls if a call of this owner that begins now would not end within ``left_s``."""
-        if self.lag_s < LAG_S_MIN or self.at_work.total() < LOOP_TURNS:
+        if self.lag_s < LAG_S_MIN or self.running.total() < LOOP_TURNS:
             return  # the loop is not late because of too many calls
         expected_s = LOOP_TURNS * self.lag_s
         if self.ends_per_s:
-            mine = self.at_work[owner]
-            before = sum(min(calls, mine + 1) for other, calls in self.at_work.items() if other != owner) + mine
+            mine = self.running[owner]
+            before = sum(min(calls, mine + 1) for other, calls in self.running.items() if other != owner) + mine
             expected_s = max(expected_s, MARGIN * before / self.ends_per_s)
         if expected_s > left_s:
             retry_s = min(max(expected_s - left_s, RETRY_S_MIN), RETRY_S_MAX)
@@ -118,17 +118,17 @@ class Pressure:
         now_s = clock()
         self.lag_s += _WEIGHT * (max(0.0, now_s - last_s - LOOK_S) - self.lag_s)
         self.on_time_s += min(now_s - last_s, LOOK_S_MAX)
-        self._busy = self._busy and self.at_work.total() >= LOOP_TURNS
+        self._busy = self._busy and self.running.total() >= LOOP_TURNS
         if now_s - self._began_s >= WINDOW_S:
-            self._count(self._ended / (now_s - self._began_s))
-            self._ended, self._busy, self._began_s = 0, True, now_s
+            self._count(self._ends / (now_s - self._began_s))
+            self._ends, self._busy, self._began_s = 0, True, now_s
 
     def _count(self, rate: float) -> None:
-        """Update ``ends_per_s`` with the rate of a window. It is a lower bound of what is possible; and an upper bound
-        too if the loop was always busy."""
+        """Update ``ends_per_s`` with the rate of a window. This rate is a lower bound of what is possible. It is an
+        upper bound too if the loop was always busy."""
         if rate > self.ends_per_s:
             self.ends_per_s += _WEIGHT * (rate - self.ends_per_s) if self.ends_per_s else rate
-        elif self._busy and self._ended:
+        elif self._busy and self._ends:
             self.ends_per_s += _WEIGHT_LESS * (rate - self.ends_per_s)
 
 
@@ -172,8 +172,8 @@ class Call:
         self._gate = gate
         self._context = context
         self._step: Future[Any] | None = None
-        self._taken = 0  # bytes of buffers
-        self._requested = False  # whether the first message has arrived
+        self._buffer_bytes = 0  # bytes of buffers
+        self._has_request = False  # whether the first message has arrived
 
     @property
     def left_s(self) -> float:
@@ -203,14 +203,14 @@ class Call:
 
     async def _run(self, lane: Lane, work: Callable[[], Value], undo: Callable[[Value], object] | None = None) -> Value:
         self.check()
-        begun = self._step is not None or self._taken > 0
-        return await lane.run(self._began, work, undo, self.caller, self.left_s, begun)
+        begun = self._step is not None or self._buffer_bytes > 0
+        return await lane.run(self._on_start, work, undo, self.caller, self.left_s, begun)
 
     def waits(self) -> contextlib.AbstractContextManager[None]:
         """A context for the time in which the call waits for its caller: the call does not count as running."""
-        return self._gate.pressure.waiting(self.caller)
+        return self._gate.pressure.count_waiting(self.caller)
 
-    def _began(self, step: Future[Any]) -> None:
+    def _on_start(self, step: Future[Any]) -> None:
         self._step = step
 
     @contextlib.asynccontextmanager
@@ -218,13 +218,13 @@ class Call:
         """Take ``size`` bytes of the node's buffers. They are given back when the last step that may use them has
         ended."""
         budget = self._gate.budget
-        size = await budget.take(size, min(self.left_s, self._gate.buffers_wait_s), self.caller, self._taken)
-        self._taken += size
+        size = await budget.take(size, min(self.left_s, self._gate.buffers_wait_s), self.caller, self._buffer_bytes)
+        self._buffer_bytes += size
         began_s = time.monotonic()
         try:
             yield
         finally:
-            self._taken -= size
+            self._buffer_bytes -= size
             if self._step is None or self._step.done():
                 budget.give(size, self.caller, time.monotonic() - began_s)
             else:  # the call has ended, but a thread still uses the buffers
@@ -234,7 +234,7 @@ class Call:
     async def send(self, message: bytes) -> None:
         """Send one reply of a stream. Waits until the transport accepts it. Checks the caller's identity."""
         self.check()
-        with _stalls("took"), _gone(), self.waits():
+        with _limit_stall("took"), _end_if_gone(), self.waits():
             async with asyncio.timeout(self._gate.stall_s):
                 await self._context.write(message)
         self._gate.calls.sent_bytes += len(message)
@@ -253,10 +253,10 @@ class Call:
 
     async def receive(self, requests: AsyncIterator[bytes]) -> bytes | None:
         """Return the next message of a stream, or None at its end. Checks the caller's identity."""
-        if not self._requested:
+        if not self._has_request:
             message = await self.first(requests)
         else:
-            with _stalls("sent"), self.waits():
+            with _limit_stall("sent"), self.waits():
                 async with asyncio.timeout(self._gate.stall_s):
                     message = await anext(requests, None)
         self._gate.calls.received_bytes += len(message or b"")
@@ -272,15 +272,15 @@ class Call:
         except TimeoutError:
             raise DeadlineExceeded("the request did not come in time") from None
         finally:
-            self._requested = True
+            self._has_request = True
 
 
 @contextlib.contextmanager
-def _stalls(what: str) -> Iterator[None]:
+def _limit_stall(verb: str) -> Iterator[None]:
     try:
         yield
     except TimeoutError:
-        raise DeadlineExceeded(f"the caller {what} nothing for too long, and its stream holds buffers") from None
+        raise DeadlineExceeded(f"the caller {verb} nothing for too long, and its stream holds buffers") from None
 
 
 def parse(kind: type[Request], message: bytes) -> Request:
@@ -325,13 +325,13 @@ class Gate:
         """Admit a call for the time of the context. An error that is raised inside ends the call with its status."""
         try:
             caller = self._identify(context)
-            self.connections.called(context.peer(), caller)
+            self.connections.note_call(context.peer(), caller)
             limit_s = self._limit_s(context)
             self._make_room(caller, limit_s)
             self.under_way += 1
             try:
                 async with asyncio.timeout(limit_s):
-                    with self.pressure.working(caller):
+                    with self.pressure.count_running(caller):
                         yield Call(self, caller, context, time.monotonic() + limit_s)
             finally:
                 self.under_way -= 1
@@ -404,7 +404,7 @@ class Gate:
         return self._timeout_s_max if left_s is None else min(max(0.0, left_s), self._timeout_s_max)
 
     def _identify(self, context: Any) -> Identity:
-        if not self.identities.asked_for:
+        if not self.identities.required:
             return LOCAL
         token = _token(context.invocation_metadata() or ())
         if token is None and context.peer().startswith("unix:"):
@@ -414,11 +414,11 @@ class Gate:
 
 def _token(metadata: Iterable[tuple[str, str | bytes]]) -> str | None:
     """The bearer token; None without an authorization header."""
-    said = [value for key, value in metadata if key == "authorization"]
-    if not said:
+    values = [value for key, value in metadata if key == "authorization"]
+    if not values:
         return None
-    value = said[0]
-    if len(said) != 1 or not isinstance(value, str) or len(value) > TOKEN_BYTES_MAX:
+    value = values[0]
+    if len(values) != 1 or not isinstance(value, str) or len(value) > TOKEN_BYTES_MAX:
         raise Unauthenticated(UNKNOWN)
     scheme, _, token = value.partition(" ")
     if scheme.lower() != "bearer" or not token.strip():
@@ -433,12 +433,12 @@ def _certificate_names(auth: Any) -> list[str]:
 
 async def _abort(context: Any, error: KVStoreError) -> None:
     code, details, metadata = status_of(error)
-    with _gone():
+    with _end_if_gone():
         await context.abort(grpc.StatusCode[code], details, metadata)
 
 
 @contextlib.contextmanager
-def _gone() -> Iterator[None]:
+def _end_if_gone() -> Iterator[None]:
     """If the caller is gone, end the call as cancelled, so that nothing is logged."""
     try:
         yield

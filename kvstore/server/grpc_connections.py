@@ -41,18 +41,18 @@ class GrpcConnections:
     def __init__(self, addresses: Collection[str], most: int) -> None:
         self._ports = {int(each.rpartition(":")[2]) for each in addresses if not each.startswith("unix:")}
         self._connections = Connections(max(UNKNOWN_PART, int(COUNTED_PART * most)))
-        self._seen: dict[str, tuple[Peer, Guest] | None] = {}  # by the descriptor's link; None: another socket
+        self._links: dict[str, tuple[Peer, Guest] | None] = {}  # by the descriptor's link; None: another socket
         self._guests: dict[Peer, Guest] = {}
         self._callers: dict[Peer, Owner] = {}  # callers on connections that no look has seen yet
 
-    def called(self, peer: str, caller: Owner) -> None:
-        """A call of ``caller`` arrived over the connection from ``peer``, in gRPC's notation."""
-        where = _peer(peer)
-        guest = self._guests.get(where) if where is not None else None
+    def note_call(self, peer: str, caller: Owner) -> None:
+        """Note that a call of ``caller`` arrived over the connection from ``peer``, in gRPC's notation."""
+        key = _peer(peer)
+        guest = self._guests.get(key) if key is not None else None
         if guest is not None:
-            self._known(guest, caller)
-        elif where is not None and self._ports and len(self._callers) < CALLERS_MAX:
-            self._callers[where] = caller
+            self._identify(guest, caller)
+        elif key is not None and self._ports and len(self._callers) < CALLERS_MAX:
+            self._callers[key] = caller
 
     async def turn(self) -> None:
         """Pause, then look."""
@@ -62,13 +62,13 @@ class GrpcConnections:
     def look(self) -> None:
         """Count new connections, and forget closed ones."""
         links = {link: fd for fd in os.listdir(_FDS) if (link := _link(fd)).startswith("socket:")}
-        for link in [each for each in self._seen if each not in links]:
-            found = self._seen.pop(link)
-            if found is not None:
-                self._connections.gone(found[1])
-                self._guests.pop(found[0], None)
+        for link in [each for each in self._links if each not in links]:
+            entry = self._links.pop(link)
+            if entry is not None:
+                self._connections.remove(entry[1])
+                self._guests.pop(entry[0], None)
         for link, fd in links.items():
-            if link not in self._seen:
+            if link not in self._links:
                 self._take(link, int(fd))
         self._callers.clear()
 
@@ -80,17 +80,17 @@ class GrpcConnections:
             if error.errno in (errno.EMFILE, errno.ENFILE):
                 return  # the next look will see it
             peer = None  # the connection is gone, or this is a listener
-        self._seen[link] = None
+        self._links[link] = None
         if peer is None:
             return
         guest = self._connections.accept(peer[0], partial(_shut, link, fd))
         if guest is None:
             _shut(link, fd)
             return
-        self._seen[link] = peer, guest
+        self._links[link] = peer, guest
         self._guests[peer] = guest
         if peer in self._callers:
-            self._known(guest, self._callers[peer])
+            self._identify(guest, self._callers[peer])
 
     def _peer_of(self, sock: socket.socket) -> Peer | None:
         if sock.family not in (socket.AF_INET, socket.AF_INET6) or sock.getsockname()[1] not in self._ports:
@@ -98,9 +98,9 @@ class GrpcConnections:
         host, port = sock.getpeername()[:2]
         return _plain(host), port
 
-    def _known(self, guest: Guest, caller: Owner) -> None:
+    def _identify(self, guest: Guest, caller: Owner) -> None:
         with contextlib.suppress(TooManyCalls):  # beyond its caller's share a connection counts as a stranger's
-            self._connections.known(guest, caller)
+            self._connections.identify(guest, caller)
 
 
 def _link(fd: str) -> str:
@@ -123,8 +123,8 @@ def _shut(link: str, fd: int) -> None:
 
 def _peer(peer: str) -> Peer | None:
     """``ipv4:10.0.0.1:5555`` or ``ipv6:%5B::1%5D:5555``; None for unix sockets."""
-    kind, _, where = peer.partition(":")
-    host, _, port = unquote(where).rpartition(":")
+    kind, _, address = peer.partition(":")
+    host, _, port = unquote(address).rpartition(":")
     return (_plain(host.strip("[]")), int(port)) if kind in ("ipv4", "ipv6") and port.isdigit() else None
 
 

@@ -30,25 +30,26 @@ from kvstore.wire.grpc import MESSAGE_BYTES_MAX
 
 Unary = Callable[[Call, bytes], Awaitable[bytes]]
 """A method with one request and one reply."""
-Sending = Callable[[Call, bytes], Awaitable[None]]
-"""Sends a stream of replies."""
-Taking = Callable[[Call, AsyncIterator[bytes]], Awaitable[bytes]]
-"""Takes a stream of requests."""
+SendStream = Callable[[Call, bytes], Awaitable[None]]
+"""A method that sends a stream of replies."""
+ReceiveStream = Callable[[Call, AsyncIterator[bytes]], Awaitable[bytes]]
+"""A method that receives a stream of requests."""
 
 
-def serving(
+def serve_methods(
     gate: Gate,
     service: str,
     unary: Mapping[str, Unary],
-    sending: Mapping[str, Sending],
-    taking: Mapping[str, Taking] = MappingProxyType({}),
+    send_streams: Mapping[str, SendStream],
+    receive_streams: Mapping[str, ReceiveStream] = MappingProxyType({}),
 ) -> grpc.GenericRpcHandler:
     """A service with these methods. Every call passes the gate."""
     # All methods take a stream. Callers see no difference, and a unary handler would only start after its message.
+    unary_reply, stream_reply = grpc.stream_unary_rpc_method_handler, grpc.stream_stream_rpc_method_handler
     table: dict[str, Any] = {
-        **{name: grpc.stream_unary_rpc_method_handler(_unary(gate, name, work)) for name, work in unary.items()},
-        **{name: grpc.stream_stream_rpc_method_handler(_sending(gate, name, work)) for name, work in sending.items()},
-        **{name: grpc.stream_unary_rpc_method_handler(_taking(gate, name, work)) for name, work in taking.items()},
+        **{name: unary_reply(_unary(gate, name, work)) for name, work in unary.items()},
+        **{name: stream_reply(_send_stream(gate, name, work)) for name, work in send_streams.items()},
+        **{name: unary_reply(_receive_stream(gate, name, work)) for name, work in receive_streams.items()},
     }
     return grpc.method_handlers_generic_handler(service, table)
 
@@ -58,12 +59,12 @@ _EXPECTED = grpc.aio.BaseError, TimeoutError
 
 
 def _unary(gate: Gate, name: str, work: Unary) -> Any:
-    answered = boundary.answered(f"grpc/{name}", *_EXPECTED)
+    boundary_of = boundary.answered(f"grpc/{name}", *_EXPECTED)
 
     async def serve(messages: AsyncIterator[bytes], context: Any) -> bytes:
         with gate.calls.watch(name, context):
             async with gate.admit(context) as call, call.request(aiter(messages)) as message:
-                with answered:
+                with boundary_of:
                     reply = await work(call, message)
                 gate.calls.sent_bytes += len(reply)
                 return reply
@@ -71,25 +72,25 @@ def _unary(gate: Gate, name: str, work: Unary) -> Any:
     return serve
 
 
-def _sending(gate: Gate, name: str, work: Sending) -> Any:
-    answered = boundary.answered(f"grpc/{name}", *_EXPECTED)
+def _send_stream(gate: Gate, name: str, work: SendStream) -> Any:
+    boundary_of = boundary.answered(f"grpc/{name}", *_EXPECTED)
 
     async def serve(messages: AsyncIterator[bytes], context: Any) -> None:
         with gate.calls.watch(name, context):
             async with gate.admit(context) as call, call.request(aiter(messages)) as message:
-                with answered:
+                with boundary_of:
                     await work(call, message)
 
     return serve
 
 
-def _taking(gate: Gate, name: str, work: Taking) -> Any:
-    answered = boundary.answered(f"grpc/{name}", *_EXPECTED)
+def _receive_stream(gate: Gate, name: str, work: ReceiveStream) -> Any:
+    boundary_of = boundary.answered(f"grpc/{name}", *_EXPECTED)
 
     async def serve(messages: AsyncIterator[bytes], context: Any) -> bytes:
         with gate.calls.watch(name, context):
             async with gate.admit(context) as call:
-                with answered:
+                with boundary_of:
                     reply = await work(call, aiter(messages))
                 gate.calls.sent_bytes += len(reply)
                 return reply
@@ -113,14 +114,14 @@ class GateOthers(grpc.aio.ServerInterceptor):
         name = handler_call_details.method.lstrip("/")
         serializers = handler.request_deserializer, handler.response_serializer
         if handler.unary_unary is not None:
-            return grpc.stream_unary_rpc_method_handler(self._replying(name, handler.unary_unary), *serializers)
+            return grpc.stream_unary_rpc_method_handler(self._wrap_unary(name, handler.unary_unary), *serializers)
         if handler.unary_stream is not None:
-            return grpc.stream_stream_rpc_method_handler(self._streaming(name, handler.unary_stream), *serializers)
+            return grpc.stream_stream_rpc_method_handler(self._wrap_stream(name, handler.unary_stream), *serializers)
         assert handler.stream_stream is not None, "health and reflection have no other kind"
-        work = self._streaming(name, handler.stream_stream, many=True)
+        work = self._wrap_stream(name, handler.stream_stream, is_stream=True)
         return grpc.stream_stream_rpc_method_handler(work, *serializers)
 
-    def _replying(self, name: str, work: Any) -> Any:
+    def _wrap_unary(self, name: str, work: Any) -> Any:
         async def serve(requests: AsyncIterator[Any], context: Any) -> Any:
             with self._gate.calls.watch(name, context):
                 async with self._gate.admit(context) as call:
@@ -130,13 +131,13 @@ class GateOthers(grpc.aio.ServerInterceptor):
 
         return serve
 
-    def _streaming(self, name: str, work: Any, many: bool = False) -> Any:
+    def _wrap_stream(self, name: str, work: Any, is_stream: bool = False) -> Any:
         async def serve(requests: AsyncIterator[Any], context: Any) -> None:
             with self._gate.calls.watch(name, context):
                 async with self._gate.admit(context) as call:
-                    given = _bounded(call, requests) if many else await _only(call, requests)
+                    argument = _pass_on(call, requests) if is_stream else await _only(call, requests)
                     with boundary.answered(f"grpc/{name}", *_EXPECTED):
-                        replies = work(given, context)
+                        replies = work(argument, context)
                         if isinstance(replies, Awaitable):
                             with call.waits():  # usually for changes of health
                                 await replies
@@ -155,14 +156,14 @@ async def _only(call: Call, requests: AsyncIterator[Any]) -> Any:
     return request
 
 
-async def _bounded(call: Call, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
+async def _pass_on(call: Call, requests: AsyncIterator[Any]) -> AsyncIterator[Any]:
     """Pass the requests on. The first one has to arrive soon."""
-    coming = aiter(requests)
-    request = await call.first(coming)
+    iterator = aiter(requests)
+    request = await call.first(iterator)
     while request is not None:
         yield request
         with call.waits():
-            request = await anext(coming, None)
+            request = await anext(iterator, None)
 
 
 START_S: Final = 10.0
@@ -215,7 +216,7 @@ class LoopServer(ABC):
         self._service = service
         self._plan = listening.plan(config, self.identities)
         self._limits = limits
-        self._started = threading.Event()
+        self._ready = threading.Event()
         self._failure: BaseException | None = None
         self._thread = threading.Thread(target=self._serve, name=name, daemon=True)
         self._loop: asyncio.AbstractEventLoop | None = None
@@ -226,7 +227,7 @@ class LoopServer(ABC):
     def start(self) -> None:
         """Listen and serve. Sets ``addresses``. Raises InvalidRequest if the server cannot listen at an address."""
         self._thread.start()
-        if not self._started.wait(START_S):
+        if not self._ready.wait(START_S):
             raise InvalidRequest("listen", f"did not start within {START_S:g} s")
         if self._failure is not None:
             raise self._failure
@@ -249,9 +250,9 @@ class LoopServer(ABC):
     def retire(self) -> None:
         """Report through the health service that clients should use another server. Calls are still served."""
         if self._loop is not None and self._alive is not None:
-            leaving = self._alive.enter_graceful_shutdown()
+            shutdown = self._alive.enter_graceful_shutdown()
             with contextlib.suppress(RuntimeError):
-                asyncio.run_coroutine_threadsafe(leaving, self._loop)
+                asyncio.run_coroutine_threadsafe(shutdown, self._loop)
 
     def stop(self) -> None:
         """Accept no more calls, and end the running ones: they have a grace time, and are then cancelled."""
@@ -267,12 +268,12 @@ class LoopServer(ABC):
     def _open(self, gate: Gate, ends: contextlib.ExitStack) -> grpc.GenericRpcHandler:
         """The service. ``ends`` closes its resources, after the last step of a call has ended."""
 
-    def _beside(self) -> Sequence[Coroutine[Any, Any, None]]:
+    def _background(self) -> Sequence[Coroutine[Any, Any, None]]:
         """Coroutines that run next to calls until they are cancelled, each as a ``boundary.kept_task``."""
         return ()
 
     @abstractmethod
-    def _calls_ended(self) -> None:
+    def _on_calls_end(self) -> None:
         """Called when no more calls are served. Steps of calls may still run in threads."""
 
     # --- in the loop ------------------------------------------------------------------------------------------------
@@ -281,10 +282,10 @@ class LoopServer(ABC):
         try:
             asyncio.run(self._run())
         except InvalidRequest as error:
-            if self._started.is_set():
+            if self._ready.is_set():
                 raise
             self._failure = error
-            self._started.set()
+            self._ready.set()
 
     async def _run(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
@@ -294,7 +295,7 @@ class LoopServer(ABC):
             gate = Gate(self.identities, threads, limits.rpcs_max, limits.call_s_max, limits.buffer_bytes)
             handler = self._open(gate, ends)
             ends.callback(threads.close)
-            ends.callback(self._calls_ended)
+            ends.callback(self._on_calls_end)
             server = grpc.aio.server(
                 options=_options(limits),
                 interceptors=[GateOthers(gate, self._service)],
@@ -307,24 +308,24 @@ class LoopServer(ABC):
             await server.start()
             gate.connections = GrpcConnections(self.addresses, connections_max(GRPC_PART, CONNECTIONS_MAX))
             self._gate = gate
-            self._started.set()
-            await self._until_stopped(server, self._alive, gate, self._stopping)
+            self._ready.set()
+            await self._run_until_stop(server, self._alive, gate, self._stopping)
 
-    async def _until_stopped(
+    async def _run_until_stop(
         self, server: grpc.aio.Server, alive: health.aio.HealthServicer, gate: Gate, stopping: asyncio.Event
     ) -> None:
-        stopped = asyncio.create_task(stopping.wait())
-        looking = [
+        stop = asyncio.create_task(stopping.wait())
+        looks = [
             boundary.kept_task("task/gate", gate.look),
             boundary.kept_task("task/connections", gate.connections.turn),
         ]
-        beside = [asyncio.create_task(work) for work in (*looking, *self._beside())]
+        tasks = [asyncio.create_task(work) for work in (*looks, *self._background())]
         try:
-            ended, _ = await asyncio.wait({stopped, *beside}, return_when=asyncio.FIRST_COMPLETED)
+            ended, _ = await asyncio.wait({stop, *tasks}, return_when=asyncio.FIRST_COMPLETED)
             for task in ended:
                 task.result()
         finally:
-            for task in beside:
+            for task in tasks:
                 task.cancel()
             await alive.enter_graceful_shutdown()
             await server.stop(GRACE_S)

@@ -50,10 +50,10 @@ class HostNames:
         self._names = {name.lower().rstrip(".") for name in names}
 
     @classmethod
-    def of(cls, config: DaemonConfig, certified: Iterable[str] = ()) -> HostNames:
-        """The host names of a daemon. ``certified`` are the names in its HTTP server's certificate."""
-        served = [parse_address(config.http, "http")[0]] if config.http is not None else []
-        return cls((*served, socket.gethostname(), *certified, *config.http_hosts))
+    def of(cls, config: DaemonConfig, certificate_names: Iterable[str] = ()) -> HostNames:
+        """The host names of a daemon. ``certificate_names``: those of its HTTP server."""
+        own = [parse_address(config.http, "http")[0]] if config.http is not None else []
+        return cls((*own, socket.gethostname(), *certificate_names, *config.http_hosts))
 
     def refusal(self, hosts: Sequence[str], origins: Sequence[str]) -> str:
         """Why a request with these headers is refused, or ""."""
@@ -72,10 +72,10 @@ class HostNames:
 
     def _may_come_from(self, origin: str, host: str) -> bool:
         try:
-            found = (urlsplit(origin).hostname or "").rstrip(".")
+            site = (urlsplit(origin).hostname or "").rstrip(".")
         except ValueError:
             return False
-        return bool(found) and (found == host or self._is_ours(found) or (_is_local(found) and _is_local(host)))
+        return bool(site) and (site == host or self._is_ours(site) or (_is_local(site) and _is_local(host)))
 
     def _is_ours(self, host: str) -> bool:
         return host in self._names or f"*.{host.partition('.')[2]}" in self._names
@@ -83,8 +83,8 @@ class HostNames:
 
 def _host(header: str) -> str | None:
     """The host in a Host header, in lower case and without its port; None if there is none."""
-    found = _HEADER.fullmatch(header)
-    return (found[1] or found[2]).lower().rstrip(".") or None if found else None
+    match = _HEADER.fullmatch(header)
+    return (match[1] or match[2]).lower().rstrip(".") or None if match else None
 
 
 def _is_number(host: str) -> bool:
@@ -126,15 +126,15 @@ class _Handler(BaseHTTPRequestHandler):
     server: HttpServer
 
     def do_GET(self) -> None:
-        owner = self.server.asked(self.request)
+        owner = self.server.mark_request(self.request)
         path = self.path.partition("?")[0]
         route = self.server.routes.get(path)
-        refused = self.server.hosts.refusal(self.headers.get_all("Host", []), self.headers.get_all("Origin", []))
+        refusal = self.server.hosts.refusal(self.headers.get_all("Host", []), self.headers.get_all("Origin", []))
         try:
             place = f"http/{path.strip('/') if route is not None else 'other'}"
             with contextlib.ExitStack() as turn, boundary.answered(place):
-                if refused:
-                    status, kind, text = 403, "text/plain", f"{refused}\n"
+                if refusal:
+                    status, kind, text = 403, "text/plain", f"{refusal}\n"
                 elif route is None:
                     status, kind, text = 404, "text/plain", "not found\n"
                 else:
@@ -177,7 +177,7 @@ class HttpServer(ThreadingHTTPServer):
         self.hosts = hosts
         self._guests = Connections(max(UNKNOWN_PART, connections_max(HTTP_PART, CONNECTIONS_MAX)))
         self.turns = ThreadShares("turns at HTTP", "http", 1)
-        self._served: dict[socket.socket, tuple[Guest, float]] = {}  # for each connection, when its time is up
+        self._open: dict[socket.socket, tuple[Guest, float]] = {}  # for each connection, when its time is up
         try:
             super().__init__(parse_address(address, "http"), _Handler)
         except OSError as error:
@@ -219,34 +219,34 @@ class HttpServer(ThreadingHTTPServer):
                 request.send(_BUSY)
             super().shutdown_request(request)
             return
-        self._served[request] = guest, time.monotonic() + REQUEST_S
+        self._open[request] = guest, time.monotonic() + REQUEST_S
         super().process_request(request, client_address)
 
-    def asked(self, request: Any) -> Owner:
+    def mark_request(self, request: Any) -> Owner:
         """A full request has arrived on this connection, so it no longer gives way to silent ones. Returns its owner.
 
         Raises:
             ConnectionError: the connection was dropped, and the bytes read so far only look like a request.
         """
-        guest, _ = self._served[request]
+        guest, _ = self._open[request]
         owner = Named(guest.network)
         if guest.leaving:
             raise ConnectionAbortedError("dropped")
         with contextlib.suppress(TooManyCalls):  # an address beyond its share is still served
-            self._guests.known(guest, owner)
+            self._guests.identify(guest, owner)
         return owner
 
     def shutdown_request(self, request: Any) -> None:
         """Close the connection and free its place."""
-        guest, _ = self._served.pop(request, (None, 0.0))
+        guest, _ = self._open.pop(request, (None, 0.0))
         super().shutdown_request(request)
         if guest is not None:
-            self._guests.gone(guest)
+            self._guests.remove(guest)
 
     def service_actions(self) -> None:
         """Cut off requests that take too long. Called every ``LOOK_S`` and after every connection."""
         now = time.monotonic()
-        for request, (_, until) in list(self._served.items()):
+        for request, (_, until) in list(self._open.items()):
             if now > until:
                 _shut(request)
 
@@ -285,8 +285,8 @@ def readyz(ready: Readiness, fault: Callable[[], str] = lambda: "") -> Route:
     def answer() -> tuple[int, str, str]:
         if not ready.is_set():
             return 503, "text/plain", "draining\n" if ready.draining else "starting\n"
-        wrong = fault()
-        return 200, "text/plain", f"ready, but {wrong}\n" if wrong else "ready\n"
+        problem = fault()
+        return 200, "text/plain", f"ready, but {problem}\n" if problem else "ready\n"
 
     return answer
 

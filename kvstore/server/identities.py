@@ -91,21 +91,21 @@ class Identities:
         self._clock = clock
         self._state: tuple[int, ...] = ()
         self._looked_s = time.monotonic()
-        self._known: frozenset[Identity] = frozenset()
+        self._identities: frozenset[Identity] = frozenset()
         self._by_digest: dict[bytes | None, list[Identity]] = {}  # None: those without a token
         if path is not None:
-            found, self._state = _read(path)
-            self._keep(found)
+            identities, self._state = _read(path)
+            self._keep(identities)
 
     @property
-    def asked_for(self) -> bool:
+    def required(self) -> bool:
         """Whether callers have to identify themselves."""
         return self.path is not None
 
     @property
     def by_certificate(self) -> bool:
         """Whether some callers are identified by their certificate."""
-        return any(identity.certificate is not None for identity in self._known)
+        return any(identity.certificate is not None for identity in self._identities)
 
     def find(self, token: str | None, certificates: Iterable[str]) -> Identity:
         """The identity of a caller with this token and a certificate with these names.
@@ -120,20 +120,20 @@ class Identities:
         self._look()
         digest = hashlib.sha256(token.encode("utf-8", "surrogateescape")).digest() if token is not None else None
         names = set(certificates)
-        found = next(
+        identity = next(
             (i for i in self._by_digest.get(digest, ()) if i.certificate is None or i.certificate in names), None
         )
-        if found is None:
+        if identity is None:
             raise Unauthenticated(UNKNOWN)
-        self._check_time(found)
-        return found
+        self._check_time(identity)
+        return identity
 
     def check(self, identity: Identity) -> None:
         """Raise Unauthenticated if the identity has expired, or is no longer in the file."""
         if identity is LOCAL:
             return
         self._look()
-        if identity not in self._known:
+        if identity not in self._identities:
             raise Unauthenticated(UNKNOWN)
         self._check_time(identity)
 
@@ -142,19 +142,19 @@ class Identities:
         if self.path is None:
             return
         try:
-            found, self._state = _read(self.path)
+            identities, self._state = _read(self.path)
         except InvalidRequest as error:
             log.error("%s; the identities read before stay in force", error)
             self._state = _state_of(self.path)
         else:
-            self._keep(found)
-            log.info("%d identities read from %s", len(found), self.path)
+            self._keep(identities)
+            log.info("%d identities read from %s", len(identities), self.path)
 
-    def _keep(self, found: tuple[Identity, ...]) -> None:
+    def _keep(self, identities: tuple[Identity, ...]) -> None:
         by_digest: dict[bytes | None, list[Identity]] = {}
-        for identity in found:
+        for identity in identities:
             by_digest.setdefault(identity.token_digest, []).append(identity)
-        self._known, self._by_digest = frozenset(found), by_digest
+        self._identities, self._by_digest = frozenset(identities), by_digest
 
     def _look(self) -> None:
         now_s = time.monotonic()
@@ -170,66 +170,80 @@ class Identities:
 
 def _state_of(path: Path) -> tuple[int, ...]:
     try:
-        found = os.stat(path)
+        return _state(os.stat(path))
     except OSError:
         return ()
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
+
+
+def _state(status: os.stat_result) -> tuple[int, ...]:
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns
 
 
 def _read(path: Path) -> tuple[tuple[Identity, ...], tuple[int, ...]]:
     try:
         with open(path, "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode):
+            status = os.fstat(file.fileno())
+            if not stat.S_ISREG(status.st_mode):
                 raise InvalidRequest("identities", f"{path} is not a file")
-            if found.st_mode & 0o077:
+            if status.st_mode & 0o077:
                 raise InvalidRequest("identities", f"{path} can be read or written by others: chmod 600 {path}")
-            if found.st_uid not in (0, os.geteuid()):
+            if status.st_uid not in (0, os.geteuid()):
                 raise InvalidRequest("identities", f"{path} belongs to another user: chown it to the daemon's")
-            if found.st_size > FILE_BYTES_MAX:
-                raise InvalidRequest("identities", f"{path} has more than {FILE_BYTES_MAX} bytes")
+            if status.st_size > FILE_BYTES_MAX:
+                raise InvalidRequest(
+                    "identities", f"{path} has more than {FILE_BYTES_MAX} bytes (got {status.st_size})"
+                )
             document = tomllib.loads(file.read(FILE_BYTES_MAX).decode())
     except OSError as error:
         raise InvalidRequest("identities", f"cannot read {path}: {error.strerror}") from None
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
         raise InvalidRequest("identities", f"{path} is not TOML: {error}") from None
-    state = found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns
-    return parse(document, str(path)), state
+    return parse(document, str(path)), _state(status)
 
 
-def parse(document: dict[str, Any], where: str) -> tuple[Identity, ...]:
+def parse(document: dict[str, Any], source: str) -> tuple[Identity, ...]:
     """The identities in a TOML document. Raises InvalidRequest naming the invalid entry."""
     entries = document.get("identity", [])
-    _require(set(document) <= {"identity"}, f"{where}: write [[identity]] tables and nothing else")
-    _require(isinstance(entries, list) and entries != [], f"{where} has no [[identity]]: needs at least one")
-    _require(len(entries) <= IDENTITIES_MAX, f"{where} has more than {IDENTITIES_MAX} identities")
-    found: list[Identity] = []
+    _require(
+        set(document) <= {"identity"},
+        f"{source}: must have [[identity]] tables and nothing else",
+        sorted(document),
+    )
+    _require(isinstance(entries, list) and entries != [], f"{source}: must have at least one [[identity]]")
+    _require(
+        len(entries) <= IDENTITIES_MAX, f"{source}: must have at most {IDENTITIES_MAX} identities (got {len(entries)})"
+    )
+    identities: list[Identity] = []
     for number, entry in enumerate(entries, 1):
-        _require(isinstance(entry, dict), f"{where}: write [[identity]] with double brackets")
-        found.append(_parse_one(entry, f"{where}, identity {number}"))
-    for what, values in (
-        ("name", [identity.name for identity in found]),
-        ("token and certificate", [(identity.token_digest, identity.certificate) for identity in found]),
+        _require(isinstance(entry, dict), f"{source}: must have [[identity]] with double brackets")
+        identities.append(_parse_one(entry, f"{source}, identity {number}"))
+    for part, values in (
+        ("name", [identity.name for identity in identities]),
+        ("token and certificate", [(identity.token_digest, identity.certificate) for identity in identities]),
     ):
-        _require(len(set(values)) == len(values), f"{where}: two identities have the same {what}")
-    return tuple(found)
+        _require(len(set(values)) == len(values), f"{source}: two identities have the same {part}")
+    return tuple(identities)
 
 
 def _parse_one(entry: dict[str, Any], where: str) -> Identity:
     unknown = sorted(set(entry) - set(_KEYS))
     _require(not unknown, f"{where}: {', '.join(unknown)} is not one of {', '.join(_KEYS)}")
     name, token, certificate = entry.get("name"), entry.get("token_sha256"), entry.get("certificate")
-    _require(isinstance(name, str) and name != "", f"{where}: name must be text")
+    _require(isinstance(name, str) and name != "", f"{where}: name must be text", name)
     where = f"{where} ({name})"
     _require(token is not None or certificate is not None, f"{where}: needs token_sha256 or certificate")
     is_digest = token is None or (isinstance(token, str) and _HEX.fullmatch(token) is not None)
-    _require(is_digest, f"{where}: token_sha256 must be 64 hex digits: printf %s TOKEN | sha256sum")
+    _require(is_digest, f"{where}: token_sha256 must be 64 hex digits, the output of printf %s TOKEN | sha256sum")
     is_name = certificate is None or (isinstance(certificate, str) and certificate != "")
-    _require(is_name, f"{where}: certificate must be a common or alternative name")
+    _require(is_name, f"{where}: certificate must be a common or alternative name", certificate)
     salts = entry.get("salts")
-    _require(isinstance(salts, list) and all(isinstance(s, str) for s in salts), f"{where}: salts must list texts")
+    _require(
+        isinstance(salts, list) and all(isinstance(s, str) for s in salts),
+        f"{where}: salts must be a list of texts",
+        salts,
+    )
     operator = entry.get("operator", False)
-    _require(isinstance(operator, bool), f"{where}: operator must be true or false")
+    _require(isinstance(operator, bool), f"{where}: operator must be true or false", operator)
     digest = bytes.fromhex(token) if token is not None else None
     return Identity(str(name), frozenset(salts or ()), operator, digest, certificate, _expiry(entry, where))
 
@@ -240,11 +254,13 @@ def _expiry(entry: dict[str, Any], where: str) -> float | None:
         return None
     if isinstance(value, datetime.datetime):
         return (value if value.tzinfo is not None else value.replace(tzinfo=datetime.UTC)).timestamp()
-    _require(isinstance(value, datetime.date), f"{where}: expires must be a date, such as 2027-01-31")
+    _require(isinstance(value, datetime.date), f"{where}: expires must be a date, such as 2027-01-31", value)
     after = datetime.datetime.combine(value, datetime.time(), datetime.UTC) + datetime.timedelta(days=1)
     return after.timestamp()
 
 
-def _require(holds: bool, reason: str) -> None:
+def _require(holds: bool, reason: str, *values: object) -> None:
+    """Raise InvalidRequest unless ``holds``. ``values``: what was refused, if the message should show it."""
     if not holds:
-        raise InvalidRequest("identities", reason)
+        got = f" (got {repr(values[0])[:80]})" if values else ""
+        raise InvalidRequest("identities", reason + got)

@@ -107,8 +107,8 @@ class Life:
         self.failure = self.failure or failure
         self._stopped.set()
 
-    def told_to_end(self) -> None:
-        """Handle a signal: the first ends the daemon, the second sets ``hurried``."""
+    def on_signal(self) -> None:
+        """Handle a signal to end: the first ends the daemon, the second sets ``hurried``."""
         (self.hurried if self._stopped.is_set() else self._stopped).set()
 
 
@@ -128,7 +128,7 @@ def running(config: DaemonConfig, log: logging.Logger, who: str) -> Iterator[Lif
     http = HttpServer(config.http, routes(ready), HostNames.of(config)) if config.http else None
     life = Life(log, http, ready)
     for number in (signal.SIGTERM, signal.SIGINT):
-        signal.signal(number, lambda *_: life.told_to_end())
+        signal.signal(number, lambda *_: life.on_signal())
     life.on_hangup(lambda: None)  # nothing to reload yet
     with life.ends:
         if life.http is not None:

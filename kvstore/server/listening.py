@@ -27,7 +27,7 @@ def check_far(config: DaemonConfig, identities: Identities, address: str, settin
     """Raise InvalidRequest if an address beyond loopback would be served unencrypted, or to unknown callers."""
     if config.tls_cert is None:
         raise InvalidRequest(setting, f"{address} is beyond loopback and needs TLS: give --tls-cert and --tls-key")
-    if not identities.asked_for:
+    if not identities.required:
         raise InvalidRequest(setting, f"{address} is beyond loopback and anyone could call: give --identities")
 
 

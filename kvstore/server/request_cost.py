@@ -28,7 +28,7 @@ PACKED_COPIES: Final = 6  # further copies of packed numbers: a byte on the wire
 PAGE_BYTES: Final = 256  # per page: its key and identity row, and their objects
 PAGES_MAX: Final = 1 << 16  # of one call
 VALUES_MAX: Final = PAGES_MAX + 4096  # of one request, with a digest per page
-VALUES_AT_ONCE: Final = 512  # counted in the event loop, in half a millisecond
+SLICE_VALUES: Final = 512  # counted in the event loop, in half a millisecond
 DEPTH_MAX: Final = 32
 
 _VARINT, _FIXED64, _BYTES, _START, _END, _FIXED32 = range(6)
@@ -39,7 +39,7 @@ _TOKENS, _PAGE_TOKENS = pb.Pages.TOKENS_FIELD_NUMBER, pb.Layout.PAGE_TOKENS_FIEL
 Answer = TypeVar("Answer")
 
 
-def weighed(
+def with_buffers(
     service: str, calls: Mapping[str, Callable[[Call, bytes], Awaitable[Answer]]]
 ) -> dict[str, Callable[[Call, bytes], Awaitable[Answer]]]:
     """Wrap a service's calls, so that they take buffers for the memory of their requests that is not copies of the
@@ -60,14 +60,14 @@ async def _with_buffers(
 
 async def weight_of(call: Call, kind: Any, message: bytes) -> int:
     """``weigh``, in a thread if there are many values."""
-    weight = weigh(kind, message, VALUES_AT_ONCE)
+    weight = weigh(kind, message, SLICE_VALUES)
     if weight is None:
         weight = await call.quick(weigh, kind, message)
         assert weight is not None, "all of it was weighed"
     return weight
 
 
-def weigh(kind: Any, message: bytes, at_once: int = VALUES_MAX) -> int | None:
+def weigh(kind: Any, message: bytes, slice_values: int = VALUES_MAX) -> int | None:
     """The bytes of memory that a request of type ``kind`` (a ``Descriptor``) will take. If the message has another
     type, the estimate covers the part that was readable.
 
@@ -77,11 +77,11 @@ def weigh(kind: Any, message: bytes, at_once: int = VALUES_MAX) -> int | None:
     Raises:
         InvalidRequest: it has more than ``VALUES_MAX`` values, or nests deeper than ``DEPTH_MAX``.
     """
-    weight = _Weight(at_once)
+    weight = _Weight(slice_values)
     try:
         weight.add(kind, message, 0, len(message), 0)
     except _ManyValues:
-        if at_once < VALUES_MAX:
+        if slice_values < VALUES_MAX:
             return None
         raise InvalidRequest("request", f"must have at most {VALUES_MAX} values") from None
     pages = min(weight.tokens_bytes // (4 * weight.page_tokens), PAGES_MAX)

@@ -27,22 +27,22 @@ class TraceSpan(Protocol):
         ...
 
 
-class _Nothing:
+class _NoSpan:
     """The span that is used if tracing is off. Stateless, so one instance is enough."""
 
-    def __enter__(self) -> _Nothing:
+    def __enter__(self) -> _NoSpan:
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Nothing."""
+        """Do nothing."""
 
     def set_attribute(self, key: str, value: Any) -> None:
-        """Nothing."""
+        """Do nothing."""
 
 
-_NOTHING = _Nothing()
+_NO_SPAN = _NoSpan()
 _tracer: Any = None
 _provider: Any = None
 _propagator: Any = None
@@ -79,9 +79,9 @@ def shutdown() -> None:
     global _tracer, _provider
     provider, _tracer, _provider = _provider, None, None
     if provider is not None:
-        ending = threading.Thread(target=provider.shutdown, name="kvstore-tracing", daemon=True)
-        ending.start()
-        ending.join(FLUSH_S)  # its own deadline is half a minute
+        thread = threading.Thread(target=provider.shutdown, name="kvstore-tracing", daemon=True)
+        thread.start()
+        thread.join(FLUSH_S)  # its own deadline is half a minute
 
 
 def enabled() -> bool:
@@ -90,16 +90,17 @@ def enabled() -> bool:
 
 
 def span(name: str, traceparent: str | None = None, **attributes: Any) -> AbstractContextManager[TraceSpan]:
-    """A span around what happens inside ``with``; an exception marks it as failed and goes on.
+    """A span around the body of a ``with``. An exception marks it as failed, and is passed on.
 
-    ``traceparent``: of a call from another process, what that says of its own span (W3C Trace Context; "": nothing),
-    the parent of this one.
+    Args:
+        traceparent: for a call from another process, the header that names the parent span (W3C Trace Context); "" if
+            the call has none. None: the work was not called by another process.
     """
     tracer = _tracer
     if tracer is None:
-        return _NOTHING
+        return _NO_SPAN
     kind, context = _kinds.INTERNAL, None
     if traceparent is not None:
         kind, context = _kinds.SERVER, _propagator.extract({"traceparent": traceparent})
-    found: AbstractContextManager[TraceSpan] = tracer.start_as_current_span(name, context, kind, attributes)
-    return found
+    made: AbstractContextManager[TraceSpan] = tracer.start_as_current_span(name, context, kind, attributes)
+    return made

@@ -84,7 +84,7 @@ def test_the_budget_is_shared_waited_for_and_given_back() -> None:
         await asyncio.gather(gone, return_exceptions=True)
         budget.give(8)
         await waiting
-        assert budget.free == 7 and not budget._waiting
+        assert budget.free == 7 and not budget._queues
         budget.give(3)
         assert await budget.take(1000, 1.0) == 10  # more than all is all
         assert budget.free == 0

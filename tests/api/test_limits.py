@@ -217,7 +217,7 @@ class Open:
         self.dropped.append(number)
         guest = self.guests[number]
         assert guest is not None
-        self.connections.gone(guest)
+        self.connections.remove(guest)
 
 
 def test_the_oldest_stranger_of_the_largest_network_gives_way() -> None:
@@ -237,7 +237,7 @@ def test_known_callers_are_never_dropped_and_leave_room_for_others() -> None:
         guest = made.accept("10.0.0.1")
         assert guest is not None
         try:
-            made.connections.known(guest, OPERATOR)
+            made.connections.identify(guest, OPERATOR)
             known += 1
         except TooManyCalls:
             pass
@@ -257,14 +257,14 @@ def test_two_tenants_have_equal_parts_of_the_connections() -> None:
             guest = made.accept("10.0.0.1")
             assert guest is not None
             try:
-                made.connections.known(guest, owner)
+                made.connections.identify(guest, owner)
                 counts[owner.name] += 1
             except TooManyCalls:
-                made.connections.gone(guest)
+                made.connections.remove(guest)
     assert_fair(counts)
     guest = made.accept("10.0.0.1")
     assert guest is not None
-    made.connections.known(guest, C)
+    made.connections.identify(guest, C)
 
 
 def test_connections_that_do_not_end_when_dropped_are_bounded() -> None:

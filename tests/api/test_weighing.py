@@ -19,7 +19,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.pb import engine_pb2
 from kvstore.pb import store_pb2 as pb
 from kvstore.server.gate import Call
-from kvstore.server.request_cost import DEPTH_MAX, VALUES_AT_ONCE, VALUES_MAX, weigh, weighed
+from kvstore.server.request_cost import DEPTH_MAX, SLICE_VALUES, VALUES_MAX, weigh, with_buffers
 
 MEASURE = """
 import sys
@@ -109,9 +109,9 @@ def test_the_loop_counts_few_values_of_a_message(count: int) -> None:
     async def work(call: Call, message: bytes) -> int:
         return len(message)
 
-    lookup = weighed("kvstore.v1.Store", {"Lookup": work})["Lookup"]
+    lookup = with_buffers("kvstore.v1.Store", {"Lookup": work})["Lookup"]
     assert asyncio.run(lookup(cast(Call, Admitted()), message)) == len(message)
     in_the_loop = message.reads[threading.get_ident()]
-    assert 0 < in_the_loop < 4 * VALUES_AT_ONCE, "a message of many values kept everybody waiting"
+    assert 0 < in_the_loop < 4 * SLICE_VALUES, "a message of many values kept everybody waiting"
     assert count < message.reads.total(), "all of it was weighed"
-    assert (len(message.reads) == 1) == (count < VALUES_AT_ONCE), "few values are not worth a thread"
+    assert (len(message.reads) == 1) == (count < SLICE_VALUES), "few values are not worth a thread"

@@ -26,7 +26,7 @@ from engine.text.tokenizer import ByteTokenizer
 from kvstore import Layout
 from kvstore.cluster.data_connection import DataConnection
 from kvstore.errors import InvalidRequest, PermissionDenied, TooManyCalls, Unauthenticated
-from kvstore.limits import REST, UNKNOWN_PART
+from kvstore.limits import NEWCOMERS_PART, UNKNOWN_PART
 from kvstore.pb import engine_pb2 as pb
 from kvstore.pb import engine_pb2_grpc
 from kvstore.wire.data import FrameKind, Hello
@@ -146,7 +146,7 @@ def computed(client: EngineClient, request_id: str, salt: str) -> None:
 
 def test_one_tenant_s_pulls_leave_connections_to_others(clients: dict[str, EngineClient], engine: Still) -> None:
     known = PULLS_MAX - PULLS_MAX // UNKNOWN_PART
-    share = (known - known // REST) // 2
+    share = (known - known // NEWCOMERS_PART) // 2
     for name, request_id in (("a", "held-a"), ("b", "held-b"), ("b", "b")):
         computed(clients[name], request_id, name)
     with ThreadPoolExecutor(PULLS_MAX) as callers:

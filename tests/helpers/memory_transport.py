@@ -148,7 +148,7 @@ class MemoryRead:
         self._agent.under_way_bytes += len(self._copies) * self._length
         self._agent.under_way_bytes_max = max(self._agent.under_way_bytes_max, self._agent.under_way_bytes)
 
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         if self._agent.fails:
             raise Unavailable("the read failed")
         if self._agent.late:
@@ -160,7 +160,7 @@ class MemoryRead:
         return not self._copies
 
     def wait(self, until_s: float) -> bool:
-        while not self.over():
+        while not self.is_over():
             if self._agent.late:
                 time.sleep(0.001)
             if time.monotonic() >= until_s:

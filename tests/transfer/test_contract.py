@@ -25,7 +25,7 @@ from kvstore import Store
 from kvstore.client.local.node import LocalNode
 from kvstore.cluster import nixl
 from kvstore.cluster.data_connection import DialCredentials
-from kvstore.cluster.nixl import AHEAD, CHUNK_BYTES, NixlTransport
+from kvstore.cluster.nixl import CHUNK_BYTES, CHUNKS_MAX, NixlTransport
 from kvstore.cluster.peer_links import PeerLinks, PoolNode
 from kvstore.cluster.transport import CHECKSUM, LateBytes, PullResult, TcpTransport, Transport
 from kvstore.errors import KVStoreError, Unavailable
@@ -300,7 +300,7 @@ def test_memory_of_a_read_is_bounded(owner: Owner, store: Store) -> None:
     assert first_wrong(rows, contents(keys, LARGE)) == ""
     assert private_bytes() - before < rows.nbytes / 2
     for agent in owner.agents:
-        assert agent.under_way_bytes_max <= AHEAD * CHUNK_BYTES
+        assert agent.under_way_bytes_max <= CHUNKS_MAX * CHUNK_BYTES
 
 
 def private_bytes() -> int:
@@ -352,7 +352,7 @@ def test_frames_in_which_bytes_may_land_late_are_left(lender: Owner, store: Stor
     agent.late, agent.fails = not fails, fails
     with pytest.raises(LateBytes):
         lender.read(keys, LARGE, rows=more.rows, silence_s=0.1, held=more)
-    assert (more.left, more.landed) == (1, 0) and transport_of(lender).late_bytes == AHEAD * CHUNK_BYTES
+    assert (more.left, more.landed) == (1, 0) and transport_of(lender).late_bytes == CHUNKS_MAX * CHUNK_BYTES
     agent.late, others = False, Frames(40)
     if fails:
         with pytest.raises(LateBytes):
@@ -389,7 +389,7 @@ def test_a_transport_with_too_many_late_bytes_reads_no_more(lender: Owner, store
     for _ in range(40):
         with pytest.raises(Unavailable) as told:
             lender.read(keys, LARGE, silence_s=0.05)
-    assert "in use" in str(told.value) or "may still land" in str(told.value)
+    assert "in use" in str(told.value) or "late bytes may still" in str(told.value)
 
 
 def test_pages_that_are_lent_are_given_back(lender: Owner, store: Store) -> None:

@@ -235,7 +235,7 @@ class ConnectionServer(web.Server):
         guest = request.protocol.guest if isinstance(request.protocol, _Handler) else None
         if guest is not None:
             with contextlib.suppress(TooManyCalls):
-                self._guests.known(guest, caller)
+                self._guests.identify(guest, caller)
 
     def connection_lost(self, handler: web.RequestHandler, exc: BaseException | None = None) -> None:
         """See ``web.Server``."""
@@ -246,7 +246,7 @@ class ConnectionServer(web.Server):
     def gone(self, handler: _Handler) -> None:
         """Record that the connection of this handler is closed."""
         if handler.guest is not None:
-            self._guests.gone(handler.guest)
+            self._guests.remove(handler.guest)
         self._tally.connections = len(self._guests)
 
     async def _serve(self, request: web.BaseRequest) -> web.StreamResponse:

@@ -256,7 +256,7 @@ class OpenAIServer:
         return caller
 
     def _identified(self, request: web.BaseRequest) -> Identity:
-        if not self._identities.asked_for:
+        if not self._identities.required:
             return LOCAL
         said = request.headers.getall("Authorization", [])
         token = None

@@ -24,10 +24,10 @@ from kvstore.errors import InvalidRequest, NodeUnavailable, PermissionDenied
 from kvstore.pb import conductor_pb2 as pb
 from kvstore.pb import engine_pb2, store_pb2
 from kvstore.server.gate import Call, Gate, parse
-from kvstore.server.grpc_server import Limits, LoopServer, serving
+from kvstore.server.grpc_server import Limits, LoopServer, serve_methods
 from kvstore.server.http import Route
 from kvstore.server.identities import Identity
-from kvstore.server.request_cost import weighed
+from kvstore.server.request_cost import with_buffers
 from kvstore.wire.grpc import document
 
 if TYPE_CHECKING:
@@ -175,9 +175,11 @@ class ConductorServer(LoopServer):
         ends.callback(self._prompts.close)
         calls = ConductorCalls(self._config, self.conductor, self._prompts, self.conductor.status, self._draining)
         unary = {"Route": calls.route, "Status": calls.status}
-        return serving(gate, SERVICE, weighed(SERVICE, unary), weighed(SERVICE, {"Submit": calls.submit}))
+        return serve_methods(
+            gate, SERVICE, with_buffers(SERVICE, unary), with_buffers(SERVICE, {"Submit": calls.submit})
+        )
 
-    def _beside(self) -> Sequence[Coroutine[Any, Any, None]]:
+    def _background(self) -> Sequence[Coroutine[Any, Any, None]]:
         return (self.conductor.run(),)
 
     def open_http(self, routes: Mapping[str, Route]) -> OpenAIServer:
@@ -229,7 +231,7 @@ class ConductorServer(LoopServer):
         if self._config.http is not None:
             self._wait(self._prompts.prepared(self.conductor.models(), LOAD_S), LOAD_S + LOOP_CALL_S)
 
-    def _calls_ended(self) -> None:
+    def _on_calls_end(self) -> None:
         """Wait for the calls: cancelled calls end their answers themselves."""
 
 

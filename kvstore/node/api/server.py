@@ -24,8 +24,8 @@ from kvstore.node.api.reservations import Leases, Reservations, sweep_forever
 from kvstore.node.dispatch import Dispatcher, InProcessChannel
 from kvstore.node.node import Node
 from kvstore.server.gate import Gate
-from kvstore.server.grpc_server import Limits, LoopServer, Sending, Taking, Unary, serving
-from kvstore.server.request_cost import weighed
+from kvstore.server.grpc_server import Limits, LoopServer, ReceiveStream, SendStream, Unary, serve_methods
+from kvstore.server.request_cost import with_buffers
 
 SERVICE: Final = "kvstore.v1.Store"
 
@@ -62,14 +62,14 @@ def handlers(
         "Verify": admin.verify,
         "Admin": admin.admin,
     }
-    sending: dict[str, Sending] = {
+    sending: dict[str, SendStream] = {
         "Read": pages.read,
         "GetObject": objects.get,
         "Watch": admin.watch,
         "WatchPages": watch.pages,
     }
-    taking: dict[str, Taking] = {"Write": pages.write, "PutObject": objects.put}
-    return serving(gate, SERVICE, weighed(SERVICE, unary), weighed(SERVICE, sending), taking)
+    taking: dict[str, ReceiveStream] = {"Write": pages.write, "PutObject": objects.put}
+    return serve_methods(gate, SERVICE, with_buffers(SERVICE, unary), with_buffers(SERVICE, sending), taking)
 
 
 # Calls of one connection: the minimum, and the part of ``rpcs_max``. If a client does not wait, gRPC refuses further
@@ -118,10 +118,10 @@ class ApiServer(LoopServer):
         pages = PageCalls(store, self._node, self._reservations, objects.bytes_max)
         return handlers(gate, pages, self._reservations, self._leases, objects, admin, PageWatch(self._node))
 
-    def _beside(self) -> Sequence[Coroutine[Any, Any, None]]:
+    def _background(self) -> Sequence[Coroutine[Any, Any, None]]:
         return (sweep_forever(self._sweep),)  # without it leases would never end
 
-    def _calls_ended(self) -> None:
+    def _on_calls_end(self) -> None:
         self._sweep(everything=True)
 
     def _sweep(self, everything: bool = False) -> None:

@@ -229,7 +229,7 @@ def admits(config: NodeConfig, process: str) -> Admit:
             raise InvalidRequest("node", f"must be {config.name} (got {hello.node[:80]})")
         if hello.pool not in ("", config.pool):
             raise InvalidRequest("pool", f"{config.name} is of another pool")
-        if not identities.asked_for and not secrets.compare_digest(hello.process.encode(), process.encode()):
+        if not identities.required and not secrets.compare_digest(hello.process.encode(), process.encode()):
             raise Unauthenticated(f"{config.name}: read the number of this data server in the catalog, and send it")
         return identities.find(hello.token or None, names)
 
