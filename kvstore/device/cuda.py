@@ -1,8 +1,9 @@
 """CudaDevice: a GPU through its driver, and the list of this process' devices.
 
 ``find`` returns the GPUs, or the reason why there are none. ``devices`` returns them together with devices that were
-added. A device is opened at its first use, because that takes some hundred megabytes of its memory. At that time it is
-measured for which lengths of pieces a kernel copies faster than the copy engines, which takes some tenths of a second.
+added. A device is opened at its first use, because that takes some hundred megabytes of its memory. At the same time
+it is measured up to which length a kernel copies pieces faster than the copy engines. This takes some tenths of a
+second.
 """
 
 from __future__ import annotations
@@ -47,28 +48,28 @@ from kvstore.device.cuda_driver import (
 from kvstore.device.host_memory import empty
 from kvstore.errors import DeadlineExceeded, InvalidRequest, OutOfSpace, Unavailable
 
-LENGTHS: Final = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)  # of pieces that are tried
+LENGTHS: Final = (4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20)  # of pieces that are measured
 MEASURED_BYTES: Final = 8 << 20  # of one copy
 REPEATS: Final = 3  # the fastest counts
 DEADLINE_S: Final = 10.0  # for one copy
 
 Pieces = tuple[Addresses, Addresses, Addresses]  # targets, sources, lengths
-_STAYING: Final[list[Bytes]] = []  # memory that a hanging device may still write to
+_IN_USE: Final[list[Bytes]] = []  # memory that a hanging device may still write to
 
 
-class TriedStream(DeviceStream, Protocol):
-    """A stream that can copy in both ways."""
+class MeasurableStream(DeviceStream, Protocol):
+    """A stream whose two ways of copying can be measured separately."""
 
     def copy_by_kernel(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        """By a kernel."""
+        """Copy pieces with a kernel, whatever their lengths."""
         ...
 
     def copy_by_engines(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        """By the copy engines."""
+        """Copy pieces with the copy engines, whatever their lengths."""
         ...
 
 
-def calibrate(device: Device, stream: TriedStream) -> Mapping[Way, int]:
+def calibrate(device: Device, stream: MeasurableStream) -> Mapping[Way, int]:
     """For each way, the length below which a kernel copies pieces faster. 0 if there is no memory to measure with.
 
     Raises:
@@ -91,35 +92,35 @@ def calibrate(device: Device, stream: TriedStream) -> Mapping[Way, int]:
         Way.WITHIN: (memory.address, memory.address + 2 * MEASURED_BYTES),
     }
     try:
-        found = {way: _measured(stream, *ends[way]) for way in Way}
+        thresholds = {way: _measure(stream, *ends[way]) for way in Way}
     except DeadlineExceeded as error:
-        _STAYING.append(host)
+        _IN_USE.append(host)
         raise DeviceLost(str(error)) from None
     except DeviceLost:
         raise
     except Unavailable:  # the kernel cannot reach registered memory here
-        found = dict.fromkeys(Way, 0)
+        thresholds = dict.fromkeys(Way, 0)
     device.unregister(host)
     memory.free()
-    return found
+    return thresholds
 
 
 def pieces(target: int, source: int, length: int) -> Pieces:
-    """As many pieces of that length as are measured at once: every other one of what lies at either end."""
+    """Pieces of this length for one measurement: every other piece of the memories at ``target`` and ``source``."""
     offsets = np.arange(MEASURED_BYTES // length, dtype=np.uint64) * np.uint64(2 * length)
     return np.uint64(target) + offsets, np.uint64(source) + offsets, np.full(len(offsets), length, np.uint64)
 
 
-def _measured(stream: TriedStream, target: int, source: int) -> int:
+def _measure(stream: MeasurableStream, target: int, source: int) -> int:
     """The threshold of one way."""
-    tried = [pieces(target, source, length) for length in LENGTHS]
-    kernel_s = [_fastest(stream, stream.copy_by_kernel, each) for each in tried]
-    engines_s = [_fastest(stream, stream.copy_by_engines, each) for each in tried]
+    batches = [pieces(target, source, length) for length in LENGTHS]
+    kernel_s = [_fastest(stream, stream.copy_by_kernel, each) for each in batches]
+    engines_s = [_fastest(stream, stream.copy_by_engines, each) for each in batches]
     return threshold(LENGTHS, kernel_s, engines_s)
 
 
 def _fastest(stream: DeviceStream, copy: Callable[[Addresses, Addresses, Addresses], None], each: Pieces) -> float:
-    """Seconds of the fastest of some copies; the first of all is not counted."""
+    """Seconds of the fastest of ``REPEATS`` copies. A first copy before them is not counted."""
     seconds = []
     for _ in range(1 + REPEATS):
         begun_s = time.perf_counter()
@@ -129,43 +130,43 @@ def _fastest(stream: DeviceStream, copy: Callable[[Addresses, Addresses, Address
     return min(seconds[1:])
 
 
-SPIN_S: Final = 50e-6  # how long a wait for an event polls without a pause: a sleep takes about that
+SPIN_S: Final = 50e-6  # how long a wait for an event polls without a pause; a sleep takes about as long
 PAUSE_PART: Final = 1 / 32  # of the time waited so far: how late a wait may end after its event
 PAUSE_MAX_S: Final = 1e-3  # upper bound of that
 
 
 class CudaDevices(NamedTuple):
-    """The devices that this process may use. ``missing`` says in one line why there are none, or is ""."""
+    """The devices that this process may use. ``missing`` says in one line why there are none; "" if there are some."""
 
     devices: tuple[CudaDevice, ...]
     missing: str
 
 
 def find() -> CudaDevices:
-    """Which devices there are. None of them is opened by that."""
+    """The devices of this machine. Opens none of them."""
     try:
         devices = _devices()
     except Unavailable as error:
         return CudaDevices((), str(error))
-    left = tuple(device for device in devices if not device.lost)
-    return CudaDevices(left, "" if left else f"{devices[0].name} was lost ({devices[0].lost})")
+    usable = tuple(device for device in devices if not device.lost)
+    return CudaDevices(usable, "" if usable else f"{devices[0].name} was lost ({devices[0].lost})")
 
 
 @cache
 def _devices() -> tuple[CudaDevice, ...]:
-    """Raises Unavailable where there are none."""
+    """All devices. Raises Unavailable if there are none."""
     driver = begin()
-    found = tuple(CudaDevice(driver, ordinal) for ordinal in range(int(call(driver.cuDeviceGetCount))))
-    if not found:
+    devices = tuple(CudaDevice(driver, ordinal) for ordinal in range(int(call(driver.cuDeviceGetCount))))
+    if not devices:
         raise Unavailable("no CUDA device")
-    return found
+    return devices
 
 
 class CudaDevice:
     """See ``Device``. Life: made, which opens nothing -> opened by its first use -> until the process ends.
 
     Attributes:
-        model: what its maker calls it.
+        model: the name that its maker gave it.
     """
 
     def __init__(self, driver: Any, ordinal: int) -> None:
@@ -178,9 +179,9 @@ class CudaDevice:
         self._lock = threading.Lock()
         self._ranges = RegisteredRanges()
         self._opened: _Opened | None = None
-        # by address: what others can be passed a descriptor of
+        # by address: memory that can be passed to other processes as a descriptor
         self._shared: weakref.WeakValueDictionary[int, CudaMemory] = weakref.WeakValueDictionary()
-        self._reached: set[bytes] = set()  # devices whose memory of this process ours was given access to
+        self._reached: set[bytes] = set()  # devices whose memory in this process this device may access
 
     @property
     def name(self) -> str:
@@ -221,19 +222,19 @@ class CudaDevice:
         return self._open().primary.current()
 
     def allocate(self, nbytes: int, *, shared: bool = False) -> CudaMemory:
-        """See ``Device``. Shared memory is mapped, and plain where the driver has no descriptors."""
+        """See ``Device``. Shared memory is mapped; or plain, if the driver has no descriptors."""
         primary = self._open().primary
         with primary.current():
             if not shared:
                 return cuda_driver.plain(primary, nbytes)
             try:
-                found = cuda_driver.mapped(primary, nbytes)
+                memory = cuda_driver.mapped(primary, nbytes)
             except DeviceLost:
                 raise
             except Unavailable:
                 return cuda_driver.plain(primary, nbytes)
-        self._shared[found.address] = found
-        return found
+        self._shared[memory.address] = memory
+        return memory
 
     def export(self, address: int) -> DeviceExport:
         """See ``Device``."""
@@ -272,8 +273,8 @@ class CudaDevice:
         return ""
 
     def owns(self, address: int) -> bool:
-        """See ``Device``. If this process has not opened the device, it has no memory of it; memory of a lost device is
-        gone."""
+        """See ``Device``. A process that has not opened the device has no memory on it, and a lost device has none
+        either."""
         try:
             if self._opened is None and not self.in_use:
                 return False
@@ -295,8 +296,8 @@ class CudaDevice:
         return bool(active)
 
     def register(self, memory: Bytes) -> None:
-        """See ``Device``. Takes a second for each few gigabytes, and other calls of the process wait during that time.
-        It is registered for all devices, so that a second one of this process refuses the same memory."""
+        """See ``Device``. Takes a second for a few gigabytes, and other calls of the process wait during that time. The
+        memory is registered for all devices, so a second device of this process refuses it."""
         opened, driver = self._open(), self._driver
         start, flags = memory.ctypes.data, driver.CU_MEMHOSTREGISTER_PORTABLE | driver.CU_MEMHOSTREGISTER_DEVICEMAP
         if not memory.flags.writeable:
@@ -306,10 +307,10 @@ class CudaDevice:
         with opened.primary.current():
             call(driver.cuMemHostRegister, start, memory.nbytes, flags)
             try:
-                there = int(call(driver.cuMemHostGetDevicePointer, start, 0))
+                device_address = int(call(driver.cuMemHostGetDevicePointer, start, 0))
             except DriverError:  # engines can still copy; the kernel does not get this range
                 return
-        self._ranges.add(RegisteredRange(start, start + memory.nbytes, there, memory.flags.writeable))
+        self._ranges.add(RegisteredRange(start, start + memory.nbytes, device_address, memory.flags.writeable))
 
     def unregister(self, memory: Bytes) -> None:
         """See ``Device``. Takes no lock: a finalizer may call this in a thread that is opening the device."""
@@ -319,7 +320,7 @@ class CudaDevice:
                 call(self._driver.cuMemHostUnregister, memory.ctypes.data)
 
     def stream(self) -> CudaStream:
-        """See ``Device``. It waits for no other stream, not even for the default one."""
+        """See ``Device``. The stream does not wait for any other stream, not even for the default one."""
         opened, driver = self._open(), self._driver
         with opened.primary.current():
             handle = call(driver.cuStreamCreate, driver.CUstream_flags.CU_STREAM_NON_BLOCKING)
@@ -328,12 +329,12 @@ class CudaDevice:
         return stream
 
     def stream_of(self, handle: int) -> CudaStream:
-        """See ``Device``. It stays the other library's, which keeps it as long as this is used."""
+        """See ``Device``. The stream belongs to the other library, which must keep it while this object is used."""
         return CudaStream(self._open(), self._driver.CUstream(handle))
 
 
 class _Opened:
-    """What a device has once it was opened."""
+    """The state of a device after it was opened."""
 
     def __init__(self, driver: Any, ordinal: int, ranges: RegisteredRanges) -> None:
         self.driver = driver
@@ -424,7 +425,7 @@ class CudaEvent:
         return bool(code == SUCCESS)
 
     def wait(self, deadline_s: float) -> None:
-        """See ``DeviceEvent``. The driver's own way of waiting has no deadline: this looks, at first without pause."""
+        """See ``DeviceEvent``. The driver cannot wait with a deadline. So this polls, at first without a pause."""
         begun_s = time.monotonic()
         while not self.over():
             now_s = time.monotonic()

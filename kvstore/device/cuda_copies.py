@@ -49,7 +49,7 @@ SOURCE: Final = f"""
 typedef unsigned long long word;
 struct Pieces {{ word target[{PIECES_MAX}]; word source[{PIECES_MAX}]; word nbytes[{PIECES_MAX}]; }};
 
-// Bytes at the same places of both sides, by the widest type that suits both: the ends that do not fill one, singly.
+// Copy bytes in units of the widest type for which source and target are equally aligned; both ends byte by byte.
 template <class Unit> __device__ void copy_units(char *target, const char *source, word nbytes) {{
     const word head = min(nbytes, (sizeof(Unit) - (word)target % sizeof(Unit)) % sizeof(Unit));
     const word units = (nbytes - head) / sizeof(Unit), tail = head + units * sizeof(Unit);
@@ -57,7 +57,7 @@ template <class Unit> __device__ void copy_units(char *target, const char *sourc
     const Unit *from = (const Unit *)(source + head);
     const word step = blockDim.x;
     word at = threadIdx.x;
-    for (; at + 3 * step < units; at += 4 * step) {{  // four reads are under way before the first write
+    for (; at + 3 * step < units; at += 4 * step) {{  // four reads are in flight before the first write
         const Unit a = from[at], b = from[at + step], c = from[at + 2 * step], d = from[at + 3 * step];
         to[at] = a; to[at + step] = b; to[at + 2 * step] = c; to[at + 3 * step] = d;
     }}
@@ -66,7 +66,7 @@ template <class Unit> __device__ void copy_units(char *target, const char *sourc
     for (word i = tail + threadIdx.x; i < nbytes; i += blockDim.x) target[i] = source[i];
 }}
 
-// Block b copies tiles b, b + blocks, ... of all, `tiles` to a piece; those behind a shorter piece's end are empty.
+// Block b copies tiles b, b + blocks, ... Each piece has `tiles` tiles; those after the end of a short piece are empty.
 extern "C" __global__ void __launch_bounds__({THREADS})
 copy_pieces(const __grid_constant__ Pieces pieces, const unsigned count, const unsigned tiles) {{
     for (word work = blockIdx.x; work < (word)count * tiles; work += gridDim.x) {{
@@ -135,16 +135,16 @@ def _compiler() -> Any:
     return nvrtc
 
 
-def compiled(arch: int) -> bytes:
+def compile_kernel(arch: int) -> bytes:
     """The cubin for devices of this compute capability (90 means 9.0). Raises Unavailable."""
     nvrtc = _compiler()
     program = _nvrtc(nvrtc.nvrtcCreateProgram, SOURCE.encode(), b"kvstore.cu", 0, [], [])
     try:
         code, *_ = nvrtc.nvrtcCompileProgram(program, 2, [b"--gpu-architecture=sm_%d" % arch, b"--std=c++17"])
         if code != nvrtc.nvrtcResult.NVRTC_SUCCESS:
-            said = bytearray(_nvrtc(nvrtc.nvrtcGetProgramLogSize, program))
-            nvrtc.nvrtcGetProgramLog(program, said)
-            first = said.rstrip(b"\0").decode(errors="replace").strip().partition("\n")[0]
+            log = bytearray(_nvrtc(nvrtc.nvrtcGetProgramLogSize, program))
+            nvrtc.nvrtcGetProgramLog(program, log)
+            first = log.rstrip(b"\0").decode(errors="replace").strip().partition("\n")[0]
             raise Unavailable(f"NVRTC: {first or code.name}")
         cubin = bytearray(_nvrtc(nvrtc.nvrtcGetCUBINSize, program))
         _nvrtc(nvrtc.nvrtcGetCUBIN, program, cubin)
@@ -154,25 +154,25 @@ def compiled(arch: int) -> bytes:
 
 
 def _nvrtc(function: Any, *arguments: object) -> Any:
-    code, *found = function(*arguments)
+    code, *values = function(*arguments)
     if code.name != "NVRTC_SUCCESS":
         raise Unavailable(f"NVRTC: {function.__name__}: {code.name}")
-    return found[0] if found else None
+    return values[0] if values else None
 
 
 def cubin_for(arch: int, folder: Path) -> bytes:
     """The compiled kernels for ``arch``, from the cache in ``folder`` if it has them. Raises Unavailable."""
     _, *version = _compiler().nvrtcVersion()
-    made_from = f"{version} sm_{arch}\n{SOURCE}"
-    path = folder / f"{hashlib.sha256(made_from.encode()).hexdigest()}.cubin"
-    found = kept(path)
-    if found is None:
-        found = compiled(arch)
-        keep(path, found)
-    return found
+    recipe = f"{version} sm_{arch}\n{SOURCE}"
+    path = folder / f"{hashlib.sha256(recipe.encode()).hexdigest()}.cubin"
+    cubin = load_file(path)
+    if cubin is None:
+        cubin = compile_kernel(arch)
+        store_file(path, cubin)
+    return cubin
 
 
-# --- What was compiled before ---------------------------------------------------------------------------------------
+# --- The cache of compiled kernels ----------------------------------------------------------------------------------
 
 
 def cache_folder() -> Path:
@@ -181,23 +181,23 @@ def cache_folder() -> Path:
     return Path(home) / "kvstore"
 
 
-def kept(path: Path) -> bytes | None:
-    """The file that ``keep`` stored. None if there is no file that can be trusted; then the kernel is compiled
+def load_file(path: Path) -> bytes | None:
+    """The file that ``store_file`` wrote. None if there is no file that can be trusted; then the kernel is compiled
     again."""
     try:
         folder_fd = _private(path.parent)
         try:
             with open(open_plain(path.name, os.O_RDONLY, dir_fd=folder_fd), "rb") as file:
-                found = file.read(CUBIN_BYTES_MAX)
+                data = file.read(CUBIN_BYTES_MAX)
         finally:
             os.close(folder_fd)
     except OSError:
         return None
-    digest, cubin = found[:_DIGEST], found[_DIGEST:]
+    digest, cubin = data[:_DIGEST], data[_DIGEST:]
     return cubin if cubin and hashlib.sha256(cubin).digest() == digest else None
 
 
-def keep(path: Path, cubin: bytes) -> None:
+def store_file(path: Path, cubin: bytes) -> None:
     """Store the file atomically. If that fails, the kernel is compiled again next time."""
     temporary = f"{path.name}.{secrets.token_hex(4)}"
     try:
@@ -218,8 +218,8 @@ def keep(path: Path, cubin: bytes) -> None:
 def _private(folder: Path) -> int:
     """Open the folder. Raises OSError if other users can write to it."""
     fd = open_folder(folder)
-    about = os.fstat(fd)
-    if about.st_uid == os.geteuid() and not about.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
+    status = os.fstat(fd)
+    if status.st_uid == os.geteuid() and not status.st_mode & (stat.S_IWGRP | stat.S_IWOTH):
         return fd
     os.close(fd)
     raise NotPlain(f"{folder}: other users may write there")
@@ -302,7 +302,7 @@ class BatchCall:
 
     def copy(self, stream: int, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
         """Copy one batch. Raises as ``fault``."""
-        failed = ctypes.c_size_t(0)
+        refused_piece = ctypes.c_size_t(0)
         code = self._function(
             targets.ctypes.data,
             sources.ctypes.data,
@@ -311,21 +311,21 @@ class BatchCall:
             int(self._attributes.getPtr()),
             ctypes.addressof(self._first),
             1,
-            ctypes.addressof(failed),
+            ctypes.addressof(refused_piece),
             stream,
         )
         if code:
-            raise fault(named(self._driver, code), "cuMemcpyBatchAsync")
+            raise fault(error_name(self._driver, code), "cuMemcpyBatchAsync")
 
 
 def attributes(driver: Any) -> Any:
-    """The attributes of every piece: its source is read when the stream reaches it, not before."""
-    found = driver.CUmemcpyAttributes()
-    found.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
-    return found
+    """The attributes of every piece: its source is read when the stream reaches the copy, not earlier."""
+    made = driver.CUmemcpyAttributes()
+    made.srcAccessOrder = driver.CUmemcpySrcAccessOrder.CU_MEMCPY_SRC_ACCESS_ORDER_STREAM
+    return made
 
 
-def named(driver: Any, code: int) -> str:
+def error_name(driver: Any, code: int) -> str:
     """The driver's name of an error."""
     try:
         return str(driver.CUresult(code).name)
@@ -333,16 +333,16 @@ def named(driver: Any, code: int) -> str:
         return f"error {code}"
 
 
-# --- Where addresses lie --------------------------------------------------------------------------------------------
+# --- Which addresses a device reaches --------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class RegisteredRange:
-    """Registered host memory. ``there`` is its address for the device."""
+    """Registered host memory. ``device_address`` is its start, as the device addresses it."""
 
     start: int
     stop: int
-    there: int
+    device_address: int
     writable: bool
 
 
@@ -355,7 +355,7 @@ class RegisteredRanges:
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._changing = False  # whether the thread with the lock is making changes
+        self._is_changing = False  # whether the thread with the lock is making changes
         self._changes: deque[RegisteredRange | int] = deque()  # a new range, or the start of a removed one
         self._all: dict[int, RegisteredRange] = {}
         self._columns = np.zeros((4, 0), np.uint64)  # by address
@@ -372,44 +372,44 @@ class RegisteredRanges:
 
     def _take_in(self) -> None:
         with self._lock:
-            while self._changes and not self._changing:
-                self._changing = True
+            while self._changes and not self._is_changing:
+                self._is_changing = True
                 try:
                     self._change(self._changes.popleft())
                 finally:
-                    self._changing = False
+                    self._is_changing = False
 
     def _change(self, change: RegisteredRange | int) -> None:
         if isinstance(change, int):
             self._all.pop(change, None)
         else:
             self._all[change.start] = change
-        rows = [(each.start, each.stop, each.there, each.writable) for _, each in sorted(self._all.items())]
+        rows = [(each.start, each.stop, each.device_address, each.writable) for _, each in sorted(self._all.items())]
         self._columns = np.array(rows, np.uint64).reshape(-1, 4).T.copy()
 
-    def seen(self, at: Addresses, nbytes: Addresses, write: bool) -> tuple[Mask, Addresses]:
+    def translate(self, at: Addresses, nbytes: Addresses, write: bool) -> tuple[Mask, Addresses]:
         """Return which pieces are in registered ranges (writable ones with ``write``), and their addresses for the
         device."""
-        starts, stops, there, writable = self._columns
+        starts, stops, device_starts, writable = self._columns
         if not len(starts):
             return np.zeros(len(at), np.bool_), at
-        which = np.searchsorted(starts, at, "right").astype(np.int64) - 1
-        first = np.maximum(which, 0)
-        inside = (which >= 0) & (at < stops[first]) & (nbytes <= stops[first] - np.minimum(at, stops[first]))
+        index = np.searchsorted(starts, at, "right").astype(np.int64) - 1
+        first = np.maximum(index, 0)
+        inside = (index >= 0) & (at < stops[first]) & (nbytes <= stops[first] - np.minimum(at, stops[first]))
         if write:
             inside &= writable[first] != 0
-        return inside, np.where(inside, at - starts[first] + there[first], at)
+        return inside, np.where(inside, at - starts[first] + device_starts[first], at)
 
 
 def in_allocations(at: Addresses, nbytes: Addresses, allocation: Callable[[int], tuple[int, int] | None]) -> bool:
-    """Whether all pieces are in memory of the device. Queries as few allocations as possible."""
+    """Whether all pieces are in memory of the device, in at most ``ALLOCATIONS_MAX`` of its allocations."""
     for _ in range(ALLOCATIONS_MAX):
         if not len(at):
             return True
-        found = allocation(int(at[0]))
-        if found is None:
+        bounds = allocation(int(at[0]))
+        if bounds is None:
             return False
-        start, stop = np.uint64(found[0]), np.uint64(found[1])
+        start, stop = np.uint64(bounds[0]), np.uint64(bounds[1])
         inside = (at >= start) & (at < stop) & (nbytes <= stop - np.minimum(at, stop))
         if not inside[0]:
             return False
@@ -440,7 +440,7 @@ class CudaCopies:
 
     @property
     def batches(self) -> bool:
-        """Whether the driver takes many pieces with one call."""
+        """Whether the driver copies many pieces with one call."""
         return self._batch is not None
 
     def copy(self, stream: Any, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
@@ -468,8 +468,8 @@ class CudaCopies:
     ) -> bool:
         """Copy the pieces with the kernel if the device can reach all of them and they are short enough; otherwise
         return False."""
-        to_host, target_there = self._ranges.seen(targets, nbytes, write=True)
-        from_host, source_there = self._ranges.seen(sources, nbytes, write=False)
+        to_host, device_targets = self._ranges.translate(targets, nbytes, write=True)
+        from_host, device_sources = self._ranges.translate(sources, nbytes, write=False)
         if (to_host & from_host).any():
             return False
         way = Way.TO_HOST if to_host.any() else Way.TO_DEVICE if from_host.any() else Way.WITHIN
@@ -480,7 +480,7 @@ class CudaCopies:
         if self._kernel is None or not in_allocations(on_device, lengths, self.allocation):
             return False
         blocks = self._blocks_within if way is Way.WITHIN else HOST_BLOCKS
-        self._kernel.launch(stream, target_there, source_there, nbytes, blocks)
+        self._kernel.launch(stream, device_targets, device_sources, nbytes, blocks)
         return True
 
     def by_engines(self, stream: Any, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
@@ -499,16 +499,16 @@ class CudaCopies:
                     raise
                 # If a piece is in memory that is not registered, another batch may work. Otherwise this device or
                 # system does not support batches, whatever the driver's version.
-                if error.code == NOT_SUPPORTED and self._registered(targets, sources, nbytes):
+                if error.code == NOT_SUPPORTED and self._are_registered(targets, sources, nbytes):
                     self._batch = None
         for target, source, length in zip(targets.tolist(), sources.tolist(), nbytes.tolist(), strict=True):
             if length:
                 call(self._driver.cuMemcpyAsync, target, source, length, stream)
 
-    def _registered(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> bool:
+    def _are_registered(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> bool:
         """Whether each piece has one end in registered host memory."""
-        to_host, _ = self._ranges.seen(targets, nbytes, write=True)
-        from_host, _ = self._ranges.seen(sources, nbytes, write=False)
+        to_host, _ = self._ranges.translate(targets, nbytes, write=True)
+        from_host, _ = self._ranges.translate(sources, nbytes, write=False)
         return bool((to_host | from_host).all())
 
     def allocation(self, address: int) -> tuple[int, int] | None:
@@ -524,6 +524,6 @@ class CudaCopies:
         try:
             memory = call(driver.cuPointerGetAttribute, kinds.CU_POINTER_ATTRIBUTE_MEMORY_TYPE, address)
             ordinal = call(driver.cuPointerGetAttribute, kinds.CU_POINTER_ATTRIBUTE_DEVICE_ORDINAL, address)
-        except DriverError:  # it knows nothing of that address
+        except DriverError:  # the driver does not know this address
             return False
         return int(memory) == int(driver.CUmemorytype.CU_MEMORYTYPE_DEVICE) and int(ordinal) == self._ordinal

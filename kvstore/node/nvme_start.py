@@ -27,7 +27,7 @@ from kvstore.tier.nvme.device import ExtentOnDisk, NvmeDevice
 from kvstore.tier.nvme.devices import NvmeDevices
 from kvstore.tier.nvme.disk import Disk, FileDisk, open_patiently
 from kvstore.tier.nvme.table import Superblock
-from kvstore.tier.nvme.target import is_cut, read_superblock
+from kvstore.tier.nvme.target import is_truncated, read_superblock
 
 log = logging.getLogger("kvstore.nvme")
 
@@ -104,8 +104,8 @@ def _open_or_make(
     config: NodeConfig, target: NvmeTarget, mine: Mine, extent_bytes: int, mode: int, format: bool
 ) -> NvmeDevice:
     def open_it() -> Disk:
-        is_ours = partial(is_cut, owner=owner, extent_bytes=extent_bytes, secret=secret)
-        return FileDisk.open(target.path, target.size, create=True, resize=format, is_cut=is_ours, mode=mode)
+        is_ours = partial(is_truncated, owner=owner, extent_bytes=extent_bytes, secret=secret)
+        return FileDisk.open(target.path, target.size, create=True, resize=format, is_truncated=is_ours, mode=mode)
 
     owner, secret = mine
     disk = open_patiently(str(target.path), target.size, config.nvme_answer_s, open_it)

@@ -133,12 +133,11 @@ def pack_class(frame_class: FrameClass) -> int:
 
 @lru_cache(maxsize=256)
 def unpack_class(number: int) -> FrameClass:
-    """Inverse of ``pack_class``. Raises InvalidRequest for an impossible geometry."""
+    """The frame class in the header number ``a``. Raises InvalidRequest if its geometry is impossible."""
     page_bytes, page_tokens, layers = _CLASS.unpack(number.to_bytes(8, "little"))
     if page_bytes == 0 or layers == 0 or page_bytes % layers:
-        raise InvalidRequest(
-            "frame_class", f"must have page_bytes that divide into its layers (got {page_bytes} bytes, {layers} layers)"
-        )
+        problem = "page_bytes must be a multiple of layers, and both above 0"
+        raise InvalidRequest("frame_class", f"{problem} (got {page_bytes} bytes, {layers} layers)")
     return FrameClass(page_bytes, page_tokens, layers)
 
 

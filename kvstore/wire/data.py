@@ -180,15 +180,15 @@ def unpack_head(raw: bytes | bytearray | memoryview) -> Head:
     """
     magic, number, flags, request, body_bytes = HEAD.unpack(raw)
     if magic & 0xFFFFFF != MAGIC & 0xFFFFFF:
-        raise WireError("magic: not a frame of a kvstore data connection")
+        raise WireError(f"magic: must be that of a kvstore data connection (got {magic:#x})")
     if magic != MAGIC:
-        raise VersionMismatch(f"the other end speaks version {magic >> 24} of the data protocol, this one {VERSION}")
+        raise VersionMismatch(f"version: must be {VERSION} of the data protocol (got {magic >> 24})")
     try:
         kind = FrameKind(number)
     except ValueError:
-        raise WireError(f"kind: unknown (got {number})") from None
+        raise WireError(f"kind: is unknown (got {number})") from None
     if body_bytes > BODY_MAX[kind]:
-        raise WireError(f"body: {body_bytes} bytes of {kind.name}, at most {BODY_MAX[kind]} are read")
+        raise WireError(f"body: {kind.name} must have at most {BODY_MAX[kind]} bytes (got {body_bytes})")
     return Head(kind, flags, request, body_bytes)
 
 
@@ -249,8 +249,8 @@ def unpack_hello(body: bytes | bytearray | memoryview) -> Hello:
     """
     hello: Hello = _unpack(Hello, body)
     if not hello.version_min <= VERSION <= hello.version_max:
-        spoken = f"{hello.version_min} to {hello.version_max}"
-        raise VersionMismatch(f"the caller speaks versions {spoken} of the data protocol, this node {VERSION}")
+        versions = f"{hello.version_min} to {hello.version_max}"
+        raise VersionMismatch(f"version: must include {VERSION} of the data protocol (got {versions})")
     return hello
 
 
@@ -262,20 +262,20 @@ def unpack_welcome(body: bytes | bytearray | memoryview) -> Welcome:
 
 def _unpack(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
     try:
-        found = json.loads(bytes(body))
+        document = json.loads(bytes(body))
     except (ValueError, RecursionError):
         raise WireError(f"{kind.__name__}: not valid JSON") from None
-    if not isinstance(found, dict):
-        raise WireError(f"{kind.__name__}: must be a JSON object")
-    values = {each.name: found[each.name] for each in fields(kind) if each.name in found}
+    if not isinstance(document, dict):
+        raise WireError(f"{kind.__name__}: must be a JSON object (got {repr(document)[:80]})")
+    values = {each.name: document[each.name] for each in fields(kind) if each.name in document}
     for name, value in values.items():
-        wanted = type(getattr(kind, name))
-        if type(value) is not wanted:
-            raise WireError(f"{kind.__name__}: {name} must be a {wanted.__name__}")
-        if wanted is str and not value.isascii():  # what is compared has to be bytes, and surrogates have none
+        field_type = type(getattr(kind, name))
+        if type(value) is not field_type:
+            raise WireError(f"{kind.__name__}: {name} must be a {field_type.__name__} (got a {type(value).__name__})")
+        if field_type is str and not value.isascii():  # names are compared as bytes, and surrogates have none
             raise WireError(f"{kind.__name__}: {name} must be ASCII")
-        if wanted is str and len(value) > TEXT_MAX and name != "token":
-            raise WireError(f"{kind.__name__}: {name} has more than {TEXT_MAX} characters")
+        if field_type is str and len(value) > TEXT_MAX and name != "token":
+            raise WireError(f"{kind.__name__}: {name} must have at most {TEXT_MAX} characters (got {len(value)})")
     return kind(**values)
 
 
@@ -406,20 +406,21 @@ def unpack_read(body: memoryview) -> ReadRequest:
         InvalidRequest: it is not valid. The error names the field.
     """
     if len(body) < _FIXED.size:
-        raise InvalidRequest("read", f"has {len(body)} bytes, at least {_FIXED.size} are needed")
+        raise InvalidRequest("read", f"must have at least {_FIXED.size} bytes (got {len(body)})")
     fields = _FIXED.unpack_from(body)
     fingerprint, page_bytes, page_tokens, layers, pages, offset, length, flags, _, salt_bytes, adapter_bytes, _ = fields
-    _check("page_bytes", 0 < page_bytes <= PAGE_BYTES_MAX, page_bytes)
-    _check("page_tokens", 0 < page_tokens <= PAGE_TOKENS_MAX, page_tokens)
-    _check("layers", 0 < layers <= LAYERS_MAX and page_bytes % layers == 0, layers)
-    _check("pages", 0 < pages <= READ_PAGES_MAX, pages)
-    _check("length", 0 < length <= page_bytes, length)
-    _check("offset", offset + length <= page_bytes, offset)
-    _check("salt", salt_bytes <= SALT_BYTES_MAX, salt_bytes)
-    _check("adapter", adapter_bytes <= SALT_BYTES_MAX, adapter_bytes)
+    _check_range("page_bytes", page_bytes, 1, PAGE_BYTES_MAX)
+    _check_range("page_tokens", page_tokens, 1, PAGE_TOKENS_MAX)
+    _check_range("layers", layers, 1, LAYERS_MAX)
+    _check("layers", page_bytes % layers == 0, f"must divide page_bytes, {page_bytes}", layers)
+    _check_range("pages", pages, 1, READ_PAGES_MAX)
+    _check_range("length", length, 1, page_bytes)
+    _check_range("offset", offset, 0, page_bytes - length)
+    _check_range("salt", salt_bytes, 0, SALT_BYTES_MAX)
+    _check_range("adapter", adapter_bytes, 0, SALT_BYTES_MAX)
     with_extras = bool(flags & _EXTRAS)
-    wanted = _FIXED.size + salt_bytes + adapter_bytes + pages * request_bytes(page_tokens, with_extras)
-    _check("read", len(body) == wanted, f"{len(body)} bytes where {wanted} are due")
+    size = _FIXED.size + salt_bytes + adapter_bytes + pages * request_bytes(page_tokens, with_extras)
+    _check("read", len(body) == size, f"must have {size} bytes", len(body))
     parts, at = [], _FIXED.size
     extras_bytes = pages * KEY_BYTES if with_extras else 0
     for size in (salt_bytes, adapter_bytes, pages * KEY_BYTES, extras_bytes, pages * page_tokens * 4):
@@ -428,7 +429,7 @@ def unpack_read(body: memoryview) -> ReadRequest:
     try:
         salt, adapter = parts[0].decode(), parts[1].decode()
     except UnicodeDecodeError:
-        raise InvalidRequest("salt", "salt and adapter are UTF-8") from None
+        raise InvalidRequest("salt", "must be UTF-8, as the adapter must") from None
     chain = WantedChain(
         fingerprint, salt, adapter, FrameClass(page_bytes, page_tokens, layers), closed=bool(flags & _CLOSED)
     )
@@ -451,18 +452,23 @@ class RangeHead:
     tier: Tier
 
 
-def unpack_range(raw: bytearray, body_bytes: int, request: ReadRequest, due: int) -> RangeHead:
-    """The head of a RANGE. ``due`` is the page that must come next.
+def unpack_range(raw: bytearray, body_bytes: int, request: ReadRequest, next_page: int) -> RangeHead:
+    """The head of a RANGE. ``next_page``: the page that it must begin with.
 
     Raises:
         WireError: it does not answer the request.
     """
     first, pages, pieces, tier = _RANGE.unpack(raw)
-    wanted = RANGE_HEAD_BYTES + pages * (4 * request.pieces + request.length)
-    if first != due or not 0 < pages <= len(request.keys) - due or pieces != request.pieces or tier >= len(_TIERS):
-        raise WireError(f"range: pages {first} to {first + pages}, {pieces} checksums, where page {due} was due")
-    if body_bytes != wanted:
-        raise WireError(f"range: has {body_bytes} bytes where {wanted} are due")
+    size = RANGE_HEAD_BYTES + pages * (4 * request.pieces + request.length)
+    if (
+        first != next_page
+        or not 0 < pages <= len(request.keys) - next_page
+        or pieces != request.pieces
+        or tier >= len(_TIERS)
+    ):
+        raise WireError(f"range: must begin with page {next_page} (got {pages} pages from {first}, {pieces} checksums)")
+    if body_bytes != size:
+        raise WireError(f"range: must have {size} bytes (got {body_bytes})")
     return RangeHead(first, pages, _TIERS[tier])
 
 
@@ -473,12 +479,12 @@ def pack_end(pages: int, reason: str) -> bytes:
 
 
 def unpack_end(body: bytearray, sent: int) -> tuple[int, str]:
-    """The fields of END after ``sent`` pages. Raises WireError where they are impossible."""
+    """The fields of END after ``sent`` pages. Raises WireError if they are impossible."""
     if len(body) < _END.size:
-        raise WireError(f"end: has {len(body)} bytes")
+        raise WireError(f"end: must have at least {_END.size} bytes (got {len(body)})")
     (pages,) = _END.unpack_from(body)
     if pages > sent:
-        raise WireError(f"end: {pages} pages where {sent} came")
+        raise WireError(f"end: must count at most {sent} pages (got {pages})")
     return pages, body[_END.size :].decode("ascii", "replace")
 
 
@@ -504,9 +510,13 @@ def _split(data: bytes) -> list[bytes]:
     return [data[i : i + KEY_BYTES] for i in range(0, len(data), KEY_BYTES)]
 
 
-def _check(name: str, holds: bool, value: object) -> None:
+def _check(name: str, holds: bool, problem: str, value: object) -> None:
     if not holds:
-        raise InvalidRequest(name, f"{value} makes no sense here")
+        raise InvalidRequest(name, f"{problem} (got {value})")
+
+
+def _check_range(name: str, value: int, least: int, most: int) -> None:
+    _check(name, least <= value <= most, f"must be {least} to {most}", value)
 
 
 LOAN_MS: Final = 30_000  # the lease of lent pages ends after this time
@@ -566,7 +576,7 @@ def pack_attached(incarnation: int, metadata: bytes) -> bytes:
 def unpack_attached(body: bytearray) -> tuple[int, bytes]:
     """The fields of ATTACHED. Raises WireError if they are not valid."""
     if len(body) <= _ATTACHED.size:
-        raise WireError(f"attached: has {len(body)} bytes")
+        raise WireError(f"attached: must have more than {_ATTACHED.size} bytes (got {len(body)})")
     return _ATTACHED.unpack_from(body)[0], bytes(body[_ATTACHED.size :])
 
 

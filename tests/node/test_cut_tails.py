@@ -203,7 +203,7 @@ def test_a_target_that_cannot_be_made_long_again_is_left_out(machine: Machine) -
     system = os.statvfs(machine.logs)
     size = 4 * system.f_blocks * system.f_frsize // MIB * MIB
     extent_bytes = size // 64 // MIB * MIB
-    block = Superblock.planned(1, "n", size, extent_bytes)
+    block = Superblock.plan(1, "n", size, extent_bytes)
     path.write_bytes(block.packed())
     os.truncate(path, block.data_start + MIB)
     serve(machine, nvme=size, nvme_extent=extent_bytes)

@@ -185,17 +185,17 @@ def foreign(disk: MemoryDisk, what: str) -> None:
 @pytest.mark.parametrize(
     ("what", "reason"),
     [
-        ("user data", "neither blank nor a kvstore's"),
-        ("a signature at 64 KiB", "neither blank nor a kvstore's"),
-        ("something at the end", "neither blank nor a kvstore's"),
-        ("front overwritten", "at one end, something else at the other"),
-        ("front wiped", "at one end, something else at the other"),
-        ("end overwritten", "at one end, something else at the other"),
-        ("end wiped", "at one end, something else at the other"),
-        ("a file system made over it", "at one end, something else at the other"),
-        ("another's end", "at one end, something else at the other"),
+        ("user data", "must be blank or a kvstore target"),
+        ("a signature at 64 KiB", "must be blank or a kvstore target"),
+        ("something at the end", "must be blank or a kvstore target"),
+        ("front overwritten", "is a kvstore target at one end only"),
+        ("front wiped", "is a kvstore target at one end only"),
+        ("end overwritten", "is a kvstore target at one end only"),
+        ("end wiped", "is a kvstore target at one end only"),
+        ("a file system made over it", "is a kvstore target at one end only"),
+        ("another's end", "is a kvstore target at one end only"),
         ("both tables", "both copies of its extent table are damaged"),
-        ("next version", "is of format 9, this program knows 2"),
+        ("next version", "must have format 2 .got 9."),
     ],
 )
 def test_what_is_not_ours_is_left_alone(what: str, reason: str) -> None:
@@ -215,12 +215,14 @@ def test_another_owner_size_or_extent_is_left_alone() -> None:
     before = disk.data.copy()
     with pytest.raises(InvalidRequest, match="belongs to node 'a'.*--format"):
         open_device(disk, "b")
-    with pytest.raises(InvalidRequest, match=f"extents of {EXTENT_BYTES} bytes, not {2 * EXTENT_BYTES}.*--format"):
+    with pytest.raises(
+        InvalidRequest, match=f"extents must have {EXTENT_BYTES} bytes, .*got {2 * EXTENT_BYTES}.*--format"
+    ):
         open_device(disk, "a", extent_bytes=2 * EXTENT_BYTES)
     longer = MemoryDisk(device_bytes(5))
     longer.data[: disk.size_bytes - 4096] = disk.data[:-4096]
     longer.data[-4096:] = disk.data[-4096:]
-    with pytest.raises(InvalidRequest, match=f"made with {disk.size_bytes} bytes, not {longer.size_bytes}"):
+    with pytest.raises(InvalidRequest, match=f"must have {disk.size_bytes} bytes, .*got {longer.size_bytes}"):
         open_device(longer, "a")
     assert (disk.data == before).all()
     embedded = MemoryDisk(device_bytes(4))

@@ -154,7 +154,7 @@ def test_without_direct_there_is_one_plain_warning(
         reader = FileDisk.open(tmp_path / "nvme", MIB, writable=False)
     assert not disk.direct and not reader.direct
     assert [record.getMessage() for record in caplog.records] == [
-        f"{tmp_path}/nvme: its file system does not take O_DIRECT; the page cache is used"
+        f"{tmp_path}/nvme: its file system does not support O_DIRECT; the page cache is used"
     ]
     disk.close()
     reader.close()
@@ -185,7 +185,7 @@ def test_a_file_has_one_owner_under_any_name(tmp_path: Path) -> None:
     hard.hardlink_to(path)
     fds = open_fds()
     for name in (path, link, hard):
-        with pytest.raises(NodeBusy, match=f"{name} is held by another node, or was given twice"):
+        with pytest.raises(NodeBusy, match=f"{name} is used by another node, or was given twice"):
             FileDisk.open(name, MIB, create=True)
     assert open_fds() == fds and path.exists()
     disk.close()

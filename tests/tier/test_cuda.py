@@ -23,8 +23,8 @@ from kvstore.device.cuda_copies import (
     RegisteredRange,
     RegisteredRanges,
     attributes,
+    error_name,
     in_allocations,
-    named,
 )
 from kvstore.device.cuda_driver import (
     LOST,
@@ -97,8 +97,8 @@ def test_errors_of_the_driver_become_ours() -> None:
     assert isinstance(other, Unavailable) and not isinstance(other, DeviceLost)
     assert str(other) == "cuda: cuMemHostRegister: CUDA_ERROR_NOT_PERMITTED"
     assert str(pickle.loads(pickle.dumps(other))) == str(other)
-    assert named(driver, 700) == "CUDA_ERROR_ILLEGAL_ADDRESS"
-    assert named(driver, 54321) == "error 54321"
+    assert error_name(driver, 700) == "CUDA_ERROR_ILLEGAL_ADDRESS"
+    assert error_name(driver, 54321) == "error 54321"
 
 
 def test_a_call_that_the_driver_lacks_is_one_line() -> None:
@@ -164,18 +164,18 @@ def test_attributes_are_those_that_the_call_of_12_8_takes() -> None:
 
 def test_registered_memory_is_found_where_the_device_sees_it() -> None:
     ranges = RegisteredRanges()
-    inside, there = ranges.seen(u64(5), u64(1), write=False)
+    inside, there = ranges.translate(u64(5), u64(1), write=False)
     assert (inside.tolist(), there.tolist()) == ([False], [5])
     ranges.add(RegisteredRange(BASE + 0x9000, BASE + 0xA000, 0x100, False))
     ranges.add(RegisteredRange(BASE, BASE + 0x1000, BASE, True))
     at = u64(BASE, BASE + 0xFFF, BASE + 0xFFF, BASE + 0x1000, BASE - 1, BASE + 0x9010, BASE + 0x9010)
     nbytes = u64(0x1000, 1, 2, 1, 1, 0xFF0, 0xFF1)
-    inside, there = ranges.seen(at, nbytes, write=False)
+    inside, there = ranges.translate(at, nbytes, write=False)
     assert inside.tolist() == [True, True, False, False, False, True, False]
     assert there.tolist() == [*at[:5].tolist(), 0x110, int(at[6])]
-    assert ranges.seen(at, nbytes, write=True)[0].tolist() == [True, True, False, False, False, False, False]
+    assert ranges.translate(at, nbytes, write=True)[0].tolist() == [True, True, False, False, False, False, False]
     ranges.remove(BASE)
-    assert ranges.seen(at, nbytes, write=False)[0].tolist() == [False, False, False, False, False, True, False]
+    assert ranges.translate(at, nbytes, write=False)[0].tolist() == [False, False, False, False, False, True, False]
 
 
 @pytest.mark.timeout(60)
@@ -185,15 +185,15 @@ def test_a_finalizer_may_take_a_range_away_while_another_one_comes() -> None:
 
     class Collected(RegisteredRange):
         def __getattribute__(self, name: str) -> Any:
-            if name == "there" and dead:
+            if name == "device_address" and dead:
                 ranges.remove(dead.pop())
             return super().__getattribute__(name)
 
     dead = [BASE]
     ranges.add(RegisteredRange(BASE, BASE + 0x1000, BASE, True))
     ranges.add(Collected(BASE + 0x9000, BASE + 0xA000, 0x100, False))
-    assert not ranges.seen(gone, u64(1), write=False)[0].any()
-    assert ranges.seen(u64(BASE + 0x9000), u64(1), write=False)[0].all()
+    assert not ranges.translate(gone, u64(1), write=False)[0].any()
+    assert ranges.translate(u64(BASE + 0x9000), u64(1), write=False)[0].all()
 
 
 def test_pieces_in_memory_of_the_device_are_found_with_few_questions() -> None:

@@ -106,14 +106,14 @@ def test_what_goes_faster_by_the_kernel_is_measured_by_the_devices_time(
 def test_a_device_that_does_not_copy_is_lost_when_it_is_opened(
     fake: FakeDriver, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    staying = len(cuda._STAYING)
+    staying = len(cuda._IN_USE)
     with faked(monkeypatch, fake) as device:
         monkeypatch.setattr(cuda, "DEADLINE_S", 0.01)
         fake.device.hold()
         with pytest.raises(DeviceLost, match="did not end in time"):
             device.allocate(100)
-    assert len(cuda._STAYING) == staying + 1, "the device may still write there"
-    cuda._STAYING.pop()
+    assert len(cuda._IN_USE) == staying + 1, "the device may still write there"
+    cuda._IN_USE.pop()
     fake.device.let_go()
 
 

@@ -7,12 +7,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from kvstore.device.cuda_copies import NAME, PIECES_MAX, TILE_BYTES, compiled, keep, kept, launches
+from kvstore.device.cuda_copies import NAME, PIECES_MAX, TILE_BYTES, compile_kernel, launches, load_file, store_file
 
 
 @pytest.mark.parametrize("arch", [80, 90, 100])
 def test_the_kernel_compiles_without_a_device(arch: int) -> None:
-    cubin = compiled(arch)
+    cubin = compile_kernel(arch)
     assert cubin.startswith(b"\x7fELF")
     assert NAME in cubin
 
@@ -20,25 +20,25 @@ def test_the_kernel_compiles_without_a_device(arch: int) -> None:
 @pytest.mark.parametrize("damage", [lambda all: all[:-1], lambda all: all[:40] + b"?" + all[41:], lambda all: b""])
 def test_a_damaged_one_is_compiled_again(damage, tmp_path: Path) -> None:
     path = tmp_path / "x.cubin"
-    keep(path, b"code" * 100)
+    store_file(path, b"code" * 100)
     path.write_bytes(damage(path.read_bytes()))
-    assert kept(path) is None
+    assert load_file(path) is None
 
 
 def test_what_others_can_write_is_not_trusted(tmp_path: Path) -> None:
     folder = tmp_path / "kvstore"
     path = folder / "x.cubin"
-    keep(path, b"code")
+    store_file(path, b"code")
     assert (folder.stat().st_mode & 0o777, path.stat().st_mode & 0o777) == (0o700, 0o600)
     folder.chmod(0o770)
-    assert kept(path) is None
-    keep(folder / "y.cubin", b"code")  # nothing is put there either
+    assert load_file(path) is None
+    store_file(folder / "y.cubin", b"code")  # nothing is put there either
     folder.chmod(0o700)
     assert [each.name for each in folder.iterdir()] == ["x.cubin"]
     (folder / "y.cubin").symlink_to(path)
-    assert kept(folder / "y.cubin") is None
+    assert load_file(folder / "y.cubin") is None
     (tmp_path / "link").symlink_to(folder)
-    assert kept(tmp_path / "link" / "x.cubin") is None
+    assert load_file(tmp_path / "link" / "x.cubin") is None
 
 
 def arguments(launch) -> tuple[np.ndarray, int, int]:

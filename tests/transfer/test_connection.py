@@ -185,7 +185,7 @@ def test_nothing_travels_in_clear_to_another_machine() -> None:
     ("data", "says"),
     [
         (b"GET / HTTP/1.1\r\n\r\n", "magic"),
-        (HEAD.pack(MAGIC + (1 << 24), FrameKind.HELLO, 0, 0, 2) + b"{}", f"version {VERSION + 1}"),
+        (HEAD.pack(MAGIC + (1 << 24), FrameKind.HELLO, 0, 0, 2) + b"{}", f"got {VERSION + 1}"),
         (HEAD.pack(MAGIC, 999, 0, 0, 0), "kind"),
         (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 1 << 31), "body"),
         (HEAD.pack(MAGIC, FrameKind.HELLO, 0, 0, 2) + b"[]", "must be a JSON object"),

@@ -33,7 +33,7 @@ from kvstore.tier.base import Bytes
 from kvstore.tier.nvme import geometry
 from kvstore.tier.nvme.disk import Disk, aligned_buffer
 from kvstore.tier.nvme.table import ExtentOnDisk, Superblock, Table, frame_offset, pack_directory, unpack_directory
-from kvstore.tier.nvme.target import NOTHING, open_target, reaching_beyond, read_table, restore_tail, tail_is_absent
+from kvstore.tier.nvme.target import NO_EXTENTS, extents_in_tail, open_target, read_table, restore_tail, tail_is_absent
 
 __all__ = ["ExtentOnDisk", "NvmeDevice"]
 
@@ -63,7 +63,7 @@ class NvmeDevice:
         self.extent_bytes = superblock.extent_bytes
         self.positions = superblock.positions
         self.extents = table.extents()
-        self.doubted: frozenset[int] = NOTHING
+        self.doubted: frozenset[int] = NO_EXTENTS
         self._slot = slot  # the slot of the newest table
         self._table = table
         self._table_mutex = threading.Lock()  # one writer of tables; held over their I/O
@@ -118,7 +118,7 @@ class NvmeDevice:
                 self._store(self._table)
 
     def _restore_tail(self) -> None:
-        beyond = reaching_beyond(self.disk, self.superblock, self.extents)
+        beyond = extents_in_tail(self.disk, self.superblock, self.extents)
         log.warning(
             "%s: its tail was cut off and is zeros now; %d of its %d extents are scanned for remaining pages",
             *(self.disk.path, len(beyond), len(self.extents)),

@@ -126,7 +126,7 @@ class FileDisk:
         self._fd = fd
         self._closer = weakref.finalize(self, os.close, fd)
         if owner:
-            _owned.add(self)
+            _locked_disks.add(self)
 
     @classmethod
     def open(
@@ -137,7 +137,7 @@ class FileDisk:
         create: bool = False,
         writable: bool = True,
         resize: bool = False,
-        is_cut: Callable[[int, int], bool] | None = None,
+        is_truncated: Callable[[int, int], bool] | None = None,
         mode: int = 0o600,
     ) -> FileDisk:
         """Open ``size_bytes`` (rounded down to 4096) of a file or device; for writing, as its only owner.
@@ -149,7 +149,7 @@ class FileDisk:
         Args:
             create: create the file, with ``mode``, if it does not exist. Devices are never created.
             resize: cut or extend a file of another size, because its contents are about to be dropped.
-            is_cut: whether the file ``fd`` lost its tail and had ``size_bytes``. Then it is extended with zeros.
+            is_truncated: whether the file ``fd`` had ``size_bytes`` and lost its tail. Then it is extended with zeros.
 
         Raises:
             InvalidRequest: field "nvme". It does not exist, has another kind or size, or may not be opened.
@@ -159,23 +159,27 @@ class FileDisk:
         """
         name, size_bytes = os.path.abspath(path), size_bytes // BLOCK_BYTES * BLOCK_BYTES
         if size_bytes <= 0:
-            raise InvalidRequest("nvme", f"{name}: a size of less than {BLOCK_BYTES} bytes")
-        fd, new = _open(name, create and writable, writable, mode)
-        disk, made = cls(fd, name, size_bytes, writable), False
+            raise InvalidRequest("nvme", f"{name}: must have at least {BLOCK_BYTES} bytes (got {size_bytes})")
+        fd, is_new = _open(name, create and writable, writable, mode)
+        disk, created = cls(fd, name, size_bytes, writable), False
         try:
             if writable:
                 _lock(fd, name)
-                made = new  # only after the lock, because another process may be faster
+                created = is_new  # only after the lock, because another process may be faster
             if not stat.S_ISBLK(os.fstat(fd).st_mode):
                 if writable:
-                    _size_file(fd, name, size_bytes, resize or (is_cut is not None and is_cut(fd, size_bytes)))
-                if made:
+                    _size_file(
+                        fd, name, size_bytes, resize or (is_truncated is not None and is_truncated(fd, size_bytes))
+                    )
+                if created:
                     _sync_folder(name)
             elif os.lseek(fd, 0, os.SEEK_END) < size_bytes:
-                raise InvalidRequest("nvme", f"{name} has {os.lseek(fd, 0, os.SEEK_END)} bytes, not {size_bytes}")
+                raise InvalidRequest(
+                    "nvme", f"{name}: must have at least {size_bytes} bytes (got {os.lseek(fd, 0, os.SEEK_END)})"
+                )
             disk._go_direct(warn=writable)
         except BaseException:
-            if made:
+            if created:
                 os.unlink(name)
             disk.close()
             raise
@@ -201,7 +205,7 @@ class FileDisk:
 
     def close(self) -> None:
         """See ``Disk``. No other call may be running."""
-        _owned.discard(self)
+        _locked_disks.discard(self)
         self._closer()
         self._fd = -1
 
@@ -215,9 +219,9 @@ class FileDisk:
             while done < total:
                 if self.direct:
                     done -= done % BLOCK_BYTES  # O_DIRECT needs entire blocks
-                count = call(self._fd, _rest(buffers, done), offset + done)
+                count = call(self._fd, _after(buffers, done), offset + done)
                 if count < (BLOCK_BYTES if self.direct else 1):
-                    raise OSError(errno.EIO, f"{total - done} bytes are not there")
+                    raise OSError(errno.EIO, f"{total - done} bytes are missing")
                 done += count
         except OSError as error:
             error.filename = self.path
@@ -236,7 +240,7 @@ class FileDisk:
                 raise
             fcntl.fcntl(self._fd, fcntl.F_SETFL, flags)
             if warn:
-                log.warning("%s: its file system does not take O_DIRECT; the page cache is used", self.path)
+                log.warning("%s: its file system does not support O_DIRECT; the page cache is used", self.path)
 
 
 def _open(name: str, create: bool, writable: bool, mode: int) -> tuple[int, bool]:
@@ -249,7 +253,7 @@ def _open(name: str, create: bool, writable: bool, mode: int) -> tuple[int, bool
         # O_EXCL keeps out mounts and other owners. Without O_CREAT it has an effect on devices only.
         fd = os.open(name, flags | (os.O_EXCL if writable and stat.S_ISBLK(kind) else 0))
         if writable:
-            _check_placed(name, fd)
+            _check_place(name, fd)
         return fd, False
     except FileNotFoundError:
         if not create:
@@ -257,7 +261,7 @@ def _open(name: str, create: bool, writable: bool, mode: int) -> tuple[int, bool
     except OSError as error:
         raise _refusal(error, name) from None
     if name.startswith("/dev/") and not name.startswith("/dev/shm/"):
-        raise InvalidRequest("nvme", f"{name} does not exist (no file is made among the devices)")
+        raise InvalidRequest("nvme", f"{name} does not exist (files are not created in /dev)")
     try:
         fd = os.open(name, flags | os.O_CREAT | os.O_EXCL, mode)
         os.fchmod(fd, mode)  # independent of the umask
@@ -268,7 +272,7 @@ def _open(name: str, create: bool, writable: bool, mode: int) -> tuple[int, bool
     return fd, True
 
 
-def _check_placed(name: str, fd: int) -> None:
+def _check_place(name: str, fd: int) -> None:
     try:
         check_placed(name, fd)
     except PermissionError:
@@ -291,7 +295,7 @@ def _lock(fd: int, name: str) -> None:
             break
         except BlockingIOError:
             if attempt + 1 == _LOCK_TRIES:
-                raise NodeBusy(f"{name} is held by another node, or was given twice") from None
+                raise NodeBusy(f"{name} is used by another node, or was given twice") from None
             time.sleep(_LOCK_RETRY_S)
     try:
         same = os.path.samestat(os.fstat(fd), os.stat(name))
@@ -352,24 +356,24 @@ def _sync_folder(name: str) -> None:
         os.close(fd)
 
 
-def _rest(buffers: Sequence[Bytes], done: int) -> list[Any]:
+def _after(buffers: Sequence[Bytes], done: int) -> list[Any]:
     """The part of ``buffers`` after ``done`` bytes, as much as one system call takes."""
-    rest: list[Any] = []
+    tail: list[Any] = []
     for buffer in buffers:
-        if len(rest) == IOV_MAX:
+        if len(tail) == IOV_MAX:
             break
         if done < buffer.nbytes:
-            rest.append(buffer.reshape(-1)[done:])
+            tail.append(buffer.reshape(-1)[done:])
         done = max(0, done - buffer.nbytes)
-    return rest
+    return tail
 
 
 # Locks belong to the open file, which a forked child shares: without this a child would keep a dead daemon's lock.
-_owned: weakref.WeakSet[FileDisk] = weakref.WeakSet()
+_locked_disks: weakref.WeakSet[FileDisk] = weakref.WeakSet()
 
 
 def _after_fork_in_child() -> None:
-    for disk in list(_owned):
+    for disk in list(_locked_disks):
         disk.close()
 
 
@@ -378,9 +382,9 @@ os.register_at_fork(after_in_child=_after_fork_in_child)
 
 T = TypeVar("T")
 
-THREADS_MAX: Final = 16  # of one disk; more than there are calls at a time
+THREADS_MAX: Final = 16  # of one disk; there are never that many calls at the same time
 
-_ASKING = boundary.answered("task/disk", OSError)
+_BOUNDARY = boundary.answered("task/disk", OSError)
 
 
 class _Call:
@@ -391,7 +395,7 @@ class _Call:
         self.done = threading.Lock()
         self.done.acquire()
         self.error: BaseException | None = None
-        self.left_behind = False
+        self.is_abandoned = False
 
 
 class PatientDisk:
@@ -407,7 +411,7 @@ class PatientDisk:
         self._mutex = threading.Lock()  # of everything below; never held over a call
         self._threads = 0
         self._idle = 0  # threads that wait for a call, less the calls that wait for a thread
-        self._owed = 0  # abandoned calls that have not ended
+        self._abandoned = 0  # abandoned calls that have not ended
         self._was_silent = False
         self._closed = False
 
@@ -417,12 +421,12 @@ class PatientDisk:
 
     def write(self, offset: int, buffers: Sequence[Bytes]) -> None:
         """See ``Disk``. If it raises ETIMEDOUT, ``buffers`` may be read at any time."""
-        self._must_take_writes()
+        self._check_writable()
         self._make(partial(self._disk.write, offset, buffers))
 
     def sync(self) -> None:
         """See ``Disk``."""
-        self._must_take_writes()
+        self._check_writable()
         self._make(self._disk.sync)
 
     def close(self) -> None:
@@ -433,18 +437,18 @@ class PatientDisk:
             self._closed = True
             for _ in range(self._threads):
                 self._calls.put(None)
-            waits = self._owed > 0
+            waits = self._abandoned > 0
         if not waits:
             self._disk.close()
 
-    def _must_take_writes(self) -> None:
+    def _check_writable(self) -> None:
         if self._was_silent:
-            raise OSError(errno.EIO, "it did not answer before, and takes no more writes", self.path)
+            raise OSError(errno.EIO, "it did not answer before, so it accepts no more writes", self.path)
 
     def _make(self, perform: Callable[[], None]) -> None:
         call = _Call(perform)
         with self._mutex:
-            if self._owed:
+            if self._abandoned:
                 raise self._silence()
             assert not self._closed, "the disk is closed"
             self._idle -= 1
@@ -456,13 +460,13 @@ class PatientDisk:
                 except RuntimeError as error:  # no more threads: this call waits for the existing ones
                     if not self._threads:
                         self._idle += 1
-                        raise OSError(errno.EAGAIN, f"no thread to ask it with: {error}", self.path) from None
+                        raise OSError(errno.EAGAIN, f"there is no thread for the call: {error}", self.path) from None
         self._calls.put(call)
         if not call.done.acquire(timeout=self._answer_s):
             with self._mutex:
                 if call.done.locked():  # it may have ended just now
-                    call.left_behind = self._was_silent = True
-                    self._owed += 1
+                    call.is_abandoned = self._was_silent = True
+                    self._abandoned += 1
                     raise self._silence()
         if call.error is not None:
             raise call.error
@@ -473,8 +477,8 @@ class PatientDisk:
     def _serve(self) -> None:
         while (call := self._calls.get()) is not None:
             try:
-                if not call.left_behind:
-                    with _ASKING:
+                if not call.is_abandoned:
+                    with _BOUNDARY:
                         call.perform()
             except (OSError, KVStoreError) as error:
                 call.error = error
@@ -482,9 +486,9 @@ class PatientDisk:
                 self._idle += 1
                 call.done.release()
                 last = False
-                if call.left_behind:
-                    self._owed -= 1
-                    last = self._closed and not self._owed
+                if call.is_abandoned:
+                    self._abandoned -= 1
+                    last = self._closed and not self._abandoned
             if last:
                 self._disk.close()
             del call
@@ -501,18 +505,18 @@ def open_patiently(path: str, size_bytes: int, answer_s: float, open_it: Callabl
     Raises:
         OSError: ETIMEDOUT; a disk that opens later is closed again. Also the errors of ``open_it``.
     """
-    found = _Late(lambda: _is_made(path, size_bytes)).result(path, answer_s)
-    late = _Late(open_it)
+    exists = _Attempt(lambda: _has_size(path, size_bytes)).result(path, answer_s)
+    attempt = _Attempt(open_it)
     try:
-        disk = late.result(path, answer_s if found else None)
+        disk = attempt.result(path, answer_s if exists else None)
     except OSError as error:
         if is_silent(error):
-            late.then(lambda disk: disk.close())
+            attempt.then(lambda disk: disk.close())
         raise
     return PatientDisk(disk, answer_s)
 
 
-def _is_made(path: str, size_bytes: int) -> bool:
+def _has_size(path: str, size_bytes: int) -> bool:
     try:
         status = os.stat(path)
     except OSError:  # reported when it is opened
@@ -520,13 +524,13 @@ def _is_made(path: str, size_bytes: int) -> bool:
     return stat.S_ISBLK(status.st_mode) or status.st_size == size_bytes
 
 
-class _Late(Generic[T]):
+class _Attempt(Generic[T]):
     """A call in a separate thread. Its result may arrive too late."""
 
     def __init__(self, perform: Callable[[], T]) -> None:
         self._perform = perform
         self._value: T | None = None
-        self._came = False
+        self._has_value = False
         self._error: OSError | KVStoreError | None = None
         self._then: Callable[[T], None] | None = None
         self._mutex = threading.Lock()
@@ -540,14 +544,14 @@ class _Late(Generic[T]):
             raise OSError(errno.ETIMEDOUT, f"it did not answer for {answer_s:g} s", path)
         if self._error is not None:
             raise self._error
-        assert self._came, "it failed in its thread"
+        assert self._has_value, "it failed in its thread"
         return cast(T, self._value)
 
     def then(self, use: Callable[[T], None]) -> None:
         """Stop waiting. Use the result if it has arrived, or when it arrives."""
         with self._mutex:
-            self._then, came = use, self._came
-        if came:
+            self._then, has_value = use, self._has_value
+        if has_value:
             use(cast(T, self._value))
 
     def _run(self) -> None:
@@ -557,7 +561,7 @@ class _Late(Generic[T]):
             self._error = error
             return
         with self._mutex:
-            self._value, self._came = value, True
+            self._value, self._has_value = value, True
             use = self._then
         if use is not None:
             use(value)
@@ -572,7 +576,7 @@ class _Batch:
 
     def __init__(self, tasks: Sequence[Callable[[], Any]]) -> None:
         self.results: list[Any] = [None] * len(tasks)
-        self.finished = [False] * len(tasks)
+        self.is_finished = [False] * len(tasks)
         self.done = threading.Semaphore(0)  # one release per task
         self._tasks = tasks
         self._next = itertools.count()  # next() is atomic
@@ -582,16 +586,16 @@ class _Batch:
         while (number := next(self._next)) < len(self._tasks):
             try:
                 self.results[number] = self._tasks[number]()
-                self.finished[number] = True
+                self.is_finished[number] = True
             except (OSError, KVStoreError) as error:
                 self.results[number] = error
-                self.finished[number] = True
+                self.is_finished[number] = True
             finally:
                 self.done.release()
 
 
 class IoThreads:
-    """A pool of daemon threads. The caller of ``run`` works too. Several threads may call at a time.
+    """A pool of daemon threads. The caller of ``run`` works too. Several threads may call it at the same time.
 
     Life: made (starts nothing) -> the first ``run`` of more than one task starts the threads -> ``close`` ends them, as
     does the end of the process. After ``close``, or in a forked child, ``run`` still works, in the caller only.
@@ -620,7 +624,7 @@ class IoThreads:
         batch.work()
         for _ in tasks:
             batch.done.acquire()
-        assert all(batch.finished), "a task failed in another thread"
+        assert all(batch.is_finished), "a task failed in another thread"
         return batch.results
 
     def close(self) -> None:

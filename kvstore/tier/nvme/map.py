@@ -137,7 +137,7 @@ def _named(device: Any) -> tuple[str, Superblock]:
     incarnation, size_bytes, extent_bytes = sizes
     if size_bytes <= 0 or extent_bytes <= 0:
         raise ValueError(device)
-    return str(device["path"]), Superblock.planned(incarnation, "", size_bytes, extent_bytes)
+    return str(device["path"]), Superblock.plan(incarnation, "", size_bytes, extent_bytes)
 
 
 def _opened(path: str, expected: Superblock) -> Disk | None:

@@ -46,7 +46,7 @@ _TABLE_HEAD = struct.Struct("<8s6QQ")  # magic, incarnation, sequence, starts, d
 _DIRECTORY_HEAD = struct.Struct("<8sQQQ24xQ")  # magic, incarnation, extent, frames, sum
 _SECRET_AT: Final = 128
 _SUM_AT: Final = 512 - 8
-_CARVED: Final = 1
+_IN_USE: Final = 1
 _CLEAN: Final = 2
 ENTRY: Final = np.dtype(
     {
@@ -77,13 +77,13 @@ class Superblock:
     secret: bytes = field(default=bytes(SECRET_BYTES), repr=False, compare=False)  # of the pool; zeros: not known here
 
     @classmethod
-    def planned(
+    def plan(
         cls, incarnation: int, owner: str, size_bytes: int, extent_bytes: int, secret: bytes = bytes(SECRET_BYTES)
     ) -> Superblock:
         """The geometry of a new device: as many positions as fit, possibly none."""
-        rest = size_bytes - 2 * BLOCK_BYTES
-        positions = max(0, rest // extent_bytes)
-        while positions and positions * extent_bytes + 2 * _table_bytes(positions) > rest:
+        space = size_bytes - 2 * BLOCK_BYTES
+        positions = max(0, space // extent_bytes)
+        while positions and positions * extent_bytes + 2 * _table_bytes(positions) > space:
             positions -= 1
         return cls(incarnation, owner, size_bytes, extent_bytes, positions, _table_bytes(positions), secret=secret)
 
@@ -92,9 +92,9 @@ class Superblock:
         """The offset of position 0."""
         return TABLE_AT + 2 * self.table_bytes
 
-    def slot(self, which: int) -> int:
+    def slot(self, number: int) -> int:
         """Return the offset of a slot of the table."""
-        return TABLE_AT + which * self.table_bytes
+        return TABLE_AT + number * self.table_bytes
 
     def packed(self) -> Bytes:
         """Return the block in its format on disk, page-aligned."""
@@ -158,9 +158,9 @@ class Table:
 
     def extents(self) -> dict[int, ExtentOnDisk]:
         """The carved extents, by position."""
-        carved = np.flatnonzero(self.entries["flags"] & _CARVED)
+        positions = np.flatnonzero(self.entries["flags"] & _IN_USE)
         extents = {}
-        for position, entry in zip(carved.tolist(), self.entries[carved].tolist(), strict=True):
+        for position, entry in zip(positions.tolist(), self.entries[positions].tolist(), strict=True):
             number, flags, page_bytes, page_tokens, layers, frames, directory_sum = entry
             shape = FrameClass(page_bytes, page_tokens, layers)
             extents[position] = ExtentOnDisk(position, number, shape, frames, bool(flags & _CLEAN), directory_sum)
@@ -173,7 +173,7 @@ class Table:
             if extent is None:
                 entries[position] = np.zeros((), ENTRY)
                 continue
-            flags = _CARVED | _CLEAN * extent.clean
+            flags = _IN_USE | _CLEAN * extent.clean
             shape = extent.frame_class
             sizes = shape.page_bytes, shape.page_tokens, shape.layers, extent.frames
             entries[position] = (extent.number, flags, *sizes, extent.directory_sum)
@@ -252,8 +252,8 @@ def interleave(counts: list[int]) -> list[tuple[int, int]]:
     Worked example: devices of 4 and 2 positions make 0.0, 1.0, 0.1, 0.2, 1.1, 0.3 (device.position).
     """
     places = ((2 * at + 1, count, device) for device, count in enumerate(counts) for at in range(count))
-    ordered = sorted((odd / count, device, odd // 2) for odd, count, device in places)
-    return [(device, at) for _, device, at in ordered]
+    order = sorted((odd / count, device, odd // 2) for odd, count, device in places)
+    return [(device, at) for _, device, at in order]
 
 
 def _table_bytes(positions: int) -> int:

@@ -60,30 +60,30 @@ def open_target(
     """
     assert extent_bytes > 0 and extent_bytes % BLOCK_BYTES == 0, extent_bytes
     if len(owner.encode()) > OWNER_BYTES:
-        raise InvalidRequest("nvme", f"owner {owner!r} has more than {OWNER_BYTES} bytes")
+        raise InvalidRequest("nvme", f"owner: must have at most {OWNER_BYTES} bytes (got {owner!r})")
     front, back = (_block(disk, offset) for offset in (0, disk.size_bytes - BLOCK_BYTES))
     first, last = Superblock.unpacked(front), Superblock.unpacked(back)
-    half_made = first is not None and not first.complete and (first.owner, first.version) == (owner, VERSION)
-    found = first or last
-    if make or half_made or (found is None and _is_blank(disk)):
+    half_formatted = first is not None and not first.complete and (first.owner, first.version) == (owner, VERSION)
+    superblock = first or last
+    if make or half_formatted or (superblock is None and _is_blank(disk)):
         return _make(disk, owner, extent_bytes, secret or new_secret())
-    if found is None:
-        raise InvalidRequest("nvme", f"{disk.path} is neither blank nor a kvstore's{_REMEDY}")
-    _check(disk, found, owner, extent_bytes)
-    if secret is not None and found.secret != secret:
+    if superblock is None:
+        raise InvalidRequest("nvme", f"{disk.path}: must be blank or a kvstore target{_REMEDY}")
+    _check(disk, superblock, owner, extent_bytes)
+    if secret is not None and superblock.secret != secret:
         remedy = f", purge what the node has in memory, or{_REMEDY[1:]}"
         raise InvalidRequest("nvme", f"{disk.path} has pages of a pool with another secret{remedy}")
     if np.array_equal(front, back):
-        return found
+        return superblock
     if is_file and first is not None and not back.any():
-        return found
+        return superblock
     # Both ends are written with the same bytes. If many differ, another program has overwritten one end.
     if (first is not None and last is not None) or int(np.count_nonzero(front != back)) > DAMAGED_BYTES_MAX:
-        raise InvalidRequest("nvme", f"{disk.path} is a kvstore's at one end, something else at the other{_REMEDY}")
+        raise InvalidRequest("nvme", f"{disk.path} is a kvstore target at one end only{_REMEDY}")
     log.warning("%s: its superblock %s was damaged and is repaired", disk.path, "at the end" if first else "in front")
-    disk.write(disk.size_bytes - BLOCK_BYTES if first else 0, [found.packed()])
+    disk.write(disk.size_bytes - BLOCK_BYTES if first else 0, [superblock.packed()])
     disk.sync()
-    return found
+    return superblock
 
 
 def read_superblock(disk: Disk) -> Superblock | None:
@@ -95,12 +95,12 @@ def read_superblock(disk: Disk) -> Superblock | None:
     failure: OSError | None = None
     for offset in (0, disk.size_bytes - BLOCK_BYTES):
         try:
-            found = Superblock.unpacked(_block(disk, offset))
+            block = Superblock.unpacked(_block(disk, offset))
         except OSError as error:
             failure = error
             continue
-        if found is not None and (found.version, found.size_bytes, found.complete) == (VERSION, disk.size_bytes, True):
-            return found
+        if block is not None and (block.version, block.size_bytes, block.complete) == (VERSION, disk.size_bytes, True):
+            return block
     if failure is not None:
         raise failure
     return None
@@ -113,42 +113,42 @@ def read_table(disk: Disk, superblock: Superblock) -> tuple[Table, int]:
         InvalidRequest: both tables are damaged, which a loss of power cannot cause.
         OSError: the disk fails.
     """
-    found = []
-    for which in (0, 1):
+    tables = []
+    for slot in (0, 1):
         block = aligned_buffer(superblock.table_bytes)
-        disk.read(superblock.slot(which), [block])
+        disk.read(superblock.slot(slot), [block])
         table = Table.unpacked(block, superblock)
         if table is not None:
-            found.append((table.sequence, which, table))
-    if not found:
+            tables.append((table.sequence, slot, table))
+    if not tables:
         raise InvalidRequest("nvme", f"{disk.path}: both copies of its extent table are damaged{_REMEDY}")
-    _, which, table = max(found, key=lambda slot: slot[0])
-    return table, which
+    _, slot, table = max(tables, key=lambda each: each[0])
+    return table, slot
 
 
-def _check(disk: Disk, found: Superblock, owner: str, extent_bytes: int) -> None:
+def _check(disk: Disk, has: Superblock, owner: str, extent_bytes: int) -> None:
     """Raise InvalidRequest if the kvstore target is not the requested one."""
     path = disk.path
-    if found.version != VERSION:
-        raise InvalidRequest("nvme", f"{path} is of format {found.version}, this program knows {VERSION}{_REMEDY}")
-    if found.owner != owner:
-        name = f"node {found.owner!r}" if found.owner else "an embedded store"
+    if has.version != VERSION:
+        raise InvalidRequest("nvme", f"{path}: must have format {VERSION} (got {has.version}){_REMEDY}")
+    if has.owner != owner:
+        name = f"node {has.owner!r}" if has.owner else "an embedded store"
         raise InvalidRequest("nvme", f"{path} belongs to {name}{_REMEDY}")
-    if found.size_bytes != disk.size_bytes:
-        raise InvalidRequest("nvme", f"{path} was made with {found.size_bytes} bytes, not {disk.size_bytes}{_REMEDY}")
-    if found.extent_bytes != extent_bytes:
-        has = f"{path} was made with extents of {found.extent_bytes} bytes, not {extent_bytes}"
-        raise InvalidRequest("nvme", has + _REMEDY)
-    planned = Superblock.planned(found.incarnation, owner, disk.size_bytes, extent_bytes)
-    if not found.complete or found != planned:
-        raise InvalidRequest("nvme", f"{path} is not wholly made{_REMEDY}")
+    if has.size_bytes != disk.size_bytes:
+        size = f"must have {has.size_bytes} bytes, as when it was formatted (got {disk.size_bytes})"
+        raise InvalidRequest("nvme", f"{path}: {size}{_REMEDY}")
+    if has.extent_bytes != extent_bytes:
+        size = f"extents must have {has.extent_bytes} bytes, as when it was formatted (got {extent_bytes})"
+        raise InvalidRequest("nvme", f"{path}: {size}{_REMEDY}")
+    if not has.complete or has != Superblock.plan(has.incarnation, owner, disk.size_bytes, extent_bytes):
+        raise InvalidRequest("nvme", f"{path} is not completely formatted{_REMEDY}")
 
 
 def _make(disk: Disk, owner: str, extent_bytes: int, secret: bytes) -> Superblock:
-    superblock = Superblock.planned(secrets.randbits(63) | 1, owner, disk.size_bytes, extent_bytes, secret)
+    superblock = Superblock.plan(secrets.randbits(63) | 1, owner, disk.size_bytes, extent_bytes, secret)
     if superblock.positions == 0:
         least = extent_bytes + 2 * BLOCK_BYTES + 2 * superblock.table_bytes
-        raise InvalidRequest("nvme", f"{disk.path}: {disk.size_bytes} bytes are too few, {least} are the least")
+        raise InvalidRequest("nvme", f"{disk.path}: must have at least {least} bytes (got {disk.size_bytes})")
     empty = Table.empty(superblock.positions)
     _write(disk, 0, replace(superblock, complete=False).packed())
     disk.sync()
@@ -182,10 +182,10 @@ def _is_blank(disk: Disk) -> bool:
     return not ends.any()
 
 
-NOTHING: Final = frozenset[int]()
+NO_EXTENTS: Final = frozenset[int]()
 
 
-def is_cut(fd: int, size_bytes: int, *, owner: str, extent_bytes: int, secret: bytes | None) -> bool:
+def is_truncated(fd: int, size_bytes: int, *, owner: str, extent_bytes: int, secret: bytes | None) -> bool:
     """Whether ``fd`` is a truncated target of ``size_bytes`` that is ours (``open_target``), and long enough to hold an
     extent.
 
@@ -194,11 +194,11 @@ def is_cut(fd: int, size_bytes: int, *, owner: str, extent_bytes: int, secret: b
     """
     has_bytes = os.fstat(fd).st_size
     front = os.pread(fd, BLOCK_BYTES, 0)
-    found = Superblock.unpacked(np.frombuffer(front, np.uint8)) if len(front) == BLOCK_BYTES else None
-    if found is None or secret not in (None, found.secret):
+    superblock = Superblock.unpacked(np.frombuffer(front, np.uint8)) if len(front) == BLOCK_BYTES else None
+    if superblock is None or secret not in (None, superblock.secret):
         return False
-    planned = Superblock.planned(found.incarnation, owner, size_bytes, extent_bytes)
-    return found == planned and found.data_start <= has_bytes < size_bytes
+    plan = Superblock.plan(superblock.incarnation, owner, size_bytes, extent_bytes)
+    return superblock == plan and superblock.data_start <= has_bytes < size_bytes
 
 
 def tail_is_absent(disk: Disk) -> bool:
@@ -210,7 +210,7 @@ def tail_is_absent(disk: Disk) -> bool:
     return not _block(disk, disk.size_bytes - BLOCK_BYTES).any()
 
 
-def reaching_beyond(disk: Disk, superblock: Superblock, extents: Mapping[int, ExtentOnDisk]) -> frozenset[int]:
+def extents_in_tail(disk: Disk, superblock: Superblock, extents: Mapping[int, ExtentOnDisk]) -> frozenset[int]:
     """The positions of the extents that may have lost frames with the tail.
 
     Everything after one point is missing. So if a directory or first header is present, all earlier extents are

@@ -31,7 +31,7 @@ class WorldDisk(FaultyDisk):
 
     def __init__(self, extent_bytes: int, positions: int, seed: int = 1) -> None:
         size = 2 * BLOCK_BYTES + positions * extent_bytes
-        while (planned := Superblock.planned(1, "", size, extent_bytes, bytes(16))).positions < positions:
+        while (planned := Superblock.plan(1, "", size, extent_bytes, bytes(16))).positions < positions:
             size += BLOCK_BYTES
         super().__init__(size, seed, "/world")
         self.extent_bytes, self.positions = extent_bytes, positions
