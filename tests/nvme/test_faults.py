@@ -184,7 +184,7 @@ def test_a_disk_that_promised_more_than_it_has(small_disk: Path, machine: Machin
     wait_until("it says so", lambda: "No space left" in device(store))
     assert there(store, range(100 + 19 * DRAM_PROMPTS + 5, 100 + 20 * DRAM_PROMPTS)) == DRAM_PROMPTS - 5
     assert there(store, range(10)) == 10
-    assert daemon.alive and "accepts no more writes" in daemon.errors.read_text()
+    assert daemon.alive and "takes no more writes" in daemon.errors.read_text()
     assert "No space left" in machine.run("status", "--node", "n").stdout
     check_laws(store)
     daemon.terminate()
