@@ -164,7 +164,7 @@ class EngineConfig(DaemonConfig):
         3600.0, parse_number, "The longest a request may take, also where its client names no deadline."
     )
     rpcs_max: int = setting(
-        512, parse_count, "How many gRPC calls may be under way at once; more are refused with a hint to retry."
+        512, parse_count, "How many gRPC calls may run at the same time. More are refused with a hint when to retry."
     )
     drain_s: float = setting(10.0, parse_number, "How long the engine waits at its end for requests under way.")
 

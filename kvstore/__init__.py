@@ -5,7 +5,7 @@
     import kvstore
 
     store = kvstore.open(dram="512MiB", nvme="/var/tmp/kv:4GiB")  # a node in this process
-    store = kvstore.connect()               # or one on this machine
+    store = kvstore.connect()               # or the node of this machine's daemon
     layout = kvstore.Layout(model="meta-llama/Llama-3.1-8B", layers=32, kv_heads=8, head_dim=128, page_tokens=64)
     cache = store.cache(layout, salt="tenant-a")
     cache.put(tokens, pages)                # the full pages of a prompt
@@ -59,8 +59,8 @@ __all__ = [
     "open",
 ]
 
-# Where each name lives. Loaded when first asked for, so that `kvstore --help` does not wait for numpy.
-_HOMES = {
+# The module of each name. It is imported when the name is first used, so that `kvstore --help` does not wait for numpy.
+_MODULES = {
     "GroupedCache": "kvstore.client.grouped_cache",
     "GroupedKeys": "kvstore.model.groups",
     "GroupedLease": "kvstore.client.grouped_cache",
@@ -85,10 +85,10 @@ def __getattr__(name: str) -> object:
         from kvstore import about
 
         value: object = about.version()
-    elif name in _HOMES:
+    elif name in _MODULES:
         from importlib import import_module
 
-        value = getattr(import_module(_HOMES[name]), name)
+        value = getattr(import_module(_MODULES[name]), name)
     else:
         raise AttributeError(f"module 'kvstore' has no attribute {name!r}")
     globals()[name] = value
@@ -98,21 +98,23 @@ def __getattr__(name: str) -> object:
 def open(
     name: str | None = None, dram: str | int = "512MiB", nvme: str | Sequence[str] = (), **config: object
 ) -> Store:
-    """Start a node inside this process and return its store. No daemon; the node ends with the store.
+    """Start a node inside this process, without a daemon, and return its store. The node ends with the store.
 
-    Without a name the store is private: its folder is its own, ``connect`` does not choose it, and all of it is gone
-    with the store. So each test of a program that uses a store can open one, at once with others.
+    A store without a name is private: it has its own folder, ``connect`` without an address never chooses it, and its
+    pages in memory are dropped with it. So tests of a program that uses a store can each open one, at the same time.
 
     Args:
-        name: what other processes of this machine may ``connect`` to, to read while this one lives; None: a unique one.
-        dram: capacity, as ``"512MiB"`` or bytes. Memory is taken as pages arrive.
-        nvme: a file or block device below DRAM as ``"PATH:SIZE"``, or several of them. Made where absent.
-        config: any other setting of a node, see ``kvstore.config.NodeConfig``; ``shm_dir`` for example.
+        name: other processes of this machine may ``connect`` to this name and read, while this process lives. None: a
+            unique name.
+        dram: capacity, as ``"512MiB"`` or in bytes. Memory is allocated as pages arrive.
+        nvme: a file or block device below DRAM as ``"PATH:SIZE"``, or several of them. A file is created if it does not
+            exist.
+        config: other settings of a node by name, such as ``shm_dir``; see ``kvstore.config.NodeConfig``.
 
     Raises:
-        InvalidRequest: an unknown or impossible setting, too little memory, or an NVMe target that holds something
-            else; names the field and the remedy.
-        NodeBusy: a node of that name runs already, or another one has that NVMe target.
+        InvalidRequest: a setting is unknown or invalid, there is too little memory, or an NVMe target holds other data.
+            The message names the field and the remedy.
+        NodeBusy: a node with this name is running, or another node uses the NVMe target.
     """
     import os
     import secrets
@@ -124,8 +126,7 @@ def open(
 
     if name is None:
         name = f"embedded-{os.getpid()}-{secrets.token_hex(4)}"
-    settings = node_config(name=name, dram=dram, nvme=nvme, **config)
-    embedded = open_node(settings)
+    embedded = open_node(node_config(name=name, dram=dram, nvme=nvme, **config))
     try:
         return LocalStore(LocalNode(embedded.folder, embedded=embedded))
     except BaseException:

@@ -30,17 +30,17 @@ def version() -> str:
 
 def entry_points(group: str) -> dict[str, EntryPoint]:
     """The entry points of ``group`` by name, of all installed packages and, in a checkout, of this one."""
-    declared: dict[str, str] = {}
+    own: dict[str, str] = {}
     try:
         metadata.distribution(PACKAGE)
     except metadata.PackageNotFoundError:
-        declared = _checkout().get("entry-points", {}).get(group, {})
-    ours = {name: EntryPoint(name, value, group) for name, value in declared.items()}
+        own = _checkout().get("entry-points", {}).get(group, {})
+    ours = {name: EntryPoint(name, value, group) for name, value in own.items()}
     return {**ours, **{entry.name: entry for entry in metadata.entry_points(group=group)}}
 
 
 def _checkout() -> dict[str, Any]:
-    """The table ``project`` of the checkout's file; empty where this is not a checkout."""
+    """The table ``project`` of the checkout's file; empty if this is not a checkout."""
     try:
         project: dict[str, Any] = tomllib.loads(_PROJECT_FILE.read_text())["project"]
     except (OSError, KeyError, tomllib.TOMLDecodeError):

@@ -30,16 +30,16 @@ def connect(
 ) -> Store:
     """Return the store of a node: through shared memory on this machine, or over gRPC on any machine.
 
-    Through shared memory, reads work even while the node's daemon is down. Over gRPC every verb needs the node.
+    Through shared memory, reads work even while the node's daemon is down. Over gRPC every call needs the daemon.
 
     Args:
         address: the name of a node on this machine, or ``kv://HOST:PORT`` or ``kv+unix:///PATH``, where a node's gRPC
-            API listens. None takes ``$KVSTORE_NODE``, which may be either, or else the only live node of this machine.
-        timeout_s: deadline of a request, and of a node that is just starting for the first time. Streams of data over
-            gRPC get one more second for every 32 MiB.
-        token: identifies the caller to the node. None takes ``$KVSTORE_TOKEN``, or else the contents of
+            API listens. None: ``$KVSTORE_NODE``, which has the same forms, or else the only live node of this machine.
+        timeout_s: how long a request may take, and how long to wait for a node that is starting for the first time.
+            Streams of data over gRPC get one more second for every 32 MiB.
+        token: identifies the caller to the node. None: ``$KVSTORE_TOKEN``, or else the contents of
             ``$KVSTORE_TOKEN_FILE``.
-        tls_ca: PEM file of the authorities that the node's certificate is checked against; None: ``$KVSTORE_TLS_CA``.
+        tls_ca: PEM file of the authorities that may have signed the node's certificate; None: ``$KVSTORE_TLS_CA``.
             The connection is encrypted if this, a server name or a certificate is given.
         tls_cert, tls_key: PEM files of the client's own certificate and key; None: ``$KVSTORE_TLS_CERT``,
             ``$KVSTORE_TLS_KEY``.
@@ -53,16 +53,16 @@ def connect(
         VersionMismatch: the node or its files are of another version.
     """
     check_seconds(timeout_s, "timeout_s")
-    given = GivenCredentials(
+    credentials = GivenCredentials(
         token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
     )
     name = address if address is not None else os.environ.get("KVSTORE_NODE") or None
     if is_remote(name):
         from kvstore.client.remote.store import connect_remote  # only here: it loads gRPC
 
-        return connect_remote(endpoint(str(name), given, os.environ), timeout_s)
-    if given.given():
-        raise InvalidRequest(given.given(), "applies to kv:// addresses only; a node of this machine needs none")
+        return connect_remote(endpoint(str(name), credentials, os.environ), timeout_s)
+    if field := credentials.given():
+        raise InvalidRequest(field, "applies to kv:// addresses only; a node of this machine needs none")
     return _connect_local(name, timeout_s)
 
 

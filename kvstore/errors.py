@@ -1,21 +1,21 @@
-"""Every error a caller can meet.
+"""The errors that kvstore raises on purpose.
 
 ::
 
-    KVStoreError                  anything this package raises on purpose
-    ├── InvalidRequest            the caller's mistake; names the field; nothing was changed; do not retry
+    KVStoreError                  the parent of all others
+    ├── InvalidRequest            a mistake of the caller; names the field; nothing was changed; do not retry
     ├── Unavailable               the other end cannot answer now; retry later
-    │   ├── NodeUnavailable       no node of that name, or its daemon is down
-    │   ├── DeadlineExceeded      it did not answer (or a layer did not arrive) in time
-    │   ├── InternalError         the other end failed at this request; its log and its metrics say where
-    │   ├── TooManyCalls          the node serves as many remote calls as it may; ``retry_after_s`` says when to retry
-    │   └── OutOfSpace            every frame is leased, reserved or younger than what would have to leave
-    │       └── QuotaExceeded     the tenant has all it may have; names retry_after_s
+    │   ├── NodeUnavailable       there is no such node, or its daemon is down
+    │   ├── DeadlineExceeded      the other end did not answer, or a layer did not arrive, in time
+    │   ├── InternalError         a bug at the other end; its log and its metrics say where
+    │   ├── TooManyCalls          the node serves as many calls as it may; ``retry_after_s`` says when to retry
+    │   └── OutOfSpace            no frame is free, and no page may be evicted
+    │       └── QuotaExceeded     the tenant has all that its quota allows; ``retry_after_s`` says when to retry
     ├── Unauthenticated           the node does not know this caller, or its identity has expired
     ├── PermissionDenied          this caller may not do that, or not under that salt
-    ├── LeaseBroken               pages changed under a lease that was overstayed; what was read must be discarded
-    ├── VersionMismatch           client and node speak different versions; upgrade one
-    └── NodeBusy                  another daemon holds that node name or device
+    ├── LeaseBroken               a lease was used after its deadline, and its pages changed; discard what was read
+    ├── VersionMismatch           client and node have different versions; upgrade one
+    └── NodeBusy                  another daemon has that node name or device
 
 A miss is a value (a shorter ``Match``), never an exception. Our own bugs are ``AssertionError``.
 """
@@ -24,11 +24,16 @@ from __future__ import annotations
 
 
 class KVStoreError(Exception):
-    """Parent of everything this package raises on purpose."""
+    """The parent of all errors that this package raises on purpose."""
 
 
 class InvalidRequest(KVStoreError, ValueError):
-    """The caller's mistake. ``field`` names what was wrong, ``reason`` says why in one line. Nothing was changed."""
+    """A mistake of the caller. Nothing was changed.
+
+    Attributes:
+        field: the argument or setting that is invalid.
+        reason: why, in one line.
+    """
 
     def __init__(self, field: str, reason: str) -> None:
         super().__init__(f"{field}: {reason}")
@@ -40,27 +45,30 @@ class InvalidRequest(KVStoreError, ValueError):
 
 
 class Unavailable(KVStoreError):
-    """The other end cannot answer now. Nothing is known to be lost; trying again later is sensible."""
+    """The other end cannot answer now. Nothing is known to be lost. Try again later."""
 
 
 class NodeUnavailable(Unavailable):
-    """There is no node of that name on this machine, or its daemon is down."""
+    """There is no such node, or its daemon is down."""
 
 
 class DeadlineExceeded(Unavailable, TimeoutError):
-    """No answer within the deadline. A put may or may not have been sealed; a later lookup tells."""
+    """There was no answer within the deadline. A put may have been sealed or not; a later lookup shows it."""
 
 
 class InternalError(Unavailable):
-    """The other end failed at this request for a reason that it does not expect, and goes on serving others.
+    """This request met a bug at the other end, which continues to serve other requests.
 
-    What it did before it failed is not known. Its log has the stack, its metrics count the error by place."""
+    It is unknown how much of the request was done. The other end's log has the stack, and its metrics count the error.
+    """
 
 
 class TooManyCalls(Unavailable):
-    """The node serves as many remote calls as it may. Nothing was done; try again after ``retry_after_s`` seconds.
+    """The node serves as many calls as it may. Nothing was done.
 
-    ``kind``: of what there were too many, for the node's own metrics; it does not travel.
+    Attributes:
+        retry_after_s: try again after this time.
+        kind: the resource that was used up, for the node's own metrics. Clients do not receive it.
     """
 
     def __init__(self, reason: str, retry_after_s: float = 0.1, kind: str = "other") -> None:
@@ -70,7 +78,7 @@ class TooManyCalls(Unavailable):
 
 
 class OutOfSpace(Unavailable):
-    """No frame could be granted: all are leased, reserved, or hold the ancestors of what is being written."""
+    """No frame could be granted: all are leased or reserved, or hold ancestors of the new pages."""
 
 
 class Unauthenticated(KVStoreError):
@@ -78,11 +86,15 @@ class Unauthenticated(KVStoreError):
 
 
 class PermissionDenied(KVStoreError):
-    """This caller may not do that: it is for operators, or for another tenant's salt. Nothing was done."""
+    """This caller may not do that: only operators may, or the salt is another tenant's. Nothing was done."""
 
 
 class QuotaExceeded(OutOfSpace):
-    """Nothing was stored: the tenant has all it may have, in pages that may not leave. ``retry_after_s``: a hint."""
+    """Nothing was stored: the tenant has all that its quota allows, in pages that cannot be evicted now.
+
+    Attributes:
+        retry_after_s: a hint when to try again.
+    """
 
     def __init__(self, message: str, retry_after_s: float = 1.0) -> None:
         super().__init__(message)
@@ -90,12 +102,12 @@ class QuotaExceeded(OutOfSpace):
 
 
 class LeaseBroken(KVStoreError):
-    """Pages changed under a lease that was overstayed. Bytes read through its views must be discarded."""
+    """A lease was used after its deadline, and its pages changed. Bytes read through its views must be discarded."""
 
 
 class VersionMismatch(KVStoreError):
-    """Client and node speak different versions of the local protocol or of the file formats."""
+    """Client and node have different versions of a protocol or a file format."""
 
 
 class NodeBusy(KVStoreError):
-    """Another daemon already holds that node name."""
+    """Another daemon has that node name or device."""

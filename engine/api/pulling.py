@@ -230,5 +230,5 @@ def _unpack_pull(body: memoryview) -> tuple[str, int, str, float]:
     ):
         raise InvalidRequest("pull", "must name a prefill, start, codec and time-out")
     if not found[3] > 0:  # also refuses NaN
-        raise InvalidRequest("timeout_s", f"must be more than zero, got {found[3]}")
+        raise InvalidRequest("timeout_s", f"must be more than zero (got {found[3]})")
     return found

@@ -110,7 +110,7 @@ class ConductorConfig(DaemonConfig):
         "How long an idle HTTP connection is kept: longer than a load balancer in front keeps its own, 60 s often.",
     )
     rpcs_max: int = setting(
-        1024, parse_count, "How many gRPC calls may be under way at once; more are refused with a hint to retry."
+        1024, parse_count, "How many gRPC calls may run at the same time. More are refused with a hint when to retry."
     )
     drain_s: float = setting(10.0, parse_number, "How long the conductor waits at its end for answers under way.")
     seed: int = setting(0, parse_count, "Seed of all random choices: the same events lead to the same decisions.")

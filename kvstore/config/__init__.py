@@ -1,12 +1,13 @@
-"""The configuration: one frozen tree, read once at the edge by daemons and the command line.
+"""The configuration of a node. Daemons and the command line read it once, when they start.
 
-A value comes from, strongest first: a flag, the environment (``KVSTORE_DRAM``), a TOML file (``dram = "4GiB"`` under
-``[node]``), the default. `Config.sources` remembers which. Unknown names are refused, so that a typing error is never a
-silent default. Only `load` touches files and the environment; everything else here is pure. `kvstore.config.reading`
-turns text into values.
+A value comes from one of four places. The first that has it counts: a flag, the environment (``KVSTORE_DRAM``), a TOML
+file (``dram = "4GiB"`` under ``[node]``), the default. `Config.sources` has the place of each value. Unknown names are
+refused, so that a spelling mistake does not silently select the default. Only `load` reads files and the environment.
+`kvstore.config.reading` turns text into values.
 
-To add a setting: one field with `setting(default, parser, help)`, which is its flag, its variable and its name in the
-file; its bounds or relations in `__post_init__`. Settings that every daemon has are in `kvstore.config.daemon`.
+To add a setting, add a field with `setting(default, parser, help)`. That makes the flag, the environment variable and
+the name in the file. Put its bounds, and its relations to other settings, into `__post_init__`. Settings that every
+daemon has are in `kvstore.config.daemon`.
 """
 
 from __future__ import annotations
@@ -65,10 +66,10 @@ __all__ = [
 ]
 
 FRAME_ALIGN_BYTES = 4 * KIB
-"""Frames are multiples of this, for O_DIRECT and for whole memory pages."""
+"""Frames are multiples of this: O_DIRECT needs it, and a frame then starts at a memory page."""
 
 NVME_BYTES_MIN = MIB
-"""Superblocks and tables take about 20 KiB, too much for a smaller target, whose size more likely lacks a unit."""
+"""A smaller size probably lacks a unit. Superblocks and tables alone take about 20 KiB."""
 
 _SHM_DIR = Path("/dev/shm")
 ADMISSIONS = ("all", "reused")
@@ -77,21 +78,23 @@ _POLICY = re.compile(r"[a-z0-9_-]+")
 
 _ENV_PREFIX = "KVSTORE_"
 _ENV_NOT_CONFIG = (
-    # how clients find a node, and their credentials
+    # the node that clients connect to, and their credentials
     *("KVSTORE_NODE", "KVSTORE_TOKEN", "KVSTORE_TOKEN_FILE", "KVSTORE_TLS_CA"),
-    "KVSTORE_FAILPOINT",  # a test's fault to inject
+    "KVSTORE_FAILPOINT",  # a fault that a test injects
 )
-_ENV_NOT_CONFIG_PREFIXES = ("KVSTORE_TEST_", "KVSTORE_ENGINE_", "KVSTORE_CONDUCTOR_")  # settings of others
+_ENV_NOT_CONFIG_PREFIXES = ("KVSTORE_TEST_", "KVSTORE_ENGINE_", "KVSTORE_CONDUCTOR_")  # settings of other programs
 
 
-# --- The tree ------------------------------------------------------------------------------------------------------
+# --- The settings ---------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True, kw_only=True)
 class NodeConfig(DaemonConfig):
-    """One node. Checked on every construction: raises `InvalidRequest` naming the field. Sizes are bytes."""
+    """One node. Sizes are bytes. The constructor raises `InvalidRequest` if a value is invalid, and names the field."""
 
-    name: str = setting("default", parse_text, "What clients on this machine connect to; also names the node's folder.")
+    name: str = setting(
+        "default", parse_text, "The name that clients on this machine connect to, and that of the node's folder."
+    )
     dram: int = setting(
         512 * MIB,
         parse_size,
@@ -101,12 +104,12 @@ class NodeConfig(DaemonConfig):
     shm_dir: Path = setting(
         _SHM_DIR,
         parse_path,
-        "The tmpfs that holds the node's folder, an absolute path; clients need it in KVSTORE_SHM_DIR.",
+        "Absolute path of the tmpfs for the node's folder. Clients need it in KVSTORE_SHM_DIR.",
     )
     group: bool = setting(
         False,
         parse_switch,
-        "Whether the daemon's unix group may map the pool as well; it then belongs to the trust domain.",
+        "Whether the daemon's unix group may map the pool too. Its members then belong to the trust domain.",
     )
     extent: int = setting(
         0, parse_size_or_zero, "Bytes of one extent; the largest page must fit. 0: a sixteenth of `dram`."
@@ -114,7 +117,7 @@ class NodeConfig(DaemonConfig):
     scrub_bytes_per_s: int = setting(
         64 * MIB,
         parse_size_or_zero,
-        "How fast checksums of resting pages are verified in the background; 0 turns the scrubber off.",
+        "Bytes of stored pages that are verified per second in the background; 0 turns the scrubber off.",
     )
     reserve_ttl_s: float = setting(
         30.0, parse_number, "How long a writer may hold reserved frames without a sign of progress."
@@ -122,81 +125,88 @@ class NodeConfig(DaemonConfig):
     lease_ttl_s_max: float = setting(
         3600.0,
         parse_number,
-        "The longest lease granted: the bound on how long one client can keep frames from being evicted.",
+        "The longest lease. It bounds how long a client can keep frames from being evicted.",
     )
-    sessions_max: int = setting(256, parse_count, "How many clients may be connected at once.")
+    sessions_max: int = setting(256, parse_count, "How many clients may be connected at the same time.")
     verify_reads: bool = setting(
         False,
         parse_switch,
-        "Whether every DRAM read verifies checksums, and not only those from other tiers and machines.",
+        "Whether reads from DRAM verify checksums too, as reads from other tiers and machines always do.",
     )
     eviction: str = setting(
-        "gittins", parse_text, "Policy by which pages leave DRAM and NVMe when frames are needed: gittins or lru."
+        "gittins", parse_text, "The policy that chooses which pages are evicted from DRAM and NVMe: gittins or lru."
     )
     nvme: tuple[NvmeTarget, ...] = setting(
         (),
         parse_nvme,
-        "Files or block devices below DRAM, with their sizes; they keep their pages when the machine restarts.",
+        "Files or block devices below DRAM, with their sizes. Pages in them survive a restart of the machine.",
         metavar="PATH:SIZE",
         repeats=True,
     )
     nvme_format: bool = setting(
         False,
         parse_switch,
-        "Whether the start may erase a target that cannot be used as it is, and drop what it holds.",
+        "Whether the start may format a target that it cannot use as it is. Everything stored there is lost.",
         short="--format",
     )
     nvme_extent: int = setting(
         0, parse_size_or_zero, "Bytes of one extent on NVMe, or 0 to derive it from the sizes of the targets."
     )
     nvme_admission: str = setting(
-        "all", parse_text, "Which chains are saved to NVMe: all, or those reused since they were stored."
+        "all",
+        parse_text,
+        "Which chains are saved to NVMe: all, or reused, which are those that were used after they were stored.",
     )
     nvme_write_bytes_per_day: int = setting(
-        0, parse_size_or_zero, "How much may be written to all targets together in one day (UTC); 0 means no cap."
+        0, parse_size_or_zero, "Bytes that may be written to all targets together in one day (UTC); 0: no limit."
     )
     demote_at: float = setting(
         0.5,
         parse_number,
-        "From this share of DRAM in use on, pages are saved to NVMe: 0 saves at once, 1 when DRAM is full.",
+        "The share of DRAM in use from which on pages are saved to NVMe: 0 saves at once, 1 when DRAM is full.",
     )
-    promote_after: int = setting(2, parse_count, "Reads from NVMe after which a page comes back to DRAM.")
+    promote_after: int = setting(2, parse_count, "After how many reads from NVMe a page is copied back to DRAM.")
     checkpoint_s: float = setting(
         30.0,
         parse_number,
-        "Seconds between checkpoints on NVMe: after a reboot a start scans only what was written since the last one.",
+        "Seconds between checkpoints on NVMe. A start after a reboot scans only what was written since the last one.",
     )
     on_stop: str = setting(
         "auto",
         parse_text,
-        "What SIGTERM does with pages in DRAM alone: keep them, save them to NVMe, or auto: save them where DRAM goes.",
+        (
+            "What SIGTERM does with pages that are only in DRAM: keep, save (to NVMe), or auto (save if "
+            "DRAM will be lost)."
+        ),
     )
     stop_save_s: float = setting(
         20.0,
         parse_number,
-        "Seconds that saving at SIGTERM may take, hottest pages first; whatever stops a node has to wait longer.",
+        "Seconds that saving at SIGTERM may take, hottest pages first. The process manager must wait longer.",
     )
     nvme_answer_s: float = setting(
         10.0,
         parse_number,
-        "Seconds after which an NVMe device that does not answer takes no more writes; it is read again once it does.",
+        "Seconds after which a silent NVMe device gets no more writes. It is read again once it answers.",
     )
     rpcs_max: int = setting(
-        256, parse_count, "How many gRPC calls may be under way at once; more are refused with a hint to retry."
+        256, parse_count, "How many gRPC calls may run at the same time. More are refused with a hint when to retry."
     )
     rpc_timeout_s_max: float = setting(
-        60.0, parse_number, "The longest a gRPC call may take, also where its client names no deadline."
+        60.0, parse_number, "How long a gRPC call may take, even if its client sets no deadline."
     )
     rpc_buffers: int = setting(
         256 << 20,
         parse_size,
-        "Memory for what gRPC calls are moving, all together; no opaque object sent or read over gRPC is larger.",
+        "Memory for the data of all gRPC calls together. An opaque object that is sent or read over gRPC must fit.",
     )
     quotas: tuple[Quota, ...] = setting(
         (),
         parse_quotas,
-        '"SALT dram=SIZE nvme=SIZE" each: bytes a tenant may have per tier; * is all others, "" callers '
-        "without a salt.",
+        (
+            'Each is "SALT dram=SIZE nvme=SIZE": the bytes that a tenant may have in each tier. * stands '
+            'for all other salts, "" for callers without a salt.'
+        ),
         metavar="'SALT dram=SIZE nvme=SIZE'",
         repeats=True,
         short="--quota",
@@ -205,29 +215,36 @@ class NodeConfig(DaemonConfig):
     kv_events: str = setting(
         "",
         parse_text,
-        "ZMQ address that KV events are published at, such as tcp://127.0.0.1:5557; empty: nowhere. "
-        "Subscribers learn the token ids of all tenants.",
+        (
+            "ZMQ address at which KV events are published, such as tcp://127.0.0.1:5557; empty: none. "
+            "Subscribers learn the token ids of all tenants."
+        ),
     )
     kv_events_replay: str = setting(
-        "", parse_text, "ZMQ address where subscribers ask for events they missed; empty: nowhere."
+        "", parse_text, "ZMQ address where subscribers request events that they missed; empty: none."
     )
     data: str = setting(
         "auto",
         parse_data,
-        "HOST:PORT of the data server, where other nodes read pages of this one, or none; auto: with a "
-        "catalog, a free port of loopback. Beyond loopback it needs TLS and identities.",
+        (
+            "HOST:PORT of the data server, from which other nodes read this node's pages; none: no data "
+            "server; auto: a free port of loopback if there is a catalog. Beyond loopback it needs TLS "
+            "and identities."
+        ),
         metavar="HOST:PORT|auto|none",
     )
     data_connections: int = setting(
         256,
         parse_count,
-        "How many connections of known callers the data server takes; callers that want many have equal parts.",
+        "How many connections of identified callers the data server accepts. Callers that want many get equal parts.",
     )
     data_transports: str = setting(
         "auto",
         parse_text,
-        "How other nodes may read pages of this one, by name with commas between; auto: all that the "
-        "machine has. Tcp remains where nothing else is left.",
+        (
+            "Transports over which other nodes may read this node's pages, separated by commas; auto: all"
+            " that the machine has, except nixl, which must be named. tcp remains as the last resort."
+        ),
         metavar="NAMES",
     )
     otlp_endpoint: str = setting(
@@ -236,7 +253,7 @@ class NodeConfig(DaemonConfig):
 
     def __post_init__(self) -> None:
         self.check_daemon()
-        require("name", self.name.strip(".") != "", "cannot be dots alone: it names a folder", self.name)
+        require("name", self.name.strip(".") != "", "must not be dots only, because it names a folder", self.name)
         require("shm_dir", self.shm_dir.is_absolute(), "must be an absolute path", str(self.shm_dir))
         require("sessions_max", 1 <= self.sessions_max <= 65535, "must be from 1 to 65535", self.sessions_max)
         require("scrub_bytes_per_s", self.scrub_bytes_per_s >= 0, "must be zero or more", self.scrub_bytes_per_s)
@@ -248,8 +265,8 @@ class NodeConfig(DaemonConfig):
         require("extent", 0 <= self.extent <= self.dram, f"must fit in dram ({format_size(self.dram)})", self.extent)
         require("eviction", _POLICY.fullmatch(self.eviction) is not None, "must match [a-z0-9_-]+", self.eviction)
         self._check_nvme()
-        self._check_faces()
-        # A reservation keeps frames as a lease does, so the bound on leases is a bound on it too.
+        self._check_interfaces()
+        # A reservation keeps frames as a lease does, so it must not last longer than a lease may.
         require(
             "lease_ttl_s_max",
             self.lease_ttl_s_max >= self.reserve_ttl_s,
@@ -263,11 +280,11 @@ class NodeConfig(DaemonConfig):
         extent = self.nvme_extent
         for target in self.nvme:
             require("nvme", target.path.is_absolute(), "must be an absolute path", str(target.path))
-            require("nvme", target.size >= NVME_BYTES_MIN, "a target has at least 1MiB", str(target))
+            require("nvme", target.size >= NVME_BYTES_MIN, "must have targets of at least 1MiB", str(target))
             # An extent is carved out of one target and into aligned frames.
             require("nvme_extent", extent <= target.size, f"must fit in {target}", extent)
         require("nvme_extent", extent >= 0 and extent % FRAME_ALIGN_BYTES == 0, "must be a multiple of 4KiB", extent)
-        require("nvme_format", bool(self.nvme) or not self.nvme_format, "needs targets: give nvme", self.nvme_format)
+        require("nvme_format", bool(self.nvme) or not self.nvme_format, "needs nvme", self.nvme_format)
         require("nvme_admission", self.nvme_admission in ADMISSIONS, "must be all or reused", self.nvme_admission)
         require(
             "nvme_write_bytes_per_day",
@@ -282,9 +299,9 @@ class NodeConfig(DaemonConfig):
         require("stop_save_s", self.stop_save_s > 0, "must be more than zero", self.stop_save_s)
         require("nvme_answer_s", self.nvme_answer_s > 0, "must be more than zero", self.nvme_answer_s)
 
-    def _check_faces(self) -> None:
-        traced = not self.otlp_endpoint or is_http_address(self.otlp_endpoint)
-        require("otlp_endpoint", traced, "must be like http://HOST:PORT", self.otlp_endpoint)
+    def _check_interfaces(self) -> None:
+        is_valid = not self.otlp_endpoint or is_http_address(self.otlp_endpoint)
+        require("otlp_endpoint", is_valid, "must be like http://HOST:PORT", self.otlp_endpoint)
         require("rpcs_max", 1 <= self.rpcs_max <= 65535, "must be from 1 to 65535", self.rpcs_max)
         require(
             "data_connections", 2 <= self.data_connections <= 65535, "must be from 2 to 65535", self.data_connections
@@ -304,20 +321,19 @@ class NodeConfig(DaemonConfig):
 
 @dataclass(frozen=True, kw_only=True)
 class Config:
-    """The whole tree. `sources` has the origin of each setting's value (by ``"node.dram"``)."""
+    """The configuration. `sources` says for each setting, such as ``"node.dram"``, where its value comes from."""
 
     node: NodeConfig = field(default_factory=NodeConfig)
     sources: Mapping[str, str] = field(default_factory=lambda: MappingProxyType({}), compare=False)
 
 
-# --- Reading it ----------------------------------------------------------------------------------------------------
+# --- Reading ----------------------------------------------------------------------------------------------------
 
 
 def node_config(**raw: object) -> NodeConfig:
-    """Make a `NodeConfig` from keyword arguments as users write them (``dram="512MiB"``), for a node embedded in a
-    process.
+    """Make a `NodeConfig` from keyword arguments as users write them (``dram="512MiB"``), for an embedded node.
 
-    Neither files nor the environment are read. Raises `InvalidRequest` for unknown names and bad values.
+    Reads neither files nor the environment. Raises `InvalidRequest` for unknown names and invalid values.
     """
     return parsed(NodeConfig, raw)
 
@@ -328,10 +344,15 @@ def load(
     env: Mapping[str, str] | None = None,
     flags: Mapping[str, object] | None = None,
 ) -> Config:
-    """Read the configuration: flags over environment over file over defaults.
+    """Read the configuration. Flags have precedence over the environment, then come the file and the defaults.
 
-    `path` names a TOML file or is None; `env` is `os.environ` when None; `flags` maps a setting's bare name to its raw
-    value, where None means "not given". Raises `InvalidRequest` naming the setting and saying where it was read.
+    Args:
+        path: of a TOML file, or None.
+        env: the environment; None: `os.environ`.
+        flags: raw values by the names of their settings. None as a value means that the flag was not given.
+
+    Raises:
+        InvalidRequest: a setting is unknown or invalid. The message names it and the place where it was read.
     """
     node, sources = read(
         NodeConfig,
@@ -342,4 +363,4 @@ def load(
         _ENV_PREFIX,
         (_ENV_NOT_CONFIG, _ENV_NOT_CONFIG_PREFIXES),
     )
-    return Config(node=node, sources=MappingProxyType({f"node.{name}": said for name, said in sources.items()}))
+    return Config(node=node, sources=MappingProxyType({f"node.{name}": place for name, place in sources.items()}))

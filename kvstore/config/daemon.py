@@ -1,4 +1,4 @@
-"""Settings that every daemon has: its process, its gRPC API and its cluster; and their checks.
+"""Settings that every daemon has, and their checks: its process, its gRPC API and its cluster.
 
 A daemon's config is a subclass. It declares a setting again if its default or meaning differs there. Its own flags come
 first.
@@ -29,10 +29,10 @@ NAME = re.compile(
 )  # part of the paths of folders and sockets; a socket's path has at most 108 bytes
 
 
-def require(name: str, holds: bool, rule: str, got: object) -> None:
+def require(name: str, holds: bool, rule: str, value: object) -> None:
     """Raise InvalidRequest for the setting ``name`` unless ``holds``. ``rule`` says what it must be."""
     if not holds:
-        raise InvalidRequest(name, f"{rule}, got {got!r}")
+        raise InvalidRequest(name, f"{rule} (got {value!r})")
 
 
 def _file(about: str) -> Any:
@@ -40,7 +40,7 @@ def _file(about: str) -> Any:
 
 
 def listen(*default: str) -> Any:
-    """Addresses of the gRPC API."""
+    """The setting for the addresses of the gRPC API, with this default."""
     about = (
         "HOST:PORT or unix:PATH of the gRPC API. Beyond loopback it needs TLS and identities. Without identities, "
         "callers that reach it may do everything."
@@ -55,18 +55,20 @@ class ClusterConfig:
     catalog: str = setting(
         "",
         parse_text,
-        "Where a cluster keeps its members: memory, file:PATH, etcd://HOST:PORT,...; empty: this daemon is "
-        "in no cluster.",
+        (
+            "The catalog of the cluster's members: memory, file:PATH or etcd://HOST:PORT,...; empty: the "
+            "daemon is in no cluster."
+        ),
         metavar="URL",
     )
     pool: str = setting(
-        "default", parse_text, "Name of the pool in the catalog: nodes and engines of one name find each other."
+        "default", parse_text, "Name of the pool in the catalog. Nodes and engines of the same pool find each other."
     )
     catalog_ttl_s: float = setting(
         10.0, parse_number, "Seconds without a sign of life after which a daemon counts as gone."
     )
     catalog_ca: Path | None = _file("PEM file of authorities that sign etcd's certificates; makes the connection TLS.")
-    catalog_cert: Path | None = _file("PEM file with the certificate that is shown to etcd.")
+    catalog_cert: Path | None = _file("PEM file with the certificate that is presented to etcd.")
     catalog_key: Path | None = _file("PEM file with the private key of `catalog_cert`.")
     catalog_user: str = setting("", parse_text, "User name at etcd; empty: none is sent.")
     catalog_password_file: Path | None = _file("File with that user's password; only its owner may read it.")
@@ -76,7 +78,7 @@ class ClusterConfig:
         require("pool", NAME.fullmatch(self.pool) is not None, "must match [a-zA-Z0-9._-]{1,48}", self.pool)
         require("catalog_ttl_s", 1 <= self.catalog_ttl_s <= 3600, "must be from 1 to 3600", self.catalog_ttl_s)
         both = (self.catalog_cert is None) == (self.catalog_key is None)
-        require("catalog_key", both, "goes with catalog_cert", str(self.catalog_key))
+        require("catalog_key", both, "must be given together with catalog_cert", str(self.catalog_key))
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -93,16 +95,18 @@ class DaemonConfig(ClusterConfig):
     http_hosts: tuple[str, ...] = setting(
         (),
         parse_hosts,
-        "Host names by which HTTP may be asked, in addition to addresses, names without a dot and the "
-        "machine's own; *: any.",
+        (
+            "Host names that HTTP answers to, in addition to addresses, names without a dot and the "
+            "machine's own name; *: any."
+        ),
         metavar="NAME",
         repeats=True,
     )
     listen: tuple[str, ...] = listen()
-    tls_cert: Path | None = _file("PEM file with the certificate (and chain) that the gRPC API shows.")
+    tls_cert: Path | None = _file("PEM file with the certificate (and chain) that the gRPC API presents.")
     tls_key: Path | None = _file("PEM file with the private key of `tls_cert`.")
     tls_client_ca: Path | None = _file(
-        "PEM file of authorities: every client has to show a certificate of one of them."
+        "PEM file of authorities. Every client must present a certificate that one of them signed."
     )
     identities: Path | None = _file(
         "TOML file of callers, by token or certificate, and the salts of each; only its owner may read it."
@@ -122,6 +126,6 @@ class DaemonConfig(ClusterConfig):
         require("log_level", self.log_level in LOG_LEVELS, f"must be one of {', '.join(LOG_LEVELS)}", self.log_level)
         require("log_format", self.log_format in LOG_FORMATS, "must be text or json", self.log_format)
         both = (self.tls_cert is None) == (self.tls_key is None)
-        require("tls_key", both, "goes with tls_cert", str(self.tls_key))
+        require("tls_key", both, "must be given together with tls_cert", str(self.tls_key))
         ca = self.tls_client_ca is None or self.tls_cert is not None
         require("tls_client_ca", ca, "needs tls_cert and tls_key", str(self.tls_client_ca))

@@ -37,23 +37,23 @@ def parse_size(value: object, name: str = "size", *, zero_ok: bool = False) -> i
     """Bytes of ``"512MiB"``, ``"1.5 GB"``, ``"1048576"`` or an int.
 
     Units are KiB MiB GiB TiB (powers of 1024) and KB MB GB TB (powers of 1000). Raises `InvalidRequest` naming `name`
-    for anything else: zero (unless `zero_ok`), negative, a part of a byte.
+    for everything else, which includes negative sizes, parts of a byte and, unless `zero_ok`, zero.
     """
     if isinstance(value, int) and not isinstance(value, bool):
         size = Fraction(value)
     elif isinstance(value, str):
-        found = _SIZE.fullmatch(value.strip())
-        if found is None or found[2] not in _UNITS:
-            raise InvalidRequest(name, f"{value!r} is not a size such as 512MiB, 4GiB or 1048576")
-        size = Fraction(found[1]) * _UNITS[found[2]]
+        match = _SIZE.fullmatch(value.strip())
+        if match is None or match[2] not in _UNITS:
+            raise InvalidRequest(name, f"must be a size such as 512MiB, 4GiB or 1048576 (got {value!r})")
+        size = Fraction(match[1]) * _UNITS[match[2]]
     else:
-        raise InvalidRequest(name, f"{value!r} is not a size: give bytes or text such as 512MiB")
+        raise InvalidRequest(name, f"must be a size, in bytes or as text such as 512MiB (got {value!r})")
     if size.denominator != 1:
-        raise InvalidRequest(name, f"{value!r} is not a whole number of bytes")
+        raise InvalidRequest(name, f"must be a whole number of bytes (got {value!r})")
     if size < 0 or (size == 0 and not zero_ok):
-        raise InvalidRequest(name, f"must be {'zero or more' if zero_ok else 'more than zero'} bytes, got {value!r}")
+        raise InvalidRequest(name, f"must be {'zero or more' if zero_ok else 'more than zero'} bytes (got {value!r})")
     if size > _SIZE_BYTES_MAX:
-        raise InvalidRequest(name, f"{value!r} is more than 8 EiB")
+        raise InvalidRequest(name, f"must be at most 8 EiB (got {value!r})")
     return int(size)
 
 
@@ -89,7 +89,7 @@ def _target(value: object, name: str) -> NvmeTarget:
         return NvmeTarget(value.path.absolute(), value.size)
     path, colon, size = value.rpartition(":") if isinstance(value, str) else ("", "", "")
     if not (path.strip() and colon) or "\0" in path:
-        raise InvalidRequest(name, f"{value!r} is not PATH:SIZE, such as /var/tmp/kv:4GiB")
+        raise InvalidRequest(name, f"must be PATH:SIZE, such as /var/tmp/kv:4GiB (got {value!r})")
     return NvmeTarget(Path(path.strip()).absolute(), parse_size(size, name))
 
 
@@ -100,7 +100,7 @@ def parse_address(value: object, name: str = "address") -> tuple[str, int]:
     host = host[1:-1] if bracketed else host
     plain = host != "" and not any(c.isspace() or c in "[]/" for c in host) and (bracketed or ":" not in host)
     if not (colon and plain and re.fullmatch("[0-9]{1,5}", port) and int(port) <= 65535):
-        raise InvalidRequest(name, f"{value!r} is not HOST:PORT")
+        raise InvalidRequest(name, f"must be HOST:PORT (got {value!r})")
     return host, int(port)
 
 
@@ -118,7 +118,8 @@ def parse_listen(value: object, name: str = "listen") -> tuple[str, ...]:
         if isinstance(address, str) and address.startswith("unix:"):
             path = address.removeprefix("unix:")
             if not path.startswith("/") or "\0" in path or len(path.encode()) > SOCKET_PATH_BYTES_MAX:
-                raise InvalidRequest(name, f"{address!r} is not unix:/PATH of at most {SOCKET_PATH_BYTES_MAX} bytes")
+                rule = f"must be unix:/PATH of at most {SOCKET_PATH_BYTES_MAX} bytes"
+                raise InvalidRequest(name, f"{rule} (got {address!r})")
         else:
             parse_address(address, name)
     return tuple(map(str, addresses))
@@ -132,7 +133,7 @@ def parse_hosts(value: object, name: str = "http_hosts") -> tuple[str, ...]:
     hosts = _parts(value)
     for host in hosts:
         if not isinstance(host, str) or _HOST_NAME.fullmatch(host) is None:
-            raise InvalidRequest(name, f"{host!r} is not a host name, *.DOMAIN or *")
+            raise InvalidRequest(name, f"must be a host name, *.DOMAIN or * (got {host!r})")
     return tuple(hosts)
 
 
@@ -169,10 +170,10 @@ def _quota(value: object, name: str) -> Quota:
     for word in words[1:]:
         tier, equals, size = word.partition("=")
         if tier not in ("dram", "nvme") or not equals or tier in sizes:
-            raise InvalidRequest(name, f"{value!r}: {word!r} is not dram=SIZE or nvme=SIZE")
+            raise InvalidRequest(name, f"must have dram=SIZE or nvme=SIZE after SALT, each once (got {value!r})")
         sizes[tier] = parse_size(size, name)
     if not sizes:
-        raise InvalidRequest(name, f"{value!r} is not SALT dram=SIZE nvme=SIZE, such as tenant-a dram=1GiB")
+        raise InvalidRequest(name, f"must be SALT dram=SIZE nvme=SIZE, such as tenant-a dram=1GiB (got {value!r})")
     return Quota("" if words[0] == NO_SALT else words[0], **sizes)
 
 
@@ -202,7 +203,7 @@ def parse_size_or_zero(value: object, name: str) -> int:
 def parse_text(value: object, name: str) -> str:
     """Text as it is."""
     if not isinstance(value, str):
-        raise InvalidRequest(name, f"{value!r} is not text")
+        raise InvalidRequest(name, f"must be text (got {value!r})")
     return value
 
 
@@ -233,7 +234,7 @@ def parse_switch(value: object, name: str) -> bool:
         return value
     if isinstance(value, str) and value.lower() in known:
         return known[value.lower()]
-    raise InvalidRequest(name, f"{value!r} is not true or false")
+    raise InvalidRequest(name, f"must be true or false (got {value!r})")
 
 
 def parse_count(value: object, name: str) -> int:
@@ -242,7 +243,7 @@ def parse_count(value: object, name: str) -> int:
         return value
     if isinstance(value, str) and re.fullmatch("-?[0-9]{1,18}", value):
         return int(value)
-    raise InvalidRequest(name, f"{value!r} is not a whole number")
+    raise InvalidRequest(name, f"must be a whole number (got {value!r})")
 
 
 def parse_number(value: object, name: str) -> float:
@@ -252,7 +253,7 @@ def parse_number(value: object, name: str) -> float:
     except (ValueError, OverflowError):
         number = math.nan
     if not math.isfinite(number):
-        raise InvalidRequest(name, f"{value!r} is not a number")
+        raise InvalidRequest(name, f"must be a number (got {value!r})")
     return number
 
 
@@ -305,12 +306,12 @@ def setting(default: Any, parser: Parser, help: str, **more: Any) -> Any:
 def declared(kind: type[Settings]) -> dict[str, Declared]:
     """Every setting, in order: those that the class itself declares, then the inherited ones."""
     own_first = sorted(fields(kind), key=lambda each: each.name not in kind.__annotations__)
-    return {found.name: found.metadata["declared"] for found in own_first}
+    return {each.name: each.metadata["declared"] for each in own_first}
 
 
 def parsers_of(kind: type[Settings]) -> dict[str, Parser]:
     """Every setting's parser."""
-    return {name: found.parser for name, found in declared(kind).items()}
+    return {name: each.parser for name, each in declared(kind).items()}
 
 
 def parsed(kind: type[Found], raw: Mapping[str, object]) -> Found:
@@ -365,12 +366,12 @@ def _from_file(section: str, parsers: Mapping[str, Parser], path: Path) -> dict[
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failed:
         raise InvalidRequest("config", f"{path} is not TOML: {failed}") from failed
     given: dict[str, tuple[object, str]] = {}
-    for found, table in document.items():
-        if found not in SECTIONS:
-            raise InvalidRequest(found, f"{unknown(found, SECTIONS)} (from file {path})")
+    for key, table in document.items():
+        if key not in SECTIONS:
+            raise InvalidRequest(key, f"{unknown(key, SECTIONS)} (from file {path})")
         if not isinstance(table, dict):
-            raise InvalidRequest(found, f"is a table: write [{found}] (from file {path})")
-        for name, raw in table.items() if found == section else ():
+            raise InvalidRequest(key, f"must be a table, [{key}] (from file {path})")
+        for name, raw in table.items() if key == section else ():
             if name not in parsers:
                 raise InvalidRequest(f"{section}.{name}", f"{unknown(name, parsers)} (from file {path})")
             given[name] = (raw, f"file {path}")
@@ -420,23 +421,22 @@ class ChangedFiles:
 
     def __init__(self, paths: Iterable[Path]) -> None:
         self._paths = tuple(paths)
-        self._seen: tuple[_Stamp, ...] | None = None
+        self._stamps: tuple[_Stamp, ...] | None = None
 
     def changed(self) -> bool:
         """True if a file has changed since the last call, and at the first call. Call it before reading the files: the
         next call then reports later changes."""
-        now = tuple(_stamp(each) for each in self._paths)
-        before, self._seen = self._seen, now
-        return now != before
+        before, self._stamps = self._stamps, tuple(_stamp(each) for each in self._paths)
+        return self._stamps != before
 
     def forget(self) -> None:
         """Let the next call return True, because the files just read were invalid."""
-        self._seen = None
+        self._stamps = None
 
 
 def _stamp(path: Path) -> _Stamp:
     try:
-        found = os.stat(path)
+        status = os.stat(path)
     except OSError:
         return None
-    return found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns
+    return status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns

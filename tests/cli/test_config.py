@@ -81,7 +81,7 @@ def test_address(given_: str, address: tuple[str, int]) -> None:
     "given_", ["", "host", ":80", "host:", "host:65536", "::1:80", "[::1:80", "a b:1", "h:-1", 80, None]
 )
 def test_address_refused(given_: object) -> None:
-    with pytest.raises(InvalidRequest, match="^http: .* is not HOST:PORT$"):
+    with pytest.raises(InvalidRequest, match="^http: must be HOST:PORT .got .*"):
         parse_address(given_, "http")
 
 
@@ -143,7 +143,7 @@ def test_nvme_from_everywhere(tmp_path: Path) -> None:
     node = load(path, env=env, flags=flags).node
     assert (node.nvme, node.nvme_format, node.eviction) == ((A,), True, "s3-fifo_2")
     assert load(path, env={"KVSTORE_NVME": ""}).node.nvme == ()
-    with pytest.raises(InvalidRequest, match=r"^nvme: 'x' is not PATH:SIZE.*\(from env KVSTORE_NVME\)$"):
+    with pytest.raises(InvalidRequest, match=r"^nvme: must be PATH:SIZE.*'x'.*\(from env KVSTORE_NVME\)$"):
         load(env={"KVSTORE_NVME": "x"})
 
 
@@ -225,10 +225,10 @@ def test_precedence_and_sources(tmp_path: Path) -> None:
     [
         ("[node]\ndramm = 1", "node.dramm: is not a known setting; did you mean dram? (from file {path})"),
         ("[nodes]\n", "nodes: is not a known setting; did you mean node? (from file {path})"),
-        ("node = 3", "node: is a table: write [node] (from file {path})"),
-        ("[node]\ndram = 0", "dram: must be more than zero bytes, got 0 (from file {path})"),
-        ("[node]\ndram = [1]", "dram: [1] is not a size: give bytes or text such as 512MiB (from file {path})"),
-        ("[node]\nname = 7", "name: 7 is not text (from file {path})"),
+        ("node = 3", "node: must be a table, [node] (from file {path})"),
+        ("[node]\ndram = 0", "dram: must be more than zero bytes (got 0) (from file {path})"),
+        ("[node]\ndram = [1]", "dram: must be a size, in bytes or as text such as 512MiB (got [1]) (from file {path})"),
+        ("[node]\nname = 7", "name: must be text (got 7) (from file {path})"),
     ],
 )
 def test_file_refused(tmp_path: Path, text: str, line: str) -> None:
@@ -252,7 +252,7 @@ def test_environment_refused() -> None:
     with pytest.raises(InvalidRequest) as refused:
         load(env={"KVSTORE_DRAMM": "1GiB"})
     assert str(refused.value) == "KVSTORE_DRAMM: is not a known setting; did you mean KVSTORE_DRAM?"
-    with pytest.raises(InvalidRequest, match=r"^dram: 'x' is not a size .* \(from env KVSTORE_DRAM\)$"):
+    with pytest.raises(InvalidRequest, match=r"^dram: must be a size .*got 'x'. \(from env KVSTORE_DRAM\)$"):
         load(env={"KVSTORE_DRAM": "x"})
 
 
