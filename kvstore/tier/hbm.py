@@ -87,7 +87,7 @@ class HbmStore:
         device: the device that has the memory.
         arena: where its frames are. The caller allocates the memory, and frees it after the store is closed.
         incarnation: a random number of the arena, because device memory ends with its process.
-        found: extents that are already carved.
+        extents: those that are already carved: position and class.
         deadline_s: the time for the copy of one page.
     """
 
@@ -101,13 +101,13 @@ class HbmStore:
         device: Device,
         arena: FrameMap,
         incarnation: int,
-        found: Iterable[tuple[int, FrameClass]] = (),
+        extents: Iterable[tuple[int, FrameClass]] = (),
         deadline_s: float = COPY_DEADLINE_S,
     ) -> None:
         self.incarnation = incarnation
         self.extent_bytes, self.positions = arena.extent_bytes, arena.positions
         self._arena, self._deadline_s = arena, deadline_s
-        self._carved = dict(found)
+        self._extents = dict(extents)
         self._stream = CopyStream(device)
         self._bounces = PinnedBounces(device)
 
@@ -125,12 +125,12 @@ class HbmStore:
 
     def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
         """See ``TierStore``."""
-        assert 0 <= position < self.positions and position not in self._carved and self.frames_of(frame_class)
-        self._carved[position] = frame_class
+        assert 0 <= position < self.positions and position not in self._extents and self.frames_of(frame_class)
+        self._extents[position] = frame_class
 
     def drop(self, position: int) -> None:
         """See ``TierStore``."""
-        del self._carved[position]
+        del self._extents[position]
 
     def open_for_writing(self, positions: Iterable[int]) -> None:
         """See ``TierStore``."""
@@ -162,8 +162,8 @@ class HbmStore:
         self.read_pages(position, frame, frame_class, page[None])
 
     def read_pages(self, position: int, frame: int, frame_class: FrameClass, rows: Bytes) -> None:
-        """Read the pages in the frames from ``frame`` on into ``rows`` ``[pages, page_bytes or more]``; the rest of a
-        row is zeroed. The deadline is for ``BOUNCE_BYTES`` at a time. Raises as ``read_page``."""
+        """Read the pages in the frames from ``frame`` on into ``rows`` ``[pages, page_bytes or more]``; the rest of
+        each row is set to zero. The deadline applies to each ``BOUNCE_BYTES``. Raises as ``read_page``."""
         step = max(1, BOUNCE_BYTES // frame_class.frame_bytes)
         for first in range(0, len(rows), step):
             some = rows[first : first + step]
@@ -172,13 +172,13 @@ class HbmStore:
             with self._bounces.borrow(nbytes, deadline_s) as bounce:
                 bounce.event = self._stream.copy(places_in(bounce.address, sizes), places, sizes)
                 bounce.event.wait(deadline_s)
-                found = bounce.memory[:nbytes].reshape(len(some), -1)
-                width = min(found.shape[1], some.shape[1])
-                copy(some[:, :width], found[:, :width])
+                pages = bounce.memory[:nbytes].reshape(len(some), -1)
+                width = min(pages.shape[1], some.shape[1])
+                copy(some[:, :width], pages[:, :width])
             some[:, width:] = 0  # a foreign arena keeps no padding
 
     def sync(self) -> None:
-        """See ``TierStore``. Does nothing, because device memory survives nothing."""
+        """See ``TierStore``. Does nothing, because device memory is never durable."""
 
     def close(self) -> None:
         """See ``TierStore``."""
@@ -187,6 +187,6 @@ class HbmStore:
     def _pieces(
         self, position: int, frame: int, frame_class: FrameClass, count: int = 1
     ) -> tuple[Addresses, Addresses]:
-        assert self._carved.get(position) == frame_class, (position, frame_class)
+        assert self._extents.get(position) == frame_class, (position, frame_class)
         assert frame >= 0 and frame + count <= self.frames_of(frame_class), (frame, count, frame_class)
         return self._arena.pieces(position, frame, frame_class, count)

@@ -17,7 +17,6 @@ host memory, and by each device whose memory is to be filled, if it can reach th
 from __future__ import annotations
 
 import contextlib
-import importlib
 import mmap
 import os
 import socket
@@ -79,7 +78,7 @@ class SharedFrames:
     def __init__(self, memory: npt.NDArray[np.uint8], table: MountedTable) -> None:
         self._memory, self._frames, self._strides = memory, table.frames, table.strides
         self._page_layers = table.frame_class.layers
-        self._whole = table.strides.views(memory, table.frames)
+        self._pages = table.strides.views(memory, table.frames)
 
     @classmethod
     def open(cls, folder: NodeFolder, table: MountedTable) -> SharedFrames | None:
@@ -104,7 +103,7 @@ class SharedFrames:
 
     def read(self, frame: int, rows: npt.NDArray[np.uint8], layer: int | None = None) -> None:
         """See ``PeerMemory``."""
-        views = self._whole
+        views = self._pages
         if layer is not None:
             views = layer_of(self._strides, layer, self._page_layers).views(self._memory, self._frames)
         targets = rows.reshape(len(rows), len(views), *views[0].shape[1:])
@@ -120,10 +119,10 @@ class SharedFrames:
 
 def layer_of(strides: Strides, layer: int, layers: int) -> Strides:
     """The strides of one layer of the pages. Raises Unavailable."""
-    found = strides.part(layer, layers)
-    if found is None:
+    part = strides.part(layer, layers)
+    if part is None:
         raise Unavailable("the layers of that memory are not separate")
-    return found
+    return part
 
 
 class MountedMemory(Protocol):
@@ -164,16 +163,19 @@ class MountedMemory(Protocol):
 
 
 def _open_device(folder: NodeFolder, table: MountedTable) -> PeerMemory | None:
-    opened = importlib.import_module("kvstore.tier.peer_memory").opened  # late: few processes need it
-    found: PeerMemory | None = opened(folder, table)
-    return found
+    """The row of ``OPENERS`` for devices. None if the memory cannot be read from here; its pages are misses."""
+    try:
+        memory = PeerAllocation(folder, table)
+    except Unavailable:
+        return None
+    return DevicePages(memory.device, memory.address, table, memory.address_for)
 
 
 OPENERS: Final[dict[int, Callable[[NodeFolder, MountedTable], PeerMemory | None]]] = {
     HOST: SharedFrames.open,
     DEVICE: _open_device,
 }
-"""Kinds of memory that this machine's processes can read of one another."""
+"""For each kind of memory, the function that opens it in another process of the machine."""
 
 
 PASS_S: Final = 0.5  # for one caller, at either end
@@ -233,13 +235,13 @@ class DescriptorServer:
                 except OSError:  # it was shut down, or there are too many open files
                     time.sleep(PAUSE_S)
                     continue
-                with caller, contextlib.suppress(OSError):  # it has gone, or takes nothing
+                with caller, contextlib.suppress(OSError):  # it has gone, or does not receive
                     caller.settimeout(PASS_S)
                     socket.send_fds(caller, [_WORD], [self._descriptor])
         os.close(self._descriptor)
 
 
-def received(path: Path) -> int:
+def receive_descriptor(path: Path) -> int:
     """Receive the descriptor that is passed at ``path``. The caller closes it.
 
     Raises:
@@ -251,20 +253,22 @@ def received(path: Path) -> int:
             server.settimeout(PASS_S)
             server.connect(name)
             server.settimeout(max(deadline_s - time.monotonic(), 0.01))
-            _, found, _, _ = socket.recv_fds(server, len(_WORD), 1)
+            _, descriptors, _, _ = socket.recv_fds(server, len(_WORD), 1)
     except OSError as error:
         raise Unavailable(f"no descriptor is passed at {path}: {error.strerror or error}") from None
-    if not found:
+    if not descriptors:
         raise Unavailable(f"no descriptor is passed at {path}")
-    os.set_inheritable(found[0], False)
-    return int(found[0])
+    os.set_inheritable(descriptors[0], False)
+    return int(descriptors[0])
 
 
 COPY_S: Final = 5.0  # for one copy of pages from a device to the host
 
-_FORM: Final = struct.Struct("<16sQQ")  # UUID of the device, place in the allocation, its length; its handle follows
+_FORM: Final = struct.Struct(
+    "<16sQQ"
+)  # UUID of the device, offset in the allocation, length of the allocation; its handle follows
 
-_LATE: Final[list[object]] = []  # memory that an abandoned copy may still read
+_IN_USE: Final[list[object]] = []  # memory that an abandoned copy may still read
 
 
 class DeviceFrames:
@@ -279,10 +283,10 @@ class DeviceFrames:
 
     def export(self, folder: NodeFolder, number: int) -> bytes:
         """See ``MountedMemory``."""
-        found = self._device.export(self._address)
-        if found.descriptor >= 0:
-            self._server = DescriptorServer(passing_path(folder, number), folder.file_mode, found.descriptor)
-        return _FORM.pack(found.device, found.offset, found.nbytes) + found.handle
+        export = self._device.export(self._address)
+        if export.descriptor >= 0:
+            self._server = DescriptorServer(passing_path(folder, number), folder.file_mode, export.descriptor)
+        return _FORM.pack(export.device, export.offset, export.nbytes) + export.handle
 
     def withdraw(self) -> None:
         """See ``MountedMemory``."""
@@ -296,18 +300,18 @@ class DeviceFrames:
         def address_for(other: Device) -> int | None:
             if other is device:
                 return address
-            # Access between devices is to plain allocations: what is mapped is there for whom it was mapped alone.
+            # Devices may access each other's plain allocations. Mapped memory is accessible only to its own device.
             return None if mapped or other.reach(device.uuid) else address
 
         return DevicePages(device, address, table, address_for)
 
 
 class DevicePages:
-    """See ``PeerMemory``: pages that come to the host as they come out of every store of a device's memory.
+    """See ``PeerMemory``: pages in device memory, which ``HbmStore`` copies to the host.
 
     Args:
-        device, address: by which this process reads them, and where it has them.
-        address_for: where another device has them; None: it does not reach them.
+        device, address: the device that reads the pages in this process, and their address for it.
+        address_for: returns their address for another device; None if it cannot reach them.
     """
 
     def __init__(
@@ -317,8 +321,8 @@ class DevicePages:
         self._device, self._layers, self._address_for = device, _Layers(table, address), address_for
         arena = StridedFrames(table.frame_class, address, table.frames, table.strides)
         self._store = HbmStore(device, arena, NO_INCARNATION, [(0, table.frame_class)], COPY_S)
-        self._by_layer: HbmStore | None = None  # made when first a layer is read
-        self._making = threading.Lock()
+        self._layer_hbm: HbmStore | None = None  # made when a layer is read for the first time
+        self._mutex = threading.Lock()
 
     def read(self, frame: int, rows: npt.NDArray[np.uint8], layer: int | None = None) -> None:
         """See ``PeerMemory``."""
@@ -328,7 +332,7 @@ class DevicePages:
             else:
                 self._layer_store().read_pages(layer, frame, self._layers.frame_class, rows)
         except DeadlineExceeded:
-            _LATE.append(self)  # to unmap what a device still reads would cost this process the device
+            _IN_USE.append(self)  # the device may still read it, and unmapping it would cost this process the device
             raise
 
     def places(
@@ -347,11 +351,11 @@ class DevicePages:
 
     def _layer_store(self) -> HbmStore:
         layers = self._layers
-        with self._making:
-            if self._by_layer is None:
-                carved = ((position, layers.frame_class) for position in range(layers.positions))
-                self._by_layer = HbmStore(self._device, layers, NO_INCARNATION, carved, COPY_S)
-            return self._by_layer
+        with self._mutex:
+            if self._layer_hbm is None:
+                extents = ((position, layers.frame_class) for position in range(layers.positions))
+                self._layer_hbm = HbmStore(self._device, layers, NO_INCARNATION, extents, COPY_S)
+            return self._layer_hbm
 
 
 class PeerAllocation:
@@ -362,12 +366,12 @@ class PeerAllocation:
         if len(table.export) < _FORM.size:
             raise Unavailable("the export is not memory of a device")
         uuid, self._offset, nbytes = _FORM.unpack_from(table.export)
-        if self._offset + table.nbytes > nbytes:  # to copy from beyond its end would cost this process its device
+        if self._offset + table.nbytes > nbytes:  # a copy from beyond its end would cost this process its device
             raise Unavailable("that memory is shorter than its records say")
         self._export = DeviceExport(uuid, self._offset, nbytes, table.export[_FORM.size :])
-        self._passing: Path = passing_path(folder, table.number)
+        self._socket_path: Path = passing_path(folder, table.number)
         self._lock = threading.Lock()
-        self._opened: dict[Device, int | None] = {}
+        self._addresses: dict[Device, int | None] = {}
         self.device = self._opener(uuid)
         address = self.address_for(self.device)
         if address is None:
@@ -375,29 +379,29 @@ class PeerAllocation:
         self.address = address
 
     def address_for(self, device: Device) -> int | None:
-        """Where that device sees the memory; None if it cannot reach it. Each device is asked once."""
+        """The address of the memory for that device; None if the device cannot reach it. Each device is tried once."""
         with self._lock:
-            if device not in self._opened:
+            if device not in self._addresses:
                 try:
-                    self._opened[device] = self._open(device) + self._offset
+                    self._addresses[device] = self._open(device) + self._offset
                 except Unavailable:
-                    self._opened[device] = None
-            return self._opened[device]
+                    self._addresses[device] = None
+            return self._addresses[device]
 
     @staticmethod
     def _opener(uuid: bytes) -> Device:
         """The device itself if this process uses it, otherwise a device that can reach it."""
-        used = [device for device in devices() if device.in_use]
-        used.sort(key=lambda device: device.uuid != uuid)
-        for device in used:
+        candidates = [device for device in devices() if device.in_use]
+        candidates.sort(key=lambda device: device.uuid != uuid)
+        for device in candidates:
             if not device.reach(uuid):
                 return device
-        raise Unavailable("no device that this process uses reaches that memory")
+        raise Unavailable("no device that this process uses can reach that memory")
 
     def _open(self, device: Device) -> int:
         export = self._export
         if not export.handle:
-            export = export._replace(descriptor=received(self._passing))
+            export = export._replace(descriptor=receive_descriptor(self._socket_path))
         try:
             memory = device.open_export(export)
         finally:
@@ -409,27 +413,18 @@ class PeerAllocation:
         return memory.address
 
 
-def opened(folder: NodeFolder, table: MountedTable) -> PeerMemory | None:
-    """The opener in ``OPENERS`` for devices. None if the memory cannot be read from here; its pages are misses."""
-    try:
-        found = PeerAllocation(folder, table)
-    except Unavailable:
-        return None
-    return DevicePages(found.device, found.address, table, found.address_for)
-
-
 def _close(free: Callable[[], None]) -> None:
     with contextlib.suppress(Unavailable):  # the device was lost, and the memory with it
         free()
 
 
 class _Layers:
-    """See ``FrameMap``: of a segment's pages each layer is one position."""
+    """See ``FrameMap``: each layer of a segment's pages is one position."""
 
     def __init__(self, table: MountedTable, address: int) -> None:
-        whole, frames = table.frame_class, table.frames
-        self.frame_class = FrameClass(whole.page_bytes // whole.layers, whole.page_tokens, 1)
-        self.positions, self.extent_bytes = whole.layers, frames * self.frame_class.frame_bytes
+        pages, frames = table.frame_class, table.frames
+        self.frame_class = FrameClass(pages.page_bytes // pages.layers, pages.page_tokens, 1)
+        self.positions, self.extent_bytes = pages.layers, frames * self.frame_class.frame_bytes
         self._address, self._frames, self._strides = address, frames, table.strides
 
     def frames_of(self, frame_class: FrameClass) -> int:
@@ -437,6 +432,6 @@ class _Layers:
         return self._frames if frame_class == self.frame_class else 0
 
     def pieces(self, position: int, frame: int, frame_class: FrameClass, count: int = 1) -> tuple[Addresses, Addresses]:
-        """See ``FrameMap``. Raises Unavailable where the layers do not lie apart."""
+        """See ``FrameMap``. Raises Unavailable if the layers are not separate."""
         strides = layer_of(self._strides, position, self.positions)
         return StridedFrames(frame_class, self._address, self._frames, strides).pieces(0, frame, frame_class, count)

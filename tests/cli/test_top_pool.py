@@ -19,7 +19,7 @@ from kvstore.cli.cluster import ASK_S
 from kvstore.cli.main import cli, run
 from kvstore.cli.top import PoolWatch, pool_lines
 from kvstore.cluster.catalog.connect import to_catalog
-from kvstore.cluster.catalog.schema import EngineEntry, NodeEntry, Published, encode, key_of
+from kvstore.cluster.catalog.schema import AnyEntry, EngineEntry, NodeEntry, encode, key_of
 from kvstore.config import load
 from tests.helpers.conductors import client_of, serve_conductor
 from tests.helpers.engines.processes import prompt, spawn_engine
@@ -29,7 +29,7 @@ from tests.helpers.processes import Machine, free_port, stopped, wait_until
 SLACK = 10  # a machine that is so much slower
 
 
-def publish(url: str, *values: Published) -> None:
+def publish(url: str, *values: AnyEntry) -> None:
     """Into a catalog; nobody keeps them alive."""
 
     async def put() -> None:

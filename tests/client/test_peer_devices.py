@@ -153,13 +153,13 @@ def test_a_killed_engines_memory_is_let_go_of(machine: Machine, monkeypatch: pyt
 def test_an_engine_that_was_stopped_costs_one_deadline(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """Nobody passes the descriptor: a miss, and it is not asked again at once."""
     asked: list[Path] = []
-    pass_on = peer_memory.received
+    pass_on = peer_memory.receive_descriptor
 
     def counted(path: Path) -> int:
         asked.append(path)
         return pass_on(path)
 
-    monkeypatch.setattr(peer_memory, "received", counted)
+    monkeypatch.setattr(peer_memory, "receive_descriptor", counted)
     monkeypatch.setattr(hbm, "UNOPENED_NS", 600 * 10**9)
     machine.serve("n")
     store, engine = store_of(machine), Engine(machine, device="host:0")

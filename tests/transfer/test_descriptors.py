@@ -10,7 +10,7 @@ import pytest
 
 from kvstore.errors import Unavailable
 from kvstore.tier import peer_memory
-from kvstore.tier.peer_memory import DescriptorServer, received
+from kvstore.tier.peer_memory import DescriptorServer, receive_descriptor
 
 
 def test_a_descriptor_is_passed_to_all_who_ask_until_the_end(tmp_path: Path) -> None:
@@ -23,14 +23,14 @@ def test_a_descriptor_is_passed_to_all_who_ask_until_the_end(tmp_path: Path) -> 
     try:
         assert path.stat().st_mode & 0o777 == 0o600
         for _ in range(3):
-            found = received(path)
+            found = receive_descriptor(path)
             assert os.pread(found, 100, 0) == b"these bytes" and not os.get_inheritable(found)
             os.close(found)
     finally:
         server.close()
     assert not path.exists()
     with pytest.raises(Unavailable):
-        received(path)
+        receive_descriptor(path)
     with pytest.raises(OSError):
         os.fstat(file)
     server.close()
@@ -52,7 +52,7 @@ def test_whoever_passes_nothing_is_not_waited_for(tmp_path: Path) -> None:
     with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as silent:
         silent.bind(str(tmp_path / "silent"))
         with pytest.raises(Unavailable):
-            received(tmp_path / "silent")  # nobody listens
+            receive_descriptor(tmp_path / "silent")  # nobody listens
         silent.listen()
         with pytest.raises(Unavailable):
-            received(tmp_path / "silent")
+            receive_descriptor(tmp_path / "silent")

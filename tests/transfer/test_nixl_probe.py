@@ -51,7 +51,7 @@ def test_descriptors_of_a_devices_memory() -> None:
     """Kind and number of the device stand in what is registered and in what is read; where bytes go is the host's."""
     agent, nixl = object.__new__(NixlAgent), RecordingNixl()
     agent._lock, agent._errors = threading.Lock(), (RuntimeError,)
-    agent._prepared, agent._agent = OrderedDict(), nixl
+    agent._frame_lists, agent._agent = OrderedDict(), nixl
     agent.register_at(4096, 8192, 3, VRAM)
     run = LentRun(4096, 512, 8, 0, 2, 2)
     for kind, device in ((VRAM, 3), (DRAM, 0)):

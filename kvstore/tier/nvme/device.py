@@ -53,7 +53,7 @@ class NvmeDevice:
         disk: the file or device.
         starts: how often an owner has opened it, including this time. Numbers that begin with it are unique.
         extents: the carved extents by position. Replaced, never changed in place.
-        doubted: numbers of the extents that may have lost frames with the device's tail. Only the scan can tell.
+        doubted: numbers of the extents that may have lost frames with the device's tail. Only a scan finds out.
     """
 
     def __init__(self, disk: Disk, superblock: Superblock, table: Table, slot: int) -> None:
@@ -69,12 +69,12 @@ class NvmeDevice:
         self._table_mutex = threading.Lock()  # one writer of tables; held over their I/O
         self._sync_mutex = threading.Lock()
         self._mutex = threading.Lock()  # of everything below; never held over I/O
-        self._unsynced = False
+        self._needs_sync = False
         self._versions: Counter[int] = Counter()
         self._writers: Counter[int] = Counter()
         self._directories: dict[int, tuple[int, int]] = {}  # (version, sum) of the last directory at each position
         self._day, self._day_bytes = table.day, table.day_bytes
-        self._lost = False  # whether a sync failed
+        self._has_failed = False  # a sync failed, so writes may be lost
 
     @classmethod
     def open(
@@ -118,16 +118,16 @@ class NvmeDevice:
                 self._store(self._table)
 
     def _restore_tail(self) -> None:
-        beyond = extents_in_tail(self.disk, self.superblock, self.extents)
+        positions = extents_in_tail(self.disk, self.superblock, self.extents)
         log.warning(
             "%s: its tail was cut off and is zeros now; %d of its %d extents are scanned for remaining pages",
-            *(self.disk.path, len(beyond), len(self.extents)),
+            *(self.disk.path, len(positions), len(self.extents)),
         )
         with self._table_mutex:
-            clean = {p: replace(self.extents[p], clean=False) for p in beyond if self.extents[p].clean}
+            clean = {p: replace(self.extents[p], clean=False) for p in positions if self.extents[p].clean}
             if clean:
                 self._change(dict(clean))
-        self.doubted = frozenset(self.extents[position].number for position in beyond)
+        self.doubted = frozenset(self.extents[position].number for position in positions)
         restore_tail(self.disk, self.superblock)
 
     # --- extents ----------------------------------------------------------------------------------------------------
@@ -168,23 +168,23 @@ class NvmeDevice:
         Raises:
             OSError: none of the positions is open.
         """
-        wanted = set(positions)
+        chosen = set(positions)
         with self._table_mutex:
-            assert wanted <= self.extents.keys(), wanted
-            stale = {p: replace(self.extents[p], clean=False) for p in wanted if self.extents[p].clean}
+            assert chosen <= self.extents.keys(), chosen
+            stale = {p: replace(self.extents[p], clean=False) for p in chosen if self.extents[p].clean}
             if stale:
                 self._change(dict(stale))
             with self._mutex:
-                self._versions.update(wanted)
-                self._writers.update(wanted)
+                self._versions.update(chosen)
+                self._writers.update(chosen)
 
     def close_for_writing(self, positions: Iterable[int]) -> None:
         """End writing. The pages are written and synced and their records are stored, or the pages were given up."""
-        wanted = set(positions)
+        chosen = set(positions)
         with self._mutex:
-            assert all(self._writers[position] > 0 for position in wanted), wanted
-            self._versions.update(wanted)
-            self._writers.subtract(wanted)
+            assert all(self._writers[position] > 0 for position in chosen), chosen
+            self._versions.update(chosen)
+            self._writers.subtract(chosen)
 
     def withdraw(self, position: int, number: int) -> None:
         """Make the directory of this extent invalid. Does nothing if the position has another extent now.
@@ -226,7 +226,7 @@ class NvmeDevice:
     def _write(self, position: int, first: int, frame_class: FrameClass, buffers: list[Bytes]) -> None:
         assert self._writers[position] and self.extents[position].frame_class == frame_class, "not open for writing"
         self.disk.write(self._offset(position, first, frame_class, buffers), buffers)
-        self._unsynced = True  # after the write, because a sync during the write may not cover it
+        self._needs_sync = True  # after the write, because a sync during the write may not cover it
 
     def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
         """See ``TierStore``."""
@@ -243,8 +243,8 @@ class NvmeDevice:
 
     def _offset(self, position: int, first: int, frame_class: FrameClass, buffers: list[Bytes]) -> int:
         """The offset on the device where these frames begin. ``buffers`` must have entire frames."""
-        count, rest = divmod(sum(buffer.nbytes for buffer in buffers), geometry.stride_bytes(frame_class))
-        assert count and not rest, "no whole frames"
+        count, excess = divmod(sum(buffer.nbytes for buffer in buffers), geometry.stride_bytes(frame_class))
+        assert count and not excess, "not entire frames"
         return frame_offset(self.superblock, position, frame_class, first, count)
 
     def read_header(self, position: int, frame: int, frame_class: FrameClass, header: Bytes) -> None:
@@ -265,7 +265,7 @@ class NvmeDevice:
         assert self._writers[position] and self.extents[position].frame_class == frame_class, "not open for writing"
         blank = aligned_buffer(geometry.header_bytes(frame_class))
         self.disk.write(frame_offset(self.superblock, position, frame_class, frame), [blank])
-        self._unsynced = True
+        self._needs_sync = True
 
     def sync(self) -> None:
         """See ``TierStore``. Free if nothing was written since the last sync.
@@ -274,8 +274,8 @@ class NvmeDevice:
             OSError: everything written since the last sync must be given up. The device accepts no more writes.
         """
         with self._sync_mutex:  # a second thread waits for the sync that covers its writes
-            if self._unsynced or self._lost:  # fail also if another thread's sync has lost our writes
-                self._unsynced = False  # first, since later writes need another sync
+            if self._needs_sync or self._has_failed:  # fail also if another thread's sync has lost our writes
+                self._needs_sync = False  # first, since later writes need another sync
                 self._flush()
 
     # --- checkpoints ------------------------------------------------------------------------------------------------
@@ -291,7 +291,7 @@ class NvmeDevice:
         version = self.version(position)
         start = self.superblock.data_start + position * self.extent_bytes
         self.disk.write(start, [blocks])
-        self._unsynced = True
+        self._needs_sync = True
         self._directories[position] = version, total
 
     def mark_clean(self, versions: dict[int, int]) -> set[int]:
@@ -355,8 +355,8 @@ class NvmeDevice:
     def _change(self, changes: dict[int, ExtentOnDisk | None]) -> None:
         """Make these changes durable, then visible."""
         self._store(self._table.with_extents(changes))
-        changed = {**self.extents, **changes}
-        self.extents = {position: extent for position, extent in changed.items() if extent is not None}
+        extents = {**self.extents, **changes}
+        self.extents = {position: extent for position, extent in extents.items() if extent is not None}
 
     def _store(self, table: Table) -> None:
         """Write the next table over the older slot. When this returns, the new table is valid; when it raises, the old
@@ -374,10 +374,10 @@ class NvmeDevice:
     def _flush(self) -> None:
         """Sync the disk. The kernel reports lost writes only once, to the next sync, so a later sync would not report
         them again."""
-        if self._lost:
+        if self._has_failed:
             raise OSError(errno.EIO, "a sync failed before", self.disk.path)
         try:
             self.disk.sync()
         except OSError:
-            self._lost = True
+            self._has_failed = True
             raise

@@ -1,7 +1,7 @@
 """NvmeDevices: the NVMe devices of one node as one row of positions, interleaved in proportion to their sizes.
 
 Every start rebuilds the row from the devices that are present, because each device stores its own positions. So a
-device may be missing, or come back, at any start. Its pages are missing, or back, with it.
+device may be missing, or come back, at any start. Its pages are missing, or return, with it.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class NvmeDevices:
     """
 
     def __init__(self, devices: Sequence[NvmeDevice]) -> None:
-        assert devices and len({(device.extent_bytes, device.starts) for device in devices}) == 1, "join them"
+        assert devices and len({(device.extent_bytes, device.starts) for device in devices}) == 1, "join them first"
         self.devices = tuple(devices)
         self.extent_bytes = devices[0].extent_bytes
         self._row = interleave([device.positions for device in devices])
@@ -149,13 +149,13 @@ class NvmeDevices:
 
     def open_for_writing(self, positions: Iterable[int]) -> None:
         """See ``NvmeDevice``. If one device fails, none is open."""
-        opened: list[tuple[NvmeDevice, list[int]]] = []
+        done: list[tuple[NvmeDevice, list[int]]] = []
         try:
             for device, locals_ in self._by_device(positions):
                 device.open_for_writing(locals_)
-                opened.append((device, locals_))
+                done.append((device, locals_))
         except OSError:
-            for device, locals_ in opened:
+            for device, locals_ in done:
                 device.close_for_writing(locals_)
             raise
 
@@ -243,11 +243,11 @@ class NvmeDevices:
             device.close()
 
     def _by_device(self, positions: Iterable[int]) -> list[tuple[NvmeDevice, list[int]]]:
-        found: dict[int, list[int]] = defaultdict(list)
+        groups: dict[int, list[int]] = defaultdict(list)
         for position in positions:
             at, local = self._row[position]
-            found[at].append(local)
-        return [(self.devices[at], locals_) for at, locals_ in found.items()]
+            groups[at].append(local)
+        return [(self.devices[at], locals_) for at, locals_ in groups.items()]
 
 
 def today() -> int:
