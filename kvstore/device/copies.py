@@ -1,5 +1,4 @@
-"""Copies to and from a device: a stream that threads share, and pinned host memory for copies that need a bounce
-buffer."""
+"""Copies to and from a device: a stream that threads share, and pinned memory for bounce buffers."""
 
 from __future__ import annotations
 
@@ -17,7 +16,7 @@ from kvstore.device.base import Addresses, Bytes, Device, DeviceEvent, DeviceLos
 from kvstore.device.host_memory import large_buffer
 from kvstore.errors import DeadlineExceeded, Unavailable
 
-BOUNCE_BYTES_MAX: Final = 64 << 20  # pinned at a time for one user; a single larger buffer is allowed
+BOUNCE_BYTES_MAX: Final = 64 << 20  # pinned memory of one pool; a single larger buffer is allowed
 LATE_POLL_S: Final = 0.01
 
 
@@ -27,13 +26,13 @@ class CopyStream:
     def __init__(self, device: Device) -> None:
         self.device = device
         self._stream = device.stream()
-        self._submitting = threading.Lock()  # one thread at a time may use a stream
+        self._submit_lock = threading.Lock()  # one thread at a time may use a stream
 
     def copy(
         self, targets: Addresses, sources: Addresses, nbytes: Addresses, after: DeviceEvent | None = None
     ) -> DeviceEvent:
         """Copy after ``after``, see ``DeviceStream.copy``. Returns the event after the copy."""
-        with self._submitting:
+        with self._submit_lock:
             if after is not None:
                 self._stream.wait(after)
             self._stream.copy(targets, sources, nbytes)
@@ -67,7 +66,7 @@ class PinnedBounces:
 
     def __init__(self, device: Device, nbytes_max: int = BOUNCE_BYTES_MAX) -> None:
         self._device, self._nbytes_max = device, nbytes_max
-        self._changed = threading.Condition()
+        self._condition = threading.Condition()
         self._free: list[PinnedBounce] = []  # the last used one on top, because it may be in the CPU cache
         self._late: list[PinnedBounce] = []
         self._nbytes = 0
@@ -83,25 +82,25 @@ class PinnedBounces:
             DeviceLost: memory can no longer be pinned.
         """
         bounce = self._take(nbytes, deadline_s)
-        over = False
+        is_over = False
         try:
             yield bounce
-            over = True
+            is_over = True
         finally:
-            with self._changed:
-                late = not over and bounce.event is not None
-                (self._late if late else self._free).append(bounce)
-                self._changed.notify()
+            with self._condition:
+                is_late = not is_over and bounce.event is not None
+                (self._late if is_late else self._free).append(bounce)
+                self._condition.notify()
 
     def close(self) -> None:
         """Unpin unused memory. Borrowed and late memory stays."""
-        with self._changed:
+        with self._condition:
             self._reap()
             self._nbytes -= sum(len(bounce.memory) for bounce in self._free)
             _give_up(self._device, self._free, self._late)
 
     def _take(self, nbytes: int, deadline_s: float) -> PinnedBounce:
-        with self._changed:
+        with self._condition:
             while True:
                 for bounce in reversed(self._free):
                     if len(bounce.memory) >= nbytes:
@@ -114,21 +113,21 @@ class PinnedBounces:
                     return self._make(nbytes)
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
-                    raise DeadlineExceeded(f"{self._nbytes} bytes of pinned memory are all in use")
-                self._changed.wait(min(left_s, LATE_POLL_S) if self._late else left_s)
+                    raise DeadlineExceeded(f"{self._nbytes} bytes of pinned memory are in use, which is all")
+                self._condition.wait(min(left_s, LATE_POLL_S) if self._late else left_s)
                 self._reap()
 
     def _make(self, nbytes: int) -> PinnedBounce:
-        memory, pinned = large_buffer(nbytes), True
+        memory, is_pinned = large_buffer(nbytes), True
         memory[:: 1 << 12] = 0  # pinned memory must be populated
         try:
             self._device.register(memory)
         except DeviceLost:
             raise
         except Unavailable:
-            pinned = False  # copies take longer
+            is_pinned = False  # copies take longer
         self._nbytes += len(memory)
-        return PinnedBounce(memory, pinned)
+        return PinnedBounce(memory, is_pinned)
 
     def _reap(self) -> None:
         """Free late bounces whose event is over."""
@@ -146,7 +145,7 @@ class PinnedBounces:
 
 # Memory that stays pinned: bounces that were late when their pool ended, which a device may touch, and those that the
 # driver does not unpin.
-_LEFT: Final[list[PinnedBounce]] = []
+_NOT_UNPINNED: Final[list[PinnedBounce]] = []
 
 
 def _give_up(device: Device, free: list[PinnedBounce], late: list[PinnedBounce]) -> None:
@@ -157,8 +156,8 @@ def _give_up(device: Device, free: list[PinnedBounce], late: list[PinnedBounce])
             try:
                 device.unregister(bounce.memory)
             except Unavailable:
-                _LEFT.append(bounce)
-    _LEFT.extend(late)
+                _NOT_UNPINNED.append(bounce)
+    _NOT_UNPINNED.extend(late)
     late.clear()
 
 

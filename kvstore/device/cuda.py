@@ -40,9 +40,9 @@ from kvstore.device.cuda_driver import (
     CurrentContext,
     DriverError,
     PrimaryContext,
-    answered,
     begin,
     call,
+    call_driver,
     fault,
 )
 from kvstore.device.host_memory import empty
@@ -178,10 +178,10 @@ class CudaDevice:
         self.model = name.partition(b"\0")[0].decode(errors="replace")
         self._lock = threading.Lock()
         self._ranges = RegisteredRanges()
-        self._opened: _Opened | None = None
+        self._open_device: _OpenDevice | None = None
         # by address: memory that can be passed to other processes as a descriptor
         self._shared: weakref.WeakValueDictionary[int, CudaMemory] = weakref.WeakValueDictionary()
-        self._reached: set[bytes] = set()  # devices whose memory in this process this device may access
+        self._peers: set[bytes] = set()  # devices whose memory in this process this device may access
 
     @property
     def name(self) -> str:
@@ -191,7 +191,7 @@ class CudaDevice:
     @property
     def lost(self) -> str:
         """Why the device does not work any more, or ""."""
-        return "" if self._opened is None else self._opened.primary.lost
+        return "" if self._open_device is None else self._open_device.primary.lost
 
     @property
     def kernel_missing(self) -> str:
@@ -208,11 +208,11 @@ class CudaDevice:
         """Whether one call of the driver copies many pieces. Opens the device."""
         return self._open().copies.batches
 
-    def _open(self) -> _Opened:
+    def _open(self) -> _OpenDevice:
         with self._lock:
-            if self._opened is not None:
-                return self._opened
-            opened = self._opened = _Opened(self._driver, self._ordinal, self._ranges)
+            if self._open_device is not None:
+                return self._open_device
+            opened = self._open_device = _OpenDevice(self._driver, self._ordinal, self._ranges)
         if not opened.kernel_missing:  # during the measurement, other threads copy with engines only
             opened.copies.kernel_below = calibrate(self, self.stream())
         return opened
@@ -226,13 +226,13 @@ class CudaDevice:
         primary = self._open().primary
         with primary.current():
             if not shared:
-                return cuda_driver.plain(primary, nbytes)
+                return cuda_driver.allocate_plain(primary, nbytes)
             try:
-                memory = cuda_driver.mapped(primary, nbytes)
+                memory = cuda_driver.allocate_mapped(primary, nbytes)
             except DeviceLost:
                 raise
             except Unavailable:
-                return cuda_driver.plain(primary, nbytes)
+                return cuda_driver.allocate_plain(primary, nbytes)
         self._shared[memory.address] = memory
         return memory
 
@@ -241,7 +241,7 @@ class CudaDevice:
         primary = self._open().primary
         shared = [each for start, each in self._shared.items() if start <= address < start + each.nbytes]
         with primary.current():
-            return cuda_driver.exported(primary, self.uuid, shared[0] if shared else None, address)
+            return cuda_driver.export(primary, self.uuid, shared[0] if shared else None, address)
 
     def open_export(self, export: DeviceExport) -> CudaMemory:
         """See ``Device``."""
@@ -249,7 +249,7 @@ class CudaDevice:
             raise Unavailable(why)
         primary = self._open().primary
         with primary.current():
-            return cuda_driver.opened(primary, export)
+            return cuda_driver.open_export(primary, export)
 
     def reach(self, uuid: bytes) -> str:
         """See ``Device``. Memory of this process on the other device is accessible as soon as this process uses that
@@ -262,21 +262,21 @@ class CudaDevice:
         ours, theirs = (call(self._driver.cuDeviceGet, device._ordinal) for device in (self, other))
         if not call(self._driver.cuDeviceCanAccessPeer, ours, theirs):
             return f"{self.name} cannot read the memory of {other.name}"
-        if other.in_use and uuid not in self._reached:
+        if other.in_use and uuid not in self._peers:
             try:
                 with self._open().primary.current():
                     call(self._driver.cuCtxEnablePeerAccess, other._open().primary.context, 0)
             except DriverError as error:
                 if error.code != PEER_ACCESS_ALREADY_ENABLED:  # by PyTorch, say
                     return str(error)
-            self._reached.add(uuid)
+            self._peers.add(uuid)
         return ""
 
     def owns(self, address: int) -> bool:
         """See ``Device``. A process that has not opened the device has no memory on it, and a lost device has none
         either."""
         try:
-            if self._opened is None and not self.in_use:
+            if self._open_device is None and not self.in_use:
                 return False
             opened = self._open()
             with opened.primary.current():
@@ -315,8 +315,8 @@ class CudaDevice:
     def unregister(self, memory: Bytes) -> None:
         """See ``Device``. Takes no lock: a finalizer may call this in a thread that is opening the device."""
         self._ranges.remove(memory.ctypes.data)
-        if self._opened is not None and not self.lost:
-            with contextlib.suppress(DeviceLost), self._opened.primary.current():  # it may turn out to be lost
+        if self._open_device is not None and not self.lost:
+            with contextlib.suppress(DeviceLost), self._open_device.primary.current():  # it may turn out to be lost
                 call(self._driver.cuMemHostUnregister, memory.ctypes.data)
 
     def stream(self) -> CudaStream:
@@ -333,7 +333,7 @@ class CudaDevice:
         return CudaStream(self._open(), self._driver.CUstream(handle))
 
 
-class _Opened:
+class _OpenDevice:
     """The state of a device after it was opened."""
 
     def __init__(self, driver: Any, ordinal: int, ranges: RegisteredRanges) -> None:
@@ -358,8 +358,8 @@ class _Opened:
 class CudaStream:
     """See ``DeviceStream``."""
 
-    def __init__(self, opened: _Opened, handle: Any) -> None:
-        self._opened = opened
+    def __init__(self, opened: _OpenDevice, handle: Any) -> None:
+        self._open_device = opened
         self._handle = handle
 
     @property
@@ -370,29 +370,29 @@ class CudaStream:
     def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
         """See ``DeviceStream``."""
         if len(nbytes):
-            with self._opened.primary.current():
-                self._opened.copies.copy(self._handle, targets, sources, nbytes)
+            with self._open_device.primary.current():
+                self._open_device.copies.copy(self._handle, targets, sources, nbytes)
 
     def copy_by_kernel(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
         """Copy pieces of any length with the kernel. Raises Unavailable if the device cannot reach a piece."""
-        with self._opened.primary.current():
-            if not self._opened.copies.by_kernel(self._handle, targets, sources, nbytes, ALWAYS):
+        with self._open_device.primary.current():
+            if not self._open_device.copies.by_kernel(self._handle, targets, sources, nbytes, ALWAYS):
                 raise Unavailable("cuda: the kernel cannot reach that memory")
 
     def copy_by_engines(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
         """Copy pieces of any length with the copy engines."""
-        with self._opened.primary.current():
-            self._opened.copies.by_engines(self._handle, targets, sources, nbytes)
+        with self._open_device.primary.current():
+            self._open_device.copies.by_engines(self._handle, targets, sources, nbytes)
 
     def wait(self, event: DeviceEvent) -> None:
         """See ``DeviceStream``. The event may be another CUDA device's."""
         assert isinstance(event, CudaEvent)
-        with self._opened.primary.current():
-            call(self._opened.driver.cuStreamWaitEvent, self._handle, event.handle, 0)
+        with self._open_device.primary.current():
+            call(self._open_device.driver.cuStreamWaitEvent, self._handle, event.handle, 0)
 
     def record(self) -> CudaEvent:
         """See ``DeviceStream``."""
-        primary, driver = self._opened.primary, self._opened.driver
+        primary, driver = self._open_device.primary, self._open_device.driver
         with primary.current():
             if (
                 call(driver.cuStreamIsCapturing, self._handle)
@@ -419,7 +419,7 @@ class CudaEvent:
     def over(self) -> bool:
         """See ``DeviceEvent``."""
         with self._primary.current():
-            (code,) = answered(self._primary.driver.cuEventQuery, self.handle)
+            (code,) = call_driver(self._primary.driver.cuEventQuery, self.handle)
             if code not in (SUCCESS, NOT_READY):
                 raise fault(code, "cuEventQuery")
         return bool(code == SUCCESS)

@@ -1,7 +1,7 @@
 """The CUDA driver in this process: whether there is one, its primary contexts, its errors, and memory of GPUs.
 
 Only the modules ``cuda*`` of this folder call the driver. They import it late. So one installation works without the
-package, without a driver, and with an old one; ``begin`` says in one line why the driver cannot be used.
+package, without a driver, and with an old driver. ``begin`` says in one line why the driver cannot be used.
 
 All libraries of a process, PyTorch among them, share a device's primary context. A call pushes that context onto the
 calling thread's stack of contexts, and pops it afterwards.
@@ -67,7 +67,7 @@ LOST: Final = frozenset(
 
 
 class DriverError(Unavailable):
-    """The driver refused a call, and still works. ``code``: its name of the error."""
+    """The driver refused a call, and still works. ``code``: the driver's name of the error."""
 
     def __init__(self, reason: str, code: str = "") -> None:
         super().__init__(reason)
@@ -84,23 +84,23 @@ def fault(code: str, call: str) -> KVStoreError:
 
 def call(function: Callable[..., Any], *arguments: object) -> Any:
     """Call the driver, and return its results without the code: None, a value, or a tuple. Raises as ``fault``."""
-    code, *found = answered(function, *arguments)
+    code, *results = call_driver(function, *arguments)
     if code != SUCCESS:
         raise fault(code, function.__name__)
-    return found[0] if len(found) == 1 else tuple(found) or None
+    return results[0] if len(results) == 1 else tuple(results) or None
 
 
-def answered(function: Callable[..., Any], *arguments: object) -> tuple[Any, ...]:
+def call_driver(function: Callable[..., Any], *arguments: object) -> tuple[Any, ...]:
     """Call the driver, and return the name of the code and the results.
 
     Raises:
         DriverError: the driver has no such call, or its code is unknown to the package.
     """
     try:
-        code, *found = function(*arguments)
+        code, *results = function(*arguments)
     except (RuntimeError, ValueError, KeyError) as error:
         raise DriverError(f"cuda: {function.__name__}: {str(error).partition(chr(10))[0]}") from None
-    return code.name, *found
+    return code.name, *results
 
 
 def absent() -> str:
@@ -124,10 +124,10 @@ def begin() -> Any:
         driver = importlib.import_module("cuda.bindings.driver")
     except ImportError:
         raise Unavailable(NO_PACKAGE) from None
-    if why := absent():  # by cuInit it would be an error of a kind that differs between versions of the package
+    if why := absent():  # otherwise cuInit fails, with an error that depends on the version of the package
         raise Unavailable(why)
     try:
-        (code,) = answered(driver.cuInit, 0)
+        (code,) = call_driver(driver.cuInit, 0)
         if code == SUCCESS:
             version = int(call(driver.cuDriverGetVersion))
             if why := too_old(version):
@@ -155,7 +155,7 @@ class PrimaryContext:
     """A device's primary context. Kept until the process ends, because other libraries use it too.
 
     Attributes:
-        lost: why nothing works any more, or "".
+        lost: why the device does not work any more, or "".
         context: the driver's object.
     """
 
@@ -184,8 +184,8 @@ class PrimaryContext:
 class CurrentContext:
     """See ``PrimaryContext.current``.
 
-    Another thread may be recording a CUDA graph; while one does, the driver refuses some calls of all threads, and ends
-    the recording. Nothing of ours belongs to a recording, so that ours are exempt.
+    While a thread records a CUDA graph, the driver refuses some calls of all threads, and ends the recording. Our calls
+    never belong to a recording, so this context exempts them.
     """
 
     __slots__ = ("_mode", "_primary")
@@ -233,12 +233,12 @@ class CudaMemory:
         """See ``DeviceMemory``."""
         undo, self._undo = self._undo, []
         if undo and not self._primary.lost:
-            with contextlib.suppress(DeviceLost), self._primary.current():  # it may turn out to be lost
+            with contextlib.suppress(DeviceLost), self._primary.current():  # the device may turn out to be lost
                 for each in undo:
                     each()
 
 
-def plain(primary: PrimaryContext, nbytes: int) -> CudaMemory:
+def allocate_plain(primary: PrimaryContext, nbytes: int) -> CudaMemory:
     """Allocate plain memory. The context must be current here and in the next functions. Raises OutOfSpace,
     DeviceLost."""
     driver = primary.driver
@@ -246,7 +246,7 @@ def plain(primary: PrimaryContext, nbytes: int) -> CudaMemory:
     return CudaMemory(primary, address, nbytes, [lambda: call(driver.cuMemFree, address)])
 
 
-def mapped(primary: PrimaryContext, nbytes: int) -> CudaMemory:
+def allocate_mapped(primary: PrimaryContext, nbytes: int) -> CudaMemory:
     """Allocate mapped memory, which has a descriptor for other processes. Raises OutOfSpace, DeviceLost; Unavailable if
     the driver cannot map."""
     for needed in ("VIRTUAL_MEMORY_MANAGEMENT_SUPPORTED", "HANDLE_TYPE_POSIX_FILE_DESCRIPTOR_SUPPORTED"):
@@ -265,28 +265,28 @@ def mapped(primary: PrimaryContext, nbytes: int) -> CudaMemory:
 def properties_of(primary: PrimaryContext) -> Any:
     """The argument of ``cuMemCreate``."""
     driver = primary.driver
-    found = driver.CUmemAllocationProp()
-    found.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
-    found.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
-    found.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    found.location.id = primary.ordinal
+    made = driver.CUmemAllocationProp()
+    made.type = driver.CUmemAllocationType.CU_MEM_ALLOCATION_TYPE_PINNED
+    made.requestedHandleTypes = driver.CUmemAllocationHandleType.CU_MEM_HANDLE_TYPE_POSIX_FILE_DESCRIPTOR
+    made.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    made.location.id = primary.ordinal
     if primary.attribute("GPU_DIRECT_RDMA_WITH_CUDA_VMM_SUPPORTED"):  # so that it can be registered with a network card
-        found.allocFlags.gpuDirectRDMACapable = 1
-    return found
+        made.allocFlags.gpuDirectRDMACapable = 1
+    return made
 
 
 def access_of(primary: PrimaryContext) -> Any:
     """The argument of ``cuMemSetAccess``: this device reads and writes. Some drivers refuse read access alone."""
     driver = primary.driver
-    found = driver.CUmemAccessDesc()
-    found.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
-    found.location.id = primary.ordinal
-    found.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
-    return found
+    made = driver.CUmemAccessDesc()
+    made.location.type = driver.CUmemLocationType.CU_MEM_LOCATION_TYPE_DEVICE
+    made.location.id = primary.ordinal
+    made.flags = driver.CUmemAccess_flags.CU_MEM_ACCESS_FLAGS_PROT_READWRITE
+    return made
 
 
-def exported(primary: PrimaryContext, device: bytes, memory: CudaMemory | None, address: int) -> DeviceExport:
-    """See ``Device.export``. ``memory``: the mapped allocation in which that address lies; None: a plain one."""
+def export(primary: PrimaryContext, device: bytes, memory: CudaMemory | None, address: int) -> DeviceExport:
+    """See ``Device.export``. ``memory``: the mapped allocation that has this address; None: a plain one."""
     driver = primary.driver
     if memory is None:
         base, nbytes = call(driver.cuMemGetAddressRange, address)
@@ -310,7 +310,7 @@ def handle_of(driver: Any, raw: bytes) -> Any:
     return handle
 
 
-def opened(primary: PrimaryContext, export: DeviceExport) -> CudaMemory:
+def open_export(primary: PrimaryContext, export: DeviceExport) -> CudaMemory:
     """See ``Device.open_export``."""
     driver = primary.driver
     if export.descriptor >= 0:

@@ -5,10 +5,10 @@ that this event needs: earlier work of its stream, and of the streams that it wa
 and the pieces of one copy are copied in a random order (by seed). A target is poisoned as soon as no earlier call can
 still read it. So code that does not wait for an event always finds wrong bytes.
 
-Several of them can reach each other as their creator configures (``reaches``). A copy from the memory of another one is
-an error that is detected. Shared memory is a memory file, which other processes map by its descriptor. Tests may lose
+``reaches`` says which of these devices can reach each other. A copy from the memory of a device that is out of reach is
+detected as an error. Shared memory is a memory file, which other processes map by its descriptor. Tests may lose
 the device (``lose``), hold its work back (``hold``), make it refuse to pin memory (``refuse_registration``), and
-replace the physical pages behind memory (``replaced``).
+replace the physical pages of memory (``replace_pages``).
 """
 
 from __future__ import annotations
@@ -40,9 +40,9 @@ class HostMemory:
     """See ``DeviceMemory``. Addresses are never reused, so that a use after ``free`` is detected."""
 
     def __init__(
-        self, freed: Callable[[HostMemory], None], nbytes: int, descriptor: int = -1, theirs: bool = False
+        self, on_free: Callable[[HostMemory], None], nbytes: int, descriptor: int = -1, theirs: bool = False
     ) -> None:
-        self._freed = freed
+        self._on_free = on_free
         self._map = mmap.mmap(descriptor, max(nbytes, 1))
         self.nbytes = nbytes
         self.address = ctypes.addressof(ctypes.c_char.from_buffer(self._map))
@@ -54,7 +54,7 @@ class HostMemory:
 
     def free(self) -> None:
         """See ``DeviceMemory``."""
-        self._freed(self)
+        self._on_free(self)
 
     def view(self) -> Bytes:
         """The bytes, for tests and for functions that stand for kernels. Programs have to copy them."""
@@ -70,42 +70,42 @@ class HostMemory:
 
 def check_apart(reads: list[Span], writes: list[Span]) -> None:
     """Assert that no piece is written where another piece is read or written."""
-    ordered = sorted(writes)
-    for (_, end), (begin, _) in pairwise(ordered):
+    order = sorted(writes)
+    for (_, end), (begin, _) in pairwise(order):
         assert end <= begin, "pieces of one copy are written over each other"
     for begin, end in reads:
-        at = bisect_right(ordered, (begin, begin)) - 1
-        assert at < 0 or ordered[at][1] <= begin, "a piece is read where another is written"
-        assert at + 1 >= len(ordered) or end <= ordered[at + 1][0], "a piece is read where another is written"
+        at = bisect_right(order, (begin, begin)) - 1
+        assert at < 0 or order[at][1] <= begin, "a piece is read where another is written"
+        assert at + 1 >= len(order) or end <= order[at + 1][0], "a piece is read where another is written"
 
 
 def check_mapped(pieces: list[Span], *, writable: bool) -> None:
     """Assert that every piece is in memory that this process may read, or write."""
     if not pieces:
         return
-    mapped: list[list[int]] = []  # ranges with no gap between them, in order
+    ranges: list[list[int]] = []  # in order; adjacent ranges are joined
     with open("/proc/self/maps") as file:
         for line in file:
-            span, allowed = line.split(maxsplit=2)[:2]
+            span, mode = line.split(maxsplit=2)[:2]
             begin, end = (int(bound, 16) for bound in span.split("-"))
-            if not allowed.startswith("rw" if writable else "r"):
+            if not mode.startswith("rw" if writable else "r"):
                 continue
-            if mapped and mapped[-1][1] == begin:
-                mapped[-1][1] = end
+            if ranges and ranges[-1][1] == begin:
+                ranges[-1][1] = end
             else:
-                mapped.append([begin, end])
+                ranges.append([begin, end])
     for begin, end in pieces:
-        at = bisect_right(mapped, begin, key=lambda span: span[0]) - 1
-        assert at >= 0 and end <= mapped[at][1], f"{begin, end} is not {'writable ' if writable else ''}memory"
+        at = bisect_right(ranges, begin, key=lambda span: span[0]) - 1
+        assert at >= 0 and end <= ranges[at][1], f"{begin, end} is not {'writable ' if writable else ''}memory"
 
 
 FALSE_ANSWERS_MAX: Final = 2  # how often an event may report that it is not over although it could be
 
-_FIRST_HANDLE: Final = 0x1000  # 0, 1 and 2 are the default streams of others
+_FIRST_HANDLE: Final = 0x1000  # 0, 1 and 2 are the default streams
 
 
 class _Work:
-    """One item of a stream: a copy, a wait, or a kernel."""
+    """An item of a stream: a copy, a wait, or a kernel."""
 
     def __init__(self, run: Callable[[], None], reads: list[Span], writes: list[Span] | None) -> None:
         self.run, self.reads, self.writes = run, reads, writes  # writes None: anything, anywhere
@@ -118,14 +118,14 @@ class _Work:
 class HostEvent:
     """See ``DeviceEvent``."""
 
-    def __init__(self, device: HostDevice, stream: HostStream, behind: int, falses: int) -> None:
-        self._device, self.stream, self.behind, self._falses = device, stream, behind, falses
+    def __init__(self, device: HostDevice, stream: HostStream, work_before: int, falses: int) -> None:
+        self._device, self.stream, self.work_before, self._falses = device, stream, work_before, falses
 
     def over(self) -> bool:
         """See ``DeviceEvent``. Returns False a few times first."""
         with self._device.changed:
             self._device.check()
-            if self.stream.done >= self.behind:
+            if self.stream.done >= self.work_before:
                 return True
             if self._falses or self._device.held:
                 self._falses = max(0, self._falses - 1)
@@ -138,7 +138,7 @@ class HostEvent:
         device = self._device
         with device.changed:
             device.check()
-            while self.stream.done < self.behind:
+            while self.stream.done < self.work_before:
                 left_s = deadline_s - time.monotonic()
                 if left_s <= 0:
                     raise DeadlineExceeded(f"{device.name} did not do its work in time")
@@ -238,7 +238,7 @@ class HostDevice:
             if shared:
                 descriptor = os.memfd_create(f"kvstore-{self.name}", os.MFD_CLOEXEC)
                 os.ftruncate(descriptor, max(nbytes, 1))
-            return self._added(HostMemory(self.freed, nbytes, descriptor))
+            return self._add(HostMemory(self.note_free, nbytes, descriptor))
 
     def export(self, address: int) -> DeviceExport:
         """See ``Device``."""
@@ -246,7 +246,7 @@ class HostDevice:
             self.check()
             memory = self._memory_at(address)
             if memory is None or memory.descriptor < 0 or memory.theirs or not memory.live:
-                raise Unavailable(f"{self.name}: that memory cannot be shown to other processes")
+                raise Unavailable(f"{self.name}: that memory cannot be shared with other processes")
             offset, nbytes = address - memory.address, memory.nbytes
             return DeviceExport(self.uuid, offset, nbytes, b"", os.dup(memory.descriptor))
 
@@ -258,13 +258,13 @@ class HostDevice:
                 raise Unavailable(why)
             if export.descriptor < 0 or os.fstat(export.descriptor).st_size < export.nbytes:
                 raise Unavailable(f"{self.name}: the memory is not what its export says")
-            return self._added(HostMemory(self.freed, export.nbytes, export.descriptor, theirs=True))
+            return self._add(HostMemory(self.note_free, export.nbytes, export.descriptor, theirs=True))
 
     def reach(self, uuid: bytes) -> str:
         """See ``Device``."""
         return "" if uuid in self._reaches else f"{self.name} has no access to the memory of that device"
 
-    def freed(self, memory: HostMemory) -> None:
+    def note_free(self, memory: HostMemory) -> None:
         """Note that ``memory`` was freed."""
         with self.changed:
             if memory.live:
@@ -280,14 +280,14 @@ class HostDevice:
 
     def register(self, memory: Bytes) -> None:
         """See ``Device``."""
-        added = _range_of(memory)
+        span = _range_of(memory)
         with self.changed:
             self.check()
             if self.refuse_registration:
                 raise Unavailable(f"{self.name} does not pin memory")
-            assert not any(_meet(added, span) for span in self._registered), "registered twice"
-            check_mapped([added], writable=False)
-            self._registered.append(added)
+            assert not any(_meet(span, other) for other in self._registered), "registered twice"
+            check_mapped([span], writable=False)
+            self._registered.append(span)
 
     def unregister(self, memory: Bytes) -> None:
         """See ``Device``."""
@@ -339,12 +339,12 @@ class HostDevice:
             self.held = False
             self.changed.notify_all()
 
-    def replaced(self, memory: Bytes) -> None:
-        """Note that other physical pages are now behind this memory. A registered range still has the old pages, which
-        nothing else maps: a copy from there gives poison, and a copy to there is lost."""
-        gone = _range_of(memory)
+    def replace_pages(self, memory: Bytes) -> None:
+        """Give this memory other physical pages. A registered range still has the old ones, which nothing else maps. So
+        a copy from there gives poison, and a copy to there is lost."""
+        replaced = _range_of(memory)
         with self.changed:
-            self._stale = [span for span in self._registered if span in self._stale or _meet(span, gone)]
+            self._stale = [span for span in self._registered if span in self._stale or _meet(span, replaced)]
 
     # --- For streams and events, which hold the lock ----------------------------------------------------------------
 
@@ -356,7 +356,7 @@ class HostDevice:
     def run(self, event: HostEvent) -> None:
         """Do the work that this event needs."""
         stream = event.stream
-        while stream.done < event.behind:
+        while stream.done < event.work_before:
             work = stream.work.popleft()
             work.run()
             stream.done += 1
@@ -376,7 +376,7 @@ class HostDevice:
         return [piece for piece in pieces if not self._is_ours(piece)]
 
     def pending(self) -> Iterator[_Work]:
-        """All work that was requested and is not done."""
+        """All work that is not done yet."""
         for stream in self._streams.values():
             yield from stream.work
 
@@ -399,12 +399,10 @@ class HostDevice:
         for other in [device for device in self._all if device is not self]:
             memory = other._memory_at(piece[0])
             if memory is not None and not memory.theirs:
-                assert not self.reach(other.uuid), (
-                    f"{piece} is memory of {other.name}, which {self.name} does not reach"
-                )
+                assert not self.reach(other.uuid), f"{piece} is memory of {other.name}, which {self.name} cannot reach"
                 assert memory.live, f"{piece} is freed memory of {other.name}"
 
-    def _added(self, memory: HostMemory) -> HostMemory:
+    def _add(self, memory: HostMemory) -> HostMemory:
         insort(self._memories, memory, key=lambda m: m.address)
         return memory
 
@@ -414,9 +412,9 @@ class HostDevice:
             return None
         return self._memories[at]
 
-    def _check_idle(self, gone: Span, what: str) -> None:
-        assert not any(work.writes is not None and work.touches(gone) for work in self.pending()), (
-            f"{gone} is {what} while work is left that touches it"
+    def _check_idle(self, span: Span, verb: str) -> None:
+        assert not any(work.writes is not None and work.touches(span) for work in self.pending()), (
+            f"{span} is {verb} while work that touches it is pending"
         )
 
     def _stream(self, handle: int) -> HostStream:

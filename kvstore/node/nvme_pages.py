@@ -428,7 +428,7 @@ class NvmePages(NvmeStore):
                 info = info_word(frame_class.page_bytes, flags=STAMPED, position=0)
                 info |= page.standing or standing_of(record.info)
                 place = frame_class, incarnation, page.target
-                headers[at] = frame_header.packed(*place, record.identity, record.parent, info, sums, total)
+                headers[at] = frame_header.pack_bytes(*place, record.identity, record.parent, info, sums, total)
                 done.checksums[i] = sums
         return headers
 
@@ -460,7 +460,7 @@ class NvmePages(NvmeStore):
                 if header is not None:
                     place, identity = (frame_class, incarnation, pages[i].target), identity_row(header)
                     rest = header.info, header.checksums, header.payload_sum
-                    packed = frame_header.packed(*place, identity.tobytes(), header.parent, *rest)
+                    packed = frame_header.pack_bytes(*place, identity.tobytes(), header.parent, *rest)
                     slot[:header_bytes] = np.frombuffer(packed, np.uint8)
             with self._writes[self._device(first.target, tables)]:
                 self.devices.write_run(target.position, first.target.frame, frame_class, slots)

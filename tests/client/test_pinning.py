@@ -60,7 +60,7 @@ def test_a_node_that_was_smaller_meanwhile(machine: Machine, device: HostDevice)
     daemon.kill()
     daemon = machine.serve("n", eviction="lru", dram="4MiB")
     wait_until("memory is given back", lambda: segment.stat().st_blocks * 512 <= SMALLER + (64 << 10))
-    device.replaced(beyond)
+    device.replace_pages(beyond)
     daemon.kill()
     machine.serve("n", eviction="lru", dram="16MiB")
     for seed in range(200, 300):
@@ -147,7 +147,7 @@ def test_another_devices_copies_count_as_well(device: HostDevice, data: Array) -
     """A driver's registration is for all devices of a process: what one has registered, none may find stale."""
     position, out = Position(data), InterfaceBuffer(device, (4, 4096))
     position.copy(link_of(device), out).wait(1e12)
-    device.replaced(position.memory)
+    device.replace_pages(position.memory)
     with added_device("host:1") as other:
         position.number = 2
         position.copy(link_of(other), InterfaceBuffer(other, (4, 4096))).wait(1e12)

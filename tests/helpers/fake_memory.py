@@ -149,7 +149,7 @@ class FakeMemory:
 
     def _cuMemAddressReserve(self, nbytes: int, alignment: int, address: int, flags: int) -> tuple[Any]:
         reserved = _Reserved(nbytes)
-        self.device._added(reserved)
+        self.device._add(reserved)
         self._reserved[reserved.address] = reserved
         return (package.CUdeviceptr(reserved.address),)
 

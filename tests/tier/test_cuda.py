@@ -30,11 +30,11 @@ from kvstore.device.cuda_driver import (
     LOST,
     DriverError,
     access_of,
+    allocate_mapped,
     call,
-    exported,
+    export,
     fault,
-    mapped,
-    opened,
+    open_export,
     properties_of,
 )
 from kvstore.errors import DeadlineExceeded, OutOfSpace, Unavailable
@@ -297,14 +297,14 @@ without_a_driver = pytest.mark.skipif(has_driver(), reason="the calls would be c
 def test_mapped_memory_is_made_shown_and_given_back() -> None:
     made = CheckedDriver()
     primary: Any = CheckedPrimary(1, made)
-    memory = mapped(primary, (2 << 20) + 1)
+    memory = allocate_mapped(primary, (2 << 20) + 1)
     assert (memory.address, memory.nbytes) == (BASE, 4 << 20), "whole steps of the driver's"
     assert made.said == ["cuMemGetAllocationGranularity", "cuMemCreate", *MAPPED]
-    export = exported(primary, bytes(16), memory, BASE + 100)
-    assert (export.offset, export.nbytes, export.handle) == (100, 4 << 20, b"") and export.descriptor >= 0
+    shown = export(primary, bytes(16), memory, BASE + 100)
+    assert (shown.offset, shown.nbytes, shown.handle) == (100, 4 << 20, b"") and shown.descriptor >= 0
     made.said.clear()
-    theirs = opened(primary, export)
-    os.close(export.descriptor)
+    theirs = open_export(primary, shown)
+    os.close(shown.descriptor)
     assert theirs.nbytes == 4 << 20 and made.said == ["cuMemImportFromShareableHandle", *MAPPED]
     for each in (memory, theirs):
         made.said.clear()
@@ -318,6 +318,6 @@ def test_mapped_memory_is_made_shown_and_given_back() -> None:
 def test_what_was_done_before_a_refusal_is_undone(refused: str, undone: list[int]) -> None:
     made = CheckedDriver(refused)
     with pytest.raises(DriverError):
-        mapped(CheckedPrimary(1, made), 1)  # type: ignore[arg-type]
+        allocate_mapped(CheckedPrimary(1, made), 1)  # type: ignore[arg-type]
     after = made.said[made.said.index(refused) + 1 :]
     assert after == [UNMAPPED[at] for at in undone]

@@ -319,7 +319,7 @@ def test_memory_that_is_collected_while_the_device_is_opened_is_unpinned(
     fake: FakeDriver, device: CudaDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The collector runs a finalizer in the thread that opens the device, and so holds its lock."""
-    opened, memory = cuda._Opened, some()
+    opened, memory = cuda._OpenDevice, some()
     collected = list[str]()
 
     def opens(*given: Any) -> Any:
@@ -328,7 +328,7 @@ def test_memory_that_is_collected_while_the_device_is_opened_is_unpinned(
         collected.append("while it was opened")
         return made
 
-    monkeypatch.setattr(cuda, "_Opened", opens)
+    monkeypatch.setattr(cuda, "_OpenDevice", opens)
     device.allocate(100).free()
     assert collected
     device.register(memory)

@@ -84,7 +84,7 @@ class EtcdCatalog(Catalog):
             revision, self._cluster = revision or answer.header.revision, answer.header.cluster_id
             entries += [_entry(each) for each in answer.kvs]
             if len(entries) > LISTING_MAX:
-                raise Unavailable(f"{self.url} holds more than {LISTING_MAX} entries below {prefix}")
+                raise Unavailable(f"{self.url} has more than {LISTING_MAX} entries below {prefix}")
             if not answer.more:
                 return Update(revision, tuple(entries), whole=True)
             key = bytes(answer.kvs[-1].key) + b"\0"
@@ -108,11 +108,11 @@ class EtcdCatalog(Catalog):
             raise
         if answer.succeeded:
             return int(answer.header.revision)
-        found = [_entry(each) for each in answer.responses[0].response_range.kvs]
-        there = found[0] if found else None
-        if there is not None and lease and (there.session, there.value) == (lease, value):
-            return there.revision
-        raise KeyTaken(key, there)
+        entries = [_entry(each) for each in answer.responses[0].response_range.kvs]
+        entry = entries[0] if entries else None
+        if entry is not None and lease and (entry.session, entry.value) == (lease, value):
+            return entry.revision
+        raise KeyTaken(key, entry)
 
     async def retract(self, key: str, only_if: int | None = None) -> bool:
         """See ``Catalog.retract``."""
@@ -134,9 +134,9 @@ class EtcdCatalog(Catalog):
         while True:
             try:
                 if revision is None:
-                    whole = await self.listing(prefix)
-                    revision = whole.revision
-                    yield whole
+                    listing = await self.listing(prefix)
+                    revision = listing.revision
+                    yield listing
                 async with aclosing(self._changes(prefix, revision + 1, health)) as changes:
                     async for update in changes:
                         if update is None:  # etcd no longer has these changes
@@ -176,17 +176,17 @@ class EtcdCatalog(Catalog):
         stream = self._channel.stream("Watch/Watch", request, pb.WatchResponse, PROGRESS_REQUEST)
         async with aclosing(stream) as answers:
             async for answer in answers:
-                about = answer.header
-                if answer.compact_revision or about.cluster_id != self._cluster or about.revision < revision - 1:
+                header = answer.header
+                if answer.compact_revision or header.cluster_id != self._cluster or header.revision < revision - 1:
                     yield None
                     return
                 if answer.canceled:
-                    raise self._cancelled(answer.cancel_reason)
+                    raise self._error_of(answer.cancel_reason)
                 health.note_success()
                 if answer.events:
                     yield _update(answer)
 
-    def _cancelled(self, reason: str) -> KVStoreError:
+    def _error_of(self, reason: str) -> KVStoreError:
         """The error for a watch that etcd cancelled, also because it does not accept our token."""
         if is_stale_token(reason) or "permission denied" in reason:
             self._channel.forget_token()
@@ -237,16 +237,16 @@ class _EtcdSession(Session):
 def _update(answer: Any) -> Update:
     """The update in one answer of a watch. If one key changed several times, the last change counts."""
     entries: dict[str, Entry] = {}
-    gone: dict[str, None] = {}
+    removals: dict[str, None] = {}
     for event in answer.events:
         key = event.kv.key.decode(errors="replace")
         entries.pop(key, None)
-        gone.pop(key, None)
+        removals.pop(key, None)
         if event.type == event.DELETE:
-            gone[key] = None
+            removals[key] = None
         else:
             entries[key] = _entry(event.kv)
-    return Update(int(answer.events[-1].kv.mod_revision), tuple(entries.values()), tuple(gone))
+    return Update(int(answer.events[-1].kv.mod_revision), tuple(entries.values()), tuple(removals))
 
 
 def _entry(kv: Any) -> Entry:

@@ -77,7 +77,7 @@ def _serialized(path: Path) -> bytes:
             literal = value.args[0] if isinstance(value, ast.Call) else value
             if isinstance(literal, ast.Constant):
                 return literal.value if isinstance(literal.value, bytes) else str(literal.value).encode("latin-1")
-    raise InvalidRequest("catalog", f"{path} holds no descriptor; the etcd3 package must be version 0.12")
+    raise InvalidRequest("catalog", f"{path} has no descriptor; the etcd3 package must have version 0.12")
 
 
 ATTEMPT_S: Final = 2.0  # one endpoint, while others may answer
@@ -149,14 +149,14 @@ class Credentials:
             return None
         if (self.certificate is None) != (self.key is None):
             raise InvalidRequest("catalog_cert", "must be given together with catalog_key")
-        found = _pem("catalog_ca", self.ca), _pem("catalog_key", self.key), _pem("catalog_cert", self.certificate)
+        parts = _pem("catalog_ca", self.ca), _pem("catalog_key", self.key), _pem("catalog_cert", self.certificate)
         try:  # gRPC would accept invalid files, and fail every connection later
             context = ssl.create_default_context(cafile=self.ca)
             if self.certificate is not None and self.key is not None:
                 context.load_cert_chain(self.certificate, self.key, password="")
         except (OSError, ValueError) as error:
-            raise InvalidRequest("catalog_cert", f"certificate, key and authorities do not fit ({error})") from None
-        return grpc.ssl_channel_credentials(*found)
+            raise InvalidRequest("catalog_cert", f"must fit its key and the authorities ({error})") from None
+        return grpc.ssl_channel_credentials(*parts)
 
     def password(self) -> str:
         """The password now in the file. Raises InvalidRequest if the file cannot be read, or other users can read
@@ -184,22 +184,22 @@ class EtcdChannel:
         self._endpoints = tuple(endpoints)
         self._credentials = credentials
         self._channels: list[grpc.aio.Channel] = []
-        self._closing: set[asyncio.Task[None]] = set()
+        self._closes: set[asyncio.Task[None]] = set()
         self._files = ChangedFiles(credentials.files)
         self._at = 0
-        self._moved = asyncio.Event()  # set when we leave the current endpoint or its channel
+        self._move_event = asyncio.Event()  # set when we leave the current endpoint or its channel
         self._token: str | None = None  # None: not requested yet; "": etcd needs none
-        self._asking = asyncio.Lock()  # one call requests a token for all
+        self._token_lock = asyncio.Lock()  # one call requests a token for all
 
     def open(self) -> None:
         """Make the channels, without connecting. Raises InvalidRequest if the certificates are not valid."""
         self._files.changed()
-        self._channels = self._made()
+        self._channels = self._make_channels()
 
     async def close(self) -> None:
         """Close the channels."""
         channels, self._channels = self._channels, []
-        await asyncio.gather(*(each.close() for each in channels), *self._closing)
+        await asyncio.gather(*(each.close() for each in channels), *self._closes)
 
     async def call(self, method: str, request: Any, answer: type[Any], call_s: float) -> Any:
         """Return one answer to ``/etcdserverpb.METHOD``.
@@ -211,7 +211,7 @@ class EtcdChannel:
             InvalidRequest: the password's file cannot be read.
         """
         ends_s = asyncio.get_running_loop().time() + call_s
-        said, tries, renewed = "no time was left", 0, False
+        reason, tries, renewed = "no time was left", 0, False
         while (left_s := ends_s - asyncio.get_running_loop().time()) > 0:
             at = self._at
             try:
@@ -221,13 +221,13 @@ class EtcdChannel:
                     renewed = True
                     continue
                 if error.code() not in _ELSEWHERE or _NO_SPACE in (error.details() or ""):
-                    raise self._translated(error) from error
-                said = f"{self._endpoints[at]}: {error.details() or error.code().name}"
+                    raise self._to_error(error) from error
+                reason = f"{self._endpoints[at]}: {error.details() or error.code().name}"
             self.next_endpoint(at)
             tries += 1
             if tries % len(self._endpoints) == 0:
                 await asyncio.sleep(min(PAUSE_S * tries, 0.5))
-        raise Unavailable(f"etcd did not answer in {call_s:g} s ({said})")
+        raise Unavailable(f"etcd did not answer in {call_s:g} s ({reason})")
 
     async def stream(
         self, method: str, request: Any, answer: type[Any], ask: bytes = b"", token: bool = True
@@ -249,7 +249,7 @@ class EtcdChannel:
         try:
             async with asyncio.timeout(2 * ATTEMPT_S):  # etcd answers the first request of every stream at once
                 metadata = await self._metadata(at, ATTEMPT_S, token)
-                moved, channel = self._moved, self._channels[at]
+                moved, channel = self._move_event, self._channels[at]
                 call = channel.stream_stream(
                     f"/etcdserverpb.{method}", request_serializer=_bytes_of, response_deserializer=answer.FromString
                 )(metadata=metadata)
@@ -262,7 +262,7 @@ class EtcdChannel:
             if self._forgets_token(error):
                 raise Unavailable("etcd asked for a new token") from error
             self.next_endpoint(at)
-            raise self._translated(error) from error
+            raise self._to_error(error) from error
         except (asyncio.InvalidStateError, grpc.aio.UsageError, TimeoutError) as error:
             # `write` raises InvalidStateError if the call's channel was closed.
             self.next_endpoint(at)
@@ -289,10 +289,10 @@ class EtcdChannel:
         self._token = None
 
     def _move(self) -> None:
-        moved, self._moved = self._moved, asyncio.Event()
-        moved.set()
+        event, self._move_event = self._move_event, asyncio.Event()
+        event.set()
 
-    def _made(self) -> list[grpc.aio.Channel]:
+    def _make_channels(self) -> list[grpc.aio.Channel]:
         tls = self._credentials.tls()
         return [
             grpc.aio.insecure_channel(each, _OPTIONS) if tls is None else grpc.aio.secure_channel(each, tls, _OPTIONS)
@@ -304,17 +304,17 @@ class EtcdChannel:
         if not self._files.changed():
             return
         try:
-            made = self._made()
+            channels = self._make_channels()
         except InvalidRequest as error:
             self._files.forget()  # they may be in the middle of being written
             log.debug("certificates for etcd are not read again yet: %s", error)
             return
-        old, self._channels = self._channels, made
+        old, self._channels = self._channels, channels
         self._move()
-        for channel in old:  # calls under way end within ATTEMPT_S
-            closing = asyncio.create_task(channel.close(3 * ATTEMPT_S))
-            self._closing.add(closing)
-            closing.add_done_callback(self._closing.discard)
+        for channel in old:  # running calls end within ATTEMPT_S
+            close = asyncio.create_task(channel.close(3 * ATTEMPT_S))
+            self._closes.add(close)
+            close.add_done_callback(self._closes.discard)
         log.info("certificates for etcd were read again")
 
     async def _once(self, at: int, method: str, request: Any, answer: type[Any], timeout_s: float) -> Any:
@@ -328,14 +328,14 @@ class EtcdChannel:
         """The metadata of a call or stream: a token that etcd has not refused yet."""
         self._look_at_files()
         if token and self._credentials.user and self._token is None:
-            async with self._asking:
+            async with self._token_lock:
                 if self._token is None:
                     self._token = await self._new_token(at, timeout_s)
         return (_LEADER, ("token", self._token)) if self._token else (_LEADER,)
 
     async def _new_token(self, at: int, timeout_s: float) -> str:
         """Request a token. Raises Unauthenticated if user or password are wrong, and InvalidRequest if the password's
-        file is."""
+        file cannot be read."""
         pb = self.messages
         stub = self._channels[at].unary_unary(
             "/etcdserverpb.Auth/Authenticate",
@@ -354,44 +354,44 @@ class EtcdChannel:
 
     def _forgets_token(self, error: grpc.aio.AioRpcError) -> bool:
         """Whether the token was refused, so that a new one may help. Forgets the token in that case."""
-        stale = bool(self._credentials.user) and is_stale_token(error.details() or "")
-        if stale:
+        is_stale = bool(self._credentials.user) and is_stale_token(error.details() or "")
+        if is_stale:
             self.forget_token()
-        return stale
+        return is_stale
 
-    def _translated(self, error: grpc.aio.AioRpcError) -> Exception:
-        code, said = error.code(), error.details() or error.code().name
-        if "user name is empty" in said:
+    def _to_error(self, error: grpc.aio.AioRpcError) -> Exception:
+        code, message = error.code(), error.details() or error.code().name
+        if "user name is empty" in message:
             return Unauthenticated("etcd needs a user and a password: catalog_user, catalog_password_file")
         if code in (grpc.StatusCode.UNAUTHENTICATED, grpc.StatusCode.PERMISSION_DENIED):
-            return Unauthenticated(f"etcd refuses: {said}")
-        if _NO_SPACE in said:
-            said = "its storage quota is used up: compact it, defragment it, and disarm the alarm"
-        return EtcdRefusal(code, f"etcd at {self._endpoints[self._at]}: {said}")
+            return Unauthenticated(f"etcd refuses: {message}")
+        if _NO_SPACE in message:
+            message = "its storage quota is used up: compact it, defragment it, and disarm the alarm"
+        return EtcdRefusal(code, f"etcd at {self._endpoints[self._at]}: {message}")
 
 
-async def _read(call: Any, moved: asyncio.Event, ask: bytes) -> Any:
+async def _read(call: Any, move: asyncio.Event, ask: bytes) -> Any:
     """The next answer. Raises TimeoutError if ``ask`` is not answered, or the channel has moved to another endpoint."""
-    reading = asyncio.ensure_future(call.read())
-    moving = asyncio.ensure_future(moved.wait())
+    answer = asyncio.ensure_future(call.read())
+    has_moved = asyncio.ensure_future(move.wait())
     try:
         for wait_s in (ASK_S, ATTEMPT_S) if ask else (None,):
-            await asyncio.wait((reading, moving), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
-            if reading.done() and not reading.cancelled():
-                return reading.result()
-            if reading.done() or moving.done():  # a call is cancelled when its channel is closed
+            await asyncio.wait((answer, has_moved), timeout=wait_s, return_when=asyncio.FIRST_COMPLETED)
+            if answer.done() and not answer.cancelled():
+                return answer.result()
+            if answer.done() or has_moved.done():  # a call is cancelled when its channel is closed
                 break
             if wait_s == ASK_S:
                 await call.write(ask)
         raise TimeoutError
     finally:
-        moving.cancel()
-        reading.cancel()
+        has_moved.cancel()
+        answer.cancel()
 
 
-def is_stale_token(said: str) -> bool:
+def is_stale_token(message: str) -> bool:
     """Whether this message of etcd means that a new token is needed."""
-    return any(each in said for each in _STALE_TOKEN)
+    return any(each in message for each in _STALE_TOKEN)
 
 
 def _bytes_of(message: Any) -> bytes:

@@ -265,7 +265,7 @@ class _Database:
             if only_if is not None and only_if != (entry.revision if entry else 0):
                 raise KeyTaken(key, entry)
             if entry is None and sql.execute("SELECT COUNT(*) FROM entries").fetchone()[0] >= LISTING_MAX:
-                raise Unavailable(f"{self._path} holds at most {LISTING_MAX} entries")
+                raise Unavailable(f"{self._path} has at most {LISTING_MAX} entries")
             revision = self._note_change(sql, key)
             sql.execute("INSERT OR REPLACE INTO entries VALUES(?,?,?,?)", (key, value, revision, session))
             return revision

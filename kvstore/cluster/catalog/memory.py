@@ -59,7 +59,7 @@ class Ledger:
         if only_if is not None and only_if != (entry.revision if entry else 0):
             raise KeyTaken(key, entry)
         if entry is None and len(self._entries) >= LISTING_MAX:
-            raise Unavailable(f"the catalog holds at most {LISTING_MAX} entries")
+            raise Unavailable(f"the catalog has at most {LISTING_MAX} entries")
         self._note_change(key)
         self._entries[key] = Entry(key, value, self.revision, session)
         return self.revision

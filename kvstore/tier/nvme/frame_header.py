@@ -81,14 +81,14 @@ def pack(
     checksums: Sums,
     payload_sum: int,
 ) -> None:
-    """Write a page's header into ``out`` ``[header_bytes]``, and fill all of it. See ``packed``."""
+    """Write a page's header into ``out`` ``[header_bytes]``, and fill all of it. See ``pack_bytes``."""
     place = frame_class, incarnation, address
-    header = packed(*place, identity.tobytes(), parent, info, checksums, payload_sum)
+    header = pack_bytes(*place, identity.tobytes(), parent, info, checksums, payload_sum)
     assert len(out) == len(header), (len(out), len(header))
     out[:] = np.frombuffer(header, np.uint8)
 
 
-def packed(
+def pack_bytes(
     frame_class: FrameClass,
     incarnation: int,
     address: Address,
@@ -106,16 +106,16 @@ def packed(
         checksums: one per layer.
         payload_sum: of the page. Compute it before the checksums are verified, so that both cover the same bytes.
     """
-    used = _used(frame_class)
+    used = _used_bytes(frame_class)
     tokens_end = used - _SUM_BYTES - 4 * frame_class.layers
     assert len(checksums) == frame_class.layers, "of another class"
     assert len(identity) == tokens_end - _IDENTITY and len(parent) == KEY_BYTES, (len(identity), len(parent))
-    fixed = _FIXED.pack(
+    head = _FIXED.pack(
         *(_MAGIC, VERSION, used, incarnation, *address),
         *(frame_class.page_tokens, frame_class.layers, parent, info, payload_sum),
     )
-    summed = b"".join((fixed, identity, checksums.astype("<u4", copy=False).tobytes()))
-    header = summed + _digest(summed).to_bytes(_SUM_BYTES, "little")
+    content = b"".join((head, identity, checksums.astype("<u4", copy=False).tobytes()))
+    header = content + _digest(content).to_bytes(_SUM_BYTES, "little")
     return header.ljust(geometry.header_bytes(frame_class), b"\0")
 
 
@@ -138,7 +138,7 @@ def unpack(
         return "header"
     key, root, extra = (raw[at : at + KEY_BYTES] for at in range(_IDENTITY, _IDENTITY + IDENTITY_HEAD_BYTES, KEY_BYTES))
     tokens = np.frombuffer(raw, "<u4", frame_class.page_tokens, _IDENTITY + IDENTITY_HEAD_BYTES)
-    sums = np.frombuffer(raw, "<u4", frame_class.layers, _used(frame_class) - _SUM_BYTES - 4 * frame_class.layers)
+    sums = np.frombuffer(raw, "<u4", frame_class.layers, _used_bytes(frame_class) - _SUM_BYTES - 4 * frame_class.layers)
     return FrameHeader(address, key, root, extra, parent, info, total, tokens, sums)
 
 
@@ -159,14 +159,14 @@ def faults(
         generations: ``[frames]``, of the addresses.
         identities: ``[frames, 48 + 4 * page_tokens]``: key, root, extra and token ids of the expected pages.
     """
-    count, used = len(headers), _used(frame_class)
+    count, used = len(headers), _used_bytes(frame_class)
     end = _IDENTITY + identities.shape[1]
     assert end == used - _SUM_BYTES - 4 * frame_class.layers and count == len(generations) == len(identities)
     head, tail = (_MAGIC, VERSION, used, incarnation, extent), (frame_class.page_tokens, frame_class.layers)
-    found, expected = headers[:, :used].tobytes(), identities.tobytes()
+    actual, expected = headers[:, :used].tobytes(), identities.tobytes()
     reasons = []
     for row, generation in enumerate(generations.tolist()):  # as bytes: numpy costs more for a few headers
-        raw = found[row * used : (row + 1) * used]
+        raw = actual[row * used : (row + 1) * used]
         same = raw.startswith(_PLACE.pack(*head, first + row, generation, *tail))
         same = same and raw[_IDENTITY:end] == expected[row * identities.shape[1] : (row + 1) * identities.shape[1]]
         if same and _digest(raw[:-_SUM_BYTES]) == int.from_bytes(raw[-_SUM_BYTES:], "little"):
@@ -203,7 +203,7 @@ def is_payload_sound(page: Bytes, frame_class: FrameClass, total: int) -> bool:
     return payload_sum(page, frame_class) == total
 
 
-def _used(frame_class: FrameClass) -> int:
+def _used_bytes(frame_class: FrameClass) -> int:
     return geometry.HEAD_BYTES + 4 * frame_class.page_tokens + 4 * frame_class.layers
 
 
@@ -214,7 +214,7 @@ def _fault(raw: bytes, frame_class: FrameClass, incarnation: int) -> str:
         return "header"
     if version != VERSION:
         return "version"
-    if used != _used(frame_class):
+    if used != _used_bytes(frame_class):
         return "header"
     if _digest(raw[: used - _SUM_BYTES]) != int.from_bytes(raw[used - _SUM_BYTES : used], "little"):
         return "header"

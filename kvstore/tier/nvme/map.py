@@ -53,11 +53,11 @@ class NvmeMap:
     @classmethod
     def open(cls, folder: NodeFolder) -> NvmeMap | None:
         """Open the devices in the node's ``nvme`` file; None if there is no file or it is invalid."""
-        stored = _stored(folder)
-        if stored is None:
+        contents = _read(folder)
+        if contents is None:
             return None
-        incarnation, named = stored
-        return cls(incarnation, [(_opened(path, superblock), superblock) for path, superblock in named])
+        incarnation, devices = contents
+        return cls(incarnation, [(_open(path, superblock), superblock) for path, superblock in devices])
 
     @property
     def positions(self) -> int:
@@ -100,26 +100,26 @@ def runs(places: Sequence[tuple[int, int]], stride: int, bytes_max: int = RUN_BY
 
 def named_devices(folder: NodeFolder) -> list[tuple[str, Superblock]]:
     """Path and expected superblock of each device in the node's ``nvme`` file; empty if the file is invalid."""
-    stored = _stored(folder)
-    return stored[1] if stored is not None else []
+    contents = _read(folder)
+    return contents[1] if contents is not None else []
 
 
-def _stored(folder: NodeFolder) -> tuple[int, list[tuple[str, Superblock]]] | None:
+def _read(folder: NodeFolder) -> tuple[int, list[tuple[str, Superblock]]] | None:
     try:
         digest, _, text = read_plain(folder.nvme).partition(b"\n")
         if digest != xxhash.xxh3_64_hexdigest(text).encode():
             return None
-        stored = json.loads(text)
-        if stored["version"] != VERSION:
+        document = json.loads(text)
+        if document["version"] != VERSION:
             return None
-        return int(stored["incarnation"]), [_named(device) for device in stored["devices"]]
+        return int(document["incarnation"]), [_unpack(device) for device in document["devices"]]
     except (OSError, ValueError, KeyError, TypeError):
         return None
 
 
 def map_text(incarnation: int, devices: Sequence[tuple[str, Superblock]]) -> bytes:
     """The contents of the ``nvme`` file."""
-    named = [
+    rows = [
         {
             "path": path,
             "incarnation": superblock.incarnation,
@@ -128,11 +128,11 @@ def map_text(incarnation: int, devices: Sequence[tuple[str, Superblock]]) -> byt
         }
         for path, superblock in devices
     ]
-    text = json.dumps({"version": VERSION, "incarnation": incarnation, "devices": named}, indent=1).encode()
+    text = json.dumps({"version": VERSION, "incarnation": incarnation, "devices": rows}, indent=1).encode()
     return xxhash.xxh3_64_hexdigest(text).encode() + b"\n" + text
 
 
-def _named(device: Any) -> tuple[str, Superblock]:
+def _unpack(device: Any) -> tuple[str, Superblock]:
     sizes = (int(device[name]) for name in ("incarnation", "size_bytes", "extent_bytes"))
     incarnation, size_bytes, extent_bytes = sizes
     if size_bytes <= 0 or extent_bytes <= 0:
@@ -140,15 +140,15 @@ def _named(device: Any) -> tuple[str, Superblock]:
     return str(device["path"]), Superblock.plan(incarnation, "", size_bytes, extent_bytes)
 
 
-def _opened(path: str, expected: Superblock) -> Disk | None:
+def _open(path: str, expected: Superblock) -> Disk | None:
     """The device, if it still is the expected one."""
     try:
         disk = FileDisk.open(path, expected.size_bytes, writable=False)
     except (OSError, InvalidRequest):
         return None
     with contextlib.suppress(OSError):
-        found = read_superblock(disk)
-        if found is not None and found.incarnation == expected.incarnation and found.positions == expected.positions:
+        actual = read_superblock(disk)
+        if actual is not None and actual.incarnation == expected.incarnation and actual.positions == expected.positions:
             return disk
     disk.close()
     return None
