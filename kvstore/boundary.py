@@ -1,21 +1,21 @@
 """Boundary: how far an unexpected error reaches, in every process that serves.
 
-A part raises ``KVStoreError`` on purpose, and catches what it expects where it happens. Anything else is a fault of our
-own or of the machine: no descriptors, no threads, no memory. Such an error is logged with its stack, and counted by the
-place where it happened (``kvstore_internal_errors_total``). What else it does depends on the code that it came from:
+Code raises ``KVStoreError`` on purpose, and catches the other errors that it expects where they happen. Any other error
+is a bug, or a fault of the machine: no descriptors, no threads, no memory. It is logged with its stack, and counted by
+the place where it happened (``kvstore_internal_errors_total``). The place decides what else it ends:
 
 - **A connection or a request** (``answered``): its caller gets ``InternalError`` in the words of its protocol, or loses
-  its connection. The process lives and serves others. These are gRPC methods, requests to data servers, HTTP requests
+  its connection. The process continues to serve others. These are gRPC methods, requests to data servers, HTTP requests
   of nodes, engines and conductors, and requests over the unix socket.
 - **A periodic task** (``kept``, ``kept_task``): it begins again after a pause, which doubles until a turn succeeds.
   These are ticks, scanners, scrubbers, announcers, publishers, and the loops of membership and conductors.
-- **Any other thread or callback** (``watch_threads``): it ends, and nothing else does.
-- **Decided state** (``Decided``): the process ends with exit code 1. This is what a node decides and performs
-  (``NodeState.handle`` with ``Performer.perform``), what a directory, a conductor and an engine decide. An error in the
-  middle of a decision leaves a state that contradicts itself, so nothing that it says can be trusted. The next process
-  recovers from files, or hears everything again.
+- **Any other thread or callback** (``watch_threads``): only that thread or callback ends.
+- **Decided state** (``Decided``): the process ends with exit code 1. These are a node's decisions and their performance
+  (``NodeState.handle`` with ``Performer.perform``), and decisions of a directory, a conductor or an engine. An error in
+  the middle of a decision may leave a state that contradicts itself and cannot be trusted. The next process recovers
+  from files, or receives everything again.
 
-Only daemons end (``ends_process``). In the process of a user, who embeds a store, the error is raised.
+Only daemons end (``ends_process``). In a process that embeds a store, the error is raised.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ log = logging.getLogger("kvstore.internal")
 
 _counts: Counter[str] = Counter()
 _lock = threading.Lock()
-_daemon = ""  # the name of this process in its log, where it is a daemon
+_daemon = ""  # the name of this process in its log; "" if it is not a daemon
 
 
 def counts() -> dict[str, int]:
@@ -61,7 +61,7 @@ def failed(place: str, error: BaseException) -> InternalError:
 class answered:
     """``with answered(place):`` around the work of one request or one connection.
 
-    ``KVStoreError`` and the types in ``expected`` pass. One object may be used by many threads at once.
+    ``KVStoreError`` and the types in ``expected`` pass. Many threads may use one object at the same time.
 
     Raises:
         InternalError: the work failed. The error is logged and counted, and sent like any ``KVStoreError``.
@@ -93,7 +93,7 @@ class answered:
 def kept(place: str, step: Callable[[], bool | None], stopped: threading.Event) -> Callable[[], None]:
     """Make the target of a thread that calls ``step`` until ``stopped``, or until ``step`` returns True.
 
-    A step waits itself if there is nothing to do. After a failed step there is a pause.
+    A step that has nothing to do waits. After a failed step there is a pause.
     """
 
     def run() -> None:
@@ -135,7 +135,7 @@ async def kept_task(place: str, step: Callable[[], Awaitable[bool | None]]) -> N
 
 
 class Decided:
-    """``with decided:`` around every change of a decided state. Made once per state; costs half a microsecond.
+    """``with decided:`` around every change of a decided state. One object per state; its use costs half a microsecond.
 
     ``KVStoreError`` passes, because a state refuses requests with it. Any other error ends a daemon.
     """

@@ -1,7 +1,8 @@
 """Failpoints: named steps at which a test can kill this process, with ``KVSTORE_FAILPOINT=name`` or ``name:3``.
 
-Each costs one test of a module global while it is not armed. ``NAMES`` lists all of them for the tests. ``disk.stall``
-does not kill the process: calls to a disk wait while there is a file with the disk's name and ``STALLED``.
+A failpoint that is not armed costs one test of a module global. ``NAMES`` lists all of them for the tests.
+``disk.stall`` does not kill the process: calls to a disk wait while there is a file with the disk's name and
+``STALLED``.
 ``fault:PATH`` raises an error at the boundaries (see ``kvstore.boundary``) whose places are lines of the file PATH.
 """
 
@@ -45,7 +46,7 @@ NAMES = (
 STALL, STALLED, STALL_LOOK_S = "disk.stall", ".stalled", 0.01
 FAULT = "fault"
 ACTIVE = False
-_name, _left, _places = "", 0, ""
+_name, _count, _places = "", 0, ""
 
 
 class Fault(Exception):
@@ -54,21 +55,21 @@ class Fault(Exception):
 
 def arm(step: str) -> None:
     """Arm the failpoint ``step``, as ``KVSTORE_FAILPOINT`` does when a process starts; "" for none."""
-    global ACTIVE, _name, _left, _places
-    name, _, rest = step.partition(":")
+    global ACTIVE, _name, _count, _places
+    name, _, argument = step.partition(":")
     if name not in ("", *NAMES, STALL, FAULT):
-        raise ValueError(f"KVSTORE_FAILPOINT: {name!r} is not one of {', '.join(NAMES)}")
+        raise ValueError(f"KVSTORE_FAILPOINT: must be one of {', '.join(NAMES)} (got {name!r})")
     if name == FAULT:
-        _places, rest = rest, ""
-    ACTIVE, _name, _left = bool(name), name, int(rest or 1)
+        _places, argument = argument, ""
+    ACTIVE, _name, _count = bool(name), name, int(argument or 1)
 
 
 def hit(name: str) -> None:
     """Kill this process (SIGKILL) if the failpoint is armed and its count is used up. Call under ``if ACTIVE``."""
-    global _left
+    global _count
     if name == _name:
-        _left -= 1
-        if _left <= 0:
+        _count -= 1
+        if _count <= 0:
             os.kill(os.getpid(), signal.SIGKILL)
 
 
@@ -84,10 +85,10 @@ def fault(place: str) -> None:
         return
     try:
         with open(_places, encoding="utf-8") as file:
-            named = place in file.read().splitlines()
+            is_named = place in file.read().splitlines()
     except FileNotFoundError:
         return
-    if named:
+    if is_named:
         raise Fault(place)
 
 

@@ -40,8 +40,8 @@ def open_plain(path: str | os.PathLike[str], flags: int, mode: int = 0o600, *, d
         if error.errno in _ABSENT:
             raise _not_plain(path) from None
         raise
-    found = os.fstat(fd)
-    if stat.S_ISREG(found.st_mode) and found.st_nlink <= 1:  # 0: just removed
+    status = os.fstat(fd)
+    if stat.S_ISREG(status.st_mode) and status.st_nlink <= 1:  # 0: just removed
         return fd
     os.close(fd)
     raise _not_plain(path)
@@ -70,10 +70,10 @@ def check_plain(path: str | os.PathLike[str], kind: int) -> None:
         NotPlain: it is something else.
     """
     try:
-        found = os.lstat(path)
+        status = os.lstat(path)
     except FileNotFoundError:
         return
-    if stat.S_IFMT(found.st_mode) != kind or (kind == stat.S_IFREG and found.st_nlink > 1):
+    if stat.S_IFMT(status.st_mode) != kind or (kind == stat.S_IFREG and status.st_nlink > 1):
         raise _not_plain(path)
 
 
@@ -98,17 +98,17 @@ def is_locked(path: str | os.PathLike[str]) -> bool:
 def is_file_of(fd: int, path: Path) -> bool:
     """Whether ``fd`` still is the file at ``path``, which may have been replaced or removed."""
     try:
-        there = os.stat(path, follow_symlinks=False)
+        current = os.stat(path, follow_symlinks=False)
     except FileNotFoundError:
         return False
-    return os.path.samestat(os.fstat(fd), there)
+    return os.path.samestat(os.fstat(fd), current)
 
 
 def remove(path: str | os.PathLike[str], *, dir_fd: int | None = None) -> None:
-    """Remove whatever has this name; a directory with all its contents. Links are not followed. Absent: do nothing.
+    """Remove the file, link or directory of this name, with all its contents. Does nothing if there is none.
 
     Raises:
-        OSError: it may not be removed.
+        OSError: it cannot be removed.
     """
     with contextlib.suppress(FileNotFoundError):
         if stat.S_ISDIR(os.stat(path, dir_fd=dir_fd, follow_symlinks=False).st_mode):
@@ -137,14 +137,13 @@ def check_placed(path: str, fd: int) -> None:
     Raises:
         PermissionError: another user put it there. The message names the user.
     """
-    found = os.fstat(fd)
-    above, here = os.stat(Path(path).parent), os.lstat(path)
-    if not above.st_mode & stat.S_IWOTH:
+    status, folder, link = os.fstat(fd), os.stat(Path(path).parent), os.lstat(path)
+    if not folder.st_mode & stat.S_IWOTH:
         return
-    for owner in (here.st_uid, found.st_uid):
-        if owner not in (os.geteuid(), above.st_uid):
+    for owner in (link.st_uid, status.st_uid):
+        if owner not in (os.geteuid(), folder.st_uid):
             raise PermissionError(errno.EPERM, f"was put there by user {owner}; remove it, or take another place", path)
-    if found.st_nlink > 1 and not stat.S_ISLNK(here.st_mode):
+    if status.st_nlink > 1 and not stat.S_ISLNK(link.st_mode):
         raise PermissionError(errno.EPERM, "has a second name; remove it, or take another place", path)
 
 

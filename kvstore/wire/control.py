@@ -1,8 +1,8 @@
 """Codec of the local control socket: fixed binary records, one message per datagram of a SOCK_SEQPACKET unix socket.
 
 A request is ``HEAD`` (op, flags, count, request_id, a, b) and a body. A reply has the same head, with the status in
-place of op. Requests of one connection are answered in order. Bodies are arrays, end to end, described next to each
-``Op``. Identity rows are exactly the bytes of a record, so the daemon stores them without parsing them.
+place of op. Requests of one connection are answered in order. A body consists of arrays without gaps, described next
+to each ``Op``. Identity rows are exactly the bytes of a record, so the daemon stores them without parsing them.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ PROTOCOL = 2
 HEAD = struct.Struct("<BBHIQQ")
 WRITER = struct.Struct("<QII")  # start of RESERVE's body: write group, shard, shards
 CHAINED = struct.Struct("<QQ")  # in the body of PUBLISH: position of the first page, span of the page before it
-# One datagram. Below Linux' default send buffer of 208 KiB; bounds the memory that a client can make us use.
+# One datagram: less than Linux' default send buffer of 208 KiB. Also bounds the memory that a client can make us use.
 MESSAGE_BYTES_MAX = 128 * 1024
 BATCH_MAX = 512  # pages or addresses in one request
 NO_REPLY = 1  # flag
@@ -142,7 +142,7 @@ def unpack_class(number: int) -> FrameClass:
 
 
 def pack_addresses(addresses: Iterable[Address]) -> bytes:
-    """Addresses end to end, 16 bytes each."""
+    """Addresses without gaps, 16 bytes each."""
     numbers = [number for address in addresses for number in address]
     return _numbers(len(numbers) // 3).pack(*numbers)
 
@@ -153,7 +153,7 @@ def _numbers(count: int) -> struct.Struct:
 
 
 def unpack_addresses(body: memoryview | bytes, count: int, offset: int = 0) -> list[Address]:
-    """``count`` addresses from ``body`` at ``offset``. Raises InvalidRequest where the body is too short."""
+    """``count`` addresses from ``body`` at ``offset``. Raises InvalidRequest if the body is too short."""
     stop = offset + count * ADDRESS_BYTES
     _need(body, stop)
     return list(map(Address._make, ADDRESS.iter_unpack(body[offset:stop])))
@@ -174,7 +174,7 @@ def unpack_hints(message: Message) -> bytes:
     _need(message.body, message.entries)
     hints = bytes(message.body[len(message.body) - message.entries :])
     if hints and max(hints) >= retention.HINTS:
-        raise InvalidRequest("hints", "must be below 128")
+        raise InvalidRequest("hints", f"must be below {retention.HINTS} (got {max(hints)})")
     return hints
 
 
@@ -213,9 +213,9 @@ def unpack_json(body: memoryview) -> dict[str, Any]:
     try:
         value = json.loads(bytes(body))
     except (ValueError, RecursionError) as error:  # the latter: thousands of brackets
-        raise InvalidRequest("message", f"is not JSON ({error})") from None
+        raise InvalidRequest("message", f"must be JSON ({error})") from None
     if not isinstance(value, dict):
-        raise InvalidRequest("message", "is not a JSON object")
+        raise InvalidRequest("message", f"must be a JSON object (got {repr(value)[:80]})")
     return value
 
 

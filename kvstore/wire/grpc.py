@@ -31,8 +31,8 @@ from kvstore.model.retention import Retention
 from kvstore.pb import store_pb2 as pb
 
 MESSAGE_BYTES_MAX: Final = 4 << 20  # of a request, and of a reply
-LAYOUT_BYTES_KEPT: Final = 8 << 10  # larger messages of layouts, which have unknown fields, are not cached
-LAYOUTS_KEPT: Final = 256  # cached, because checking and hashing one costs as much as a short lookup
+CACHED_LAYOUT_BYTES_MAX: Final = 8 << 10  # larger messages of layouts, which have unknown fields, are not cached
+CACHED_LAYOUTS_MAX: Final = 256  # cached, because checking and hashing one costs as much as a short lookup
 TEXT_BYTES_MAX: Final = 1024  # of a salt, an adapter, a model's name
 
 _TEXTS: Final = ("model", "dtype", "revision", "weights_digest", "attention", "rope", "group")
@@ -45,13 +45,13 @@ def layout_message(layout: Layout) -> pb.Layout:
 
 def layout_of(message: pb.Layout) -> Layout:
     """The layout in a message. Raises InvalidRequest naming the field."""
-    packed = message.SerializeToString()
-    return _layout_of(packed) if len(packed) <= LAYOUT_BYTES_KEPT else _layout_of.__wrapped__(packed)
+    raw = message.SerializeToString()
+    return _layout_of(raw) if len(raw) <= CACHED_LAYOUT_BYTES_MAX else _layout_of.__wrapped__(raw)
 
 
-@lru_cache(maxsize=LAYOUTS_KEPT)
-def _layout_of(packed: bytes) -> Layout:
-    message = pb.Layout.FromString(packed)
+@lru_cache(maxsize=CACHED_LAYOUTS_MAX)
+def _layout_of(raw: bytes) -> Layout:
+    message = pb.Layout.FromString(raw)
     for name in _TEXTS:
         check_text(f"layout.{name}", getattr(message, name))
     return Layout(
@@ -101,7 +101,7 @@ def document(value: dict[str, Any]) -> bytes:
 def check_text(field: str, text: str) -> None:
     """Raise InvalidRequest if the text is longer than a salt, an adapter or a name may be, because some are cached."""
     if len(text.encode()) > TEXT_BYTES_MAX:
-        raise InvalidRequest(field, f"has more than {TEXT_BYTES_MAX} bytes")
+        raise InvalidRequest(field, f"must have at most {TEXT_BYTES_MAX} bytes (got {len(text.encode())})")
 
 
 VARINT, FIXED64, BYTES, FIXED32 = 0, 1, 2, 5
@@ -121,13 +121,13 @@ class Field(NamedTuple):
     view: memoryview | None
 
 
-def pack_data(data: Buffer, field: int = DATA_FIELD, rest: bytes = b"") -> bytes:
-    """A message with ``data`` in ``field``, its checksum in the next field, and then ``rest``: other fields, packed."""
+def pack_data(data: Buffer, field: int = DATA_FIELD, other_fields: bytes = b"") -> bytes:
+    """A message with ``data`` in ``field``, its checksum in the next field, and then ``other_fields``, packed."""
     if isinstance(data, memoryview):
         data = data.cast("B")
     head = bytes([field << 3 | BYTES]) + pack_varint(len(data))
     tail = bytes([(field + 1) << 3 | FIXED64]) + digest_of(data).to_bytes(8, "little")
-    return b"".join((head, data, tail, rest))
+    return b"".join((head, data, tail, other_fields))
 
 
 def pack_integer(field: int, value: int) -> bytes:
@@ -164,7 +164,7 @@ def fields(message: bytes) -> Iterator[Field]:
         elif kind in (FIXED64, FIXED32):
             size = 8 if kind == FIXED64 else 4
         else:
-            raise ValueError(f"wire type {kind} at byte {at}")
+            raise ValueError(f"wire type: is unknown (got {kind} at byte {at})")
         if at + size > end:
             raise ValueError(f"field {number} ends at byte {at + size} of {end}")
         part = view[at : at + size]
@@ -247,18 +247,18 @@ def status_of(error: KVStoreError) -> tuple[str, str, tuple[tuple[str, str], ...
 
 def error_of(code: str, details: str, metadata: Iterable[tuple[str, str | bytes]] = ()) -> KVStoreError:
     """The error for a call's status. ``code`` is a status code's name."""
-    said = {key: value for key, value in metadata if isinstance(value, str)}
+    fields = {key: value for key, value in metadata if isinstance(value, str)}
     kind = CLASSES.get(code, KVStoreError)
     if code == "RESOURCE_EXHAUSTED" and _TOO_LARGE in details:  # from gRPC itself; a retry would not help
         kind = InvalidRequest
-    named = getattr(errors, said.get(ERROR_KEY, ""), None)
-    if isinstance(named, type) and issubclass(named, KVStoreError):
-        kind = named
+    error_class = getattr(errors, fields.get(ERROR_KEY, ""), None)
+    if isinstance(error_class, type) and issubclass(error_class, KVStoreError):
+        kind = error_class
     if issubclass(kind, InvalidRequest):
-        field = said.get(FIELD_KEY, "request")
+        field = fields.get(FIELD_KEY, "request")
         return kind(field, details.removeprefix(f"{field}: "))
     error = kind(details or code)
-    retry_ms = said.get(RETRY_KEY, "")
+    retry_ms = fields.get(RETRY_KEY, "")
     if retry_ms.isdecimal():
         error.__dict__["retry_after_s"] = int(retry_ms) / 1000
     return error
