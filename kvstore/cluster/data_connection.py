@@ -50,14 +50,14 @@ class Stream:
     Life: made of a connected socket -> used -> ``close``, once, by its owner. After an error it must not be used.
 
     Args:
-        silence_s: how long the other end may send or accept no byte while we wait for it; with a ``rate_min``, how far
-            it may fall behind that rate. May be changed.
+        silence_s: how long the other end may send or accept no byte while we wait for it. With a ``rate_min``, it is
+            the largest ``delay_s``. May be changed.
         peer: the other end, for messages.
 
     Attributes:
         sent_bytes: how many bytes the kernel has accepted so far.
         rate_min: minimum bytes per second while we wait for them; 0 for none. May be changed.
-        delay_s: how much longer the wait was than the received bytes take at that rate.
+        delay_s: how much longer we have waited than the received bytes need at that rate.
     """
 
     def __init__(self, sock: socket.socket, silence_s: float, peer: str) -> None:
@@ -79,7 +79,7 @@ class Stream:
             sock.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, look)
 
     @property
-    def who(self) -> str:
+    def peer(self) -> str:
         """The other end's name."""
         return self._peer
 
@@ -99,7 +99,7 @@ class Stream:
                 more = self._sock.recv_into(view[have:], size - have, flags)
             except (BlockingIOError, TimeoutError, ssl.SSLWantReadError):
                 more = -1
-            except (OSError, ValueError) as error:  # ValueError: TLS after the other end was shut
+            except (OSError, ValueError) as error:  # ValueError: TLS after the other end has closed
                 raise NodeUnavailable(f"{self._peer}: the connection is lost ({error})") from None
             if more == 0:
                 raise NodeUnavailable(f"{self._peer}: closed the connection")
@@ -155,7 +155,7 @@ class Stream:
             if sent:
                 views[first] = views[first][sent:]
             if first < len(views) and (now_s >= deadline_s or now_s - heard_s >= self.silence_s):
-                raise DeadlineExceeded(f"{self._peer}: does not take what is sent to it")
+                raise DeadlineExceeded(f"{self._peer}: does not accept what is sent to it")
 
     def _send_some(self, views: list[memoryview], first: int) -> int:
         if self._tls:
@@ -232,7 +232,8 @@ class Exchange(Protocol):
 
 Handler = Callable[[Exchange, memoryview], None]
 """Answers a request with this body. Replies at least once, or raises: a KVStoreError is sent to the caller, and the
-connection continues. Several threads call it at a time, one per connection. The body is reused when it returns."""
+connection continues. Several threads call it at the same time, one per connection. The body is reused when the handler
+returns."""
 
 
 def read_token(path: str) -> str:
@@ -260,7 +261,7 @@ class DialCredentials:
 
     @property
     def token_now(self) -> str:
-        """Return the token currently in its file; if that cannot be read, the first one."""
+        """The token that its file has now, or ``token`` if the file cannot be read."""
         if not self.token_file:
             return self.token
         try:
@@ -385,10 +386,10 @@ class DataConnection:
         try:
             head = self._stream.receive_head(deadline_s)
             if head.kind is FrameKind.ERROR and head.request not in (request, 0):
-                words = unpack_error(self._stream.receive(head.body_bytes, deadline_s))  # it was idle, and was ended
-                raise NodeUnavailable(f"{self._stream.who}: ended the connection ({words})")
+                reason = unpack_error(self._stream.receive(head.body_bytes, deadline_s))  # we were idle for too long
+                raise NodeUnavailable(f"{self._stream.peer}: ended the connection ({reason})")
             if head.kind not in (*kinds, FrameKind.ERROR) or head.request not in (request, 0):
-                raise WireError(f"{self._stream.who}: sent {head.kind.name} of request {head.request}")
+                raise WireError(f"{self._stream.peer}: sent {head.kind.name} of request {head.request}")
         except KVStoreError:
             self.broken = True
             raise

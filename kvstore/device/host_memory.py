@@ -52,8 +52,8 @@ def _is_amd() -> bool:
 # On AMD's Zen processors `rep movsb` has a half to a tenth of its speed if the target's offset in its memory page is 1
 # to 31 bytes larger than the source's, and glibc before 2.39 copies rows of these lengths that way (its bug 30994). A
 # loop over vectors is equally fast for all offsets. For good offsets `rep movsb` is faster by up to a third.
-_LOOPED: Final = range(16 << 10, 1 << 20) if _is_amd() else range(0)
-_BADLY: Final = range(1, 32)
+_LOOP_LENGTHS: Final = range(16 << 10, 1 << 20) if _is_amd() else range(0)
+_SLOW_OFFSETS: Final = range(1, 32)
 
 _first: Callable[[Any], ctypes.c_char] = ctypes.c_char.from_buffer
 _address = ctypes.addressof
@@ -61,21 +61,21 @@ _address = ctypes.addressof
 
 def copy(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> None:
     """Copy rows of bytes, ``target[...] = source``, in the fastest way for this processor. Same shapes, no overlap."""
-    if target.shape[-1] in _LOOPED and _lie_badly(target, source):
-        np.bitwise_or(source, source, out=target)  # numpy's plain copies are memcpy, this one is its own loop
+    if target.shape[-1] in _LOOP_LENGTHS and _may_be_slow(target, source):
+        np.bitwise_or(source, source, out=target)  # numpy copies with memcpy, but this is a loop of its own
     else:
         target[...] = source
 
 
-def _lie_badly(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> bool:
+def _may_be_slow(target: npt.NDArray[np.uint8], source: npt.NDArray[np.uint8]) -> bool:
     """Whether some rows may have offsets for which `rep movsb` is slow."""
     if target.ndim > 1 and (target.ndim > 2 or (target.strides[0] - source.strides[0]) % PAGE_BYTES):
         return True
     try:
-        apart = _address(_first(target)) - _address(_first(source))
+        offset = _address(_first(target)) - _address(_first(source))
     except (TypeError, ValueError):  # read-only, or rows that are not contiguous
-        apart = target.ctypes.data - source.ctypes.data
-    return apart % PAGE_BYTES in _BADLY
+        offset = target.ctypes.data - source.ctypes.data
+    return offset % PAGE_BYTES in _SLOW_OFFSETS
 
 
 Bytes = npt.NDArray[np.uint8]
@@ -87,35 +87,34 @@ class Bounces:
     """Reusable buffers in large memory pages, because a disk is slower if its memory consists of many small pages.
 
     Measured with batches of 8 MiB and four threads: reads reach 1.2-1.8 GB/s into ordinary or shared memory, and 3.5
-    into large pages; writes 3-4 and 6.7. Allocating each time would cost more than that gains, so at most ``KEPT_MAX``
-    buffers are kept.
-    """
+    into large pages; writes 3-4 and 6.7. To allocate a buffer each time would cost more than it gains. So at most
+    ``KEPT_MAX`` buffers are kept."""
 
     KEPT_MAX: Final = 8
 
     def __init__(self) -> None:
-        self._kept: list[Bytes] = []
+        self._buffers: list[Bytes] = []
 
     @contextlib.contextmanager
     def borrow(self, nbytes: int) -> Iterator[Bytes]:
         """Yield ``[nbytes]``, page-aligned, with undefined contents, until the context ends."""
         try:
-            buffer = self._kept.pop()
+            buffer = self._buffers.pop()
         except IndexError:
             buffer = large_buffer(nbytes)
         if len(buffer) < nbytes:
             buffer = large_buffer(nbytes)
         yield buffer[:nbytes]
-        if len(self._kept) < self.KEPT_MAX:
-            self._kept.append(buffer)
+        if len(self._buffers) < self.KEPT_MAX:
+            self._buffers.append(buffer)
 
 
 def large_buffer(nbytes: int) -> Bytes:
     """At least ``nbytes``, aligned to large pages, and in large pages if the kernel has them."""
-    whole_bytes = -(-nbytes // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES  # the last page too
-    memory = mmap.mmap(-1, whole_bytes + LARGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    size_bytes = -(-nbytes // LARGE_PAGE_BYTES) * LARGE_PAGE_BYTES  # entire pages
+    memory = mmap.mmap(-1, size_bytes + LARGE_PAGE_BYTES, mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
     with contextlib.suppress(OSError):
         memory.madvise(mmap.MADV_HUGEPAGE)
-    whole = np.frombuffer(memory, np.uint8)
-    start = -whole.ctypes.data % LARGE_PAGE_BYTES
-    return whole[start : start + whole_bytes]
+    array = np.frombuffer(memory, np.uint8)
+    start = -array.ctypes.data % LARGE_PAGE_BYTES
+    return array[start : start + size_bytes]

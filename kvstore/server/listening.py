@@ -23,28 +23,28 @@ from kvstore.server.identities import Identities
 from kvstore.shm.unix_sockets import socket_file
 
 
-def check_far(config: DaemonConfig, identities: Identities, address: str, setting: str) -> None:
+def check_remote(config: DaemonConfig, identities: Identities, address: str, setting: str) -> None:
     """Raise InvalidRequest if an address beyond loopback would be served unencrypted, or to unknown callers."""
     if config.tls_cert is None:
         raise InvalidRequest(setting, f"{address} is beyond loopback and needs TLS: give --tls-cert and --tls-key")
     if not identities.required:
-        raise InvalidRequest(setting, f"{address} is beyond loopback and anyone could call: give --identities")
+        raise InvalidRequest(setting, f"{address} is beyond loopback, where anyone could call: give --identities")
 
 
 def check_certificates(config: DaemonConfig, identities: Identities) -> None:
-    """Raise InvalidRequest if identities name certificates, but the server does not ask for certificates."""
+    """Raise InvalidRequest if identities name certificates, but the server does not request certificates."""
     if identities.by_certificate and config.tls_client_ca is None:
-        raise InvalidRequest("identities", "name certificates: give --tls-client-ca, whose certificates are asked for")
+        raise InvalidRequest("identities", "name certificates, so give --tls-client-ca to request them")
 
 
 def numeric(host: str, address: str, setting: str) -> list[str]:
-    """The IP addresses of a host name, so that the addresses that are checked are those that are opened. Raises
+    """The IP addresses of a host name, so that the server checks the addresses that it opens. Raises
     InvalidRequest if the host is unknown."""
     try:
-        found = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
+        entries = socket.getaddrinfo(host, None, type=socket.SOCK_STREAM)
     except (OSError, UnicodeError):
         raise InvalidRequest(setting, f"{address}: there is no host {host}") from None
-    numbers = list(dict.fromkeys(str(entry[4][0]) for entry in found))
+    numbers = list(dict.fromkeys(str(entry[4][0]) for entry in entries))
     loopback = [number for number in numbers if is_loopback(number)]
     return (loopback[:1] or numbers[:1]) if host == "localhost" else numbers
 
@@ -75,7 +75,7 @@ class Plan:
             except RuntimeError:
                 bound = 0
             if not bound:
-                raise InvalidRequest("listen", f"cannot listen on {shown}:{port}: it is taken, or not ours")
+                raise InvalidRequest("listen", f"cannot listen on {shown}:{port}: it is in use or not ours")
             addresses.append(f"{shown}:{bound}")
         return addresses + [self._bind_unix(server, path) for path in self.unix]
 
@@ -108,7 +108,7 @@ def plan(config: DaemonConfig, identities: Identities) -> Plan:
         host, port = parse_address(address, "listen")
         for number in numeric(host, address, "listen"):
             if not is_loopback(number):
-                check_far(config, identities, address, "listen")
+                check_remote(config, identities, address, "listen")
             tcp.append((number, port))
     check_certificates(config, identities)
     certificate = ServerCertificate.of(config)

@@ -1,4 +1,4 @@
-"""Metrics for Prometheus: the tools that every daemon makes its ``/metrics`` with.
+"""Metrics for Prometheus: the tools with which every daemon makes its ``/metrics``.
 
 Each daemon has a table of ``MetricInfo``, the list of all metrics that it exports.
 """
@@ -12,7 +12,7 @@ import time
 from abc import abstractmethod
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, Final, NamedTuple
+from typing import Any, Final, NamedTuple
 
 from prometheus_client import CollectorRegistry, generate_latest
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, HistogramMetricFamily, Metric
@@ -20,10 +20,7 @@ from prometheus_client.registry import Collector
 from prometheus_client.utils import floatToGoString
 
 from kvstore import about, boundary
-from kvstore.server.call_counts import BOUNDS_S, Durations
-
-if TYPE_CHECKING:
-    from kvstore.server.call_counts import Calls
+from kvstore.server.call_counts import BOUNDS_S, Calls, Durations
 
 
 class MetricInfo(NamedTuple):
@@ -52,9 +49,9 @@ def table_text(metrics: Sequence[MetricInfo]) -> str:
 
 
 SHED_HELP: Final = (
-    "Calls refused because too many come, by what there is too little of: time (late: it would have passed), calls or"
-    " share (of one tenant) of rpcs_max, buffers, threads (quick, read, wait), other (what is held);"
-    " half_open: they gave way because their request had not come."
+    "Calls refused or ended for lack of a resource: late (time), calls (rpcs_max), share (a tenant's share of"
+    " rpcs_max), buffers, quick, read or wait (threads), other (reservations). half_open: ended for another call,"
+    " because their request had not arrived."
 )
 
 INTERNAL_ERRORS: Final = metric_info(
@@ -72,17 +69,15 @@ MEMBERSHIP_AGE: Final = metric_info(
     "gauge",
     "membership_success_age_seconds",
     "Time since a task that keeps the daemon in its pool last succeeded: watch, session, presence, election,"
-    " election_watch, announcing. None of them takes longer than a few seconds while all is well.",
+    " election_watch, announcing. Normally it is at most a few seconds.",
     "task",
 )
 MEMBERSHIP_FAILURES: Final = metric_info(
     "kvstore", "counter", "membership_failures", "Tries of these tasks that failed, and were made again.", "task"
 )
 MEMBERSHIP: Final = (MEMBERSHIP_AGE, MEMBERSHIP_FAILURES)
-"""Every daemon has these, under these names, where it is in a pool."""
+"""Every daemon in a pool has these, under these names."""
 
-
-# not imported at run time, because it loads gRPC
 
 CONTENT_TYPE: Final = "text/plain; version=0.0.4"
 _KINDS: Final = {"counter": CounterMetricFamily, "gauge": GaugeMetricFamily, "histogram": HistogramMetricFamily}
@@ -126,14 +121,14 @@ class Families:
         self("grpc_bytes", calls.received_bytes, "in")
         self("grpc_bytes", calls.sent_bytes, "out")
 
-    def process(self, uptime_s: float, *what: str) -> None:
-        """Add the description of the process. ``what`` has the values of labels in addition to the versions."""
+    def process(self, uptime_s: float, *labels: str) -> None:
+        """Add the description of the process. ``labels``: values of labels in addition to the versions."""
         for place, count in boundary.counts().items():
             self.families[INTERNAL_ERRORS.name].add_metric((place,), count)
         self("uptime_seconds", uptime_s)
         self("process_resident_bytes", _resident_bytes())
         self("process_cpu_seconds", time.process_time())
-        self("build_info", 1, about.version(), platform.python_version(), *what)
+        self("build_info", 1, about.version(), platform.python_version(), *labels)
 
 
 class DaemonMetrics(Collector):
@@ -157,7 +152,7 @@ class DaemonMetrics(Collector):
             return 200, CONTENT_TYPE, generate_latest(self._registry).decode()
 
     def describe(self) -> list[Metric]:
-        """Nothing, because this is the only collector."""
+        """Return nothing, because this is the only collector."""
         return []
 
     def collect(self) -> Iterator[Metric]:
@@ -171,7 +166,7 @@ class DaemonMetrics(Collector):
 
     @abstractmethod
     def add_samples(self, add: Families) -> None:
-        """Add a sample of everything."""
+        """Add samples of all other metrics."""
 
 
 def _resident_bytes() -> int:

@@ -2,9 +2,10 @@
 
 Most requests are one long field, and take a few copies of it. But an empty value has two bytes on the wire and takes
 tables of ten objects once it is parsed, and a prompt in pages of one token has a key for every four bytes. So the
-values of a message are counted as its type nests them. Their contents are skipped, so a prompt of a million tokens
-takes microseconds. A message with more values than any call needs is refused. A message with few values is counted in
-the event loop. One with more is counted in a thread of its caller's share, so that no other caller waits for it.
+values of a message are counted, including those of nested messages. Their contents are skipped, so a prompt of a
+million tokens takes microseconds. A message with more values than any call needs is refused. A message with few values
+is counted in the event loop. One with more is counted in a thread of its caller's share, so that no other caller waits
+for it.
 
 Worked example: a lookup of 4,096 tokens in pages of 16, with a digest per page. 16 KiB of tokens and 256 digests of 16
 bytes are 20,992 bytes and some 270 values. The estimate is 4 * 20,992 + 270 * 128 + 256 * 256 = 184,064 bytes.
@@ -42,8 +43,8 @@ Answer = TypeVar("Answer")
 def with_buffers(
     service: str, calls: Mapping[str, Callable[[Call, bytes], Awaitable[Answer]]]
 ) -> dict[str, Callable[[Call, bytes], Awaitable[Answer]]]:
-    """Wrap a service's calls, so that they take buffers for the memory of their requests that is not copies of the
-    bytes."""
+    """Wrap a service's calls, so that they take buffers for the memory of their parsed requests. ``Call.request`` has
+    already taken buffers for copies of the bytes."""
     methods = descriptor_pool.Default().FindServiceByName(service).methods_by_name
     return {name: partial(_with_buffers, methods[name].input_type, work) for name, work in calls.items()}
 

@@ -28,12 +28,12 @@ class TierStore(Protocol):
     Attributes:
         tier: the tier. A node has at most one store per tier.
         incarnation: a random number of the store. Pages of another incarnation cannot be read.
-        generation: lower than all generations that this start gives to frames, higher than all that earlier starts
-            gave.
+        generation: lower than all generations that frames get in this start, and higher than all from earlier
+            starts.
         extent_bytes, positions: the geometry.
         mapped: frames are memory of this process, so the node's state moves pages itself.
-        relayed: ``upkeep.relay`` moves pages one by one with ``read_page`` and ``write_page``. A tier that is not
-            relayed has a mover of its own.
+        relayed: ``node.relay`` moves pages one by one with ``read_page`` and ``write_page``. A tier that is not
+            relayed has its own mover.
     """
 
     @property

@@ -23,10 +23,10 @@ ids that prove them; and one byte range, the same for every page. The reply has 
     RANGE   ...
     END     how many leading pages were unchanged until they were sent, and why not more
 
-The pages of a RANGE are valid only after END: they are sent straight from memory in which they may be replaced, and END
-says which were not. A *piece* is the part of a page that has one checksum (low 32 bits of xxh3_64). If the range
-consists of entire layers, each layer is a piece, and the checksums are those that the page was stored with. Otherwise
-the range is one piece.
+The pages of a RANGE are valid only after END. They are sent directly from memory, where another page may replace them
+at any time. END says how many were unchanged. A *piece* is the part of a page that has one checksum (low 32 bits of
+xxh3_64). If the range consists of entire layers, each layer is a piece, and the checksums are those that the page was
+stored with. Otherwise the range is one piece.
 
 **LEND** makes pages of a node's memory readable for another process, one-sidedly. The node proves the pages, leases
 their frames, and sends their addresses and checksums. The reader returns them after reading, and learns which were
@@ -122,7 +122,7 @@ BODY_MAX: Final[dict[FrameKind, int]] = {
     FrameKind.STATUS: 4 * KIB,
     FrameKind.STATE: 64 * KIB,
     FrameKind.READ: 1024 * KIB,
-    FrameKind.RANGE: (1 << 32) - 1,  # is received in place, never as a whole: see ``reading.RangeHead``
+    FrameKind.RANGE: (1 << 32) - 1,  # received in place, never as one body: see ``RangeHead``
     FrameKind.END: 64,
     FrameKind.ATTACH: 64,
     FrameKind.ATTACHED: 256 * KIB,
@@ -140,9 +140,10 @@ BODY_MAX: Final[dict[FrameKind, int]] = {
     FrameKind.CHECK: 4 * KIB,
     FrameKind.CHECKED: 256 * KIB,
     FrameKind.PULL: 4 * KIB,
-    FrameKind.PIECE: (1 << 32) - 1,  # in place as well
+    FrameKind.PIECE: (1 << 32) - 1,  # received in place too
 }
-"""The largest body of each kind. Sums of these bound what a connection holds: one request at a time, one reply."""
+"""The largest body of each kind. It bounds a connection's memory, because there is one request and one reply at a
+time."""
 
 REQUESTS: Final = frozenset(
     (
@@ -264,7 +265,7 @@ def _unpack(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
     try:
         document = json.loads(bytes(body))
     except (ValueError, RecursionError):
-        raise WireError(f"{kind.__name__}: not valid JSON") from None
+        raise WireError(f"{kind.__name__}: must be valid JSON") from None
     if not isinstance(document, dict):
         raise WireError(f"{kind.__name__}: must be a JSON object (got {repr(document)[:80]})")
     values = {each.name: document[each.name] for each in fields(kind) if each.name in document}
@@ -273,7 +274,7 @@ def _unpack(kind: type[Any], body: bytes | bytearray | memoryview) -> Any:
         if type(value) is not field_type:
             raise WireError(f"{kind.__name__}: {name} must be a {field_type.__name__} (got a {type(value).__name__})")
         if field_type is str and not value.isascii():  # names are compared as bytes, and surrogates have none
-            raise WireError(f"{kind.__name__}: {name} must be ASCII")
+            raise WireError(f"{kind.__name__}: {name} must be ASCII (got {ascii(value)[:80]})")
         if field_type is str and len(value) > TEXT_MAX and name != "token":
             raise WireError(f"{kind.__name__}: {name} must have at most {TEXT_MAX} characters (got {len(value)})")
     return kind(**values)
@@ -291,7 +292,7 @@ _ERRORS: Final[tuple[tuple[int, type[KVStoreError]], ...]] = (
     (6, TooManyCalls),
     (7, DeadlineExceeded),
     (8, NodeUnavailable),
-    (10, InternalError),  # an older caller takes it for Unavailable
+    (10, InternalError),  # an older caller treats it as Unavailable
     (9, Unavailable),
 )
 _CODE: Final = struct.Struct("<H")
@@ -307,7 +308,7 @@ def pack_error(error: KVStoreError) -> bytes:
 def unpack_error(body: bytes | bytearray | memoryview) -> KVStoreError:
     """The error that the other end sent, for the caller to raise."""
     if len(body) < _CODE.size:
-        return WireError("the other end sent an error without words")
+        return WireError("the other end sent an error without a message")
     kind = dict(_ERRORS).get(_CODE.unpack_from(body)[0], Unavailable)
     text = bytes(body[_CODE.size :]).decode(errors="replace")
     if kind is InvalidRequest:

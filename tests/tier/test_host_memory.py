@@ -34,7 +34,7 @@ def test_empty_refuses_by_name(shape: object, dtype: object, field: str) -> None
 @pytest.mark.parametrize("looped", [range(0), range(1, 1 << 30)], ids=["memcpy", "loop"])
 @pytest.mark.parametrize("start", [0, 1, 16, 31, 4095])
 def test_a_copy_is_a_copy(monkeypatch: pytest.MonkeyPatch, looped: range, start: int) -> None:
-    monkeypatch.setattr(host_memory, "_LOOPED", looped)
+    monkeypatch.setattr(host_memory, "_LOOP_LENGTHS", looped)
     source = np.random.default_rng(start).integers(0, 256, (5, 40_000), np.uint8)
     source.flags.writeable = False
     memory = empty(source.nbytes + 2 * PAGE_BYTES)

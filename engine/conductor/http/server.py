@@ -47,7 +47,7 @@ from kvstore.server.certificates import ServerCertificate
 from kvstore.server.gate import TOKEN_BYTES_MAX
 from kvstore.server.http import HostNames, Route
 from kvstore.server.identities import ALL_SALTS, LOCAL, UNKNOWN, Identities, Identity
-from kvstore.server.listening import check_certificates, check_far, numeric
+from kvstore.server.listening import check_certificates, check_remote, numeric
 
 BODY_BYTES_MAX: Final = 8 << 20
 BODY_BYTES_FREE: Final = 64 << 10  # a larger body counts as memory in use until it is tokens,
@@ -380,7 +380,7 @@ def open_http(
     host, port = parse_address(config.http, "http")
     number = numeric(host, config.http, "http")[0]
     if not is_loopback(number):
-        check_far(config, identities, config.http, "http")
+        check_remote(config, identities, config.http, "http")
     check_certificates(config, identities)
     certificate = ServerCertificate.of(config)
     tls = certificate.for_sockets() if certificate is not None else None

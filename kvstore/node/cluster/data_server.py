@@ -42,7 +42,7 @@ from kvstore.server import lifecycle
 from kvstore.server.certificates import ServerCertificate
 from kvstore.server.identities import Identities
 from kvstore.server.lifecycle import Life
-from kvstore.server.listening import check_certificates, check_far, numeric
+from kvstore.server.listening import check_certificates, check_remote, numeric
 from kvstore.shm.data_server_file import DataFile, DataServerAt, tell_errors
 from kvstore.shm.folder import NodeFolder
 from kvstore.wire.data import FrameKind, Hello
@@ -128,7 +128,7 @@ def address_of(config: NodeConfig) -> tuple[str, int]:
         raise InvalidRequest("data", f"must be an address that other nodes can reach (got {config.data})")
     identities = Identities(config.identities)
     if not is_loopback(number):
-        check_far(config, identities, config.data, "data")
+        check_remote(config, identities, config.data, "data")
     check_certificates(config, identities)
     ServerCertificate.of(config)
     transports_of(config)
