@@ -64,8 +64,8 @@ class DeviceEvent(Protocol):
         """Return when the stream has reached this point; ``deadline_s`` is a time of ``time.monotonic``.
 
         Raises:
-            DeadlineExceeded: it has not by then. The work continues, and may still write.
-            DeviceLost: it never will.
+            DeadlineExceeded: the stream has not reached it by then. Its work continues, and may still write.
+            DeviceLost: the stream never will.
         """
         ...
 
@@ -87,7 +87,7 @@ class DeviceStream(Protocol):
         ...
 
     def wait(self, event: DeviceEvent) -> None:
-        """Let later work of this stream begin after the event, which may be of any stream of the device."""
+        """Let later work of this stream begin after the event, which may belong to any stream of the device."""
         ...
 
     def record(self) -> DeviceEvent:
@@ -109,7 +109,7 @@ class DeviceMemory(Protocol):
         ...
 
     def free(self) -> None:
-        """Free the memory. No stream may have work left that touches it. May be called twice."""
+        """Free the memory. No stream may have pending work that touches it. May be called twice."""
         ...
 
 
@@ -140,7 +140,7 @@ class Device(Protocol):
         """Allocate memory with undefined contents. Raises OutOfSpace, DeviceLost.
 
         Args:
-            shared: make it possible to share it with other processes, if the device can do that.
+            shared: allocate memory that can be shared with other processes, if the device supports that.
         """
         ...
 
@@ -159,7 +159,7 @@ class Device(Protocol):
         ...
 
     def reach(self, uuid: bytes) -> str:
-        """Let this device's streams copy straight to and from memory of that device. Returns why that is impossible, or
+        """Let this device's streams copy directly to and from memory of that device. Returns why that is impossible, or
         "". Every device can reach itself."""
         ...
 
@@ -174,7 +174,7 @@ class Device(Protocol):
         ...
 
     def unregister(self, memory: Bytes) -> None:
-        """Undo ``register``. No stream may have work left that touches it."""
+        """Undo ``register``. No stream may have pending work that touches it."""
         ...
 
     def stream(self) -> DeviceStream:

@@ -223,7 +223,8 @@ class HttpServer(ThreadingHTTPServer):
         super().process_request(request, client_address)
 
     def mark_request(self, request: Any) -> Owner:
-        """A full request has arrived on this connection, so it no longer gives way to silent ones. Returns its owner.
+        """Note that a full request has arrived on this connection, so that it no longer gives way to others. Returns
+        its owner.
 
         Raises:
             ConnectionError: the connection was dropped, and the bytes read so far only look like a request.
@@ -245,13 +246,13 @@ class HttpServer(ThreadingHTTPServer):
 
     def service_actions(self) -> None:
         """Cut off requests that take too long. Called every ``LOOK_S`` and after every connection."""
-        now = time.monotonic()
-        for request, (_, until) in list(self._open.items()):
-            if now > until:
+        now_s = time.monotonic()
+        for request, (_, until_s) in list(self._open.items()):
+            if now_s > until_s:
                 _shut(request)
 
     def handle_error(self, request: Any, client_address: Any) -> None:
-        """An unexpected error ended a connection, or no thread could be started for it."""
+        """Log an unexpected error: it ended a connection, or no thread could be started for one."""
         error = sys.exc_info()[1]
         if error is not None:
             boundary.failed("http/connection", error)

@@ -30,7 +30,7 @@ log = logging.getLogger("kvstore.cluster.catalog")
 
 
 class KeyTaken(KVStoreError):
-    """The condition of a publish does not hold. ``entry`` is the entry that is stored, or None if there is none."""
+    """The condition of a publish does not hold. ``entry`` is the stored entry, or None if there is none."""
 
     def __init__(self, key: str, entry: Entry | None) -> None:
         super().__init__(f"{key}: {'changed in the meantime' if entry is None else 'another process has it'}")
@@ -39,7 +39,7 @@ class KeyTaken(KVStoreError):
 
 
 class SessionLost(Unavailable):
-    """The session was not renewed within its time to live, and has ended. Its entries are gone."""
+    """The session was not renewed within its time to live, and has ended. Its entries were removed."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -151,7 +151,7 @@ class Catalog(ABC):
     """The interface. All calls are made in one event loop. Each ends within ``CALL_S``, or raises a KVStoreError.
 
     Attributes:
-        url: the address it was made for, without secrets.
+        url: the address that it was made for, without secrets.
     """
 
     url: str
@@ -189,7 +189,7 @@ class Catalog(ABC):
             only_if: the revision that the entry must have now; 0: it must not exist; None: no condition.
 
         Raises:
-            Taken: ``only_if`` does not hold. Nothing was changed.
+            KeyTaken: ``only_if`` does not hold. Nothing was changed.
             SessionLost: the session has ended. Nothing was changed.
             Unavailable: no answer in time. The entry may have been written or not.
         """

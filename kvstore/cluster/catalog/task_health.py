@@ -50,7 +50,7 @@ class TaskHealth:
         self._pause_s_max = pause_s_max
 
     def note_success(self) -> None:
-        """The task has just succeeded."""
+        """Note that the task has just succeeded."""
         now_s = boot_s()
         since_s, tries = self.failing_since_s, self._tries
         self.succeeded_s, self.failing_since_s, self.error, self._tries = now_s, None, "", 0
@@ -58,7 +58,7 @@ class TaskHealth:
             log.info("%s: works again after %.1f s and %d tries", self.name, now_s - since_s, tries)
 
     def note_failure(self, error: BaseException, pause_s_min: float = PAUSE_MIN_S) -> float:
-        """A try failed. Returns how many seconds to wait before the next one.
+        """Note that a try failed. Returns how many seconds to wait before the next one.
 
         Args:
             pause_s_min: the least pause that the other end asked for.
