@@ -133,7 +133,7 @@ def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
         NodeUnavailable: there is no node to connect to.
     """
     membership = Membership(config) if config.catalog else None
-    with lifecycle.running(config, log, "the engine") as life:
+    with lifecycle.run(config, log, "the engine") as life:
         listening.plan(config, Identities(config.identities))  # all of this before minutes are spent on a model
         store = _connect(config)
         if store is not None:
@@ -146,7 +146,7 @@ def serve(config: EngineConfig, announce: Callable[[Ready], None]) -> None:
         from engine.compute.models import load_model
         from engine.compute.omp_threads import apart
 
-        life.begun(model=config.model)
+        life.log_start(model=config.model)
         if config.threads:
             torch.set_num_threads(config.threads)  # a model is run once to be loaded
         load = partial(load_model, config.model, device=config.device, dtype=config.dtype, seed=config.seed)
@@ -212,9 +212,9 @@ def _run(
             took_s=round(life.took_s, 3),
             pid=os.getpid(),
         )
-        life.serves(lambda: announce(said), said.took_s, arena=format_size(config.arena), frames=said.frames)
+        life.report_ready(lambda: announce(said), said.took_s, arena=format_size(config.arena), frames=said.frames)
         life.wait(lambda: None if place is None else place.look(engine.admission.role))
-        life.retires()
+        life.retire()
         if place is not None:
             place.leave()  # before it drains: no new requests should come
         server.retire()

@@ -53,9 +53,9 @@ def serve(config: ConductorConfig, announce: Callable[[ConductorReady], None]) -
     """
     membership = Membership(config) if config.catalog else None
     offer = Membership(config.offer) if config.offer_catalog else None
-    with lifecycle.running(replace(config, http=None), log, "the conductor") as life:  # the HTTP server is separate
+    with lifecycle.run(replace(config, http=None), log, "the conductor") as life:  # the HTTP server is separate
         listening.plan(config, Identities(config.identities))
-        life.begun(policy=config.policy)
+        life.log_start(policy=config.policy)
         _run(config, membership, offer, life, announce)
 
 
@@ -97,14 +97,14 @@ def _run(
             pid=os.getpid(),
         )
         ready.set()
-        life.serves(lambda: announce(said), said.took_s, engines=said.engines)
+        life.report_ready(lambda: announce(said), said.took_s, engines=said.engines)
         life.wait()
         ready.clear()
         server.refuse(http)
         for each in (offer, membership):
             if each is not None:
                 each.stop()
-        left = server.drain(config.drain_s, life.hurried, http)
+        left = server.drain(config.drain_s, life.hurry, http)
         if http is not None:
             server.close_http(http)
         if left:

@@ -11,7 +11,7 @@ from kvstore import config as configuration
 from kvstore.cli.output import print_json, print_table
 from kvstore.cli.settings import value_text, with_settings
 from kvstore.config import NodeConfig
-from kvstore.config.reading import declared
+from kvstore.config.reading import declarations
 
 
 @click.command()
@@ -25,7 +25,7 @@ def config(path: str | None, as_json: bool, **flags: Any) -> None:
     found = configuration.load(path, flags=flags)
     settings = [
         (name, setting.parser, getattr(found.node, name), found.sources[f"node.{name}"])
-        for name, setting in declared(NodeConfig).items()
+        for name, setting in declarations(NodeConfig).items()
     ]
     if as_json:
         print_json({"node": {name: {"value": plain(value), "source": source} for name, _, value, source in settings}})

@@ -11,7 +11,7 @@ import click
 
 from kvstore.cli.output import json_option
 from kvstore.config import format_size
-from kvstore.config.reading import Declared, Parser, Settings, declared, parse_size, parse_size_or_zero
+from kvstore.config.reading import Declaration, Parser, Settings, declarations, parse_size, parse_size_or_zero
 
 _SIZES = (parse_size, parse_size_or_zero)
 _Command = TypeVar("_Command", bound=Callable[..., Any])
@@ -23,7 +23,7 @@ def with_settings(kind: type[Settings], only: Collection[str] = ()) -> Callable[
 
     def decorate(command: _Command) -> _Command:
         defaults = {found.name: found.default for found in fields(kind)}
-        for name, setting in reversed(declared(kind).items()):
+        for name, setting in reversed(declarations(kind).items()):
             if not only or name in only:
                 command = _option(name, setting, defaults[name])(command)
         path = click.Path(dir_okay=False)
@@ -35,7 +35,7 @@ def with_settings(kind: type[Settings], only: Collection[str] = ()) -> Callable[
     return decorate
 
 
-def _option(name: str, setting: Declared, default: Any) -> Callable[[_Command], _Command]:
+def _option(name: str, setting: Declaration, default: Any) -> Callable[[_Command], _Command]:
     flags = [flag for flag in (setting.short, f"--{name.replace('_', '-')}") if flag]
     shown = default_text(setting, default)
     about = f"{setting.help}{' May repeat.' if setting.repeats else ''}{f'  [default: {shown}]' if shown else ''}"
@@ -48,7 +48,7 @@ def _option(name: str, setting: Declared, default: Any) -> Callable[[_Command], 
     return click.option(*flags, name, metavar=setting.metavar, help=about)
 
 
-def default_text(setting: Declared, default: Any) -> str:
+def default_text(setting: Declaration, default: Any) -> str:
     """Return a setting's default as text for people; "" if there is none."""
     if setting.default_shown is not None:
         return setting.default_shown

@@ -40,7 +40,7 @@ from kvstore.config.reading import (
     parse_size_or_zero,
     parse_switch,
     parse_text,
-    parsed,
+    parse_values,
     read,
     setting,
 )
@@ -335,7 +335,7 @@ def node_config(**raw: object) -> NodeConfig:
 
     Reads neither files nor the environment. Raises `InvalidRequest` for unknown names and invalid values.
     """
-    return parsed(NodeConfig, raw)
+    return parse_values(NodeConfig, raw)
 
 
 def load(

@@ -96,9 +96,9 @@ def _target(value: object, name: str) -> NvmeTarget:
 def parse_address(value: object, name: str = "address") -> tuple[str, int]:
     """Host and port of ``"HOST:PORT"`` or ``"[::1]:PORT"``; port 0 means any free one. Raises `InvalidRequest`."""
     host, colon, port = value.rpartition(":") if isinstance(value, str) else ("", "", "")
-    bracketed = host.startswith("[") and host.endswith("]")
-    host = host[1:-1] if bracketed else host
-    plain = host != "" and not any(c.isspace() or c in "[]/" for c in host) and (bracketed or ":" not in host)
+    brackets = host.startswith("[") and host.endswith("]")
+    host = host[1:-1] if brackets else host
+    plain = host != "" and not any(c.isspace() or c in "[]/" for c in host) and (brackets or ":" not in host)
     if not (colon and plain and re.fullmatch("[0-9]{1,5}", port) and int(port) <= 65535):
         raise InvalidRequest(name, f"must be HOST:PORT (got {value!r})")
     return host, int(port)
@@ -275,11 +275,11 @@ class Settings(Protocol):
     __dataclass_fields__: ClassVar[dict[str, Field[Any]]]
 
 
-Found = TypeVar("Found", bound=Settings)
+SettingsType = TypeVar("SettingsType", bound=Settings)
 
 
 @dataclass(frozen=True)
-class Declared:
+class Declaration:
     """The properties of a setting in addition to its name, type and default.
 
     Attributes:
@@ -299,22 +299,22 @@ class Declared:
 
 
 def setting(default: Any, parser: Parser, help: str, **more: Any) -> Any:
-    """A field of a config dataclass that `read` can fill from text. ``more``: of `Declared`."""
-    return field(default=default, metadata={"declared": Declared(parser, help, **more)})
+    """A field of a config dataclass that `read` can fill from text. ``more``: of `Declaration`."""
+    return field(default=default, metadata={"declaration": Declaration(parser, help, **more)})
 
 
-def declared(kind: type[Settings]) -> dict[str, Declared]:
+def declarations(kind: type[Settings]) -> dict[str, Declaration]:
     """Every setting, in order: those that the class itself declares, then the inherited ones."""
     own_first = sorted(fields(kind), key=lambda each: each.name not in kind.__annotations__)
-    return {each.name: each.metadata["declared"] for each in own_first}
+    return {each.name: each.metadata["declaration"] for each in own_first}
 
 
 def parsers_of(kind: type[Settings]) -> dict[str, Parser]:
     """Every setting's parser."""
-    return {name: each.parser for name, each in declared(kind).items()}
+    return {name: each.parser for name, each in declarations(kind).items()}
 
 
-def parsed(kind: type[Found], raw: Mapping[str, object]) -> Found:
+def parse_values(kind: type[SettingsType], raw: Mapping[str, object]) -> SettingsType:
     """Make the dataclass from values as users write them. Raises `InvalidRequest` for unknown names and invalid
     values."""
     parsers = parsers_of(kind)
@@ -325,14 +325,14 @@ def parsed(kind: type[Found], raw: Mapping[str, object]) -> Found:
 
 
 def read(
-    kind: type[Found],
+    kind: type[SettingsType],
     section: str,
     path: str | Path | None,
     env: Mapping[str, str],
     flags: Mapping[str, object],
     prefix: str,
     not_ours: tuple[tuple[str, ...], tuple[str, ...]] = ((), ()),
-) -> tuple[Found, dict[str, str]]:
+) -> tuple[SettingsType, dict[str, str]]:
     """Return the dataclass, and the source of each setting. Flags override the environment, which overrides the file,
     which overrides the defaults.
 
@@ -344,18 +344,18 @@ def read(
         InvalidRequest: names the setting, and where it was read.
     """
     parsers = parsers_of(kind)
-    given: dict[str, tuple[object, str]] = {}  # name -> raw value, source; the last one written wins
+    raw_values: dict[str, tuple[object, str]] = {}  # name -> raw value, source; the last one written wins
     if path is not None:
-        given.update(_from_file(section, parsers, Path(path)))
-    given.update(_from_env(parsers, env, prefix, *not_ours))
-    given.update(_from_flags(parsers, flags))
+        raw_values.update(_from_file(section, parsers, Path(path)))
+    raw_values.update(_from_env(parsers, env, prefix, *not_ours))
+    raw_values.update(_from_flags(parsers, flags))
     values = {}
-    for name, (raw, source) in given.items():
+    for name, (raw, source) in raw_values.items():
         try:
             values[name] = parsers[name](raw, name)
         except InvalidRequest as bad:
             raise InvalidRequest(name, f"{bad.reason} (from {source})") from None
-    return kind(**values), {name: given[name][1] if name in given else "default" for name in parsers}
+    return kind(**values), {name: raw_values[name][1] if name in raw_values else "default" for name in parsers}
 
 
 def _from_file(section: str, parsers: Mapping[str, Parser], path: Path) -> dict[str, tuple[object, str]]:
@@ -365,7 +365,7 @@ def _from_file(section: str, parsers: Mapping[str, Parser], path: Path) -> dict[
         raise InvalidRequest("config", f"{path}: {failed.strerror}") from failed
     except (tomllib.TOMLDecodeError, UnicodeDecodeError) as failed:
         raise InvalidRequest("config", f"{path} is not TOML: {failed}") from failed
-    given: dict[str, tuple[object, str]] = {}
+    raw_values: dict[str, tuple[object, str]] = {}
     for key, table in document.items():
         if key not in SECTIONS:
             raise InvalidRequest(key, f"{unknown(key, SECTIONS)} (from file {path})")
@@ -374,8 +374,8 @@ def _from_file(section: str, parsers: Mapping[str, Parser], path: Path) -> dict[
         for name, raw in table.items() if key == section else ():
             if name not in parsers:
                 raise InvalidRequest(f"{section}.{name}", f"{unknown(name, parsers)} (from file {path})")
-            given[name] = (raw, f"file {path}")
-    return given
+            raw_values[name] = (raw, f"file {path}")
+    return raw_values
 
 
 def _from_env(
@@ -386,25 +386,25 @@ def _from_env(
     prefixes_of_others: tuple[str, ...],
 ) -> dict[str, tuple[object, str]]:
     names = {prefix + name.upper(): name for name in parsers}
-    given: dict[str, tuple[object, str]] = {}
+    raw_values: dict[str, tuple[object, str]] = {}
     for variable, raw in sorted(env.items()):
         if variable in names:
-            given[names[variable]] = (raw, f"env {variable}")
+            raw_values[names[variable]] = (raw, f"env {variable}")
         elif variable.startswith(prefix) and not (
             variable in names_of_others or variable.startswith(prefixes_of_others)
         ):
             raise InvalidRequest(variable, unknown(variable, (*names, *names_of_others[:1])))
-    return given
+    return raw_values
 
 
 def _from_flags(parsers: Mapping[str, Parser], flags: Mapping[str, object]) -> dict[str, tuple[object, str]]:
-    given: dict[str, tuple[object, str]] = {}
+    raw_values: dict[str, tuple[object, str]] = {}
     for name, raw in flags.items():
         if name not in parsers:
             raise InvalidRequest(name, unknown(name, parsers))
         if raw is not None:
-            given[name] = (raw, f"flag --{name.replace('_', '-')}")
-    return given
+            raw_values[name] = (raw, f"flag --{name.replace('_', '-')}")
+    return raw_values
 
 
 def unknown(name: str, known: Iterable[str]) -> str:

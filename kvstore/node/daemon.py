@@ -121,14 +121,14 @@ def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
     """
     membership = Membership(config) if config.catalog else None
     sender = DataChild(config, NodeFolder(config.shm_dir, config.name)) if data_child.wanted(config) else None
-    with lifecycle.running(config, log, "the daemon") as life:
+    with lifecycle.run(config, log, "the daemon") as life:
         if config.otlp_endpoint:
             tracing.configure(config.otlp_endpoint, config.name)
             life.at_end(tracing.shutdown)
         with tracing.span("kvstore.start", node=config.name):
             node = Node.start(config)
         life.at_end(node.stop)
-        life.begun()
+        life.log_start()
         _run(node, config, membership, sender, life, announce)
 
 
@@ -183,7 +183,7 @@ def _run(
     where += f", grpc on {' '.join(api.addresses)}" if api is not None else ""
     took_s = life.took_s
     line = f"kvstore node {config.name} ready: {sizes}, {pages} pages kept, {took_s:.2f} s{where}"
-    life.serves(lambda: announce(line), took_s, pages=sum(tier["pages"] for tier in tiers.values()))
+    life.report_ready(lambda: announce(line), took_s, pages=sum(tier["pages"] for tier in tiers.values()))
     watch = Watch(node, api.calls.refused if api is not None and api.calls is not None else {})
 
     def look() -> None:
@@ -265,6 +265,6 @@ def _end_serving(node: Node, api: ApiServer | None, control: ControlServer, back
         api.stop()
     if not save_s:
         control.stop()
-    background.stop(save_s, why, life.hurried.is_set)
+    background.stop(save_s, why, life.hurry.is_set)
     if save_s:
         control.stop()

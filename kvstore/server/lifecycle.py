@@ -2,13 +2,13 @@
 
 ::
 
-    with lifecycle.running(config, log, "the daemon") as life:  # logs, signals and HTTP from here on
-        life.at_end(node.stop)  # called when HTTP has ended
+    with lifecycle.run(config, log, "the daemon") as life:  # logs, signals and HTTP from here on
+        life.at_end(node.stop)  # called after HTTP has ended
         node.start()
-        life.begun()  # "start" in the log
-        life.serves(announce, took_s, pages=7)  # ready: in HTTP, to the parent process, "ready" in the log
+        life.log_start()  # "start" in the log
+        life.report_ready(announce, took_s, pages=7)  # ready: in HTTP, to the parent process, "ready" in the log
         life.wait()  # until SIGTERM or SIGINT
-        ...  # end in order; another signal sets ``life.hurried``
+        ...  # end in order; another signal sets ``life.hurry``
 
 An unexpected error ends a connection, a request or one turn of a task, and the daemon continues. An unexpected error
 while state is decided ends the daemon with exit code 1. See ``kvstore.boundary``.
@@ -44,17 +44,17 @@ class Life:
     Attributes:
         ready: set while the daemon serves.
         http: the server of /healthz, /readyz and /metrics, if configured.
-        hurried: set by a second signal: the daemon should end quickly.
+        hurry: set by a second signal: the daemon should end quickly.
         failure: why the daemon ends without a signal.
     """
 
     def __init__(self, log: logging.Logger, http: HttpServer | None, ready: Readiness) -> None:
         self.http = http
-        self.hurried = threading.Event()
+        self.hurry = threading.Event()
         self.ends = contextlib.ExitStack()
         self._log = log
         self.ready = ready
-        self._stopped = threading.Event()
+        self._stop = threading.Event()
         self.failure: KVStoreError | None = None
         self._began_s = time.monotonic()
 
@@ -67,11 +67,11 @@ class Life:
         """Call ``call`` when HTTP has ended. The last registered call is made first."""
         self.ends.callback(call)
 
-    def begun(self, **fields: Any) -> None:
+    def log_start(self, **fields: Any) -> None:
         """Log "start"."""
         logs.event(self._log, logging.INFO, "start", version=about.version(), pid=os.getpid(), **fields)
 
-    def serves(self, announce: Callable[[], None], took_s: float, **fields: Any) -> None:
+    def report_ready(self, announce: Callable[[], None], took_s: float, **fields: Any) -> None:
         """Report that the daemon is ready: over HTTP, to the process that started it, and in the log."""
         self.ready.set()
         announce()
@@ -85,36 +85,36 @@ class Life:
         """Wait for the signal to end. Calls ``look`` a few times a second."""
 
         def turn() -> None:
-            if not self._stopped.wait(SIGNAL_LOOK_S):
+            if not self._stop.wait(SIGNAL_LOOK_S):
                 look()
 
-        boundary.kept("task/main", turn, self._stopped)()
+        boundary.kept("task/main", turn, self._stop)()
 
     def wait_while(self, holds: Callable[[], bool]) -> None:
         """Wait as ``wait`` does, but only while ``holds`` returns True."""
-        boundary.kept("task/main", lambda: not self.ending(SIGNAL_LOOK_S) and not holds(), self._stopped)()
+        boundary.kept("task/main", lambda: not self.wait_for_end(SIGNAL_LOOK_S) and not holds(), self._stop)()
 
-    def ending(self, timeout_s: float) -> bool:
-        """Wait up to ``timeout_s`` for the signal to end. Returns whether it came."""
-        return self._stopped.wait(timeout_s)
+    def wait_for_end(self, timeout_s: float) -> bool:
+        """Wait up to ``timeout_s`` for the signal to end. Returns whether it has come."""
+        return self._stop.wait(timeout_s)
 
-    def retires(self) -> None:
+    def retire(self) -> None:
         """Report over HTTP that the daemon is no longer ready."""
         self.ready.clear()
 
     def fail(self, failure: KVStoreError) -> None:
-        """End in order, as after a signal. ``running`` then raises ``failure``. Any thread may call it."""
+        """End in order, as after a signal. ``run`` then raises ``failure``. Any thread may call it."""
         self.failure = self.failure or failure
-        self._stopped.set()
+        self._stop.set()
 
     def on_signal(self) -> None:
-        """Handle a signal to end: the first ends the daemon, the second sets ``hurried``."""
-        (self.hurried if self._stopped.is_set() else self._stopped).set()
+        """Handle a signal to end: the first ends the daemon, the second sets ``hurry``."""
+        (self.hurry if self._stop.is_set() else self._stop).set()
 
 
 @contextlib.contextmanager
-def running(config: DaemonConfig, log: logging.Logger, who: str) -> Iterator[Life]:
-    """Make this process a daemon. ``who`` names it in the log.
+def run(config: DaemonConfig, log: logging.Logger, name: str) -> Iterator[Life]:
+    """Make this process a daemon. ``name``: in the log.
 
     Raises:
         InvalidRequest: HTTP cannot listen at its address.
@@ -122,7 +122,7 @@ def running(config: DaemonConfig, log: logging.Logger, who: str) -> Iterator[Lif
     """
     logs.configure(config)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    boundary.ends_process(who)
+    boundary.ends_process(name)
     raise_descriptors()  # first: servers derive from it how many connections they may have
     ready = Readiness()
     http = HttpServer(config.http, routes(ready), HostNames.of(config)) if config.http else None

@@ -21,12 +21,12 @@ from kvstore.cli.config import config, plain
 from kvstore.cli.main import cli
 from kvstore.cli.settings import value_text
 from kvstore.config import NodeConfig
-from kvstore.config.reading import declared, parsers_of
+from kvstore.config.reading import declarations, parsers_of
 
 ROOT = Path(__file__).resolve().parents[2]
 EXAMPLE = ROOT / "deploy" / "kvstore.example.toml"
 PAGE = ROOT / "docs" / "config.md"
-SETTINGS = list(declared(NodeConfig))
+SETTINGS = list(declarations(NodeConfig))
 BEGIN, END = "<!-- settings -->\n", "<!-- end -->\n"
 COMMENTED = re.compile(r"# ([a-z_]+) = (.+)")
 
@@ -41,7 +41,7 @@ def table() -> str:
     default = texts(NodeConfig())
     rows = [
         f"| `{name}` | `{default[name]}` | {setting.help.replace('|', chr(92) + '|')} |"
-        for name, setting in declared(NodeConfig).items()
+        for name, setting in declarations(NodeConfig).items()
     ]
     return "\n".join(["| setting | default | |", "|---|---|---|", *rows]) + "\n"
 
@@ -49,7 +49,7 @@ def table() -> str:
 def example() -> str:
     """The example: what it is, then each setting with its default; one that has none is commented out."""
     text = EXAMPLE.read_text().partition("[node]")[0] + "[node]\n"
-    for name, setting in declared(NodeConfig).items():
+    for name, setting in declarations(NodeConfig).items():
         value = texts(NodeConfig())[name]
         given = f'"/etc/kvstore/{name}.pem"' if setting.metavar == "FILE" else '"127.0.0.1:7071"'
         about = textwrap.fill(setting.help, 120, initial_indent="# ", subsequent_indent="# ")

@@ -3,14 +3,14 @@
 from __future__ import annotations
 
 from kvstore.cli.settings import default_text
-from kvstore.config.reading import Settings, declared
+from kvstore.config.reading import Settings, declarations
 
 
 def settings_table(kind: type[Settings]) -> str:
     """All of them as a table of the docs."""
     rows = [
         f"| `{name}` | {f'`{default}`' if default else ''} | {setting.help} |"
-        for name, setting in declared(kind).items()
+        for name, setting in declarations(kind).items()
         for default in [default_text(setting, getattr(kind, name))]
     ]
     return "\n".join(["| setting | default | |", "|---|---|---|", *rows])

@@ -158,8 +158,8 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
         check_url(config.catalog)
     folder = NodeFolder(config.shm_dir, config.name)
     quiet = replace(config, http=None, listen=(), otlp_endpoint="")  # those are the daemon's own
-    with lifecycle.running(quiet, log, "the data server") as life:
-        life.begun(node=config.name)
+    with lifecycle.run(quiet, log, "the data server") as life:
+        life.log_start(node=config.name)
         file = _take(folder, life)
         life.at_end(file.close)
         node = LocalNode(folder.path, timeout_s=PATIENCE_S)
@@ -182,7 +182,7 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
         told = _Told(config, node, directory, server.process, address, certificate, former, life.fail)
         life.at_end(told.stop)
         line = f"kvstore data server of node {config.name} ready: pages on {address}"
-        life.serves(lambda: announce(line), life.took_s, address=address)
+        life.report_ready(lambda: announce(line), life.took_s, address=address)
         life.wait_while(lambda: file.stands() and told.look())
 
 
@@ -247,7 +247,7 @@ def _take(folder: NodeFolder, life: Life) -> DataFile:
                 return file
         except FileNotFoundError:  # purged just now
             pass
-        if time.monotonic() >= deadline_s or life.ending(NODE_LOOK_S):
+        if time.monotonic() >= deadline_s or life.wait_for_end(NODE_LOOK_S):
             raise Unavailable(f"there is no node {folder.name!r} on this machine; start it with `kvstore serve`")
 
 
