@@ -238,7 +238,8 @@ def attributes() -> Found:
 @item(60)
 def answers() -> Found:
     """What the code takes for granted of the driver: its own peer, freed addresses, batches of plain memory."""
-    device, found = first(), {}
+    device = first()
+    found: Found = {}
     ordinal = device._driver.cuDeviceGet(0)[1]
     found["can_access_itself"] = int(device._driver.cuDeviceCanAccessPeer(ordinal, ordinal)[1])
     found["reach_itself"] = device.reach(device.uuid)
@@ -256,6 +257,7 @@ def answers() -> Found:
     for name, (targets, sources) in {"to_device": (there, here), "to_host": (here, there)}.items():
 
         def copies(targets: np.ndarray = targets, sources: np.ndarray = sources) -> None:
+            assert batch is not None
             with device.current():
                 batch.copy(stream.handle, targets, sources, lengths)
             done(stream)
@@ -269,7 +271,8 @@ def answers() -> Found:
 @item(60)
 def pinning() -> Found:
     """Seconds for each GiB of shared memory, by the size of one call; mappings that are read-only."""
-    device, found = first(), {}
+    device = first()
+    found: Found = {}
     with shared_memory(2 * PINNED_BYTES) as (writable, read_only, took_s):
         gib = PINNED_BYTES / (1 << 30)
         found["fallocate_s_per_gib"] = took_s / 2 / gib
@@ -298,7 +301,8 @@ def pinning() -> Found:
 @item(120)
 def bandwidth() -> Found:
     """GB/s: one piece to, from and both at once; pieces of one length in no order, by each way."""
-    device, found = first(), {}
+    device = first()
+    found: Found = {}
     with pinned(device, 2 * COPIED_BYTES) as host:
         memory, stream, back = device.allocate(2 * COPIED_BYTES), device.stream(), device.stream()
         there, here = memory.address, host.ctypes.data
@@ -334,7 +338,7 @@ def _pieces(found: Found, stream: cuda.CudaStream, here: int, there: int, length
         for how, copy in kinds.items():
             name = f"{length >> 10}k_of_{total // MIB}m_{way}_{how}"
             try:
-                seconds = timed(lambda c=copy, t=targets, s=sources: c(t, s, lengths), stream)
+                seconds = timed(partial(copy, targets, sources, lengths), stream)
                 found[name] = round(count * length / seconds / 1e9, 2)
             except KVStoreError as error:
                 found[name] = str(error)
@@ -343,7 +347,8 @@ def _pieces(found: Found, stream: cuda.CudaStream, here: int, there: int, length
 @item(60)
 def python_us() -> Found:
     """Microseconds of the host for one call: a get cannot be faster than the sum of its calls."""
-    device, found = first(), {}
+    device = first()
+    found: Found = {}
     with pinned(device, 8 * MIB) as host:
         stream, memory = device.stream(), device.allocate(8 * MIB)
 
@@ -367,9 +372,7 @@ def python_us() -> Found:
             there, here = steps + np.uint64(memory.address), steps + np.uint64(host.ctypes.data)
             for how, copy in {"engines": stream.copy_by_engines, "kernel": stream.copy_by_kernel}.items():
                 with contextlib.suppress(KVStoreError):  # there is no kernel
-                    found[f"submit_{how}_{count}"] = us(
-                        lambda c=copy, t=there, h=here, n=lengths: c(t, h, n), CALLS // 20
-                    )
+                    found[f"submit_{how}_{count}"] = us(partial(copy, there, here, lengths), CALLS // 20)
                 done(stream)
         memory.free()
     return found
@@ -394,7 +397,8 @@ memory.free()
 @item(90)
 def sharing() -> Found:
     """Our mapped memory as a tensor of PyTorch; a tensor of PyTorch in another process by its handle."""
-    torch, device, found = torch_of_the_device(), first(), {}
+    found: Found = {}
+    torch, device = torch_of_the_device(), first()
     from engine.memory.mounting import tensor_of
 
     memory = device.allocate(8 * MIB, shared=True)
@@ -418,7 +422,8 @@ def sharing() -> Found:
 @item(90)
 def captures() -> Found:
     """PyTorch records graphs, in both modes, while another thread copies and allocates by our calls."""
-    torch, device, found = torch_of_the_device(), first(), {"captures_failed": [], "copies_failed": []}
+    found: Found = {"captures_failed": [], "copies_failed": []}
+    torch, device = torch_of_the_device(), first()
     stop = threading.Event()
     with pinned(device, MIB) as host:
         stream, memory = device.stream(), device.allocate(MIB)
@@ -455,11 +460,13 @@ def store() -> Found:
     """GB/s of get and put of pages from and to a tensor; the first put pins memory."""
     import kvstore
 
-    torch, found = torch_of_the_device(), {}
+    torch = torch_of_the_device()
+    found: Found = {}
     with kvstore.open(dram="6GiB", extent="1GiB") as pool:
         for tokens, layers, pages in ((16, 32, 512), (1, 16, 512)):
-            model = {"model": f"probe-{tokens}", "layers": layers, "kv_heads": 8, "head_dim": 128}
-            layout = kvstore.Layout(**model, dtype="bfloat16", page_tokens=tokens)
+            layout = kvstore.Layout(
+                model=f"probe-{tokens}", layers=layers, kv_heads=8, head_dim=128, dtype="bfloat16", page_tokens=tokens
+            )
             cache, name = pool.cache(layout), f"{layout.page_bytes >> 10}k"
             source = torch.randint(0, 255, (pages, layout.page_bytes), dtype=torch.uint8, device="cuda:0")
             target = torch.zeros_like(source)
@@ -507,7 +514,8 @@ def lost() -> Found:
 @item(90)
 def attention() -> Found:
     """Our Triton kernel in bfloat16: GB/s in steps, TFLOP/s in chunks, by stages; PyTorch's own for chunks."""
-    torch, found = torch_of_the_device(), {}
+    torch = torch_of_the_device()
+    found: Found = {}
     from engine.compute import triton_kernel
     from engine.compute.kernel_args import Terms, reading_of
 

@@ -212,13 +212,13 @@ class EngineClient:
 
     def release(self, request_id: str) -> bool:
         """End a prefill whose KV is no longer needed. Returns whether there was one."""
-        return self._call("Release", pb.RequestId(request_id=request_id), pb.Found).found
+        return bool(self._call("Release", pb.RequestId(request_id=request_id), pb.Found).found)
 
     # --- requests and the engine ------------------------------------------------------------------------------------
 
     def cancel(self, request_id: str) -> bool:
         """End a request; its caller gets ``Finished("cancelled")``. Returns whether there was one."""
-        return self._call("Cancel", pb.RequestId(request_id=request_id), pb.Found).found
+        return bool(self._call("Cancel", pb.RequestId(request_id=request_id), pb.Found).found)
 
     def status(self, timeout_s: float | None = None) -> dict[str, Any]:
         """What the engine is, how busy, and how fast."""
@@ -231,13 +231,13 @@ class EngineClient:
     def migrate(self, request_id: str, target: str, timeout_s: float = 60.0) -> bool:
         """Let the engine at ``target`` continue a request; for operators. Returns whether there was one."""
         message = pb.MigrateRequest(request_id=request_id, target=target)
-        return self._call("Migrate", message, pb.Found, timeout_s, again=False).found
+        return bool(self._call("Migrate", message, pb.Found, timeout_s, again=False).found)
 
     def drain(self, target: str | None = None, timeout_s: float = 60.0) -> int:
         """Take no new requests, and wait for those that run; where there is a ``target`` they go on there. How many
         still run then. For operators."""
         message = pb.DrainRequest(target=target or "", timeout_ms=max(1, int(timeout_s * 1000)))
-        return self._call("Drain", message, pb.DrainReply, timeout_s + SLACK_S, again=False).left
+        return int(self._call("Drain", message, pb.DrainReply, timeout_s + SLACK_S, again=False).left)
 
     # --- inside -----------------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ import sys
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from typing import Any
 
 PAGE_TOKENS = 64
@@ -68,6 +69,7 @@ def direct(told: dict[str, Any]) -> Ask:
     from engine.config import EngineConfig
     from engine.model.request import Failed, Finished, Request, Sampling, Token
     from engine.shell.engine import Engine
+    from engine.transfer.remote_prefill import Peer
 
     torch.set_num_threads(told["threads"])
     model = apart(lambda: load_model(told["model"]))  # as the daemon does
@@ -82,10 +84,17 @@ def direct(told: dict[str, Any]) -> Ask:
         threads=told["threads"],
         keep_pages=0.0,
     )
-    engine = Engine(config, model, None, lambda address: None)
+
+    def connect(address: str) -> Peer:
+        raise AssertionError(f"{address}: an engine alone hands nothing off")
+
+    engine = Engine(config, model, None, connect)
     engine.start()
 
     def ask(prompts: list[list[int]], tokens: int) -> Answers:
+        def came_in(number: int, event: Any) -> None:
+            events.put((number, event, time.monotonic()))
+
         events: queue.SimpleQueue[tuple[int, Any, float]] = queue.SimpleQueue()
         drawn: list[list[int]] = [[] for _ in prompts]
         came: list[list[float]] = [[] for _ in prompts]
@@ -93,7 +102,7 @@ def direct(told: dict[str, Any]) -> Ask:
         for number, prompt in enumerate(prompts):
             sampling = Sampling(max_tokens=tokens, ignore_eos=True)
             request = Request(id=f"{start_s}-{number}", tokens=np.array(prompt, np.uint32), sampling=sampling)
-            engine.submit(request, lambda event, number=number: events.put((number, event, time.monotonic())))
+            engine.submit(request, partial(came_in, number))
         left = len(prompts)
         while left:
             number, event, at_s = events.get(timeout=WAIT_S)

@@ -78,7 +78,7 @@ def main() -> None:
     if not LMCACHE.exists():
         sys.exit("LMCache is not there: make hosts")
     folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="peers-"))
-    rows = []
+    rows: list[dict[str, Any]] = []
     try:
         with node(NODE, "4GiB"):
             for size_kib in SIZES_KIB:

@@ -118,7 +118,8 @@ def _measure(stage: Stage, name: str, bar: Bar, nets: Nets, batch: int, context:
         with torch.inference_mode():
             cache = ContiguousCache(held)
             out = nets.plain(input_ids=known, position_ids=position, past_key_values=cache, use_cache=True)
-            return out.logits[:, -1].float().cpu()
+            logits: torch.Tensor = out.logits[:, -1].float().cpu()
+            return logits
 
     def check(variant: str, logits: object) -> None:
         assert isinstance(logits, torch.Tensor)

@@ -222,9 +222,10 @@ def _flash_cpu(
     mask: torch.Tensor | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What torch runs on a CPU below ``scaled_dot_product_attention``, which does not return the sums."""
-    return torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
+    output: tuple[torch.Tensor, torch.Tensor] = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(
         query, k, v, 0.0, causal, attn_mask=mask, scale=scaling
     )
+    return output
 
 
 def _eager(query: torch.Tensor, k: torch.Tensor, v: torch.Tensor, terms: Terms) -> tuple[torch.Tensor, torch.Tensor]:

@@ -133,7 +133,8 @@ class Runner:
                 logits_to_keep=batch.last,
                 paged=batch,
             )
-            return output.logits[0].float()
+            logits: torch.Tensor = output.logits[0].float()
+            return logits
 
     def _warm_up(self) -> None:
         """Compile the code for this model's shapes, so that no first token waits for it."""

@@ -268,7 +268,8 @@ def _tokens(buffer: Any, token_bytes: int, field: str) -> torch.Tensor:
         raise InvalidRequest(
             field, f"a last axis of {flat.shape[-1]} bytes is not a multiple of {token_bytes}-byte tokens"
         )
-    return flat.unflatten(-1, (flat.shape[-1] // token_bytes, token_bytes))
+    rows: torch.Tensor = flat.unflatten(-1, (flat.shape[-1] // token_bytes, token_bytes))
+    return rows
 
 
 class _Alias:

@@ -45,7 +45,7 @@ class TaskLane:
     @property
     def fd(self) -> int:
         """A descriptor that is readable when a task has ended."""
-        return self._notifier.fileno()
+        return int(self._notifier.fileno())
 
     def submit(self, work: Callable[[], Any], refused: Any) -> int:
         """Add a task and return its number. Its result is what ``work`` returns, or ``refused`` if too many tasks

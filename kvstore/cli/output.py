@@ -161,7 +161,7 @@ def parse_duration(text: str) -> float:
     return seconds
 
 
-class Duration(click.ParamType):
+class Duration(click.ParamType[float]):
     """Seconds, as parsed by ``parse_duration``; above zero and at most ``days_max`` days."""
 
     name = "duration"
@@ -180,7 +180,7 @@ class Duration(click.ParamType):
         return seconds
 
 
-class Percent(click.ParamType):
+class Percent(click.ParamType[float]):
     """Above 0 and at most 100, from ``25`` or ``25%``."""
 
     name = "percent"
@@ -197,7 +197,7 @@ class Percent(click.ParamType):
         return percent
 
 
-class Size(click.ParamType):
+class Size(click.ParamType[int]):
     """Bytes, from ``512MiB``, ``4GiB`` or ``1048576``."""
 
     name = "size"

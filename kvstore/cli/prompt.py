@@ -21,7 +21,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, fields
 from functools import cached_property
 from pathlib import Path
-from typing import Any, Final, TypeVar
+from typing import Any, Final, TypeVar, cast
 
 import click
 import numpy as np
@@ -407,4 +407,4 @@ def prompt_options(command: _Command) -> _Command:
     decorated: Any = gathered
     for option in reversed(options):
         decorated = option(decorated)
-    return decorated
+    return cast(_Command, decorated)

@@ -411,10 +411,10 @@ class _Link(RemoteNode):
         ("grpc.max_receive_message_length", REPLY_BYTES_MAX),
     )
 
-    def ask(self, call: str, within_s: float) -> grpc.Future:
+    def ask(self, call: str, within_s: float) -> grpc.Future[dict[str, Any]]:
         """Start a call; return a future of its answer."""
         method: Any = self._method(call, "unary_unary", pb.Empty.SerializeToString, _struct)
-        asked: grpc.Future = method.future(pb.Empty(), **self._how(within_s))
+        asked: grpc.Future[dict[str, Any]] = method.future(pb.Empty(), **self._how(within_s))
         return asked
 
 
@@ -517,7 +517,7 @@ class PoolWatch:
         return {"catalog": self._catalog, "pool": self._pool, "members": told, "members_left_off": self._left_off}
 
 
-def _told(member: _Member, asked: grpc.Future | None) -> dict[str, Any]:
+def _told(member: _Member, asked: grpc.Future[dict[str, Any]] | None) -> dict[str, Any]:
     """Return what is shown of a member, after its answer or its deadline."""
     entry, now_s, said = member.entry, time.monotonic(), None
     if asked is not None and member.link is not None:

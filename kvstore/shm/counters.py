@@ -300,7 +300,8 @@ NOTHING: Final = np.zeros(_VECTOR_WORDS, np.uint64)
 
 def added(sum_: Vector, counts: Vector) -> Vector:
     """Add another session's counts; a sum stops where it would not fit its word any more."""
-    return np.minimum(sum_ + counts, np.uint64(SUM_MAX))
+    total: Vector = np.minimum(sum_ + counts, np.uint64(SUM_MAX))
+    return total
 
 
 def _vector(words: Vector) -> Vector:
@@ -322,7 +323,8 @@ def _vector(words: Vector) -> Vector:
     head = [times["lookup"], gets, times["lease"], times["put"], times["put_async"]]
     head += [asked, dram, nvme, dram_tokens, nvme_tokens, missed_tokens]
     counts = np.array([*head, *missed, dram_bytes, nvme_bytes, hbm, hbm_bytes, put, put_bytes, *rest[_LATENCY:]])
-    return np.minimum(counts, COUNT_MAX).astype(np.uint64)
+    limited: Vector = np.minimum(counts, COUNT_MAX).astype(np.uint64)
+    return limited
 
 
 def read_counters(fd: int) -> Vector | None:

@@ -226,7 +226,8 @@ class MountedTable:
         frames = np.flatnonzero((self.words & _STATE) == _SEALED)
         digest, summed = xxhash.xxh3_64_intdigest, self.fmt.summed
         sound = [digest(self.rows[frame, summed].tobytes()) == int(self.sums[frame]) for frame in frames.tolist()]
-        return frames[np.array(sound, bool)]
+        kept: npt.NDArray[np.int64] = frames[np.array(sound, bool)]
+        return kept
 
     def generation(self, frame: int) -> int:
         """Under which a page was last there."""

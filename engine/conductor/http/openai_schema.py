@@ -548,7 +548,8 @@ def _plain(extra: dict[str, Any]) -> dict[str, Any]:
 def _ids(value: TokenList) -> list[int]:
     if value.ids is None or len(value.ids) > EXTRA_BYTES_MAX:
         raise invalid(None, f"a list of numbers must have at most {EXTRA_BYTES_MAX} of at most {TOKEN_MAX}")
-    return value.ids.tolist()
+    ids: list[int] = value.ids.tolist()
+    return ids
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------

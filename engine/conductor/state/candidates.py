@@ -316,7 +316,7 @@ class Candidates:
     def _rooms_s(self) -> Floats:
         """Seconds until each engine has a place in its batch and the memory that the request will hold."""
         columns, now_s = self.columns, self.now_s
-        rooms_s = np.maximum(0.0, columns.place_free_s - now_s)
+        rooms_s: Floats = np.maximum(0.0, columns.place_free_s - now_s)
         lack = columns.tokens + columns.others_tokens + self.request.tokens + self.answer_tokens - columns.kv_tokens_max
         for at in (lack > 0).nonzero()[0].tolist():
             free_s = self.engines[at].memory_free_s(float(lack[at])) - now_s
@@ -372,20 +372,21 @@ class Candidates:
     def partners(self, computing: int) -> Places:
         """Engines that could answer what this one computes, except itself."""
         columns, answers = self.columns, self.answers
-        if not self._mixed:
-            return answers[answers != computing]
-        if columns.foreign[computing]:
-            return answers[:0]
-        fit = (columns.layout[answers] == columns.layout[computing]) & (columns.foreign[answers] == 0)
-        return answers[fit & (answers != computing)]
+        fit = answers != computing
+        if self._mixed:
+            fit &= (columns.layout[answers] == columns.layout[computing]) & (columns.foreign[answers] == 0)
+            fit &= columns.foreign[computing] == 0
+        partners: Places = answers[fit]
+        return partners
 
     def tails_s(self, computing: Places, answering: Places) -> Floats:
         """The exposed part of hand-offs from these engines to those; the arrays are broadcast against each other.
 
         Infinite if there can be no hand-off, because their pages differ or an engine is foreign.
         """
-        tails_s, columns = self._tails_s(computing, answering) + self.costs.handoff_s, self.columns
-        tails_s = np.maximum(tails_s, self.room_s[answering] - self.ready_s[computing])
+        columns = self.columns
+        moves_s = self._tails_s(computing, answering) + self.costs.handoff_s
+        tails_s: Floats = np.maximum(moves_s, self.room_s[answering] - self.ready_s[computing])
         if not self._mixed:
             return tails_s
         foreign = columns.foreign[computing] + columns.foreign[answering] > 0
@@ -407,7 +408,8 @@ class Candidates:
 
     def totals_s(self, computing: Places, answering: Places, tails_s: Floats | float) -> Floats:
         """``Route.total_s`` for each of these pairs."""
-        return self.prompts_s[computing] + tails_s + self.answers_s[answering]
+        totals_s: Floats = self.prompts_s[computing] + tails_s + self.answers_s[answering]
+        return totals_s
 
     @property
     def node_names(self) -> list[str]:

@@ -424,10 +424,9 @@ class EngineTable:
             good[[self._places[name] for name in without if name in self._places]] = False
         if good.all():
             return self._all
-        for choice in (good, fit):
-            if (columns.answers[choice] > 0).any():
-                return choice.nonzero()[0]
-        return fit.nonzero()[0]
+        answering = (choice for choice in (good, fit) if (columns.answers[choice] > 0).any())
+        places: Places = next(answering, fit).nonzero()[0]
+        return places
 
     def take(self, at: Places) -> tuple[list[FleetEngine], Columns, Distances]:
         """Select these engines: their columns, and their distances from each other."""

@@ -216,7 +216,8 @@ def _longer(known: Counts, nodes: Counts, places: Counts) -> Counts:
     mine = steps >= 0
     follows = np.zeros((len(known), int(places[-1]) + 2), bool)
     follows[nodes[mine], steps[mine]] = True
-    return known + follows.argmin(1)
+    lengths: Counts = known + follows.argmin(1)
+    return lengths
 
 
 def _common(one: list[int], other: list[int]) -> int:

@@ -74,7 +74,7 @@ class HeldBlocks:
         for name, other in others.items():
             tables = self._manager.get_block_ids(name)
             missing += self._needed(other) - sum(len(table) - table.count(0) for table in tables)
-        return missing <= self._manager.block_pool.get_num_free_blocks()
+        return missing <= int(self._manager.block_pool.get_num_free_blocks())
 
     def _needed(self, request: Request) -> int:
         """Return the most blocks that a request needs until its first token."""

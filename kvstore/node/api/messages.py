@@ -91,7 +91,8 @@ def root_of(node: Node, key: bytes) -> bytes | None:
             if table is not None and address.frame < len(table.rows):
                 record = table.record(address.frame)
                 if record.key == key:
-                    return record.root
+                    root: bytes = record.root
+                    return root
         return None
 
     return node.look(look)
