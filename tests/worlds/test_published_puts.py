@@ -5,9 +5,9 @@ from __future__ import annotations
 import pytest
 
 from tests.helpers.worlds.logged_world import LoggedSimulation
+from tests.helpers.worlds.simulation import SEEDS
 
 STEPS = 2400
-SEEDS = range(20)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

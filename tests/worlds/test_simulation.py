@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import pytest
 
-from tests.helpers.worlds.simulation import Simulation
+from tests.helpers.worlds.simulation import SEEDS, Simulation
 
 STEPS = 2400
-SEEDS = range(20)
 
 
 @pytest.mark.parametrize("seed", SEEDS)

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import os
 import random
 from collections import Counter
 
 from kvstore.model.replica import FrameClass, Status
 from tests.helpers.worlds.world import MS, Chain, World
+
+# ``KVSTORE_TEST_SEEDS``: how many histories each simulation of a node runs; a third each with no, few and many crashes.
+SEEDS = range(int(os.environ.get("KVSTORE_TEST_SEEDS", "9")))
 
 EXTENT_BYTES = 128 << 10
 POSITIONS = 12
