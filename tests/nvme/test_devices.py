@@ -92,13 +92,13 @@ def test_every_flipped_byte_of_a_header_is_noticed(shape: FrameClass) -> None:
     address = Address(7, 3, 9)
     sound = header(shape, 99, address, seed=1)
     expected = np.array([9], np.uint64), identity(shape, 1)[None]
-    for at in range(0, frame_header._used(shape), 1 if shape is CLASS else 7):
+    for at in range(0, frame_header._used_bytes(shape), 1 if shape is CLASS else 7):
         damaged = sound.copy()
         damaged[at] ^= 0x40
         reason = frame_header.unpack(damaged, shape, 99, 7, 3, 9)
         assert reason == ("version" if 8 <= at < 12 else "header")
         assert frame_header.faults(damaged[None], shape, 99, 7, 3, *expected) == [reason]
-    assert (sound[frame_header._used(shape) :] == 0).all()
+    assert (sound[frame_header._used_bytes(shape) :] == 0).all()
 
 
 def test_a_sound_header_of_something_else_has_a_reason() -> None:
