@@ -1,4 +1,4 @@
-"""Observer: receives what an engine does. The one here ignores it; ``engine.api.metrics`` counts."""
+"""Observer: receives what an engine reports of its work, and ignores it. ``engine.api.metrics`` counts it."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from engine.model.request import Usage
 
 
 class Observer:
-    """Called by the engine's thread; must be quick."""
+    """The engine's thread calls these methods; they must return quickly."""
 
     def ended(self, outcome: str, usage: Usage) -> None:
-        """A request ended: stop, eos, length, cancelled, prefilled, migrated, or failed."""
+        """A request ended. ``outcome``: stop, eos, length, cancelled, prefilled, migrated, or failed."""
 
     def stepped(self, decoding: int, chunk_tokens: int, seconds: float) -> None:
-        """One forward: how many sequences decode, and how many prompt tokens it has."""
+        """A forward ended: ``decoding`` sequences and ``chunk_tokens`` prompt tokens took ``seconds``."""
 
     def handed_off(self, moved_bytes: int, seconds: float) -> None:
-        """The KV of a prompt has arrived~; ``seconds`` from the first token to the last layer."""
+        """The KV of a prompt has arrived. ``seconds``: from the first token to the last layer."""
 
     def stalled(self, seconds: float) -> None:
-        """A step waited this long for layers that are on their way."""
+        """A step waited ``seconds`` for layers that were being moved."""

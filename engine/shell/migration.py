@@ -67,7 +67,7 @@ def check_target(target: Target, address: str, layout: Layout) -> None:
 
 
 class Migration:
-    """One request on its way: ``start`` -> ``NotTaken``, or ``Taken`` and then ``PassedOn``."""
+    """One request on its way: ``start`` -> ``NotTaken``, or ``PassTaken`` and then ``PassedOn``."""
 
     def __init__(self, work: Work, targets: Targets, address: str, post: Callable[[ev.Event], None]) -> None:
         self._work = work

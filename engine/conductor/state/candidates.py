@@ -1,46 +1,46 @@
-"""Candidates: for one request, what every engine could do, and when.
+"""Candidates: what every engine could do with one request, and when; Costs: the predictions behind it.
 
 For every pair of an engine that computes the prompt and one that answers::
 
     first_token_s = max(wait, room, move) + prefill + hand-off's exposed tail
-    prefill_s     = what the tokens take + a decode step of the sequences that run for each chunk of them
+    prefill_s     = the time of its tokens + for each chunk, a decode step of the sequences that run there
     token_s       = a decode step of the batch that will run when the prompt is computed
 
-``wait`` is for the prompts before it, ``room`` for a place in the engine's batch and for the memory that the request
-will hold. What is moved in comes while the request waits. A hand-off goes layer by layer during the prefill, so only
-what is longer than that, and the last layer, is seen. Two further terms are not the request's own: what it costs those
-that already run there, since a chunk of a prompt makes their step longer, and so does one more sequence in their batch.
-The first of them counts only where tokens have no limit: sequences that keep theirs lose nothing that they asked for.
+``wait`` is the time of the prompts queued before this one. ``room`` is the time until the engine has a place in its
+batch and memory for the request. Pages are moved in while the request waits. A hand-off goes layer by layer during the
+prefill: only the time by which it exceeds the prefill, or that of the last layer, is exposed.
 
-A remote cluster is an engine that computes prompts, several at a time, and whose hand-off goes through what may leave
-it: behind what is to leave it already, and not at all where that is more than ``EGRESS_BURST_S`` of it. What leaves
-while a prompt is computed costs that request nothing, so that an idle remote cluster looks as good as an engine here.
-Yet its egress and its engines are for prompts that take long: one that takes less than ``SHORT`` of what is usual goes
-there only where it would have to wait here for longer than an engine's window.
+Two further terms are costs to other requests. A chunk of a prompt makes each step of the running sequences longer, and
+so does one more sequence in their batch. The first term counts only for a request without a limit on the time per
+token.
 
-All engines are looked at together: an option is a place in arrays, and becomes an object when it is chosen.
+A remote cluster appears as one engine that computes several prompts at a time. Its hand-offs share the bandwidth that
+may leave the cluster: each waits for the data queued before it, and the cluster gets no request while more than
+``EGRESS_BURST_S`` of data is queued. Data that leaves while a prompt is computed delays nothing, so an idle remote
+cluster looks as good as a local engine. To keep it for long prompts, a prompt that takes less than ``SHORT`` of the
+usual time goes there only if it would wait longer than an engine's window here.
 
-Cost: how long a request takes at an engine. Priors come from the configuration, scales from measurements.
+All engines are compared at once, in arrays; the chosen pair alone becomes objects.
 
-The time to compute ``n`` tokens after ``c`` that are cached::
+The time to compute ``n`` tokens when ``c`` tokens before them are cached::
 
     prefill_s = fixed_s + n / tokens_per_s * (1 + (c + n / 2) / context_even)
 
-``context_even`` is the context at which attention costs as much as everything else; the sum over ``n`` tokens of a cost
-that is linear in their position is that of the middle one. A decode step of a batch::
+``context_even`` is the context at which attention costs as much as everything else. The cost of a token is linear in
+its position, so ``n`` tokens cost ``n`` times as much as the middle one. A decode step of a batch::
 
     step_s = alone_s * (1 + batch * each)
 
-Every engine has a scale: how much longer prompts took there than predicted, smoothed (a geometric mean, so that one
-outlier counts little). Engines also report their own speed, which replaces the prior. All of this is noisy: see
-``Paces``.
+The constants come from the configuration. Each engine also has a measured scale: how much longer its prompts take than
+predicted, as a geometric mean, so that one outlier counts little. Speeds that engines report replace the configured
+ones. ``Paces`` removes the noise of these measurements.
 
-A hand-off takes more than its bytes: a second queue, and a second step before the first token. The extra is how much
-later than predicted its first tokens come, compared with those of engines that do both::
+A hand-off takes longer than its bytes predict: it adds a second queue, and a second step before the first token. The
+extra time is learned by comparing first tokens after a hand-off with those of engines that do both::
 
-    handoff_s += LATE_SMOOTH * (late_s of this hand-off - the usual late_s of the others)
+    handoff_s += LATE_SMOOTH * (late_s of this hand-off - the usual late_s without one)
 
-It decays slowly, so that hand-offs are tried again.
+The extra time decays slowly, so that hand-offs are tried again.
 """
 
 from __future__ import annotations
@@ -71,8 +71,8 @@ ANSWER_SMOOTH: Final = 0.02
 TENANTS_MAX: Final = 4096  # tenants whose answers are remembered
 PREFILL_SMOOTH: Final = 0.02
 LATE_SMOOTH: Final = 0.05
-LATE_MAX_S: Final = 1.0  # the most that one request counts for
-LATE_FORGOTTEN: Final = 0.002  # the fraction that decays with each answer of an engine that does both
+LATE_MAX_S: Final = 1.0  # a larger lateness counts as this much
+LATE_FORGOTTEN: Final = 0.002  # fraction of handoff_s that decays with each answer without a hand-off
 ANSWER_TOKENS: Final = 256.0  # assumed length of an answer until some have ended
 
 Number = TypeVar("Number", float, Floats)
@@ -85,9 +85,9 @@ class Priors:
     """What is assumed of an engine and of the paths between engines, until it is measured.
 
     Attributes:
-        bytes_per_s: by where pages are: in the memory of the engine's own node, on its NVMe, on another node of the
-            host, of the zone, or further away.
-        move_s: the least time that such a move takes.
+        bytes_per_s: by the place of the pages: in the memory of the engine's own node, on its NVMe, on another node of
+            the host, of the zone, or further away.
+        move_s: the shortest time that a move of pages takes.
     """
 
     prefill_tokens_per_s: float = 8_000.0
@@ -102,11 +102,12 @@ class Priors:
 
 
 class Costs:
-    """Predictions, and what was learned. Methods that take ``columns`` predict for all engines in them at once.
+    """Predictions, and the values learned for them. Methods that take ``paces`` predict for all engines at once.
 
     Attributes:
-        s_per_byte: see ``Priors.bytes_per_s``; ``ways``: of moves between nodes, by their distance.
-        handoff_s: what a hand-off takes in addition to what its bytes predict.
+        s_per_byte: the inverse of ``Priors.bytes_per_s``.
+        ways: seconds per byte of a move between nodes, by ``Distances``.
+        handoff_s: the extra time of a hand-off; see the module's docstring.
     """
 
     def __init__(self, priors: Priors) -> None:
@@ -119,7 +120,7 @@ class Costs:
         self._usual_s: dict[str, tuple[int, float]] = {}  # by model: how many requests, and their mean
 
     def speeds(self, paces: Paces) -> Floats:
-        """Prompt tokens per second, as engines report. An engine without a report is assumed to be like the others."""
+        """Prompt tokens per second as engines report them; the mean of the reports for an engine without one."""
         return _believed(paces.tokens_per_s, self.priors.prefill_tokens_per_s)
 
     def prefills_s(self, paces: Paces, speeds: Floats, tokens: int, cached: Floats) -> Floats:
@@ -131,12 +132,12 @@ class Costs:
         return self.priors.prefill_fixed_s + (tokens - cached) / speed * (cached / context + (1 + tokens / context))
 
     def steps_s(self, paces: Paces, *batches: Floats) -> list[Floats]:
-        """Seconds of a decode step of this many sequences."""
+        """Seconds of a decode step, for each of these arrays of batch sizes."""
         alone_s = _believed(paces.alone_s, self.priors.step_alone_s)
         return [alone_s * (1 + batch * self.priors.step_each) for batch in batches]
 
     def token_s(self, engine: FleetEngine) -> float:
-        """Seconds of an engine for one token of an answer, when its batch is full."""
+        """Seconds per token of all answers together, when the engine's batch is full."""
         each, batch = self.priors.step_each, engine.about.batch_max
         alone = engine.alone_s or self.priors.step_alone_s
         return alone * (1 + batch * each) / batch
@@ -145,17 +146,17 @@ class Costs:
         """Seconds to move this many bytes."""
         return (size > 0) * self.priors.move_s + size * s_per_byte
 
-    # --- learned ----------------------------------------------------------------------------------------------------
+    # --- learning ---------------------------------------------------------------------------------------------------
 
     def add_prefill(self, engine: FleetEngine, tokens: int, cached: int, measured_s: float) -> None:
-        """Record how long the last ``tokens - cached`` tokens of a prompt took there; 0: not known."""
+        """Record how long the engine took for the last ``tokens - cached`` tokens of a prompt; 0 s: not known."""
         if measured_s > 0:
             speed = engine.tokens_per_s or self.priors.prefill_tokens_per_s
             ratio = measured_s / (engine.scale * self._prefill_s(tokens, float(cached), speed))
             engine.scale = min(SCALE_MAX, max(1 / SCALE_MAX, engine.scale * ratio**SMOOTH))
 
     def add_first_token(self, local: bool, late_s: float) -> None:
-        """Record how much later than predicted a first token came. ``local``: one engine did both."""
+        """Record how much later than predicted a first token came. ``local``: without a hand-off."""
         late_s = max(-LATE_MAX_S, min(LATE_MAX_S, late_s))
         if local:
             self._late_s += LATE_SMOOTH * (late_s - self._late_s)
@@ -164,13 +165,13 @@ class Costs:
             self.handoff_s = max(0.0, self.handoff_s + LATE_SMOOTH * (late_s - self._late_s))
 
     def add_prompt(self, model: str, prefill_s: float) -> None:
-        """Record a request and how long its prompt takes. (Only for models that an engine has.)"""
+        """Record the predicted time of a request's prompt. The model must be one that an engine serves."""
         count, mean_s = self._usual_s.get(model, (0, 0.0))
         count += 1
         self._usual_s[model] = count, mean_s + (prefill_s - mean_s) * max(PREFILL_SMOOTH, 1 / count)
 
     def usual_prefill_s(self, model: str) -> float:
-        """The mean time that prompts of this model took recently."""
+        """The mean predicted time of recent prompts of this model."""
         return self._usual_s.get(model, (0, 0.0))[1]
 
     def add_answer(self, tenant: str, tokens: int) -> None:
@@ -181,49 +182,53 @@ class Costs:
         self._answer_tokens[tenant] = before + ANSWER_SMOOTH * (tokens - before)
 
     def answer_tokens(self, tenant: str, tokens_max: int) -> float:
-        """How many tokens the next answer to this tenant will have."""
+        """Predict how many tokens the next answer to this tenant has."""
         return min(float(tokens_max), self._answer_tokens.get(tenant, ANSWER_TOKENS))
 
 
 def _believed(reported: Floats, prior: float) -> Floats:
-    """What engines report; for those without a report the mean of the others, or 0 if there are none."""
+    """The reported values; an engine without one gets the mean of the others, or ``prior`` if there are none."""
     known = reported > 0
     if known.all():
         return reported
     return np.where(known, reported, reported[known].mean() if known.any() else prior)
 
 
-WORK_PRICE: Final = 0.5  # of a second of an engine, in seconds of waiting: a later request may need it
-LAYERS: Final = 32  # of a model, for the part of a hand-off that nothing hides
-SILENT_S: Final = 2.0  # how much busier others may be before a silent engine is used
-LATE_S: Final = 1e9  # more than any answer takes
+WORK_PRICE: Final = 0.5  # seconds of waiting that one second of an engine is worth, as a later request may need it
+LAYERS: Final = 32  # layers assumed of a model: the last one of a hand-off is always exposed
+SILENT_S: Final = 2.0  # a silent engine is used when the others are busier by this time
+LATE_S: Final = 1e9  # longer than any answer takes
 EGRESS_BURST_S: Final = 2.0  # see the module's docstring
 SHORT: Final = 0.5
 
 
 class Candidates:
-    """What could be done with one request. Arrays have one entry for each engine, in the order of their names.
+    """The options for one request. Arrays have one entry for each engine, in the order of the engines' names.
 
     Args:
-        at: engines of the table that may get it.
-        matches: of the prompt, by layout.
-        window_s: of prompts that an engine has before it, at most, to have room for one more.
+        at: engines of the table that may get the request.
+        matches: stored prefixes of the prompt, by layout.
+        window_s: an engine has room for one more prompt while its queue is no longer than this.
 
     Attributes:
         engines: as given.
-        matches: as given; ``layouts``: of the engines, by the number that their column has.
-        own: tokens of the prompt that the engine's own node has now.
-        own_pages, upper_pages: the same in pages, and how many of them are in the node's memory.
+        matches: as given.
+        layouts: layouts of the engines; ``columns.layout`` is an index into it.
+        own: tokens of the prompt that the engine's own node stores now.
+        own_pages: pages of the prompt that the node stores now.
+        upper_pages: those of ``own_pages`` that are in the node's memory.
         own_prefill_s: time to compute the prompt if only the pages of the engine's own node are used.
-        cached, donor, after_s, wait_s, move_s, prefill_s, harm_s, ready_s: as of ``Computing``; ``donor``: a node's
-            number, or -1.
-        speeds: of prompts, in tokens per second.
-        doubt_s: added to an engine's time when it is chosen, but not to predictions: the engine is silent.
-        batch, token_s, answer_harm_s: as of ``Answering``; meaningless for an engine that does not answer.
-        answers_s: seconds of the whole answer, including the delay it causes to other requests.
-        room_s: until the engine has a place in its batch and memory for the request.
-        prompts_s: until the prompt is computed, with what that costs other requests, and a price for the work itself.
-        prefills, answers: places of engines that compute prompts for others, and of those that answer.
+        cached, after_s, wait_s, move_s, prefill_s, harm_s, ready_s: see ``Computing``.
+        donor: see ``Computing``, as a node's number; -1: none.
+        speeds: prompt tokens per second.
+        doubt_s: added to the time of a silent engine when engines are compared; not part of predictions.
+        batch, token_s, answer_harm_s: see ``Answering``; meaningless for an engine that does not answer.
+        answers_s: seconds of the complete answer, plus the delay that it causes to other requests.
+        room_s: seconds until the engine has a place in its batch and memory for the request.
+        prompts_s: seconds until the prompt is computed, plus the delay that this causes to other requests and
+            ``WORK_PRICE`` of the work itself.
+        prefills: indices of engines that compute prompts for other engines.
+        answers: indices of engines that answer.
         answer_tokens: the predicted length of the answer.
     """
 
@@ -253,25 +258,23 @@ class Candidates:
         self.doubt_s = SILENT_S * columns.silent
         self.prefills = (columns.prefills > full).nonzero()[0]
         self.answers = columns.answers.nonzero()[0]
-        found = [(matches[layout], number) for number, layout in enumerate(table.layouts) if layout in matches]
+        usable = [(matches[layout], number) for number, layout in enumerate(table.layouts) if layout in matches]
         running = columns.others_running + columns.running
         self._paces = paces
-        self._compute(found, running)
+        self._compute(usable, running)
         if self._egress:
-            self.prefills = self._kept_here(self.prefills)
+            self.prefills = self._without_egress(self.prefills)
         horizon_s = now_s + (float(self.ready_s.min()) if len(self.engines) else 0.0)
         others = running - ending_by(self.engines, repeat(horizon_s), now_s)
         self.batch = others + 1
         self.token_s, others_s = costs.steps_s(paces, self.batch, others)
         self.answer_harm_s = (self.token_s - others_s) * others * self.answer_tokens
-        harm_s = 0.0 if request.token_s else self.harm_s  # see the docstring of the module
+        harm_s = 0.0 if request.token_s else self.harm_s  # see the module's docstring
         self.prompts_s = self.ready_s + harm_s + WORK_PRICE * self.prefill_s
         self.answers_s = self.answer_tokens * self.token_s + self.answer_harm_s
 
-    def _kept_here(self, fit: Places) -> Places:
-        """Keep only the local engines among these if the prompt is short and does not wait long: see the module's
-        docstring.
-        """
+    def _without_egress(self, fit: Places) -> Places:
+        """Exclude remote clusters if the prompt is short and waits no longer than the window here."""
         here = fit[self.columns.egress[fit] == 0]
         usual_s = self.costs.usual_prefill_s(self.request.model)
         short = len(here) > 0 and self.prefill_s[here].min() < SHORT * usual_s
@@ -279,19 +282,16 @@ class Candidates:
 
     # --- the computation of the prompt ------------------------------------------------------------------------------
 
-    def _compute(self, found: list[tuple[Matches, int]], running: Floats) -> None:
-        columns, costs, last = (
-            self.columns,
-            self.costs,
-            self.request.tokens - 1,
-        )  # the last token is computed in any case
+    def _compute(self, usable: list[tuple[Matches, int]], running: Floats) -> None:
+        columns, costs = self.columns, self.costs
+        last = self.request.tokens - 1  # the last token is always computed
         nodes = columns.node.astype(np.int64)
         pages = upper = np.zeros(len(nodes))
-        mine = {layout: columns.layout == layout for _, layout in found}
-        for matches, layout in found:
-            told, in_memory = pages + matches.stored[nodes] * mine[layout], matches.upper is matches.stored
-            upper = told if in_memory and upper is pages else upper + matches.upper[nodes] * mine[layout]
-            pages = told
+        mine = {layout: columns.layout == layout for _, layout in usable}
+        for matches, layout in usable:
+            stored, in_memory = pages + matches.stored[nodes] * mine[layout], matches.upper is matches.stored
+            upper = stored if in_memory and upper is pages else upper + matches.upper[nodes] * mine[layout]
+            pages = stored
         self.own_pages, self.upper_pages = pages, upper
         self.own = self.cached = np.minimum(pages * columns.page_tokens, last)
         self.move_s = costs.moves_s(upper * columns.page_bytes, costs.s_per_byte[HERE])
@@ -305,10 +305,10 @@ class Candidates:
         self.wait_s = np.maximum(wait_s + columns.others_waiting * self.prefill_s, self.room_s)
         decoding = running - ending_by(self.engines, (self.now_s + self.wait_s).tolist(), self.now_s)
         (steps_s,) = costs.steps_s(self._paces, decoding)
-        self._beside_s = np.where(decoding > 0, steps_s / columns.chunk_tokens, 0.0)
+        self._chunk_share_s = np.where(decoding > 0, steps_s / columns.chunk_tokens, 0.0)
         self.own_prefill_s = self.prefill_s = self._prefills_s(self.cached)
         self.donor, self.after_s = np.full(len(nodes), -1), np.zeros(len(nodes))
-        for matches, layout in found:
+        for matches, layout in usable:
             self._bring(matches, mine[layout], nodes)
         self.harm_s = self.prefill_s * decoding
         self.ready_s = np.maximum(self.wait_s, self.move_s) + self.prefill_s
@@ -320,17 +320,19 @@ class Candidates:
         lack = columns.tokens + columns.others_tokens + self.request.tokens + self.answer_tokens - columns.kv_tokens_max
         for at in (lack > 0).nonzero()[0].tolist():
             free_s = self.engines[at].memory_free_s(float(lack[at])) - now_s
-            # Other callers' requests end at unknown times: this one waits here until a report says that there is room.
+            # Requests of other callers end at unknown times: this request waits until a report shows room.
             rooms_s[at] = max(float(rooms_s[at]), free_s if free_s < np.inf else 2 * self._window_s)
         return rooms_s
 
     def _prefills_s(self, cached: Floats) -> Floats:
-        """Seconds for the rest of the prompt, in steps in which the engine's sequences decode as well."""
+        """Seconds to compute the tokens that are not cached, in steps that also decode the engine's sequences."""
         tokens = self.request.tokens
-        return self.costs.prefills_s(self._paces, self.speeds, tokens, cached) + (tokens - cached) * self._beside_s
+        return self.costs.prefills_s(self._paces, self.speeds, tokens, cached) + (tokens - cached) * self._chunk_share_s
 
     def _bring(self, matches: Matches, mine: Flags, nodes: Places) -> None:
-        """Wait for a longer prefix at its own node, or bring it from another one, where that pays."""
+        """Plan to wait for a longer prefix at the engine's own node, or to bring it from another node, if that saves
+        time.
+        """
         columns, costs, own_move_s = self.columns, self.costs, self.move_s
         best_s = np.maximum(self.wait_s, self.move_s) + (1 + WORK_PRICE) * self.prefill_s
 
@@ -339,14 +341,14 @@ class Candidates:
         ) -> None:
             nonlocal best_s
             longer = np.minimum(pages * columns.page_tokens, self.request.tokens - 1)
-            brought_s = own_move_s + np.maximum(0.0, ready_s - self.now_s) + moves_s
+            moved_s = own_move_s + np.maximum(0.0, ready_s - self.now_s) + moves_s
             rest_s = self._prefills_s(longer)
-            total_s = np.maximum(self.wait_s, brought_s) + (1 + WORK_PRICE) * rest_s
+            total_s = np.maximum(self.wait_s, moved_s) + (1 + WORK_PRICE) * rest_s
             better = may & (total_s < best_s)
             if better.any():
                 best_s = np.where(better, total_s, best_s)
                 self.move_s, self.prefill_s = (
-                    np.where(better, brought_s, self.move_s),
+                    np.where(better, moved_s, self.move_s),
                     np.where(better, rest_s, self.prefill_s),
                 )
                 self.cached, self.donor = np.where(better, longer, self.cached), np.where(better, node, self.donor)
@@ -370,7 +372,7 @@ class Candidates:
     # --- pairs ------------------------------------------------------------------------------------------------------
 
     def partners(self, computing: int) -> Places:
-        """Engines that could answer what this one computes, except itself."""
+        """Other engines that could answer a request whose prompt this engine computes."""
         columns, answers = self.columns, self.answers
         fit = answers != computing
         if self._mixed:
@@ -380,9 +382,9 @@ class Candidates:
         return partners
 
     def tails_s(self, computing: Places, answering: Places) -> Floats:
-        """The exposed part of hand-offs from these engines to those; the arrays are broadcast against each other.
+        """Seconds of hand-offs that the prefill does not hide; the two arrays are broadcast against each other.
 
-        Infinite if there can be no hand-off, because their pages differ or an engine is foreign.
+        Infinite if a hand-off is impossible, because the layouts differ or an engine is foreign.
         """
         columns = self.columns
         moves_s = self._tails_s(computing, answering) + self.costs.handoff_s
@@ -417,33 +419,33 @@ class Candidates:
         return self._fleet.nodes.names
 
     def with_room(self, fit: Places) -> Places:
-        """The engines among these that have room; all of them if none has."""
+        """Select the engines that have room; all of them if none has."""
         roomy = fit[self.wait_s[fit] <= self._window_s]
         return roomy if len(roomy) else fit
 
     @property
     def hurries(self) -> bool:
-        """True if the request has any limit to meet."""
+        """True if the request has a limit on its first token or its time per token."""
         return self.request.first_token_s > 0 or self.request.token_s > 0
 
     def late(self, first_token_s: Floats, token_s: Floats | float = 0.0) -> Floats:
-        """A time above any total for pairs that miss the request's limits, otherwise 0."""
+        """``LATE_S`` for pairs that miss a limit of the request, otherwise 0."""
         request = self.request
         late = first_token_s > (request.first_token_s or np.inf)
         late = late | (np.asarray(token_s) > (request.token_s or np.inf))
         return np.where(late, LATE_S, 0.0)
 
-    # --- as objects -------------------------------------------------------------------------------------------------
+    # --- objects ----------------------------------------------------------------------------------------------------
 
     def route(self, computing: int, answering: int) -> Route:
-        """The route with these two engines."""
+        """The route of this pair; both indices may be the same."""
         one, other = np.array([computing]), np.array([answering])
         tails_s = self.tails_s(one, other) if computing != answering else np.zeros(1)
         total_s = float(self.totals_s(one, other, tails_s)[0])
         return Route(self.computing(computing), self.answering(answering), float(tails_s[0]), total_s)
 
     def computing(self, at: int) -> Computing:
-        """The terms of this engine if it computes."""
+        """The predicted terms if this engine computes the prompt."""
         donor = int(self.donor[at])
         return Computing(
             self.engines[at],
@@ -458,7 +460,7 @@ class Candidates:
         )
 
     def answering(self, at: int) -> Answering:
-        """The terms of this engine if it answers."""
+        """The predicted terms if this engine answers."""
         return Answering(
             self.engines[at],
             int(self.own[at]),

@@ -1,29 +1,26 @@
-"""The engines that requests can go to, and how busy each is.
+"""The engines that requests can go to, and how busy each is: a fleet of engines, and one table for each model.
 
 How busy an engine is comes from two sources. The conductor knows all of its own requests: it sends them, and sees
 every token come back. Requests that other conductors and clients send to the same engine are seen only in the engine's
-reports. A report answers a question, and counts the requests at some moment between the two; the conductor remembers
-how many of its own were there when it asked, and attributes the rest to other callers. So a late report cannot hide
-what was decided in the meantime, and nothing is counted twice.
+reports. A report counts the requests at some moment after the conductor asked for it. The conductor remembers how many
+of its own requests the engine had when it asked, and attributes the rest to other callers. A late report therefore
+cannot hide later decisions, and nothing is counted twice.
 
-Whether an engine is there comes from three sources. Its reports and its tokens are signs of life. An engine that did
-not answer a question is silent, and gets requests only when others are much busier. One that failed on a request gets
-none for a while; the first time a report ends that, because the network may have been at fault.
+Reports and tokens are signs of life. An engine that did not answer a question is silent, and gets requests only when
+the others are much busier. An engine that failed on a request gets none for ``AVOID_S``. After a first failure its next
+report ends that time, because the network may have been at fault.
 
-An engine's role has one source: its reports, in their order. An ordered role is believed once a report confirms it.
+An engine's role comes from its reports alone, in their order. An ordered role is believed once a report confirms it.
 While an order is under way, or after the engine refused a request because of its role, its role is ``unsure``: the
-engine gets nothing until it answers a question that was asked after that.
+engine gets nothing until it answers a later question.
 
 A request's life here: sent -> its first token has come (it decodes) -> ended.
 
-``EngineTable``: the columns that a decision reads about the engines of one model; one array operation covers all of
-them.
+A ``FleetEngine`` stores the conductor's knowledge of one engine. ``EngineFleet`` copies it to the columns of an
+``EngineTable`` whenever it changes, so that one array operation of a decision covers all engines of a model.
 
-What is known of an engine is in its ``FleetEngine``. ``EngineFleet`` copies it here whenever it changes.
-
-Engine speeds are measured, so they are noisy. Among engines that differ by no more than that noise, one would always
-look a little faster and attract all requests while the fleet is idle. So ``Paces`` treats an engine within ``NOISE`` of
-the median as equal to it.
+Measured speeds are noisy. Among equal engines, one would always look a little faster and attract all requests while the
+fleet is idle. ``Paces`` therefore treats an engine within ``NOISE`` of the median as equal to it.
 """
 
 from __future__ import annotations
@@ -47,22 +44,22 @@ class EngineAbout:
 
     Attributes:
         name: unique in the pool; the conductor's name for it.
-        address: of its gRPC API.
-        node: whose pool it reads and writes; empty: no node.
-        host, zone: where it is; empty: not known.
-        layout: fingerprint of its pages. Engines with one fingerprint can hand over to each other.
-        page_tokens: of its pages.
-        kv_bytes: KV of one token, in its pages.
+        address: address of its gRPC API.
+        node: the node whose pool it reads and writes; empty: none.
+        host, zone: its place; empty: not known.
+        layout: fingerprint of the layout of its pages. Engines with the same one can hand over to each other.
+        page_tokens: tokens of one page.
+        kv_bytes: bytes of KV per token.
         batch_max: sequences that it decodes together.
         chunk_tokens: prompt tokens that it computes in one step; 0: not known.
         tokens_max: tokens of one sequence that fit in its memory; 0: not known.
         kv_tokens_max: tokens of all its sequences together; 0: not known.
         context_max: the longest sequence, in tokens; 0: not known.
         lanes: prompts that it computes at the same time, each as fast as a single one.
-        egress_bytes_per_s: what may leave a remote cluster, which appears here as one engine that computes prompts; 0:
-        not a remote cluster. ``address`` is then its conductor's.
-        foreign: not an engine of ours. It computes what it answers and is not part of a pool; ``node`` names its own
-        cache.
+        egress_bytes_per_s: 0 for an engine. A remote cluster appears as one engine that computes prompts: this is then
+            the limit of its outgoing KV, and ``address`` is that of its conductor.
+        foreign: True for an engine of another system. It computes the prompts that it answers and has no pool of ours;
+            ``node`` names its own cache.
     """
 
     name: str
@@ -86,14 +83,15 @@ class EngineAbout:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class LoadReport:
-    """What an engine answers when it is asked how busy it is.
+    """An engine's answer to the question how busy it is.
 
     Attributes:
         order: the last order of a leader that it carried out.
         waiting: requests whose prompt is not computed yet.
         running: requests that decode.
         kv_tokens: tokens in its memory.
-        prefill_tokens_per_s, step_s: as it measured; 0: not measured yet.
+        prefill_tokens_per_s: its measured speed for prompts; 0: not measured yet.
+        step_s: its measured time of a decode step; 0: not measured yet.
     """
 
     role: Role
@@ -112,10 +110,10 @@ class EngineWork:
 
     Attributes:
         prefill_s: predicted time for its prompt there; 0: the prompt is computed elsewhere.
-        tokens: that it will hold there at its end.
+        tokens: tokens that the request will have in the engine's memory at its end.
         sent_s: when it was sent.
-        decodes: the answer is made here.
-        ends_s: when the answer will be complete, by prediction.
+        decodes: True if this engine answers.
+        ends_s: the predicted end of the answer.
         computed: True once its prompt is computed.
     """
 
@@ -130,29 +128,33 @@ class EngineWork:
 
 @dataclass(slots=True)
 class FleetEngine:
-    """One engine, as far as is known. ``EngineFleet`` alone changes it.
+    """The conductor's knowledge of one engine. Only ``EngineFleet`` changes it.
 
     Attributes:
-        role: as it last reported, and ``order``: the last order of a leader that it had carried out.
-        ordered: an order of ours for another role is under way. unsure: see above.
+        role: the role that it last reported.
+        order: the last order of a leader that it had carried out by then.
+        ordered: True while an order of ours for another role is under way.
+        unsure: True while its role is in doubt; see the module's docstring.
         works: our requests that it is involved in.
-        waiting: those of them whose prompt it computes or will compute.
+        waiting: how many of ``works`` wait for it to compute their prompt.
         ends: predicted ends of the requests that it answers or will answer, sorted.
-        tokens: that these hold.
-        others_waiting, others_running, others_tokens: requests of other callers, and what they hold.
-        first_done_s: when it will have computed the first of our prompts there, by prediction.
-        behind_s: seconds that the prompts after that one take. For an engine that computes several prompts at a time,
-            both are those of one engine that is faster by that factor.
+        tokens: tokens in its memory of the requests in ``ends``, when they are complete.
+        others_waiting, others_running: requests of other callers.
+        others_tokens: tokens in its memory of other callers' requests.
+        first_done_s: when the first of our prompts there will be computed, by prediction.
+        behind_s: predicted seconds for the rest of our prompts. For an engine with several lanes, this and
+            ``first_done_s`` are those of a single lane that is faster by that factor.
         scale: how much longer prompts take there than predicted, as measured.
-        tokens_per_s: of prompts, and ``alone_s``: a decode step without its sequences, by its reports; 0: not known.
+        tokens_per_s: its reported speed for prompts; 0: not known.
+        alone_s: seconds of a decode step without sequences, from its reports; 0: not known.
         heard_s: when it gave the last sign of life.
-        known_s: when the question was asked that it answered with its role.
-        silent: it was asked and did not answer, and there was no sign of life since.
+        known_s: when the question was asked whose answer gave ``role``.
+        silent: True after it did not answer a question, until its next sign of life.
         failures: consecutive requests on which it failed.
-        avoided_until_s: it gets nothing before this moment.
-        egress_free_s: when everything that is to leave a remote cluster will have left.
-        asked: our requests that were there when it was asked for its next report, and when that was: (waiting,
-            running, tokens that they hold, seconds).
+        avoided_until_s: the engine gets nothing before this moment.
+        egress_free_s: when the data queued to leave a remote cluster will have left.
+        asked: our requests there when the next report was asked for: (waiting, running, their tokens, the time in
+            seconds); None: no question is open.
     """
 
     about: EngineAbout
@@ -183,14 +185,14 @@ class FleetEngine:
 
     @property
     def place_free_s(self) -> float:
-        """When its batch has a place for one more request, by prediction; 0: it has one now."""
+        """The predicted time of the next free place in its batch; 0: there is one now."""
         beyond = len(self.ends) + self.others_running - self.about.batch_max
         return self.ends[min(beyond, len(self.ends) - 1)] if beyond >= 0 and self.ends else 0.0
 
     def memory_free_s(self, tokens: float) -> float:
-        """When sequences that hold this many tokens have ended, by prediction; infinite: ours do not hold that much."""
-        for ends_s, held in sorted((work.ends_s, work.tokens) for work in self.works.values() if work.decodes):
-            tokens -= held
+        """The predicted time when ended sequences have freed this many tokens; infinite if ours have fewer tokens."""
+        for ends_s, freed in sorted((work.ends_s, work.tokens) for work in self.works.values() if work.decodes):
+            tokens -= freed
             if tokens <= 0:
                 return ends_s
         return math.inf
@@ -209,20 +211,20 @@ class FleetEngine:
             self.tokens += work.tokens
 
     def mark_computed(self, work: EngineWork, now_s: float, ends_s: float) -> None:
-        """Record that its prompt is computed. The next one begins now: errors of prediction do not add up."""
+        """Record that its prompt is computed. The next prompt starts now: errors of prediction do not add up."""
         work.computed = True
         if work.prefill_s:
             self.waiting -= 1
-            left = [other.prefill_s for other in self.works.values() if other.prefill_s and not other.computed]
-            self.first_done_s = now_s + left[0] / self.about.lanes if left else now_s
-            self.behind_s = sum(left[1:]) / self.about.lanes
+            waits_s = [other.prefill_s for other in self.works.values() if other.prefill_s and not other.computed]
+            self.first_done_s = now_s + waits_s[0] / self.about.lanes if waits_s else now_s
+            self.behind_s = sum(waits_s[1:]) / self.about.lanes
         if work.decodes:
             del self.ends[bisect_left(self.ends, work.ends_s)]
             work.ends_s = ends_s
             insort(self.ends, ends_s)
 
     def remove(self, work: EngineWork, now_s: float) -> None:
-        """Remove a request that is over here."""
+        """Remove a request that has ended at this engine."""
         if not work.computed:
             self.mark_computed(work, now_s, work.ends_s)
         del self.works[work.number]
@@ -232,7 +234,7 @@ class FleetEngine:
 
 
 class NumberedNames:
-    """Numbers for names, in the order in which they come; -1 for the empty one.
+    """Numbers for names, in the order of their first use; -1 for the empty name.
 
     Attributes:
         names: by number.
@@ -246,7 +248,7 @@ class NumberedNames:
         return len(self.names)
 
     def number(self, name: str) -> int:
-        """The number of a name; it is assigned at the first call."""
+        """The number of a name, assigned at the first call."""
         if name not in self._numbers:
             self._numbers[name] = len(self.names)
             self.names.append(name)
@@ -258,7 +260,7 @@ Flags = npt.NDArray[np.bool_]
 Places = npt.NDArray[np.int64]
 """Indices of engines in a table, or in a selection from it."""
 Distances = npt.NDArray[np.int64]
-"""0: on one host; 1: in one zone; 2: further."""
+"""0: on the same host; 1: in the same zone; 2: further away."""
 
 
 NOISE: Final = 0.25  # as a fraction of the measurement
@@ -274,7 +276,7 @@ class Paces(NamedTuple):
     @classmethod
     def of(cls, columns: Columns) -> Paces:
         """Paces from the measurements of these engines."""
-        return cls(*(_but_for_noise(each) for each in (columns.tokens_per_s, columns.scale, columns.alone_s)))
+        return cls(*(_without_noise(each) for each in (columns.tokens_per_s, columns.scale, columns.alone_s)))
 
 
 class Columns:
@@ -284,15 +286,17 @@ class Columns:
         first_done_s, behind_s, others_waiting, others_running, others_tokens, place_free_s, tokens, scale,
         tokens_per_s, alone_s, egress_free_s: see ``FleetEngine``.
         running: our requests that it answers or will answer.
-        open_s: when it may get requests; never while it drains or its role is unsure.
-        prefills, answers: what it does. ``silent``: see ``FleetEngine``.
+        silent: see ``FleetEngine``.
+        open_s: from when it may get requests; infinite while it drains or its role is unsure.
+        prefills: 1 if it computes prompts for other engines.
+        answers: 1 if it answers.
         node, layout, host, zone: numbers; -1: none, or not known.
         page_tokens, kv_bytes, batch_max, chunk_tokens, tokens_max, kv_tokens_max, context_max, lanes, egress, foreign:
-            see ``EngineAbout``; infinite where that says 0 for what is not known.
-        page_bytes: of a page.
+            see ``EngineAbout``; a limit that is 0 there (not known) is infinite here.
+        page_bytes: bytes of a page.
     """
 
-    CHANGING = 16  # the first columns; the others are what the engine says of itself
+    CHANGING = 16  # the first 16 columns change; the others come from EngineAbout
 
     def __init__(self, values: Floats) -> None:
         self.values = values
@@ -336,8 +340,8 @@ class EngineTable:
 
     Attributes:
         engines: in the order of their names.
-        layouts: of all of them.
-        mixed: True when no two of them can hand over to each other.
+        layouts: their layouts, sorted.
+        mixed: False if any two of them can hand over to each other.
     """
 
     def __init__(self, engines: list[FleetEngine], nodes: NumberedNames, where: NumberedNames) -> None:
@@ -412,8 +416,7 @@ class EngineTable:
     def usable(self, tokens: int, barred: tuple[str, ...], without: tuple[str, ...], now_s: float) -> Places:
         """Engines that a request of this many tokens can go to now.
 
-
-        Engines that are ``barred`` are excluded; those to do ``without`` are used only when there is no other.
+        Engines in ``barred`` are excluded. Engines in ``without`` are used only if no other engine can answer.
         """
         columns = self.columns
         fit = (tokens <= self._fits) & (columns.open_s <= now_s)
@@ -442,7 +445,7 @@ class EngineTable:
         return self._paces if at is self._all else Paces(*(each[at] for each in self._paces))
 
     def apart(self, host: int, zone: int) -> Distances:
-        """How far all engines are from this place."""
+        """The distance of every engine from this place."""
         if (host, zone) not in self._apart:
             near = np.where((self.columns.zone == zone) & (zone >= 0), 1, 2)
             self._apart[host, zone] = np.where((self.columns.host == host) & (host >= 0), 0, near)
@@ -450,15 +453,16 @@ class EngineTable:
 
 
 def ending_by(engines: list[FleetEngine], moments_s: Iterable[float], now_s: float) -> Floats:
-    """How many of each engine's requests will end between now and its moment. Requests that should have ended by now
-    are assumed to stay: they are late, and sending more because of them would make them later.
+    """How many requests of each engine will end between now and the moment given for it.
+
+    Requests whose predicted end has passed do not count: they are late, and more load would make them later.
     """
     ends = [engine.ends for engine in engines]
     until = np.fromiter(map(bisect_right, ends, moments_s), np.float64, len(engines))
     return until - np.fromiter(map(bisect_right, ends, repeat(now_s)), np.float64, len(engines))
 
 
-def _but_for_noise(values: Floats) -> Floats:
+def _without_noise(values: Floats) -> Floats:
     """Replace values near the median by the median; 0 means not known."""
     known = np.sort(values[values > 0])
     if not len(known):
@@ -467,7 +471,7 @@ def _but_for_noise(values: Floats) -> Floats:
     return np.where(np.abs(values - middle) <= NOISE * middle, middle, values)
 
 
-AVOID_S: Final = 5.0  # how long an engine that failed on a request gets nothing; doubled with each further failure
+AVOID_S: Final = 5.0  # an engine that failed gets nothing for this time, doubled with each further failure
 AVOID_MAX_S: Final = 60.0
 
 
@@ -493,7 +497,7 @@ class EngineFleet:
     # --- members -----------------------------------------------------------------------------------------------------
 
     def add_engine(self, about: EngineAbout, role: Role, now_s: float) -> None:
-        """Record that an engine is there, or has changed. Its requests stay, and so does its role until it reports."""
+        """Record a new engine, or a new description of a known one. The latter keeps its requests and its role."""
         known = self.engines.get(about.name)
         if known is None:
             self.engines[about.name] = FleetEngine(about, role, now_s, now_s)
@@ -569,14 +573,14 @@ class EngineFleet:
         self.write(engine)
 
     def mark_silent(self, name: str) -> None:
-        """Record that the engine did not answer in time."""
+        """Record that the engine did not answer a question in time."""
         engine = self.engines.get(name)
         if engine is not None:
             engine.asked, engine.silent = None, True
             self.write(engine)
 
     def mark_failed(self, name: str, now_s: float) -> None:
-        """Record that the engine failed on a request. Requests sent before that fail with it count as one failure."""
+        """Record that the engine failed on a request. Failures while the engine is avoided are not counted again."""
         engine = self.engines.get(name)
         if engine is None:
             return
@@ -593,20 +597,20 @@ class EngineFleet:
         self.write(engine)
 
     def mark_role_answered(self, name: str) -> None:
-        """Record that an order is no longer under way. The engine's next report tells its result."""
+        """Record that an order is no longer under way. The engine's next report shows its result."""
         engine = self.engines.get(name)
         if engine is not None and engine.ordered:
             engine.ordered, engine.asked = False, None
 
     def mark_role_refused(self, name: str) -> None:
-        """Record that an engine refused a request because its role differs from its report. It has not failed."""
+        """Record that an engine refused a request because of its role, which is not a failure."""
         engine = self.engines.get(name)
         if engine is not None:
             engine.unsure, engine.asked = True, None
             self.write(engine)
 
     def takes(self, name: str, answers: bool) -> bool:
-        """True if an engine takes this work, as far as is known: answers, or prompts for other engines."""
+        """True if the engine takes such work: to answer, or (``answers`` is False) to compute prompts for others."""
         engine = self.engines.get(name)
         other = Role.PREFILL if answers else Role.DECODE
         return engine is not None and not engine.unsure and not engine.draining and engine.role is not other
@@ -614,19 +618,19 @@ class EngineFleet:
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def add(self, name: str, work: EngineWork) -> None:
-        """Record that a request is on its way there."""
+        """Record that a request is on its way to this engine."""
         self.engines[name].add(work)
         self.write(self.engines[name])
 
     def add_egress(self, name: str, size: int, now_s: float) -> None:
-        """Record that this much KV will leave the engine, which counts for a remote cluster."""
+        """Record that ``size`` bytes of KV will leave the engine. Does nothing unless it is a remote cluster."""
         engine = self.engines[name]
         if engine.about.egress_bytes_per_s:
             engine.egress_free_s = max(engine.egress_free_s, now_s) + size / engine.about.egress_bytes_per_s
             self.write(engine)
 
     def mark_first_token(self, number: int, names: tuple[str, ...], now_s: float, ends_s: float) -> None:
-        """Record that a prompt is computed: an engine that only computed it has done its part."""
+        """Record that a prompt is computed, which ends the work of an engine that only computes it."""
         for engine, work in self._at(number, names):
             if work.decodes:
                 engine.mark_computed(work, now_s, ends_s)
@@ -644,5 +648,5 @@ class EngineFleet:
             self.write(engine)
 
     def _at(self, number: int, names: tuple[str, ...]) -> list[tuple[FleetEngine, EngineWork]]:
-        found = [self.engines[name] for name in names if name in self.engines]
-        return [(engine, engine.works[number]) for engine in found if number in engine.works]
+        engines = [self.engines[name] for name in names if name in self.engines]
+        return [(engine, engine.works[number]) for engine in engines if number in engine.works]
