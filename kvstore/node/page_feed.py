@@ -1,11 +1,9 @@
-"""PageFeed: what pages a node has, and what comes and goes, taken from its event log for those who are to be told.
+"""PageFeed: reports to an ``AnnouncePlan`` which pages a node has, and which it gains and loses, from its event log.
 
-Dump: all pages of a node, as those who are told of them see them, without holding the node still for long.
-
-The node is looked at some frames at a time, and goes on in between. What happened in the meantime is in its event log,
-and is brought into what was seen. A page that only moved is in no event, and may have moved out of frames that were
-still to be looked at, into some that had been; so at last all frames are looked at again, and those that hold another
-page than was seen there are taken in.
+``dump`` lists all pages of a node without locking it for long. It reads the frames in slices, and the node works on
+between two slices. Then it applies the events that were logged in the meantime. A page that only moved is in no event,
+and may have moved from a frame that was not read yet to one that was. So ``dump`` reads all frames once more at the
+end, and adds the pages that it did not see in that frame before.
 """
 
 from __future__ import annotations
@@ -26,14 +24,14 @@ from kvstore.node.node import Node
 from kvstore.node.performer import Performer
 from kvstore.state.node_state import NodeState
 
-SLICE_FRAMES: Final = 1 << 14  # are looked at while the node holds still
+SLICE_FRAMES: Final = 1 << 14  # read under the node's lock at a time
 
 
 def dump(node: Node, secret: bytes | None) -> tuple[int, Entries] | None:
-    """All pages of the node, as of the event of that number; None: more happened than its log keeps.
+    """Return the number of the last event included, and all pages of the node; None if its log lost events meanwhile.
 
     Args:
-        secret: of the pool, by which fingerprints are veiled, see ``veil_of``; None: they are not.
+        secret: the pool's secret, which veils fingerprints (see ``veil_of``); None: they are not veiled.
 
     Raises:
         Unavailable: the node is stopping.
@@ -53,7 +51,7 @@ def dump(node: Node, secret: bytes | None) -> tuple[int, Entries] | None:
 
 
 def entries(events: list[PageEvent], secret: bytes | None) -> Entries:
-    """What these events say."""
+    """Return the entries that announce these events."""
     marks, spans, pages = [np.zeros(0, np.uint8)], [np.zeros(0, np.uint64)], list[int]()
     for event in events:
         mark = TIERS.index(event.tier) | (0 if event.kind in STORED else GONE)
@@ -65,17 +63,17 @@ def entries(events: list[PageEvent], secret: bytes | None) -> Entries:
 
 
 Seen = dict[int, npt.NDArray[np.uint64]]
-"""By extent, the generations of the sealed frames that were seen; 0: none."""
+"""Maps an extent to the generations of its frames that were seen sealed; 0 for a frame that was not."""
 
 
 def _begin(performer: Performer, state: NodeState) -> tuple[int, list[tuple[int, int]]]:
-    """The newest event; the extents, and how many frames each has."""
+    """Return the number of the newest event, and (number, frames) of each extent."""
     segments = [space.segment for space in state.spaces.values()]
     return performer.events.last, [(each.number, each.frames) for its in segments for each in its.extents.values()]
 
 
 def _end(performer: Performer, state: NodeState, seen: Seen, secret: bytes | None) -> tuple[int, list[Entries]]:
-    """The newest event, and all pages that were not seen."""
+    """Return the number of the newest event, and all pages that were not seen."""
     numbers = [number for space in state.spaces.values() for number in space.segment.extents]
     whole = slice(None)
     late = [_unseen(performer, state, number, whole, seen, secret) for number in numbers]
@@ -83,7 +81,7 @@ def _end(performer: Performer, state: NodeState, seen: Seen, secret: bytes | Non
 
 
 def _mounted(state: NodeState, secret: bytes | None) -> Entries:
-    """All pages that engines have mounted: few enough to be looked at in one go."""
+    """Return all pages that engines have mounted; they are few enough for one slice."""
     pages, spans, veils = list[int](), list[int](), dict[bytes, int]()
     for key, root, span in state.mounts.listed():
         if root not in veils:
@@ -97,11 +95,11 @@ def _mounted(state: NodeState, secret: bytes | None) -> Entries:
 def _unseen(
     performer: Performer, state: NodeState, number: int, frames: slice, seen: Seen, secret: bytes | None
 ) -> Entries:
-    """The pages in these frames of an extent that were not seen there; from now on they were."""
+    """Return the pages in these frames of an extent that were not seen there, and mark them as seen."""
     found = [
         (tier, its, its.segment.extents[number]) for tier, its in state.spaces.items() if number in its.segment.extents
     ]
-    if not found:  # given up in the meantime; what moved out of it is found where it is now
+    if not found:  # the extent was dropped; pages that moved out of it are seen in their new extent
         return entries([], secret)
     ((tier, space, extent),) = found
     generations = np.frombuffer(extent.generation, np.uint64)[frames]
@@ -126,7 +124,7 @@ def _veil(secret: bytes | None, root: bytes) -> int:
 
 
 def _between(log: EventLog, after: int, until: int) -> list[PageEvent] | None:
-    """Events of pages after that number, up to the other; None where not all are known any more."""
+    """Return the events of pages after number ``after``, up to ``until``; None if the log no longer has all of them."""
     found: list[PageEvent] = []
     while after < until:
         events, after, lost = log.since(after, until - after)
@@ -136,11 +134,11 @@ def _between(log: EventLog, after: int, until: int) -> list[PageEvent] | None:
     return found
 
 
-EVENTS: Final = 1000  # taken in at a time
+EVENTS: Final = 1000  # applied at a time
 
 
 class PageFeed:
-    """Feeds one ``AnnouncePlan`` from now on. One thread at a time calls ``follow``."""
+    """Feeds one ``AnnouncePlan`` with the events after this object was made. One thread at a time calls ``follow``."""
 
     def __init__(self, node: Node, announcing: AnnouncePlan, counters: Counter[str]) -> None:
         self._node = node
@@ -150,13 +148,13 @@ class PageFeed:
         self._secret: bytes | None = None
 
     def veil(self, secret: bytes | None) -> None:
-        """From now on fingerprints are veiled by this secret of the pool, see ``veil_of``; None: they are not."""
+        """Veil fingerprints with this secret of the pool (see ``veil_of``) from now on; None: do not veil them."""
         if secret != self._secret:
             self._secret = secret
             self._announcing.restart()
 
     def follow(self) -> None:
-        """Take in what happened to pages, and where that is not enough, all of them.
+        """Apply the new events; if the plan asks for all pages, add those instead.
 
         Raises:
             Unavailable: the node is stopping.
@@ -174,7 +172,7 @@ class PageFeed:
         self._counters["dumps"] += 1
 
     def _take_in(self, until: int) -> None:
-        """Events up to that number."""
+        """Apply the events up to number ``until``."""
         while self._after < until:
             events, after, lost = self._node.events.since(self._after, min(EVENTS, until - self._after))
             self._after = after
