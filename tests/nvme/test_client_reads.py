@@ -435,8 +435,6 @@ def test_a_silent_device_costs_one_deadline_and_writes_nothing_later(
 class Reads:
     """Reads of one run of 40 pages, in 4 parts of at most 16 pages; ``before`` is called before each."""
 
-    STARTS = (0, 11, 27, 35)
-
     def __init__(self, shelf: Shelf, cache: kvstore.PrefixCache, monkeypatch: pytest.MonkeyPatch) -> None:
         self.keys, self.data = chain(cache, 40), content(cache, 40)
         self.addresses = shelf.save(cache, self.keys, self.data)
