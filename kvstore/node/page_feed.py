@@ -28,7 +28,7 @@ SLICE_FRAMES: Final = 1 << 14  # read under the node's lock at a time
 
 
 def dump(node: Node, secret: bytes | None) -> tuple[int, Entries] | None:
-    """Return the number of the last event included, and all pages of the node; None if its log lost events meanwhile.
+    """Return the number of the last event included, and all pages of the node; None if its log lost events.
 
     Args:
         secret: the pool's secret, which veils fingerprints (see ``veil_of``); None: they are not veiled.
