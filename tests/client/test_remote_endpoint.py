@@ -78,7 +78,9 @@ def test_bad_credentials(given: GivenCredentials, env: dict[str, str], field: st
 @pytest.mark.parametrize("size", [0, 1, 127, 128, 16383, 16384, 3_000_000])
 def test_data_messages_are_protobuf(size: int) -> None:
     data = bytes(i * 7 & 0xFF for i in range(size))
-    packed = pack_data(memoryview(data), rest=pack_integer(4, 300) + pack_integer(5, 1 << 40) + pack_integer(4, 0))
+    packed = pack_data(
+        memoryview(data), other_fields=pack_integer(4, 300) + pack_integer(5, 1 << 40) + pack_integer(4, 0)
+    )
     message = pb.WriteRequest.FromString(packed)
     assert (message.data, message.data_xxh3, message.page, message.offset) == (data, digest_of(data), 300, 1 << 40)
     reply = pb.GetObjectReply.FromString(pack_data(data, OBJECT_DATA_FIELD))
