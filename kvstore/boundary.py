@@ -4,18 +4,18 @@ Code raises ``KVStoreError`` on purpose, and catches the other errors that it ex
 is a bug, or a fault of the machine: no descriptors, no threads, no memory. It is logged with its stack, and counted by
 the place where it happened (``kvstore_internal_errors_total``). The place decides what else it ends:
 
-- **A connection or a request** (``answered``): its caller gets ``InternalError`` in the words of its protocol, or loses
-  its connection. The process continues to serve others. These are gRPC methods, requests to data servers, HTTP requests
-  of nodes, engines and conductors, and requests over the unix socket.
-- **A periodic task** (``kept``, ``kept_task``): it begins again after a pause, which doubles until a turn succeeds.
-  These are ticks, scanners, scrubbers, announcers, publishers, and the loops of membership and conductors.
+- **A connection or a request** (``RequestGuard``): its caller gets ``InternalError`` in the form that its protocol
+  defines, or loses its connection. The process continues to serve other callers. These are gRPC methods, requests to
+  data servers, HTTP requests of nodes, engines and conductors, and requests over the unix socket.
+- **A periodic task** (``thread_loop``, ``task_loop``): it begins again after a pause, which doubles until a turn
+  succeeds. These are ticks, scanners, scrubbers, announcers, publishers, and the loops of membership and conductors.
 - **Any other thread or callback** (``watch_threads``): only that thread or callback ends.
-- **Decided state** (``Decided``): the process ends with exit code 1. These are a node's decisions and their performance
+- **Decided state** (``StateGuard``): the process ends with exit code 1. These are a node's decisions and their performance
   (``NodeState.handle`` with ``Performer.perform``), and decisions of a directory, a conductor or an engine. An error in
   the middle of a decision may leave a state that contradicts itself and cannot be trusted. The next process recovers
   from files, or receives everything again.
 
-Only daemons end (``ends_process``). In a process that embeds a store, the error is raised.
+Only daemons end (``become_daemon``). In a process that embeds a store, the error is raised.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def counts() -> dict[str, int]:
         return dict(_counts)
 
 
-def failed(place: str, error: BaseException) -> InternalError:
+def report_error(place: str, error: BaseException) -> InternalError:
     """Log and count an unexpected error. Returns the error for the caller, without internal details."""
     with _lock:
         _counts[place] += 1
@@ -58,8 +58,8 @@ def failed(place: str, error: BaseException) -> InternalError:
 # --- requests --------------------------------------------------------------------------------------------------------
 
 
-class answered:
-    """``with answered(place):`` around the work of one request or one connection.
+class RequestGuard:
+    """``with RequestGuard(place):`` around the work of one request or one connection.
 
     ``KVStoreError`` and the types in ``expected`` pass. Many threads may use one object at the same time.
 
@@ -78,19 +78,19 @@ class answered:
             try:
                 failpoint.fault(self._place)
             except failpoint.Fault as fault:
-                raise failed(self._place, fault) from None
+                raise report_error(self._place, fault) from None
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if isinstance(error, Exception) and not isinstance(error, self._expected):
-            raise failed(self._place, error) from None
+            raise report_error(self._place, error) from None
 
 
 # --- periodic tasks --------------------------------------------------------------------------------------------------
 
 
-def kept(place: str, step: Callable[[], bool | None], stopped: threading.Event) -> Callable[[], None]:
+def thread_loop(place: str, step: Callable[[], bool | None], stopped: threading.Event) -> Callable[[], None]:
     """Make the target of a thread that calls ``step`` until ``stopped``, or until ``step`` returns True.
 
     A step that has nothing to do waits. After a failed step there is a pause.
@@ -106,14 +106,14 @@ def kept(place: str, step: Callable[[], bool | None], stopped: threading.Event) 
                     return
                 pause_s = PAUSE_S
             except Exception as error:
-                failed(place, error)
+                report_error(place, error)
                 stopped.wait(pause_s)
                 pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
     return run
 
 
-async def kept_task(place: str, step: Callable[[], Awaitable[bool | None]]) -> None:
+async def task_loop(place: str, step: Callable[[], Awaitable[bool | None]]) -> None:
     """Await ``step`` until it returns True, or until cancelled. After a failed step there is a pause."""
     import asyncio  # only here: clients without an event loop import this module as well
 
@@ -126,7 +126,7 @@ async def kept_task(place: str, step: Callable[[], Awaitable[bool | None]]) -> N
                 return
             pause_s = PAUSE_S
         except Exception as error:
-            failed(place, error)
+            report_error(place, error)
             await asyncio.sleep(pause_s)
             pause_s = min(2 * pause_s, PAUSE_S_MAX)
 
@@ -134,8 +134,8 @@ async def kept_task(place: str, step: Callable[[], Awaitable[bool | None]]) -> N
 # --- decided state ---------------------------------------------------------------------------------------------------
 
 
-class Decided:
-    """``with decided:`` around every change of a decided state. One object per state; its use costs half a microsecond.
+class StateGuard:
+    """``with guard:`` around every change of a decided state. One object per state; its use costs half a microsecond.
 
     ``KVStoreError`` passes, because a state refuses requests with it. Any other error ends a daemon.
     """
@@ -160,7 +160,7 @@ class Decided:
             self._end(error)
 
     def _end(self, error: Exception) -> None:
-        failed(self._place, error)
+        report_error(self._place, error)
         if _daemon:
             log.critical("%s: its state cannot be trusted any more, %s ends", self._place, _daemon)
             logging.shutdown()
@@ -170,7 +170,7 @@ class Decided:
 # --- processes -------------------------------------------------------------------------------------------------------
 
 
-def ends_process(daemon: str) -> None:
+def become_daemon(daemon: str) -> None:
     """Make this process a daemon with this name: an error in decided state then ends it."""
     global _daemon
     _daemon = daemon
@@ -182,15 +182,15 @@ def watch_threads() -> None:
 
     def hook(ended: threading.ExceptHookArgs) -> None:
         if ended.exc_value is not None and ended.exc_type is not SystemExit:
-            failed(f"thread/{ended.thread.name if ended.thread is not None else ''}", ended.exc_value)
+            report_error(f"thread/{ended.thread.name if ended.thread is not None else ''}", ended.exc_value)
 
     threading.excepthook = hook
 
 
-def loop_failed(loop: Any, context: dict[str, Any]) -> None:
+def report_loop_error(loop: Any, context: dict[str, Any]) -> None:
     """The exception handler of an event loop: an error in a callback or a task that nothing awaits."""
     error = context.get("exception")
     if error is not None:
-        failed("loop", error)
+        report_error("loop", error)
     else:
         log.error("%s", context.get("message"))

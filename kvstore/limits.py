@@ -91,14 +91,14 @@ class Owner(Protocol):
 
 
 @dataclass(frozen=True)
-class Named:
+class NamedOwner:
     """An owner that has only a name."""
 
     name: str
     operator: bool = False
 
 
-ALONE: Final = Named("local", operator=True)
+ALONE: Final = NamedOwner("local", operator=True)
 """The owner of what is used where callers are not identified."""
 
 # --- descriptors ------------------------------------------------------------------------------------------------------

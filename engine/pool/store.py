@@ -80,7 +80,7 @@ class Pool:
         self.outgoing = None if stagings.in_place else ThreadPoolExecutor(1, "engine-out")
         self._caches: dict[tuple[str, str, bool], GroupedCache] = {}
         self._stopped = threading.Event()
-        look = boundary.kept("task/engine pool", self._look, self._stopped)
+        look = boundary.thread_loop("task/engine pool", self._look, self._stopped)
         self._watch = threading.Thread(target=look, name="engine-pool", daemon=True)
 
     def start(self) -> None:

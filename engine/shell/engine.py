@@ -193,7 +193,7 @@ IDLE_S = 0.05
 QUIET_S = 2.0  # for threads that still use frames when the engine ends
 STOP_S = 30.0
 
-_DECIDED = boundary.Decided("state/engine")  # its thread decides, and nothing is computed without it
+_DECIDED = boundary.StateGuard("state/engine")  # its thread decides, and nothing is computed without it
 
 log = logging.getLogger("kvstore.engine")
 

@@ -21,7 +21,7 @@ from kvstore import boundary
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable, VersionMismatch
 from kvstore.model.layout import Layout
 
-_MIGRATING = boundary.answered("task/migration")
+_MIGRATING = boundary.RequestGuard("task/migration")
 
 log = logging.getLogger("kvstore.engine.migration")
 

@@ -87,7 +87,7 @@ class Peers:
 
 LOOK_S = 0.2  # how soon a thread that waits for a layer notices that it need not
 
-_HANDING_OFF = boundary.answered("task/handoff")
+_HANDING_OFF = boundary.RequestGuard("task/handoff")
 
 log = logging.getLogger("kvstore.engine.handoff")
 

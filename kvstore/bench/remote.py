@@ -26,7 +26,7 @@ from kvstore.device.host_memory import empty
 from kvstore.model.prefix import Keys
 from kvstore.shm.data_server_file import DataServerAt, find_data_server
 from kvstore.shm.folder import NodeFolder
-from kvstore.wire.data import Hello, ReadRequest, WantedChain
+from kvstore.wire.data import ChainQuery, Hello, ReadRequest
 
 READY_S = 30.0
 BATCH_S = 30.0
@@ -45,7 +45,7 @@ class RemoteReading:
         self._view = self.out.data.cast("B")
         self._cache = cache
         layout = work.layout
-        self._wanted = WantedChain(layout.fingerprint, "", "", cache.frame_class, layout.attention == "full")
+        self._wanted = ChainQuery(layout.fingerprint, "", "", cache.frame_class, layout.attention == "full")
         deadline_s = time.monotonic() + READY_S
         hello = Hello(process=server.process)
         self.connection = DataConnection.open(server.address, hello, deadline_s=deadline_s, silence_s=BATCH_S)

@@ -92,7 +92,7 @@ class Server:
         self.limits = limits or ServerLimits()
         self.tls = tls
         self._handlers = handlers
-        self.boundaries = {kind: boundary.answered(f"data/{kind.name}") for kind in REQUESTS}
+        self.boundaries = {kind: boundary.RequestGuard(f"data/{kind.name}") for kind in REQUESTS}
         self._admit = admit
         self._listener: socket.socket | None = None
         self._unix: Path | None = None
@@ -100,7 +100,7 @@ class Server:
         self._lock = threading.Lock()
         self._open: dict[_Connection, threading.Thread] = {}
         self._stopping = threading.Event()
-        accept = boundary.kept("task/data accept", self._accept, self._stopping)
+        accept = boundary.thread_loop("task/data accept", self._accept, self._stopping)
         self._accept_thread = threading.Thread(target=accept, name="data accept", daemon=True)
 
     def start(self, host: str, port: int) -> str:
@@ -200,7 +200,7 @@ class Server:
 
     def _serve(self, connection: _Connection) -> None:
         try:
-            with boundary.answered("data/connection"):
+            with boundary.RequestGuard("data/connection"):
                 connection.run()
         except InternalError:
             pass  # the connection is gone, so the error cannot be sent

@@ -17,7 +17,7 @@ from dataclasses import replace
 from typing import Any, Final
 
 from kvstore import logs
-from kvstore.boundary import kept_task
+from kvstore.boundary import task_loop
 from kvstore.cluster.catalog import schema
 from kvstore.cluster.catalog.base import Catalog, Entry, KeyTaken, Session, SessionLost, boot_s
 from kvstore.cluster.catalog.connect import check_url, to_catalog
@@ -96,7 +96,7 @@ class Presence:
         except KVStoreError:
             await self.close()
             raise
-        self._keep_task = asyncio.create_task(kept_task("membership/presence", self._keep), name="catalog presence")
+        self._keep_task = asyncio.create_task(task_loop("membership/presence", self._keep), name="catalog presence")
 
     async def update(self, key: str, value: bytes) -> None:
         """Publish another value under a key. If the catalog is away, it is published when the catalog is back."""
@@ -311,7 +311,7 @@ class Membership:
         self._health = {**self._health, **{task: self._new_health(task) for task in ELECTION_TASKS}}
 
         def begin() -> None:
-            work = kept_task("membership/election", lambda: self._lead_once(catalog, name.encode()))
+            work = task_loop("membership/election", lambda: self._lead_once(catalog, name.encode()))
             self._election = self._loop.create_task(work, name="catalog election")
 
         self._loop.call_soon_threadsafe(begin)
@@ -398,7 +398,7 @@ class Membership:
         )
         await self._presence.start({schema.key_of(pool, mine): schema.encode(mine)}, former, permanent, former_key)
         first = asyncio.Event()
-        watch = kept_task("membership/watch", lambda: self._watch(catalog, first))
+        watch = task_loop("membership/watch", lambda: self._watch(catalog, first))
         self._watch_task = asyncio.create_task(watch, name="catalog watch")
         await first.wait()
 

@@ -105,7 +105,7 @@ class Background:
             steps |= {"mover": self._move, "scanner": lambda: self.scanner.run(self._stopped)}
         if node.relayed:
             steps["relay"] = self._carry
-        runs = {name: boundary.kept(f"task/{name}", step, self._stopped) for name, step in steps.items()}
+        runs = {name: boundary.thread_loop(f"task/{name}", step, self._stopped) for name, step in steps.items()}
         self._threads = [
             threading.Thread(target=run, name=f"kvstore-{name}", daemon=True) for name, run in runs.items()
         ]
@@ -117,7 +117,7 @@ class Background:
             self._kv_events.start()
         for lane in self.mover.lanes:
             name = f"kvstore-{lane.name}"
-            run = boundary.kept("task/lane", partial(_turn, lane), self._carried)
+            run = boundary.thread_loop("task/lane", partial(_turn, lane), self._carried)
             self._lanes.append(threading.Thread(target=run, name=name, daemon=True))
         for thread in (*self._lanes, *self._threads):
             thread.start()

@@ -60,7 +60,7 @@ class Dispatcher:
             Op.RETRACT: self._retract,
             Op.UNMOUNT: self._unmount,
         }
-        self._answered = {op: boundary.answered(f"control/{Op(op).name}") for op in self._verbs}
+        self._answered = {op: boundary.RequestGuard(f"control/{Op(op).name}") for op in self._verbs}
         self.admin = Admin(node, scrubber, wake)
 
     def hello(self, message: Message) -> tuple[int, bytes]:

@@ -364,7 +364,7 @@ class KvEvents:
         self._node.kv_last = None
 
     def _run(self) -> None:
-        boundary.kept("task/kv events", self._turn, self._stopped)()
+        boundary.thread_loop("task/kv events", self._turn, self._stopped)()
         self._context.destroy(linger=0)
 
     def _turn(self) -> None:

@@ -125,7 +125,7 @@ _GRANTED = struct.Struct(f"<Q24xQ{8 * (SHARDS_MAX - 1)}x")
 
 log = logging.getLogger("kvstore.node")
 
-DECIDED = boundary.Decided("state/node")
+DECIDED = boundary.StateGuard("state/node")
 """Around every decision of a node and its performance: one that ends half-way leaves no state to go on with."""
 
 

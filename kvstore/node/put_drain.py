@@ -130,7 +130,7 @@ def _checksums(body: memoryview, offset: int, count: int, layers: int) -> npt.ND
 log = logging.getLogger("kvstore.node")
 
 _BUSY = int(Status.BUSY)
-_READ = boundary.answered("control/published")
+_READ = boundary.RequestGuard("control/published")
 # Performed together, and more of them may come soon.
 _WATCHED = ev.SealGranted, ev.Publish, ev.Retract
 PAGES_TOGETHER = 64  # of records in one decision, which bounds the memory of its index transaction

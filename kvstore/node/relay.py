@@ -25,7 +25,7 @@ from kvstore.tier.nvme.frame_header import FrameHeader
 
 BATCH_BYTES = 8 << 20  # of one decision
 
-_COPYING = boundary.answered("task/relay copy")
+_COPYING = boundary.RequestGuard("task/relay copy")
 
 
 class Relay:

@@ -113,7 +113,7 @@ class _SlowCalls:
             connection, request = asked
             reply, made = None, False
             try:
-                with boundary.answered("control/slow"):
+                with boundary.RequestGuard("control/slow"):
                     reply, made = self._carry_out(connection.session, request), True
             except KVStoreError as error:
                 log.info("session %016x: %s", connection.session, error)
@@ -172,7 +172,7 @@ class ControlServer:
         self._deletions.stop()
 
     def _serve(self) -> None:
-        boundary.kept("task/control", self._turn, self._stopped)()
+        boundary.thread_loop("task/control", self._turn, self._stopped)()
         self._poll.close()
         for connection in self._connections.values():
             connection.sock.close()
@@ -200,7 +200,7 @@ class ControlServer:
         elif (connection := self._connections.get(fd)) is not None:
             goes_on = False
             try:
-                with boundary.answered("control/connection"):
+                with boundary.RequestGuard("control/connection"):
                     goes_on = self._serve_one(connection)
             except InternalError:
                 pass  # it is hung up on

@@ -126,7 +126,7 @@ LATE_S = (
     0.5  # a batch takes a healthy device less; where it takes more, others continue in the meantime: no harm is done
 )
 
-_COPYING = boundary.answered("task/copy")
+_COPYING = boundary.RequestGuard("task/copy")
 
 
 class Mover:

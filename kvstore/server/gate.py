@@ -345,7 +345,7 @@ class Gate:
         except grpc.aio.BaseError:
             raise
         except Exception as error:  # gRPC would send the error's text to the caller
-            await _abort(context, boundary.failed("grpc", error))
+            await _abort(context, boundary.report_error("grpc", error))
             raise
 
     def _make_room(self, caller: Identity, limit_s: float) -> None:

@@ -59,7 +59,7 @@ _EXPECTED = grpc.aio.BaseError, TimeoutError
 
 
 def _unary(gate: Gate, name: str, work: Unary) -> Any:
-    boundary_of = boundary.answered(f"grpc/{name}", *_EXPECTED)
+    boundary_of = boundary.RequestGuard(f"grpc/{name}", *_EXPECTED)
 
     async def serve(messages: AsyncIterator[bytes], context: Any) -> bytes:
         with gate.calls.watch(name, context):
@@ -73,7 +73,7 @@ def _unary(gate: Gate, name: str, work: Unary) -> Any:
 
 
 def _send_stream(gate: Gate, name: str, work: SendStream) -> Any:
-    boundary_of = boundary.answered(f"grpc/{name}", *_EXPECTED)
+    boundary_of = boundary.RequestGuard(f"grpc/{name}", *_EXPECTED)
 
     async def serve(messages: AsyncIterator[bytes], context: Any) -> None:
         with gate.calls.watch(name, context):
@@ -85,7 +85,7 @@ def _send_stream(gate: Gate, name: str, work: SendStream) -> Any:
 
 
 def _receive_stream(gate: Gate, name: str, work: ReceiveStream) -> Any:
-    boundary_of = boundary.answered(f"grpc/{name}", *_EXPECTED)
+    boundary_of = boundary.RequestGuard(f"grpc/{name}", *_EXPECTED)
 
     async def serve(messages: AsyncIterator[bytes], context: Any) -> bytes:
         with gate.calls.watch(name, context):
@@ -126,7 +126,7 @@ class GateOthers(grpc.aio.ServerInterceptor):
             with self._gate.calls.watch(name, context):
                 async with self._gate.admit(context) as call:
                     request = await _only(call, requests)
-                    with boundary.answered(f"grpc/{name}", *_EXPECTED):
+                    with boundary.RequestGuard(f"grpc/{name}", *_EXPECTED):
                         return await work(request, context)
 
         return serve
@@ -136,7 +136,7 @@ class GateOthers(grpc.aio.ServerInterceptor):
             with self._gate.calls.watch(name, context):
                 async with self._gate.admit(context) as call:
                     argument = _pass_on(call, requests) if is_stream else await _only(call, requests)
-                    with boundary.answered(f"grpc/{name}", *_EXPECTED):
+                    with boundary.RequestGuard(f"grpc/{name}", *_EXPECTED):
                         replies = work(argument, context)
                         if isinstance(replies, Awaitable):
                             with call.waits():  # usually for changes of health
@@ -269,7 +269,7 @@ class LoopServer(ABC):
         """The service. ``ends`` closes its resources, after the last step of a call has ended."""
 
     def _background(self) -> Sequence[Coroutine[Any, Any, None]]:
-        """Coroutines that run next to calls until they are cancelled, each as a ``boundary.kept_task``."""
+        """Coroutines that run next to calls until they are cancelled, each as a ``boundary.task_loop``."""
         return ()
 
     @abstractmethod
@@ -289,7 +289,7 @@ class LoopServer(ABC):
 
     async def _run(self) -> None:
         self._loop, self._stopping = asyncio.get_running_loop(), asyncio.Event()
-        self._loop.set_exception_handler(boundary.loop_failed)
+        self._loop.set_exception_handler(boundary.report_loop_error)
         limits, threads = self._limits, Threads()
         with contextlib.ExitStack() as ends:
             gate = Gate(self.identities, threads, limits.rpcs_max, limits.call_s_max, limits.buffer_bytes)
@@ -316,8 +316,8 @@ class LoopServer(ABC):
     ) -> None:
         stop = asyncio.create_task(stopping.wait())
         looks = [
-            boundary.kept_task("task/gate", gate.look),
-            boundary.kept_task("task/connections", gate.connections.turn),
+            boundary.task_loop("task/gate", gate.look),
+            boundary.task_loop("task/connections", gate.connections.turn),
         ]
         tasks = [asyncio.create_task(work) for work in (*looks, *self._background())]
         try:

@@ -36,7 +36,7 @@ from kvstore import boundary
 from kvstore.config import parse_address
 from kvstore.config.daemon import DaemonConfig
 from kvstore.errors import InternalError, InvalidRequest, KVStoreError, TooManyCalls
-from kvstore.limits import HTTP_PART, UNKNOWN_PART, Connections, Guest, Named, Owner, ThreadShares, connections_max
+from kvstore.limits import HTTP_PART, UNKNOWN_PART, Connections, Guest, NamedOwner, Owner, ThreadShares, connections_max
 
 ANY: Final = "*"
 _HEADER: Final = re.compile(r"(?:\[([0-9A-Fa-f:.%]+)\]|([A-Za-z0-9._-]+))(?::[0-9]{0,5})?")
@@ -132,7 +132,7 @@ class _Handler(BaseHTTPRequestHandler):
         refusal = self.server.hosts.refusal(self.headers.get_all("Host", []), self.headers.get_all("Origin", []))
         try:
             place = f"http/{path.strip('/') if route is not None else 'other'}"
-            with contextlib.ExitStack() as turn, boundary.answered(place):
+            with contextlib.ExitStack() as turn, boundary.RequestGuard(place):
                 if refusal:
                     status, kind, text = 403, "text/plain", f"{refusal}\n"
                 elif route is None:
@@ -230,7 +230,7 @@ class HttpServer(ThreadingHTTPServer):
             ConnectionError: the connection was dropped, and the bytes read so far only look like a request.
         """
         guest, _ = self._open[request]
-        owner = Named(guest.network)
+        owner = NamedOwner(guest.network)
         if guest.leaving:
             raise ConnectionAbortedError("dropped")
         with contextlib.suppress(TooManyCalls):  # an address beyond its share is still served
@@ -255,7 +255,7 @@ class HttpServer(ThreadingHTTPServer):
         """Log an unexpected error: it ended a connection, or no thread could be started for one."""
         error = sys.exc_info()[1]
         if error is not None:
-            boundary.failed("http/connection", error)
+            boundary.report_error("http/connection", error)
 
     def finish_request(self, request: Any, client_address: Any) -> None:
         """Answer the request."""

@@ -88,11 +88,11 @@ class Life:
             if not self._stop.wait(SIGNAL_LOOK_S):
                 look()
 
-        boundary.kept("task/main", turn, self._stop)()
+        boundary.thread_loop("task/main", turn, self._stop)()
 
     def wait_while(self, holds: Callable[[], bool]) -> None:
         """Wait as ``wait`` does, but only while ``holds`` returns True."""
-        boundary.kept("task/main", lambda: not self.wait_for_end(SIGNAL_LOOK_S) and not holds(), self._stop)()
+        boundary.thread_loop("task/main", lambda: not self.wait_for_end(SIGNAL_LOOK_S) and not holds(), self._stop)()
 
     def wait_for_end(self, timeout_s: float) -> bool:
         """Wait up to ``timeout_s`` for the signal to end. Returns whether it has come."""
@@ -122,7 +122,7 @@ def run(config: DaemonConfig, log: logging.Logger, name: str) -> Iterator[Life]:
     """
     logs.configure(config)
     sys.setswitchinterval(SWITCH_INTERVAL_S)
-    boundary.ends_process(name)
+    boundary.become_daemon(name)
     raise_descriptors()  # first: servers derive from it how many connections they may have
     ready = Readiness()
     http = HttpServer(config.http, routes(ready), HostNames.of(config)) if config.http else None

@@ -350,7 +350,7 @@ class Namespace:
 
 
 @dataclass(frozen=True)
-class WantedChain(Namespace):
+class ChainQuery(Namespace):
     """A namespace, and everything except keys that a node needs to find and prove its pages.
 
     Attributes:
@@ -365,7 +365,7 @@ class WantedChain(Namespace):
 class ReadRequest:
     """Bytes ``offset`` to ``offset + length`` of each of these pages."""
 
-    chain: WantedChain
+    chain: ChainQuery
     keys: Keys
     offset: int
     length: int
@@ -394,7 +394,7 @@ def request_bytes(page_tokens: int, extras: bool) -> int:
     return KEY_BYTES + (KEY_BYTES if extras else 0) + 4 * page_tokens
 
 
-def pages_per_request(chain: WantedChain, extras: bool) -> int:
+def pages_per_request(chain: ChainQuery, extras: bool) -> int:
     """How many pages one READ may name."""
     room = BODY_MAX[FrameKind.READ] - _FIXED.size - 2 * SALT_BYTES_MAX
     return min(READ_PAGES_MAX, room // request_bytes(chain.frame_class.page_tokens, extras))
@@ -431,7 +431,7 @@ def unpack_read(body: memoryview) -> ReadRequest:
         salt, adapter = parts[0].decode(), parts[1].decode()
     except UnicodeDecodeError:
         raise InvalidRequest("salt", "must be UTF-8, as the adapter must") from None
-    chain = WantedChain(
+    chain = ChainQuery(
         fingerprint, salt, adapter, FrameClass(page_bytes, page_tokens, layers), closed=bool(flags & _CLOSED)
     )
     tokens, root = np.frombuffer(parts[4], "<u4"), chain.root

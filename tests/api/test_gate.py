@@ -12,7 +12,7 @@ import grpc
 import grpc.aio
 import pytest
 
-from kvstore.boundary import kept_task
+from kvstore.boundary import task_loop
 from kvstore.errors import DeadlineExceeded, LeaseBroken, TooManyCalls
 from kvstore.limits import Lane, Shares
 from kvstore.node.api.reservations import Holdings
@@ -129,7 +129,7 @@ def test_a_stream_that_stands_still_ends_and_gives_its_buffers_back() -> None:
     async def test() -> None:
         gate = Gate(Identities(None), Threads(), 8, 60.0, 1 << 20)
         gate.stall_s = gate.first_message_s = 0.1
-        looking = asyncio.create_task(kept_task("test", gate.look))
+        looking = asyncio.create_task(task_loop("test", gate.look))
         for stall in (lambda call: call.send(b"x"), lambda call: call.receive(aiter(nothing()))):
             call = Call(gate, LOCAL, Context(), time.monotonic() + 60)
             with pytest.raises(DeadlineExceeded, match="nothing for too long|did not come in time"):

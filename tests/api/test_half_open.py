@@ -10,7 +10,7 @@ from collections.abc import AsyncIterator
 
 import pytest
 
-from kvstore.boundary import kept_task
+from kvstore.boundary import task_loop
 from kvstore.errors import DeadlineExceeded
 from kvstore.server.gate import HALF_OPEN_S, Call, Gate, Threads
 from kvstore.server.identities import LOCAL, Identities
@@ -40,7 +40,7 @@ async def gate_of(bound_s: float) -> AsyncIterator[tuple[Gate, Call]]:
     """A gate that looks, and a call."""
     gate = Gate(Identities(None), Threads(), 8, 60.0, 1 << 20)
     gate.first_message_s = bound_s
-    looking = asyncio.create_task(kept_task("test", gate.look))
+    looking = asyncio.create_task(task_loop("test", gate.look))
     yield gate, Call(gate, LOCAL, None, time.monotonic() + 60)
     looking.cancel()
     gate.threads.close()

@@ -16,7 +16,7 @@ from kvstore.client.local.verify_hit import Run, prove
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import STAMPED
 from kvstore.node.cluster.page_handlers import sums_for
-from kvstore.wire.data import ReadRequest, WantedChain, sums_of
+from kvstore.wire.data import ChainQuery, ReadRequest, sums_of
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.device_buffers import InterfaceBuffer, added_device
 from tests.helpers.inside import node_of
@@ -93,6 +93,6 @@ def test_demotion_computes_them(store: Store, target: Path) -> None:
 def test_the_network_computes_them(store: Store) -> None:
     keys, run = run_of(store)
     cache = store.cache(SMALL)
-    request = ReadRequest(WantedChain(SMALL.fingerprint, "", "", cache.frame_class, True), keys, 0, SMALL.page_bytes)
+    request = ReadRequest(ChainQuery(SMALL.fingerprint, "", "", cache.frame_class, True), keys, 0, SMALL.page_bytes)
     sums = sums_for(request, run, slice(run.frame, run.frame + PAGES))
     assert (sums == sums_of(contents(chain(1, PAGES)), SMALL.layers)).all()

@@ -103,7 +103,7 @@ def test_nobody_waits_while_an_engine_has_room(policy: str) -> None:
         made.arrive(arrival(number, pages_of(*range(1000 * number, 1000 * number + 10 + 7 * (number % 5)))))
         if any(len(queue) for queue in made.state.queues.values()):
             waits_s = [
-                engine.first_done_s + engine.behind_s - made.now_s for engine in made.state.fleet.engines.values()
+                engine.first_done_s + engine.queued_s - made.now_s for engine in made.state.fleet.engines.values()
             ]
             assert min(waits_s) > 0.5, f"{waits_s}: there is room"
     assert any(len(queue) for queue in made.state.queues.values()), "all were full at the end"

@@ -29,9 +29,9 @@ def test_prompts_behind_a_late_one_are_still_waited_for() -> None:
     engine = FleetEngine(about("e0"), Role.BOTH, 0.0, 0.0)
     for number in range(3):
         engine.add(EngineWork(number, 1.0, 10, 0.0, True, 9.0))
-    assert (engine.first_done_s, engine.behind_s) == (1.0, 2.0)
+    assert (engine.first_done_s, engine.queued_s) == (1.0, 2.0)
     engine.mark_computed(engine.works[0], 5.0, 9.0)  # it was predicted for 1.0
-    assert (engine.first_done_s, engine.behind_s) == (6.0, 1.0)
+    assert (engine.first_done_s, engine.queued_s) == (6.0, 1.0)
 
 
 def test_a_first_prompt_that_is_overdue_leaves_those_behind_it_to_wait_for() -> None:

@@ -390,7 +390,7 @@ ELSEWHERE = {
 
 def test_every_place_is_tried_here_or_elsewhere() -> None:
     """Names of places in the source, with what varies cut off."""
-    call = re.compile(r'\b(?:answered|kept|kept_task|Decided)\(\s*f?"([^"{]+)')
+    call = re.compile(r'\b(?:RequestGuard|thread_loop|task_loop|StateGuard)\(\s*f?"([^"{]+)')
     files = [file for part in ("kvstore", "engine") for file in (ROOT / part).rglob("*.py")]
     found = {name for file in files for name in call.findall(file.read_text())}
     tried = {f"task/{task}" for task in TASKS} | {"control/connection", "control/slow", "control/published"}

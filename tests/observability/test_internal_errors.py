@@ -21,7 +21,7 @@ def counted(place: str) -> int:
 
 def test_an_unexpected_error_in_a_request_is_answered_without_its_words() -> None:
     before = counted("test/request")
-    with pytest.raises(InternalError) as told, boundary.answered("test/request"):
+    with pytest.raises(InternalError) as told, boundary.RequestGuard("test/request"):
         raise KeyError("a secret")
     assert "secret" not in str(told.value) and "test/request" in str(told.value)
     assert counted("test/request") == before + 1
@@ -29,9 +29,9 @@ def test_an_unexpected_error_in_a_request_is_answered_without_its_words() -> Non
 
 def test_expected_errors_pass_a_boundary_uncounted() -> None:
     before = counted("test/expected")
-    with pytest.raises(InvalidRequest), boundary.answered("test/expected"):
+    with pytest.raises(InvalidRequest), boundary.RequestGuard("test/expected"):
         raise InvalidRequest("tokens", "must not be empty")
-    with pytest.raises(BrokenPipeError), boundary.answered("test/expected", OSError):
+    with pytest.raises(BrokenPipeError), boundary.RequestGuard("test/expected", OSError):
         raise BrokenPipeError
     assert counted("test/expected") == before
 
@@ -45,13 +45,13 @@ def test_a_periodic_task_goes_on_after_a_pause() -> None:
             raise OSError(24, "too many open files")
         stopped.set()
 
-    boundary.kept("test/task", step, stopped)()
+    boundary.thread_loop("test/task", step, stopped)()
     assert turns == [0, 1, 2] and counted("test/task") == before + 2
 
 
 def test_a_periodic_task_ends_with_its_last_turn() -> None:
-    boundary.kept("test/task", lambda: True, threading.Event())()
-    asyncio.run(boundary.kept_task("test/task", lambda: asyncio.sleep(0, True)))
+    boundary.thread_loop("test/task", lambda: True, threading.Event())()
+    asyncio.run(boundary.task_loop("test/task", lambda: asyncio.sleep(0, True)))
 
 
 def test_a_periodic_coroutine_goes_on_after_a_pause() -> None:
@@ -62,7 +62,7 @@ def test_a_periodic_coroutine_goes_on_after_a_pause() -> None:
             raise ValueError("a bug")
         return True
 
-    asyncio.run(boundary.kept_task("test/coroutine", step))
+    asyncio.run(boundary.task_loop("test/coroutine", step))
     assert counted("test/coroutine") == before + 2
 
 
@@ -70,12 +70,12 @@ DAEMON = """
 import threading
 from kvstore import boundary
 from kvstore.errors import OutOfSpace
-boundary.ends_process("the daemon")
+boundary.become_daemon("the daemon")
 dead = threading.Thread(target=lambda: 1 / 0, name="one")
 dead.start()
 dead.join()
 assert boundary.counts() == {"thread/one": 1}
-decided = boundary.Decided("state/test")
+decided = boundary.StateGuard("state/test")
 try:
     with decided:
         raise OutOfSpace("no frame")  # a refusal
@@ -101,12 +101,12 @@ def faults(tmp_path: Path) -> Iterator[Path]:
 
 
 def test_faults_happen_at_the_places_that_a_file_names(faults: Path) -> None:
-    with boundary.answered("test/here"):
+    with boundary.RequestGuard("test/here"):
         pass  # there is no file
     faults.write_text("test/there\n")
-    with boundary.answered("test/here"):
+    with boundary.RequestGuard("test/here"):
         pass
-    with pytest.raises(InternalError), boundary.answered("test/there"):
+    with pytest.raises(InternalError), boundary.RequestGuard("test/there"):
         pass
-    with pytest.raises(failpoint.Fault), boundary.Decided("test/there"):
+    with pytest.raises(failpoint.Fault), boundary.StateGuard("test/there"):
         pass  # no daemon: it is raised

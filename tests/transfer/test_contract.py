@@ -33,7 +33,7 @@ from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import FrameClass, Tier
 from kvstore.node.cluster import page_handlers
-from kvstore.wire.data import ReadRequest, WantedChain
+from kvstore.wire.data import ChainQuery, ReadRequest
 from tests.helpers.api import Certificates
 from tests.helpers.content import LARGE, MLA, SMALL, Pages, chain, contents, first_wrong
 from tests.helpers.memory_transport import MemoryAgent, MemoryLinks, MemoryOwner
@@ -112,9 +112,9 @@ class Owner:
             self.node.close()
 
 
-def chain_of(layout: Layout) -> WantedChain:
+def chain_of(layout: Layout) -> ChainQuery:
     shape = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
-    return WantedChain(layout.fingerprint, "", "", shape, layout.attention == "full")
+    return ChainQuery(layout.fingerprint, "", "", shape, layout.attention == "full")
 
 
 @pytest.fixture(scope="module")

@@ -28,7 +28,7 @@ from kvstore.errors import Unauthenticated
 from kvstore.model.replica import FrameClass
 from kvstore.shm.data_server_file import DataFile, DataServerAt, find_data_server
 from kvstore.shm.folder import NodeFolder
-from kvstore.wire.data import FrameKind, Hello, ReadRequest, WantedChain
+from kvstore.wire.data import ChainQuery, FrameKind, Hello, ReadRequest
 from tests.helpers.content import SMALL, chain, contents, first_wrong
 from tests.helpers.etcd import told
 from tests.helpers.processes import CLI, Daemon, Machine, put, wait_until
@@ -62,7 +62,7 @@ def read(server: DataServerAt, pages: int = PAGES, silence_s: float = LATE_S) ->
     """Read the pages of chain 1 over a new connection; they are right."""
     deadline_s = time.monotonic() + LATE_S
     keys, rows = chain(1, pages), np.zeros((pages, SMALL.page_bytes), np.uint8)
-    wanted = WantedChain(SMALL.fingerprint, "", "", SHAPE, True)
+    wanted = ChainQuery(SMALL.fingerprint, "", "", SHAPE, True)
     hello = Hello(process=server.process)
     opened = DataConnection.open(server.address, hello, deadline_s=deadline_s, silence_s=silence_s)
     with contextlib.closing(opened) as to:
@@ -174,7 +174,7 @@ def test_readers_that_take_nothing_cost_no_memory(machine: Machine, catalog: str
     server = living(machine)
     assert read(server, pages).pages == pages
     before = private_bytes(server.pid)
-    wanted = WantedChain(SMALL.fingerprint, "", "", SHAPE, True)
+    wanted = ChainQuery(SMALL.fingerprint, "", "", SHAPE, True)
     request = b"".join(ReadRequest(wanted, chain(1, pages), 0, SMALL.page_bytes).pack())
     deadline_s, hello = time.monotonic() + LATE_S, Hello(process=server.process)
     slow = [DataConnection.open(server.address, hello, deadline_s=deadline_s, silence_s=LATE_S) for _ in range(readers)]

@@ -22,7 +22,7 @@ from kvstore.model.replica import FrameClass, Tier
 from kvstore.node.cluster.page_handlers import NVME_REPLIES_MAX, SLOW_S
 from kvstore.shm.data_server_file import find_data_server
 from kvstore.shm.folder import NodeFolder
-from kvstore.wire.data import FrameKind, Hello, Namespace, ReadRequest, WantedChain
+from kvstore.wire.data import ChainQuery, FrameKind, Hello, Namespace, ReadRequest
 from tests.helpers import api
 from tests.helpers.beacon import Beacon
 from tests.helpers.content import LARGE, chain, contents, first_wrong
@@ -75,7 +75,7 @@ class Node:
 
 def wanted(tenant: str, seed: int, pages: int) -> ReadRequest:
     shape = FrameClass(LARGE.page_bytes, LARGE.page_tokens, LARGE.layers)
-    chain_of = WantedChain(LARGE.fingerprint, tenant, "", shape, closed=True)
+    chain_of = ChainQuery(LARGE.fingerprint, tenant, "", shape, closed=True)
     return ReadRequest(chain_of, chain(seed, pages, LARGE, tenant), 0, LARGE.page_bytes)
 
 

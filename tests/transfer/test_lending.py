@@ -15,11 +15,11 @@ from kvstore.model.replica import FrameClass
 from kvstore.node.cluster.page_handlers import LendHandler, ReadHandler
 from kvstore.server.identities import Identity
 from kvstore.wire.data import (
+    ChainQuery,
     FrameKind,
     LentRun,
     Loan,
     ReadRequest,
-    WantedChain,
     WireError,
     pack_lent,
     pack_return,
@@ -33,7 +33,7 @@ from tests.helpers.nvme.nodes import NODE, configure
 from tests.helpers.processes import Machine, put, wait_until
 
 SHAPE = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)
-WANTED = WantedChain(SMALL.fingerprint, "", "", SHAPE, True)
+WANTED = ChainQuery(SMALL.fingerprint, "", "", SHAPE, True)
 REQUEST = ReadRequest(WANTED, chain(1, 5), 0, SMALL.page_bytes)
 TRIES = 2000
 LOAN = Loan(
@@ -135,7 +135,7 @@ def test_no_memory_is_made_for_pages_of_a_size_that_somebody_claims(
     try:
         to = MemoryConnection(MemoryOwner({FrameKind.READ: ReadHandler(node)}), 1.0)
         shape = FrameClass(PAGE_BYTES_MAX, SMALL.page_tokens, SMALL.layers)
-        huge = ReadRequest(WantedChain(SMALL.fingerprint, "", "", shape, True), chain(1, 5), 0, PAGE_BYTES_MAX)
+        huge = ReadRequest(ChainQuery(SMALL.fingerprint, "", "", shape, True), chain(1, 5), 0, PAGE_BYTES_MAX)
         number = to.send(FrameKind.READ, *huge.pack(), deadline_s=0.0)
         head = to.receive_head(number, FrameKind.END, deadline_s=0.0)
         assert unpack_end(to.receive(head.body_bytes, deadline_s=0.0), 0)[0] == 0 and not made

@@ -27,7 +27,7 @@ from kvstore.errors import DeadlineExceeded
 from kvstore.model.replica import FrameClass, Tier
 from kvstore.server.identities import LOCAL
 from kvstore.shm.folder import NodeFolder
-from kvstore.wire.data import FrameKind, WantedChain, pack_end, pack_head, pack_range, sums_of, unpack_read
+from kvstore.wire.data import ChainQuery, FrameKind, pack_end, pack_head, pack_range, sums_of, unpack_read
 from tests.helpers.beacon import Beacon
 from tests.helpers.content import SMALL, chain
 from tests.helpers.pool import PAGES, Pool
@@ -83,7 +83,7 @@ def test_of_many_that_are_silent_few_are_waited_for(tmp_path: Path, listeners: l
     peer_links.write(folder, PoolView("pool", "n", 0.0, {"n": PoolNode("n", "1", "0"), **known}))
     elsewhere = Named(folder.path)
     shape = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)
-    wanted, rows = WantedChain(SMALL.fingerprint, "", "", shape, True), np.zeros((PAGES, SMALL.page_bytes), np.uint8)
+    wanted, rows = ChainQuery(SMALL.fingerprint, "", "", shape, True), np.zeros((PAGES, SMALL.page_bytes), np.uint8)
     try:
         began_s = time.monotonic()
         assert elsewhere.read(wanted, chain(1, PAGES), rows, 0).pages == 0
@@ -127,7 +127,7 @@ def brought_from(tmp_path: Path, source: Paced) -> tuple[int, float]:
     folder.create()
     peer_links.write(folder, PoolView("pool", "n", 0.0, {"n": PoolNode("n", "1", "0"), "p": peer}))
     shape = FrameClass(SMALL.page_bytes, SMALL.page_tokens, SMALL.layers)
-    wanted, rows = WantedChain(SMALL.fingerprint, "", "", shape, True), np.zeros((PAGES, SMALL.page_bytes), np.uint8)
+    wanted, rows = ChainQuery(SMALL.fingerprint, "", "", shape, True), np.zeros((PAGES, SMALL.page_bytes), np.uint8)
     elsewhere = Named(folder.path)
     try:
         with Beacon(threads=True) as beacon:

@@ -14,14 +14,14 @@ from kvstore.cluster.peer_links import PeerLinks, PoolNode
 from kvstore.cluster.transport import LateBytes, PlaceHolder, Places, PullResult, TransportKind
 from kvstore.errors import KVStoreError, NodeUnavailable, PermissionDenied
 from kvstore.model.replica import FrameClass, Tier
-from kvstore.wire.data import ReadRequest, WantedChain
+from kvstore.wire.data import ChainQuery, ReadRequest
 from tests.helpers.content import LARGE, chain
 from tests.helpers.processes import wait_until
 
 PAGES = 40
 PEER = PoolNode("n", "process", "", (), transports=("tcp", "other"))
 SHAPE = FrameClass(LARGE.page_bytes, LARGE.page_tokens, LARGE.layers)
-REQUEST = ReadRequest(WantedChain(LARGE.fingerprint, "", "", SHAPE, True), chain(1, PAGES, LARGE), 0, LARGE.page_bytes)
+REQUEST = ReadRequest(ChainQuery(LARGE.fingerprint, "", "", SHAPE, True), chain(1, PAGES, LARGE), 0, LARGE.page_bytes)
 
 
 class Told:

@@ -23,7 +23,7 @@ from kvstore.model.replica import FrameClass, Tier
 from kvstore.node.cluster.page_handlers import ReadHandler
 from kvstore.server.identities import Identity
 from kvstore.wire import data
-from kvstore.wire.data import FrameKind, Hello, ReadRequest, WantedChain, WireError, unpack_read
+from kvstore.wire.data import ChainQuery, FrameKind, Hello, ReadRequest, WireError, unpack_read
 from tests.helpers.content import SMALL, chain, contents, first_wrong, prompt
 from tests.helpers.inside import node_of
 from tests.helpers.nvme.nodes import NODE, configure
@@ -65,9 +65,9 @@ class Reading:
         self.node.close()
 
 
-def chain_of(layout: Layout, salt: str = "") -> WantedChain:
+def chain_of(layout: Layout, salt: str = "") -> ChainQuery:
     shape = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
-    return WantedChain(layout.fingerprint, salt, "", shape, layout.attention == "full")
+    return ChainQuery(layout.fingerprint, salt, "", shape, layout.attention == "full")
 
 
 @pytest.fixture

@@ -32,7 +32,7 @@ STATUS_S: Final = 3.0  # deadline of an answer
 DEAD_S: Final = 10.0
 REFUSALS: Final = 2
 
-_ASKING = boundary.answered("task/ask")
+_ASKING = boundary.RequestGuard("task/ask")
 
 log = logging.getLogger("kvstore.conductor")
 
@@ -102,7 +102,7 @@ class BackendFollower:
         if known is None:
             log.info("%s is available, with %s", name, about.model)
             if self._settings.events:
-                follow = boundary.kept_task("task/kv events", self._intake.run)
+                follow = boundary.task_loop("task/kv events", self._intake.run)
                 self._events = asyncio.create_task(follow, name=f"kv events of {name}")
         report = LoadReport(
             role=Role.BOTH,

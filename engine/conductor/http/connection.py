@@ -332,7 +332,7 @@ class _Handler(web.RequestHandler):
         if isinstance(exc, HttpProcessingError):
             what = Refusal(431 if isinstance(exc, LineTooLong) else 400, INVALID, "not a supported HTTP request")
         else:
-            boundary.failed("http/connection", exc or AssertionError(message))
+            boundary.report_error("http/connection", exc or AssertionError(message))
             what = internal()
         if request.writer.output_size > 0:
             raise ConnectionError("a reply has begun")

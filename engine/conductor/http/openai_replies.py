@@ -154,7 +154,7 @@ def model_document(name: str, created_s: int) -> dict[str, Any]:
 
 SLACK_S = 5.0  # how far an answer may exceed its deadline, which its engine enforces
 
-_ANSWERING = boundary.answered("http/answer", OSError)  # a client that has gone
+_ANSWERING = boundary.RequestGuard("http/answer", OSError)  # a client that has gone
 
 Take = Callable[[int, AnswerPart], Awaitable[None]]
 """Called with the number of an answer and a part of it, one at a time."""

@@ -159,7 +159,7 @@ class PromptMaker:
             await self._load(new)
             await asyncio.sleep(PREPARE_S)
 
-        await boundary.kept_task("task/tokenizers", turn)
+        await boundary.task_loop("task/tokenizers", turn)
 
     async def prepared(self, models: list[ServedModel], timeout_s: float) -> None:
         """Wait at most this long until these tokenizers are loaded or have failed. Loading goes on afterwards."""

@@ -163,7 +163,7 @@ class OpenAIServer:
             connection.headers["x-request-id"] = _request_id(request) or f"req-{uuid.uuid4().hex}"
             try:
                 try:
-                    with boundary.answered(f"http/{self._known(request).strip('/')}", *_EXPECTED):
+                    with boundary.RequestGuard(f"http/{self._known(request).strip('/')}", *_EXPECTED):
                         return await self._route(request, connection)
                 except KVStoreError as error:
                     if connection.begun:

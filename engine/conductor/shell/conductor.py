@@ -44,8 +44,8 @@ COUNT_S: Final = 1.0
 LOOK_S: Final = 0.02
 HASHED_AT_ONCE: Final = 1 << 15  # tokens hashed in the event loop: a few milliseconds; longer prompts use a thread
 
-DECIDED: Final = boundary.Decided("state/conductor")
-_ORDERING: Final = boundary.answered("task/order")
+DECIDED: Final = boundary.StateGuard("state/conductor")
+_ORDERING: Final = boundary.RequestGuard("task/order")
 
 log = logging.getLogger("kvstore.conductor")
 
@@ -154,7 +154,7 @@ class Conductor:
     async def run(self) -> None:
         """Until cancelled."""
         try:
-            await boundary.kept_task("task/conductor", self._turn)
+            await boundary.task_loop("task/conductor", self._turn)
         finally:
             await self.members.close()
 
@@ -183,7 +183,7 @@ class Conductor:
                 "draining": engine.draining,
                 "waiting": engine.waiting + engine.others_waiting,
                 "running": len(engine.ends) + engine.others_running,
-                "heard_ago_s": round(now_s - engine.heard_s, 3),
+                "heard_ago_s": round(now_s - engine.last_seen_s, 3),
                 "layout": engine.about.layout,
                 "page_tokens": engine.about.page_tokens,
                 "kv_bytes": engine.about.kv_bytes,

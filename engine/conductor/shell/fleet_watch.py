@@ -36,8 +36,8 @@ WATCH_S: Final = 3600.0  # the longest stream of a node's pages
 
 log = logging.getLogger("kvstore.conductor")
 
-_ASKING = boundary.answered("task/ask")
-_HEARING = boundary.answered("task/hear")
+_ASKING = boundary.RequestGuard("task/ask")
+_HEARING = boundary.RequestGuard("task/hear")
 
 Handle = Callable[[ev.ConductorEvent], None]
 
@@ -105,7 +105,7 @@ class FleetWatch:
             self._tasks.pop(key).cancel()
             self._ready.discard(key)
         for key in wanted.keys() - self._tasks.keys():
-            follow = boundary.kept_task(f"task/{key[0]}", wanted[key])
+            follow = boundary.task_loop(f"task/{key[0]}", wanted[key])
             self._tasks[key] = asyncio.create_task(follow, name=" ".join(key))
 
     async def close(self) -> None:

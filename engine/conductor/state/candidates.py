@@ -299,7 +299,7 @@ class Candidates:
             self.move_s = self.move_s + costs.moves_s((pages - upper) * columns.page_bytes, costs.s_per_byte[NVME])
         self.speeds = costs.speeds(self._paces)
         self.prefill_s = costs.prefills_s(self._paces, self.speeds, self.request.tokens, self.cached)
-        wait_s = np.maximum(0.0, columns.first_done_s - self.now_s) + columns.behind_s
+        wait_s = np.maximum(0.0, columns.first_done_s - self.now_s) + columns.queued_s
         wait_s = np.maximum(0.0, wait_s - (1 - 1 / columns.lanes) * self.prefill_s)
         self.room_s = self._rooms_s()
         self.wait_s = np.maximum(wait_s + columns.others_waiting * self.prefill_s, self.room_s)
@@ -404,8 +404,8 @@ class Candidates:
         egress = columns.egress[computing]
         moves_s = self.costs.moves_s(size, np.where(egress > 0, 1 / np.maximum(1.0, egress), way))
         tails_s = np.maximum(moves_s - self.prefill_s[computing], moves_s / LAYERS)
-        behind_s = columns.egress_free_s[computing] - self.now_s  # until the data queued before it has left
-        late_s = behind_s + moves_s - self.ready_s[computing]
+        egress_wait_s = columns.egress_free_s[computing] - self.now_s  # for the data queued before it
+        late_s = egress_wait_s + moves_s - self.ready_s[computing]
         return np.where(egress > 0, np.maximum(tails_s, late_s), tails_s)
 
     def totals_s(self, computing: Places, answering: Places, tails_s: Floats | float) -> Floats:
@@ -428,8 +428,8 @@ class Candidates:
         """True if the request has a limit on its first token or its time per token."""
         return self.request.first_token_s > 0 or self.request.token_s > 0
 
-    def late(self, first_token_s: Floats, token_s: Floats | float = 0.0) -> Floats:
-        """``LATE_S`` for pairs that miss a limit of the request, otherwise 0."""
+    def late_penalties_s(self, first_token_s: Floats, token_s: Floats | float = 0.0) -> Floats:
+        """Return ``LATE_S`` for each pair that misses a limit of the request, and 0 for the others."""
         request = self.request
         late = first_token_s > (request.first_token_s or np.inf)
         late = late | (np.asarray(token_s) > (request.token_s or np.inf))

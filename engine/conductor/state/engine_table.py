@@ -133,7 +133,7 @@ class FleetEngine:
     Attributes:
         role: the role that it last reported.
         order: the last order of a leader that it had carried out by then.
-        ordered: True while an order of ours for another role is under way.
+        role_change_pending: True while an order to change its role is under way.
         unsure: True while its role is in doubt; see the module's docstring.
         works: our requests that it is involved in.
         waiting: how many of ``works`` wait for it to compute their prompt.
@@ -142,27 +142,27 @@ class FleetEngine:
         others_waiting, others_running: requests of other callers.
         others_tokens: tokens in its memory of other callers' requests.
         first_done_s: when the first of our prompts there will be computed, by prediction.
-        behind_s: predicted seconds for the rest of our prompts. For an engine with several lanes, this and
+        queued_s: predicted seconds for the rest of our prompts. For an engine with several lanes, this and
             ``first_done_s`` are those of a single lane that is faster by that factor.
         scale: how much longer prompts take there than predicted, as measured.
         tokens_per_s: its reported speed for prompts; 0: not known.
         alone_s: seconds of a decode step without sequences, from its reports; 0: not known.
-        heard_s: when it gave the last sign of life.
-        known_s: when the question was asked whose answer gave ``role``.
+        last_seen_s: the time of its last sign of life.
+        role_as_of_s: when the conductor asked for the report that ``role`` comes from.
         silent: True after it did not answer a question, until its next sign of life.
         failures: consecutive requests on which it failed.
         avoided_until_s: the engine gets nothing before this moment.
         egress_free_s: when the data queued to leave a remote cluster will have left.
-        asked: our requests there when the next report was asked for: (waiting, running, their tokens, the time in
-            seconds); None: no question is open.
+        report_baseline: our requests there when the conductor asked for the next report: (waiting, running, their
+            tokens, the time in seconds); None: no report is due.
     """
 
     about: EngineAbout
     role: Role
-    heard_s: float
-    known_s: float
+    last_seen_s: float
+    role_as_of_s: float
     order: RoleOrder = NO_ORDER
-    ordered: bool = False
+    role_change_pending: bool = False
     unsure: bool = False
     draining: bool = False
     works: dict[int, EngineWork] = field(default_factory=dict)
@@ -173,7 +173,7 @@ class FleetEngine:
     others_running: int = 0
     others_tokens: int = 0
     first_done_s: float = 0.0
-    behind_s: float = 0.0
+    queued_s: float = 0.0
     scale: float = 1.0
     tokens_per_s: float = 0.0
     alone_s: float = 0.0
@@ -181,7 +181,7 @@ class FleetEngine:
     failures: int = 0
     avoided_until_s: float = 0.0
     egress_free_s: float = 0.0
-    asked: tuple[int, int, int, float] | None = None
+    report_baseline: tuple[int, int, int, float] | None = None
 
     @property
     def place_free_s(self) -> float:
@@ -202,7 +202,7 @@ class FleetEngine:
         self.works[work.number] = work
         if work.prefill_s:
             if self.waiting:
-                self.behind_s += work.prefill_s / self.about.lanes
+                self.queued_s += work.prefill_s / self.about.lanes
             else:
                 self.first_done_s = work.sent_s + work.prefill_s / self.about.lanes
             self.waiting += 1
@@ -217,7 +217,7 @@ class FleetEngine:
             self.waiting -= 1
             waits_s = [other.prefill_s for other in self.works.values() if other.prefill_s and not other.computed]
             self.first_done_s = now_s + waits_s[0] / self.about.lanes if waits_s else now_s
-            self.behind_s = sum(waits_s[1:]) / self.about.lanes
+            self.queued_s = sum(waits_s[1:]) / self.about.lanes
         if work.decodes:
             del self.ends[bisect_left(self.ends, work.ends_s)]
             work.ends_s = ends_s
@@ -283,7 +283,7 @@ class Columns:
     """Columns with one entry for each engine. Counts and flags are floats here as well.
 
     Attributes:
-        first_done_s, behind_s, others_waiting, others_running, others_tokens, place_free_s, tokens, scale,
+        first_done_s, queued_s, others_waiting, others_running, others_tokens, place_free_s, tokens, scale,
         tokens_per_s, alone_s, egress_free_s: see ``FleetEngine``.
         running: our requests that it answers or will answer.
         silent: see ``FleetEngine``.
@@ -302,7 +302,7 @@ class Columns:
         self.values = values
         (
             self.first_done_s,
-            self.behind_s,
+            self.queued_s,
             self.others_waiting,
             self.others_running,
             self.others_tokens,
@@ -392,7 +392,7 @@ class EngineTable:
     def _row(engine: FleetEngine) -> tuple[float, ...]:
         return (
             engine.first_done_s,
-            engine.behind_s,
+            engine.queued_s,
             engine.others_waiting,
             engine.others_running,
             engine.others_tokens,
@@ -551,23 +551,23 @@ class EngineFleet:
         """Record that the engine is being asked for a report now."""
         engine = self.engines.get(name)
         if engine is not None:
-            engine.asked = engine.waiting, len(engine.ends), engine.tokens, now_s
+            engine.report_baseline = engine.waiting, len(engine.ends), engine.tokens, now_s
 
     def apply_report(self, name: str, report: LoadReport, now_s: float) -> None:
         """Apply the engine's report."""
         engine = self.engines.get(name)
-        if engine is None or engine.asked is None:
+        if engine is None or engine.report_baseline is None:
             return
-        waiting, running, tokens, engine.known_s = engine.asked
+        waiting, running, tokens, engine.role_as_of_s = engine.report_baseline
         engine.others_waiting = max(0, report.waiting - max(waiting, engine.waiting))
         engine.others_running = max(0, report.running - max(running, len(engine.ends)))
         engine.others_tokens = max(0, report.kv_tokens - max(tokens, engine.tokens))
-        engine.role, engine.draining, engine.heard_s, engine.silent = report.role, report.draining, now_s, False
-        engine.order, engine.unsure = report.order, engine.ordered
+        engine.role, engine.draining, engine.last_seen_s, engine.silent = report.role, report.draining, now_s, False
+        engine.order, engine.unsure = report.order, engine.role_change_pending
         engine.tokens_per_s = report.prefill_tokens_per_s or engine.tokens_per_s
         if report.step_s:  # measured with its current batch
             engine.alone_s = report.step_s / (1 + max(1, report.running) * self._step_each)
-        engine.asked = None
+        engine.report_baseline = None
         if engine.failures <= 1:
             engine.avoided_until_s = 0.0
         self.write(engine)
@@ -576,7 +576,7 @@ class EngineFleet:
         """Record that the engine did not answer a question in time."""
         engine = self.engines.get(name)
         if engine is not None:
-            engine.asked, engine.silent = None, True
+            engine.report_baseline, engine.silent = None, True
             self.write(engine)
 
     def mark_failed(self, name: str, now_s: float) -> None:
@@ -584,7 +584,7 @@ class EngineFleet:
         engine = self.engines.get(name)
         if engine is None:
             return
-        engine.asked = None
+        engine.report_baseline = None
         if engine.avoided_until_s <= now_s:
             engine.failures += 1
             engine.avoided_until_s = now_s + min(AVOID_MAX_S, AVOID_S * 2 ** min(8, engine.failures - 1))
@@ -593,20 +593,20 @@ class EngineFleet:
     def mark_role_ordered(self, name: str) -> None:
         """Record that an order to change its role is under way. Its role is unknown until the engine reports."""
         engine = self.engines[name]
-        engine.ordered = engine.unsure = True
+        engine.role_change_pending = engine.unsure = True
         self.write(engine)
 
     def mark_role_answered(self, name: str) -> None:
         """Record that an order is no longer under way. The engine's next report shows its result."""
         engine = self.engines.get(name)
-        if engine is not None and engine.ordered:
-            engine.ordered, engine.asked = False, None
+        if engine is not None and engine.role_change_pending:
+            engine.role_change_pending, engine.report_baseline = False, None
 
     def mark_role_refused(self, name: str) -> None:
         """Record that an engine refused a request because of its role, which is not a failure."""
         engine = self.engines.get(name)
         if engine is not None:
-            engine.unsure, engine.asked = True, None
+            engine.unsure, engine.report_baseline = True, None
             self.write(engine)
 
     def takes(self, name: str, answers: bool) -> bool:
@@ -636,7 +636,7 @@ class EngineFleet:
                 engine.mark_computed(work, now_s, ends_s)
             else:
                 engine.remove(work, now_s)
-            engine.failures, engine.heard_s, engine.silent = 0, now_s, False
+            engine.failures, engine.last_seen_s, engine.silent = 0, now_s, False
             self.write(engine)
 
     def end_request(self, number: int, names: tuple[str, ...], now_s: float, *, answered: bool = False) -> None:
@@ -644,7 +644,7 @@ class EngineFleet:
         for engine, work in self._at(number, names):
             engine.remove(work, now_s)
             if answered:
-                engine.heard_s, engine.silent = now_s, False
+                engine.last_seen_s, engine.silent = now_s, False
             self.write(engine)
 
     def _at(self, number: int, names: tuple[str, ...]) -> list[tuple[FleetEngine, EngineWork]]:

@@ -177,7 +177,7 @@ def _why_not(engine: FleetEngine, request: RoutedRequest, now_s: float) -> str:
         return f"it never holds {tokens} tokens"
     if engine.draining:
         return "it drains"
-    if engine.ordered:
+    if engine.role_change_pending:
         return "it was ordered to change its role, and has not said yet what it does"
     if engine.unsure:
         return f"it refused a request for its role, and was {engine.role} when it last said so; it is asked again"

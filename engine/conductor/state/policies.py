@@ -83,7 +83,7 @@ class KvCentric(Policy):
         if apart is not False and len(candidates.prefills):
             soonest = candidates.prompts_s + candidates.doubt_s
             if candidates.hurries:
-                soonest = soonest + candidates.late(candidates.ready_s)
+                soonest = soonest + candidates.late_penalties_s(candidates.ready_s)
             computing = _smallest(candidates.prefills, soonest)
             answering = _smallest(answers, candidates.answers_s)
             one_each, other_each = computing[:, None], answering[None, :]
@@ -92,7 +92,7 @@ class KvCentric(Policy):
             totals = candidates.totals_s(one_each, other_each, tails_s)
             totals = totals + candidates.doubt_s[one_each] + candidates.doubt_s[other_each]
             if candidates.hurries:
-                totals = totals + candidates.late(
+                totals = totals + candidates.late_penalties_s(
                     candidates.ready_s[one_each] + tails_s, candidates.token_s[other_each]
                 )
             one, other = divmod(_first(totals.ravel(), candidates), len(answering))
@@ -101,7 +101,7 @@ class KvCentric(Policy):
         if apart is not True or best is None:
             totals = candidates.totals_s(answers, answers, 0.0) + candidates.doubt_s[answers]
             if candidates.hurries:
-                totals = totals + candidates.late(candidates.ready_s[answers], candidates.token_s[answers])
+                totals = totals + candidates.late_penalties_s(candidates.ready_s[answers], candidates.token_s[answers])
             at = _first(totals, candidates)
             if best is None or totals[at] <= best[0]:
                 return int(answers[at]), int(answers[at])

@@ -78,7 +78,7 @@ class Roles:
         both = len(prompts) + len(answers)
         if both < 2 * self._floor or now_s - self._changed_s < CHANGE_S:
             return None
-        prompts_s += sum(max(0.0, engine.first_done_s - now_s) + engine.behind_s for engine in prompts)
+        prompts_s += sum(max(0.0, engine.first_done_s - now_s) + engine.queued_s for engine in prompts)
         work = self._prompts_s + prompts_s / WINDOW_S, self._answers_s + answers_s / WINDOW_S
         wanted = self._prefill_engines(work, prompts, answers, now_s)
         if wanted > len(prompts) and may_prefill:
@@ -174,7 +174,7 @@ class FleetRoles:
 
 def _known(engines: list[FleetEngine], now_s: float) -> list[FleetEngine]:
     """Engines that have reported their role recently."""
-    return [engine for engine in engines if now_s - engine.known_s < KNOWN_S]
+    return [engine for engine in engines if now_s - engine.role_as_of_s < KNOWN_S]
 
 
 def _busy(prompts_s: float, answers_s: float, prompts: int, both: int) -> float:

@@ -38,7 +38,7 @@ from kvstore.model.retention import Retention
 from kvstore.model.shard import Shard
 from kvstore.shm.counters import CARRY, LOOKUP, ONE_GET, PUT, PUT_ASYNC, REUSE_SAMPLED, SessionCounters
 from kvstore.wire.control import CHECKSUMS
-from kvstore.wire.data import WantedChain
+from kvstore.wire.data import ChainQuery
 
 # x86-64 keeps stores in order, so equal words before and after a copy prove the bytes in between. Other architectures
 # need the checksums for that.
@@ -56,7 +56,7 @@ class LocalCache(PrefixCache):
         self._node = node
         self._counted: tuple[SessionCounters | None, int] = None, 0  # where gets count
         self._closed = layout.attention == "full"
-        self._wanted = WantedChain(layout.fingerprint, salt, adapter, self.frame_class, self._closed)
+        self._wanted = ChainQuery(layout.fingerprint, salt, adapter, self.frame_class, self._closed)
         self._keeping = Keeping(node, self._wanted)
         self._verify = verify or not ORDERED
         self._pool: tuple[bytes | None, bytes] = None, b""  # its secret, and the tag of this root under it

@@ -19,7 +19,7 @@ from kvstore.client.match import CHECKSUM, ELSEWHERE, GENERATION
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import STAMPED
 from kvstore.model.shard import Shard
-from kvstore.wire.data import WantedChain
+from kvstore.wire.data import ChainQuery
 
 
 def checksums_of(rows: npt.NDArray[np.uint8], layers: int) -> npt.NDArray[np.uint32]:
@@ -33,7 +33,7 @@ def checksums_of(rows: npt.NDArray[np.uint8], layers: int) -> npt.NDArray[np.uin
 _STAMPED_BIT = np.uint64(STAMPED << 48)
 
 
-def copy_proven(mapped: Mapped, keys: Keys, rows: Rows, chain: WantedChain, verify: bool) -> tuple[int, str]:
+def copy_proven(mapped: Mapped, keys: Keys, rows: Rows, chain: ChainQuery, verify: bool) -> tuple[int, str]:
     """Copy the leading pages that are in memory now into ``rows``; return how many, and why not more."""
     runs, _, reason = prove(mapped, keys, chain.frame_class.page_bytes, chain.closed)
     copied, changed = copy_runs(runs, rows, time.monotonic_ns())
@@ -43,7 +43,7 @@ def copy_proven(mapped: Mapped, keys: Keys, rows: Rows, chain: WantedChain, veri
 
 
 def copy_shard(
-    mapped: Mapped, keys: Keys, shard: Shard, target: Rows, chain: WantedChain, now_ns: int
+    mapped: Mapped, keys: Keys, shard: Shard, target: Rows, chain: ChainQuery, now_ns: int
 ) -> tuple[int, str]:
     """As ``copy_proven``, for a shard's part of the pages. Other pages are later read whole, and counted then."""
     runs, _, reason = prove(mapped, keys, chain.frame_class.page_bytes, chain.closed)
@@ -53,7 +53,7 @@ def copy_shard(
     return pages, reason
 
 
-def count_in_place(mapped: Mapped, chain: WantedChain, asked: int, pages: int, reason: str) -> None:
+def count_in_place(mapped: Mapped, chain: ChainQuery, asked: int, pages: int, reason: str) -> None:
     """Count a get from memory, except for pages that are then looked for elsewhere: those are counted there."""
     goes_on = reason in ELSEWHERE and pages < asked
     if pages or not goes_on:

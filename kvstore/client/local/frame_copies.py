@@ -24,12 +24,12 @@ from kvstore.errors import DeadlineExceeded, NodeUnavailable, Unavailable
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import Address
 from kvstore.shm.header import DaemonState
-from kvstore.wire.data import WantedChain
+from kvstore.wire.data import ChainQuery
 
 LEASE_MS: Final = int(2000 * COPY_DEADLINE_S)
 
 
-def proven_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: WantedChain) -> tuple[int, str]:
+def proven_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: ChainQuery) -> tuple[int, str]:
     """Copy the leading pages that are in memory now; return how many, and why not more.
 
     Raises:
@@ -51,7 +51,7 @@ def proven_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: Wante
     return pages, reason
 
 
-def near_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: WantedChain) -> tuple[int, int, str]:
+def near_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: ChainQuery) -> tuple[int, int, str]:
     """As ``proven_to_device``, then continue with pages in memory of local engines that the device can access. Returns
     how many pages, how many of them from engines' memory, and why not more."""
     pages, reason = proven_to_device(node, keys, rows, chain)

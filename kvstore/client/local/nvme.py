@@ -59,7 +59,7 @@ MORE_PER: Final = 8  # reads: one more in flight per this many; in a large batch
 AHEAD: Final = 8  # reads of one batch given to the threads and not yet handed over: each has a buffer
 SHAPES_MAX: Final = 16  # shapes of reads for which a buffer keeps its views
 
-_READING = boundary.answered("task/read")
+_READING = boundary.RequestGuard("task/read")
 
 
 class Read(NamedTuple):

@@ -37,7 +37,7 @@ from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, Fram
 from kvstore.model.retention import Retention, hints_of
 from kvstore.shm.index import IndexDamaged
 from kvstore.wire.control import HINTS, NO_REPLY, WRITER, Op, batch_pages, pack_class, statuses_bytes
-from kvstore.wire.data import WantedChain
+from kvstore.wire.data import ChainQuery
 
 BRINGERS: Final = int.from_bytes(b"bring it", "big")  # the write group
 ARRIVAL_BYTES: Final = 32 << 20  # reserved and fetched at a time, or one page if that is larger
@@ -212,7 +212,7 @@ Name = Callable[[Mapped, float], None]
 class Keeping:
     """Fetches pages of other nodes and engines for one cache."""
 
-    def __init__(self, node: LocalNode, chain: WantedChain) -> None:
+    def __init__(self, node: LocalNode, chain: ChainQuery) -> None:
         self._node = node
         self._chain = chain
 

@@ -34,7 +34,7 @@ from kvstore.model.prefix import Fingerprints, Keys, fingerprints
 from kvstore.model.replica import Tier
 from kvstore.safe_files import open_plain
 from kvstore.shm.folder import NodeFolder, allocate
-from kvstore.wire.data import ReadRequest, WantedChain, pages_per_request
+from kvstore.wire.data import ChainQuery, ReadRequest, pages_per_request
 
 NAME: Final = "brought"
 PLACES: Final = 1 << 16
@@ -196,7 +196,7 @@ class Elsewhere:
 
     def seek(
         self,
-        chain: WantedChain,
+        chain: ChainQuery,
         keys: Keys,
         pages: int,
         without: Collection[str] = (),
@@ -219,7 +219,7 @@ class Elsewhere:
 
     def read(
         self,
-        chain: WantedChain,
+        chain: ChainQuery,
         keys: Keys,
         rows: Places,
         pages: int,
@@ -246,7 +246,7 @@ class Elsewhere:
 
     def _read(
         self,
-        chain: WantedChain,
+        chain: ChainQuery,
         node: str,
         keys: Keys,
         rows: Places,

@@ -13,7 +13,7 @@ from collections.abc import AsyncGenerator
 from dataclasses import dataclass
 from typing import Final
 
-from kvstore.boundary import kept_task
+from kvstore.boundary import task_loop
 from kvstore.cluster.catalog.task_health import TaskHealth
 from kvstore.cluster.catalog.task_health import boot_s as boot_s
 from kvstore.errors import InvalidRequest, KVStoreError, Unavailable
@@ -103,7 +103,7 @@ class Session(ABC):
 
     def start(self, health: TaskHealth) -> None:
         """Begin to renew the session. ``health`` notes the result of each renewal."""
-        renewing = kept_task("membership/session", lambda: self._renew_always(health))
+        renewing = task_loop("membership/session", lambda: self._renew_always(health))
         self._renewing = asyncio.create_task(renewing, name=f"catalog session {self.id:x}")
 
     async def close(self) -> None:

@@ -69,7 +69,7 @@ class Announcer:
         self._told_s: dict[str, float] = {}
         self._owners: dict[str, _Owner] = {}
         self._stopping = threading.Event()
-        run = boundary.kept("task/announcer", self._turn, self._stopping)
+        run = boundary.thread_loop("task/announcer", self._turn, self._stopping)
         self._thread = threading.Thread(target=run, name="announcer", daemon=True)
         self.counters: Counter[str] = Counter()
         self._begin()

@@ -301,7 +301,7 @@ class _Told:
         self._stopping = threading.Event()
         self._joining = TaskHealth("joining", on_final=on_final)
         directory.membership = self._status
-        join = boundary.kept("task/data catalog", self._join, self._stopping)
+        join = boundary.thread_loop("task/data catalog", self._join, self._stopping)
         self._thread = threading.Thread(target=join, name="data catalog", daemon=True)
         if config.catalog:
             self._thread.start()

@@ -32,7 +32,7 @@ from kvstore.limits import ALONE, Owner, ThreadShares
 from kvstore.model.prefix import Fingerprints, veil_of
 from kvstore.wire.data import FrameKind
 
-DECIDED: Final = boundary.Decided("state/directory")  # around what changes it; to ask it changes nothing
+DECIDED: Final = boundary.StateGuard("state/directory")  # around what changes it; to ask it changes nothing
 LOOK_S: Final = 0.5  # how often it looks who is still there, where the members are the same
 TURN_PAGES: Final = 4096  # looked up in one turn, which takes some 10 ms in a directory of 10 million entries
 TURN_WAIT_S: Final = 0.2  # for all turns of one request: a reader takes an owner that says nothing for 0.3 s for dead

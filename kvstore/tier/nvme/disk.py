@@ -384,7 +384,7 @@ T = TypeVar("T")
 
 THREADS_MAX: Final = 16  # of one disk; there are never that many calls at the same time
 
-_BOUNDARY = boundary.answered("task/disk", OSError)
+_BOUNDARY = boundary.RequestGuard("task/disk", OSError)
 
 
 class _Call:

@@ -15,14 +15,14 @@ import numpy as np
 
 from kvstore.cluster.data_listener import Server
 from kvstore.cluster.directory import AnnounceBatch
-from kvstore.limits import Named
+from kvstore.limits import NamedOwner
 from kvstore.node.cluster.directory_shell import DirectoryShell
 from kvstore.wire.data import Hello
 
 NODES, PAGES, BATCH = 5, 1 << 20, 1 << 16
 
 
-class Tenant(Named):
+class Tenant(NamedOwner):
     """A caller to whom every salt belongs."""
 
     def check_salt(self, salt: str) -> None:
