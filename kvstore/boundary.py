@@ -10,10 +10,10 @@ the place where it happened (``kvstore_internal_errors_total``). The place decid
 - **A periodic task** (``thread_loop``, ``task_loop``): it begins again after a pause, which doubles until a turn
   succeeds. These are ticks, scanners, scrubbers, announcers, publishers, and the loops of membership and conductors.
 - **Any other thread or callback** (``watch_threads``): only that thread or callback ends.
-- **Decided state** (``StateGuard``): the process ends with exit code 1. These are a node's decisions and their performance
-  (``NodeState.handle`` with ``Performer.perform``), and decisions of a directory, a conductor or an engine. An error in
-  the middle of a decision may leave a state that contradicts itself and cannot be trusted. The next process recovers
-  from files, or receives everything again.
+- **Decided state** (``StateGuard``): the process ends with exit code 1. Decided state is that of a node
+  (``NodeState.handle`` with ``Performer.perform``), a directory, a conductor or an engine. An error in the middle of a
+  decision may leave a state that contradicts itself and cannot be trusted. The next process recovers from files, or
+  receives everything again.
 
 Only daemons end (``become_daemon``). In a process that embeds a store, the error is raised.
 """
