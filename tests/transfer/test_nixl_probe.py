@@ -76,14 +76,14 @@ signal.setitimer = lambda which, seconds: setitimer(which, seconds / 100)
 cuda.find = lambda: time.sleep(100)
 runpy.run_module("kvstore.node.operator.nixl_probe", run_name="__main__")
 """
-    assert why_not(python(code), 50) == "trying it ended with -14"
+    assert why_not(python(code), 50) == "the test ended with -14"
 
 
 @with_nixl
 def test_one_agent_reads_what_another_one_has() -> None:
     memory = some(nixl_probe.NBYTES)
     assert reads(memory.ctypes.data, 0, DRAM, memory) == ""
-    assert reads(memory.ctypes.data, 0, DRAM, memory[::-1].copy()) == "other bytes came than were there"
+    assert reads(memory.ctypes.data, 0, DRAM, memory[::-1].copy()) == "the reader received other bytes"
 
 
 @with_nixl

@@ -1,1 +1,1 @@
-"""What operators ask: admin calls, selections of pages, explanations, metrics."""
+"""What operators ask for: calls, filters of pages, explanations of lookups, statistics, metrics."""

@@ -1,16 +1,16 @@
-"""DevicePaths: the devices of this machine, by which ways bytes come to and from them, and why not by others.
+"""The devices of this machine, and which copy paths to and from them work.
 
-A call to a driver may take seconds, may never return, and may end its process. So a process of its own asks, once,
-where there is a driver at all; until it answers, readers get a report that says so. The report::
+A call to a driver may take seconds, never return, or end its process. So if there is a driver, a process of its own
+tests it, once; until that process answers, the report says so. The report::
 
-    missing    why there are no devices, "" where there are some
-    devices    by name, what the maker calls it
-    paths      by name, why bytes do not go that way, "": they do
-      engines  between DRAM and HBM by copy engines, many pieces with one call
-      kernel   the same by a kernel, which is faster for small pieces
-      peers    from memory of a device that another process has, to a device that reaches it
-      gds      from NVMe to HBM past DRAM
-      nixl     between HBM of two machines
+    missing    why there are no devices, or "" if there are some
+    devices    device name -> the maker's name for it
+    paths      path name -> why it does not work, or "" if it does
+      engines  between DRAM and HBM by copy engines, many pieces per call
+      kernel   between DRAM and HBM by a kernel, which is faster for small pieces
+      peers    from device memory of another process to a device that can access it
+      gds      from NVMe to HBM without DRAM
+      nixl     between the HBM of two machines
 """
 
 from __future__ import annotations
@@ -38,20 +38,20 @@ from kvstore.device.host_memory import empty
 from kvstore.errors import Unavailable
 from kvstore.node.operator import gds, nixl_probe
 
-PROBE_S: Final = 60.0  # for all of it
+PROBE_S: Final = 60.0  # for all tests together
 COPY_S: Final = 10.0
 COPIED_BYTES: Final = 1 << 20
 
-UNUSED: Final = "it works, and no page goes that way yet"
+UNUSED: Final = "works, but no page uses it yet"
 
 Report = dict[str, Any]
 
 
 class DevicePaths:
-    """For one process. Threads share it.
+    """The report of one process, for any number of threads.
 
     Args:
-        nvme: files or block devices that NVMe pages lie in.
+        nvme: the files or block devices with the NVMe pages.
     """
 
     def __init__(self, nvme: Sequence[str]) -> None:
@@ -60,117 +60,113 @@ class DevicePaths:
         self._report: Report | None = None
 
     def look(self) -> Report:
-        """What is known now; the first look begins to ask. Waits for nothing."""
+        """Return the current report without waiting. The first call starts the tests."""
         with self._lock:
             if self._report is None:
                 why = absent()
-                self._report = nothing(why or "the NVIDIA driver is being asked")
+                self._report = no_devices(why or "the NVIDIA driver is being asked")
                 if not why:
-                    threading.Thread(target=self._ask, name="kvstore-devices", daemon=True).start()
+                    threading.Thread(target=self._probe, name="kvstore-devices", daemon=True).start()
             return self._report
 
-    def _ask(self) -> None:
+    def _probe(self) -> None:
         command = [sys.executable, "-m", "kvstore.node.operator.device_paths", *self._nvme]
-        self._report = asked(command, PROBE_S)
+        self._report = probe_in_process(command, PROBE_S)
 
 
 @lru_cache(maxsize=8)
 def paths_of(nvme: tuple[str, ...]) -> DevicePaths:
-    """The device paths of this process, shared by its nodes."""
+    """Return the device paths of this process. Nodes with the same targets share them."""
     return DevicePaths(nvme)
 
 
-def asked(command: Sequence[str], deadline_s: float) -> Report:
-    """What a process says that asks."""
-    nowhere = subprocess.DEVNULL
+def probe_in_process(command: Sequence[str], deadline_s: float) -> Report:
+    """Run ``command``, which prints a report, and return that report."""
+    devnull = subprocess.DEVNULL
     try:
-        child = subprocess.Popen(command, stdin=nowhere, stdout=subprocess.PIPE, stderr=nowhere)
+        child = subprocess.Popen(command, stdin=devnull, stdout=subprocess.PIPE, stderr=devnull)
     except OSError as error:
-        return nothing(f"the NVIDIA driver cannot be asked ({error.strerror})")
+        return no_devices(f"the NVIDIA driver cannot be asked ({error.strerror})")
     try:
-        said, _ = child.communicate(timeout=deadline_s)
+        output, _ = child.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
-        child.kill()  # one that hangs in its driver cannot even be waited for
-        return nothing(f"the NVIDIA driver did not answer in {deadline_s:g} s")
-    return understood(said, child.returncode)
-
-
-def nothing(why: str) -> Report:
-    """There are no devices."""
-    return {"missing": why, "devices": {}, "paths": {}}
-
-
-def understood(said: bytes, code: int) -> Report:
-    """What the process said that asked, and how it ended."""
-    if code < 0:
-        return nothing(f"asking the NVIDIA driver ended with {signal.Signals(-code).name}")
+        child.kill()  # and do not wait: a process that hangs in a driver may never end
+        return no_devices(f"the NVIDIA driver did not answer in {deadline_s:g} s")
+    if child.returncode < 0:
+        return no_devices(f"asking the NVIDIA driver ended with {signal.Signals(-child.returncode).name}")
     try:
-        found = json.loads(said)
-        return {part: found[part] for part in ("missing", "devices", "paths")}
+        report = json.loads(output)
+        return {part: report[part] for part in ("missing", "devices", "paths")}
     except (ValueError, KeyError, TypeError):
-        return nothing(f"asking the NVIDIA driver ended with {code}")
+        return no_devices(f"asking the NVIDIA driver ended with {child.returncode}")
+
+
+def no_devices(why: str) -> Report:
+    """Return the report of a machine without usable devices."""
+    return {"missing": why, "devices": {}, "paths": {}}
 
 
 # --- In a process of its own ----------------------------------------------------------------------------------------
 
 
-def ask(nvme: Sequence[str]) -> Report:
-    """Try each way. It may never return."""
+def probe(nvme: Sequence[str]) -> Report:
+    """Test each path and return the report. May never return."""
     devices, missing = cuda.find()
     if missing:
-        return nothing(missing)
+        return no_devices(missing)
     first = devices[0]
     try:
-        wrong = copies(first)
+        copy_fault = copy_both_ways(first)
         kernel = first.kernel_missing
-        many = "" if first.batches else "the driver is older than CUDA 12.8: each piece is a call"
+        engines = "" if first.batches else "the driver is older than CUDA 12.8: each piece is a call"
         peers = peers_of(devices)
         direct = "; ".join(filter(None, (gds.why_not(first, Path(path)) for path in nvme))) if nvme else "no NVMe here"
-        direct = direct or UNUSED
     except Unavailable as error:
-        return nothing(str(error))
-    nixl = nixl_agent.missing() or nixl_probe.why_not() or UNUSED
-    paths = {"engines": wrong or many, "kernel": wrong or kernel, "peers": peers, "gds": direct, "nixl": nixl}
+        return no_devices(str(error))
+    paths = {
+        "engines": copy_fault or engines,
+        "kernel": copy_fault or kernel,
+        "peers": peers,
+        "gds": direct or UNUSED,
+        "nixl": nixl_agent.missing() or nixl_probe.why_not() or UNUSED,
+    }
     return {"missing": "", "devices": {device.name: device.model for device in devices}, "paths": paths}
 
 
-def copies(device: Device) -> str:
-    """Why bytes do not come to a device and back as they were; "": they do. Raises Unavailable."""
-    source, back, memory, stream = (
-        empty(COPIED_BYTES),
-        empty(COPIED_BYTES),
-        device.allocate(COPIED_BYTES),
-        device.stream(),
-    )
+def copy_both_ways(device: Device) -> str:
+    """Copy bytes to the device and back. Return what is wrong with them, or "" if they are equal. Raises
+    Unavailable."""
+    source, back = empty(COPIED_BYTES), empty(COPIED_BYTES)
+    memory, stream = device.allocate(COPIED_BYTES), device.stream()
     source[:] = np.random.default_rng(1).integers(0, 256, COPIED_BYTES, np.uint8)
     for target, origin in ((memory.address, source.ctypes.data), (back.ctypes.data, memory.address)):
         stream.copy(*(np.array([n], np.uint64) for n in (target, origin, COPIED_BYTES)))
     stream.record().wait(time.monotonic() + COPY_S)
     memory.free()
-    return "" if (source == back).all() else "other bytes came back than were sent"
+    return "" if (source == back).all() else "the device returned other bytes"
 
 
 def peers_of(devices: Sequence[Device]) -> str:
-    """Why memory does not go from device to device; "": it does, between all of them, and between processes."""
+    """Return why memory cannot be copied between all devices and between processes, or "" if it can."""
     first = devices[0]
     memory = first.allocate(COPIED_BYTES, shared=True)
     try:
-        found = first.export(memory.address)
-        if found.descriptor >= 0:
-            os.close(found.descriptor)
+        exported = first.export(memory.address)
+        if exported.descriptor >= 0:
+            os.close(exported.descriptor)
     except DeviceLost:
         raise
     except Unavailable as error:
-        return f"memory cannot be shown to other processes ({error})"
+        return f"the driver does not export memory to other processes ({error})"
     finally:
         memory.free()
     apart = [f"{to.name} from {of.name}" for to in devices for of in devices if to.reach(of.uuid)]
-    return f"by way of the host where it would be to {', '.join(apart)}" if apart else ""
+    return f"through the host for {', '.join(apart)}" if apart else ""
 
 
 if __name__ == "__main__":
-    signal.setitimer(signal.ITIMER_REAL, PROBE_S)  # no process may be left to end it
+    signal.setitimer(signal.ITIMER_REAL, PROBE_S)  # the process ends itself: its parent may have ended before
     paths = [os.path.abspath(path) for path in sys.argv[1:]]
     with tempfile.TemporaryDirectory() as folder:
-        os.chdir(folder)  # cuFile leaves its log where it is asked
-        sys.stdout.write(json.dumps(ask(paths)))
+        os.chdir(folder)  # cuFile writes its log to the current folder
+        sys.stdout.write(json.dumps(probe(paths)))

@@ -1,8 +1,8 @@
-"""Admin calls that explain a lookup: what the node knows of each page of a prompt, and which layouts it has met.
+"""Admin calls that explain a lookup: the state of each page of a prompt, and the layouts that clients have used.
 
-For a page that is not stored the answer has what is still known: that it is being written, or its last event in the
-event log. Where a prompt's first page is nowhere, the same tokens are looked for under the roots of other tenants,
-adapters and models: a forgotten salt is the most common reason for a prompt that misses as a whole.
+For a page that is not stored, the answer says whether a writer has reserved it, or what its last event was. Callers
+whose first page is not stored also send its tokens. ``explain`` then looks for them under the roots of other tenants,
+adapters and models, because a wrong salt is the most common reason why a whole prompt misses.
 """
 
 from __future__ import annotations
@@ -22,128 +22,132 @@ from kvstore.model.prefix import Keys, tag_of
 from kvstore.model.replica import Address, Tier
 from kvstore.node.event_log import SLOTS, PageEvent, fitted
 from kvstore.node.node import Node
-from kvstore.node.operator.named_pages import raw_keys, raw_root
+from kvstore.node.operator.named_pages import raw_bytes, raw_keys
 from kvstore.node.performer import Performer
 from kvstore.shm.folder import read_secret
 from kvstore.state.node_state import NodeState
 from kvstore.state.tenants import Name
 
-EXPLAIN_PAGES_MAX: Final = 500  # of one call: about 100 bytes each in its answer
-LOOK_PAGES: Final = 100  # looked at while the node holds still
+EXPLAIN_PAGES_MAX: Final = 500  # of one call; a page takes about 100 bytes of the answer
+LOOK_PAGES: Final = 100  # pages examined per hold of the node's mutex
 ELSEWHERE_MAX: Final = 20
-LAYOUT_BYTES_MAX: Final = 4096  # of a layout as JSON, for it to be remembered
+LAYOUT_BYTES_MAX: Final = 4096  # the largest layout, as JSON, that the node keeps
 
 _DEFAULTS: Final = {field.name: field.default for field in fields(Layout)}
 
 
-def layout_said(given: Any, fingerprint: bytes) -> dict[str, Any]:
-    """What to remember of a layout that a client sent: the fields that are not as by default.
+def layout_fields(value: Any, fingerprint: bytes) -> dict[str, Any]:
+    """Return the fields of a client's layout that differ from the defaults: the form in which the node keeps it.
 
-    Raises InvalidRequest where it is not a layout, or not the one of that fingerprint."""
-    if not isinstance(given, dict) or not set(given) <= set(_DEFAULTS):
+    Raises:
+        InvalidRequest: ``value`` is not a layout, or its fingerprint is not ``fingerprint``.
+    """
+    if not isinstance(value, dict) or not set(value) <= set(_DEFAULTS):
         raise InvalidRequest("layout", f"must have fields of a layout: {', '.join(_DEFAULTS)}")
     try:
-        layout = Layout(**given)
+        layout = Layout(**value)
     except TypeError as error:
         raise InvalidRequest("layout", str(error)) from None
     if layout.fingerprint != fingerprint:
-        raise InvalidRequest("layout", "is not that of the fingerprint")
-    said = {name: value for name, value in asdict(layout).items() if value != _DEFAULTS[name]}
-    if len(json.dumps(said)) > LAYOUT_BYTES_MAX:
-        raise InvalidRequest("layout", f"takes more than {LAYOUT_BYTES_MAX} bytes")
-    return said
+        raise InvalidRequest("layout", "does not have this fingerprint")
+    changed = {name: field for name, field in asdict(layout).items() if field != _DEFAULTS[name]}
+    if len(json.dumps(changed)) > LAYOUT_BYTES_MAX:
+        raise InvalidRequest("layout", f"must be at most {LAYOUT_BYTES_MAX} bytes of JSON")
+    return changed
 
 
-def _whole(said: dict[str, Any] | None) -> dict[str, Any] | None:
-    """All fields of a layout of which that was said; None of one that another version wrote down."""
+def _all_fields(changed: dict[str, Any] | None) -> dict[str, Any] | None:
+    """Return every field of a layout kept by ``layout_fields``; None if a version with other fields wrote it."""
     try:
-        return asdict(Layout(**said)) if said is not None else None
+        return asdict(Layout(**changed)) if changed is not None else None
     except (TypeError, InvalidRequest):
         return None
 
 
-class Explaining:
-    """Lives with ``Admin``; threads may share it."""
+class LookupExplainer:
+    """The calls ``explain`` and ``layouts``, for any number of threads."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
 
     def layouts(self, request: dict[str, Any]) -> dict[str, Any]:
-        """{"model": name or absent} -> {"layouts": [{"fingerprint", "layout", "tenants", "pages"}], "left_off": n}.
+        """Answer {"model": name or absent} with {"layouts": [{"fingerprint", "layout", "tenants", "pages"}],
+        "left_off": n}.
 
-        Layouts that clients put pages in since the node's memory was made, those of most pages first; of one that
-        which no client has told the whole, ``layout`` is None.
+        The list has the layouts of all pages stored since the node's memory was created, the one with most pages
+        first. ``layout`` is None if no client has sent all fields of it.
         """
         model = request.get("model")
         if model is not None and not isinstance(model, str):
             raise InvalidRequest("model", f"must be text (got {model!r})")
-        named = self._node.look(_named_roots)
-        found: dict[str, dict[str, Any]] = {}
+        entries: dict[str, dict[str, Any]] = {}
         tenants: dict[str, set[str]] = {}
-        for name, pages in named.values():
+        for name, pages in self._node.look(_named_roots).values():
             about = name.about
             fingerprint = str(about.get("fingerprint", ""))
-            if fingerprint and model in (None, about.get("model")):  # objects have none
-                entry = found.setdefault(fingerprint, {"fingerprint": fingerprint, "layout": None, "pages": 0})
-                entry["layout"] = entry["layout"] or _whole(about.get("layout"))
+            if fingerprint and model in (None, about.get("model")):  # objects have no fingerprint
+                entry = entries.setdefault(fingerprint, {"fingerprint": fingerprint, "layout": None, "pages": 0})
+                entry["layout"] = entry["layout"] or _all_fields(about.get("layout"))
                 entry["pages"] += pages
                 tenants.setdefault(fingerprint, set()).add(str(about["salt"]))
-        ordered = sorted(found.values(), key=lambda entry: -entry["pages"])
-        told = fitted({**entry, "tenants": len(tenants[entry["fingerprint"]])} for entry in ordered) if ordered else []
-        return {"layouts": told, "left_off": len(ordered) - len(told)}
+        ordered = sorted(entries.values(), key=lambda entry: -entry["pages"])
+        counted = ({**entry, "tenants": len(tenants[entry["fingerprint"]])} for entry in ordered)
+        listed = fitted(counted) if ordered else []
+        return {"layouts": listed, "left_off": len(ordered) - len(listed)}
 
     def explain(self, request: dict[str, Any]) -> dict[str, Any]:
-        """{"keys": [at most 500], "root", "tokens": of the first pages} -> {"pages", "elsewhere", "events_s",
+        """Answer {"keys": [at most 500], "root", "tokens": of the first pages} with {"pages", "elsewhere", "events_s",
         "scanning"}.
 
-        For each page: ``tiers`` that have it, ``leased`` and ``pinned`` where it is, ``identity`` where another page
-        has its key; ``writing`` where it is reserved; ``event``, the last one known of a page that no tier has.
-        ``elsewhere``: other roots under which a page of the same first tokens is stored, where ``tokens`` (uint32,
-        base64) are given. ``events_s``: how far back events are known. ``scanning``: NVMe is not all known yet.
+        Each entry of ``pages`` has ``tiers``, the tiers that store the page. It has ``leased`` and ``pinned`` if that
+        is so, ``identity`` if another page has the same key, ``writing`` if the page is reserved, and ``event``, its
+        last known event, if no tier stores it. ``elsewhere`` lists other roots that store a page of the same first
+        tokens; it needs ``tokens`` (uint32, base64). ``events_s`` is the age of the oldest known event. ``scanning``
+        is true while a scan of NVMe may still find pages.
         """
         keys = raw_keys(request.get("keys"))
         if len(keys) > EXPLAIN_PAGES_MAX:
-            raise InvalidRequest("keys", f"{len(keys)} pages, one call explains {EXPLAIN_PAGES_MAX} at most")
-        root = raw_root(request.get("root"))
+            raise InvalidRequest("keys", f"must be at most {EXPLAIN_PAGES_MAX} keys (got {len(keys)})")
+        root = raw_bytes(request, "root")
         tokens = _tokens(request.get("tokens"))
         now_ns = time.monotonic_ns()
         pages: list[dict[str, Any]] = []
         for start in range(0, len(keys), LOOK_PAGES):
             part = keys[start : start + LOOK_PAGES]
-            pages += self._node.look(partial(_facts, keys=part, root=root, now_ns=now_ns))
-        missing = {key for key, page in zip(keys, pages, strict=True) if page == {"tiers": []}}
-        events, known_s = self._events(missing) if missing else ({}, 0.0)
+            pages += self._node.look(partial(_page_entries, keys=part, root=root, now_ns=now_ns))
+        missing_keys = {key for key, page in zip(keys, pages, strict=True) if page == {"tiers": []}}
+        events, history_s = self._last_events(missing_keys) if missing_keys else ({}, 0.0)
         for key, page in zip(keys, pages, strict=True):
             if key in events:
                 page["event"] = events[key]
         return {
             "pages": pages,
             "elsewhere": self._elsewhere(tokens, root) if tokens is not None else [],
-            "events_s": round(known_s, 3),
+            "events_s": round(history_s, 3),
             "scanning": self._node.scan.under_way,
         }
 
-    def _events(self, keys: set[bytes]) -> tuple[dict[bytes, dict[str, Any]], float]:
-        """The last event of each of these pages, where there is one, and how long ago the oldest event known was."""
-        found: dict[bytes, PageEvent] = {}
+    def _last_events(self, keys: set[bytes]) -> tuple[dict[bytes, dict[str, Any]], float]:
+        """Return the last event of each page that has one, and the age in seconds of the oldest event in the log."""
+        last: dict[bytes, PageEvent] = {}
         events, _, _ = self._node.events.since(0, SLOTS)
         for event in events:
             for key in keys.intersection(event.keys):
-                found[key] = event
+                last[key] = event
         now_ns = time.time_ns()
-        told = {
+        entries = {
             key: {
                 "kind": event.kind,
                 "tier": str(event.tier),
                 "reason": event.reason,
                 "ago_s": round((now_ns - event.time_ns) / 1e9, 3),
             }
-            for key, event in found.items()
+            for key, event in last.items()
         }
-        return told, (now_ns - events[0].time_ns) / 1e9 if events else 0.0
+        return entries, (now_ns - events[0].time_ns) / 1e9 if events else 0.0
 
     def _elsewhere(self, tokens: Any, root: bytes) -> list[dict[str, Any]]:
-        """Other roots that the node knows under which a first page of these tokens is stored."""
+        """Return the other named roots that store the page of the first of these tokens."""
         firsts: list[tuple[bytes, bytes, dict[str, Any]]] = []
         secret = self._node.look(lambda performer, _: read_secret(performer.folder, performer.header.incarnation))
         for other, (name, pages) in self._node.look(_named_roots).items():
@@ -152,24 +156,26 @@ class Explaining:
             if secret and other != root and pages and about.get("layout") and len(tokens) >= page_tokens:
                 keys = Keys.of(tokens[:page_tokens], page_tokens, other, tag=tag_of(secret, other))
                 firsts.append((keys.hashes[0], other, about))
-        found: list[dict[str, Any]] = []
+        matches: list[dict[str, Any]] = []
         for start in range(0, len(firsts), LOOK_PAGES):
-            found += self._node.look(partial(_stored, firsts=firsts[start : start + LOOK_PAGES]))
-        fields_told = ("salt", "adapter", "model", "fingerprint")
-        told = [{name: str(about.get(name, "")) for name in fields_told} for about in found[:ELSEWHERE_MAX]]
-        return fitted(told, 32 * 1024) if told else []
+            matches += self._node.look(partial(_stored_roots, firsts=firsts[start : start + LOOK_PAGES]))
+        shown = ("salt", "adapter", "model", "fingerprint")
+        entries = [{name: str(about.get(name, "")) for name in shown} for about in matches[:ELSEWHERE_MAX]]
+        return fitted(entries, 32 * 1024) if entries else []
 
 
 def _named_roots(_: Performer, state: NodeState) -> dict[bytes, tuple[Name, int]]:
-    """Root -> what was said of it, and how many pages it has."""
+    """Return for each named root its name and the number of its pages."""
     tenants = state.tenants
     return {root: (name, tenants.pages(root)) for root, name in tenants.named.all().items()}
 
 
-def _stored(
+def _stored_roots(
     performer: Performer, _: NodeState, firsts: list[tuple[bytes, bytes, dict[str, Any]]]
 ) -> list[dict[str, Any]]:
-    """What was said of those roots whose page some tier has."""
+    """Return the descriptions of the roots whose first page some tier stores.
+
+    ``firsts`` has the key of a first page, its root and the root's description."""
     index = performer.index
     return [
         about
@@ -181,12 +187,14 @@ def _stored(
     ]
 
 
-def _facts(performer: Performer, state: NodeState, keys: list[bytes], root: bytes, now_ns: int) -> list[dict[str, Any]]:
-    """What ``explain`` tells of these pages but for events. The node holds still."""
-    return [_fact(performer, state, key, root, now_ns) for key in keys]
+def _page_entries(
+    performer: Performer, state: NodeState, keys: list[bytes], root: bytes, now_ns: int
+) -> list[dict[str, Any]]:
+    """Return the entries of ``explain`` for these pages, without events. The caller holds the node's mutex."""
+    return [_page_entry(performer, state, key, root, now_ns) for key in keys]
 
 
-def _fact(performer: Performer, state: NodeState, key: bytes, root: bytes, now_ns: int) -> dict[str, Any]:
+def _page_entry(performer: Performer, state: NodeState, key: bytes, root: bytes, now_ns: int) -> dict[str, Any]:
     page: dict[str, Any] = {"tiers": [str(Tier.HBM)] if state.mounts.root_of(key) == root else []}
     for tier in state.spaces:
         address = performer.index.find(tier, key)
@@ -202,14 +210,14 @@ def _fact(performer: Performer, state: NodeState, key: bytes, root: bytes, now_n
             page["identity"] = True
     pending = state.writing.pending.named(key) if not page["tiers"] else None
     if pending is not None:
-        left_s = max(0.0, (pending.until_ns - now_ns) / 1e9)
+        remaining_s = max(0.0, (pending.until_ns - now_ns) / 1e9)
         sealed = pending.sealed_mask.bit_count()
-        page["writing"] = {"shards": pending.shards, "sealed": sealed, "left_s": round(left_s, 3)}
+        page["writing"] = {"shards": pending.shards, "sealed": sealed, "left_s": round(remaining_s, 3)}
     return page
 
 
 def _identity(performer: Performer, address: Address) -> bytes:
-    """Key and root as the record says; nothing where there is none."""
+    """Return the key and the root in the record at this address; empty if there is no record."""
     table = performer.tables.get(address.extent)
     if table is None or address.frame >= len(table.rows):
         return b""
@@ -221,8 +229,8 @@ def _tokens(value: Any) -> Any:
         return None
     try:
         raw = base64.b64decode(value, validate=True) if isinstance(value, str) else b"?"
-    except ValueError:  # binascii's, and of text beyond ASCII
+    except ValueError:  # from binascii, or because of characters beyond ASCII
         raw = b"?"
     if not raw or len(raw) % 4:
-        raise InvalidRequest("tokens", "must be uint32 in little-endian order, in base64")
+        raise InvalidRequest("tokens", "must be uint32 in little-endian order, as base64")
     return np.frombuffer(raw, "<u4")

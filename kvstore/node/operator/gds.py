@@ -1,13 +1,13 @@
-"""GPUDirect Storage: bytes of a file into a device's memory past the host's, by NVIDIA's cuFile, where that works.
+"""GPUDirect Storage: NVIDIA's cuFile reads bytes of a file into device memory without a copy in host memory.
 
-cuFile on its own goes through host memory where it cannot do better, and says that it works. That mode is off here:
-``why_not`` tells whether bytes of a file really come directly, and come right. It may hang or end the process, as its
-driver may: ``device_paths`` asks it in a process of its own.
+By default cuFile falls back to host memory and still reports success. Here that fallback is off: ``why_not`` finds out
+whether the bytes of a file arrive directly, and unchanged. A call may hang or end the process, because the driver may,
+so ``device_paths`` makes it in a process of its own.
 
-Pages do not come this way. Every page read from NVMe is proven by its checksums (xxh3, one after the other over its
-bytes), and the host computes those. A page that came past the host would have to be copied back to be proven, over the
-same bus that its bounce would have taken. So reads from NVMe go through pinned memory, as everywhere else, and this way
-is tried and shown alone.
+The store does not read pages this way; it only reports whether the path works. Every page read from NVMe is proven by
+its checksums (xxh3, which is sequential over the bytes), and the host computes them. A page in device memory would have
+to be copied back for that, over the same bus that the copy through host memory takes. So reads from NVMe go through
+pinned memory.
 """
 
 from __future__ import annotations
@@ -26,91 +26,93 @@ from kvstore.device.host_memory import empty
 from kvstore.errors import Unavailable
 from kvstore.tier.base import Bytes
 
-PROBE_BYTES: Final = 64 << 10  # are read of a file, from its start
-PROBES: Final = 3  # the file may be written to in the meantime
+PROBE_BYTES: Final = 64 << 10  # read from the start of the file
+PROBES: Final = 3  # another process may write to the file between the two reads of a probe
 PROBE_S: Final = 5.0
 
 
 class DirectFile:
-    """A file as cuFile reads it, from when it is made until ``close``.
+    """A file that is registered with cuFile until ``close``.
 
     Raises:
-        Unavailable: there is no cuFile, or it cannot read this file directly.
+        Unavailable: cuFile is not installed, or cannot read this file directly.
     """
 
     def __init__(self, device: CudaDevice, path: Path) -> None:
         self._device = device
-        self._cufile = _begun()
+        self._cufile = _opened_cufile()
         try:
             self._fd = os.open(path, os.O_RDONLY | os.O_DIRECT | os.O_CLOEXEC)
         except OSError as error:
             raise Unavailable(f"{path}: {error.strerror}") from None
-        about = self._cufile.Descr()
-        about.type, about.handle.fd, about.fs_ops = int(self._cufile.FileHandleType.OPAQUE_FD), self._fd, 0
+        descriptor = self._cufile.Descr()
+        descriptor.type = int(self._cufile.FileHandleType.OPAQUE_FD)
+        descriptor.handle.fd, descriptor.fs_ops = self._fd, 0
         try:
-            with device.current():  # cuFile asks the driver on its own
-                self._handle = self._cufile.handle_register(about.ptr)
+            with device.current():  # cuFile calls the driver in the current context
+                self._handle = self._cufile.handle_register(descriptor.ptr)
         except self._cufile.cuFileError as error:
             os.close(self._fd)
             raise Unavailable(f"{path}: {_first_line(error)}") from None
 
     def read(self, address: int, nbytes: int, offset: int) -> None:
-        """Bring bytes of the file to this address; all are multiples of 4096. When it returns they are there. It knows
-        no deadline. Raises Unavailable."""
+        """Read bytes of the file into device memory, and return when they are there. The call has no deadline.
+
+        ``address``, ``nbytes`` and ``offset`` are multiples of 4096.
+
+        Raises:
+            Unavailable: cuFile failed, or the file is too short.
+        """
         done = 0
-        while done < nbytes:  # as with all files, less than what was asked for may come at once
+        while done < nbytes:  # a read may return fewer bytes than requested
             try:
                 with self._device.current():
-                    more = self._cufile.read(self._handle, address, nbytes - done, offset + done, done)
+                    count = self._cufile.read(self._handle, address, nbytes - done, offset + done, done)
             except self._cufile.cuFileError as error:
                 raise Unavailable(_first_line(error)) from None
-            if more <= 0:
-                raise Unavailable(f"{done} of {nbytes} bytes came")
-            done += more
+            if count <= 0:
+                raise Unavailable(f"cuFile read only {done} of {nbytes} bytes")
+            done += count
 
-    def by_host(self, out: Bytes) -> int:
-        """Its first bytes, read into host memory: how many came. Raises Unavailable."""
+    def read_by_host(self, out: Bytes) -> int:
+        """Read the start of the file into host memory and return the number of bytes read. Raises Unavailable."""
         try:
             return os.preadv(self._fd, [out.data], 0)
         except OSError as error:
             raise Unavailable(str(error.strerror)) from None
 
     def close(self) -> None:
-        """Nothing may be under way."""
+        """End the registration. No read may be running."""
         self._cufile.handle_deregister(self._handle)
         os.close(self._fd)
 
 
 def why_not(device: CudaDevice, path: Path) -> str:
-    """Why bytes of this file do not come to the device directly; "": they do. It may never return."""
+    """Return why bytes of this file do not reach the device directly, or "" if they do. May never return."""
     try:
         file = DirectFile(device, path)
     except Unavailable as error:
         return str(error)
-    memory, stream, found, wanted = (
-        device.allocate(PROBE_BYTES),
-        device.stream(),
-        empty(PROBE_BYTES),
-        empty(PROBE_BYTES),
-    )
+    memory, stream = device.allocate(PROBE_BYTES), device.stream()
+    actual, expected = empty(PROBE_BYTES), empty(PROBE_BYTES)
     try:
         for _ in range(PROBES):
             file.read(memory.address, PROBE_BYTES, 0)
-            stream.copy(*(np.array([n], np.uint64) for n in (found.ctypes.data, memory.address, PROBE_BYTES)))
+            stream.copy(*(np.array([n], np.uint64) for n in (actual.ctypes.data, memory.address, PROBE_BYTES)))
             stream.record().wait(time.monotonic() + PROBE_S)
-            if file.by_host(wanted) == PROBE_BYTES and (found == wanted).all():
+            if file.read_by_host(expected) == PROBE_BYTES and (actual == expected).all():
                 return ""
     except Unavailable as error:
         return str(error)
     finally:
         file.close()
         memory.free()
-    return f"{path}: other bytes came than are in the file"
+    return f"{path}: the device received other bytes than the file has"
 
 
 @cache
-def _begun() -> Any:
-    """cuFile, begun without its mode through host memory. Raises Unavailable."""
+def _opened_cufile() -> Any:
+    """Return the cuFile module, opened without the fallback to host memory. Raises Unavailable."""
     try:
         cufile = importlib.import_module("cuda.bindings.cufile")
     except ImportError:
@@ -120,7 +122,7 @@ def _begun() -> Any:
         cufile.driver_open()
     except cufile.cuFileError as error:
         raise Unavailable(_first_line(error)) from None
-    except RuntimeError:  # the library itself is loaded by the first call
+    except RuntimeError:  # the first call loads the library
         raise Unavailable("cuFile is not installed") from None
     return cufile
 

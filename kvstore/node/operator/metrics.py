@@ -1,13 +1,11 @@
-"""The metrics of a node: the table of all of them, and their values for Prometheus.
+"""The metrics of a node: the table of all of them, and the daemon's answer to ``/metrics`` of Prometheus.
 
-Metrics: ``/metrics`` of a daemon, for Prometheus. ``metric_table`` says what there is.
+``METRICS`` has the name, kind, labels and meaning of each metric; the table in docs/metrics.md is generated from it.
 
-Everything counts from the start of this daemon. Clients count for themselves and longer than that (``shm.counters``);
-what they had counted when the daemon got ready is taken off. No counter goes down while a daemon lives.
+Every counter begins at 0 with this daemon and never decreases while it runs. Clients count for themselves, across
+restarts of the daemon (``shm.counters``); the values that they had at its start are subtracted.
 
-A scrape looks at extents, sessions, tenants and devices, never at pages; and there is a bound on every label's values.
-
-The table of all metrics a node exports: names, kinds, labels, and what they say. docs/metrics.md is made of it.
+A scrape reads extents, sessions, tenants and devices, but never pages. Every label has a limited number of values.
 """
 
 from __future__ import annotations
@@ -37,115 +35,115 @@ _gauge = partial(metric_info, "kvstore", "gauge")
 _histogram = partial(metric_info, "kvstore", "histogram")
 
 METRICS = (
-    _counter("operations", "Calls of clients: get, put, put_async, lookup, lease.", "operation"),
+    _counter("operations", "Client calls: get, put, put_async, lookup, lease.", "operation"),
     _histogram(
         "operation_duration_seconds",
         f"Time from a client's call to its return. One get per {TIMED_NS / 1e6:g} ms is timed, "
-        "and counts for all since.",
+        "and stands for all gets since the last one.",
         "operation",
     ),
-    _counter("asked_pages", "Pages that gets and leases asked for: those hit and those missed."),
-    _counter("hit_pages", "Pages that gets and leases found, by the tier they were read from.", "tier"),
-    _counter("hit_tokens", "Tokens of those pages.", "tier"),
-    _counter("missed_pages", "Pages that gets and leases did not find, by why the match ended.", "reason"),
-    _counter("missed_tokens", "Tokens of those pages."),
-    _counter("put_pages", "New pages that clients put: published in shared memory, or acknowledged by the node."),
-    _counter("read_bytes", "Bytes that clients copied or were lent, by tier.", "tier"),
+    _counter("asked_pages", "Pages requested by gets and leases: hits and misses."),
+    _counter("hit_pages", "Pages hit by gets and leases, by the tier they were read from.", "tier"),
+    _counter("hit_tokens", "Tokens of the pages hit.", "tier"),
+    _counter("missed_pages", "Pages missed by gets and leases, by the reason why the match ended.", "reason"),
+    _counter("missed_tokens", "Tokens of the pages missed."),
+    _counter("put_pages", "New pages put by clients: published in shared memory, or acknowledged by the node."),
+    _counter("read_bytes", "Bytes that clients copied or leased, by tier.", "tier"),
     _counter(
-        "tier_bytes", "Bytes that crossed a tier's border, clients and the other tier alike.", "tier", "direction"
+        "tier_bytes", "Bytes copied into or out of a tier, by clients and by the other tier.", "tier", "direction"
     ),
     _histogram(
         "reuse_gap_seconds",
-        f"Time since the last use of pages hit in DRAM, of one timed get in {REUSE_SAMPLED}, counted in pages.",
+        "Time since the last use of the pages that a get hits in DRAM. "
+        f"Sampled: one in {REUSE_SAMPLED} timed gets. Counts pages.",
     ),
     _counter("sealed_pages", "Pages sealed in DRAM, by all writers."),
     _counter("moved_pages", "Pages copied between DRAM and NVMe: demoted or promoted.", "direction"),
-    _counter("moved_bytes", "Bytes of those pages.", "direction"),
+    _counter("moved_bytes", "Bytes of the pages demoted or promoted.", "direction"),
     _counter(
         "evicted_pages",
-        "Pages that left a tier. Reason saved: NVMe has them. Otherwise no lower tier has them: space was needed, "
-        "reclaim (an extent went to pages of another geometry), request (an operator's), quota (the tenant's).",
+        "Pages that left a tier. Reason saved: NVMe stores them. Otherwise no lower tier does; the reason is space "
+        "(needed for other pages), reclaim (the extent went to pages of another geometry), request (by an operator) "
+        "or quota (of the tenant).",
         "tier",
         "reason",
     ),
-    _histogram("eviction_age_seconds", "Whole seconds since their last use, of pages that left a tier.", "tier"),
+    _histogram("eviction_age_seconds", "Time between the last use of a page and its eviction, in seconds.", "tier"),
     _counter("reclaimed_extents", "Extents that went to pages of another geometry.", "tier"),
-    _counter("damaged_pages", "Pages that did not hold and were dropped, without their descendants.", "reason"),
-    _counter("node_events", "Whatever else the node counts, by its name.", "event"),
+    _counter("damaged_pages", "Pages dropped because they failed verification, without their descendants.", "reason"),
+    _counter("node_events", "All other counters of the node, by name.", "event"),
     _gauge("tier_capacity_bytes", "Size of a tier.", "tier"),
     _gauge("tier_used_bytes", "Bytes of sealed pages.", "tier"),
-    _gauge("tier_failed_bytes", "Bytes of a tier that could not be had or failed.", "tier"),
-    _gauge("tier_populated_bytes", "Bytes of DRAM that memory is allocated for.", "tier"),
-    _gauge("pages", "Sealed pages; one may be in both tiers.", "tier"),
+    _gauge("tier_failed_bytes", "Bytes of a tier that failed or could not be allocated.", "tier"),
+    _gauge("tier_populated_bytes", "Bytes of DRAM with allocated memory.", "tier"),
+    _gauge("pages", "Sealed pages. A page may be in both tiers.", "tier"),
     _gauge("frames", "Frames by state: free, reserved, sealed, retiring, quarantined.", "tier", "state"),
-    _gauge("extents", "Extents: carved for pages of one geometry, or vacant.", "tier", "state"),
+    _gauge("extents", "Extents by state: carved for pages of one geometry, vacant, quarantined.", "tier", "state"),
     _gauge(
         "queue_length",
-        "What waits: copies (batches between tiers), unsaved (cold pages to be saved before they leave), ready (cold "
-        "pages that may leave), checksums (pages to get theirs), scan (frames on NVMe to be read after a start), "
-        "rpcs (gRPC calls under way).",
+        "Waiting entries: copies (batches between tiers), unsaved (cold pages to save before they leave), ready (cold "
+        "pages that may leave), checksums (pages without checksums), scan (NVMe frames to read after a start), "
+        "rpcs (gRPC calls in progress).",
         "queue",
     ),
-    _gauge("sessions", "Clients: connected, or known (also those that may come back).", "state"),
-    _gauge("leases", "Leases held."),
-    _gauge("reservations", "Pages that are being written under a key."),
+    _gauge("sessions", "Clients: connected, or known (includes clients that may return).", "state"),
+    _gauge("leases", "Current leases."),
+    _gauge("reservations", "Reserved pages that are not sealed yet."),
     _gauge(
         "tenant_used_bytes",
         "Bytes of frames with pages. "
-        f"Tenants with quotas and the first {TENANTS_MAX} others by name, the rest as {TENANTS_REST}.",
+        f"Tenants with quotas and the first {TENANTS_MAX} others have their own label; {TENANTS_REST} is the rest.",
         "tenant",
         "tier",
     ),
-    _gauge("tenant_quota_bytes", "What a tenant may have; absent where there is no quota.", "tenant", "tier"),
+    _gauge("tenant_quota_bytes", "Quota of a tenant; absent if it has none.", "tenant", "tier"),
     _counter("tenant_refused_pages", "Pages refused because the tenant's quota was full.", "tenant", "tier"),
-    _counter("tenant_evicted_pages", "Pages that left to keep the tenant within its quota.", "tenant", "tier"),
+    _counter("tenant_evicted_pages", "Pages evicted to keep the tenant within its quota.", "tenant", "tier"),
     _gauge("tenant_pins", "Pins of a tenant.", "tenant"),
-    _gauge("tenants", "Tenants that have or had pages."),
-    _gauge("pinned_bytes", "Bytes that pins keep from being evicted.", "tier"),
-    _counter("grpc_calls", "gRPC calls that ended, by status code; refused ones as well.", "method", "code"),
+    _gauge("tenants", "Tenants that have pages, or had some."),
+    _gauge("pinned_bytes", "Bytes that pins keep from eviction.", "tier"),
+    _counter("grpc_calls", "gRPC calls that ended, refused ones included, by status code.", "method", "code"),
     _counter("grpc_shed_calls", SHED_HELP, "reason"),
-    _histogram("grpc_call_duration_seconds", "Time from a call's arrival at the gate to its end.", "method"),
+    _histogram("grpc_call_duration_seconds", "Time from the arrival of a call to its end.", "method"),
     _counter("grpc_bytes", "Bytes of messages over gRPC.", "direction"),
-    _counter("event_log_entries", "Entries of the log of page events; one may be of many pages."),
-    _counter(
-        "event_log_overwritten", "Entries that gave their place to newer ones: who had not read them yet lost them."
-    ),
-    _gauge("device_up", "1 where an NVMe target is read and written, 0 where it failed.", "path"),
-    _gauge("device_direct", "1 where it is read and written past the page cache (O_DIRECT).", "path"),
-    _gauge("device_capacity_bytes", "Size of an NVMe target as it is used.", "path"),
-    _gauge("device_used_bytes", "Bytes of pages on it.", "path"),
-    _gauge("device_pages", "Pages on it.", "path"),
+    _counter("event_log_entries", "Entries of the log of page events. An entry may have many pages."),
+    _counter("event_log_overwritten", "Entries overwritten by newer ones; readers that had not read them miss them."),
+    _gauge("device_up", "1 while an NVMe target works, 0 after it failed.", "path"),
+    _gauge("device_direct", "1 if the target is used without the page cache (O_DIRECT).", "path"),
+    _gauge("device_capacity_bytes", "Usable size of an NVMe target.", "path"),
+    _gauge("device_used_bytes", "Bytes of pages on an NVMe target.", "path"),
+    _gauge("device_pages", "Pages on an NVMe target.", "path"),
     _gauge("nvme_written_today_bytes", "Bytes written to NVMe today (UTC)."),
-    _gauge("nvme_write_cap_bytes", "How many may be; 0: no cap."),
-    _counter("scrubber_sweeps", "Sweeps of the scrubber over all pages that ended."),
-    _counter("scrubber_pages", "Pages the scrubber verified, stamped with checksums, or found damaged.", "outcome"),
-    _gauge("scrubber_sweep_pages_left", "Pages left in the sweep that is going on."),
+    _gauge("nvme_write_cap_bytes", "The limit of bytes written per day; 0: no limit."),
+    _counter("scrubber_sweeps", "Finished sweeps of the scrubber over all pages."),
+    _counter("scrubber_pages", "Pages that the scrubber verified, gave checksums, or found damaged.", "outcome"),
+    _gauge("scrubber_sweep_pages_left", "Pages left in the current sweep."),
     _gauge("index_used_bytes", "Bytes of the index in use."),
     _counter("index_rebuilds", "Rebuilds of the index from the records, by reason.", "reason"),
     *MEMBERSHIP,
     INTERNAL_ERRORS,
     _gauge("uptime_seconds", "Time since this daemon started."),
-    _gauge("process_resident_bytes", "Memory of the daemon that is resident, shared pages included."),
+    _gauge("process_resident_bytes", "Resident memory of the daemon, shared pages included."),
     _counter("process_cpu_seconds", "Processor time of the daemon."),
-    _gauge("build_info", "1; the labels say what runs.", "version", "python", "node"),
+    _gauge("build_info", "Always 1. The labels have the versions and the node's name.", "version", "python", "node"),
 )
 
 
-SALT_CHARS_MAX = 100  # of a label; salts with the same beginning are summed
+SALT_CHARS_MAX = 100  # in a label; salts with the same beginning are added up
 AGE_BOUNDS_S = tuple(float(1 << bits) for bits in range(32))
-EVICTION_REASONS = ("space", "reclaim", "request", "quota")  # shown before any page left for it
+EVICTION_REASONS = ("space", "reclaim", "request", "quota")  # exported from the start, with 0
 SAVED = "saved"
 DAMAGE_REASONS = ("data", "record", "io", *REASONS)
 REBUILD_REASONS = ("start", "damaged", "full", "grown")
-TOLD_ELSEWHERE = ("demoted", "extents_reclaimed")
+IN_OTHER_METRICS = ("demoted", "extents_reclaimed")
 
 
 class NodeMetrics(DaemonMetrics):
-    """The metrics of a node. A scrape holds the node's mutex for a moment, and the sessions' while it reads.
+    """The metrics of a node. A scrape holds the node's mutex, and that of the sessions, for a moment.
 
     Args:
         queues: further queue lengths by name.
-        calls: what became of gRPC calls, where there is an API.
+        calls: the counters of gRPC calls, if the daemon serves gRPC.
     """
 
     def __init__(
@@ -160,11 +158,11 @@ class NodeMetrics(DaemonMetrics):
         self._scrubber = scrubber
         self._queues = dict(queues or {})
         self._calls = calls
-        self._before = node.sessions.totals()
+        self._totals_at_start = node.sessions.totals()
         self._tenants = _Tenants(quota.salt for quota in node.config.quotas)
 
     def add_samples(self, add: Families) -> None:
-        """See ``DaemonMetrics``."""
+        """Add the samples of all metrics."""
         stats = node_stats(self._node)
         self._clients(add, stats)
         self._decisions(add, stats)
@@ -178,7 +176,7 @@ class NodeMetrics(DaemonMetrics):
             add.grpc(self._calls)
 
     def _clients(self, add: Families, stats: dict[str, Any]) -> None:
-        tally = self._node.sessions.totals().minus(self._before)
+        tally = self._node.sessions.totals().minus(self._totals_at_start)
         counts, node = tally.counts, stats["counters"]
         for operation in OPERATIONS:
             name = operation if operation == "put_async" else f"{operation}s"
@@ -213,12 +211,13 @@ class NodeMetrics(DaemonMetrics):
         for direction, verb in (("demoted", "saved"), ("promoted", "promoted")):
             add("moved_pages", node.pop(f"pages_{verb}", 0), direction)
             add("moved_bytes", node.pop(f"bytes_{verb}", 0), direction)
-        for reason in DAMAGE_REASONS:  # a series that begins with its first event would hide that one from increase()
+        # ``increase()`` of Prometheus ignores the first value of a series, so each series begins with 0.
+        for reason in DAMAGE_REASONS:
             node.setdefault(f"damaged_{reason}", 0)
         for name, count in node.items():
             if name.startswith("damaged_"):
                 add("damaged_pages", count, name.removeprefix("damaged_"))
-            elif not name.startswith("evicted_") and name not in TOLD_ELSEWHERE:
+            elif not name.startswith("evicted_") and name not in IN_OTHER_METRICS:
                 add("node_events", count, name)
 
     def _rest(self, add: Families, stats: dict[str, Any]) -> None:
@@ -277,55 +276,56 @@ def _tiers(add: Families, tiers: Mapping[str, Any]) -> None:
 
 
 class _Tenants:
-    """Tenants by name as far as there is room, the others summed: label values cost memory in the scraper.
+    """Label values of tenants, limited in number because each one costs memory in the scraper.
 
-    A tenant that has a name of its own keeps it. The node forgets tenants that have nothing any more, and what it
-    counted about them; what was seen of that is kept here, so that no counter goes down.
+    Tenants with quotas and the first ``TENANTS_MAX`` others keep labels of their own; the rest is added up. The node
+    drops a tenant that stores nothing any more, together with its counters. ``_counted`` keeps the sums, so that no
+    counter decreases.
     """
 
     def __init__(self, quotas: Iterable[str]) -> None:
         self._labels = {salt: _label(salt) for salt in quotas if salt != "*"}
-        self._room = TENANTS_MAX
-        self._seen: dict[tuple[str, str], tuple[int, int]] = {}
+        self._labels_free = TENANTS_MAX
+        self._last_counts: dict[tuple[str, str], tuple[int, int]] = {}  # salt, tier -> refused, evicted
         self._counted: Counter[tuple[str, ...]] = Counter()
 
     def collect(
         self, add: Families, rows: Iterable[tuple[str, str, int, int | None, int, int]], pins: Mapping[str, int]
     ) -> None:
-        """Add the samples of what the node has now: ``rows`` as ``stats.tenant_rows`` has them, pins by salt."""
+        """Add the samples of all tenants: ``rows`` from ``stats.tenant_rows``, and the number of pins by salt."""
         gauges: Counter[tuple[str, ...]] = Counter()
-        seen, salts = {}, set()
+        counts, salts = {}, set()
         for salt, tier, size, quota, refused, evicted in rows:
-            label = self._named(salt)
+            label = self._label_of(salt)
             gauges["tenant_used_bytes", label, tier] += size
             if quota is not None:
                 gauges["tenant_quota_bytes", label, tier] += quota
             before = 0, 0
             if refused or evicted:
-                before = self._seen.get((salt, tier), before)
-                seen[salt, tier] = refused, evicted
-            if refused < before[0] or evicted < before[1]:  # it was forgotten, and came back
+                before = self._last_counts.get((salt, tier), before)
+                counts[salt, tier] = refused, evicted
+            if refused < before[0] or evicted < before[1]:  # the node dropped the tenant, and it came back
                 before = 0, 0
             self._counted["tenant_refused_pages", label, tier] += refused - before[0]
             self._counted["tenant_evicted_pages", label, tier] += evicted - before[1]
             salts.add(salt)
-        self._seen = seen
+        self._last_counts = counts
         for salt in salts | pins.keys():
-            gauges["tenant_pins", self._named(salt)] += pins.get(salt, 0)
+            gauges["tenant_pins", self._label_of(salt)] += pins.get(salt, 0)
         add("tenants", len(salts))
         for (name, *labels), value in (*gauges.items(), *self._counted.items()):
             add(name, value, *labels)
 
-    def _named(self, salt: str) -> str:
+    def _label_of(self, salt: str) -> str:
         label = self._labels.get(salt)
         if label is None:
-            if not self._room:
+            if not self._labels_free:
                 return TENANTS_REST
-            self._room -= 1
+            self._labels_free -= 1
             label = self._labels[salt] = _label(salt)
         return label
 
 
 def _label(salt: str) -> str:
-    """A salt as a label's value: text that is UTF-8 and not endless."""
+    """Return a salt as a label value: valid UTF-8 of limited length."""
     return salt[:SALT_CHARS_MAX].encode("utf-8", "replace").decode()

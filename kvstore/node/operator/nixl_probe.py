@@ -1,7 +1,8 @@
-"""Whether NIXL reads a device's memory here: tried by one agent that registers some, and another one that reads it.
+"""A test of whether NIXL can read device memory on this machine: one agent registers memory, another one reads it.
 
-That depends on how its backend was built and on the system's modules: only trying tells. An agent that was refused may
-crash when its process ends (that of NIXL 1.5 does), or hang. So a process of its own tries it, within a deadline.
+The result depends on how NIXL's backend was built and on kernel modules, so only a trial shows it. An agent whose
+registration was refused may hang, or crash when its process ends (NIXL 1.5 does). So the test runs in a process of its
+own, with a deadline.
 """
 
 from __future__ import annotations
@@ -32,41 +33,45 @@ COMMAND: Final = (sys.executable, "-m", "kvstore.node.operator.nixl_probe")
 
 
 def why_not(command: Sequence[str] = COMMAND, deadline_s: float = PROBE_S) -> str:
-    """Why NIXL does not read the memory of the first device, in one line; "": it does."""
-    nowhere = subprocess.DEVNULL
+    """Return in one line why NIXL cannot read the memory of the first device, or "" if it can."""
+    devnull = subprocess.DEVNULL
     try:
-        child = subprocess.Popen(command, stdin=nowhere, stdout=subprocess.PIPE, stderr=nowhere)
+        child = subprocess.Popen(command, stdin=devnull, stdout=subprocess.PIPE, stderr=devnull)
     except OSError as error:
-        return f"it cannot be tried ({error.strerror})"
+        return f"the test did not start ({error.strerror})"
     try:
-        said, _ = child.communicate(timeout=deadline_s)
+        output, _ = child.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
-        child.kill()  # one that hangs in a driver cannot even be waited for
-        return f"it did not answer in {deadline_s:g} s"
+        child.kill()  # and do not wait: a process that hangs in a driver may never end
+        return f"the test did not answer in {deadline_s:g} s"
     try:
-        return " ".join(str(json.loads(said)).split())
+        return " ".join(str(json.loads(output)).split())
     except ValueError:
-        return f"trying it ended with {child.returncode}"
+        return f"the test ended with {child.returncode}"
 
 
 def reads(address: int, ordinal: int, kind: str, expected: Bytes) -> str:
-    """Why one agent does not read what another one has at that address; "": it does. Raises Unavailable."""
+    """Return why one agent cannot read what another one registered at ``address``, or "" if it can.
+
+    Raises:
+        Unavailable: NIXL refused the registration or the read.
+    """
     owner, reader = (NixlAgent(f"kvstore-{os.getpid()}-{role}") for role in ("owner", "reader"))
     owner.register_at(address, len(expected), ordinal, kind)
-    found = empty(len(expected))
-    found[:] = 0
-    reader.register(found)
+    actual = empty(len(expected))
+    actual[:] = 0
+    reader.register(actual)
     run = LentRun(address, len(expected), 1, 0, 0, 1)
-    places = [found.ctypes.data]
+    places = [actual.ctypes.data]
     read = reader.post(reader.meet(owner.metadata()), [run], 0, len(expected), places, kind, ordinal)
     read.begin()
     if not read.wait(time.monotonic() + READ_S):
-        return "no bytes came in time"
-    return "" if (found == expected).all() else "other bytes came than were there"
+        return "no bytes arrived in time"
+    return "" if (actual == expected).all() else "the reader received other bytes"
 
 
-def tried() -> str:
-    """Try the first device: why no bytes go this way, "" where they do."""
+def probe_first_device() -> str:
+    """Return why NIXL cannot read the memory of the first device, or "" if it can. May never return."""
     devices, missing = cuda.find()
     if missing:
         return missing
@@ -82,7 +87,7 @@ def tried() -> str:
 
 
 if __name__ == "__main__":
-    signal.setitimer(signal.ITIMER_REAL, PROBE_S)  # no process may be left to end it
-    sys.stdout.write(json.dumps(tried()))
+    signal.setitimer(signal.ITIMER_REAL, PROBE_S)  # the process ends itself: its parent may have ended before
+    sys.stdout.write(json.dumps(probe_first_device()))
     sys.stdout.flush()
-    os._exit(0)  # what was said is not to be lost where agents do not end well
+    os._exit(0)  # without NIXL's cleanup, which may crash after the answer is written

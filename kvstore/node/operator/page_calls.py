@@ -1,4 +1,4 @@
-"""Admin calls about stored pages: which there are, and which shall leave."""
+"""The operators' calls that list stored pages and evict them."""
 
 from __future__ import annotations
 
@@ -14,40 +14,51 @@ from kvstore.model.replica import Address, Tier, hint_in, position_of
 from kvstore.model.retention import priority_of, ttl_s_of
 from kvstore.node.event_log import fitted
 from kvstore.node.node import Node
-from kvstore.node.operator import page_filter
-from kvstore.node.operator.named_pages import raw_keys, raw_root
-from kvstore.node.operator.page_filter import Ints, PageFilter, Stored
+from kvstore.node.operator.named_pages import raw_bytes, raw_keys
+from kvstore.node.operator.page_filter import (
+    TIERS,
+    Ints,
+    PageFilter,
+    Stored,
+    Words,
+    first_of,
+    first_words,
+    leaving,
+    parents,
+    parse_tiers,
+    stored,
+)
 from kvstore.state import events as ev
 from kvstore.state.operator_evict import CHILDREN, UNSAVED
 
-EVICT_STEP = 64  # pages of one event: two or three milliseconds, so that clients get their turns
+EVICT_STEP = 64  # pages per event, which takes two or three milliseconds; clients are served between events
 EVICT_PAUSE_S = 0.0005
-SAVE_LOOK_S = 0.05  # how often pages that have to be saved first are tried again
-SAVE_WAIT_S = 20.0  # and for how long
-SAVE_SILENCE_S = 5.0  # or until none could leave for this long
-COPY_SILENCE_S = 1.0  # the same limit for pages that are being copied now; one with a new child never can leave
-EVICT_S = 40.0  # of one call: its caller waits a minute at most
-PAGES_LIMIT_MAX = 250  # of one answer
-LISTED_MAX = 200  # pages that an eviction's answer names
-NAMES_MAX = 100  # tenants and models that it counts by name; the rest together
-NAMES_BYTES = 24 * 1024  # and that many bytes of names as JSON of each
+SAVE_LOOK_S = 0.05  # pause before pages that had to be saved first are tried again
+SAVE_WAIT_S = 20.0  # how long they are tried
+SAVE_SILENCE_S = 5.0  # tries end earlier if no page has left for this time
+COPY_SILENCE_S = 1.0  # the same limit if only copies are awaited; a page with a new child can never leave
+EVICT_S = 40.0  # the longest call; callers wait a minute
+PAGES_LIMIT_MAX = 250  # in one answer
+LISTED_MAX = 200  # pages listed in the answer of an eviction
+NAMES_MAX = 100  # tenants and models listed by name; the others are added up
+NAMES_BYTES = 24 * 1024  # of these names as JSON; a limit for tenants and one for models
 OTHERS = "(others)"
-TIME = "time"  # why pages stayed: there were too many for one call
+TIME = "time"  # the reason for staying if the call took too long
 ORDERS = ("coldest", "recent", "place")
 
 
 class PageAdmin:
-    """Lives with ``Admin``. ``wake``: there are pages to save."""
+    """The calls ``pages`` and ``evict``. ``wake`` is called when there are pages to save."""
 
     def __init__(self, node: Node, wake: Callable[[], None]) -> None:
         self._node = node
         self._wake = wake
 
     def pages(self, request: dict[str, Any]) -> dict[str, Any]:
-        """{"limit", "tier", "order", "salt", "age_s", "keys", "after"} -> {"total", "bytes", "pages", "next"}.
+        """Answer {"limit", "tier", "order", "salt", "age_s", "keys", "after"} with {"total", "bytes", "pages", "next"}.
 
-        ``after`` is the ``next`` of the answer before, absent at the end. Pages that come and go between two answers
-        may be missed, or told twice.
+        ``after`` is the ``next`` of the answer before. The last answer has no ``next``. Pages that come or go between
+        two answers may be missing, or listed twice.
         """
         limit = _number(request, "limit", 100, int)
         order, after = request.get("order", ORDERS[0]), request.get("after", "0")
@@ -56,103 +67,109 @@ class PageAdmin:
         if not isinstance(after, str) or not after.isdecimal() or len(after) > 12:
             raise InvalidRequest("after", f"must be the `next` of another answer (got {after!r})")
         now_ns = time.monotonic_ns()
-        wish = self._wish(request, "all")
-        found = page_filter.stored(self._node, wish.tiers, now_ns)
-        fits = np.flatnonzero(wish.fits(found, now_ns))
-        size = int(found.page_bytes[fits].sum())
+        page_filter = self._filter(request, "all")
+        pages = stored(self._node, page_filter.tiers, now_ns)
+        matching = np.flatnonzero(page_filter.matches(pages, now_ns))
+        size = int(pages.page_bytes[matching].sum())
         start, stop = int(after), int(after) + min(limit, PAGES_LIMIT_MAX)
-        shown = _ordered(found, fits, order, stop)[start:stop]
+        selected = _ordered(pages, matching, order, stop)[start:stop]
         names = self._names()
-        pages = fitted(_described(found, i, names, now_ns) for i in shown.tolist())
-        stop = start + len(pages)
-        return {"total": len(fits), "bytes": size, "pages": pages, **({"next": str(stop)} if stop < len(fits) else {})}
+        listed = fitted(_entry(pages, i, names, now_ns) for i in selected.tolist())
+        stop = start + len(listed)
+        following = {"next": str(stop)} if stop < len(matching) else {}
+        return {"total": len(matching), "bytes": size, "pages": listed, **following}
 
     def evict(self, request: dict[str, Any]) -> dict[str, Any]:
-        """See ``AdminVerbs.evict``."""
-        want = _amount(request)
-        wish = self._wish(request, "dram")
+        """Carry out ``AdminVerbs.evict``."""
+        amount = _amount(request)
+        page_filter = self._filter(request, "dram")
         dry_run = request.get("dry_run", False)
         if not isinstance(dry_run, bool):
             raise InvalidRequest("dry_run", f"must be true or false (got {dry_run!r})")
-        if want is None and wish.age_s is None and wish.roots is None and wish.keys is None:
-            raise InvalidRequest("evict", "say what or how much: pages, bytes, percent, age_s, salt or keys")
+        conditions = (amount, page_filter.age_s, page_filter.roots, page_filter.keys)
+        if all(condition is None for condition in conditions):
+            raise InvalidRequest("evict", "needs at least one of pages, bytes, percent, age_s, salt and keys")
         now_ns = time.monotonic_ns()
-        found = page_filter.stored(self._node, wish.tiers, now_ns)
-        fits = wish.fits(found, now_ns)
-        may, stayed = page_filter.leaving(found, fits)
-        chosen = page_filter.enough(found, may, want, fits)
-        if len(chosen) < len(may):
-            stayed = {}  # there was enough
+        pages = stored(self._node, page_filter.tiers, now_ns)
+        matching = page_filter.matches(pages, now_ns)
+        candidates, stayed = leaving(pages, matching)
+        chosen = first_of(pages, candidates, amount, matching)
+        if len(chosen) < len(candidates):
+            stayed = {}  # the amount was reached without them
         names = self._names()
         if dry_run:
-            return {**_summed(found, chosen, names), "stayed": stayed, "dry_run": True}
-        gone, more = self._leave(found, chosen, save=wish.tiers == (Tier.DRAM,))
-        reasons = Counter(stayed) + more
-        return {**_summed(found, gone, names), "stayed": dict(reasons), "dry_run": False}
+            return {**_summary(pages, chosen, names), "stayed": stayed, "dry_run": True}
+        evicted, reasons = self._evict(pages, chosen, save=page_filter.tiers == (Tier.DRAM,))
+        return {**_summary(pages, evicted, names), "stayed": dict(Counter(stayed) + reasons), "dry_run": False}
 
-    def _leave(self, found: Stored, chosen: Ints, save: bool) -> tuple[Ints, Counter[str]]:
-        """Make these pages leave, in this order; which did, and why others did not. What has to be saved first is tried
-        again while it goes on."""
-        gone: list[int] = []
-        kept: Counter[str] = Counter()  # in passes before the last one
-        began = progress = time.monotonic()
-        left, parent, stop_s = chosen.tolist(), page_filter.parents(found).tolist(), began + EVICT_S
-        stayed = self._pass(found, left, save, gone, stop_s)
+    def _evict(self, pages: Stored, chosen: Ints, save: bool) -> tuple[Ints, Counter[str]]:
+        """Evict these pages in this order. Return those that left, and the number of the others by reason.
+
+        Pages that have to be saved first are tried again as long as some of them leave."""
+        evicted: list[int] = []
+        reasons: Counter[str] = Counter()  # of pages that are not tried again
+        started = last_progress = time.monotonic()
+        remaining, parent, stop_s = chosen.tolist(), parents(pages).tolist(), started + EVICT_S
+        stayed = self._try_once(pages, remaining, save, evicted, stop_s)
         while True:
             now = time.monotonic()
-            progress = now if len(stayed) < len(left) else progress
+            last_progress = now if len(stayed) < len(remaining) else last_progress
             silence_s = self._silence_s(set(stayed.values()))
-            if now > began + SAVE_WAIT_S or now - progress >= silence_s:
-                return chosen[np.isin(chosen, gone)], kept + Counter(stayed.values())
-            kept += Counter(reason for reason in stayed.values() if reason not in (UNSAVED, CHILDREN))
-            left = [i for i in left if stayed.get(i) in (UNSAVED, CHILDREN)]
+            if now > started + SAVE_WAIT_S or now - last_progress >= silence_s:
+                return chosen[np.isin(chosen, evicted)], reasons + Counter(stayed.values())
+            reasons += Counter(reason for reason in stayed.values() if reason not in (UNSAVED, CHILDREN))
+            remaining = [i for i in remaining if stayed.get(i) in (UNSAVED, CHILDREN)]
             self._wake()
             time.sleep(SAVE_LOOK_S)
-            stayed = self._pass_again(found, parent, left, save, gone, stop_s)
+            stayed = self._try_again(pages, parent, remaining, save, evicted, stop_s)
 
-    def _pass_again(
-        self, found: Stored, parent: list[int], left: list[int], save: bool, gone: list[int], stop_s: float
+    def _try_again(
+        self, pages: Stored, parent: list[int], remaining: list[int], save: bool, evicted: list[int], stop_s: float
     ) -> dict[int, str]:
-        """Try these once more: first what none of them hangs on, then what only hung on what left. Most wait for their
-        children; to ask for each of them as often as for those would keep the node from saving them."""
-        above = {parent[i] for i in left}
-        stayed = self._pass(found, [i for i in left if i not in above], save, gone, stop_s)
-        held, rest = {parent[i] for i in stayed}, []
-        for i in left:  # children first
-            if i in held:
+        """Try the leaves of the remaining pages, then the pages whose children have all left.
+
+        Most of the remaining pages wait for their children. Trying each of them every time would keep the node from
+        saving the leaves."""
+        inner = {parent[i] for i in remaining}
+        stayed = self._try_once(pages, [i for i in remaining if i not in inner], save, evicted, stop_s)
+        blocked, free = {parent[i] for i in stayed}, []
+        for i in remaining:  # children come before their parents
+            if i in blocked:
                 stayed[i] = CHILDREN
-                held.add(parent[i])
-            elif i in above:
-                rest.append(i)
-        return stayed | self._pass(found, rest, save, gone, stop_s)
+                blocked.add(parent[i])
+            elif i in inner:
+                free.append(i)
+        return stayed | self._try_once(pages, free, save, evicted, stop_s)
 
     def _silence_s(self, reasons: set[str]) -> float:
-        """How long to wait for a page to leave, where pages stayed for these reasons."""
+        """Return how long to wait for the next page to leave, given the reasons why pages stayed."""
         if TIME in reasons or self._node.nvme is None:
             return 0.0
         return SAVE_SILENCE_S if UNSAVED in reasons else COPY_SILENCE_S if CHILDREN in reasons else 0.0
 
-    def _pass(self, found: Stored, left: list[int], save: bool, gone: list[int], stop_s: float) -> dict[int, str]:
-        """Try each of these once; why those that stayed did."""
+    def _try_once(
+        self, pages: Stored, remaining: list[int], save: bool, evicted: list[int], stop_s: float
+    ) -> dict[int, str]:
+        """Try each page once. Add those that left to ``evicted``, and return the reason for each of the others."""
         stayed: dict[int, str] = {}
-        for tier in np.unique(found.tier[left]):
-            mine = [i for i in left if found.tier[i] == tier]
-            for start in range(0, len(mine), EVICT_STEP):
+        for tier in np.unique(pages.tier[remaining]):
+            in_tier = [i for i in remaining if pages.tier[i] == tier]
+            for start in range(0, len(in_tier), EVICT_STEP):
                 if self._node.ending:
                     raise Unavailable("the node is stopping")
-                step = mine[start : start + EVICT_STEP]
+                step = in_tier[start : start + EVICT_STEP]
                 if time.monotonic() > stop_s:
-                    stayed |= dict.fromkeys(mine[start:], TIME)
+                    stayed |= dict.fromkeys(in_tier[start:], TIME)
                     break
-                addresses = [_address(found, i) for i in step]
+                addresses = [_address(pages, i) for i in step]
                 detail = self._node.handle(ev.EvictChosen(time.monotonic_ns(), addresses, save)).detail
-                gone += [step[place] for place in detail["gone"]]
+                evicted += [step[place] for place in detail["gone"]]
                 stayed |= {step[place]: reason for place, reason in detail["stayed"].items()}
                 time.sleep(EVICT_PAUSE_S)
         return stayed
 
-    def _wish(self, request: dict[str, Any], tier: str) -> PageFilter:
-        tiers = page_filter.parse_tiers(request.get("tier", tier))
+    def _filter(self, request: dict[str, Any], default_tier: str) -> PageFilter:
+        tiers = parse_tiers(request.get("tier", default_tier))
         age_s = _number(request, "age_s", None, float) if request.get("age_s") is not None else None
         salt, roots = request.get("salt"), None
         if salt is not None:
@@ -161,21 +178,21 @@ class PageAdmin:
             roots = self._roots(salt, tiers)
         if request.get("keys") is None:
             return PageFilter(tiers, age_s, roots)
-        keys = page_filter.first_words(raw_keys(request["keys"]))
-        root = page_filter.first_words([raw_root(request.get("root"))])  # keys can be forged, roots cannot
+        keys = first_words(raw_keys(request["keys"]))
+        root = first_words([raw_bytes(request, "root")])  # checked as well, because keys can be forged and roots cannot
         return PageFilter(tiers, age_s, root if roots is None else np.intersect1d(roots, root), keys)
 
-    def _roots(self, salt: str, tiers: tuple[Tier, ...]) -> page_filter.Words:
-        """Roots of a tenant. Roots without a name belong to the tenant ""."""
+    def _roots(self, salt: str, tiers: tuple[Tier, ...]) -> Words:
+        """Return the first 8 bytes of a tenant's roots. Roots without a name belong to the tenant ""."""
         named = self._node.look(lambda _, state: state.tenants.named.all())
-        roots = page_filter.first_words([root for root, name in named.items() if name.salt == salt])
+        roots = first_words([root for root, name in named.items() if name.salt == salt])
         if salt:
             return roots
-        stored = page_filter.stored(self._node, tiers, time.monotonic_ns())
-        return np.union1d(roots, np.setdiff1d(stored.root, page_filter.first_words(list(named))))
+        pages = stored(self._node, tiers, time.monotonic_ns())
+        return np.union1d(roots, np.setdiff1d(pages.root, first_words(list(named))))
 
     def _names(self) -> dict[int, tuple[str, str]]:
-        """First 8 bytes of a root -> (tenant, model)."""
+        """Return the tenant and the model by the first 8 bytes of their root."""
         named = self._node.look(lambda _, state: state.tenants.named.all())
         return {
             int.from_bytes(root[:8], "little"): (name.salt, str(name.about.get("model", "")))
@@ -185,93 +202,93 @@ class PageAdmin:
 
 def _number(request: dict[str, Any], field: str, default: Any, kind: type) -> Any:
     value = request.get(field, default)
-    good = isinstance(value, int) if kind is int else isinstance(value, int | float)
-    if not good or isinstance(value, bool) or not 0 <= value <= 1 << 62 or (kind is int and value < 1):
-        what = "a positive whole number" if kind is int else "a number, not negative"
-        raise InvalidRequest(field, f"must be {what} (got {value!r})")
+    is_number = isinstance(value, int) if kind is int else isinstance(value, int | float)
+    if not is_number or isinstance(value, bool) or not 0 <= value <= 1 << 62 or (kind is int and value < 1):
+        expected = "a positive whole number" if kind is int else "a number, at least 0"
+        raise InvalidRequest(field, f"must be {expected} (got {value!r})")
     return value
 
 
 def _amount(request: dict[str, Any]) -> tuple[str, float] | None:
-    given = [unit for unit in ("pages", "bytes", "percent") if request.get(unit) is not None]
-    if len(given) > 1:
-        raise InvalidRequest(given[1], f"cannot be said together with {given[0]}")
-    if not given:
+    units = [unit for unit in ("pages", "bytes", "percent") if request.get(unit) is not None]
+    if len(units) > 1:
+        raise InvalidRequest(units[1], f"cannot be combined with {units[0]}")
+    if not units:
         return None
-    amount = _number(request, given[0], None, float if given[0] == "percent" else int)
-    if given[0] == "percent" and not 0 < amount <= 100:
-        raise InvalidRequest("percent", f"must be above 0 and at most 100 (got {amount!r})")
-    return given[0], amount
+    number = _number(request, units[0], None, float if units[0] == "percent" else int)
+    if units[0] == "percent" and not 0 < number <= 100:
+        raise InvalidRequest("percent", f"must be above 0 and at most 100 (got {number!r})")
+    return units[0], number
 
 
-def _ordered(found: Stored, fits: Ints, order: str, stop: int) -> Ints:
-    """The first ``stop`` of these pages, and more: of those of one age by their places, whatever ``stop`` is."""
+def _ordered(pages: Stored, matching: Ints, order: str, stop: int) -> Ints:
+    """Return at least the first ``stop`` of the matching pages, in order.
+
+    Pages of equal age are in the order of their places, so that the order does not depend on ``stop``."""
     if order == "place":
-        return fits
-    age = found.used_ns[fits] if order == "coldest" else -found.used_ns[fits]
-    if stop < len(fits):
+        return matching
+    age = pages.used_ns[matching] if order == "coldest" else -pages.used_ns[matching]
+    if stop < len(matching):
         part = np.flatnonzero(age <= np.partition(age, stop)[stop])
-        fits, age = fits[part], age[part]
-    return fits[np.argsort(age, kind="stable")]
+        matching, age = matching[part], age[part]
+    return matching[np.argsort(age, kind="stable")]
 
 
-def _address(found: Stored, i: int) -> Address:
-    return Address(found.views[int(found.view[i])].number, int(found.frame[i]), int(found.generation[i]))
+def _address(pages: Stored, i: int) -> Address:
+    return Address(pages.views[int(pages.view[i])].number, int(pages.frame[i]), int(pages.generation[i]))
 
 
-def _described(found: Stored, i: int, names: dict[int, tuple[str, str]], now_ns: int) -> dict[str, Any]:
-    view = found.views[int(found.view[i])]
-    record = view.record(int(found.frame[i]))
-    tenant, model = names.get(int(found.root[i]), ("", ""))
+def _entry(pages: Stored, i: int, names: dict[int, tuple[str, str]], now_ns: int) -> dict[str, Any]:
+    view = pages.views[int(pages.view[i])]
+    record = view.record(int(pages.frame[i]))
+    tenant, model = names.get(int(pages.root[i]), ("", ""))
     return {
         "key": record.key.hex(),
         "root": record.root.hex(),
         "parent": record.parent.hex(),
         "tier": str(view.tier),
-        "address": list(_address(found, i)),
-        "position": position_of(int(found.info[i])),
-        "priority": priority_of(hint_in(int(found.info[i]))),
-        "ttl_s": ttl_s_of(hint_in(int(found.info[i]))),
+        "address": list(_address(pages, i)),
+        "position": position_of(int(pages.info[i])),
+        "priority": priority_of(hint_in(int(pages.info[i]))),
+        "ttl_s": ttl_s_of(hint_in(int(pages.info[i]))),
         "bytes": view.page_bytes,
         "tokens": view.page_tokens,
-        "unused_s": round((now_ns - int(found.used_ns[i])) / 1e9, 3),
+        "unused_s": round((now_ns - int(pages.used_ns[i])) / 1e9, 3),
         "tenant": tenant,
         "model": model,
-        "holds": int(found.holds[i]),
-        "leased": bool(found.leased[i]),
-        "pinned": bool(found.pinned[i]),
+        "holds": int(pages.holds[i]),
+        "leased": bool(pages.leased[i]),
+        "pinned": bool(pages.pinned[i]),
     }
 
 
-def _summed(found: Stored, places: Ints, names: dict[int, tuple[str, str]]) -> dict[str, Any]:
-    """What an eviction's answer says of these pages."""
-    sizes, tiers = found.page_bytes[places], np.array(page_filter.TIERS)[found.tier[places]]
+def _summary(pages: Stored, places: Ints, names: dict[int, tuple[str, str]]) -> dict[str, Any]:
+    """Return the part of an eviction's answer that describes these pages."""
+    sizes, tiers = pages.page_bytes[places], np.array(TIERS)[pages.tier[places]]
     groups: dict[str, dict[str, dict[str, int]]] = {"by_tier": {}, "by_tenant": {}, "by_model": {}}
-    roots, which = np.unique(found.root[places], return_inverse=True)
-    pages, size = np.bincount(which, minlength=len(roots)), np.bincount(which, sizes, minlength=len(roots))
+    roots, which = np.unique(pages.root[places], return_inverse=True)
+    root_pages = np.bincount(which, minlength=len(roots))
+    root_bytes = np.bincount(which, sizes, minlength=len(roots))
     for tier in np.unique(tiers).tolist():
         _add(groups["by_tier"], tier, int((tiers == tier).sum()), int(sizes[tiers == tier].sum()))
     for place, by in enumerate(("by_tenant", "by_model")):
-        _add_names(groups[by], [names.get(root, ("", ""))[place] for root in roots.tolist()], pages, size)
-    listed = [{"key": found.key_bytes(i).hex(), "tier": tier} for i, tier in _first(places, tiers)]
+        _add_names(groups[by], [names.get(root, ("", ""))[place] for root in roots.tolist()], root_pages, root_bytes)
+    first = zip(places[:LISTED_MAX].tolist(), tiers[:LISTED_MAX].tolist(), strict=True)
+    listed = [{"key": pages.key_bytes(i).hex(), "tier": tier} for i, tier in first]
     return {"pages": len(places), "bytes": int(sizes.sum()), **groups, "listed": listed}
 
 
-def _first(places: Ints, tiers: Any) -> list[tuple[int, str]]:
-    return list(zip(places[:LISTED_MAX].tolist(), tiers[:LISTED_MAX].tolist(), strict=True))
-
-
-def _add_names(sums: dict[str, dict[str, int]], names: list[str], pages: Ints, size: Any) -> None:
-    """Per name; those with most pages separately, the rest as ``OTHERS``."""
-    together: dict[str, list[int]] = {}
-    for name, count, of_bytes in zip(names, pages.tolist(), size.tolist(), strict=True):
-        entry = together.setdefault(name, [0, 0])
+def _add_names(sums: dict[str, dict[str, int]], names: list[str], pages: Ints, sizes: Any) -> None:
+    """Add up pages and bytes by name. Only the names with most pages are listed; the others are ``OTHERS``."""
+    totals: dict[str, list[int]] = {}
+    for name, count, size in zip(names, pages.tolist(), sizes.tolist(), strict=True):
+        entry = totals.setdefault(name, [0, 0])
         entry[0] += count
-        entry[1] += int(of_bytes)
-    most = sorted(together, key=lambda name: -together[name][0])[:NAMES_MAX]
-    told = set(fitted(most, NAMES_BYTES)) if most else set()
-    for name in sorted(together, key=lambda name: -together[name][0]):
-        _add(sums, name if name in told else OTHERS, *together[name])
+        entry[1] += int(size)
+    ordered = sorted(totals, key=lambda name: -totals[name][0])
+    listed = set(fitted(ordered[:NAMES_MAX], NAMES_BYTES)) if ordered else set()
+    for name in ordered:
+        _add(sums, name if name in listed else OTHERS, *totals[name])
 
 
 def _add(sums: dict[str, dict[str, int]], name: str, pages: int, size: int) -> None:

@@ -1,11 +1,11 @@
-"""Selection: which stored pages fit a description, and in which order they may leave. For operators' calls.
+"""Which stored pages match an operator's filter, and in which order they can leave.
 
-The node is held still only while references to its tables are taken (milliseconds); the records themselves are read in
-parallel with its work, extent by extent, as columns of numpy arrays, which lets other threads run. Changes in the
-meantime are noticed when they matter: an eviction is decided by address, and an address never names two pages.
+The node's mutex is held only while references to the tables are taken (milliseconds). The records are then read in
+parallel with the node's work, extent by extent, as numpy columns, which lets other threads run. Pages may change in the
+meantime. Evictions notice that, because they are decided by address, and an address never names two pages.
 
-Keys are handled by their first 8 bytes. Two pages that share them (one pair in 10^13 of a million pages) would at most
-leave together; nothing that is read depends on it.
+Keys are compared by their first 8 bytes. Two pages with the same first 8 bytes (one pair in 10^13 for a million pages)
+can only leave together; no read depends on this comparison.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ LEASED, PINNED, HELD, CHILDREN = "leased", "pinned", "held", "children"
 
 @dataclass(slots=True)
 class View:
-    """One extent's tables, referenced while the node held still; valid for as long as it is kept."""
+    """The tables of one extent. They stay readable as long as this object exists, even if the extent is given up."""
 
     number: int
     tier: Tier
@@ -48,16 +48,16 @@ class View:
     children: npt.NDArray[np.uint32]
 
     def record(self, frame: int) -> Record:
-        """A copy of what is written there now."""
+        """Copy the record that a frame has now."""
         return Record(self.rows[frame].tobytes(), self.fmt)
 
 
 @dataclass(slots=True)
 class Stored:
-    """Sealed pages as columns, all ``[pages]``; ``views`` say where the rest of a page's record is."""
+    """Sealed pages as columns of shape ``[pages]``. ``views`` has the rest of each page's record."""
 
     views: list[View]
-    view: Ints  # place in ``views``
+    view: Ints  # position in ``views``
     frame: Ints
     generation: Words
     key: Words
@@ -66,23 +66,23 @@ class Stored:
     info: Words
     used_ns: Ints
     page_bytes: Ints
-    holds: Ints  # children and whatever else hangs on the page
+    holds: Ints  # children and everything else that depends on the page
     leased: Mask
-    tier: Ints  # place in ``TIERS``
+    tier: Ints  # position in ``TIERS``
     pinned: Mask
 
     def __len__(self) -> int:
         return len(self.view)
 
     def key_bytes(self, i: int) -> bytes:
-        """The whole key of page ``i``, as its record says now."""
+        """Return the full key that the record of page ``i`` has now."""
         return self.views[int(self.view[i])].record(int(self.frame[i])).key
 
 
 def stored(node: Node, tiers: tuple[Tier, ...], now_ns: int) -> Stored:
-    """All sealed pages of these tiers, as they are about now."""
-    views, leased, kept = node.look(lambda performer, state: _views(performer, state, tiers))
-    pinned = {tier: first_words(keys) for tier, keys in kept.items()}
+    """Read all sealed pages of these tiers. Pages that change during the call may be missing or out of date."""
+    views, leased, pinned_keys = node.look(lambda performer, state: _views(performer, state, tiers))
+    pinned = {tier: first_words(keys) for tier, keys in pinned_keys.items()}
     parts = [
         _columns(place, view, leased.get(view.number, ()), pinned[view.tier], now_ns)
         for place, view in enumerate(views)
@@ -95,7 +95,7 @@ def stored(node: Node, tiers: tuple[Tier, ...], now_ns: int) -> Stored:
 def _views(
     performer: Performer, state: NodeState, tiers: tuple[Tier, ...]
 ) -> tuple[list[View], dict[int, list[int]], dict[Tier, list[bytes]]]:
-    """Tables, leased frames by extent, and the keys of pinned pages by tier."""
+    """Return the tables, the leased frames by extent, and the keys of pinned pages by tier."""
     views = []
     for table in performer.tables.values():
         if table.tier in tiers:
@@ -105,16 +105,16 @@ def _views(
     leased: dict[int, list[int]] = {}
     for number, frame in state.leases.frames():
         leased.setdefault(number, []).append(frame)
-    kept = {tier: state.pins.kept(tier) for tier in tiers if tier in state.spaces}
-    return views, leased, kept
+    pinned_keys = {tier: state.pins.kept(tier) for tier in tiers if tier in state.spaces}
+    return views, leased, pinned_keys
 
 
 def _view(table: ExtentTable, children: npt.NDArray[np.uint32]) -> View:
     fmt = table.fmt
     columns = [table.column(offset) for offset in (fmt.key.start, fmt.root.start, fmt.parent.start, fmt.info)]
-    about = table.frame_class
+    shape = table.frame_class
     return View(
-        *(table.extent, table.tier, about.page_bytes, about.page_tokens, table.rows, table.words, table.last_use),
+        *(table.extent, table.tier, shape.page_bytes, shape.page_tokens, table.rows, table.words, table.last_use),
         *(tuple(columns), fmt, children),
     )
 
@@ -122,14 +122,14 @@ def _view(table: ExtentTable, children: npt.NDArray[np.uint32]) -> View:
 def _columns(place: int, view: View, leased: Any, pinned: Words, now_ns: int) -> tuple[Any, ...]:
     words = np.array(view.words)
     frames = np.flatnonzero((words & np.uint64(0xFF)) == FrameState.SEALED)
-    held = np.zeros(len(words), bool)
-    held[list(leased)] = True
-    used_ns = np.minimum(view.last_use[frames], np.uint64(now_ns)).astype(np.int64)  # a mark from the future is now
+    is_leased = np.zeros(len(words), bool)
+    is_leased[list(leased)] = True
+    used_ns = np.minimum(view.last_use[frames], np.uint64(now_ns)).astype(np.int64)  # no use is later than now
     count = len(frames)
     return (
         *(np.full(count, place), frames, words[frames] >> np.uint64(8)),
         *(column[frames] for column in view.columns),
-        *(used_ns, np.full(count, view.page_bytes), view.children[frames].astype(np.int64), held[frames]),
+        *(used_ns, np.full(count, view.page_bytes), view.children[frames].astype(np.int64), is_leased[frames]),
         np.full(count, TIERS.index(view.tier)),
         np.isin(view.columns[0][frames], pinned) if len(pinned) else np.zeros(count, bool),
     )
@@ -142,105 +142,110 @@ def _empty() -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PageFilter:
-    """Which pages: all conditions hold. ``roots`` and ``keys`` by their first 8 bytes; None: any."""
+    """Conditions on a page, all of which must hold. None: no condition. ``roots`` and ``keys`` are first 8 bytes."""
 
     tiers: tuple[Tier, ...]
     age_s: float | None = None
     roots: Words | None = None
     keys: Words | None = None
 
-    def fits(self, pages: Stored, now_ns: int) -> Mask:
-        """``[pages]``: those the wish names."""
-        fits = np.ones(len(pages), bool)
+    def matches(self, pages: Stored, now_ns: int) -> Mask:
+        """Return a mask of shape ``[pages]``: true for pages that match."""
+        matching = np.ones(len(pages), bool)
         if self.age_s is not None:
-            fits &= pages.used_ns <= now_ns - int(self.age_s * 1e9)
+            matching &= pages.used_ns <= now_ns - int(self.age_s * 1e9)
         if self.roots is not None:
-            fits &= np.isin(pages.root, self.roots)
+            matching &= np.isin(pages.root, self.roots)
         if self.keys is not None:
-            fits &= np.isin(pages.key, self.keys)
-        return fits
+            matching &= np.isin(pages.key, self.keys)
+        return matching
 
 
 def first_words(names: list[bytes]) -> Words:
-    """The first 8 bytes of each key or root."""
+    """Return the first 8 bytes of each key or root."""
     return np.frombuffer(b"".join(name[:8] for name in names), "<u8")
 
 
 def parents(pages: Stored) -> Ints:
-    """``[pages]``: place of each page's parent in the same tier, -1 where it has none."""
+    """Return for each page the position of its parent in the same tier, or -1 if it has none. Shape ``[pages]``."""
     parent = np.full(len(pages), -1, np.int64)
     for tier in np.unique(pages.tier):
         mine = np.flatnonzero(pages.tier == tier)
         keys = pages.key[mine]
         order = np.argsort(keys)
         keys = keys[order]
-        wanted = pages.parent_key[mine]
-        places = np.minimum(np.searchsorted(keys, wanted), len(keys) - 1)
-        found = (keys[places] == wanted) & (wanted != pages.root[mine])
-        parent[mine[found]] = mine[order[places[found]]]
+        parent_keys = pages.parent_key[mine]
+        places = np.minimum(np.searchsorted(keys, parent_keys), len(keys) - 1)
+        is_match = (keys[places] == parent_keys) & (parent_keys != pages.root[mine])
+        parent[mine[is_match]] = mine[order[places[is_match]]]
     return parent
 
 
-def leaving(pages: Stored, fits: Mask) -> tuple[Ints, dict[str, int]]:
-    """Places of the pages that fit and may leave, in the order in which the coldest leaf leaves first, and how many
-    that fit may not, by reason.
+def leaving(pages: Stored, matching: Mask) -> tuple[Ints, dict[str, int]]:
+    """Return the positions of the matching pages that may leave, in the order of leaving, and the number of matching
+    pages that must stay, by reason.
 
-    A page leaves after everything that hangs on it, so it is as warm as the warmest of those; of equally warm ones
-    the later in the chain goes first.
+    The coldest leaf leaves first. A page leaves after all its descendants, so it counts as used when the latest of them
+    was used. If two pages have the same last use, the one later in the chain leaves
+    first.
     """
     parent = parents(pages)
     has_parent = parent >= 0
     children = np.bincount(parent[has_parent], minlength=len(pages))
-    held = pages.holds > children
-    stays = ~fits | pages.leased | pages.pinned | held
-    reasons, seen = {}, ~fits
+    held = pages.holds > children  # something other than children depends on the page
+    stays = ~matching | pages.leased | pages.pinned | held
+    reasons, counted = {}, ~matching
     for reason, mask in ((LEASED, pages.leased), (PINNED, pages.pinned), (HELD, held)):
-        reasons[reason] = int((mask & ~seen).sum())
-        seen = seen | mask
-    kept, frontier = stays.copy(), np.flatnonzero(stays)
+        reasons[reason] = int((mask & ~counted).sum())
+        counted = counted | mask
+    stays_too, frontier = stays.copy(), np.flatnonzero(stays)  # with all ancestors
     while len(frontier):
         above = parent[frontier]
         above = np.unique(above[above >= 0])
-        frontier = above[~kept[above]]
-        kept[frontier] = True
-    reasons[CHILDREN] = int((kept & ~stays).sum())
-    warmth, height = _subtrees(parent, children, pages.used_ns)
-    chosen = np.flatnonzero(~kept & (height >= 0))
-    order = np.lexsort((height[chosen], warmth[chosen]))
+        frontier = above[~stays_too[above]]
+        stays_too[frontier] = True
+    reasons[CHILDREN] = int((stays_too & ~stays).sum())
+    last_use_ns, height = _subtrees(parent, children, pages.used_ns)
+    chosen = np.flatnonzero(~stays_too & (height >= 0))
+    order = np.lexsort((height[chosen], last_use_ns[chosen]))
     return chosen[order], {reason: count for reason, count in reasons.items() if count}
 
 
 def _subtrees(parent: Ints, children: Ints, used_ns: Ints) -> tuple[Ints, Ints]:
-    """The latest use in each page's subtree, and its height; -1 in what hangs on itself (a damaged record may)."""
-    warmth, left = used_ns.copy(), children.copy()
+    """Return for each page the latest use in its subtree, and the subtree's height.
+
+    The height is -1 for pages that are their own ancestors, which a damaged record can cause."""
+    last_use_ns, children_left = used_ns.copy(), children.copy()
     height = np.full(len(parent), -1, np.int64)
-    frontier, level = np.flatnonzero(left == 0), 0
+    frontier, level = np.flatnonzero(children_left == 0), 0
     while len(frontier):
         height[frontier] = level
         above = parent[frontier]
-        some = above >= 0
-        above, below = above[some], frontier[some]
-        np.maximum.at(warmth, above, warmth[below])
-        np.subtract.at(left, above, 1)
-        frontier = np.unique(above[left[above] == 0])
+        has_parent = above >= 0
+        above, below = above[has_parent], frontier[has_parent]
+        np.maximum.at(last_use_ns, above, last_use_ns[below])
+        np.subtract.at(children_left, above, 1)
+        frontier = np.unique(above[children_left[above] == 0])
         level += 1
-    return warmth, height
+    return last_use_ns, height
 
 
-def enough(pages: Stored, chosen: Ints, want: tuple[str, float] | None, fits: Mask) -> Ints:
-    """The first of ``chosen`` that add up to ``("pages"|"bytes"|"percent", n)``; percent of the bytes of ``fits``."""
-    if want is None:
+def first_of(pages: Stored, chosen: Ints, amount: tuple[str, float] | None, matching: Mask) -> Ints:
+    """Return the shortest beginning of ``chosen`` that has the requested amount; None: all of it.
+
+    ``amount`` is ("pages" | "bytes" | "percent", number). Percent refers to the bytes of the pages in ``matching``."""
+    if amount is None:
         return chosen
-    unit, amount = want
+    unit, number = amount
     if unit == "pages":
-        return chosen[: int(amount)]
-    size = amount if unit == "bytes" else amount / 100 * int(pages.page_bytes[fits].sum())
+        return chosen[: int(number)]
+    size = number if unit == "bytes" else number / 100 * int(pages.page_bytes[matching].sum())
     sums = np.cumsum(pages.page_bytes[chosen])
     return chosen[: int(np.searchsorted(sums, size)) + 1] if size > 0 else chosen[:0]
 
 
 def parse_tiers(value: object) -> tuple[Tier, ...]:
-    """``dram``, ``nvme`` or ``all``. Raises InvalidRequest."""
+    """Parse ``dram``, ``nvme`` or ``all``. Raises InvalidRequest."""
     tiers = {"dram": (Tier.DRAM,), "nvme": (Tier.NVME,), "all": (Tier.DRAM, Tier.NVME)}
     if not isinstance(value, str) or value not in tiers:
         raise InvalidRequest("tier", f"must be one of {', '.join(tiers)} (got {value!r})")

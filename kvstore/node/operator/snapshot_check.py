@@ -1,9 +1,9 @@
-"""Frozen: a node's decisions, records and index of one moment, to be checked while the node goes on.
+"""The conservation laws of a node, checked while the node keeps working.
 
-The conservation laws compare every page with everything that knows of it: a second or more of a million pages. So the
-node is held still only while its state is copied (arrays: some 30 ms of a million pages) and a read transaction on the
-index begins. Records are copied before, and of those whose word changed since then, again: what a word says is sealed
-does not change under that word.
+A check compares every page with everything that refers to it, which takes a second or more for a million pages. So the
+check works on a copy. The node's mutex is held only while its state is copied (arrays: some 30 ms for a million pages)
+and a read transaction on the index begins. Records are copied before that; then, under the mutex, those whose word has
+changed in the meantime are copied again. As long as its word stays the same, a sealed record does not change.
 """
 
 from __future__ import annotations
@@ -27,22 +27,25 @@ from kvstore.state import integrity
 from kvstore.state.interfaces import Snapshot
 from kvstore.state.node_state import NodeState
 
-TRIES = 3  # a rebuild of the index in the meantime voids one
-BREATHE_EVERY = 512  # index entries, some 0.3 ms
-BREATHE_S = 60e-6
+TRIES = 3  # a rebuild of the index makes one try fail
+PAUSE_EVERY = 512  # index entries, some 0.3 ms
+PAUSE_S = 60e-6
 ENTRY_BYTES = KEY_BYTES + ADDRESS_BYTES
 
 
 class Frozen(NamedTuple):
-    """All of it as of one moment. ``entries`` can be read once, by the thread that made it, and soon."""
+    """A node's decisions, records and index as of one moment.
+
+    ``entries`` can be read once, soon, and by the thread that called ``freeze``: see ``Index.hold``.
+    """
 
     state: NodeState
     snapshots: dict[Tier, list[Snapshot]]
     entries: dict[Tier, Iterator[tuple[bytes, bytes]]]
 
 
-class _Records:
-    """One extent's records, copied while they change. The arrays stay readable where the extent is given up."""
+class _RecordsCopy:
+    """A copy of one extent's records. The arrays stay readable after the extent is given up."""
 
     def __init__(self, table: ExtentTable) -> None:
         self.extent, self.tier = table.extent, table.tier
@@ -51,99 +54,101 @@ class _Records:
         self._copy: Snapshot | None = None
 
     def copy(self) -> None:
-        """Copy what is there, word first."""
+        """Copy all records, words first, so that ``settled`` notices any record that changes afterwards."""
         words = self._words.copy()
         columns = (names_in(self._rows, slice(None), where) for where in self._columns)
         self._copy = Snapshot(self.extent, words, *columns)
 
     def settled(self) -> Snapshot:
-        """The current copy; the node makes no decision during that time."""
-        found = self._copy
-        if found is None:
+        """Bring the copy up to date and return it. The caller holds the node's mutex."""
+        snapshot = self._copy
+        if snapshot is None:
             self.copy()
             return self.settled()
         words = self._words.copy()
-        changed = np.flatnonzero(words != found.words)
+        changed = np.flatnonzero(words != snapshot.words)
         if len(changed):
-            found.words = words
-            for column, where in zip((found.keys, found.parents, found.roots), self._columns, strict=True):
+            snapshot.words = words
+            for column, where in zip((snapshot.keys, snapshot.parents, snapshot.roots), self._columns, strict=True):
                 column[changed] = names_in(self._rows, changed, where)
-        return found
+        return snapshot
 
 
 def findings(node: Node) -> list[str]:
-    """The conservation laws over a node that goes on, one line per finding.
+    """Check a running node and return one line per broken law.
 
     Raises:
-        Unavailable: it stopped, or its index was rebuilt all the time.
+        Unavailable: the node is stopping, or its index was rebuilt during every try.
     """
     for _ in range(TRIES):
         try:
             return check(freeze(node), lambda: node.ending)
         except IndexDamaged:
-            time.sleep(BREATHE_S)
+            time.sleep(PAUSE_S)
     raise Unavailable("the index is being rebuilt: try again")
 
 
 def freeze(node: Node) -> Frozen:
-    """All of a node as of one moment."""
-    before = node.look(lambda performer, _: {id(table): _Records(table) for table in performer.tables.values()})
+    """Copy a node as of one moment."""
+    before = node.look(lambda performer, _: {id(table): _RecordsCopy(table) for table in performer.tables.values()})
     for records in before.values():
         records.copy()
     return node.look(lambda performer, state: _frozen(performer, state, before))
 
 
-def _frozen(performer: Performer, state: NodeState, before: dict[int, _Records]) -> Frozen:
-    shared: dict[int, Any] = {id(kept): kept for kept in (performer, performer.index, *performer.stores.values())}
+def _frozen(performer: Performer, state: NodeState, before: dict[int, _RecordsCopy]) -> Frozen:
+    # What ``deepcopy`` finds in ``shared`` by its id, it uses instead of a copy of its own.
+    shared: dict[int, Any] = {id(part): part for part in (performer, performer.index, *performer.stores.values())}
     shared |= state.mounts.copies()
     for space in state.spaces.values():
-        shared |= {id(kept): kept for kept in (space.pages.index, space.pages.records)}
-        # Number by number ``deepcopy`` would take a second for a million free frames.
+        shared |= {id(part): part for part in (space.pages.index, space.pages.records)}
+        # ``deepcopy`` would copy number by number, which takes a second for a million free frames.
         shared |= {id(extent.free): extent.free.copy() for extent in space.segment.extents.values()}
     snapshots: dict[Tier, list[Snapshot]] = {tier: [] for tier in state.spaces}
     for table in performer.tables.values():
-        records = before.get(id(table)) or _Records(table)
+        records = before.get(id(table)) or _RecordsCopy(table)
         snapshots[table.tier].append(records.settled())
     return Frozen(copy.deepcopy(state, shared), snapshots, performer.index.hold())
 
 
-def check(frozen: Frozen, ended: Callable[[], bool] = lambda: False) -> list[str]:
-    """The conservation laws over what was frozen.
+def check(frozen: Frozen, is_stopping: Callable[[], bool] = lambda: False) -> list[str]:
+    """Check a frozen node and return one line per broken law.
 
     Raises:
         IndexDamaged: the index cannot be read.
-        Unavailable: ``ended`` said so.
+        Unavailable: ``is_stopping`` returned true.
     """
-    # First: while the transaction lasts the index grows with every put, and a full one is rebuilt.
-    copies = {tier: _copied(entries, ended) for tier, entries in frozen.entries.items()}
+    # The entries are copied first, to end the transaction soon. As long as it lasts, the index grows with every put,
+    # and a full index is rebuilt.
+    copies = {tier: _copied(entries, is_stopping) for tier, entries in frozen.entries.items()}
     frozen.entries.clear()
-    found = [
-        finding
+    broken = [
+        line
         for tier in frozen.state.spaces
-        for finding in integrity.check(frozen.state, tier, frozen.snapshots[tier], _addresses(copies[tier], ended))
+        for line in integrity.check(frozen.state, tier, frozen.snapshots[tier], _addresses(copies[tier], is_stopping))
     ]
     if Tier.HBM not in frozen.state.spaces:
-        found += integrity.check_mounts(frozen.state, _addresses(copies.get(Tier.HBM, []), ended))
-    return found
+        broken += integrity.check_mounts(frozen.state, _addresses(copies.get(Tier.HBM, []), is_stopping))
+    return broken
 
 
-def _copied(entries: Iterator[tuple[bytes, bytes]], ended: Callable[[], bool]) -> list[bytes]:
-    """Keys and addresses, end to end, ``BREATHE_EVERY`` entries each. Lets other threads have the interpreter."""
+def _copied(entries: Iterator[tuple[bytes, bytes]], is_stopping: Callable[[], bool]) -> list[bytes]:
+    """Return keys and addresses, joined, ``PAUSE_EVERY`` entries per part. Pauses let other threads run."""
     parts: list[bytes] = []
-    while part := b"".join(key + raw for key, raw in islice(entries, BREATHE_EVERY)):
+    while part := b"".join(key + raw for key, raw in islice(entries, PAUSE_EVERY)):
         parts.append(part)
-        _breathe(ended)
+        _pause(is_stopping)
     return parts
 
 
-def _addresses(parts: list[bytes], ended: Callable[[], bool]) -> Iterator[tuple[bytes, Address]]:
+def _addresses(parts: list[bytes], is_stopping: Callable[[], bool]) -> Iterator[tuple[bytes, Address]]:
     for part in parts:
-        _breathe(ended)
+        _pause(is_stopping)
         for at in range(0, len(part), ENTRY_BYTES):
             yield part[at : at + KEY_BYTES], Address(*ADDRESS.unpack_from(part, at + KEY_BYTES))
 
 
-def _breathe(ended: Callable[[], bool]) -> None:
-    if ended():
+def _pause(is_stopping: Callable[[], bool]) -> None:
+    if is_stopping():
         raise Unavailable("the node is stopping")
-    time.sleep(BREATHE_S)
+    time.sleep(PAUSE_S)

@@ -1,10 +1,10 @@
-"""Stats: a node's description of itself, as one dict: for ``kvstore status``, ``kvstore tiers`` and ``Store.stats``.
+"""The statistics of a node as one dict, for ``kvstore status``, ``kvstore tiers`` and ``Store.stats``.
 
-There are two kinds of numbers. The node counts its decisions (frames, evictions, demotions) since this daemon started.
-Clients count their own operations (pages requested, hit, missed, bytes read and put), see ``shm.counters``: live
-clients count since they connected, even across daemons.
+Some numbers come from the node: its decisions (frames, evictions, demotions) since this daemon started. The others come
+from clients, which count their own operations (pages requested, hit, missed, bytes read and put; see ``shm.counters``).
+A connected client's numbers count from its connection on, even across restarts of the daemon.
 
-Bytes in and out of a tier count transfers in both directions, with clients and with the other tier, so that for example
+``bytes_in`` and ``bytes_out`` of a tier count all transfers, with clients and with the other tier. For example,
 ``nvme.bytes_in`` is part of ``dram.bytes_out``.
 """
 
@@ -34,18 +34,18 @@ from kvstore.state.space import Space
 from kvstore.tier.nvme.devices import today
 
 _EVICTED = "evicted_"
-PEERS_TOLD_MAX: Final = 64  # of a whole answer, which is one message
-TENANTS_BYTES, TENANTS_MAX = 32 << 10, 200  # of a whole answer, which is one message
+PEERS_MAX: Final = 64  # in one answer, which has to fit a message
+TENANTS_BYTES, TENANTS_MAX = 32 << 10, 200  # in one answer, which has to fit a message
 
 
 def node_stats(node: Node) -> dict[str, Any]:
-    """Numbers for ``status`` and ``tiers``: bytes, frames by state, pages, hits, sessions, leases, counters."""
+    """Return all numbers of the node. The module describes them."""
     return node.look(partial(_stats, node))
 
 
 def _stats(node: Node, performer: Performer, state: NodeState) -> dict[str, Any]:
-    counted = node.sessions.totals()
-    clients = counted.counts
+    totals = node.sessions.totals()
+    clients = totals.counts
     return {
         "name": node.config.name,
         "pid": os.getpid(),
@@ -54,7 +54,7 @@ def _stats(node: Node, performer: Performer, state: NodeState) -> dict[str, Any]
         "uptime_s": (time.monotonic_ns() - node.started_ns) / 1e9,
         "tiers": {**_hbm(state.mounts, clients), "dram": _dram(node, clients), **_nvme(node, clients)},
         "clients": clients,
-        "latency": {name: _latency(took) for name, took in counted.latency.items()},
+        "latency": {name: _latency(histogram) for name, histogram in totals.latency.items()},
         "sessions": len(state.sessions),
         "sessions_connected": sum(s.connected for s in state.sessions.values()),
         "leases": len(state.leases),
@@ -74,15 +74,15 @@ def _stats(node: Node, performer: Performer, state: NodeState) -> dict[str, Any]
     }
 
 
-def _latency(took: Histogram) -> dict[str, Any]:
-    """``buckets``: [upper end in seconds, None of the last; operations], those that are not empty."""
+def _latency(histogram: Histogram) -> dict[str, Any]:
+    """``buckets``: [upper end in seconds, operations] of each bucket that is not empty. The last one ends at None."""
     ends = (*LATENCY_BOUNDS_S, None)
-    buckets = [[end, count] for end, count in zip(ends, took.counts, strict=True) if count]
-    return {"count": sum(took.counts), "sum_s": took.sum_s, "buckets": buckets}
+    buckets = [[end, count] for end, count in zip(ends, histogram.counts, strict=True) if count]
+    return {"count": sum(histogram.counts), "sum_s": histogram.sum_s, "buckets": buckets}
 
 
 def _queues(node: Node) -> dict[str, int]:
-    """The length of each queue: see ``kvstore_queue_length`` in ``node.operator.metrics``."""
+    """Return the length of each queue. ``kvstore_queue_length`` in ``node.operator.metrics`` explains them."""
     pools = [pool for space in node.state.spaces.values() for pool in space.segment.pools.values()]
     return {
         "copies": node.state.tiering.copies.under_way,
@@ -94,19 +94,19 @@ def _queues(node: Node) -> dict[str, int]:
 
 
 def _tenants(state: NodeState) -> dict[str, Any]:
-    """``tenants``: those with the most bytes, as many as fit an answer; and how many are left out."""
+    """Return ``tenants``, as many of the largest ones as fit an answer, and the number of the others."""
     sizes: Counter[str] = Counter()
     for salt, _, size, *_ in tenant_rows(state):
         sizes[salt] += size
     largest = [salt for salt, _ in sizes.most_common(TENANTS_MAX)]
-    found = tenants_stats(state, largest)
-    told = dict(fitted(((salt, found[salt]) for salt in largest), TENANTS_BYTES)) if largest else {}
-    return {"tenants": told, "tenants_left_off": len(sizes) - len(told)}
+    stats = tenants_stats(state, largest)
+    listed = dict(fitted(((salt, stats[salt]) for salt in largest), TENANTS_BYTES)) if largest else {}
+    return {"tenants": listed, "tenants_left_off": len(sizes) - len(listed)}
 
 
 def tenant_rows(state: NodeState) -> list[tuple[str, str, int, int | None, int, int]]:
-    """(salt, tier, bytes, quota, pages refused, pages evicted for the quota) of all tenants. The caller holds the
-    node's mutex."""
+    """Return (salt, tier, bytes, quota, pages refused, pages evicted for the quota) for every tenant and tier. The
+    caller holds the node's mutex."""
     rows: list[tuple[str, str, int, int | None, int, int]] = []
     for name, holdings in ((str(tier), holdings) for tier, holdings in state.tenants.holdings.items()):
         rows += [
@@ -118,22 +118,21 @@ def tenant_rows(state: NodeState) -> list[tuple[str, str, int, int | None, int, 
 
 
 def tenants_stats(state: NodeState, salts: Iterable[str] | None = None) -> dict[str, Any]:
-    """Per salt (None: of all): pages, bytes, quota, evicted and refused pages in each tier; and ``pins``, how many.
-
-    The node's mutex is held."""
+    """Return for each salt (None: all salts) the pages, bytes, quota, evicted and refused pages in each tier, and the
+    number of ``pins``. The caller holds the node's mutex."""
     pins = Counter(pin["salt"] for pin in state.pins.listing())
     return {salt: {**tiers, "pins": pins[salt]} for salt, tiers in state.tenants.stats(salts).items()}
 
 
 def pins_stats(state: NodeState) -> dict[str, Any]:
-    """All pins, and the bytes they keep per tier. The caller holds the node's mutex."""
+    """Return all pins, and the bytes per tier that they keep from eviction. The caller holds the node's mutex."""
     pins = state.pins
     return {"pins": pins.listing(), "bytes": {str(tier): size for tier, size in pins.kept_bytes.items()}}
 
 
 def _hbm(mounts: Mounts, clients: Mapping[str, int]) -> dict[str, Any]:
-    """``{"hbm": {...}}``: the memory that engines have mounted; empty if there is none. The engines decide about its
-    contents."""
+    """Return ``{"hbm": {...}}``: the memory that engines have mounted, and whose contents they choose. Empty if no
+    memory is mounted."""
     segments = mounts.segments.values()
     if not segments:
         return {}
@@ -148,7 +147,7 @@ def _hbm(mounts: Mounts, clients: Mapping[str, int]) -> dict[str, Any]:
         for segment in segments
     ]
     about = {
-        **_tier_of(mounts.counters, "engine"),
+        **_empty_tier(mounts.counters, "engine"),
         "capacity_bytes": sum(segment.frames * segment.frame_class.page_bytes for segment in segments),
         "used_bytes": sum(segment.pages * segment.frame_class.page_bytes for segment in segments),
         "extents": len(mounts.segments),
@@ -167,7 +166,7 @@ def _dram(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
     return {
         "populated_bytes": len(segment.populated) * segment.extent_bytes,
         **_tier(node.state.space, counters, node.config.eviction),
-        "demoted": counters["demoted"],  # left DRAM, and NVMe has them
+        "demoted": counters["demoted"],  # pages that left DRAM and are stored in NVMe
         "bytes_in": clients["put_bytes"] + counters["bytes_promoted"],
         "bytes_out": clients["read_dram_bytes"] + counters["bytes_saved"],
         "hit_ratio": _ratio(clients["hit_dram"], clients["pages_asked"]),
@@ -175,13 +174,16 @@ def _dram(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _nvme(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
-    """``{"nvme": {...}}``; empty if the node has no targets. If none works, the tier has size 0."""
+    """Return ``{"nvme": {...}}``; empty if the node has no targets. If every target failed, the tier has size 0."""
     config, space, counters = node.config, node.state.spaces.get(Tier.NVME), node.state.counters
     if not config.nvme:
         return {}
     written = node.nvme.devices.written_today(today()) if node.nvme is not None else 0
+    numbers = (
+        _tier(space, space.pages.counters, config.eviction) if space is not None else _empty_tier({}, config.eviction)
+    )
     about = {
-        **(_tier(space, space.pages.counters, config.eviction) if space is not None else _tier_of({}, config.eviction)),
+        **numbers,
         "state": _nvme_state(node, written),
         "demoted_pages": counters["pages_saved"],
         "demoted_bytes": counters["bytes_saved"],
@@ -198,7 +200,7 @@ def _nvme(node: Node, clients: Mapping[str, int]) -> dict[str, Any]:
 
 
 def _tier(space: Space, counters: Mapping[str, int], policy: str) -> dict[str, Any]:
-    """The numbers of every tier."""
+    """Return the numbers that every tier has."""
     ages = {f"p{percent}": age_quantile(space.departures.ages, percent / 100) for percent in (50, 90)}
     return {
         **_contents(space.segment),
@@ -206,7 +208,7 @@ def _tier(space: Space, counters: Mapping[str, int], policy: str) -> dict[str, A
         "evicted": _evicted(counters),
         "extents_reclaimed": counters.get("extents_reclaimed", 0),
         "age_at_eviction_s": ages,
-        "ages_at_eviction": dict(space.departures.ages),  # pages by the bit length of those whole seconds
+        "ages_at_eviction": dict(space.departures.ages),  # pages by bit length of the age, see ``age_quantile``
         "ages_at_eviction_sum_s": space.departures.ages_sum_s,
     }
 
@@ -215,8 +217,8 @@ def _evicted(counters: Mapping[str, int]) -> dict[str, int]:
     return {name.removeprefix(_EVICTED): n for name, n in counters.items() if name.startswith(_EVICTED) and n}
 
 
-def _tier_of(counters: Mapping[str, int], policy: str) -> dict[str, Any]:
-    """The numbers of every tier, for an empty tier."""
+def _empty_tier(counters: Mapping[str, int], policy: str) -> dict[str, Any]:
+    """Return what ``_tier`` returns, for a tier without a space."""
     ages = {"p50": None, "p90": None}
     return {
         **_contents(Segment(FRAME_ALIGN, 0)),
@@ -259,7 +261,8 @@ def _contents(segment: Segment) -> dict[str, Any]:
 
 
 def _frames(extents: Iterable[Extent]) -> dict[str, int]:
-    """Frames by state. Free and sealed ones are counted already, and usually there are no others."""
+    """Count frames by state. Extents count free and sealed frames as they change; the other states are rare, and are
+    counted here."""
     counts = dict.fromkeys([state.name.lower() for state in FrameState], 0)
     for extent in extents:
         counts["free"] += len(extent.free)
@@ -271,22 +274,22 @@ def _frames(extents: Iterable[Extent]) -> dict[str, int]:
 
 
 def _devices(node: Node, space: Space | None) -> list[dict[str, Any]]:
-    """One entry per target, in the order of the configuration."""
+    """Return one entry per NVMe target, in the order of the configuration."""
     devices = node.nvme.devices if node.nvme is not None else None
     pages: Counter[str] = Counter()
     used: Counter[str] = Counter()
     for extent in space.segment.extents.values() if space is not None else ():
-        assert devices is not None, "there are extents"
+        assert devices is not None, "a space with extents has devices"
         path = devices.place(extent.position)[0].disk.path
         pages[path] += extent.sealed
         used[path] += extent.sealed * extent.pool.frame_class.page_bytes
     opened = {device.disk.path: device for device in devices.devices} if devices is not None else {}
-    found = []
+    entries = []
     for path, size_bytes in ((str(target.path), target.size) for target in node.config.nvme):
         device, failure = opened.get(path), node.nvme_failures.get(path, "")
         direct = device is not None and device.disk.direct
         state = f"failed: {failure}" if failure else "ready" if direct else "ready, buffered (no O_DIRECT)"
-        found.append(
+        entries.append(
             {
                 "path": path,
                 "state": state,
@@ -297,11 +300,12 @@ def _devices(node: Node, space: Space | None) -> list[dict[str, Any]]:
                 "pages": pages[path],
             }
         )
-    return found
+    return entries
 
 
 def _nvme_state(node: Node, written_today_bytes: int) -> str:
-    """``ready``, ``scanning 40 %``, failed targets with their reasons, and whether today's writes are used up."""
+    """Return ``ready`` or ``scanning 40 %``, then the failed targets with their reasons, and whether the day's writes
+    are used up."""
     parts = [f"{path} failed: {reason}" for path, reason in node.nvme_failures.items()]
     if len(parts) < len(node.config.nvme):
         scan = node.scan
@@ -315,16 +319,16 @@ def age_quantile(ages: Mapping[int, int], share: float) -> float | None:
     """Return the age at eviction (seconds since the last use) that ``share`` of the evicted pages did not exceed; None
     if none was evicted.
 
-    ``ages`` counts pages by the bit length of those whole seconds: 0 is less than a second, 1 is one second, b is from
-    2^(b-1) up to 2^b. Pages are assumed to be spread evenly inside a bucket, so the answer is correct within a factor
-    of two. ``{0: 50, 3: 50}`` has its median at 1 s and its 0.9 quantile at 4 + 0.8 * 4 = 7.2 s.
+    ``ages`` counts pages by the bit length of their age in whole seconds: 0 is less than a second, 1 is one second, b
+    is from 2^(b-1) up to 2^b. Pages are assumed to be spread evenly inside a bucket, so the answer is correct within a
+    factor of two. ``{0: 50, 3: 50}`` has its median at 1 s and its 0.9 quantile at 4 + 0.8 * 4 = 7.2 s.
     """
-    left = share * sum(ages.values())
+    rank = share * sum(ages.values())
     for bucket, count in sorted(ages.items()):
-        if 0 < left <= count:
+        if 0 < rank <= count:
             start, stop = (1 << bucket >> 1, 1 << bucket) if bucket else (0, 1)
-            return start + (stop - start) * left / count
-        left -= count
+            return start + (stop - start) * rank / count
+        rank -= count
     return None
 
 
@@ -333,11 +337,11 @@ def _ratio(part: int, whole: int) -> float | None:
 
 
 def peer_transports(folder: Path) -> dict[str, dict[str, str]]:
-    """Return for each node and transport why its pages cannot come over that transport, or "" if they can, as both ends
-    declare."""
+    """Return for each node and transport why its pages cannot come over that transport, or "" if they can, according to
+    what both ends declare."""
     view = PeersFile(folder).look()
     if view is None:
         return {}
     ours = missing_here()
     others = [peer for name, peer in sorted(view.peers.items()) if name != view.node]
-    return {peer.name: fit_for(ours, peer.transports) for peer in others[:PEERS_TOLD_MAX]}
+    return {peer.name: fit_for(ours, peer.transports) for peer in others[:PEERS_MAX]}
