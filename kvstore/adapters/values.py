@@ -58,7 +58,7 @@ class Values:
         if not wanted or time.monotonic() < self._no_writes_until_s:
             return [False] * len(keys)
         try:
-            self._store.put_many(list(wanted), list(wanted.values()), salt)
+            self._store.put_many(list(wanted), list(wanted.values()), salt, wait=False)
             return [True] * len(keys)
         except KVStoreError as error:
             self._not_written("stored", len(keys), error)

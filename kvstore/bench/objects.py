@@ -42,7 +42,11 @@ class _Batches:
         self._content.fill(self.rows, self._hashes(step))
 
     def put(self, step: int) -> list[bool]:
-        """Put the values in ``rows`` as that batch."""
+        """Put the values in ``rows`` as that batch; return when they are published."""
+        return self.store.put_many(self.keys[step], self.values, wait=False)
+
+    def put_wait(self, step: int) -> list[bool]:
+        """Put the values in ``rows`` as that batch; return when they are sealed."""
         return self.store.put_many(self.keys[step], self.values)
 
     def get(self, step: int) -> list[int]:
@@ -61,8 +65,13 @@ class _Batches:
 
 
 def put(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
-    """Put new objects, with free frames, until they are acknowledged and sealed."""
+    """Put new objects, with free frames, until they are published."""
     return [_measured(stage, name, bar, "put", VALUE_BYTES[geometry])]
+
+
+def put_wait(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
+    """Put new objects, with free frames, until they are acknowledged and sealed."""
+    return [_measured(stage, name, bar, "put_wait", VALUE_BYTES[geometry])]
 
 
 def get(stage: Stage, name: str, bar: Bar | None, geometry: str) -> list[Result]:
@@ -84,18 +93,18 @@ def _measured(stage: Stage, name: str, bar: Bar | None, verb: str, value_bytes: 
         steps = [int(step) for step in np.random.default_rng(5).permutation(count)]
 
         def prepare(step: int) -> int:
-            if verb == "put":
+            if verb != "get":
                 batches.fill(step)
             return step
 
         def check(variant: str, value: object) -> None:
-            if variant == "put" and value != [True] * BATCH:
+            if variant.startswith("put") and value != [True] * BATCH:
                 raise BenchFailed("an object was not stored")
             if variant == "get" and value != [value_bytes] * BATCH:
                 raise BenchFailed(f"get found {value}")
 
         def before_round() -> None:
-            if verb == "put":
+            if verb != "get":
                 for keys in batches.keys:
                     batches.store.delete(keys)
 
@@ -133,10 +142,10 @@ def _limits(values: list[Bytes], places: Bytes, verb: str) -> dict[str, Any]:
     def memmove(step: int) -> None:
         for i, place in enumerate(at):
             there = start + (step * BATCH + i) * size
-            ctypes.memmove(*((there, place) if verb == "put" else (place, there)), size)
+            ctypes.memmove(*((place, there) if verb == "get" else (there, place)), size)
 
     def copy(step: int) -> None:
         for value, there in zip(values, places[step], strict=True):
-            np.copyto(*((there, value) if verb == "put" else (value, there)))
+            np.copyto(*((value, there) if verb == "get" else (there, value)))
 
     return {"memmove": memmove, "copy": copy}

@@ -72,6 +72,7 @@ _ROWS = (
     Row("put_one_256k", "put of one page of 256 KiB / memcpy", _at_most(4), partial(put.put_one, geometry="256k")),
     Row("put_calls", "calls of Python functions for an embedded put of 12 pages", None, put.put_calls),
     *_sized("objects_put", "put, 32 objects of {} by one call / memcpy", (0.9, 0.7, 0.5), objects.put),
+    *_sized("objects_put_wait", "put, 32 objects of {}, sealed / memcpy", (0.8, 0.5, 0.3), objects.put_wait),
     *_sized("objects_get", "get, 32 objects of {} by one call / memcpy", (0.9, 0.85, 0.6), objects.get),
     Row("evict_1m", "a page that evicts one: node of a million / of 10 k pages", _at_most(1.5), evict.evict),
     Row("memory_1m", "bytes per page in addition to data and token ids", BYTES_400, memory.memory),

@@ -84,18 +84,27 @@ class ObjectVerbs(ABC):
     def __init__(self) -> None:
         self._registrations = Registrations()
 
-    def put(self, key: str, data: Any, salt: str = "", replace: bool = False) -> bool:
+    def put(self, key: str, data: Any, salt: str = "", replace: bool = False, *, wait: bool = True) -> bool:
         """Store ``data`` under ``key``; return whether that was done. See ``put_many``."""
-        return self.put_many([key], [data], salt, replace)[0]
+        return self.put_many([key], [data], salt, replace, wait=wait)[0]
 
     @abstractmethod
-    def put_many(self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False) -> list[bool]:
+    def put_many(
+        self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False, *, wait: bool = True
+    ) -> list[bool]:
         """Store values, each a buffer or a list of buffers that are concatenated; return for each whether it was
         stored.
 
         False means that the key exists and ``replace`` is not given, or that another writer was faster. With
         ``replace``, readers find the old value, nothing for a moment, or the new one, but never a mixture. A stored
         value survives the daemon.
+
+        Args:
+            wait: False returns as soon as new values are *published* in shared memory, which is faster: every later
+                call in any process finds them, and they survive the daemon and this process. But when two writers put
+                one new key at the same moment, both may receive True; one of the two values is stored. The call waits
+                all the same for values that replace others, values of more than 16 MiB, a full log, an embedded store,
+                and over gRPC.
 
         Raises:
             InvalidRequest: a key, value or salt is invalid, a key is given twice, or a value is larger than all DRAM,

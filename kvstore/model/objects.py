@@ -136,9 +136,9 @@ class About(NamedTuple):
         about = _ABOUT.pack(_MARK, len(self.name), self.value_bytes, self.pieces, number)
         return (about + self.name).ljust(4 * width, b"\0")
 
-    def row(self, root: bytes, width: int) -> bytes:
-        """The head's identity row."""
-        return key_hash(root, self.name) + root + HEAD_TAG + self.nonce + self.words(0, width)
+    def row(self, root: bytes, width: int, key: bytes) -> bytes:
+        """Return the head's identity row; ``key`` is its page key, ``key_hash(root, name)``."""
+        return key + root + HEAD_TAG + self.nonce + self.words(0, width)
 
     def piece_keys(self, root: bytes, width: int) -> Keys:
         """Keys of the pieces, in order."""

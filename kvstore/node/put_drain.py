@@ -132,7 +132,7 @@ log = logging.getLogger("kvstore.node")
 _BUSY = int(Status.BUSY)
 _READ = boundary.RequestGuard("control/published")
 # Performed together, and more of them may come soon.
-_WATCHED = ev.SealGranted, ev.Publish, ev.Retract
+_WATCHED = ev.SealGranted, ev.SealObjects, ev.Publish, ev.Retract
 PAGES_TOGETHER = 64  # of records in one decision, which bounds the memory of its index transaction
 AGAIN_S = 0.005  # between checks of records whose pages are being saved to NVMe
 
@@ -188,6 +188,7 @@ class PutDrain:
         self._held: dict[int, _Held] = {}  # by slot
         self._asks: dict[int, Callable[[int, int, Message], ev.Event]] = {
             Op.SEAL_GRANTED: self._seal_granted,
+            Op.SEAL_OBJECTS: self._seal_objects,
             Op.BEGIN: self._begin,
             Op.LEASE: self._lease,
             Op.RELEASE: self._release,
@@ -264,6 +265,13 @@ class PutDrain:
         event.number = position
         return event
 
+    def _seal_objects(self, session: int, position: int, message: Message) -> ev.Event:
+        event = objects_event(session, message, self._class_of, time.monotonic_ns())
+        if any(message.body[-ADDRESS_BYTES * message.entries :]):
+            raise InvalidRequest("replaces", "an object that replaces another is not published")
+        event.number = position
+        return event
+
     def _begin(self, session: int, position: int, message: Message) -> ev.Event:
         return begin_event(session, message, self._class_of, time.monotonic_ns())
 
@@ -319,7 +327,7 @@ class PutDrain:
         return decided
 
     def _mark(self, puts: PutLog, record: _Record, done: bool) -> None:
-        if done and type(record.event) is ev.SealGranted:
+        if done and isinstance(record.event, ev.SealGranted | ev.SealObjects):
             self._state.counters["puts_drained"] += 1
         if type(record.event) in _WATCHED:
             self.times += 1

@@ -157,16 +157,25 @@ class PutLog:
 
     def holds(self, key: bytes, slot: int) -> bool:
         """Whether that key was published in this slot, and is not taken in. A hint."""
-        find, ring = self._map.find, _RINGS_AT + slot * RING_BYTES
-        start, stop = self._words[_DRAINED + slot], self._words[_PUBLISHED + slot]
+        find = self._map.find
+        return any(find(key, start, stop) >= 0 for start, stop in self._pending(slot))
+
+    def pending(self, keys: list[bytes]) -> list[bytes]:
+        """Return those of these keys that were published in any slot and are not taken in. Hints."""
+        find, parts = self._map.find, [part for slot in self.waiting() for part in self._pending(slot)]
+        return [key for key in keys if any(find(key, start, stop) >= 0 for start, stop in parts)] if parts else []
+
+    def _pending(self, slot: int) -> list[tuple[int, int]]:
+        """Return the parts of the file, each from one byte up to another, with this slot's pending records."""
+        ring, start, stop = _RINGS_AT + slot * RING_BYTES, self._words[_DRAINED + slot], self._words[_PUBLISHED + slot]
         first, last = start % RING_BYTES, stop % RING_BYTES
         if start >= stop:
-            return False
+            return []
         if stop - start >= RING_BYTES:
-            first, last = 0, RING_BYTES
+            return [(ring, ring + RING_BYTES)]
         if first < last:
-            return find(key, ring + first, ring + last) >= 0
-        return find(key, ring + first, ring + RING_BYTES) >= 0 or find(key, ring, ring + last) >= 0
+            return [(ring + first, ring + last)]
+        return [(ring + first, ring + RING_BYTES), (ring, ring + last)]
 
     # --- for the client that has a slot -----------------------------------------------------------------------------
 

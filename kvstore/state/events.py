@@ -119,7 +119,8 @@ class SealObjects(Happening):
     addresses: list[Address]
     rows: Rows
     replaces: list[Address]
-    number = 0  # as of ``SealGranted``: it is sent
+    number: int = 0  # as in ``SealGranted``; published objects replace nothing
+    joins: bool = False  # as in ``SealGranted``
 
 
 @dataclass(slots=True)

@@ -103,6 +103,7 @@ class NodeState:
         rules = {tier: parts.rules for tier, parts in tiers.items()}
         self.tiering = Tiering(self.spaces, rules, self.writing, self.tenants, self.counters)
         self.objects = Objects(self.spaces, self.sessions, self.tiering.copies, self.counters, self._seal_granted)
+        self.batches = ObjectBatches(self.objects, self.writing, self.sessions)
         self.pins = self.tiering.pins = Pins(self.spaces, self.tenants, pins_share_max)
         self.mounts = Mounts(self.segment.numbers, self.tenants, self.sessions)
         self._handlers = self._table()
@@ -111,7 +112,8 @@ class NodeState:
         """The handler of each event."""
         return {
             ev.SealGranted: self._seal,
-            **ObjectBatches(self.objects, self.writing, self.sessions).handlers(),
+            ev.SealObjects: self._seal_objects,
+            ev.Delete: self.objects.delete,
             ev.Grant: self._grant,
             ev.Begin: self.begun.begin,
             ev.Reserve: self._reserve,
@@ -244,20 +246,29 @@ class NodeState:
         assert type(reply) is do.Reply
         if event.frame_class.layers == 1:
             self.objects.sealed(event, reply)
-        if event.number and _BUSY not in reply.statuses:
-            self._free_refused(event, reply.statuses or [-1] * len(event.addresses), out)
-        return out
+        return self._with_refused_freed(event, out)
 
-    def _free_refused(self, event: ev.SealGranted, statuses: list[int], out: list[do.Instruction]) -> None:
-        """Free at once the frames that a published put may not have: its writer is not told."""
-        session = self.sessions[event.session]
-        answers = zip(event.addresses, statuses, strict=True)
-        freed = sorted({address for address, status in answers if status != _OK} & session.granted)
+    def _seal_objects(self, event: ev.SealObjects) -> list[do.Instruction]:
+        return self._with_refused_freed(event, self.batches.seal(event))
+
+    def _with_refused_freed(
+        self, event: ev.SealGranted | ev.SealObjects, out: list[do.Instruction]
+    ) -> list[do.Instruction]:
+        """Free the frames that a published put may not keep: its writer receives no reply. A put that is BUSY keeps its
+        frames, because it will be decided again."""
+        reply, session = out[-1], self.sessions.get(event.session)
+        assert type(reply) is do.Reply
+        if not event.number or session is None or _BUSY in reply.statuses:
+            return out
+        statuses = reply.statuses or [-1] * len(event.addresses)
+        refused = {address for address, status in zip(event.addresses, statuses, strict=True) if status != _OK}
+        freed = sorted(refused & session.granted)
         if freed:
-            reply = out.pop()
+            out.pop()
             self._free_granted(session, freed, out)
             out.append(reply)
             self.counters["pages_published_in_vain"] += len(freed)
+        return out
 
     def _seal_granted(self, event: ev.SealGranted) -> list[do.Instruction]:
         out: list[do.Instruction] = []

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Mapping
-from typing import Any
 
 import numpy as np
 
@@ -229,10 +228,6 @@ class ObjectBatches:
         self._space = writing.space
         self._sessions = sessions
 
-    def handlers(self) -> dict[type, Callable[[Any], list[do.Instruction]]]:
-        """The handler of each event on objects."""
-        return {ev.SealObjects: self.seal, ev.Delete: self._objects.delete}
-
     def seal(self, event: ev.SealObjects) -> list[do.Instruction]:
         """See ``events.SealObjects``. Per page what became of its object: as ``Objects.seal``, and OVER_QUOTA."""
         keys, spans = keys_of(event.rows), _spans(event)
@@ -329,7 +324,7 @@ class ObjectBatches:
         out.append(do.WriteSealed(addresses, keys, infos, rows, parents, spans=spans))
         pool.granted_ahead -= len(addresses)
         self._writing.counters["pages_sealed"] += len(addresses)
-        if self._writing.pending:
+        if self._writing.pending or event.number:
             space.pages.show(keys, root, addresses, infos)
             self._writing.follow(keys, out)
 

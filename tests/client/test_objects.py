@@ -90,28 +90,20 @@ def test_only_a_head_is_sealed_as_one(store: Store) -> None:
     from kvstore.client.local import object_batches
 
     assert store.put("k", b"1")
-    genuine = object_batches.About.head_keys
+    genuine = object_batches.About.row
     forged = {
-        "other key": lambda about, root, width: _with_key(genuine(about, root, width), b"x" * 16),
-        "no tag": lambda about, root, width: _without_tag(genuine(about, root, width)),
-        "too long": lambda about, root, width: genuine(about._replace(value_bytes=1 << 40), root, width),
-        "pieces of nothing": lambda about, root, width: genuine(about._replace(pieces=1 << 31), root, width),
+        "other key": lambda about, root, width, key: genuine(about, root, width, b"x" * 16),
+        "no tag": lambda *of: genuine(*of).replace(objects.HEAD_TAG, bytes(8)),
+        "too long": lambda about, *of: genuine(about._replace(value_bytes=1 << 40), *of),
+        "pieces of nothing": lambda about, *of: genuine(about._replace(pieces=1 << 31), *of),
     }
-    for what, head_keys in forged.items():
+    for what, row in forged.items():
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(object_batches.About, "head_keys", head_keys)
+            patch.setattr(object_batches.About, "row", row)
             with pytest.raises(InvalidRequest, match="object's head"):
                 store.put("k2", b"2")
         assert store.get("k").tobytes() == b"1" and not store.contains("k2"), what
     assert store.put("k2", b"2") and store.verify()["findings"] == []
-
-
-def _with_key(keys: kvstore.Keys, key: bytes) -> kvstore.Keys:
-    return kvstore.Keys(keys.page_tokens, keys.root, keys.parent, [key], keys.tokens, keys.extras, tag=None)
-
-
-def _without_tag(keys: kvstore.Keys) -> kvstore.Keys:
-    return kvstore.Keys(keys.page_tokens, keys.root, keys.parent, keys.hashes, keys.tokens, [bytes(16)], tag=None)
 
 
 @pytest.mark.parametrize("gone", [lambda store: store.delete("k"), lambda store: store.clear("k")])

@@ -93,6 +93,8 @@ def bad_requests(published: Published) -> dict[str, bytes]:
     return {
         "another verb": published.request(chain(102, 2), op=Op.REVOKE),
         "an object": published.request(chain(101, 2), flags=NO_REPLY | OBJECT),
+        "objects that replace others": published.request(chain(105, 2), op=Op.SEAL_OBJECTS) + bytes(31) + b"1",
+        "objects without what they replace": published.request(chain(106, 2), op=Op.SEAL_OBJECTS)[:-40],
         "too short for a header": good[:16],
         "rows are missing": good[:-40],
         "rows of what is begun are missing": published.request(chain(103, 2), op=Op.BEGIN)[:-40],

@@ -302,7 +302,9 @@ class MooncakeDistributedStore:
         wanted = {key: value for key, value in zip(keys, values, strict=True) if value is not None}
 
         def store_all(store: Store) -> int:
-            store.put_many(list(wanted), list(wanted.values()), self._salt)  # an existing key is not an error
+            store.put_many(
+                list(wanted), list(wanted.values()), self._salt, wait=False
+            )  # an existing key is not an error
             return OK
 
         def store_one(key: str) -> int:

@@ -49,11 +49,33 @@ def _looked_for(
     for _ in range(LOOKS):
         if found[0] == len(hashes) or seen is None:
             break
-        seen = mapped.published.look(partial(_missed, mapped, hashes, found[0], closed), seen, mapped.channel)
-        if follow(mapped):  # pages taken in since may be in a new index only
-            seen = mapped.published.seen
+        seen = _look(mapped, partial(_missed, mapped, hashes, found[0], closed), seen)
         if seen is not None:
             found = _named(mapped, hashes, closed)
+    return found
+
+
+def _look(mapped: Mapped, missed: Callable[[], list[bytes]], seen: bytes) -> bytes | None:
+    """As ``Published.look``; also follow the node to a new index, which alone may have the pages taken in since."""
+    now = mapped.published.look(missed, seen, mapped.channel)
+    return mapped.published.seen if follow(mapped) else now
+
+
+def find_published(mapped: Mapped, hashes: list[bytes]) -> list[bytes | None]:
+    """Return the raw address of each of these keys in DRAM, None where it is not there; the keys are of no chain.
+
+    Published pages count: the node is asked to take them in first. Raises IndexDamaged.
+    """
+    published, tier = mapped.published, mapped.dram.tier
+    seen: bytes | None = 2 * published.drained
+    found = mapped.index.find_many(tier, hashes)
+    for _ in range(LOOKS):
+        if None not in found or seen is None or (published.rests(seen) and mapped.words[_EPOCH] == mapped.epoch):
+            break
+        missing = [key for key, raw in zip(hashes, found, strict=True) if raw is None]
+        seen = _look(mapped, partial(list, missing), seen)
+        if seen is not None:
+            found = mapped.index.find_many(tier, hashes)
     return found
 
 

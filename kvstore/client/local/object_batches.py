@@ -1,26 +1,20 @@
-"""ObjectsPut: puts several objects into a node of this machine. They are copied into granted frames and sealed many at
-a time, each object as a whole.
+"""Finds, reads and puts many objects at once on a node of this machine, with few Python steps for each.
 
-Some objects cannot be put this way: those that are larger than a request may be, those that get no frames now, and
-those with which the node is busy. The caller puts these one after another, and reports why one is not stored.
+``find_heads`` looks up the heads of all names in one index transaction, then proves them one extent at a time. A head
+is proven like any page (see ``verify_hit``): its frame's word says SEALED under the generation that the index named,
+and its record holds the whole key. ``find_head`` does the same for one name.
 
-Reads many objects at once from DRAM: two index transactions find heads and pieces, which are proven and copied, and
-their generations are compared again once all are copied.
+``read_objects`` finds heads and pieces in two index transactions, copies the values, and compares all generations again
+at the end. Objects that are not in DRAM or that changed are left to the caller, which reads them one after another.
 
-Objects that are not in DRAM or that changed are left to the caller, which reads them one after another; so are all
-objects if checksums are to be verified.
-
-Finds many objects at once: one index transaction names their heads, which are then proven one extent at a time.
-
-A head is proven like any page (see ``verify_hit``): its frame's word says SEALED under the generation that the index
-named, and its record holds the whole key. ``find_heads`` answers for many keys what ``find_head`` answers for
-one.
-
-Parts of the object verbs: finds heads, puts pieces and heads.
+``ObjectsPut`` copies many objects into granted frames, and publishes or seals many at a time, each object as a whole.
+It leaves some objects to the caller, which puts them one after another (``PiecesPut``, ``HeadPut``) and reports why one
+is not stored: those larger than a request, those without frames, and those with which the node is busy.
 """
 
 from __future__ import annotations
 
+import contextlib
 import secrets
 import struct
 import time
@@ -36,12 +30,13 @@ from kvstore import failpoint
 from kvstore.client.buffers import DeviceRows, Rows, Scattered
 from kvstore.client.local.frame_copies import frames_of
 from kvstore.client.local.grants import GrantPool, Purpose, still_ours
+from kvstore.client.local.index_lookup import find_published
 from kvstore.client.local.node import Mapped
 from kvstore.client.local.publisher import PendingReply
 from kvstore.client.local.put import BATCH_BYTES, LocalPut, SealBatch
 from kvstore.client.local.tier_reader import MappedExtent
 from kvstore.device.host_memory import copy
-from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded
+from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded, Unavailable
 from kvstore.model.objects import (
     NONCE_BYTES,
     About,
@@ -55,7 +50,7 @@ from kvstore.model.objects import (
 from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, KEY, Address, FrameClass, FrameState, Status, word_of
 from kvstore.shm.index import IndexDamaged
-from kvstore.wire.control import OBJECT, Op, batch_objects, pack_addresses
+from kvstore.wire.control import NO_REPLY, OBJECT, Op, batch_objects, encode, pack_addresses
 
 _SEALED = int(FrameState.SEALED)
 
@@ -136,15 +131,15 @@ class DramHeads:
 
     __slots__ = ("keys", "raws", "frames", "heads", "large", "other")
 
-    def __init__(self, mapped: Mapped, root: bytes, names: Sequence[bytes]) -> None:
-        self.keys = [key_hash(root, name) for name in names]
+    def __init__(self, mapped: Mapped, root: bytes, names: Sequence[bytes], keys: list[bytes] | None = None) -> None:
+        self.keys = keys if keys is not None else [key_hash(root, name) for name in names]
         self.raws: list[bytes | None] = []
         self.frames: list[GatheredFrames] = []
         self.heads: list[tuple[MappedExtent, int, int] | None] = [None] * len(names)
         self.large: dict[int, tuple[int, bytes]] = {}
         self.other: set[int] = set()
         try:
-            self.raws = mapped.index.find_many(mapped.dram.tier, self.keys)
+            self.raws = find_published(mapped, self.keys)
         except IndexDamaged:
             return  # the daemon will rebuild the index under a new epoch
         for frames in gather(mapped, self.raws) if any(self.raws) else ():
@@ -164,10 +159,12 @@ class DramHeads:
                 self.other.add(place)
 
 
-def find_heads(mapped: Mapped, root: bytes, names: Sequence[bytes]) -> list[bytes | None]:
+def find_heads(
+    mapped: Mapped, root: bytes, names: Sequence[bytes], keys: list[bytes] | None = None
+) -> list[bytes | None]:
     """Return the address of each object's head, in any tier; None if there is none, or if it belongs to another
-    string."""
-    proven = DramHeads(mapped, root, names)
+    string. ``keys``: those of the names, if they are known."""
+    proven = DramHeads(mapped, root, names, keys)
     found = [raw if head is not None else None for raw, head in zip(proven.raws, proven.heads, strict=False)]
     found += [None] * (len(names) - len(found))
     left = [place for place, raw in enumerate(found) if raw is None and place not in proven.other]
@@ -317,7 +314,8 @@ def find_head(mapped: Mapped, root: bytes, name: bytes) -> Found | None:
     key = key_hash(root, name)
     try:
         for reader in mapped.tiers:
-            raw = mapped.index.find_many(reader.tier, [key])[0]
+            memory = reader.tier is mapped.dram.tier
+            raw = (find_published(mapped, [key]) if memory else mapped.index.find_many(reader.tier, [key]))[0]
             head = reader.object_head(raw) if raw is not None else None
             if raw is not None and head is not None:
                 about = read_row(head.row)
@@ -443,14 +441,26 @@ class _Sealing:
 
 
 class ObjectsPut:
-    """The objects of one call. ``stored`` is called once."""
+    """The objects of one call. ``stored`` is called once.
+
+    Args:
+        wait: False publishes objects that replace nothing, where that is possible, instead of waiting for the node.
+    """
 
     def __init__(
-        self, mapped: Mapped, root: bytes, names: Sequence[bytes], sources: Sequence[Scattered], replace: bool
+        self,
+        mapped: Mapped,
+        root: bytes,
+        names: Sequence[bytes],
+        sources: Sequence[Scattered],
+        replace: bool,
+        wait: bool,
     ) -> None:
         self._mapped, self._root, self._replace = mapped, root, replace
         self._names, self._sources = names, sources
-        self._replaced = find_heads(mapped, root, names)
+        self._keys = [key_hash(root, name) for name in names]
+        self._publishes = not wait and LocalPut.may_publish(mapped)
+        self._replaced = find_heads(mapped, root, names, self._keys)
         self._stored: list[bool | None] = [None] * len(names)
 
     def stored(self) -> list[bool | None]:
@@ -464,7 +474,7 @@ class ObjectsPut:
         try:
             for pool, objects in self._requests():
                 sealing = self._copied(pool, objects)
-                if sealing is not None:
+                if sealing is not None and not (self._publishes and self._publish(sealing)):
                     under_way.append(sealing)
                     sealing.reply = self._request(sealing)
             while under_way:
@@ -480,39 +490,45 @@ class ObjectsPut:
     def _requests(self) -> Iterator[tuple[GrantPool, list[_Whole]]]:
         """Yield the objects to be put now, as many at a time as fit one request."""
         by_class: dict[FrameClass, list[_Whole]] = {}
+        nonces, extent_bytes = (
+            secrets.token_bytes(NONCE_BYTES * len(self._names)),
+            int(self._mapped.header.extent_bytes),
+        )
         for place, (name, source) in enumerate(zip(self._names, self._sources, strict=True)):
             if self._replaced[place] is not None and not self._replace:
                 self._stored[place] = False
                 continue
-            frame_class, about = planned(self._mapped, name, source.nbytes)
-            by_class.setdefault(frame_class, []).append(_Whole(place, about, about.pieces + 1))
+            frame_class = class_for(name, source.nbytes, extent_bytes)
+            pieces = pieces_of(source.nbytes, frame_class.page_bytes)
+            about = About(name, source.nbytes, pieces, nonces[NONCE_BYTES * place : NONCE_BYTES * (place + 1)])
+            by_class.setdefault(frame_class, []).append(_Whole(place, about, pieces + 1))
         for frame_class, objects in by_class.items():
-            pool = self._mapped.pool(frame_class)
+            pool = self._mapped.pool(frame_class, self._root if self._publishes else b"")
             limit = min(batch_objects(frame_class.page_tokens), max(1, BATCH_BYTES // frame_class.page_bytes))
-            some: list[_Whole] = []
-            left = limit
+            batch: list[_Whole] = []
+            room = limit
             for each in objects:
                 if each.pages > limit:
                     continue  # its pieces are sent on their own, request after request
-                if each.pages > left:
-                    yield pool, some
-                    some, left = [], limit
-                some.append(each)
-                left -= each.pages
-            if some:
-                yield pool, some
+                if each.pages > room:
+                    yield pool, batch
+                    batch, room = [], limit
+                batch.append(each)
+                room -= each.pages
+            if batch:
+                yield pool, batch
 
     def _copied(self, pool: GrantPool, objects: list[_Whole]) -> _Sealing | None:
         """Copy as many of these objects as there are frames for. Returns None if there are no frames."""
-        wanted = sum([each.pages for each in objects])
-        frames = pool.take_granted(wanted, Purpose(self._root), self._mapped.timeout_s)
-        if len(frames) < wanted:
-            left, wished, objects = len(frames), objects, []
-            for each in wished:
-                if each.pages <= left:
+        pages = sum([each.pages for each in objects])
+        frames = pool.take_granted(pages, Purpose(self._root), self._mapped.timeout_s)
+        if len(frames) < pages:
+            room, all_objects, objects = len(frames), objects, []
+            for each in all_objects:
+                if each.pages <= room:
                     objects.append(each)
-                    left -= each.pages
-            used = len(frames) - left
+                    room -= each.pages
+            used = len(frames) - room
             frames, spare = frames[:used], frames[used:]
             pool.add(spare)
             if not objects:
@@ -521,29 +537,62 @@ class ObjectsPut:
             if failpoint.ACTIVE:
                 failpoint.hit("client.granted")
             with self._mapped.channel.copies:
-                at = 0
-                for each in objects:
-                    copy_from(self._sources[each.place], 0, self._mapped, frames[at : at + each.pages])
-                    at += each.pages
-                    if failpoint.ACTIVE:
-                        failpoint.hit("client.copied")
+                self._copy(objects, frames)
             return _Sealing(pool, objects, frames, self._body(pool.frame_class, objects, frames))
         except BaseException:
             pool.forfeit(frames)
             raise
 
+    def _copy(self, objects: list[_Whole], frames: list[Address]) -> None:
+        pages: list[Rows] = []
+        now_ns = time.monotonic_ns()
+        for extent, frame, i, j in frames_of(self._mapped, frames):
+            pages.extend(extent.pages[frame : frame + j - i])
+            extent.last_use[frame : frame + j - i] = now_ns
+        at = 0
+        for place, about, count in objects:
+            source = self._sources[place]
+            if count == 1 and len(source.parts) == 1:
+                copy(pages[at][: about.value_bytes], source.parts[0])
+            else:
+                for page, row in enumerate(pages[at : at + count]):
+                    source.read(page * row.size, row)
+            at += count
+            if failpoint.ACTIVE:
+                failpoint.hit("client.copied")
+
     def _body(self, frame_class: FrameClass, objects: list[_Whole], frames: list[Address]) -> tuple[bytes, ...]:
         """Return the identity rows of the objects' pages, and the addresses that their heads replace."""
-        root, width = self._root, frame_class.page_tokens
+        root, width, keys = self._root, frame_class.page_tokens, self._keys
         rows: list[bytes] = []
         replaced: list[bytes] = []
-        for each in objects:
-            if each.about.pieces:
-                rows.append(each.about.piece_keys(root, width).identity_bytes)
-                replaced.append(_NOTHING * each.about.pieces)
-            rows.append(each.about.head_keys(root, width).identity_bytes)
-            replaced.append(self._replaced[each.place] or _NOTHING)
+        for place, about, _ in objects:
+            if about.pieces:
+                rows.append(about.piece_keys(root, width).identity_bytes)
+                replaced.append(_NOTHING * about.pieces)
+            rows.append(about.row(root, width, keys[place]))
+            replaced.append(self._replaced[place] or _NOTHING)
         return pack_addresses(frames), *rows, *replaced
+
+    def _publish(self, sealing: _Sealing) -> bool:
+        """Publish these objects in the log: they are found from now on. Returns False if they must be sent as a request
+        instead: the log is full, or one of them replaces another."""
+        publisher, mapped = self._mapped.channel.publisher, self._mapped
+        if publisher is None or any(self._replaced[each.place] is not None for each in sealing.objects):
+            return False
+        count, number = len(sealing.addresses), sealing.pool.class_number
+        request = encode(Op.SEAL_OBJECTS, 0, count=count, a=number, flags=NO_REPLY, body=sealing.body)
+        if not publisher.publish(request, [self._keys[each.place] for each in sealing.objects], mapped.header):
+            return False
+        if failpoint.ACTIVE:
+            failpoint.hit("client.published")
+        for each in sealing.objects:
+            self._stored[each.place] = True
+        mapped.counters.put(mapped.row(sealing.pool.frame_class), count)
+        if publisher.unheard:
+            with contextlib.suppress(Unavailable):
+                mapped.channel.request(Op.DRAIN, flags=NO_REPLY, timeout_s=0.0)
+        return True
 
     def _request(self, sealing: _Sealing) -> PendingReply:
         count, number = len(sealing.addresses), sealing.pool.class_number

@@ -63,15 +63,18 @@ class LocalObjects(ObjectVerbs):
         super().__init__()
         self._object_caches: dict[tuple[str, FrameClass, bool], LocalCache] = {}
 
-    def put_many(self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False) -> list[bool]:
+    def put_many(
+        self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False, *, wait: bool = True
+    ) -> list[bool]:
         """See ``ObjectVerbs.put_many``."""
         names, sources = sources_of(keys, values)
         root = root_of_salt(salt)
         mapped = self._node.writable()
-        for name, source in zip(names, sources, strict=True):
-            _check_size(mapped, name, source.nbytes)
+        if max([source.nbytes for source in sources], default=0) > mapped.header.extent_bytes // 2:
+            for name, source in zip(names, sources, strict=True):
+                _check_size(mapped, name, source.nbytes)
         name_objects(mapped, root, salt)
-        stored = ObjectsPut(mapped, root, names, sources, replace).stored()
+        stored = ObjectsPut(mapped, root, names, sources, replace, wait).stored()
         failure: Unavailable | None = None
         for place in [place for place, done in enumerate(stored) if done is None]:
             try:
@@ -184,6 +187,8 @@ class LocalObjects(ObjectVerbs):
         """Yield names of a root's objects that begin with ``start``, one list per ``LOOK_PAGES`` pages of the node. An
         object that is in two tiers, or that moves in the meantime, may be listed twice."""
         mapped = self._node.mapped()
+        if mapped is not None:
+            mapped.published.take_in(mapped.channel)
         names = dict[bytes, None]()
         for looked, row in enumerate(mapped.object_rows() if mapped is not None else (), 1):
             found = read_row(row) if row is not None else None

@@ -308,7 +308,7 @@ class Published:
         seen = seen if log is before else b""
         if log is None or log.positions() == seen:
             return None
-        waiting = [key for key in missed() if log.holder(key) >= 0]
+        waiting = log.pending(missed())
         if not waiting and 2 * log.drained == seen:
             return None
         if waiting and not self._ask(channel):
@@ -317,6 +317,12 @@ class Published:
             self._await_arrival(log, key)
         self.seen = 2 * log.drained
         return self.seen
+
+    def take_in(self, channel: Channel) -> None:
+        """Ask the node to take in everything that is published, before a scan of the index. Raises nothing."""
+        log = self._current()
+        if log is not None and not log.quiet:
+            self._ask(channel)
 
     def _current(self) -> PutLog | None:
         """Return the node's log, reopened if the daemon has recreated it since this node was mapped."""

@@ -39,7 +39,9 @@ class RemoteObjects(ObjectVerbs):
 
     _node: RemoteNode
 
-    def put_many(self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False) -> list[bool]:
+    def put_many(
+        self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False, *, wait: bool = True
+    ) -> list[bool]:
         """See ``ObjectVerbs.put_many``; up to ``PUTS_AT_ONCE`` values are sent at a time.
 
         Raises:

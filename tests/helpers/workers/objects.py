@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import signal
 import sys
+import time
 from typing import Any
 
 import kvstore
@@ -35,7 +36,19 @@ def race(store: kvstore.Store, a: dict[str, Any]) -> None:
     for turn in range(a["turns"]):
         keys = [f"{turn}/{i}" for i in range(a["batch"])]
         values = [value_of(a["number"] + i, a["size"]) for i in range(a["batch"])]
-        log("put", turn=turn, stored=store.put_many(keys, values))
+        log("put", turn=turn, stored=store.put_many(keys, values, wait=a.get("wait", True)))
+
+
+def publish(store: kvstore.Store, a: dict[str, Any]) -> None:
+    """Batches of new keys, published, until SIGTERM; each value tells its turn and place."""
+    turn = 0
+    while not _ended:
+        turn += 1
+        keys, values = zip(
+            *((f"{turn}/{i}", value_of(turn + i, size)) for i, size in enumerate(a["sizes"])), strict=True
+        )
+        log("put", turn=turn, stored=store.put_many(keys, values, wait=False))
+        time.sleep(0.02)
 
 
 def replace(store: kvstore.Store, a: dict[str, Any]) -> None:
@@ -58,7 +71,9 @@ def main() -> None:
     arguments = json.loads(sys.argv[2])
     with kvstore.connect(arguments["node"], timeout_s=10.0) as store:
         log("started")
-        {"put": put, "put_many": put_many, "race": race, "replace": replace}[sys.argv[1]](store, arguments)
+        {"put": put, "put_many": put_many, "race": race, "publish": publish, "replace": replace}[sys.argv[1]](
+            store, arguments
+        )
     signal.signal(signal.SIGTERM, signal.SIG_IGN)  # an interpreter that ends would put back what kills
 
 
