@@ -16,9 +16,6 @@ from kvstore.client.local.publisher import DRAIN_S
 from kvstore.errors import QuotaExceeded, Unavailable
 from kvstore.node.verify_stopped import verify_folder
 from kvstore.shm import put_log
-from kvstore.shm.folder import NodeFolder
-from kvstore.shm.header import Header
-from kvstore.shm.put_log import PutLog
 from tests.helpers.beacon import Beacon
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.inside import hurry
@@ -29,6 +26,7 @@ from tests.helpers.processes import (
     check_pages,
     evict_all,
     frames,
+    log_of,
     put,
     wait_settled,
     wait_until,
@@ -36,15 +34,6 @@ from tests.helpers.processes import (
 
 WIDE = Layout(model="published-test", layers=1, kv_heads=1, head_dim=1, dtype="uint8", page_tokens=4096)
 """Pages whose token ids are longer than their bytes: a few of them fill a ring."""
-
-
-def log_of(machine: Machine) -> PutLog:
-    folder = NodeFolder.at(machine.folder("n"))
-    header = Header.open(folder)
-    assert header is not None
-    log = PutLog.open(folder, header.puts_id)
-    assert log is not None
-    return log
 
 
 def warm(store: Store, layout: Layout = SMALL, pages: int = 8, first: int = 1_000_000) -> None:

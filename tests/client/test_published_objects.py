@@ -15,7 +15,6 @@ import pytest
 
 from kvstore import Store
 from kvstore.errors import QuotaExceeded
-from tests.client.test_published import log_of
 from tests.helpers.nursery import of_nodes
 from tests.helpers.processes import (
     Daemon,
@@ -24,6 +23,7 @@ from tests.helpers.processes import (
     check_laws,
     evict_all,
     frames,
+    log_of,
     wait_settled,
     wait_until,
 )
@@ -153,8 +153,8 @@ def test_what_is_published_twice_is_stored_once(machine: Machine) -> None:
     assert other.put_many(list(acked), [b"late"] * len(acked), wait=False) == [True] * len(acked)
     assert time.monotonic() - began < 20.0
     daemon.resume()
-    check(other, acked)
     wait_until("all is taken in", lambda: log_of(machine).quiet)
+    check(other, acked)
     assert one.stats()["counters"]["pages_published_in_vain"] == len(acked)
     check_laws(one)
 

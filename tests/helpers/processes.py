@@ -24,6 +24,9 @@ from typing import Any, TypeVar
 
 import kvstore
 from kvstore import Layout, Store
+from kvstore.shm.folder import NodeFolder
+from kvstore.shm.header import Header
+from kvstore.shm.put_log import PutLog
 from tests.helpers.content import SMALL, chain, contents, mismatch
 from tests.helpers.nursery import ROOT, Child, Nursery, of_engines, of_nodes
 
@@ -318,6 +321,16 @@ class Machine:
 
 
 # --- checks ---------------------------------------------------------------------------------------------------------
+
+
+def log_of(machine: Machine) -> PutLog:
+    """The log of puts of node ``n``."""
+    folder = NodeFolder.at(machine.folder("n"))
+    header = Header.open(folder)
+    assert header is not None
+    log = PutLog.open(folder, header.puts_id)
+    assert log is not None
+    return log
 
 
 def frames(store: Store) -> dict[str, int]:
