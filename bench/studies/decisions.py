@@ -81,7 +81,7 @@ class DecisionLoad:
         self._now_s += self._step_s
         number, tokens = next(self._numbers), np.zeros(PAGE_TOKENS * len(prompt) + 10, np.uint32)
         request = Request(id=str(number), tokens=tokens, tenant="t", model="m", sampling=Sampling(max_tokens=100))
-        event = ev.Arrived(self._now_s, number, request, {LAYOUT: prompt})
+        event = ev.RequestArrived(self._now_s, number, request, {LAYOUT: prompt})
         began_s = time.perf_counter()
         out = self.state.handle(event)
         took_s = time.perf_counter() - began_s
@@ -89,7 +89,7 @@ class DecisionLoad:
         if routed is None or routed.route is None:
             raise BenchFailed(f"a request has no route: {out}")
         self.state.handle(ev.FirstToken(self._now_s, number))
-        self.state.handle(ev.Ended(self._now_s, number, 50))
+        self.state.handle(ev.AnswerEnded(self._now_s, number, 50))
         return took_s
 
 

@@ -9,7 +9,7 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from engine.conductor.config import ConductorConfig
-from engine.conductor.shell.api import ConductorServer
+from engine.conductor.grpc_api import ConductorServer
 from engine.conductor.shell.metrics import ConductorMetrics, ConductorTally
 from kvstore import about, logs
 from kvstore.cluster.catalog import schema

@@ -14,8 +14,8 @@ import pytest
 
 from engine.conductor.backends.link import BackendLink
 from engine.conductor.backends.settings import parse_backends
+from engine.conductor.links import EngineLink
 from engine.conductor.shell.conductor import Conductor
-from engine.conductor.shell.engine_clients import EngineLink
 from engine.model.request import AnswerTokens, Request, Sampling
 from kvstore.errors import InvalidRequest, NodeUnavailable, Unavailable
 from tests.helpers.api import Certificates

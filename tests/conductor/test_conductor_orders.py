@@ -17,8 +17,8 @@ def test_engines_that_are_silent_are_better_than_none() -> None:
     made = world(3, first_token_s=5.0)
     for number in range(30):
         for name in made.engines:
-            made.tell(ev.ReportAsked(made.now_s, name))
-            made.tell(ev.Silent(made.now_s, name))
+            made.tell(ev.ReportRequested(made.now_s, name))
+            made.tell(ev.EngineSilent(made.now_s, name))
         made.arrive(arrival(number, pages_of(number)))
         made.run(made.now_s + 0.5)
     made.settle()
@@ -32,8 +32,8 @@ def test_an_engine_that_fails_again_is_avoided_longer() -> None:
     for number in range(100):
         for name in made.engines:
             report = LoadReport(role=Role.BOTH)
-            made.tell(ev.ReportAsked(made.now_s, name))
-            made.tell(ev.Reported(made.now_s, name, report))
+            made.tell(ev.ReportRequested(made.now_s, name))
+            made.tell(ev.LoadReported(made.now_s, name, report))
         made.arrive(arrival(number, pages_of(*range(100 * number, 100 * number + 20))))
         made.run(made.now_s + 0.6)
     made.settle()
@@ -47,8 +47,10 @@ def test_one_that_meets_what_is_wanted_goes_before_one_that_is_done_sooner() -> 
         made.arrive(arrival(number, pages_of(*range(100 * number, 100 * number + 60)), answer=2000))
     made.add("e1")
     for name, step_s in (("e0", STEP_S), ("e1", 5 * STEP_S)):
-        made.tell(ev.ReportAsked(0.0, name))
-        made.tell(ev.Reported(0.0, name, LoadReport(role=Role.BOTH, running=6 if name == "e0" else 0, step_s=step_s)))
+        made.tell(ev.ReportRequested(0.0, name))
+        made.tell(
+            ev.LoadReported(0.0, name, LoadReport(role=Role.BOTH, running=6 if name == "e0" else 0, step_s=step_s))
+        )
     slow = arrival(50, pages_of(*range(900, 930)), answer=2000)
     quick = arrival(51, pages_of(*range(900, 930)), answer=2000, first_token_s=1.0)
     chosen = [made.explain(each)["chosen"] for each in (slow, quick)]
@@ -62,7 +64,7 @@ def test_a_decision_explains_itself() -> None:
     pages = pages_of(*range(40))
     made.holds("e1", pages)
     made.add("small", context_max=100)
-    made.tell(ev.Broke(made.now_s, 999, "e2", 0))
+    made.tell(ev.EngineFailed(made.now_s, 999, "e2", 0))
     asked = arrival(2, np.concatenate([pages, pages_of(99)]))
     first = made.explain(asked)
     assert first == made.explain(asked)
@@ -116,7 +118,7 @@ def test_orders_keep_to_their_budget() -> None:
     made = world(1)
     given = made.state.orders._give
     assert [given("n", page, 1 << 29, 0.0) for page in range(3)] == [1, 2, None], "two fill what may be under way"
-    made.tell(ev.OrderEnded(0.5, 1))
+    made.tell(ev.PageOrderEnded(0.5, 1))
     assert given("n", 1, 1 << 20, 0.5) is None, "the same is under way"
     assert given("n", 9, 1 << 20, 0.5) == 3
     assert given("n", 8, 1 << 29, 40.0) == 4, "what was never told to have ended is forgotten"

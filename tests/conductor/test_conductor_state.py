@@ -177,17 +177,17 @@ def test_a_late_report_hides_nothing() -> None:
     assert abs(Counter(engines_of(made))["e0"] - 10) <= 1
     made.run(11.0)
     assert all(not engine.others_running for engine in made.state.fleet.engines.values())
-    made.tell(ev.ReportAsked(made.now_s, "e0"))
+    made.tell(ev.ReportRequested(made.now_s, "e0"))
     running = len(made.state.fleet.engines["e0"].ends)
-    made.tell(ev.Reported(made.now_s, "e0", LoadReport(role=Role.BOTH, running=running + 5)))
+    made.tell(ev.LoadReported(made.now_s, "e0", LoadReport(role=Role.BOTH, running=running + 5)))
     assert made.state.fleet.engines["e0"].others_running == 5
     made.settle()
 
 
 def test_a_draining_engine_gets_nothing_new() -> None:
     made = world(2)
-    made.tell(ev.ReportAsked(0.0, "e0"))
-    made.tell(ev.Reported(0.0, "e0", LoadReport(role=Role.BOTH, draining=True)))
+    made.tell(ev.ReportRequested(0.0, "e0"))
+    made.tell(ev.LoadReported(0.0, "e0", LoadReport(role=Role.BOTH, draining=True)))
     for number in range(6):
         made.arrive(arrival(number, pages_of(number)))
     assert set(engines_of(made)) == {"e1"}

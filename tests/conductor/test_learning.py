@@ -49,7 +49,7 @@ class Heard:
         yield Finished("length", self._usage, "")
 
 
-def ended(send: do.Send, usage: Usage) -> ev.Ended:
+def ended(send: do.Send, usage: Usage) -> ev.AnswerEnded:
     """What the conductor is told at the end of an answer with this usage."""
     heard = Heard(usage)
 
@@ -61,7 +61,7 @@ def ended(send: do.Send, usage: Usage) -> ev.Ended:
 
     asyncio.run(answer())
     first, last = heard.events
-    assert isinstance(first, ev.FirstToken) and isinstance(last, ev.Ended)
+    assert isinstance(first, ev.FirstToken) and isinstance(last, ev.AnswerEnded)
     return last
 
 
@@ -118,8 +118,8 @@ def noisy(seed: int, slow: str = "") -> Counter[str]:
         for name in made.engines:
             factor = draw.uniform(0.9, 1.1) * (0.5 if name == slow else 1.0)
             report = LoadReport(role=Role.BOTH, prefill_tokens_per_s=TOKENS_PER_S * factor, step_s=STEP_S / factor)
-            made.tell(ev.ReportAsked(made.now_s, name))
-            made.tell(ev.Reported(made.now_s, name, report))
+            made.tell(ev.ReportRequested(made.now_s, name))
+            made.tell(ev.LoadReported(made.now_s, name, report))
         made.arrive(arrival(number, pages_of(*range(1000 * number, 1000 * number + 40))))
         made.settle()
     assert any(engine.scale != 1.0 for engine in made.state.fleet.engines.values()), "they learn"
@@ -137,9 +137,9 @@ def test_an_engine_that_has_reported_nothing_is_believed_to_be_as_fast_as_the_ot
     """Where those are much faster than was believed of any, it would get nothing else."""
     made = world(roles="bb")
     for name in ("e0", "e1"):
-        made.tell(ev.ReportAsked(made.now_s, name))
+        made.tell(ev.ReportRequested(made.now_s, name))
         report = LoadReport(role=Role.BOTH, prefill_tokens_per_s=1e6, step_s=1e-4)
-        made.tell(ev.Reported(made.now_s, name, report))
+        made.tell(ev.LoadReported(made.now_s, name, report))
     made.add("e2", Role.BOTH)
     for number in range(3):
         made.arrive(arrival(number, pages_of(*range(1000 * number, 1000 * number + 40))))

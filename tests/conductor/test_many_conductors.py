@@ -28,7 +28,7 @@ class Stubborn(ConductorState):
     def _change_roles(self, now_s: float, out: list[do.Instruction]) -> None:
         waits = [one for one in self.requests.values() if one.route is None]
         costs = [(one.model, one.cost_s, one.answer_s) for one in waits]
-        self._roles.keep(self.fleet.models)
+        self._roles.update_models(self.fleet.models)
         self._roles.revision, self._roles._orders_from_s = self._roles.revision or 0, 0.0
         for change in self._roles.changes(list(self.fleet.engines.values()), costs, now_s):
             self.fleet.engines[change.engine].role = change.role
@@ -117,8 +117,8 @@ def test_conductors_that_believe_themselves_break_that_law(monkeypatch: pytest.M
 def report(made: World, name: str, role: Role, order: RoleOrder = NO_ORDER, asked: bool = True) -> None:
     """An engine answers; where it is not ``asked`` before, this is the answer to an earlier question."""
     if asked:
-        made.tell(ev.ReportAsked(made.now_s, name))
-    made.tell(ev.Reported(made.now_s, name, LoadReport(role=role, order=order)))
+        made.tell(ev.ReportRequested(made.now_s, name))
+    made.tell(ev.LoadReported(made.now_s, name, LoadReport(role=role, order=order)))
 
 
 def send(made: World, number: int) -> str:
@@ -131,7 +131,7 @@ def send(made: World, number: int) -> str:
 def test_an_engine_that_refuses_for_its_role_is_asked_again_and_not_barred() -> None:
     """The request goes elsewhere at once, and the engine does its new work as soon as it says what that is."""
     made = world(2, policy="least-load")
-    made.tell(ev.ReportAsked(0.0, "e0"))  # the answer is on its way while the role changes
+    made.tell(ev.ReportRequested(0.0, "e0"))  # the answer is on its way while the role changes
     made.engines["e0"].admission.set_role(Role.PREFILL, None)
     numbers = iter(range(100))
     while not made.role_refusals:
@@ -213,8 +213,8 @@ def test_an_engine_under_an_order_gets_nothing_until_it_has_reported() -> None:
     (order,) = ticked(made, ORDER_S + KNOWN_S)
     other = next(name for name in made.engines if name != order.engine)
     assert {send(made, number) for number in range(4)} == {other}
-    made.tell(ev.ReportAsked(made.now_s, order.engine))
-    made.tell(ev.RoleAnswered(made.now_s, order.engine))
+    made.tell(ev.ReportRequested(made.now_s, order.engine))
+    made.tell(ev.RoleOrderEnded(made.now_s, order.engine))
     report(made, order.engine, Role.DECODE, asked=False)  # it was asked before the order had ended
     assert {send(made, number) for number in range(4, 8)} == {other}
     made.set_role(order.engine, order.role, order.order)
@@ -241,7 +241,7 @@ def test_a_leader_goes_on_where_revisions_have_begun_anew() -> None:
     (order,) = ticked(made, ORDER_S + KNOWN_S)
     assert order.order == RoleOrder(1001, 1)
     made.set_role(order.engine, order.role, order.order)
-    made.tell(ev.RoleAnswered(made.now_s, order.engine))
+    made.tell(ev.RoleOrderEnded(made.now_s, order.engine))
     assert not ticked(made, CHANGE_S), "its own orders are no news"
     made.tell(ev.LeadershipChanged(made.now_s, True, REVISION_MAX))
     assert not ticked(made, CHANGE_S)

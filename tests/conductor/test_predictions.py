@@ -48,8 +48,8 @@ def test_a_prompt_takes_longer_beside_sequences_that_decode() -> None:
     for name, chunk in (("e0", 64), ("e1", 64), ("e2", 0)):
         made.add(name, chunk_tokens=chunk)
     for name, running in (("e0", 0), ("e1", 4), ("e2", 4)):
-        made.tell(ev.ReportAsked(0.0, name))
-        made.tell(ev.Reported(0.0, name, LoadReport(role=Role.BOTH, running=running, step_s=0.024)))
+        made.tell(ev.ReportRequested(0.0, name))
+        made.tell(ev.LoadReported(0.0, name, LoadReport(role=Role.BOTH, running=running, step_s=0.024)))
     found = options_of(made, 1, more=1000)
     idle_s, busy_s, unknown_s = found.prefill_s
     assert unknown_s == idle_s
@@ -87,13 +87,13 @@ def test_memory_that_others_hold_is_seen_in_reports() -> None:
     made = world()
     for name in ("e0", "e1"):
         made.add(name, kv_tokens_max=1000)
-    made.tell(ev.ReportAsked(0.0, "e0"))
-    made.tell(ev.Reported(0.0, "e0", LoadReport(role=Role.BOTH, kv_tokens=900)))
+    made.tell(ev.ReportRequested(0.0, "e0"))
+    made.tell(ev.LoadReported(0.0, "e0", LoadReport(role=Role.BOTH, kv_tokens=900)))
     for number in range(4):
         made.arrive(arrival(number, pages_of(number), answer=20, more=100))
     assert set(engines_of(made)) == {"e1"}
-    made.tell(ev.ReportAsked(made.now_s, "e0"))
-    made.tell(ev.Reported(made.now_s, "e0", LoadReport(role=Role.BOTH, kv_tokens=0)))
+    made.tell(ev.ReportRequested(made.now_s, "e0"))
+    made.tell(ev.LoadReported(made.now_s, "e0", LoadReport(role=Role.BOTH, kv_tokens=0)))
     made.arrive(arrival(9, pages_of(9), answer=20, more=100))
     assert engines_of(made)[-1] == "e0"
     made.settle()

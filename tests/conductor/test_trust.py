@@ -12,7 +12,7 @@ import pytest
 
 from engine.api.wire import tokens_bytes
 from engine.client import EngineClient
-from engine.conductor.shell.api import NAME_MAX
+from engine.conductor.grpc_api import NAME_MAX
 from engine.model.request import PRIORITY_MAX, Admitted, Done, Request, Sampling
 from kvstore.client.remote.admin import document
 from kvstore.errors import InvalidRequest, KVStoreError, PermissionDenied

@@ -53,13 +53,13 @@ def pages_of(*parts: int) -> Fingerprints:
 
 def arrival(
     number: int, pages: Fingerprints, *, answer: int = 20, more: int = 10, tokens: int | None = None, **how: object
-) -> ev.Arrived:
+) -> ev.RequestArrived:
     """A request for the answer to these pages and ``more`` tokens, or to this many tokens in all."""
     count = PAGE * len(pages) + more if tokens is None else tokens
     said: dict[str, object] = {"model": "m", "tenant": "t", "sampling": Sampling(max_tokens=answer), **how}
     prompt = np.broadcast_to(np.uint32(0), count)  # decisions look at their number alone
     request = Request(id=str(number), tokens=prompt, **said)  # type: ignore[arg-type]
-    return ev.Arrived(0.0, number, request, {LAYOUT: pages})
+    return ev.RequestArrived(0.0, number, request, {LAYOUT: pages})
 
 
 def about(name: str, **how: object) -> EngineAbout:
@@ -170,7 +170,7 @@ class World:
     splits: list[tuple[float, int, int]] = field(default_factory=list)  # engines of role prefill and decode, since when
     first: dict[int, float] = field(default_factory=dict)
     done: dict[int, float] = field(default_factory=dict)
-    arrivals: dict[int, ev.Arrived] = field(default_factory=dict)
+    arrivals: dict[int, ev.RequestArrived] = field(default_factory=dict)
     orders: list[do.CopyPrefix | do.PrefetchPrefix] = field(default_factory=list)
     computed_pages: int = 0
 
@@ -202,7 +202,7 @@ class World:
     def ask(self, late_s: float = 0.0) -> None:
         """Ask every engine for a report, which comes ``late_s`` later."""
         for name in sorted(self.engines):
-            self.tell(ev.ReportAsked(self.now_s, name))
+            self.tell(ev.ReportRequested(self.now_s, name))
             self.after(late_s, lambda name=name: self._answer_ask(name))  # type: ignore[misc]
 
     def _answer_ask(self, name: str) -> None:
@@ -210,9 +210,9 @@ class World:
         if engine is None:
             return
         if not engine.up:
-            self.tell(ev.Silent(self.now_s, name))
+            self.tell(ev.EngineSilent(self.now_s, name))
             return
-        self.tell(ev.Reported(self.now_s, name, self._report(name)))
+        self.tell(ev.LoadReported(self.now_s, name, self._report(name)))
 
     def _report(self, name: str) -> LoadReport:
         """What the engine says of itself now."""
@@ -297,7 +297,7 @@ class World:
     def _poll(self, seat: Seat, name: str) -> None:
         poll = seat.polls[name]
         poll.asking, poll.again, poll.turn = True, False, poll.turn + 1
-        self.tell(ev.ReportAsked(self.now_s, name), seat)
+        self.tell(ev.ReportRequested(self.now_s, name), seat)
 
         def next_one() -> None:
             poll.asking, turn = False, poll.turn
@@ -305,7 +305,7 @@ class World:
             self.after(wait_s, lambda: self._poll(seat, name) if poll.turn == turn and not poll.asking else None)
 
         def silent() -> None:
-            self.tell(ev.Silent(self.now_s, name), seat)
+            self.tell(ev.EngineSilent(self.now_s, name), seat)
             next_one()
 
         def lost() -> None:
@@ -324,7 +324,7 @@ class World:
                 lost()
                 return
             seat.words[name] = max(seat.words[name], said_s)
-            self.tell(ev.Reported(self.now_s, name, said), seat)
+            self.tell(ev.LoadReported(self.now_s, name, said), seat)
             next_one()
 
         self._soon(asked)
@@ -334,7 +334,7 @@ class World:
         sent_s = self.now_s
 
         def ended() -> None:
-            self.tell(ev.RoleAnswered(self.now_s, it.engine), seat)
+            self.tell(ev.RoleOrderEnded(self.now_s, it.engine), seat)
             self.look(seat, it.engine)
 
         def given_up() -> None:
@@ -416,16 +416,16 @@ class World:
         if self._told % CHECKED_EVERY == 0 or (self._links is None and len(seat.state.requests) < FEW):
             integrity.check(seat.state)
 
-    def arrive(self, arrival: ev.Arrived, seat: Seat | None = None) -> None:
+    def arrive(self, arrival: ev.RequestArrived, seat: Seat | None = None) -> None:
         """A request comes."""
         self.arrivals[arrival.number] = arrival
         self.tell(replace(arrival, now_s=self.now_s), seat)
 
-    def explain(self, arrival: ev.Arrived) -> dict[str, object]:
+    def explain(self, arrival: ev.RequestArrived) -> dict[str, object]:
         """What would become of a request now."""
         return self.state.explain(replace(arrival, now_s=self.now_s))
 
-    def candidates(self, arrival: ev.Arrived, now_s: float | None = None) -> Candidates | None:
+    def candidates(self, arrival: ev.RequestArrived, now_s: float | None = None) -> Candidates | None:
         """What could be done with a request now."""
         limits = arrival.request.first_token_s, arrival.request.token_s
         request = RoutedRequest(arrival.number, arrival.request, arrival.pages, arrival.barred, 0.0, *limits)
@@ -437,7 +437,7 @@ class World:
 
         def done() -> None:
             self.holds(order.node.removeprefix("node-"), pages)
-            self.tell(ev.OrderEnded(self.now_s, order.order), seat)
+            self.tell(ev.PageOrderEnded(self.now_s, order.order), seat)
 
         self.after(order.size / COPY_BYTES_PER_S, done)
 
@@ -559,14 +559,14 @@ class World:
             self._break(seat, number, attempt, name, tokens // 2)
             return
         self.done[number] = self.now_s
-        self.tell(ev.Ended(self.now_s, number, tokens, cached, took_s), seat)
+        self.tell(ev.AnswerEnded(self.now_s, number, tokens, cached, took_s), seat)
 
     def _break(self, seat: Seat, number: int, attempt: int, name: str, generated: int) -> None:
         """The engine has failed on a request, which is known a while later."""
 
         def broken() -> None:
             if self._attempt.get(number) == attempt:
-                self.tell(ev.Broke(self.now_s, number, name, generated), seat)
+                self.tell(ev.EngineFailed(self.now_s, number, name, generated), seat)
 
         self.after(NOTICED_S, broken)
 

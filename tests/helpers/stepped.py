@@ -144,8 +144,8 @@ class SteppedFleet:
                 prefill_tokens_per_s=engine.tokens_per_s,
                 step_s=engine.step_s,
             )
-            self._tell(ev.ReportAsked(self._now_s, name))
-            self._tell(ev.Reported(self._now_s, name, report))
+            self._tell(ev.ReportRequested(self._now_s, name))
+            self._tell(ev.LoadReported(self._now_s, name, report))
         self._tell(ev.Ticked(self._now_s))
         self._after(POLL_S, self._poll)
 
@@ -164,7 +164,7 @@ class SteppedFleet:
                     self._over += 1
                 case do.CopyPrefix() | do.PrefetchPrefix():  # nobody carries it out: what is asked for is reuse alone
                     order = instruction.order
-                    self._after(0.1, lambda order=order: self._tell(ev.OrderEnded(self._now_s, order)))  # type: ignore[misc]
+                    self._after(0.1, lambda order=order: self._tell(ev.PageOrderEnded(self._now_s, order)))  # type: ignore[misc]
 
     # --- engines ----------------------------------------------------------------------------------------------------
 
@@ -266,4 +266,4 @@ class SteppedFleet:
         assert outcome is not None
         self._over += 1
         outcome.token_s = (self._now_s - began_s - outcome.first_s) / max(1, answer - 1)
-        self._tell(ev.Ended(self._now_s, number, answer, sequence.found, sequence.spent_s))
+        self._tell(ev.AnswerEnded(self._now_s, number, answer, sequence.found, sequence.spent_s))

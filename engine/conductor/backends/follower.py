@@ -18,7 +18,7 @@ from typing import Any, Final
 from engine.conductor.backends.kv_intake import KvIntake
 from engine.conductor.backends.link import BackendLink
 from engine.conductor.backends.settings import BYTES, BackendSettings
-from engine.conductor.shell.engine_clients import KnownEngine
+from engine.conductor.links import KnownEngine
 from engine.conductor.state import events as ev
 from engine.conductor.state.engine_table import EngineAbout, LoadReport
 from engine.model.request import Role
@@ -70,7 +70,7 @@ class BackendFollower:
         try:
             while True:
                 if name in self._engines:
-                    self._handle(ev.ReportAsked(time.monotonic(), name))
+                    self._handle(ev.ReportRequested(time.monotonic(), name))
                 try:
                     with _ASKING:
                         self._answered(await self._link.models(STATUS_S))
@@ -110,7 +110,7 @@ class BackendFollower:
             prefill_tokens_per_s=speeds.tokens_per_s,
             step_s=speeds.step_s,
         )
-        self._handle(ev.Reported(now_s, name, report))
+        self._handle(ev.LoadReported(now_s, name, report))
 
     def _about(self, models: list[dict[str, Any]]) -> EngineAbout:
         """The back end's description of itself. Raises NodeUnavailable if it lacks the model, or does not report its
@@ -147,7 +147,7 @@ class BackendFollower:
             log.warning("%s does not answer any more: %s", name, error)
             await self._lose()
         else:
-            self._handle(ev.Silent(now_s, name))
+            self._handle(ev.EngineSilent(now_s, name))
 
     async def _lose(self) -> None:
         name = self._settings.name

@@ -16,7 +16,7 @@ from typing import Any, Final
 from google.protobuf.struct_pb2 import Struct
 
 from engine.api.wire import submit_request
-from engine.conductor.shell.engine_clients import GrpcLink
+from engine.conductor.links import GrpcLink
 from engine.conductor.shell.reports import (
     EGRESS_MAX,
     FINGERPRINT,
@@ -89,7 +89,7 @@ class RemoteCluster:
             KVStoreError: it does not answer, or its answer is not valid.
         """
         for name in self._offers:
-            self._handle(ev.ReportAsked(time.monotonic(), name))
+            self._handle(ev.ReportRequested(time.monotonic(), name))
         offers = _offers(self._entry, await self.link.status())
         now_s = time.monotonic()
         for name in self._offers.keys() - offers.keys():
@@ -100,12 +100,12 @@ class RemoteCluster:
             self._offers[name] = offer
             if known is None or known.about != offer.about:
                 self._handle(ev.EngineFound(now_s, offer.about, Role.PREFILL))
-            self._handle(ev.Reported(now_s, name, offer.report))
+            self._handle(ev.LoadReported(now_s, name, offer.report))
 
     def silent(self) -> None:
         """Record that it did not answer."""
         for name in self._offers:
-            self._handle(ev.Silent(time.monotonic(), name))
+            self._handle(ev.EngineSilent(time.monotonic(), name))
 
     def lost(self) -> None:
         """Record that it has left the catalog."""

@@ -23,7 +23,7 @@ from typing import Any, Final
 import numpy as np
 
 from engine.conductor.config import ConductorConfig
-from engine.conductor.shell.engine_clients import KnownEngine
+from engine.conductor.links import KnownEngine
 from engine.conductor.shell.fleet_watch import FleetWatch
 from engine.conductor.shell.metrics import ConductorTally
 from engine.conductor.shell.open_answer import OpenAnswer
@@ -93,7 +93,7 @@ class Conductor:
                 began_s = time.perf_counter()
                 with DECIDED:
                     instructions = self.state.handle(event)
-                    if isinstance(event, ev.Arrived):
+                    if isinstance(event, ev.RequestArrived):
                         self.tally.decided.add(time.perf_counter() - began_s)
                     for it in instructions:
                         self._perform(it)
@@ -123,7 +123,7 @@ class Conductor:
                     await known.link.set_role(it.role, it.order, ORDER_S)
             except KVStoreError as error:  # its next report says what role it has
                 log.warning("%s may keep its role: %s", it.engine, error)
-        self.handle(ev.RoleAnswered(time.monotonic(), it.engine))
+        self.handle(ev.RoleOrderEnded(time.monotonic(), it.engine))
         self.members.look(it.engine)
 
     async def _bring(self, it: do.CopyPrefix | do.PrefetchPrefix) -> None:
@@ -142,7 +142,7 @@ class Conductor:
                     await link.prefetch(layout, request.page_salt, request.adapter, tokens, LATE_S)
             except KVStoreError as error:
                 log.debug("%s brings no pages: %s", it.node, error)
-        self.handle(ev.OrderEnded(time.monotonic(), it.order))
+        self.handle(ev.PageOrderEnded(time.monotonic(), it.order))
 
     def _later(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
@@ -299,7 +299,7 @@ class Conductor:
     def _engines(self, model: str) -> list[KnownEngine]:
         return [known for known in self.members.engines.values() if known.about.model == model]
 
-    async def _arrival(self, request: Request, number: int) -> ev.Arrived:
+    async def _arrival(self, request: Request, number: int) -> ev.RequestArrived:
         """A request as it arrives at the decisions. Raises what ``answer`` does."""
         if request.salt is None:
             request = replace(request, salt=self.config.salt)
@@ -311,7 +311,7 @@ class Conductor:
 
         long = len(request.tokens) * len(kinds) > HASHED_AT_ONCE
         found = await asyncio.to_thread(pages) if long else pages()
-        return ev.Arrived(time.monotonic(), number, request, found, tuple(self.barred(request)))
+        return ev.RequestArrived(time.monotonic(), number, request, found, tuple(self.barred(request)))
 
 
 def _pages(request: Request, layout: str, page_tokens: int) -> Fingerprints:

@@ -17,8 +17,8 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Final
 
 from engine.conductor.backends.settings import BackendSettings
+from engine.conductor.links import EngineLink, KnownEngine, NodeLink
 from engine.conductor.shell.clusters import RemoteCluster
-from engine.conductor.shell.engine_clients import EngineLink, KnownEngine, NodeLink
 from engine.conductor.shell.reports import engine_about, layout_of, load_report, model_path
 from engine.conductor.state import events as ev
 from engine.model.request import Request
@@ -137,7 +137,7 @@ class FleetWatch:
             while True:
                 known = name in self.engines
                 if known:
-                    self._handle(ev.ReportAsked(time.monotonic(), name))
+                    self._handle(ev.ReportRequested(time.monotonic(), name))
                 try:
                     with _ASKING:
                         self._reported(name, link, await link.status(STATUS_S), node, host)
@@ -175,7 +175,7 @@ class FleetWatch:
         if known is None or known.about != about:
             self.engines[name] = KnownEngine(about, link, layout, path)
             self._handle(ev.EngineFound(now_s, about, report.role))
-        self._handle(ev.Reported(now_s, name, report))
+        self._handle(ev.LoadReported(now_s, name, report))
 
     def _refuse(self, name: str, error: VersionMismatch) -> None:
         """Ignore an engine whose report is not valid, until it sends a valid one."""
@@ -187,7 +187,7 @@ class FleetWatch:
     def _silent(self, name: str, error: KVStoreError) -> None:
         log.debug("%s: %s", name, error)
         if name in self.engines:
-            self._handle(ev.Silent(time.monotonic(), name))
+            self._handle(ev.EngineSilent(time.monotonic(), name))
 
     async def remote(self, name: str, request: Request) -> str:
         """The address of the engine of a remote cluster that is to compute this prompt.

@@ -198,7 +198,7 @@ class OpenAnswer:
         tally.outcomes[reason if reason in tally.outcomes else "failed"] += 1
         tally.completion_tokens += self._tokens
         tally.prompt_tokens += len(self.request.tokens)
-        self._conductor.handle(ev.Ended(time.monotonic(), self._number, self._tokens, cached, prefill_s))
+        self._conductor.handle(ev.AnswerEnded(time.monotonic(), self._number, self._tokens, cached, prefill_s))
 
     def _engine_failed(self, name: str, error: KVStoreError) -> list[AnswerPart]:
         """Handle the failure of the engine. Returns the end of the answer if only that was missing."""
@@ -211,7 +211,9 @@ class OpenAnswer:
         if self._tokens > len(self._ids):
             lost = f"{name} failed, and no engine can continue: it reported no token ids"
         barred = self._conductor.barred(self.request, begun=self._tokens > 0)
-        self._conductor.handle(ev.Broke(time.monotonic(), self._number, name, len(self._ids), tuple(barred), lost))
+        self._conductor.handle(
+            ev.EngineFailed(time.monotonic(), self._number, name, len(self._ids), tuple(barred), lost)
+        )
         return []
 
     def _role_refused(self, name: str, error: InvalidRequest) -> None:

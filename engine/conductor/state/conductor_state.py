@@ -1,9 +1,11 @@
-"""ConductorState: every decision of a conductor. Pure: ``handle(event)`` returns what is to be done.
+"""ConductorState: makes every decision of a conductor. It does no I/O: ``handle(event)`` returns instructions.
 
-A request's life: arrived -> waiting (in the queue, until an engine has room) -> sent -> decoding -> ended. While
-another engine computes its prefix, which will be brought from there, the request is kept, and is sent when that is
-done. A request may be refused when it arrives, or when it has waited longer than it allows. When its engine fails it
-returns to the front of the queue, with the tokens generated up to then.
+A request passes through these phases: arrived -> waiting (in the queue, until an engine has room) -> sent -> decoding
+-> ended. If another engine is still computing a prefix that the request will use, the request is kept after its route
+is chosen, and sent when the prefix is there.
+
+A request is refused on arrival, or later when it has waited longer than its limit allows. If its engine fails, the
+request returns to the front of the queue with the tokens that were generated up to then.
 """
 
 from __future__ import annotations
@@ -25,25 +27,27 @@ from engine.conductor.state.roles import FleetRoles
 from engine.conductor.state.routed_requests import Queue, QueueRoom, RequestPhase, Route, RoutedRequest
 from kvstore.errors import TooManyCalls
 
-ATTEMPTS_MAX: Final = 4  # engines that may fail on one request
+ATTEMPTS_MAX: Final = 4  # a request is lost after this many engines have failed on it
 RETRY_MIN_S: Final = 0.1
-RETRY_NOBODY_S: Final = 1.0  # while no engine is there at all
-MAKES_NO_ROOM: Final = (ev.PagesReported, ev.NodeFound, ev.NodeLost, ev.ReportAsked, ev.Silent)
+RETRY_WITHOUT_ENGINES_S: Final = 1.0
+# After these events no engine has more room than before, so no waiting request can be sent.
+MAKES_NO_ROOM: Final = (ev.PagesReported, ev.NodeFound, ev.NodeLost, ev.ReportRequested, ev.EngineSilent)
 
 
 @dataclass(frozen=True, kw_only=True)
 class ConductorRules:
-    """Settings of a conductor.
+    """The rules that decisions follow.
 
     Attributes:
-        policy, split: names, see ``policies``.
-        window_s: seconds of prompts that an engine has before it; beyond that requests wait here, in fair shares.
-        queue_bytes: memory of requests that wait here.
-        index_bytes: memory of what nodes report about their pages.
+        policy, split: names of entries in ``policies.POLICIES`` and ``policies.SPLITS``.
+        window_s: an engine gets prompts for this many seconds of work at most. Further requests wait in the queue,
+            where tenants share fairly.
+        queue_bytes: memory for waiting requests.
+        index_bytes: memory for the reports of nodes about their pages.
         orders_bytes_per_s, orders_bytes_max: see ``Orders``.
-        roles_floor: engines that stay in each role; None: roles are not changed.
-        first_token_s, token_s: limits of requests that name none; 0: no limit.
-        seed: seeds every random choice.
+        roles_floor: the number of engines that keep each role; None: roles never change.
+        first_token_s, token_s: limits for requests that name none; 0: no limit.
+        seed: the seed of all random choices.
     """
 
     policy: str = "kv-centric"
@@ -61,11 +65,11 @@ class ConductorRules:
 
 
 class ConductorState:
-    """One conductor. One thread calls ``handle``; instructions are performed before the next event.
+    """The state of one conductor. One thread calls ``handle``, and performs its instructions before the next event.
 
     Attributes:
-        requests: those that have not ended, by number.
-        queues: requests that wait, by model.
+        requests: the requests that have not ended, by number.
+        queues: the waiting requests, by model.
     """
 
     def __init__(self, rules: ConductorRules) -> None:
@@ -81,16 +85,16 @@ class ConductorState:
         self.split = make_split(rules.split)
         self._roles = FleetRoles(rules.roles_floor)
         self.requests: dict[int, RoutedRequest] = {}
-        self._kept: list[tuple[float, int]] = []  # a heap of (when to send, number) of requests whose engine is chosen
+        self._kept: list[tuple[float, int]] = []  # a heap of (when to send, number) of requests in phase KEPT
 
     def handle(self, event: ev.ConductorEvent) -> list[Instruction]:
-        """Apply an event and return what is to be done now."""
+        """Apply an event, and return the instructions that follow from it."""
         out: list[Instruction] = []
         match event:
             case ev.EngineFound():
                 self.fleet.add_engine(event.about, event.role, event.now_s)
             case ev.EngineLost():
-                self._lost(event)
+                self._remove_engine(event)
             case ev.NodeFound():
                 self.fleet.add_node(event.name, event.host, event.zone)
             case ev.NodeLost():
@@ -99,45 +103,45 @@ class ConductorState:
             case ev.PagesReported():
                 if self.prefixes.update(event.batch) != event.batch.number + 1:
                     out.append(do.RestartStream(event.batch.node))
-            case ev.ReportAsked():
+            case ev.ReportRequested():
                 self.fleet.start_report(event.engine, event.now_s)
-            case ev.Reported():
+            case ev.LoadReported():
                 self.fleet.apply_report(event.engine, event.report, event.now_s)
                 self._roles.see_order(event.report.order)
-            case ev.Silent():
+            case ev.EngineSilent():
                 self.fleet.mark_silent(event.engine)
-            case ev.Arrived():
-                self._arrived(event, out)
+            case ev.RequestArrived():
+                self._accept_or_refuse(event, out)
             case ev.FirstToken():
-                self._first_token(event)
-            case ev.Ended():
-                self._ended(event)
+                self._mark_first_token(event)
+            case ev.AnswerEnded():
+                self._end_answer(event)
             case ev.RequestCancelled():
-                self._cancelled(event)
-            case ev.Broke():
-                self._broke(event, out)
+                self._cancel(event)
+            case ev.EngineFailed():
+                self._handle_failure(event, out)
             case ev.RoleRefused():
-                self._role_refused(event)
+                self._handle_role_refusal(event)
             case ev.LeadershipChanged():
                 self.orders.leads = event.leads
                 self._roles.lead(event.revision if event.leads else None, event.now_s)
-            case ev.RoleAnswered():
+            case ev.RoleOrderEnded():
                 self.fleet.mark_role_answered(event.engine)
-            case ev.OrderEnded():
+            case ev.PageOrderEnded():
                 self.orders.end(event.order)
             case ev.Ticked():
                 self.prefixes.expire(event.now_s)
                 if self.rules.roles_floor is not None:
                     self._change_roles(event.now_s, out)
-        self._release(event.now_s, out)
+        self._send_kept(event.now_s, out)
         if not isinstance(event, MAKES_NO_ROOM):
             for queue in self.queues.values():
                 if len(queue):
-                    self._send(queue, event.now_s, out)
+                    self._route_waiting(queue, event.now_s, out)
         return out
 
     def _change_roles(self, now_s: float, out: list[Instruction]) -> None:
-        self._roles.keep(self.fleet.models)
+        self._roles.update_models(self.fleet.models)
         if not self._roles.may_order(now_s):
             return
         waiting = [request for request in self.requests.values() if request.phase is RequestPhase.WAITING]
@@ -147,7 +151,7 @@ class ConductorState:
             out.append(change)
 
     def candidates(self, request: RoutedRequest, now_s: float) -> Candidates | None:
-        """What could be done with a request now; None where no engine has its model. Changes nothing."""
+        """Return the options for a request now; None if no engine has its model. Changes no state."""
         table = self.fleet.table(request.model)
         if table is None:
             return None
@@ -161,8 +165,7 @@ class ConductorState:
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
-    def _request(self, event: ev.Arrived) -> RoutedRequest:
-        """The record of a request that has just arrived."""
+    def _new_request(self, event: ev.RequestArrived) -> RoutedRequest:
         return RoutedRequest(
             event.number,
             event.request,
@@ -173,12 +176,14 @@ class ConductorState:
             token_s=event.request.token_s or self.rules.token_s,
         )
 
-    def _arrived(self, event: ev.Arrived, out: list[Instruction]) -> None:
-        request, now_s = self._request(event), event.now_s
+    def _accept_or_refuse(self, event: ev.RequestArrived, out: list[Instruction]) -> None:
+        request, now_s = self._new_request(event), event.now_s
         number, model = request.number, request.model
         table = self.fleet.table(model)
         if table is None or not table.holds(request.tokens + request.answer_max):
-            out.append(do.Refuse(number, self._why_nobody(request), None if self.fleet.engines else RETRY_NOBODY_S))
+            out.append(
+                do.Refuse(number, self._why_no_engine(request), None if self.fleet.engines else RETRY_WITHOUT_ENGINES_S)
+            )
             return
         candidates = self.candidates(request, now_s)
         route = self._route(candidates) if candidates is not None else None
@@ -187,9 +192,9 @@ class ConductorState:
             self.costs.add_prompt(model, request.cost_s)
             request.answer_s = candidates.answer_tokens * self.costs.token_s(route.answering.engine)
             self._roles.add_request(model, request.cost_s, request.answer_s, now_s)
-            late = self._late(candidates, route)
-            if late is not None:
-                out.append(do.Refuse(number, *late))
+            missed_limit = self._missed_limit(candidates, route)
+            if missed_limit is not None:
+                out.append(do.Refuse(number, *missed_limit))
                 return
         queue = self.queues.setdefault(model, Queue(self._room))
         try:
@@ -200,12 +205,12 @@ class ConductorState:
         self.requests[number] = request
         if candidates is None or route is None:
             return
-        if len(queue) == 1 and self._has_room(route):  # otherwise requests before it are considered first
+        if len(queue) == 1 and self._has_room(route):  # otherwise the requests before it go first
             self._start(queue, request, route, now_s, out)
         out += self.orders.follow(candidates, route, request.phase is RequestPhase.WAITING, self.prefixes, now_s)
 
-    def _late(self, candidates: Candidates, route: Route) -> tuple[str, float] | None:
-        """Why a request would miss its limits, by prediction, and when to retry; None: it would meet them."""
+    def _missed_limit(self, candidates: Candidates, route: Route) -> tuple[str, float] | None:
+        """Return why a request would miss its limits, and after how many seconds to retry; None: it would meet them."""
         request = candidates.request
         queue = self.queues.get(request.model)
         ahead_s = queue.ahead_s(request.tenant, route.computing.prefill_s) if queue is not None else 0.0
@@ -218,16 +223,16 @@ class ConductorState:
             return why, max(RETRY_MIN_S, candidates.answer_tokens * route.answering.token_s)
         return None
 
-    def explain(self, event: ev.Arrived) -> Explanation:
-        """What would become of a request that arrived now, and why: see ``explain``. Changes nothing."""
-        request, names = self._request(event), (self.rules.policy, self.rules.split)
+    def explain(self, event: ev.RequestArrived) -> Explanation:
+        """Explain what would happen to a request that arrived now, and why. Changes no state."""
+        request, names = self._new_request(event), (self.rules.policy, self.rules.split)
         table, candidates = self.fleet.table(request.model), self.candidates(request, event.now_s)
         if table is None or candidates is None or not table.holds(request.tokens + request.answer_max):
-            return explain_refusal(request, f"It is refused: {self._why_nobody(request)}.", *names)
+            return explain_refusal(request, f"It is refused: {self._why_no_engine(request)}.", *names)
         route, queue = self._route(candidates), self.queues.get(request.model)
-        late = self._late(candidates, route) if route is not None else None
-        if late is not None:
-            outcome = f"It is refused: {late[0]}; it may come back after {late[1]:.2f} s."
+        missed_limit = self._missed_limit(candidates, route) if route is not None else None
+        if missed_limit is not None:
+            outcome = f"It is refused: {missed_limit[0]}; it may come back after {missed_limit[1]:.2f} s."
         elif queue:
             outcome = f"It waits behind {len(queue)} others."
         elif route is None or not self._has_room(route):
@@ -236,14 +241,14 @@ class ConductorState:
             outcome = "It is sent at once."
         return explain_decision(candidates, table, route, outcome, *names)
 
-    def _why_nobody(self, request: RoutedRequest) -> str:
+    def _why_no_engine(self, request: RoutedRequest) -> str:
         models = {engine.about.model for engine in self.fleet.engines.values()}
         if request.model not in models:
             return f"no engine has the model {request.model!r}" if models else "no engine is there"
         return f"no engine holds {request.tokens} tokens and an answer of {request.answer_max}"
 
-    def _send(self, queue: Queue, now_s: float, out: list[Instruction]) -> None:
-        """Send the next requests, as far as engines of their model have room."""
+    def _route_waiting(self, queue: Queue, now_s: float, out: list[Instruction]) -> None:
+        """Choose routes for waiting requests in order, until no engine has room for the next one."""
         while (request := queue.first()) is not None:
             waited_s = now_s - request.arrived_s
             if request.first_token_s and not request.generated and waited_s > request.first_token_s:
@@ -258,28 +263,28 @@ class ConductorState:
             self._start(queue, request, route, now_s, out)
 
     def _start(self, queue: Queue, request: RoutedRequest, route: Route, now_s: float, out: list[Instruction]) -> None:
-        queue.take(request)
-        self._sent(request, route, now_s)
+        queue.serve(request)
+        self._record_route(request, route, now_s)
         heapq.heappush(self._kept, (route.computing.after_s, request.number))
-        self._release(now_s, out)
+        self._send_kept(now_s, out)
 
-    def _release(self, now_s: float, out: list[Instruction]) -> None:
-        """Send requests that were kept until now; those whose engines have changed roles go elsewhere."""
+    def _send_kept(self, now_s: float, out: list[Instruction]) -> None:
+        """Send the kept requests whose time has come. A request whose engines have changed roles waits again."""
         while self._kept and self._kept[0][0] <= now_s:
             _, number = heapq.heappop(self._kept)
             request = self.requests.get(number)
             if request is not None and request.phase is RequestPhase.KEPT and request.route is not None:
-                if not self._takes(request.route):
+                if not self._roles_fit(request.route):
                     self.fleet.end_request(number, request.engines, now_s)
-                    self._back(request)
+                    self._requeue(request)
                     continue
                 request.phase = RequestPhase.SENT
                 out.append(do.Send(number, request.route, now_s - request.arrived_s))
 
-    def _takes(self, route: Route) -> bool:
-        """True while the engines of a route still do their parts, as far as is known."""
-        computes, answers = route.computing.engine.about.name, route.answering.engine.about.name
-        return self.fleet.takes(answers, answers=True) and (route.local or self.fleet.takes(computes, answers=False))
+    def _roles_fit(self, route: Route) -> bool:
+        """True if the engines of a route still have the roles for their parts, as far as is known."""
+        computing, answering = route.computing.engine.about.name, route.answering.engine.about.name
+        return self.fleet.takes(answering, answers=True) and (route.local or self.fleet.takes(computing, answers=False))
 
     def _has_room(self, route: Route) -> bool:
         return (
@@ -287,30 +292,31 @@ class ConductorState:
             and route.answering.batch <= route.answering.engine.about.batch_max
         )
 
-    def _sent(self, request: RoutedRequest, route: Route, now_s: float) -> None:
+    def _record_route(self, request: RoutedRequest, route: Route, now_s: float) -> None:
+        """Count the request's work at its engines, and expect its pages at their nodes."""
         number = request.number
         request.phase, request.route = RequestPhase.KEPT, route
-        answer = self.costs.answer_tokens(request.tenant, request.answer_max)
-        ends_s = now_s + route.first_token_s + answer * route.answering.token_s
-        held = request.tokens + int(answer)
+        answer_tokens = self.costs.answer_tokens(request.tenant, request.answer_max)
+        ends_s = now_s + route.first_token_s + answer_tokens * route.answering.token_s
+        tokens = request.tokens + int(answer_tokens)
         computing, answering = route.computing, route.answering
         name, other = computing.engine.about.name, answering.engine.about.name
-        self.fleet.add(name, EngineWork(number, computing.prefill_s, held, now_s, route.local, ends_s))
+        self.fleet.add(name, EngineWork(number, computing.prefill_s, tokens, now_s, route.local, ends_s))
         ready_s = now_s + route.first_token_s
-        has = computing.cached if computing.donor == computing.engine.about.node else computing.own
-        self._expect(computing.engine, request, has, ready_s, now_s)
+        cached = computing.cached if computing.donor == computing.engine.about.node else computing.own
+        self._expect(computing.engine, request, cached, ready_s, now_s)
         if not route.local:
-            self.fleet.add(other, EngineWork(number, 0.0, held, now_s, True, ends_s))
+            self.fleet.add(other, EngineWork(number, 0.0, tokens, now_s, True, ends_s))
             self.fleet.add_egress(name, request.tokens * computing.engine.about.kv_bytes, now_s)
             self._expect(answering.engine, request, answering.own, ready_s, now_s)
 
-    def _expect(self, engine: FleetEngine, request: RoutedRequest, has: int, ready_s: float, now_s: float) -> None:
-        """Expect all of the prompt at its node, where ``has`` tokens of it are or will be anyway."""
+    def _expect(self, engine: FleetEngine, request: RoutedRequest, cached: int, ready_s: float, now_s: float) -> None:
+        """Expect the prompt's pages at the engine's node, except ``cached`` tokens that are or will be there anyway."""
         pages = request.pages.get(engine.about.layout)
         if pages is not None and engine.about.node:
-            self.prefixes.expect(engine.about.node, pages[has // engine.about.page_tokens :], ready_s, now_s)
+            self.prefixes.expect(engine.about.node, pages[cached // engine.about.page_tokens :], ready_s, now_s)
 
-    def _first_token(self, event: ev.FirstToken) -> None:
+    def _mark_first_token(self, event: ev.FirstToken) -> None:
         request = self.requests.get(event.number)
         if request is None or request.phase is not RequestPhase.SENT or request.route is None:
             return
@@ -320,11 +326,11 @@ class ConductorState:
         work = computing.works.get(event.number) if computing is not None else None
         if work is not None:
             self.costs.add_first_token(route.local, event.now_s - work.sent_s - route.first_token_s)
-        answer = self.costs.answer_tokens(request.tenant, request.answer_max)
-        ends_s = event.now_s + answer * route.answering.token_s
+        answer_tokens = self.costs.answer_tokens(request.tenant, request.answer_max)
+        ends_s = event.now_s + answer_tokens * route.answering.token_s
         self.fleet.mark_first_token(event.number, request.engines, event.now_s, ends_s)
 
-    def _ended(self, event: ev.Ended) -> None:
+    def _end_answer(self, event: ev.AnswerEnded) -> None:
         request = self.requests.pop(event.number, None)
         if request is not None:
             self.fleet.end_request(event.number, request.engines, event.now_s, answered=True)
@@ -334,7 +340,7 @@ class ConductorState:
                 self.costs.add_prefill(engine, request.tokens, event.cached, event.prefill_s)
                 self.fleet.write(engine)
 
-    def _cancelled(self, event: ev.RequestCancelled) -> None:
+    def _cancel(self, event: ev.RequestCancelled) -> None:
         request = self.requests.pop(event.number, None)
         if request is None:
             return
@@ -342,8 +348,8 @@ class ConductorState:
             self.queues[request.model].drop(request)
         self.fleet.end_request(event.number, request.engines, event.now_s)
 
-    def _broke(self, event: ev.Broke, out: list[Instruction]) -> None:
-        """Let another engine continue from what was generated. Every request avoids the failed engine for a while."""
+    def _handle_failure(self, event: ev.EngineFailed, out: list[Instruction]) -> None:
+        """Let another engine continue after the generated tokens. All requests avoid the failed engine for a while."""
         self.fleet.mark_failed(event.engine, event.now_s)
         request = self.requests.get(event.number)
         if request is None or request.phase in (RequestPhase.WAITING, RequestPhase.KEPT):
@@ -356,24 +362,24 @@ class ConductorState:
             out.append(do.LoseRequest(event.number, why))
             return
         request.generated, request.barred = event.generated, event.barred or request.barred
-        self._back(request)
+        self._requeue(request)
 
-    def _role_refused(self, event: ev.RoleRefused) -> None:
-        """Route the request again as if it had not been sent. Our view of its role was outdated."""
+    def _handle_role_refusal(self, event: ev.RoleRefused) -> None:
+        """Route the request again as if it had not been sent: the engine has another role than it had reported."""
         self.fleet.mark_role_refused(event.engine)
         request = self.requests.get(event.number)
         if request is not None and request.phase in (RequestPhase.SENT, RequestPhase.DECODING):
             self.fleet.end_request(event.number, request.engines, event.now_s)
-            self._back(request)
+            self._requeue(request)
 
-    def _lost(self, event: ev.EngineLost) -> None:
-        """Report its received KV as broken to requests that wait for it. What it was to receive goes elsewhere."""
+    def _remove_engine(self, event: ev.EngineLost) -> None:
+        """Remove an engine. Its kept requests wait again; the shell reports the failure of those that were sent."""
         for number in self.fleet.remove_engine(event.name):
             request = self.requests[number]
             if request.phase is RequestPhase.KEPT:
                 self.fleet.end_request(number, request.engines, event.now_s)
-                self._back(request)
+                self._requeue(request)
 
-    def _back(self, request: RoutedRequest) -> None:
+    def _requeue(self, request: RoutedRequest) -> None:
         request.phase, request.route = RequestPhase.WAITING, None
-        self.queues[request.model].back(request)
+        self.queues[request.model].requeue(request)

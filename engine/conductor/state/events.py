@@ -1,4 +1,4 @@
-"""Events that a conductor handles. They carry the time; ``number`` is the one that the shell gave a request."""
+"""Events: what a conductor decides about. Each has its time, and ``number`` is the conductor's number of a request."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from kvstore.model.prefix import Fingerprints
 
 @dataclass(frozen=True, slots=True)
 class ConductorEvent:
-    """Something happened at ``now_s``."""
+    """An event at the time ``now_s``."""
 
     now_s: float
 
@@ -23,7 +23,7 @@ class ConductorEvent:
 
 @dataclass(frozen=True, slots=True)
 class EngineFound(ConductorEvent):
-    """An engine has joined, or has changed its description."""
+    """An engine has joined, or its description has changed."""
 
     about: EngineAbout
     role: Role
@@ -31,14 +31,14 @@ class EngineFound(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class EngineLost(ConductorEvent):
-    """An engine has left the catalog. Each of its requests is reported separately, by ``Broke``."""
+    """An engine has left the catalog. An ``EngineFailed`` follows for each request that was sent to it."""
 
     name: str
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFound(ConductorEvent):
-    """A node is there."""
+    """A node has joined."""
 
     name: str
     host: str = ""
@@ -54,28 +54,28 @@ class NodeLost(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class PagesReported(ConductorEvent):
-    """What a node has, and which pages came and went there."""
+    """A node has reported pages: all that it has, or those that it has gained and lost."""
 
     batch: AnnounceBatch
 
 
 @dataclass(frozen=True, slots=True)
-class ReportAsked(ConductorEvent):
-    """An engine is asked for a report now."""
+class ReportRequested(ConductorEvent):
+    """The conductor is asking an engine for a report now."""
 
     engine: str
 
 
 @dataclass(frozen=True, slots=True)
-class Reported(ConductorEvent):
-    """An engine has answered with its report."""
+class LoadReported(ConductorEvent):
+    """An engine has answered with a report."""
 
     engine: str
     report: LoadReport
 
 
 @dataclass(frozen=True, slots=True)
-class Silent(ConductorEvent):
+class EngineSilent(ConductorEvent):
     """An engine did not answer when asked for a report."""
 
     engine: str
@@ -85,8 +85,8 @@ class Silent(ConductorEvent):
 
 
 @dataclass(frozen=True, slots=True)
-class Arrived(ConductorEvent):
-    """A request has arrived. ``pages``, ``barred``: see ``RoutedRequest``."""
+class RequestArrived(ConductorEvent):
+    """A request has arrived. ``RoutedRequest`` explains ``pages`` and ``barred``."""
 
     number: int
     request: Request
@@ -96,15 +96,20 @@ class Arrived(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class FirstToken(ConductorEvent):
-    """The prompt of a request is computed."""
+    """The first token of an answer has come, so the prompt is computed."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Ended(ConductorEvent):
-    """An answer of this many tokens is complete. ``cached`` tokens of its prompt were found, and computing the others
-    took ``prefill_s``; 0: not known."""
+class AnswerEnded(ConductorEvent):
+    """An answer is complete.
+
+    Attributes:
+        tokens: tokens of the answer.
+        cached: tokens of the prompt that the engine did not have to compute.
+        prefill_s: seconds that the others took; 0: not known.
+    """
 
     number: int
     tokens: int
@@ -114,18 +119,20 @@ class Ended(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class RequestCancelled(ConductorEvent):
-    """The client has gone, or there will be no answer and no other engine would do better."""
+    """A request has ended without a complete answer: its client has gone, or no other engine could answer it."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
-class Broke(ConductorEvent):
-    """The engine that answers, or another that it needed, has failed. ``generated`` tokens have come until now.
+class EngineFailed(ConductorEvent):
+    """The engine that answers a request has failed, or another engine that it needed.
 
     Attributes:
-        barred: engines that cannot go on with it.
-        lost: why no engine can continue; empty: one may.
+        engine: the engine that failed.
+        generated: how many tokens of the answer have come.
+        barred: engines that cannot continue the answer.
+        lost: why no engine can continue; empty: another engine may.
     """
 
     number: int
@@ -137,7 +144,7 @@ class Broke(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class RoleRefused(ConductorEvent):
-    """An engine refused a request because of its role, which is not the one it reported. Nothing was computed."""
+    """An engine refused a request because its role is no longer the reported one. It computed nothing."""
 
     number: int
     engine: str
@@ -153,21 +160,25 @@ class Ticked(ConductorEvent):
 
 @dataclass(frozen=True, slots=True)
 class LeadershipChanged(ConductorEvent):
-    """Whether this conductor leads: only the leader gives orders. ``revision``: of its election, see ``RoleOrder``."""
+    """This conductor has begun or ceased to lead. Only the leader gives orders.
+
+    Attributes:
+        revision: the revision of its election, see ``RoleOrder``.
+    """
 
     leads: bool
     revision: int = 0
 
 
 @dataclass(frozen=True, slots=True)
-class RoleAnswered(ConductorEvent):
-    """An order to change a role is no longer under way: the engine has answered, or will not carry it out."""
+class RoleOrderEnded(ConductorEvent):
+    """An order to change a role is no longer under way: the engine has answered, or it never will."""
 
     engine: str
 
 
 @dataclass(frozen=True, slots=True)
-class OrderEnded(ConductorEvent):
-    """An order to move pages was carried out, or will not be."""
+class PageOrderEnded(ConductorEvent):
+    """An order to move pages was carried out, or never will be."""
 
     order: int

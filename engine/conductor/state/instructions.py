@@ -1,4 +1,4 @@
-"""Instructions: what a conductor does after an event."""
+"""Instructions: the actions that follow from an event of a conductor."""
 
 from __future__ import annotations
 
@@ -10,14 +10,14 @@ from engine.model.request import Role, RoleOrder
 
 @dataclass(frozen=True, slots=True)
 class Instruction:
-    """Something to do."""
+    """An action to perform."""
 
 
 @dataclass(frozen=True, slots=True)
 class Send(Instruction):
-    """Send the request to the engine that answers; if another engine computes the prompt, that engine asks it to.
+    """Send the request to the engine that answers. If another engine computes the prompt, the first one asks it.
 
-    A failure is reported with ``Broke``.
+    An ``EngineFailed`` reports a failure.
     """
 
     number: int
@@ -27,7 +27,7 @@ class Send(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class Refuse(Instruction):
-    """Tell the client to retry later, or, if ``retry_s`` is None, that the request can never be answered."""
+    """Refuse the request. The client may retry after ``retry_s``; None: the request can never be answered."""
 
     number: int
     why: str
@@ -36,7 +36,7 @@ class Refuse(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class LoseRequest(Instruction):
-    """Tell the client that the answer is lost, because too many engines failed on it."""
+    """End the request with an error, because no engine can continue the answer."""
 
     number: int
     why: str
@@ -44,17 +44,17 @@ class LoseRequest(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class RestartStream(Instruction):
-    """Ask this node for a new stream, which begins with everything: a batch of its reports is missing."""
+    """Start a new stream of a node's pages, because a batch is missing. A new stream begins with all its pages."""
 
     node: str
 
 
 @dataclass(frozen=True, slots=True)
 class SetRole(Instruction):
-    """Tell an engine its new role. Its running work finishes as it began.
+    """Order an engine to change its role. It finishes its running work in the old role.
 
-    The engine is told within ``roles.ORDER_S`` or not at all, and then ``RoleAnswered`` follows. An engine refuses an
-    order that is not later than the last one it has carried out.
+    The order reaches the engine within ``roles.ORDER_S`` or never. ``RoleOrderEnded`` follows in both cases. An engine
+    refuses an order that is not later than the last one that it carried out.
     """
 
     engine: str
@@ -64,14 +64,15 @@ class SetRole(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class CopyPrefix(Instruction):
-    """Tell a node to bring the first ``pages`` pages of a request's prompt into its memory, from another node.
+    """Order a node to copy the first ``pages`` pages of a request's prompt from another node into its memory.
 
-    It is the node's ``Prefetch`` call with the keys of these pages; ``source`` is the node that has them. Its end is
-    reported with ``OrderEnded``, within ``orders.LATE_S``, after which the conductor stops waiting.
+    The shell makes the node's ``Prefetch`` call. ``PageOrderEnded`` reports its end. After ``prefetch.LATE_S`` the
+    conductor no longer waits for that event.
 
     Attributes:
-        order: number of the order.
-        number: the number of the request, which is still open when the order is given.
+        order: the number of the order.
+        number: the number of the request, which has not ended when the order is given.
+        source: a node that has the pages.
         layout: the layout of the pages, see ``RoutedRequest.pages``.
         size: the bytes to move.
     """
@@ -87,7 +88,7 @@ class CopyPrefix(Instruction):
 
 @dataclass(frozen=True, slots=True)
 class PrefetchPrefix(Instruction):
-    """Tell a node to bring the first pages of a prompt into its memory from its own NVMe. See ``CopyPrefix``."""
+    """Order a node to load the first pages of a prompt from its own NVMe into its memory. See ``CopyPrefix``."""
 
     order: int
     number: int

@@ -1,4 +1,4 @@
-"""What holds in a conductor after every event. The tests' simulated fleets check it."""
+"""Integrity: relations that hold in a conductor's state after every event. Tests check them in simulated fleets."""
 
 from __future__ import annotations
 
@@ -8,17 +8,21 @@ from engine.conductor.state.routed_requests import RequestPhase
 
 
 def check(state: ConductorState) -> None:
-    """Check that each request is in the queue or at its engines, and that engines know of no others."""
-    waiting = [number for number, one in state.requests.items() if one.phase is RequestPhase.WAITING]
+    """Assert that every request is in its queue or at its engines, and that engines have no other requests.
+
+    The counters of each engine and the columns of each table must match the requests, too.
+    """
+    waiting = [number for number, request in state.requests.items() if request.phase is RequestPhase.WAITING]
     assert sum(map(len, state.queues.values())) == len(waiting), (state.queues, waiting)
-    there: dict[str, set[int]] = {}
+    numbers_by_engine: dict[str, set[int]] = {}
     for number, request in state.requests.items():
         assert request.number == number and (request.route is None) == (request.phase is RequestPhase.WAITING), request
         for name in request.engines:
             if request.phase is not RequestPhase.DECODING or name == request.engines[-1]:
-                there.setdefault(name, set()).add(number)
+                numbers_by_engine.setdefault(name, set()).add(number)
     for name, engine in state.fleet.engines.items():
-        assert set(engine.works) <= there.get(name, set()), (name, engine.works.keys() - there.get(name, set()))
+        numbers = numbers_by_engine.get(name, set())
+        assert engine.works.keys() <= numbers, (name, engine.works.keys() - numbers)
         works = engine.works.values()
         assert engine.waiting == sum(1 for work in works if work.prefill_s and not work.computed), name
         assert engine.ends == sorted(work.ends_s for work in works if work.decodes), name

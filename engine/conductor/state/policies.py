@@ -1,14 +1,16 @@
-"""Policies: which engine computes a prompt and which answers it. The live conductor and the simulator share them.
+"""Policies: choose the engine that computes a prompt and the engine that answers.
 
 ``kv-centric`` is the default. The others are published policies, for comparison:
 
-- ``random``, ``round-robin``, ``least-load``: look at no prefix.
-- ``longest-prefix``: the engine whose node has most of the prompt. If every prompt shares the first page, this selects
-only one node's engines, until they are full. - ``own-cache``: the soonest first token, ignoring what other nodes have.
-- ``dynamo-linear``: the smallest sum of blocks to compute and blocks being decoded (NVIDIA
-  Dynamo's KV router).
-- ``dualmap``: two candidates by two hashes of the prompt's first pages; the one with more of the prompt, unless it
-  would be late (after DualMap).
+- ``random``, ``round-robin`` and ``least-load`` ignore prefixes.
+- ``longest-prefix`` chooses the engine whose node has most of the prompt. If all prompts share their first page, it
+  uses the engines of a single node until they are full.
+- ``own-cache`` chooses the engine with the soonest first token, and ignores the pages of other nodes.
+- ``dynamo-linear`` minimizes the blocks to compute plus the blocks being decoded (NVIDIA Dynamo's KV router).
+- ``dualmap`` gets two engines from two hashes of the prompt's first pages. It chooses the one whose node has more of
+  the prompt, unless that engine would be ready much later (after DualMap).
+
+A *split* decides whether two engines share a request: one computes the prompt, the other answers.
 """
 
 from __future__ import annotations
@@ -24,18 +26,19 @@ from engine.conductor.state.candidates import Candidates
 from engine.conductor.state.engine_table import Floats, Places
 from kvstore.errors import InvalidRequest
 
-BEST: Final = 6  # engines of each kind whose pairs are tried
-DUALMAP_PAGES: Final = 4  # the first pages of a prompt, which identify a conversation
-DUALMAP_LATE: Final = 2.0  # how much later the warmer of two engines may be ready
+BEST: Final = 6  # computing engines, and answering engines, whose pairs ``kv-centric`` compares
+DUALMAP_PAGES: Final = 4  # how many first pages of a prompt identify its conversation
+DUALMAP_LATE: Final = 2.0  # the warmer engine may be ready later than the other by this factor
 DYNAMO_LOCAL_TOKENS: Final = 2048
 DYNAMO_LOCAL_SHARE: Final = 0.7
 
 
 class Policy:
-    """Chooses a pair of engines. A policy chooses the computing engine among those with free capacity, so that no
-    request waits for a full one; by default the engine with the smallest batch answers.
+    """Chooses a pair of engines for a request.
 
-    A request is routed again for as long as it waits, so calling a policy changes no state.
+    A policy chooses the computing engine among the engines with room, so that no request waits for a full engine while
+    another has room. By default the partner with the smallest batch answers. A policy has no state that its methods
+    change, because a waiting request is routed again and again.
     """
 
     name = ""
@@ -44,17 +47,17 @@ class Policy:
         self.seed = seed
 
     def computing(self, candidates: Candidates, fit: Places) -> int:
-        """Return the position of the engine that computes the prompt, among these (at least one)."""
+        """Return the engine that computes the prompt, one of those in ``fit``, which is not empty."""
         raise NotImplementedError
 
     def route(self, candidates: Candidates, split: Split) -> tuple[int, int] | None:
-        """The engines that compute and answer; None if there are none."""
-        apart = split(candidates)
-        if apart is not False and len(candidates.prefills):
+        """Return the engines that compute and answer; None if no engine can."""
+        is_split = split(candidates)
+        if is_split is not False and len(candidates.prefills):
             chosen = self.computing(candidates, candidates.with_room(candidates.prefills))
-            others = candidates.partners(chosen)
-            if len(others) and (apart or chosen not in candidates.answers):
-                return chosen, int(others[candidates.batch[others].argmin()])
+            partners = candidates.partners(chosen)
+            if len(partners) and (is_split or chosen not in candidates.answers):
+                return chosen, int(partners[candidates.batch[partners].argmin()])
             if chosen in candidates.answers:
                 return chosen, chosen
         if not len(candidates.answers):
@@ -64,23 +67,24 @@ class Policy:
 
 
 Split = Callable[[Candidates], bool | None]
-"""True if another engine than the answering one computes the prompt; None: as the policy decides."""
+"""True: two engines share the request. False: one engine does both. None: the policy decides."""
 
 
 class KvCentric(Policy):
-    """The pair with the soonest last token, including the delay it causes to other requests, among the pairs that meet
-    the request's limits, if there are any. Equal pairs take turns.
+    """Chooses the pair with the soonest last token, counting also the delay that it causes to other requests.
+
+    Pairs that meet the limits of the request are preferred to pairs that do not. Equal pairs take turns.
     """
 
     name = "kv-centric"
 
     def route(self, candidates: Candidates, split: Split) -> tuple[int, int] | None:
-        """See ``Policy.route``."""
-        apart, answers = split(candidates), candidates.answers
+        """Return the best pair; see the class."""
+        is_split, answers = split(candidates), candidates.answers
         if not len(answers):
             return None
         best: tuple[float, int, int] | None = None
-        if apart is not False and len(candidates.prefills):
+        if is_split is not False and len(candidates.prefills):
             soonest = candidates.prompts_s + candidates.doubt_s
             if candidates.hurries:
                 soonest = soonest + candidates.late_penalties_s(candidates.ready_s)
@@ -88,7 +92,7 @@ class KvCentric(Policy):
             answering = _smallest(answers, candidates.answers_s)
             one_each, other_each = computing[:, None], answering[None, :]
             tails_s = candidates.tails_s(one_each, other_each)
-            tails_s[one_each == other_each] = np.inf  # these pairs are added below
+            tails_s[one_each == other_each] = np.inf  # one engine for both is considered below
             totals = candidates.totals_s(one_each, other_each, tails_s)
             totals = totals + candidates.doubt_s[one_each] + candidates.doubt_s[other_each]
             if candidates.hurries:
@@ -98,7 +102,7 @@ class KvCentric(Policy):
             one, other = divmod(_first(totals.ravel(), candidates), len(answering))
             if totals[one, other] < np.inf:
                 best = float(totals[one, other]), int(computing[one]), int(answering[other])
-        if apart is not True or best is None:
+        if is_split is not True or best is None:
             totals = candidates.totals_s(answers, answers, 0.0) + candidates.doubt_s[answers]
             if candidates.hurries:
                 totals = totals + candidates.late_penalties_s(candidates.ready_s[answers], candidates.token_s[answers])
@@ -109,13 +113,13 @@ class KvCentric(Policy):
 
 
 class Random(Policy):
-    """Chooses at random."""
+    """Chooses an engine at random."""
 
     name = "random"
 
     def computing(self, candidates: Candidates, fit: Places) -> int:
-        """See ``Policy.computing``."""
-        return int(fit[_drawn(candidates.request.number.to_bytes(8, "little"), self.seed, len(fit))])
+        """Return the chosen engine; see the class."""
+        return int(fit[_pick(candidates.request.number.to_bytes(8, "little"), self.seed, len(fit))])
 
 
 class RoundRobin(Policy):
@@ -124,47 +128,47 @@ class RoundRobin(Policy):
     name = "round-robin"
 
     def computing(self, candidates: Candidates, fit: Places) -> int:
-        """See ``Policy.computing``."""
+        """Return the chosen engine; see the class."""
         return int(fit[candidates.request.number % len(fit)])
 
 
 class LeastLoad(Policy):
-    """Chooses the shortest wait."""
+    """Chooses the engine with the shortest wait."""
 
     name = "least-load"
 
     def computing(self, candidates: Candidates, fit: Places) -> int:
-        """See ``Policy.computing``."""
+        """Return the chosen engine; see the class."""
         return int(fit[_first((candidates.wait_s + candidates.doubt_s)[fit], candidates)])
 
 
 class LongestPrefix(Policy):
-    """Chooses the engine with most of the prompt; among equal ones, the shortest wait."""
+    """Chooses the engine whose node has most of the prompt; among equal ones, the one with the shortest wait."""
 
     name = "longest-prefix"
 
     def computing(self, candidates: Candidates, fit: Places) -> int:
-        """See ``Policy.computing``."""
+        """Return the chosen engine; see the class."""
         return int(fit[np.lexsort((candidates.wait_s[fit], -candidates.own[fit]))[0]])
 
 
 class OwnCache(Policy):
-    """Chooses the soonest first token, counting only pages of the engine's own node."""
+    """Chooses the engine with the soonest first token, if each engine uses only the pages of its own node."""
 
     name = "own-cache"
 
     def computing(self, candidates: Candidates, fit: Places) -> int:
-        """See ``Policy.computing``."""
+        """Return the chosen engine; see the class."""
         return int(fit[_first((candidates.wait_s + candidates.own_prefill_s + candidates.doubt_s)[fit], candidates)])
 
 
 class DynamoLinear(Policy):
-    """Chooses by the tokens to compute and the blocks being decoded."""
+    """Chooses the engine with the fewest blocks to compute and to decode."""
 
     name = "dynamo-linear"
 
     def computing(self, candidates: Candidates, fit: Places) -> int:
-        """See ``Policy.computing``."""
+        """Return the chosen engine; see the class."""
         columns = candidates.columns
         blocks = (
             candidates.wait_s * candidates.speeds + candidates.request.tokens - candidates.own + columns.tokens
@@ -173,17 +177,17 @@ class DynamoLinear(Policy):
 
 
 class DualMap(Policy):
-    """Chooses the warmer of two engines, which are given by two hashes."""
+    """Chooses the warmer of two engines that two hashes of the prompt select."""
 
     name = "dualmap"
 
     def computing(self, candidates: Candidates, fit: Places) -> int:
-        """See ``Policy.computing``."""
+        """Return the chosen engine; see the class."""
         pages = next(iter(candidates.request.pages.values()), None)
         if pages is None or not len(pages):
             return int(fit[_first(candidates.ready_s[fit], candidates)])
         first = pages[:DUALMAP_PAGES].tobytes()
-        one, other = (int(fit[_drawn(first, self.seed + which, len(fit))]) for which in (1, 2))
+        one, other = (int(fit[_pick(first, self.seed + which, len(fit))]) for which in (1, 2))
         warm, cold = (one, other) if candidates.own[one] >= candidates.own[other] else (other, one)
         return warm if candidates.ready_s[warm] <= DUALMAP_LATE * candidates.ready_s[cold] else cold
 
@@ -199,9 +203,10 @@ def always(candidates: Candidates) -> bool | None:
 
 
 def threshold(candidates: Candidates) -> bool | None:
-    """Use two engines if much is left to compute (NVIDIA Dynamo's rule and figures)."""
-    left = candidates.request.tokens - candidates.cached[candidates.answers].max(initial=0)
-    return bool(left >= DYNAMO_LOCAL_TOKENS or left >= DYNAMO_LOCAL_SHARE * candidates.request.tokens)
+    """Use two engines if much of the prompt must be computed (NVIDIA Dynamo's rule and figures)."""
+    tokens = candidates.request.tokens
+    to_compute = tokens - candidates.cached[candidates.answers].max(initial=0)
+    return bool(to_compute >= DYNAMO_LOCAL_TOKENS or to_compute >= DYNAMO_LOCAL_SHARE * tokens)
 
 
 def cost(candidates: Candidates) -> bool | None:
@@ -219,7 +224,7 @@ SPLITS: Mapping[str, Split] = MappingProxyType({"cost": cost, "never": never, "a
 
 
 def make_policy(name: str, seed: int) -> Policy:
-    """Make a policy by name.
+    """Make the policy with this name.
 
     Raises:
         InvalidRequest: there is no policy with this name.
@@ -230,7 +235,7 @@ def make_policy(name: str, seed: int) -> Policy:
 
 
 def make_split(name: str) -> Split:
-    """Return the rule by name that decides when two engines share a request.
+    """Return a split by name.
 
     Raises:
         InvalidRequest: there is no split with this name.
@@ -241,18 +246,18 @@ def make_split(name: str) -> Split:
 
 
 def _smallest(fit: Places, values: Floats) -> Places:
-    """The ``BEST`` engines with the smallest values, in the order given."""
+    """Return the ``BEST`` engines with the smallest values, in the order of ``fit``."""
     if len(fit) <= BEST:
         return fit
     return np.sort(fit[values[fit].argsort(kind="stable")[:BEST]])
 
 
 def _first(values: Floats, candidates: Candidates) -> int:
-    """Return the position of the smallest value; equal ones take turns from request to request."""
+    """Return the position of the smallest value. Equal values take turns from request to request."""
     smallest = (values == values.min()).nonzero()[0]
     return int(smallest[candidates.request.number % len(smallest)])
 
 
-def _drawn(what: bytes, seed: int, count: int) -> int:
-    """A pseudo-random number below ``count``, the same for the same request."""
-    return xxhash.xxh3_64_intdigest(what, seed) % count
+def _pick(data: bytes, seed: int, count: int) -> int:
+    """Return a pseudo-random number below ``count``. Equal data and seeds give equal numbers."""
+    return xxhash.xxh3_64_intdigest(data, seed) % count

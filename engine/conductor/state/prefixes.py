@@ -1,18 +1,19 @@
-"""Prefixes: how much of a prompt each node has, by the nodes' reports and by decisions made a moment ago.
+"""Prefixes: how much of a prompt each node has, from the reports of nodes and from the conductor's recent decisions.
 
-Nodes report in streams, as they do to the owners of the directory (``kvstore.cluster.directory``). A decision counts
-before
-any node confirms it: the pages that a request is going to store are taken for stored, for ``EXPECTED_S``, at the node
-of the engine that computes them. So a burst of equal prompts follows the first one instead of being spread.
+Nodes report their pages in streams, as they do to the owners of the directory (``kvstore.cluster.directory``). A
+decision counts before any node confirms it: the pages that a request will store are expected at the node of the
+computing engine, for ``EXPECTED_S``. A burst of equal prompts therefore follows the first one to the same engine, and
+does not spread over the fleet.
 
-A page's fingerprint identifies all pages before it, too. If two chains are equal at one place, everything before it is
-equal, and expected pages are found by the first page of their chain alone.
+A page's fingerprint also identifies all pages before it. Two chains with the same page at one place are equal up to
+there. Expected pages can therefore be found by the first page of their chain.
 
-A node stores no page without the one before it, so a page's presence implies all pages before it; if one is lost
-nevertheless, that is found out like any other error below.
+A node stores a page only after the page before it, so a page that is present implies all pages before it. ``match``
+relies on this and looks at few pages of a long prompt.
 
-Nodes are numbered from 0, in the order in which they first appeared; answers are arrays over these numbers. Nothing
-here is trusted. A page that is gone costs a wrong choice: the engine finds out and computes it.
+The index may be wrong, and nothing depends on it being right. If a page is missing, the choice of the engine was worse
+than possible, and the engine computes the page. Nodes have numbers from 0, in the order of their first appearance, and
+results are arrays over these numbers.
 """
 
 from __future__ import annotations
@@ -31,20 +32,20 @@ from kvstore.model.prefix import Fingerprints
 from kvstore.model.replica import Tier
 
 EXPECTED_S: Final = 30.0
-EXPECTED_MAX: Final = 1 << 18  # pages; the oldest decisions are dropped first
-EXPECTED_SAME: Final = 4  # chains with the same first page that are expected at one node; the oldest go first
-STRIDE: Final = 16  # every 16th page is looked up first
-NODES_MAX: Final = 1024  # nodes that may be known to have one page
-DONORS: Final = 3  # nodes from which a longer prefix could come, the longest first
+EXPECTED_MAX: Final = 1 << 18  # pages that are expected; beyond it, the oldest decisions are dropped
+EXPECTED_SAME: Final = 4  # chains with one first page that are expected at a node; beyond it, the oldest is dropped
+STRIDE: Final = 16  # ``match`` first looks up every 16th page
+NODES_MAX: Final = 1024  # nodes that one lookup returns for a page
+DONORS: Final = 3  # nodes that ``match`` names as sources of a longer prefix
 
 _DRAM: Final = TIERS.index(Tier.DRAM)
-_BETWEEN: Final = np.arange(STRIDE - 1)
+_BETWEEN: Final = np.arange(STRIDE - 1)  # offsets of the pages between two of those
 Counts = npt.NDArray[np.int64]
 
 
 @dataclass(frozen=True, slots=True)
 class Donor:
-    """A node that has this many pages of a prompt, or will have them at ``ready_s``; 0: now."""
+    """A node that has the first ``pages`` pages of a prompt, or will have them at ``ready_s``; 0: it has them now."""
 
     node: int
     pages: int
@@ -53,15 +54,17 @@ class Donor:
 
 @dataclass(frozen=True, slots=True)
 class Matches:
-    """What nodes have of one prompt, in pages from its first one on.
+    """How much of one prompt each node has, in pages from the first one on.
 
-    The arrays have one more place than there are nodes, with 0 in it: that of an engine without a node, -1.
+    The arrays are indexed by node. They have one entry more than there are nodes, and it is 0: an engine without a node
+    has the node number -1, which selects it.
 
     Attributes:
-        stored: the longest prefix that each node has without gaps.
+        stored: the longest prefix that the node has without gaps.
         upper: how many pages of that prefix are in its DRAM or HBM; the others are on NVMe.
-        soon, soon_s: the longer prefix that a node will have, else 0; and when it will have it.
-        donors: nodes that have or will have most, the longest first; at most ``DONORS``.
+        soon: the length of a longer prefix that the node will have; 0: none.
+        soon_s: when the node will have it.
+        donors: the nodes that have or will have the longest prefixes, the longest first; at most ``DONORS``.
     """
 
     stored: Counts
@@ -73,7 +76,7 @@ class Matches:
 
 @dataclass(slots=True, eq=False)
 class _Expected:
-    """Pages that a node will have at ``ready_s``."""
+    """Consecutive pages of a chain that a node will have at ``ready_s``. They are dropped at ``until_s``."""
 
     until_s: float
     node: int
@@ -82,88 +85,94 @@ class _Expected:
 
 
 class Prefixes:
-    """The index of one conductor.
+    """The index of the pages that nodes have.
 
     Args:
-        bytes_max: memory for what nodes tell.
-        nodes: their numbers.
+        bytes_max: memory for the reported pages.
+        nodes: the numbers of nodes.
     """
 
     def __init__(self, bytes_max: int, nodes: NumberedNames) -> None:
         self._names = nodes
         self._directory = Directory(bytes_max)
-        self._streams: list[str] = []  # their names in the directory, and ...
-        self._nodes = np.zeros(0, np.int64)  # ... the nodes' numbers in their order
-        self._expected: dict[int, list[_Expected]] = {}  # by the first page, the newest last
-        self._waits: deque[_Expected] = deque()
-        self._waiting = 0  # pages
+        self._listed_names: list[str] = []  # names of nodes in the last result of the directory, ...
+        self._listed_numbers = np.zeros(0, np.int64)  # ... and their numbers here, in the same order
+        self._expected: dict[int, list[_Expected]] = {}  # by the first page; the newest last
+        self._expected_by_age: deque[_Expected] = deque()
+        self._expected_pages = 0
 
     def __len__(self) -> int:
         return len(self._directory)
 
     def update(self, batch: AnnounceBatch) -> int:
-        """Apply a node's batch. Returns the number of the next one expected, or ``directory.AGAIN``."""
+        """Apply a node's batch. Returns the number that the next batch must have, or ``directory.AGAIN``."""
         self._names.number(batch.node)
         return self._directory.apply(batch)
 
     def forget(self, node: str) -> None:
-        """Remove a node, with what it had and what it was to receive."""
+        """Remove a node, with its pages and its expected pages."""
         self._directory.forget(node)
         number = self._names.number(node)
-        stays: deque[_Expected] = deque()
-        for waits in self._waits:
-            if waits.node == number:
-                self._drop(waits)
+        remaining: deque[_Expected] = deque()
+        for expected in self._expected_by_age:
+            if expected.node == number:
+                self._drop(expected)
             else:
-                stays.append(waits)
-        self._waits = stays
+                remaining.append(expected)
+        self._expected_by_age = remaining
 
-    # --- what is expected -------------------------------------------------------------------------------------------
+    # --- expected pages ---------------------------------------------------------------------------------------------
 
     def expect(self, node: str, pages: Fingerprints, ready_s: float, now_s: float) -> None:
-        """A request that was sent to an engine of this node will have stored these pages there by then.
+        """Expect these pages at a node, because an engine of the node will have stored them at ``ready_s``.
 
-        ``pages``: up to the end of the prompt, those that the node neither has nor is expected to have.
+        Args:
+            pages: the last pages of a prompt, from the first one that the node neither has nor is expected to have.
         """
         if len(pages):
-            waits = _Expected(now_s + EXPECTED_S, self._names.number(node), pages.tolist(), ready_s)
-            same = self._expected.setdefault(waits.pages[0], [])
-            mine = [each for each in same if each.node == waits.node]
-            if len(mine) >= EXPECTED_SAME:
-                same.remove(mine[0])
-            same.append(waits)
-            self._waits.append(waits)
-            self._waiting += len(pages)
+            expected = _Expected(now_s + EXPECTED_S, self._names.number(node), pages.tolist(), ready_s)
+            chains = self._expected.setdefault(expected.pages[0], [])
+            at_node = [each for each in chains if each.node == expected.node]
+            if len(at_node) >= EXPECTED_SAME:
+                chains.remove(at_node[0])
+            chains.append(expected)
+            self._expected_by_age.append(expected)
+            self._expected_pages += len(pages)
         self.expire(now_s)
 
     def expire(self, now_s: float) -> None:
-        """Drop expected pages that nodes should have reported by now."""
-        while self._waits and (self._waits[0].until_s <= now_s or self._waiting > EXPECTED_MAX):
-            self._drop(self._waits.popleft())
+        """Drop expected pages that the nodes should have reported by now."""
+        queue = self._expected_by_age
+        while queue and (queue[0].until_s <= now_s or self._expected_pages > EXPECTED_MAX):
+            self._drop(queue.popleft())
 
-    def _drop(self, waits: _Expected) -> None:
-        self._waiting -= len(waits.pages)
-        same = self._expected.get(waits.pages[0], [])
-        if waits in same:
-            same.remove(waits)
-            if not same:
-                del self._expected[waits.pages[0]]
+    def _drop(self, expected: _Expected) -> None:
+        self._expected_pages -= len(expected.pages)
+        chains = self._expected.get(expected.pages[0], [])
+        if expected in chains:
+            chains.remove(expected)
+            if not chains:
+                del self._expected[expected.pages[0]]
 
     # --- matching ---------------------------------------------------------------------------------------------------
 
     def match(self, prompt: Fingerprints) -> Matches:
-        """How much of a prompt every node has. ``prompt``: fingerprints of its full pages, in order."""
-        # The first page and every STRIDE-th; then those between the last of them that a node has (or has in its
-        # memory) and the next.
+        """Return how much of a prompt each node has.
+
+        Args:
+            prompt: fingerprints of its full pages, in order.
+        """
+        # Look up the first page and every STRIDE-th page. Then look up the pages that follow the last of these that a
+        # node has (or has in memory), up to the next of these.
         places = np.arange(-1, len(prompt), STRIDE)[: len(prompt)]
         places[:1] = 0
         probes = self._look(prompt[places], np.arange(len(places)), [np.zeros(len(self._names) + 1, np.int64)])
         starts = STRIDE * np.bincount(np.concatenate(probes))[1:].nonzero()[0]
         between = (starts[:, None] + _BETWEEN).ravel()
         between = between[: between.searchsorted(len(prompt))]
-        known = [STRIDE * np.maximum(0, each - 1) for each in probes]
-        known = self._look(prompt[between], between, known) if len(between) else known
-        stored, upper = known[0], known[-1]
+        lengths = [STRIDE * np.maximum(0, each - 1) for each in probes]
+        lengths = self._look(prompt[between], between, lengths) if len(between) else lengths
+        stored, upper = lengths[0], lengths[-1]
         soon = self._soon(prompt, stored) if self._expected else {}
         longest = [number for number in (-stored[:-1]).argsort(kind="stable")[:DONORS].tolist() if stored[number]]
         donors = [*(Donor(number, int(stored[number])) for number in longest), *soon.values()]
@@ -173,55 +182,65 @@ class Prefixes:
             pages[donor.node], moments[donor.node] = donor.pages, donor.ready_s
         return Matches(stored, upper, pages, moments, donors[:DONORS])
 
-    def _look(self, pages: Fingerprints, places: Counts, known: list[Counts]) -> list[Counts]:
-        """How many of these pages nodes have, and how many in memory, once where that is the same.
+    def _look(self, pages: Fingerprints, places: Counts, lengths: list[Counts]) -> list[Counts]:
+        """Look up pages in the directory, and return the prefix lengths that each node has with them.
 
-        ``known``: what nodes have of the pages at these places.
+        Args:
+            places: the position of each page in the prompt.
+            lengths: the prefix lengths that are known without these pages.
+
+        Returns:
+            Two arrays: the length that is stored, and the length that is in memory. One array if both are equal.
         """
         listed = self._directory.find(pages, NODES_MAX)
         if not len(listed.pages):
-            return known
-        if listed.names is not self._streams:
-            self._streams = listed.names
-            self._nodes = np.array([self._names.number(name) for name in listed.names], np.int64)
-        nodes, at = self._nodes[listed.nodes], places[listed.pages]
+            return lengths
+        if listed.names is not self._listed_names:
+            self._listed_names = listed.names
+            self._listed_numbers = np.array([self._names.number(name) for name in listed.names], np.int64)
+        nodes, at = self._listed_numbers[listed.nodes], places[listed.pages]
         in_memory = listed.tiers <= _DRAM
-        if in_memory.all() and len(known) == 1:
-            return [_longer(known[0], nodes, at)]
-        upper = _longer(known[-1], nodes[in_memory], at[in_memory]) if in_memory.any() else known[-1]
-        return [_longer(known[0], nodes, at), upper]
+        if in_memory.all() and len(lengths) == 1:
+            return [_extend(lengths[0], nodes, at)]
+        upper = _extend(lengths[-1], nodes[in_memory], at[in_memory]) if in_memory.any() else lengths[-1]
+        return [_extend(lengths[0], nodes, at), upper]
 
     def _soon(self, pages: Fingerprints, stored: Counts) -> dict[int, Donor]:
-        """Nodes that will have more of the prompt than they have."""
+        """Return the nodes that will have more of the prompt than they have now, by number."""
         chain = pages.tolist()
         soon: dict[int, Donor] = {}
         for page in filter(self._expected.__contains__, chain):
             start = chain.index(page)
-            for waits in self._expected[page]:
-                before = soon.get(waits.node)
-                has, ready_s = (before.pages, before.ready_s) if before is not None else (int(stored[waits.node]), 0.0)
-                if has < start:
+            for expected in self._expected[page]:
+                node, before = expected.node, soon.get(expected.node)
+                length, ready_s = (before.pages, before.ready_s) if before is not None else (int(stored[node]), 0.0)
+                if length < start:
                     continue
-                end = start + _common(chain[start:], waits.pages)
-                if end > has:
-                    soon[waits.node] = Donor(waits.node, end, max(ready_s, waits.ready_s))
-                elif end == has and before is not None and waits.ready_s < before.ready_s:
-                    soon[waits.node] = Donor(waits.node, end, waits.ready_s)
+                end = start + _common(chain[start:], expected.pages)
+                if end > length:
+                    soon[node] = Donor(node, end, max(ready_s, expected.ready_s))
+                elif end == length and before is not None and expected.ready_s < before.ready_s:
+                    soon[node] = Donor(node, end, expected.ready_s)
         return soon
 
 
-def _longer(known: Counts, nodes: Counts, places: Counts) -> Counts:
-    """The length of each node's prefix, given places of nodes in order, while each follows the one before it."""
-    steps = places - known[nodes]
-    mine = steps >= 0
-    follows = np.zeros((len(known), int(places[-1]) + 2), bool)
-    follows[nodes[mine], steps[mine]] = True
-    lengths: Counts = known + follows.argmin(1)
-    return lengths
+def _extend(lengths: Counts, nodes: Counts, places: Counts) -> Counts:
+    """Extend each node's prefix by the pages that follow it without a gap. Returns the new lengths.
+
+    Args:
+        lengths: the length of each node's prefix.
+        nodes, places: pairs of a node and the place of a page that it has, in the order of places.
+    """
+    steps = places - lengths[nodes]
+    is_beyond = steps >= 0
+    present = np.zeros((len(lengths), int(places[-1]) + 2), bool)
+    present[nodes[is_beyond], steps[is_beyond]] = True
+    extended: Counts = lengths + present.argmin(1)
+    return extended
 
 
 def _common(one: list[int], other: list[int]) -> int:
-    """How many pages two chains have in common at their beginning; chains that differ once differ from there on."""
+    """Return how many pages two chains have in common at their start. Once they differ, they differ in all pages."""
     length = min(len(one), len(other))
     if one[length - 1] == other[length - 1]:
         return length
