@@ -60,12 +60,12 @@ def as_arrays(event: dict[str, Any]) -> list[Any]:
 
 
 def present(known: KvBlocks) -> set[int]:
-    return {int(page) for page in known.everything()[0]}
+    return {int(page) for page in known.all_pages()[0]}
 
 
-def told(known: KvBlocks) -> tuple[set[int], set[int]]:
-    """What came and went."""
-    pages, marks = known.told()
+def changes(known: KvBlocks) -> tuple[set[int], set[int]]:
+    """The pages that the engine has gained, and those that it has lost."""
+    pages, marks = known.changes()
     rows = list(zip(pages.tolist(), marks.tolist(), strict=True))
     return {page for page, mark in rows if not mark & GONE}, {page for page, mark in rows if mark & GONE}
 
@@ -75,77 +75,77 @@ def told(known: KvBlocks) -> tuple[set[int], set[int]]:
 def test_blocks_of_any_size_are_the_pages_that_requests_ask_for(block: int, page: int, as_maps: bool) -> None:
     known = blocks(page)
     events = chain(block)
-    assert not known.take([0.0, events if as_maps else [as_arrays(each) for each in events], 0])
+    assert not known.apply([0.0, events if as_maps else [as_arrays(each) for each in events], 0])
     whole = len(TOKENS) - len(TOKENS) % block
-    assert told(known) == (set(pages_of(TOKENS[:whole], page)), set())
+    assert changes(known) == (set(pages_of(TOKENS[:whole], page)), set())
     assert present(known) == set(pages_of(TOKENS[:whole], page))
 
 
 def test_a_page_is_gone_with_any_of_its_blocks() -> None:
     known = blocks(48)
-    known.take([0.0, chain(16)])
+    known.apply([0.0, chain(16)])
     pages = pages_of(TOKENS, 48)
-    known.told()
-    known.take([0.0, [removed([32])]])
-    assert told(known) == (set(), {pages[0]})
-    known.take([0.0, [removed([96, 112])]])  # the last block of the second page, the first of the third
+    known.changes()
+    known.apply([0.0, [removed([32])]])
+    assert changes(known) == (set(), {pages[0]})
+    known.apply([0.0, [removed([96, 112])]])  # the last block of the second page, the first of the third
     assert present(known) == {pages[3]}
-    known.take([0.0, [removed(list(range(16, 193, 16)))]])
+    known.apply([0.0, [removed(list(range(16, 193, 16)))]])
     assert present(known) == set() and known.nbytes == 0
 
 
 def test_a_copy_on_another_medium_stays_when_the_first_goes() -> None:
     known = blocks()
     (page,) = pages_of(TOKENS[:16])
-    known.take([0.0, [stored([1], None, TOKENS[:16]), stored([1], None, [], "CPU", block_size=16)]])
-    assert known.told()[1].tolist() == [0, 1]
-    known.take([0.0, [removed([1])]])
-    assert known.told()[1].tolist() == [GONE] and present(known) == {page}
-    known.take([0.0, [removed([1], "CPU")]])
-    assert known.told()[1].tolist() == [1 | GONE] and known.nbytes == 0
+    known.apply([0.0, [stored([1], None, TOKENS[:16]), stored([1], None, [], "CPU", block_size=16)]])
+    assert known.changes()[1].tolist() == [0, 1]
+    known.apply([0.0, [removed([1])]])
+    assert known.changes()[1].tolist() == [GONE] and present(known) == {page}
+    known.apply([0.0, [removed([1], "CPU")]])
+    assert known.changes()[1].tolist() == [1 | GONE] and known.nbytes == 0
 
 
 def test_salts_and_adapters_have_pages_of_their_own() -> None:
     known = blocks()
     salted = [stored([1], None, TOKENS[:16], extra_keys=[["s"]]), stored([2], 1, TOKENS[16:32], extra_keys=[None])]
-    known.take([0.0, [*salted, stored([3], None, TOKENS[:16], lora_id=1, lora_name="a", extra_keys=[["a", "s"]])]])
+    known.apply([0.0, [*salted, stored([3], None, TOKENS[:16], lora_id=1, lora_name="a", extra_keys=[["a", "s"]])]])
     assert present(known) == {*pages_of(TOKENS[:32], salt="s"), *pages_of(TOKENS[:16], salt="s", adapter="a")}
-    known.take([0.0, [stored([4], None, TOKENS[:16], extra_keys=[[["image", 3]]]), stored([5], 4, TOKENS[:16])]])
-    known.take([0.0, [stored([6], None, TOKENS[:16], lora_id=1)]])
+    known.apply([0.0, [stored([4], None, TOKENS[:16], extra_keys=[[["image", 3]]]), stored([5], 4, TOKENS[:16])]])
+    known.apply([0.0, [stored([6], None, TOKENS[:16], lora_id=1)]])
     assert known.counts["not_kept"] == 3, "they depend on more than we can say"
 
 
 def test_what_hangs_on_nothing_known_is_left_out_and_counted() -> None:
     known = blocks()
-    known.take([0.0, chain(16)[2:]])
+    known.apply([0.0, chain(16)[2:]])
     assert present(known) == set() and known.counts["not_kept"] == 10
-    known.take([0.0, [stored([1], None, TOKENS[:16], group_idx=1)]])
+    known.apply([0.0, [stored([1], None, TOKENS[:16], group_idx=1)]])
     assert known.counts["other_group"] == 1 and known.nbytes == 0
 
 
 def test_clearing_begins_again() -> None:
     known = blocks()
-    assert known.take([0.0, [*chain(16), {"type": "AllBlocksCleared"}, *chain(16)[:1]]])
+    assert known.apply([0.0, [*chain(16), {"type": "AllBlocksCleared"}, *chain(16)[:1]]])
     assert present(known) == set(pages_of(TOKENS[:16]))
-    assert known.take([0.0, [["AllBlocksCleared"]]]) and known.nbytes == 0
+    assert known.apply([0.0, [["AllBlocksCleared"]]]) and known.nbytes == 0
 
 
 def test_memory_is_bounded() -> None:
     known = blocks(bytes_max=100_000)
     for number in range(1000):
-        known.take([0.0, [stored([number + 1], None, [number] * 16)]])
+        known.apply([0.0, [stored([number + 1], None, [number] * 16)]])
     assert known.nbytes <= 100_000 and known.counts["no_room"] > 500
     for number in range(1000):
-        known.take([0.0, [removed([number + 1])]])
+        known.apply([0.0, [removed([number + 1])]])
     assert known.nbytes == 0 and not present(known)
 
 
 def test_siblings_that_come_and_go_leave_nothing_with_their_parent() -> None:
     """A page that two blocks share is remembered at both, and forgotten at both."""
     known = blocks(32)
-    known.take([0.0, [stored([1], None, TOKENS[:16])]])
+    known.apply([0.0, [stored([1], None, TOKENS[:16])]])
     for number in range(2, 500):
-        known.take([0.0, [stored([number], 1, [number] * 16), removed([number])]])
+        known.apply([0.0, [stored([number], 1, [number] * 16), removed([number])]])
     assert not present(known) and not known._blocks[1].pages
 
 
@@ -177,9 +177,9 @@ BAD = [
 @pytest.mark.parametrize("batch", BAD)
 def test_what_is_no_event_is_counted_and_the_next_one_is_taken(batch: Any) -> None:
     known = blocks()
-    assert not known.take(batch)
+    assert not known.apply(batch)
     assert known.counts["malformed"] == 1
-    known.take([0.0, chain(16)])
+    known.apply([0.0, chain(16)])
     assert len(present(known)) == len(TOKENS) // 16
 
 
@@ -208,12 +208,12 @@ def test_nothing_that_can_be_packed_does_harm(batches: list[Any]) -> None:
     known = blocks(4, bytes_max=4000)
     mirror: set[tuple[int, int]] = set()
     for batch in batches:
-        if known.take([0.0, batch]):
-            mirror = _rows(*known.everything())
-        for page, mark in zip(*(each.tolist() for each in known.told()), strict=True):
+        if known.apply([0.0, batch]):
+            mirror = _rows(*known.all_pages())
+        for page, mark in zip(*(each.tolist() for each in known.changes()), strict=True):
             (mirror.discard if mark & GONE else mirror.add)((page, mark & ~GONE))
         assert 0 <= known.nbytes <= 4000 and set(known.counts) <= set(KV_OUTCOMES)
-    assert mirror == _rows(*known.everything()), "who follows the changes knows all"
+    assert mirror == _rows(*known.all_pages()), "who follows the changes knows all"
 
 
 def _rows(pages: Any, marks: Any) -> set[tuple[int, int]]:
@@ -233,10 +233,10 @@ def test_no_page_is_told_of_that_is_not_whole(steps: list[tuple[bool, int]], siz
     for comes, number in steps:
         if comes:
             event = stored([number], number - 1 or None, TOKENS[(number - 1) * block : number * block])
-            known.take([0.0, [event]])
+            known.apply([0.0, [event]])
             there |= {number} if number == 1 or number - 1 in known._blocks else set()
         else:
-            known.take([0.0, [removed([number])]])
+            known.apply([0.0, [removed([number])]])
             there.discard(number)
         whole = {
             pages[at]

@@ -137,7 +137,7 @@ def test_one_that_was_heard_of_by_a_replay_alone_may_begin_anew(monkeypatch: pyt
     async def hear(payloads: list[bytes], numbers: list[int]) -> int:
         for number in numbers:
             await intake._message(None, [b"", number.to_bytes(8, "big"), payloads[number]])
-        return len(intake._blocks.everything()[0])
+        return len(intake._blocks.all_pages()[0])
 
     monkeypatch.setattr(intake, "_replay", replay)
 

@@ -171,7 +171,7 @@ class KvIntake:
         except (ValueError, TypeError, RecursionError, self._msgpack.UnpackException):
             self._counts["malformed"] += 1
             return False
-        return self._blocks.take(batch)
+        return self._blocks.apply(batch)
 
     # --- reports ----------------------------------------------------------------------------------------------------
 
@@ -185,13 +185,13 @@ class KvIntake:
         """Begin a stream with the pages that are there."""
         self.anew = False
         self._stream, self._number = self._stream + 1, 0
-        self._send(*self._blocks.everything(), whole=True)
+        self._send(*self._blocks.all_pages(), whole=True)
 
     def _flush(self) -> None:
         if self.anew:
             self._begin()
             return
-        pages, marks = self._blocks.told()
+        pages, marks = self._blocks.changes()
         if len(pages):
             self._send(pages, marks)
 

@@ -1,4 +1,4 @@
-"""Explaining: every candidate of a decision with its terms, what was chosen and why, in plain words."""
+"""Explain: documents about a decision, with all candidates, their predicted terms, the choice, and the reason."""
 
 from __future__ import annotations
 
@@ -13,22 +13,24 @@ from engine.conductor.state.engine_table import EngineTable, FleetEngine
 from engine.conductor.state.routed_requests import Route, RoutedRequest
 
 Explanation = dict[str, object]
-DIGITS: Final = 6  # for seconds
+DIGITS: Final = 6  # of seconds in a document, after the point
 
 
 def explain_decision(
     candidates: Candidates, table: EngineTable, route: Route | None, outcome: str, policy: str, split: str
 ) -> Explanation:
-    """A document about a decision: the request, every engine of its model, the choice.
+    """Return a document about a decision: the request, every engine of its model, and the choice.
 
     Args:
-        table: of all engines of the model.
-        outcome: what becomes of the request, in a sentence.
+        table: all engines of the model.
+        route: the chosen pair; None: no engine can take the request now.
+        outcome: a sentence that says what happens to the request.
+        policy, split: names of the rules that were used.
     """
     rows = [_candidate(candidates, place, route) for place in range(len(candidates.engines))]
-    rows.sort(key=lambda row: (_best(row), str(row["engine"])))
-    taken = {engine.about.name for engine in candidates.engines}
-    out = [engine for engine in table.engines if engine.about.name not in taken]
+    rows.sort(key=lambda row: (_best_total_s(row), str(row["engine"])))
+    included = {engine.about.name for engine in candidates.engines}
+    excluded = [engine for engine in table.engines if engine.about.name not in included]
     return {
         **_request_terms(candidates.request),
         "policy": policy,
@@ -38,14 +40,14 @@ def explain_decision(
         "why": _why(candidates, route, rows, policy),
         "candidates": rows,
         "left_out": [
-            {"engine": engine.about.name, "why": _why_not(engine, candidates.request, candidates.now_s)}
-            for engine in out
+            {"engine": engine.about.name, "why": _why_excluded(engine, candidates.request, candidates.now_s)}
+            for engine in excluded
         ],
     }
 
 
 def route_document(it: do.Send, policy: str, split: str) -> dict[str, Any]:
-    """Where a request was sent, and the predicted times."""
+    """Return a document that says where a request is sent, with the predicted times."""
     computing, answering = it.route.computing, it.route.answering
     seconds = {
         "waited_s": it.waited_s,
@@ -71,33 +73,33 @@ def route_document(it: do.Send, policy: str, split: str) -> dict[str, Any]:
 
 
 def explain_refusal(request: RoutedRequest, outcome: str, policy: str, split: str) -> Explanation:
-    """A document about a request that no engine could ever answer."""
+    """Return a document about a request that no engine can ever answer."""
     rest: Explanation = {"chosen": None, "why": outcome, "candidates": [], "left_out": []}
     return {**_request_terms(request), "policy": policy, "split": split, "outcome": outcome, **rest}
 
 
 def _request_terms(request: RoutedRequest) -> Explanation:
-    pages = {layout: len(found) for layout, found in sorted(request.pages.items())}
-    asked = {
+    pages = {layout: len(fingerprints) for layout, fingerprints in sorted(request.pages.items())}
+    terms = {
         "model": request.model,
         "tenant": request.tenant,
         "tokens": request.tokens,
         "answer_max": request.answer_max,
     }
-    return {"request": {**asked, "pages": pages, "first_token_s": request.first_token_s, "token_s": request.token_s}}
+    return {"request": {**terms, "pages": pages, "first_token_s": request.first_token_s, "token_s": request.token_s}}
 
 
 def _candidate(candidates: Candidates, place: int, route: Route | None) -> Explanation:
-    """One engine: its terms if it computes, with its best partner, and its terms if it answers."""
+    """Return the terms of one engine: if it computes, if it answers, and with its best partner."""
     computing, about = candidates.computing(place), candidates.engines[place].about
-    pairs = [candidates.route(place, other) for other in _partners(candidates, place)]
-    best = min(pairs, key=lambda pair: (pair.total_s, pair.answering.engine.about.name), default=None)
+    routes = [candidates.route(place, other) for other in _partners(candidates, place)]
+    best = min(routes, key=lambda pair: (pair.total_s, pair.answering.engine.about.name), default=None)
     part = ""
     if route is not None:
         computes, answers = route.computing.engine.about.name, route.answering.engine.about.name
-        both = about.name == computes == answers
-        part = "both" if both else {computes: "computes", answers: "answers"}.get(about.name, "")
-    found: Explanation = {
+        is_both = about.name == computes == answers
+        part = "both" if is_both else {computes: "computes", answers: "answers"}.get(about.name, "")
+    terms: Explanation = {
         "engine": about.name,
         "role": str(candidates.engines[place].role),
         "part": part,
@@ -115,15 +117,15 @@ def _candidate(candidates: Candidates, place: int, route: Route | None) -> Expla
     }
     if place in candidates.answers:
         answering = candidates.answering(place)
-        found |= {"batch": answering.batch, "token_s": _round(answering.token_s)}
-        found |= {"answer_harm_s": _round(answering.harm_s)}
+        terms |= {"batch": answering.batch, "token_s": _round(answering.token_s)}
+        terms |= {"answer_harm_s": _round(answering.harm_s)}
     if best is not None:
-        found["best"] = _choice(best)
-    return found
+        terms["best"] = _choice(best)
+    return terms
 
 
 def _partners(candidates: Candidates, place: int) -> list[int]:
-    """Engines that could answer what this one computes: itself, and the best of the others."""
+    """Return the engines to consider for the answer if this one computes: itself, and the best other engine."""
     partners = [place] if place in candidates.answers else []
     if place in candidates.prefills:
         others = candidates.partners(place)
@@ -144,7 +146,7 @@ def _choice(route: Route) -> Explanation:
     }
 
 
-def _best(row: Explanation) -> float:
+def _best_total_s(row: Explanation) -> float:
     best = row.get("best")
     return float(best["total_s"]) if isinstance(best, dict) else math.inf
 
@@ -154,38 +156,40 @@ def _why(candidates: Candidates, route: Route | None, rows: list[Explanation], p
         return "No engine can take it now." if not rows else "No engine that answers can take it now."
     computing, request = route.computing, candidates.request
     name, other = computing.engine.about.name, route.answering.engine.about.name
-    who = f"{name} computes and answers" if route.local else f"{name} computes and {other} answers"
-    has = f"{computing.cached} of {request.tokens} tokens need no computation"
+    engines = f"{name} computes and answers" if route.local else f"{name} computes and {other} answers"
+    cached = f"{computing.cached} of {request.tokens} tokens need no computation"
     if computing.donor == computing.engine.about.node and computing.donor:
-        has += ", some of which are being computed there"
+        cached += ", some of which are being computed there"
     elif computing.donor:
-        has += f", some of which come from {computing.donor}"
-    waits = f"it can begin after {max(computing.wait_s, computing.move_s):.3f} s and takes {computing.prefill_s:.3f} s"
-    hands = "" if route.local else f"; {route.tail_s:.3f} s of the hand-off are not hidden"
-    said = f"{who}: {has}; {waits}{hands}; the first token comes after {route.first_token_s:.3f} s."
+        cached += f", some of which come from {computing.donor}"
+    times = f"it can begin after {max(computing.wait_s, computing.move_s):.3f} s and takes {computing.prefill_s:.3f} s"
+    handoff = "" if route.local else f"; {route.tail_s:.3f} s of the hand-off are not hidden"
+    choice = f"{engines}: {cached}; {times}{handoff}; the first token comes after {route.first_token_s:.3f} s."
     others = [row for row in rows if not row["part"] and "best" in row]
     if not others:
-        return f"{said} There is no other candidate."
-    more_s = _best(others[0]) - route.total_s
-    better = "costs" if more_s >= 0 else f"would cost less, but {policy} does not look at that:"
-    return f"{said} With {others[0]['engine']} to compute it, the whole answer {better} {more_s:+.3f} s."
+        return f"{choice} There is no other candidate."
+    more_s = _best_total_s(others[0]) - route.total_s
+    note = "" if more_s >= 0 else f", which {policy} does not consider"
+    return f"{choice} If {others[0]['engine']} computed it, the total would change by {more_s:+.3f} s{note}."
 
 
-def _why_not(engine: FleetEngine, request: RoutedRequest, now_s: float) -> str:
+def _why_excluded(engine: FleetEngine, request: RoutedRequest, now_s: float) -> str:
     about, tokens = engine.about, request.tokens + request.answer_max
     if (about.context_max and tokens > about.context_max) or (about.tokens_max and tokens > about.tokens_max):
         return f"it never holds {tokens} tokens"
     if engine.draining:
         return "it drains"
     if engine.role_change_pending:
-        return "it was ordered to change its role, and has not said yet what it does"
+        return "it was ordered to change its role, and has not reported its role since"
     if engine.unsure:
-        return f"it refused a request for its role, and was {engine.role} when it last said so; it is asked again"
+        return (
+            f"it refused a request because of its role, which was {engine.role} in its last report; a new report is due"
+        )
     if engine.avoided_until_s > now_s:
-        return f"it failed on a request; it is tried again in {engine.avoided_until_s - now_s:.1f} s"
+        return f"it failed on a request; it gets requests again in {engine.avoided_until_s - now_s:.1f} s"
     if about.name in request.barred:
-        return "it cannot answer such a request"
-    return "the request failed there before"
+        return "it cannot serve such a request"
+    return "it failed on this request before"
 
 
 def _round(seconds: float) -> float:
