@@ -71,7 +71,7 @@ def test_a_decision_explains_itself() -> None:
     rows = {row["engine"]: row for row in first["candidates"]}  # type: ignore[attr-defined]
     assert set(rows) == {"e0", "e1"} and rows["e1"]["own_tokens"] == 40 * PAGE
     assert {row["engine"]: row["why"] for row in first["left_out"]} == {  # type: ignore[attr-defined]
-        "e2": "it failed on a request; it is tried again in 5.0 s",
+        "e2": "it failed on a request; it gets requests again in 5.0 s",
         "small": f"it never holds {41 * PAGE + 10 + 20} tokens",
     }
     assert str(

@@ -183,7 +183,7 @@ def _why_excluded(engine: FleetEngine, request: RoutedRequest, now_s: float) -> 
         return "it was ordered to change its role, and has not reported its role since"
     if engine.unsure:
         return (
-            f"it refused a request because of its role, which was {engine.role} in its last report; a new report is due"
+            f"it refused a request because of its role, which was {engine.role} in its last report; it is asked again"
         )
     if engine.avoided_until_s > now_s:
         return f"it failed on a request; it gets requests again in {engine.avoided_until_s - now_s:.1f} s"
