@@ -408,7 +408,7 @@ class Node:
         """
         table, nvme = self._dropped(address, reason), self.nvme
         if table is not None and nvme is not None and table.tier == nvme.tier:
-            self.device_failed(nvme.extents.distrust(table))
+            self.device_failed(nvme.extents.withdraw_checkpoint(table))
 
     @while_running(None)
     def _dropped(self, address: Address, reason: str) -> ExtentTable | None:

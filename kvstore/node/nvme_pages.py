@@ -1,19 +1,18 @@
-"""NvmePages: pages on NVMe as the daemon writes, reads and proves them. No decisions, no index.
+"""The NVMe tier of a node: carves its extents, and writes, reads and verifies its pages. It makes no decisions.
 
-A page is written with its header in front, straight from its frame in DRAM; several consecutive frames at a time where
-pages are small, several runs side by side. What is read is proven by header and checksums, or it is a reason.
+On a device a page follows its header. A save copies pages from their DRAM frames into a buffer, adds headers, and
+writes each run of consecutive frames with one system call. Several runs are written at a time. A read verifies each
+page with its header and checksums, and returns a reason for a page that fails.
 
-NvmeStore: the devices of a node as one of its tiers, carved without waiting for any of them.
+``NvmeExtents`` records which extents are carved. The node decides with its mutex held, so it must not wait for a device
+then. An extent is therefore *planned* until the first copy to it, and *stale* from its drop until its device forgets
+it::
 
-NvmeExtents: which extents are carved where, as the node decides it and as its devices come to know it.
+    carve ──> planned ──create──> on the device ──drop──> stale ──drop_stale, or create of the next one──> forgotten
 
-The node decides with its mutex held, so nothing here that it calls then touches a device: an extent is *planned* until
-something is copied there, and *stale* from its drop until its device forgets it::
-
-    carve ──> planned ──make──> known to the device ──drop──> stale ──tidy, or make of the next one──> gone
-
-A kill forgets what is planned or stale, and nothing else: a planned extent holds no page yet. A stale one may be found
-again, with right pages in it, but no object: those are erased before their extent can be dropped.
+A kill loses the planned and stale extents, and nothing else. A planned extent has no page yet. The next start may find
+a stale extent again, with valid pages in it. It finds no deleted object there, because objects are erased before their
+extent can be dropped.
 """
 
 from __future__ import annotations
@@ -24,7 +23,7 @@ from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from functools import partial
-from typing import Any
+from typing import Any, Final
 
 import numpy as np
 
@@ -52,31 +51,47 @@ from kvstore.tier.nvme.frame_header import FrameHeader, layer_sums, payload_sum
 
 log = logging.getLogger("kvstore.nvme")
 
+START_SHIFT: Final = 32  # of a generation's 56 bits: 2**32 pages per start, and 2**24 starts
+THREADS: Final = 6  # runs per device that are copied, verified or written at the same time ...
+WRITES_MAX: Final = 3  # ... and how many of them are in a write call
+READ_BYTES: Final = 1 << 20  # of consecutive frames per read of a scan; a larger page has a read of its own
+COPY_BYTES: Final = 4 << 20  # of consecutive frames per system call of a copy: each call takes a thread and the GIL
+IO, DATA, RECORD, MOVED = "io", "data", "record", "moved"
+EMPTY = "empty"  # a header of zeros: the frame was never written
+
+Tables = Mapping[int, ExtentTable]
+Frames = Callable[[ExtentTable], Rows]
+"""Returns ``[frames, frame_bytes]`` of a DRAM extent."""
+
 
 class NvmeExtents:
-    """Lives with its ``NvmePages``. ``carve``, ``drop`` and ``is_clean`` wait for no device; all others may."""
+    """The carved extents of a node's devices, see the module. ``carve``, ``drop`` and ``is_clean`` wait for no device."""
 
     def __init__(self, devices: NvmeDevices) -> None:
         self._devices = devices
-        self._making = {device: threading.Lock() for device in devices.devices}
-        self._planned: dict[int, tuple[int, FrameClass]] = {}
+        self._locks = {device: threading.Lock() for device in devices.devices}
+        self._planned: dict[int, tuple[int, FrameClass]] = {}  # position -> number and class
         self._stale: set[int] = set()
 
     def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
-        """An extent begins."""
+        """Plan an extent at an empty position."""
         device, local = self._devices.place(position)
-        known = position in self._planned or (local in device.extents and position not in self._stale)
-        assert not known and self._devices.frames_of(frame_class), (position, frame_class)
+        in_use = position in self._planned or (local in device.extents and position not in self._stale)
+        assert not in_use and self._devices.frames_of(frame_class), (position, frame_class)
         self._planned[position] = number, frame_class
 
     def drop(self, position: int) -> None:
-        """An extent ends: all its frames are free, and there is no copy."""
+        """End an extent. All its frames are free, and no copy to or from it is under way."""
         if self._planned.pop(position, None) is None:
             self._stale.add(position)
 
-    def make(self, position: int) -> None:
-        """Make an extent known on its device, where it is not. Raises OSError where that cannot be."""
-        with self._making[self._devices.place(position)[0]]:
+    def create(self, position: int) -> None:
+        """Create a planned extent on its device; do nothing if it is already there.
+
+        Raises:
+            OSError: the device failed. The extent is still planned.
+        """
+        with self._locks[self._devices.place(position)[0]]:
             planned = self._planned.get(position)
             if planned is None:
                 return
@@ -86,20 +101,20 @@ class NvmeExtents:
 
     @property
     def stale(self) -> list[int]:
-        """Positions that are to be tidied."""
+        """The positions of stale extents."""
         return list(self._stale)
 
-    def tidy(self, positions: Iterable[int]) -> dict[int, OSError]:
-        """Let the devices forget what was dropped of these; positions where that failed."""
+    def drop_stale(self, positions: Iterable[int]) -> dict[int, OSError]:
+        """Remove the stale extents at these positions from their devices. Returns the positions that failed."""
         failed: dict[int, OSError] = {}
         for position in self._stale.intersection(positions):
             try:
-                with self._making[self._devices.place(position)[0]]:
+                with self._locks[self._devices.place(position)[0]]:
                     self._forget(position)
             except OSError as error:
                 log.error("an extent could not be dropped: %s", error)
                 failed[position] = error
-                self._stale.discard(position)  # what is found there later is of an unknown extent
+                self._stale.discard(position)  # a later start treats it as an unknown extent
         return failed
 
     def _forget(self, position: int) -> None:
@@ -108,11 +123,11 @@ class NvmeExtents:
             device.drop(local)
         self._stale.discard(position)
 
-    def distrust(self, table: ExtentTable) -> dict[int, OSError]:
-        """A page of this extent does not hold: the next start scans it, unless there is a checkpoint before that.
+    def withdraw_checkpoint(self, table: ExtentTable) -> dict[int, OSError]:
+        """Make the next start scan this extent, unless a new checkpoint is written before. Returns the failed position.
 
-        Its directory still names that page, and might keep a sound copy in another extent from being adopted. Returns
-        its position where that failed.
+        Call this if a page of the extent is damaged. The old directory still names that page, and could keep the next
+        start from adopting a valid copy in another extent.
         """
         device, local = self._devices.place(table.position)
         try:
@@ -123,13 +138,14 @@ class NvmeExtents:
         return {}
 
     def erase(self, frames: Iterable[tuple[ExtentTable, int]]) -> dict[int, OSError]:
-        """Overwrite the headers of these frames, which only the caller holds, durably; positions where that failed.
+        """Overwrite the headers of these frames durably. Returns the positions that failed.
 
-        An extent's checkpoint is withdrawn first: its directory names the frames.
+        Only the caller may use the frames. Each extent's checkpoint is withdrawn first, because its directory names
+        them.
         """
         by_position: dict[int, list[tuple[FrameClass, int]]] = {}
         for table, frame in frames:
-            if table.position not in self._planned:  # there nothing was ever written
+            if table.position not in self._planned:  # nothing was written to a planned extent
                 by_position.setdefault(table.position, []).append((table.frame_class, frame))
         failed: dict[int, OSError] = {}
         for position, here in by_position.items():
@@ -148,15 +164,15 @@ class NvmeExtents:
         return failed
 
     def is_clean(self, position: int) -> bool:
-        """The extent's last checkpoint is younger than the last write there."""
+        """True if nothing was written to the extent after its last checkpoint."""
         device, local = self._devices.place(position)
         extent = device.extents.get(local)
         return extent is None or extent.clean or position in self._planned
 
     def checkpoint(self, position: int, rows: Rows, version: int) -> OSError | None:
-        """Make an extent's directory durable; it then counts as clean if nothing was written since ``version``.
+        """Write an extent's directory durably. The extent is then clean if nothing was written since ``version``.
 
-        Returns the error where it cannot be written: the next start will scan the extent.
+        Returns the error if the write failed: the next start will scan the extent.
         """
         try:
             self._devices.write_directory(position, rows)
@@ -166,106 +182,18 @@ class NvmeExtents:
         return None
 
 
-START_SHIFT = 32  # of a generation's 56 bits: four thousand million pages per start, sixteen million starts
-
-
-class NvmeStore:
-    """See ``TierStore``. ``devices`` are joined already; ``close`` closes them."""
-
-    tier = Tier.NVME
-    mapped = False
-    relayed = False
-
-    def __init__(self, devices: NvmeDevices) -> None:
-        self.devices = devices
-        self.extents = NvmeExtents(devices)
-
-    @property
-    def generation(self) -> int:
-        """See ``TierStore``."""
-        return self.devices.starts << START_SHIFT
-
-    @property
-    def incarnation(self) -> int:
-        """The incarnation of the set of devices: tables that name another one are void."""
-        return self.devices.incarnation
-
-    @property
-    def extent_bytes(self) -> int:
-        """See ``TierStore``."""
-        return self.devices.extent_bytes
-
-    @property
-    def positions(self) -> int:
-        """See ``TierStore``."""
-        return self.devices.positions
-
-    def frames_of(self, frame_class: FrameClass) -> int:
-        """See ``TierStore``."""
-        return self.devices.frames_of(frame_class)
-
-    def header_bytes(self, frame_class: FrameClass) -> int:
-        """See ``TierStore``."""
-        return self.devices.header_bytes(frame_class)
-
-    def header_incarnation(self, position: int) -> int:
-        """See ``TierStore``."""
-        return self.devices.header_incarnation(position)
-
-    def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
-        """See ``TierStore``. The device hears of it when something is to be written there."""
-        self.extents.carve(position, number, frame_class)
-
-    def drop(self, position: int) -> None:
-        """See ``TierStore``. The device hears of it later."""
-        self.extents.drop(position)
-
-    def open_for_writing(self, positions: Iterable[int]) -> None:
-        """See ``TierStore``."""
-        wanted = set(positions)
-        for position in wanted:
-            self.extents.make(position)
-        self.devices.open_for_writing(wanted)
-
-    def close_for_writing(self, positions: Iterable[int]) -> None:
-        """See ``TierStore``."""
-        self.devices.close_for_writing(positions)
-
-    def write_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
-        """See ``TierStore``."""
-        self.devices.write_page(position, frame, frame_class, header, page)
-
-    def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
-        """See ``TierStore``."""
-        self.devices.read_page(position, frame, frame_class, header, page)
-
-    def sync(self) -> None:
-        """See ``TierStore``."""
-        self.devices.sync()
-
-    def close(self) -> None:
-        """See ``TierStore``."""
-        self.devices.close()
-
-
-THREADS, WRITES = 6, 3  # runs in work, and how many of them are written at a time: the others are copied and proven
-RUN_BYTES = 1 << 20  # of consecutive frames that are looked at in one system call: larger pages go one by one
-COPY_BYTES = 4 << 20  # that are copied in one: each costs a disk's thread, and waits for the interpreter
-IO, DATA, RECORD, MOVED = "io", "data", "record", "moved"
-EMPTY = "empty"  # all zeros: nothing was ever written there
-
-Tables = Mapping[int, ExtentTable]
-Frames = Callable[[ExtentTable], Rows]
-"""``[frames, frame_bytes]`` of a DRAM extent."""
-
-
 @dataclass(slots=True)
-class Copied:
-    """What became of a batch of copies.
+class CopyResult:
+    """The result of a batch of copies. A page's *place* is its index in the batch.
 
-    ``rows`` are identity rows ``[pages, ...]``, ``checksums`` ``[pages, layers]``, of those that are not in ``failed``
-    (reason by place). ``damaged``: (source, reason) of pages that do not hold. ``broken``: positions whose device
-    failed, with its error. ``written_bytes``: headers and pages that reached a device.
+    Attributes:
+        rows: identity rows ``[pages, ...]``, valid for pages that are not in ``failed``.
+        checksums: ``[pages, layers]``, valid for pages that are not in ``failed``.
+        failed: place -> why the page was not copied.
+        damaged: (source, reason) of each source page that failed its checks.
+        broken: position -> the error of its device.
+        open_positions: positions that are still open for writing.
+        written_bytes: bytes of headers and pages that were written to devices.
     """
 
     rows: Rows
@@ -277,13 +205,13 @@ class Copied:
     written_bytes: int = 0
 
     @classmethod
-    def of(cls, frame_class: FrameClass, pages: int) -> Copied:
-        """Empty room for what is learnt of ``pages`` pages."""
+    def empty(cls, frame_class: FrameClass, pages: int) -> CopyResult:
+        """Return a result to be filled, with rows and checksums of zeros for ``pages`` pages."""
         identity_bytes = IDENTITY_HEAD_BYTES + 4 * frame_class.page_tokens
         return cls(np.zeros((pages, identity_bytes), np.uint8), np.zeros((pages, frame_class.layers), np.uint32))
 
-    def merge(self, part: Copied, places: list[int]) -> None:
-        """This is what became of the pages at these places. Another thread may merge others in the meantime."""
+    def merge(self, part: CopyResult, places: list[int]) -> None:
+        """Add the result of the pages at these places. Other threads may merge other places at the same time."""
         self.rows[places], self.checksums[places] = part.rows, part.checksums
         self.failed |= {places[i]: reason for i, reason in part.failed.items()}
         self.damaged += part.damaged
@@ -291,82 +219,154 @@ class Copied:
         self.open_positions |= part.open_positions
 
 
-class NvmePages(NvmeStore):
-    """The daemon's hand on its devices. Lives with the ``Performer``. Pages of one ``save``, or ``load``, are of one
-    device, so that no copy waits for another device; those of a ``carry`` may be of several. Any thread may call."""
+class NvmePages:
+    """The NVMe tier as a ``TierStore``, with batched copies to, from and inside it. ``close`` closes the devices.
+
+    All pages of one ``save`` or one ``load`` are on one device, so that no copy waits for another device. Pages of a
+    ``carry`` may be on several. Any thread may call.
+    """
+
+    tier = Tier.NVME
+    mapped = False
+    relayed = False
 
     def __init__(self, devices: NvmeDevices) -> None:
-        super().__init__(devices)
-        # By device, and for copies between two: a thread waits as long as its device does.
+        self.devices = devices
+        self.extents = NvmeExtents(devices)
+        # Each device has its own threads, because a thread waits as long as its device does. So have carries.
         self._io = {device: IoThreads(THREADS) for device in devices.devices}
         self._carry_io = IoThreads(THREADS)
-        self._writes = {device: threading.Semaphore(WRITES) for device in devices.devices}
+        self._writes = {device: threading.Semaphore(WRITES_MAX) for device in devices.devices}
         self._bounces = Bounces()
 
     def close(self) -> None:
-        """Let go of the devices. What is stored stays."""
+        """Close the devices. The pages stay."""
         for io in (*self._io.values(), self._carry_io):
             io.close()
-        super().close()
+        self.devices.close()
+
+    # --- a ``TierStore`` --------------------------------------------------------------------------------------------
+
+    @property
+    def generation(self) -> int:
+        """A number below all generations of this start, and above those of earlier starts."""
+        return self.devices.starts << START_SHIFT
+
+    @property
+    def incarnation(self) -> int:
+        """The incarnation of the set of devices. Tables of another incarnation are void."""
+        return self.devices.incarnation
+
+    @property
+    def extent_bytes(self) -> int:
+        """Size of an extent, the same on all devices."""
+        return self.devices.extent_bytes
+
+    @property
+    def positions(self) -> int:
+        """Number of extents that the devices have room for."""
+        return self.devices.positions
+
+    def frames_of(self, frame_class: FrameClass) -> int:
+        """Return the number of frames in an extent of that class; 0 if not even one fits."""
+        return self.devices.frames_of(frame_class)
+
+    def header_bytes(self, frame_class: FrameClass) -> int:
+        """Return the size of the header before each frame."""
+        return self.devices.header_bytes(frame_class)
+
+    def header_incarnation(self, position: int) -> int:
+        """Return the incarnation in the headers of frames at this position, which is their device's."""
+        return self.devices.header_incarnation(position)
+
+    def carve(self, position: int, number: int, frame_class: FrameClass) -> None:
+        """Put an extent into the position. It is created on the device before the first write to it."""
+        self.extents.carve(position, number, frame_class)
+
+    def drop(self, position: int) -> None:
+        """Make the position empty. The extent is dropped from the device later."""
+        self.extents.drop(position)
+
+    def open_for_writing(self, positions: Iterable[int]) -> None:
+        """Allow writes there until ``close_for_writing``. Raises OSError: none of the positions is open."""
+        unique = set(positions)
+        for position in unique:
+            self.extents.create(position)
+        self.devices.open_for_writing(unique)
+
+    def close_for_writing(self, positions: Iterable[int]) -> None:
+        """End writing: the pages are synced and their records stored, or the pages were given up."""
+        self.devices.close_for_writing(positions)
+
+    def write_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
+        """Write one frame and its header. Raises OSError: the frame may now contain anything."""
+        self.devices.write_page(position, frame, frame_class, header, page)
+
+    def read_page(self, position: int, frame: int, frame_class: FrameClass, header: Bytes, page: Bytes) -> None:
+        """Read one frame and its header, unverified. Raises OSError: the buffers are undefined."""
+        self.devices.read_page(position, frame, frame_class, header, page)
+
+    def sync(self) -> None:
+        """Make earlier writes durable. Raises OSError: everything written since the last sync must be given up."""
+        self.devices.sync()
 
     # --- down: DRAM to NVMe -----------------------------------------------------------------------------------------
 
-    def save(self, pages: list[Copying], tables: Tables, frames_of: Frames) -> Copied:
-        """Write these pages, of one class, to one device, and make them durable. Pages that changed or do not hold are
-        not claimed.
+    def save(self, pages: list[Copying], tables: Tables, frames_of: Frames) -> CopyResult:
+        """Write these pages, of one class, to one device durably. Pages that changed or are damaged are in ``failed``.
 
-        Their extents stay open for writing until the caller says ``reported``: when the records say what is there.
+        Their extents stay open for writing. The caller stores the records and then calls ``close_for_writing``.
         """
         frame_class = tables[pages[0].source.extent].frame_class
-        done = Copied.of(frame_class, len(pages))
+        result = CopyResult.empty(frame_class, len(pages))
         runs = _runs([page.target for page in pages], frame_class)
         io = self._io[self._device(pages[0].target, tables)]
-        self._write(io, pages, tables, done, runs, lambda run: self._save_run(run, pages, tables, frames_of, done))
-        return done
+        self._write(io, pages, tables, result, runs, lambda run: self._save_run(run, pages, tables, frames_of, result))
+        return result
 
     def _write(
         self,
         io: IoThreads,
         pages: list[Copying],
         tables: Tables,
-        done: Copied,
+        result: CopyResult,
         runs: Iterable[range],
         write_run: Callable[[range], None],
     ) -> None:
-        """Write these runs, side by side, and make them durable."""
-        where = [tables[page.target.extent].position for page in pages]
-        done.open_positions = self._opened({*where}, done)
-        done.failed |= {i: IO for i, position in enumerate(where) if position not in done.open_positions}
-        runs = [run for run in runs if run.start not in done.failed]
+        """Write these runs in parallel, and make them durable."""
+        positions = [tables[page.target.extent].position for page in pages]
+        result.open_positions = self._open({*positions}, result)
+        result.failed |= {i: IO for i, position in enumerate(positions) if position not in result.open_positions}
+        runs = [run for run in runs if run.start not in result.failed]
         stride = geometry.stride_bytes(tables[pages[0].target.extent].frame_class)
-        for run, result in zip(runs, io.run([partial(write_run, run) for run in runs]), strict=True):
-            if isinstance(result, OSError | KVStoreError):
-                self._broke(done, run, self._where(pages[run.start], tables, result), result)
+        for run, error in zip(runs, io.run([partial(write_run, run) for run in runs]), strict=True):
+            if isinstance(error, OSError | KVStoreError):
+                assert isinstance(error, OSError), error
+                result.failed |= dict.fromkeys(run, IO)
+                result.broken[self._failed_position(pages[run.start], tables, error)] = error
             else:
-                done.written_bytes += len(run) * stride
-        for position, broken in self._sync(done.open_positions).items():
-            done.broken[position] = broken
-            here = self.devices.neighbours(position)
-            done.failed |= {i: IO for i, position in enumerate(where) if position in here}
+                result.written_bytes += len(run) * stride
+        for position, broken in self._sync(result.open_positions).items():
+            result.broken[position] = broken
+            lost = self.devices.neighbours(position)
+            result.failed |= {i: IO for i, position in enumerate(positions) if position in lost}
 
-    def _opened(self, positions: set[int], done: Copied) -> set[int]:
-        """The positions that are open for writing now, device by device; the others are noted as broken."""
+    def _open(self, positions: set[int], result: CopyResult) -> set[int]:
+        """Open these positions for writing, device by device. Returns the open ones; the others are in ``broken``."""
         opened: set[int] = set()
         by_device: defaultdict[str, set[int]] = defaultdict(set)
         for position in positions:
             by_device[self.path(position)].add(position)
         for here in by_device.values():
             try:
-                for position in here:
-                    self.extents.make(position)
-                self.devices.open_for_writing(here)
+                self.open_for_writing(here)
                 opened |= here
             except OSError as error:
-                done.broken |= dict.fromkeys(here, error)
+                result.broken |= dict.fromkeys(here, error)
         return opened
 
     def _sync(self, positions: Iterable[int]) -> dict[int, OSError]:
-        """Make what was written at these positions durable; a position of each device that cannot, and its error."""
+        """Sync the devices of these positions. Returns one position and the error of each device that failed."""
         broken = {}
         for device, position in {self.devices.place(position)[0]: position for position in positions}.items():
             try:
@@ -375,12 +375,10 @@ class NvmePages(NvmeStore):
                 broken[position] = error
         return broken
 
-    def reported(self, done: Copied) -> None:
-        """The records say what became of a ``save``, or a ``carry``."""
-        self.devices.close_for_writing(done.open_positions)
-
-    def _save_run(self, run: range, pages: list[Copying], tables: Tables, frames_of: Frames, done: Copied) -> None:
-        """Copy the run, prove what was copied, write it. A page that does not hold is written with an empty header."""
+    def _save_run(
+        self, run: range, pages: list[Copying], tables: Tables, frames_of: Frames, result: CopyResult
+    ) -> None:
+        """Copy a run into a buffer, verify the copy, and write it. A page that fails gets a header of zeros."""
         target = tables[pages[run.start].target.extent]
         frame_class, header_bytes = target.frame_class, geometry.header_bytes(target.frame_class)
         with self._bounces.borrow(len(run) * geometry.stride_bytes(frame_class)) as buffer:
@@ -391,8 +389,8 @@ class NvmePages(NvmeStore):
                 source, frames = tables[first.extent], slice(first.frame, first.frame + len(part))
                 payloads = slots[part.start : part.stop, header_bytes:]
                 copy(payloads, frames_of(source)[frames])
-                headers += self._headers(places, source, frames, payloads, pages, target, done)
-            slots[:, header_bytes + frame_class.page_bytes :] = 0  # padding has no content
+                headers += self._headers(places, source, frames, payloads, pages, target, result)
+            slots[:, header_bytes + frame_class.page_bytes :] = 0  # padding
             slots[:, :header_bytes] = np.frombuffer(b"".join(headers), np.uint8).reshape(len(run), -1)
             with self._writes[self._device(pages[run.start].target, tables)]:
                 self.devices.write_run(target.position, pages[run.start].target.frame, frame_class, slots)
@@ -405,57 +403,57 @@ class NvmePages(NvmeStore):
         payloads: Rows,
         pages: list[Copying],
         target: ExtentTable,
-        done: Copied,
+        result: CopyResult,
     ) -> list[bytes]:
-        """The headers of pages from consecutive frames, whose copies are ``payloads``; of zeros for a page that is not
-        what its record says."""
+        """Return the headers of copies of consecutive frames; zeros for a page that does not match its record."""
         frame_class, fmt, incarnation = target.frame_class, source.fmt, self.devices.header_incarnation(target.position)
         rows = source.rows[frames].copy()
         raws, width = rows.tobytes(), rows.shape[1]
         views = [payload[: frame_class.page_bytes] for payload in payloads]
-        found = [(payload_sum(view, frame_class), layer_sums(view, frame_class.layers)) for view in views]
-        words = source.words[frames].tolist()  # looked at after the copy: what was copied is that page
-        done.rows[places.start : places.stop] = rows[:, fmt.identity]
+        digests = [(payload_sum(view, frame_class), layer_sums(view, frame_class.layers)) for view in views]
+        words = source.words[frames].tolist()  # read after the copy: an equal word proves that the copy is the page
+        result.rows[places.start : places.stop] = rows[:, fmt.identity]
         headers = [bytes(geometry.header_bytes(frame_class))] * len(places)
-        for at, (i, word, (total, sums)) in enumerate(zip(places, words, found, strict=True)):
+        for at, (i, word, (total, sums)) in enumerate(zip(places, words, digests, strict=True)):
             page, record = pages[i], Record(raws[at * width : (at + 1) * width], fmt)
             if word != page.source.generation << 8 | page.state:
-                done.failed[i] = MOVED
+                result.failed[i] = MOVED
             elif not record.is_sound() or (record.stamped and sums.tobytes() != record.raw[fmt.checksums]):
-                done.failed[i] = DATA if record.is_sound() else RECORD
-                done.damaged.append((page.source, done.failed[i]))
+                result.failed[i] = DATA if record.is_sound() else RECORD
+                result.damaged.append((page.source, result.failed[i]))
             else:
                 info = info_word(frame_class.page_bytes, flags=STAMPED, position=0)
                 info |= page.standing or standing_of(record.info)
                 place = frame_class, incarnation, page.target
                 headers[at] = frame_header.pack_bytes(*place, record.identity, record.parent, info, sums, total)
-                done.checksums[i] = sums
+                result.checksums[i] = sums
         return headers
 
     # --- across: from one extent of NVMe to others ------------------------------------------------------------------
 
-    def carry(self, pages: list[Copying], tables: Tables) -> Copied:
-        """Copy these pages, of one class, into other frames under their new addresses, and make them durable.
+    def carry(self, pages: list[Copying], tables: Tables) -> CopyResult:
+        """Copy these pages, of one class, durably into other frames of NVMe, under their new addresses.
 
-        Where they were they stay. What does not hold there, or cannot be written, is in ``failed``. See ``save``.
+        The source frames do not change. Pages that changed, are damaged or cannot be written are in ``failed``. Call
+        ``close_for_writing`` afterwards, as for ``save``.
         """
         frame_class = tables[pages[0].source.extent].frame_class
-        done = Copied(np.zeros((0, 0), np.uint8), np.zeros((0, 0), np.uint32))
+        result = CopyResult(np.zeros((0, 0), np.uint8), np.zeros((0, 0), np.uint32))
         runs = _runs([page.source for page in pages], frame_class, [page.target for page in pages])
-        write_run = partial(self._carry_run, pages=pages, tables=tables, done=done)
-        self._write(self._carry_io, pages, tables, done, runs, write_run)
-        return done
+        write_run = partial(self._carry_run, pages=pages, tables=tables, result=result)
+        self._write(self._carry_io, pages, tables, result, runs, write_run)
+        return result
 
-    def _carry_run(self, run: range, pages: list[Copying], tables: Tables, done: Copied) -> None:
-        """Read the run, prove it, write it elsewhere. A page that does not hold is written with an empty header."""
+    def _carry_run(self, run: range, pages: list[Copying], tables: Tables, result: CopyResult) -> None:
+        """Read a run, verify it, and write it to its new frames. A page that fails gets a header of zeros."""
         first = pages[run.start]
         source, target = tables[first.source.extent], tables[first.target.extent]
         frame_class, header_bytes = target.frame_class, geometry.header_bytes(target.frame_class)
         incarnation = self.devices.header_incarnation(target.position)
         with self._bounces.borrow(len(run) * geometry.stride_bytes(frame_class)) as buffer:
             slots = buffer.reshape(len(run), -1)
-            for i, slot, found in zip(run, slots, self._read_run(source, first.source.frame, slots), strict=True):
-                header = self._proven(i, pages[i], source, found, done)
+            for i, slot, page in zip(run, slots, self._read_run(source, first.source.frame, slots), strict=True):
+                header = self._proven(i, pages[i], source, page, result)
                 slot[:header_bytes] = 0
                 if header is not None:
                     place, identity = (frame_class, incarnation, pages[i].target), identity_row(header)
@@ -467,54 +465,60 @@ class NvmePages(NvmeStore):
 
     @staticmethod
     def _proven(
-        i: int, page: Copying, source: ExtentTable, found: FrameHeader | str, done: Copied
+        i: int, copying: Copying, source: ExtentTable, page: FrameHeader | str, result: CopyResult
     ) -> FrameHeader | None:
-        """What was read of a page of NVMe, where it is that page; else its reason is noted."""
-        if not _is_sealed(source, page.source):
-            done.failed[i] = MOVED
-        elif isinstance(found, str):
-            done.failed[i] = IO if found == IO else DATA
-            done.damaged.append((page.source, found))
-        elif found.key != page.key or found.address != page.source:
-            done.failed[i] = DATA
-            done.damaged.append((page.source, "swapped"))
+        """Return the header of a page that was read, if it is the expected page; else put the reason into ``result``.
+
+        ``page`` is what ``read`` returned for the frame.
+        """
+        if not _is_sealed(source, copying.source):
+            result.failed[i] = MOVED
+        elif isinstance(page, str):
+            result.failed[i] = IO if page == IO else DATA
+            result.damaged.append((copying.source, page))
+        elif page.key != copying.key or page.address != copying.source:
+            result.failed[i] = DATA
+            result.damaged.append((copying.source, "swapped"))
         else:
-            return found
+            return page
         return None
 
     # --- up: NVMe to DRAM -------------------------------------------------------------------------------------------
 
-    def load(self, pages: list[Copying], tables: Tables, frames_of: Frames) -> Copied:
-        """Read these pages, of one class, from one device into their DRAM frames and prove them."""
+    def load(self, pages: list[Copying], tables: Tables, frames_of: Frames) -> CopyResult:
+        """Read these pages, of one class, from one device into their DRAM frames, and verify them."""
         frame_class = tables[pages[0].source.extent].frame_class
-        done = Copied.of(frame_class, len(pages))
+        result = CopyResult.empty(frame_class, len(pages))
         runs = list(_runs([page.source for page in pages], frame_class))
-        tasks = [partial(self._load_run, run, pages, tables, frames_of, done) for run in runs]
+        tasks = [partial(self._load_run, run, pages, tables, frames_of, result) for run in runs]
         io = self._io[self._device(pages[0].source, tables)]
-        for run, result in zip(runs, io.run(tasks), strict=True):
-            if isinstance(result, OSError | KVStoreError):
-                log.error("pages could not be read: %s", result)
-                done.failed |= dict.fromkeys(run, IO)
-                if isinstance(result, OSError) and is_silent(result):  # that says nothing about the pages
-                    done.broken[tables[pages[run.start].source.extent].position] = result
+        for run, error in zip(runs, io.run(tasks), strict=True):
+            if isinstance(error, OSError | KVStoreError):
+                log.error("pages could not be read: %s", error)
+                result.failed |= dict.fromkeys(run, IO)
+                if isinstance(error, OSError) and is_silent(error):  # says nothing about the pages
+                    result.broken[tables[pages[run.start].source.extent].position] = error
                 else:
-                    done.damaged += [(pages[i].source, IO) for i in run]
-        return done
+                    result.damaged += [(pages[i].source, IO) for i in run]
+        return result
 
-    def _load_run(self, run: range, pages: list[Copying], tables: Tables, frames_of: Frames, done: Copied) -> None:
+    def _load_run(
+        self, run: range, pages: list[Copying], tables: Tables, frames_of: Frames, result: CopyResult
+    ) -> None:
         table, first = tables[pages[run.start].source.extent], pages[run.start].source.frame
         header_bytes = geometry.header_bytes(table.frame_class)
         with self._bounces.borrow(len(run) * geometry.stride_bytes(table.frame_class)) as buffer:
             slots = buffer.reshape(len(run), -1)
-            for i, slot, found in zip(run, slots, self._read_run(table, first, slots), strict=True):
-                page, header = pages[i], self._proven(i, pages[i], table, found, done)
+            for i, slot, page in zip(run, slots, self._read_run(table, first, slots), strict=True):
+                target, header = pages[i].target, self._proven(i, pages[i], table, page, result)
                 if header is not None:
-                    frames_of(tables[page.target.extent])[page.target.frame] = slot[header_bytes:]
-                    done.rows[i], done.checksums[i] = identity_row(header), header.checksums
+                    frames_of(tables[target.extent])[target.frame] = slot[header_bytes:]
+                    result.rows[i], result.checksums[i] = identity_row(header), header.checksums
 
     def read(self, table: ExtentTable, first: int, count: int) -> list[FrameHeader | str]:
-        """What lies in these consecutive frames, proven by header and checksums; else why it does not hold: a reason of
-        ``frame_header``, ``EMPTY``, or ``IO`` where the device cannot read it.
+        """Read consecutive frames, and return the verified header of each page, or why the page is not valid.
+
+        The reason is one of ``frame_header.REASONS``, ``EMPTY``, or ``IO`` if the device cannot read the frame.
 
         Raises:
             OSError: the device does not answer.
@@ -523,69 +527,64 @@ class NvmePages(NvmeStore):
             return self._read_run(table, first, buffer.reshape(count, -1))
 
     def _read_run(self, table: ExtentTable, first: int, slots: Rows) -> list[FrameHeader | str]:
-        """See ``read``; ``slots`` ``[frames, stride_bytes]`` are filled: header, page, header, page, ..."""
+        """Do what ``read`` does, into ``slots`` ``[frames, stride_bytes]``: in each a header and its page."""
         frame_class = table.frame_class
         head = geometry.header_bytes(frame_class)
         headers, payloads = slots[:, :head], slots[:, head:]
         try:
             self.devices.read_run(table.position, first, frame_class, slots)
         except OSError as error:
-            if is_silent(error):  # of all frames, for now; and the buffer is lost
+            if is_silent(error):  # no frame can be read now, and the buffer must not be used again
                 raise
-            if len(slots) > 1:  # one frame that cannot be read does not take the others with it
+            if len(slots) > 1:  # read one by one, so that one unreadable frame does not fail the others
                 return [self._read_run(table, first + i, slots[i : i + 1])[0] for i in range(len(slots))]
             log.error("frame %d of extent %d could not be read: %s", first, table.extent, error)
             return [IO]
         incarnation = self.devices.header_incarnation(table.position)
-        found: list[FrameHeader | str] = []
+        pages: list[FrameHeader | str] = []
         for i, payload in enumerate(payloads):
-            header = frame_header.unpack(headers[i], frame_class, incarnation, table.extent, first + i)
-            if header == "header" and not headers[i].any():
-                header = EMPTY
-            if isinstance(header, FrameHeader) and not frame_header.is_payload_sound(
-                payload, frame_class, header.payload_sum
+            page = frame_header.unpack(headers[i], frame_class, incarnation, table.extent, first + i)
+            if page == "header" and not headers[i].any():
+                page = EMPTY
+            if isinstance(page, FrameHeader) and not frame_header.is_payload_sound(
+                payload, frame_class, page.payload_sum
             ):
-                header = "payload"
-            found.append(header)
-        return found
+                page = "payload"
+            pages.append(page)
+        return pages
 
     def verify(self, table: ExtentTable, address: Address) -> str:
-        """Why the page at this address does not hold; "" where it does. Raises as ``read``."""
-        found = self.read(table, address.frame, 1)[0]
-        if isinstance(found, str):
-            return found
-        same = found.address == address and found.key == table.rows[address.frame, 8:24].tobytes()
-        return "" if same else "swapped"
+        """Return why the page at this address is damaged, or "" if it is valid. Raises as ``read``."""
+        page = self.read(table, address.frame, 1)[0]
+        if isinstance(page, str):
+            return page
+        return "" if page.address == address and page.key == table.key(address.frame) else "swapped"
 
-    # --- which device -----------------------------------------------------------------------------------------------
+    # --- devices ----------------------------------------------------------------------------------------------------
 
     def _device(self, address: Address, tables: Tables) -> NvmeDevice:
         return self.devices.place(tables[address.extent].position)[0]
 
     def day_bytes_left(self, cap_bytes: int) -> int:
-        """What may be written today yet where that is the most on a day. What was written is counted before it is
-        reported to the node's state."""
+        """Return how many bytes may still be written today if ``cap_bytes`` per day are allowed.
+
+        Bytes count as soon as they are written, before the node's state receives the result of the copy.
+        """
         return max(0, cap_bytes - self.devices.written_today(today()))
 
     def path(self, position: int) -> str:
-        """The path of the device at that position."""
+        """Return the path of the device at that position."""
         return self.devices.place(position)[0].disk.path
 
-    def _where(self, page: Copying, tables: Tables, error: OSError | KVStoreError) -> int:
-        """The position of this page that the error is of: to which it is copied, or, of NVMe too, from which."""
+    def _failed_position(self, page: Copying, tables: Tables, error: OSError) -> int:
+        """Return the position where this copy failed: the target's, or the source's if its device has the error."""
         source, target = tables[page.source.extent], tables[page.target.extent].position
-        failed = error.filename if isinstance(error, OSError) else ""
-        return source.position if source.tier == self.tier and self.path(source.position) == failed else target
-
-    @staticmethod
-    def _broke(done: Copied, run: range, position: int, error: OSError | KVStoreError) -> None:
-        assert isinstance(error, OSError), error
-        done.failed |= dict.fromkeys(run, IO)
-        done.broken[position] = error
+        is_source = source.tier == self.tier and self.path(source.position) == error.filename
+        return source.position if is_source else target
 
 
 def identity_row(header: FrameHeader) -> Rows:
-    """Key, root, extra and token ids as a record keeps them."""
+    """Return key, root, extra and token ids in the form of a record."""
     return np.frombuffer(header.key + header.root + header.extra + header.tokens.tobytes(), np.uint8)
 
 
@@ -594,7 +593,7 @@ def _is_sealed(table: ExtentTable, address: Address) -> bool:
 
 
 def _runs(addresses: list[Address], frame_class: FrameClass, others: list[Address] | None = None) -> Iterator[range]:
-    """Places of consecutive frames, as many as one system call should take; consecutive in ``others``, too."""
+    """Yield ranges of places whose frames are consecutive, also in ``others``, each for one system call."""
     most, start = max(1, COPY_BYTES // geometry.stride_bytes(frame_class)), 0
     both = [addresses] if others is None else [addresses, others]
     for i in range(1, len(addresses) + 1):

@@ -13,7 +13,7 @@ from kvstore import boundary
 from kvstore.errors import InternalError
 from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameClass
 from kvstore.node.node import Node
-from kvstore.node.nvme_pages import DATA, IO, MOVED, Copied, identity_row
+from kvstore.node.nvme_pages import DATA, IO, MOVED, CopyResult, identity_row
 from kvstore.shm.records import ExtentTable
 from kvstore.state import events as ev
 from kvstore.state import instructions as do
@@ -56,7 +56,7 @@ class Relay:
             with _COPYING:
                 done = relay(copy.pages, contents.extents, source, target)
         except InternalError:  # no result is reported: the pages stay where they are
-            done = Copied.of(contents.extents[first.target.extent].frame_class, len(copy.pages))
+            done = CopyResult.empty(contents.extents[first.target.extent].frame_class, len(copy.pages))
             done.failed = dict.fromkeys(range(len(copy.pages)), IO)
         if isinstance(copy, do.Save):
             heads = done.rows[:, :IDENTITY_HEAD_BYTES].copy()
@@ -89,13 +89,13 @@ class Relay:
         self._node.handle(ev.Erased(time.monotonic_ns(), erasing.number, failed))
 
 
-def relay(pages: list[do.Copying], tables: Mapping[int, ExtentTable], source: TierStore, target: TierStore) -> Copied:
+def relay(pages: list[do.Copying], tables: Mapping[int, ExtentTable], source: TierStore, target: TierStore) -> CopyResult:
     """Copy these pages, of one class, from tier to tier. Pages that changed or are damaged are in ``failed``.
 
     Their extents stay open for writing until the caller closes them: when the records say what is there.
     """
     frame_class = tables[pages[0].source.extent].frame_class
-    done = Copied.of(frame_class, len(pages))
+    done = CopyResult.empty(frame_class, len(pages))
     where = {tables[page.target.extent].position for page in pages}
     try:
         target.open_for_writing(where)
@@ -110,7 +110,7 @@ def relay(pages: list[do.Copying], tables: Mapping[int, ExtentTable], source: Ti
 
 
 def _relay_one(
-    i: int, page: do.Copying, tables: Mapping[int, ExtentTable], source: TierStore, target: TierStore, done: Copied
+    i: int, page: do.Copying, tables: Mapping[int, ExtentTable], source: TierStore, target: TierStore, done: CopyResult
 ) -> None:
     here, there = tables[page.source.extent], tables[page.target.extent]
     frame_class = there.frame_class

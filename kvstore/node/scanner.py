@@ -17,7 +17,7 @@ import numpy as np
 from kvstore import failpoint
 from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameState, position_of, standing_of
 from kvstore.node.node import Node
-from kvstore.node.nvme_pages import RUN_BYTES, NvmePages, identity_row
+from kvstore.node.nvme_pages import READ_BYTES, NvmePages, identity_row
 from kvstore.shm.records import ExtentTable
 from kvstore.state import events as ev
 from kvstore.tier.nvme import geometry
@@ -60,7 +60,7 @@ class Scanner:
         return True
 
     def _scan(self, nvme: NvmePages, table: ExtentTable, frames: list[int]) -> Iterator[FrameHeader]:
-        step = max(1, RUN_BYTES // geometry.stride_bytes(table.frame_class))
+        step = max(1, READ_BYTES // geometry.stride_bytes(table.frame_class))
         for start in range(0, len(frames), step):
             part = frames[start : start + step]
             first, count = part[0], part[-1] - part[0] + 1

@@ -29,7 +29,7 @@ from kvstore import boundary, failpoint
 from kvstore.errors import InternalError
 from kvstore.model.replica import IDENTITY_HEAD_BYTES, Address, FrameState
 from kvstore.node.node import Node
-from kvstore.node.nvme_pages import IO, Copied, NvmePages
+from kvstore.node.nvme_pages import IO, CopyResult, NvmePages
 from kvstore.server import tracing
 from kvstore.state import events as ev
 from kvstore.state import instructions as do
@@ -234,7 +234,7 @@ class Mover:
 
     def _begin(self, nvme: NvmePages, lanes: list[DeviceLane], copy: do.Save | do.Load, below: list[Address]) -> None:
         """A copy between the tiers, in parts. ``below``: where each page is, or will be, on NVMe."""
-        whole = Copied.of(self._node.contents.extents[copy.pages[0].source.extent].frame_class, len(copy.pages))
+        whole = CopyResult.empty(self._node.contents.extents[copy.pages[0].source.extent].frame_class, len(copy.pages))
         parts = self._by_device(nvme, below)
         joint = Joint(len(parts), partial(self._report, nvme, copy, whole))
         for device, places in parts.items():
@@ -268,7 +268,7 @@ class Mover:
 
     # --- pieces of work: in a lane ----------------------------------------------------------------------------------
 
-    def _copy(self, nvme: NvmePages, copy: do.Save | do.Load, places: list[int], whole: Copied, joint: Joint) -> None:
+    def _copy(self, nvme: NvmePages, copy: do.Save | do.Load, places: list[int], whole: CopyResult, joint: Joint) -> None:
         if failpoint.ACTIVE:
             failpoint.hit("mover.copy")
         contents, pages = self._node.contents, [copy.pages[place] for place in places]
@@ -283,7 +283,7 @@ class Mover:
                 whole.failed |= dict.fromkeys(places, IO)
             joint.done()
 
-    def _report(self, nvme: NvmePages, copy: do.Save | do.Load, done: Copied) -> None:
+    def _report(self, nvme: NvmePages, copy: do.Save | do.Load, done: CopyResult) -> None:
         self._node.device_failed(done.broken)  # first: when nothing is on its way any more, that is known
         now_ns = time.monotonic_ns()
         if isinstance(copy, do.Save):
@@ -291,7 +291,7 @@ class Mover:
                 failpoint.hit("mover.saved")
             heads = done.rows[:, :IDENTITY_HEAD_BYTES].copy()
             self._node.handle(ev.Saved(now_ns, copy.number, heads, done.failed))
-            nvme.reported(done)
+            nvme.close_for_writing(done.open_positions)
         else:
             if failpoint.ACTIVE:
                 failpoint.hit("mover.loaded")
@@ -307,16 +307,16 @@ class Mover:
                 done = nvme.carry(carry.pages, tables)
                 nvme.devices.add_written(today(), done.written_bytes)
         except InternalError:  # as above
-            done = Copied.of(tables[carry.pages[0].source.extent].frame_class, len(carry.pages))
+            done = CopyResult.empty(tables[carry.pages[0].source.extent].frame_class, len(carry.pages))
             done.failed = dict.fromkeys(range(len(carry.pages)), IO)
         if failpoint.ACTIVE:
             failpoint.hit("mover.saved")
         self._node.device_failed(done.broken)
         self._node.handle(ev.Carried(time.monotonic_ns(), carry.number, done.failed))
-        nvme.reported(done)
+        nvme.close_for_writing(done.open_positions)
         self._reported(done)
 
-    def _reported(self, done: Copied) -> None:
+    def _reported(self, done: CopyResult) -> None:
         for address, reason in done.damaged:
             self._node.drop_damaged(address, reason)
         self._over()
@@ -342,7 +342,7 @@ class Mover:
         self._woken.set()
 
     def _tidy(self, nvme: NvmePages, device: int) -> None:
-        self._node.device_failed(nvme.extents.tidy(nvme.devices.positions_of(device)))
+        self._node.device_failed(nvme.extents.drop_stale(nvme.devices.positions_of(device)))
 
     def _checkpoint(self, nvme: NvmePages, device: int) -> None:
         for table in self._node.nvme_tables():

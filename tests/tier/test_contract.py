@@ -15,7 +15,7 @@ from kvstore.device.base import Addresses, Device, DeviceMemory
 from kvstore.device.host_device import HostDevice
 from kvstore.model.replica import FrameClass, Tier
 from kvstore.model.shard import Strides
-from kvstore.node.nvme_pages import NvmeStore
+from kvstore.node.nvme_pages import NvmePages
 from kvstore.shm.folder import NodeFolder
 from kvstore.tier.base import Bytes, TierStore
 from kvstore.tier.dram import DramStore, SegmentFile
@@ -81,7 +81,7 @@ def opener(request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.M
             return [FileDisk.open(p, device_bytes(n), create=True) for p, n in zip(paths, sizes, strict=True)]
 
         def open_store(anew: bool) -> TierStore:
-            return NvmeStore(NvmeDevices.open(disks(), "n", EXTENT_BYTES, format=anew))
+            return NvmePages(NvmeDevices.open(disks(), "n", EXTENT_BYTES, format=anew))
 
         yield open_store
 

@@ -145,7 +145,7 @@ class StagedDevices(NvmeDevices):
 
 
 class StagedPages(NvmePages):
-    """The product's hand on NVMe, without threads of its own."""
+    """The node's NVMe tier, without threads of its own."""
 
     devices: StagedDevices
 

@@ -144,7 +144,7 @@ class TieredWorld(World):
     def demote(self, bytes_max: int = 1 << 20) -> None:
         """The mover asks what to save next."""
         if self.chance.random() < 0.5:
-            self.node.pages.extents.tidy(self.node.pages.extents.stale)
+            self.node.pages.extents.drop_stale(self.node.pages.extents.stale)
         self.send(ev.Demote(self.now_ns, Tier.NVME, bytes_max, self.day_bytes_left))
 
     def move_on(self) -> bool:
@@ -205,7 +205,7 @@ class TieredWorld(World):
             event = ev.Loaded(now_ns, copy.number, done.rows, done.checksums, done.failed)
         pages, keys = self.node.pages, {page.source: page.key for page in copy.pages}
         if self.send(event) is not None:
-            pages.reported(done)
+            pages.close_for_writing(done.open_positions)
             self.moved += len(copy.pages) - len(done.failed) if isinstance(copy, do.Carry) else 0
             for source, reason in done.damaged:
                 self.send(ev.Damaged(self.now_ns, source, reason, keys[source]))
