@@ -1,12 +1,11 @@
-"""Node: one machine's pool. Owns the files, asks the state, has the performer carry out what it decides.
+"""Node: the pool of one machine. It owns the files, and its performer carries out what its state decides.
 
-Lives from ``start`` (lock taken, tables recovered or made) to ``stop`` (lock released; files stay, so that the next
-start finds every sealed page) or to a kill at any point, which the next start repairs.
+``start`` takes the lock of the node's name, and recovers or creates the tables. ``stop`` releases the lock. The files
+stay, and the next start finds every sealed page. After a kill at any time, the next start repairs the files.
 
-Room: memory is had before a decision that needs it, so that no decision is performed by half.
-
-What a decision may carve needs three things of the tmpfs: frames (populated positions), tables, and an index that can
-follow. Where one of them cannot be had, the state is told before it decides, and does without.
+A decision cannot be half performed. So before a decision that may carve extents, the node reserves what those need on
+the tmpfs: memory for frames (populated positions), tables, and space for the index to grow. If the tmpfs has no memory
+for one of them, the node limits the number of extents that the state may carve in this decision.
 """
 
 from __future__ import annotations
@@ -43,24 +42,36 @@ from kvstore.state import integrity
 from kvstore.state.interfaces import Rows
 from kvstore.state.node_state import NodeState
 
-INDEX_HEADROOM_BYTES = 1 << 20  # left free on the tmpfs whenever an extent is carved
-TABLE_DESCRIPTORS = 8  # what making and mapping a table takes, twice
-LEAN_BYTES_PER_FRAME = RecordFormat(0, 0, tail=False).row_bytes + 8  # record and mark of a tier that is not mapped
+INDEX_HEADROOM_BYTES = 1 << 20  # stays free on the tmpfs when an extent is carved
+TABLE_DESCRIPTORS = 8  # twice what it takes to create and map a table
+LEAN_BYTES_PER_FRAME = RecordFormat(0, 0, tail=False).row_bytes + 8  # record and last use, in a tier that is not mapped
+INDEX_CHECK_EVERY_TICKS = 10
+SESSIONS_SWEEP_EVERY_TICKS = 50
+
+log = logging.getLogger("kvstore.node")
+
+Looked = TypeVar("Looked")
+Result = TypeVar("Result")
+Otherwise = TypeVar("Otherwise")
+Rest = ParamSpec("Rest")
+
+
+# --- memory for the next decision -----------------------------------------------------------------------------------
 
 
 def shm_free_bytes(folder: Path) -> int:
-    """What the tmpfs of that folder has left."""
-    found = os.statvfs(folder)
-    return found.f_bavail * found.f_frsize
+    """Return the free bytes of the folder's tmpfs."""
+    stats = os.statvfs(folder)
+    return stats.f_bavail * stats.f_frsize
 
 
 def lean_table_fits(folder: Path, frames: int) -> bool:
-    """True where another table of ``frames`` frames, of a tier that is not mapped, has room and descriptors."""
-    return shm_free_bytes(folder) > frames * LEAN_BYTES_PER_FRAME + INDEX_HEADROOM_BYTES and descriptors_left()
+    """Return True if there are memory and descriptors for a table of ``frames`` frames in a tier that is not mapped."""
+    return shm_free_bytes(folder) > frames * LEAN_BYTES_PER_FRAME + INDEX_HEADROOM_BYTES and has_descriptors()
 
 
-def descriptors_left() -> bool:
-    """True where this process can open ``TABLE_DESCRIPTORS`` files now."""
+def has_descriptors() -> bool:
+    """Return True if this process can open ``TABLE_DESCRIPTORS`` files now."""
     opened: list[int] = []
     try:
         while len(opened) < TABLE_DESCRIPTORS:
@@ -74,67 +85,60 @@ def descriptors_left() -> bool:
 
 
 class FolderMemory:
-    """What the tmpfs of a node's folder still gives."""
+    """Memory of the tmpfs that a node's folder is in."""
 
     def __init__(self, performer: Performer) -> None:
         self._performer = performer
 
     def tables(self, frame_class: FrameClass, frames: int, count: int) -> int:
-        """Have ``count`` spare tables of ``frames`` frames; returns how many there are, fewer where memory is out."""
-        return self._performer.spares.have(frame_class, frames, count)
+        """Create spare tables of ``frames`` frames until there are ``count``. Returns how many there are, fewer if
+        memory or descriptors run out."""
+        return self._performer.spares.fill(frame_class, frames, count)
 
     def index(self, frames_more: int) -> bool:
-        """Have what the index needs to follow every change, with ``frames_more`` frames more. False: memory is out."""
+        """Reserve memory for all changes of the index if the pool gets ``frames_more`` more frames; False on failure."""
         frames = sum(table.frames for table in self._performer.tables.values())
         return self._performer.index.reserve(frames + frames_more)
 
     def blocked(self) -> bool:
-        """True where tables are missing for want of descriptors, which comes to an end: memory would not help."""
+        """Return True if tables are missing for lack of descriptors. That is temporary, and memory would not help."""
         return self._performer.spares.blocked
 
     def low(self) -> bool:
-        """Less is left than sessions and a rebuild of the index may need."""
+        """Return True if less memory is free than sessions and a rebuild of the index may need."""
         return shm_free_bytes(self._performer.folder.path) < INDEX_HEADROOM_BYTES
 
     def give_back(self, position: int) -> None:
-        """A vacant position's memory goes to others, for good."""
+        """Free the memory of a vacant position for good."""
         self._performer.dram.give_back(position)
 
 
 def make_room(state: NodeState, memory: FolderMemory, frame_class: FrameClass, count: int, now_ns: int) -> None:
-    """Before a decision that may take ``count`` frames of a class: tell the state how many extents it may carve.
+    """Set how many extents the state may carve in a decision that may take ``count`` frames of a class.
 
-    Where memory is out, vacant positions give theirs up for tables: the pool shrinks, the node goes on.
-    ``Segment.tables`` is to be cleared after the decision.
+    If memory runs out, vacant positions are given back to make room for tables: the pool shrinks, and the node
+    continues. The caller clears ``Segment.tables`` after the decision.
     """
     segment = state.segment
     pool = segment.pool(frame_class)
-    while wanted := state.space.extents_wanted(pool, count):
-        have = memory.tables(frame_class, pool.frames_per_extent, wanted)
-        if not memory.index(have * pool.frames_per_extent):
-            have = 0
-        segment.tables[frame_class] = have
-        if not segment.vacant or memory.blocked() or (have == wanted and not memory.low()):
+    while extents := state.space.extents_wanted(pool, count):
+        tables = memory.tables(frame_class, pool.frames_per_extent, extents)
+        if not memory.index(tables * pool.frames_per_extent):
+            tables = 0
+        segment.tables[frame_class] = tables
+        if not segment.vacant or memory.blocked() or (tables == extents and not memory.low()):
             return
         position = max(segment.vacant)
         memory.give_back(position)
-        state.handle(ev.PopulationFailed(now_ns, [position]))  # there is nothing to perform
+        state.handle(ev.PopulationFailed(now_ns, [position]))  # returns no instructions
 
 
-INDEX_CHECK_EVERY_TICKS = 10
-SESSIONS_SWEEP_EVERY_TICKS = 50
-
-log = logging.getLogger("kvstore.node")
-
-Looked = TypeVar("Looked")
-Result = TypeVar("Result")
-Otherwise = TypeVar("Otherwise")
-Rest = ParamSpec("Rest")
+# --- the node -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(slots=True)
 class Scan:
-    """The scan of NVMe after a start: ``pages_done`` of ``pages`` frames were read, until it is ``finished``."""
+    """Progress of the scan of NVMe after a start: ``pages_done`` of ``pages`` frames were read."""
 
     pages: int = 0
     pages_done: int = 0
@@ -142,19 +146,22 @@ class Scan:
 
     @property
     def under_way(self) -> bool:
-        """Frames are still to be read."""
+        """True if frames remain to be read."""
         return self.pages > 0 and not self.finished
 
 
 def while_running(
     otherwise: Otherwise,
 ) -> Callable[[Callable[Concatenate[Node, Rest], Result]], Callable[Concatenate[Node, Rest], Result | Otherwise]]:
-    """A method of ``Node`` for which it holds still. A thread that is late for the node's end gets ``otherwise``."""
+    """Decorate a method of ``Node`` that runs under the mutex, after published puts are taken in.
 
-    def holding(
+    After ``stop`` it does nothing and returns ``otherwise``.
+    """
+
+    def decorate(
         method: Callable[Concatenate[Node, Rest], Result],
     ) -> Callable[Concatenate[Node, Rest], Result | Otherwise]:
-        def held(node: Node, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result | Otherwise:
+        def locked(node: Node, /, *args: Rest.args, **kwargs: Rest.kwargs) -> Result | Otherwise:
             with node._mutex:
                 if node._stopped:
                     return otherwise
@@ -163,27 +170,28 @@ def while_running(
             node.performer.book.flush()
             return result
 
-        update_wrapper(held, method)
-        return held
+        update_wrapper(locked, method)
+        return locked
 
-    return holding
+    return decorate
 
 
 class Node:
-    """Whole from the moment that ``start`` has made it. Threads: anyone may call ``handle``; one event is decided and
-    performed at a time.
+    """The pool of one machine, see the module. Made by ``start``, ends with ``stop``.
+
+    Any thread may call ``handle``. One event at a time is decided and performed.
 
     Attributes:
-        state: what was decided so far.
-        contents: the layout of the data, for threads that read in parallel with the decisions.
-        waiting: what was decided and is still to be carried out.
-        sessions: which clients live and what they counted.
-        puts: what clients published.
-        events: what happened to pages.
-        scan: of NVMe, where there is one.
-        nvme_failures: path -> why that target is not used, or not written to any more.
-        ending: no call is served any more; long calls break off.
-        kv_last: number of the last KV event published, where there are any.
+        state: all decisions so far.
+        contents: the tables of the data, for threads that read while the node decides.
+        waiting: decided work that other threads carry out.
+        sessions: the clients that are alive, and their counters.
+        puts: the log in which clients publish puts.
+        events: the log of changes to pages.
+        scan: progress of the scan of NVMe.
+        nvme_failures: path of each target that is not used, or no longer written to -> the reason.
+        ending: calls are refused, and long calls stop early.
+        kv_last: returns the number of the last published KV event; None if none are published.
     """
 
     def __init__(
@@ -207,27 +215,33 @@ class Node:
         self._ticks = 0
         self._stopped = False
 
-    # --- life -------------------------------------------------------------------------------------------------------
+    # --- start and stop ---------------------------------------------------------------------------------------------
 
     @classmethod
     def start(cls, config: NodeConfig) -> Node:
-        """Take the node's name and make its pool ready to serve; memory is populated later, in the background.
+        """Lock the node's name and make its pool ready to serve. Memory is populated later, in the background.
 
         Raises:
-            NodeBusy: another daemon holds the name.
-            InvalidRequest: the segment does not fit, or the folder holds one of another size.
+            NodeBusy: another daemon has the name.
+            InvalidRequest: the segment does not fit, or the folder has a segment with another extent size.
         """
         failures: dict[str, str] = {}
         node = cls(config, *startup.start(config, failures), failures)
-        for session in node.puts.sessions():  # what it published is taken in before
+        for session in node.puts.sessions():  # ``handle`` takes in what they published before
             node.handle(ev.SessionOpened(time.monotonic_ns(), session))
             node.handle(ev.ConnectionLost(time.monotonic_ns(), session))
         node.sessions.sweep()
         return node
 
     def stop(self, *, remove: bool = False, keep_name: bool = False) -> None:
-        """Release the name, unless ``keep_name``: then ``release_name`` does. Sealed pages stay for the next start,
-        unless ``remove``; mapped readers read on. May be repeated."""
+        """Stop the node and release its name. A second call does nothing.
+
+        Sealed pages stay for the next start, and clients that mapped them continue to read.
+
+        Args:
+            remove: delete the node's files.
+            keep_name: keep the name until ``release_name``.
+        """
         with self._mutex:
             if not self._stopped:
                 self._stopped = True
@@ -238,50 +252,50 @@ class Node:
                     purge(self.folder)
 
     def release_name(self) -> None:
-        """The node has stopped, and from here on another one may have its name."""
+        """Release the name of a stopped node, so that another node may take it."""
         self.performer.folder.close()
 
     def enter(self, state: DaemonState) -> None:
-        """Tell clients what the node is about. With it they have a sign of this daemon, before its first tick."""
+        """Show clients the daemon's state, with a heartbeat, so that they need not wait for the first tick."""
         self.performer.header.heartbeat_ns = time.monotonic_ns()
         self.performer.header.state = state
 
     @property
     def incarnation(self) -> int:
-        """Drawn when its segment was made."""
+        """The incarnation of the node's segment."""
         return self.performer.header.incarnation
 
     @property
     def control(self) -> Path:
-        """Where its control socket is."""
+        """Path of the control socket."""
         return self.performer.folder.control
 
     @property
     def folder(self) -> Path:
-        """Where the node's files are."""
+        """Path of the node's files."""
         return self.performer.folder.path
 
     # --- events -----------------------------------------------------------------------------------------------------
 
     def handle(self, event: ev.Event) -> do.Reply:
-        """Decide and perform one event; the index is committed when this returns, and what was deleted is erased.
+        """Decide and perform one event. When this returns, the index is committed, and deleted objects are erased.
 
         Raises:
-            Unavailable: an object is deleted, and cannot be erased where it lay on NVMe.
+            Unavailable: an object is deleted, but could not be erased from NVMe.
         """
         with self._mutex:
             if self._stopped:
-                return do.Reply()  # a thread that was late for the stop
+                return do.Reply()
             self.puts.take_in()
             nvme, erases = self.performer.nvme, list[do.Erase]()
             with DECIDED:
-                needed = self.state.frames_needed(event)
-                if needed is not None:
-                    self._make_room(*needed)
+                request = self.state.frames_needed(event)
+                if request is not None:
+                    self._make_room(*request)
                 instructions = self.state.handle(event)
                 self.state.segment.tables.clear()
-                if nvme is not None and _deletes(event):
-                    erases = _taken_out(instructions, self.performer.tables, nvme.tier)
+                if nvme is not None and _waits_for_erasure(event):
+                    erases = _take_erasures(instructions, self.performer.tables, nvme.tier)
                 reply = self.performer.perform(instructions)
             while self.performer.sessions_to_check:
                 session = self.performer.sessions_to_check.pop()
@@ -290,51 +304,52 @@ class Node:
                     self.puts.ended(session)
         self.performer.book.flush()
         if erases and nvme is not None:
-            self._erase_all(nvme, erases)  # only the caller waits for the disk
+            self._erase_all(nvme, erases)  # without the mutex: only this caller waits for the device
         return reply if reply is not None else do.Reply()
 
     def _decide(self, event: ev.Event) -> do.Reply | None:
-        """Decide and perform one event that needs no room. The mutex is held."""
+        """Decide and perform one event that needs no new memory. The caller holds the mutex."""
         with DECIDED:
             return self.performer.perform(self.state.handle(event))
 
-    def erase(self, nvme: NvmePages, erasing: do.Erase, places: Iterable[int]) -> set[int]:
-        """Make what was in these frames unreadable. Returns the places whose device fails: there a reboot may bring it
-        back.
+    def erase(self, nvme: NvmePages, erasure: do.Erase, places: Iterable[int]) -> set[int]:
+        """Make the former contents of these frames unreadable. Returns the places whose device failed: a reboot may
+        restore their objects.
 
-        Objects that are deleted, or leave NVMe, are erased while the node goes on. Their frames are RETIRING in the
-        meantime: no reader reads them, no writer is granted them, and the next start goes on where a kill came between.
-        A caller that deletes waits for its own, without the mutex: an object that is gone stays gone. What leaves on
-        its own is the mover's to erase; until then the same key cannot be stored or deleted (``Status.BUSY``).
+        Objects that are deleted, or that leave NVMe, are erased without the mutex. Their frames are RETIRING until
+        then: no reader reads them and no writer receives them. If the daemon is killed, the next start continues.
+
+        A caller that deletes objects waits for the erasure, so that a deleted object stays deleted. The mover erases
+        all other objects. Until it has, their keys cannot be stored or deleted (``Status.BUSY``).
         """
         tables = self.contents.extents
-        found = {place: erasing.pages[place][1] for place in places}
-        broken = nvme.extents.erase((tables[address.extent], address.frame) for address in found.values())
+        addresses = {place: erasure.pages[place][1] for place in places}
+        broken = nvme.extents.erase((tables[address.extent], address.frame) for address in addresses.values())
         if broken:
             self.device_failed(broken)
-        return {place for place, address in found.items() if tables[address.extent].position in broken}
+        return {place for place, address in addresses.items() if tables[address.extent].position in broken}
 
     def _erase_all(self, nvme: NvmePages, erases: list[do.Erase]) -> None:
-        """Carry out and report what a caller's own deletion takes.
+        """Carry out and report the erasures of a caller's own deletion.
 
         Raises:
-            Unavailable: a device fails; the objects are deleted all the same.
+            Unavailable: a device failed. The objects are deleted all the same.
         """
-        remaining, sound = deque(erases), True
+        remaining, all_erased = deque(erases), True
         try:
             while remaining:
-                erasing = remaining[0]
-                failed = self.erase(nvme, erasing, range(len(erasing.pages)))
-                self.handle(ev.Erased(time.monotonic_ns(), erasing.number, failed))
-                sound &= not failed
+                erasure = remaining[0]
+                failed = self.erase(nvme, erasure, range(len(erasure.pages)))
+                self.handle(ev.Erased(time.monotonic_ns(), erasure.number, failed))
+                all_erased &= not failed
                 remaining.popleft()
         finally:
-            self.waiting.copies.extend(remaining)  # a caller that is interrupted leaves them to the mover
-        if not sound:
+            self.waiting.copies.extend(remaining)  # if this caller is interrupted, the mover continues
+        if not all_erased:
             raise Unavailable("an object is deleted, but its device fails: a reboot may bring it back")
 
     def check_class(self, frame_class: FrameClass) -> None:
-        """Raises InvalidRequest where a page of that class is larger than an extent."""
+        """Raise InvalidRequest if a page of that class is larger than an extent."""
         extent_bytes = self.state.segment.extent_bytes
         if frame_class.frame_bytes > extent_bytes:
             remedy = "start the node with a larger --extent or --dram"
@@ -342,33 +357,34 @@ class Node:
             raise InvalidRequest("page_bytes", reason)
 
     def _make_room(self, frame_class: FrameClass, count: int) -> None:
-        """Before a decision that may carve extents: memory for their frames, their tables, and the index's growth."""
+        """Reserve memory for the extents that the next decision may carve: frames, tables and index."""
         segment = self.state.segment
         pool = segment.pool(frame_class)
         if pool.free >= count or not pool.frames_per_extent:
             return
-        frames = pool.frames_per_extent
-        short = -(-(count - pool.free) // frames)  # of extents: nothing leaves while there is memory to be had
-        missing = max(0, short - len(segment.vacant & segment.populated))
+        # Populate first: the state must not evict pages while there is unused memory.
+        extents = -(-(count - pool.free) // pool.frames_per_extent)
+        missing = max(0, extents - len(segment.vacant & segment.populated))
         for position in sorted(segment.vacant - segment.populated)[:missing]:
-            self._decide(self._populated(position))
+            self._decide(self._populate(position))
         make_room(self.state, FolderMemory(self.performer), frame_class, count, time.monotonic_ns())
 
     def populate_next(self) -> bool:
-        """Allocate the memory of one more position; False when there is none left.
+        """Allocate the memory of one more position; return False if all positions have theirs.
 
-        Raises nothing: where the machine has no memory, the pool is smaller."""
+        If the machine has no memory, this does not raise: the pool becomes smaller."""
         position = self._unpopulated()
         if position is None:
             return False
-        self.handle(self._populated(position))  # outside the mutex: half a second per GiB
+        self.handle(self._populate(position))  # without the mutex, because it takes half a second per GiB
         return True
 
     @while_running(None)
     def _unpopulated(self) -> int | None:
         return min(self.state.segment.vacant - self.state.segment.populated, default=None)
 
-    def _populated(self, position: int) -> ev.Event:
+    def _populate(self, position: int) -> ev.Event:
+        """Allocate the memory of a position, and return the event that reports it."""
         try:
             self.performer.dram.segment.populate(position)
             return ev.Populated(time.monotonic_ns(), [position])
@@ -376,16 +392,16 @@ class Node:
             return ev.PopulationFailed(time.monotonic_ns(), [position])
 
     def tick(self) -> None:
-        """Do what is due: end what is past its deadline, sweep lost sessions and dead readers, let the index grow."""
+        """Handle expired deadlines, dead sessions and dead readers, and let the index grow. Call this periodically."""
         now_ns = time.monotonic_ns()
         self.handle(ev.Tick(now_ns))
         if self._ticks % SESSIONS_SWEEP_EVERY_TICKS == 0:
             self.sessions.sweep()
-        self._beat(now_ns)
+        self._update_header(now_ns)
 
     @while_running(None)
-    def _beat(self, now_ns: int) -> None:
-        self._give_back(now_ns)
+    def _update_header(self, now_ns: int) -> None:
+        self._give_back_position(now_ns)
         header, segment = self.performer.header, self.state.segment
         header.heartbeat_ns = now_ns
         header.populated_bytes = len(segment.populated) * segment.extent_bytes
@@ -393,37 +409,41 @@ class Node:
         if self._ticks % INDEX_CHECK_EVERY_TICKS == 0:
             self.performer.index.tidy()
 
-    def _give_back(self, now_ns: int) -> None:
-        """The memory of positions that a smaller node has no use for, once nothing lies there."""
+    def _give_back_position(self, now_ns: int) -> None:
+        """Free the memory of an empty position that a node with less DRAM does not use.
+
+        One position per tick, because the kernel takes a while for each and other callers wait.
+        """
         segment = self.state.segment
         position = max(segment.beyond & segment.populated, default=None)
-        if position is not None:  # one at a time: the kernel takes a while over each, and others wait
+        if position is not None:
             self.performer.dram.give_back(position)
             self._decide(ev.PopulationFailed(now_ns, [position]))
 
     def drop_damaged(self, address: Address, reason: str) -> None:
-        """A sealed page does not hold: it and its descendants go, counted under ``damaged_<reason>``.
+        """Drop a damaged page and its descendants, and count them under ``damaged_<reason>``.
 
-        Of NVMe the extent's directory is withdrawn as well, which may take as long as its device does.
+        For a page on NVMe, the extent's checkpoint is withdrawn too, which waits for the device.
         """
-        table, nvme = self._dropped(address, reason), self.nvme
+        table, nvme = self._drop_damaged(address, reason), self.nvme
         if table is not None and nvme is not None and table.tier == nvme.tier:
             self.device_failed(nvme.extents.withdraw_checkpoint(table))
 
     @while_running(None)
-    def _dropped(self, address: Address, reason: str) -> ExtentTable | None:
-        """Where the page was; None where nothing is sealed there."""
+    def _drop_damaged(self, address: Address, reason: str) -> ExtentTable | None:
+        """Return the table of the page that was dropped; None if no page is sealed at this address."""
         if not self.state.space_of(address.extent).pages.sealed(address):
             return None
         table = self.performer.tables[address.extent]
-        event = ev.Damaged(time.monotonic_ns(), address, reason, self.performer.key_of(address))
-        self._decide(event)
+        self._decide(ev.Damaged(time.monotonic_ns(), address, reason, self.performer.key_of(address)))
         return table
 
     @while_running(0)
     def check_words(self) -> int:
-        """Every record's word must say what was decided. One that does not is set right, and if a page is sealed there,
-        that page is dropped like any other damaged one. Returns how many pages were."""
+        """Compare every record's word with the state, and correct the words that differ.
+
+        If a page is sealed there, drop it as damaged. Returns how many pages were dropped.
+        """
         sealed: list[Address] = []
         extents = [item for space in self.state.spaces.values() for item in space.segment.extents.items()]
         for number, extent in extents:
@@ -436,15 +456,14 @@ class Node:
                     sealed.append(Address(number, frame, extent.generation[frame]))
         dropped = 0
         for address in sealed:
-            if self.state.space_of(address.extent).pages.sealed(address):  # else it hung on one that went just now
-                event = ev.Damaged(time.monotonic_ns(), address, "record", self.performer.key_of(address))
-                self._decide(event)
+            if self.state.space_of(address.extent).pages.sealed(address):  # not yet dropped as a descendant
+                self._decide(ev.Damaged(time.monotonic_ns(), address, "record", self.performer.key_of(address)))
                 dropped += 1
         return dropped
 
     @while_running(None)
     def check_indexed(self, address: Address, key: bytes) -> None:
-        """A sealed page must be in the index under its key; where it is not, the index is rebuilt from the records."""
+        """Rebuild the index from the records if it does not list this sealed page under its key."""
         performer = self.performer
         if not self.state.space_of(address.extent).pages.sealed(address):
             return
@@ -452,33 +471,32 @@ class Node:
         if performer.index.find(tier, key) != address and performer.key(address.extent, address.frame) == key:
             performer.index.rebuild("damaged")
 
-    # --- NVMe: for the mover and the scanner ------------------------------------------------------------------------
+    # --- lower tiers: for the mover, the relay and the scanner ------------------------------------------------------
 
     @property
     def relayed(self) -> list[Tier]:
-        """Tiers that ``upkeep.relay`` carries pages to."""
+        """The tiers whose pages ``node.relay`` copies."""
         return [tier for tier, store in self.performer.stores.items() if store.relayed]
 
     @property
     def nvme(self) -> NvmePages | None:
-        """The pages on NVMe; None where the node has no such tier, or has stopped."""
+        """The NVMe tier; None if the node has none, or has stopped."""
         return self.performer.nvme
 
     @while_running(None)
     def demote(self, bytes_max: int, tier: Tier = Tier.NVME) -> None:
-        """Decide what to save to a tier now; it is ``waiting`` then. Not where the tables have no room to grow."""
+        """Decide what to save to a tier now, and put it into ``waiting``. Does nothing without memory for tables."""
         if self._tables_fit(tier):
-            event = ev.Demote(time.monotonic_ns(), tier, bytes_max, self._left_today())
-            self._decide(event)
+            self._decide(ev.Demote(time.monotonic_ns(), tier, bytes_max, self._day_bytes_left()))
 
     @while_running(None)
     def save_all(self, bytes_max: int) -> do.Reply | None:
-        """DRAM is about to go: ``demote`` what is next. See ``events.SaveAll``; None where nothing can be saved."""
+        """Decide what to save next before DRAM is lost, see ``events.SaveAll``. None: nothing can be saved."""
         if not self._tables_fit(Tier.NVME):
             return None
-        return self._decide(ev.SaveAll(time.monotonic_ns(), bytes_max, self._left_today()))
+        return self._decide(ev.SaveAll(time.monotonic_ns(), bytes_max, self._day_bytes_left()))
 
-    def _left_today(self) -> int:
+    def _day_bytes_left(self) -> int:
         return self.nvme.day_bytes_left(self.config.nvme_write_bytes_per_day) if self.nvme is not None else 0
 
     def _tables_fit(self, tier: Tier) -> bool:
@@ -486,7 +504,7 @@ class Node:
         return lean_table_fits(self.folder, max(frames, default=0))
 
     def device_failed(self, broken: dict[int, OSError]) -> None:
-        """Writing at these positions failed: their devices are read on, and not written to until the next start."""
+        """Stop writing to the devices of these positions until the next start. Their pages can still be read."""
         nvme = self.nvme
         if nvme is None:
             return
@@ -494,27 +512,30 @@ class Node:
             path = nvme.path(position)
             if path not in self.nvme_failures:
                 self.nvme_failures[path] = str(error)
-                said = "device failed: it takes no more writes, the node goes on without"
-                logs.event(log, logging.ERROR, said, path=path, reason=str(error))
+                message = "device failed: it takes no more writes, the node goes on without"
+                logs.event(log, logging.ERROR, message, path=path, reason=str(error))
                 self.handle(ev.TierFailed(time.monotonic_ns(), nvme.tier, nvme.devices.neighbours(position)))
 
     def nvme_tables(self) -> list[ExtentTable]:
-        """The tables of all extents on NVMe."""
+        """Return the tables of all extents on NVMe."""
         return self.contents.tables(Tier.NVME)
 
     @while_running(None)
     def directory_rows(self, table: ExtentTable) -> Rows | None:
-        """A copy of an extent's rows, of one moment; None where the extent is gone."""
+        """Return a consistent copy of an extent's rows; None if the extent was dropped."""
         return table.rows.copy() if self.performer.tables.get(table.extent) is table else None
 
     @while_running(None)
-    def count(self, what: str) -> None:
-        """Count something for ``stats``."""
-        self.state.counters[what] += 1
+    def count(self, name: str) -> None:
+        """Add 1 to a counter of ``stats``."""
+        self.state.counters[name] += 1
 
     def look(self, at: Callable[[Performer, NodeState], Looked]) -> Looked:
-        """Look at a node that makes no decision during that time: be quick, change nothing, keep no reference to the
-        state."""
+        """Call ``at`` under the mutex. It must be quick, change nothing, and keep no reference to the state.
+
+        Raises:
+            Unavailable: the node has stopped.
+        """
         self.puts.drain()
         with self._mutex:
             if self._stopped:
@@ -522,7 +543,7 @@ class Node:
             return at(self.performer, self.state)
 
     def verify(self) -> list[str]:
-        """The conservation laws over state, records and index, now. One line per finding."""
+        """Check the conservation laws over state, records and index. Returns one line per finding."""
         return self.look(_findings)
 
 
@@ -530,13 +551,13 @@ def _findings(performer: Performer, state: NodeState) -> list[str]:
     return integrity.check_all(state, performer.index.addresses)
 
 
-def _deletes(event: ev.Event) -> bool:
-    """The caller behind this event is told only when what it deletes is gone for good."""
+def _waits_for_erasure(event: ev.Event) -> bool:
+    """Return True if the caller's reply must wait until the objects that this event deletes are erased."""
     return type(event) in (ev.Delete, ev.SealObjects) or (type(event) is ev.SealGranted and event.replaces is not None)
 
 
-def _taken_out(instructions: list[do.Instruction], tables: dict[int, ExtentTable], tier: Tier) -> list[do.Erase]:
-    """The erasures in that tier among these instructions, which are left without them."""
+def _take_erasures(instructions: list[do.Instruction], tables: dict[int, ExtentTable], tier: Tier) -> list[do.Erase]:
+    """Remove the erasures in that tier from the instructions, and return them."""
     erases = [
         instruction
         for instruction in instructions

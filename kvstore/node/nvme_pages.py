@@ -65,7 +65,10 @@ Frames = Callable[[ExtentTable], Rows]
 
 
 class NvmeExtents:
-    """The carved extents of a node's devices, see the module. ``carve``, ``drop`` and ``is_clean`` wait for no device."""
+    """The carved extents of a node's devices, see the module.
+
+    ``carve``, ``drop`` and ``is_clean`` wait for no device. All other methods may.
+    """
 
     def __init__(self, devices: NvmeDevices) -> None:
         self._devices = devices

@@ -1,14 +1,13 @@
-"""Performer: carries out a node's instructions on its record tables and index, in order, a batch at a time.
+"""Performer: carries out the instructions of a node's decisions, in order, on record tables and index.
 
-It is also what the state reads records back through (``startup.TierView``). One thread uses it.
+The state also reads records through it (``startup.TierView``). One thread at a time uses a performer.
 
-SpareTables: memory for the tables of extents that a decision may carve, had before it is made.
+A decision cannot be half performed: if a table could not be created in the middle, state, records and index would
+contradict each other. So the node creates spare tables first (``SpareTables``), and tells the state how many there are
+(``Segment.tables``). An extent that is carved takes one of them.
 
-A decision cannot be half performed: where a table could not be made in its middle, state, records and index would tell
-different stories. So the node makes the tables of a class first, tells the state how many there are
-(``Segment.tables``), and an extent that is carved takes one of them.
-
-Waiting: what a node decided that takes its time. The performer puts it here, threads of ``upkeep`` carry it out.
+Copies between tiers take long. The performer puts them into ``Waiting``, and the threads of ``background`` carry them
+out.
 """
 
 from __future__ import annotations
@@ -56,81 +55,83 @@ from kvstore.state.interfaces import ChainRun, Rows
 from kvstore.tier.base import TierStore
 from kvstore.tier.dram import DramStore
 
-CLASSES_MAX = 4  # that spare tables are kept for: those asked for last
+CLASSES_MAX = 4  # classes with spare tables: those of the latest requests
 
 
 class SpareTables:
-    """Spare tables of a node's DRAM extents. Files that a kill leaves are removed by the next start.
+    """Spare tables for the next extents in DRAM, see the module. After a kill, the next start removes their files.
 
     Attributes:
-        blocked: the last one could not be made for want of descriptors.
+        blocked: the last table could not be created for lack of descriptors.
     """
 
     def __init__(self, folder: NodeFolder) -> None:
         self._folder = folder
         self._spares: dict[FrameClass, list[TableFiles]] = {}
-        self._made = 0
+        self._created = 0
         self.blocked = False
 
-    def have(self, frame_class: FrameClass, frames: int, count: int) -> int:
-        """Make spare tables of a class until there are ``count``; returns how many there are, fewer where memory is
-        out, or descriptors are (``blocked``). They are mapped already: to take one needs neither."""
+    def fill(self, frame_class: FrameClass, frames: int, count: int) -> int:
+        """Create spare tables of a class until there are ``count``. Returns how many there are, at most ``count``.
+
+        There are fewer if memory runs out, or descriptors do (``blocked``). Spare tables are mapped already. So
+        ``take`` needs neither.
+        """
         self.blocked = False
         spares = self._spares.setdefault(frame_class, [])
         while len(self._spares) > CLASSES_MAX:
             for files in self._spares.pop(next(iter(self._spares))):
                 files.remove()
         while len(spares) < count:
-            self._made += 1
+            self._created += 1
             try:
-                spares.append(TableFiles.make(self._folder, self._made, frame_class, frames))
+                spares.append(TableFiles.make(self._folder, self._created, frame_class, frames))
             except (OSError, OutOfSpace) as error:
                 self.blocked = isinstance(error, OSError) and error.errno in (errno.EMFILE, errno.ENFILE)
                 break
         return min(len(spares), count)
 
     def take(self, frame_class: FrameClass) -> TableFiles | None:
-        """A table for an extent that is carved now; None where none was asked for."""
+        """Remove and return a spare table of that class; None if there is none."""
         spares = self._spares.get(frame_class)
         return spares.pop() if spares else None
 
 
-UNSTAMPED_MAX = 16384  # sealed pages waiting for checksums; beyond, the scrubber's sweep finds them
+UNSTAMPED_MAX = 16384  # sealed pages in the queue for checksums; a sweep of the scrubber finds the others
 
-Work = do.Save | do.Carry | do.Erase
-"""What waits for a device that is written to."""
+DeviceWrite = do.Save | do.Carry | do.Erase
 
 
 @dataclass(slots=True)
 class Waiting:
-    """Queues; all but the last are bounded by what ``Tiering`` allows to be on its way.
+    """Queues of decided work. ``Tiering`` limits how many copies are under way, and so the first three queues.
 
     Attributes:
-        copies: for the mover, which writes.
-        loads: for the mover, which reads.
-        relays: of tiers that the mover has no hand on.
-        unstamped: sealed pages without checksums.
+        copies: writes to NVMe, for the mover.
+        loads: reads from NVMe, for the mover.
+        relays: copies to and from the tiers of the relay.
+        unstamped: sealed pages without checksums, for the scrubber.
     """
 
-    copies: deque[Work] = field(default_factory=deque)
+    copies: deque[DeviceWrite] = field(default_factory=deque)
     loads: deque[do.Load] = field(default_factory=deque)
-    relays: deque[Work | do.Load] = field(default_factory=deque)
+    relays: deque[DeviceWrite | do.Load] = field(default_factory=deque)
     unstamped: deque[Address] = field(default_factory=lambda: deque(maxlen=UNSTAMPED_MAX))
 
 
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 
-# A frame granted to a writer: ``info``, no sum, no deadline, no group; the first writer, and no other.
+# The tail of a granted frame's record: ``info``, then the first writer. Sum, deadline, group, other writers are zero.
 _GRANTED = struct.Struct(f"<Q24xQ{8 * (SHARDS_MAX - 1)}x")
 
 log = logging.getLogger("kvstore.node")
 
 DECIDED = boundary.StateGuard("state/node")
-"""Around every decision of a node and its performance: one that ends half-way leaves no state to go on with."""
+"""Surrounds each decision and its performance. If one fails half-way, the state cannot be trusted: a daemon ends."""
 
 
 class Performer:
-    """Owner side of a node's files. Lives from start to stop of the daemon; after a kill ``recovery`` starts again."""
+    """Writes a node's files, from the start to the stop of its daemon. After a kill, ``recovery`` makes a new one."""
 
     def __init__(
         self,
@@ -145,7 +146,6 @@ class Performer:
         self.header = header
         self.stores = dict(stores)
         self.waiting = Waiting()
-        self.copies, self.loads = self.waiting.copies, self.waiting.loads
         self.tables: dict[int, ExtentTable] = {}
         self.spares = SpareTables(folder)
         self.index = IndexKeeper(folder, header, index, index_bytes, self.tables, tuple(TIER_TABLES))
@@ -153,7 +153,7 @@ class Performer:
         self.events = EventLog(staged=True)
         self.book = Book(folder, header.incarnation)
         self.puts: PutLog | None = None
-        self._index_ops: list[IndexOp] = []  # of one decision
+        self._index_ops: list[IndexOp] = []  # of the current decision
         self._now_ns = now_ns
         self._verbs: dict[type, Callable[[Any], None]] = {
             do.Carve: self._carve,
@@ -170,68 +170,68 @@ class Performer:
             do.WriteStamp: self._write_stamp,
             do.Move: self._move,
             do.WriteUse: self._write_use,
-            do.WriteName: lambda said: self.book.name(said.line),
+            do.WriteName: lambda instruction: self.book.name(instruction.line),
             do.WriteNames: self._forget_names,
             do.ForgetNames: self._forget_names,
             do.WritePin: self.book.pin,
-            do.WritePins: lambda all_: self.book.pins(all_.pins),
-            do.ErasePins: lambda over: self.book.unpin(over.numbers),
-            do.WriteQuarantine: lambda said: self.book.quarantine(said.held),
+            do.WritePins: lambda instruction: self.book.pins(instruction.pins),
+            do.ErasePins: lambda instruction: self.book.unpin(instruction.numbers),
+            do.WriteQuarantine: lambda instruction: self.book.quarantine(instruction.held),
             do.Save: self._copy,
             do.Load: self._copy,
             do.Carry: self._copy,
             do.Erase: self._copy,
             do.ShowPages: self._show_pages,
             do.WriteMounts: self._write_mounts,
-            do.EndMount: lambda ended: remove_mounted(folder, ended.segment),
+            do.EndMount: lambda instruction: remove_mounted(folder, instruction.segment),
         }
 
     @property
     def dram(self) -> DramStore:
-        """The pages in memory that clients map."""
+        """The store of the pages in DRAM."""
         dram = self.stores[Tier.DRAM]
         assert isinstance(dram, DramStore)
         return dram
 
     @property
     def nvme(self) -> NvmePages | None:
-        """The pages on NVMe; None where the node has no such tier."""
+        """The store of the pages on NVMe; None if the node has no such tier."""
         nvme = self.stores.get(Tier.NVME)
         assert nvme is None or isinstance(nvme, NvmePages)
         return nvme
 
-    # --- reading back -----------------------------------------------------------------------------------------------
+    # --- reading records: the interface ``RecordView`` --------------------------------------------------------------
 
     def key(self, extent: int, frame: int) -> bytes:
-        """See ``RecordView``."""
+        """Return the page's key."""
         return self.tables[extent].key(frame)
 
     def lineage(self, extent: int, frame: int) -> tuple[bytes, bytes, bytes]:
-        """See ``RecordView``."""
+        """Return the page's key, root and parent."""
         return self.tables[extent].lineage(frame)
 
     def root(self, extent: int, frame: int) -> bytes:
-        """See ``RecordView``."""
+        """Return the root of the page's chain."""
         return self.tables[extent].root(frame)
 
     def extra(self, extent: int, frame: int) -> bytes:
-        """See ``RecordView``."""
+        """Return the page's field for media digests, which in objects marks heads and pieces."""
         return self.tables[extent].extra(frame)
 
     def parent(self, extent: int, frame: int) -> bytes:
-        """See ``RecordView``."""
+        """Return the key of the page before; the root for page 0."""
         return self.tables[extent].parent(frame)
 
     def standing(self, extent: int, frame: int) -> int:
-        """See ``RecordView``."""
+        """Return the page's position in its chain and its turns, see ``replica.standing_of``."""
         return standing_of(self.tables[extent].info(frame))
 
     def last_use_ns(self, extent: int, frame: int) -> int:
-        """See ``RecordView``; a mark from the future (a damaged or hostile one) counts as now."""
+        """Return when the page was last used. A time in the future (damaged, or hostile) counts as now."""
         return min(self.tables[extent].used_ns(frame), self._now_ns())
 
     def run(self, extent: int, frames: slice) -> ChainRun:
-        """See ``RecordView``."""
+        """Return what the records of consecutive frames contain."""
         table = self.tables[extent]
         keys, parents, infos = table.chain(frames)
         now_ns = self._now_ns()
@@ -239,22 +239,22 @@ class Performer:
         return ChainRun(keys.tobytes(), parents.tobytes(), [standing_of(info) for info in infos.tolist()], used_ns)
 
     def key_of(self, address: Address) -> bytes:
-        """What the index calls a sealed page; its record's word for it where the index does not know the page."""
+        """Return the key under which the index lists a sealed page; the key in its record if no key has the address."""
         key = self.key(address.extent, address.frame)
         tier = self.tables[address.extent].tier
         if self.index.find(tier, key) != address:
-            key = next((key for key, named in self.index.addresses(tier) if named == address), key)
+            key = next((key for key, listed in self.index.addresses(tier) if listed == address), key)
         return key
 
     def close(self, keep_name: bool = False) -> None:
-        """Unmap everything, and release the name unless ``keep_name``. The files stay."""
+        """Unmap all files, and release the name unless ``keep_name``. The files stay."""
         self.book.flush()
         self.index.close()
         for table in self.tables.values():
             table.close()
         for store in self.stores.values():
             store.close()
-        self.tables.clear()  # threads that are late for the end find nothing
+        self.tables.clear()  # threads that still run find no extents
         self.stores.clear()
         self.header.close()
         if not keep_name:
@@ -263,7 +263,7 @@ class Performer:
     # --- performing -------------------------------------------------------------------------------------------------
 
     def perform(self, instructions: list[do.Instruction]) -> do.Reply | None:
-        """Carry out one decision; the index is committed before this returns. Returns its ``Reply``, if it has one."""
+        """Carry out one decision and commit the index. Returns the decision's ``Reply``, if it has one."""
         reply = None
         if failpoint.ACTIVE:
             failpoint.hit("node.event")
@@ -277,16 +277,17 @@ class Performer:
                     self._verbs[type(instruction)](instruction)
                 if failpoint.ACTIVE:
                     failpoint.hit("node.instruction")
-        finally:  # whatever fails, the index follows what was written
+        finally:  # even after an error, the index must match the records that were written
             if self._index_ops:
                 ops, self._index_ops = self._index_ops, []
                 self.index.commit(ops)
-                self.events.publish()  # a reader that is told of a page finds it in the index
+                self.events.publish()  # after the commit, so that readers of the event find the page in the index
         return reply
 
     def _carve(self, instruction: do.Carve) -> None:
         number, store = instruction.extent, self.stores[instruction.tier]
-        self.header.next_extent = number + 1  # stored first: a number is never used twice
+        self.header.next_extent = number + 1  # stored first, so that no number is used twice
+        files = self.spares.take(instruction.frame_class) if store.mapped else None
         self.tables[number] = ExtentTable.create(
             self.folder,
             number,
@@ -295,9 +296,7 @@ class Performer:
             store.incarnation,
             instruction.frames,
             tier=instruction.tier,
-            files=self.spares.take(instruction.frame_class)
-            if store.mapped
-            else None,  # of mapped ones, by ``node.node``
+            files=files,
         )
         store.carve(instruction.position, number, instruction.frame_class)
 
@@ -306,8 +305,9 @@ class Performer:
         table.unlink()
         self.stores[table.tier].drop(table.position)
 
-    def _copy(self, instruction: Work | do.Load) -> None:
-        addresses = [address for page in instruction.pages for address in _ends(page)]
+    def _copy(self, instruction: DeviceWrite | do.Load) -> None:
+        """Queue a copy or an erasure for the threads that carry it out."""
+        addresses = [address for page in instruction.pages for address in _frames_of(page)]
         if any(self.stores[self.tables[address.extent].tier].relayed for address in addresses):
             self.waiting.relays.append(instruction)
         elif isinstance(instruction, do.Load):
@@ -337,16 +337,16 @@ class Performer:
             table.uses.begin(frames, np.array(generations, np.uint64))
             self._write_words(table, instruction.addresses[places], RESERVED)
         for key, address in zip(keys_of(instruction.rows), instruction.addresses, strict=True):
-            if self.index.find_pending(key) is None:  # readers follow the earliest reservation of a key
+            if self.index.find_pending(key) is None:  # the index lists the earliest reservation of a key
                 self._index_ops.append((None, [key], [address]))
 
     @staticmethod
     def _write_bodies(
         table: ExtentTable, frames: slice, rows: Rows, parents: list[bytes], infos: list[int], until_ns: int
     ) -> None:
-        """Everything of these records between the word and the tail, in one store."""
+        """Write the records' bytes between the word and the tail, in one store."""
         fmt, digest = table.fmt, xxhash.xxh3_64_intdigest
-        width = identity_bytes(fmt.page_tokens)  # lean records keep no token ids
+        width = identity_bytes(fmt.page_tokens)  # lean records have no token ids
         data = rows[:, :width].tobytes()
         pad = bytes(fmt.parent.start - fmt.identity.stop)
         lease = until_ns.to_bytes(8, "little")
@@ -363,7 +363,7 @@ class Performer:
 
     def _write_sealed(self, instruction: do.WriteSealed) -> None:
         addresses, sums = instruction.addresses, instruction.checksums
-        tier = self.tables[addresses[0].extent].tier  # those of one instruction are of one
+        tier = self.tables[addresses[0].extent].tier  # all pages of an instruction are in one tier
         for table, frames, places in self._runs(addresses):
             fmt = table.fmt
             plain = info_word(table.frame_class.page_bytes, flags=0, position=0)
@@ -377,11 +377,11 @@ class Performer:
                 failpoint.hit("node.word")
             self._write_words(table, addresses[places], SEALED)
             if instruction.rows is None:
-                # Only now: while it is RESERVED, a start reads the page's shards there. Its place in the chain, which
-                # a kill in between leaves wrong, is a hint.
+                # After the word: if the frame is RESERVED, a start reads the page's shards here. After a kill in
+                # between, the page's place in the chain is wrong, but that is only a hint.
                 table.column(fmt.info)[frames] = np.array(infos, np.uint64)
             if sums is not None:
-                if fmt.tail:  # not before: they lie where a start reads whose frame it is
+                if fmt.tail:  # after the word: if the frame is RESERVED, a start reads its writers here
                     table.rows[frames, fmt.checksums] = sums[places].view(np.uint8)
                 table.column(fmt.info)[frames] |= np.uint64(STAMPED << 48)
         self._index_ops.append((tier, instruction.keys, addresses))
@@ -408,22 +408,24 @@ class Performer:
             words[frame] = generation << 8 | low  # ``word_of``
 
     def _unindex(self, instruction: do.Unindex) -> None:
-        self._index_ops.append((instruction.tier, instruction.keys, []))
-        told = instruction
-        self.events.append(told.kind, told.tier, told.reason, told.keys, told.roots, told.spans)
+        tier, keys = instruction.tier, instruction.keys
+        self._index_ops.append((tier, keys, []))
+        self.events.append(instruction.kind, tier, instruction.reason, keys, instruction.roots, instruction.spans)
 
-    def _show_pages(self, shown: do.ShowPages) -> None:
-        self._index_ops.append((Tier.HBM, shown.keys, shown.addresses))
-        if shown.root:
-            self.events.sealed("put", Tier.HBM, shown.keys, shown.root, spans=shown.spans)
+    def _show_pages(self, instruction: do.ShowPages) -> None:
+        keys = instruction.keys
+        self._index_ops.append((Tier.HBM, keys, instruction.addresses))
+        if instruction.root:
+            self.events.sealed("put", Tier.HBM, keys, instruction.root, spans=instruction.spans)
 
     def _write_mounts(self, instruction: do.WriteMounts) -> None:
-        self.header.next_extent = max(self.header.next_extent, instruction.next_extent)  # first: none is used twice
+        # Stored first, so that no number is used twice.
+        self.header.next_extent = max(self.header.next_extent, instruction.next_extent)
         self.header.mounts = instruction.count
 
     def _unpend(self, instruction: do.Unpend) -> None:
-        heirs = [instruction.heir] if instruction.heir is not None else []
-        self._index_ops.append((None, [instruction.key], heirs))
+        addresses = [instruction.heir] if instruction.heir is not None else []
+        self._index_ops.append((None, [instruction.key], addresses))
 
     def _write_lease(self, instruction: do.WriteLease) -> None:
         untils = np.array(instruction.until_ns, np.uint64)
@@ -442,13 +444,16 @@ class Performer:
             table.last_use[frames] = used[places]
 
     def _forget_names(self, instruction: do.WriteNames | do.ForgetNames) -> None:
-        """Clients register a forgotten name again before they put, or its quota would not hold."""
+        """Count up, so that clients register forgotten names again before they put. Quotas depend on the names."""
         self.header.names_forgotten += 1
         if isinstance(instruction, do.WriteNames):
             self.book.names(instruction.lines)
 
     def _move(self, instruction: do.Move) -> None:
-        """Data (not mapped, it is there already) and body first, the new word, the index; the old word last."""
+        """Write data and body, then the new word, then the index entry, and the old word last.
+
+        In a tier that is not mapped, a copy has already written the data.
+        """
         source, target = self.tables[instruction.source.extent], self.tables[instruction.target.extent]
         old, new = instruction.source.frame, instruction.target.frame
         if self.stores[instruction.tier].mapped:
@@ -460,13 +465,13 @@ class Performer:
         source.words[old] = word_of(instruction.freed.generation, instruction.state)
 
     def frames_of(self, table: ExtentTable) -> np.ndarray[Any, np.dtype[np.uint8]]:
-        """``[frames, frame_bytes]`` of an extent."""
+        """Return ``[frames, frame_bytes]`` of an extent in DRAM."""
         return self.dram.segment.frame_view(table.position, table.frame_class.frame_bytes, table.frames)
 
     def _runs(self, addresses: list[Address]) -> Iterator[tuple[ExtentTable, slice, slice]]:
-        """(table, frames, places in ``addresses``) per run of consecutive frames.
+        """Yield (table, frames, places in ``addresses``) of each run of consecutive frames.
 
-        Where a large node is full, most runs are of one page: a view of it costs a tenth of an index of one.
+        In a large, full node most runs have one page. A slice of one frame still costs a tenth of an index of one.
         """
         start, (number, first, _) = 0, addresses[0]
         for place, (extent, frame, _) in enumerate(addresses):
@@ -480,6 +485,6 @@ def _info_bytes(info: int, identity_sum: int) -> bytes:
     return (info | identity_sum << 64).to_bytes(16, "little")
 
 
-def _ends(page: do.Copying | tuple[bytes, Address]) -> tuple[Address, ...]:
-    """The frames that a copy, or an erasure, is about."""
+def _frames_of(page: do.Copying | tuple[bytes, Address]) -> tuple[Address, ...]:
+    """Return the addresses of the frames that a copy or an erasure uses."""
     return (page.source, page.target) if isinstance(page, do.Copying) else page[1:]

@@ -89,7 +89,9 @@ class Relay:
         self._node.handle(ev.Erased(time.monotonic_ns(), erasing.number, failed))
 
 
-def relay(pages: list[do.Copying], tables: Mapping[int, ExtentTable], source: TierStore, target: TierStore) -> CopyResult:
+def relay(
+    pages: list[do.Copying], tables: Mapping[int, ExtentTable], source: TierStore, target: TierStore
+) -> CopyResult:
     """Copy these pages, of one class, from tier to tier. Pages that changed or are damaged are in ``failed``.
 
     Their extents stay open for writing until the caller closes them: when the records say what is there.

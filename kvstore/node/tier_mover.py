@@ -268,7 +268,9 @@ class Mover:
 
     # --- pieces of work: in a lane ----------------------------------------------------------------------------------
 
-    def _copy(self, nvme: NvmePages, copy: do.Save | do.Load, places: list[int], whole: CopyResult, joint: Joint) -> None:
+    def _copy(
+        self, nvme: NvmePages, copy: do.Save | do.Load, places: list[int], whole: CopyResult, joint: Joint
+    ) -> None:
         if failpoint.ACTIVE:
             failpoint.hit("mover.copy")
         contents, pages = self._node.contents, [copy.pages[place] for place in places]

@@ -27,7 +27,7 @@ STEP = 16  # changes of a small transaction
 
 
 class ScarceMemory:
-    """``room.FolderMemory`` and ``real_node.Scarce``: so many units, which others may take, and give back."""
+    """``FolderMemory`` and ``real_node.Scarce``: a number of units, which other processes take and give back."""
 
     def __init__(self, seed: int) -> None:
         self.random = random.Random(seed)
@@ -51,7 +51,7 @@ class ScarceMemory:
         self.free, self.mapped = self.free + self.mapped, 0
 
     def tables(self, frame_class: FrameClass, frames: int, count: int) -> int:
-        """See ``room.FolderMemory``."""
+        """See ``FolderMemory``."""
         while self.spares[frame_class, frames] < count and self.free >= frames * ROW:
             self.free -= frames * ROW
             self.spares[frame_class, frames] += 1
@@ -60,7 +60,7 @@ class ScarceMemory:
         return have
 
     def index(self, frames_more: int) -> bool:
-        """See ``room.FolderMemory``."""
+        """See ``FolderMemory``."""
         more = max(0, self.frames + frames_more + 2 * STEP - self.index_units)
         if more > self.free:
             self.refused["index"] += 1
@@ -69,11 +69,11 @@ class ScarceMemory:
         return True
 
     def low(self) -> bool:
-        """See ``room.FolderMemory``."""
+        """See ``FolderMemory``."""
         return self.free < HEADROOM
 
     def give_back(self, position: int) -> None:
-        """See ``room.FolderMemory``."""
+        """See ``FolderMemory``."""
         self.refused["positions"] += 1
         self.free += EXTENT
 
