@@ -96,7 +96,7 @@ class FolderMemory:
         return self._performer.spares.fill(frame_class, frames, count)
 
     def index(self, frames_more: int) -> bool:
-        """Reserve memory for all changes of the index if the pool gets ``frames_more`` more frames; False on failure."""
+        """Reserve memory for all changes of the index of a pool with ``frames_more`` more frames; False: it failed."""
         frames = sum(table.frames for table in self._performer.tables.values())
         return self._performer.index.reserve(frames + frames_more)
 

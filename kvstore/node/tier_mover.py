@@ -1,16 +1,15 @@
-"""Mover: carries pages between DRAM and NVMe, and on NVMe, and writes the checkpoints of what is there.
+"""Mover: copies pages between DRAM and NVMe and within NVMe, and writes the checkpoints of NVMe extents.
 
-The state decides what to copy (``state.tiering.tiering``); the copies are made here, outside the node's mutex, and
-reported back. The state holds a page while it is on its way; what changed all the same is noticed by its record's word.
+The state decides what to copy (``state.tiering.tiering``). The mover copies without the node's mutex and reports the
+results. The state protects a page while it is copied. A page that changes all the same is detected by its record's
+word.
 
-Each device has its own lanes (``device_lanes``). A batch that lies on several devices has a part in the lane of each. A
-device that does not answer for ``LATE_S`` is late: the state is told, and others go on without it, until it answers or
-has failed.
+Each device has two lanes, one for writes and one for reads, so that a device that does not answer delays only its own
+work. Copies within NVMe have one more lane, because such a copy may wait for two devices. A batch with pages on several
+devices has one part in the lane of each.
 
-Lanes: the work on NVMe, device by device, so that a device that does not answer holds up nothing of another.
-
-A device has one lane for what is written there and one for what is read. Pages that are carried from one extent to
-others have a lane of their own, since such a copy may wait for two devices.
+A device that does not answer for ``LATE_S`` is late. The state is notified, and other copies continue without the
+device until it answers or fails.
 """
 
 from __future__ import annotations
@@ -35,270 +34,270 @@ from kvstore.state import events as ev
 from kvstore.state import instructions as do
 from kvstore.tier.nvme.devices import today
 
-LANE_IDLE_S: Final = 1.0  # a caller that adds a piece ends the wait
+LANE_IDLE_S: Final = 1.0  # a thread waits this long for a task, unless it is woken
+BATCH_BYTES = 32 << 20  # saved at a time: large enough for the disk, small enough that loads do not wait long
+IDLE_S = 0.02
+LATE_S = 0.5  # more than a batch takes on a healthy device; if one takes longer, this does no harm
 
-Piece = Callable[[], None]
+_COPYING = boundary.RequestGuard("task/copy")
+
+log = logging.getLogger("kvstore.nvme")
+
+Task = Callable[[], None]
 
 
 class DeviceLane:
-    """Pieces of work, one at a time, in order. Any thread may add some; one thread calls ``step``.
+    """A queue of tasks, performed one at a time and in order. Any thread may add tasks; one thread calls ``step``.
 
-    A piece takes as long as its device does. Whatever comes after it in this lane waits, also at the node's end: so no
-    two threads ever carry out one piece, or two pieces of one lane.
+    A task takes as long as its device does. All later tasks of the lane wait for it, also when the node ends. So two
+    threads never perform one task, or two tasks of one lane.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._pieces: deque[Piece] = deque()  # bounded by what the node decides: see ``state.tiering.tiering``
-        self._chores: dict[str, Piece] = {}
-        self._some = threading.Event()
-        self._began_s: float | None = None  # the piece under way
+        self._tasks: deque[Task] = deque()  # the node's decisions limit the length, see ``state.tiering.tiering``
+        self._idle_tasks: dict[str, Task] = {}
+        self._has_tasks = threading.Event()
+        self._started_s: float | None = None  # start of the current task
 
-    def put(self, piece: Piece) -> None:
-        """Add a piece behind those that are there."""
-        self._pieces.append(piece)
-        self._some.set()
+    def add(self, task: Task) -> None:
+        """Add a task after all others."""
+        self._tasks.append(task)
+        self._has_tasks.set()
 
-    def put_chore(self, name: str, piece: Piece) -> None:
-        """Add a piece for when there is nothing else to do; once, however often it is asked for."""
-        self._chores[name] = piece
-        self._some.set()
+    def add_idle_task(self, name: str, task: Task) -> None:
+        """Add a task to perform when there is no other. It replaces an idle task of that name."""
+        self._idle_tasks[name] = task
+        self._has_tasks.set()
 
     def step(self) -> bool:
-        """Carry out the next piece; False where there is none."""
-        self._began_s = time.monotonic()
+        """Perform the next task; return False if there is none."""
+        self._started_s = time.monotonic()
         try:
-            piece = self._next()
-            if piece is not None:
-                piece()
-            return piece is not None
+            task = self._next()
+            if task is not None:
+                task()
+            return task is not None
         finally:
-            self._began_s = None
+            self._started_s = None
 
-    def _next(self) -> Piece | None:
-        if self._pieces:
-            return self._pieces.popleft()
-        name = next(iter(self._chores), None)
-        return self._chores.pop(name) if name is not None else None
+    def _next(self) -> Task | None:
+        if self._tasks:
+            return self._tasks.popleft()
+        name = next(iter(self._idle_tasks), None)
+        return self._idle_tasks.pop(name) if name is not None else None
 
     @property
     def is_busy(self) -> bool:
-        """Something is under way, or waits."""
-        return bool(self._pieces or self._chores) or self._began_s is not None
+        """True if a task is queued or being performed."""
+        return bool(self._tasks or self._idle_tasks) or self._started_s is not None
 
     def is_late(self, late_s: float) -> bool:
-        """The piece under way has taken longer than that."""
-        began_s = self._began_s
-        return began_s is not None and began_s < time.monotonic() - late_s
+        """Return True if the current task has taken longer than ``late_s``."""
+        started_s = self._started_s
+        return started_s is not None and started_s < time.monotonic() - late_s
 
     def wait(self) -> None:
-        """Return when there may be something to do."""
-        self._some.wait(LANE_IDLE_S)
-        self._some.clear()
+        """Wait for a task, at most ``LANE_IDLE_S``."""
+        self._has_tasks.wait(LANE_IDLE_S)
+        self._has_tasks.clear()
 
     def wake(self) -> None:
         """End ``wait``."""
-        self._some.set()
+        self._has_tasks.set()
 
 
-class Joint:
-    """Work of which several lanes do a part each: the lane that is done last reports it."""
+class Countdown:
+    """Calls ``report`` when all parts of a batch are done, in the thread of the last part."""
 
     def __init__(self, parts: int, report: Callable[[], None]) -> None:
-        self._left = parts
+        self._parts_left = parts
         self._report = report
         self._mutex = threading.Lock()
 
-    def done(self) -> None:
-        """One part is done."""
+    def part_done(self) -> None:
+        """Count one part as done."""
         with self._mutex:
-            self._left -= 1
-            last = not self._left
-        if last:
+            self._parts_left -= 1
+            is_last = not self._parts_left
+        if is_last:
             self._report()
 
 
-log = logging.getLogger("kvstore.nvme")
-
-BATCH_BYTES = 32 << 20  # saved at a time: large enough for the disk, small enough that loads need not wait long
-IDLE_S = 0.02
-LATE_S = (
-    0.5  # a batch takes a healthy device less; where it takes more, others continue in the meantime: no harm is done
-)
-
-_COPYING = boundary.RequestGuard("task/copy")
-
-
 class Mover:
-    """Lives with its node; ``wake`` is called by anyone.
+    """The mover of one node.
 
-    One thread calls ``decide`` again and again, and waits for no device; each lane has a thread that calls its
-    ``step``. Or one thread does it all, by calling ``step`` here.
+    One thread calls ``decide`` repeatedly, which waits for no device. Each lane has a thread that calls its ``step``.
+    Or one thread does everything with ``Mover.step``. Any thread may call ``wake``.
     """
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._woken = threading.Event()
-        self._sharing = threading.Lock()
+        self._queue_mutex = threading.Lock()  # for the order of copies in the lanes
         self._checkpoint_due_s = time.monotonic() + node.config.checkpoint_s
         devices = range(len(node.nvme.devices.devices)) if node.nvme is not None else ()
         self._saves = [DeviceLane(f"save-{device}") for device in devices]
         self._loads = [DeviceLane(f"load-{device}") for device in devices]
         self._carries = DeviceLane("carry")
         self.lanes = (*self._loads, *self._saves, self._carries) if devices else ()
-        self._late: tuple[set[int], set[int]] = set(), set()  # devices written to, and read, as the state knows it
+        self._late: tuple[set[int], set[int]] = set(), set()  # late devices for saves and loads, as the state has them
 
     def wake(self) -> None:
-        """There may be something to do."""
+        """Queue decided copies in the lanes, and end ``wait``."""
         nvme = self._node.nvme
         if nvme is not None:
-            self._share_out(nvme)  # at once: a client that waits for a load does not wait for what is decided next
+            self._queue_copies(nvme)  # here, so that a client's load does not wait for the next decision
         self._woken.set()
 
     def wait(self) -> None:
-        """Return when there may be something to decide."""
+        """Wait until there may be something to decide, at most ``IDLE_S``."""
         self._woken.wait(IDLE_S)
         self._woken.clear()
 
     def step(self) -> bool:
-        """Carry out what was decided, and ask for more; False where there was nothing to do."""
-        return self.carry() | self.decide() | self.carry()
+        """Decide and perform everything in this thread; return False if there was nothing to do."""
+        return self.run_lanes() | self.decide() | self.run_lanes()
 
     def decide(self) -> bool:
-        """Ask what to do, and give it to the lanes; False where there is nothing. Waits for no device."""
+        """Let the state decide, and queue the copies in the lanes; return False if there are none."""
         nvme = self._node.nvme
         if nvme is None:
             return False
-        busy = self._share_out(nvme)
-        self._tell_late(nvme)
+        busy = self._queue_copies(nvme)
+        self._report_late(nvme)
         self._node.demote(BATCH_BYTES)
-        busy |= self._share_out(nvme)
+        busy |= self._queue_copies(nvme)
         for device in {nvme.devices.device_of(position) for position in nvme.extents.stale}:
-            self._saves[device].put_chore("tidy", partial(self._tidy, nvme, device))
+            self._saves[device].add_idle_task("drop stale", partial(self._drop_stale, nvme, device))
         if time.monotonic() >= self._checkpoint_due_s:
             self.checkpoint()
         return busy
 
     def checkpoint(self) -> None:
-        """Have the directory written of every extent that was written to since its last one."""
+        """Queue a checkpoint of every extent that was written to since its last one."""
         self._checkpoint_due_s = time.monotonic() + self._node.config.checkpoint_s
         nvme = self._node.nvme
         if nvme is not None:
             for device, lane in enumerate(self._saves):
-                lane.put_chore("checkpoint", partial(self._checkpoint, nvme, device))
+                lane.add_idle_task("checkpoint", partial(self._checkpoint, nvme, device))
 
     def save_all(self, bytes_max: int) -> do.Reply | None:
-        """DRAM is about to go: decide what to save next, and give it to the lanes. See ``Node.save_all``."""
+        """Decide what to save next before DRAM is lost, and queue it in the lanes. See ``Node.save_all``."""
         nvme = self._node.nvme
         if nvme is None:
             return None
-        self._tell_late(nvme)
+        self._report_late(nvme)
         reply = self._node.save_all(bytes_max)
-        self._share_out(nvme)
+        self._queue_copies(nvme)
         return reply
 
-    def carry(self) -> bool:
-        """Carry out all that the lanes have, where they have no threads; False where that is nothing."""
-        nvme, busy, went_on = self._node.nvme, False, True
-        while nvme is not None and went_on:
-            self._share_out(nvme)
-            went_on = sum(lane.step() for lane in self.lanes) > 0
-            busy |= went_on
+    def run_lanes(self) -> bool:
+        """Perform all tasks of the lanes in this thread; return False if there were none."""
+        nvme, busy, continues = self._node.nvme, False, True
+        while nvme is not None and continues:
+            self._queue_copies(nvme)
+            continues = sum(lane.step() for lane in self.lanes) > 0
+            busy |= continues
         return busy
 
-    def rest(self, until_s: float) -> bool:
-        """Wait until no lane has anything to do, at most until that time (``time.monotonic``); False: some has."""
-        while (busy := any(lane.is_busy for lane in self.lanes)) and time.monotonic() < until_s:
+    def rest(self, deadline_s: float) -> bool:
+        """Wait until all lanes are idle, or until ``deadline_s`` (``time.monotonic``); return False if one is not."""
+        while (busy := any(lane.is_busy for lane in self.lanes)) and time.monotonic() < deadline_s:
             self.wait()
         return not busy
 
-    # --- sharing out ------------------------------------------------------------------------------------------------
+    # --- queuing ----------------------------------------------------------------------------------------------------
 
-    def _share_out(self, nvme: NvmePages) -> bool:
-        """Give what was decided to the lanes."""
+    def _queue_copies(self, nvme: NvmePages) -> bool:
+        """Move decided copies from ``node.waiting`` into the lanes; return False if there were none."""
         waiting = self._node.waiting
-        with self._sharing:
+        with self._queue_mutex:
             busy = bool(waiting.loads or waiting.copies)
             while waiting.loads:
                 load = waiting.loads.popleft()
-                self._begin(nvme, self._loads, load, [page.source for page in load.pages])
+                self._queue_copy(nvme, self._loads, load, [page.source for page in load.pages])
             while waiting.copies:
                 copy = waiting.copies.popleft()
                 if isinstance(copy, do.Save):
-                    self._begin(nvme, self._saves, copy, [page.target for page in copy.pages])
+                    self._queue_copy(nvme, self._saves, copy, [page.target for page in copy.pages])
                 elif isinstance(copy, do.Carry):
-                    self._carries.put(partial(self._carry, nvme, copy))
+                    self._carries.add(partial(self._carry, nvme, copy))
                 else:
-                    self._begin_erasing(nvme, copy)
+                    self._queue_erasure(nvme, copy)
         return busy
 
-    def _begin(self, nvme: NvmePages, lanes: list[DeviceLane], copy: do.Save | do.Load, below: list[Address]) -> None:
-        """A copy between the tiers, in parts. ``below``: where each page is, or will be, on NVMe."""
-        whole = CopyResult.empty(self._node.contents.extents[copy.pages[0].source.extent].frame_class, len(copy.pages))
-        parts = self._by_device(nvme, below)
-        joint = Joint(len(parts), partial(self._report, nvme, copy, whole))
+    def _queue_copy(
+        self, nvme: NvmePages, lanes: list[DeviceLane], copy: do.Save | do.Load, on_nvme: list[Address]
+    ) -> None:
+        """Queue a copy between the tiers, in one part per device. ``on_nvme``: each page's address on NVMe."""
+        frame_class = self._node.contents.extents[copy.pages[0].source.extent].frame_class
+        result = CopyResult.empty(frame_class, len(copy.pages))
+        parts = self._by_device(nvme, on_nvme)
+        countdown = Countdown(len(parts), partial(self._report, nvme, copy, result))
         for device, places in parts.items():
-            lanes[device].put(partial(self._copy, nvme, copy, places, whole, joint))
+            lanes[device].add(partial(self._copy, nvme, copy, places, result, countdown))
 
-    def _begin_erasing(self, nvme: NvmePages, erase: do.Erase) -> None:
+    def _queue_erasure(self, nvme: NvmePages, erasure: do.Erase) -> None:
         failed: set[int] = set()
-        parts = self._by_device(nvme, [address for _, address in erase.pages])
-        joint = Joint(len(parts), partial(self._erased, erase, failed))
+        parts = self._by_device(nvme, [address for _, address in erasure.pages])
+        countdown = Countdown(len(parts), partial(self._report_erasure, erasure, failed))
         for device, places in parts.items():
-            self._saves[device].put(partial(self._erase, nvme, erase, places, failed, joint))
+            self._saves[device].add(partial(self._erase, nvme, erasure, places, failed, countdown))
 
     def _by_device(self, nvme: NvmePages, addresses: Iterable[Address]) -> dict[int, list[int]]:
-        """Places in ``addresses``, by the device that each lies on."""
-        parts: defaultdict[int, list[int]] = defaultdict(list)
+        """Map each device to the places in ``addresses`` of its pages."""
+        places: defaultdict[int, list[int]] = defaultdict(list)
         tables = self._node.contents.extents
         for place, address in enumerate(addresses):
-            parts[nvme.devices.device_of(tables[address.extent].position)].append(place)
-        return parts
+            places[nvme.devices.device_of(tables[address.extent].position)].append(place)
+        return places
 
-    def _tell_late(self, nvme: NvmePages) -> None:
-        """Tell the state which devices do not answer now."""
-        everyone = set(range(len(self._loads)))
-        failed = {device for device in everyone if nvme.devices.devices[device].disk.path in self._node.nvme_failures}
-        saves = _late_ones(self._saves, self._late[0], everyone - failed)
-        loads = _late_ones(self._loads, self._late[1], everyone)
+    def _report_late(self, nvme: NvmePages) -> None:
+        """Report the late devices to the state if they changed."""
+        devices = set(range(len(self._loads)))
+        failed = {device for device in devices if nvme.devices.devices[device].disk.path in self._node.nvme_failures}
+        saves = late_devices(self._saves, self._late[0], devices - failed)
+        loads = late_devices(self._loads, self._late[1], devices)
         if (saves, loads) != self._late:
             self._late = saves, loads
-            places = ([p for device in found for p in nvme.devices.positions_of(device)] for found in self._late)
-            self._node.handle(ev.DevicesLate(time.monotonic_ns(), nvme.tier, *places))
+            positions = ([p for device in late for p in nvme.devices.positions_of(device)] for late in self._late)
+            self._node.handle(ev.DevicesLate(time.monotonic_ns(), nvme.tier, *positions))
 
-    # --- pieces of work: in a lane ----------------------------------------------------------------------------------
+    # --- tasks in a lane --------------------------------------------------------------------------------------------
 
     def _copy(
-        self, nvme: NvmePages, copy: do.Save | do.Load, places: list[int], whole: CopyResult, joint: Joint
+        self, nvme: NvmePages, copy: do.Save | do.Load, places: list[int], result: CopyResult, countdown: Countdown
     ) -> None:
+        """Copy the pages at these places, which are on one device, and add their result to the batch's ``result``."""
         if failpoint.ACTIVE:
             failpoint.hit("mover.copy")
         contents, pages = self._node.contents, [copy.pages[place] for place in places]
-        down = isinstance(copy, do.Save)
-        with tracing.span("kvstore.demote" if down else "kvstore.promote", pages=len(pages)):
+        is_save = isinstance(copy, do.Save)
+        with tracing.span("kvstore.demote" if is_save else "kvstore.promote", pages=len(pages)):
             try:
                 with _COPYING:
-                    done = (nvme.save if down else nvme.load)(pages, contents.extents, contents.frames_of)
-                    nvme.devices.add_written(today(), done.written_bytes)
-                    whole.merge(done, places)
-            except InternalError:  # nothing is claimed: the pages stay where they are
-                whole.failed |= dict.fromkeys(places, IO)
-            joint.done()
+                    part = (nvme.save if is_save else nvme.load)(pages, contents.extents, contents.frames_of)
+                    nvme.devices.add_written(today(), part.written_bytes)
+                    result.merge(part, places)
+            except InternalError:  # counts as a failed copy: the pages stay in their source
+                result.failed |= dict.fromkeys(places, IO)
+            countdown.part_done()
 
-    def _report(self, nvme: NvmePages, copy: do.Save | do.Load, done: CopyResult) -> None:
-        self._node.device_failed(done.broken)  # first: when nothing is on its way any more, that is known
+    def _report(self, nvme: NvmePages, copy: do.Save | do.Load, result: CopyResult) -> None:
+        self._node.device_failed(result.broken)  # before the copy ends, so that no new copy uses a failed device
         now_ns = time.monotonic_ns()
         if isinstance(copy, do.Save):
             if failpoint.ACTIVE:
                 failpoint.hit("mover.saved")
-            heads = done.rows[:, :IDENTITY_HEAD_BYTES].copy()
-            self._node.handle(ev.Saved(now_ns, copy.number, heads, done.failed))
-            nvme.close_for_writing(done.open_positions)
+            heads = result.rows[:, :IDENTITY_HEAD_BYTES].copy()
+            self._node.handle(ev.Saved(now_ns, copy.number, heads, result.failed))
+            nvme.close_for_writing(result.open_positions)
         else:
             if failpoint.ACTIVE:
                 failpoint.hit("mover.loaded")
-            self._node.handle(ev.Loaded(now_ns, copy.number, done.rows, done.checksums, done.failed))
-        self._reported(done)
+            self._node.handle(ev.Loaded(now_ns, copy.number, result.rows, result.checksums, result.failed))
+        self._end_copy(result)
 
     def _carry(self, nvme: NvmePages, carry: do.Carry) -> None:
         if failpoint.ACTIVE:
@@ -306,44 +305,46 @@ class Mover:
         tables = self._node.contents.extents
         try:
             with _COPYING:
-                done = nvme.carry(carry.pages, tables)
-                nvme.devices.add_written(today(), done.written_bytes)
-        except InternalError:  # as above
-            done = CopyResult.empty(tables[carry.pages[0].source.extent].frame_class, len(carry.pages))
-            done.failed = dict.fromkeys(range(len(carry.pages)), IO)
+                result = nvme.carry(carry.pages, tables)
+                nvme.devices.add_written(today(), result.written_bytes)
+        except InternalError:  # as in ``_copy``
+            result = CopyResult.empty(tables[carry.pages[0].source.extent].frame_class, len(carry.pages))
+            result.failed = dict.fromkeys(range(len(carry.pages)), IO)
         if failpoint.ACTIVE:
             failpoint.hit("mover.saved")
-        self._node.device_failed(done.broken)
-        self._node.handle(ev.Carried(time.monotonic_ns(), carry.number, done.failed))
-        nvme.close_for_writing(done.open_positions)
-        self._reported(done)
+        self._node.device_failed(result.broken)
+        self._node.handle(ev.Carried(time.monotonic_ns(), carry.number, result.failed))
+        nvme.close_for_writing(result.open_positions)
+        self._end_copy(result)
 
-    def _reported(self, done: CopyResult) -> None:
-        for address, reason in done.damaged:
+    def _end_copy(self, result: CopyResult) -> None:
+        for address, reason in result.damaged:
             self._node.drop_damaged(address, reason)
-        self._over()
+        self._wake_decisions()
 
-    def _erase(self, nvme: NvmePages, erase: do.Erase, places: list[int], failed: set[int], joint: Joint) -> None:
+    def _erase(
+        self, nvme: NvmePages, erasure: do.Erase, places: list[int], failed: set[int], countdown: Countdown
+    ) -> None:
         if failpoint.ACTIVE:
             failpoint.hit("mover.copy")
         try:
             with _COPYING:
-                failed |= self._node.erase(nvme, erase, places)
+                failed |= self._node.erase(nvme, erasure, places)
         except InternalError:
             failed |= set(places)
-        joint.done()
+        countdown.part_done()
 
-    def _erased(self, erase: do.Erase, failed: set[int]) -> None:
-        self._node.handle(ev.Erased(time.monotonic_ns(), erase.number, failed))
-        self._over()
+    def _report_erasure(self, erasure: do.Erase, failed: set[int]) -> None:
+        self._node.handle(ev.Erased(time.monotonic_ns(), erasure.number, failed))
+        self._wake_decisions()
 
-    def _over(self) -> None:
-        """A copy was reported: there may be another one to decide on."""
+    def _wake_decisions(self) -> None:
+        """End ``wait`` after a report: the state may have another copy to decide."""
         if failpoint.ACTIVE:
             failpoint.hit("mover.reported")
         self._woken.set()
 
-    def _tidy(self, nvme: NvmePages, device: int) -> None:
+    def _drop_stale(self, nvme: NvmePages, device: int) -> None:
         self._node.device_failed(nvme.extents.drop_stale(nvme.devices.positions_of(device)))
 
     def _checkpoint(self, nvme: NvmePages, device: int) -> None:
@@ -353,7 +354,7 @@ class Mover:
             version = nvme.devices.version(table.position)
             rows = self._node.directory_rows(table)
             if rows is None or (np.ascontiguousarray(rows[:, 0]) == FrameState.QUARANTINED).any():
-                continue  # gone, or not scanned yet
+                continue  # the extent was dropped, or is not scanned yet
             if failpoint.ACTIVE:
                 failpoint.hit("mover.checkpoint")
             error = nvme.extents.checkpoint(table.position, rows, version)
@@ -361,12 +362,13 @@ class Mover:
                 self._node.device_failed({table.position: error})
 
 
-def _late_ones(lanes: list[DeviceLane], known: set[int], usable: set[int]) -> set[int]:
-    """Devices whose lane has been at one piece for long, but never all that are ``usable``: others could go nowhere.
+def late_devices(lanes: list[DeviceLane], were_late: set[int], usable: set[int]) -> set[int]:
+    """Return the devices whose lane is late, but never all ``usable`` ones, since copies need a device to wait for.
 
-    Where all are, those that were not ``known`` to be late are likely to come first, and are waited for; else all are.
+    If all usable devices are late, those that were not late before do not count as late: they will probably answer
+    first. If all of them were late before, none of the usable devices counts as late.
     """
     late = {device for device, lane in enumerate(lanes) if lane.is_late(LATE_S)}
     if usable <= late:
-        late -= usable - known
+        late -= usable - were_late
     return late - usable if usable <= late else late

@@ -1,4 +1,4 @@
-"""Lanes: work in order, chores last, and which devices count as late."""
+"""Lanes: work in order, idle tasks last, and which devices count as late."""
 
 from __future__ import annotations
 
@@ -7,16 +7,16 @@ import threading
 import pytest
 
 from kvstore.node import tier_mover
-from kvstore.node.tier_mover import DeviceLane, Joint
+from kvstore.node.tier_mover import Countdown, DeviceLane
 from tests.helpers.processes import wait_until
 
 
-def test_pieces_come_in_order_and_chores_once_and_last() -> None:
+def test_tasks_run_in_order_and_idle_tasks_once_and_last() -> None:
     lane, done = DeviceLane("test"), list[str]()
-    lane.put_chore("tidy", lambda: done.append("an earlier tidy"))
-    lane.put(lambda: done.append("first"))
-    lane.put_chore("tidy", lambda: done.append("tidy"))
-    lane.put(lambda: done.append("second"))
+    lane.add_idle_task("tidy", lambda: done.append("an earlier tidy"))
+    lane.add(lambda: done.append("first"))
+    lane.add_idle_task("tidy", lambda: done.append("tidy"))
+    lane.add(lambda: done.append("second"))
     assert lane.is_busy
     while lane.step():
         pass
@@ -25,14 +25,14 @@ def test_pieces_come_in_order_and_chores_once_and_last() -> None:
 
 def test_the_last_part_reports() -> None:
     reports: list[int] = []
-    joint = Joint(3, lambda: reports.append(1))
+    countdown = Countdown(3, lambda: reports.append(1))
     for expected in (0, 0, 1):
-        joint.done()
+        countdown.part_done()
         assert len(reports) == expected
 
 
 class Devices:
-    """Lanes that are at a piece each, or at none."""
+    """Lanes that perform one task each, or none."""
 
     def __init__(self, count: int) -> None:
         self.lanes = [DeviceLane(str(number)) for number in range(count)]
@@ -43,7 +43,7 @@ class Devices:
         """It does not answer from here on."""
         gate = self._gates[device] = threading.Event()
         lane = self.lanes[device]
-        lane.put(lambda: self._wait(gate))
+        lane.add(lambda: self._wait(gate))
         self._threads.append(threading.Thread(target=lane.step))
         self._threads[-1].start()
         wait_until("it is late", lambda: lane.is_late(0.0))
@@ -82,6 +82,6 @@ def test_some_device_is_always_waited_for(
     devices = Devices(3)
     for device in hanging:
         devices.hang(device)
-    assert tier_mover._late_ones(devices.lanes, set(known), set(usable)) == set(late)
+    assert tier_mover.late_devices(devices.lanes, set(known), set(usable)) == set(late)
     devices.end()
     assert not any(lane.is_busy for lane in devices.lanes)

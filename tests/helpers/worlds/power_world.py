@@ -207,7 +207,7 @@ class World:
         """
         self.store.close()
         self.mover.checkpoint()
-        self.mover.carry()
+        self.mover.run_lanes()
         self.note_durable()
         self.happened["end stop"] += 1
         self._count()
@@ -327,7 +327,7 @@ class World:
     def checkpoint(self) -> None:
         """The mover writes directories."""
         self.mover.checkpoint()
-        self.mover.carry()
+        self.mover.run_lanes()
 
     def prefetch(self) -> None:
         """Somebody wants a prompt in DRAM."""
