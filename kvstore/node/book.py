@@ -1,15 +1,15 @@
-"""Book: names of roots, and pins. Two files in the node's folder, gone with a reboot, that outlive kill -9.
+"""Book: the files in a node's folder that must survive kill -9 of the daemon, but not a reboot.
 
-What has to be written is queued while the node decides (``name``, ``names``, ``pin``, ``unpin``), and written by
-``flush``, which is called before the change is acknowledged, when the node is free again: no other caller waits for a
-file. A file is a line that names the incarnation, then a line per name or pin; a later line about a pin takes the place
-of an earlier one. It is rewritten when most of it is of no use any more.
+``names`` has the name of each root, ``pins`` has the pins. The first line of either file has the incarnation, and each
+further line has one name or pin. A later line about a pin replaces an earlier one. A file is rewritten when most of it
+is obsolete. While the node decides, changes are only queued. ``flush`` writes them after the node has released its
+mutex and before the change is acknowledged, so that no other caller waits for a file.
 
-Quarantine: positions of the segment that may not be granted yet, because a live writer may store there.
-
-A start that finds an extent's tables beyond belief cannot tell which of its frames were granted to whom. What it can
-tell is which sessions there were: until each of them has given up its lock, the position is not carved. The file
-``quarantine`` says so to the daemons that follow, so it is there before the tables go, and goes after the last lock.
+``quarantine`` has the positions of the segment that must not be carved, because a client that is still alive may write
+there. A start that finds an extent with damaged tables cannot find out which of its frames were granted to which
+client. But it knows which sessions there were. Until all of them have released their locks, the position is not
+carved. The file tells later daemons about it. So it is written before the tables are removed, and deleted after the
+last lock is released.
 """
 
 from __future__ import annotations
@@ -34,95 +34,59 @@ from kvstore.shm.folder import NodeFolder
 from kvstore.state import events as ev
 from kvstore.state import instructions as do
 
-Held = dict[int, set[int]]
-"""Position -> sessions that may write there."""
-
-NAME: Final = "quarantine"
-
-
-def read_quarantine(folder: NodeFolder, incarnation: int) -> Held | None:
-    """What an earlier start of this incarnation wrote down. None: something that cannot be read."""
-    try:
-        digest, _, text = read_plain(folder.path / NAME).partition(b"\n")
-    except FileNotFoundError:
-        return {}
-    try:
-        if digest != xxhash.xxh3_64_hexdigest(text).encode():
-            return None
-        stored = json.loads(text)
-        if int(stored["incarnation"], 16) != incarnation:
-            return {}
-        return {int(at): {int(session, 16) for session in sessions} for at, sessions in stored["positions"].items()}
-    except (ValueError, KeyError, TypeError, AttributeError):
-        return None
-
-
-def write_quarantine(folder: NodeFolder, incarnation: int, held: Mapping[int, Iterable[int]]) -> None:
-    """These positions, and no others.
-
-    Raises:
-        OSError: it cannot be written; what was there before stays.
-    """
-    if not held:
-        remove(folder.path / NAME)
-        return
-    positions = {str(at): [f"{session:016x}" for session in sorted(sessions)] for at, sessions in held.items()}
-    text = json.dumps({"incarnation": f"{incarnation:016x}", "positions": positions}).encode()
-    text = xxhash.xxh3_64_hexdigest(text).encode() + b"\n" + text
-    try:
-        folder.new_file(folder.path / NAME, len(text), text)
-    except OutOfSpace as error:
-        raise OSError(errno.ENOSPC, str(error)) from None
-
+NAMES: Final = "names"
+PINS: Final = "pins"
+QUARANTINE: Final = "quarantine"
+WASTE_BYTES: Final = 64 << 10  # a file of pins with fewer obsolete bytes is not rewritten
 
 log = logging.getLogger("kvstore.node")
 
-NAMES, PINS = "names", "pins"
-WASTE_BYTES: Final = 64 << 10  # of lines about pins that are over: a file with less is not rewritten
+Quarantine = dict[int, set[int]]
+"""Maps a position to the sessions that may still write there."""
 
 
 class Book:
-    """The writing side. ``flush`` may be called by any thread; one writes at a time, in the order of the decisions."""
+    """Queues and writes changes. Any thread may call ``flush``; changes are written one at a time, in their order."""
 
     def __init__(self, folder: NodeFolder, incarnation: int) -> None:
         self._folder, self._incarnation = folder, incarnation
         self._names = folder.path / NAMES
         self._pins = folder.path / PINS
         self._head = _head(incarnation)
-        self._queue: deque[Callable[[], None]] = deque()  # filled, and then written by ``flush``
+        self._queue: deque[Callable[[], None]] = deque()
         self._lock = threading.Lock()
-        self._lines: dict[int, bytes] = {}  # of pins, as the file has them
-        self._pins_bytes: int | None = None  # of that file; None: it is a former daemon's, and is rewritten
+        self._pin_lines: dict[int, bytes] = {}  # the current line of each pin in the file
+        self._pins_bytes: int | None = None  # size of the file; None: unknown, so the next change rewrites it
 
-    def name(self, line: bytes) -> None:
+    def add_name(self, line: bytes) -> None:
         """Queue another name."""
         self._queue.append(partial(self._append, self._names, line))
 
-    def names(self, lines: list[bytes]) -> None:
-        """These names, and no others."""
+    def replace_names(self, lines: list[bytes]) -> None:
+        """Queue the replacement of all names."""
         self._queue.append(lambda: _replace(self._names, [self._head, *lines]))
 
-    def pin(self, pin: do.WritePin) -> None:
-        """Queue another pin, or a replacement for one."""
-        self._queue.append(lambda: self._pinned(pin.number, _pin_line(pin)))
+    def add_pin(self, pin: do.WritePin) -> None:
+        """Queue a pin. It replaces an earlier pin with its number."""
+        self._queue.append(lambda: self._write_pin(pin.number, _pin_line(pin)))
 
-    def pins(self, pins: list[do.WritePin]) -> None:
-        """These pins, and no others: the file is replaced as a whole."""
-        self._queue.append(lambda: self._repinned({pin.number: _pin_line(pin) for pin in pins}))
+    def replace_pins(self, pins: list[do.WritePin]) -> None:
+        """Queue the replacement of all pins. After a kill the file has either all old pins or all new ones."""
+        self._queue.append(lambda: self._write_all_pins({pin.number: _pin_line(pin) for pin in pins}))
 
-    def unpin(self, numbers: list[int]) -> None:
-        """These are over."""
-        self._queue.append(lambda: self._unpinned(numbers))
+    def remove_pins(self, numbers: list[int]) -> None:
+        """Queue the removal of pins."""
+        self._queue.append(lambda: self._erase_pins(numbers))
 
-    def quarantine(self, held: Held) -> None:
-        """These positions may not be carved, and no others. If it is written late it says too much, which does no
-        harm."""
-        self._queue.append(lambda: write_quarantine(self._folder, self._incarnation, held))
+    def replace_quarantine(self, quarantine: Quarantine) -> None:
+        """Queue the replacement of the quarantine. The old file does no harm, because it has more positions."""
+        self._queue.append(lambda: write_quarantine(self._folder, self._incarnation, quarantine))
 
     def flush(self) -> None:
-        """Write what is queued; when this returns, all that was queued before is in the files.
+        """Write everything that was queued before this call.
 
-        What a full folder refuses holds as long as this daemon, and is lost to the next one after a kill.
+        If a full folder refuses a change, the change is logged. It is in force until the daemon ends, and lost after a
+        kill.
         """
         with self._lock:
             while self._queue:
@@ -130,48 +94,48 @@ class Book:
                     self._queue[0]()
                 except OSError as error:
                     log.error("names and pins cannot be written, and would not outlive a kill: %s", error)
-                self._queue.popleft()  # only now: until then others see that it is not written, and wait
+                self._queue.popleft()  # only now: until it is written, other callers of ``flush`` must wait for it
 
     def _append(self, path: Path, line: bytes) -> None:
         if not path.is_file() or path.is_symlink():
             _replace(path, [self._head])
-        # Lines begin with their end: one that a kill cut short spoils no other.
+        # The line feed comes first. So a line that a kill cuts short does not damage the next one.
         with open(open_plain(path, os.O_WRONLY | os.O_APPEND), "ab", buffering=0) as file:
             file.write(b"\n" + line)
 
-    def _pinned(self, number: int, line: bytes) -> None:
-        self._lines[number] = line
-        self._write_pins(line)
+    def _write_pin(self, number: int, line: bytes) -> None:
+        self._pin_lines[number] = line
+        self._append_pin_line(line)
 
-    def _repinned(self, lines: dict[int, bytes]) -> None:
-        self._lines = lines
-        self._replace_pins()
+    def _write_all_pins(self, lines: dict[int, bytes]) -> None:
+        self._pin_lines = lines
+        self._rewrite_pins()
 
-    def _unpinned(self, numbers: list[int]) -> None:
-        gone = [number for number in numbers if self._lines.pop(number, None) is not None]
-        if gone:
-            self._write_pins(json.dumps({"over": gone}).encode())
+    def _erase_pins(self, numbers: list[int]) -> None:
+        stored = [number for number in numbers if self._pin_lines.pop(number, None) is not None]
+        if stored:
+            self._append_pin_line(json.dumps({"over": stored}).encode())
 
-    def _write_pins(self, line: bytes) -> None:
-        kept = sum(len(line) + 1 for line in self._lines.values())
+    def _append_pin_line(self, line: bytes) -> None:
+        current_bytes = sum(len(line) + 1 for line in self._pin_lines.values())
         size = self._pins_bytes + len(line) + 1 if self._pins_bytes is not None else None
-        if size is None or size > 2 * kept + WASTE_BYTES:
-            self._replace_pins()
+        if size is None or size > 2 * current_bytes + WASTE_BYTES:
+            self._rewrite_pins()
         else:
             self._append(self._pins, line)
             self._pins_bytes = size
 
-    def _replace_pins(self) -> None:
-        self._pins_bytes = None  # until it is known what the file has
-        _replace(self._pins, [self._head, *self._lines.values()])
-        self._pins_bytes = len(self._head) + sum(len(line) + 1 for line in self._lines.values())
+    def _rewrite_pins(self) -> None:
+        self._pins_bytes = None  # in case the next line raises
+        _replace(self._pins, [self._head, *self._pin_lines.values()])
+        self._pins_bytes = len(self._head) + sum(len(line) + 1 for line in self._pin_lines.values())
 
 
 # --- Reading, at a start -------------------------------------------------------------------------------------------
 
 
 def read_names(folder: NodeFolder, incarnation: int) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Roots and their names, of this incarnation, as far as they can be read; those of another are removed."""
+    """Yield each root and its name. Lines that cannot be read are skipped; a file of another incarnation is removed."""
     path = folder.path / NAMES
     for line in _lines(path, incarnation):
         try:
@@ -182,22 +146,22 @@ def read_names(folder: NodeFolder, incarnation: int) -> Iterator[tuple[bytes, di
 
 
 def read_pins(folder: NodeFolder, incarnation: int, now_ns: int) -> list[ev.Pin]:
-    """Pins of the daemon before that have not run out by ``now_ns``; to be restored before anything may leave."""
+    """Return the pins of earlier daemons that have not expired. Restore them before any page may leave."""
     pins: dict[int, dict[str, Any]] = {}
     for line in _lines(folder.path / PINS, incarnation):
         try:
-            said = json.loads(line)
-            if "over" in said:
-                for number in said["over"]:
+            entry = json.loads(line)
+            if "over" in entry:
+                for number in entry["over"]:
                     pins.pop(int(number), None)
             else:
-                pins[int(said["pin"])] = said
+                pins[int(entry["pin"])] = entry
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             log.error("a pin cannot be read and is lost: %s", error)
-    return list(_granted(pins, now_ns))
+    return list(_unexpired(pins, now_ns))
 
 
-def _granted(pins: dict[int, dict[str, Any]], now_ns: int) -> Iterator[ev.Pin]:
+def _unexpired(pins: dict[int, dict[str, Any]], now_ns: int) -> Iterator[ev.Pin]:
     for number, pin in pins.items():
         try:
             raw, root, until_s = bytes.fromhex(pin["keys"]), bytes.fromhex(pin["root"]), float(pin["until"])
@@ -211,7 +175,10 @@ def _granted(pins: dict[int, dict[str, Any]], now_ns: int) -> Iterator[ev.Pin]:
 
 
 def _lines(path: Path, incarnation: int) -> Iterator[bytes]:
-    """Lines of that incarnation's file but for the first, one by one: an old file may be of any size."""
+    """Yield the lines of a file after the first, one by one, since the file may have any size.
+
+    A file of another incarnation is removed.
+    """
     try:
         with open(open_plain(path, os.O_RDONLY), "rb") as file:
             head = file.readline().rstrip(b"\n")
@@ -230,8 +197,8 @@ def _head(incarnation: int) -> bytes:
 
 
 def _pin_line(pin: do.WritePin) -> bytes:
-    named = {"keys": b"".join(pin.keys).hex(), "root": pin.root.hex(), "asked": pin.asked.hex()}
-    return json.dumps({"pin": pin.number, **named, "until_ns": pin.until_ns, "until": pin.until_s}).encode()
+    identity = {"keys": b"".join(pin.keys).hex(), "root": pin.root.hex(), "asked": pin.asked.hex()}
+    return json.dumps({"pin": pin.number, **identity, "until_ns": pin.until_ns, "until": pin.until_s}).encode()
 
 
 def _replace(path: Path, lines: Iterable[bytes]) -> None:
@@ -245,3 +212,41 @@ def _replace(path: Path, lines: Iterable[bytes]) -> None:
         remove(fresh)
         raise
     os.replace(fresh, path)
+
+
+# --- Quarantine -----------------------------------------------------------------------------------------------------
+
+
+def read_quarantine(folder: NodeFolder, incarnation: int) -> Quarantine | None:
+    """Return the quarantine that an earlier start of this incarnation wrote; None if the file cannot be read."""
+    try:
+        digest, _, text = read_plain(folder.path / QUARANTINE).partition(b"\n")
+    except FileNotFoundError:
+        return {}
+    try:
+        if digest != xxhash.xxh3_64_hexdigest(text).encode():
+            return None
+        stored = json.loads(text)
+        if int(stored["incarnation"], 16) != incarnation:
+            return {}
+        return {int(at): {int(session, 16) for session in sessions} for at, sessions in stored["positions"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def write_quarantine(folder: NodeFolder, incarnation: int, quarantine: Mapping[int, Iterable[int]]) -> None:
+    """Replace the file, or remove it if the quarantine is empty.
+
+    Raises:
+        OSError: the file cannot be written. The old file stays.
+    """
+    if not quarantine:
+        remove(folder.path / QUARANTINE)
+        return
+    positions = {str(at): [f"{session:016x}" for session in sorted(sessions)] for at, sessions in quarantine.items()}
+    text = json.dumps({"incarnation": f"{incarnation:016x}", "positions": positions}).encode()
+    text = xxhash.xxh3_64_hexdigest(text).encode() + b"\n" + text
+    try:
+        folder.new_file(folder.path / QUARANTINE, len(text), text)
+    except OutOfSpace as error:
+        raise OSError(errno.ENOSPC, str(error)) from None

@@ -1,14 +1,12 @@
-"""EventLog: what happened to pages, as the performer performs it, for readers that follow a node.
+"""EventLog: the recent changes to a node's pages, for readers that follow the node.
 
-A bounded ring, filled by one thread at a time (under the node's mutex), read by any. An entry is a batch: the pages of
-one instruction. Appending is a store into a slot and never wakes a reader, so that it costs a put nothing; readers look
-for news every ``LOOK_S``. A reader that is too slow is told how many entries were overwritten (``lost``).
+The log is a ring of bounded size. One thread at a time appends, under the node's mutex; any thread reads. An entry is a
+batch: the pages of one instruction. To append is one store into the ring. It wakes no reader, so it costs a put almost
+nothing. Readers that wait look every ``LOOK_S``. A reader that is too slow receives the number of entries that were
+overwritten (``lost``).
 
-Numbers go on over restarts: those of a start begin at its time in microseconds, above all earlier ones, and the first
-entry is ``cleared``. So a reader that followed the node before is served from there, and knows that what it knew is
-void.
-
-Answers of admin calls: how much of a list fits one message.
+The numbers of a start begin at its time in microseconds, above all numbers of earlier starts. The first entry of a
+start is ``cleared``. So a reader that followed an earlier daemon continues there, and discards what it has.
 """
 
 from __future__ import annotations
@@ -23,30 +21,16 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.replica import KEY_BYTES, Tier, roots_of
 from kvstore.state.interfaces import Rows
 
-ANSWER_BYTES: Final = 100 * 1024  # of the lists in an answer; a local message has 128 KiB
-
-
-def fitted(items: Iterable[Any], bytes_max: int = ANSWER_BYTES) -> list[Any]:
-    """The first of ``items`` that take at most ``bytes_max`` as JSON, but at least one."""
-    found: list[Any] = []
-    left = bytes_max
-    for item in items:
-        left -= len(json.dumps(item)) + 2
-        if found and left < 0:
-            break
-        found.append(item)
-    return found
-
-
-SLOTS: Final = 16384  # entries kept
-PAGES_MAX: Final = 65536  # and of how many pages together
-EVENT_PAGES_MAX: Final = 512  # of one entry, so that one fits a message; a larger batch makes several
+SLOTS: Final = 16384  # entries in the ring
+PAGES_MAX: Final = 65536  # pages in all entries of the ring
+EVENT_PAGES_MAX: Final = 512  # pages per entry, so that one fits into a message; a larger batch has several entries
 LOOK_S: Final = 0.01
 LIMIT_MAX: Final = 10000
 WAIT_S_MAX: Final = 1.0
-ANSWER_PAGES_MAX: Final = 1024  # 36 bytes each in JSON
-ANSWER_EVENTS_MAX: Final = 400  # and some 200 more for an event; see ``answers.fitted``
-TENANTS_MAX: Final = 64  # named in one event as JSON has it ...
+ANSWER_BYTES: Final = 100 * 1024  # of the lists in an answer; a local message has 128 KiB
+ANSWER_PAGES_MAX: Final = 1024  # 36 bytes of JSON each
+ANSWER_EVENTS_MAX: Final = 400  # about 200 bytes of JSON each, without their pages
+TENANTS_MAX: Final = 64  # tenants per event in JSON ...
 TENANT_CHARS_MAX: Final = 64  # ... and characters of each name
 
 SEALED, DEMOTED, PROMOTED, EVICTED, DROPPED, CLEARED = (
@@ -65,20 +49,32 @@ _SEALS: Final = {
 }
 
 
+def fitted(items: Iterable[Any], bytes_max: int = ANSWER_BYTES) -> list[Any]:
+    """Return the first of ``items`` that take at most ``bytes_max`` as JSON, but at least one."""
+    first: list[Any] = []
+    bytes_left = bytes_max
+    for item in items:
+        bytes_left -= len(json.dumps(item)) + 2
+        if first and bytes_left < 0:
+            break
+        first.append(item)
+    return first
+
+
 class PageEvent(NamedTuple):
-    """Pages of one decision to which the same happened.
+    """A change to pages, the same for all of them, from one decision.
 
     Attributes:
-        seq: number of the event; they are consecutive from a start to its end.
+        seq: number of the event. Numbers are consecutive from a start to the end of its daemon.
         time_ns: since the epoch.
-        kind: "sealed" (stored in ``tier``), "demoted" (saved to NVMe; DRAM's copy stays until it is evicted),
-            "promoted" (loaded into DRAM; NVMe's stays), "evicted" (left ``tier``), "dropped" (left it because it did
-            not hold, or was deleted), "cleared" (what was told before is void; ``keys`` is empty).
-        reason: of evicted "space", "reclaim" (its extent was given up), "request" or "quota"; of dropped what
-            did not hold, or "deleted"; of sealed "found" where a start found the page on NVMe; of cleared "start".
+        kind: "sealed" (stored in ``tier``), "demoted" (saved to NVMe; the copy in DRAM stays until it is evicted),
+            "promoted" (loaded into DRAM; the copy on NVMe stays), "evicted" (left ``tier``), "dropped" (left ``tier``
+            because it was damaged or deleted), "cleared" (earlier events are void; ``keys`` is empty).
+        reason: of evicted "space", "reclaim" (the extent was reclaimed), "request" or "quota"; of dropped what was
+            damaged, or "deleted"; of sealed "found" if a start found the page on NVMe; of cleared "start".
         keys: 16 bytes each.
-        roots: of each page; one alone is of all of them.
-        spans: of each page, see ``model.prefix``.
+        roots: one per page, or one for all pages.
+        spans: one per page, see ``model.prefix``.
     """
 
     seq: int
@@ -92,7 +88,7 @@ class PageEvent(NamedTuple):
 
 
 _Entry = tuple[int, int, str, Tier, str, bytes, bytes, "array[int]"]
-"""A ``PageEvent`` whose keys, roots and spans lie end to end: objects of their own would take four times the memory."""
+"""A ``PageEvent`` with its keys and roots joined. As separate objects they would take four times the memory."""
 
 
 def _pages_in(entry: _Entry) -> int:
@@ -104,21 +100,24 @@ def _split(names: bytes) -> list[bytes]:
 
 
 class EventLog:
-    """Lives from a start of its node to the end. One thread at a time appends; anyone reads.
+    """The log of one start of a node. One thread at a time appends; any thread reads.
 
     Args:
-        staged: what is appended is told with the next ``publish``.
+        first_seq: number of the first entry; None: the time in microseconds.
+        staged: readers see new entries only after ``publish``.
 
     Attributes:
-        last: number of the newest entry that is told.
+        last: number of the newest entry that readers see.
+        salt_of: returns the tenant's salt of a root, for ``described``.
+        first_of_run: number of the first entry.
     """
 
     def __init__(self, first_seq: int | None = None, staged: bool = False) -> None:
         self._staged = staged
         self._ring: list[_Entry | None] = [None] * SLOTS
-        self.salt_of: Callable[[bytes], str] = lambda root: ""  # whose a root is; see ``described``
+        self.salt_of: Callable[[bytes], str] = lambda root: ""
         self.first_of_run = time.time_ns() // 1000 if first_seq is None else first_seq
-        self._first = self._next = self.first_of_run  # kept: from _first to before _next
+        self._first = self._next = self.first_of_run  # the ring has the entries from _first to before _next
         self._pages = 0
         self.append(CLEARED, Tier.DRAM, "start", [])
         self.publish()
@@ -134,9 +133,12 @@ class EventLog:
         rows: Rows | None = None,
         spans: Sequence[int] = (),
     ) -> None:
-        """Pages were stored in ``tier`` because of ``cause``, see ``WriteSealed``.
+        """Append that pages were stored in ``tier``.
 
-        ``root``: of the first page, and of all where clients put them; ``rows``: identities of the others.
+        Args:
+            cause: why, see ``WriteSealed``.
+            root: of the first page. If clients put the pages, it is the root of all of them.
+            rows: identity rows of the pages, which have the other roots.
         """
         kind, reason = _SEALS[cause]
         roots = [root]
@@ -153,16 +155,16 @@ class EventLog:
         roots: Sequence[bytes] = (),
         spans: Sequence[int] = (),
     ) -> None:
-        """One thing happened to these pages. ``roots``: as in ``PageEvent``."""
+        """Append an event. The arguments are as in ``PageEvent``. Many pages make several entries."""
         if len(keys) > EVENT_PAGES_MAX:
             for start in range(0, len(keys), EVENT_PAGES_MAX):
                 part = slice(start, start + EVENT_PAGES_MAX)
-                some = roots[part] if len(roots) > 1 else roots
-                self.append(kind, tier, reason, keys[part], some, spans[part])
+                part_roots = roots[part] if len(roots) > 1 else roots
+                self.append(kind, tier, reason, keys[part], part_roots, spans[part])
             return
         seq = self._next
         if seq - self._first == SLOTS:
-            self._forget()
+            self._remove_oldest()
         self._ring[seq % SLOTS] = (
             *(seq, time.time_ns(), kind, tier, reason),
             b"".join(keys),
@@ -174,42 +176,43 @@ class EventLog:
             self.last = seq
         self._pages += len(keys)
         while self._pages > PAGES_MAX:
-            self._forget()
+            self._remove_oldest()
 
     def publish(self) -> None:
-        """Tell what was appended."""
+        """Let readers see all entries."""
         self.last = self._next - 1
 
-    def _forget(self) -> None:
-        place = self._first % SLOTS
-        entry = self._ring[place]
-        assert entry is not None, "kept"
-        self._first += 1  # first: a reader must not look for what is gone
-        self._ring[place] = None
+    def _remove_oldest(self) -> None:
+        slot = self._first % SLOTS
+        entry = self._ring[slot]
+        assert entry is not None, "entries from _first on are in the ring"
+        self._first += 1  # before the removal, so that a reader does not expect the entry
+        self._ring[slot] = None
         self._pages -= _pages_in(entry)
 
     # --- reading ----------------------------------------------------------------------------------------------------
 
     @property
     def entries(self) -> int:
-        """How many were appended since the start."""
+        """Number of entries appended since the start."""
         return self._next - self.first_of_run
 
     @property
     def overwritten(self) -> int:
-        """How many entries are not kept any more. A reader that follows closely had read them."""
+        """Number of entries that were removed from the ring. A reader that follows closely has read them before."""
         return self._first - self.first_of_run
 
     def since(
         self, after: int | None, limit: int = 1000, pages_max: int = PAGES_MAX
     ) -> tuple[list[PageEvent], int, int]:
-        """Up to ``limit`` events that followed number ``after``, oldest first, and of no more than ``pages_max`` pages
-        (but at least one event).
+        """Return events after number ``after``, oldest first: at most ``limit``, with at most ``pages_max`` pages, but
+        at least one event.
 
-        ``after`` None: only what follows from now on. A number of an earlier start, or one that was never given, means
-        from this start on: the first event then is "cleared".
+        Args:
+            after: None: return no events, only the number to continue with. A number of an earlier start, or one that
+                was never used: return events from the beginning of this start; the first one is "cleared".
 
-        Returns (events, the ``after`` of the next call, how many events between were overwritten).
+        Returns (events, ``after`` for the next call, number of events in between that were overwritten).
         """
         last = self.last
         if after is None or after == last:
@@ -221,7 +224,7 @@ class EventLog:
         seq = after + 1
         while seq <= last and len(events) < limit:
             entry = self._ring[seq % SLOTS]
-            if entry is None or entry[0] != seq:  # overwritten, since this began perhaps: the events before it go too
+            if entry is None or entry[0] != seq:  # overwritten, perhaps during this call: the earlier ones are lost too
                 lost, events, pages = self._first - after - 1, [], 0
                 seq = self._first
                 continue
@@ -233,35 +236,35 @@ class EventLog:
         return events, seq - 1, lost
 
     def wait(self, after: int | None, timeout_s: float) -> bool:
-        """Until there is an event after that number (None: the newest now); False where none came in time."""
+        """Wait for an event after that number (None: after the newest one); return False if none comes in time."""
         after = self.last if after is None else after
-        deadline = time.monotonic() + timeout_s
+        deadline_s = time.monotonic() + timeout_s
         while self.last == after:
-            left_s = deadline - time.monotonic()
-            if left_s <= 0:
+            remaining_s = deadline_s - time.monotonic()
+            if remaining_s <= 0:
                 return False
-            time.sleep(min(LOOK_S, left_s))
+            time.sleep(min(LOOK_S, remaining_s))
         return True
 
     def described(self, event: PageEvent) -> dict[str, Any]:
-        """An event as JSON has it: keys in hex; in place of roots ``tenants``, the names of those whose pages they are.
+        """Return an event for JSON: keys in hex, and ``tenants``, the salts of the pages' tenants, in place of roots.
 
-        Where there is more than one, ``whose`` has for each key its tenant's place in that list, -1 where unknown.
+        If there are several tenants, ``whose`` has each page's index in ``tenants``; -1 if it is not listed.
         """
         salts = {root: self.salt_of(root)[:TENANT_CHARS_MAX] for root in dict.fromkeys(event.roots)}
         tenants = list(dict.fromkeys(salts.values()))[:TENANTS_MAX]
-        told = {**event._asdict(), "tier": str(event.tier), "keys": [key.hex() for key in event.keys]}
-        del told["roots"], told["spans"]
-        told["tenants"] = tenants
+        document = {**event._asdict(), "tier": str(event.tier), "keys": [key.hex() for key in event.keys]}
+        del document["roots"], document["spans"]
+        document["tenants"] = tenants
         if len(tenants) > 1:
-            places = {salt: place for place, salt in enumerate(tenants)}
-            told["whose"] = [places.get(salts[root], -1) for root in event.roots]
-        return told
+            indexes = {salt: index for index, salt in enumerate(tenants)}
+            document["whose"] = [indexes.get(salts[root], -1) for root in event.roots]
+        return document
 
 
 def answer(log: EventLog, request: dict[str, Any]) -> dict[str, Any]:
-    """The admin call ``events``: {"after": number or None, "limit": 1..10000, "wait_s": 0..1} -> {"events", "next",
-    "lost"}. What does not fit a message is left for the next call."""
+    """Answer the admin call ``events``: {"after": number or None, "limit": 1..10000, "wait_s": 0..1} -> {"events",
+    "next", "lost"}. Events that do not fit into the message come with the next call."""
     after = request.get("after")
     if after is not None and (not isinstance(after, int) or isinstance(after, bool) or after < 0):
         raise InvalidRequest("after", f"must be the number of an event (got {after!r})")
@@ -274,7 +277,7 @@ def answer(log: EventLog, request: dict[str, Any]) -> dict[str, Any]:
     if wait_s:
         log.wait(after, wait_s)
     events, after, lost = log.since(after, min(limit, ANSWER_EVENTS_MAX), ANSWER_PAGES_MAX)
-    told = fitted(log.described(event) for event in events)
-    if len(told) < len(events):
-        after = events[len(told)].seq - 1
-    return {"events": told, "next": after, "lost": lost}
+    documents = fitted(log.described(event) for event in events)
+    if len(documents) < len(events):
+        after = events[len(documents)].seq - 1
+    return {"events": documents, "next": after, "lost": lost}

@@ -170,13 +170,13 @@ class Performer:
             do.WriteStamp: self._write_stamp,
             do.Move: self._move,
             do.WriteUse: self._write_use,
-            do.WriteName: lambda instruction: self.book.name(instruction.line),
+            do.WriteName: lambda instruction: self.book.add_name(instruction.line),
             do.WriteNames: self._forget_names,
             do.ForgetNames: self._forget_names,
-            do.WritePin: self.book.pin,
-            do.WritePins: lambda instruction: self.book.pins(instruction.pins),
-            do.ErasePins: lambda instruction: self.book.unpin(instruction.numbers),
-            do.WriteQuarantine: lambda instruction: self.book.quarantine(instruction.held),
+            do.WritePin: self.book.add_pin,
+            do.WritePins: lambda instruction: self.book.replace_pins(instruction.pins),
+            do.ErasePins: lambda instruction: self.book.remove_pins(instruction.numbers),
+            do.WriteQuarantine: lambda instruction: self.book.replace_quarantine(instruction.held),
             do.Save: self._copy,
             do.Load: self._copy,
             do.Carry: self._copy,
@@ -447,7 +447,7 @@ class Performer:
         """Count up, so that clients register forgotten names again before they put. Quotas depend on the names."""
         self.header.names_forgotten += 1
         if isinstance(instruction, do.WriteNames):
-            self.book.names(instruction.lines)
+            self.book.replace_names(instruction.lines)
 
     def _move(self, instruction: do.Move) -> None:
         """Write data and body, then the new word, then the index entry, and the old word last.

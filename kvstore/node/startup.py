@@ -1,22 +1,19 @@
-"""Startup: from a folder in any condition to a node that can serve.
+"""Startup: turns a folder in any condition into a node that can serve.
 
-Fresh (nothing there, another boot, another version): everything is recreated under a new incarnation, nothing old is
-ever served. Found: tables are recovered (``state.recovery``), the index is compared with them and rebuilt where it
-differs. One path for a clean stop and for kill -9, so that it is exercised every time.
+If the folder is empty, or its files are from another boot or version, everything is created under a new incarnation,
+and no old page is served. Otherwise the tables are recovered (``state.recovery``), and the index is compared with them
+and rebuilt if it differs. A start after a clean stop takes the same path as a start after kill -9, so that every start
+exercises it. Memory that engines have mounted stays mounted while they are alive.
 
-What a start finds of memory that engines have mounted: those that live go on, the others have ended.
+A node that is started with another ``dram`` size keeps its pages, in extents of the old size:
 
-Resize: a node that is started with another ``dram`` size keeps its pages.
+*Larger.* The segment's file is lengthened. Clients have mapped the old length, and must not receive addresses beyond
+it. So all files get a new incarnation, which makes clients of any version map them again. The files are renamed one by
+one, and the header last, where clients look. So clients find either all files or none. If a kill interrupts this, the
+next start continues (``Header.growing_to``).
 
-*Larger.* The segment's file is made longer. Clients have mapped the old length, and would be told of pages beyond
-it; so all files get a new incarnation, by which clients of any version know that they have to map them again.
-First the files are renamed one by one, then the header, which clients look at, so that they always find either all or
-none. A kill between is noticed by the next start (``Header.growing_to``), which does the rest.
-
-*Smaller.* The file keeps its length, since it is mapped. Positions beyond the new bound are carved no more; what lies
-there moves or leaves, once no lease and no writer needs it to stay (``state.node_state``). Then memory is given back.
-
-Extents keep the size that they were made with.
+*Smaller.* The file keeps its length, because it is mapped. Positions beyond the new bound are not carved any more.
+Pages there move or leave when no lease and no writer needs them (``state.node_state``). Then the memory is freed.
 """
 
 from __future__ import annotations
@@ -39,8 +36,7 @@ from kvstore.config import MIB, NodeConfig, format_size
 from kvstore.errors import InvalidRequest
 from kvstore.model.replica import FRAME_ALIGN, SHARDS_MAX, Address, FrameClass, Tier
 from kvstore.node import book
-from kvstore.node.book import NAME as QUARANTINE
-from kvstore.node.book import NAMES, PINS, Held, read_quarantine, write_quarantine
+from kvstore.node.book import NAMES, PINS, QUARANTINE, Quarantine, read_quarantine, write_quarantine
 from kvstore.node.index_keeper import snapshot
 from kvstore.node.nvme_pages import NvmePages
 from kvstore.node.nvme_start import open_nvme, open_tables, secret_on_nvme
@@ -68,10 +64,10 @@ log = logging.getLogger("kvstore.node")
 
 
 def found_mounts(folder: NodeFolder, header: Header, living: Collection[int], now_ns: int) -> Iterator[ev.FoundMount]:
-    """One event per segment whose engine lives. What cannot be believed, and what dead engines left, is removed.
+    """Yield one event per mounted segment whose engine is alive. Remove damaged tables, and those of dead engines.
 
-    Engines continue to write in the meantime. What they publish is later in the log, and counts when it is taken in: a
-    frame that has another page by then has it under a newer generation.
+    Engines continue to write in the meantime. What they publish is taken in later, and takes precedence: if a frame
+    has another page by then, that page has a newer generation.
     """
     frames = mounts = 0
     extents = set(folder.extents())
@@ -86,17 +82,17 @@ def found_mounts(folder: NodeFolder, header: Header, living: Collection[int], no
             logs.event(log, logging.ERROR, "more memory is mounted than a node may know", segment=number)
             remove_mounted(folder, number)
             return
-        yield _found(table, now_ns)
+        yield _mount_event(table, now_ns)
 
 
-def _found(table: MountedTable, now_ns: int) -> ev.FoundMount:
+def _mount_event(table: MountedTable, now_ns: int) -> ev.FoundMount:
     event = ev.FoundMount(
         *(now_ns, table.session, table.number, table.frame_class, table.frames),
         *([], [], [], []),
     )
     for frame in table.sealed().tolist():
         generation, key, root, span = table.generation(frame), table.key(frame), table.root(frame), table.span(frame)
-        if generation == table.generation(frame) and table.is_sealed(frame):  # it has not changed
+        if generation == table.generation(frame) and table.is_sealed(frame):  # unchanged while it was read
             event.addresses.append(Address(table.number, frame, generation))
             event.keys.append(key)
             event.roots.append(root)
@@ -104,78 +100,82 @@ def _found(table: MountedTable, now_ns: int) -> ev.FoundMount:
     return event
 
 
-HEAD_BYTES = 256  # of a book: its incarnation stands in the first line
+BOOK_HEAD_BYTES = 256  # more than the first line of a book, which has the incarnation
 
 
 def open_segment(folder: NodeFolder, header: Header) -> SegmentFile | None:
-    """The segment of this header, when what a kill left half renamed is, and as long as it was when its tail was cut
-    off; None where there is none to be had."""
+    """Open the segment of this header; return None if it is absent or damaged.
+
+    Finishes an interrupted change of the incarnation first. If the file's tail was cut off, the extents there are
+    dropped, and the file gets its length again.
+    """
     if header.growing_to:
-        _rename(folder, header)
+        _change_incarnation(folder, header)
     cut = SegmentFile.cut_to(folder, header.incarnation)
     if cut is not None:
-        _give_up_beyond(folder, header.incarnation, *cut)
+        _drop_beyond(folder, header.incarnation, *cut)
         SegmentFile.lengthen(folder)
     return SegmentFile.open(folder, header.incarnation)
 
 
-def _give_up_beyond(folder: NodeFolder, incarnation: int, extent_bytes: int, left: int) -> None:
-    """The segment's tail was cut off: no page there may be believed, before there are zeros in their place."""
-    given_up = 0
+def _drop_beyond(folder: NodeFolder, incarnation: int, extent_bytes: int, bytes_left: int) -> None:
+    """Invalidate the tables of extents beyond the cut. Call it before the file is lengthened with zeros."""
+    dropped = 0
     for number in folder.extents():
         table = ExtentTable.open(folder, number, incarnation, writable=True)
         if table is None:
             continue
         end = table.position * extent_bytes + table.frames * table.frame_class.frame_bytes
-        if end > left:
+        if end > bytes_left:
             table.disbelieve()
-            given_up += 1
+            dropped += 1
         table.close()
-    log.warning("%s: its tail was cut off; %d extents are given up with their pages", folder.segment, given_up)
+    log.warning("%s: its tail was cut off; %d extents are given up with their pages", folder.segment, dropped)
 
 
-def fit(config: NodeConfig, folder: NodeFolder, header: Header, segment: SegmentFile) -> SegmentFile:
-    """The node's segment with as many positions as ``config.dram`` has room for. ``header.positions`` tells how many.
+def resize(config: NodeConfig, folder: NodeFolder, header: Header, segment: SegmentFile) -> SegmentFile:
+    """Return the segment with as many positions as fit into ``config.dram``, and set ``header.positions``.
 
     Raises:
-        InvalidRequest: memory for more cannot be had; less than one extent is left; extents of another size are asked.
+        InvalidRequest: memory does not suffice; ``dram`` is less than one extent; ``extent`` differs.
     """
     extent_bytes = header.extent_bytes
-    has = f"{format_size(header.positions * extent_bytes)} in extents of {format_size(extent_bytes)}"
+    size = f"{format_size(header.positions * extent_bytes)} in extents of {format_size(extent_bytes)}"
     remedy = f"or drop its pages with `kvstore purge {config.name}`"
     if config.extent and config.extent != extent_bytes:
-        raise InvalidRequest("extent", f"node {config.name} has a segment of {has}; start it with that size, {remedy}")
+        raise InvalidRequest("extent", f"node {config.name} has a segment of {size}; start it with that size, {remedy}")
     positions = config.dram // extent_bytes
     if not positions:
-        raise InvalidRequest("dram", f"node {config.name} has a segment of {has}; start it with one at least, {remedy}")
-    more = (positions - header.positions) * extent_bytes
-    if more > 0:
-        check_space(config.shm_dir, more + more // 64)
+        reason = f"node {config.name} has a segment of {size}; start it with at least one extent, {remedy}"
+        raise InvalidRequest("dram", reason)
+    more_bytes = (positions - header.positions) * extent_bytes
+    if more_bytes > 0:
+        check_space(config.shm_dir, more_bytes + more_bytes // 64)
     if positions > segment.positions:
         segment.close()
         header.growing_to = secrets.randbits(63) | 1
         SegmentFile.lengthen(folder, positions)
-        _rename(folder, header)
-        grown = SegmentFile.open(folder, header.incarnation)
-        assert grown is not None, "made just now"
-        segment = grown
-    if more:
-        log.warning("dram: %s becomes %s", has, format_size(positions * extent_bytes))
+        _change_incarnation(folder, header)
+        lengthened = SegmentFile.open(folder, header.incarnation)
+        assert lengthened is not None, "lengthened above"
+        segment = lengthened
+    if more_bytes:
+        log.warning("dram: %s becomes %s", size, format_size(positions * extent_bytes))
     header.positions = positions
     return segment
 
 
-def _rename(folder: NodeFolder, header: Header) -> None:
-    """All files of this incarnation get the next one. Begun again where it was cut short."""
+def _change_incarnation(folder: NodeFolder, header: Header) -> None:
+    """Give all files the incarnation ``header.growing_to``. If this is interrupted, call it again."""
     old, new = header.incarnation, header.growing_to
     for name in (NAMES, PINS):
         _rename_book(folder.path / name, old, new)
     secret = read_secret(folder, old)
-    if secret is not None:  # else it has the new incarnation already
+    if secret is not None:  # else the file has the new incarnation already
         write_secret(folder, new, secret)
-    held = read_quarantine(folder, old)
-    if held:
-        write_quarantine(folder, new, held)
+    quarantine = read_quarantine(folder, old)
+    if quarantine:
+        write_quarantine(folder, new, quarantine)
     if failpoint.ACTIVE:
         failpoint.hit("node.resize")
     for number in folder.extents():
@@ -193,25 +193,25 @@ def _rename_book(path: Path, old: int, new: int) -> None:
     try:
         fd = open_plain(path, os.O_RDWR)
     except OSError:
-        return  # there is none
+        return  # the file does not exist
     try:
-        place = os.pread(fd, HEAD_BYTES, 0).find(f"{old:016x}".encode())
-        if place >= 0:
-            os.pwrite(fd, f"{new:016x}".encode(), place)
+        offset = os.pread(fd, BOOK_HEAD_BYTES, 0).find(f"{old:016x}".encode())
+        if offset >= 0:
+            os.pwrite(fd, f"{new:016x}".encode(), offset)
     finally:
         os.close(fd)
 
 
 EXTENT_BYTES_MAX = 128 * MIB
 EXTENTS_AIMED_AT = 16
-LARGE_PAGE = 2 * MIB  # positions of larger segments are multiples of this, for large pages where tmpfs has them
-INDEX_BYTES_PER_FRAME = 256  # map size: four times what an entry takes, so that readers' snapshots fit
+LARGE_PAGE = 2 * MIB  # if they are not smaller, extents are multiples of this, so that tmpfs can use large pages
+INDEX_BYTES_PER_FRAME = 256  # of the map: four times an entry, so that snapshots of readers fit too
 INDEX_BYTES_MIN = 16 * MIB
 TABLES_BYTES_MIN = 1 * MIB
 
 
 def extent_bytes_of(config: NodeConfig) -> int:
-    """The configured extent size, or a sixteenth of the segment: 2 MiB multiples up to 128 MiB."""
+    """Return the configured extent size, or a sixteenth of the segment in multiples of 2 MiB, at most 128 MiB."""
     if config.extent:
         return config.extent
     share = config.dram // EXTENTS_AIMED_AT
@@ -220,7 +220,11 @@ def extent_bytes_of(config: NodeConfig) -> int:
 
 
 def start(config: NodeConfig, failures: dict[str, str]) -> tuple[Performer, NodeState]:
-    """Lock the name, then recover or make the pool. See ``Node.start``. NVMe targets that fail go to ``failures``."""
+    """Lock the node's name, then recover or create its pool. Adds NVMe targets that fail to ``failures``.
+
+    Raises:
+        NodeBusy, InvalidRequest: see ``Node.start``.
+    """
     reap_embedded(config.shm_dir)
     folder = NodeFolder(config.shm_dir, config.name, group_shared=config.group)
     folder.lock()
@@ -243,24 +247,24 @@ def _open(config: NodeConfig, folder: NodeFolder, failures: dict[str, str]) -> t
     if header is None or segment_file is None:
         extent_bytes = extent_bytes_of(config)
         positions = config.dram // extent_bytes
-        # Tables and index come on top: about a hundredth for pages of 64 KiB: see ``node.node``.
+        # Tables and index need more memory: about a hundredth for pages of 64 KiB.
         check_space(config.shm_dir, positions * extent_bytes + positions * extent_bytes // 64 + TABLES_BYTES_MIN)
         _clear(folder)
-        incarnation, known = secrets.randbits(63) | 1, secret_on_nvme(config, folder)
-        write_secret(folder, incarnation, known if known is not None else new_secret())
+        incarnation, secret = secrets.randbits(63) | 1, secret_on_nvme(config, folder)
+        write_secret(folder, incarnation, secret if secret is not None else new_secret())
         header = Header.create(folder, incarnation, extent_bytes, positions)
         segment_file = SegmentFile.create(folder, header.incarnation, extent_bytes, positions)
     else:
-        segment_file = fit(config, folder, header, segment_file)
+        segment_file = resize(config, folder, header, segment_file)
     header.state = DaemonState.STARTING
-    header.heartbeat_ns = 0  # the one before gave no sign of us
+    header.heartbeat_ns = 0  # the stored heartbeat is an earlier daemon's
     header.pid = os.getpid()
     header.verify_reads = int(config.verify_reads)
     return _recover(config, folder, header, segment_file, failures)
 
 
 def _clear(folder: NodeFolder) -> None:
-    """Remove what another boot or incarnation left: it could not be read any more, and would keep its memory."""
+    """Remove the files of another boot or incarnation. They are of no use, and would keep their memory."""
     for extent in folder.extents():
         remove_tables(folder, extent)
     for epoch in folder.epochs():
@@ -272,10 +276,12 @@ def _clear(folder: NodeFolder) -> None:
     remove(folder.puts)
 
 
-def _void(folder: NodeFolder, number: int, keep: bool) -> None:
-    """Give up an extent whose tables cannot be believed. Its position will hold other pages: clients that mapped it,
-    lease holders among them, must see that nothing is sealed there any more. ``keep`` the file that says there was
-    one: nothing else does."""
+def _drop_extent(folder: NodeFolder, number: int, keep: bool) -> None:
+    """Zero the tables of an extent, and remove them unless ``keep``.
+
+    Another extent will use its position. So clients that have mapped the tables, with a lease perhaps, must see that no
+    page is sealed there. ``keep`` leaves the file as the only trace of the extent.
+    """
     with contextlib.suppress(FileNotFoundError):
         fd = open_plain(folder.records(number), os.O_RDWR)
         with open(fd, "r+b", buffering=0) as file:
@@ -284,52 +290,63 @@ def _void(folder: NodeFolder, number: int, keep: bool) -> None:
         remove_tables(folder, number)
 
 
-def _give_up(
+def _drop_lost(
     folder: NodeFolder, header: Header, performer: Performer, nvme: NvmePages | None, lost: list[int], living: set[int]
-) -> Held:
-    """Give up extents whose tables cannot be believed. Returns the positions where a living session may write: those,
-    and what earlier starts wrote down."""
+) -> Quarantine:
+    """Drop the ``lost`` extents, whose tables are damaged.
+
+    Returns the positions where a living session may still write: those of the lost extents, and those in the quarantine
+    of earlier starts.
+    """
     carved = {table.position for table in performer.tables.values() if performer.stores[table.tier].mapped}
     vacant = set(range(performer.dram.segment.positions)) - carved
-    held, doubted = read_quarantine(folder, header.incarnation), set[int]()
+    earlier, doubtful = read_quarantine(folder, header.incarnation), set[int]()
     on_nvme = set() if nvme is None else {extent.number for extent in nvme.devices.extents.values()}
     for number in set(lost) - on_nvme:
         claimed = claimed_positions(folder, number, header.incarnation)
-        doubted |= vacant if claimed is None else claimed & vacant
-    if held is None:
-        held, doubted = {}, vacant
-    now = {at: held.get(at, set()) | (living if at in doubted else set()) for at in {*held, *doubted} & vacant}
-    now = {at: sessions for at, sessions in now.items() if sessions}
+        doubtful |= vacant if claimed is None else claimed & vacant
+    if earlier is None:
+        earlier, doubtful = {}, vacant
+    writers = {
+        position: earlier.get(position, set()) | (living if position in doubtful else set())
+        for position in {*earlier, *doubtful} & vacant
+    }
+    quarantine = {position: sessions for position, sessions in writers.items() if sessions}
     keep = False
-    if now != held:
+    if quarantine != earlier:
         try:
-            write_quarantine(folder, header.incarnation, now)
+            write_quarantine(folder, header.incarnation, quarantine)
         except OSError as error:
             log.error("positions in quarantine cannot be written down: %s", error)
-            keep = True
-    if doubted and now:
-        log.warning("%d positions are held for %d sessions that may still write there", len(now), len(living))
+            keep = True  # the next start finds the lost extents again
+    if doubtful and quarantine:
+        log.warning("%d positions are held for %d sessions that may still write there", len(quarantine), len(living))
     for number in lost:
-        _void(folder, number, keep)
-    return now
+        _drop_extent(folder, number, keep)
+    return quarantine
 
 
 @dataclass(frozen=True)
 class LowerTier:
-    """A tier below DRAM: how its store is opened (None where there is none, see ``open_nvme``), and its rules."""
+    """A tier below DRAM.
+
+    Attributes:
+        open: opens its store; returns None if the node has no such tier. The arguments are those of ``open_nvme``.
+        rules: returns when pages are copied to this tier and back.
+    """
 
     open: Callable[[NodeConfig, NodeFolder, dict[str, str], bytes | None], TierStore | None]
     rules: Callable[[NodeConfig], TieringRules]
 
 
 def nvme_rules(config: NodeConfig) -> TieringRules:
-    """How pages come to NVMe and back."""
+    """Return the configured rules of the NVMe tier."""
     admission, cap = config.nvme_admission, config.nvme_write_bytes_per_day
     return TieringRules(config.demote_at, config.promote_after, admission, cap)
 
 
 LOWER_TIERS: dict[Tier, LowerTier] = {Tier.NVME: LowerTier(open_nvme, nvme_rules)}
-"""The tiers below DRAM, the fastest first. Another one is a class (``TierStore``) and a row here."""
+"""The tiers below DRAM, the fastest first. A new tier needs a class (``TierStore``) and a row here."""
 
 
 def _recover(
@@ -337,8 +354,8 @@ def _recover(
 ) -> tuple[Performer, NodeState]:
     with contextlib.ExitStack() as stack:
         stores: dict[Tier, TierStore] = {Tier.DRAM: DramStore(segment_file, header.incarnation)}
-        for tier, about in LOWER_TIERS.items():
-            store = about.open(config, folder, failures, read_secret(folder, header.incarnation))
+        for tier, lower in LOWER_TIERS.items():
+            store = lower.open(config, folder, failures, read_secret(folder, header.incarnation))
             if store is not None:
                 stack.callback(store.close)
                 stores[tier] = store
@@ -354,38 +371,23 @@ def recover_tiers(
     stores: dict[Tier, TierStore],
     now_ns: Callable[[], int],
 ) -> tuple[Performer, NodeState]:
-    """A node over its files and open ``stores``, as the daemon before left them at any moment. ``now_ns``: the clock
-    that deadlines in the files are of."""
-    # The smallest frame there is takes a block, and where pages have headers another one.
+    """Recover a node from its files and open ``stores``, whenever its last daemon ended.
+
+    ``now_ns`` is the clock of the deadlines in the files.
+    """
+    # The smallest frame is one block. In a tier with headers its header takes another block.
     blocks = [store.positions * store.extent_bytes // FRAME_ALIGN for store in stores.values()]
     frames_max = blocks[0] + sum(blocks[1:]) // 2
     map_bytes = INDEX_BYTES_MIN + INDEX_BYTES_PER_FRAME * frames_max
     index = _open_index(folder, header, map_bytes)
     performer = Performer(folder, header, stores, index, map_bytes, now_ns)
-    nvme, segment_file = performer.nvme, performer.dram.segment
     performer.puts = puts = open_log(folder, header)
-    living, lost = living_ids(folder) | set(puts.sessions() if puts is not None else ()), list[int]()
-    for number in folder.extents():
-        opened = (ExtentTable.open(folder, number, store.incarnation, writable=True) for store in stores.values())
-        table = next(filter(None, opened), None)
-        taken = {(t.tier, t.position) for t in performer.tables.values()}
-        if table is not None and (table.tier, table.position) not in taken:
-            performer.tables[number] = table
-        else:
-            lost.append(number)
-    quarantined = _give_up(folder, header, performer, nvme, lost, living)
-    if nvme is not None:
-        open_tables(folder, nvme, performer.tables)
-        nvme.devices.write_map(folder)
-    else:
-        remove(folder.nvme)
-    mapped = [table for table in performer.tables.values() if performer.stores[table.tier].mapped]
-    carved = [(table.position, table.frame_class) for table in mapped]
-    performer.stores[Tier.DRAM] = DramStore(segment_file, header.incarnation, carved)
+    living = living_ids(folder) | set(puts.sessions() if puts is not None else ())
+    quarantine = _map_tables(folder, header, performer, living)
     state = _state(config, header, performer, book.read_names(folder, header.incarnation))
     performer.index.mounted = state.mounts.entries
-    found = [extent_found(table) for table in performer.tables.values()]
-    instructions = recovery.recover(state, found, header.next_extent, now_ns(), living, quarantined)
+    extents = [extent_found(table) for table in performer.tables.values()]
+    instructions = recovery.recover(state, extents, header.next_extent, now_ns(), living, quarantine)
     if failpoint.ACTIVE:
         failpoint.hit("node.recover")
     performer.perform(instructions)
@@ -395,21 +397,51 @@ def recover_tiers(
     if not performer.index.agrees():
         performer.index.rebuild("start")
     recovery.settle(state)
+    nvme = performer.nvme
     if nvme is not None:
         state.tiering.pairs[nvme.tier].demotion.begin_day(nvme.day_bytes_left(config.nvme_write_bytes_per_day))
-    for position in sorted(state.segment.beyond):  # of a larger node that was here before
+    for position in sorted(state.segment.beyond):  # empty positions beyond a smaller ``dram``
         performer.dram.give_back(position)
     pins = book.read_pins(folder, header.incarnation, now_ns())
     if pins:
         performer.perform(state.handle(ev.RestorePins(now_ns(), pins)))
     performer.book.flush()
-    header.names_forgotten += 1  # a kill may have come between a page and its root's name: clients say theirs again
+    header.names_forgotten += 1  # clients register names again, because a kill may have lost the name of a stored page
     return performer, state
 
 
-def _state(config: NodeConfig, header: Header, performer: Performer, named: Iterable[Any]) -> NodeState:
+def _map_tables(folder: NodeFolder, header: Header, performer: Performer, living: set[int]) -> Quarantine:
+    """Map the tables of all extents into ``performer.tables``, and drop extents whose tables are damaged.
+
+    Returns the positions of DRAM where a living session may still write.
+    """
+    lost: list[int] = []
+    for number in folder.extents():
+        stores = performer.stores.values()
+        opened = (ExtentTable.open(folder, number, store.incarnation, writable=True) for store in stores)
+        table = next(filter(None, opened), None)
+        used = {(t.tier, t.position) for t in performer.tables.values()}
+        if table is not None and (table.tier, table.position) not in used:
+            performer.tables[number] = table
+        else:
+            lost.append(number)
+    nvme = performer.nvme
+    quarantine = _drop_lost(folder, header, performer, nvme, lost, living)
+    if nvme is not None:
+        open_tables(folder, nvme, performer.tables)
+        nvme.devices.write_map(folder)
+    else:
+        remove(folder.nvme)
+    mapped = [table for table in performer.tables.values() if performer.stores[table.tier].mapped]
+    carved = [(table.position, table.frame_class) for table in mapped]
+    performer.stores[Tier.DRAM] = DramStore(performer.dram.segment, header.incarnation, carved)
+    return quarantine
+
+
+def _state(config: NodeConfig, header: Header, performer: Performer, names: Iterable[Any]) -> NodeState:
+    """Return a state without pages, for ``recovery`` to fill."""
     if config.eviction not in POLICIES:
-        raise InvalidRequest("eviction", f"there is no policy {config.eviction!r}; there are {', '.join(POLICIES)}")
+        raise InvalidRequest("eviction", f"must be one of {', '.join(POLICIES)} (got {config.eviction!r})")
     tiers: dict[Tier, TierParts] = {}
     numbers = ExtentNumbers()
     for tier, store in performer.stores.items():
@@ -433,7 +465,7 @@ def _state(config: NodeConfig, header: Header, performer: Performer, named: Iter
         lease_ttl_ns_max=int(config.lease_ttl_s_max * 1e9),
         sessions_max=config.sessions_max,
         quotas=config.quotas,
-        named=named,
+        named=names,
         pins_share_max=config.pins_share_max,
     )
 
@@ -448,12 +480,12 @@ def _stride(store: TierStore, frame_class: FrameClass) -> int:
 
 
 def _open_index(folder: NodeFolder, header: Header, map_bytes: int) -> Index:
-    """The index that is there, or an empty one: the comparison with the records decides what it is worth."""
+    """Open the index, or create an empty one if it is damaged. The caller compares it with the records."""
     epochs = folder.epochs()
     try:
         index = Index.open_writer(folder, header.epoch, map_bytes, fresh=False)
     except IndexDamaged:
-        # Under a new epoch: clients that have the damaged one open must see that it is no more.
+        # A new epoch makes clients close the damaged index.
         epoch = max([header.epoch, *epochs]) + 1
         index = Index.open_writer(folder, epoch, map_bytes, fresh=True)
         header.epoch = epoch
@@ -464,7 +496,7 @@ def _open_index(folder: NodeFolder, header: Header, map_bytes: int) -> Index:
 
 
 def extent_found(table: ExtentTable) -> ExtentFound:
-    """What a start finds of an extent, for recovery to judge."""
+    """Return copies of an extent's columns for ``recovery``."""
     fmt = table.fmt
 
     def words(offset: int) -> Any:
@@ -491,7 +523,7 @@ def extent_found(table: ExtentTable) -> ExtentFound:
 
 
 class TierView:
-    """The tier's table of the index (``PageIndex``), and its records (``RecordView``)."""
+    """The state's view of one tier: its table of the index (``PageIndex``) and its records (``RecordView``)."""
 
     def __init__(self, performer: Performer, tier: Tier) -> None:
         self._performer = performer
@@ -503,5 +535,5 @@ class TierView:
         self.run = performer.run
 
     def snapshots(self) -> list[Snapshot]:
-        """See ``RecordView``."""
+        """Return a snapshot of each extent of the tier."""
         return [snapshot(table) for table in self._performer.tables.values() if table.tier == self._tier]

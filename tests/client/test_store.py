@@ -128,7 +128,7 @@ def test_threads_share_a_cache(cache: kvstore.PrefixCache) -> None:
 @pytest.mark.parametrize("name", ["arc", "fifo"])
 def test_a_policy_that_no_node_runs(shm: str, name: str) -> None:
     """The refusal names those that a node runs; what only the simulator runs is not among them."""
-    with pytest.raises(InvalidRequest, match=f"^eviction: there is no policy '{name}'; there are lru, gittins$"):
+    with pytest.raises(InvalidRequest, match=rf"^eviction: must be one of lru, gittins \(got '{name}'\)$"):
         kvstore.open(dram="8MiB", shm_dir=shm, eviction=name)
 
 

@@ -140,11 +140,11 @@ def test_a_book_with_a_torn_line_loses_that_line_alone(tmp_path: Path) -> None:
     folder: Any = SimpleNamespace(path=tmp_path)
     written = book.Book(folder, 7)
     for i in range(3):
-        written.name(Name.of(bytes([i]) * 16, {"salt": f"s{i}"}).line)
+        written.add_name(Name.of(bytes([i]) * 16, {"salt": f"s{i}"}).line)
     written.flush()
     path = tmp_path / book.NAMES
     path.write_bytes(path.read_bytes()[:-5])
-    written.name(Name.of(b"z" * 16, {"salt": "after"}).line)
+    written.add_name(Name.of(b"z" * 16, {"salt": "after"}).line)
     written.flush()
     assert [about["salt"] for _, about in book.read_names(folder, 7)] == ["s0", "s1", "after"]
     assert list(book.read_names(folder, 8)) == [] and not path.exists(), "names of another incarnation are nobody's"
@@ -155,14 +155,14 @@ def test_a_book_of_pins_is_a_line_per_change_and_stays_short(tmp_path: Path) -> 
     written, path = book.Book(folder, 7), tmp_path / book.PINS
     keys, until_ns = [bytes([i]) * 16 for i in range(200)], time.monotonic_ns() + 600 * 10**9
     for number in range(1, 301):
-        written.pin(do.WritePin(number, keys, ROOT, keys[-1], until_ns, 0.0))
+        written.add_pin(do.WritePin(number, keys, ROOT, keys[-1], until_ns, 0.0))
         written.flush()
         if number > 2:
-            written.unpin([number - 1])
+            written.remove_pins([number - 1])
             written.flush()
         assert path.stat().st_size < 4 * 7000 + book.WASTE_BYTES
     before = path.stat()
-    written.unpin([77])
+    written.remove_pins([77])
     written.flush()
     assert path.stat() == before, "nothing changed"
     found = book.read_pins(folder, 7, time.monotonic_ns())

@@ -106,7 +106,7 @@ def test_a_kill_at_any_write_of_the_restored_book_loses_no_pin(
     pins = [do.WritePin(number, keys, b"r" * 16, keys[-1], 1 << 62, 4e9) for number in range(1, 30)]
     first = book.Book(folder, 7)
     for pin in pins:
-        first.pin(pin)
+        first.add_pin(pin)
     first.flush()
     calls = 0
 
@@ -125,7 +125,7 @@ def test_a_kill_at_any_write_of_the_restored_book_loses_no_pin(
             patched.setattr(book, name, dies(getattr(book, name)))
         patched.setattr(book.os, "replace", dies(book.os.replace))
         again = book.Book(folder, 7)
-        again.pins(pins)
+        again.replace_pins(pins)
         with contextlib.suppress(KeyboardInterrupt):
             again.flush()
     assert len(book.read_pins(folder, 7, time.monotonic_ns())) == len(pins)

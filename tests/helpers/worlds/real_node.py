@@ -410,7 +410,7 @@ class RealNode:
 
     def write_pin(self, pin: do.WritePin) -> None:
         """Write a pin down, as an earlier daemon did."""
-        self.performer.book.pin(pin)
+        self.performer.book.add_pin(pin)
         self.performer.book.flush()
 
     @property
