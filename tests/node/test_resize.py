@@ -117,7 +117,7 @@ def test_extents_of_another_size_are_refused(machine: Machine) -> None:
     refused = machine.spawn("n", extent="512KiB", **SMALLER)
     assert refused.wait() == 2 and "extent: node n has a segment of 4MiB" in refused.errors.read_text()
     refused = machine.spawn("n", dram="128KiB")
-    assert refused.wait() == 2 and "one at least" in refused.errors.read_text()
+    assert refused.wait() == 2 and "at least one extent" in refused.errors.read_text()
 
 
 # --- smaller ----------------------------------------------------------------------------------------------------------
