@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any, Final, Protocol
 
 from engine.config import EngineConfig
-from engine.model.piece import Bytes, HeldData, Piece
+from engine.model.piece import Bytes, LocalData, Piece
 from kvstore.client.remote.endpoint import Endpoint, GivenCredentials
 from kvstore.cluster.data_connection import Buffer, DataConnection, DialCredentials, Exchange
 from kvstore.cluster.data_listener import Server, ServerLimits
@@ -121,7 +121,7 @@ class PullServer:
         pieces = self._engine.pull(name, token_start, codec, timeout_s, beat)
         try:
             for piece in pieces:
-                assert isinstance(piece.data, HeldData)
+                assert isinstance(piece.data, LocalData)
                 rows = piece.data.rows
                 buffers: list[Buffer] = [rows.data] if rows.flags.c_contiguous else [row.data for row in rows]
                 numbers = piece.layer, piece.tokens, piece.token_start, rows.nbytes, piece.checksum

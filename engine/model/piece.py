@@ -30,7 +30,7 @@ class PieceData(Protocol):
         ...
 
 
-class HeldData:
+class LocalData:
     """Bytes that are in memory: a whole array, or rows of one."""
 
     def __init__(self, rows: Bytes) -> None:

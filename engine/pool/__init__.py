@@ -1,1 +1,1 @@
-"""KV between an engine, the store and its peers."""
+"""The engine's client of the pool: it loads prefixes into frames, and writes pages out of frames."""

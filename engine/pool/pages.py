@@ -1,8 +1,9 @@
-"""Pages: the frames of the pages that ``engine.state`` has numbered.
+"""The pages in an engine's arena: which frames they are in, and what identifies them in the pool.
 
-Once a sequence has left a page in the arena, its tokens are no longer known elsewhere. They are kept here, so that a
-page that the pool lost, or never had, can be written to it before the frame is reused. From then on other processes of
-the machine find the page here (``memory.mounting``) until its frame is unused; the frame is not written to before that.
+``engine.state`` decides about pages by their numbers. A page may stay in the arena after its sequence has ended. This
+module then keeps the page's tokens and keys, so that a page that the pool lacks can still be written to it before the
+frame is reused. A page that stays is also shown to other processes of the machine (``memory.mounting``) until its frame
+is unused. The frame is not written to as long as another process may read it.
 """
 
 from __future__ import annotations
@@ -24,8 +25,8 @@ from kvstore.device.base import DeviceLost
 from kvstore.model.prefix import Keys
 
 
-class LeftPage(NamedTuple):
-    """The identity of a page in the pool, kept after its sequence has ended."""
+class PoolIdentity(NamedTuple):
+    """What identifies a page in the pool: the cache to write it to, and the parts of its ``Keys``."""
 
     cache: PrefixCache
     root: bytes
@@ -38,30 +39,35 @@ class LeftPage(NamedTuple):
 
 @dataclass(slots=True)
 class PlacedPage:
-    """A page in its frames, by cache group. ``left``: set once a sequence left it here, if there is a pool. ``shown``:
-    other processes find it."""
+    """A page and its frames.
+
+    Attributes:
+        frames: by cache group.
+        identity: set when the page stays after its sequence has ended, if there is a pool.
+        is_shown: True while other processes can find the page.
+    """
 
     frames: dict[int, int] = field(default_factory=dict)
-    left: LeftPage | None = None
-    shown: bool = False
+    identity: PoolIdentity | None = None
+    is_shown: bool = False
 
     @property
     def frame(self) -> int:
-        """Its frame in the first group."""
+        """The page's frame in the first group."""
         return self.frames[0]
 
 
 class ArenaPages:
-    """The pages of one engine. Only used by the engine's thread.
+    """The pages of one engine. Only the engine's thread uses this, except for ``clear``.
 
-    A page is placed (``take``) -> it may outlive its sequence (``give_back``) -> its frame is unused: its sequence did
-    not leave it here, or it was evicted. A page number is used once.
+    Life of a page: it gets frames (``take``) -> it may stay when its sequence ends (``give_back``) -> its frames are
+    unused (``give_back`` or ``evict``). A page number is used only once.
 
     Args:
-        finish: returns when the device has computed everything that it was given.
+        finish: returns when the device has done all work that was submitted to it.
 
     Attributes:
-        demoted: pages that the pool lacked, and was given before their frames were reused.
+        demoted: the number of pages that were written to the pool shortly before their eviction.
     """
 
     def __init__(self, arenas: Arenas, pool: Pool, mounted: MountedArena, finish: Callable[[], None]) -> None:
@@ -73,104 +79,111 @@ class ArenaPages:
         self._placed: dict[int, PlacedPage] = {}
 
     def take(self, work: Work, tables: list[list[int]], shared: int) -> None:
-        """Place a request's pages, listed for each cache group, the first ``shared`` of which are here. The pool is
-        assumed to have those too, which the write of the next page shows. In a ring each page is listed several
-        times."""
-        placed, found, rings = self._placed, [], []
+        """Give a request frames for its pages.
+
+        Args:
+            tables: for each cache group, the number of each page of the request. In a ring, a number appears again
+                for every page that uses the same frame.
+            shared: the number of leading pages that are in the arena already. They are assumed to be in the pool, too;
+                if they are not, writing the next page to the pool shows it.
+        """
+        placed, frame_tables, rings = self._placed, [], []
         for group, (arena, table) in enumerate(zip(self._arenas, tables, strict=True)):
             numbers = list(dict.fromkeys(table))
-            own = arena.take(len(numbers) - shared)
-            assert own is not None, "the arena has fewer frames than the state thinks"
-            for number, frame in zip(numbers[shared:], own.tolist(), strict=True):
+            new_frames = arena.take(len(numbers) - shared)
+            assert new_frames is not None, "the arena has fewer free frames than the state has counted"
+            for number, frame in zip(numbers[shared:], new_frames.tolist(), strict=True):
                 placed.setdefault(number, PlacedPage()).frames[group] = frame
-            found.append([placed[number].frames[group] for number in table])
+            frame_tables.append([placed[number].frames[group] for number in table])
             rings.append(len(numbers))
-        work.frames, work.rings = torch.tensor(found, dtype=torch.int64), tuple(rings)
+        work.frames, work.rings = torch.tensor(frame_tables, dtype=torch.int64), tuple(rings)
         work.shared_pages = shared
-        work.brought(0)
-        work.all_stored(shared)
+        work.record_loaded(0)
+        work.record_stored(shared)
         if shared:
             work.spent.cached["hbm"] = shared * work.page_tokens
 
     def give_back(self, work: Work, freed: list[int], stay: list[int]) -> None:
-        """Take back a request's pages: some are gone, and those of its leading tokens may stay."""
+        """Take back the frames of a request: pages ``freed`` are gone, and its leading pages ``stay`` remain here."""
         self.evict(freed)
         work.frames = None
-        self._remember(work, stay)
+        self._set_identities(work, stay)
         self._show(work, stay)
 
-    def _remember(self, work: Work, stay: list[int]) -> None:
-        cache = self._pool.written_to(work)
-        if cache is None or len(cache.groups) > 1:  # several groups: refused pages are not offered again
+    def _set_identities(self, work: Work, stay: list[int]) -> None:
+        cache = self._pool.target_cache(work)
+        if cache is None or len(cache.groups) > 1:  # pages in several groups are not offered to the pool again
             return
-        if all(self._placed[number].left is not None for number in stay):
+        if all(self._placed[number].identity is not None for number in stay):
             return
         (keys,) = keys_to_store(cache, work, 0, range(len(stay)))
         before, step = keys.before, work.page_tokens
         for index, (number, link) in enumerate(zip(stay, keys.links, strict=True)):
             page = self._placed[number]
-            if page.left is None:
+            if page.identity is None:
                 tokens = keys.tokens[index * step : (index + 1) * step].tobytes()
                 hint = keys.hints[index : index + 1]
-                page.left = LeftPage(cache.groups[0], keys.root, keys.tag, before, link, tokens, hint)
+                page.identity = PoolIdentity(cache.groups[0], keys.root, keys.tag, before, link, tokens, hint)
             before = link
 
     def _show(self, work: Work, stay: list[int]) -> None:
-        """Show these leading pages of a request to other processes. All at once, and at its end: not step by step."""
-        fresh = [index for index, number in enumerate(stay) if not self._placed[number].shown]
-        if not fresh or work.cache is None or not self._pool.up or self._mounted.why:
+        """Show leading pages of a request to other processes: once at its end, because each step would cost time."""
+        hidden = [index for index, number in enumerate(stay) if not self._placed[number].is_shown]
+        if not hidden or work.cache is None or not self._pool.up or self._mounted.why:
             return
         try:
             self._finish()
-        except DeviceLost as error:  # the next step reports it too
+        except DeviceLost as error:  # the next step fails with the same error
             self._mounted.end(str(error))
             return
-        # Pages here are exact, even if the pool gets lossy replicas.
+        # Pages in the arena are exact, even if the pool gets lossy replicas.
         (keys,) = keys_to_store(work.cache, work, 0, range(len(stay)))
-        for _, first, count in runs(fresh):
+        for _, first, count in runs(hidden):
             pages = [self._placed[number] for number in stay[first : first + count]]
-            shown = self._mounted.show(keys[first : first + count], [page.frame for page in pages])
+            is_shown = self._mounted.show(keys[first : first + count], [page.frame for page in pages])
             for page in pages:
-                page.shown = shown
+                page.is_shown = is_shown
 
     def hide(self, why: str) -> None:
-        """Stop showing pages to other processes."""
+        """Stop showing pages to other processes, for the reason ``why``."""
         self._mounted.end(why)
 
     def evict(self, pages: list[int]) -> None:
-        """Forget pages: their frames are unused."""
+        """Drop pages, and return their frames to the arenas."""
         if pages:
             placed = [self._placed.pop(number) for number in pages]
-            shown = [page.frame for page in placed if page.shown]
+            shown = [page.frame for page in placed if page.is_shown]
             if shown:
                 self._mounted.hide(shown)
             for group, arena in enumerate(self._arenas):
                 arena.give_back(torch.tensor([page.frames[group] for page in placed if group in page.frames]).long())
 
     def clear(self, work: Work) -> None:
-        """Return when its frames may be written to: other processes may still read their previous contents. Called by
-        any thread that loads, before it begins."""
+        """Return when no other process reads the previous contents of the request's frames.
+
+        A thread that loads pages calls this before it writes to the frames.
+        """
         assert work.frames is not None
         self._mounted.clear(work.frames[0, work.shared_pages :].tolist())
 
     def offer(self, pages: list[int]) -> None:
-        """Write the pages among these that the pool lacks; they are consecutive pages of a chain."""
+        """Write those of ``pages``, consecutive pages of a chain, that the pool lacks."""
         placed = [self._placed[number] for number in pages]
-        left = [page.left for page in placed if page.left is not None]
-        if len(left) < len(placed) or not self._pool.takes:
-            return  # there is no pool, or it is away
-        first = left[0]
-        tokens = np.frombuffer(b"".join(page.tokens for page in left), np.uint32)
-        hints = b"".join(page.hint for page in left)
+        identities = [page.identity for page in placed if page.identity is not None]
+        if len(identities) < len(placed) or not self._pool.can_write():
+            return  # there is no pool, or its node is away
+        first = identities[0]
+        tokens = np.frombuffer(b"".join(page.tokens for page in identities), np.uint32)
+        hints = b"".join(page.hint for page in identities)
         keys = Keys(
             len(first.tokens) // tokens.itemsize,
             first.root,
             first.before,
-            [page.link for page in left],
+            [page.link for page in identities],
             tokens,
             None,
             tag=first.tag,
-            hints=hints if len(hints) == len(left) else b"",
+            hints=hints if len(hints) == len(identities) else b"",
         )
-        with self._pool.forgiven():
+        with self._pool.tolerate_failures():
             self.demoted += self._pool.put_missing(first.cache, keys, torch.tensor([page.frame for page in placed]))

@@ -1,12 +1,11 @@
-"""An engine's side of the store: writes pages out of its frames, chunk by chunk, and watches its node.
+"""An engine's client of the pool: it writes pages out of frames, chunk by chunk, and watches the node.
 
-Pool: an engine's side of the store. Loads prefixes into frames, writes pages out of them.
+The pool saves work, and a failure of the pool never stops the engine. While the node is away, the engine writes no
+pages, reads the pages that are still readable through shared memory, and computes the rest. A thread checks regularly
+whether the node responds, so that the computing thread does not wait for a node that is away.
 
-The store is there to save work, never to stop it: while the node is away nothing is written, whatever is still readable
-through shared memory is read, and the engine computes the rest. A separate thread checks whether the node is there, so
-that the computing one need not find out by waiting.
-
-Chunk: the next tokens of a prompt, computed in one forward and written to the pool while that goes on.
+``Chunk`` has the tokens of a prompt that one forward computes. Its pages are written layer by layer during the forward,
+by one ``ChunkWriter`` for each cache group.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from engine.compute.paged_cache import Slice
 from engine.memory.arena import runs, runs_upto
 from engine.memory.compression import Lossy, lossy_layout
 from engine.memory.staging import Staging, Stagings
-from engine.pool.keys import keys_to_store, stored, stored_in_all
+from engine.pool.keys import count_stored, count_stored_in_groups, keys_to_store
 from engine.pool.work import Work
 from kvstore import boundary
 from kvstore.client.grouped_cache import GroupedCache
@@ -43,8 +42,8 @@ from kvstore.model.prefix import Keys
 LOOK_S = 0.25
 LOOK_TIMEOUT_S = 0.05
 REMOTE_LOOK_TIMEOUT_S = 1.0
-CACHES_MAX = 1024  # of tenants and adapters, kept ready
-WRITE_TTL_S = 30.0  # for a chunk's pages; what takes longer is written with the next chunk
+CACHES_MAX = 1024  # caches of tenants and adapters that stay open
+WRITE_TTL_S = 30.0  # for writing the pages of a chunk; pages that take longer are written with the next chunk
 
 log = logging.getLogger("kvstore.engine.pool")
 clock = time.perf_counter
@@ -53,14 +52,19 @@ Rows = npt.NDArray[np.uint8]
 
 
 class Pool:
-    """Shared by all threads of an engine. Without a store it holds nothing and takes nothing.
+    """The pool, as one engine uses it. All threads of the engine share it.
+
+    Without a store, every lookup is a miss, and no page is written.
 
     Attributes:
-        layouts: of the exact pages, one per cache group of the model.
-        codec: how pages are written: None as they are, else as lossy replicas under layouts of their own.
-        places: the group of each layer of the model, and its number in there.
-        outgoing: waits for layers that a device sends, and writes them.
-        hook_s, hook_layers: time spent writing layers while a forward waits for it, and their number, since the start.
+        layouts: the layouts of exact pages, one for each cache group of the model.
+        codec: None if pages are written as they are, else the codec of the lossy replicas, which have other layouts.
+        places: for each layer of the model, its cache group and its number in the group.
+        outgoing: runs the writes that wait for copies from the device; None if frames are in host memory.
+        up: True if the node takes pages, as far as the last check or failure shows.
+        hook_s, hook_layers: the time for which forwards have waited while layers were written, and the number of these
+            layers.
+        failures: the number of calls that failed.
     """
 
     def __init__(
@@ -68,14 +72,14 @@ class Pool:
     ) -> None:
         self.store = store
         self.layouts = tuple(layouts)
-        self.codec: Lossy | None = Lossy.of(layouts[0], compress)  # for a token, which is the same in all groups
+        self.codec: Lossy | None = Lossy.of(layouts[0], compress)  # a token has the same form in all groups
         self.places = stagings.arenas.places
         self.hook_s, self.hook_layers = 0.0, 0
         self.failures = 0
-        self.up = store is not None  # whether the node takes pages, as far as we know
+        self.up = store is not None
         self._mapped = store is not None and store.reads_without_node
         self._failed_s = 0.0
-        self._in_doubt = False  # the node may hold frames for us that we do not know of
+        self._has_lost_replies = False  # True if the node may have granted frames to us in a reply that was lost
         self.stagings = stagings.groups
         self.outgoing = None if stagings.in_place else ThreadPoolExecutor(1, "engine-out")
         self._caches: dict[tuple[str, str, bool], GroupedCache] = {}
@@ -84,12 +88,12 @@ class Pool:
         self._watch = threading.Thread(target=look, name="engine-pool", daemon=True)
 
     def start(self) -> None:
-        """Begin to watch the node."""
+        """Start the thread that watches the node."""
         if self.store is not None:
             self._watch.start()
 
     def stop(self) -> None:
-        """Stop watching. The store stays open; its maker closes it."""
+        """End the threads. The caller closes the store."""
         self._stopped.set()
         if self._watch.ident is not None:
             self._watch.join()
@@ -101,19 +105,21 @@ class Pool:
         if self._stopped.wait(LOOK_S):
             return
         try:
-            began_s = time.monotonic()
+            started_s = time.monotonic()
             self.store.wait_ready(LOOK_TIMEOUT_S if self._mapped else REMOTE_LOOK_TIMEOUT_S)
-            self.up = self.up or began_s > self._failed_s  # a failure in the meantime is newer than this look
+            self.up = self.up or started_s > self._failed_s  # a failure during this check is newer than its result
         except KVStoreError:
-            self._in_doubt = self._in_doubt or self.up
+            self._has_lost_replies = self._has_lost_replies or self.up
             self.up = False
 
-    @property
-    def takes(self) -> bool:
-        """True if the node takes pages, for the thread that is about to write some. A node of this machine is checked
-        now: if it has died since the last check, the write would wait for another one until its deadline."""
+    def can_write(self) -> bool:
+        """Return whether the node takes pages. The writing thread asks just before it writes.
+
+        A node of this machine is checked now. If its daemon has died since the last check, the write would wait until
+        its deadline for another daemon.
+        """
         if self.up and self._mapped and self.store is not None:
-            with self.forgiven():
+            with self.tolerate_failures():
                 try:
                     self.store.wait_ready(0.0)
                 except DeadlineExceeded as late:
@@ -121,42 +127,45 @@ class Pool:
         return self.up
 
     def between_steps(self) -> None:
-        """Called by the writing thread while it writes nothing: after a failure, ask the node to release what it
-        granted to us and we never learned of. It cannot tell on its own while this process lives.
+        """After a failure, make the node release frames that it has granted to this process in replies that were lost.
+
+        The node does not release these frames on its own as long as this process is alive. The writing thread calls
+        this while it writes no pages.
         """
-        if self._in_doubt and self.up and self.store is not None:
-            self._in_doubt = False
-            with self.forgiven():
+        if self._has_lost_replies and self.up and self.store is not None:
+            self._has_lost_replies = False
+            with self.tolerate_failures():
                 self.store.renew_session()
 
     def cache(self, salt: str, adapter: str, lossy: bool = False) -> GroupedCache | None:
-        """Pages of a tenant and adapter, exact or lossy ones; None without a store."""
+        """Return the cache for the exact or lossy pages of a tenant and adapter; None if there is none."""
         if self.store is None or (lossy and self.codec is None):
             return None
         name = salt, adapter, lossy
-        found = self._caches.get(name)
-        if found is None:
+        cache = self._caches.get(name)
+        if cache is None:
             if len(self._caches) >= CACHES_MAX:
                 self._caches.clear()
             layouts = list(self.layouts)
             if lossy and self.codec is not None:
                 layouts = [lossy_layout(layout, self.codec.name) for layout in layouts]
-            found = self._caches[name] = self.store.cache(layouts, salt, adapter)
-        return found
+            cache = self._caches[name] = self.store.cache(layouts, salt, adapter)
+        return cache
 
     def check(self) -> None:
-        """Check that the node takes our pages at all. Raises InvalidRequest if they do not fit its extents."""
+        """Check that the node takes pages of these layouts. Raises InvalidRequest if they do not fit its extents."""
         if self.store is not None:
             self.cache("", "")
             self.cache("", "", True)
 
     # --- writing ----------------------------------------------------------------------------------------------------
 
-    def chunk(self, work: Work, start_page: int, stop_page: int) -> dict[int, ChunkWriter]:
-        """Writers, by cache group, of the pages up to ``stop_page``, of which those from ``start_page`` on are being
-        computed; empty if nothing is to be written.
+    def chunk_writers(self, work: Work, start_page: int, stop_page: int) -> dict[int, ChunkWriter]:
+        """Return writers, by cache group, for the pages up to ``stop_page``; empty if there are no pages to write.
+
+        The pages from ``start_page`` on are about to be computed.
         """
-        cache = self.written_to(work) if self.takes else None
+        cache = self.target_cache(work) if self.can_write() else None
         if cache is None:
             return {}
         return {
@@ -165,35 +174,35 @@ class Pool:
             if stop_page > pages
         }
 
-    def append(self, work: Work, pages: int) -> None:
-        """Write the pages among the first ``pages`` that are not stored yet, without waiting for the
-        acknowledgement.
-        """
-        cache = self.written_to(work) if self.takes else None
+    def store_pages(self, work: Work, pages: int) -> None:
+        """Write those of the first ``pages`` pages that are not stored yet. Does not wait for the acknowledgement."""
+        cache = self.target_cache(work) if self.can_write() else None
         if cache is None:
             return
-        with self.forgiven():
-            for group, there in enumerate(work.stored_pages):
-                if pages > there:
+        with self.tolerate_failures():
+            for group, stored in enumerate(work.stored_pages):
+                if pages > stored:
                     work.stored_pages[group] = self._put(cache, work, group, pages)
 
-    def written(self, work: Work, pages: int, arenas: bool = False) -> int:
-        """How many of the first ``pages`` pages are in the pool as exact pages, so that a prompt can continue behind
-        them; 0 if unknown. ``arenas``: also count pages that only an engine has."""
-        if work.cache is None or not pages or not self.readable:
+    def count_stored(self, work: Work, pages: int, arenas: bool = False) -> int:
+        """Return after how many of the first ``pages`` pages a prompt can continue from the pool; 0 if unknown.
+
+        Only exact pages count. ``arenas``: True to count pages that only the arena of an engine has, too.
+        """
+        if work.cache is None or not pages or not self.is_readable:
             return 0
-        found = 0
-        with self.forgiven():
-            found = stored_in_all(work.cache, work.tokens[: pages * work.page_tokens], arenas)
-        return found
+        stored = 0
+        with self.tolerate_failures():
+            stored = count_stored_in_groups(work.cache, work.tokens[: pages * work.page_tokens], arenas)
+        return stored
 
     @property
-    def readable(self) -> bool:
-        """True if pages can be read, as far as we know."""
+    def is_readable(self) -> bool:
+        """True if pages can be read: the node is up, or its memory is mapped."""
         return self.up or self._mapped
 
-    def written_to(self, work: Work) -> GroupedCache | None:
-        """Where its pages are written, while the node is there; None: nowhere."""
+    def target_cache(self, work: Work) -> GroupedCache | None:
+        """Return the cache to which the pages of a request are written; None if they are not written."""
         if work.cache is None:
             return None
         if self.codec is not None:
@@ -201,61 +210,72 @@ class Pool:
         return work.cache if not work.lossy else None
 
     def _put(self, cache: GroupedCache, work: Work, group: int, stop: int) -> int:
-        """Put pages of a group up to ``stop`` that are not stored; returns where the pages on their way end: in a chain
-        before ``stop`` if one is missing that a ring has overwritten."""
+        """Put the pages of a group up to ``stop`` that are not stored. Returns how many leading pages are stored then.
+
+        In a chain, the result is less than ``stop`` if the pool lacks a page that a ring has already overwritten.
+        """
         assert work.frames is not None
-        one, start = cache.groups[group], work.oldest(stop, group)
-        if not is_chained(one.layout):
+        group_cache, start = cache.groups[group], work.first_page_in_frames(stop, group)
+        if not is_chained(group_cache.layout):
             start = max(start, work.stored_pages[group])
         elif start:
-            (before,) = keys_to_store(cache, work, group, range(start))
-            if (there := stored(one, before)) < start:
-                return there  # pages after a missing one cannot be found
+            (earlier,) = keys_to_store(cache, work, group, range(start))
+            if (stored := count_stored(group_cache, earlier)) < start:
+                return stored  # pages after a missing one would never be found
         for keys in keys_to_store(cache, work, group, range(start, stop)):
-            pages = self.put_missing(one, keys, work.frames[group, start : start + len(keys)], group)
-            work.spent.written_bytes += pages * one.page_bytes
+            pages = self.put_missing(group_cache, keys, work.frames[group, start : start + len(keys)], group)
+            work.spent.written_bytes += pages * group_cache.page_bytes
             start += len(keys)
         return stop
 
     def put_missing(self, cache: PrefixCache, keys: Keys, frames: torch.Tensor, group: int = 0) -> int:
-        """Put pages that are not stored: earlier puts, without waiting, may have had no room. Returns how many."""
-        first, staging = stored(cache, keys), self.stagings[group]
+        """Put the pages that are not stored, and return their number.
+
+        The pool is asked, because earlier puts did not wait for the reply and may have found no space.
+        """
+        first, staging = count_stored(cache, keys), self.stagings[group]
         for index, frame, count in runs_upto(staging.frames_max, frames[first:]):
             start = first + index
-            cache.put_async(keys[start : start + count], self.encoded(staging.send(frame, count)))
+            cache.put_async(keys[start : start + count], self.encode(staging.send(frame, count)))
         return len(keys) - first
 
-    def encoded(self, rows: Rows) -> Rows:
-        """Pages in the form in which they are written."""
+    def encode(self, rows: Rows) -> Rows:
+        """Return pages in the form in which they are written."""
         return rows if self.codec is None else self.codec.encode(rows)
 
     @contextmanager
-    def forgiven(self) -> Iterator[None]:
-        """Tolerates failures of the pool: it is left alone until it is seen again, which only costs time."""
+    def tolerate_failures(self) -> Iterator[None]:
+        """Log and count errors of the pool instead of raising them.
+
+        If the pool is unavailable, it is not used again until a check succeeds. A lost device still raises, because the
+        pool did not cause it.
+        """
         try:
             yield
-        except DeviceLost:  # not the pool's failure
+        except DeviceLost:
             raise
-        except OutOfSpace:  # also: the tenant's quota
+        except OutOfSpace:  # includes the quota of a tenant
             self.failures += 1
         except KVStoreError as error:
             self.failures += 1
             log.warning("the pool cannot be used: %s", error)
             if isinstance(error, Unavailable):
-                self.up, self._failed_s, self._in_doubt = False, time.monotonic(), True
+                self.up, self._failed_s, self._has_lost_replies = False, time.monotonic(), True
 
 
 class ChunkWriter:
-    """Writes one chunk's pages in one cache group, layer by layer while it is computed: ``before`` the forward,
-    ``layer`` from its hook, ``after`` it, which seals. If anything fails the pages are written later, or not at all.
+    """Writes the pages of one chunk in one cache group, layer by layer during the forward.
 
-    Between two layers of a forward caches are cold, and a call takes ten times as long: so work is done before if
-    possible.
+    Life: ``before`` the forward -> ``layer`` from its hook, once per layer -> ``after`` the forward, which seals the
+    pages. If a call to the pool fails, the pages are written later, or not at all.
+
+    Between two layers of a forward, CPU caches are cold and a call takes ten times as long. So ``before`` prepares as
+    much as possible.
     """
 
     __slots__ = (
-        *("_pool", "_cache", "_work", "_staging", "_group", "_behind", "_stop", "_count"),
-        *("_writers", "_writes", "_sent", "_layers", "_spent_s"),
+        *("_pool", "_cache", "_work", "_staging", "_group", "_start", "_stop", "_count"),
+        *("_writers", "_writes", "_pending", "_layers", "_spent_s"),
     )
 
     def __init__(
@@ -266,39 +286,43 @@ class ChunkWriter:
         self._work = work
         self._staging: Staging = pool.stagings[group]
         self._group = group
-        self._behind = start_page  # pages before the chunk
+        self._start = start_page
         self._stop = stop_page
         self._count = 0  # number of pages to write
-        self._writers: list[Writer] = []  # one for a chain; else one per page
-        self._writes: list[Callable[[int], None]] = []  # each writes a layer, while there are writers
-        self._sent: list[Future[None]] = []  # layers that another thread writes
-        self._layers, self._spent_s = 0, 0.0  # calls of ``layer``, and time spent there
+        self._writers: list[Writer] = []  # one for a chain, else one for each page
+        self._writes: list[Callable[[int], None]] = []  # functions that write a layer, one for each writer
+        self._pending: list[Future[None]] = []  # writes of layers in another thread
+        self._layers, self._spent_s = 0, 0.0  # the number of calls of ``layer``, and their time
 
     def before(self) -> None:
-        """Reserve frames; write first what an earlier failure left out, since no page is stored without its parent."""
-        group, there = self._group, self._work.stored_pages
-        if not self._pool.up:  # another group has found out: the computing thread waits for only one deadline
+        """Reserve frames in the pool.
+
+        Earlier pages that the pool lacks after a failure are written first, because no page is stored without its
+        parent.
+        """
+        group, stored_pages = self._group, self._work.stored_pages
+        if not self._pool.up:  # a call for another group failed; waiting for one deadline is enough
             return
         try:
-            if self._behind > there[group]:
-                there[group] = self._stored()
-            if self._behind > there[group]:
-                there[group] = self._pool._put(self._cache, self._work, group, self._behind)
-            first = max(self._behind, there[group])
-            if first < self._stop and there[group] >= self._behind:
+            if self._start > stored_pages[group]:
+                stored_pages[group] = self._count_stored()
+            if self._start > stored_pages[group]:
+                stored_pages[group] = self._pool._put(self._cache, self._work, group, self._start)
+            first = max(self._start, stored_pages[group])
+            if first < self._stop and stored_pages[group] >= self._start:
                 self._open(first)
         except KVStoreError as error:
-            self._failed(error)
+            self._fail(error)
 
     def _open(self, first: int) -> None:
-        """Open writers of the pages from ``first`` on."""
+        """Open writers for the pages from ``first`` on."""
         assert self._work.frames is not None
         self._count = self._stop - first
         table = self._work.frames[self._group]
         for keys in keys_to_store(self._cache, self._work, self._group, range(first, self._stop)):
             frames = runs(table[first : first + len(keys)])
             writer = self._cache.groups[self._group].writer(keys, ttl_s=WRITE_TTL_S)
-            writer.waits = False  # for pages that go to NVMe at once: the next chunk is not to wait for a disk
+            writer.waits = False  # pages may go to NVMe at once, and the next chunk must not wait for a disk
             self._writers.append(writer.__enter__())
             if self._staging.in_place and self._pool.codec is None:
                 rows = [self._staging.send(frame, count) for _, frame, count in frames]
@@ -308,7 +332,7 @@ class ChunkWriter:
             first += len(keys)
 
     def layer(self, layer: int) -> None:
-        """Write one layer of the group, which is in the frames."""
+        """Write one layer of the group. Its KV is in the frames."""
         if not self._writes:
             return
         start_s = clock()
@@ -316,7 +340,7 @@ class ChunkWriter:
             for write in self._writes:
                 write(layer)
         except KVStoreError as error:
-            self._failed(error)
+            self._fail(error)
         self._spent_s += clock() - start_s
         self._layers += 1
 
@@ -325,25 +349,25 @@ class ChunkWriter:
         if self._pool.outgoing is None:
             write()
         else:
-            self._sent.append(self._pool.outgoing.submit(write))
+            self._pending.append(self._pool.outgoing.submit(write))
 
     def _write_rows(self, writer: Writer, layer: int, rows: Callable[[], Rows]) -> None:
         data = rows()
-        # One layer failed: trying the others would wait as long for each.
-        if not any(each.done() and each.exception() for each in self._sent):
-            writer.write_layer(layer, self._pool.encoded(data))
+        # After a failure the other layers are skipped: each would wait as long as the one that failed.
+        if not any(each.done() and each.exception() for each in self._pending):
+            writer.write_layer(layer, self._pool.encode(data))
 
-    def _all_sent(self) -> None:
-        """Return when no other thread writes any more. Raises their error."""
-        late = wait(self._sent, WRITE_TTL_S).not_done  # each has a deadline of its own, which is shorter
-        sent, self._sent = self._sent, []
+    def _finish_pending(self) -> None:
+        """Wait until no other thread writes. Raises the first error of these writes."""
+        late = wait(self._pending, WRITE_TTL_S).not_done  # each write has a shorter deadline
+        pending, self._pending = self._pending, []
         if late:
             raise NodeUnavailable("layers were not written in time")
-        for each in sent:
+        for each in pending:
             each.result()
 
     def after(self, succeeded: bool) -> None:
-        """Seal, or revoke if the forward failed."""
+        """Seal the pages, or revoke them if the forward failed."""
         self._pool.hook_s += self._spent_s
         self._pool.hook_layers += self._layers
         self._writes = []
@@ -354,45 +378,47 @@ class ChunkWriter:
             return
         work, sealed = self._work, 0
         try:
-            self._all_sent()
+            self._finish_pending()
             while self._writers:
                 writer = self._writers.pop(0)
                 writer.__exit__(None, None, None)
                 sealed += writer.sealed
                 work.spent.written_bytes += len(writer.pages_new) * self._cache.groups[self._group].page_bytes
-            # Pages that were not new are stored, or had no room: the index knows.
-            work.stored_pages[self._group] = self._stop if sealed == self._count else self._stored()
+            # A page that was not sealed here was stored before, or found no space. A lookup shows which.
+            work.stored_pages[self._group] = self._stop if sealed == self._count else self._count_stored()
         except KVStoreError as error:
-            self._failed(error)
+            self._fail(error)
 
-    def _stored(self) -> int:
-        """How many pages up to the chunk's end are in the pool: leading ones of a chain; for pages that are stored
-        alone, those
-        that were there before: putting the others checks each."""
-        one = self._cache.groups[self._group]
-        if not is_chained(one.layout):
+    def _count_stored(self) -> int:
+        """Return how many leading pages, up to the chunk's end, are in the pool.
+
+        For a group whose pages are not chained, return the number known before: each put checks its own page.
+        """
+        group_cache = self._cache.groups[self._group]
+        if not is_chained(group_cache.layout):
             return self._work.stored_pages[self._group]
         (keys,) = keys_to_store(self._cache, self._work, self._group, range(self._stop))
-        return stored(one, keys)
+        return count_stored(group_cache, keys)
 
     def _abandon(self) -> None:
         writers, self._writers, self._writes = self._writers, [], []
         if writers:
-            wait(self._sent, WRITE_TTL_S)
+            wait(self._pending, WRITE_TTL_S)
         for writer in writers:
             writer.__exit__(InvalidRequest, None, None)
 
-    def _failed(self, error: KVStoreError) -> None:
+    def _fail(self, error: KVStoreError) -> None:
         self._abandon()
-        with self._pool.forgiven():
+        with self._pool.tolerate_failures():
             raise error
 
 
 class Chunk:
-    """Tokens of a prompt in one forward. Its pages are written to the pool layer by layer from the forward's own hook,
-    so that readers in other processes are at most one layer behind the computation.
+    """The tokens of a prompt that one forward computes.
 
-    Life: made -> ``before`` the forward -> ``layer`` per layer from its hook -> ``after``, which seals.
+    The hook of the forward writes each layer to the pool, so readers in other processes are at most one layer behind.
+
+    Life: made -> ``before`` the forward -> ``layer`` from its hook, once per layer -> ``after``, which seals.
     """
 
     __slots__ = ("work", "start", "stop", "slice", "_writers", "_pool", "_progress")
@@ -409,18 +435,18 @@ class Chunk:
 
     @property
     def tokens(self) -> int:
-        """The number of tokens that it computes."""
+        """The number of tokens to compute."""
         return self.stop - self.start
 
     def before(self) -> None:
         """Reserve frames in the pool."""
         page_tokens = self.work.page_tokens
-        self._writers = self._pool.chunk(self.work, self.start // page_tokens, self.stop // page_tokens)
+        self._writers = self._pool.chunk_writers(self.work, self.start // page_tokens, self.stop // page_tokens)
         for writer in self._writers.values():
             writer.before()
 
     def layer(self, layer: int) -> None:
-        """Write one layer's KV of this chunk, which is in the frames."""
+        """Write one layer of the chunk. Its KV is in the frames."""
         group, number = self._pool.places[layer]
         if group in self._writers:
             self._writers[group].layer(number)
@@ -428,7 +454,7 @@ class Chunk:
             self._progress.reached(layer, self.stop)
 
     def after(self, succeeded: bool = True) -> None:
-        """End the chunk: the forward is over."""
+        """Seal the pages and count the tokens as computed, or revoke the pages if the forward failed."""
         for writer in self._writers.values():
             writer.after(succeeded)
         if succeeded:

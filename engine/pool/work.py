@@ -1,4 +1,4 @@
-"""Work: one request's tokens, frames and client. Only ``engine.state`` knows what is decided about it."""
+"""Work: the tokens, the frames and the client of one request. ``engine.state`` has the decisions about the request."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ from kvstore.client.grouped_cache import GroupedCache
 from kvstore.errors import KVStoreError
 from kvstore.model.groups import GroupedKeys
 
-NAME_BYTES: Final = 32  # as good as the tokens themselves: two chains with one name cannot be found
+NAME_BYTES: Final = 32  # equal names mean equal tokens: collisions of a hash of 32 bytes cannot be found
 
 
 @dataclass
 class Spent:
-    """What a request has cost so far; becomes a ``Usage``."""
+    """What a request has cost so far. ``Work.usage`` makes a ``Usage`` of it."""
 
     cached: dict[str, int] = field(default_factory=dict)
     computed: int = 0
@@ -39,24 +39,27 @@ class Spent:
 
 
 class Work:
-    """One request. Belongs to the engine's thread; while a thread loads or moves, that thread has its frames,
-    ``spent``, ``lossy`` and ``from_arenas``. Any thread may tell its client.
+    """One request, as the shell sees it.
+
+    The engine's thread uses it. While a thread loads or moves KV for the request, that thread alone uses its frames,
+    ``spent``, ``lossy`` and ``from_arenas``. Any thread may send events to its client.
 
     Attributes:
-        number: its number in ``engine.state``.
-        prompt: tokens it came with.
-        tokens: uint32, of which the first ``length`` are known: the prompt, then what was drawn.
-        frames: int64 page tables ``[groups, pages]``, one per cache group of the model; None while it has none.
-        windows: for each group in which it has a ring of frames (``Rules.frames_for``), tokens that one sees; else 0.
-        rings: its frames, by group.
-        shared_pages: leading pages that were in the arena when it came: they are not written to.
-        first_pages: by group, the first page that was brought into its frames: earlier ones were not needed.
-        stored_pages: by group, the number of leading pages that are known to be in the pool.
-        keys: of its full pages, for storing them, with the cache that made them, and hints.
-        from_arenas: some pages were loaded from another engine's arena: the pool may not have them.
-        lossy: some of its KV came from a lossy replica: nothing after it may be stored as exact.
-        progress: what other engines may pull of a prefill.
-        first_token: of such a prefill, once it is drawn.
+        number: the number of the sequence in ``engine.state``.
+        prompt: the number of tokens to prefill.
+        tokens: uint32. The first ``length`` are known: the prompt, then the tokens drawn.
+        frames: page tables, int64 ``[groups, pages]``, a row for each cache group; None without frames.
+        windows: for each group, how many tokens a token sees if the request has a ring there (``Rules.frames_for``),
+            else 0.
+        rings: for each group, the number of frames of the request.
+        shared_pages: leading pages that were in the arena before. Their frames are never written to.
+        first_pages: for each group, the first page that is in the frames. Earlier pages were not needed.
+        stored_pages: for each group, how many leading pages are known to be in the pool.
+        keys: for storing full pages: the cache that made the keys, the keys, and the retention hints.
+        from_arenas: True if pages came from the arena of another engine. The pool may lack them.
+        lossy: True if some KV came from a lossy replica. No page computed after it may be stored as exact.
+        progress: for a prefill, the layers that other engines may pull.
+        first_token: for a prefill, the first token of the answer, once drawn.
     """
 
     def __init__(
@@ -74,15 +77,15 @@ class Work:
         self.request = request
         self.id = request.id
         self.answers = answers
-        self.begun_s = time.monotonic()
-        self.deadline_s = self.begun_s + request.deadline_s
+        self.started_s = time.monotonic()
+        self.deadline_s = self.started_s + request.deadline_s
         self.page_tokens = page_tokens
         self.prompt = self.length = len(request.tokens)
-        left = max(1, request.sampling.max_tokens - request.generated) if answers else 1
-        self.tokens: npt.NDArray[np.uint32] = np.empty(self.prompt + left, np.uint32)
+        draws_max = max(1, request.sampling.max_tokens - request.generated) if answers else 1
+        self.tokens: npt.NDArray[np.uint32] = np.empty(self.prompt + draws_max, np.uint32)
         self.tokens[: self.prompt] = request.tokens
         self._text = text
-        if text is not None:  # what another engine has sent already
+        if text is not None:  # another engine has already sent the text of these tokens
             for token in request.tokens[request.prompt_tokens :].tolist():
                 text.feed(token)
         self.frames: torch.Tensor | None = None
@@ -99,25 +102,28 @@ class Work:
         self.progress: Arrivals | None = None
         self.first_token = 0
         self._emit = emit
-        self._telling = threading.Lock()
+        self._sending = threading.Lock()  # guards ``_ended``, and keeps events in order
         self._ended = False
-        self._first_s = self._second_s = self._last_s = 0.0
-        self._name = b""  # the name of its last full page, if it shares any
+        self._first_s = self._second_s = self._last_s = 0.0  # when these tokens were drawn; 0 before
+        self._name = b""  # the name of the last full page; empty if the request shares no pages
 
     @property
     def generated(self) -> int:
-        """Tokens of the answer that are known, including another engine's."""
+        """The number of known tokens of the answer, including those that another engine generated."""
         return self.request.generated + self.length - self.prompt
 
     @property
     def stopped(self) -> bool:
-        """True if the text that was sent holds a stop string."""
+        """True if the text of the answer contains a stop string."""
         return self._text is not None and self._text.stopped is not None
 
     def page_names(self) -> tuple[bytes, ...]:
-        """Names of the full pages of its prompt, which requests may share, see ``Submitted``. Called once, before any
-        token is drawn. Requests of one tenant and adapter that do without lossy KV share; a request without the pool
-        has everything that it reads computed for itself. A ring has nothing to share: its pages do not stay."""
+        """Return the names of the prompt's full pages (``events.Submitted.names``), or none if it shares no pages.
+
+        Called once, before the first token is drawn. Requests of one tenant and adapter share pages. A request shares
+        none if it allows lossy KV, if it does not use the pool and so computes all of its KV, or if it has a ring,
+        whose pages are overwritten.
+        """
         request = self.request
         if not request.use_pool or request.allow_lossy or self.has_ring:
             return ()
@@ -125,7 +131,7 @@ class Work:
         return tuple(self._next_name(stop) for stop in range(self.page_tokens, self.prompt + 1, self.page_tokens))
 
     def new_page_name(self) -> bytes:
-        """The name of the page that the last drawn token completes; b"" if it completes none."""
+        """Return the name of the page that the last token completes, or b"" if it completes none or none is shared."""
         return self._next_name(self.length) if self._name and self.length % self.page_tokens == 0 else b""
 
     def _next_name(self, stop: int) -> bytes:
@@ -134,13 +140,11 @@ class Work:
         return self._name
 
     def since_first_s(self) -> float:
-        """Seconds since its first token was drawn."""
+        """Return the seconds since the first token was drawn."""
         return time.monotonic() - self._first_s
 
     def for_prefill(self, wire_id: str) -> Request:
-        """The request to another engine that computes the prompt: the same tokens and sampling, under an id of its
-        own.
-        """
+        """Return the request to another engine that computes the prompt: same tokens and sampling, another id."""
         return replace(
             self.request,
             id=wire_id,
@@ -153,36 +157,39 @@ class Work:
 
     @property
     def has_ring(self) -> bool:
-        """True if some of its pages are overwritten by later ones."""
+        """True if later pages overwrite some of the request's pages."""
         return any(self.windows)
 
-    def needed(self, tokens: int, group: int) -> int:
-        """The start of the first page that a group needs, among its first ``tokens`` tokens: ``needed_from``."""
+    def needed_from(self, tokens: int, group: int) -> int:
+        """Return the first token of the first page that ``group`` still needs after ``tokens`` tokens."""
         return needed_from(self.windows[group], tokens, self.page_tokens)
 
-    def oldest(self, pages: int, group: int) -> int:
-        """The first of this many leading pages that is in a group's frames, if the next one were begun."""
+    def first_page_in_frames(self, pages: int, group: int) -> int:
+        """Return the first of the ``pages`` leading pages that is still in the frames of ``group``.
+
+        In a ring, the next page may already have overwritten the oldest one.
+        """
         return max(self.first_pages[group], pages + 1 - self.rings[group]) if self.windows[group] else 0
 
-    def brought(self, tokens: int) -> None:
-        """Record that what this many leading tokens need was brought into the frames, and maybe nothing before it."""
-        self.first_pages = [self.needed(tokens, group) // self.page_tokens for group in range(len(self.windows))]
+    def record_loaded(self, tokens: int) -> None:
+        """Record that the pages that are needed after ``tokens`` tokens are in the frames. Earlier pages may not be."""
+        self.first_pages = [self.needed_from(tokens, group) // self.page_tokens for group in range(len(self.windows))]
 
-    def all_stored(self, pages: int) -> None:
-        """Record that this many leading pages of every group are in the pool, as far as they are needed."""
+    def record_stored(self, pages: int) -> None:
+        """Record that the pool has the leading ``pages`` pages of every group, as far as they are needed."""
         self.stored_pages = [pages] * len(self.windows)
 
-    # --- telling its client -----------------------------------------------------------------------------------------
+    # --- the client -------------------------------------------------------------------------------------------------
 
-    def tell(self, event: Any) -> None:
-        """Pass an event on. After an end, a client gets no more events."""
-        with self._telling:
+    def send(self, event: Any) -> None:
+        """Send an event to the client, unless the client has received the end."""
+        with self._sending:
             if not self._ended:
                 self._ended = isinstance(event, Finished | Failed)
                 self._emit(event)
 
-    def token(self, token: int, eos: frozenset[int]) -> str:
-        """Record a drawn token and tell the client. Returns "eos" or "stop" if it ends the answer, else ""."""
+    def add_token(self, token: int, eos: frozenset[int]) -> str:
+        """Append a drawn token and send it to the client. Returns "eos" or "stop" if it ends the answer, else ""."""
         now = time.monotonic()
         if not self._first_s:
             self._first_s = now
@@ -194,30 +201,30 @@ class Work:
         self.length += 1
         if token in eos and not self.request.sampling.ignore_eos:
             return "eos"
-        self.tell(Token(token, index, self._text.feed(token) if self._text is not None else ""))
+        self.send(Token(token, index, self._text.feed(token) if self._text is not None else ""))
         return "stop" if self.stopped else ""
 
     def finish(self, reason: str) -> None:
-        """Send the last event of an answer."""
+        """Send the end of the answer."""
         rest = self._text.flush() if self._text is not None else ""
-        # If a stop string is met only now, its last character was held back.
-        self.tell(Finished("stop" if self.stopped else reason, self.usage(), rest))
+        # The flush may complete a stop string, if its last character was held back until now.
+        self.send(Finished("stop" if self.stopped else reason, self.usage(), rest))
 
     def fail(self, error: KVStoreError) -> None:
         """Send the failure as the last event."""
-        self.tell(Failed(error))
+        self.send(Failed(error))
 
-    # --- what it cost -----------------------------------------------------------------------------------------------
+    # --- usage ------------------------------------------------------------------------------------------------------
 
     def recompute_last(self) -> None:
-        """Count the last token of a loaded prompt as computed: it is computed again."""
+        """Do not count the last token of a loaded prompt as cached, because it is computed again."""
         loaded = self.spent.cached
         if sum(loaded.values()) == self.prompt:
-            loaded[next(reversed(loaded))] -= 1  # pages came in order: the tier of the last one
+            loaded[next(reversed(loaded))] -= 1  # pages are loaded in order, so this is the tier of the last page
 
     def usage(self) -> Usage:
-        """The usage until now."""
-        made = self.length - self.prompt
+        """Return the usage so far."""
+        drawn = self.length - self.prompt
         first, second = self._first_s or time.monotonic(), self._second_s
         spent = self.spent
         return Usage(
@@ -227,9 +234,9 @@ class Work:
             computed_tokens=spent.computed,
             prefill_engine=spent.prefill_engine,
             prefill_cached_tokens=dict(spent.prefill_cached),
-            ttft_ms=1e3 * (first - self.begun_s),
+            ttft_ms=1e3 * (first - self.started_s),
             gap_ms=1e3 * (second - first) if second else 0.0,
-            tpot_ms=1e3 * (self._last_s - second) / (made - 2) if second and made > 2 else 0.0,
+            tpot_ms=1e3 * (self._last_s - second) / (drawn - 2) if second and drawn > 2 else 0.0,
             loaded_bytes=spent.loaded_bytes,
             moved_bytes=spent.moved_bytes,
             written_bytes=spent.written_bytes,

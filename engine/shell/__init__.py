@@ -1,1 +1,1 @@
-"""The engine: threads, steps, migration, status."""
+"""The shell of an engine: its threads, the performance of instructions, and migrations."""

@@ -1,13 +1,13 @@
-"""Engine: one thread that computes, and the calls that reach it.
+"""The engine: one thread that computes, and the calls that other threads make to it.
 
-Each turn of the thread handles what has been posted, then asks ``engine.state`` what to run: which sequences get
-frames, and one forward, the next token of every sequence that decodes and as many prompt tokens as fit in addition. The
-role decides which requests are accepted, not how they run. Other threads load from the pool, bring hand-offs, and serve
-pulls; they reach the computing thread only through its inbox.
+In each turn, the engine's thread handles the events that other threads have posted. Then it asks ``engine.state`` which
+sequences get frames, and which forward to run. A forward computes the next token of every sequence that decodes, and as
+many prompt tokens as fit in addition. The role decides which requests the engine accepts, but not how they run. Other
+threads load pages from the pool, receive hand-offs, and serve pulls. They reach the engine's thread only through its
+inbox.
 
-Checks: refuses requests that no engine of this model and memory can ever serve.
-
-Status: an engine's description of itself.
+``check_request`` refuses requests that can never be served with this model and this memory. ``describe`` makes the
+document that ``Engine.status`` returns.
 """
 
 from __future__ import annotations
@@ -66,53 +66,54 @@ from kvstore.model.retention import checked
 def memory_frames(
     arena_bytes: int, layouts: Sequence[Layout], windows: Sequence[int], chunk_tokens: int, batch_max: int
 ) -> tuple[int, ...]:
-    """Frames of each cache group that fit in the memory.
+    """Divide the memory between the cache groups. Returns the number of frames of each group.
 
-    A further group with a window gets rings for ``batch_max`` sequences, as long as those take no more than half of the
-    memory, and no more frames than pages of all layers would fit: the first group then has at least that many.
+    Every group after the first has a window. It gets rings for ``batch_max`` sequences, but no more than half of the
+    memory, and no more frames than the number of pages of all layers that fit in the memory. So the first group gets at
+    least that number.
 
     Raises:
         InvalidRequest: not even one page fits.
     """
     page_bytes = sum(layout.page_bytes for layout in layouts)
-    whole = arena_bytes // page_bytes
-    if not whole:
-        raise InvalidRequest("arena", f"{arena_bytes} bytes hold no page of {page_bytes}")
-    beside = []
+    pages_max = arena_bytes // page_bytes
+    if not pages_max:
+        raise InvalidRequest("arena", f"must fit a page of {page_bytes} bytes (got {arena_bytes} bytes)")
+    other_frames = []
     for layout, window in list(zip(layouts, windows, strict=True))[1:]:
         ring = ring_frames(window, chunk_tokens, layout.page_tokens)
-        beside.append(min(whole, batch_max * ring, max(ring, arena_bytes // 2 // layout.page_bytes)))
-    taken = sum(frames * layout.page_bytes for frames, layout in zip(beside, layouts[1:], strict=True))
-    return (arena_bytes - taken) // layouts[0].page_bytes, *beside
+        other_frames.append(min(pages_max, batch_max * ring, max(ring, arena_bytes // 2 // layout.page_bytes)))
+    other_bytes = sum(frames * layout.page_bytes for frames, layout in zip(other_frames, layouts[1:], strict=True))
+    return (arena_bytes - other_bytes) // layouts[0].page_bytes, *other_frames
 
 
 def check_request(request: Request, model: Model, rules: Rules, answers: bool) -> None:
     """Refuse a request that can never be served.
 
     Raises:
-        InvalidRequest: an empty prompt, ids that the model does not know, more tokens than its context or than all
-            frames hold, invalid sampling or hints; names the field.
+        InvalidRequest: the prompt is empty or contains ids outside the model's vocabulary; the tokens exceed the
+            model's context or the arena; or the sampling, the hints or the deadline are invalid. Names the field.
     """
     check(request.sampling)
     tokens = request.tokens
     if not len(tokens):
         raise InvalidRequest("tokens", "must not be empty")
     if int(tokens.max()) >= model.geometry.vocab_size:
-        where = int(tokens.argmax())
-        raise InvalidRequest("tokens", f"id {tokens[where]} at {where} is not in 0..{model.geometry.vocab_size - 1}")
+        index = int(tokens.argmax())
+        raise InvalidRequest("tokens", f"id {tokens[index]} at {index} is not in 0..{model.geometry.vocab_size - 1}")
     if not 0 <= request.generated < len(tokens):
-        raise InvalidRequest("generated", f"{request.generated} of {len(tokens)} tokens leave no prompt")
-    if answers and request.generated >= request.sampling.max_tokens:
-        raise InvalidRequest("generated", f"{request.generated} tokens are all of max_tokens already")
-    total = request.prompt_tokens + (request.sampling.max_tokens if answers else request.generated)
+        raise InvalidRequest("generated", f"must be in 0..{len(tokens) - 1} (got {request.generated})")
+    max_tokens = request.sampling.max_tokens
+    if answers and request.generated >= max_tokens:
+        raise InvalidRequest("generated", f"must be less than max_tokens={max_tokens} (got {request.generated})")
+    total = request.prompt_tokens + (max_tokens if answers else request.generated)
     if total > model.context_tokens_max:
-        what = f"{request.prompt_tokens} tokens and max_tokens={request.sampling.max_tokens}"
-        raise InvalidRequest("tokens", f"{what} are beyond the context of {model.context_tokens_max}")
+        parts = f"{request.prompt_tokens} tokens and max_tokens={max_tokens}"
+        raise InvalidRequest("tokens", f"{parts} exceed the context of {model.context_tokens_max}")
     if not rules.holds(total):
-        what = f"the arena of {rules.tokens_max}"
-        raise InvalidRequest("tokens", f"{total} tokens do not fit {what}")
+        raise InvalidRequest("tokens", f"{total} tokens do not fit the arena of {rules.tokens_max}")
     if request.adapter:
-        raise InvalidRequest("adapter", "this engine runs its model without adapters")
+        raise InvalidRequest("adapter", f"this engine does not support adapters (got {request.adapter!r})")
     checked(request.retention)
     if not 0 < request.deadline_s < 1e6:
         raise InvalidRequest("deadline_s", f"must be positive seconds (got {request.deadline_s!r})")
@@ -131,15 +132,15 @@ def describe(
     graphs: str,
     demoted_pages: int,
 ) -> dict[str, Any]:
-    """The document of ``Engine.status``. Any thread: it only reads."""
+    """Return the document of ``Engine.status``. Any thread may call this: it only reads."""
     arena = arenas.groups[0]
-    found = [state.roster.sequences.get(number) for number in list(admission.known.values())]
+    sequences = [state.roster.sequences.get(number) for number in list(admission.known.values())]
     frames = state.roster.frames
-    phases = Counter(Phase.WAITING if sequence is None else sequence.phase for sequence in found)
+    phases = Counter(Phase.WAITING if sequence is None else sequence.phase for sequence in sequences)
     return {
         "role": str(admission.role),
         "role_set_by": admission.by,
-        "role_order": admission.order._asdict(),  # the last one of a leader among conductors
+        "role_order": admission.order._asdict(),  # the last order of a leading conductor
         "draining": admission.draining,
         "model": model.name,
         "device": str(model.device),
@@ -166,12 +167,12 @@ def describe(
         "context_tokens_max": model.context_tokens_max,
         "frames": {
             "total": arena.frames_total,
-            "free": frames.free,  # including kept pages, which are evicted as soon as a frame is needed
+            "free": frames.free,  # includes frames of kept pages, which are evicted when a frame is needed
             "kept": frames.kept,
             "shared": frames.shared,
-            "tokens_max": state.rules.tokens_max,  # of one sequence; 0: no bound
-            "kv_tokens_max": 0 if state.rules.window else arena.frames_total * arena.layout.page_tokens,  # of all
-            "kv_tokens": (arena.frames_total - frames.free) * arena.layout.page_tokens,  # that sequences hold
+            "tokens_max": state.rules.tokens_max,  # of one sequence; 0: no limit
+            "kv_tokens_max": 0 if state.rules.window else arena.frames_total * arena.layout.page_tokens,  # in total
+            "kv_tokens": (arena.frames_total - frames.free) * arena.layout.page_tokens,  # in frames of sequences
         },
         "mounted": {"segment": mounted.number, "why_not": mounted.why},
         "kept_pages": {"found": frames.found, "evicted": frames.evicted, "demoted": demoted_pages},
@@ -190,22 +191,26 @@ def describe(
 
 
 IDLE_S = 0.05
-QUIET_S = 2.0  # for threads that still use frames when the engine ends
+QUIET_S = 2.0  # how long a stopping engine waits for threads that still use frames
 STOP_S = 30.0
 
-_DECIDED = boundary.StateGuard("state/engine")  # its thread decides, and nothing is computed without it
+_DECIDED = boundary.StateGuard("state/engine")  # an unexpected error ends the process: the state cannot be trusted
 
 log = logging.getLogger("kvstore.engine")
 
 
 class Engine:
-    """Life: made (memory taken, nothing runs) -> ``start`` -> requests -> ``stop``, which fails what is still running.
+    """An engine: a model on one device, with an arena for KV.
 
+    Life: made (has its memory, runs nothing) -> ``start`` -> requests -> ``stop``, which fails unfinished requests.
     Every method may be called from any thread.
 
     Args:
-        home: a store of the node of this machine, which knows from it which pages the arena keeps. It is used for
-            nothing else: its session is the arena's.
+        home: a store of the node of this machine, in which the engine mounts its arena. The session of this store
+            belongs to the arena, so the store has no other use.
+
+    Attributes:
+        membership: returns what ``status`` reports about this engine's membership in a pool.
     """
 
     def __init__(
@@ -220,28 +225,28 @@ class Engine:
         self.config = config
         self.model = model
         layouts, groups = model.layouts(config.page_tokens), model.geometry.groups
-        self.layout = layouts[0]  # engines with the same one share those of the other groups, too
+        self.layout = layouts[0]  # engines with equal first layouts have equal layouts of the other groups, too
         self.observer = observer or Observer()
-        self.membership: Callable[[], dict[str, Any]] = dict  # what ``status`` says of our place in a pool
+        self.membership: Callable[[], dict[str, Any]] = dict
         windows = [group.window for group in groups]
-        frames, *beside = memory_frames(config.arena, layouts, windows, config.chunk_tokens, config.batch_max)
+        frames, *other_frames = memory_frames(config.arena, layouts, windows, config.chunk_tokens, config.batch_max)
         members, k_dim, device = [group.layers for group in groups], model.geometry.k_dim, str(model.device)
         self.arenas, self.mounted = arenas_of(
-            layouts, members, [frames, *beside], k_dim, device, home, config.unmounted
+            layouts, members, [frames, *other_frames], k_dim, device, home, config.unmounted
         )
         self.arena = self.arenas.groups[0]
         self.stagings = stagings_of(self.arenas)
         self.pool = Pool(store, layouts, self.stagings, config.compress)
         self.pool.check()
-        forms = codecs(self.layout)
+        codec_by_name = codecs(self.layout)
         self.inbox = Inbox()
-        self.prefills = Prefills(self.stagings, forms, self.inbox.post)
+        self.prefills = Prefills(self.stagings, codec_by_name, self.inbox.post)
         self.admission = Admission(config.role, config.requests_max)
         self._entry = threading.Lock()  # guards ``Admission``
         self.state = EngineState(
             Rules(
                 frames=frames,
-                kept_max=int(config.keep_pages * min([frames, *beside])),
+                kept_max=int(config.keep_pages * min([frames, *other_frames])),
                 layers=model.geometry.layers,
                 page_tokens=config.page_tokens,
                 chunk_tokens=config.chunk_tokens,
@@ -249,7 +254,7 @@ class Engine:
                 local_prefill_tokens=config.local_prefill_tokens,
                 prefill=config.prefill,
                 window=windows[0],
-                beside=tuple(GroupRules(*each) for each in zip(beside, windows[1:], strict=True)),
+                beside=tuple(GroupRules(*each) for each in zip(other_frames, windows[1:], strict=True)),
             )
         )
         self._peers = Peers(connect)
@@ -258,7 +263,7 @@ class Engine:
             config,
             model.geometry.vocab_size,
             frozenset(model.eos_ids),
-            forms,
+            codec_by_name,
             self.state,
             self._runner,
             self.stagings,
@@ -272,17 +277,17 @@ class Engine:
         )
         self._numbers = itertools.count(1)
         self._stopping = False
-        self._died = ""  # the error that ended it
-        self._found: tuple[str, ...] = ()
+        self._fatal = ""  # the error that ended the engine's thread
+        self._prefill_engines: tuple[str, ...] = ()  # of the pool
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
     def start(self) -> None:
-        """Compute from now on."""
+        """Start the engine's threads."""
         self.pool.start()
         self._thread.start()
 
     def stop(self) -> None:
-        """Fail what still runs, and end all threads."""
+        """Fail unfinished requests, and end all threads."""
         self._stopping = self.admission.draining = True
         if self._thread.ident is not None:
             self._thread.join(STOP_S)
@@ -292,17 +297,17 @@ class Engine:
         self.stagings.close()
 
     def found(self, engines: tuple[str, ...]) -> None:
-        """Take the addresses of engines that compute prompts for others now; replaces the previous ones."""
-        self._found = engines
+        """Replace the addresses of the engines that now compute prompts for others."""
+        self._prefill_engines = engines
         self.inbox.post(ev.EnginesFound(time.monotonic(), engines))
 
     @property
     def alive(self) -> bool:
-        """True while it computes."""
+        """True while the engine's thread runs."""
         return self._thread.is_alive()
 
     def check(self) -> None:
-        """Check what must hold in an idle engine, including that frames without contents are free."""
+        """Assert the invariants of an idle engine. In each arena, exactly the frames without a page are free."""
         integrity.check(self.state)
         frames = self.state.roster.frames
         for arena, unused in zip(self.arenas.groups, [frames.unused, *frames.beside], strict=True):
@@ -310,7 +315,7 @@ class Engine:
             assert arena.frames_free == unused
 
     def remains(self) -> dict[str, int]:
-        """What is here and must not be in an idle engine."""
+        """Count what an idle engine does not have, by name: ids, sequences, prefills, and frames in use."""
         kept = self.state.roster.frames.kept
         counts = {
             "known": len(self.admission.known),
@@ -323,43 +328,48 @@ class Engine:
     # --- calls ------------------------------------------------------------------------------------------------------
 
     def submit(self, request: Request, emit: Emit) -> Cancel:
-        """Answer a prompt. ``emit`` is called for every event by a thread of the engine, which it must not block.
-        Returns a call that cancels this request, and no later one of the same id.
+        """Begin to answer a prompt. Threads of the engine call ``emit`` with every event; ``emit`` must not block.
+
+        Returns:
+            A function that cancels this request. A later request with the same id is not affected.
 
         Raises:
-            InvalidRequest: see ``check_request``; or the role is prefill, or the id is in use.
+            InvalidRequest: ``check_request`` refuses the request, the role is prefill, or the id is in use.
             TooManyCalls: the engine has the maximum number of requests.
-            NodeUnavailable: the engine ends or is being drained.
+            NodeUnavailable: the engine has ended or is being drained.
         """
         return self._enter(request, emit, 0.0, answers=True)
 
     def prefill(self, request: Request, layout: Layout, hold_s: float, emit: Callable[[PrefillEvent], None]) -> Cancel:
-        """Compute a prompt for another engine, whose pages are of ``layout``. Returns a call that gives it up.
+        """Begin to compute a prompt for another engine, whose pages have ``layout``.
+
+        Once the prompt is computed, its frames are held for ``hold_s`` seconds, so that the other engine can pull it.
+        The engine's own setting is the maximum, and is used if ``hold_s`` is 0. Returns a function that cancels.
 
         Raises:
-            VersionMismatch: the layouts differ; says in which fields.
-            InvalidRequest, TooManyCalls, NodeUnavailable: as ``submit``; or the role is decode.
+            VersionMismatch: the layouts differ; the text names the fields.
+            InvalidRequest, TooManyCalls, NodeUnavailable: as for ``submit``, but the wrong role is decode.
         """
         if layout.fingerprint != self.layout.fingerprint:
             raise VersionMismatch(explain_mismatch(self.layout, layout))
-        most_s = self.config.hold_s
-        return self._enter(request, emit, min(hold_s, most_s) if hold_s > 0 else most_s, answers=False)
+        hold_s_max = self.config.hold_s
+        return self._enter(request, emit, min(hold_s, hold_s_max) if hold_s > 0 else hold_s_max, answers=False)
 
     def pull(
         self, request_id: str, token_start: int, codec: str, timeout_s: float, beat: Callable[[], None] = lambda: None
     ) -> Generator[Piece, None, None]:
-        """See ``Prefills.pull``."""
+        """Return the KV of a prefill, in pieces; ``Prefills.pull`` has the details."""
         return self.prefills.pull(request_id, token_start, codec, timeout_s, beat)
 
     def release(self, request_id: str) -> bool:
-        """End a prefill that is no longer needed. Returns whether there was one."""
+        """End a prefill that is no longer needed. Returns True if there was one with this id."""
         work = self.prefills.release(request_id)
         if work is not None:
             self._cancel(work.number)
         return work is not None
 
     def cancel(self, request_id: str) -> bool:
-        """End a request. Returns whether there was one."""
+        """Cancel a request. Returns True if there was one with this id."""
         number = self.admission.known.get(request_id)
         if number is not None:
             self._cancel(number)
@@ -369,42 +379,48 @@ class Engine:
         self.inbox.post(ev.Cancelled(time.monotonic(), number))
 
     def status(self) -> dict[str, Any]:
-        """What the engine is, how busy, and how fast; plain values, ready for JSON."""
+        """Return the engine's configuration, load and speed, as values that JSON can represent."""
         performer, graphs = self.performer, self._runner.graphs
-        about = self.config, self.model, self.arenas, self.mounted, self.pool, self.admission, self.state, self.prefills
-        told = describe(*about, performer.sides.steps, graphs, performer.pages.demoted)
-        return {**told, "membership": self.membership()}
+        parts = self.config, self.model, self.arenas, self.mounted, self.pool, self.admission, self.state, self.prefills
+        document = describe(*parts, performer.sides.steps, graphs, performer.pages.demoted)
+        return {**document, "membership": self.membership()}
 
     def set_role(self, role: Role, order: RoleOrder | None = None) -> None:
-        """Accept other requests from now on: see ``Admission.set_role``."""
+        """Change which requests the engine accepts. Raises the errors of ``Admission.set_role``."""
         with self._entry:
             self.admission.set_role(role, order)
-            self.admission.draining = self.admission.draining or bool(self._died)
+            self.admission.draining = self.admission.draining or bool(self._fatal)
 
     def migrate(self, request_id: str, target: str) -> bool:
-        """Let the engine at ``target`` continue a request; its client sees no difference. Returns whether there was
-        one.
+        """Move a running request to the engine at ``target``. The client's stream continues.
+
+        Returns False if no answer with this id is running, or if it ended before the other engine took it. After an
+        error the answer continues here.
 
         Raises:
-            KVStoreError: the other engine is not there, or refuses it; it continues here.
-            DeadlineExceeded: it was not taken in time; it continues here.
+            KVStoreError: the other engine is unreachable or refuses the request.
+            DeadlineExceeded: the other engine did not take the request in time.
         """
         number = self.admission.known.get(request_id)
         if number is None:
             return False
         self._check_target(target)
-        call, answer = next(self._numbers), Future[bool]()
-        self.performer.calls[call] = answer
+        call, reply = next(self._numbers), Future[bool]()
+        self.performer.calls[call] = reply
         self.inbox.post(ev.Migrate(time.monotonic(), number, target, call))
         try:
-            return answer.result(2 * TAKE_S)
+            return reply.result(2 * TAKE_S)
         except TimeoutError:
-            raise DeadlineExceeded(f"this engine did not get to it within {2 * TAKE_S:g} s") from None
+            raise DeadlineExceeded(f"this engine did not handle the call within {2 * TAKE_S:g} s") from None
         finally:
             self.performer.calls.pop(call, None)
 
     def drain(self, target: str | None, timeout_s: float) -> int:
-        """Refuse new requests; wait for running ones, moved to ``target`` if given. Returns how many still run then."""
+        """Refuse new requests, and wait at most ``timeout_s`` until no request runs.
+
+        If there is a ``target``, running answers are moved to that engine. Returns the number of requests that still
+        run at the end.
+        """
         self.admission.draining = True
         deadline = time.monotonic() + timeout_s
         if target is not None and self.admission.known:
@@ -412,7 +428,7 @@ class Engine:
                 self._check_target(target)
                 self.inbox.post(ev.Drain(time.monotonic(), target))
             except KVStoreError as error:
-                log.warning("running answers stay here, %s refuses them: %s", target, error)
+                log.warning("running answers continue here, because %s refuses them: %s", target, error)
         while self.admission.draining and self.admission.known and time.monotonic() < deadline:
             time.sleep(IDLE_S)
         self.inbox.post(ev.Drain(time.monotonic(), None))
@@ -423,7 +439,7 @@ class Engine:
         check_target(target, address, self.layout)
 
     def _enter(self, request: Request, emit: Callable[[Any], None], hold_s: float, answers: bool) -> Cancel:
-        if (error := self._ended()) is not None:
+        if (error := self._fatal_error()) is not None:
             raise error
         self.admission.check(answers)
         check_request(request, self.model, self.state.rules, answers)
@@ -431,8 +447,8 @@ class Engine:
         cache = self.pool.cache(request.page_salt, request.adapter) if request.use_pool else None
         work = Work(next(self._numbers), request, emit, text, self.layout.page_tokens, cache, answers, self.state.rules)
         stored = 0
-        if answers and request.prefill is None and (self.config.prefill or self._found):
-            stored = self.pool.written(work, work.prompt // work.page_tokens, arenas=True) * work.page_tokens
+        if answers and request.prefill is None and (self.config.prefill or self._prefill_engines):
+            stored = self.pool.count_stored(work, work.prompt // work.page_tokens, arenas=True) * work.page_tokens
         with self._entry:
             self.admission.enter(request.id, work.number)
         self.performer.works[work.number] = work
@@ -440,7 +456,7 @@ class Engine:
             self.prefills.add(work)
         self.inbox.post(
             ev.Submitted(
-                work.begun_s,
+                work.started_s,
                 work.number,
                 request.id,
                 prompt=work.prompt,
@@ -457,12 +473,12 @@ class Engine:
                 names=work.page_names(),
             )
         )
-        if (error := self._ended()) is not None:  # in the meantime, and maybe before this one was known
+        if (error := self._fatal_error()) is not None:  # the thread may have ended before it could see this request
             work.fail(error)
         return partial(self._cancel, work.number)
 
-    def _ended(self) -> NodeUnavailable | None:
-        return NodeUnavailable(self._died) if self._died else None
+    def _fatal_error(self) -> NodeUnavailable | None:
+        return NodeUnavailable(self._fatal) if self._fatal else None
 
     def _forget(self, request_id: str) -> None:
         with self._entry:
@@ -473,12 +489,12 @@ class Engine:
     def _run(self) -> None:
         try:
             self._serve()
-        except BaseException as error:  # our own bug: nothing is computed any more, and all callers are told
-            self._died = f"engine stopped after an internal error: {type(error).__name__}: {error}"
+        except BaseException as error:  # our own bug: the engine computes nothing more, and every caller gets an error
+            self._fatal = f"engine stopped after an internal error: {type(error).__name__}: {error}"
             self.admission.draining = True
-            self.state.stopped = self.state.stopped or NodeUnavailable(self._died)
-            self.mounted.end(self._died)
-            self.performer.abandon(NodeUnavailable(self._died))
+            self.state.stopped = self.state.stopped or NodeUnavailable(self._fatal)
+            self.mounted.end(self._fatal)
+            self.performer.abandon(NodeUnavailable(self._fatal))
             with self._entry:
                 self.admission.known.clear()
             raise
@@ -490,22 +506,23 @@ class Engine:
         while not self._stopping:
             with _DECIDED:
                 for event in self.inbox.take(idle_s):
-                    self._unless_lost(partial(self.performer.handle, event))
-                idle_s = 0.0 if self._unless_lost(self.performer.turn) else IDLE_S
+                    self._guarded(partial(self.performer.handle, event))
+                idle_s = 0.0 if self._guarded(self.performer.turn) else IDLE_S
         self.performer.handle(ev.Stop(time.monotonic()))
         until_s = time.monotonic() + QUIET_S
         while self.remains() and time.monotonic() < until_s:
             for event in self.inbox.take(IDLE_S):
-                self._unless_lost(partial(self.performer.handle, event))
+                self._guarded(partial(self.performer.handle, event))
         log.info("ended; %d of %d frames free", self.state.roster.frames.free, self.arena.frames_total)
 
-    def _unless_lost(self, act: Callable[[], bool | None]) -> bool:
-        """Run a function. A device that is lost on the way ends all requests here, and the engine then refuses new
-        ones.
+    def _guarded(self, action: Callable[[], bool | None]) -> bool:
+        """Run ``action``. Returns its result, or False if the device is lost.
+
+        If the device is lost, all requests fail, and the engine refuses new ones.
         """
         try:
             with translated(self.arena.device):
-                return bool(act())
+                return bool(action())
         except DeviceLost as error:
             log.error("no request can be served any more: %s", error)
             self.performer.handle(ev.DeviceFailed(time.monotonic(), ev.device_failed(error)))

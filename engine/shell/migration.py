@@ -1,7 +1,7 @@
-"""Migration: a running answer continues at another engine; its client keeps its stream.
+"""Migration: another engine continues a running answer, and the client keeps its stream.
 
-What has to move is in the pool: full pages, which the other engine loads as for any prompt; the tokens of the last page
-are computed again there, fewer than a page. The sampler has no state other than its position.
+No KV is sent. The full pages are in the pool, and the other engine loads them as for any prompt. It computes the tokens
+after the last full page again. The sampler has no state other than its position.
 """
 
 from __future__ import annotations
@@ -27,38 +27,38 @@ log = logging.getLogger("kvstore.engine.migration")
 
 
 class Target(Protocol):
-    """The other engine, as a migration uses it. ``EngineClient`` is one."""
+    """The calls to another engine that a migration needs. ``EngineClient`` implements them."""
 
     def submit(self, request: Request) -> Iterator[Event]:
-        """Ask it to answer."""
+        """Ask the engine to answer a request."""
         ...
 
     def cancel(self, request_id: str) -> bool:
-        """End that."""
+        """Cancel a request. Returns True if the engine had one with this id."""
         ...
 
     def status(self) -> dict[str, Any]:
-        """Its description of itself."""
+        """Return the document of ``Engine.status``."""
         ...
 
 
 class Targets(Protocol):
-    """All other engines, by address. ``Peers`` is one."""
+    """The other engines, by address. ``Peers`` implements this."""
 
     def __getitem__(self, address: str) -> Any:
-        """A ``Target``; raises KVStoreError if the address is not valid."""
+        """Return a ``Target``. Raises KVStoreError if the address is not valid."""
         ...
 
 
 def check_target(target: Target, address: str, layout: Layout) -> None:
-    """Check that the other engine would continue answers.
+    """Check that the other engine takes requests and has the same page layout.
 
     Raises:
-        KVStoreError: it is not there, or would not.
+        KVStoreError: the engine is unreachable, or would refuse the answers of this engine.
     """
     status = target.status()
     if status["role"] == Role.PREFILL:
-        raise InvalidRequest("target", f"{address} computes prompts for others, and answers no requests")
+        raise InvalidRequest("target", f"must not have the role prefill (got {address})")
     if status["draining"]:
         raise NodeUnavailable(f"{address} takes no new requests: it is being drained")
     theirs, ours = status["layout"]["fingerprint"], layout.fingerprint.hex()
@@ -67,14 +67,18 @@ def check_target(target: Target, address: str, layout: Layout) -> None:
 
 
 class Migration:
-    """One request on its way: ``start`` -> ``NotTaken``, or ``PassTaken`` and then ``PassedOn``."""
+    """One answer that moves to another engine.
+
+    Life: ``start`` -> ``PassTaken`` once the other engine has sent its first event -> ``PassedOn`` at the end of the
+    answer. If the other engine does not begin, ``NotTaken`` is the only event.
+    """
 
     def __init__(self, work: Work, targets: Targets, address: str, post: Callable[[ev.Event], None]) -> None:
         self._work = work
         self._targets = targets
         self._address = address
         self._post = post
-        self._begun = False  # the other engine has it
+        self._taken = False  # True once the other engine has sent an event
         self._request = replace(
             work.request,
             id=uuid.uuid4().hex,
@@ -84,7 +88,7 @@ class Migration:
         )
 
     def start(self) -> None:
-        """Let it continue there. Returns at once."""
+        """Ask the other engine to continue the answer. Returns at once."""
         try:
             threading.Thread(target=self._run, name="engine-migrated", daemon=True).start()
         except RuntimeError as error:  # the machine has no more threads
@@ -92,52 +96,52 @@ class Migration:
             self._post(ev.NotTaken(time.monotonic(), self._work.number, failure))
 
     def cancel(self) -> None:
-        """End it there. Returns at once."""
+        """Cancel the answer at the other engine. Returns at once."""
         try:
             threading.Thread(target=self._cancel, name="engine-cancel", daemon=True).start()
         except RuntimeError as error:
-            log.warning("an answer that continued elsewhere was not cancelled there: %s", error)
+            log.warning("cannot cancel an answer at %s: %s", self._address, error)
 
     def _cancel(self) -> None:
         try:
             with _MIGRATING:
                 self._targets[self._address].cancel(self._request.id)
         except KVStoreError as error:
-            log.warning("an answer that continued elsewhere was not cancelled there: %s", error)
+            log.warning("cannot cancel an answer at %s: %s", self._address, error)
 
     def _run(self) -> None:
         failure: KVStoreError | None = None
         try:
             with _MIGRATING:
-                self._follow()
+                self._relay()
         except KVStoreError as error:
             failure = error
-            if self._begun:
+            if self._taken:
                 self._work.fail(error)
         finally:
             now_s, number = time.monotonic(), self._work.number
-            self._post(ev.PassedOn(now_s, number) if self._begun else ev.NotTaken(now_s, number, failure))
+            self._post(ev.PassedOn(now_s, number) if self._taken else ev.NotTaken(now_s, number, failure))
 
-    def _follow(self) -> None:
-        """Pass on the other engine's replies."""
+    def _relay(self) -> None:
+        """Send the other engine's events to the client."""
         for event in self._targets[self._address].submit(self._request):
             if isinstance(event, Failed):
                 raise event.error
-            if not self._begun and isinstance(event, Finished) and event.reason == "cancelled":
+            if not self._taken and isinstance(event, Finished) and event.reason == "cancelled":
                 return
-            if not self._begun:
-                self._begun = True
+            if not self._taken:
+                self._taken = True
                 self._post(ev.PassTaken(time.monotonic(), self._work.number))
             if isinstance(event, Token):
-                self._work.tell(event)
+                self._work.send(event)
             else:
-                self._work.tell(replace(event, usage=_joined(self._work.usage(), event.usage)))
+                self._work.send(replace(event, usage=_total_usage(self._work.usage(), event.usage)))
                 return
         raise NodeUnavailable(f"engine {self._address} closed the stream before the end of an answer")
 
 
-def _joined(here: Usage, there: Usage) -> Usage:
-    """The cost of an answer at both engines: the first token was made here, the last one there."""
+def _total_usage(here: Usage, there: Usage) -> Usage:
+    """Return the usage of both engines together. The first token was made here, and the last one there."""
     return replace(
         here,
         completion_tokens=there.completion_tokens,

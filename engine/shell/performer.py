@@ -1,8 +1,7 @@
-"""Performer: carries out what the state of an engine has decided, and reports the results to it.
+"""The performer: carries out the instructions of an engine's state, and reports the results as events.
 
-Inbox: events from other threads for the one that computes.
-
-Step: one forward of an engine, and the tokens that are drawn from it.
+``EnginePerformer`` runs in the engine's thread. Slow instructions run in other threads, which report through the
+``Inbox``. ``StepRunner`` performs a ``Step``: it runs one forward and draws the next tokens.
 """
 
 from __future__ import annotations
@@ -47,8 +46,9 @@ from kvstore.errors import KVStoreError
 
 
 class Inbox:
-    """Events in the order in which they were posted. Their number is bounded by the requests that an engine takes: one
-    call and a few threads each.
+    """Events of other threads, in the order in which they were posted.
+
+    The maximum number of requests limits the number of events: each request has one call and a few threads.
     """
 
     def __init__(self) -> None:
@@ -56,13 +56,13 @@ class Inbox:
         self._changed = threading.Condition()
 
     def post(self, item: Event | BaseException) -> None:
-        """Add an event, from any thread. An exception is our own bug: the thread that takes it raises it."""
+        """Add an event. Any thread may call this. If ``item`` is an exception (our own bug), ``take`` raises it."""
         with self._changed:
             self._items.append(item)
             self._changed.notify()
 
     def take(self, timeout_s: float = 0.0) -> list[Event]:
-        """Take all events; waits at most this long for the first one."""
+        """Return and remove all events. Waits at most ``timeout_s`` for the first one."""
         with self._changed:
             if not self._items and timeout_s:
                 self._changed.wait(timeout_s)
@@ -74,22 +74,22 @@ class Inbox:
         return [item for item in items if isinstance(item, Event)]
 
 
-STALL_S = 0.02  # for layers that were predicted to be there in time
+STALL_S = 0.02  # how long a step waits in total for layers that were predicted to arrive in time
 
 
 def next_token_slice(work: Work) -> Slice:
-    """The slice with the one token of an answer whose KV is missing."""
+    """Return the slice of the last token of an answer, the only token whose KV is missing."""
     assert work.frames is not None
     return Slice(work.frames, work.length - 1, work.tokens[work.length - 1 : work.length])
 
 
 def draw(works: Sequence[Work], logits: torch.Tensor) -> list[int]:
-    """Draw the next token of each of ``works``, from ``logits [n, vocab]``."""
+    """Draw the next token of each of ``works`` from ``logits [n, vocab]``."""
     return choose_many(logits, [work.request.sampling for work in works], [work.generated for work in works])
 
 
 class StepRunner:
-    """Runs the steps that the state has put together."""
+    """Runs the steps that the state has chosen."""
 
     def __init__(self, runner: Forward, stagings: Stagings, pool: Pool, eos: frozenset[int]) -> None:
         self._runner = runner
@@ -100,9 +100,12 @@ class StepRunner:
     def run(
         self, step: do.Step, works: Mapping[int, Work], arrivals: Mapping[int, Arrivals], observer: Observer
     ) -> Stepped | StepFailed:
-        """Compute, write to the pool, draw, and tell clients. ``arrivals``: KV that is on its way, by sequence.
+        """Run the forward, write pages to the pool, draw tokens, and send them to the clients.
 
-        A step that fails seals nothing and sends no token to any client.
+        If the step fails, it seals no page and sends no token.
+
+        Args:
+            arrivals: by sequence, the KV that is still arriving.
         """
         decoding = [works[number] for number in step.decoding]
         chunks = [Chunk(works[part.sequence], part.start, part.stop, self._pool) for part in step.parts]
@@ -126,7 +129,7 @@ class StepRunner:
                 self._stagings.finish()
                 succeeded = True
             if not succeeded:
-                with StepFault():  # raises if the device is lost, which a library's error does not say
+                with StepFault():  # raises if the device is lost: the library's error does not show that
                     self._stagings.finish()
         finally:
             for chunk in chunks:
@@ -140,31 +143,34 @@ class StepRunner:
         observer.stepped(len(decoding), chunk_tokens, seconds)
         if waits.waited_s:
             observer.stalled(waits.waited_s)
-        drawing = [(row, work) for row, work in enumerate(decoding) if work.number not in waits.missed]
-        drawing += [
+        draw_rows = [(row, work) for row, work in enumerate(decoding) if work.number not in waits.missed]
+        draw_rows += [
             (row, chunk.work)
             for row, (chunk, part) in enumerate(zip(chunks, step.parts, strict=True), len(decoding))
             if part.draws
         ]
-        drawn, tokens = [work for _, work in drawing], list[int]()
+        draw_works, tokens = [work for _, work in draw_rows], list[int]()
         with StepFault() as fault:
-            if drawn:
-                tokens = draw(drawn, logits if len(drawn) == len(logits) else logits[[row for row, _ in drawing]])
+            if draw_works:
+                rows = logits if len(draw_rows) == len(logits) else logits[[row for row, _ in draw_rows]]
+                tokens = draw(draw_works, rows)
         if fault.error is not None:
             return StepFailed(time.monotonic(), fault.error)
-        ends, names = self._drawn(drawn, tokens)
+        ends, names = self._record_tokens(draw_works, tokens)
         return Stepped(time.monotonic(), ends, frozenset(waits.missed), seconds, waits.waited_s, names)
 
-    def _drawn(self, works: list[Work], tokens: list[int]) -> tuple[dict[int, str], dict[int, bytes]]:
-        """Record their next tokens; returns how the answers that this ends have ended, and the names of pages that are
-        full now."""
+    def _record_tokens(self, works: list[Work], tokens: list[int]) -> tuple[dict[int, str], dict[int, bytes]]:
+        """Record the next token of each sequence, and send it to the client.
+
+        Returns, by sequence, how answers ended that a token ends, and the names of pages that a token completes.
+        """
         ends: dict[int, str] = {}
         names: dict[int, bytes] = {}
         for work, token in zip(works, tokens, strict=True):
             if not work.answers:
                 work.first_token = token
                 continue
-            if end := work.token(token, self._eos):
+            if end := work.add_token(token, self._eos):
                 ends[work.number] = end
             if name := work.new_page_name():
                 names[work.number] = name
@@ -177,11 +183,16 @@ log = logging.getLogger("kvstore.engine")
 
 
 class EnginePerformer:
-    """Only used by the engine's thread, except ``works``, which other threads fill before they post ``Submitted``.
+    """Performs the instructions of one engine's state.
+
+    Only the engine's thread uses the performer. Other threads may add to ``works`` before they post ``Submitted``, and
+    to ``calls`` before they post ``Migrate``.
 
     Attributes:
-        works: the shell's data of every sequence, by number, until it is dropped; ``pages``: of every page.
-        calls: callers that wait for a ``Reply``, by the number of the call.
+        works: by number, the shell's data of each sequence, until ``EndSequence``.
+        pages: the shell's data of each page.
+        calls: by number, calls that wait for an ``AnswerCall``.
+        sides: runs the side batches.
     """
 
     def __init__(
@@ -233,12 +244,12 @@ class EnginePerformer:
             do.Settle: self._settle,
             do.Dismiss: self._dismiss,
             do.Step: self._run_step,
-            do.Aside: self._aside,
+            do.Aside: self._run_side_step,
             do.Draw: self._draw,
             do.Recompute: lambda it: self.works[it.sequence].recompute_last(),
-            do.StorePages: lambda it: self._pool.append(self.works[it.sequence], it.pages),
-            do.TellAdmitted: self._tell_admitted,
-            do.TellProgress: self._tell_progress,
+            do.StorePages: lambda it: self._pool.store_pages(self.works[it.sequence], it.pages),
+            do.TellAdmitted: self._send_admitted,
+            do.TellProgress: self._send_progress,
             do.Hold: self._hold,
             do.Close: lambda it: self._prefills.close(self.works[it.sequence]),
             do.PassOn: self._pass_on,
@@ -253,14 +264,14 @@ class EnginePerformer:
         }
 
     def handle(self, event: ev.Event) -> None:
-        """Let the state decide about an event, and carry out its instructions."""
+        """Pass an event to the state, and perform the instructions that follow."""
         if isinstance(event, ev.DeviceFailed):
             self.pages.hide(str(event.error))
         for instruction in self._state.handle(event):
             self._verbs[type(instruction)](instruction)
 
     def turn(self) -> bool:
-        """Run what is to be run next. Returns whether there was anything."""
+        """Let the state choose the next step, and run it. Returns False if there was nothing to run."""
         self._pool.between_steps()
         arriving = {}
         for number, fetch in self._fetches.items():
@@ -271,13 +282,15 @@ class EnginePerformer:
         return self._state.steps > steps
 
     def stop(self) -> None:
-        """End the threads; their current work has a deadline."""
+        """End the threads. Waits for their current work, which has deadlines."""
         self.sides.stop()
         self._loaders.shutdown(wait=True)
 
     def abandon(self, error: KVStoreError) -> None:
-        """Tell all callers that the engine's thread has ended and its state cannot be trusted. Answers that another
-        engine has taken continue there."""
+        """Fail all calls and requests, because the engine's thread has ended and its state cannot be trusted.
+
+        Answers that another engine has taken continue there.
+        """
         for call in list(self.calls.values()):
             if not call.done():
                 call.set_exception(error)
@@ -311,7 +324,7 @@ class EnginePerformer:
                 self._inbox.post(error)
                 raise
             if tokens > work.shared_pages * work.page_tokens:
-                work.all_stored(0 if work.lossy or work.from_arenas else tokens // work.page_tokens)
+                work.record_stored(0 if work.lossy or work.from_arenas else tokens // work.page_tokens)
             self._inbox.post(ev.PrefixLoaded(time.monotonic(), work.number, tokens))
 
         self._loaders.submit(load)
@@ -320,20 +333,20 @@ class EnginePerformer:
         arrivals = {number: fetch.arrivals for number, fetch in self._fetches.items()}
         self.handle(self._step.run(it, self.works, arrivals, self._observer))
 
-    def _aside(self, it: do.Aside) -> None:
+    def _run_side_step(self, it: do.Aside) -> None:
         work = self.works[it.sequence]
 
-        def done(given: torch.Tensor | BaseException | None) -> None:
+        def done(result: torch.Tensor | BaseException | None) -> None:
             token, fault = None, StepFault()
-            if isinstance(given, torch.Tensor):
+            if isinstance(result, torch.Tensor):
                 with fault:
-                    token = draw([work], given[None])[0]
-            elif isinstance(given, DeviceLost):
-                self._inbox.post(ev.DeviceFailed(time.monotonic(), ev.device_failed(given)))
-            elif isinstance(given, KVStoreError):
-                fault.error = given
-            elif given is not None:
-                self._inbox.post(given)
+                    token = draw([work], result[None])[0]
+            elif isinstance(result, DeviceLost):
+                self._inbox.post(ev.DeviceFailed(time.monotonic(), ev.device_failed(result)))
+            elif isinstance(result, KVStoreError):
+                fault.error = result
+            elif result is not None:
+                self._inbox.post(result)
                 return
             self._inbox.post(ev.SideStepped(time.monotonic(), work.number, token, fault.error))
 
@@ -346,7 +359,7 @@ class EnginePerformer:
             work.spent.prefill_engine = fetch.address
             work.spent.prefill_cached = dict(fetch.admitted.cached_tokens)
             work.spent.prefill_s = fetch.handoff.prefill_ms / 1e3 if fetch.handoff is not None else 0.0
-        end = work.token(it.token, self._eos)
+        end = work.add_token(it.token, self._eos)
         self.handle(ev.TokenDrawn(time.monotonic(), it.sequence, end, work.new_page_name()))
 
     # --- hand-offs --------------------------------------------------------------------------------------------------
@@ -375,8 +388,8 @@ class EnginePerformer:
         work, fetch = self.works[it.sequence], self._fetches.pop(it.sequence)
         assert fetch.handoff is not None
         work.lossy = work.lossy or fetch.lossy
-        work.brought(work.prompt)
-        work.all_stored(0 if work.lossy else fetch.handoff.stored)
+        work.record_loaded(work.prompt)
+        work.record_stored(0 if work.lossy else fetch.handoff.stored)
         self._observer.handed_off(work.spent.moved_bytes, work.since_first_s())
 
     def _dismiss(self, it: do.Dismiss) -> None:
@@ -385,19 +398,19 @@ class EnginePerformer:
         work.lossy = work.lossy or fetch.lossy
         work.spent.prefill_engine, work.spent.prefill_cached = "", {}
         if fetch.moving:
-            whole = fetch.arrivals.tokens_min() >= work.prompt
-            work.brought(work.prompt if whole else 0)
-            if work.has_ring and not whole:  # a ring is recomputed as a whole
+            is_complete = fetch.arrivals.tokens_min() >= work.prompt
+            work.record_loaded(work.prompt if is_complete else 0)
+            if work.has_ring and not is_complete:  # all tokens of a ring are computed again
                 work.spent.cached.clear()
 
-    def _tell_admitted(self, it: do.TellAdmitted) -> None:
+    def _send_admitted(self, it: do.TellAdmitted) -> None:
         work = self.works[it.sequence]
         assert work.progress is not None
-        work.progress.all_reached(it.cached // work.page_tokens * work.page_tokens)  # pages, whole
-        work.tell(Admitted(work.prompt, dict(work.spent.cached), work.lossy))
+        work.progress.all_reached(it.cached // work.page_tokens * work.page_tokens)  # full pages only
+        work.send(Admitted(work.prompt, dict(work.spent.cached), work.lossy))
 
-    def _tell_progress(self, it: do.TellProgress) -> None:
-        self.works[it.sequence].tell(Progress(it.tokens, self._state.speeds.prefill_tokens_per_s))
+    def _send_progress(self, it: do.TellProgress) -> None:
+        self.works[it.sequence].send(Progress(it.tokens, self._state.speeds.prefill_tokens_per_s))
 
     def _hold(self, it: do.Hold) -> None:
         work = self.works[it.sequence]
@@ -407,7 +420,7 @@ class EnginePerformer:
         handoff = HandOff(
             request_id=work.id,
             pages=tuple(keys),
-            stored=self._pool.written(work, pages),
+            stored=self._pool.count_stored(work, pages),
             tail_tokens=work.prompt - pages * work.page_tokens,
             first_token=work.first_token,
             generated=work.generated + 1,
@@ -415,9 +428,9 @@ class EnginePerformer:
             computed_tokens=work.spent.computed,
             prefill_ms=1e3 * work.spent.prefill_s,
         )
-        work.tell(Done(handoff))
+        work.send(Done(handoff))
 
-    # --- another engine continues------------------------------------------------------------------------------------
+    # --- migrations -------------------------------------------------------------------------------------------------
 
     def _pass_on(self, it: do.PassOn) -> None:
         work = self.works[it.sequence]
@@ -430,7 +443,7 @@ class EnginePerformer:
             if call is not None:
                 call.set_exception(it.result)
             else:
-                log.warning("running answers stay here: %s", it.result)
+                log.warning("running answers continue here: %s", it.result)
         elif call is not None:
             call.set_result(it.result)
 

@@ -1,1 +1,1 @@
-"""KV between two engines: prompts computed by one engine for another."""
+"""Hand-offs: the KV of a prompt moves from the engine that computed it to the engine that answers."""

@@ -1,4 +1,4 @@
-"""Serve: lets other engines pull prompts that are computed for them, layer by layer while that goes on."""
+"""Serving of prefills: other engines pull the KV of prompts, layer by layer while this engine computes them."""
 
 from __future__ import annotations
 
@@ -11,27 +11,30 @@ from engine.compute.kv_arrivals import Arrivals
 from engine.memory.arena import runs
 from engine.memory.compression import Lossy
 from engine.memory.staging import Stagings
-from engine.model.piece import Bytes, HeldData, Piece, checksum_of
+from engine.model.piece import Bytes, LocalData, Piece, checksum_of
 from engine.pool.work import Work
 from engine.state import events as ev
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 
 PIECE_BYTES = 1 << 20
-BEAT_S = 1.0  # how often a puller hears from us while a layer is being computed
+BEAT_S = 1.0  # how often a waiting puller gets a sign of life
 
 
 @dataclass
 class _Prefill:
     work: Work
-    pulls: int = 0  # transfers out of its frames under way
-    released: bool = False
-    closed: bool = False
+    pulls: int = 0  # the number of pulls that are reading its frames
+    released: bool = False  # True once no pull may begin
+    closed: bool = False  # True once the engine's state has ended it
 
 
 class Prefills:
-    """Prompts computed for other engines: from their admission until ``PullsEnded``.
+    """The prompts that this engine computes for other engines.
 
-    Threads of the service pull and release; the engine's thread does the rest.
+    Life of a prefill: ``add`` -> any number of pulls -> ``release`` or ``close``: no pull may begin -> after ``close``
+    and the last pull, ``PullsEnded`` is posted.
+
+    Threads of the service call ``pull`` and ``release``. The engine's thread calls ``close``.
     """
 
     def __init__(
@@ -41,41 +44,45 @@ class Prefills:
         self._codecs = codecs
         self._post = post
         self._lock = threading.Lock()
-        self._known: dict[str, _Prefill] = {}
+        self._prefills: dict[str, _Prefill] = {}
 
     def __len__(self) -> int:
-        return len(self._known)
+        return len(self._prefills)
 
     def add(self, work: Work) -> None:
-        """Add a prefill; its id is unique."""
+        """Add a prefill. Its id must be unique."""
         work.progress = Arrivals(self._stagings.layers)
         with self._lock:
-            self._known[work.id] = _Prefill(work)
+            self._prefills[work.id] = _Prefill(work)
 
     def release(self, request_id: str) -> Work | None:
-        """End a prefill at the request of the engine that asked: no pull may begin. Any thread. None: unknown."""
+        """End a prefill because the other engine no longer needs it. Returns None if there is none with this id.
+
+        No pull may begin any more. Any thread may call this.
+        """
         with self._lock:
-            prefill = self._known.get(request_id)
+            prefill = self._prefills.get(request_id)
             if prefill is None:
                 return None
             prefill.released = True
             return prefill.work
 
     def close(self, work: Work) -> None:
-        """End a prefill. ``PullsEnded`` follows when no engine pulls any more; a puller that waits for a layer that is
-        not there is told that it will not come.
+        """End a prefill. ``PullsEnded`` follows after the last pull.
+
+        Pulls that wait for a layer fail, because no further layer will be computed.
         """
         assert work.progress is not None
-        work.progress.fail(NodeUnavailable("it was cancelled, or too late"))
+        work.progress.fail(NodeUnavailable("the prefill was cancelled, or its time was over"))
         with self._lock:
-            prefill = self._known[work.id]
+            prefill = self._prefills[work.id]
             prefill.released = prefill.closed = True
-        self._look(prefill)
+        self._drop_if_ended(prefill)
 
-    def _look(self, prefill: _Prefill) -> None:
+    def _drop_if_ended(self, prefill: _Prefill) -> None:
         with self._lock:
-            over = prefill.closed and not prefill.pulls and self._known.pop(prefill.work.id, None) is not None
-        if over:
+            has_ended = prefill.closed and not prefill.pulls and self._prefills.pop(prefill.work.id, None) is not None
+        if has_ended:
             self._post(ev.PullsEnded(time.monotonic(), prefill.work.number))
 
     # --- pulling: threads of the service ------------------------------------------------------------------------------
@@ -83,38 +90,38 @@ class Prefills:
     def pull(
         self, request_id: str, token_start: int, codec: str, timeout_s: float, beat: Callable[[], None] = lambda: None
     ) -> Generator[Piece, None, None]:
-        """Everything from ``token_start`` on, chunk by chunk and layer by layer as it is computed; for layers with a
-        ring of frames only what their window needs behind the prompt.
+        """Yield the KV from ``token_start`` on, chunk by chunk, and each chunk layer by layer, as it is computed.
 
-        The data is in the frames themselves if possible: it is valid until the next piece is requested.
+        For a layer with a ring of frames, only the KV is sent that is needed to continue after the prompt. If possible,
+        a piece is a view of the frames, so it is valid only until the next piece is requested.
 
         Args:
-            beat: called every ``BEAT_S`` while waiting for a layer.
+            beat: called every ``BEAT_S`` while this waits for a layer.
 
         Raises:
-            InvalidRequest: no such prefill, a start inside a page or beyond the prompt, or before what the window
-                needs, an unknown codec.
-            NodeUnavailable: the prefill failed or was given up.
-            DeadlineExceeded: a layer was not ready within ``timeout_s``.
+            InvalidRequest: there is no prefill with this id; the start is inside a page, beyond the prompt, or before
+                the window; or the codec is unknown.
+            NodeUnavailable: the prefill failed or was cancelled.
+            DeadlineExceeded: a layer was not computed within ``timeout_s``.
         """
         if codec not in self._codecs:
-            raise InvalidRequest("codec", f"{codec!r} is not one of {', '.join(self._codecs)}")
+            raise InvalidRequest("codec", f"must be one of {', '.join(self._codecs)} (got {codec!r})")
         with self._lock:
-            prefill = self._known.get(request_id)
+            prefill = self._prefills.get(request_id)
             if prefill is None or prefill.released:
-                raise InvalidRequest("request_id", f"no prefill {request_id!r} is held here")
+                raise InvalidRequest("request_id", f"this engine has no prefill {request_id!r}")
             work = prefill.work
             if token_start % work.page_tokens or not 0 <= token_start < work.prompt:
-                raise InvalidRequest("token_start", f"{token_start} is not the start of a page of this prompt")
-            if token_start < min(work.needed(work.prompt, group) for group in range(len(work.windows))):
-                raise InvalidRequest("token_start", f"{token_start} is out of the window: it may be overwritten")
+                raise InvalidRequest("token_start", f"must be the start of a page of this prompt (got {token_start})")
+            if token_start < min(work.needed_from(work.prompt, group) for group in range(len(work.windows))):
+                raise InvalidRequest("token_start", f"{token_start} is before the window: later tokens overwrite it")
             prefill.pulls += 1
         try:
             yield from self._pieces(work, token_start, self._codecs[codec], time.monotonic() + timeout_s, beat)
         finally:
             with self._lock:
                 prefill.pulls -= 1
-            self._look(prefill)
+            self._drop_if_ended(prefill)
 
     def _pieces(
         self, work: Work, position: int, codec: Lossy | None, deadline_s: float, beat: Callable[[], None]
@@ -135,7 +142,7 @@ class Prefills:
         assert progress is not None
         while not progress.wait(layer, tokens, min(deadline_s, time.monotonic() + BEAT_S)):
             if progress.failure is not None:
-                raise NodeUnavailable(f"prefill {work.id} was given up: {progress.failure}")
+                raise NodeUnavailable(f"prefill {work.id} failed: {progress.failure}")
             if time.monotonic() >= deadline_s:
                 raise DeadlineExceeded(f"layer {layer} of {tokens} tokens of {work.id} was not computed in time")
             beat()
@@ -144,21 +151,21 @@ class Prefills:
         assert work.frames is not None
         page_tokens = work.page_tokens
         group, staging, number = self._stagings.at(layer)
-        start, table = max(start, work.needed(work.prompt, group)), work.frames[group]
+        start, table = max(start, work.needed_from(work.prompt, group)), work.frames[group]
         if start >= stop:
             return
         first, last = start // page_tokens, stop // page_tokens
         step = max(1, PIECE_BYTES // staging.arena.layout.layer_bytes)
         for index, frame, count in runs(table[first:last]):
-            for done in range(0, count, step):
-                some = min(step, count - done)
-                rows = staging.send_layer(frame + done, some, number)
-                yield _piece(layer, (first + index + done) * page_tokens, some * page_tokens, rows, codec)
-        if rest := stop - last * page_tokens:
-            rows = staging.send_tail(int(table[last]), number, rest)
-            yield _piece(layer, last * page_tokens, rest, rows, codec)
+            for offset in range(0, count, step):
+                pages = min(step, count - offset)
+                rows = staging.send_layer(frame + offset, pages, number)
+                yield _piece(layer, (first + index + offset) * page_tokens, pages * page_tokens, rows, codec)
+        if tail_tokens := stop - last * page_tokens:
+            rows = staging.send_tail(int(table[last]), number, tail_tokens)
+            yield _piece(layer, last * page_tokens, tail_tokens, rows, codec)
 
 
 def _piece(layer: int, token_start: int, tokens: int, rows: Bytes, codec: Lossy | None) -> Piece:
-    coded = rows if codec is None else codec.encode(rows)
-    return Piece(layer, token_start, tokens, HeldData(coded), checksum_of([coded]))
+    data = rows if codec is None else codec.encode(rows)
+    return Piece(layer, token_start, tokens, LocalData(data), checksum_of([data]))

@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 
 from engine.model.observer import Observer
-from engine.model.piece import Bytes, HeldData, Piece, checksum_of
+from engine.model.piece import Bytes, LocalData, Piece, checksum_of
 from engine.model.request import Done, Failed, PrefillEvent, Request, Role, Sampling
 from engine.shell.engine import Engine
 from kvstore import Store
@@ -254,7 +254,7 @@ def bytes_of(it: Piece) -> Bytes:
 
 
 def with_data(it: Piece, data: Bytes) -> Piece:
-    return replace(it, data=HeldData(data), checksum=checksum_of([data]))
+    return replace(it, data=LocalData(data), checksum=checksum_of([data]))
 
 
 def headless(it: Piece) -> Piece:
@@ -293,7 +293,7 @@ def test_bytes_that_changed_on_the_way_are_noticed(lab: Bench) -> None:
     """The prompt is computed here then, and that engine is not asked for a while."""
     source = lab.engine(PRESET, role=Role.PREFILL)
     decode = lab.decoding(source)
-    lab.sends = lambda pieces: (replace(it, data=HeldData(bytes_of(it) ^ 1)) for it in pieces)
+    lab.sends = lambda pieces: (replace(it, data=LocalData(bytes_of(it) ^ 1)) for it in pieces)
     answer = lab.ask(decode, prompt(14, 100), 6)
     check_answer(answer)
     assert (answer.usage.computed_tokens, answer.usage.prefill_engine) == (100, "")

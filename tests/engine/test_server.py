@@ -20,7 +20,7 @@ from engine.api.metrics import EngineTally
 from engine.api.service import EngineServer
 from engine.client import EngineClient
 from engine.config import EngineConfig
-from engine.model.piece import HeldData, Piece, checksum_of
+from engine.model.piece import LocalData, Piece, checksum_of
 from engine.model.request import Admitted, Cancel, Done, Event, Failed, HandOff, PrefillEvent, Request
 from engine.text.tokenizer import ByteTokenizer
 from kvstore import Layout
@@ -82,7 +82,7 @@ class Still:
             self.longest[request_id] = max(self.longest[request_id], self.pulling[request_id])
         try:
             assert not request_id.startswith("held") or self.go.wait(timeout_s)
-            yield Piece(0, token_start, 1, HeldData(KV), checksum_of([KV]))
+            yield Piece(0, token_start, 1, LocalData(KV), checksum_of([KV]))
         finally:
             with self._mutex:
                 self.pulling[request_id] -= 1

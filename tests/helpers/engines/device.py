@@ -88,7 +88,7 @@ class DeviceHost:
 
     def _tap(self, monkeypatch: pytest.MonkeyPatch) -> None:
         """Hear of what is computed, and of what is drawn: by then all of it is."""
-        write, drawn = Batch.write, StepRunner._drawn
+        write, drawn = Batch.write, StepRunner._record_tokens
 
         def writes(batch: Batch, layer: int, content: Any) -> None:
             write(batch, layer, content)
@@ -101,7 +101,7 @@ class DeviceHost:
             return drawn(runner, *given)
 
         monkeypatch.setattr(Batch, "write", writes)
-        monkeypatch.setattr(StepRunner, "_drawn", draws)
+        monkeypatch.setattr(StepRunner, "_record_tokens", draws)
 
     def _stagings_of(self, arenas: Arenas) -> Stagings:
         device = LateDevice(f"host:{len(self.devices)}", seed=len(self.devices))
