@@ -28,7 +28,7 @@ class Arrivals:
 
     def reached(self, layer: int, tokens: int, gate: Callable[[], None] | None = None) -> None:
         """Record that the first ``tokens`` tokens of ``layer`` are there, for what is computed behind ``gate``: see
-        ``Staging.landing``."""
+        ``Staging.arrival_gate``."""
         now = time.monotonic()
         with self._changed:
             self._gates[layer] = gate

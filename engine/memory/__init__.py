@@ -1,1 +1,1 @@
-"""Memory for KV in an engine: the arena, staging buffers, lossy codecs."""
+"""The memory of an engine for KV: arenas, copies between host and device, and lossy codecs."""

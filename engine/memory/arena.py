@@ -1,12 +1,14 @@
-"""Arena: the device memory of an engine, page-major frames with the same bytes as the store's pages. A model with
-several cache groups has an arena for each (``Arenas``).
+"""Arena: the device memory of an engine, divided into frames. A page has the same bytes in a frame as in the store.
+
+A model with several cache groups has an arena for each group (``Arenas``).
 
 A frame is free -> taken (``take``) -> free again (``give_back``). ``engine.state`` decides which sequences share a
-frame, and how long it keeps its page. The allocator prefers one run of consecutive frames: a sequence in one run is
-read by attention, and moved by the store, with the fewest calls.
+frame, and how long a page stays in it. The allocator prefers runs of consecutive frames, because attention and the
+store then need the fewest calls.
 
-Example: frames 0-9, 2-4 taken. ``take(3)`` gives 5-7: of the free runs 0-1 and 5-9 the smallest that is large enough.
-``take(6)`` would give 0, 1, 5-8: the largest run whole, the rest from the smallest that holds it.
+Worked example: of frames 0-9, frames 2-4 are taken, so 0-1 and 5-9 are the free runs. ``take(3)`` returns 5-7, from the
+smallest run that is large enough. ``take(6)`` returns 0, 5-9: all of the largest run, and the rest from the smallest
+run that is large enough for it.
 """
 
 from __future__ import annotations
@@ -27,19 +29,20 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Arenas(ABC):
-    """The memory of an engine: an arena for each cache group of its model. A single arena is the memory of a model with
-    one.
+    """The memory of an engine: an arena for each cache group of its model.
+
+    An ``Arena`` is also the ``Arenas`` of a model with one group.
     """
 
     @property
     @abstractmethod
     def groups(self) -> tuple[Arena, ...]:
-        """An arena per group."""
+        """One arena for each group."""
 
     @property
     @abstractmethod
     def places(self) -> tuple[tuple[int, int], ...]:
-        """For each layer of the model its group, and its number in there."""
+        """For each layer of the model, its group and its number in the group."""
 
     @property
     def device(self) -> torch.device:
@@ -47,40 +50,42 @@ class Arenas(ABC):
         return self.groups[0].pages.device
 
     def layer_pages(self, layer: int) -> torch.Tensor:
-        """One layer of the model in all frames of its group, ``[frames, kv_heads, page_tokens, content]``."""
+        """Return one layer of the model in all frames of its group, ``[frames, kv_heads, page_tokens, content]``."""
         group, number = self.places[layer]
         return self.groups[group].pages[:, number]
 
 
 class GroupedArenas(Arenas):
-    """The arenas of a model with several cache groups: ``members`` are the layers of each."""
+    """The arenas of a model with several cache groups. ``members``: the model's layers in each group."""
 
     def __init__(self, arenas: Sequence[Arena], members: Sequence[Sequence[int]]) -> None:
         assert [arena.layout.layers for arena in arenas] == [len(layers) for layers in members], members
-        found = {layer: (g, n) for g, layers in enumerate(members) for n, layer in enumerate(layers)}
+        places = {layer: (g, n) for g, layers in enumerate(members) for n, layer in enumerate(layers)}
         self._groups = tuple(arenas)
-        self._places = tuple(found[layer] for layer in range(len(found)))
+        self._places = tuple(places[layer] for layer in range(len(places)))
 
     @property
     def groups(self) -> tuple[Arena, ...]:
-        """See ``Arenas``."""
+        """One arena for each group."""
         return self._groups
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """See ``Arenas``."""
+        """For each layer of the model, its group and its number in the group."""
         return self._places
 
 
 class Arena(Arenas):
-    """``frames`` frames of the pages of ``layout`` on ``device``. Taking and returning frames is thread-safe.
+    """Frames for pages of one layout. Threads may take and return frames at the same time.
 
-    The contents of a frame belong to its taker. Memory starts as zeros, and a frame given back keeps its contents.
+    Only the caller that has taken a frame may use its contents. All frames are zero at first. A frame that is given
+    back keeps its contents.
 
     Args:
-        k_dim: elements of K (MLA: of the latent) in the content of a token and head; V (MLA: the rope key) follows.
-        memory: memory to use instead of its own: on a host, ``[frames, page_bytes]``, contiguous zeros; on a device,
-            that many bytes with any contents.
+        k_dim: the number of elements of K (with MLA, of the latent) in the content of a token and head. V (with MLA,
+            the rope key) follows.
+        memory: memory to use instead of allocating some: on a host, contiguous zeros ``[frames, page_bytes]``; on a
+            device, a tensor of as many bytes with any contents.
 
     Attributes:
         pages: ``[frames, layers, kv_heads, page_tokens, content]``.
@@ -118,22 +123,23 @@ class Arena(Arenas):
 
     @property
     def groups(self) -> tuple[Arena, ...]:
-        """Itself."""
+        """This arena alone."""
         return (self,)
 
     @property
     def places(self) -> tuple[tuple[int, int], ...]:
-        """All layers, in their order."""
+        """For each layer of the model, group 0 and the number of the layer."""
         return self._places
 
     @property
     def frames_free(self) -> int:
-        """Frames that are not taken."""
+        """The number of frames that are not taken."""
         return self._frames_free
 
     def take(self, count: int) -> torch.Tensor | None:
-        """Take ``count`` frames, ascending int64, in as few runs as possible; None if there are not enough free
-        ones.
+        """Take ``count`` frames in as few runs as possible. Returns their numbers (int64, ascending).
+
+        Returns None, and takes no frame, if fewer are free.
         """
         assert count >= 0, count
         with self._lock:
@@ -145,81 +151,84 @@ class Arena(Arenas):
         return torch.from_numpy(chosen)
 
     def give_back(self, frames: torch.Tensor) -> None:
-        """Free these frames, taken together or not, in any order."""
+        """Free frames. They may come from several calls of ``take``, in any order."""
         numbers = frames.numpy()
         with self._lock:
-            assert np.unique(numbers).size == numbers.size, "a frame is given back twice"
-            assert not self._free[numbers].any(), "a frame is given back that is not taken"
+            assert np.unique(numbers).size == numbers.size, "the same frame is given back twice"
+            assert not self._free[numbers].any(), "a free frame is given back"
             self._free[numbers] = True
             self._frames_free += numbers.size
 
     def rows(self, frame: int, count: int) -> Bytes:
-        """The bytes of ``count`` frames from ``frame`` on, ``[count, page_bytes]``: a contiguous view, CPU only."""
-        assert self._bytes is not None, "the host cannot see the bytes of a device's frames"
+        """Return ``count`` frames from ``frame`` on as bytes ``[count, page_bytes]``: a contiguous view, CPU only."""
+        assert self._bytes is not None, "the host cannot access the frames of a device"
         assert frame >= 0 and count >= 0 and frame + count <= self.frames_total, (frame, count)
         return self._bytes[frame : frame + count]
 
     def layer_rows(self, frame: int, count: int, layer: int) -> Bytes:
-        """The bytes of one layer of ``count`` frames, ``[count, layer_bytes]``: a strided view, CPU only."""
+        """Return one layer of ``count`` frames as bytes ``[count, layer_bytes]``: a strided view, CPU only."""
         start, stop = self.layout.byte_range(layer)
         return self.rows(frame, count)[:, start:stop]
 
     def check(self) -> None:
-        """Check conservation: free and taken frames are all there are."""
+        """Assert that the count of free frames is correct."""
         with self._lock:
             free = int(np.count_nonzero(self._free))
             assert free == self._frames_free, (free, self._frames_free)
             assert 0 <= free <= self.frames_total == self._free.size, free
 
 
-def runs_upto(most: int, frames: torch.Tensor) -> Iterator[tuple[int, int, int]]:
-    """``runs``, with runs of more than ``most`` frames split."""
+def runs_upto(frames_max: int, frames: torch.Tensor) -> Iterator[tuple[int, int, int]]:
+    """Yield the ``runs`` of ``frames``, divided so that none has more than ``frames_max`` frames."""
     for index, frame, count in runs(frames):
-        for start in range(0, count, most):
-            yield index + start, frame + start, min(most, count - start)
+        for start in range(0, count, frames_max):
+            yield index + start, frame + start, min(frames_max, count - start)
 
 
 def runs(frames: torch.Tensor | npt.NDArray[np.int64] | Sequence[int]) -> list[tuple[int, int, int]]:
-    """``(index in the sequence, frame, count)`` of its runs of consecutive frames, in order.
+    """Divide ``frames`` into runs of consecutive frames. Returns ``(index, first frame, count)`` for each, in order.
 
     Example: frames 7, 8, 9, 3, 4 are ``[(0, 7, 3), (3, 3, 2)]``.
     """
-    listed: list[int] = list(frames) if isinstance(frames, Sequence) else frames.tolist()
-    if not listed:
+    frame_list: list[int] = list(frames) if isinstance(frames, Sequence) else frames.tolist()
+    if not frame_list:
         return []
-    if listed == list(
-        range(listed[0], listed[0] + len(listed))
-    ):  # the usual case; and numpy's calls are slow in a forward
-        return [(0, listed[0], len(listed))]
-    numbers = np.array(listed, np.int64)
+    first, count = frame_list[0], len(frame_list)
+    if frame_list == list(range(first, first + count)):  # the usual case, without numpy, which is slow in a forward
+        return [(0, first, count)]
+    numbers = np.array(frame_list, np.int64)
     starts = np.flatnonzero(np.diff(numbers, prepend=numbers[0] - 2) != 1)
     counts = np.diff(starts, append=numbers.size)
     return list(zip(starts.tolist(), numbers[starts].tolist(), counts.tolist(), strict=True))
 
 
 def _choose(free: npt.NDArray[np.bool_], count: int) -> npt.NDArray[np.int64]:
-    """Choose ``count`` of the free frames, ascending: the fewest runs, and among those the tightest fit."""
+    """Choose ``count`` free frames from as few runs as possible. Returns their numbers, ascending.
+
+    If a run is large enough for the remaining frames, the smallest such run is used, else the largest run.
+    """
     edges = np.flatnonzero(np.diff(free, prepend=False, append=False))
     starts, lengths = edges[::2], edges[1::2] - edges[::2]
     chosen: list[npt.NDArray[np.int64]] = []
-    left = np.ones(starts.size, dtype=np.bool_)
+    is_unused = np.ones(starts.size, dtype=np.bool_)
     while count:
-        fits = np.flatnonzero(left & (lengths >= count))
+        fits = np.flatnonzero(is_unused & (lengths >= count))
         if fits.size:
             run = fits[np.argmin(lengths[fits])]
         else:
-            run = np.argmax(np.where(left, lengths, 0))
-        taken = min(count, int(lengths[run]))
-        chosen.append(np.arange(starts[run], starts[run] + taken, dtype=np.int64))
-        left[run] = False
-        count -= taken
+            run = np.argmax(np.where(is_unused, lengths, 0))
+        frames = min(count, int(lengths[run]))
+        chosen.append(np.arange(starts[run], starts[run] + frames, dtype=np.int64))
+        is_unused[run] = False
+        count -= frames
     return np.sort(np.concatenate(chosen)) if chosen else np.empty(0, dtype=np.int64)
 
 
 def _zeros(shape: tuple[int, ...], dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-    """Zeros; on a host in page-aligned memory of its own that asks for large pages.
+    """Return zeros, on a host in page-aligned memory that may use huge pages.
 
-    A malloc'ed block starts 16 bytes after a page, and vector loads that cross cache lines cost attention its speed.
+    A large block from malloc begins 16 bytes after a page boundary. Vector loads would then cross cache lines, which
+    slows attention down.
     """
     if device.type != "cpu":
         return torch.zeros(shape, dtype=dtype, device=device)

@@ -1,21 +1,22 @@
-"""Compression: lossy replicas of pages, int8 with a scale for each vector, as pages of a layout of their own.
+"""Compression: lossy replicas of pages, with int8 elements and a scale for each vector.
 
-A vector belongs to one token in one head of one layer: K, or V, or with MLA the latent, or the rope part. Each is
-stored as one byte per element followed by its scale, a bfloat16: ``x`` is ``element * scale``. So a token's content
-only becomes shorter, and the order ``[layer][kv_head][token][content]`` stays: layers, heads (TP shards) and tokens (a
-partial last page) are byte ranges of a lossy page as they are of an exact one.
+A vector is the K or the V of one token in one head of one layer (with MLA, the latent or the rope part). It is stored
+as one byte per element, followed by its scale, a bfloat16. An element is ``byte * scale``. Only the content of a token
+becomes shorter. The order ``[layer][kv_head][token][content]`` is the same, so layers, heads (shards) and tokens (of a
+last page that is not full) are byte ranges of a lossy page, too.
 
-Lossy pages belong to ``lossy_layout(exact, codec)``. Its fingerprint differs, hence the root and every key: neither a
-lookup nor a hand-off can take one for the other. A reader of lossy pages asks for them by that layout.
+Lossy pages have the layout ``lossy_layout(exact, codec)``. Its fingerprint differs from the exact layout's, and so do
+the root and every key. A lookup or a hand-off can therefore not confuse lossy and exact pages.
 
-Worked example: ``kv_heads=8, head_dim=128, dtype=bfloat16``: a token's content is ``2 * 128 * 2`` = 512 bytes, lossy
-``2 * (128 + 2)`` = 260 bytes: 128 of K, its scale, 128 of V, its scale. The lossy layout says ``head_dim=130, int8``.
+Worked example: with ``kv_heads=8, head_dim=128, dtype=bfloat16``, the content of a token has ``2 * 128 * 2`` = 512
+bytes. The lossy content has ``2 * (128 + 2)`` = 260 bytes: 128 of K, its scale, 128 of V, its scale. The lossy layout
+has ``head_dim=130, dtype=int8``.
 
-Error of an element, with ``scale = max|vector| / 127`` rounded up to a bfloat16: ``0.5001 * scale``. The result of
-decode is rounded to the exact dtype after that. Vectors of zeros come back as zeros. NaN and infinity are refused: a
-page that holds them is wrong already, and int8 has no code for them.
+The error of an element is at most ``0.5001 * scale``, where ``scale = max|vector| / 127``, rounded up to a bfloat16.
+After that, ``decode`` rounds to the exact dtype. A vector of zeros stays zero. NaN and infinity are refused: int8 has
+no code for them, and a page that contains them is wrong already.
 
-Lossy: a codec for replicas that may lose precision, bound to a layout. See ``engine.memory.compression``.
+``Lossy`` is a codec for one exact layout.
 """
 
 from __future__ import annotations
@@ -34,24 +35,24 @@ from kvstore.device.host_memory import empty
 from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 
-SCALE_BYTES = 2  # bfloat16: the range of float32, and its product with 8 bits is exact in float32
+SCALE_BYTES = 2  # a bfloat16 has the range of float32, and its product with 8 bits is exact in float32
 SCALE_MIN = 2.0**-126  # so that 1 / scale is finite
-BLOCK_BYTES = 1 << 20  # exact bytes converted at a time: scratch memory for them stays in a core's cache
+BLOCK_BYTES = 1 << 20  # exact bytes converted at a time, so that scratch memory fits a core's cache
 EXACT_DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
 
 
 class Codec(StrEnum):
-    """How an element becomes a byte."""
+    """The ways in which elements are stored as bytes."""
 
     INT8 = "int8"
 
 
-_LARGEST = 127.0  # of an element
+_ELEMENT_MAX = 127.0
 
 
 @dataclass(frozen=True)
 class _Vectors:
-    """``count`` vectors of ``elements`` each, one after the other in the content of a token."""
+    """``count`` consecutive vectors of ``elements`` elements each, in the content of a token."""
 
     exact_start: int  # in elements
     lossy_start: int  # in bytes
@@ -59,7 +60,7 @@ class _Vectors:
     elements: int
 
     def of(self, values: torch.Tensor, lossy: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """These vectors: ``[..., count, elements]`` of ``values``; of ``lossy`` their bytes and their scales' bytes."""
+        """Return the vectors as views: ``[..., count, elements]`` of ``values``, then bytes and scales of ``lossy``."""
         x = values.narrow(-1, self.exact_start, self.count * self.elements)
         row = self.elements + SCALE_BYTES
         rows = lossy.narrow(-1, self.lossy_start, self.count * row).unflatten(-1, (self.count, row))
@@ -69,7 +70,7 @@ class _Vectors:
 
 @dataclass(frozen=True)
 class _Form:
-    """What both functions need of a layout and a codec."""
+    """The sizes and vectors of a token, for encoding and decoding."""
 
     dtype: torch.dtype
     exact_token_bytes: int
@@ -78,63 +79,66 @@ class _Form:
 
 
 def lossy_layout(layout: Layout, codec: str) -> Layout:
-    """The layout of pages that ``encode`` makes of pages of ``layout``. Equal for equal arguments, on every machine.
+    """Return the layout of the pages that ``encode`` makes from pages of ``layout``.
+
+    The result is the same on every machine.
 
     Raises:
-        InvalidRequest: names ``compression``: no such codec, or the layout does not permit it: one byte per element
-            already, state of a recurrent layer instead of K and V, or so few elements that nothing would be saved.
+        InvalidRequest: names ``compression``. There is no such codec, or it does not suit the layout: elements have one
+            byte already, pages are recurrent state and not K and V, or a token would not become shorter.
     """
     kind = _codec(codec)
     if layout.attention == "state":
-        raise _refused("pages of recurrent state are read as a whole and multiply an error; only K and V permit it")
+        raise _refused("recurrent state would multiply the error of each element; only K and V can be compressed")
     if layout.dtype not in EXACT_DTYPES:
-        raise _refused(f"a layout of dtype {layout.dtype} does not permit it; {', '.join(EXACT_DTYPES)} do")
+        raise _refused(f"the layout's dtype must be one of {', '.join(EXACT_DTYPES)} (got {layout.dtype})")
     lossy = replace(
         layout,
         dtype=str(kind),
         head_dim=_widened(layout.head_dim),
         mla_latent=_widened(layout.mla_latent),
         mla_rope=_widened(layout.mla_rope),
-        # The exact dtype is what decode gives back; the exact group tells cache groups of one model apart.
+        # The dtype is that of decoded pages. The group keeps the cache groups of one model apart.
         group=f"lossy-{kind}/{layout.dtype}/{layout.group}",
     )
     if lossy.token_bytes >= layout.token_bytes:
-        raise _refused(f"a token of {layout.token_bytes} bytes would become one of {lossy.token_bytes}")
+        raise _refused(f"a token of {layout.token_bytes} bytes would not become shorter (got {lossy.token_bytes})")
     return lossy
 
 
 def encode(pages: Any, layout: Layout, codec: str, out: Any = None) -> Any:
-    """Exact bytes to lossy ones: whole pages, layers, heads or tokens of them.
+    """Encode exact KV: pages, or whole layers, heads or tokens of pages.
 
     Args:
-        pages: numpy array or torch tensor, any dtype; its last axis, contiguous, has whole tokens: ``[pages,
-            page_bytes]``, ``[pages, layer_bytes]``, ``[frames, heads, tokens, content]``, strided if need be.
-        layout: the exact one.
-        out: is filled; of the same leading shape, or contiguous and of as many tokens. None: a new uint8 one like
-            ``pages``, each token ``lossy_layout(...).token_bytes``.
+        pages: a numpy array or torch tensor of any dtype. Its last axis is contiguous and has whole tokens, for example
+            ``[pages, page_bytes]``, ``[pages, layer_bytes]`` or ``[frames, heads, tokens, content]``. Other axes may be
+            strided.
+        layout: the exact layout.
+        out: the buffer to fill, with the leading shape of ``pages``, or contiguous with the same number of tokens.
+            None: a new uint8 buffer like ``pages``, with ``lossy_layout(...).token_bytes`` for each token.
 
     Returns:
-        ``out``. Memory beyond it is bounded by a few ``BLOCK_BYTES``.
+        ``out``. In addition, a few ``BLOCK_BYTES`` of memory are used.
 
     Raises:
-        InvalidRequest: ``compression``: as ``lossy_layout``; ``pages``: NaN or infinity in it, or no whole tokens;
-            ``out``: does not fit. What ``out`` holds then is undefined.
+        InvalidRequest: ``compression``: as for ``lossy_layout``; ``pages``: contains NaN or infinity, or a part of a
+            token; ``out``: does not fit. The contents of ``out`` are undefined then.
     """
     form = _form(layout, codec)
-    out, source, target = _paired(pages, form.exact_token_bytes, out, form.lossy_token_bytes)
+    out, source, target = _pair(pages, form.exact_token_bytes, out, form.lossy_token_bytes)
     _by_blocks(_encode_block, form, source, target)
     return out
 
 
 def decode(pages: Any, layout: Layout, codec: str, out: Any = None) -> Any:
-    """Lossy bytes back to bytes of the exact layout's dtype, near what they were.
+    """Decode lossy KV to approximately the exact KV. ``layout`` is the exact layout.
 
-    Args, returns and raises as ``encode``, the other way round; ``layout`` is the exact one here too. Elements beyond
-    the exact dtype's largest number become that. A scale that no encode wrote is refused; other damage is not
-    noticed: that is what checksums are for.
+    Arguments, result and errors are those of ``encode``, with ``pages`` and ``out`` exchanged. An element beyond the
+    range of the exact dtype becomes its largest number. A scale that is not finite is refused. Only checksums detect
+    other damage.
     """
     form = _form(layout, codec)
-    out, source, target = _paired(pages, form.lossy_token_bytes, out, form.exact_token_bytes)
+    out, source, target = _pair(pages, form.lossy_token_bytes, out, form.exact_token_bytes)
     _by_blocks(_decode_block, form, target, source)
     return out
 
@@ -143,16 +147,16 @@ def decode(pages: Any, layout: Layout, codec: str, out: Any = None) -> Any:
 
 
 def _encode_block(form: _Form, exact: torch.Tensor, lossy: torch.Tensor, values: torch.Tensor) -> None:
-    """``exact [..., bytes]`` into ``lossy [..., bytes]``; ``values [..., elements]`` float32 is scratch."""
+    """Encode ``exact [..., bytes]`` into ``lossy [..., bytes]``. ``values [..., elements]``, float32, is scratch."""
     typed = _viewed(exact, form.dtype)
     values.copy_(exact.contiguous().view(form.dtype) if typed is None else typed)
     for part in form.vectors:
         x, elements, scales = part.of(values, lossy)
         amax = x.abs().amax(-1, keepdim=True)
         if not torch.isfinite(amax).all():
-            raise InvalidRequest("pages", "hold NaN or infinity, which a lossy page cannot")
+            raise InvalidRequest("pages", "must not contain NaN or infinity, which a lossy page cannot represent")
         zero = amax == 0
-        scale = _rounded_up(amax.div(_LARGEST).clamp_(min=SCALE_MIN))
+        scale = _round_up(amax.div(_ELEMENT_MAX).clamp_(min=SCALE_MIN))
         x.mul_(scale.reciprocal().masked_fill_(zero, 0))
         elements.view(torch.int8).copy_(x.round_())
         scales.copy_(scale.masked_fill_(zero, 0).bfloat16().view(torch.uint8))
@@ -164,13 +168,13 @@ def _decode_block(form: _Form, exact: torch.Tensor, lossy: torch.Tensor, values:
     for part in form.vectors:
         x, elements, scales = part.of(values, lossy)
         scale = scales.clone(memory_format=torch.contiguous_format).view(torch.bfloat16).float()
-        largest = scale.amax().item() * _LARGEST
+        largest = scale.amax().item() * _ELEMENT_MAX
         x.copy_(elements.view(torch.int8))
         x.mul_(scale)
         if not largest <= top:
             if not torch.isfinite(scale).all():
-                raise InvalidRequest("pages", "hold a scale that is not finite, which no encode wrote")
-            x.clamp_(-top, top)  # the largest element times a scale that was rounded up
+                raise InvalidRequest("pages", "must not contain a scale that is not finite")
+            x.clamp_(-top, top)  # because the scale was rounded up, the largest elements may be out of range
     typed = _viewed(exact, form.dtype)
     if typed is None:
         exact.copy_(values.to(form.dtype).view(torch.uint8))
@@ -178,13 +182,13 @@ def _decode_block(form: _Form, exact: torch.Tensor, lossy: torch.Tensor, values:
         typed.copy_(values)
 
 
-def _rounded_up(scale: torch.Tensor) -> torch.Tensor:
-    """Positive float32 to the bfloat16 next above, as float32: then no element exceeds the largest."""
+def _round_up(scale: torch.Tensor) -> torch.Tensor:
+    """Round positive float32 up to bfloat16, as float32, so that no element exceeds ``_ELEMENT_MAX``."""
     return scale.view(torch.int32).add_(0xFFFF).bitwise_and_(-0x10000).view(torch.float32)
 
 
 def _viewed(exact: torch.Tensor, dtype: torch.dtype) -> torch.Tensor | None:
-    """Bytes as elements, in place; None where they do not lie at multiples of an element."""
+    """Return a view of the bytes as elements; None if they are not aligned to elements."""
     size = dtype.itemsize
     if exact.storage_offset() % size or any(stride % size for stride in exact.stride()[:-1]):
         return None
@@ -197,7 +201,7 @@ _Convert = Callable[[_Form, torch.Tensor, torch.Tensor, torch.Tensor], None]
 
 
 def _by_blocks(convert: _Convert, form: _Form, exact: torch.Tensor, lossy: torch.Tensor) -> None:
-    """``convert`` every token of ``exact [..., tokens, bytes]`` and ``lossy``, a block at a time."""
+    """Call ``convert`` for all tokens of ``exact [..., tokens, bytes]`` and ``lossy``, a block at a time."""
     tokens = exact.shape[:-1].numel()
     block = max(1, BLOCK_BYTES // form.exact_token_bytes)
     elements = form.exact_token_bytes // form.dtype.itemsize
@@ -209,7 +213,7 @@ def _by_blocks(convert: _Convert, form: _Form, exact: torch.Tensor, lossy: torch
 
 
 def _blocks(exact: torch.Tensor, lossy: torch.Tensor, block: int) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    """Matching parts of at most ``block`` tokens each, as large as strides permit."""
+    """Yield matching parts of both, of at most ``block`` tokens each, as large as strides permit."""
     tokens = exact.shape[:-1].numel()
     if tokens <= block:
         if tokens:
@@ -226,8 +230,11 @@ def _blocks(exact: torch.Tensor, lossy: torch.Tensor, block: int) -> Iterator[tu
 # --- Buffers -------------------------------------------------------------------------------------------------------
 
 
-def _paired(pages: Any, page_token: int, out: Any, out_token: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
-    """``out``, made where None; source and target as bytes ``[..., tokens, token bytes]`` of one leading shape."""
+def _pair(pages: Any, page_token: int, out: Any, out_token: int) -> tuple[Any, torch.Tensor, torch.Tensor]:
+    """Return ``out`` (a new buffer for None), and both buffers as bytes ``[..., tokens, token bytes]``.
+
+    The two views have the same leading shape.
+    """
     source = _tokens(pages, page_token, "pages")
     if out is None:
         shape = (*source.shape[:-2], source.shape[-2] * out_token)
@@ -241,23 +248,24 @@ def _paired(pages: Any, page_token: int, out: Any, out_token: int) -> tuple[Any,
     if source.shape[:-1] != target.shape[:-1]:
         if source.shape[:-1].numel() != target.shape[:-1].numel():
             tokens = source.shape[:-1].numel()
-            raise InvalidRequest("out", f"has {target.shape[:-1].numel()} tokens of {out_token} bytes, not {tokens}")
+            got = target.shape[:-1].numel()
+            raise InvalidRequest("out", f"must have {tokens} tokens of {out_token} bytes (got {got})")
         if target.is_contiguous():
             target = target.view(*source.shape[:-1], out_token)
         elif source.is_contiguous():
             source = source.view(*target.shape[:-1], page_token)
         else:
-            raise InvalidRequest("out", "must be contiguous, or of the leading shape of pages")
+            raise InvalidRequest("out", "must be contiguous, or have the leading shape of pages")
     return out, source, target
 
 
 def _tokens(buffer: Any, token_bytes: int, field: str) -> torch.Tensor:
-    """The buffer's own memory as bytes ``[..., tokens, token_bytes]``."""
+    """Return a view of the buffer as bytes ``[..., tokens, token_bytes]``."""
     if isinstance(buffer, np.ndarray):
-        lies_well = buffer.ndim > 0 and buffer.strides[-1] == buffer.itemsize and min(buffer.strides) >= 0
-        if not lies_well and buffer.size:  # strides of an empty array mean nothing
+        is_usable = buffer.ndim > 0 and buffer.strides[-1] == buffer.itemsize and min(buffer.strides) >= 0
+        if not is_usable and buffer.size:  # strides of an empty array have no meaning
             raise InvalidRequest(field, "must have a contiguous last axis and no negative strides")
-        flat = torch.from_numpy(_unprotected(buffer.view(np.uint8)))
+        flat = torch.from_numpy(_as_writable(buffer.view(np.uint8)))
     elif isinstance(buffer, torch.Tensor):
         if buffer.ndim == 0 or buffer.stride(-1) != 1:
             raise InvalidRequest(field, "must have a contiguous last axis")
@@ -265,22 +273,24 @@ def _tokens(buffer: Any, token_bytes: int, field: str) -> torch.Tensor:
     else:
         raise InvalidRequest(field, f"must be a numpy array or a torch tensor (got {type(buffer).__name__})")
     if flat.shape[-1] % token_bytes:
-        raise InvalidRequest(
-            field, f"a last axis of {flat.shape[-1]} bytes is not a multiple of {token_bytes}-byte tokens"
-        )
+        reason = f"must have whole tokens of {token_bytes} bytes in its last axis (got {flat.shape[-1]} bytes)"
+        raise InvalidRequest(field, reason)
     rows: torch.Tensor = flat.unflatten(-1, (flat.shape[-1] // token_bytes, token_bytes))
     return rows
 
 
 class _Alias:
-    """A read-only array's memory, for torch, which has no read-only tensors and warns. It is only read from."""
+    """The memory of a read-only array, declared writable, because torch warns about read-only arrays.
+
+    The tensor is only read.
+    """
 
     def __init__(self, array: np.ndarray[Any, Any]) -> None:
-        self._array = array  # keeps the memory
+        self._array = array  # keeps the memory alive
         self.__array_interface__ = {**array.__array_interface__, "data": (array.ctypes.data, False)}
 
 
-def _unprotected(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
+def _as_writable(array: np.ndarray[Any, Any]) -> np.ndarray[Any, Any]:
     return array if array.flags.writeable else np.asarray(_Alias(array))
 
 
@@ -298,7 +308,7 @@ def _form(layout: Layout, codec: str) -> _Form:
             vectors.append(_Vectors(exact_start, lossy_start, count, elements))
             exact_start += count * elements
             lossy_start += count * (elements + SCALE_BYTES)
-    assert lossy_start == lossy.token_bytes, "a token's vectors are what its layout says"
+    assert lossy_start == lossy.token_bytes, "the vectors of a token add up to its lossy layout"
     dtype = EXACT_DTYPES[layout.dtype]
     return _Form(dtype, layout.token_bytes, lossy.token_bytes, tuple(vectors))
 
@@ -311,7 +321,7 @@ def _codec(codec: str) -> Codec:
     try:
         return Codec(codec)
     except ValueError:
-        raise _refused(f"{codec!r} is not one of {', '.join(Codec)}") from None
+        raise _refused(f"must be one of {', '.join(Codec)} (got {codec!r})") from None
 
 
 def _refused(reason: str) -> InvalidRequest:
@@ -323,7 +333,7 @@ Bytes = npt.NDArray[np.uint8]
 
 @dataclass(frozen=True)
 class Lossy:
-    """Pages of ``exact`` as pages of ``layout``, and back."""
+    """A codec between pages of the layout ``exact`` and lossy pages of ``layout``."""
 
     name: str
     exact: Layout
@@ -331,26 +341,26 @@ class Lossy:
 
     @classmethod
     def of(cls, exact: Layout, name: str) -> Lossy | None:
-        """The codec of that name; None for "none". Raises InvalidRequest if the layout does not permit it."""
+        """Return the codec of this name; None for "none". Raises InvalidRequest if it does not suit the layout."""
         return None if name in ("", "none") else cls(name, exact, lossy_layout(exact, name))
 
     def encode(self, rows: Bytes) -> Bytes:
-        """Encode whole tokens ``[n, bytes]``, exact to lossy."""
+        """Encode exact rows of whole tokens, ``[n, bytes]``."""
         out: Bytes = encode(rows, self.exact, self.name)
         return out
 
     def decode(self, rows: Bytes, out: Bytes | None = None) -> Bytes:
-        """And back."""
+        """Decode lossy rows of whole tokens, ``[n, bytes]``."""
         exact: Bytes = decode(rows, self.exact, self.name, out)
         return exact
 
 
 def codecs(exact: Layout) -> Mapping[str, Lossy | None]:
-    """Every codec that this layout permits, by name; "none" and "" are exact."""
-    found: dict[str, Lossy | None] = {"": None, "none": None}
+    """Return all codecs that suit this layout, by name. The names "none" and "" mean exact pages (None)."""
+    codec_by_name: dict[str, Lossy | None] = {"": None, "none": None}
     for name in Codec:
         try:
-            found[name] = Lossy.of(exact, name)
+            codec_by_name[name] = Lossy.of(exact, name)
         except InvalidRequest:
             continue
-    return found
+    return codec_by_name

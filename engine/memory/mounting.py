@@ -1,9 +1,10 @@
-"""Mounting: an arena as a segment of its machine's node, so that other processes find and read the pages it keeps.
+"""Mounting: an arena as a segment of the node of its machine, so that other processes find and read its pages.
 
-A host's arena is in the segment's shared memory from the start. A device's arena is memory from the device itself, not
-from PyTorch: another process can only open whole allocations. PyTorch's caching allocator puts many tensors into one,
-and in its expandable segments a tensor spans many, none of which can be opened. PyTorch accepts our memory as a tensor
-all the same. If neither is possible, only the engine itself reads its frames.
+On a host, the arena is in the shared memory of the segment from the start. On a device, the arena is allocated through
+the driver and not by PyTorch, because another process can open only whole allocations. PyTorch's caching allocator puts
+many tensors into one allocation, and in its expandable segments a tensor spans many allocations, which cannot be
+opened. PyTorch can use the driver's memory as a tensor. If an arena cannot be mounted, only its engine reads its
+frames.
 """
 
 from __future__ import annotations
@@ -28,74 +29,80 @@ from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys
 from kvstore.tier.peer_memory import DeviceFrames
 
-LOOK_S = 0.001  # between two checks whether a reader has ended
+LOOK_S = 0.001  # how often a thread checks whether readers have ended
 
 log = logging.getLogger("kvstore.engine.mounting")
 
 
 class MountedArena:
-    """Which frames of an arena the node and its other processes know. A frame's life::
+    """The segment of an arena: which frames other processes of the machine may read.
 
-        taken ──show──> any process may read it ──hide──> no read begins; readers end ──clear──> written into again
+    Life of a frame::
 
-    ``show`` and ``hide`` are for the engine's thread, and never wait. ``clear`` is for other threads.
+        taken ──show──> any process may read it ──hide──> no read begins, reads end ──clear──> may be written to again
+
+    The engine's thread calls ``show`` and ``hide``, which never wait. Other threads call ``clear``.
 
     Attributes:
-        why: the reason that it is not mounted (any more); "" while it is.
+        why: the reason why the arena is not mounted, or no longer mounted; "" while it is mounted.
     """
 
     def __init__(self, segment: LocalSegment | None, why: str = "") -> None:
         self.why = why
         self._segment = segment
         self._lock = threading.Lock()
-        self._read: set[int] = set()  # frames that were hidden while they were read
+        self._busy: set[int] = set()  # hidden frames that readers may still read
 
     @property
     def number(self) -> int | None:
-        """The segment's number at the node; None: it is not mounted."""
+        """The number of the segment at the node; None if the arena is not mounted."""
         return self._segment.number if self._segment is not None and not self.why else None
 
     def show(self, keys: Keys, frames: Sequence[int]) -> bool:
-        """Show consecutive pages of a chain, which are complete in these frames. Returns whether others find them
-        now.
+        """Show consecutive pages of a chain, which are complete in these frames.
+
+        Returns True if other processes find the pages now.
         """
         if self._segment is None or self.why:
             return False
         try:
-            told = self._segment.publish(keys, frames)
+            is_published = self._segment.publish(keys, frames)
         except KVStoreError as error:
             self.end(str(error))
             return False
-        if not told:
+        if not is_published:
             self.hide(frames)
-        return told
+        return is_published
 
     def hide(self, frames: Sequence[int]) -> None:
-        """Let no read begin in these frames, which were shown."""
+        """Prevent further reads of these frames, which were shown."""
         if self._segment is not None:
-            read = set(frames) - set(self._segment.retire(frames))
-            if read:
+            busy = set(frames) - set(self._segment.retire(frames))
+            if busy:
                 with self._lock:
-                    self._read |= read
+                    self._busy |= busy
 
     def clear(self, frames: Sequence[int]) -> None:
-        """Return when these frames, which are hidden if they ever were shown, are no longer read: they may be written
-        to. That takes ``mounted.HOLD_NS`` at most, whatever readers say."""
+        """Wait until no process reads these frames, so that they may be written to.
+
+        Frames that were shown must be hidden before. This takes at most ``mounted.HOLD_NS``, even if a reader does not
+        end its read.
+        """
         while self._segment is not None:
             with self._lock:
-                read = self._read.intersection(frames)
-            if not read:
+                busy = self._busy.intersection(frames)
+            if not busy:
                 return
-            free = self._segment.retire(sorted(read))
+            free = self._segment.retire(sorted(busy))
             with self._lock:
-                self._read.difference_update(free)
-            if len(free) < len(read):
+                self._busy.difference_update(free)
+            if len(free) < len(busy):
                 time.sleep(LOOK_S)
 
     def end(self, why: str, level: int = logging.WARNING) -> None:
-        """Show nothing from now on. May be repeated: the first reason counts."""
+        """Unmount the arena. Only the first call counts."""
         if self._segment is not None and not self.why:
-            log.log(level, "kept pages are no longer shown to other processes: %s", why)
+            log.log(level, "other processes can no longer read pages of this engine: %s", why)
             self.why = why
             self._segment.close()
 
@@ -109,13 +116,15 @@ def arenas_of(
     home: Store | None,
     why: str = "",
 ) -> tuple[Arenas, MountedArena]:
-    """An engine's arenas, one per cache group. One alone is mounted at the node of ``home``, if that is one of this
-    machine: a segment shows pages of one layout, and pages of windows do not stay.
+    """Make an engine's arenas, one for each cache group, and mount the arena of a model with one group.
+
+    The arena is mounted at the node of ``home``, which must be on this machine. Several arenas are not mounted: a
+    segment has pages of one layout, and pages of a window do not stay.
 
     Args:
-        members: layers of each group.
-        home: a store whose session is not renewed: the segment ends with it.
-        why: a reason not to mount the arena.
+        members: the layers of each group.
+        home: a store whose session is never renewed, because the segment ends with the session.
+        why: a reason not to mount the arena; "" if there is none.
     """
     if len(layouts) == 1:
         return _arena_of(layouts[0], frames[0], k_dim, device, home, why)
@@ -136,32 +145,32 @@ def _arena_of(
         return Arena(layout, frames, k_dim, device, segment.pages), MountedArena(segment)
     nbytes = frames * layout.page_bytes
     memory: DeviceMemory | None = None
-    failed: Exception | None = None
+    failure: Exception | None = None
     try:
-        there = device_of(torch.device(device))
-        memory = there.allocate(nbytes, shared=True)
+        driver_device = device_of(torch.device(device))
+        memory = driver_device.allocate(nbytes, shared=True)
         arena = Arena(layout, frames, k_dim, device, tensor_of(memory, nbytes, device))
-    except (KVStoreError, RuntimeError) as error:  # RuntimeError: PyTorch does not accept it as a tensor
-        failed = error
-    if failed is not None:
+    except (KVStoreError, RuntimeError) as error:  # RuntimeError: PyTorch cannot use the memory as a tensor
+        failure = error
+    if failure is not None:
         if memory is not None:
-            memory.free()  # there is not room for two
-        return Arena(layout, frames, k_dim, device), _unmounted(failed)
+            memory.free()  # the device may not have enough memory for a second arena
+        return Arena(layout, frames, k_dim, device), _unmounted(failure)
     assert memory is not None
     try:
-        shown = DeviceFrames(there, memory.address, layout.page_bytes, nbytes)
-        return arena, MountedArena(home.mount(layout, frames, shown))
+        device_frames = DeviceFrames(driver_device, memory.address, layout.page_bytes, nbytes)
+        return arena, MountedArena(home.mount(layout, frames, device_frames))
     except (KVStoreError, OSError) as error:
         return arena, _unmounted(error)
 
 
 def _unmounted(error: Exception) -> MountedArena:
-    log.warning("kept pages are not shown to other processes: %s", error)
+    log.warning("other processes cannot read pages of this engine: %s", error)
     return MountedArena(None, str(error))
 
 
 class DeviceBytes:
-    """Device memory in a form that PyTorch accepts: uint8. It is freed with the last tensor."""
+    """Device memory as uint8, in a form that PyTorch accepts. The memory is freed with the last tensor."""
 
     def __init__(self, memory: DeviceMemory, nbytes: int) -> None:
         self.__cuda_array_interface__: dict[str, Any] = {
@@ -175,5 +184,5 @@ class DeviceBytes:
 
 
 def tensor_of(memory: DeviceMemory, nbytes: int, device: str) -> torch.Tensor:
-    """A tensor over this many bytes of that memory. Raises RuntimeError: PyTorch does not accept it."""
+    """Return a tensor over ``nbytes`` of device memory. Raises RuntimeError if PyTorch does not accept the memory."""
     return torch.as_tensor(DeviceBytes(memory, nbytes), device=device)

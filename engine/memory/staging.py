@@ -1,5 +1,6 @@
-"""Staging: moves bytes of an arena's frames to and from the host: in place on a CPU, by copies on a device
-(``device_staging``).
+"""Staging: moves KV between the frames of an arena and host memory.
+
+The frames of a CPU are used in place. The frames of a device are copied (``device_staging``).
 """
 
 from __future__ import annotations
@@ -21,14 +22,14 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class Staging(ABC):
-    """Moves bytes of one arena to and from the host. The caller owns the frames. Holds nothing itself.
+    """Moves bytes between the frames of one arena and host memory. The caller owns the frames.
 
-    ``send`` brings bytes out of frames, ``receive`` into them; ``count`` frames are consecutive, from ``frame``
-    on. Sent data may be the frames themselves: it is valid until they change.
+    ``send`` methods read frames, ``receive`` methods and targets write to them. ``frame`` and ``count`` name ``count``
+    consecutive frames. Data that is sent may be a view of the frames: it is valid until the frames change.
 
     Attributes:
-        in_place: sent data is always the frames themselves: later computations show in it.
-        frames_max: the most whole pages that may be sent or received at once.
+        in_place: True if data that is sent is always a view of the frames.
+        frames_max: how many whole pages one call may send or receive.
     """
 
     in_place = False
@@ -37,71 +38,88 @@ class Staging(ABC):
         self.arena = arena
         self.frames_max = arena.frames_total
 
-    def computed(self, layer: int) -> None:  # noqa: B027 - nothing to do where nothing is late
-        """Called by the computing thread when it has given the device everything that computes this layer so far: data
-        of that layer that is sent from then on includes it."""
+    def mark_computed(self, layer: int) -> None:  # noqa: B027 - a CPU computes at once
+        """Record that all work so far on this layer was submitted to the device.
+
+        Data of the layer that is sent from now on includes the results. The engine's thread calls this.
+        """
 
     def finish(self) -> None:  # noqa: B027
-        """Return when the device has computed what it was given so far. Called by the thread that computes."""
+        """Wait until the device has done all work that was submitted so far. The engine's thread calls this."""
 
-    def landing(self) -> Callable[[], None] | None:
-        """A call that makes all later computations wait for the layers received so far; None: they are there."""
+    def arrival_gate(self) -> Callable[[], None] | None:
+        """Return a function that makes later computations wait for the layers received so far.
+
+        Returns None if these layers are already in the frames.
+        """
         return None
 
     def settle(self) -> None:  # noqa: B027
-        """Return when everything received is in its frames. A thread that received layers calls it before the frames
-        get a new owner."""
+        """Wait until all received data is in the frames.
+
+        A thread that has received layers calls this before the frames get a new owner.
+        """
 
     def close(self) -> None:  # noqa: B027
-        """End: nothing is sent or received any more."""
+        """Release all resources. No other method may be called afterwards."""
 
     @abstractmethod
     def receive(self, frame: int, count: int) -> AbstractContextManager[Bytes]:
-        """Rows ``[count, page_bytes]`` to be filled; in the frames when the ``with`` ends. A row that is not filled
-        leaves its frame undefined."""
+        """Yield rows ``[count, page_bytes]`` for the caller to fill. They are in the frames after the ``with`` block.
+
+        The contents of a frame whose row was not filled are undefined.
+        """
 
     @abstractmethod
-    def filling(self, frame: int, count: int) -> AbstractContextManager[Bytes | DeviceRows]:
-        """Like ``receive``, but of the frames themselves: rows of the host or of the device; the writer waits until its
-        data is there."""
+    def page_target(self, frame: int, count: int) -> AbstractContextManager[Bytes | DeviceRows]:
+        """Yield the frames themselves, as rows in host or device memory, for the caller to fill.
+
+        At the end of the ``with`` block, the caller's data must be complete.
+        """
 
     @abstractmethod
     def receive_layer(self, frame: int, layer: int, data: Bytes) -> None:
-        """Put one layer of consecutive pages, ``[count, layer_bytes]``, into frames; there for computations that wait
-        for ``landing``."""
+        """Write one layer of consecutive pages, ``[count, layer_bytes]``, into frames.
+
+        Only computations behind the ``arrival_gate`` are certain to see the data.
+        """
 
     @abstractmethod
     def layer_target(self, frame: int, count: int, layer: int) -> AbstractContextManager[Bytes]:
-        """Rows ``[count, layer_bytes]`` for one layer that is read straight into frames, there when the ``with`` ends,
-        for computations that wait for ``landing``."""
+        """Yield rows ``[count, layer_bytes]`` of one layer for the caller to fill.
+
+        Only computations behind the ``arrival_gate`` are certain to see the data after the ``with`` block.
+        """
 
     @abstractmethod
     def send(self, frame: int, count: int) -> Bytes:
-        """Rows ``[count, page_bytes]`` of whole frames."""
+        """Return whole frames, ``[count, page_bytes]``."""
 
     @abstractmethod
     def send_layer(self, frame: int, count: int, layer: int) -> Bytes:
-        """One layer of whole frames, ``[count, layer_bytes]``; may be strided."""
+        """Return one layer of frames, ``[count, layer_bytes]``. The rows may be strided."""
 
     @abstractmethod
-    def sending(self, frames: Sequence[tuple[int, int, int]], layer: int) -> Callable[[], Bytes]:
-        """A call that returns one layer of all frames of these ``runs``; it may wait, in any thread. To be called
-        once.
+    def start_send_layer(self, frames: Sequence[tuple[int, int, int]], layer: int) -> Callable[[], Bytes]:
+        """Begin to send one layer of the frames of ``runs``. Returns a function that waits and returns the rows.
+
+        Any thread may call the function, once.
         """
 
     @abstractmethod
     def send_tail(self, frame: int, layer: int, tokens: int) -> Bytes:
-        """The first ``tokens`` tokens of one layer of a page, ``[1, kv_heads * tokens * token_bytes]``. No more:
-        the rest of the frame may be another tenant's.
+        """Return the first ``tokens`` tokens of one layer of a page, ``[1, kv_heads * tokens * token_bytes]``.
+
+        The rest of the frame is not sent, because it may contain another tenant's data.
         """
 
     @abstractmethod
     def receive_tail(self, frame: int, layer: int, tokens: int, data: Bytes) -> None:
-        """Put the data of ``send_tail`` into a frame, like ``receive_layer``."""
+        """Write the data of ``send_tail`` into a frame, like ``receive_layer``."""
 
 
 class Stagings:
-    """The stagings of an engine's arenas, one for each cache group of its model."""
+    """The stagings of an engine's arenas, one for each cache group of the model."""
 
     def __init__(self, arenas: Arenas, groups: Sequence[Staging]) -> None:
         assert tuple(staging.arena for staging in groups) == arenas.groups
@@ -115,75 +133,75 @@ class Stagings:
         return len(self.arenas.places)
 
     def at(self, layer: int) -> tuple[int, Staging, int]:
-        """For a layer of the model its group, the group's staging, and the layer's number in there."""
+        """Return, for a layer of the model, its group, the group's staging, and the layer's number in the group."""
         group, number = self.arenas.places[layer]
         return group, self.groups[group], number
 
-    def computed(self, layer: int) -> None:
-        """See ``Staging``; a layer of the model."""
+    def mark_computed(self, layer: int) -> None:
+        """Record that all work so far on a layer of the model was submitted to the device."""
         _, staging, number = self.at(layer)
-        staging.computed(number)
+        staging.mark_computed(number)
 
     def finish(self) -> None:
-        """Wait for the device, see ``Staging``. All arenas are computed in one stream."""
+        """Wait until the device has done all work that was submitted so far. All groups share one stream."""
         self.groups[0].finish()
 
     def settle(self) -> None:
-        """See ``Staging``."""
+        """Wait until all received data is in the frames."""
         for staging in self.groups:
             staging.settle()
 
     def close(self) -> None:
-        """See ``Staging``."""
+        """Release all resources."""
         for staging in self.groups:
             staging.close()
 
 
 class HostStaging(Staging):
-    """Frames that are host memory: nothing is copied on the way."""
+    """The staging of frames in host memory: all rows are views of the frames, except where noted."""
 
     in_place = True
 
     @contextmanager
     def receive(self, frame: int, count: int) -> Iterator[Bytes]:
-        """See ``Staging``."""
+        """Yield views of whole frames to fill."""
         yield self.arena.rows(frame, count)
 
     @contextmanager
-    def filling(self, frame: int, count: int) -> Iterator[Bytes | DeviceRows]:
-        """See ``Staging``."""
+    def page_target(self, frame: int, count: int) -> Iterator[Bytes | DeviceRows]:
+        """Yield views of whole frames to fill."""
         yield self.arena.rows(frame, count)
 
     def receive_layer(self, frame: int, layer: int, data: Bytes) -> None:
-        """See ``Staging``."""
+        """Copy one layer into frames."""
         copy(self.arena.layer_rows(frame, len(data), layer), data)
 
     @contextmanager
     def layer_target(self, frame: int, count: int, layer: int) -> Iterator[Bytes]:
-        """See ``Staging``."""
+        """Yield views of one layer of frames to fill."""
         yield self.arena.layer_rows(frame, count, layer)
 
     def send(self, frame: int, count: int) -> Bytes:
-        """See ``Staging``."""
+        """Return views of whole frames."""
         return self.arena.rows(frame, count)
 
     def send_layer(self, frame: int, count: int, layer: int) -> Bytes:
-        """See ``Staging``."""
+        """Return strided views of one layer of frames."""
         return self.arena.layer_rows(frame, count, layer)
 
-    def sending(self, frames: Sequence[tuple[int, int, int]], layer: int) -> Callable[[], Bytes]:
-        """See ``Staging``."""
+    def start_send_layer(self, frames: Sequence[tuple[int, int, int]], layer: int) -> Callable[[], Bytes]:
+        """Return a function that copies one layer of the frames of these runs."""
         return lambda: np.concatenate([self.send_layer(frame, count, layer) for _, frame, count in frames])
 
     def send_tail(self, frame: int, layer: int, tokens: int) -> Bytes:
-        """See ``Staging``."""
+        """Return a copy of the first tokens of one layer of a page."""
         part = self.arena.pages[frame, layer, :, :tokens].contiguous()
         rows: Bytes = part.reshape(1, -1).view(torch.uint8).numpy()
         return rows
 
     def receive_tail(self, frame: int, layer: int, tokens: int, data: Bytes) -> None:
-        """See ``Staging``."""
+        """Copy the first tokens of one layer of a page into a frame."""
         target = self.arena.pages[frame, layer, :, :tokens]
-        if data.size != target.numel() * target.element_size():
-            raise InvalidRequest("data", f"{data.size} bytes are not {tokens} tokens of one layer")
+        if data.size != (nbytes := target.numel() * target.element_size()):
+            raise InvalidRequest("data", f"{tokens} tokens of one layer have {nbytes} bytes (got {data.size})")
         target.copy_(torch.from_numpy(data.reshape(-1)).view(target.dtype).view(target.shape))

@@ -1,1 +1,1 @@
-"""Nouns of the engine, pure: requests, hand-offs, what is observed."""
+"""Nouns of the engine, without I/O: requests, hand-offs, pieces of KV, and the observer."""

@@ -1,4 +1,4 @@
-"""Layouts of two engines: whether one can use the other's KV."""
+"""Comparison of the layouts of two engines: why one cannot use the other's KV."""
 
 from __future__ import annotations
 
@@ -8,11 +8,11 @@ from kvstore.model.layout import Layout
 
 
 def explain_mismatch(ours: Layout, theirs: Layout) -> str:
-    """Why one engine cannot use the other's KV: both fingerprints, and every field that differs."""
+    """Return a text with both fingerprints and every field in which the layouts differ."""
     differing = [
         f"{setting.name}: ours {getattr(ours, setting.name)!r}, theirs {getattr(theirs, setting.name)!r}"
         for setting in fields(Layout)
         if getattr(ours, setting.name) != getattr(theirs, setting.name)
     ]
-    prints = f"fingerprint {ours.fingerprint.hex()} here, {theirs.fingerprint.hex()} there"
-    return f"layouts differ ({prints}): {'; '.join(differing) or 'in nothing'}"
+    fingerprints = f"fingerprints: ours {ours.fingerprint.hex()}, theirs {theirs.fingerprint.hex()}"
+    return f"layouts differ ({fingerprints}): {'; '.join(differing) or 'no field differs'}"

@@ -1,4 +1,4 @@
-"""Observer: receives what an engine reports of its work, and ignores it. ``engine.api.metrics`` counts it."""
+"""Observer: the interface through which an engine reports its work. ``engine.api.metrics`` counts the reports."""
 
 from __future__ import annotations
 
@@ -6,16 +6,16 @@ from engine.model.request import Usage
 
 
 class Observer:
-    """The engine's thread calls these methods; they must return quickly."""
+    """An observer that ignores all reports. The engine's thread calls the methods, which must return quickly."""
 
     def ended(self, outcome: str, usage: Usage) -> None:
-        """A request ended. ``outcome``: stop, eos, length, cancelled, prefilled, migrated, or failed."""
+        """Report the end of a request. ``outcome``: stop, eos, length, cancelled, prefilled, migrated, or failed."""
 
     def stepped(self, decoding: int, chunk_tokens: int, seconds: float) -> None:
-        """A forward ended: ``decoding`` sequences and ``chunk_tokens`` prompt tokens took ``seconds``."""
+        """Report a forward of ``decoding`` sequences and ``chunk_tokens`` prompt tokens that took ``seconds``."""
 
     def handed_off(self, moved_bytes: int, seconds: float) -> None:
-        """The KV of a prompt has arrived. ``seconds``: from the first token to the last layer."""
+        """Report that the KV of a prompt has arrived, ``seconds`` after the first token was drawn."""
 
     def stalled(self, seconds: float) -> None:
-        """A step waited ``seconds`` for layers that were being moved."""
+        """Report that a step has waited for ``seconds`` for layers that were still arriving."""

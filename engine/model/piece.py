@@ -1,4 +1,4 @@
-"""Piece: KV of some tokens in one layer, as it travels from arena to arena."""
+"""Piece: the KV of some tokens in one layer, the unit in which a hand-off moves KV between arenas."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ Bytes = npt.NDArray[np.uint8]
 
 
 class PieceData(Protocol):
-    """The bytes of a piece, which may not have arrived yet."""
+    """The bytes of a piece, which may still be on the way."""
 
     @property
     def nbytes(self) -> int:
@@ -22,43 +22,46 @@ class PieceData(Protocol):
         ...
 
     def read_into(self, rows: Sequence[Bytes]) -> None:
-        """Fill these arrays, in order; their total size is the same. Once, before the next piece is requested.
+        """Fill these arrays, in order. Their total size must be ``nbytes``.
+
+        Must be called once, before the next piece is requested.
 
         Raises:
-            NodeUnavailable, DeadlineExceeded: they did not come; the arrays are undefined.
+            NodeUnavailable, DeadlineExceeded: not all bytes have arrived. The contents of the arrays are undefined.
         """
         ...
 
 
 class LocalData:
-    """Bytes that are in memory: a whole array, or rows of one."""
+    """The bytes of a piece in memory: an array, or strided rows of one."""
 
     def __init__(self, rows: Bytes) -> None:
         self.rows = rows
 
     @property
     def nbytes(self) -> int:
-        """See ``PieceData``."""
+        """The number of bytes."""
         return self.rows.nbytes
 
     def read_into(self, rows: Sequence[Bytes]) -> None:
-        """See ``PieceData``."""
-        whole = np.ascontiguousarray(self.rows).reshape(-1)
+        """Copy the bytes into these arrays, in order."""
+        source = np.ascontiguousarray(self.rows).reshape(-1)
         start = 0
         for target in rows:
-            target[...] = whole[start : start + target.nbytes].reshape(target.shape)
+            target[...] = source[start : start + target.nbytes].reshape(target.shape)
             start += target.nbytes
 
 
 @dataclass(frozen=True)
 class Piece:
-    """KV of some tokens in one layer.
+    """The KV of some tokens in one layer.
 
     Attributes:
-        token_start: a multiple of the page's tokens.
-        tokens: a multiple of them too, or fewer: then these are the tokens of a last page that is not full.
+        layer: the layer of the model.
+        token_start: the first token, a multiple of ``page_tokens``.
+        tokens: a multiple of ``page_tokens``, or fewer than one page: the tokens of a last page that is not full.
         data: ``[pages][kv_head][token][content]``, one layer of the page format, encoded by the requested codec.
-        checksum: xxh3_64 of ``data``; the user compares it.
+        checksum: xxh3_64 of ``data``, for the receiver to verify.
     """
 
     layer: int
@@ -69,7 +72,7 @@ class Piece:
 
 
 def checksum_of(rows: Iterable[Bytes]) -> int:
-    """xxh3_64 over these arrays, in order; the rows of each may be strided."""
+    """Return xxh3_64 over these arrays, in order. The rows of an array may be strided."""
     digest = xxhash.xxh3_64()
     for part in rows:
         for row in (part,) if part.flags.c_contiguous else part:

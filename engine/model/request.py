@@ -1,8 +1,8 @@
-"""Nouns of serving: requests to an engine, its answers, and what a prefill hands to a decode.
+"""Nouns of serving: requests to an engine, their answers, and hand-offs between engines.
 
-A request's life: submitted -> admitted (it waits for frames) -> its prefix is loaded, the rest computed, here or by
-another engine -> decoding, a ``Token`` event each -> one ``Finished`` or ``Failed``. Cancelling, the deadline and a
-stop of the engine are the other ways to end; each gives its frames back.
+Life of a request: submitted -> it waits for frames -> its prefix is loaded, and the rest of the prompt is computed,
+here or by another engine -> decoding, with a ``Token`` event for each token -> ``Finished`` or ``Failed``. A request
+can also end because it is cancelled, its deadline is over, or the engine stops. In all cases its frames are returned.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ from kvstore.model.retention import Retention
 
 
 class Role(StrEnum):
-    """What an engine does. It can be changed while it runs; work under way finishes as it began."""
+    """Which requests an engine accepts. The role can change at run time; requests that have begun are not affected."""
 
-    PREFILL = "prefill"  # computes prompts for others
-    DECODE = "decode"  # answers requests; prompts are computed elsewhere, short ones here
-    BOTH = "both"  # answers requests, packing chunks of prompts with decode steps
+    PREFILL = "prefill"  # computes prompts for other engines
+    DECODE = "decode"  # answers requests; other engines compute the prompts, except for short ones
+    BOTH = "both"  # answers requests, and computes chunks of prompts together with decode steps
 
 
 class RoleOrder(NamedTuple):
-    """The order of a leading conductor that sets a role. Orders compare: an engine only carries out later ones.
+    """The number of a leading conductor's order to change a role. An engine refuses an order that is not a later one.
 
     Attributes:
-        revision: of the leader that gave it. Every leader has a larger one than the leaders before it.
-        number: of the order among those of its leader.
+        revision: the leader's revision, which is larger than that of every leader before.
+        number: counts the orders of this leader.
     """
 
     revision: int
@@ -40,36 +40,38 @@ class RoleOrder(NamedTuple):
 
 
 NO_ORDER: Final = RoleOrder(0, 0)
-REVISION_MAX: Final = (1 << 53) - 1  # a status says it as a number of JSON
-PRIORITY_MAX: Final = 100  # the largest distance above or below the other requests of its tenant
-NO_TOKENS: Final = np.zeros(0, np.uint32)  # of a request that has a text
+REVISION_MAX: Final = (1 << 53) - 1  # the largest integer that every JSON parser can represent
+PRIORITY_MAX: Final = 100  # priorities are from -100 to 100
+NO_TOKENS: Final = np.zeros(0, np.uint32)  # the tokens of a request that has a text
 
 
 class Timing(StrEnum):
     """When a decode engine moves the KV of a prompt that another engine computes."""
 
-    EAGER = "eager"  # while it is being computed, into frames held from the start
-    LAZY = "lazy"  # when it is computed and a slot is free; the prefill engine keeps it until then
+    EAGER = "eager"  # while the prompt is computed, into frames that the request has from the start
+    LAZY = "lazy"  # once the prompt is computed and frames are free; the prefill engine holds the KV until then
 
 
 class Source(StrEnum):
-    """Where a decode engine reads the KV of such a prompt."""
+    """Where a decode engine reads the KV of a prompt that another engine has computed."""
 
-    ARENA = "arena"  # out of the prefill engine's device memory
-    DRAM = "dram"  # full pages out of the pool, the rest out of the arena
+    ARENA = "arena"  # from the arena of the prefill engine
+    DRAM = "dram"  # full pages from the pool, the rest from the arena
 
 
 class Grain(StrEnum):
-    """The pieces in which KV moves."""
+    """The units in which KV moves."""
 
-    LAYER = "layer"  # layer by layer, as they are ready
-    WHOLE = "whole"  # at once, after the last layer
+    LAYER = "layer"  # layer by layer, as soon as a layer is computed
+    WHOLE = "whole"  # all KV at once, after the last layer
 
 
 @dataclass(frozen=True, kw_only=True)
 class Sampling:
-    """How tokens are chosen. ``temperature`` 0 is greedy. Token ``i`` of an answer depends on ``seed``, ``i`` and the
-    logits alone, so that a decode resumed elsewhere goes on as it would have here.
+    """How tokens are drawn. With ``temperature`` 0, the most likely token is chosen.
+
+    Token ``i`` of an answer depends only on ``seed``, ``i`` and the logits. So another engine that continues an answer
+    draws the same tokens.
     """
 
     max_tokens: int = 16
@@ -82,33 +84,32 @@ class Sampling:
 
 @dataclass(frozen=True, kw_only=True)
 class Request:
-    """A prompt to answer: the one form of a request, from the HTTP server or a client to the engine that computes it.
+    """A prompt to answer. Clients, HTTP servers, conductors and engines all use this form.
 
-    A conductor needs ``model`` and everything below ``retention``; engines ignore them.
+    ``model`` and the attributes after it are for conductors. Engines ignore them.
 
     Attributes:
-        id: chosen by the caller; two requests of one caller have different ones.
-        tokens: uint32 ``[n]``; the tokens generated so far of a resumed request are at the end.
-        text: the prompt instead of ``tokens``, until a server has tokenized it.
-        salt: the root of its pages; None: the default of the server that takes it.
-        generated: the number of tokens that were generated so far.
-        deadline_s: seconds from its submission within which it is answered or fails.
-        prefill: addresses of engines to ask for the prefill, in this order; None: those the engine was started with.
-            If none of them answers, it is computed here.
-        handoff, source, grain: how the KV travels then; None: as the engine was started.
-        use_pool: False neither loads from the pool nor writes to it, nor shares frames with other requests,
-            nor leaves pages there.
-        allow_lossy: KV that went through int8 may be used. What is computed from it is never stored as exact.
-        retention: how long its pages are worth keeping in the pool: ranges of its tokens and of the answer, counted
-            from the prompt's first token.
-        model: name of the model that answers it.
-        tenant: the tenant whose share of the engines it takes.
-        priority: among requests of its tenant, the higher one first.
-        first_token_s, token_s: limits for the first token, and between two tokens; 0: the conductor's own rules.
-            A request that cannot meet them is refused at once.
-        explain: True if the answer is to say where the request went, with all candidates. It costs time.
-        needs_ids: True if the ids of the answer's tokens are needed: not every engine of others reports them.
-        extra: parameters that only engines of others know; they are passed on unchanged.
+        id: chosen by the caller, and unique among its requests.
+        tokens: uint32 ``[n]``: the prompt, and the tokens generated so far if the request is resumed.
+        text: the prompt as a text, until a server has tokenized it; then empty.
+        salt: the tenant's name for its own pages; None: the default of the server that receives the request.
+        generated: the number of tokens generated so far.
+        deadline_s: how long after its submission the request is answered or fails, in seconds.
+        prefill: addresses of engines to ask for the prefill, in this order; None: those in the engine's settings. If
+            all of them fail, the engine that answers computes the prompt.
+        handoff, source, grain: how the KV of a prefill moves; None: the engine's settings.
+        use_pool: False to load no pages from the pool, write none to it, and share no frames with other requests.
+        allow_lossy: True to use lossy replicas. Pages computed from lossy KV are never stored as exact.
+        retention: how long pages should stay in the pool, for ranges of tokens of the prompt and the answer, counted
+            from the first token of the prompt.
+        model: the name of the model.
+        tenant: the tenant to whose share of the engines the request counts.
+        priority: requests of one tenant are served in the order of their priority, the highest first.
+        first_token_s, token_s: limits for the time to the first token, and between two tokens; 0: the conductor's
+            settings. A request that cannot meet them is refused at once.
+        explain: True to report the route and all candidates in the answer, which takes time.
+        needs_ids: True if the caller needs the ids of the answer's tokens, which not every foreign engine reports.
+        extra: parameters for foreign engines, which are passed on unchanged.
     """
 
     id: str
@@ -137,28 +138,32 @@ class Request:
 
     @property
     def prompt_tokens(self) -> int:
-        """Tokens that were asked with, without what was generated since."""
+        """The number of tokens of the prompt, without the tokens generated so far."""
         return len(self.tokens) - self.generated
 
     @property
     def page_salt(self) -> str:
-        """The salt of its pages at the server that has taken it."""
+        """The salt of the request's pages, once a server has set its default."""
         return self.salt or ""
 
 
 @dataclass(frozen=True, kw_only=True)
 class Usage:
-    """What a request cost. Tokens of the prompt are cached (by tier), moved here by a hand-off, or computed here.
+    """What a request has cost. Each token of the prompt was cached, moved here by a hand-off, or computed here.
 
     Attributes:
-        cached_tokens: by the tier they were loaded from: "dram", "nvme"; lossy replicas as "dram-int8" and the like;
-            "hbm": they were in the engine's own frames, where another request has or had them.
-        prefill_engine: address of the engine that computed the prompt; "" for this one.
-        prefill_cached_tokens: what that engine found, by tier.
-        ttft_ms: from submission to the first token; gap_ms: from there to the second; tpot_ms: mean of all later gaps.
-        prefill_ms: of the steps that computed the prompt, here or at ``prefill_engine``, this request's part. Waits are
-            not in it: for its turn, and for what is loaded or moved.
-        loaded_bytes, moved_bytes, written_bytes: read from the pool, pulled from another engine, written to the pool.
+        cached_tokens: tokens whose KV was cached, by tier: "dram" or "nvme", with a suffix for lossy replicas, such as
+            "dram-int8"; "hbm" if the KV was in the engine's own frames or in another engine's arena.
+        prefill_engine: the address of the engine that computed the prompt; "" for this one.
+        prefill_cached_tokens: ``cached_tokens`` at the prefill engine.
+        ttft_ms: the time from submission to the first token.
+        gap_ms: the time from the first token to the second.
+        tpot_ms: the mean time between later tokens.
+        prefill_ms: this request's share of the steps that computed the prompt, here or at ``prefill_engine``. Time in
+            which the request waited for its turn, for loads or for a hand-off is not included.
+        loaded_bytes: bytes read from the pool.
+        moved_bytes: bytes that a hand-off moved here.
+        written_bytes: bytes written to the pool.
     """
 
     prompt_tokens: int
@@ -178,8 +183,10 @@ class Usage:
 
 @dataclass(frozen=True)
 class Token:
-    """A token of the answer. ``text`` is what is certain by now: a character may need several, a stop string may
-    begin.
+    """A token of the answer.
+
+    ``text`` has the characters that are certain now. A character may need several tokens, and the text may end with the
+    beginning of a stop string.
     """
 
     id: int
@@ -189,8 +196,11 @@ class Token:
 
 @dataclass(frozen=True)
 class Finished:
-    """The end of an answer. ``reason``: "stop" (a stop string), "eos", "length", "cancelled". ``text``: what was still
-    held back.
+    """The end of an answer.
+
+    Attributes:
+        reason: "stop" (a stop string), "eos", "length", or "cancelled".
+        text: the last characters of the text, which were not certain before.
     """
 
     reason: str
@@ -200,16 +210,19 @@ class Finished:
 
 @dataclass(frozen=True)
 class Failed:
-    """The end of a request without a (whole) answer, and why."""
+    """The failure of a request. The answer is missing or incomplete."""
 
     error: KVStoreError
 
 
 @dataclass(frozen=True)
 class Admitted:
-    """A prefill for another engine has begun: this much of its prompt was in the pool, by tier.
+    """A prefill for another engine has begun.
 
-    ``lossy``: some of it as lossy replicas, so that all that follows is no longer exact.
+    Attributes:
+        prompt_tokens: the number of tokens of the prompt.
+        cached_tokens: tokens whose KV was cached, by tier.
+        lossy: True if some of this KV came from lossy replicas, so that no KV computed after it is exact.
     """
 
     prompt_tokens: int
@@ -219,7 +232,7 @@ class Admitted:
 
 @dataclass(frozen=True)
 class Progress:
-    """``tokens`` of the prompt are computed, at ``tokens_per_s``."""
+    """``tokens`` tokens of the prompt are computed. ``tokens_per_s`` is the engine's measured prefill speed."""
 
     tokens: int
     tokens_per_s: float
@@ -227,22 +240,22 @@ class Progress:
 
 Event = Token | Finished | Failed
 Emit = Callable[[Event], None]
-"""Called by the engine's thread, once per event, in order; must not block."""
+"""Receives the events of a request, in order. Threads of the engine call it, so it must not block."""
 Cancel = Callable[[], None]
-"""Ends one request; does nothing if it has ended."""
+"""Cancels one request. Does nothing if the request has ended."""
 
 
 @dataclass(frozen=True, kw_only=True)
 class HandOff:
-    """The result of a finished prefill for the decode that asked for it. The KV itself is pulled, or read from the
-    pool.
+    """The result of a prefill, for the decode engine. The KV is not included: it is pulled, or read from the pool.
 
     Attributes:
-        pages: keys of the prompt's full pages, in order; all are sealed in the pool, or (not ``stored``) only held.
-        tail_tokens: tokens of the last page that is not full: they have no key, and travel from the arena.
-        first_token: the token from the prompt's logits under the request's sampling.
-        generated: state of the sampler: number of tokens drawn.
-        prefill_ms: of the steps that computed it.
+        pages: keys of the prompt's full pages, in order.
+        stored: how many leading ones of these pages are sealed in the pool. The prefill engine holds all of them.
+        tail_tokens: the number of tokens after the last full page. They have no key, so they are always pulled.
+        first_token: the first token of the answer.
+        generated: the number of tokens drawn so far, which is the state of the sampler.
+        cached_tokens, computed_tokens, prefill_ms: as in ``Usage``, at the prefill engine.
     """
 
     request_id: str
@@ -258,7 +271,7 @@ class HandOff:
 
 @dataclass(frozen=True)
 class Done:
-    """The prefill for another engine is complete."""
+    """A prefill for another engine is complete."""
 
     handoff: HandOff
 
@@ -268,15 +281,18 @@ PrefillEvent = Admitted | Progress | Done | Failed
 
 @dataclass(frozen=True)
 class AnswerRoute:
-    """Where the request goes, and why: what ``kvstore route --explain`` prints."""
+    """The conductor's choice of engines, with the reasons, as ``kvstore route --explain`` prints it."""
 
     document: dict[str, Any]
 
 
 @dataclass(frozen=True)
 class AnswerTokens:
-    """More tokens of the answer. ``text``: the part that is certain by now, maybe empty. No ``ids``: they are not
-    known.
+    """Further tokens of the answer.
+
+    Attributes:
+        ids: empty if the engine does not report ids.
+        text: the characters that are certain now, maybe none.
     """
 
     ids: tuple[int, ...]
@@ -285,7 +301,7 @@ class AnswerTokens:
 
 @dataclass(frozen=True)
 class AnswerEnd:
-    """The end. ``reason``: "stop", "eos", "length", "cancelled". ``text``: the rest that was held back."""
+    """The end of the answer, with the reason and the last characters as in ``Finished``."""
 
     reason: str
     text: str
@@ -300,8 +316,9 @@ class ServedModel:
     """A model that an engine serves.
 
     Attributes:
-        path: its folder, with tokenizer and chat template; None for a preset.
-        foreign: True if only engines of others serve it.
+        path: the model's folder, with the tokenizer and the chat template; None for a preset.
+        context_tokens: the maximum number of tokens of a prompt and its answer.
+        foreign: True if only foreign engines serve the model.
     """
 
     name: str

@@ -160,7 +160,7 @@ class Loading:
         if staging.in_place or self._lookup(cache, keys).tiers != {Tier.HBM: count}:
             return Match(0, 0, "")
         match = Match(0, 0, "")
-        with self._pool.tolerate_failures(), staging.filling(frame, count) as rows:
+        with self._pool.tolerate_failures(), staging.page_target(frame, count) as rows:
             match = cache.get(keys, out=rows)
         return match
 

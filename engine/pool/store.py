@@ -345,7 +345,7 @@ class ChunkWriter:
         self._layers += 1
 
     def _send(self, writer: Writer, frames: list[tuple[int, int, int]], layer: int) -> None:
-        write = partial(self._write_rows, writer, layer, self._staging.sending(frames, layer))
+        write = partial(self._write_rows, writer, layer, self._staging.start_send_layer(frames, layer))
         if self._pool.outgoing is None:
             write()
         else:

@@ -115,7 +115,7 @@ class StepRunner:
         waits = Waits(awaited, STALL_S)
 
         def after(layer: int) -> None:
-            self._stagings.computed(layer)
+            self._stagings.mark_computed(layer)
             for chunk in chunks:
                 chunk.layer(layer)
 

@@ -315,7 +315,7 @@ class Fetch:
         with closing(pieces):
             for piece in pieces:
                 self._store(piece, self.arrivals.tokens(piece.layer))
-                self.arrivals.reached(piece.layer, piece.token_start + piece.tokens, self._landing(piece.layer))
+                self.arrivals.reached(piece.layer, piece.token_start + piece.tokens, self._arrival_gate(piece.layer))
 
     def _store(self, piece: Piece, arrived: int) -> None:
         """Receive a piece into the frames. The first ``arrived`` tokens of its layer are there already."""
@@ -418,7 +418,7 @@ class Fetch:
                     raise NodeUnavailable(f"engine {self.address} sent layers of a tail out of order")
                 self._store(piece, tokens)
                 tokens = piece.token_start + piece.tokens
-            self.arrivals.reached(layer, tokens, self._landing(layer))
+            self.arrivals.reached(layer, tokens, self._arrival_gate(layer))
         return True
 
     def _readers(self, page: int, stop: int) -> list[list[tuple[Reader, int, int]]]:
@@ -437,8 +437,8 @@ class Fetch:
         """Return the first page from ``page`` on that a cache group needs to continue after the prompt."""
         return max(page, self._work.needed_from(self._work.prompt, group) // self._work.page_tokens)
 
-    def _landing(self, layer: int) -> Callable[[], None] | None:
-        return self._stagings.at(layer)[1].landing()
+    def _arrival_gate(self, layer: int) -> Callable[[], None] | None:
+        return self._stagings.at(layer)[1].arrival_gate()
 
     def _check_waiting(self, stop: int) -> None:
         """Raise if there is no reason to wait longer for the pages before ``stop``."""

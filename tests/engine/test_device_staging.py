@@ -70,19 +70,19 @@ def leaves(stage: Stage) -> None:
     for layer in range(LAYOUT.layers):
         wanted = stage.values(4)
         stage.write(slice(2, 6), layer, wanted)
-        stage.staging.computed(layer)
-        rows = stage.staging.sending([(0, 2, 2), (2, 4, 2)], layer)
+        stage.staging.mark_computed(layer)
+        rows = stage.staging.start_send_layer([(0, 2, 2), (2, 4, 2)], layer)
         if layer != 1:
             assert (rows() == as_rows(wanted)).all()
         else:
             rows()
         again = stage.values(4)
         stage.write(slice(2, 6), layer, again)
-        stage.staging.computed(layer)
+        stage.staging.mark_computed(layer)
         assert (stage.staging.send_layer(2, 4, layer) == as_rows(again)).all()
         tail = stage.values(1)
         stage.write(slice(9, 10), layer, tail)
-        stage.staging.computed(layer)
+        stage.staging.mark_computed(layer)
         assert (stage.staging.send_tail(9, layer, 3) == as_rows(tail[:, :, :3])).all()
     pages = stage.values(2, LAYOUT.layers).view(2, *LAYOUT.shape)
     stage.write(slice(7, 9), slice(None), pages)
@@ -107,7 +107,7 @@ def is_seen(stage: Stage) -> None:
         frame = at % 12 * 3
         with stage.staging.layer_target(frame, 2, at % 3) as rows:
             rows[:] = as_rows(values)
-        gate = stage.staging.landing()
+        gate = stage.staging.arrival_gate()
         assert gate is not None
         gate()
         saw = stage.read(slice(frame, frame + 2), at % 3)
@@ -115,7 +115,7 @@ def is_seen(stage: Stage) -> None:
             assert torch.equal(saw(), values)
     tail = stage.values(1)[:, :, :5].contiguous()
     stage.staging.receive_tail(38, 2, 5, as_rows(tail))
-    gate = stage.staging.landing()
+    gate = stage.staging.arrival_gate()
     assert gate is not None
     gate()
     assert torch.equal(stage.read(slice(38, 39), 2)()[:, :, :5], tail)
@@ -136,7 +136,7 @@ def fills_behind_others(stage: Stage) -> None:
     old, new = stage.values(2, LAYOUT.layers).view(2, *LAYOUT.shape), stage.values(2, LAYOUT.layers).view(2, -1)
     stage.arena.pages[4:6] = old
     saw = stage.read(slice(4, 6), slice(None))
-    with stage.staging.filling(4, 2) as rows:
+    with stage.staging.page_target(4, 2) as rows:
         assert isinstance(rows, DeviceRows)
         link_of(stage.device).upload(as_rows(new), rows)
     assert torch.equal(stage.arena.pages[4:6].view(2, -1), new) and torch.equal(saw(), old)
@@ -151,7 +151,7 @@ def test_bytes_are_those_that_were_computed_or_received(story: Callable[[Stage],
     story(Stage(seed))
 
 
-@pytest.fixture(params=["rows", "_leaving", "_land", "_begin", "_entered", "behind", "_wait_computed"])
+@pytest.fixture(params=["rows", "_copy_out", "_finish_oldest", "_start_copy_out", "_copy_in", "gate", "_wait_computed"])
 def forgotten(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """The function of ``DeviceStaging`` that does not wait: for an event, or has a stream not do so."""
     name: str = request.param
@@ -201,13 +201,13 @@ def test_whoever_forgets_a_wait_is_found(forgotten: str) -> None:
 
 def test_a_device_that_is_lost_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     stage = Stage()
-    rows = stage.staging.sending([(0, 0, 1)], 0)
+    rows = stage.staging.start_send_layer([(0, 0, 1)], 0)
     stage.device.lose()
     for call in (
         rows,
         lambda: stage.staging.send(0, 1),
         lambda: stage.staging.receive_layer(0, 0, np.zeros((1, LAYOUT.layer_bytes), np.uint8)),
-        lambda: stage.staging.computed(0),
+        lambda: stage.staging.mark_computed(0),
         stage.staging.finish,
     ):
         with pytest.raises(DeviceLost, match="host:0"):
@@ -223,7 +223,7 @@ def test_the_time_of_a_copy_begins_when_what_it_is_behind_was_computed(
     staging, row = stage.staging, np.zeros((1, LAYOUT.layer_bytes), np.uint8)
     stage.device.hold()
     stage.write(slice(0, 1), 0, stage.values(1))
-    staging.computed(0)
+    staging.mark_computed(0)
     later = threading.Timer(0.5, stage.device.let_go)
     later.start()
     try:
@@ -232,7 +232,7 @@ def test_the_time_of_a_copy_begins_when_what_it_is_behind_was_computed(
         elif way == "send_layer":
             staging.send_layer(0, 1, 0)
         elif way == "sending":
-            staging.sending([(0, 0, 1)], 0)()
+            staging.start_send_layer([(0, 0, 1)], 0)()
         elif way == "settle":
             staging.receive_layer(1, 0, row)
             staging.settle()
@@ -252,9 +252,9 @@ def test_whoever_has_others_compute_behind_layers_uses_the_stream_alone() -> Non
     stage, lock = Stage(), threading.Lock()
     staging = DeviceStaging(stage.arena, stage.device, stage.compute, lock)
     staging.receive_layer(0, 0, np.zeros((1, LAYOUT.layer_bytes), np.uint8))
-    gate = staging.landing()
+    gate = staging.arrival_gate()
     assert gate is not None
-    for use in (gate, lambda: staging.computed(0)):
+    for use in (gate, lambda: staging.mark_computed(0)):
         other = threading.Thread(target=use)
         with lock:
             other.start()
