@@ -190,14 +190,14 @@ def test_holdings_are_bounded_in_bytes_and_no_tenant_takes_all() -> None:
 
 
 def test_holdings_are_bounded_their_owners_own_and_end() -> None:
-    held: Holdings[Any] = Holdings("lease", lambda _: None, held_max=3)
+    held: Holdings[Any] = Holdings("lease", lambda _: None, holdings_max=3)
     a, b = Identity("a", frozenset("a"), token_digest=b"a"), Identity("b", frozenset("b"), token_digest=b"b")
     things = [Thing() for _ in range(4)]
     numbers = [held.add(a, thing, 60.0) for thing in things[:3]]
     with pytest.raises(TooManyCalls):
         held.add(b, things[3], 60.0)
     assert things[3].ended == 1
-    assert held.find(a, numbers[0]).thing is things[0]
+    assert held.find(a, numbers[0]).resource is things[0]
     for owner, number in ((b, numbers[0]), (a, bytes(16)), (a, b"")):
         with pytest.raises(LeaseBroken):
             held.find(owner, number)

@@ -1,1 +1,1 @@
-"""The gRPC API of a node: ``server`` starts it, the others answer calls. ``kvstore.server`` lets callers in."""
+"""The gRPC API of a node. ``server`` starts it, the other modules answer calls; ``kvstore.server`` has the gate."""

@@ -1,4 +1,4 @@
-"""Wire: between the messages of store.proto and what the client library takes: caches, keys."""
+"""Conversion between messages of store.proto and the client library's caches and keys."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ from kvstore.node.node import Node
 from kvstore.pb import store_pb2 as pb
 from kvstore.wire.grpc import check_text, layout_of, retention_of
 
-PAGES_MAX: Final = 1 << 16  # of one call: what is kept of it while it runs, and its reply, are bounded
+PAGES_MAX: Final = 1 << 16  # of one call: bounds its memory and its reply
 
 
 @dataclass(frozen=True)
 class PromptPages:
-    """What a request's ``Pages`` mean: consecutive pages in one cache. ``orphan``: their parent is not stored here.
+    """The pages that a request names: consecutive pages of one cache. ``orphan``: the parent is not stored here.
 
-    Callers name pages, and are told of them, by the links of their chain; the rest of a pool's keys is not shown to
-    them.
+    Requests and replies name pages by the links of their chain. The tag, the other half of a pool's keys, is not sent
+    to callers.
     """
 
     cache: PrefixCache
@@ -35,10 +35,11 @@ class PromptPages:
 
 
 def prompt_of(store: Store, node: Node, pages: pb.Pages, *, to_match: bool) -> PromptPages:
-    """The pages of a request. Blocks: it hashes, and may look the parent up.
+    """Return the pages of a request. The call hashes tokens and may look up the parent, so it blocks.
 
     Args:
-        to_match: the pages that a prompt can match, all but the one with its last token; else all full pages.
+        to_match: return the pages that a prompt can match, which excludes the page with its last token. Otherwise
+            return all full pages.
 
     Raises:
         InvalidRequest: names the field.
@@ -53,7 +54,7 @@ def prompt_of(store: Store, node: Node, pages: pb.Pages, *, to_match: bool) -> P
     tokens = np.frombuffer(pages.tokens, "<u4")
     full = len(tokens) // layout.page_tokens
     if full > PAGES_MAX:
-        raise InvalidRequest("tokens", f"{full} pages, one call names {PAGES_MAX} at most: continue after a parent")
+        raise InvalidRequest("tokens", f"must be at most {PAGES_MAX} pages (got {full}): send the rest with a parent")
     if pages.whole_pages and len(tokens) % layout.page_tokens:
         raise InvalidRequest("tokens", f"must be whole pages of {layout.page_tokens} (got {len(tokens)} tokens)")
     if pages.extras and len(pages.extras) != full:
@@ -82,7 +83,7 @@ def _hints(pages: pb.Pages, count: int, page_tokens: int) -> bytes:
 
 
 def root_of(node: Node, key: bytes) -> bytes | None:
-    """The root of the page of that key, stored or being written; None where there is none."""
+    """Return the root of the page with this key, which is stored or being written; None if there is none."""
 
     def look(performer: Any, state: Any) -> bytes | None:
         index = performer.index
@@ -99,22 +100,24 @@ def root_of(node: Node, key: bytes) -> bytes | None:
 
 
 def lookup_reply(match: Match, prompt: PromptPages, with_keys: bool = True) -> pb.LookupReply:
-    """A match as a message."""
+    """Return a match as a message."""
     keys = prompt.keys.links if with_keys else ()
     nvme_pages = match.tiers.get(Tier.NVME, 0)
     return pb.LookupReply(pages=match.pages, tokens=match.tokens, nvme_pages=nvme_pages, reason=match.reason, keys=keys)
 
 
 def keys_in_pool(store: Store, request: dict[str, Any]) -> dict[str, Any]:
-    """A document whose ``keys`` may be links, as callers who share no memory make them, with those of the pool."""
+    """Return an admin request whose ``keys`` are the pool's keys.
+
+    Callers without shared memory name pages by links, because they do not have the pool's secret."""
     keys, root = request.get("keys"), request.get("root")
     if not isinstance(keys, list) or not isinstance(root, str):
         return request
     try:
-        named, links = bytes.fromhex(root), [bytes.fromhex(key) for key in keys]
+        root_bytes, links = bytes.fromhex(root), [bytes.fromhex(key) for key in keys]
     except (ValueError, TypeError):
-        return request  # which the call itself refuses
-    if any(len(key) != KEY_BYTES for key in (named, *links)):
+        return request  # the call refuses it
+    if any(len(key) != KEY_BYTES for key in (root_bytes, *links)):
         return request
-    found = store.in_pool(Keys(1, named, named, links, np.zeros(0, np.uint32), None))
-    return {**request, "keys": [key.hex() for key in found.hashes]}
+    pool_keys = store.in_pool(Keys(1, root_bytes, root_bytes, links, np.zeros(0, np.uint32), None))
+    return {**request, "keys": [key.hex() for key in pool_keys.hashes]}

@@ -1,4 +1,4 @@
-"""Opaque objects over gRPC. A value is stored or sent whole, so its bytes are the buffer of its call."""
+"""Calls about opaque objects over gRPC. A value is stored and sent as a whole, so a call's buffer holds all of it."""
 
 from __future__ import annotations
 
@@ -21,13 +21,13 @@ KEYS_MAX: Final = 16384  # of one call
 
 
 class ObjectCalls:
-    """The calls about objects, through a client of the node in this process.
+    """The calls about objects, answered by a client of the node in this process.
 
     Args:
-        buffer_bytes: of all calls together.
+        buffer_bytes: the limit of all calls' buffers together.
 
     Attributes:
-        bytes_max: a value passes through the buffers as a whole, so none is larger.
+        bytes_max: the largest value, since a value has to fit the buffers.
     """
 
     def __init__(self, store: LocalStore, buffer_bytes: int) -> None:
@@ -35,14 +35,14 @@ class ObjectCalls:
         self.bytes_max = buffer_bytes - streams.BATCH_BYTES
 
     async def put(self, call: Call, requests: AsyncIterator[bytes]) -> bytes:
-        """Take a value in, then store it."""
+        """Receive a value, then store it."""
         first = await streams.first_of(requests, call)
         begin = parse(pb.PutObjectBegin, first.begin or b"")
         check_text("salt", begin.salt)
         call.caller.check_salt(begin.salt)
         self._check_size("size_bytes", begin.size_bytes)
-        there = await call.quick(self._store.contains, begin.key, begin.salt)
-        if there and not begin.replace:
+        is_stored = await call.quick(self._store.contains, begin.key, begin.salt)
+        if is_stored and not begin.replace:
             return pb.PutObjectReply(stored=False).SerializeToString()
         async with call.buffers(begin.size_bytes + streams.BATCH_BYTES):
             value = empty(begin.size_bytes)
@@ -50,12 +50,12 @@ class ObjectCalls:
             async for batch in streams.batches(first, requests, call):
                 filled = await call.run(_fill, value, filled, batch)
             if filled < len(value):
-                raise InvalidRequest("data", f"ended after {filled} of {len(value)} bytes; nothing was stored")
+                raise InvalidRequest("data", f"must be {len(value)} bytes (got {filled}); nothing was stored")
             stored = await call.wait(self._store.put, begin.key, value, begin.salt, begin.replace)
         return pb.PutObjectReply(stored=stored).SerializeToString()
 
     async def get(self, call: Call, message: bytes) -> None:
-        """A value's size, then its bytes."""
+        """Send a value's size, then its bytes."""
         request = parse(pb.GetObjectRequest, message)
         check_text("salt", request.salt)
         call.caller.check_salt(request.salt)
@@ -66,7 +66,7 @@ class ObjectCalls:
         self._check_size("key", size)
         async with call.buffers(size + streams.BATCH_BYTES):
             value = await call.run(partial(self._store.get, request.key, salt=request.salt))
-            if value is None:  # it has left
+            if value is None:  # it was deleted or evicted since the check
                 await call.send(pb.GetObjectReply(found=False).SerializeToString())
                 return
             await call.send(pb.GetObjectReply(found=True, size_bytes=len(value)).SerializeToString())
@@ -78,29 +78,30 @@ class ObjectCalls:
 
     def _check_size(self, field: str, size: int) -> None:
         if size > self.bytes_max:
-            reason = f"a value of {size} bytes: over gRPC there may be {self.bytes_max}, see rpc_buffers"
-            raise InvalidRequest(field, reason)
+            raise InvalidRequest(
+                field, f"must be a value of at most {self.bytes_max} bytes (got {size}; see rpc_buffers)"
+            )
 
     async def contains(self, call: Call, message: bytes) -> bytes:
-        """Which of these keys have a value."""
+        """Return which of these keys have a value."""
         request = _keys(call, message)
-        found = await call.quick(self._store.contains, list(request.keys), request.salt)
-        return pb.ObjectsFound(found=found).SerializeToString()
+        stored = await call.quick(self._store.contains, list(request.keys), request.salt)
+        return pb.ObjectsFound(found=stored).SerializeToString()
 
     async def delete(self, call: Call, message: bytes) -> bytes:
-        """Delete these."""
+        """Delete the values of these keys."""
         request = _keys(call, message)
         removed = await call.wait(self._store.delete, list(request.keys), request.salt)
         return pb.ObjectsRemoved(removed=removed).SerializeToString()
 
     async def clear(self, call: Call, message: bytes) -> bytes:
-        """Delete those whose key begins with a prefix. Each step waits for its turn among all callers."""
+        """Delete the values whose key begins with a prefix. Each step waits in turn with the calls of others."""
         request = parse(pb.ClearObjectsRequest, message)
         check_text("salt", request.salt)
         call.caller.check_salt(request.salt)
         removed, steps = 0, self._store.clearing(request.prefix, request.salt)
-        while (gone := await call.wait(next, steps, None)) is not None:
-            removed += gone
+        while (count := await call.wait(next, steps, None)) is not None:
+            removed += count
         return pb.ObjectsRemoved(removed=removed).SerializeToString()
 
 
@@ -109,7 +110,7 @@ def _keys(call: Call, message: bytes) -> pb.ObjectKeys:
     check_text("salt", request.salt)
     call.caller.check_salt(request.salt)
     if not 1 <= len(request.keys) <= KEYS_MAX:
-        raise InvalidRequest("keys", f"must be from 1 to {KEYS_MAX} (got {len(request.keys)})")
+        raise InvalidRequest("keys", f"must be 1 to {KEYS_MAX} keys (got {len(request.keys)})")
     return request
 
 
@@ -118,7 +119,7 @@ def _fill(value: npt.NDArray[np.uint8], filled: int, batch: list[streams.Data]) 
         message.check()
         size = len(message.data)
         if size > len(value) - filled:
-            raise InvalidRequest("data", f"is more than the {len(value)} bytes of size_bytes; nothing was stored")
+            raise InvalidRequest("data", f"must be {len(value)} bytes as in size_bytes (got more); nothing was stored")
         copy(value[filled : filled + size], np.frombuffer(message.data, np.uint8))
         filled += size
     return filled

@@ -1,6 +1,7 @@
-"""Pages over gRPC: About, Lookup, Read, Prefetch, Write. Through the client library, as any client of this machine.
+"""Calls about pages over gRPC: About, Lookup, Read, Prefetch, Write and WatchPages.
 
-PageWatch: WatchPages, by which a conductor is told what pages a node has, as an owner of the directory is.
+All but WatchPages use the client library, as any client of this machine does. WatchPages sends a caller, such as a
+conductor, the pages that a node stores and each change, in the form in which owners of the directory receive them.
 """
 
 from __future__ import annotations
@@ -34,9 +35,9 @@ from kvstore.server.gate import Call, parse
 from kvstore.server.request_cost import weight_of
 from kvstore.wire.grpc import MESSAGE_BYTES_MAX
 
-LOOKUP_HERE_PAGES: Final = 256  # looked up in the event loop itself: a thread costs more than these
+LOOKUP_HERE_PAGES: Final = 256  # up to this length a lookup in the event loop is faster than a thread
 LOOKUP_HERE_BYTES: Final = 64 << 10
-PREFETCH_STEP_S: Final = 0.25  # how long a thread waits for pages before it looks whether the call still lives
+PREFETCH_STEP_S: Final = 0.25  # a thread waits for pages at most this long before it checks that the call still runs
 
 
 class PageCalls:
@@ -56,47 +57,47 @@ class PageCalls:
         )
 
     async def about(self, call: Call, message: bytes) -> bytes:
-        """What the node is, and what this caller may do."""
+        """Describe the node, and what this caller may do."""
         parse(pb.AboutRequest, message)
         reply = pb.AboutReply(identity=call.caller.name, operator=call.caller.operator, salts=sorted(call.caller.salts))
         reply.MergeFrom(self._about)
         return reply.SerializeToString()
 
     async def lookup(self, call: Call, message: bytes) -> bytes:
-        """How many leading pages are stored."""
+        """Return the number of leading pages that are stored."""
         request = parse(pb.LookupRequest, message)
         call.caller.check_salt(request.pages.salt)
 
         def work() -> bytes:
             prompt = self._prompt(request.pages)
-            return lookup_reply(_looked_up(prompt), prompt).SerializeToString()
+            return lookup_reply(_lookup(prompt), prompt).SerializeToString()
 
         return work() if _is_short(request.pages) else await call.quick(work)
 
     async def prefetch(self, call: Call, message: bytes) -> bytes:
-        """Bring pages to DRAM; in steps, so that a call that has ended holds no thread."""
+        """Load pages into DRAM, in steps, so that a call that was cancelled soon frees its thread."""
         request = parse(pb.LookupRequest, message)
         call.caller.check_salt(request.pages.salt)
         prompt = await call.quick(self._prompt, request.pages)
         match = Match(0, 0, ABSENT)
         while not prompt.orphan:
-            began_s = time.monotonic()
+            started_s = time.monotonic()
             match = await call.wait(prompt.cache.prefetch, prompt.keys, min(PREFETCH_STEP_S, max(0.01, call.left_s)))
-            if match.pages == len(prompt.keys) or time.monotonic() - began_s < PREFETCH_STEP_S:
+            if match.pages == len(prompt.keys) or time.monotonic() - started_s < PREFETCH_STEP_S:
                 break
         return lookup_reply(match, prompt).SerializeToString()
 
     async def read(self, call: Call, message: bytes) -> None:
-        """A match, then the pages' bytes; batch by batch, each proven when it is read."""
+        """Send a match, then the bytes of its pages in batches. Each page is proven when it is read."""
         request = parse(pb.ReadRequest, message)
         call.caller.check_salt(request.pages.salt)
 
-        def find() -> tuple[PromptPages, Shard, Match]:
+        def lookup() -> tuple[PromptPages, Shard, Match]:
             prompt = self._prompt(request.pages)
             cut = request.rank, request.ranks or 1, request.stage, request.stages or 1
-            return prompt, Shard(prompt.cache.layout, *cut), _looked_up(prompt)
+            return prompt, Shard(prompt.cache.layout, *cut), _lookup(prompt)
 
-        prompt, shard, match = find() if _is_short(request.pages) else await call.quick(find)
+        prompt, shard, match = lookup() if _is_short(request.pages) else await call.quick(lookup)
         whole_bytes = max(WHOLE_BYTES, prompt.cache.page_bytes) if shard.count > 1 else 0
         async with call.buffers(streams.buffer_bytes(shard.nbytes) + whole_bytes):
             await call.send(pb.ReadReply(match=lookup_reply(match, prompt)).SerializeToString())
@@ -106,19 +107,19 @@ class PageCalls:
                 partial(_get, prompt, shard, start, min(start + len(rows), match.pages), rows, request.verify)
                 for start in range(0, match.pages, max(1, len(rows)))
             )
-            async with contextlib.aclosing(streams.ahead(call, steps)) as found:
-                async for got, messages in found:
+            async with contextlib.aclosing(streams.ahead(call, steps)) as batches:
+                async for batch_match, messages in batches:
                     for packed in messages:
                         await call.send(packed)
-                    page, reason = page + got.pages, got.reason
+                    page, reason = page + batch_match.pages, batch_match.reason
                     if reason:
                         break
-            if page < match.pages:
-                real = Match(page * prompt.cache.layout.page_tokens, page, reason)
-                await call.send(pb.ReadReply(match=lookup_reply(real, prompt, with_keys=False)).SerializeToString())
+            if page < match.pages:  # some pages left since the lookup
+                actual = Match(page * prompt.cache.layout.page_tokens, page, reason)
+                await call.send(pb.ReadReply(match=lookup_reply(actual, prompt, with_keys=False)).SerializeToString())
 
     async def write(self, call: Call, requests: AsyncIterator[bytes]) -> bytes:
-        """Store pages as they come, or write into reserved ones."""
+        """Store pages as they arrive, or write into reserved ones."""
         first = await streams.first_of(requests, call)
         async with call.buffers(await weight_of(call, pb.WriteBegin.DESCRIPTOR, first.begin or b"")):
             return await self._write(call, first, requests)
@@ -127,11 +128,11 @@ class PageCalls:
         begin = parse(pb.WriteBegin, first.begin or b"")
         if begin.reservation:
             if begin.HasField("pages"):
-                raise InvalidRequest("pages", "are those of the reservation: do not name them again")
+                raise InvalidRequest("pages", "must be absent: the reservation names them")
             return await self._reservations.write(call, begin.reservation, streams.batches(first, requests, call))
         call.caller.check_salt(begin.pages.salt)
         prompt = await call.quick(self._prompt, begin.pages, False)
-        if prompt.orphan:  # as where its parent was evicted: nothing can be stored
+        if prompt.orphan:  # nothing can be stored without the parent, which may have been evicted
             return pb.WriteReply().SerializeToString()
         new_pages = 0
 
@@ -143,7 +144,7 @@ class PageCalls:
             except QuotaExceeded:
                 if not new_pages:
                     raise
-                return False  # some are stored: the reply says how many
+                return False  # some pages are stored: the reply has their number
             return prompt.cache.lookup(keys).pages == len(keys)
 
         page_bytes = prompt.cache.page_bytes
@@ -151,8 +152,8 @@ class PageCalls:
             pages = streams.PageAssembly(len(prompt.keys), page_bytes, put)
             if await streams.feed(call, pages, streams.batches(first, requests, call)):
                 pages.end()
-        find = partial(prompt.cache.lookup, prompt.keys)
-        match = find() if _is_short(begin.pages) else await call.quick(find)
+        lookup = partial(prompt.cache.lookup, prompt.keys)
+        match = lookup() if _is_short(begin.pages) else await call.quick(lookup)
         return pb.WriteReply(new_pages=new_pages, pages=match.pages).SerializeToString()
 
     def _prompt(self, pages: pb.Pages, to_match: bool = True) -> PromptPages:
@@ -160,13 +161,13 @@ class PageCalls:
 
 
 def _is_short(pages: pb.Pages) -> bool:
-    """Whether hashing takes no time, and nothing is looked up under the node's lock (as a parent is)."""
+    """Return whether hashing takes hardly any time, and no parent has to be looked up under the node's mutex."""
     page_bytes = 4 * (pages.layout.page_tokens or 64)
     size = len(pages.tokens)
     return size <= LOOKUP_HERE_BYTES and size <= LOOKUP_HERE_PAGES * page_bytes and not pages.parent
 
 
-def _looked_up(prompt: PromptPages) -> Match:
+def _lookup(prompt: PromptPages) -> Match:
     return Match(0, 0, ABSENT) if prompt.orphan else prompt.cache.lookup(prompt.keys)
 
 
@@ -184,56 +185,58 @@ def _get(
     return match, streams.pack_pages(rows[: match.pages].reshape(-1).data)
 
 
-WATCHERS_MAX: Final = 16  # each may keep what the node has, and ``announcing.QUEUED_MAX`` changes, 9 bytes a page
+WATCHERS_MAX: Final = (
+    16  # each queues up to ``announce_plan.QUEUED_MAX`` changes, 9 bytes a page, and all pages at first
+)
 RETRY_AFTER_S: Final = 1.0
-BATCHES: Final = 16  # sent between two looks at the event log, which forgets what was not looked at for long
-END_S: Final = 0.5  # before the deadline: a watch ends well
+BATCHES: Final = 16  # sent between two reads of the event log, which overwrites entries that are read too late
+END_S: Final = 0.5  # before the deadline: a watch ends without an error
 READER: Final = "reader"
 
 
 class PageWatch:
-    """All watchers of one node."""
+    """The call WatchPages, with all its callers."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._watchers = 0
 
     async def pages(self, call: Call, message: bytes) -> None:
-        """Everything the node has, then each change. A batch is made when the one before was taken."""
+        """Send all pages of the node, then each change. A batch is made when the one before it was sent."""
         parse(pb.Empty, message)
         call.caller.check_operator()
         if self._watchers >= WATCHERS_MAX:
             raise TooManyCalls(f"{WATCHERS_MAX} callers watch pages already", RETRY_AFTER_S)
         self._watchers += 1
         try:
-            await self._tell(call)
+            await self._send_changes(call)
         finally:
             self._watchers -= 1
 
-    async def _tell(self, call: Call) -> None:
-        announcing = AnnouncePlan(self._node.folder.name, lambda: secrets.randbits(63))
-        announcing.members([READER])
-        feed = PageFeed(self._node, announcing, Counter())
+    async def _send_changes(self, call: Call) -> None:
+        plan = AnnouncePlan(self._node.folder.name, lambda: secrets.randbits(63))
+        plan.members([READER])
+        feed = PageFeed(self._node, plan, Counter())
         while call.left_s > END_S:
             await call.quick(feed.follow)
             for _ in range(BATCHES):
-                batch = announcing.batch(READER)
+                batch = plan.batch(READER)
                 if batch is None:
                     break
                 await call.send(_message(batch))
-                announcing.take_answer(READER, batch, batch.number + 1)
-            if not announcing.queued:
+                plan.take_answer(READER, batch, batch.number + 1)
+            if not plan.queued:
                 call.check()
                 with call.waits():
                     await asyncio.sleep(LOOK_S)
 
 
 def _message(batch: AnnounceBatch) -> bytes:
-    said = pb.PageBatch(
+    message = pb.PageBatch(
         stream=batch.stream,
         number=batch.number,
         fingerprints=batch.fingerprints.astype("<u8").tobytes(),
         marks=batch.marks.tobytes(),
         whole=batch.whole,
     )
-    return said.SerializeToString()
+    return message.SerializeToString()

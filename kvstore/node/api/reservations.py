@@ -1,10 +1,8 @@
 """Reservations and leases of remote callers: writers and leases of the client library, held between calls.
 
-Holdings: what the node holds for remote callers between calls: reservations and leases.
-
-Life of one: ``add`` (the caller is told a number that cannot be guessed) -> ``find`` by its owner, any number of times
--> it is ended and dropped, by its owner, by its deadline, or because its owner's identity has ended. A caller that is
-not the owner gets the answer for an unknown number: nothing.
+A holding begins with ``add``, which gives the caller a number that cannot be guessed. The owner finds it by this number
+in later calls. It ends by a call of its owner, by its deadline, or when the owner's identity ends. For any other caller
+the number is unknown.
 """
 
 from __future__ import annotations
@@ -32,144 +30,147 @@ from kvstore.server.gate import Call, parse
 from kvstore.server.identities import Identities, Identity, is_tenant
 
 ID_BYTES: Final = 16
-HELD_MAX: Final = 4096  # of one kind
-HELD_SHARE_MAX: Final = 1024  # of them by one tenant
-HELD_BYTES_MAX: Final = 128 << 20  # of memory that all of one kind take; half of it by one tenant
+HOLDINGS_MAX: Final = 4096  # of one kind
+TENANT_HOLDINGS_MAX: Final = 1024  # of one kind and one tenant
+HELD_BYTES_MAX: Final = 128 << 20  # of memory for one kind; half of it for one tenant
 SWEEP_S: Final = 0.25
 
 
-class Ending(Protocol):
-    """What can be held."""
+class Endable(Protocol):
+    """A reservation or a lease."""
 
     def end(self) -> None:
-        """Give it back; nothing is raised but what a node says that cannot answer."""
+        """Give up the frames. Raises only the errors of a node that cannot answer."""
         ...
 
 
-Thing = TypeVar("Thing", bound=Ending)
+Resource = TypeVar("Resource", bound=Endable)
 
 
-class Held(Generic[Thing]):
-    """One thing held for its owner. To work with it, hold ``lock`` and then check ``over``."""
+class Holding(Generic[Resource]):
+    """A resource held for its owner. Callers take ``lock`` and check ``has_ended`` before they use the resource."""
 
-    def __init__(self, owner: Identity, thing: Thing, until_s: float, size_bytes: int) -> None:
+    def __init__(self, owner: Identity, resource: Resource, until_s: float, size_bytes: int) -> None:
         self.owner = owner
-        self.thing = thing
+        self.resource = resource
         self.size_bytes = size_bytes
         self.until_s = until_s  # time.monotonic
         self.lock = threading.Lock()
-        self.over = False
+        self.has_ended = False
 
     def end(self) -> None:
-        """Give it back, once."""
+        """End the resource. Further calls do nothing."""
         with self.lock:
-            if not self.over:
-                self.over = True
-                self.thing.end()
+            if not self.has_ended:
+                self.has_ended = True
+                self.resource.end()
 
 
-class Holdings(Generic[Thing]):
-    """A bounded table of one kind. Any thread may use it.
+class Holdings(Generic[Resource]):
+    """The holdings of one kind, limited in number and memory. Any thread may use the table.
 
     Args:
-        what: "reservation" or "lease", for messages.
-        check: raises Unauthenticated where an identity has ended.
+        kind: "reservation" or "lease", for messages.
+        check: raises Unauthenticated if an identity has ended.
     """
 
     def __init__(
         self,
-        what: str,
+        kind: str,
         check: Callable[[Identity], None],
-        held_max: int = HELD_MAX,
+        holdings_max: int = HOLDINGS_MAX,
         bytes_max: int = HELD_BYTES_MAX,
     ) -> None:
-        self._what = what
+        self._kind = kind
         self._check = check
-        self._max = held_max
-        self._held: dict[bytes, Held[Thing]] = {}
+        self._max = holdings_max
+        self._holdings: dict[bytes, Holding[Resource]] = {}
         self._bytes_max = bytes_max
-        self._of: Counter[Identity] = Counter()
-        self._bytes_of: Counter[Identity] = Counter()
+        self._count_by_owner: Counter[Identity] = Counter()
+        self._bytes_by_owner: Counter[Identity] = Counter()
         self._mutex = threading.Lock()
 
     def __len__(self) -> int:
-        return len(self._held)
+        return len(self._holdings)
 
     def check_room(self, owner: Identity) -> None:
-        """Raises TooManyCalls where no more can be held for this owner."""
+        """Raise TooManyCalls if this owner may not hold another one."""
         with self._mutex:
             self._check_room(owner, 0)
 
     def _check_room(self, owner: Identity, size_bytes: int) -> None:
         tenant = is_tenant(owner)
-        share = HELD_SHARE_MAX if tenant else self._max
-        if len(self._held) >= self._max or self._of[owner] >= min(share, self._max):
-            raise TooManyCalls(f"no more {self._what}s are held: end some", retry_after_s=1.0)
+        share = TENANT_HOLDINGS_MAX if tenant else self._max
+        if len(self._holdings) >= self._max or self._count_by_owner[owner] >= min(share, self._max):
+            raise TooManyCalls(f"the limit of {self._kind}s is reached: end some", retry_after_s=1.0)
         bytes_share = self._bytes_max // 2 if tenant else self._bytes_max
-        all_bytes, mine = self._bytes_of.total() + size_bytes, self._bytes_of[owner] + size_bytes
-        if size_bytes and (all_bytes > self._bytes_max or mine > bytes_share):
-            raise TooManyCalls(f"the {self._what}s that are held name too many pages: end some", retry_after_s=1.0)
+        all_bytes, own_bytes = self._bytes_by_owner.total() + size_bytes, self._bytes_by_owner[owner] + size_bytes
+        if size_bytes and (all_bytes > self._bytes_max or own_bytes > bytes_share):
+            raise TooManyCalls(f"the current {self._kind}s have too many pages: end some", retry_after_s=1.0)
 
-    def add(self, owner: Identity, thing: Thing, ttl_s: float, size_bytes: int = 0) -> bytes:
-        """Hold ``thing`` for ``ttl_s``; returns the number to name it by. Raises TooManyCalls, and then has ended
-        it."""
+    def add(self, owner: Identity, resource: Resource, ttl_s: float, size_bytes: int = 0) -> bytes:
+        """Hold ``resource`` for ``ttl_s`` and return its number.
+
+        Raises:
+            TooManyCalls: a limit is reached; ``resource`` has been ended.
+        """
         number = secrets.token_bytes(ID_BYTES)
         try:
             with self._mutex:
                 self._check_room(owner, size_bytes)
-                self._held[number] = Held(owner, thing, time.monotonic() + ttl_s, size_bytes)
-                self._of[owner] += 1
-                self._bytes_of[owner] += size_bytes
+                self._holdings[number] = Holding(owner, resource, time.monotonic() + ttl_s, size_bytes)
+                self._count_by_owner[owner] += 1
+                self._bytes_by_owner[owner] += size_bytes
         except TooManyCalls:
-            thing.end()
+            resource.end()
             raise
         return number
 
-    def find(self, owner: Identity, number: bytes) -> Held[Thing]:
-        """What the owner named. Raises LeaseBroken where there is no such thing (any more)."""
-        held = self._held.get(number)
-        if held is None or held.owner != owner or time.monotonic() >= held.until_s:
-            raise LeaseBroken(f"there is no such {self._what} of {owner.name}'s, or it is over")
-        return held
+    def find(self, owner: Identity, number: bytes) -> Holding[Resource]:
+        """Return the owner's holding. Raises LeaseBroken if there is none with this number, or it has ended."""
+        holding = self._holdings.get(number)
+        if holding is None or holding.owner != owner or time.monotonic() >= holding.until_s:
+            raise LeaseBroken(f"{owner.name} has no such {self._kind}, or it has ended")
+        return holding
 
     def drop(self, number: bytes) -> None:
-        """Forget a thing that was ended; its number names nothing any more."""
+        """Remove a holding that has ended from the table."""
         with self._mutex:
-            self._forget(number)
+            self._remove(number)
 
     def abandon(self, number: bytes) -> None:
-        """End a reservation that no client was told of."""
+        """End a holding whose number did not reach its owner."""
         with self._mutex:
-            held = self._forget(number)
-        if held is not None:
+            holding = self._remove(number)
+        if holding is not None:
             with contextlib.suppress(KVStoreError):
-                held.end()
+                holding.end()
 
     def sweep(self, everything: bool = False) -> None:
-        """End those past their deadline, and those of owners that have ended."""
+        """End holdings past their deadline, and those of identities that have ended."""
         now_s = time.monotonic()
         with self._mutex:
-            over = [
+            numbers = [
                 number
-                for number, held in self._held.items()
-                if everything or now_s >= held.until_s or not self._known(held.owner)
+                for number, holding in self._holdings.items()
+                if everything or now_s >= holding.until_s or not self._is_valid(holding.owner)
             ]
-            ended = [self._forget(number) for number in over]
-        for held in ended:
-            if held is not None:
+            expired = [self._remove(number) for number in numbers]
+        for holding in expired:
+            if holding is not None:
                 with contextlib.suppress(KVStoreError):
-                    held.end()
+                    holding.end()
 
-    def _forget(self, number: bytes) -> Held[Thing] | None:
-        held = self._held.pop(number, None)
-        if held is not None:
-            self._of[held.owner] -= 1
-            self._bytes_of[held.owner] -= held.size_bytes
-            if not self._of[held.owner]:
-                del self._of[held.owner], self._bytes_of[held.owner]
-        return held
+    def _remove(self, number: bytes) -> Holding[Resource] | None:
+        holding = self._holdings.pop(number, None)
+        if holding is not None:
+            self._count_by_owner[holding.owner] -= 1
+            self._bytes_by_owner[holding.owner] -= holding.size_bytes
+            if not self._count_by_owner[holding.owner]:
+                del self._count_by_owner[holding.owner], self._bytes_by_owner[holding.owner]
+        return holding
 
-    def _known(self, owner: Identity) -> bool:
+    def _is_valid(self, owner: Identity) -> bool:
         try:
             self._check(owner)
         except Unauthenticated:
@@ -178,21 +179,21 @@ class Holdings(Generic[Thing]):
 
 
 async def sweep_forever(run: Callable[[], None]) -> None:
-    """Call ``run`` in a thread every ``SWEEP_S``, until cancelled."""
+    """Call ``run`` in a thread every ``SWEEP_S``, until the task is cancelled."""
     while True:
         await asyncio.sleep(SWEEP_S)
         await asyncio.to_thread(run)
 
 
 WRITE_BUFFER_BYTES = 2 * BATCH_BYTES
-LEASE_TTL_S = 30.0  # where a request names none
+LEASE_TTL_S = 30.0  # if a request has no ttl
 GROUP_BYTES_MAX = 256
-LEASED_PAGE_BYTES = 64  # of memory, where each lies apart
+LEASED_PAGE_BYTES = 64  # of memory, for a page whose neighbours are not in the next frames
 RESERVED_PAGE_BYTES = 512
 
 
 class Reservation:
-    """An entered writer, with the cache and keys it writes."""
+    """A writer that has reserved its frames, with its cache and keys."""
 
     def __init__(self, writer: Writer, cache: PrefixCache, keys: Keys) -> None:
         self.writer = writer
@@ -200,40 +201,42 @@ class Reservation:
         self.keys = keys
 
     def end(self) -> None:
-        """Revoke what was not sealed."""
-        given_up = LeaseBroken("given up")
-        self.writer.__exit__(LeaseBroken, given_up, None)
+        """Revoke the pages that are not sealed."""
+        revoked = LeaseBroken("the reservation was revoked")
+        self.writer.__exit__(LeaseBroken, revoked, None)
 
 
 class LeaseHold:
-    """An entered lease. Its views are not used, since remote leases have copies."""
+    """A lease that is in force. Its views are dropped, because remote callers receive copies."""
 
     def __init__(self, lease: Lease) -> None:
         self.lease = lease
         lease.forget_views()
 
     def end(self) -> None:
-        """Release it."""
+        """Release the lease."""
         self.lease.release()
 
 
 class Reservations:
-    """Reserve, Seal, Revoke, and Write into what was reserved."""
+    """The calls Reserve, Seal and Revoke, and Write into a reservation."""
 
     def __init__(self, store: Store, node: Node, identities: Identities) -> None:
         self._store = store
         self._node = node
-        self.held: Holdings[Reservation] = Holdings("reservation", identities.check)
+        self.holdings: Holdings[Reservation] = Holdings("reservation", identities.check)
 
     async def reserve(self, call: Call, message: bytes) -> bytes:
-        """Take frames for pages that are not stored."""
+        """Reserve frames for those pages that are not stored."""
         request = parse(pb.ReserveRequest, message)
         call.caller.check_salt(request.pages.salt)
         if len(request.write_group.encode()) > GROUP_BYTES_MAX:
-            raise InvalidRequest("write_group", f"has more than {GROUP_BYTES_MAX} bytes")
-        self.held.check_room(call.caller)
-        number, wanted = await call.wait(self._reserve, call, request, undo=lambda made: self.held.abandon(made[0]))
-        return pb.ReserveReply(reservation=number, wanted=wanted).SerializeToString()
+            raise InvalidRequest("write_group", f"must be at most {GROUP_BYTES_MAX} bytes")
+        self.holdings.check_room(call.caller)
+        number, new_pages = await call.wait(
+            self._reserve, call, request, undo=lambda reserved: self.holdings.abandon(reserved[0])
+        )
+        return pb.ReserveReply(reservation=number, wanted=new_pages).SerializeToString()
 
     def _reserve(self, call: Call, request: pb.ReserveRequest) -> tuple[bytes, list[int]]:
         prompt = prompt_of(self._store, self._node, request.pages, to_match=False)
@@ -243,57 +246,59 @@ class Reservations:
         cut = request.rank, request.ranks or 1, None, request.stage, request.stages or 1
         writer = prompt.cache.writer(prompt.keys, ttl_s, group, *cut)
         if prompt.orphan:
-            raise InvalidRequest("parent", "is not stored here: reserve from an earlier page on")
+            raise InvalidRequest("parent", "is not stored on this node: reserve from an earlier page")
         writer.__enter__()
         reservation = Reservation(writer, prompt.cache, prompt.keys)
-        return self.held.add(call.caller, reservation, ttl_s, _held_bytes(prompt.keys)), writer.pages_new
+        return self.holdings.add(call.caller, reservation, ttl_s, _reserved_bytes(prompt.keys)), writer.pages_new
 
     async def write(self, call: Call, number: bytes, batches: AsyncIterator[list[Data]]) -> bytes:
-        """Data goes where each message says; readers of this node see a layer as soon as it is whole."""
-        held = self.held.find(call.caller, number)
+        """Write data into the reserved frames, each message at its own offset.
+
+        Readers of this node see a layer as soon as it is complete."""
+        holding = self.holdings.find(call.caller, number)
         async with call.buffers(WRITE_BUFFER_BYTES):
             async for batch in batches:
-                self.held.find(call.caller, number)
-                await call.wait(_write, held, batch)
+                self.holdings.find(call.caller, number)
+                await call.wait(_write, holding, batch)
         return pb.WriteReply().SerializeToString()
 
     async def seal(self, call: Call, message: bytes) -> bytes:
-        """Make the pages readable, if every byte was written; else everything is revoked."""
+        """Seal the pages if every byte was written. Otherwise revoke all of them."""
         number = parse(pb.ReservationRequest, message).reservation
-        return await call.wait(self._seal, self.held.find(call.caller, number), number)
+        return await call.wait(self._seal, self.holdings.find(call.caller, number), number)
 
-    def _seal(self, held: Held[Reservation], number: bytes) -> bytes:
-        with held.lock:
-            _check(held)
-            held.over = True
-            self.held.drop(number)
-            reservation = held.thing
+    def _seal(self, holding: Holding[Reservation], number: bytes) -> bytes:
+        with holding.lock:
+            _check(holding)
+            holding.has_ended = True
+            self.holdings.drop(number)
+            reservation = holding.resource
             reservation.writer.__exit__(None, None, None)
             match = reservation.cache.lookup(reservation.keys)
         return pb.WriteReply(new_pages=reservation.writer.sealed, pages=match.pages).SerializeToString()
 
     async def revoke(self, call: Call, message: bytes) -> bytes:
-        """Give everything back."""
+        """Revoke all pages of the reservation."""
         number = parse(pb.ReservationRequest, message).reservation
-        await call.wait(self.held.find(call.caller, number).end)
-        self.held.drop(number)
+        await call.wait(self.holdings.find(call.caller, number).end)
+        self.holdings.drop(number)
         return b""
 
 
 class Leases:
-    """Lease, Renew, Release."""
+    """The calls Lease, Renew and Release."""
 
     def __init__(self, store: Store, node: Node, identities: Identities) -> None:
         self._store = store
         self._node = node
-        self.held: Holdings[LeaseHold] = Holdings("lease", identities.check)
+        self.holdings: Holdings[LeaseHold] = Holdings("lease", identities.check)
 
     async def lease(self, call: Call, message: bytes) -> bytes:
-        """Keep the stored pages of a prompt where they are; what is on NVMe only is brought to DRAM first."""
+        """Lease the stored pages of a prompt. Pages that are only on NVMe are first copied to DRAM."""
         request = parse(pb.LeaseRequest, message)
         call.caller.check_salt(request.pages.salt)
-        self.held.check_room(call.caller)
-        reply = await call.wait(self._lease, call, request, undo=lambda made: self.held.abandon(made.lease))
+        self.holdings.check_room(call.caller)
+        reply = await call.wait(self._lease, call, request, undo=lambda reply: self.holdings.abandon(reply.lease))
         return reply.SerializeToString()
 
     def _lease(self, call: Call, request: pb.LeaseRequest) -> pb.LeaseReply:
@@ -307,50 +312,50 @@ class Leases:
         if not match.pages:
             lease.release()
             return pb.LeaseReply(reason=match.reason)
-        number = self.held.add(call.caller, LeaseHold(lease), ttl_s, LEASED_PAGE_BYTES * match.pages)
+        number = self.holdings.add(call.caller, LeaseHold(lease), ttl_s, LEASED_PAGE_BYTES * match.pages)
         return pb.LeaseReply(lease=number, pages=match.pages, ttl_ms=int(ttl_s * 1000), reason=match.reason)
 
     async def renew(self, call: Call, message: bytes) -> bytes:
         """Move a lease's deadline."""
         request = parse(pb.RenewRequest, message)
-        held = self.held.find(call.caller, request.lease)
-        return await call.wait(self._renew, held, request.lease, self._ttl_s(request.ttl_ms))
+        holding = self.holdings.find(call.caller, request.lease)
+        return await call.wait(self._renew, holding, request.lease, self._ttl_s(request.ttl_ms))
 
-    def _renew(self, held: Held[LeaseHold], number: bytes, ttl_s: float) -> bytes:
-        with held.lock:
-            _check(held)
-            held.thing.lease.renew(ttl_s)
-            held.until_s = time.monotonic() + ttl_s
-            match = held.thing.lease.match
+    def _renew(self, holding: Holding[LeaseHold], number: bytes, ttl_s: float) -> bytes:
+        with holding.lock:
+            _check(holding)
+            holding.resource.lease.renew(ttl_s)
+            holding.until_s = time.monotonic() + ttl_s
+            match = holding.resource.lease.match
         reply = pb.LeaseReply(lease=number, pages=match.pages, ttl_ms=int(ttl_s * 1000), reason=match.reason)
         return reply.SerializeToString()
 
     async def release(self, call: Call, message: bytes) -> bytes:
-        """End a lease."""
+        """Release a lease."""
         number = parse(pb.ReleaseRequest, message).lease
-        await call.wait(self.held.find(call.caller, number).end)
-        self.held.drop(number)
+        await call.wait(self.holdings.find(call.caller, number).end)
+        self.holdings.drop(number)
         return b""
 
     def _ttl_s(self, ttl_ms: int) -> float:
         return min(ttl_ms / 1000 if ttl_ms else LEASE_TTL_S, self._node.config.lease_ttl_s_max)
 
 
-def _write(held: Held[Reservation], batch: list[Data]) -> None:
-    with held.lock:
-        _check(held)
+def _write(holding: Holding[Reservation], batch: list[Data]) -> None:
+    with holding.lock:
+        _check(holding)
         for data in batch:
             data.check()
             if len(data.data):
-                held.thing.writer.write_range(data.page, data.offset, data.data)
+                holding.resource.writer.write_range(data.page, data.offset, data.data)
 
 
-def _check(held: Held[Reservation] | Held[LeaseHold]) -> None:
-    """Raises LeaseBroken where it ended while this call waited for it."""
-    if held.over:
-        raise LeaseBroken("it is over")
+def _check(holding: Holding[Reservation] | Holding[LeaseHold]) -> None:
+    """Raise LeaseBroken if the holding ended while this call waited for its lock."""
+    if holding.has_ended:
+        raise LeaseBroken("the reservation or lease has ended")
 
 
-def _held_bytes(keys: Keys) -> int:
-    """What a reservation of these pages takes in memory: keys, identities, addresses; and the token ids, twice."""
+def _reserved_bytes(keys: Keys) -> int:
+    """Return the memory that a reservation takes: keys, identities, addresses, and twice the token ids."""
     return RESERVED_PAGE_BYTES * len(keys) + 2 * keys.tokens.nbytes

@@ -1,9 +1,7 @@
-"""ApiServer: the gRPC API of a node.
+"""The gRPC API of a node: the methods of store.proto, and the code that serves them.
 
-It is a client of its own node: one store on an in-process channel serves all remote callers, so pages are proven, read
-and written by the same code as on this machine.
-
-The methods of store.proto, and the code that serves them.
+The server is a client of its own node. One store on an in-process channel serves all remote callers, so that pages are
+proven, read and written by the same code as for clients of this machine.
 """
 
 from __future__ import annotations
@@ -75,26 +73,26 @@ def handlers(
 # Calls of one connection: the minimum, and the part of ``rpcs_max``. If a client does not wait, gRPC refuses further
 # ones before it creates a call, which is the cheapest refusal.
 STREAMS_MIN, STREAMS_SHARE = 16, 16
-BUFFER_PAGES: Final = 4  # of the largest kind, which must fit the buffers of all calls
+BUFFER_PAGES: Final = 4  # the buffers of all calls have room for as many pages of the largest size
 
 
 class _Here:
-    """This daemon's node, in the form of an embedded one. It does not end with its client."""
+    """This daemon's node, in the form of an embedded one. Closing the client does not end the node."""
 
     def __init__(self, node: Node, dispatcher: Dispatcher) -> None:
         self._node = node
         self._dispatcher = dispatcher
 
     def channel(self) -> InProcessChannel:
-        """See ``client.local.node.Embedded``."""
+        """Return a new channel to the node."""
         return InProcessChannel(self._node, self._dispatcher)
 
     def close(self) -> None:
-        """The daemon ends its node itself."""
+        """Do nothing: the daemon ends its node."""
 
 
 class ApiServer(LoopServer):
-    """Serves from ``start`` to ``stop``. Its node is started before it, and stops after it."""
+    """Serves calls from ``start`` to ``stop``. The node starts before the server and stops after it."""
 
     def __init__(self, config: NodeConfig, node: Node, dispatcher: Dispatcher) -> None:
         extent_bytes = node.look(lambda _, state: state.segment.extent_bytes)
@@ -119,11 +117,11 @@ class ApiServer(LoopServer):
         return handlers(gate, pages, self._reservations, self._leases, objects, admin, PageWatch(self._node))
 
     def _background(self) -> Sequence[Coroutine[Any, Any, None]]:
-        return (sweep_forever(self._sweep),)  # without it leases would never end
+        return (sweep_forever(self._sweep),)  # ends leases and reservations past their deadline
 
     def _on_calls_end(self) -> None:
         self._sweep(everything=True)
 
     def _sweep(self, everything: bool = False) -> None:
-        self._reservations.held.sweep(everything)
-        self._leases.held.sweep(everything)
+        self._reservations.holdings.sweep(everything)
+        self._leases.holdings.sweep(everything)

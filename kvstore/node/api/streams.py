@@ -1,7 +1,7 @@
-"""Streams: data messages as they come and go. Data is copied once between a message and the pages it belongs to.
+"""Streams of data messages: received ones become pages, and pages become messages to send.
 
-A stream's node has one buffer of a few MiB, or of one page where pages are larger: what was read for a slow reader
-waits in it, and nothing of the store is held for him.
+Data is copied once between a message and its page. A stream takes a few MiB of the node's buffers, or a few pages if a
+page is larger. Data for a slow reader waits in that buffer, and the reader holds no frame of the store.
 """
 
 from __future__ import annotations
@@ -19,18 +19,18 @@ from kvstore.errors import InvalidRequest
 from kvstore.server.gate import Call
 from kvstore.wire.grpc import FIXED64, digest_of, fields, pack_data
 
-BATCH_BYTES: Final = 4 << 20  # of pages read or put in one step, where a page is not larger
-CHUNK_BYTES: Final = 1 << 20  # of data in a message sent; a client's default bound for a message is 4 MiB
-DIRECT_BYTES: Final = 1 << 20  # of whole pages in one message, which are put from there without another copy
-MESSAGES_MAX: Final = 1024  # taken in one step, of very small ones
-_COPIES: Final = 4  # of a batch: the pages, the messages being worked on and those coming, of which one may be too much
+BATCH_BYTES: Final = 4 << 20  # of pages read or put in one step; one page if that is larger
+CHUNK_BYTES: Final = 1 << 20  # of data in a sent message; by default, gRPC clients refuse messages above 4 MiB
+DIRECT_BYTES: Final = 1 << 20  # a message with as much data in whole pages is put without another copy
+MESSAGES_MAX: Final = 1024  # small messages in one step
+_COPIES: Final = 4  # of a batch: its pages, the messages in work, and those arriving, one of which may exceed the batch
 
 Value = TypeVar("Value")
 Rows = npt.NDArray[np.uint8]
 
 
 class Data(NamedTuple):
-    """A message of a data stream, read without copying the data."""
+    """A message of a data stream. ``data`` is a view of the message."""
 
     begin: bytes | None
     data: memoryview
@@ -39,13 +39,13 @@ class Data(NamedTuple):
     offset: int
 
     def check(self) -> None:
-        """Raises InvalidRequest where the data is not what its digest says."""
+        """Raise InvalidRequest if the data does not match its digest."""
         if len(self.data) and digest_of(self.data) != self.digest:
-            raise InvalidRequest("data_xxh3", "is not xxh3_64 of data: it was damaged on its way")
+            raise InvalidRequest("data_xxh3", "must be xxh3_64 of data: the data was damaged in transfer")
 
 
 def read_data(message: bytes) -> Data:
-    """A ``WriteRequest`` or ``PutObjectRequest``. Raises InvalidRequest where it is not one."""
+    """Parse a ``WriteRequest`` or ``PutObjectRequest``. Raises InvalidRequest if the message is neither."""
     begin, data, numbers = None, memoryview(b""), {3: 0, 4: 0, 5: 0}
     try:
         for field in fields(message):
@@ -60,26 +60,26 @@ def read_data(message: bytes) -> Data:
     return Data(begin, data, numbers[3], numbers[4], numbers[5])
 
 
-assert FIXED64 == 1, "``fields`` gives a digest as a number"
+assert FIXED64 == 1, "``fields`` returns a digest as a number"
 
 
 def buffer_bytes(page_bytes: int) -> int:
-    """What a stream of such pages takes of the node's buffers."""
+    """Return how much of the node's buffers a stream of such pages takes."""
     return _COPIES * max(page_bytes, BATCH_BYTES)
 
 
 def batch_pages(page_bytes: int) -> int:
-    """Pages in one step."""
+    """Return the number of pages in one step."""
     return max(1, BATCH_BYTES // page_bytes)
 
 
 def pack_pages(data: memoryview, pack: Callable[[memoryview], bytes] = pack_data) -> list[bytes]:
-    """Messages of ``data`` with its digests."""
+    """Return messages with ``data`` and its digests."""
     return [pack(data[start : start + CHUNK_BYTES]) for start in range(0, len(data), CHUNK_BYTES)]
 
 
 async def first_of(requests: AsyncIterator[bytes], call: Call) -> Data:
-    """The first message of a stream, which has to begin it. Raises InvalidRequest."""
+    """Receive the first message of a stream, which has to contain ``begin``. Raises InvalidRequest."""
     message = await call.receive(requests)
     if message is not None:
         first = read_data(message)
@@ -89,125 +89,126 @@ async def first_of(requests: AsyncIterator[bytes], call: Call) -> Data:
 
 
 async def batches(first: Data, requests: AsyncIterator[bytes], call: Call) -> AsyncIterator[list[Data]]:
-    """What a stream brings, ``BATCH_BYTES`` or more at a time. Raises InvalidRequest where it begins again."""
-    gathered, size = [first], len(first.data)
+    """Yield the messages of a stream in batches of ``BATCH_BYTES``. Raises InvalidRequest if the stream begins twice."""
+    batch, size = [first], len(first.data)
     while (message := await call.receive(requests)) is not None:
         data = read_data(message)
         if data.begin is not None:
             raise InvalidRequest("begin", "must be in the first message only")
-        gathered.append(data)
+        batch.append(data)
         size += len(data.data)
-        if size >= BATCH_BYTES or len(gathered) >= MESSAGES_MAX:
-            yield gathered
-            gathered, size = [], 0
-    yield gathered
+        if size >= BATCH_BYTES or len(batch) >= MESSAGES_MAX:
+            yield batch
+            batch, size = [], 0
+    yield batch
 
 
 async def ahead(call: Call, steps: Iterable[Callable[[], Value]]) -> AsyncGenerator[Value, None]:
-    """What comes of ``steps``, in order: each is done in a thread while what came of the one before is sent."""
+    """Yield the results of ``steps`` in order. A thread runs each step while the caller uses the result before it."""
     step: asyncio.Task[Value] | None = None
     try:
         for work in steps:
-            before = await step if step is not None else None
+            result = await step if step is not None else None
             step = asyncio.create_task(call.run(work))
-            if before is not None:
-                yield before
+            if result is not None:
+                yield result
         if step is not None:
             yield await step
     finally:
-        _forget(step)
+        _cancel(step)
 
 
 async def feed(call: Call, pages: PageAssembly, batches: AsyncIterator[list[Data]]) -> bool:
-    """Hand batches to ``pages`` in a thread, each while the next one comes. False where nothing more is wanted."""
+    """Give batches to ``pages`` in a thread, each while the next one arrives. Return False if it needs no more."""
     step: asyncio.Task[bool] | None = None
-    coming: asyncio.Task[list[Data] | None] | None = None
+    arriving: asyncio.Task[list[Data] | None] | None = None
     try:
         while True:
-            coming = asyncio.create_task(_next(batches))
-            if step is not None and not await step:  # what is wrong is told at once, whether more comes or not
+            arriving = asyncio.create_task(_next(batches))
+            if step is not None and not await step:  # awaited first: an error is raised even if no more data arrives
                 return False
-            batch = await coming
+            batch = await arriving
             if batch is None:
                 return True
             step = asyncio.create_task(call.wait(pages.feed, batch))
     finally:
-        _forget(step)
-        _forget(coming)
+        _cancel(step)
+        _cancel(arriving)
 
 
 async def _next(batches: AsyncIterator[list[Data]]) -> list[Data] | None:
     return await anext(batches, None)
 
 
-def _forget(step: asyncio.Task[Any] | None) -> None:
-    """End it; its result is not needed any more."""
+def _cancel(step: asyncio.Task[Any] | None) -> None:
+    """Cancel a task, or discard its result or error if it has ended."""
     if step is not None and not step.cancel() and not step.cancelled():
         step.exception()
 
 
 class PageAssembly:
-    """Whole pages put together from data of any size.
+    """An assembly of whole pages from data of any size.
 
-    Life: made for ``count`` pages -> ``feed`` for every batch, which hands whole pages on as soon as a buffer is full
-    or the batch ends -> ``end``.
+    It is made for ``count`` pages. ``feed`` takes each batch, and calls ``put`` with whole pages when the
+    buffer is full or the batch ends. ``end`` checks that no page is incomplete.
     """
 
     def __init__(self, count: int, page_bytes: int, put: Callable[[int, Rows | PageRows], bool]) -> None:
-        self._left = count * page_bytes
+        self._count = count
+        self._bytes_left = count * page_bytes
         self._page_bytes = page_bytes
         self._rows: Rows = empty((min(count, batch_pages(page_bytes)), page_bytes))
         self._put = put
-        self._filled = 0  # bytes of the rows
+        self._filled = 0  # bytes of ``_rows``
         self._page = 0
 
     def feed(self, messages: list[Data]) -> bool:
-        """Take these in. False where ``put`` took less than it was given: nothing more has to be sent.
+        """Add the data of these messages. Return False if ``put`` stored less than it received: no more data is needed.
 
         Raises:
-            InvalidRequest: data is damaged, or more than the pages need; pages handed on before stay.
+            InvalidRequest: data is damaged, or more than the pages take. Pages that were put before stay stored.
         """
         whole = PageRows()
         for message in messages:
             message.check()
             data = np.frombuffer(message.data, np.uint8)
-            if len(data) > self._left:
-                raise InvalidRequest("data", "is more than the pages named")
-            self._left -= len(data)
+            if len(data) > self._bytes_left:
+                raise InvalidRequest("data", f"must be {self._count} pages, as named (got more)")
+            self._bytes_left -= len(data)
             if not self._filled and len(data) >= DIRECT_BYTES and not len(data) % self._page_bytes:
                 whole.extend(data.reshape(-1, self._page_bytes))
                 continue
-            if whole and not self._hand_on(whole):
+            if whole and not self._put_direct(whole):
                 return False
             while len(data):
                 flat = self._rows.reshape(-1)
-                some = min(len(data), len(flat) - self._filled)
-                copy(flat[self._filled : self._filled + some], data[:some])
-                data, self._filled = data[some:], self._filled + some
-                if self._filled == len(flat) and not self._empty():
+                size = min(len(data), len(flat) - self._filled)
+                copy(flat[self._filled : self._filled + size], data[:size])
+                data, self._filled = data[size:], self._filled + size
+                if self._filled == len(flat) and not self._put_buffered():
                     return False
         if whole:
-            return self._hand_on(whole)
-        return self._filled < self._page_bytes or self._empty()
+            return self._put_direct(whole)
+        return self._filled < self._page_bytes or self._put_buffered()
 
     def end(self) -> None:
-        """Raises InvalidRequest where a page was begun and not finished; those before stay."""
+        """Raise InvalidRequest if the last page is incomplete. The pages before it stay stored."""
         if self._filled:
             raise InvalidRequest("data", f"ended inside page {self._page}; the pages before it are stored")
 
-    def _empty(self) -> bool:
-        """Hand on the pages of the buffer that are whole."""
+    def _put_buffered(self) -> bool:
+        """Put the whole pages of the buffer, and move the rest to its start."""
         whole = self._filled // self._page_bytes
-        took_all = self._put(self._page, self._rows[:whole])
+        is_complete = self._put(self._page, self._rows[:whole])
         rest = self._filled - whole * self._page_bytes
         flat = self._rows.reshape(-1)
         flat[:rest] = flat[whole * self._page_bytes : self._filled]
         self._filled, self._page = rest, self._page + whole
-        return took_all
+        return is_complete
 
-    def _hand_on(self, whole: PageRows) -> bool:
-        """Hand on pages that lie in their messages, and forget them."""
-        took_all = self._put(self._page, PageRows(whole))
+    def _put_direct(self, whole: PageRows) -> bool:
+        """Put pages from their messages, and clear the list."""
+        is_complete = self._put(self._page, PageRows(whole))
         self._page += len(whole)
         whole.clear()
-        return took_all
+        return is_complete
