@@ -24,10 +24,9 @@ from kvstore.errors import InvalidRequest, NodeBusy, Unavailable
 from kvstore.logs import event
 from kvstore.node import on_stop
 from kvstore.node.background import Background
-from kvstore.node.cluster import data_child
 from kvstore.node.cluster.announcer import Announcer
-from kvstore.node.cluster.data_child import DataChild
-from kvstore.node.cluster.directory_audit import Heard
+from kvstore.node.cluster.data_child import DataChild, has_data_server
+from kvstore.node.cluster.directory_audit import DirectoryAudit
 from kvstore.node.dispatch import Dispatcher
 from kvstore.node.node import Node
 from kvstore.node.operator.admin import Call
@@ -120,7 +119,7 @@ def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
         NodeBusy, InvalidRequest: see ``Node.start``; nothing was left running.
     """
     membership = Membership(config) if config.catalog else None
-    sender = DataChild(config, NodeFolder(config.shm_dir, config.name)) if data_child.wanted(config) else None
+    sender = DataChild(config, NodeFolder(config.shm_dir, config.name)) if has_data_server(config) else None
     with lifecycle.run(config, log, "the daemon") as life:
         if config.otlp_endpoint:
             tracing.configure(config.otlp_endpoint, config.name)
@@ -213,9 +212,11 @@ def _announce(
     config: NodeConfig, node: Node, membership: Membership, mine: NodeEntry, life: Life, calls: dict[str, Call]
 ) -> Announcer:
     """Tell the pool from now on which pages the node has. Admin calls say how that goes, and whether the pool knows."""
-    links, served = PeerLinks(config.pool, config.name, credentials_of(os.environ)), data_child.wanted(config)
-    peers_file = PeersFile(node.folder)
-    announcer = Announcer(node, config.name, mine.process, membership, peers_file, links, config.catalog_ttl_s, served)
+    links, peers_file = PeerLinks(config.pool, config.name, credentials_of(os.environ)), PeersFile(node.folder)
+    announcer = Announcer(
+        *(node, config.name, mine.process, membership, peers_file, links, config.catalog_ttl_s),
+        has_data_server=has_data_server(config),
+    )
     announcer.start()
     if life.http is not None:
         faults = membership.fault, announcer.fault
@@ -228,7 +229,7 @@ def _announce(
         "announcing": announcer.status(),
         "membership": membership.status(),
     }
-    calls["heard"] = Heard(node, config.name, membership, peers_file, links).look
+    calls["heard"] = DirectoryAudit(node, config.name, membership, peers_file, links).run
     return announcer
 
 

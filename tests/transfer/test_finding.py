@@ -367,7 +367,7 @@ def test_a_node_is_told_which_owners_do_not_know_it(
     a, b = machines["a"], machines["b"]
     a.put(prompt(11, 100))
     b.put(prompt(11, 70))
-    look = directory_audit.Heard(a.node, a.name, a.members, a.peers, a.links).look
+    look = directory_audit.DirectoryAudit(a.node, a.name, a.members, a.peers, a.links).run
 
     def owners() -> dict[str, dict[str, Any]]:
         return dict(look({})["owners"])

@@ -89,7 +89,7 @@ async def first_of(requests: AsyncIterator[bytes], call: Call) -> Data:
 
 
 async def batches(first: Data, requests: AsyncIterator[bytes], call: Call) -> AsyncIterator[list[Data]]:
-    """Yield the messages of a stream in batches of ``BATCH_BYTES``. Raises InvalidRequest if the stream begins twice."""
+    """Yield the messages of a stream in batches of ``BATCH_BYTES``. Raises InvalidRequest for a second ``begin``."""
     batch, size = [first], len(first.data)
     while (message := await call.receive(requests)) is not None:
         data = read_data(message)

@@ -1,1 +1,1 @@
-"""What makes nodes a pool: pages read from each other, and which node has which."""
+"""A node as a member of a pool: its pages are served to other nodes, and its part of the directory is kept."""

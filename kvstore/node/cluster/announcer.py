@@ -1,4 +1,4 @@
-"""Announcer: tells the directory's owners what pages a node has, in a thread."""
+"""A thread that announces a node's pages to the owners of the directory."""
 
 from __future__ import annotations
 
@@ -26,24 +26,24 @@ from kvstore.wire.data import FrameKind
 ANSWER_S: Final = 1.0
 PAGES_PER_S: Final = 500_000  # at most
 STOP_S: Final = 5.0
-RETRY_MAX_S: Final = 8.0  # between two tries to tell an owner that has too many connections
-LOOK_MAX_S: Final = 0.5  # between two tries to tell any other owner
+RETRY_MAX_S: Final = 8.0  # the longest pause before an owner with too many connections is tried again
+LOOK_MAX_S: Final = 0.5  # the longest pause before any other owner is tried again
 FAULT_AFTER_S: Final = 10.0
 FAULTS_MAX: Final = 4  # faults that are described in full
-STUCK_S: Final = 30.0  # a turn takes this long where something hangs: owners have a second each, and dead ones none
+STUCK_S: Final = 30.0  # a turn takes this long only if something hangs: a live owner has one second, a dead one none
 
 
 class Announcer:
-    """From ``start`` to ``stop``. Where a turn fails it tells everything again, in new streams. Status says if it
-    hangs.
+    """The announcer of one node, from ``start`` to ``stop``. If a turn fails, all pages are announced again, in new
+    streams.
 
     Args:
-        daemon: the number that our entry in the catalog has: by it owners know that it is we who tell.
-        members: what the catalog tells.
-        peers: who there is. A node whose own data server is not among them has nothing to announce, since no node could
-            read its pages.
-        fault_after_s: an owner that was not told for longer is a fault. A dead owner is not a member by then.
-        served: whether the node has a data server, so that it is a fault where none is in the catalog.
+        daemon: the number in the node's entry in the catalog, by which owners recognize the node.
+        members: the catalog's members.
+        peers: the nodes that can be reached. If the node's own data server is not among them, nothing is announced,
+            because no other node could read the pages.
+        fault_after_s: an owner that could not be reached for longer is a fault. A dead owner is not a member by then.
+        has_data_server: whether the node should have a data server; then it is a fault if the catalog has none.
     """
 
     def __init__(
@@ -55,10 +55,10 @@ class Announcer:
         peers: PeersFile,
         links: PeerLinks,
         fault_after_s: float = FAULT_AFTER_S,
-        served: bool = False,
+        has_data_server: bool = False,
     ) -> None:
         self._node = node
-        self._fault_after_s, self._served = fault_after_s, served
+        self._fault_after_s, self._has_data_server = fault_after_s, has_data_server
         self._listed_s = time.monotonic()
         self._daemon = int(daemon, 16)
         self._members = members
@@ -66,38 +66,38 @@ class Announcer:
         self._links = links
         self._name = name
         self._turn_s = time.monotonic()
-        self._told_s: dict[str, float] = {}
+        self._sent_s: dict[str, float] = {}
         self._owners: dict[str, _Owner] = {}
         self._stopping = threading.Event()
         run = boundary.thread_loop("task/announcer", self._turn, self._stopping)
         self._thread = threading.Thread(target=run, name="announcer", daemon=True)
         self.counters: Counter[str] = Counter()
-        self._begin()
+        self._restart()
 
-    def _begin(self) -> None:
-        """Tell everything from the beginning."""
-        self._announcing = AnnouncePlan(self._name, lambda: secrets.randbits(63))
-        self._feed = PageFeed(self._node, self._announcing, self.counters)
+    def _restart(self) -> None:
+        """Announce all pages again, in new streams."""
+        self._plan = AnnouncePlan(self._name, lambda: secrets.randbits(63))
+        self._feed = PageFeed(self._node, self._plan, self.counters)
 
     def start(self) -> None:
-        """Begin."""
+        """Start the thread."""
         self._thread.start()
 
     def stop(self) -> None:
-        """End; pending announcements are dropped."""
+        """End the thread. Pending announcements are dropped."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(STOP_S)
 
     def status(self) -> dict[str, Any]:
-        """What waits to be told, and what was; how long ago it last looked for news, when the owner that was told
-        least lately was told, which owners have failed for longest and why, and what that means."""
-        owners = self._owners  # replaced, never changed
+        """Return what is queued and what was sent, the ages of the last turn and of the least recent success of an
+        owner, the owners that have failed for longest, and the fault."""
+        owners = self._owners  # the dict is replaced, never changed
         failing = {name: each.health.status() for name, each in owners.items() if each.health.failing_since_s}
         failing = dict(sorted(failing.items(), key=lambda item: -item[1]["failing_s"])[:FAULTS_MAX])
         return {
-            "queued": self._announcing.queued,
-            "owners": len(self._announcing.owners),
+            "queued": self._plan.queued,
+            "owners": len(self._plan.owners),
             "turn_ago_s": round(time.monotonic() - self._turn_s, 3),
             "told_ago_s": round(self._told_ago_s(), 3),
             "failing": failing,
@@ -106,24 +106,27 @@ class Announcer:
         }
 
     def ages(self) -> list[tuple[str, float, int]]:
-        """For metrics, as ``Membership.ages``."""
+        """Return ages for metrics, as ``Membership.ages`` does."""
         return [("announcing", self._told_ago_s(), self.counters["failed"])]
 
     def _told_ago_s(self) -> float:
-        """Since the owner that was told least lately was told, or since the last turn where there is none."""
-        told = [each.health.succeeded_s or each.since_s for each in self._owners.values()]
-        return max(boot_s() - min(told, default=boot_s()), time.monotonic() - self._turn_s)
+        """Return the age of the least recent success of an owner; without owners, the age of the last turn."""
+        successes = [each.health.succeeded_s or each.since_s for each in self._owners.values()]
+        return max(boot_s() - min(successes, default=boot_s()), time.monotonic() - self._turn_s)
 
     def fault(self) -> str:
-        """What is wrong: it hangs; an owner has no connection for us; one was not told, or our data server was not in
-        the catalog or did not hear of it, for longer than ``fault_after_s``."""
+        """Return what is wrong, or "".
+
+        The thread hangs, or an owner has no free connection. Or for longer than ``fault_after_s`` an owner could not be
+        reached, the catalog did not list the data server, or the data server did not reach the catalog.
+        """
         ago_s, view = time.monotonic() - self._turn_s, self._peers.look()
-        faults = [f"others have not been told what it has for {ago_s:.0f} s"] if ago_s > STUCK_S else []
+        faults = [f"its pages have not been announced for {ago_s:.0f} s"] if ago_s > STUCK_S else []
         unlisted_s = time.monotonic() - self._listed_s
-        if self._served and unlisted_s > self._fault_after_s:
+        if self._has_data_server and unlisted_s > self._fault_after_s:
             faults.append(f"its data server has not been in the catalog for {unlisted_s:.0f} s")
-        elif self._served and view is not None and boot_s() > view.heard_s + self._fault_after_s:
-            faults.append(f"its data server has not heard of the catalog for {boot_s() - view.heard_s:.0f} s")
+        elif self._has_data_server and view is not None and boot_s() > view.heard_s + self._fault_after_s:
+            faults.append(f"its data server has not reached the catalog for {boot_s() - view.heard_s:.0f} s")
         late = (each.health.fault(0.0 if each.full else self._fault_after_s) for each in self._owners.values())
         faults += [fault for fault in late if fault]
         more = f" and {len(faults) - FAULTS_MAX} more" if len(faults) > FAULTS_MAX else ""
@@ -134,35 +137,34 @@ class Announcer:
         try:
             with contextlib.suppress(Unavailable):  # the node is stopping
                 self._follow(view)
-            sent = self._tell(view) if view is not None else 0
+            sent = self._send_batches(view) if view is not None else 0
         except Exception:
-            self._begin()
+            self._restart()
             raise
         self._turn_s = time.monotonic()
-        its = self._announcing
-        self._stopping.wait(sent / PAGES_PER_S if its.queued else pause_s(len(its.owners)))
+        self._stopping.wait(sent / PAGES_PER_S if self._plan.queued else pause_s(len(self._plan.owners)))
 
     def _follow(self, view: PoolView | None) -> None:
         secret = self._members.secret
         listed = view is not None and secret is not None and view.lists(self._node.incarnation)
         if listed:
             self._listed_s = time.monotonic()
-        self._announcing.members(view.peers if listed and view is not None else ())
+        self._plan.members(view.peers if listed and view is not None else ())
         self._feed.veil(secret)
         self._feed.follow()
 
-    def _tell(self, view: PoolView) -> int:
-        """Send each owner its next batch; how many entries were sent."""
-        its, now_s, sent = self._announcing, time.monotonic(), 0
-        if self._owners.keys() != set(its.owners):
-            self._owners = {name: self._owners.get(name) or _Owner(name) for name in its.owners}
+    def _send_batches(self, view: PoolView) -> int:
+        """Send each owner its next batch. Return the size of the largest one."""
+        plan, now_s, sent = self._plan, time.monotonic(), 0
+        if self._owners.keys() != set(plan.owners):
+            self._owners = {name: self._owners.get(name) or _Owner(name) for name in plan.owners}
         for name, owner in self._owners.items():
             peer = view.peers.get(name)
-            if peer is None or self._stopping.is_set() or not owner.due(peer.process, now_s):
+            if peer is None or self._stopping.is_set() or not owner.is_due(peer.process, now_s):
                 continue
-            batch = its.batch(name, idle=now_s - self._told_s.get(name, 0.0) > IDLE_S)
+            batch = plan.batch(name, idle=now_s - self._sent_s.get(name, 0.0) > IDLE_S)
             if batch is not None and self._send(peer, owner, batch):
-                self._told_s[name] = now_s
+                self._sent_s[name] = now_s
                 sent = max(sent, len(batch.marks))
         return sent
 
@@ -170,7 +172,7 @@ class Announcer:
         deadline_s = time.monotonic() + ANSWER_S
         try:
             body = pack_announce(batch, self._daemon)
-            wanted = self._links.call(
+            next_number = self._links.call(
                 peer,
                 deadline_s,
                 lambda connection: unpack_announced(
@@ -182,20 +184,20 @@ class Announcer:
             self.counters["failed"] += 1
             return False
         owner.succeed()
-        self._announcing.take_answer(peer.name, batch, wanted)
+        self._plan.take_answer(peer.name, batch, next_number)
         self.counters["batches"] += 1
         self.counters["entries"] += len(batch.marks)
         return True
 
 
 class _Owner:
-    """An owner to be told: when it is told next, and how that goes.
+    """An owner of the directory: when the next announcement is due, and whether the last ones succeeded.
 
     Attributes:
-        since_s: when it became one, by ``boot_s``.
-        process: of its data server, as of the last try.
-        next_s: not told before; later and later while telling it fails.
-        full: it answers that it has too many connections.
+        since_s: when the node became an owner, by ``boot_s``.
+        process: the data server's number at the last try.
+        next_s: the earliest time of the next try. Pauses grow while tries fail.
+        full: the owner answered that it has too many connections.
     """
 
     def __init__(self, name: str) -> None:
@@ -205,8 +207,8 @@ class _Owner:
         self.next_s = 0.0
         self.full = False
 
-    def due(self, process: str, now_s: float) -> bool:
-        """Whether it may be told now. Another process of that node is told at once."""
+    def is_due(self, process: str, now_s: float) -> bool:
+        """Return whether an announcement may be sent now. A new process of the owner is tried at once."""
         if process != self.process:
             self.process, self.next_s = process, 0.0
         return now_s >= self.next_s
@@ -217,8 +219,10 @@ class _Owner:
         self.full = False
 
     def fail(self, error: KVStoreError) -> None:
-        """Note that the owner did not receive it. ``PeerLinks`` tries an owner that does not answer from time to time,
-        so a look costs nothing; one that does not know us yet will, within a second."""
+        """Note that the owner did not receive the announcement.
+
+        Tries are cheap: ``PeerLinks`` contacts an owner that does not answer only from time to time. An owner whose
+        view of the catalog does not have this node yet will have it within a second."""
         self.full = isinstance(error, TooManyCalls)
         pause_s = self.health.note_failure(error, error.retry_after_s if isinstance(error, TooManyCalls) else 0.0)
         self.next_s = time.monotonic() + (pause_s if self.full else min(pause_s, LOOK_MAX_S))

@@ -1,4 +1,4 @@
-"""DataChild: the data server that a daemon starts for itself, finds again, and ends."""
+"""The data server process of a daemon: the daemon starts it, finds it again after a restart, and ends it."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from kvstore.shm.folder import NodeFolder
 START_S: Final = 20.0
 STOP_S: Final = 8.0
 LOOK_S: Final = 0.02
-CHECK_S: Final = 1.0  # interval of checks that it is alive
+CHECK_S: Final = 1.0  # interval of checks that the process runs
 RESTART_MAX_S: Final = 30.0
 
 SETTINGS: Final = (
@@ -47,20 +47,21 @@ SETTINGS: Final = (
 log = logging.getLogger("kvstore.daemon")
 
 
-def wanted(config: NodeConfig) -> bool:
+def has_data_server(config: NodeConfig) -> bool:
     """Return whether a daemon of this configuration has a data server."""
     shared = bool(config.catalog) and config.catalog != "memory"
     return shared if config.data == DATA_AUTO else config.data != DATA_NONE
 
 
 class DataChild:
-    """From ``start`` to ``stop``. The process outlives a daemon that is killed; the next one finds it by its file.
+    """The data server of a daemon, from ``start`` to ``stop``. The daemon calls ``look`` in each tick.
 
-    Life of the process: found, or started -> found dead by ``look``, restarted after growing pauses -> ``stop``.
+    ``start`` finds a running process or starts one; ``look`` restarts it after growing pauses if it has died. The
+    process outlives a daemon that is killed, and the next daemon finds it by its file.
     """
 
     def __init__(self, config: NodeConfig, folder: NodeFolder) -> None:
-        address_of(config)  # refuses invalid addresses before anything is started
+        address_of(config)  # raises InvalidRequest for a bad address before anything is started
         self._config = config
         self._folder = folder
         self._process: subprocess.Popen[bytes] | None = None
@@ -71,26 +72,27 @@ class DataChild:
         """Find or start a data server; return its address.
 
         Raises:
-            InvalidRequest: it ended at once, for example because its address is taken. Its log line says why.
+            InvalidRequest: the process ended at once, for example because its address is in use. Its log line says why.
         """
-        found = find_data_server(self._folder)
-        if found is not None:
-            logs.event(log, logging.INFO, "data server found", address=found.address, pid=found.pid)
-            return found.address
+        server = find_data_server(self._folder)
+        if server is not None:
+            logs.event(log, logging.INFO, "data server found", address=server.address, pid=server.pid)
+            return server.address
         self._spawn()
         deadline_s = time.monotonic() + START_S
-        while (found := find_data_server(self._folder)) is None:
+        while (server := find_data_server(self._folder)) is None:
             assert self._process is not None
-            ended = self._process.poll() is not None and not is_taken(self._folder)  # else another one started first
+            # If another process has taken the file, that one started first, and will be found.
+            ended = self._process.poll() is not None and not is_taken(self._folder)
             if ended or time.monotonic() >= deadline_s:
                 self.stop()
                 raise InvalidRequest("data", "the data server did not start; the previous log line says why")
             time.sleep(LOOK_S)
         self._check_s = time.monotonic() + CHECK_S
-        return found.address
+        return server.address
 
     def look(self) -> None:
-        """Restart it if it has died. Does not wait."""
+        """Restart the process if it has died. Returns at once."""
         now_s = time.monotonic()
         if now_s < self._check_s:
             return
@@ -105,8 +107,8 @@ class DataChild:
             self._spawn()
 
     def stop(self) -> None:
-        """End it, if a daemon started it."""
-        found = find_data_server(self._folder)
+        """End the process if a daemon started it."""
+        server = find_data_server(self._folder)
         process, self._process = self._process, None
         if process is not None:
             process.terminate()
@@ -114,10 +116,10 @@ class DataChild:
                 process.wait(STOP_S)
             except subprocess.TimeoutExpired:
                 process.kill()
-                with contextlib.suppress(subprocess.TimeoutExpired):  # in the kernel, over a disk that hangs
+                with contextlib.suppress(subprocess.TimeoutExpired):  # it may hang in the kernel, on a device
                     process.wait(STOP_S)
-        elif found is not None and found.child:
-            os.kill(found.pid, signal.SIGTERM)  # its lock is held, so it lives and the number is its own
+        elif server is not None and server.child:
+            os.kill(server.pid, signal.SIGTERM)  # it holds the lock, so it is alive and the pid is its own
 
     def _spawn(self) -> None:
         self._process = subprocess.Popen(
@@ -130,9 +132,9 @@ class DataChild:
 
 def arguments(config: NodeConfig) -> Sequence[str]:
     """Return the command line of this configuration's data server."""
-    found = ["data", "--node", config.name, "--listen", config.data, "--child"]
+    options = ["data", "--node", config.name, "--listen", config.data, "--child"]
     for name in SETTINGS:
         value = getattr(config, name)
         if value not in (None, ""):
-            found += [f"--{name.replace('_', '-')}", str(value)]
-    return found
+            options += [f"--{name.replace('_', '-')}", str(value)]
+    return options

@@ -1,9 +1,8 @@
 """The data server of a node: ``kvstore data``, a process of its own next to the daemon.
 
-It is a client of the node's memory and NVMe files, and serves its pages even while the daemon is busy, stopped or dead.
-It ends with SIGTERM, or when the node's folder is gone; a daemon that started it also ends it.
-
-ViewKeeper: keeps the ``peers`` file of a node up to date with the catalog. See ``cluster.peer_links``.
+The process is a client of the node's memory and NVMe files. It serves their pages even while the daemon is busy,
+stopped or dead. It publishes its own entry in the catalog, and keeps the node's ``peers`` file up to date
+(``cluster.peer_links``). It ends on SIGTERM, or when the node's folder is gone; a daemon that started it also ends it.
 """
 
 from __future__ import annotations
@@ -47,7 +46,7 @@ from kvstore.shm.data_server_file import DataFile, DataServerAt, tell_errors
 from kvstore.shm.folder import NodeFolder
 from kvstore.wire.data import FrameKind, Hello
 
-HEARD_STEP_S: Final = 1.0  # the file is rewritten when the catalog's last answer is this much newer
+HEARD_STEP_S: Final = 1.0  # the file is rewritten if the catalog's last answer is newer by as much
 
 cluster_log = logging.getLogger("kvstore.cluster")
 
@@ -55,27 +54,30 @@ cluster_log = logging.getLogger("kvstore.cluster")
 def serving(nodes: Iterable[NodeEntry], servers: Iterable[DataEntry]) -> dict[str, DataEntry]:
     """Return for each node the data server to read its pages from.
 
-    If there are several, the newest counts, since an older one may be dead and not yet forgotten. But a data server of
-    another incarnation does not belong to the current node of that name: an earlier node had the name, and was cut off.
+    If a node has several, the newest counts, since an older one may have died recently. But a data server of another
+    incarnation does not belong to the current node of that name: it served an earlier node, and is cut off.
 
     Args:
         servers: the newest last.
     """
-    named = {each.name: each.incarnation for each in nodes}
-    found: dict[str, DataEntry] = {}
-    for each in servers:
-        if each.node not in found or not each.incarnation or each.incarnation == named.get(each.node, each.incarnation):
-            found[each.node] = each
-    return found
+    incarnations = {node.name: node.incarnation for node in nodes}
+    server_by_node: dict[str, DataEntry] = {}
+    for server in servers:
+        is_current = not server.incarnation or server.incarnation == incarnations.get(server.node, server.incarnation)
+        if server.node not in server_by_node or is_current:
+            server_by_node[server.node] = server
+    return server_by_node
 
 
 def offered_by(server: DataEntry) -> tuple[str, ...]:
-    """Return the transports that its node offers."""
+    """Return the transports that the data server offers."""
     return tuple(name for name, why in server.transports.items() if not why)
 
 
 class ViewKeeper:
-    """Lives in the node's data server, so that a dead daemon changes nothing. One thread calls ``refresh``."""
+    """Writer of the node's ``peers`` file. It runs in the data server, so that readers do not depend on the daemon.
+
+    One thread calls ``refresh``."""
 
     def __init__(self, folder: NodeFolder, pool: str, members: Membership) -> None:
         self._folder = folder
@@ -85,16 +87,16 @@ class ViewKeeper:
 
     def refresh(self) -> None:
         """Write the file if its contents have changed."""
-        found = {
+        peers = {
             name: PoolNode(
                 name, each.process, each.incarnation, each.addresses, each.tls, offered_by(each), each.tls_name
             )
             for name, each in serving(self._members.nodes(), self._members.data_servers()).items()
         }
         heard_s, before = self._members.heard_s, self._view
-        if self._written and found == before.peers and heard_s < before.heard_s + HEARD_STEP_S:
+        if self._written and peers == before.peers and heard_s < before.heard_s + HEARD_STEP_S:
             return
-        self._view = PoolView(before.pool, before.node, heard_s, found)
+        self._view = PoolView(before.pool, before.node, heard_s, peers)
         try:
             peer_links.write(self._folder, self._view)
             self._written = True
@@ -179,56 +181,61 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
         life.at_end(server.stop)
         file.tell(DataServerAt(os.getpid(), server.process, address, child))
         former = name_of(config.name, file.former.process) if file.former is not None else ""
-        told = _Told(config, node, directory, server.process, address, certificate, former, life.fail)
-        life.at_end(told.stop)
+        entry = _CatalogEntry(config, node, directory, server.process, address, certificate, former, life.fail)
+        life.at_end(entry.stop)
         line = f"kvstore data server of node {config.name} ready: pages on {address}"
         life.report_ready(lambda: announce(line), life.took_s, address=address)
-        life.wait_while(lambda: file.stands() and told.look())
+        life.wait_while(lambda: file.stands() and entry.refresh())
 
 
 def transports_of(config: NodeConfig) -> dict[str, str]:
-    """Return for each transport why it is not offered, or "" if it is. Raises InvalidRequest for unknown ones."""
-    found = missing_here()
-    wanted = [name.strip() for name in config.data_transports.split(",")]
-    if wanted == [TRANSPORTS_AUTO]:
-        named = {name for name, kind in TRANSPORTS.items() if not kind.guarded}
-        return {name: why or ("to be named in data_transports" if name in named else "") for name, why in found.items()}
-    unknown = [name for name in wanted if name not in found]
+    """Return for each transport why it is not offered, or "" if it is. Raises InvalidRequest for unknown names."""
+    missing = missing_here()
+    names = [name.strip() for name in config.data_transports.split(",")]
+    if names == [TRANSPORTS_AUTO]:
+        opt_in = {name for name, kind in TRANSPORTS.items() if not kind.guarded}
+        return {
+            name: why or ("to be named in data_transports" if name in opt_in else "") for name, why in missing.items()
+        }
+    unknown = [name for name in names if name not in missing]
     if unknown:
-        raise InvalidRequest("data_transports", f"must be auto, or some of {', '.join(found)} (got {unknown[0]!r})")
-    return {name: why if name in wanted else "switched off" for name, why in found.items()}
+        raise InvalidRequest("data_transports", f"must be auto, or some of {', '.join(missing)} (got {unknown[0]!r})")
+    return {name: why if name in names else "switched off" for name, why in missing.items()}
 
 
 def limits_of(config: NodeConfig) -> ServerLimits:
-    """Return the limits of this configuration's data server. ``Connections`` reserves one part in ``UNKNOWN_PART`` for
-    callers that are not identified."""
+    """Return the limits of this configuration's data server.
+
+    ``Connections`` reserves one part in ``UNKNOWN_PART`` for callers that are not identified."""
     known = config.data_connections
     return ServerLimits(connections_max=known + -(-known // (UNKNOWN_PART - 1)))
 
 
 def handlers(node: LocalNode, directory: DirectoryShell, transports: Mapping[str, str]) -> Mapping[FrameKind, Handler]:
     """Return the handlers of a data server that offers these transports."""
-    found: dict[FrameKind, Handler] = {
+    by_kind: dict[FrameKind, Handler] = {
         FrameKind.READ: ReadHandler(node),
         FrameKind.HOLD: HoldHandler(node),
         FrameKind.CHECK: CheckHandler(node),
     }
-    found |= directory.handlers
+    by_kind |= directory.handlers
     if not transports["nixl"]:
-        found |= LendHandler(node, lambda: NixlAgent(f"{node.name}-{secrets.token_hex(8)}")).handlers
-    return found
+        by_kind |= LendHandler(node, lambda: NixlAgent(f"{node.name}-{secrets.token_hex(8)}")).handlers
+    return by_kind
 
 
 def admits(config: NodeConfig, process: str) -> Admit:
-    """Return the check for callers: as for gRPC, and of the same pool. Without identities, a caller must name this
-    process: other users of the machine can reach loopback, but can read neither the catalog nor the node's folder."""
+    """Return the check for callers: the identities are those of gRPC, and the caller must be of the same pool.
+
+    Without identities, a caller must send the number of this process. Other users of the machine can reach loopback,
+    but they can read neither the catalog nor the node's folder, which have the number."""
     identities = Identities(config.identities)
 
     def admit(hello: Hello, names: Sequence[str]) -> Caller:
         if hello.node not in ("", config.name):
             raise InvalidRequest("node", f"must be {config.name} (got {hello.node[:80]})")
         if hello.pool not in ("", config.pool):
-            raise InvalidRequest("pool", f"{config.name} is of another pool")
+            raise InvalidRequest("pool", f"must be the pool of {config.name} (got {hello.pool[:80]})")
         if not identities.required and not secrets.compare_digest(hello.process.encode(), process.encode()):
             raise Unauthenticated(f"{config.name}: read the number of this data server in the catalog, and send it")
         return identities.find(hello.token or None, names)
@@ -237,7 +244,7 @@ def admits(config: NodeConfig, process: str) -> Admit:
 
 
 def _take(folder: NodeFolder, life: Life) -> DataFile:
-    """Become the node's data server, as soon as there is a node."""
+    """Become the node's data server. Waits until the node exists."""
     deadline_s = time.monotonic() + NODE_S
     while True:
         file = DataFile(folder)
@@ -252,16 +259,16 @@ def _take(folder: NodeFolder, life: Life) -> DataFile:
 
 
 def name_of(node: str, process: str) -> str:
-    """Return the catalog's name for the data server of that node and number. It is unique, so no other server has to
-    wait for it."""
+    """Return the catalog's name for the data server with this number. It is unique, so that the server does not have to
+    wait until the entry of another one expires."""
     return f"{node}.{process[:NAME_DIGITS]}"
 
 
-class _Told:
-    """Publishes the data server's entry in the catalog, retries, and keeps it up to date. Serving does not wait for it.
+class _CatalogEntry:
+    """The data server's entry in the catalog. A thread publishes it and retries; serving does not wait for it.
 
     Args:
-        former: the name of the dead predecessor, whose entry is removed when ours is published.
+        former: the name of the predecessor, which has died. Its entry is removed when the new one is published.
         on_final: ends the process.
     """
 
@@ -295,7 +302,7 @@ class _Told:
             host=host(),
             version=about.version(),
         )
-        self._errors: dict[str, int] | None = None  # as its file has them
+        self._errors: dict[str, int] | None = None  # the counts in the daemon's copy
         self._membership: Membership | None = None
         self._keeper: ViewKeeper | None = None
         self._stopping = threading.Event()
@@ -308,9 +315,9 @@ class _Told:
         else:
             peer_links.forget(node.folder)
 
-    def look(self) -> bool:
-        """Update the entry after a new incarnation of the node, the clients' list of members, and the daemon's copy of
-        our errors. Returns True."""
+    def refresh(self) -> bool:
+        """Bring three things up to date and return True: the entry, after a new incarnation of the node or with a new
+        certificate; the ``peers`` file; the daemon's copy of the error counts."""
         mapped = self._node.mapped()
         incarnation = f"{mapped.incarnation:016x}" if mapped is not None else self._entry.incarnation
         if self._keeper is not None:
@@ -325,19 +332,19 @@ class _Told:
                 membership.update(self._entry)
         errors = boundary.counts()
         if errors != self._errors:
-            with contextlib.suppress(OSError, OutOfSpace):  # the next look tries again
+            with contextlib.suppress(OSError, OutOfSpace):  # the next refresh tries again
                 tell_errors(self._node.folder, errors)
                 self._errors = errors
         return True
 
     def _tls_name(self, address: str, before: str) -> str:
-        """Return the name that peers must check, see ``ServerCertificate.name_for``; ``before`` was the last one."""
+        """Return the name that peers must check, see ``ServerCertificate.name_for``. ``before`` is the previous one."""
         if self._certificate is None:
             return ""
         number = address.rpartition(":")[0].removeprefix("[").removesuffix("]")
         try:
             name = self._certificate.name_for(number, host_of(self._config))
-        except (OSError, ValueError):  # it is just being written; the server keeps the one it has
+        except (OSError, ValueError):  # another process is writing the file; the server keeps its certificate
             self._files.forget()
             return before
         if name is None:
@@ -347,7 +354,7 @@ class _Told:
         return name or ""
 
     def stop(self) -> None:
-        """Leave the catalog at once."""
+        """Remove the entry from the catalog."""
         self._stopping.set()
         if self._thread.ident is not None:
             self._thread.join(STOP_S)
@@ -355,18 +362,18 @@ class _Told:
             self._membership.stop()
 
     def _status(self) -> dict[str, Any]:
-        """Return the state of each task; before the server has joined, the state of that attempt."""
+        """Return the state of each task of the membership; before that is published, the state of the attempt."""
         membership = self._membership
         if membership is not None:
             return membership.status()
         return {"joining": self._joining.status(), "fault": self._joining.fault(self._config.catalog_ttl_s)}
 
     def _join(self) -> bool:
-        """Try once to publish the entry; return True if that worked."""
+        """Try once to publish the entry. Return True if it is published."""
         membership, entry = Membership(self._config), self._entry
         try:
             membership.start(entry, former_name=self._former, on_final=self._on_final)
-        except KVStoreError as error:  # also a refused password, or a file that cannot be read: they may be replaced
+        except KVStoreError as error:  # also a refused password or an unreadable file: an operator may replace these
             self._stopping.wait(self._joining.note_failure(error))
             return False
         self._joining.note_success()

@@ -1,7 +1,7 @@
-"""Heard: whether the directory's owners have heard what a node has, and nothing else of it.
+"""An audit of the directory: whether its owners list exactly the pages that a node has.
 
-Pages come and go in the meantime, and owners hear of it a moment later. So what differs is looked at again, a second
-later: only what differed every time counts.
+Pages come and go during the audit, and owners learn it a moment later. So differences are looked up again, one second
+later. Only those that appear every time count.
 """
 
 from __future__ import annotations
@@ -25,19 +25,19 @@ from kvstore.wire.data import FrameKind
 
 LOOKS: Final = 3
 BETWEEN_S: Final = 1.0
-ANSWER_S: Final = 2.0  # for one owner, for each of its answers
+ANSWER_S: Final = 2.0  # for each answer of an owner
 NOTHING: Final = np.zeros(0, np.uint64)
 
 
 @dataclass
-class OwnerKnows:
-    """What one owner knows of the node.
+class OwnerReport:
+    """How one owner's entries differ from the node's pages.
 
     Attributes:
-        entries: how many of the node's pages and tiers it should know.
-        missing: of these, what it does not know.
-        stale: what it knows and is so no more.
-        error: why it could not be asked; "" where it could.
+        entries: number of entries that the owner should have.
+        missing: number of these that it does not have.
+        stale: number of entries that it has for pages that left.
+        error: why the owner did not answer, or "".
     """
 
     entries: int = 0
@@ -46,8 +46,8 @@ class OwnerKnows:
     error: str = ""
 
 
-class Heard:
-    """For one node's daemon. ``look`` may be called from any thread."""
+class DirectoryAudit:
+    """Audits of one node's pages, for its daemon. Any thread may run one."""
 
     def __init__(self, node: Node, name: str, members: Membership, peers: PeersFile, links: PeerLinks) -> None:
         self._node = node
@@ -56,8 +56,9 @@ class Heard:
         self._peers = peers
         self._links = links
 
-    def look(self, _: dict[str, Any]) -> dict[str, Any]:
-        """Ask all owners. An admin call: ``owners``, by name what ``OwnerKnows`` says; ``reason``: why there are none.
+    def run(self, _: dict[str, Any]) -> dict[str, Any]:
+        """Carry out the admin call ``heard``: return ``owners``, an ``OwnerReport`` by name, and ``reason``, why there
+        are none.
 
         Raises:
             Unavailable: the node is stopping.
@@ -68,41 +69,42 @@ class Heard:
                 "owners": {},
                 "reason": "the catalog lists no data server of this node: it announces its pages to no node",
             }
-        placement, found = Placement(view.peers), dict[str, OwnerKnows]()
-        differs: dict[str, tuple[Fingerprints, Fingerprints]] = {}
+        placement, reports = Placement(view.peers), dict[str, OwnerReport]()
+        differences: dict[str, tuple[Fingerprints, Fingerprints]] = {}
         for look in range(LOOKS):
             if look:
                 time.sleep(BETWEEN_S)
-            dumped = dump(self._node, secret)
-            if dumped is None:
-                return {"owners": {}, "reason": "more happens to its pages than can be followed"}
-            pages = dumped[1]
-            for name, mine in placement.owned(pages.spans).items():
-                if look and name not in differs:
+            contents = dump(self._node, secret)
+            if contents is None:
+                return {"owners": {}, "reason": "its pages change faster than they can be listed"}
+            pages = contents[1]
+            for name, owned in placement.owned(pages.spans).items():
+                if look and name not in differences:
                     continue
-                found[name], differs[name] = self._compare(view.peers[name], pages, mine, differs.get(name))
-                if not found[name].missing + found[name].stale:
-                    del differs[name]
-            if not differs:
+                reports[name], differences[name] = self._compare(view.peers[name], pages, owned, differences.get(name))
+                if not reports[name].missing + reports[name].stale:
+                    del differences[name]
+            if not differences:
                 break
-        return {"owners": {name: asdict(knows) for name, knows in found.items()}, "reason": ""}
+        return {"owners": {name: asdict(report) for name, report in reports.items()}, "reason": ""}
 
     def _compare(
-        self, owner: PoolNode, pages: Entries, mine: Any, before: tuple[Fingerprints, Fingerprints] | None
-    ) -> tuple[OwnerKnows, tuple[Fingerprints, Fingerprints]]:
-        """What differs now, and did before; with the entries themselves."""
-        have = page_entries(pages.fingerprints[mine], pages.marks[mine])
+        self, owner: PoolNode, pages: Entries, owned: Any, before: tuple[Fingerprints, Fingerprints] | None
+    ) -> tuple[OwnerReport, tuple[Fingerprints, Fingerprints]]:
+        """Return the report on one owner, and its missing and stale entries. ``before`` restricts both to entries that
+        differed in the last look as well."""
+        actual = page_entries(pages.fingerprints[owned], pages.marks[owned])
         try:
-            known = self._known_to(owner)
+            listed = self._listed_by(owner)
         except KVStoreError as error:
-            return OwnerKnows(len(have), error=str(error)), (NOTHING, NOTHING)
-        missing, stale = np.setdiff1d(have, known, True), np.setdiff1d(known, have, True)
+            return OwnerReport(len(actual), error=str(error)), (NOTHING, NOTHING)
+        missing, stale = np.setdiff1d(actual, listed, True), np.setdiff1d(listed, actual, True)
         if before is not None:
             missing, stale = np.intersect1d(missing, before[0], True), np.intersect1d(stale, before[1], True)
-        return OwnerKnows(len(have), len(missing), len(stale)), (missing, stale)
+        return OwnerReport(len(actual), len(missing), len(stale)), (missing, stale)
 
-    def _known_to(self, owner: PoolNode) -> Fingerprints:
-        """All that it lists of this node. Raises KVStoreError where it does not answer."""
+    def _listed_by(self, owner: PoolNode) -> Fingerprints:
+        """Return all entries that an owner lists for this node. Raises KVStoreError if it does not answer."""
         parts, start = [NOTHING], 0
         with self._links.to(owner, time.monotonic() + ANSWER_S) as connection:
             while True:

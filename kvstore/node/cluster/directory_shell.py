@@ -1,4 +1,4 @@
-"""DirectoryShell: this node's part of the directory, behind FIND, ANNOUNCE and LIST of its data server."""
+"""The part of the directory that this node owns: FIND, ANNOUNCE, LIST and STATUS of its data server."""
 
 from __future__ import annotations
 
@@ -32,22 +32,22 @@ from kvstore.limits import ALONE, Owner, ThreadShares
 from kvstore.model.prefix import Fingerprints, veil_of
 from kvstore.wire.data import FrameKind
 
-DECIDED: Final = boundary.StateGuard("state/directory")  # around what changes it; to ask it changes nothing
-LOOK_S: Final = 0.5  # how often it looks who is still there, where the members are the same
-TURN_PAGES: Final = 4096  # looked up in one turn, which takes some 10 ms in a directory of 10 million entries
-TURN_WAIT_S: Final = 0.2  # for all turns of one request: a reader takes an owner that says nothing for 0.3 s for dead
+DECIDED: Final = boundary.StateGuard("state/directory")  # held by calls that change the directory; FIND does not
+LOOK_S: Final = 0.5  # how often members are checked if the list stays the same
+TURN_PAGES: Final = 4096  # pages per turn, which takes some 10 ms in a directory of 10 million entries
+TURN_WAIT_S: Final = 0.2  # for all turns of one request; a reader considers an owner dead after 0.3 s of silence
 
 
 class DirectoryShell:
-    """Lives in the data server's process. Its threads share it, in turns that give each caller the same time.
+    """The directory in the data server's process. Its threads take turns, which give each caller the same time.
 
     Args:
         bytes_max: see ``DirectoryOwner``.
-        peers: who there is. What others told is forgotten when they leave.
+        peers: the current members. Announcements of nodes that leave are dropped.
 
     Attributes:
-        members: what the catalog tells; None until it does: nothing is announced or asked until then.
-        membership: what ``status`` says of the data server's own place in its pool.
+        members: the catalog's members; None until the catalog answers. Until then nothing is announced or found.
+        membership: returns the state of the data server's own membership, for ``status``.
     """
 
     def __init__(self, bytes_max: int, peers: PeersFile) -> None:
@@ -61,16 +61,16 @@ class DirectoryShell:
 
     @property
     def handlers(self) -> dict[FrameKind, Handler]:
-        """For ``cluster.data_listener``."""
+        """The handlers of these requests, for ``cluster.data_listener``."""
         return {
             FrameKind.FIND: self.find,
             FrameKind.ANNOUNCE: self.announce,
             FrameKind.LIST: self.list,
-            FrameKind.STATUS: self.tell,
+            FrameKind.STATUS: self.send_status,
         }
 
     def find(self, exchange: Exchange, body: memoryview) -> None:
-        """Answer FIND. Raises PermissionDenied where these pages are not the caller's."""
+        """Answer FIND. Raises PermissionDenied if the caller may not read these pages."""
         namespace, pages, placement = unpack_find(body)
         exchange.caller.check_salt(namespace.salt)
         secret = self.members.secret if self.members is not None else None
@@ -89,38 +89,38 @@ class DirectoryShell:
         return replace(join(parts, TURN_PAGES), doubts=doubts)
 
     def announce(self, exchange: Exchange, body: memoryview) -> None:
-        """Answer ANNOUNCE. Raises PermissionDenied where the caller is not that node."""
+        """Answer ANNOUNCE. Raises PermissionDenied if the caller is not that node."""
         batch, daemon = unpack_announce(body)
         nodes = self.members.nodes() if self.members is not None else []
-        its = next((each.process for each in nodes if each.name == batch.node), "")
-        if not exchange.caller.operator or its != f"{daemon:016x}":
-            raise PermissionDenied(f"only {batch.node[:80]} itself may announce its pages, as the catalog lists it")
+        process = next((each.process for each in nodes if each.name == batch.node), "")
+        if not exchange.caller.operator or process != f"{daemon:016x}":
+            raise PermissionDenied(f"only {batch.node[:80]} may announce its pages, with the number in the catalog")
         with self._turns.turn(exchange.caller, TURN_WAIT_S):
             now_s = self._look()
             with DECIDED:
-                wanted = self._owner.apply(batch, now_s)
-        exchange.reply(FrameKind.ANNOUNCED, pack_announced(wanted))
+                next_number = self._owner.apply(batch, now_s)
+        exchange.reply(FrameKind.ANNOUNCED, pack_announced(next_number))
 
     def list(self, exchange: Exchange, body: memoryview) -> None:
-        """Answer LIST. Raises PermissionDenied where the caller is not a node."""
+        """Answer LIST. Raises PermissionDenied if the caller is not a node or an operator."""
         if not exchange.caller.operator:
-            raise PermissionDenied("only nodes and operators are told what a directory lists")
+            raise PermissionDenied("only nodes and operators may read what a directory lists")
         node, start = unpack_list(body)
         with self._turns.turn(exchange.caller, TURN_WAIT_S):
             self._look()
             entries = self._owner.directory.entries_of(node, start, LISTED_MAX)
         exchange.reply(FrameKind.LISTED, pack_listed(entries))
 
-    def tell(self, exchange: Exchange, body: memoryview) -> None:
-        """Answer STATUS with one page of the state. Raises PermissionDenied where the caller is not an operator."""
+    def send_status(self, exchange: Exchange, body: memoryview) -> None:
+        """Answer STATUS with one page of the state. Raises PermissionDenied if the caller is not an operator."""
         if not exchange.caller.operator:
-            raise PermissionDenied("only operators are told what a directory holds")
+            raise PermissionDenied("only operators may read the state of a directory")
         page = state_page(self.status(exchange.caller), bytes(body).decode(errors="replace"))
         exchange.reply(FrameKind.STATE, json.dumps({**page, "connections": exchange.connections}).encode())
 
     def status(self, caller: Owner = ALONE) -> dict[str, Any]:
-        """Entries and their memory; how each task of the data server's membership fares; how long ago the catalog was
-        heard of, and what each node told last."""
+        """Return the entries and their memory, the state of the data server's membership, and the ages of the last
+        answer of the catalog and of each node's last announcement."""
         with self._turns.turn(caller, TURN_WAIT_S):
             now_s = self._look()
             view, directory, heard_s = self._peers.look(), self._owner.directory, self._owner.heard_s
@@ -135,7 +135,7 @@ class DirectoryShell:
             }
 
     def _look(self) -> float:
-        """Tell the owner who is there, where that changed, and from time to time. The time now."""
+        """Give the owner the current members if they have changed, or after ``LOOK_S``. Return the time."""
         now_s, view = time.monotonic(), self._peers.look()
         if view is not self._seen or now_s >= self._looked_s + LOOK_S:
             self._seen, self._looked_s = view, now_s

@@ -1,19 +1,15 @@
-"""Answers other nodes about pages of this one: READ, LEND, CHECK and HOLD.
+"""Answers to other nodes about pages of this one: READ, LEND, CHECK and HOLD.
 
-ReadHandler: answers READ from a node's memory and its NVMe files, as any process of that machine reads them.
+READ sends pages from the node's memory, its NVMe files and mounted memory, without the daemon. So pages are served even
+while the daemon is busy, stopped or dead. Pages in memory are sent from their frames: the kernel copies them, and after
+that their generations are compared again. Pages on NVMe are read into memory of this process, which reads the next part
+while it sends the last one.
 
-It asks the daemon nothing: a busy, stopped or dead one serves pages all the same. Pages in memory are sent from where
-they lie; the kernel copies them, and when it has, their generations are compared once more. Pages on NVMe come through
-memory of our own, the next part on its way from the device while one is on its way to the network.
+LEND, with ATTACH and RETURN, lets other nodes read pages of memory one-sidedly (see ``wire.data``). A process that
+knows an agent's metadata may read all of the node's memory, under any salt. So only nodes and operators receive it.
 
-LendHandler: answers ATTACH, LEND and RETURN: pages of a node's memory that other nodes read one-sidedly.
-
-See ``wire.data``. A process that knows an agent's metadata may read all of the node's memory, whatever salt the pages
-are under. So only nodes and operators receive it.
-
-CheckHandler: answers CHECK. The data server passes it to the node's daemon, and only what changes no page.
-
-HoldHandler: answers HOLD, which pages of a chain this node has itself, from the node's own index.
+CHECK is passed to the daemon, and is limited to calls that verify. HOLD returns from the node's own index which pages
+of a chain the node has.
 """
 
 from __future__ import annotations
@@ -64,25 +60,25 @@ from kvstore.wire.data import (
     unpack_return,
 )
 
-NVME_BYTES: Final = 4 << 20  # of the pages of one read from a lower tier, where a page is not larger; two per reply
-NVME_REPLIES_MAX: Final = 9  # that read from a lower tier at a time: four of each of two callers, one for a third
-NVME_WAIT_S: Final = 0.2  # until one more may: a reader takes a server that says nothing for 0.5 s for dead
-SLOW_S: Final = 0.5  # in which a reader of a lower tier takes less than ...
-SLOW_BYTES_PER_S: Final = 1 << 20  # ... this, whose turn is then another's
-BUSY: Final = "busy"  # why a reply ends where there was no turn
+NVME_BYTES: Final = 4 << 20  # of pages per read from a lower tier, one page if that is larger; twice per reply
+NVME_REPLIES_MAX: Final = 9  # that read from a lower tier at the same time: two callers with four each, and a third
+NVME_WAIT_S: Final = 0.2  # the longest wait for a turn; a reader considers a server dead after 0.5 s of silence
+SLOW_S: Final = 0.5  # a turn passes to another reply if its reader takes for this time less than ...
+SLOW_BYTES_PER_S: Final = 1 << 20  # ... this rate
+BUSY: Final = "busy"  # the reason of a reply that ended because it got no turn
 
 _STAMPED_BIT = np.uint64(STAMPED << 48)
 
 
 class ReadHandler:
-    """The handler of READ of one node. Threads share it; holds two pieces of memory per reply from a lower tier."""
+    """The handler of READ, for all threads. Each reply from a lower tier uses two buffers of ``NVME_BYTES``."""
 
     def __init__(self, node: LocalNode) -> None:
         self._node = node
         self._below = ThreadShares("turns at lower tiers", "lower_tiers", NVME_REPLIES_MAX)
 
     def __call__(self, exchange: Exchange, body: memoryview) -> None:
-        """See ``Handler``. Raises InvalidRequest, PermissionDenied; what is not there is a shorter answer."""
+        """Send the pages that are stored. Raises InvalidRequest, PermissionDenied."""
         request = unpack_read(body)
         exchange.caller.check_salt(request.chain.salt)
         mapped = self._node.mapped()
@@ -92,12 +88,12 @@ class ReadHandler:
         reply = _Reply(exchange, request, mapped)
         reason = self._send(reply)
         row = mapped.row(request.chain.frame_class)
-        below, hbm = reply.from_below.total(), reply.from_below[Tier.HBM]
+        below, hbm = reply.sent_below.total(), reply.sent_below[Tier.HBM]
         mapped.counters.got(row, len(request.keys), reply.sent - below, below - hbm, reason, hbm)
         exchange.reply(FrameKind.END, pack_end(reply.sent, reason))
 
     def _send(self, reply: _Reply) -> str:
-        """Send what is there, tier after tier, as long as one goes on where another ended; why it is not all."""
+        """Send pages from one tier after the other, as long as some tier continues the chain. Return why it ended."""
         mapped, shape = reply.mapped, reply.request.chain.frame_class
         while True:
             rest = reply.rest()
@@ -112,29 +108,29 @@ class ReadHandler:
                 reason = self._send_below(reply, reader) or reason
                 if reply.done:
                     return ""
-                if reason == BUSY:  # for pages of another tier the reader need not wait once more
+                if reason == BUSY:  # the reader has waited long enough, and does not wait for another tier
                     return reason
             if reply.sent == before:
                 return reason
 
     def _send_below(self, reply: _Reply, reader: LowerReader) -> str:
-        """Send what that tier has; why it ended there, where that is not for want of pages."""
+        """Send pages from this tier. Return why it ended, or "" if it has no more pages of the chain."""
         located = locate(reply.mapped, reader, reply.rest(), reply.closed)
         if not located or reader.class_at(located[0]) != reply.request.chain.frame_class:
             return ""  # no memory is allocated for a page size that a caller claims
         try:
             with self._below.turn(reply.caller, NVME_WAIT_S, reply):
                 return reply.send_below(reader, located)
-        except TooManyCalls:  # a shorter answer: what came before counts, and so does this server
+        except TooManyCalls:  # the reply ends early: the pages sent before are valid, and this server is alive
             return BUSY
 
 
 class _Reply:
-    """The reply to one READ while it is sent. A ``limits.Holder`` while it reads from a lower tier.
+    """The reply to one READ. While it reads from a lower tier, it is a ``limits.Holder``.
 
     Attributes:
-        sent: leading pages that were sent, and held still.
-        from_below: how many of them came from which other tier than memory.
+        sent: number of leading pages that were sent unchanged.
+        sent_below: number of these from each lower tier.
     """
 
     def __init__(self, exchange: Exchange, request: ReadRequest, mapped: Mapped) -> None:
@@ -142,40 +138,40 @@ class _Reply:
         self.request = request
         self.closed = request.chain.closed
         self.sent = 0
-        self.from_below = Counter[Tier]()
+        self.sent_below = Counter[Tier]()
         self._exchange = exchange
-        self._seen: tuple[float, int] | None = None  # when sending was looked at, and what had been sent
+        self._progress: tuple[float, int] | None = None  # while it sends: a time, and the bytes sent by then
         self._keys = mapped.in_pool(request.keys)
 
     @property
     def caller(self) -> Caller:
-        """The owner of its turn."""
+        """The caller, to whose share the turn counts."""
         return self._exchange.caller
 
     def late(self) -> bool:
-        """See ``limits.Holder``: while pages are sent, and not while they are read."""
-        if self._seen is None:
+        """Return whether the reader is too slow. Only the time of sending counts, not that of reading from the tier."""
+        if self._progress is None:
             return False
-        (since_s, before), now_s, sent = self._seen, time.monotonic(), self._exchange.sent_bytes
+        (since_s, before), now_s, sent = self._progress, time.monotonic(), self._exchange.sent_bytes
         if sent - before >= SLOW_BYTES_PER_S * (now_s - since_s):
-            self._seen = now_s, sent
+            self._progress = now_s, sent
         return now_s - since_s > SLOW_S
 
     def cut(self) -> None:
-        """See ``limits.Holder``. The reader's connection ends."""
+        """End the reader's connection."""
         self._exchange.abort()
 
     @property
     def done(self) -> bool:
-        """Whether all is sent."""
+        """True when all requested pages are sent."""
         return self.sent == len(self._keys)
 
     def rest(self) -> Keys:
-        """What is not sent yet."""
+        """Return the keys of the pages that are not sent yet."""
         return self._keys[self.sent :] if self.sent else self._keys
 
     def send_run(self, run: Run) -> bool:
-        """Send pages of memory; False where one did not hold still."""
+        """Send pages of memory. Return False if one of them changed while it was sent."""
         request, extent = self.request, run.extent
         stop_byte, step = request.offset + request.length, max(1, RANGE_BYTES // request.length)
         for first in range(0, run.length, step):
@@ -193,7 +189,7 @@ class _Reply:
         return True
 
     def send_below(self, reader: LowerReader, located: list[bytes]) -> str:
-        """Send pages of a lower tier; why not all of these ("" where all)."""
+        """Send pages of a lower tier. Return why some of them were not sent, or ""."""
         request, mapped = self.request, self.mapped
         shape = request.chain.frame_class
         step = max(1, NVME_BYTES // shape.page_bytes)
@@ -206,14 +202,14 @@ class _Reply:
                 yield reader.start(located[part], keys[part], shape, memory[turn % 2][: part.stop - part.start])
 
         turns = reads()
-        now: PendingRead | None = next(turns)
+        current: PendingRead | None = next(turns)
         rows = memory
-        while now is not None:
-            pages, why = now.result(mapped.timeout_s)
-            if now.damaged:
-                tell_damaged(mapped, now.damaged)
-            tell_read(mapped, now.addresses)
-            now = next(turns, None) if not why else None
+        while current is not None:
+            pages, why = current.result(mapped.timeout_s)
+            if current.damaged:
+                tell_damaged(mapped, current.damaged)
+            tell_read(mapped, current.addresses)
+            current = next(turns, None) if not why else None
             self._send_rows(reader.tier, rows[0][:pages])
             rows = rows[::-1]
             if why:
@@ -225,61 +221,61 @@ class _Reply:
         part = rows[:, request.offset : request.offset + request.length]
         step = max(1, RANGE_BYTES // request.length)
         for first in range(0, len(rows), step):
-            some = part[first : first + step]
-            buffers: list[Buffer] = [some.data] if some.flags.c_contiguous else [row.data for row in some]
-            head = pack_range(self.sent, tier, sums_of(some, request.pieces))
-            self._seen = time.monotonic(), self._exchange.sent_bytes
+            batch = part[first : first + step]
+            buffers: list[Buffer] = [batch.data] if batch.flags.c_contiguous else [row.data for row in batch]
+            head = pack_range(self.sent, tier, sums_of(batch, request.pieces))
+            self._progress = time.monotonic(), self._exchange.sent_bytes
             self._exchange.reply(FrameKind.RANGE, head, *buffers)
-            self._seen = None
-            self.sent += len(some)
-            self.from_below[tier] += len(some)
+            self._progress = None
+            self.sent += len(batch)
+            self.sent_below[tier] += len(batch)
 
 
 def sums_for(request: ReadRequest, run: Run, frames: slice) -> Sums:
-    """The checksums that pages were stored with, where they tell of this range; else computed now."""
+    """Return the stored checksums of pages if they cover the requested range; otherwise compute checksums."""
     extent, shape, pieces = run.extent, request.chain.frame_class, request.pieces
     layer = shape.page_bytes // shape.layers
-    whole = request.offset % layer == 0 and request.length == pieces * layer and extent.frame_class == shape
-    if whole and (extent.info[frames] & _STAMPED_BIT).all():
+    is_covered = request.offset % layer == 0 and request.length == pieces * layer and extent.frame_class == shape
+    if is_covered and (extent.info[frames] & _STAMPED_BIT).all():
         first = request.offset // layer
         return extent.checksums[frames, first : first + pieces]
     return sums_of(extent.views[frames, request.offset : request.offset + request.length], pieces)
 
 
 class LendHandler:
-    """For one node. Threads share it.
+    """The handlers of ATTACH, LEND and RETURN of one node, for all threads.
 
     Args:
-        make: makes an agent; called at the first request for it, and for each new memory of the node. Raises
-            Unavailable.
+        make: makes an agent, and may raise Unavailable. It is called at the first ATTACH, and again for each new memory
+            of the node.
     """
 
     def __init__(self, node: LocalNode, make: Callable[[], NixlAgent]) -> None:
         self._node = node
         self._make = make
         self._lock = threading.Lock()
-        self._of: Mapped | None = None
+        self._agent_memory: Mapped | None = None  # the memory that the agent has registered
         self._metadata = b""
-        self._agents: list[NixlAgent] = []  # the last one alone; an older one ends with its memory
+        self._agents: list[NixlAgent] = []  # keeps the current agent; the last one ends with its memory
 
     @property
     def handlers(self) -> dict[FrameKind, Handler]:
-        """For ``cluster.data_listener``."""
+        """The handlers of these requests, for ``cluster.data_listener``."""
         return {FrameKind.ATTACH: self.attach, FrameKind.LEND: self.lend, FrameKind.RETURN: self.take_back}
 
     def attach(self, exchange: Exchange, body: memoryview) -> None:
-        """Answer ATTACH. Raises PermissionDenied; Unavailable where there is no agent."""
+        """Answer ATTACH. Raises PermissionDenied, and Unavailable if there is no agent."""
         mapped = self._mapped(exchange)
         with self._lock:
-            if self._of is not mapped:
+            if self._agent_memory is not mapped:
                 agent = self._make()
                 agent.register(mapped.dram.segment.data)
-                self._of, self._metadata, self._agents = mapped, agent.metadata(), [agent]
+                self._agent_memory, self._metadata, self._agents = mapped, agent.metadata(), [agent]
             metadata = self._metadata
         exchange.reply(FrameKind.ATTACHED, pack_attached(mapped.incarnation, metadata))
 
     def lend(self, exchange: Exchange, body: memoryview) -> None:
-        """Answer LEND. Raises InvalidRequest, PermissionDenied; Unavailable where the node gives no lease."""
+        """Answer LEND. Raises InvalidRequest, PermissionDenied, and Unavailable if the node grants no lease."""
         request = unpack_read(body)
         exchange.caller.check_salt(request.chain.salt)
         mapped = self._mapped(exchange)
@@ -289,7 +285,7 @@ class LendHandler:
         if runs:
             runs, reason = still(runs, lease.take(runs), reason)
         if len(keys) < len(request.keys):
-            reason = reason or ABSENT  # the rest is to be asked for again
+            reason = reason or ABSENT  # the reader has to request the rest again
         exchange.reply(FrameKind.LENT, pack_lent(_loan(mapped, request, runs, lease.number, reason)))
 
     def take_back(self, exchange: Exchange, body: memoryview) -> None:
@@ -297,11 +293,11 @@ class LendHandler:
         loan, mapped, pages = unpack_return(body), self._mapped(exchange), 0
         for run in loan.runs:
             extent, words = mapped.dram.extent(run.extent), loan.words[pages : pages + run.pages].tobytes()
-            held = 0
+            unchanged = 0
             if extent is not None and run.frame + run.pages <= len(extent.words):
-                held = Run(extent, run.frame, 0, run.pages, words).unchanged()
-            pages += held
-            if held < run.pages:
+                unchanged = Run(extent, run.frame, 0, run.pages, words).unchanged()
+            pages += unchanged
+            if unchanged < run.pages:
                 break
         RunLease(mapped, LOAN_MS, loan.lease).release()
         exchange.reply(FrameKind.RETURNED, pack_end(pages, "" if pages == loan.pages else GENERATION))
@@ -318,39 +314,39 @@ class LendHandler:
 def _loan(mapped: Mapped, request: ReadRequest, runs: list[Run], lease: int, reason: str) -> Loan:
     if not runs:
         return Loan(mapped.incarnation, lease, sums=np.zeros((0, request.pieces), np.uint32), reason=reason)
-    lent = []
+    lent_runs = []
     for run in runs:
         extent = run.extent
         frames, stride = len(extent.views), extent.views.strides[0]
-        lent.append(LentRun(extent.views.ctypes.data, stride, frames, extent.number, run.frame, run.length))
+        lent_runs.append(LentRun(extent.views.ctypes.data, stride, frames, extent.number, run.frame, run.length))
     words = np.frombuffer(b"".join([run.words for run in runs]), np.uint64)
     sums = [sums_for(request, run, slice(run.frame, run.frame + run.length)) for run in runs]
-    return Loan(mapped.incarnation, lease, lent, words, np.concatenate(sums), reason)
+    return Loan(mapped.incarnation, lease, lent_runs, words, np.concatenate(sums), reason)
 
 
 CALLS: Final = frozenset(("stats", "scrub", "scrub_status", "verify", "heard"))
-"""The admin calls by which a node is verified; ``scrub`` drops what is damaged."""
+"""The admin calls that verify a node. ``scrub`` drops damaged pages."""
 ANSWER_S: Final = 60.0
-BEAT_NS_MAX: Final = 3_000_000_000  # thirty ticks of the daemon
+HEARTBEAT_NS_MAX: Final = 3_000_000_000  # thirty ticks of the daemon
 
 
 class CheckHandler:
-    """The handler of CHECK of one node: a JSON object ``{"call": ...}``, and the daemon's answer to it."""
+    """The handler of CHECK: passes a JSON object ``{"call": ...}`` to the daemon, and returns its answer."""
 
     def __init__(self, node: LocalNode) -> None:
         self._node = node
 
     def __call__(self, exchange: Exchange, body: memoryview) -> None:
-        """See ``Handler``. Raises PermissionDenied, InvalidRequest; NodeUnavailable where the daemon is away."""
+        """Answer CHECK. Raises PermissionDenied, InvalidRequest, and NodeUnavailable if the daemon is not running."""
         if not exchange.caller.operator:
-            raise PermissionDenied("only operators may have a node verified")
+            raise PermissionDenied("only operators may verify a node")
         request: dict[str, Any] = control.unpack_json(body)
         call = request.get("call")
         if not isinstance(call, str) or call not in CALLS:
-            raise InvalidRequest("call", f"is one of {', '.join(sorted(CALLS))}")
+            raise InvalidRequest("call", f"must be one of {', '.join(sorted(CALLS))} (got {call!r})")
         mapped = self._node.writable()
-        lives = dict(list_nodes(self._node.path.parent)).get(self._node.name, False)
-        if not lives or time.monotonic_ns() - mapped.header.heartbeat_ns > BEAT_NS_MAX:
+        is_running = dict(list_nodes(self._node.path.parent)).get(self._node.name, False)
+        if not is_running or time.monotonic_ns() - mapped.header.heartbeat_ns > HEARTBEAT_NS_MAX:
             raise NodeUnavailable(f"{self._node.name}: its daemon is not running, or hangs")
         reply = mapped.exchange(Op.ADMIN, body=[control.pack_json(request)], timeout_s=ANSWER_S)
         exchange.reply(FrameKind.CHECKED, bytes(reply.body))
@@ -360,17 +356,17 @@ NO_TOKENS = np.zeros(0, np.uint32)
 
 
 class HoldHandler:
-    """The handler of HOLD of one node. Threads share it.
+    """The handler of HOLD of one node, for all threads.
 
-    A key that is asked for gets the tag of the root that the caller names and may read, so that it finds no other
-    root's page. Nothing is proven: pages are, when they are read.
+    The caller names a root that it may read. Keys get the tag of this root, so that they match no page of another root.
+    The reply proves nothing: pages are proven when they are read.
     """
 
     def __init__(self, node: LocalNode) -> None:
         self._node = node
 
     def __call__(self, exchange: Exchange, body: memoryview) -> None:
-        """See ``Handler``. Raises PermissionDenied where these pages are not the caller's."""
+        """Answer HOLD. Raises PermissionDenied if the caller may not read these pages."""
         namespace, links, closed = unpack_hold(body)
         exchange.caller.check_salt(namespace.salt)
         mapped, tiers = self._node.mapped(), dict[int, int]()
