@@ -321,7 +321,7 @@ def test_nobody_announces_for_another_node(machines: dict[str, Machine]) -> None
     known = b.members.daemons[b.name].process
     false = AnnounceBatch(b.name, 1 << 40, 0, np.arange(9, dtype=np.uint64), np.ones(9, np.uint8), True)
     for daemon in (0, int(a.members.daemons[a.name].process, 16)):
-        with pytest.raises(PermissionDenied, match="itself"):
+        with pytest.raises(PermissionDenied, match="may announce its pages"):
             announced(a, false, daemon)
     with pytest.raises(PermissionDenied, match="nobody"):
         announced(a, replace(false, node="nobody"), int(known, 16))
@@ -379,7 +379,7 @@ def test_a_node_is_told_which_owners_do_not_know_it(
     wait_until("both owners of every page know", lambda: entries(machines) == 340, 30)
     assert differ() == (0, 0) and sum(each["entries"] for each in owners().values()) == 200
     a.announcer.stop()  # nobody puts right what comes
-    owner = a.announcer._announcing._owners[b.name]
+    owner = a.announcer._plan._owners[b.name]
     assert owner.stream is not None
     wrong = np.arange(1, 41, dtype=np.uint64) << np.uint64(40)
     batch = AnnounceBatch(a.name, owner.stream, owner.next, wrong, np.full(40, TIERS.index(Tier.NVME), np.uint8))
