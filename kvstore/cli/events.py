@@ -12,8 +12,7 @@ import click
 
 import kvstore
 from kvstore.cli.node import node_option
-from kvstore.cli.output import json_option
-from kvstore.cli.top import name_text
+from kvstore.cli.output import json_option, name_text
 from kvstore.errors import DeadlineExceeded, InvalidRequest, NodeUnavailable
 
 KINDS = ("sealed", "demoted", "promoted", "evicted", "dropped", "cleared")

@@ -108,6 +108,11 @@ def speed_text(bytes_per_s: float) -> str:
     return f"{_three_digits(bytes_per_s / 1e9)} GB/s"
 
 
+def name_text(name: str) -> str:
+    """A name for a terminal: at most 40 characters, ``?`` for control codes, and ``(none)`` for an empty name."""
+    return "".join(c if c.isprintable() else "?" for c in name[:40]) or "(none)"
+
+
 def ratio_text(part: float, whole: float) -> str:
     """`part` / `whole` with two decimals; ``-`` if `whole` is 0."""
     return f"{part / whole:.2f}" if whole else "-"

@@ -1,21 +1,21 @@
 """``kvstore top``: a live view of one node, or of all members of a pool.
 
-One frame of ``kvstore top``: turns two answers of ``stats`` into rates, and these into lines of text.
+A frame is a JSON document that compares the last two answers of each member: counters become rates per second. With
+``--json`` frames are printed as they are. Otherwise rich draws them as tables: the name of a field gives the header of
+its column and, by its unit, the format of its values.
 
-``kvstore top --catalog``: one line for each node, engine and conductor of a pool.
-
-For every frame the catalog is read again, and all members are asked for their state at once. Members that do not answer
-within ``ASK_S`` are shown as such. Names in the catalog and answers of members are not trusted: texts are bounded and
-stripped of control codes, numbers are checked, and invalid values are left out.
+With ``--catalog`` every frame reads the catalog again and asks all members at once. A member that does not answer
+within ``ASK_S`` is marked. The catalog and the members are not trusted: values of an unexpected type are left out, and
+``name_text`` shortens names and removes control codes.
 """
 
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import json
 import math
 import os
+import re
 import select
 import signal
 import sys
@@ -24,257 +24,45 @@ import threading
 import time
 import tty
 from bisect import bisect_left
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from contextlib import ExitStack
-from dataclasses import dataclass, field
-from types import TracebackType
+from collections import Counter
+from collections.abc import Callable, Generator, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import closing, contextmanager
+from itertools import islice
 from typing import Any, Final
 
 import click
-import grpc
-from rich.console import Console
+from google.protobuf.struct_pb2 import Struct
+from rich.console import Console, Group, RenderableType
 from rich.live import Live
-from rich.text import Text
+from rich.table import Table
 
 import kvstore
 from kvstore.cli.cluster import ASK_S, members_of
 from kvstore.cli.node import node_option
-from kvstore.cli.output import bytes_text, duration_text, json_option, print_json, table_text
+from kvstore.cli.output import bytes_text, duration_text, json_option, name_text, print_json
 from kvstore.client.remote.admin import document
 from kvstore.client.remote.endpoint import GivenCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS, RemoteNode
-from kvstore.cluster.catalog.schema import ConductorEntry, EngineEntry, NodeEntry
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.pb import store_pb2 as pb
 from kvstore.shm.counters import LATENCY_BOUNDS_S
 
-TENANTS_SHOWN = 8
-PERCENTILES = (50, 90, 99)
-# The name in ``stats`` of the counter of each operation that has latencies.
-COUNTED_AS = {"get": "gets", "put": "puts", "put_async": "puts_async", "lookup": "lookups", "lease": "leases"}
+Document = Mapping[str, Any]
+Frame = dict[str, Any]
 
-Stats = Mapping[str, Any]
-
-
-def node_document(now: Stats, before: Stats | None, elapsed_s: float) -> dict[str, Any]:
-    """Return rates per second between two answers, and current values. Rates are None if there is no earlier answer, or
-    if it came from an earlier daemon, since counters restart. For a node that is down only ``name`` and ``state`` are
-    known."""
-    about: dict[str, Any] = {"name": now.get("name", ""), "state": now.get("state", "")}
-    if "clients" not in now:
-        return about
-    if before is not None and (before.get("pid"), before.get("incarnation")) != (now["pid"], now["incarnation"]):
-        before = None
-    clients = _Rates(now["clients"], before and before["clients"], elapsed_s)
-    return {
-        **about,
-        "uptime_s": now["uptime_s"],
-        "interval_s": elapsed_s if before is not None else None,
-        "tiers": {tier: _tier(tier, now, before, clients, elapsed_s) for tier in now["tiers"]},
-        "pages_asked_per_s": clients.per_s("pages_asked"),
-        "missed_per_s": clients.group("missed_"),
-        "operations": {
-            name: {"per_s": clients.per_s(COUNTED_AS[name]), **_percentiles(now, before, name)}
-            for name in now["latency"]
-        },
-        "tenants": _tenants(now),
-        "tenants_left_off": now.get("tenants_left_off", 0) + max(0, len(now["tenants"]) - TENANTS_SHOWN),
-        "clients": {name: now[name] for name in ("sessions_connected", "sessions", "leases", "reservations")},
-        "queues": now["queues"],
-    }
-
-
-class _Rates:
-    """Counters at two moments; a new counter starts from 0."""
-
-    def __init__(self, now: Mapping[str, Any], before: Mapping[str, Any] | None, elapsed_s: float) -> None:
-        self._now, self._before, self._elapsed_s = now, before, max(elapsed_s, 1e-9)
-
-    def grown(self, name: str) -> float | None:
-        """Return how much a counter grew; None if unknown."""
-        return None if self._before is None else max(0, self._now.get(name, 0) - self._before.get(name, 0))
-
-    def per_s(self, name: str) -> float | None:
-        """Return a counter's growth per second; None if unknown."""
-        grown = self.grown(name)
-        return None if grown is None else grown / self._elapsed_s
-
-    def group(self, prefix: str = "") -> dict[str, float | None]:
-        """Return the growth per second of all counters with that prefix, by the rest of their names."""
-        return {name.removeprefix(prefix): self.per_s(name) for name in self._now if name.startswith(prefix)}
-
-
-def _tier(tier: str, now: Stats, before: Stats | None, clients: _Rates, elapsed_s: float) -> dict[str, Any]:
-    about = now["tiers"][tier]
-    old = before["tiers"].get(tier) if before is not None else None
-    rates = _Rates(about, old, elapsed_s)
-    hit, asked = clients.grown(f"hit_{tier}"), clients.grown("pages_asked")
-    moved = {"promoted": "promoted_pages", "demoted": "demoted_pages"} if tier == "nvme" else {}
-    return {
-        "capacity_bytes": about["capacity_bytes"],
-        "used_bytes": about["used_bytes"],
-        "pages": about["pages"],
-        "state": about.get("state", now["state"]),
-        "hit_tokens_per_s": clients.per_s(tokens) if (tokens := f"hit_{tier}_tokens") in now["clients"] else None,
-        "hit_ratio": hit / asked if hit is not None and asked else None,
-        "in_bytes_per_s": rates.per_s("bytes_in"),
-        "out_bytes_per_s": rates.per_s("bytes_out"),
-        "evicted_per_s": _Rates(about["evicted"], old and old["evicted"], elapsed_s).group(),
-        **{f"{name}_per_s": rates.per_s(counter) for name, counter in moved.items()},
-    }
-
-
-def _percentiles(now: Stats, before: Stats | None, name: str) -> dict[str, float | None]:
-    """Return latencies of the operations between the two answers; of all operations if there is no earlier answer."""
-    buckets: dict[float | None, int] = dict(map(tuple, now["latency"][name]["buckets"]))
-    for end, count in before["latency"][name]["buckets"] if before is not None else ():
-        buckets[end] = buckets.get(end, 0) - count
-    return {f"p{share}_s": quantile(buckets, share / 100) for share in PERCENTILES}
-
-
-def quantile(buckets: Mapping[float | None, int], share: float) -> float | None:
-    """Return the latency in seconds that ``share`` of the operations did not exceed; None if there were none.
-
-    Operations are assumed to be spread evenly inside a bucket; the last, open bucket counts as its lower bound.
-    """
-    ordered = sorted((end if end is not None else float("inf"), count) for end, count in buckets.items() if count > 0)
-    left = share * sum(count for _, count in ordered)
-    for end, count in ordered:
-        if left <= count:
-            at = bisect_left(LATENCY_BOUNDS_S, end)
-            start = LATENCY_BOUNDS_S[at - 1] if at else 0.0
-            return start + (end - start) * left / count if end != float("inf") else start
-        left -= count
-    return None
-
-
-def _tenants(now: Stats) -> list[dict[str, Any]]:
-    """Return the largest tenants."""
-    found = [
-        {
-            "tenant": salt,
-            "bytes": sum(about[tier]["bytes"] for tier in now["tiers"] if tier in about),
-            "pages": {tier: about[tier]["pages"] for tier in now["tiers"] if tier in about},
-            "quota_bytes": {tier: about[tier]["quota_bytes"] for tier in now["tiers"] if tier in about},
-            "pins": about["pins"],
-        }
-        for salt, about in now["tenants"].items()
-    ]
-    return sorted(found, key=lambda tenant: -tenant["bytes"])[:TENANTS_SHOWN]
-
-
-# --- text -----------------------------------------------------------------------------------------------------------
-
-
-def node_lines(frame: Mapping[str, Any], when: str) -> list[str]:
-    """Format the frame for people."""
-    head = f"kvstore top  {frame['name']}  {frame['state']}"
-    if "tiers" not in frame:
-        return [f"{head}  {when}", frame.get("error", "its daemon is not running; retrying")]
-    interval_s = frame["interval_s"]
-    over = (
-        f"rates of the last {duration_text(interval_s)}" if interval_s is not None else "rates from the next frame on"
-    )
-    text = [f"{head}, up {duration_text(frame['uptime_s'])}  {when}  {over}", ""]
-    text += [*_tier_table(frame["tiers"]), ""]
-    text += [
-        f"asked     {number_text(frame['pages_asked_per_s'])} pages/s; missed: {_rates_text(frame['missed_per_s'])}"
-    ]
-    text += [*_flow(frame["tiers"]), ""]
-    text += [*_operation_table(frame["operations"]), ""]
-    text += [*_tenant_table(frame["tenants"], frame["tenants_left_off"]), ""]
-    clients = frame["clients"]
-    text += [
-        f"clients   {clients['sessions_connected']} connected, {clients['sessions']} known, "
-        f"{clients['leases']} leases, {clients['reservations']} reservations",
-        f"queues    {', '.join(f'{count} {name}' for name, count in frame['queues'].items())}",
-    ]
-    return text
-
-
-def _tier_table(tiers: Mapping[str, Any]) -> list[str]:
-    rows = [
-        (
-            tier,
-            bytes_text(about["capacity_bytes"]),
-            bytes_text(about["used_bytes"]),
-            f"{100 * about['used_bytes'] / about['capacity_bytes']:.0f} %" if about["capacity_bytes"] else "-",
-            about["pages"],
-            number_text(about["hit_tokens_per_s"]),
-            "-" if about["hit_ratio"] is None else f"{about['hit_ratio']:.3f}",
-            _size(about["in_bytes_per_s"]),
-            _size(about["out_bytes_per_s"]),
-            about["state"],
-        )
-        for tier, about in tiers.items()
-    ]
-    headers = "tier", "capacity", "used", "full", "pages", "hit tokens/s", "hit ratio", "in/s", "out/s", "state"
-    return table_text(headers, rows).splitlines()
-
-
-def _flow(tiers: Mapping[str, Any]) -> list[str]:
-    found = [f"left {tier} {_rates_text(about['evicted_per_s'])} pages/s" for tier, about in tiers.items()]
-    for about in tiers.values():
-        if "demoted_per_s" in about:
-            demoted, promoted = number_text(about["demoted_per_s"]), number_text(about["promoted_per_s"])
-            found.append(f"moved     {demoted} demoted, {promoted} promoted pages/s")
-    return found
-
-
-def _rates_text(rates: Mapping[str, float | None]) -> str:
-    """Return ``12.5 space, 3 request``, without zero rates."""
-    return ", ".join(f"{number_text(rate)} {name}" for name, rate in sorted(rates.items()) if rate) or "0"
-
-
-def _operation_table(operations: Mapping[str, Any]) -> list[str]:
-    rows = [
-        (name, number_text(about["per_s"]), *(_time(about[f"p{share}_s"]) for share in PERCENTILES))
-        for name, about in operations.items()
-    ]
-    return table_text(("operation", "per s", *(f"p{share}" for share in PERCENTILES)), rows).splitlines()
-
-
-def _tenant_table(tenants: Sequence[Mapping[str, Any]], left_off: int) -> list[str]:
-    rows = [
-        (
-            name_text(about["tenant"]),
-            bytes_text(about["bytes"]),
-            ", ".join(f"{pages} {tier}" for tier, pages in about["pages"].items()),
-            ", ".join(f"{bytes_text(size)} {tier}" for tier, size in about["quota_bytes"].items() if size) or "none",
-            about["pins"],
-        )
-        for about in tenants
-    ]
-    more = [f"and {left_off} more"] if left_off else []
-    return [*table_text(("tenant", "bytes", "pages", "quota", "pins"), rows).splitlines(), *more]
-
-
-def name_text(tenant: str) -> str:
-    """Return a tenant's name for a terminal: a salt is any text, and must not contain control codes."""
-    shown = "".join(c if c.isprintable() else "?" for c in tenant[:40])
-    return shown if shown else "(none)"
-
-
-def number_text(rate: float | None) -> str:
-    """Format a rate for people."""
-    if rate is None:
-        return "-"
-    return f"{rate:.0f}" if rate >= 100 or rate == 0 else f"{rate:.1f}"
-
-
-def _size(rate: float | None) -> str:
-    return "-" if rate is None else bytes_text(rate)
-
-
-def _time(seconds: float | None) -> str:
-    return "-" if seconds is None else duration_text(seconds)
-
-
-Lines = Callable[[dict[str, Any], str], list[str]]
-"""Formats a frame for people; the text is the time of day."""
-
-INTERVAL_S = 2.0
-INTERVAL_S_MIN, INTERVAL_S_MAX = 0.1, 3600.0
+TENANTS_SHOWN: Final = 8
+PERCENTILES: Final = (50, 90, 99)
+MEMBERS_MAX: Final = 256  # members asked, of all kinds together
+REPLY_BYTES_MAX: Final = 4 << 20
+PIPE_COLUMNS: Final = 1000  # in a pipe or a file no line has to fit a screen
+COUNTER_OF: Final = {"get": "gets", "put": "puts", "put_async": "puts_async", "lookup": "lookups", "lease": "leases"}
+"""The counter of each operation that has latencies."""
+CALL_OF: Final = {"node": "Store/Stats", "engine": "Engine/Status", "conductor": "Conductor/Status"}
+"""The call that returns a member's document, for each kind of member."""
+FROM_CATALOG: Final = ("role", "model", "node", "policy")
+HIDDEN: Final = {"member", "name", "host", "address", "tiers", "error", "interval_s", "routed", "refused"}
+"""Fields that only --json shows."""
 
 
 @click.command()
@@ -282,8 +70,8 @@ INTERVAL_S_MIN, INTERVAL_S_MAX = 0.1, 3600.0
 @click.option(
     "--interval",
     "interval_s",
-    type=click.FloatRange(INTERVAL_S_MIN, INTERVAL_S_MAX),
-    default=INTERVAL_S,
+    type=click.FloatRange(0.1, 3600.0),
+    default=2.0,
     show_default=True,
     help="Seconds between frames.",
 )
@@ -301,397 +89,422 @@ def top(node: str | None, interval_s: float, once: bool, catalog: str | None, po
     """
     if math.isnan(interval_s):
         raise InvalidRequest("--interval", "must be seconds, not nan")
-    if catalog is not None:
-        if node is not None:
-            raise InvalidRequest("--node", "cannot be combined with --catalog, which shows a whole pool")
-        # only here: it loads gRPC
-
-        with PoolWatch(catalog, pool) as watch:
-            _show(watch.frames(), pool_lines, interval_s, once, as_json)
+    if catalog is None:
+        with kvstore.connect(node) as store:
+            _show(node_frames(store.stats, store.name), node_view, interval_s, once, as_json)
         return
-    with kvstore.connect(node) as store:
-        _show(_frames(store.stats, store.name), node_lines, interval_s, once, as_json)
+    if node is not None:
+        raise InvalidRequest("--node", "cannot be combined with --catalog, which shows a whole pool")
+    with closing(pool_frames(catalog, pool)) as frames:
+        _show(frames, pool_view, interval_s, once, as_json)
 
 
-def _frames(stats: Callable[[], dict[str, Any]], name: str) -> Iterator[dict[str, Any]]:
-    """Yield a frame on each request. A node that stops answering is polled again."""
-    before, then = stats(), time.monotonic()
-    yield node_document(before, None, 0.0)
-    last = before if "clients" in before else None
-    while True:
-        try:
-            now, when = stats(), time.monotonic()
-        except (NodeUnavailable, DeadlineExceeded) as error:
-            last = None
-            yield {"name": name, "state": "no answer", "error": str(error)}
-            continue
-        yield node_document(now, last, when - then)
-        last, then = now if "clients" in now else None, when
-
-
-def _show(frames: Iterator[dict[str, Any]], lines: Lines, interval_s: float, once: bool, as_json: bool) -> None:
+def _show(
+    frames: Iterator[Frame], view: Callable[[Frame], Group], interval_s: float, once: bool, as_json: bool
+) -> None:
     """Show one frame with rates, or one after the other until the user ends it."""
+    console, frame = new_console(), next(frames)
     if once:
-        next(frames)
         time.sleep(interval_s)
         frame = next(frames)
-        print_json(frame) if as_json else click.echo("\n".join(lines(frame, _clock())))
+        print_json(frame) if as_json else console.print(view(frame))
     elif as_json or not (sys.stdout.isatty() and sys.stdin.isatty()):
-        for frame in frames:
-            click.echo(json.dumps(frame) if as_json else "\n".join([*lines(frame, _clock()), ""]))
-            sys.stdout.flush()
+        while True:
+            click.echo(json.dumps(frame)) if as_json else console.print(view(frame), "")
             time.sleep(interval_s)
+            frame = next(frames)
     else:
-        first = next(frames)  # before the screen changes, so that an error is shown on the normal terminal
-        with _keys() as interrupted, Live(console=Console(), screen=True, auto_refresh=False) as live:
-            _draw(first, frames, lines, interval_s, live, interrupted)
-
-
-def _draw(
-    frame: dict[str, Any],
-    frames: Iterator[dict[str, Any]],
-    lines: Lines,
-    interval_s: float,
-    live: Live,
-    interrupted: threading.Event,
-) -> None:
-    """Redraw in place until q is pressed, or until the terminal is gone."""
-    due = time.monotonic()
-    while not interrupted.is_set():
-        live.update(Text("\n".join(lines(frame, _clock())), no_wrap=True, overflow="crop"), refresh=True)
-        due = max(due + interval_s, time.monotonic())
-        while (remaining_s := due - time.monotonic()) > 0:
-            if select.select([sys.stdin], [], [], remaining_s)[0]:
-                typed = os.read(sys.stdin.fileno(), 64)
-                if not typed or b"q" in typed.lower():
+        with _single_keys() as interrupted, Live(console=console, screen=True, auto_refresh=False) as live:
+            while not interrupted.is_set():
+                live.update(view(frame), refresh=True)
+                if _quit_pressed(interval_s):
                     return
-        frame = next(frames)
-    raise KeyboardInterrupt
+                frame = next(frames)
+            raise KeyboardInterrupt
 
 
-@contextlib.contextmanager
-def _keys() -> Iterator[threading.Event]:
-    """Inside, the terminal delivers single keys, and SIGTERM interrupts like Ctrl-C. Both also set the yielded event,
-    since an exception that is raised inside a finalizer is lost."""
-    fd = sys.stdin.fileno()
-    before = termios.tcgetattr(fd)
-    interrupted = threading.Event()
+@contextmanager
+def _single_keys() -> Iterator[threading.Event]:
+    """Let the terminal deliver single keys, and SIGTERM interrupt like Ctrl-C, until the context ends. Both signals
+    also set the yielded event, since an exception that is raised inside a finalizer is lost."""
+    interrupted, attributes = threading.Event(), termios.tcgetattr(sys.stdin)
 
-    def end(*_: object) -> None:
+    def interrupt(*_: object) -> None:
         interrupted.set()
         raise KeyboardInterrupt
 
-    handlers = {number: signal.signal(number, end) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, interrupt) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
-        tty.setcbreak(fd)
+        tty.setcbreak(sys.stdin)
         yield interrupted
     finally:
-        termios.tcsetattr(fd, termios.TCSADRAIN, before)
+        termios.tcsetattr(sys.stdin, termios.TCSADRAIN, attributes)
         for number, handler in handlers.items():
             signal.signal(number, handler)
 
 
-def _clock() -> str:
-    return time.strftime("%H:%M:%S")
+def _quit_pressed(timeout_s: float) -> bool:
+    """Return True as soon as q is pressed or the terminal is gone, and False after the timeout."""
+    deadline_s = time.monotonic() + timeout_s
+    while select.select([sys.stdin], [], [], max(0.0, deadline_s - time.monotonic()))[0]:
+        keys = os.read(sys.stdin.fileno(), 64)
+        if not keys or b"q" in keys.lower():
+            return True
+    return False
 
 
-MEMBERS_MAX: Final = 256  # members asked, of all kinds together
-REPLY_BYTES_MAX: Final = 4 << 20
+# --- frames of one node ---------------------------------------------------------------------------------------------
 
-CALLS: Final = {"node": "Store/Stats", "engine": "Engine/Status", "conductor": "Conductor/Status"}
-"""The call for each kind of member: it takes no arguments, and returns a document."""
+
+def number(reply: Any, *path: str) -> float | None:
+    """Return the finite number at ``path`` in a document; None if there is none."""
+    for part in path:
+        reply = reply.get(part) if isinstance(reply, dict) else None
+    is_number = isinstance(reply, int | float) and not isinstance(reply, bool) and math.isfinite(reply)
+    return reply if is_number else None
+
+
+class Rates:
+    """Growth per second of counters between two answers. A rate is None if there is no earlier answer, or if the
+    counter restarted. A counter that is new grew from 0."""
+
+    def __init__(self, reply: Document, before: Document | None, elapsed_s: float | None) -> None:
+        self._reply, self._before, self._elapsed_s = reply, before, elapsed_s
+
+    def per_s(self, *path: str) -> float | None:
+        """Return the rate of one counter."""
+        now, before = number(self._reply, *path), number(self._before, *path) or 0
+        if self._before is None or not self._elapsed_s or now is None or now < before:
+            return None
+        return (now - before) / self._elapsed_s
+
+    def group(self, *path: str, prefix: str = "") -> dict[str, float | None]:
+        """Return the rates of the counters of a group that have this prefix, by the rest of their names."""
+        group: Any = self._reply
+        for part in path:
+            group = group.get(part) if isinstance(group, dict) else None
+        names = [name for name in group if name.startswith(prefix)] if isinstance(group, dict) else []
+        return {name.removeprefix(prefix): self.per_s(*path, name) for name in names}
+
+
+def node_frames(stats: Callable[[], Frame], name: str) -> Iterator[Frame]:
+    """Yield a frame on each request. A node that stops answering after the first frame is polled again."""
+    reply, before, now_s, before_s = stats(), None, time.monotonic(), 0.0
+    while True:
+        yield node_frame(reply, before, now_s - before_s)
+        before, before_s = reply if "clients" in reply else None, now_s
+        while True:
+            try:
+                reply, now_s = stats(), time.monotonic()
+                break
+            except (NodeUnavailable, DeadlineExceeded) as error:
+                before = None
+                yield {"name": name, "state": "no answer", "error": str(error)}
+
+
+def node_frame(reply: Document, before: Document | None, elapsed_s: float) -> Frame:
+    """Return rates per second between two answers, and current values. Rates are None if there is no earlier answer, or
+    if it came from an earlier daemon, since counters restart. For a node that is down only ``name`` and ``state`` are
+    known."""
+    frame: Frame = {"name": reply.get("name", ""), "state": reply.get("state", "")}
+    if "clients" not in reply:
+        return frame
+    if before is not None and (before.get("pid"), before.get("incarnation")) != (reply["pid"], reply["incarnation"]):
+        before = None
+    rates = Rates(reply, before, elapsed_s)
+    return {
+        **frame,
+        "uptime_s": reply["uptime_s"],
+        "interval_s": elapsed_s if before is not None else None,
+        "tiers": {tier: _tier(tier, about, reply, rates) for tier, about in reply["tiers"].items()},
+        "pages_asked_per_s": rates.per_s("clients", "pages_asked"),
+        "missed_per_s": rates.group("clients", prefix="missed_"),
+        "operations": {
+            name: {"per_s": rates.per_s("clients", COUNTER_OF[name]), **_percentiles(name, reply, before)}
+            for name in reply["latency"]
+        },
+        "tenants": sorted(_tenants(reply), key=lambda tenant: -tenant["bytes"])[:TENANTS_SHOWN],
+        "tenants_left_off": reply.get("tenants_left_off", 0) + max(0, len(reply["tenants"]) - TENANTS_SHOWN),
+        "clients": {name: reply[name] for name in ("sessions_connected", "sessions", "leases", "reservations")},
+        "queues": reply["queues"],
+    }
+
+
+def _tier(tier: str, about: Document, reply: Document, rates: Rates) -> Frame:
+    hits_per_s, asked_per_s = rates.per_s("clients", f"hit_{tier}"), rates.per_s("clients", "pages_asked")
+    moves = ("promoted", "demoted") if tier == "nvme" else ()
+    return {
+        **{name: about[name] for name in ("capacity_bytes", "used_bytes", "pages")},
+        "state": about.get("state", reply["state"]),
+        "hit_tokens_per_s": rates.per_s("clients", f"hit_{tier}_tokens"),
+        "hit_ratio": hits_per_s / asked_per_s if hits_per_s is not None and asked_per_s else None,
+        "in_bytes_per_s": rates.per_s("tiers", tier, "bytes_in"),
+        "out_bytes_per_s": rates.per_s("tiers", tier, "bytes_out"),
+        "evicted_per_s": rates.group("tiers", tier, "evicted"),
+        **{f"{move}_per_s": rates.per_s("tiers", tier, f"{move}_pages") for move in moves},
+    }
+
+
+def _percentiles(name: str, reply: Document, before: Document | None) -> dict[str, float | None]:
+    """Return latencies of the operations between two answers; of all operations if there is no earlier answer."""
+    counts: Counter[float] = Counter()
+    for sign, stats in ((1, reply), (-1, before)):
+        for end_s, count in stats["latency"][name]["buckets"] if stats is not None else ():
+            counts[math.inf if end_s is None else end_s] += sign * count
+    return {f"p{percent}_s": _quantile(+counts, percent / 100) for percent in PERCENTILES}
+
+
+def _quantile(counts: Mapping[float, int], share: float) -> float | None:
+    """Return the latency in seconds that ``share`` of the operations did not exceed; None if there were none.
+
+    ``counts`` maps the upper bound of a bucket to its operations, which are assumed to be spread evenly inside it. The
+    last bucket is open and counts as its lower bound.
+    """
+    rank = share * sum(counts.values())
+    for end_s, count in sorted(counts.items()):
+        if rank <= count:
+            bucket = bisect_left(LATENCY_BOUNDS_S, end_s)
+            start_s = LATENCY_BOUNDS_S[bucket - 1] if bucket else 0.0
+            return start_s if end_s == math.inf else start_s + (end_s - start_s) * rank / count
+        rank -= count
+    return None
+
+
+def _tenants(reply: Document) -> Iterator[Frame]:
+    for salt, about in reply["tenants"].items():
+        tiers = {tier: about[tier] for tier in reply["tiers"] if tier in about}
+        yield {
+            "tenant": salt,
+            "bytes": sum(each["bytes"] for each in tiers.values()),
+            "pages": {tier: each["pages"] for tier, each in tiers.items()},
+            "quota_bytes": {tier: each["quota_bytes"] for tier, each in tiers.items()},
+            "pins": about["pins"],
+        }
+
+
+# --- frames of a pool -----------------------------------------------------------------------------------------------
 
 
 class _Link(RemoteNode):
     """A connection to a member."""
 
     service = "/kvstore.v1."
-    options = (
-        *(each for each in OPTIONS if "receive" not in each[0]),
-        ("grpc.max_receive_message_length", REPLY_BYTES_MAX),
-    )
-
-    def ask(self, call: str, within_s: float) -> grpc.Future[dict[str, Any]]:
-        """Start a call; return a future of its answer."""
-        method: Any = self._method(call, "unary_unary", pb.Empty.SerializeToString, _struct)
-        asked: grpc.Future[dict[str, Any]] = method.future(pb.Empty(), **self._how(within_s))
-        return asked
+    options = tuple((dict(OPTIONS) | {"grpc.max_receive_message_length": REPLY_BYTES_MAX}).items())
 
 
-def _struct(reply: bytes) -> dict[str, Any]:
-    from google.protobuf.struct_pb2 import Struct
-
-    return document(Struct.FromString(reply))
-
-
-@dataclass
 class _Member:
-    """One member, for as long as the catalog lists it."""
+    """A member of the pool, and its last answer. Life: made -> ``ask`` for each frame -> ``close``."""
 
-    kind: str
-    entry: NodeEntry | EngineEntry | ConductorEntry
-    link: _Link | None = None
-    error: str = ""
-    heard_s: float | None = None
-    counts: dict[str, float] = field(default_factory=dict)  # counters of the last answer, or of the one before
-
-    def open(self) -> None:
-        """Connect. Raises nothing: the reason for a failure is shown instead."""
-        if not self.entry.addresses:
-            self.error = "reachable only from its own machine"
-            return
-        try:
-            found = endpoint(f"kv://{self.entry.addresses[0]}", GivenCredentials(), os.environ)
-            self.link = _Link(found, ASK_S)
-        except KVStoreError as error:
-            self.error = str(error)
-
-
-class PoolWatch:
-    """A pool's members, from frame to frame. Life: made -> ``frames`` -> ``close``."""
-
-    def __init__(self, catalog: str, pool: str) -> None:
-        self._catalog, self._pool = catalog, pool
-        self._members: dict[tuple[str, str, str], _Member] = {}  # by kind, name and process
-        self._left_off = 0
-
-    def __enter__(self) -> PoolWatch:
-        return self
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self.close()
+    def __init__(self, kind: str, addresses: tuple[str, ...]) -> None:
+        self._kind, self._address = kind, next(iter(addresses), "")
+        self._link: _Link | None = None
+        self._error = "reachable only from its own machine"
+        self._reply: Document | None = None
+        self._reply_s = 0.0
+        if self._address:
+            try:
+                self._link = _Link(endpoint(f"kv://{self._address}", GivenCredentials(), os.environ), ASK_S)
+            except KVStoreError as error:
+                self._error = str(error)
 
     def close(self) -> None:
-        """Close all connections."""
-        with ExitStack() as ends:
-            for member in self._members.values():
-                if member.link is not None:
-                    ends.callback(member.link.close)
-        self._members.clear()
+        """End the connection."""
+        if self._link is not None:
+            self._link.close()
 
-    def frames(self) -> Iterator[dict[str, Any]]:
-        """Yield a frame on each request; while the catalog is unavailable, known members are asked again.
-
-        Raises Unavailable if the catalog does not answer at first, InvalidRequest if it is not one.
-        """
-        self._look()
-        yield {**self._frame(), "catalog_error": ""}
-        while True:
-            error = ""
-            try:
-                self._look()
-            except KVStoreError as failed:
-                error = str(failed)
-            yield {**self._frame(), "catalog_error": error}
-
-    def _look(self) -> None:
-        nodes, engines, _, conductors = asyncio.run(members_of(self._catalog, self._pool))
-        listed: list[tuple[str, NodeEntry | EngineEntry | ConductorEntry]] = []
-        listed += [("conductor", each) for each in conductors]
-        listed += [("engine", each) for each in engines]
-        listed += [("node", each) for each in nodes]
-        listed.sort(key=lambda member: (member[0], member[1].name))
-        self._left_off = max(0, len(listed) - MEMBERS_MAX)
-        wanted = {(kind, each.name, each.process): each for kind, each in listed[:MEMBERS_MAX]}
-        for key in self._members.keys() - wanted.keys():
-            gone = self._members.pop(key)
-            if gone.link is not None:
-                gone.link.close()
-        before, self._members = self._members, {}
-        for key, entry in wanted.items():
-            known = before.pop(key, None)
-            if known is None or known.entry.addresses != entry.addresses:
-                if known is not None and known.link is not None:
-                    known.link.close()
-                known = _Member(key[0], entry)
-                known.open()
-            known.entry = entry
-            self._members[key] = known
-
-    def _frame(self) -> dict[str, Any]:
-        members = list(self._members.values())
-        asked = [each.link.ask(CALLS[each.kind], ASK_S) if each.link is not None else None for each in members]
-        told = [_told(member, future) for member, future in zip(members, asked, strict=True)]
-        return {"catalog": self._catalog, "pool": self._pool, "members": told, "members_left_off": self._left_off}
-
-
-def _told(member: _Member, asked: grpc.Future[dict[str, Any]] | None) -> dict[str, Any]:
-    """Return what is shown of a member, after its answer or its deadline."""
-    entry, now_s, said = member.entry, time.monotonic(), None
-    if asked is not None and member.link is not None:
+    def ask(self, entry: Any) -> Frame:
+        """Return the part of a frame about this member, after its answer or ``ASK_S``."""
+        reply = None
         try:
-            said = asked.result()
-        except grpc.RpcError as error:
-            member.error = str(member.link.meaning(error))
-        now_s = time.monotonic()
-    about: dict[str, Any] = {"member": member.kind, "name": entry.name, "host": entry.host}
-    about["address"] = entry.addresses[0] if entry.addresses else ""
-    if isinstance(entry, EngineEntry):
-        about |= {"role": entry.role, "model": entry.model, "node": entry.node}
-    if isinstance(entry, ConductorEntry):
-        about |= {"policy": entry.policy}
-    if said is None:
-        heard_ago_s = None if member.heard_s is None else now_s - member.heard_s
-        state = "no answer" if about["address"] else "no address"  # reachable only from its own machine
-        return {**about, "state": state, "error": member.error, "heard_ago_s": heard_ago_s}
-    elapsed_s = None if member.heard_s is None else now_s - member.heard_s
-    rates = _Growth(said, member.counts, elapsed_s)
-    shown = {"node": _node, "engine": _engine, "conductor": _conductor}[member.kind](said, rates)
-    member.heard_s, member.counts, member.error = now_s, rates.now, ""
-    return {**about, "state": "serving", **shown, "heard_ago_s": 0.0, "interval_s": elapsed_s}
+            if self._link is not None:
+                reply = document(self._link.call(CALL_OF[self._kind], pb.Empty(), Struct, again=False))
+        except KVStoreError as error:
+            self._error = str(error)
+        elapsed_s = time.monotonic() - self._reply_s if self._reply is not None else None
+        about = {"member": self._kind, "name": entry.name, "host": entry.host, "address": self._address}
+        about |= {name: getattr(entry, name) for name in FROM_CATALOG if hasattr(entry, name)}
+        if reply is None:
+            state = "no answer" if self._address else "no address"
+            return {**about, "state": state, "error": self._error, "heard_ago_s": elapsed_s}
+        facts = FACTS[self._kind](reply, Rates(reply, self._reply, elapsed_s))
+        self._reply, self._reply_s = reply, time.monotonic()
+        return {**about, "state": "serving", **facts, "heard_ago_s": 0.0, "interval_s": elapsed_s}
 
 
-class _Growth:
-    """Growth per second since the last answer; None if there was none, or if the counter restarted."""
+def pool_frames(catalog: str, pool: str) -> Generator[Frame]:
+    """Yield a frame on each request, until the iterator is closed. While the catalog is unavailable, the members that
+    it listed last are asked again.
 
-    def __init__(self, said: Mapping[str, Any], before: Mapping[str, float], elapsed_s: float | None) -> None:
-        self.now: dict[str, float] = {}
-        self._said, self._before, self._elapsed_s = said, before, elapsed_s
-
-    def __call__(self, *path: str) -> float | None:
-        now, name = _number(self._said, *path), ".".join(path)
-        if now is None:
-            return None
-        self.now[name] = now
-        before = self._before.get(name)
-        if before is None or before > now or not self._elapsed_s:
-            return None
-        return (now - before) / self._elapsed_s
-
-
-def _number(said: Any, *path: str) -> float | None:
-    """Return a number in a document; None if there is none."""
-    for part in path:
-        said = said.get(part) if isinstance(said, dict) else None
-    right = isinstance(said, int | float) and not isinstance(said, bool) and math.isfinite(said)
-    return said if right else None
-
-
-def _text(said: Any, name: str) -> str:
-    found = said.get(name)
-    return found if isinstance(found, str) else ""
+    Raises Unavailable if the catalog does not answer at first, InvalidRequest if it is not one.
+    """
+    members: dict[tuple[str, ...], _Member] = {}
+    entries, error = _entries(catalog, pool), ""
+    with ThreadPoolExecutor(MEMBERS_MAX) as threads:
+        try:
+            while True:
+                listed = dict(islice(entries.items(), MEMBERS_MAX))
+                members |= {key: _Member(key[0], listed[key].addresses) for key in listed.keys() - members.keys()}
+                for key in members.keys() - entries.keys():
+                    members.pop(key).close()
+                rows = list(threads.map(_Member.ask, map(members.__getitem__, listed), listed.values()))
+                left_off = len(entries) - len(listed)
+                frame = {"catalog": catalog, "pool": pool, "members": rows, "members_left_off": left_off}
+                yield {**frame, "catalog_error": error}
+                try:
+                    entries, error = _entries(catalog, pool), ""
+                except KVStoreError as failed:
+                    error = str(failed)
+        finally:
+            for member in members.values():
+                member.close()
 
 
-def _node(said: Mapping[str, Any], rates: _Growth) -> dict[str, Any]:
-    tiers = {}
-    for tier in ("dram", "nvme"):
-        if (capacity := _number(said, "tiers", tier, "capacity_bytes")) is not None:
-            tiers[tier] = {
-                "capacity_bytes": capacity,
-                "used_bytes": _number(said, "tiers", tier, "used_bytes"),
-                "pages": _number(said, "tiers", tier, "pages"),
-                "reused_pages_per_s": rates("clients", f"hit_{tier}"),
-            }
-    return {"state": _text(said, "state"), "tiers": tiers}
+def _entries(catalog: str, pool: str) -> dict[tuple[str, ...], Any]:
+    """Return the members that the catalog lists, by kind, name, process and address."""
+    nodes, engines, _, conductors = asyncio.run(members_of(catalog, pool))
+    by_kind: dict[str, list[Any]] = {"conductor": conductors, "engine": engines, "node": nodes}
+    pairs = ((kind, entry) for kind in by_kind for entry in sorted(by_kind[kind], key=lambda entry: entry.name))
+    return {(kind, entry.name, entry.process, *entry.addresses[:1]): entry for kind, entry in pairs}
 
 
-def _engine(said: Mapping[str, Any], rates: _Growth) -> dict[str, Any]:
-    page_tokens = _number(said, "layout", "page_tokens") or math.inf
-    cached = said.get("done", {}).get("cached_tokens") if isinstance(said.get("done"), dict) else None
-    tiers = sorted(cached)[:8] if isinstance(cached, dict) else []
-    tokens = {tier: rates("done", "cached_tokens", tier) for tier in tiers}
-    requests = said.get("requests")
-    phases = [phase for phase in requests if phase != "decoding"] if isinstance(requests, dict) else []
+def _text(reply: Document, name: str) -> str:
+    return value if isinstance(value := reply.get(name), str) else ""
+
+
+def _node_facts(reply: Document, rates: Rates) -> Frame:
+    tiers = {
+        tier: {
+            **{name: number(reply, "tiers", tier, name) for name in ("capacity_bytes", "used_bytes", "pages")},
+            "reused_pages_per_s": rates.per_s("clients", f"hit_{tier}"),
+        }
+        for tier in ("dram", "nvme")
+        if number(reply, "tiers", tier, "capacity_bytes") is not None
+    }
+    return {"state": _text(reply, "state"), "tiers": tiers}
+
+
+def _engine_facts(reply: Document, rates: Rates) -> Frame:
+    page_tokens = number(reply, "layout", "page_tokens") or math.inf
+    reused_tokens = sorted(rates.group("done", "cached_tokens").items())[:8]
+    phases = rates.group("requests").keys() - {"decoding"}
     return {
-        "state": "draining" if said.get("draining") is True else "serving",
-        "role": _text(said, "role"),
-        "model": _text(said, "model"),
-        "waiting": sum(_number(said, "requests", phase) or 0 for phase in phases),
-        "running": _number(said, "requests", "decoding"),
-        "prefill_tokens_per_s": rates("done", "prefill_tokens"),
-        "decode_tokens_per_s": rates("done", "decode_tokens"),
-        "reused_pages_per_s": {tier: None if rate is None else rate / page_tokens for tier, rate in tokens.items()},
+        "state": "draining" if reply.get("draining") is True else "serving",
+        "role": _text(reply, "role"),
+        "model": _text(reply, "model"),
+        "waiting": sum(number(reply, "requests", phase) or 0 for phase in phases),
+        "running": number(reply, "requests", "decoding"),
+        "prefill_tokens_per_s": rates.per_s("done", "prefill_tokens"),
+        "decode_tokens_per_s": rates.per_s("done", "decode_tokens"),
+        "reused_pages_per_s": {tier: None if rate is None else rate / page_tokens for tier, rate in reused_tokens},
     }
 
 
-def _conductor(said: Mapping[str, Any], rates: _Growth) -> dict[str, Any]:
-    phases = {phase: _number(said, "requests", phase) or 0 for phase in ("waiting", "kept", "sent", "decoding")}
+def _conductor_facts(reply: Document, rates: Rates) -> Frame:
+    open_requests = [number(reply, "requests", phase) or 0 for phase in ("waiting", "kept", "sent", "decoding")]
     return {
-        "policy": _text(said, "policy"),
-        "leads": said.get("leads") is True,
-        "engines": len(said["engines"]) if isinstance(said.get("engines"), dict) else None,
-        "routed": _number(said, "routed"),
-        "routed_per_s": rates("routed"),
-        "refused": _number(said, "answers", "refused"),
-        "refused_per_s": rates("answers", "refused"),
-        "waiting": phases["waiting"],
-        "open": sum(phases.values()),
+        "policy": _text(reply, "policy"),
+        "leads": reply.get("leads") is True,
+        "engines": len(reply["engines"]) if isinstance(reply.get("engines"), dict) else None,
+        "routed": number(reply, "routed"),
+        "routed_per_s": rates.per_s("routed"),
+        "refused": number(reply, "answers", "refused"),
+        "refused_per_s": rates.per_s("answers", "refused"),
+        "waiting": open_requests[0],
+        "open": sum(open_requests),
     }
 
 
-# --- text -----------------------------------------------------------------------------------------------------------
+FACTS: Final = {"conductor": _conductor_facts, "engine": _engine_facts, "node": _node_facts}
+"""What a frame says about each kind of member that has answered."""
 
 
-def pool_lines(frame: Mapping[str, Any], when: str) -> list[str]:
-    """The frame for people."""
-    members = frame["members"]
-    text = [f"kvstore top  {name_text(frame['catalog'])}  pool {name_text(frame['pool'])}  {when}"]
-    if frame["catalog_error"]:
-        text += [f"the catalog does not answer: {_shown(frame['catalog_error'])}"]
-    for kind, headers, cells in TABLES:
-        rows = [
-            (name_text(each["name"]), *_cells(each, len(headers), cells)) for each in members if each["member"] == kind
-        ]
-        if rows:
-            text += ["", *table_text((kind, *headers, "heard"), rows).splitlines()]
-    if not members:
-        text += ["", "no members"]
-    if frame["members_left_off"]:
-        text += ["", f"and {frame['members_left_off']} more"]
-    return text
+# --- drawing --------------------------------------------------------------------------------------------------------
 
 
-def _cells(about: Mapping[str, Any], columns: int, cells: Any) -> tuple[str, ...]:
-    heard_ago_s = about["heard_ago_s"]
-    heard = "never" if heard_ago_s is None else "now" if not heard_ago_s else f"{duration_text(heard_ago_s)} ago"
-    if "interval_s" in about:
-        return *cells(about), heard
-    return about["state"], *("-" for _ in range(columns - 1)), heard
+def new_console() -> Console:
+    """Return a console for stdout that prints names as they are, without interpreting them as markup."""
+    return Console(width=None if sys.stdout.isatty() else PIPE_COLUMNS, markup=False, emoji=False, highlight=False)
 
 
-def _of_node(about: Mapping[str, Any]) -> Sequence[str]:
-    full = [
-        f"{bytes_text(each['used_bytes'] or 0)} of {bytes_text(each['capacity_bytes'])} {tier}"
-        for tier, each in about["tiers"].items()
+def node_view(frame: Frame) -> Group:
+    """Draw a frame of a node."""
+    head = f"kvstore top  {frame['name']}  {frame['state']}  {time.strftime('%H:%M:%S')}"
+    if "tiers" not in frame:
+        return Group(head, frame.get("error", "its daemon is not running; retrying"))
+    interval_s = frame["interval_s"]
+    rates = "rates from the next frame on" if interval_s is None else f"rates of the last {duration_text(interval_s)}"
+    requested, missed = (_cell(name, frame[name]) for name in ("pages_asked_per_s", "missed_per_s"))
+    return Group(
+        f"{head}  up {duration_text(frame['uptime_s'])}  {rates}",
+        *("", _table("tier", frame["tiers"].items())),
+        *("", f"asked     {requested} pages/s; missed/s: {missed}"),
+        *("", _table("operation", frame["operations"].items())),
+        *("", _table("tenant", ((tenant["tenant"], tenant) for tenant in frame["tenants"]))),
+        *_more(frame["tenants_left_off"]),
+        *("", f"clients   {_cell('clients', frame['clients'])}", f"queues    {_cell('queues', frame['queues'])}"),
+    )
+
+
+def pool_view(frame: Frame) -> Group:
+    """Draw a frame of a pool."""
+    parts: list[RenderableType] = [
+        f"kvstore top  {name_text(frame['catalog'])}  pool {name_text(frame['pool'])}  {time.strftime('%H:%M:%S')}"
     ]
-    reused = {tier: each["reused_pages_per_s"] for tier, each in about["tiers"].items()}
-    return _shown(about["state"]), " + ".join(full) or "-", _by_tier(reused)
+    if frame["catalog_error"]:
+        parts.append(f"the catalog does not answer: {name_text(frame['catalog_error'])}")
+    for kind in FACTS:
+        members = [(each["name"], _by_field(each)) for each in frame["members"] if each["member"] == kind]
+        parts += ["", _table(kind, members)] if members else []
+    return Group(*parts, *([] if frame["members"] else ["", "no members"]), *_more(frame["members_left_off"]))
 
 
-def _of_engine(about: Mapping[str, Any]) -> Sequence[str]:
-    rates = (number_text(about[name]) for name in ("prefill_tokens_per_s", "decode_tokens_per_s"))
-    counts = (_count(about[name]) for name in ("waiting", "running"))
-    where = (_shown(about[name]) or "-" for name in ("state", "role", "model", "node"))
-    return *where, *counts, *rates, _by_tier(about["reused_pages_per_s"])
+def _by_field(member: Frame) -> Frame:
+    """Return a member with its facts about tiers as ``{field: {tier: value}}``: a column for each field."""
+    fields: dict[str, Frame] = {}
+    for tier, about in member.get("tiers", {}).items():
+        for field, value in about.items():
+            fields.setdefault(field, {})[tier] = value
+    return {**member, **fields}
 
 
-def _of_conductor(about: Mapping[str, Any]) -> Sequence[str]:
-    counts = (_count(about[name]) for name in ("engines", "open", "waiting"))
-    rates = (number_text(about[name]) for name in ("routed_per_s", "refused_per_s"))
-    leads = "yes" if about["leads"] else "no"
-    return _shown(about["state"]), _shown(about["policy"]) or "-", leads, *counts, *rates
+def _more(count: int) -> list[str]:
+    return [f"and {count} more"] if count else []
 
 
-TABLES: Final = (
-    ("conductor", ("state", "policy", "leads", "engines", "open", "waiting", "routed/s", "refused/s"), _of_conductor),
-    (
-        "engine",
-        ("state", "role", "model", "node", "waiting", "running", "prefill tok/s", "decode tok/s", "pages reused/s"),
-        _of_engine,
-    ),
-    ("node", ("state", "full", "pages reused/s"), _of_node),
-)
+def _table(title: str, rows: Iterable[tuple[str, Document]]) -> Table:
+    """Return a table with a row for each name and its fields. Columns of numbers are right-aligned."""
+    rows = list(rows)
+    table = Table(title, box=None, pad_edge=False, padding=(0, 2, 0, 0))
+    fields = dict.fromkeys(name for _, row in sorted(rows, key=lambda row: -len(row[1])) for name in row)
+    shown = [name for name in fields if name not in HIDDEN and name != title]
+    for name in shown:
+        is_number = all(isinstance(row.get(name, 0), int | float | None) for _, row in rows)
+        table.add_column(_header(name), justify="right" if is_number else "left")
+    for name, row in rows:
+        table.add_row(name_text(name), *(_cell(field, row.get(field)) for field in shown))
+    return table
 
 
-def _by_tier(rates: Mapping[str, float | None]) -> str:
-    return ", ".join(f"{number_text(rate)} {_shown(tier)}" for tier, rate in rates.items()) or "-"
+def _header(field: str) -> str:
+    """Return ``hit tokens/s`` for ``hit_tokens_per_s``, ``used`` for ``used_bytes``, ``p50`` for ``p50_s``."""
+    return re.sub(r"_bytes|(?<!per)_s$", "", field).replace("_per_s", "/s").replace("_", " ")
 
 
-def _shown(text: str) -> str:
-    return name_text(text) if text else ""
-
-
-def _count(count: float | None) -> str:
-    return "-" if count is None else f"{count:.0f}"
+def _cell(field: str, value: Any) -> str:
+    """Format a value by its type, and by the unit in the name of its field."""
+    if isinstance(value, dict):
+        return ", ".join(f"{_cell(field, part)} {name_text(_header(name))}" for name, part in value.items() if part) or "-"
+    if value is None or value == "":
+        return "-"
+    if isinstance(value, str):
+        return name_text(value)
+    if isinstance(value, bool):
+        return "yes" if value else "no"
+    if "bytes" in field:
+        return bytes_text(value)
+    if field.endswith("_ratio"):
+        return f"{value:.3f}"
+    if field.endswith("_s") and not field.endswith("per_s"):
+        return duration_text(value)
+    is_exact = isinstance(value, int) or value >= 100 or value == 0
+    return f"{value:.0f}" if is_exact else f"{value:.1f}"

@@ -9,11 +9,13 @@ import sys
 from typing import Any
 
 import pytest
+from rich.console import Group
 
 import kvstore
 from kvstore.cli import events as cli_events
 from kvstore.cli.main import cli, run
-from kvstore.cli.top import TENANTS_SHOWN, name_text, node_document, node_lines
+from kvstore.cli.output import name_text
+from kvstore.cli.top import TENANTS_SHOWN, new_console, node_frame, node_view
 from kvstore.errors import NodeUnavailable
 from kvstore.shm.counters import LATENCY_BOUNDS_S
 
@@ -33,45 +35,54 @@ def later(stats: dict[str, Any], **grown: int) -> dict[str, Any]:
     return now
 
 
+def printed(view: Group) -> str:
+    """The view as text in a pipe."""
+    console = new_console()
+    with console.capture() as capture:
+        console.print(view)
+    return capture.get()
+
+
 def test_rates_are_what_grew_between_two_answers(stats: dict[str, Any]) -> None:
     now = later(stats, gets=20, pages_asked=100, hit_dram=60, hit_dram_tokens=960, missed_absent=40)
     now["tiers"]["dram"]["evicted"] = {"space": 30}
     now["tiers"]["dram"]["bytes_in"] += 4096
     now["latency"]["get"]["buckets"] = [[LATENCY_BOUNDS_S[3], 10], [LATENCY_BOUNDS_S[20], 10]]
-    frame = node_document(now, stats, 2.0)
+    frame = node_frame(now, stats, 2.0)
     dram, get = frame["tiers"]["dram"], frame["operations"]["get"]
     assert (frame["interval_s"], frame["pages_asked_per_s"], frame["missed_per_s"]["absent"]) == (2.0, 50.0, 20.0)
     assert (dram["hit_tokens_per_s"], dram["hit_ratio"], dram["in_bytes_per_s"]) == (480.0, 0.6, 2048.0)
     assert dram["evicted_per_s"] == {"space": 15.0}
     assert get["per_s"] == 10.0
     assert LATENCY_BOUNDS_S[2] < get["p50_s"] <= LATENCY_BOUNDS_S[3] < LATENCY_BOUNDS_S[19] < get["p99_s"]
-    text = "\n".join(node_lines(frame, "12:00:00"))
+    text = printed(node_view(frame))
     assert "480" in text and "15.0 space" in text and "20.0 absent" in text and "rates of the last 2 s" in text
     json.dumps(frame, allow_nan=False)
 
 
 def test_without_an_earlier_answer_no_rate_is_claimed(stats: dict[str, Any]) -> None:
     for before in (None, {**stats, "pid": stats["pid"] + 1}):
-        frame = node_document(later(stats, gets=20), before, 2.0)
+        frame = node_frame(later(stats, gets=20), before, 2.0)
         assert frame["interval_s"] is None and frame["operations"]["get"]["per_s"] is None
         assert frame["tiers"]["dram"]["hit_tokens_per_s"] is None and frame["pages_asked_per_s"] is None
-        assert "rates from the next frame on" in node_lines(frame, "")[0]
+        assert "rates from the next frame on" in printed(node_view(frame))
 
 
 def test_a_node_that_is_down_is_said_to_be(stats: dict[str, Any]) -> None:
-    frame = node_document({"name": "n", "state": "down"}, stats, 2.0)
+    frame = node_frame({"name": "n", "state": "down"}, stats, 2.0)
     assert frame == {"name": "n", "state": "down"}
-    assert "down" in node_lines(frame, "")[0] and len(node_lines(frame, "")) == 2
+    lines = printed(node_view(frame)).splitlines()
+    assert "down" in lines[0] and len(lines) == 2
 
 
 def test_tenants_are_the_largest_ones_and_cannot_steer_a_terminal(stats: dict[str, Any]) -> None:
     entry = {"pages": 1, "quota_bytes": None}
     salts = {f"tenant-{n:02d}": {"dram": {**entry, "bytes": n * 100}, "pins": 0} for n in range(20)}
     now = {**stats, "tenants": {**salts, "\x1b[2J": {"dram": {**entry, "bytes": 10**6}, "pins": 1}}}
-    frame = node_document(now, stats, 1.0)
+    frame = node_frame(now, stats, 1.0)
     assert len(frame["tenants"]) == TENANTS_SHOWN and frame["tenants_left_off"] == 21 - TENANTS_SHOWN
     assert [tenant["bytes"] for tenant in frame["tenants"]][:2] == [10**6, 1900]
-    text = "\n".join(node_lines(frame, ""))
+    text = printed(node_view(frame))
     assert "\x1b" not in text and "?[2J" in text and f"and {21 - TENANTS_SHOWN} more" in text
     assert (name_text(""), name_text("a\nb"), len(name_text("x" * 99))) == ("(none)", "a?b", 40)
 
