@@ -65,13 +65,11 @@ def evict(
     said = [option for option, value in amounts.items() if value is not None]
     if len(said) > 1:
         raise InvalidRequest(said[1], f"cannot be combined with {said[0]}")
-    named = prompt.given
+    named = prompt.tokens is not None
     if not said and age_s is None and salt is None and not named:
         raise InvalidRequest("evict", "needs one of --pages, --bytes, --percent, --age, --tenant and a prompt")
-    if named:
-        prompt.check()
     with kvstore.connect(node) as store:
-        keys = prompt.find(store, salt).some() if named else None
+        keys = prompt.find(store, salt).page_keys() if named else None
         salt = None if named else salt
         found = store.evict(count, size, percent=percent, tier=tier, age_s=age_s, salt=salt, keys=keys, dry_run=dry_run)
         name = store.name

@@ -12,11 +12,11 @@ import click
 import kvstore
 from kvstore.cli.node import node_option
 from kvstore.cli.output import duration_text, json_option, print_json, print_table
-from kvstore.cli.prompt import SALT_HELP, Prompt, PromptOptions, prompt_options
+from kvstore.cli.prompt import NEEDED, SALT_HELP, Prompt, PromptOptions, prompt_options
 from kvstore.client.local.cache import LocalCache
 from kvstore.client.store import Store
 from kvstore.cluster.directory import TIERS
-from kvstore.errors import NodeUnavailable, PermissionDenied
+from kvstore.errors import InvalidRequest, NodeUnavailable, PermissionDenied
 from kvstore.model.replica import Tier
 
 Told = dict[str, Any]
@@ -56,7 +56,8 @@ def lookup(node: str | None, salt: str | None, prompt: PromptOptions, as_json: b
     Give the prompt as token ids (--tokens, --file) or as text with a tokenizer. The command reads no page, marks none
     as used, and changes nothing. Pages with equal answers share a line; --json has every page.
     """
-    prompt.check()
+    if prompt.tokens is None:
+        raise InvalidRequest("prompt", NEEDED)
     with kvstore.connect(node) as store:
         found = prompt.find(store, salt)
         told, explained = _told(store, found)

@@ -44,11 +44,9 @@ def pages(
     A page in two tiers is listed twice. With a prompt only its stored pages are listed; `lookup` also shows those that
     are not stored.
     """
-    named = prompt.given
-    if named:
-        prompt.check()
+    named = prompt.tokens is not None
     with kvstore.connect(node) as store:
-        keys = prompt.find(store, salt).some() if named else None
+        keys = prompt.find(store, salt).page_keys() if named else None
         salt = None if named else salt
         found = store.pages(limit, tier=tier, order=order, salt=salt, age_s=age_s, keys=keys, after=after)
         name = store.name

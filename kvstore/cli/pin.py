@@ -10,7 +10,7 @@ import click
 import kvstore
 from kvstore.cli.node import node_option
 from kvstore.cli.output import Duration, bytes_text, duration_text, json_option, print_json, print_table
-from kvstore.cli.prompt import SALT_HELP, PromptOptions, prompt_options
+from kvstore.cli.prompt import NEEDED, SALT_HELP, PromptOptions, prompt_options
 from kvstore.errors import InvalidRequest
 
 
@@ -32,19 +32,18 @@ def pin(
     the daemon, but not a reboot. Pinning the same prompt again changes the end of its pin. All pins together cover at
     most `pins_share_max` of a tier, and those of one tenant three quarters of that.
     """
-    named = prompt.given
+    named = prompt.tokens is not None
     if listed:
         if named or ttl_s is not None or salt is not None:
             raise InvalidRequest("--list", "takes no prompt, --ttl or --salt")
         _list(node, as_json)
         return
     if not named:
-        raise InvalidRequest("prompt", "needs one of --tokens, --file, --text and --text-file; or use --list")
+        raise InvalidRequest("prompt", f"{NEEDED}; or use --list")
     if ttl_s is None:
         raise InvalidRequest("--ttl", "is needed: a duration such as 30m, 1h or 2d")
-    prompt.check()
     with kvstore.connect(node) as store:
-        keys = prompt.find(store, salt).some()
+        keys = prompt.find(store, salt).page_keys()
         found = store.pin(keys, ttl_s)
         name = store.name
     if as_json:
@@ -87,7 +86,7 @@ def _row(entry: dict[str, Any]) -> tuple[object, ...]:
 @json_option
 def unpin(node: str | None, number: str | None, salt: str | None, prompt: PromptOptions, as_json: bool) -> None:
     """End a pin: by its ID as `pin --list` shows it, or all pins of a prompt."""
-    named = prompt.given
+    named = prompt.tokens is not None
     if named == (number is not None):
         reason = "cannot be combined with a prompt" if named else "is needed: the number of a pin, or a prompt"
         raise InvalidRequest("ID", reason)
@@ -95,10 +94,8 @@ def unpin(node: str | None, number: str | None, salt: str | None, prompt: Prompt
         raise InvalidRequest("ID", f"must be the number of a pin (got {number!r})")
     if number is not None and salt is not None:
         raise InvalidRequest("--salt", "needs a prompt")
-    if named:
-        prompt.check()
     with kvstore.connect(node) as store:
-        found = store.unpin(keys=prompt.find(store, salt).some()) if named else store.unpin(number)
+        found = store.unpin(keys=prompt.find(store, salt).page_keys()) if named else store.unpin(number)
         name = store.name
     if as_json:
         print_json({"node": name, **found})

@@ -1,12 +1,8 @@
-"""Options with which lookup, pages, evict, pin and unpin select a prompt.
+"""Options with which lookup, pages, evict, pin and unpin select a prompt: its token ids and its layout.
 
-Finds the layout of a prompt on the command line: from a file, from ``key=value`` text, or from the node's known
-layouts.
-
-Reads the token ids of a prompt: from a list or ranges, from a file, or from text with a tokenizer.
-
-Hugging Face tokenizers are imported only when needed; ``bytes`` (one id per byte of UTF-8) needs no package. Every
-failure is an InvalidRequest that names its option.
+Token ids come from a list, a file, or a text and a tokenizer. Hugging Face tokenizers are imported only when needed;
+``bytes`` (one id per byte of UTF-8) needs no package. The layout comes from a file, from ``key=value`` text, or from
+the node's known layouts. Every failure is an InvalidRequest that names its option.
 """
 
 from __future__ import annotations
@@ -15,11 +11,12 @@ import importlib
 import io
 import json
 import re
-import sys
 import tomllib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, fields
-from functools import cached_property
+from functools import wraps
+from itertools import chain
 from pathlib import Path
 from typing import Any, Final, TypeVar, cast
 
@@ -33,324 +30,31 @@ from kvstore.errors import InvalidRequest, PermissionDenied, Unavailable
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import TOKEN_ID_MAX, Keys, Tokens, as_tokens
 
-FIELD: Final = "--layout"
-LAYOUT_FILE_BYTES_MAX: Final = 1 << 20
-_INTEGERS: Final = frozenset(field.name for field in fields(Layout) if field.type == "int")
-_NAMES: Final = frozenset(field.name for field in fields(Layout))
-_FINGERPRINT: Final = re.compile("[0-9a-f]{6,32}")
-_LISTED_MAX: Final = 8
-
-
-def find_layout(store: AdminVerbs, given: str | None, model: str | None) -> Layout:
-    """Return the layout that the user means.
-
-    Args:
-        given: a file (.json, .toml), ``model=m,layers=2,...``, or the beginning of a known layout's fingerprint. None
-            takes the node's only known layout (of ``model``).
-
-    Raises:
-        InvalidRequest: it is not a layout, or several fit.
-    """
-    if given is not None and (not _FINGERPRINT.fullmatch(given) or Path(given).is_file()):
-        layout = parse_layout(given)
-        if model is not None and layout.model != model:
-            raise InvalidRequest("--model", f"must be the layout's, {layout.model!r} (got {model!r})")
-        return layout
-    try:
-        known = store.layouts(model)
-    except PermissionDenied:
-        raise InvalidRequest(FIELD, "is needed: only operators may list a node's layouts") from None
-    except Unavailable as error:
-        raise InvalidRequest(FIELD, f"is needed: the node does not list its layouts ({error})") from None
-    return _chosen(known, given, model)
-
-
-def parse_layout(text: str) -> Layout:
-    """Return the layout in a file or in ``key=value`` text. Raises InvalidRequest."""
-    found = _of_pairs(text) if "=" in text else _of_file(text)
-    unknown = sorted(set(found) - _NAMES)
-    if unknown:
-        raise InvalidRequest(FIELD, f"unknown field {unknown[0]!r}; known are {', '.join(sorted(_NAMES))}")
-    missing = [name for name in ("model", "layers") if name not in found]
-    if missing:
-        raise InvalidRequest(FIELD, f"lacks {missing[0]}")
-    try:
-        return Layout(**found)
-    except InvalidRequest as error:
-        raise InvalidRequest(FIELD, f"{error.field.removeprefix('layout.')} {error.reason}") from None
-
-
-def _chosen(known: Sequence[dict[str, Any]], prefix: str | None, model: str | None) -> Layout:
-    """Choose one of the node's known layouts."""
-    fit = [entry for entry in known if entry["fingerprint"].startswith(prefix or "")]
-    of = f" of model {model!r}" if model is not None else ""
-    if not fit:
-        which = f" whose fingerprint begins with {prefix}" if prefix else ""
-        raise InvalidRequest(FIELD, f"is needed: the node knows none{of}{which}; give a file or model=...,layers=...")
-    if len(fit) > 1:
-        listed = ", ".join(f"{entry['fingerprint'][:12]} ({_described(entry)})" for entry in fit[:_LISTED_MAX])
-        more = f" and {len(fit) - _LISTED_MAX} more" if len(fit) > _LISTED_MAX else ""
-        raise InvalidRequest(FIELD, f"must be one of {len(fit)} that the node knows{of}: {listed}{more}")
-    if fit[0]["layout"] is None:
-        raise InvalidRequest(FIELD, f"is needed: the node knows only the fingerprint {fit[0]['fingerprint'][:12]}")
-    return Layout(**fit[0]["layout"])
-
-
-def _described(entry: dict[str, Any]) -> str:
-    layout = entry["layout"]
-    if layout is None:
-        return f"{entry['pages']} pages"
-    group = f", group {layout['group']}" if layout.get("group") else ""
-    return f"{layout['model']}{group}, {layout['page_tokens']} tokens a page, {entry['pages']} pages"
-
-
-def _of_pairs(text: str) -> dict[str, Any]:
-    found: dict[str, Any] = {}
-    for part in filter(None, (part.strip() for part in text.split(","))):
-        name, equals, value = (word.strip() for word in part.partition("="))
-        if not equals or not name:
-            raise InvalidRequest(FIELD, f"must be key=value (got {part!r})")
-        if name in found:
-            raise InvalidRequest(FIELD, f"{name} is given twice")
-        if name in _INTEGERS and not re.fullmatch("[0-9]{1,10}", value):
-            raise InvalidRequest(FIELD, f"{name} must be a whole number (got {value!r})")
-        found[name] = int(value) if name in _INTEGERS else value
-    return found
-
-
-def _of_file(text: str) -> dict[str, Any]:
-    """Read JSON or TOML, depending on the name's ending; the fields may also be in a table ``layout``."""
-    path = Path(text)
-    try:
-        with open(path, "rb") as file:
-            data = file.read(LAYOUT_FILE_BYTES_MAX + 1)
-    except OSError as error:
-        raise InvalidRequest(FIELD, f"{text}: {error.strerror}; give a file or model=...,layers=...") from None
-    try:
-        if len(data) > LAYOUT_FILE_BYTES_MAX:
-            raise ValueError(f"more than {LAYOUT_FILE_BYTES_MAX} bytes")
-        found = tomllib.loads(data.decode()) if path.suffix == ".toml" else json.loads(data)
-    except ValueError as error:  # also of JSON, TOML and UTF-8
-        raise InvalidRequest(FIELD, f"{text} cannot be read ({error})") from None
-    if isinstance(found, dict) and isinstance(found.get("layout"), dict):
-        found = found["layout"]
-    if not isinstance(found, dict):
-        raise InvalidRequest(FIELD, f"{text} has no fields")
-    return found
-
-
 FILE_BYTES_MAX = 256 << 20
 TOKENS_MAX = 1 << 24
-STDIN = "-"
-BYTES = "bytes"
-
-_RANGE = re.compile(r"([0-9]{1,10})(?:-([0-9]{1,10}))?")
-_SEPARATORS = re.compile(r"[\s,]+")
-
-
-def from_list(text: str, field: str = "--tokens") -> Tokens:
-    """Parse ``1,2,3``; ``A-B`` stands for all ids from A to B: ``5,7,100-355``. Separators are commas and blanks."""
-    parts: list[Any] = []
-    total = 0
-    for part in filter(None, _SEPARATORS.split(text)):
-        found = _RANGE.fullmatch(part)
-        if found is None:
-            raise InvalidRequest(field, f"must be token ids or ranges such as 0-1023 (got {part!r})")
-        first, last = int(found[1]), int(found[2] or found[1])
-        if last < first or last > TOKEN_ID_MAX:
-            raise InvalidRequest(field, f"must be ids from 0 to {TOKEN_ID_MAX} (got {part!r})")
-        total += last - first + 1
-        if total > TOKENS_MAX:
-            raise InvalidRequest(field, f"must have at most {TOKENS_MAX} tokens")
-        parts.append(np.arange(first, last + 1, dtype=np.int64) if found[2] else first)
-    if not parts:
-        raise InvalidRequest(field, "has no tokens")
-    return _checked(np.concatenate([np.atleast_1d(np.asarray(part, np.int64)) for part in parts]), field)
-
-
-def from_file(path: str, field: str = "--file") -> Tokens:
-    """Read ``.npy`` (an array of integers), JSON (a list of ids, or an object with ``tokens``), or text as for
-    ``from_list``. ``-`` is standard input, in any of these forms."""
-    data = _read(path, field)
-    if data[:6] == b"\x93NUMPY":
-        try:
-            array = np.load(io.BytesIO(data), allow_pickle=False)
-        except (ValueError, EOFError, OSError) as error:
-            raise InvalidRequest(field, f"{path} is not a readable array ({error})") from None
-        return _checked(array, field)
-    text = _text(data, path, field)
-    if text.lstrip()[:1] in ("[", "{"):
-        try:
-            found = json.loads(text)
-        except ValueError as error:
-            raise InvalidRequest(field, f"{path} is not valid JSON ({error})") from None
-        found = found.get("tokens") if isinstance(found, dict) else found
-        if not isinstance(found, list):
-            raise InvalidRequest(field, f"{path} must be a list of token ids, or an object with `tokens`")
-        return _checked(found, field)
-    return from_list(text, field)
-
-
-def from_text(text: str, tokenizer: str | None, special: bool) -> Tokens:
-    """Return a tokenizer's ids for a text; with ``special``, including the special tokens that it adds to a prompt."""
-    if tokenizer is None:
-        raise InvalidRequest("--tokenizer", f"is needed for text: a path, or {BYTES!r} (one id per byte)")
-    if tokenizer == BYTES:
-        ids: Any = np.frombuffer(text.encode(errors="surrogateescape"), np.uint8)
-    else:
-        ids = _hugging_face(tokenizer, text, special)
-    if not len(ids):
-        raise InvalidRequest("--text", "has no tokens")
-    return _checked(ids, "--text")
-
-
-def read_text(path: str) -> str:
-    """Read a prompt's text from a file, or from standard input."""
-    return _text(_read(path, "--text-file"), path, "--text-file")
-
-
-def _hugging_face(tokenizer: str, text: str, special: bool) -> list[int]:
-    """Tokenize with `tokenizers` (a ``tokenizer.json``), or with `transformers` (a folder, or a name with local files).
-    Nothing is downloaded."""
-    path = Path(tokenizer)
-    if (tokenizer.startswith((".", "/")) or path.suffix == ".json") and not path.exists():
-        raise InvalidRequest("--tokenizer", f"{tokenizer}: No such file or directory")
-    alone = path if path.is_file() else path / "tokenizer.json"
-    if path.is_file() or (alone.is_file() and not _installed("transformers")):
-        loader = _needed("tokenizers").Tokenizer.from_file
-        source: str = str(alone)
-    else:
-        auto = _needed("transformers").AutoTokenizer
-
-        def loader(name: str) -> Any:
-            return auto.from_pretrained(name, local_files_only=True)
-
-        source = tokenizer
-    with _BlamedOn(tokenizer):
-        encoded = loader(source).encode(text, add_special_tokens=special)
-    return list(getattr(encoded, "ids", encoded))
-
-
-class _BlamedOn:
-    """Turns every exception of such a package about its files, even a plain `Exception`, into an error of the user's
-    option."""
-
-    def __init__(self, tokenizer: str) -> None:
-        self._tokenizer = tokenizer
-
-    def __enter__(self) -> None: ...
-
-    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
-        if isinstance(error, Exception):
-            first = (str(error).strip().splitlines() or [type(error).__name__])[0]
-            raise InvalidRequest("--tokenizer", f"{self._tokenizer} cannot be used ({first})") from None
-
-
-def _installed(name: str) -> bool:
-    try:
-        importlib.import_module(name)
-    except ImportError:
-        return False
-    return True
-
-
-def _needed(name: str) -> Any:
-    try:
-        return importlib.import_module(name)
-    except ImportError:
-        reason = f"needs the Python package {name!r}, which is not installed; {BYTES!r} needs none"
-        raise InvalidRequest("--tokenizer", reason) from None
-
-
-def _read(path: str, field: str) -> bytes:
-    if path == STDIN:
-        data = sys.stdin.buffer.read(FILE_BYTES_MAX + 1)
-    else:
-        try:
-            with open(path, "rb") as file:
-                data = file.read(FILE_BYTES_MAX + 1)
-        except OSError as error:
-            raise InvalidRequest(field, f"{path}: {error.strerror}") from None
-    if len(data) > FILE_BYTES_MAX:
-        raise InvalidRequest(field, f"{path} must have at most {FILE_BYTES_MAX} bytes")
-    return data
-
-
-def _text(data: bytes, path: str, field: str) -> str:
-    try:
-        return data.decode()
-    except UnicodeDecodeError as error:
-        raise InvalidRequest(field, f"{path} is not valid UTF-8 ({error.reason} at byte {error.start})") from None
-
-
-def _checked(tokens: Any, field: str) -> Tokens:
-    try:
-        found = as_tokens(tokens)
-    except InvalidRequest as error:
-        raise InvalidRequest(field, error.reason) from None
-    if len(found) > TOKENS_MAX:
-        raise InvalidRequest(field, f"must have at most {TOKENS_MAX} tokens")
-    return found
-
+LAYOUTS_SHOWN: Final = 8
+BYTES: Final = "bytes"  # the tokenizer that makes one id of every byte
+SOURCES: Final = ("--tokens", "--file", "--text", "--text-file")
+NEEDED: Final = "needs one of --tokens, --file, --text and --text-file"
+SALT_HELP: Final = "The prompt's tenant.  [default: the tenant without a name]"
 
 _Command = TypeVar("_Command", bound=Callable[..., Any])
-
-SALT_HELP = "The prompt's tenant.  [default: the tenant without a name]"
 
 
 @dataclass(frozen=True)
 class PromptOptions:
-    """The prompt options as given; None if not given."""
+    """A prompt on the command line; ``tokens`` is None if none was given."""
 
-    tokens: str | None
-    file: str | None
-    text: str | None
-    text_file: str | None
-    tokenizer: str | None
-    special_tokens: bool
+    tokens: Tokens | None
     layout: str | None
     model: str | None
     adapter: str | None
 
-    @property
-    def given(self) -> bool:
-        """Return whether a prompt was given. Raises InvalidRequest if it is incomplete."""
-        if self._sources():
-            return True
-        for field in ("tokenizer", "layout", "model", "adapter"):
-            if getattr(self, field) is not None:
-                raise InvalidRequest(f"--{field}", "needs a prompt: --tokens, --file, --text or --text-file")
-        return False
-
-    def _sources(self) -> list[str]:
-        return [name for name in ("tokens", "file", "text", "text_file") if getattr(self, name) is not None]
-
-    def check(self) -> None:
-        """Read the prompt, so that its errors are reported before any node is asked."""
-        _ = self._read  # cached: standard input can be read only once
-
-    @cached_property
-    def _read(self) -> Tokens:
-        """Return the prompt's token ids. Raises InvalidRequest naming the option."""
-        sources = [f"--{name.replace('_', '-')}" for name in self._sources()]
-        if not sources:
-            raise InvalidRequest("prompt", "needs one of --tokens, --file, --text and --text-file")
-        if len(sources) > 1:
-            raise InvalidRequest(sources[1], f"cannot be combined with {sources[0]}")
-        if self.tokenizer is not None and not sources[0].startswith("--text"):
-            raise InvalidRequest("--tokenizer", "needs --text or --text-file")
-        if self.tokens is not None:
-            return from_list(self.tokens)
-        if self.file is not None:
-            return from_file(self.file)
-        text = self.text if self.text is not None else read_text(str(self.text_file))
-        return from_text(text, self.tokenizer, self.special_tokens)
-
     def find(self, store: Store, salt: str | None) -> Prompt:
         """Return the prompt in that store. Raises InvalidRequest naming the option."""
-        tokens = self._read
+        assert self.tokens is not None
         cache = store.cache(find_layout(store, self.layout, self.model), salt or "", self.adapter or "")
-        return Prompt(cache, tokens, cache.keys(tokens))
+        return Prompt(cache, self.tokens, cache.keys(self.tokens))
 
 
 @dataclass(frozen=True)
@@ -361,7 +65,7 @@ class Prompt:
     tokens: Tokens
     keys: Keys
 
-    def some(self) -> Keys:
+    def page_keys(self) -> Keys:
         """Return the keys. Raises InvalidRequest if the prompt fills no page."""
         if not len(self.keys):
             page_tokens = self.cache.layout.page_tokens
@@ -370,7 +74,7 @@ class Prompt:
 
 
 def prompt_options(command: _Command) -> _Command:
-    """Add the options; the command receives them as one ``PromptOptions``, ``prompt``."""
+    """Add the options; the command receives them as ``prompt``, a ``PromptOptions``."""
     options = (
         click.option("--tokens", metavar="IDS", help="Token ids: 1,2,3 or with ranges 5,7,100-355."),
         click.option(
@@ -398,13 +102,194 @@ def prompt_options(command: _Command) -> _Command:
         click.option("--adapter", metavar="NAME", help="Select pages computed with this adapter."),
     )
 
-    def gathered(*args: Any, **given: Any) -> Any:
-        prompt = PromptOptions(**{name: given.pop(name) for name in PromptOptions.__dataclass_fields__})
-        return command(*args, prompt=prompt, **given)
+    @wraps(command)
+    def with_prompt(*args: Any, layout: str | None, model: str | None, adapter: str | None, **values: Any) -> Any:
+        sources = {option: values.pop(option[2:].replace("-", "_")) for option in SOURCES}
+        tokenizer, special_tokens = values.pop("tokenizer"), values.pop("special_tokens")
+        needing = {"--tokenizer": tokenizer, "--layout": layout, "--model": model, "--adapter": adapter}
+        tokens = read_tokens(sources, tokenizer, special_tokens)
+        for option, value in needing.items():
+            if tokens is None and value is not None:
+                raise InvalidRequest(option, "needs a prompt: --tokens, --file, --text or --text-file")
+        return command(*args, prompt=PromptOptions(tokens, layout, model, adapter), **values)
 
-    gathered.__doc__, gathered.__name__ = command.__doc__, command.__name__
-    gathered.__click_params__ = getattr(command, "__click_params__", [])  # type: ignore[attr-defined]
-    decorated: Any = gathered
+    decorated: Any = with_prompt
     for option in reversed(options):
         decorated = option(decorated)
     return cast(_Command, decorated)
+
+
+# --- token ids ------------------------------------------------------------------------------------------------------
+
+
+def read_tokens(sources: dict[str, str | None], tokenizer: str | None, special_tokens: bool) -> Tokens | None:
+    """Return the ids of the prompt that one of the options gives; None if none of them is used."""
+    used = {option: value for option, value in sources.items() if value is not None}
+    if len(used) > 1:
+        first, second, *_ = used
+        raise InvalidRequest(second, f"cannot be combined with {first}")
+    for option, value in used.items():
+        if option == "--text-file":
+            data = _read(value, option)
+            with _errors_of(option, value):
+                value = data.decode()
+        if option.startswith("--text"):
+            return from_text(value, tokenizer, special_tokens)
+        if tokenizer is not None:
+            raise InvalidRequest("--tokenizer", "needs --text or --text-file")
+        return from_list(value) if option == "--tokens" else from_file(value)
+    return None
+
+
+def from_list(text: str, option: str = "--tokens") -> Tokens:
+    """Parse ``1,2,3``; ``A-B`` stands for all ids from A to B: ``5,7,100-355``. Separators are commas and blanks."""
+    ranges, count = list[range](), 0
+    for part in text.replace(",", " ").split():
+        match = re.fullmatch("([0-9]{1,10})(?:-([0-9]{1,10}))?", part)
+        if match is None:
+            raise InvalidRequest(option, f"must be token ids or ranges such as 0-1023 (got {part!r})")
+        ranges.append(range(int(match[1]), int(match[2] or match[1]) + 1))
+        count += len(ranges[-1])
+        if not ranges[-1] or ranges[-1][-1] > TOKEN_ID_MAX:
+            raise InvalidRequest(option, f"must be ids or ascending ranges up to {TOKEN_ID_MAX} (got {part!r})")
+        if count > TOKENS_MAX:
+            raise InvalidRequest(option, f"must have at most {TOKENS_MAX} tokens")
+    return _checked(np.fromiter(chain.from_iterable(ranges), np.int64, count), option)
+
+
+def from_file(path: str, option: str = "--file") -> Tokens:
+    """Read ``.npy`` (an array of integers), JSON (a list of ids, or an object with ``tokens``), or text as for
+    ``from_list``. ``-`` is standard input, in any of these forms."""
+    data = _read(path, option)
+    with _errors_of(option, path):
+        if data.startswith(b"\x93NUMPY"):
+            return _checked(np.load(io.BytesIO(data), allow_pickle=False), option)
+        if data.lstrip()[:1] not in (b"[", b"{"):
+            return from_list(data.decode(), option)
+        ids = json.loads(data)
+        return _checked(ids.get("tokens") if isinstance(ids, dict) else ids, option)
+
+
+def from_text(text: str, tokenizer: str | None, special_tokens: bool) -> Tokens:
+    """Return a tokenizer's ids for a text, optionally with the special tokens that it adds to a prompt."""
+    if tokenizer is None:
+        raise InvalidRequest("--tokenizer", f"is needed for text: a path, or {BYTES!r} (one id per byte)")
+    if tokenizer == BYTES:
+        return _checked(np.frombuffer(text.encode(errors="surrogateescape"), np.uint8), "--text")
+    with _errors_of("--tokenizer", tokenizer):
+        encoded = _hugging_face(tokenizer).encode(text, add_special_tokens=special_tokens)
+    return _checked(list(getattr(encoded, "ids", encoded)), "--text")
+
+
+def _hugging_face(tokenizer: str) -> Any:
+    """Load a tokenizer with `transformers` (a folder, or a name with local files), or with `tokenizers` (a
+    ``tokenizer.json``, also that of a folder where `transformers` is not installed). Nothing is downloaded."""
+    path = Path(tokenizer)
+    if tokenizer.startswith((".", "/")) or path.suffix == ".json":
+        path.stat()  # a path that does not exist is not the name of a model
+    if not path.is_file():
+        try:
+            auto = importlib.import_module("transformers").AutoTokenizer
+            return auto.from_pretrained(tokenizer, local_files_only=True)
+        except ModuleNotFoundError:
+            path /= "tokenizer.json"
+            if not path.is_file():
+                raise
+    return importlib.import_module("tokenizers").Tokenizer.from_file(str(path))
+
+
+def _read(path: str, option: str) -> bytes:
+    with _errors_of(option, path), click.open_file(path, "rb") as file:  # - is standard input
+        data: bytes = file.read(FILE_BYTES_MAX + 1)
+    if len(data) > FILE_BYTES_MAX:
+        raise InvalidRequest(option, f"{path} must have at most {FILE_BYTES_MAX} bytes")
+    return data
+
+
+def _checked(ids: Any, option: str) -> Tokens:
+    with _errors_of(option, ""):
+        tokens = as_tokens(ids)
+    if len(tokens) > TOKENS_MAX:
+        raise InvalidRequest(option, f"must have at most {TOKENS_MAX} tokens")
+    return tokens
+
+
+@contextmanager
+def _errors_of(option: str, value: str) -> Iterator[None]:
+    """Turn every exception inside into an error of this option: parsers of files raise many kinds of them."""
+    try:
+        yield
+    except InvalidRequest as error:
+        raise InvalidRequest(option, error.reason) from None
+    except Exception as error:
+        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise InvalidRequest(option, f"{value} cannot be used ({first_line})") from None
+
+
+# --- the layout -----------------------------------------------------------------------------------------------------
+
+
+def find_layout(store: AdminVerbs, layout: str | None, model: str | None) -> Layout:
+    """Return the layout that the user means.
+
+    Args:
+        layout: a file (.json, .toml), ``model=m,layers=2,...``, or the beginning of a known layout's fingerprint. None
+            takes the node's only known layout (of ``model``).
+
+    Raises:
+        InvalidRequest: it is not a layout, or several fit.
+    """
+    if layout is not None and (not re.fullmatch("[0-9a-f]{6,32}", layout) or Path(layout).is_file()):
+        parsed = parse_layout(layout)
+        if model is not None and parsed.model != model:
+            raise InvalidRequest("--model", f"must be the layout's, {parsed.model!r} (got {model!r})")
+        return parsed
+    try:
+        known = [each for each in store.layouts(model) if each["fingerprint"].startswith(layout or "")]
+    except PermissionDenied:
+        raise InvalidRequest("--layout", "is needed: only operators may list a node's layouts") from None
+    except Unavailable as error:
+        raise InvalidRequest("--layout", f"is needed: the node does not list its layouts ({error})") from None
+    which = f" of model {model!r}" * (model is not None) + f" whose fingerprint begins with {layout}" * bool(layout)
+    if not known:
+        raise InvalidRequest("--layout", f"is needed: the node knows none{which}; give a file or model=...,layers=...")
+    if len(known) > 1:
+        listed = ", ".join(f"{each['fingerprint'][:12]} ({_described(each)})" for each in known[:LAYOUTS_SHOWN])
+        more = f" and {len(known) - LAYOUTS_SHOWN} more" if len(known) > LAYOUTS_SHOWN else ""
+        raise InvalidRequest("--layout", f"must be one of {len(known)} that the node knows{which}: {listed}{more}")
+    if known[0]["layout"] is None:
+        fingerprint = known[0]["fingerprint"][:12]
+        raise InvalidRequest("--layout", f"is needed: the node knows only the fingerprint {fingerprint}")
+    return Layout(**known[0]["layout"])
+
+
+def parse_layout(text: str) -> Layout:
+    """Return the layout in a file (JSON, or TOML if its name ends so) or in ``key=value`` text. Raises
+    InvalidRequest."""
+    if "=" in text:
+        values: Any = dict(_pair(part) for part in text.split(","))
+    else:
+        data = _read(text, "--layout")
+        with _errors_of("--layout", text):
+            values = tomllib.loads(data.decode()) if text.endswith(".toml") else json.loads(data)
+            values = values.get("layout", values)  # a table of this name may have the fields
+    try:
+        return Layout(**values)
+    except TypeError as error:  # an unknown field, or one that is missing
+        raise InvalidRequest("--layout", str(error).removeprefix("Layout.__init__() ")) from None
+    except InvalidRequest as error:
+        raise InvalidRequest("--layout", f"{error.field.removeprefix('layout.')} {error.reason}") from None
+
+
+def _pair(part: str) -> tuple[str, int | str]:
+    name, _, value = (word.strip() for word in part.partition("="))
+    is_integer = value.isdecimal() and name in {field.name for field in fields(Layout) if field.type == "int"}
+    return name, int(value) if is_integer else value
+
+
+def _described(known: dict[str, Any]) -> str:
+    layout = known["layout"]
+    if layout is None:
+        return f"{known['pages']} pages"
+    group = f", group {layout['group']}" if layout.get("group") else ""
+    return f"{layout['model']}{group}, {layout['page_tokens']} tokens a page, {known['pages']} pages"

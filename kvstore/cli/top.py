@@ -493,7 +493,9 @@ def _header(field: str) -> str:
 def _cell(field: str, value: Any) -> str:
     """Format a value by its type, and by the unit in the name of its field."""
     if isinstance(value, dict):
-        return ", ".join(f"{_cell(field, part)} {name_text(_header(name))}" for name, part in value.items() if part) or "-"
+        return (
+            ", ".join(f"{_cell(field, part)} {name_text(_header(name))}" for name, part in value.items() if part) or "-"
+        )
     if value is None or value == "":
         return "-"
     if isinstance(value, str):
