@@ -12,8 +12,7 @@ import io
 import json
 import re
 import tomllib
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from dataclasses import dataclass, fields
 from functools import wraps
 from itertools import chain
@@ -131,7 +130,7 @@ def read_tokens(sources: dict[str, str | None], tokenizer: str | None, special_t
     for option, value in used.items():
         if option == "--text-file":
             data = _read(value, option)
-            with _errors_of(option, value):
+            with _ErrorsOf(option, value):
                 value = data.decode()
         if option.startswith("--text"):
             return from_text(value, tokenizer, special_tokens)
@@ -161,7 +160,7 @@ def from_file(path: str, option: str = "--file") -> Tokens:
     """Read ``.npy`` (an array of integers), JSON (a list of ids, or an object with ``tokens``), or text as for
     ``from_list``. ``-`` is standard input, in any of these forms."""
     data = _read(path, option)
-    with _errors_of(option, path):
+    with _ErrorsOf(option, path):
         if data.startswith(b"\x93NUMPY"):
             return _checked(np.load(io.BytesIO(data), allow_pickle=False), option)
         if data.lstrip()[:1] not in (b"[", b"{"):
@@ -176,7 +175,7 @@ def from_text(text: str, tokenizer: str | None, special_tokens: bool) -> Tokens:
         raise InvalidRequest("--tokenizer", f"is needed for text: a path, or {BYTES!r} (one id per byte)")
     if tokenizer == BYTES:
         return _checked(np.frombuffer(text.encode(errors="surrogateescape"), np.uint8), "--text")
-    with _errors_of("--tokenizer", tokenizer):
+    with _ErrorsOf("--tokenizer", tokenizer):
         encoded = _hugging_face(tokenizer).encode(text, add_special_tokens=special_tokens)
     return _checked(list(getattr(encoded, "ids", encoded)), "--text")
 
@@ -199,7 +198,7 @@ def _hugging_face(tokenizer: str) -> Any:
 
 
 def _read(path: str, option: str) -> bytes:
-    with _errors_of(option, path), click.open_file(path, "rb") as file:  # - is standard input
+    with _ErrorsOf(option, path), click.open_file(path, "rb") as file:  # - is standard input
         data: bytes = file.read(FILE_BYTES_MAX + 1)
     if len(data) > FILE_BYTES_MAX:
         raise InvalidRequest(option, f"{path} must have at most {FILE_BYTES_MAX} bytes")
@@ -207,23 +206,28 @@ def _read(path: str, option: str) -> bytes:
 
 
 def _checked(ids: Any, option: str) -> Tokens:
-    with _errors_of(option, ""):
+    with _ErrorsOf(option, ""):
         tokens = as_tokens(ids)
     if len(tokens) > TOKENS_MAX:
         raise InvalidRequest(option, f"must have at most {TOKENS_MAX} tokens")
     return tokens
 
 
-@contextmanager
-def _errors_of(option: str, value: str) -> Iterator[None]:
-    """Turn every exception inside into an error of this option: parsers of files raise many kinds of them."""
-    try:
-        yield
-    except InvalidRequest as error:
-        raise InvalidRequest(option, error.reason) from None
-    except Exception as error:
-        first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
-        raise InvalidRequest(option, f"{value} cannot be used ({first_line})") from None
+class _ErrorsOf:
+    """Turns every exception inside into an error of an option. Parsers of files raise many kinds, even a plain
+    `Exception`."""
+
+    def __init__(self, option: str, value: str) -> None:
+        self._option, self._value = option, value
+
+    def __enter__(self) -> None: ...
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if isinstance(error, InvalidRequest):
+            raise InvalidRequest(self._option, error.reason) from None
+        if isinstance(error, Exception):
+            first_line = (str(error).strip().splitlines() or [type(error).__name__])[0]
+            raise InvalidRequest(self._option, f"{self._value} cannot be used ({first_line})") from None
 
 
 # --- the layout -----------------------------------------------------------------------------------------------------
@@ -270,7 +274,7 @@ def parse_layout(text: str) -> Layout:
         values: Any = dict(_pair(part) for part in text.split(","))
     else:
         data = _read(text, "--layout")
-        with _errors_of("--layout", text):
+        with _ErrorsOf("--layout", text):
             values = tomllib.loads(data.decode()) if text.endswith(".toml") else json.loads(data)
             values = values.get("layout", values)  # a table of this name may have the fields
     try:
