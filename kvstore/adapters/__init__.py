@@ -1,5 +1,5 @@
-"""Adapters: other systems' plug points and interfaces, served by a store. See ``docs/adapters.md``.
+"""Adapters connect other systems (hosts) to a store. See ``docs/adapters.md``.
 
-Each module here is for one host, and imports it. Nothing else in this package imports an adapter, so hosts that are not
-used need not be installed. An adapter uses a store as any client does.
+Each module or folder serves one host and imports it. No other package imports an adapter, so only the hosts in use have
+to be installed. An adapter uses a store as any client does.
 """

@@ -1,12 +1,13 @@
-"""SGLang: a back end for HiCache's storage::
+"""A storage back end for SGLang's HiCache::
 
     --hicache-storage-backend dynamic --hicache-storage-backend-extra-config
     '{"backend_name": "kvstore", "module_path": "kvstore.adapters.sglang", "class_name": "KVStoreHiCache",
       "interface_v1": 1, "node": "pool"}'
 
-SGLang names its pages by its own hashes, so they are opaque objects here, one for each page of each pool: proven on
-every read, checksummed, saved to NVMe and evicted by the node. A name also contains the model, the rank, and everything
-that determines the layout of a page's bytes, so that engines with other layouts never read them.
+SGLang identifies its pages by hashes of its own, so the store keeps each page of each pool as an opaque object. The
+node verifies each object on every read, saves it to NVMe and evicts it like a page. An object's name contains SGLang's
+hash, the model, the rank, and everything that determines the byte layout of a page. So engines with different layouts
+never read each other's pages.
 """
 
 from __future__ import annotations
@@ -32,17 +33,17 @@ from sglang.srt.mem_cache.hicache_storage import (
 from sglang.srt.mem_cache.pool_host.mha import MHATokenToKVPoolHost
 from sglang.srt.observability.metrics_collector import StorageMetrics
 
-from kvstore.adapters.values import Values, connected
-from kvstore.adapters.weights import folder_digest, given_digest
+from kvstore.adapters.values import Values, connect_for
+from kvstore.adapters.weights import folder_digest, required_digest
 
-HOST_SETTINGS = ("backend_name", "module_path", "class_name", "interface_v1")  # SGLang's own
+HOST_SETTINGS = ("backend_name", "module_path", "class_name", "interface_v1")  # settings that SGLang reads
 SETTINGS = ("node", "salt", "model")
 LAYOUTS = ("layer_first", "page_first", "page_first_direct", "page_head")
-RATES_MAX = 4096  # measurements of one kind kept until they are read
+RATES_MAX = 4096  # unread measurements of one kind; further ones are dropped
 
 
 class HostPages:
-    """The pages of a pool in host memory: their addresses, and the names of their values."""
+    """The pages of one of SGLang's pools in host memory: their addresses, and the names of their objects."""
 
     def __init__(self, pool: Any, name: str, rank: str, model: str) -> None:
         layout = getattr(pool, "layout", None)
@@ -56,38 +57,42 @@ class HostPages:
         try:
             _, sizes = pool.get_page_buffer_meta(torch.arange(self.page_size))
         except (AttributeError, NotImplementedError, ValueError) as error:
-            raise ValueError(f"kvstore for SGLang: pool {name!r} gives no page addresses: {error}") from error
+            raise ValueError(f"kvstore for SGLang: pool {name!r} has no page addresses: {error}") from error
         self.page_bytes = sum(sizes)
-        facts = [type(pool).__name__, layout, str(getattr(pool, "dtype", "")), self.page_size, sizes]
-        for what in ("head_num", "head_dim", "layer_num", "start_layer", "end_layer", "kv_cache_dim"):
-            facts.append(getattr(pool, what, None))
-        digest = hashlib.sha256(json.dumps(facts).encode()).hexdigest()[:32]
+        layout_facts = [type(pool).__name__, layout, str(getattr(pool, "dtype", "")), self.page_size, sizes]
+        for attribute in ("head_num", "head_dim", "layer_num", "start_layer", "end_layer", "kv_cache_dim"):
+            layout_facts.append(getattr(pool, attribute, None))
+        digest = hashlib.sha256(json.dumps(layout_facts).encode()).hexdigest()[:32]
         self._prefix = f"{model}@{rank}@{name}@{digest}@"
 
     def names(self, keys: Sequence[str]) -> list[str]:
-        """Return the names of the pages' values."""
+        """Return the names of the pages' objects."""
         return [self._prefix + key for key in keys]
 
-    def buffers(self, count: int, indices: torch.Tensor | None) -> list[list[Any]] | None:
-        """Return the memory of each of ``count`` pages at these rows; None if the number of rows does not fit."""
-        if indices is None or indices.numel() != count * self.page_size:
+    def buffers(self, pages: int, rows: torch.Tensor | None) -> list[list[Any]] | None:
+        """Return the memory of each page, as a list of buffers. ``rows`` are the pool's rows, ``page_size`` for each
+        page. Return None if their number does not fit."""
+        if rows is None or rows.numel() != pages * self.page_size:
             return None
-        places, sizes = self._pool.get_page_buffer_meta(indices)
-        views = [_view(place, size) for place, size in zip(places, sizes, strict=True)]
-        each = len(views) // max(count, 1)
-        return [views[i * each : (i + 1) * each] for i in range(count)]
+        addresses, sizes = self._pool.get_page_buffer_meta(rows)
+        views = [_view(address, size) for address, size in zip(addresses, sizes, strict=True)]
+        page_views = len(views) // max(pages, 1)
+        return [views[page * page_views : (page + 1) * page_views] for page in range(pages)]
 
 
 class KVStoreHiCache(HiCacheStorage):
-    """SGLang makes one in each rank. Settings in addition to SGLang's own: ``node``, as ``kvstore.connect`` takes it
-    (default: the only one on this machine), ``salt``, the tenant, and ``model``, the folder whose weights distinguish
-    pages (default: the model that SGLang serves, if that is a folder). Threads may share it.
+    """HiCache's storage in a node. SGLang creates one in each rank. Thread-safe.
 
-    The node does the eviction. Pages that are gone, damaged or unreachable are misses; nothing is raised after the
-    start.
+    The node evicts pages. After the start no call raises: a page that is evicted, damaged or unreachable is a miss.
+
+    Settings in ``extra_config``, in addition to SGLang's own:
+        node: as in ``kvstore.connect``; default: the only node on this machine.
+        salt: the tenant.
+        model: a folder, whose weights then identify the model of each page. Default: the model that SGLang serves, if
+            that is a folder.
 
     Raises:
-        ValueError: a setting is unknown, there is no such node or folder, or a pool's layout is not served.
+        ValueError: a setting is unknown, the node or folder does not exist, or a pool's layout is not supported.
         OSError: the folder that SGLang serves cannot be read.
     """
 
@@ -102,60 +107,60 @@ class KVStoreHiCache(HiCacheStorage):
         self._zero_copy = bool(extra.get("interface_v1", 0))
         self._salt = str(extra.get("salt", "sglang"))
         model, folder = storage_config.model_name or "", str(extra.get("model", ""))
-        digest = given_digest("SGLang", folder) if folder else folder_digest(model)
-        # A name contains the lengths of its parts, so that two models never get the same name.
+        digest = required_digest("SGLang", folder) if folder else folder_digest(model)
+        # The length of the model's name makes the text unambiguous, whatever characters the name contains.
         self._model = f"{len(model)}:{model}" + (f"@{digest}" if digest else "")
-        self._pools: dict[str, HostPages | None] = {}
+        self._pools: dict[str, HostPages | None] = {}  # None: a pool without bytes of its own
         self._lock = threading.Lock()
         self._metrics = StorageMetrics()
-        self._values = Values(connected("SGLang", extra.get("node")))
+        self._values = Values(connect_for("SGLang", extra.get("node")))
 
     # --- pools ------------------------------------------------------------------------------------------------------
 
     def register_mem_pool_host(self, mem_pool_host: Any) -> None:
-        """See the base class."""
+        """Register SGLang's KV pool."""
         super().register_mem_pool_host(mem_pool_host)
-        self._add(mem_pool_host, PoolName.KV)
+        self._add_pool(mem_pool_host, PoolName.KV)
 
     def register_mem_host_pool_v2(self, host_pool: Any, host_pool_name: str) -> None:
-        """See the base class."""
+        """Register one of several pools by its name."""
         super().register_mem_host_pool_v2(host_pool, host_pool_name)
         if host_pool_name != PoolName.KV or PoolName.KV not in self._pools:
-            self._add(host_pool, host_pool_name)
+            self._add_pool(host_pool, host_pool_name)
 
-    def _add(self, pool: Any, name: str) -> None:
+    def _add_pool(self, pool: Any, name: str) -> None:
         if name == PoolName.KV and getattr(pool, "kv_buffer", None) is None:
-            self._pools[name] = None  # it only counts rows; other pools have all the bytes
+            self._pools[name] = None  # this pool only counts rows; the other pools contain all bytes
         else:
-            self._pools[name] = HostPages(pool, str(name), self._rank_of(pool, name), self._model)
+            self._pools[name] = HostPages(pool, str(name), self._rank_text(pool, name), self._model)
 
-    def _rank_of(self, pool: Any, name: str) -> str:
-        """Return the rank part of a pool's names. Pages that are equal in all ranks (MLA) are written by one rank and
-        read by all."""
+    def _rank_text(self, pool: Any, name: str) -> str:
+        """Return the part of an object's name that distinguishes ranks. MLA pages are equal in all tensor parallel
+        ranks, so one rank writes them under a common name and all ranks read them."""
         config = self._config
-        shared = config.is_mla_model and name != PoolName.MAMBA and not isinstance(pool, MHATokenToKVPoolHost)
-        tp = "all" if shared else f"{config.tp_rank}of{config.tp_size}"
+        is_shared = config.is_mla_model and name != PoolName.MAMBA and not isinstance(pool, MHATokenToKVPoolHost)
+        tp = "all" if is_shared else f"{config.tp_rank}of{config.tp_size}"
         cp, dcp = (config.attn_cp_rank, config.attn_cp_size), (config.dcp_rank, config.dcp_size)
         parts = ((config.pp_rank, config.pp_size), cp, dcp)
         return ".".join([tp, *(f"{rank}of{size}" for rank, size in parts)])
 
-    # --- pages where they lie -----------------------------------------------------------------------------------------
+    # --- pages by their addresses in a pool ("interface_v1") ----------------------------------------------------------
 
     def batch_exists(self, keys: list[str], extra_info: HiCacheStorageExtraInfo | None = None) -> int:
-        """Return how many pages are stored from the first on, without a gap."""
-        return _leading(self._contains(PoolName.KV, keys) if self._zero_copy else self._contains_flat(keys))
+        """Return how many leading pages are stored without a gap."""
+        return _leading_count(self._contains(PoolName.KV, keys) if self._zero_copy else self._contains_flat(keys))
 
     def batch_get_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """See the base class."""
-        return self._move(PoolName.KV, keys, host_indices, write=False)
+        """Read pages into these rows of the KV pool and return, for each page, whether it was read."""
+        return self._copy(PoolName.KV, keys, host_indices, is_write=False)
 
     def batch_set_v1(
         self, keys: list[str], host_indices: torch.Tensor, extra_info: HiCacheStorageExtraInfo | None = None
     ) -> list[bool]:
-        """See the base class."""
-        return self._move(PoolName.KV, keys, host_indices, write=True)
+        """Store pages from these rows of the KV pool and return, for each page, whether it is stored now."""
+        return self._copy(PoolName.KV, keys, host_indices, is_write=True)
 
     def batch_exists_v2(
         self,
@@ -163,45 +168,58 @@ class KVStoreHiCache(HiCacheStorage):
         pool_transfers: list[PoolTransfer] | None = None,
         extra_info: HiCacheStorageExtraInfo | None = None,
     ) -> PoolTransferResult:
-        """See the base class. Returns the prefixes for which every pool has what it needs."""
+        """Return the lengths of the prefixes for which every pool has the pages it needs, and the hits of each pool.
+
+        A pool needs either all pages of a prefix or its last ones, as its transfer's policy says.
+        """
         pages = self.batch_exists(keys, extra_info)
         hits = {PoolName.KV: pages} if pages else {}
-        ends = list(range(1, pages + 1))
+        usable_lengths = list(range(1, pages + 1))
         for transfer in pool_transfers or []:
-            there = self._contains(transfer.name, keys[:pages])
-            # Pages of a block group are not counted, so it is a miss: unknown kinds of pools never hit.
-            needed = {PoolHitPolicy.ALL_PAGES: pages, PoolHitPolicy.TRAILING_PAGES: max(1, len(transfer.keys or []))}
-            last = needed.get(transfer.hit_policy)
-            if last is None:
+            is_stored = self._contains(transfer.name, keys[:pages])
+            # This policy's number of trailing pages that the pool needs. A policy not listed here is not supported, so
+            # its pool never hits.
+            pages_by_policy = {
+                PoolHitPolicy.ALL_PAGES: pages,
+                PoolHitPolicy.TRAILING_PAGES: max(1, len(transfer.keys or [])),
+            }
+            needed = pages_by_policy.get(transfer.hit_policy)
+            if needed is None:
                 continue
-            usable = [end for end in range(1, pages + 1) if all(there[max(0, end - last) : end])]
-            if usable:
-                hits[transfer.name] = usable[-1]
-            ends = [end for end in ends if end in set(usable)]
-        return PoolTransferResult(ends[-1] if ends else 0, hits, ends)
+            pool_lengths = [end for end in range(1, pages + 1) if all(is_stored[max(0, end - needed) : end])]
+            if pool_lengths:
+                hits[transfer.name] = pool_lengths[-1]
+            usable_lengths = [end for end in usable_lengths if end in set(pool_lengths)]
+        return PoolTransferResult(usable_lengths[-1] if usable_lengths else 0, hits, usable_lengths)
 
     def batch_get_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """See the base class."""
-        return {each.name: self._move(each.name, each.keys or [], each.host_indices, write=False) for each in transfers}
+        """Read pages of several pools and return, by pool and page, whether the page was read."""
+        return {
+            transfer.name: self._copy(transfer.name, transfer.keys or [], transfer.host_indices, is_write=False)
+            for transfer in transfers
+        }
 
     def batch_set_v2(
         self, transfers: list[PoolTransfer], extra_info: HiCacheStorageExtraInfo | None = None
     ) -> dict[str, list[bool]]:
-        """See the base class."""
-        return {each.name: self._move(each.name, each.keys or [], each.host_indices, write=True) for each in transfers}
+        """Store pages of several pools and return, by pool and page, whether the page is stored now."""
+        return {
+            transfer.name: self._copy(transfer.name, transfer.keys or [], transfer.host_indices, is_write=True)
+            for transfer in transfers
+        }
 
-    # --- pages that were copied (without "interface_v1") --------------------------------------------------------------
+    # --- pages in tensors (without "interface_v1"), which SGLang copies from and to its pools -------------------------
 
     def exists(self, key: str) -> bool:
-        """See the base class."""
+        """Return whether a page is stored."""
         return self.batch_exists([key]) == 1
 
     def get(
         self, key: str, target_location: torch.Tensor | None = None, target_sizes: object = None
     ) -> torch.Tensor | None:
-        """Read a page into ``target_location``, which must have its length; None for a miss."""
+        """Read a page into ``target_location``, which must have the page's length. Return None for a miss."""
         return self.batch_get([key], [target_location])[0]
 
     def batch_get(
@@ -210,18 +228,19 @@ class KVStoreHiCache(HiCacheStorage):
         target_locations: Sequence[torch.Tensor | None] | None = None,
         target_sizes: object = None,
     ) -> list[torch.Tensor | None]:
-        """See ``get``."""
+        """Read pages into tensors and return, for each page, its tensor, or None for a miss. If a tensor is missing or
+        not contiguous, all pages are misses."""
         outs = list(target_locations or [None] * len(keys))
         if any(out is None or not out.is_contiguous() for out in outs):
             return [None] * len(keys)
-        buffers = [_bytes_of(out) for out in outs if out is not None]
-        done = self._values.get(self._flat(keys), buffers, self._salt)
-        return [out if one else None for out, one in zip(outs, done, strict=True)]
+        buffers = [_tensor_bytes(out) for out in outs if out is not None]
+        hits = self._values.get(self._flat_names(keys), buffers, self._salt)
+        return [out if is_hit else None for out, is_hit in zip(outs, hits, strict=True)]
 
     def set(
         self, key: str, value: torch.Tensor | None = None, target_location: object = None, target_sizes: object = None
     ) -> bool:
-        """Return whether the page is stored now."""
+        """Store a page and return whether it is stored now."""
         return value is not None and self.batch_set([key], [value])
 
     def batch_set(
@@ -231,20 +250,21 @@ class KVStoreHiCache(HiCacheStorage):
         target_locations: object = None,
         target_sizes: object = None,
     ) -> bool:
-        """Return whether all pages are stored now."""
+        """Store pages and return whether all of them are stored now."""
         if values is None or len(values) != len(keys):
             return False
-        pages = [value.contiguous() for value in values]  # kept until they are stored
-        return all(self._values.put(self._flat(keys), [_bytes_of(page) for page in pages], self._salt))
+        pages = [value.contiguous() for value in values]  # the reference keeps a copy's memory until it is stored
+        return all(self._values.put(self._flat_names(keys), [_tensor_bytes(page) for page in pages], self._salt))
 
-    # --- the rest -----------------------------------------------------------------------------------------------------
+    # --- deletion, metrics and end ------------------------------------------------------------------------------------
 
     def clear(self) -> bool:
-        """Delete all pages of this model in all ranks; return whether that was done."""
+        """Delete all pages of this model, of all ranks. Return False if the node could not."""
         return self._values.clear(self._salt, f"{self._model}@")
 
     def get_stats(self) -> StorageMetrics | None:
-        """Return pages and GB/s of the calls since the last call of this."""
+        """Return the number of pages and the GB/s of each transfer since the last ``get_stats``; None if SGLang does
+        not collect metrics."""
         if not self._config.enable_storage_metrics:
             return None
         with self._lock:
@@ -252,61 +272,64 @@ class KVStoreHiCache(HiCacheStorage):
         return metrics
 
     def close(self) -> None:
-        """Close the connection to the node. Pages stay."""
+        """Close the connection to the node. Stored pages stay in the node."""
         self._values.close()
 
-    def _contains(self, pool: str, keys: list[str]) -> list[bool]:
-        pages = self._pools.get(pool)
-        if pages is None:
-            return [pool in self._pools] * len(keys)
-        return self._values.contains(pages.names(keys), self._salt)
+    def _contains(self, pool_name: str, keys: list[str]) -> list[bool]:
+        pool = self._pools.get(pool_name)
+        if pool is None:
+            return [pool_name in self._pools] * len(keys)  # a pool without bytes never misses
+        return self._values.contains(pool.names(keys), self._salt)
 
     def _contains_flat(self, keys: list[str]) -> list[bool]:
-        return self._values.contains(self._flat(keys), self._salt)
+        return self._values.contains(self._flat_names(keys), self._salt)
 
-    def _flat(self, keys: Sequence[str]) -> list[str]:
-        """Return names of pages in the order of ``get_data_page``, which is not always the order in memory."""
-        pages = self._pools.get(PoolName.KV)
-        names = pages.names(keys) if pages is not None else [f"{self._model}@@@@{key}" for key in keys]
+    def _flat_names(self, keys: Sequence[str]) -> list[str]:
+        """Return the names of pages in tensors. They differ from the names of pages in pools, because SGLang's
+        ``get_data_page`` may return a page's bytes in another order than a pool stores them."""
+        pool = self._pools.get(PoolName.KV)
+        names = pool.names(keys) if pool is not None else [f"{self._model}@@@@{key}" for key in keys]
         return [f"{name}@flat" for name in names]
 
-    def _move(self, pool: str, keys: list[str], indices: torch.Tensor | None, *, write: bool) -> list[bool]:
-        """Store or read pages; return for each whether that was done."""
-        if pool not in self._pools:
+    def _copy(self, pool_name: str, keys: list[str], rows: torch.Tensor | None, *, is_write: bool) -> list[bool]:
+        """Store pages from a pool's rows, or read pages into them. Return, for each page, whether that succeeded."""
+        if pool_name not in self._pools:
             return [False] * len(keys)
-        pages = self._pools[pool]
-        if pages is None:
+        pool = self._pools[pool_name]
+        if pool is None:
             return [True] * len(keys)
-        buffers = pages.buffers(len(keys), indices)
+        buffers = pool.buffers(len(keys), rows)
         if buffers is None:
             return [False] * len(keys)
-        start = time.monotonic()
-        done = (self._values.put if write else self._values.get)(pages.names(keys), buffers, self._salt)
-        self._count(sum(done), pages.page_bytes, time.monotonic() - start, write=write)
-        return done
+        start_s = time.monotonic()
+        results = (self._values.put if is_write else self._values.get)(pool.names(keys), buffers, self._salt)
+        self._count(sum(results), pool.page_bytes, time.monotonic() - start_s, is_write=is_write)
+        return results
 
-    def _count(self, pages: int, page_bytes: int, seconds: float, *, write: bool) -> None:
+    def _count(self, pages: int, page_bytes: int, seconds: float, *, is_write: bool) -> None:
         if not pages or not self._config.enable_storage_metrics:
             return
         with self._lock:
-            kept = self._metrics
-            counts, rates = (
-                (kept.backup_pgs, kept.backup_bandwidth) if write else (kept.prefetch_pgs, kept.prefetch_bandwidth)
-            )
+            metrics = self._metrics
+            if is_write:
+                counts, rates = metrics.backup_pgs, metrics.backup_bandwidth
+            else:
+                counts, rates = metrics.prefetch_pgs, metrics.prefetch_bandwidth
             if len(counts) < RATES_MAX:
                 counts.append(pages)
                 rates.append(pages * page_bytes / (1 << 30) / max(seconds, 1e-9))
 
 
-def _leading(there: Sequence[bool]) -> int:
-    return next((i for i, one in enumerate(there) if not one), len(there))
+def _leading_count(flags: Sequence[bool]) -> int:
+    """Return how many leading flags are true."""
+    return next((position for position, flag in enumerate(flags) if not flag), len(flags))
 
 
-def _view(place: int, size: int) -> Any:
+def _view(address: int, size: int) -> Any:
     """Return the memory at an address as a buffer."""
-    return (ctypes.c_ubyte * size).from_address(place)
+    return (ctypes.c_ubyte * size).from_address(address)
 
 
-def _bytes_of(tensor: torch.Tensor) -> Any:
-    """Return a contiguous tensor as a buffer."""
+def _tensor_bytes(tensor: torch.Tensor) -> Any:
+    """Return the memory of a contiguous tensor as a buffer."""
     return _view(tensor.data_ptr(), tensor.nbytes)

@@ -1,5 +1,5 @@
-"""Values: opaque objects for hosts that expect no exceptions. A failure is logged, and is a miss or leaves the value
-unstored."""
+"""Opaque objects for hosts that expect no exceptions: a failed read is a miss, a failed write stores nothing, and both
+are logged."""
 
 from __future__ import annotations
 
@@ -14,15 +14,15 @@ from kvstore.errors import InvalidRequest, KVStoreError, OutOfSpace, Unavailable
 
 _log = logging.getLogger(__name__)
 
-ANSWER_S = 1.0  # how long one call waits for a node
-AWAY_S = 5.0  # how long a node that did not answer is not called
+ANSWER_S = 1.0  # how long one call waits for the node
+AWAY_S = 5.0  # pause before a node that did not answer is called again
 
 
-def connected(host: str, node: str | None) -> Store:
-    """Return a store for an adapter of ``host``.
+def connect_for(host: str, node: str | None) -> Store:
+    """Connect an adapter of ``host`` to a node.
 
     Raises:
-        ValueError: there is no such node; the message names the host's adapter.
+        ValueError: there is no such node. The message names the host.
     """
     try:
         return connect(node, ANSWER_S)
@@ -31,10 +31,11 @@ def connected(host: str, node: str | None) -> Store:
 
 
 class Values:
-    """Values under the keys of one host, of several tenants. Threads may share it.
+    """The values of one host, in a store, for one or more tenants. Thread-safe.
 
-    A node that does not answer is not called for ``AWAY_S``: a failed write suspends writes, a failed read suspends
-    reads. Reads from a node of this machine do not need its daemon.
+    If the node does not answer a read, further reads are misses for ``AWAY_S`` without a call; the same holds for
+    writes. Reads and writes are suspended separately, because reads from a node on this machine work without its
+    daemon.
     """
 
     def __init__(self, store: Store) -> None:
@@ -43,94 +44,97 @@ class Values:
         self._no_writes_until_s = 0.0
 
     def contains(self, keys: Sequence[str], salt: str) -> list[bool]:
-        """Return for each key whether it is stored."""
+        """Return, for each key, whether a value is stored."""
         if not keys or time.monotonic() < self._no_reads_until_s:
             return [False] * len(keys)
         try:
             return list(self._store.contains(list(keys), salt))
         except KVStoreError as error:
-            self._not_read(len(keys), error)
+            self._log_failed_read(len(keys), error)
             return [False] * len(keys)
 
     def put(self, keys: Sequence[str], buffers: Sequence[Any], salt: str) -> list[bool]:
-        """Store values; return whether each is stored now. An existing value stays."""
-        wanted = dict(zip(keys, buffers, strict=True))
-        if not wanted or time.monotonic() < self._no_writes_until_s:
+        """Store values and return, for each key, whether a value is stored now. Existing values are not replaced."""
+        buffers_by_key = dict(zip(keys, buffers, strict=True))
+        if not buffers_by_key or time.monotonic() < self._no_writes_until_s:
             return [False] * len(keys)
         try:
-            self._store.put_many(list(wanted), list(wanted.values()), salt, wait=False)
+            self._store.put_many(list(buffers_by_key), list(buffers_by_key.values()), salt, wait=False)
             return [True] * len(keys)
         except KVStoreError as error:
-            self._not_written("stored", len(keys), error)
-            return self.contains(keys, salt)  # others may be stored
+            self._log_failed_write("stored", len(keys), error)
+            return self.contains(keys, salt)  # part of the batch may be stored
 
     def get(self, keys: Sequence[str], buffers: Sequence[Any], salt: str) -> list[bool]:
-        """Read values; return for each whether its buffer has it, proven and of exactly the buffer's length. The
-        contents of other buffers are undefined."""
+        """Read values into buffers and return, for each, whether it was read.
+
+        A value that cannot be proven, or that has another length than its buffer, is a miss. The contents of the buffer
+        of a miss are undefined.
+        """
         if not keys or time.monotonic() < self._no_reads_until_s:
             return [False] * len(keys)
-        lengths = [_length(buffer) for buffer in buffers]
         try:
-            found = self._store.get_many(list(keys), list(buffers), salt)
-        except InvalidRequest:  # one of them is invalid, for example of another length
-            found = [self._get_one(key, buffer, salt) for key, buffer in zip(keys, buffers, strict=True)]
+            sizes = self._store.get_many(list(keys), list(buffers), salt)
+        except InvalidRequest:  # one value or buffer is invalid, for example a buffer that is too short
+            sizes = [self._get_one(key, buffer, salt) for key, buffer in zip(keys, buffers, strict=True)]
         except KVStoreError as error:
-            self._not_read(len(keys), error)
-            found = [-1] * len(keys)
-        return [length == wanted for length, wanted in zip(found, lengths, strict=True)]
+            self._log_failed_read(len(keys), error)
+            sizes = [-1] * len(keys)
+        return [size == _buffer_bytes(buffer) for size, buffer in zip(sizes, buffers, strict=True)]
 
     def delete(self, keys: Sequence[str], salt: str) -> list[int]:
-        """Delete values; return the size of each, or -1 if it did not exist or could not be deleted."""
+        """Delete values and return the size in bytes of each. The size is -1 if there was no value, or if the node
+        could not delete the values."""
         try:
             sizes = [self._store.size(key, salt) for key in keys]
             self._store.delete(list(keys), salt)
         except KVStoreError as error:
-            self._not_written("deleted", len(keys), error)
+            self._log_failed_write("deleted", len(keys), error)
             return [-1] * len(keys)
         return [-1 if size is None else size for size in sizes]
 
     def clear(self, salt: str, prefix: str) -> bool:
-        """Delete all values of a tenant whose keys begin with ``prefix``; return whether that was done."""
+        """Delete all values of a tenant whose keys begin with ``prefix``. Return False if the node could not."""
         try:
             self._store.clear(prefix, salt)
         except KVStoreError as error:
-            self._not_written("all deleted", 1, error)
+            self._log_failed_write("all deleted", 1, error)
             return False
         return True
 
     @property
-    def away(self) -> bool:
-        """True while the node is not called."""
+    def is_away(self) -> bool:
+        """True while reads or writes are suspended because the node did not answer."""
         return time.monotonic() < max(self._no_reads_until_s, self._no_writes_until_s)
 
     def close(self) -> None:
-        """Close the connection to the node. Values stay."""
+        """Close the connection to the node. Stored values stay in the node."""
         self._store.close()
 
     def _get_one(self, key: str, buffer: Any, salt: str) -> int:
         try:
-            length = self._store.get(key, buffer, salt)
+            size = self._store.get(key, buffer, salt)
         except KVStoreError as error:
-            self._not_read(1, error)
+            self._log_failed_read(1, error)
             return -1
-        return -1 if length is None else int(length)
+        return -1 if size is None else int(size)
 
-    def _not_read(self, count: int, error: KVStoreError) -> None:
-        if _is_away(error):
+    def _log_failed_read(self, count: int, error: KVStoreError) -> None:
+        if _is_unanswered(error):
             self._no_reads_until_s = time.monotonic() + AWAY_S
         _log.warning("kvstore: %d values were not read: %s", count, error)
 
-    def _not_written(self, what: str, count: int, error: KVStoreError) -> None:
-        if _is_away(error):
+    def _log_failed_write(self, action: str, count: int, error: KVStoreError) -> None:
+        if _is_unanswered(error):
             self._no_writes_until_s = time.monotonic() + AWAY_S
-        _log.warning("kvstore: %d values were not %s: %s", count, what, error)
+        _log.warning("kvstore: %d values were not %s: %s", count, action, error)
 
 
-def _is_away(error: KVStoreError) -> bool:
-    """Return whether an error means that the node did not answer."""
+def _is_unanswered(error: KVStoreError) -> bool:
+    """Return whether the error means that the node did not answer. ``OutOfSpace`` is an answer."""
     return isinstance(error, Unavailable) and not isinstance(error, OutOfSpace)
 
 
-def _length(buffer: Any) -> int:
-    """Return the bytes of a buffer, or of several buffers of one value."""
-    return sum(map(_length, buffer)) if isinstance(buffer, list) else memoryview(buffer).nbytes
+def _buffer_bytes(buffer: Any) -> int:
+    """Return the size of a value's buffer, or the total size if the value has a list of buffers."""
+    return sum(map(_buffer_bytes, buffer)) if isinstance(buffer, list) else memoryview(buffer).nbytes

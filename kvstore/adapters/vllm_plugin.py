@@ -1,8 +1,8 @@
-"""Registers the connector's name. vLLM calls this in each of its processes, by the entry point
-``vllm.general_plugins``.
+"""The plugin that registers the connector's name. vLLM finds it by the entry point ``vllm.general_plugins`` and calls
+it in each of its processes.
 
-It is not in ``kvstore.adapters.vllm``, which imports torch and the client: processes without a connector do not need
-these.
+The plugin is a module of its own because ``kvstore.adapters.vllm`` needs torch and the client, and most of vLLM's
+processes have no connector.
 """
 
 from vllm.distributed.kv_transfer.kv_connector.factory import KVConnectorFactory
@@ -11,6 +11,7 @@ NAME = "KVStoreConnector"
 
 
 def register() -> None:
-    """Let ``kv_connector`` be this name without ``kv_connector_module_path``. Imports nothing else."""
+    """Register the connector, so that ``kv_connector`` can name it without ``kv_connector_module_path``. The connector
+    itself is imported when it is first used."""
     if NAME not in KVConnectorFactory._registry:
         KVConnectorFactory.register_connector(NAME, "kvstore.adapters.vllm", NAME)

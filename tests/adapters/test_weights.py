@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from kvstore.adapters.weights import SAMPLED, folder_digest, given_digest
+from kvstore.adapters.weights import SAMPLE_BYTES, folder_digest, required_digest
 
-SIZE = 3 * SAMPLED
+SIZE = 3 * SAMPLE_BYTES
 
 
 @pytest.fixture
@@ -50,14 +50,14 @@ def test_what_makes_no_other_model(folder: Path, tmp_path_factory: pytest.TempPa
     before = folder_digest(str(folder))
     (folder / "tokenizer.json").write_text('{"version": 2}')
     moved = folder.rename(tmp_path_factory.mktemp("else") / "where")
-    assert folder_digest(str(moved)) == before == given_digest("a host", str(moved))
+    assert folder_digest(str(moved)) == before == required_digest("a host", str(moved))
 
 
 def test_a_name_is_no_folder(folder: Path) -> None:
     missing = str(folder / "missing")
     assert folder_digest("") == folder_digest("some/model") == folder_digest(missing) == ""
     with pytest.raises(ValueError, match="kvstore for a host: there is no folder"):
-        given_digest("a host", missing)
+        required_digest("a host", missing)
     (folder / "model-2.safetensors").symlink_to("gone")
     with pytest.raises(ValueError, match="kvstore for a host: weights in .* cannot be read"):
-        given_digest("a host", str(folder))
+        required_digest("a host", str(folder))

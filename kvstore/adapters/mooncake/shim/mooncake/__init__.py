@@ -1,1 +1,1 @@
-"""Replaces Mooncake's package: only ``mooncake.store``, on a kvstore node."""
+"""A replacement for Mooncake's package, with only ``mooncake.store``, backed by a kvstore node."""
