@@ -37,7 +37,7 @@ BUFFER_PAGES = 2
 class LateTensors:
     """See ``Tensors``: torch's work is done in its turn of the device's streams, and no sooner."""
 
-    late = True
+    is_deferred = True
 
     def __init__(self, device: HostDevice) -> None:
         self.device = device
@@ -110,7 +110,7 @@ class Worker:
     def load(self, seed: int, table: list[int]) -> None:
         """Load them, and return when the load counts as done."""
         self.mover.load(self.move(seed, table))
-        wait_until("the load has ended", lambda: self.mover.loaded(True) == {"r"})
+        wait_until("the load has ended", lambda: self.mover.take_loaded(True) == {"r"})
 
 
 def _by_block(pages: np.ndarray[Any, Any], layer: int) -> np.ndarray[Any, Any]:
@@ -165,7 +165,7 @@ def loads(worker: Worker) -> None:
     assert worker.holds(table, worker.pages(1)), "it counts as done and is not there"
     finish(worker.tensors.device)
     assert worker.holds(table, worker.pages(1)), "it was written over by the step before"
-    assert not worker.mover.failed()
+    assert not worker.mover.take_failed_blocks()
 
 
 def saves(worker: Worker) -> None:
@@ -201,7 +201,7 @@ def test_without_one_of_its_waits_bytes_are_wrong(
 
 
 def test_all_waits_are_tried() -> None:
-    assert sorted(site.function for site in wait_sites(blocks, moving)) == ["_land", "load", "wait"]
+    assert sorted(site.function for site in wait_sites(blocks, moving)) == ["_wait_for_stream", "load", "wait"]
 
 
 def test_without_the_order_of_its_buffer_a_load_is_wrong(worker: Worker, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -222,7 +222,7 @@ def test_without_the_order_of_the_step_a_save_is_wrong(worker: Worker, monkeypat
 def test_no_step_waits_for_what_it_saves(
     worker: Worker, store: kvstore.Store, device: HostDevice, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(blocks, "ROOM_S", 3600.0)  # a step that waits for a buffer never ends
+    monkeypatch.setattr(blocks, "BUFFER_WAIT_S", 3600.0)  # a step that waits for a buffer never ends
     device.hold()
     table = worker.table(2)
     worker.compute(table, worker.pages(2))
@@ -240,7 +240,7 @@ def test_saves_beyond_the_buffers_are_given_up_in_time(
 ) -> None:
     """Two buffers of two pages; of the pages in them the first may be stored."""
     monkeypatch.setattr(moving, "SAVING_BYTES", 1)
-    monkeypatch.setattr(blocks, "ROOM_S", 0.05)
+    monkeypatch.setattr(blocks, "BUFFER_WAIT_S", 0.05)
     worker = Worker(store, device)
     device.hold()
     table = worker.table(2)
@@ -302,7 +302,7 @@ def test_pages_that_are_gone_are_told_by_their_blocks(worker: Worker) -> None:
     table = worker.table(1)
     worker.load(1, table)
     assert worker.holds(table[: 3 * PAGE_BLOCKS], worker.pages(1)[:3])
-    assert worker.mover.failed() == set(table[3 * PAGE_BLOCKS :])
+    assert worker.mover.take_failed_blocks() == set(table[3 * PAGE_BLOCKS :])
 
 
 def test_cache_on_a_device_that_the_store_cannot_use_is_refused_in_one_line() -> None:

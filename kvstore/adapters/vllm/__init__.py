@@ -1,10 +1,12 @@
-"""vLLM: a KV connector, found by ``kv_connector_module_path``::
+"""A KV connector for vLLM, which finds it by ``kv_connector_module_path``::
 
     --kv-transfer-config '{"kv_connector": "KVStoreConnector", "kv_connector_module_path": "kvstore.adapters.vllm",
                            "kv_role": "kv_both", "kv_load_failure_policy": "recompute"}'
 
-The connector and the scheduler's side need vLLM. The modules that move bytes (``paged``, ``tensors``, ``blocks``,
-``moving``) do not need it.
+``connector`` is the class that vLLM calls. ``scheduler`` plans loads and saves in vLLM's scheduler, ``worker`` and
+``blocks`` copy the pages in vLLM's workers. ``layouts`` describes vLLM's model in the store's terms, ``kv_events`` and
+``stats`` report to vLLM. ``tier`` is independent of these: a tier of vLLM's own offloading. Only ``worker`` and
+``blocks`` can be imported without vLLM.
 """
 
 from typing import TYPE_CHECKING

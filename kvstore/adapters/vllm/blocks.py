@@ -1,15 +1,16 @@
-"""Moves pages of one group of layers between the blocks in a worker's tensors and the store, some at a time.
+"""Copies of pages between the store and the blocks in a worker's cache, for one group of layers at a time.
 
-Buffers in the tensors' memory are between the two. Loaded pages go into a buffer, and from there into their blocks, in
-the loading stream. Saved pages go from their blocks into a buffer in the computing stream: later steps may write into
-the blocks, since their work comes after the copy.
+``PagedModel`` and ``PagedGroup`` describe a model's cache. ``BlockMove`` names the pages and blocks of one copy: the
+scheduler makes it, a worker's ``BlockGroup`` carries it out.
 
-A worker's tensors: the order of work on them, and the store's access to their bytes.
+A copy goes through a buffer in the memory of the cache. A load reads pages from the store into the buffer, and then
+copies them into their blocks in a stream of its own. A save copies pages out of their blocks into a buffer, in the
+stream in which the model computes. So later steps may overwrite the blocks: their work in that stream comes after the
+copy. The pages are stored from the buffer.
 
-Work on host tensors is done at once. A GPU does it later, in the order of a stream, and streams are independent: work
-of one thread comes after that of another only if a stream waits for an event.
-
-Types of both sides: the pages of a model, and moves of pages between the store and blocks.
+``Tensors`` hides the difference between host and device memory. Work on host tensors is done at once. A GPU does it
+later, in the order of a stream. Streams are independent: work in one comes after work in another only if the stream
+waits for an event.
 """
 
 from __future__ import annotations
@@ -36,24 +37,36 @@ if TYPE_CHECKING:
     from kvstore.client.match import Match
     from kvstore.client.prefix_cache import PrefixCache
     from kvstore.client.store import Store
-    from kvstore.device.base import DeviceEvent, DeviceStream
     from kvstore.model.layout import Layout
     from kvstore.model.prefix import Keys
     from kvstore.model.shard import Shard
 
+_log = logging.getLogger(__name__)
+
+NO_BLOCK = 0  # vLLM's null block: stands for blocks behind a window
+ROOTS_MAX = 1024  # salts and adapters whose caches are kept for reuse
+BUFFER_BYTES: Final = 8 << 20  # size of one buffer; buffers are reused, since new memory is slow
+SAVING_BYTES: Final = 64 << 20  # total size of a worker's buffers for saves; a step that needs more waits
+BUFFER_WAIT_S: Final = 10.0  # longest wait of a step for a free buffer
+COMPUTE_S: Final = 60.0  # longest time that a device may take for a step
+
 Work = Callable[[], None]
+Ids = npt.NDArray[np.int64]
+
+
+# --- Tensors and streams ----------------------------------------------------------------------------------------------
 
 
 class Tensors(Protocol):
-    """See the module.
+    """The memory of a worker's cache: allocates tensors in it, orders work on them, and gives the store access to them.
 
     Attributes:
-        late: work is done later, so the bytes of a save are not there at once.
+        is_deferred: True if work runs after ``run`` has returned, as on a GPU.
     """
 
     @property
-    def late(self) -> bool:
-        """See the class."""
+    def is_deferred(self) -> bool:
+        """True if work runs after ``run`` has returned, as on a GPU."""
         ...
 
     def current(self) -> DeviceStream:
@@ -61,151 +74,138 @@ class Tensors(Protocol):
         ...
 
     def stream(self) -> DeviceStream:
-        """Return a new stream, which is not ordered with any other."""
+        """Return a new stream. Its work has no order with that of other streams."""
         ...
 
     def run(self, work: Work, stream: DeviceStream | None = None) -> None:
-        """Queue work on tensors in one of our own streams, or in the one in which the calling thread computes."""
+        """Queue work on tensors in ``stream``; with None, in the stream in which the calling thread computes."""
         ...
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """Return an uninitialised tensor in the same memory."""
+        """Return an uninitialised tensor in this memory."""
         ...
 
     def rows(self, pages: torch.Tensor, stream: DeviceStream | None = None) -> Any:
-        """Return pages, one per row, as a buffer for the store, which uses it after the work queued in ``stream`` so
-        far. With None it does not wait for any work."""
+        """Return pages as a buffer for the store, one page per row. The store uses the buffer after the work that is
+        now queued in ``stream``; with None it waits for no work."""
         ...
 
 
 def tensors_of(tensor: torch.Tensor) -> Tensors:
-    """Return the ``Tensors`` for a worker with such a cache.
+    """Return the ``Tensors`` of a worker whose cache is in the same memory as ``tensor``.
 
     Raises:
-        ValueError: they are in device memory that this process cannot access.
+        ValueError: this process cannot access that device memory.
     """
     if tensor.device.type == "cpu":
-        return HostTensors()
+        return _HostTensors()
     device = device_of(tensor.data_ptr())
     if device is None:
-        why = missing() or "its driver does not know that memory"
-        raise ValueError(f"KVStoreConnector: the cache is on {tensor.device}, which the store cannot use: {why}")
-    return CudaTensors(device, tensor.device)
+        reason = missing() or "its driver does not know that memory"
+        raise ValueError(f"KVStoreConnector: the cache is on {tensor.device}, which the store cannot use: {reason}")
+    return _CudaTensors(device, tensor.device)
 
 
-class HostTensors:
-    """See ``Tensors``."""
+class _HostTensors:
+    """``Tensors`` in host memory."""
 
-    late = False
+    is_deferred = False
 
     def current(self) -> DeviceStream:
-        """See ``Tensors``."""
-        return _DONE
+        return _HOST_STREAM
 
     def stream(self) -> DeviceStream:
-        """See ``Tensors``."""
-        return _DONE
+        return _HOST_STREAM
 
     def run(self, work: Work, stream: DeviceStream | None = None) -> None:
-        """See ``Tensors``."""
         work()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See ``Tensors``."""
         return torch.empty(shape, dtype=dtype)
 
     def rows(self, pages: torch.Tensor, stream: DeviceStream | None = None) -> torch.Tensor:
-        """See ``Tensors``."""
         return pages.flatten(1)
 
 
-class CudaTensors:
-    """See ``Tensors``. Streams and events are the store's own, so that each wait has a deadline."""
+class _CudaTensors:
+    """``Tensors`` on a GPU. Streams and events are the store's own, not torch's, so that each wait has a deadline."""
 
-    late = True
+    is_deferred = True
 
-    def __init__(self, device: Device, place: torch.device) -> None:
+    def __init__(self, device: Device, torch_device: torch.device) -> None:
         self._device = device
-        self._place = place
+        self._torch_device = torch_device
 
     def current(self) -> DeviceStream:
-        """See ``Tensors``."""
-        return self._device.stream_of(torch.cuda.current_stream(self._place).cuda_stream)
+        return self._device.stream_of(torch.cuda.current_stream(self._torch_device).cuda_stream)
 
     def stream(self) -> DeviceStream:
-        """See ``Tensors``."""
         return self._device.stream()
 
     def run(self, work: Work, stream: DeviceStream | None = None) -> None:
-        """See ``Tensors``."""
         if stream is None:
             work()
             return
-        with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle, self._place)):
+        with torch.cuda.stream(torch.cuda.ExternalStream(stream.handle, self._torch_device)):
             work()
 
     def empty(self, shape: tuple[int, ...], dtype: torch.dtype) -> torch.Tensor:
-        """See ``Tensors``."""
-        return torch.empty(shape, dtype=dtype, device=self._place)
+        return torch.empty(shape, dtype=dtype, device=self._torch_device)
 
     def rows(self, pages: torch.Tensor, stream: DeviceStream | None = None) -> DeviceRows:
-        """See ``Tensors``."""
         return device_rows(self._device, pages, stream)
 
 
 def device_rows(device: Device, pages: torch.Tensor, stream: DeviceStream | None) -> DeviceRows:
-    """Return contiguous pages in device memory, one per row."""
+    """Return contiguous pages in device memory as a buffer for the store, one page per row."""
     assert pages.is_contiguous()
     row_bytes = pages[:1].nbytes
     handle = None if stream is None else stream.handle
     return DeviceRows(device, pages.data_ptr(), len(pages), row_bytes, row_bytes, handle, pages)
 
 
-class _DoneStream:
-    """The stream of work that is done at once."""
+class _HostStream:
+    """The stream of host memory, whose work is done as soon as it is queued."""
 
     handle = 0
 
     def copy(self, targets: Addresses, sources: Addresses, nbytes: Addresses) -> None:
-        """See ``DeviceStream``. Not used: the host copies its own bytes."""
-        raise AssertionError("nothing is copied in a stream of the host")
+        raise AssertionError("a host stream copies nothing")
 
     def wait(self, event: DeviceEvent) -> None:
-        """See ``DeviceStream``."""
+        """Return at once: all work is done."""
 
     def record(self) -> DeviceEvent:
-        """See ``DeviceStream``."""
-        return _OVER
+        return _HOST_EVENT
 
 
-class _OverEvent:
-    """An event of a ``_DoneStream``."""
+class _HostEvent:
+    """An event of a ``_HostStream``, which is over as soon as it is recorded."""
 
     def over(self) -> bool:
-        """See ``DeviceEvent``."""
         return True
 
     def wait(self, deadline_s: float) -> None:
-        """See ``DeviceEvent``."""
+        """Return at once: the event is over."""
 
 
-_DONE = _DoneStream()
-_OVER = _OverEvent()
+_HOST_STREAM = _HostStream()
+_HOST_EVENT = _HostEvent()
 
 
-NO_BLOCK = 0  # vLLM's null block, for pages behind a window
-ROOTS_MAX = 1024  # salts and adapters whose caches are kept
+# --- A model's cache, and moves of its pages --------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class PagedGroup:
-    """Layers that keep the same tokens.
+    """Layers that keep the same tokens, and the pages that hold their cache.
 
     Attributes:
         layers: the names of the layers whose cache this process has, in the model's order.
-        tables: for each layer the number of vLLM's table with its blocks.
+        tables: for each layer, the number of vLLM's table that lists its blocks.
+        block_size: tokens of a block.
+        page_blocks: blocks of a page.
         shard: this process's part of a page.
-        block_size: tokens of a block. ``page_blocks``: blocks of a page.
     """
 
     layout: Layout
@@ -222,15 +222,15 @@ class PagedModel:
 
     Attributes:
         page_tokens: tokens of a page, in every group.
-        by_blocks: whether failed loads are reported by blocks; otherwise by whole requests, since with several tables
-            or a window a partial load is useless.
-        media_have_names: see ``layouts``.
+        reports_blocks: True if a failed load is reported by its blocks. Otherwise it is reported by its request: with
+            several tables or a window, a part of a load is useless.
+        has_media_names: see ``layouts.has_media_names``.
     """
 
     groups: tuple[PagedGroup, ...]
     page_tokens: int
-    by_blocks: bool
-    media_have_names: bool
+    reports_blocks: bool
+    has_media_names: bool
 
     @property
     def layouts(self) -> list[Layout]:
@@ -240,12 +240,12 @@ class PagedModel:
 
 @dataclass
 class GroupMove:
-    """A move of pages of one group.
+    """Pages of one group to load or save.
 
     Attributes:
-        parts: their keys, as ``GroupedKeys.parts`` gives them.
-        blocks: the pages' blocks, ``[pages * page_blocks]``, by the number of vLLM's table; ``NO_BLOCK`` for blocks
-            that do not exist or must not be written.
+        parts: the keys of the pages, as ``GroupedKeys.parts`` returns them.
+        blocks: the blocks of the pages, ``[pages * page_blocks]``, by the number of vLLM's table. ``NO_BLOCK`` stands
+            for a block that does not exist or must not be written.
     """
 
     parts: list[Keys]
@@ -254,11 +254,12 @@ class GroupMove:
 
 @dataclass
 class BlockMove:
-    """A move of pages of one request between the store and blocks.
+    """Pages of one request to load or save.
 
     Attributes:
-        groups: the moves of each group of the model.
+        request: the request's id.
         adapter: the adapter part of the pages' roots.
+        groups: the pages of each group of the model.
     """
 
     request: str
@@ -267,7 +268,7 @@ class BlockMove:
 
 
 class RootCaches:
-    """The caches of one tenant, by the adapter part of their roots. Used by one thread."""
+    """The caches of one tenant, one for each adapter part of a root. Used by one thread."""
 
     def __init__(self, store: Store, layouts: list[Layout], salt: str) -> None:
         self._store = store
@@ -276,220 +277,226 @@ class RootCaches:
         self._caches: dict[str, GroupedCache] = {}
 
     def of(self, adapter: str) -> GroupedCache:
-        """Return the cache of an adapter, made at first use."""
-        found = self._caches.get(adapter)
-        if found is None:
+        """Return the cache of an adapter. The first call for an adapter creates the cache."""
+        cache = self._caches.get(adapter)
+        if cache is None:
             if len(self._caches) >= ROOTS_MAX:
                 self._caches.clear()
-            found = self._caches[adapter] = self._store.cache(self._layouts, self._salt, adapter)
-        return found
+            cache = self._caches[adapter] = self._store.cache(self._layouts, self._salt, adapter)
+        return cache
 
 
-_log = logging.getLogger(__name__)
-
-BUFFER_BYTES: Final = 8 << 20  # of a buffer between store and blocks; buffers are kept, since new memory is slow
-SAVING_BYTES: Final = 64 << 20  # of a worker's buffers for unfinished saves; a step waits for more
-ROOM_S: Final = 10.0  # how long a step waits for a buffer
-COMPUTE_S: Final = 60.0  # the longest that a device takes for a step
-
-Ids = npt.NDArray[np.int64]
+# --- Copies -----------------------------------------------------------------------------------------------------------
 
 
 class _Buffer:
-    """Pages of a shard between store and blocks.
+    """Memory for pages of a shard on their way between store and blocks.
 
     Attributes:
         rows: ``[pages, layers, heads, page_tokens, content]``, in the memory of the cache.
-        layers: views of each layer, ``[pages, page_blocks, heads, block_size, content]``.
+        layers: a view for each layer, ``[pages, page_blocks, heads, block_size, content]``.
     """
 
-    def __init__(self, served: PagedGroup, first: torch.Tensor, layers: int, tensors: Tensors) -> None:
-        pages = max(1, BUFFER_BYTES // served.layout.page_bytes)
-        shape = pages, layers, first.shape[1], served.layout.page_tokens, first.shape[3]
+    def __init__(self, group: PagedGroup, first: torch.Tensor, layers: int, tensors: Tensors) -> None:
+        pages = max(1, BUFFER_BYTES // group.layout.page_bytes)
+        shape = pages, layers, first.shape[1], group.layout.page_tokens, first.shape[3]
         self.rows = tensors.empty(shape, first.dtype)
-        split = self.rows.unflatten(3, (served.page_blocks, served.block_size)).transpose(2, 3)
+        split = self.rows.unflatten(3, (group.page_blocks, group.block_size)).transpose(2, 3)
         self.layers = [_indexable(split[:, layer]) for layer in range(layers)]
 
 
-class Gathered:
-    """Pages to be saved, which are in a buffer once its stream has copied them. Ends with ``drop``, after which the
-    buffer may be reused."""
+class BufferedSave:
+    """Pages that are copied from their blocks into a buffer, to be stored from there. ``free`` ends it and makes the
+    buffer free for other saves."""
 
     def __init__(self, group: BlockGroup, buffer: _Buffer, batch: list[Keys], event: DeviceEvent) -> None:
         self._group = group
         self._buffer = buffer
         self._batch = batch
-        self._event = event
+        self._copied_event = event
         self.pages = sum(map(len, batch))
 
     def wait(self) -> None:
-        """Wait until the pages are in the buffer. Raises DeadlineExceeded, DeviceLost."""
-        event = self._event
-        event.wait(time.monotonic() + COMPUTE_S)
+        """Wait until the pages are in the buffer.
+
+        Raises:
+            DeadlineExceeded: they are not in the buffer within ``COMPUTE_S``.
+            DeviceLost: the device has failed.
+        """
+        self._copied_event.wait(time.monotonic() + COMPUTE_S)
 
     def put(self, cache: PrefixCache, request: str) -> None:
-        """Store the pages, as far as the store accepts them. Raises as ``PrefixCache.put``."""
+        """Store the pages that the store accepts. Raises the errors of ``PrefixCache.put``."""
         row = 0
         for keys in self._batch:
             self._group.put(cache, keys, self._buffer.rows[row : row + len(keys)], request)
             row += len(keys)
 
-    def drop(self) -> None:
-        """Release the buffer."""
-        self._group.give_back(self._buffer)
+    def free(self) -> None:
+        """Make the buffer free for other saves."""
+        self._group.free_buffer(self._buffer)
 
 
 class BlockGroup:
-    """Moves pages of one group. Made when the worker knows its tensors.
+    """Loads and saves pages of one group of layers, from and to the blocks in a worker's cache.
+
+    One thread loads, another one saves.
 
     Args:
-        layers: the group's caches, ``[blocks, kv_heads, block_size, content]``, of any strides.
-        saving_bytes: the total size of buffers for saves.
+        layers: the caches of the group's layers, ``[blocks, kv_heads, block_size, content]``, of any strides.
+        saving_bytes: the total size of the buffers for saves.
 
     Raises:
-        ValueError: a tensor does not fit the layout.
+        ValueError: a cache does not fit the layout.
     """
 
     def __init__(
-        self, served: PagedGroup, layers: list[torch.Tensor], tensors: Tensors, saving_bytes: int = SAVING_BYTES
+        self, group: PagedGroup, layers: list[torch.Tensor], tensors: Tensors, saving_bytes: int = SAVING_BYTES
     ) -> None:
-        self._served = served
+        self._group = group
         self._layers = [_indexable(tensor) for tensor in layers]
         self._first = layers[0]
         self._tensors = tensors
-        self.loaded_bytes = served.shard.nbytes  # bytes of a page that this worker loads
-        self.saved_bytes = self.loaded_bytes if served.shard.writes else 0  # 0 if another rank saves them
-        start, stop = served.shard.heads
-        wanted = [stop - start, served.block_size, served.layout.shape[-1]]
-        for name, tensor in zip(served.layers, layers, strict=True):
-            if list(tensor.shape[1:]) != wanted:
-                found = list(tensor.shape)
-                raise ValueError(f"KVStoreConnector: the cache of {name} must be [blocks, *{wanted}] (got {found})")
-        self._loading = self._buffer()
-        count = max(2, saving_bytes // self._loading.rows.nbytes) if tensors.late else 1
-        self._spare = queue.SimpleQueue[_Buffer]()
+        self.loaded_bytes = group.shard.nbytes  # bytes of a page that this worker loads
+        self.saved_bytes = self.loaded_bytes if group.shard.writes else 0  # 0 if another rank saves these bytes
+        start, stop = group.shard.heads
+        block_shape = [stop - start, group.block_size, group.layout.shape[-1]]
+        for name, tensor in zip(group.layers, layers, strict=True):
+            if list(tensor.shape[1:]) != block_shape:
+                shape = list(tensor.shape)
+                raise ValueError(
+                    f"KVStoreConnector: the cache of {name} must be [blocks, *{block_shape}] (got {shape})"
+                )
+        self._load_buffer = self._new_buffer()
+        count = max(2, saving_bytes // self._load_buffer.rows.nbytes) if tensors.is_deferred else 1
+        self._free_buffers = queue.SimpleQueue[_Buffer]()
         for _ in range(count):
-            self._spare.put(self._buffer())
+            self._free_buffers.put(self._new_buffer())
 
     def load(self, cache: PrefixCache, move: GroupMove, stream: DeviceStream, event: DeviceEvent) -> Iterator[int]:
-        """Load these pages into their blocks; yields several times how many were loaded. Ends at a missing page.
+        """Load pages into their blocks. Yields the number of pages of each batch, and ends at the first missing page.
 
-        The blocks are written in ``stream`` after ``event``: before that, a step of the blocks' former owner may still
-        write into them. They hold the pages once the work in ``stream`` is done.
+        The work in ``stream`` writes the blocks after ``event``, because until then a step of the blocks' previous
+        owner may still write into them. The blocks contain the pages once the work in ``stream`` is done.
         """
-        buffer, page = self._loading, 0
+        buffer, page = self._load_buffer, 0
         for batch in self._batches(move.parts):
-            got, reason = 0, ""
+            loaded, miss_reason = 0, ""
             for keys in batch:
-                found = self._get(cache, keys, self._tensors.rows(buffer.rows[got : got + len(keys)], stream))
-                got += found.pages
-                if found.pages < len(keys):
-                    reason = found.reason
+                match = self._get(cache, keys, self._tensors.rows(buffer.rows[loaded : loaded + len(keys)], stream))
+                loaded += match.pages
+                if match.pages < len(keys):
+                    miss_reason = match.reason
                     break
-            if got:
+            if loaded:
                 stream.wait(event)
-                self._tensors.run(partial(self._scatter, buffer, self._ids(move, page, got)), stream)
-                page += got
-            yield got
-            if reason:
-                _log.warning("kvstore: pages were not loaded: %s", reason)
+                self._tensors.run(partial(self._copy_in, buffer, self._block_ids(move, page, loaded)), stream)
+                page += loaded
+            yield loaded
+            if miss_reason:
+                _log.warning("kvstore: pages were not loaded: %s", miss_reason)
                 return
 
-    def gather(self, move: GroupMove) -> Iterator[Gathered]:
-        """Copy these pages out of their blocks, in the stream in which the calling thread computes.
+    def gather(self, move: GroupMove) -> Iterator[BufferedSave]:
+        """Copy pages out of their blocks into buffers, in the stream in which the calling thread computes.
 
         Raises:
-            DeadlineExceeded: earlier pages are not stored yet; the rest is not saved.
+            DeadlineExceeded: no buffer became free within ``BUFFER_WAIT_S``, because earlier pages are not stored yet.
+                The remaining pages are not saved.
         """
         page = 0
         for batch in self._batches(move.parts):
             count = sum(map(len, batch))
             try:
-                buffer = self._spare.get(timeout=ROOM_S)
+                buffer = self._free_buffers.get(timeout=BUFFER_WAIT_S)
             except queue.Empty:
-                raise DeadlineExceeded(f"pages of {ROOM_S:g} s ago are not stored yet") from None
-            self._tensors.run(partial(self._gather, buffer, self._ids(move, page, count)))
+                raise DeadlineExceeded(f"pages of {BUFFER_WAIT_S:g} s ago are not stored yet") from None
+            self._tensors.run(partial(self._copy_out, buffer, self._block_ids(move, page, count)))
             page += count
-            yield Gathered(self, buffer, batch, self._tensors.current().record())
+            yield BufferedSave(self, buffer, batch, self._tensors.current().record())
 
     def put(self, cache: PrefixCache, keys: Keys, pages: torch.Tensor, request: str) -> None:
-        """Store pages that are in a buffer."""
-        shard, rows = self._served.shard, self._tensors.rows(pages)
+        """Store pages from a buffer. ``request`` is the write group of the ranks that write the same pages."""
+        shard, rows = self._group.shard, self._tensors.rows(pages)
         if shard.count == 1:
             cache.put(keys, rows)
             return
-        with cache.writer(  # also ranks whose heads others write: a page is complete when every rank has sealed
+        # Ranks whose heads other ranks write do this too: a page is complete when every rank has sealed it.
+        with cache.writer(
             keys, group=request, rank=shard.rank, ranks=shard.ranks, stage=shard.stage, stages=shard.stages
         ) as writer:
             write = writer.prepared(rows)
             for layer in range(*shard.layers):
                 write(layer)
 
-    def give_back(self, buffer: _Buffer) -> None:
-        """Return a buffer for saves."""
-        self._spare.put(buffer)
+    def free_buffer(self, buffer: _Buffer) -> None:
+        """Make a buffer free for saves."""
+        self._free_buffers.put(buffer)
 
-    def _buffer(self) -> _Buffer:
-        return _Buffer(self._served, self._first, len(self._layers), self._tensors)
+    def _new_buffer(self) -> _Buffer:
+        return _Buffer(self._group, self._first, len(self._layers), self._tensors)
 
     def _batches(self, parts: list[Keys]) -> Iterator[list[Keys]]:
-        """Yield these pages, as many at a time as fit a buffer."""
+        """Yield the pages in batches that fit a buffer."""
         batch: list[Keys] = []
-        room = len(self._loading.rows)
+        rows_free = len(self._load_buffer.rows)
         for keys in parts:
             while len(keys):
-                batch.append(keys[:room])
-                keys, room = keys[room:], room - len(batch[-1])
-                if not room:
+                batch.append(keys[:rows_free])
+                keys, rows_free = keys[rows_free:], rows_free - len(batch[-1])
+                if not rows_free:
                     yield batch
-                    batch, room = [], len(self._loading.rows)
+                    batch, rows_free = [], len(self._load_buffer.rows)
         if batch:
             yield batch
 
-    def _scatter(self, buffer: _Buffer, tables: dict[int, Ids]) -> None:
-        """Write the first pages of a buffer into their blocks."""
-        for table, ids in tables.items():
-            page, at = np.nonzero(ids != NO_BLOCK)
-            whole = len(page) == ids.size
-            index = self._index(ids if whole else ids[page, at])
-            chosen = slice(len(ids)) if whole else (self._index(page), self._index(at))
-            for layer in self._of(table):
-                self._layers[layer][index] = buffer.layers[layer][chosen]
+    def _copy_in(self, buffer: _Buffer, ids_by_table: dict[int, Ids]) -> None:
+        """Copy the first pages of a buffer into their blocks, except ``NO_BLOCK``."""
+        for table, ids in ids_by_table.items():
+            pages, positions = np.nonzero(ids != NO_BLOCK)
+            is_whole = len(pages) == ids.size
+            targets = self._index(ids if is_whole else ids[pages, positions])
+            sources = slice(len(ids)) if is_whole else (self._index(pages), self._index(positions))
+            for layer in self._table_layers(table):
+                self._layers[layer][targets] = buffer.layers[layer][sources]
 
-    def _gather(self, buffer: _Buffer, tables: dict[int, Ids]) -> None:
-        for table, ids in tables.items():
-            index = self._index(ids)
-            for layer in self._of(table):
-                buffer.layers[layer][: len(ids)] = self._layers[layer][index]
+    def _copy_out(self, buffer: _Buffer, ids_by_table: dict[int, Ids]) -> None:
+        """Copy blocks into the first pages of a buffer."""
+        for table, ids in ids_by_table.items():
+            sources = self._index(ids)
+            for layer in self._table_layers(table):
+                buffer.layers[layer][: len(ids)] = self._layers[layer][sources]
 
-    def _ids(self, move: GroupMove, page: int, pages: int) -> dict[int, Ids]:
-        """Return the blocks of these pages, by table, as ``[pages, page_blocks]``."""
-        size = self._served.page_blocks
+    def _block_ids(self, move: GroupMove, page: int, pages: int) -> dict[int, Ids]:
+        """Return the blocks of ``pages`` pages from ``page`` on, ``[pages, page_blocks]``, by table."""
+        size = self._group.page_blocks
         return {
             table: np.array(blocks[page * size : (page + pages) * size], np.int64).reshape(pages, size)
             for table, blocks in move.blocks.items()
         }
 
     def _index(self, ids: Ids) -> Any:
-        """Return an index into layers. It is in pinned memory, since otherwise the copy would wait for all work in its
-        stream."""
-        place = self._first.device
-        return ids if place.type == "cpu" else torch.from_numpy(ids).pin_memory().to(place, non_blocking=True)
+        """Return an index into a layer's cache. For a GPU the ids are copied from pinned memory, since a copy from
+        other memory would wait for all work in its stream."""
+        device = self._first.device
+        return ids if device.type == "cpu" else torch.from_numpy(ids).pin_memory().to(device, non_blocking=True)
 
-    def _of(self, table: int) -> list[int]:
-        """Return the layers whose blocks are in that table, by their position in a page."""
-        return [layer for layer, each in enumerate(self._served.tables) if each == table]
+    def _table_layers(self, table: int) -> list[int]:
+        """Return the positions in a page of the layers whose blocks are in this table."""
+        return [layer for layer, layer_table in enumerate(self._group.tables) if layer_table == table]
 
     def _get(self, cache: PrefixCache, keys: Keys, rows: Any) -> Match:
-        shard = self._served.shard
+        shard = self._group.shard
         if shard.count == 1:
             return cache.get(keys, rows)
         return cache.get_shard(keys, rows, rank=shard.rank, ranks=shard.ranks, stage=shard.stage, stages=shard.stages)
 
 
 def _indexable(tensor: torch.Tensor) -> Any:
-    """Return a tensor in a form to be indexed by block: host memory as a NumPy array. With PyTorch, each of our threads
-    would start more threads, which then compete with those of the model."""
+    """Return a tensor in the form in which its blocks are indexed: host memory as a NumPy array.
+
+    If our threads indexed host memory with PyTorch, each would start more threads, which compete with the model's.
+    """
     if tensor.device.type != "cpu":
         return tensor
     return tensor.view({1: torch.uint8, 2: torch.int16, 4: torch.int32}[tensor.element_size()]).numpy()

@@ -37,10 +37,10 @@ LAYOUT = kvstore.Layout(model="m", layers=2, kv_heads=1, head_dim=8, dtype="floa
 TOKENS = list(range(3, 303))
 
 
-def paged(media_have_names: bool = True) -> PagedModel:
+def paged(has_media_names: bool = True) -> PagedModel:
     """One group of full attention."""
     group = PagedGroup(LAYOUT, ("0", "1"), (0, 0), 32, 2, Shard(LAYOUT, 0, 1, 0, 1))
-    return PagedModel((group,), 64, True, media_have_names)
+    return PagedModel((group,), 64, True, has_media_names)
 
 
 def request(name: str, image: str = "", at: int = 80, how: dict[str, Any] | None = None, **more: Any) -> Request:
@@ -65,9 +65,9 @@ def output(requests: list[Request], tokens: int) -> SchedulerOutput:
 
 def found(store: kvstore.Store) -> dict[str, int | None]:
     """Tokens, by what was asked."""
-    planner = Planner(store, paged(), "", loads=True, saves=True, boundary_tokens=1024)
+    planner = Planner(store, paged(), "", can_load=True, can_save=True, boundary_tokens=1024)
     first = request("first", "cat")
-    before = planner.found(first, 0)
+    before = planner.match(first, 0)
     (move,) = planner.step(output([first], 300)).saves
     caches = RootCaches(store, [LAYOUT], "")
     for keys in move.groups[0].parts:
@@ -82,19 +82,19 @@ def found(store: kvstore.Store) -> dict[str, int | None]:
         "without caches": request("i", "cat", how={"skip_reading_prefix_cache": True}),
         "embeddings": request("f", prompt_embeds=torch.zeros(300, 4), prompt_is_token_ids=[False] * 300),
     }
-    answers = {what: planner.found(each, 0) for what, each in asked.items()}
-    nameless = Planner(store, paged(False), "", loads=True, saves=True, boundary_tokens=1024)
-    return {"before": before, **answers, "nameless": nameless.found(request("g", "cat"), 0)}
+    answers = {what: planner.match(each, 0) for what, each in asked.items()}
+    nameless = Planner(store, paged(False), "", can_load=True, can_save=True, boundary_tokens=1024)
+    return {"before": before, **answers, "nameless": nameless.match(request("g", "cat"), 0)}
 
 
 def loras(store: kvstore.Store, folder: Path) -> dict[str, str]:
     """Roots of requests with a LoRA whose files change."""
-    planner = Planner(store, paged(), "", loads=True, saves=True, boundary_tokens=1024)
+    planner = Planner(store, paged(), "", can_load=True, can_save=True, boundary_tokens=1024)
     file, told = folder / "adapter_model.safetensors", {}
 
     def root(what: str, number: int, **more: Any) -> None:
         asked = request(what, lora_request=LoRARequest("one", number, str(folder), **more))
-        planner.found(asked, 0)
+        planner.match(asked, 0)
         (move,) = planner.step(output([asked], 300)).saves
         told[what] = move.adapter
 
@@ -109,12 +109,12 @@ def loras(store: kvstore.Store, folder: Path) -> dict[str, str]:
 
 def kept(store: kvstore.Store) -> list[int]:
     """Requests of 1000 that the planner keeps when they are finished, and after a reset."""
-    planner, counts = Planner(store, paged(), "kept", loads=True, saves=True, boundary_tokens=1024), []
-    for ended in (planner.finished, lambda _: planner.reset()):
+    planner, counts = Planner(store, paged(), "kept", can_load=True, can_save=True, boundary_tokens=1024), []
+    for ended in (planner.forget, lambda _: planner.reset()):
         requests = [request(str(number)) for number in range(1000)]
         refs = [weakref.ref(each) for each in requests]
         for each in requests:
-            planner.found(each, 0)
+            planner.match(each, 0)
         planner.step(output(requests, 300))
         names = requests[:]
         del requests, each
@@ -129,36 +129,36 @@ def kept(store: kvstore.Store) -> list[int]:
 def told(store: kvstore.Store) -> dict[str, list[int]]:
     """Blocks that KV events tell of: stored and removed, after each thing that happened to a prompt of four pages."""
     stored = StoredBlocks.for_model(paged())
-    planner = Planner(store, paged(), "told", loads=True, saves=True, boundary_tokens=1024, stored=stored)
+    planner = Planner(store, paged(), "told", can_load=True, can_save=True, boundary_tokens=1024, stored_blocks=stored)
     asked = request("first", block_hasher=get_request_block_hasher(32, sha256))
     caches, found = RootCaches(store, [LAYOUT], "told"), {}
 
     def tell(what: str) -> None:
         counts = Counter[str]()
-        for _ in range(2 * kv_events.TRIES):
+        for _ in range(2 * kv_events.CHECKS_MAX):
             for event in planner.take_events():
                 counts[type(event).__name__] += len(event.block_hashes)
         found[what] = [counts["BlockStored"], counts["BlockRemoved"]]
 
-    planner.found(asked, 0)
+    planner.match(asked, 0)
     (move,) = planner.step(output([asked], 300)).saves
     tell("not there")
     for keys in move.groups[0].parts:
         caches.of("").groups[0].put(keys, np.zeros((len(keys), LAYOUT.page_bytes), np.uint8))
-    planner.found(asked, 0)
+    planner.match(asked, 0)
     tell("there")
-    planner.found(asked, 0)
+    planner.match(asked, 0)
     tell("found again")
     store.evict(2)
     tell("two have gone")
-    most, kv_events.TOLD_MAX = kv_events.TOLD_MAX, 1
+    most, kv_events.REPORTED_MAX = kv_events.REPORTED_MAX, 1
     tell("too many")
-    planner.found(asked, 0)
+    planner.match(asked, 0)
     tell("too many again")
-    kv_events.TOLD_MAX = most
+    kv_events.REPORTED_MAX = most
     planner.reset()
     tell("reset")
-    assert stored is not None and not len(stored) and not stored._known
+    assert stored is not None and not len(stored) and not stored._hashes
     return found
 
 
