@@ -1,4 +1,5 @@
-"""``prefix_cache``: a model around which ``generate`` loads and stores pages."""
+"""``prefix_cache`` returns a ``PromptCache``, whose ``generate`` loads pages before, and stores pages after, the
+model's ``generate``."""
 
 from __future__ import annotations
 
@@ -23,17 +24,18 @@ _log = logging.getLogger(__name__)
 
 
 def prefix_cache(model: PreTrainedModel, store: Store, *, salt: str = "", page_tokens: int = 64) -> PromptCache:
-    """Return a ``PromptCache`` with which ``model`` reuses the KV cache of prompts in ``store``. Runs the model on a
-    few tokens, and reads all its weights once.
+    """Return a ``PromptCache``, through which ``model`` reuses the KV of prompts in ``store``. Runs the model on a few
+    tokens, and reads all its weights once.
 
     Args:
         model: a causal language model of transformers, in evaluation mode.
-        salt: the tenant. Other salts never see these pages.
+        salt: the tenant. Callers with another salt never find these pages.
         page_tokens: tokens of a page; only full pages are stored.
 
     Raises:
-        InvalidRequest: "model", and why it is not served: layers with a sliding window, a state or no own cache, an
-            encoder, quantised weights, adapters, hooks, or unknown modules; "autocast"; or an invalid number.
+        InvalidRequest: the field is "model" if the model is not served, because it has layers with a sliding window, a
+            state or no cache of their own, an encoder, quantised weights, adapters, hooks, or unknown modules. It is
+            "autocast" if autocast is on. Otherwise it names the invalid argument.
     """
     return PromptCache(model, store, salt, page_tokens)
 
@@ -41,12 +43,12 @@ def prefix_cache(model: PreTrainedModel, store: Store, *, salt: str = "", page_t
 class PromptCache:
     """A model and its pages in a store. Changes neither the model nor its config.
 
-    Checks the model before each call. If weights, config or modules have changed since the last call (by a training
-    step, for example), the model has different pages.
+    Each call first checks the model. If weights, config or modules have changed since the last call, for example by a
+    training step, the model has different pages from then on.
 
     Attributes:
         layout: the layout of the pages.
-        last: how much of the last prompt was found; None if the store did not answer.
+        last: the match of the last prompt; None if the store did not answer.
     """
 
     def __init__(self, model: PreTrainedModel, store: Store, salt: str = "", page_tokens: int = 64) -> None:
@@ -58,50 +60,52 @@ class PromptCache:
         self._refresh()
 
     def generate(self, input_ids: torch.Tensor, **settings: Any) -> Any:
-        """Call ``model.generate`` for one prompt, with its stored prefix loaded; store full pages of prompt and answer.
+        """Load the stored prefix of a prompt, call ``model.generate``, and store new full pages of prompt and answer.
 
-        A store that does not answer, is full, or has lost a page costs only computation.
+        If the store does not answer, is full, or has lost a page, the model computes more, and the result is the same.
 
         Args:
             input_ids: ``[1, tokens]``, without padding.
-            settings: as ``model.generate`` takes them.
+            settings: arguments of ``model.generate``.
 
         Raises:
-            InvalidRequest: names the argument, or the field of the generation config that ``generate`` would use, which
-                may change the KV of the prompt; "model" if it is not served any more; "autocast" if it is on.
+            InvalidRequest: an argument, or a field of the generation config that ``generate`` would use, may change the
+                KV of the prompt; the error names it. The field is "model" if the model has become one that is not
+                served, and "autocast" if autocast is on.
         """
         check_call(self._model, input_ids, settings)
         if ModelStamp(self._model) != self._stamp:
             self._refresh()
-        given = {name: value for name, value in settings.items() if name != "past_key_values"}
+        arguments = {name: value for name, value in settings.items() if name != "past_key_values"}
         past, prompt = DynamicCache(config=self._model.config), input_ids.clone()
-        self.last = found = self._load(prompt[0], past)
+        self.last = match = self._load(prompt[0], past)
         record = ForwardRecord(past, prompt[0, : past.get_seq_length()].clone())
-        watching = self._model.register_forward_pre_hook(record, with_kwargs=True)
+        hook = self._model.register_forward_pre_hook(record, with_kwargs=True)
         try:
-            output = self._model.generate(input_ids=prompt, past_key_values=past, **given)  # type: ignore[operator]
+            output = self._model.generate(input_ids=prompt, past_key_values=past, **arguments)  # type: ignore[operator]
         finally:
-            watching.remove()
-        self._save(record, past.layers, found.pages if found else 0)
+            hook.remove()
+        self._save(record, past.layers, match.pages if match else 0)
         return output
 
     def _load(self, tokens: torch.Tensor, past: DynamicCache) -> Match | None:
-        """Load the stored part of a prompt, but never its last token, into ``past``. Returns None if the store does not
-        answer."""
+        """Load the stored prefix of a prompt into ``past``, and return its match. The prefix never contains the last
+        token, which the model must compute. Return None if the store does not answer."""
         try:
-            found = self._cache.get(tokens)
+            match = self._cache.get(tokens)
         except Unavailable as error:
             _log.warning("the store does not answer, so the whole prompt is computed: %s", error)
             return None
-        if found:
-            pages = torch.from_numpy(found.data).view(self._dtype).view(-1, *self.layout.shape)
+        if match:
+            pages = torch.from_numpy(match.data).view(self._dtype).view(-1, *self.layout.shape)
             for layer, device in enumerate(self._devices):
                 packed = pages[:, layer].to(device).transpose(0, 1).flatten(1, 2)[None]  # [1, heads, tokens, content]
                 past.update(*packed.split(self._dims, dim=-1), layer)
-        return found
+        return match
 
     def _save(self, record: ForwardRecord, layers: Sequence[Any], pages_loaded: int) -> None:
-        """Store the full pages that ``layers`` hold and that are not stored yet; none if anything was unusual."""
+        """Store the full pages of ``layers`` that are not stored yet. Log a warning, and store nothing, if the record
+        shows unusual inputs or the model has changed."""
         try:
             tokens = record.tokens()
         except ValueError as error:
@@ -115,16 +119,16 @@ class PromptCache:
         try:
             with self._cache.writer(tokens) as writer:
                 for page in writer.pages_new:
-                    part = slice(page * self._page_tokens, (page + 1) * self._page_tokens)
-                    both = [(layer.keys[0, :, part], layer.values[0, :, part]) for layer in layers]
-                    writer.write_page(page, torch.stack([torch.cat(pair, dim=-1).cpu() for pair in both]))
+                    positions = slice(page * self._page_tokens, (page + 1) * self._page_tokens)
+                    keys_and_values = [(layer.keys[0, :, positions], layer.values[0, :, positions]) for layer in layers]
+                    writer.write_page(page, torch.stack([torch.cat(pair, dim=-1).cpu() for pair in keys_and_values]))
         except (Unavailable, LeaseBroken) as error:
             _log.warning("new pages are not stored: %s", error)
 
     def _refresh(self) -> None:
-        """Check the model: whether it is served, the shape of its cache, and its identity."""
+        """Check whether the model is served, and determine the shape of its cache and its identity."""
         check_kind(self._model)
-        ModelStamp(self._model)  # may refuse, so that nothing unknown is run
+        ModelStamp(self._model)  # refuses unknown modules before `probe` runs them
         layers = probe(self._model)
         stamp = ModelStamp(self._model)
         first = layers[0]
