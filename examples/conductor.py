@@ -1,9 +1,10 @@
-"""An engine behind a conductor: OpenAI's API over a node, with a tiny model of random weights, on a CPU.
+"""A node, an engine and a conductor that offers OpenAI's API, with a tiny model of random weights, on a CPU.
 
     .venv/bin/python examples/conductor.py
 
-Three daemons find each other through a catalog in a file. The same prompt is asked twice: the second answer is the
-same, and most of its prompt is found instead of computed. `kvstore demo` shows more, with a model that was trained.
+The three daemons find each other through a catalog in a file. The program sends the same prompt twice. The second answer
+is the same, but the engine finds most of the prompt in the node instead of computing it. `kvstore demo` shows more, with
+a trained model.
 """
 
 import contextlib
@@ -20,7 +21,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Iterator
 
-MODEL = "tiny-llama"  # a preset; a folder of Hugging Face (config, safetensors, tokenizer) takes its place
+MODEL = "tiny-llama"  # a preset; the folder of a Hugging Face model (config, safetensors, tokenizer) works too
 KVSTORE = (sys.executable, "-c", "from kvstore.cli.main import main; main()")  # the command `kvstore`
 START_S = 120.0
 EXIT_S = 30.0
@@ -28,19 +29,19 @@ EXIT_S = 30.0
 
 @contextlib.contextmanager
 def daemon(*arguments: str) -> Iterator[str]:
-    """Run `kvstore ARGUMENTS`. The value is the line that it prints when it serves."""
+    """Run `kvstore ARGUMENTS` in the background. Yields the line that the daemon prints when it is ready."""
     print("$ kvstore", *arguments)
     process = subprocess.Popen([*KVSTORE, *arguments], stdout=subprocess.PIPE, text=True)
     assert process.stdout is not None
     try:
         readable, _, _ = select.select([process.stdout], [], [], START_S)
-        line = process.stdout.readline().strip() if readable else ""  # also empty where the process ended
+        line = process.stdout.readline().strip() if readable else ""  # empty, too, if the process has ended
         if not line:
-            raise SystemExit(f"kvstore {arguments[0]}: does not serve (exit code {process.poll()})")
+            raise SystemExit(f"kvstore {arguments[0]}: is not ready (exit code {process.poll()})")
         print(line)
         yield line
     finally:
-        process.send_signal(signal.SIGTERM)  # requests under way may end, then the daemon exits
+        process.send_signal(signal.SIGTERM)  # the daemon finishes running requests, then exits
         try:
             process.wait(EXIT_S)
         except subprocess.TimeoutExpired:
@@ -48,7 +49,7 @@ def daemon(*arguments: str) -> Iterator[str]:
 
 
 def ask(address: str, tokens: list[int]) -> dict:
-    """One completion. A prompt is a text or, as here, token ids."""
+    """Request one completion. The prompt is a list of token ids; it could also be text."""
     body = {"model": MODEL, "prompt": tokens, "max_tokens": 8, "temperature": 0}
     request = urllib.request.Request(
         f"http://{address}/v1/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}
@@ -59,15 +60,15 @@ def ask(address: str, tokens: list[int]) -> dict:
             with urllib.request.urlopen(request, timeout=START_S) as reply:
                 return json.load(reply)
         except urllib.error.HTTPError as error:
-            # Just after its start a conductor may not know the engine yet.
+            # Shortly after its start a conductor may not have found the engine yet.
             if error.code not in (404, 503) or time.monotonic() > deadline:
                 raise SystemExit(f"completions: status {error.code} ({error.read().decode()})") from error
             time.sleep(0.1)
 
 
 def main() -> None:
-    """Start a node, an engine and a conductor, and ask twice."""
-    # A node's memory outlives its daemon, so this one gets a folder that goes away with the example.
+    """Run the example in a folder of its own."""
+    # A node's memory outlives its daemon, so this node gets a folder that is removed when the example ends.
     with tempfile.TemporaryDirectory(prefix=f"kvstore-example-{os.getpid()}-", dir="/dev/shm") as folder:
         os.environ["KVSTORE_SHM_DIR"] = folder  # where clients look for nodes
         with contextlib.ExitStack() as daemons:
@@ -75,7 +76,7 @@ def main() -> None:
 
 
 def converse(folder: str, daemons: contextlib.ExitStack) -> None:
-    """Start the three daemons, each when the one before serves, and ask."""
+    """Start the three daemons one after the other, and send the prompt twice."""
     catalog = f"file:{folder}/catalog"
     node = ("--name", "n0", "--dram", "64MiB", "--shm-dir", folder)
     daemons.enter_context(daemon("serve", *node, "--listen", "127.0.0.1:0", "--catalog", catalog))
@@ -89,8 +90,8 @@ def converse(folder: str, daemons: contextlib.ExitStack) -> None:
     first, second = ask(address, prompt), ask(address, prompt)
     for answer in (first, second):
         usage = answer["usage"]
-        found = usage["prompt_tokens_details"]["cached_tokens"]
-        print(f"{found} of {usage['prompt_tokens']} prompt tokens found")
+        cached_tokens = usage["prompt_tokens_details"]["cached_tokens"]
+        print(f"{cached_tokens} of {usage['prompt_tokens']} prompt tokens found")
     assert first["choices"][0]["text"] == second["choices"][0]["text"]
     assert second["usage"]["prompt_tokens_details"]["cached_tokens"] >= 192  # 12 pages of 16 tokens
 

@@ -1,9 +1,9 @@
-"""Layer-wise hand-off: a decode process reads each layer of a prompt while a prefill process still computes the next.
+"""A layer-wise hand-off: a decode process reads each layer of a prompt while a prefill process computes the next one.
 
     .venv/bin/python examples/layerwise.py
 
-The pages become visible to lookups when all of their layers are written. A reader that waits for them does not wait
-for that: it gets every layer as soon as it is there.
+Lookups find the pages only when all of their layers are written. A reader need not wait for that: it gets each layer as
+soon as that layer is written.
 """
 
 import multiprocessing
@@ -16,35 +16,35 @@ import kvstore
 
 LAYOUT = kvstore.Layout(model="example", layers=8, kv_heads=2, head_dim=64, page_tokens=64)
 TOKENS = np.arange(256)  # 4 full pages
-COMPUTE_S = 0.05  # what one layer takes on the device of this example
+COMPUTE_S = 0.05  # the time to compute one layer, which this example simulates
 WAIT_S = 60
 
 
 def decode(node: str, ready: Event) -> None:
-    """Follow the prompt layer by layer."""
+    """Read the prompt's KV layer by layer, while it is written."""
     with kvstore.connect(node) as store:
         cache = store.cache(LAYOUT)
-        keys = cache.keys(TOKENS)  # all four pages; a prompt as tokens would leave out the page of its last token
+        keys = cache.keys(TOKENS)  # names all four pages; a prompt given as tokens would leave out the page of its last token
         reader = cache.reader(keys, timeout_s=WAIT_S)
         out = kvstore.empty((len(keys), LAYOUT.layer_bytes))
         ready.set()
         for layer in range(LAYOUT.layers):
-            reader.read_layer(layer, out)  # returns when this layer of every page is written
+            reader.read_layer(layer, out)  # returns once this layer is written in every page
             assert (out == layer).all()
             print(f"decode: layer {layer} at {time.monotonic():.2f} s, complete pages: {cache.lookup(keys).pages}")
 
 
 def main() -> None:
-    """Compute and write one layer after the other."""
+    """Compute and write one layer after the other, while the other process reads them."""
     with kvstore.open(dram="64MiB") as store:
         spawn = multiprocessing.get_context("spawn")
         ready = spawn.Event()
         decoder = spawn.Process(target=decode, args=(store.name, ready))
         decoder.start()
-        ready.wait(WAIT_S)  # only so that the output shows both at work; a late reader finds the same layers
+        ready.wait(WAIT_S)  # so that the output shows both at work; a reader that is late gets the same layers
         cache = store.cache(LAYOUT)
         keys = cache.keys(TOKENS)
-        # Leaving the block seals the pages. An exception inside of it, or the death of this process, revokes them.
+        # The end of the block seals the pages. An exception inside it, or the death of this process, revokes them.
         with cache.writer(keys) as writer:
             for layer in range(LAYOUT.layers):
                 time.sleep(COMPUTE_S)

@@ -1,17 +1,17 @@
 #!/usr/bin/env bash
-# vLLM over a node, in two commands. vLLM's environment needs this package: `pip install .` from a checkout.
+# Start a node, and a vLLM that uses it. vLLM's environment needs this package: `pip install .` from a checkout.
 #
 #     examples/vllm.sh MODEL
 #
-# Every vLLM on this machine with the same model, and every one in the pool, finds what another has computed.
+# Every vLLM with the same model, on this machine or in the pool, finds the pages that another one has computed.
 # docs/adapters.md describes all settings.
 set -euo pipefail
 model=${1:?"usage: examples/vllm.sh MODEL"}
 
-# 1. The node: DRAM for hot pages, NVMe for the rest. It outlives every vLLM.
+# 1. The node keeps hot pages in DRAM and the rest on NVMe. It outlives every vLLM.
 kvstore serve --name pool --dram 64GiB --nvme /var/tmp/kv:256GiB &
 
-# 2. vLLM. `recompute`: a page that is evicted while it is loaded is computed again, so no request fails for it.
+# 2. vLLM. With `recompute`, a page that is evicted during its load is computed again, so no request fails because of it.
 vllm serve "$model" --kv-transfer-config '{
   "kv_connector": "KVStoreConnector",
   "kv_connector_module_path": "kvstore.adapters.vllm",
