@@ -2,9 +2,9 @@
 
     .venv/bin/python examples/conductor.py
 
-The three daemons find each other through a catalog in a file. The program sends the same prompt twice. The second answer
-is the same, but the engine finds most of the prompt in the node instead of computing it. `kvstore demo` shows more, with
-a trained model.
+The three daemons find each other through a catalog in a file. The program sends the same prompt twice. The second
+answer is the same, but the engine finds most of the prompt in the node instead of computing it. `kvstore demo` shows
+more, with a trained model.
 """
 
 import contextlib

@@ -24,7 +24,7 @@ def decode(node: str, ready: Event) -> None:
     """Read the prompt's KV layer by layer, while it is written."""
     with kvstore.connect(node) as store:
         cache = store.cache(LAYOUT)
-        keys = cache.keys(TOKENS)  # names all four pages; a prompt given as tokens would leave out the page of its last token
+        keys = cache.keys(TOKENS)  # names all four pages; tokens would leave out the page of the last one
         reader = cache.reader(keys, timeout_s=WAIT_S)
         out = kvstore.empty((len(keys), LAYOUT.layer_bytes))
         ready.set()

@@ -11,7 +11,7 @@ model=${1:?"usage: examples/vllm.sh MODEL"}
 # 1. The node keeps hot pages in DRAM and the rest on NVMe. It outlives every vLLM.
 kvstore serve --name pool --dram 64GiB --nvme /var/tmp/kv:256GiB &
 
-# 2. vLLM. With `recompute`, a page that is evicted during its load is computed again, so no request fails because of it.
+# 2. vLLM. With `recompute`, a page that is evicted during its load is computed again, so the request does not fail.
 vllm serve "$model" --kv-transfer-config '{
   "kv_connector": "KVStoreConnector",
   "kv_connector_module_path": "kvstore.adapters.vllm",
