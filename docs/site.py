@@ -1,4 +1,4 @@
-"""What mkdocs adds to the pages of ``docs/``: README.md and its siblings as pages, and links between pages."""
+"""Hooks of mkdocs that add README.md and other files as pages of the site, and make links between pages."""
 
 import posixpath
 import re
@@ -8,7 +8,7 @@ from typing import Any
 from mkdocs.structure.files import File, Files
 
 ROOT = Path(__file__).resolve().parent.parent
-# Pages of the site that are files elsewhere in the repository, where readers of the repository look for them.
+# Pages of the site that are not in docs/, because readers of the repository look for them elsewhere.
 ELSEWHERE = {
     "index.md": "README.md",
     "contributing.md": "CONTRIBUTING.md",
@@ -20,7 +20,7 @@ PLACES = {place: page for page, place in ELSEWHERE.items()}
 
 
 def on_config(config: Any) -> Any:
-    """List the records of decisions in the navigation."""
+    """Add the records of decisions to the navigation."""
     records = sorted((ROOT / "docs" / "decisions").glob("0*.md"))
     decisions = next(part["Decisions"] for part in config.nav if "Decisions" in part)
     decisions += [f"decisions/{record.name}" for record in records]
@@ -35,7 +35,7 @@ def on_files(files: Files, config: Any) -> Files:
 
 
 def on_page_markdown(markdown: str, page: Any, config: Any, files: Files) -> str:
-    """Make a link of each page that is named between backticks, as ``docs/api.md`` is."""
+    """Turn each name of a page between backticks, such as ``docs/api.md``, into a link."""
 
     def link(match: re.Match[str]) -> str:
         name = PLACES.get(match[1], match[1].removeprefix("docs/"))
