@@ -1,4 +1,4 @@
-"""The gRPC API of a conductor: the calls of ``kvstore.v1.Conductor``, and their server."""
+"""The gRPC API of a conductor: the calls of ``kvstore.v1.Conductor``, and the server for them."""
 
 from __future__ import annotations
 
@@ -34,17 +34,18 @@ if TYPE_CHECKING:
     from engine.conductor.http.server import OpenAIServer  # only where HTTP is served: it loads the web framework
 
 SERVICE: Final = "kvstore.v1.Conductor"
-SETTLE_S: Final = 3.0
-LOAD_S: Final = 30.0  # for tokenizers: importing transformers takes seconds
-LOOP_CALL_S: Final = 10.0  # for work in the loop on behalf of another thread
-LOOK_S: Final = 0.05
-MESSAGE_BYTES_ALL: Final = 256 << 20  # large requests, together
+SETTLE_S: Final = 3.0  # a start waits this long for engines and nodes, ...
+LOAD_S: Final = 30.0  # ... and this long for tokenizers: importing transformers takes seconds
+LOOP_CALL_S: Final = 10.0  # another thread waits this long for work on the event loop
+DRAIN_POLL_S: Final = 0.05
+MESSAGE_BYTES_ALL: Final = 256 << 20  # memory of all large requests together
 NAME_MAX: Final = 256  # characters of a tenant's name
+# Fields of an engine's request that clients of a conductor must not set.
 NOT_PASSED_ON: Final = ("generated", "prefill", "own_prefill", "handoff", "source", "grain", "no_pool", "allow_lossy")
 
 
 class ConductorCalls:
-    """All calls. Used on the event loop of ``conductor``."""
+    """The calls of the API. They run on the event loop of ``conductor``."""
 
     def __init__(
         self,
@@ -61,24 +62,24 @@ class ConductorCalls:
         self._draining = draining
 
     async def route(self, call: Call, message: bytes) -> bytes:
-        """Where a request would go now."""
+        """Return where the conductor would send a request now, and why."""
         return document(await self._conductor.explain(await self._route_request(call, message)))
 
     async def submit(self, call: Call, message: bytes) -> None:
-        """Answer a prompt."""
+        """Answer a request, as a stream."""
         if self._draining.is_set():
             raise NodeUnavailable("this conductor is draining: ask another one")
         request = await self._route_request(call, message)
         async with contextlib.aclosing(self._conductor.answer(request)) as parts:
-            drawn = 0
+            tokens_sent = 0
             with call.waits():
                 async for part in parts:
                     match part:
                         case AnswerRoute():
                             reply = pb.RouteReply(route=_struct(part.document))
                         case AnswerTokens():
-                            reply = pb.RouteReply(tokens=_tokens(part, drawn))
-                            drawn += len(part.ids)
+                            reply = pb.RouteReply(tokens=_tokens(part, tokens_sent))
+                            tokens_sent += len(part.ids)
                         case AnswerEnd():
                             usage = engine_pb2.Usage(**asdict(part.usage))
                             end = engine_pb2.Finished(reason=part.reason, text=part.text, usage=usage)
@@ -86,71 +87,76 @@ class ConductorCalls:
                     await call.send(reply.SerializeToString())
 
     async def status(self, call: Call, message: bytes) -> bytes:
-        """What the conductor is, what it knows, what waits."""
+        """Return the state of the conductor: its engines, nodes and requests."""
         parse(store_pb2.Empty, message)
         return document(self._status())
 
     async def _route_request(self, call: Call, message: bytes) -> Request:
-        said = parse(pb.RouteRequest, message)
+        route_request = parse(pb.RouteRequest, message)
         for name in NOT_PASSED_ON:
-            if getattr(said.request, name):
+            if getattr(route_request.request, name):
                 raise InvalidRequest(name, "is decided by the conductor, or not passed on")
-        if said.request.retention:
+        if route_request.request.retention:
             raise InvalidRequest("retention", "is not passed on by a conductor")
-        call.caller.check_salt(salt_of(said.request, self._config.salt))
-        tenant = tenant_of(call.caller, said.tenant)
-        if abs(said.priority) > PRIORITY_MAX:
-            raise InvalidRequest("priority", f"must be from {-PRIORITY_MAX} to {PRIORITY_MAX} (got {said.priority})")
-        model = self._model(said.model)
+        call.caller.check_salt(salt_of(route_request.request, self._config.salt))
+        tenant = tenant_of(call.caller, route_request.tenant)
+        priority = route_request.priority
+        if abs(priority) > PRIORITY_MAX:
+            raise InvalidRequest("priority", f"must be from {-PRIORITY_MAX} to {PRIORITY_MAX} (got {priority})")
+        model = self._model(route_request.model)
         return replace(
-            await self._request(call, said.request, model),
+            await self._request(call, route_request.request, model),
             model=model.name,
             tenant=tenant,
-            priority=said.priority,
-            first_token_s=said.first_token_ms / 1e3,
-            token_s=said.token_ms / 1e3,
-            explain=said.explain,
+            priority=priority,
+            first_token_s=route_request.first_token_ms / 1e3,
+            token_s=route_request.token_ms / 1e3,
+            explain=route_request.explain,
         )
 
     def _model(self, name: str) -> ServedModel:
         models = self._conductor.models()
         if not name and len(models) > 1:
             raise InvalidRequest("model", f"is missing: one of {', '.join(each.name for each in models)}")
-        fit = [each for each in models if each.name == name or not name]
-        return fit[0] if fit else ServedModel(name, None, 0)  # the conductor lists what there is
+        matches = [each for each in models if each.name == name or not name]
+        return matches[0] if matches else ServedModel(name, None, 0)  # the conductor refuses it, and lists its models
 
-    async def _request(self, call: Call, said: engine_pb2.SubmitRequest, model: ServedModel) -> Request:
-        left_s = min(call.left_s, self._config.request_s_max)
-        request = request_of(said, self._config.salt, left_s)
+    async def _request(self, call: Call, message: engine_pb2.SubmitRequest, model: ServedModel) -> Request:
+        remaining_s = min(call.left_s, self._config.request_s_max)
+        request = request_of(message, self._config.salt, remaining_s)
         if not request.text:
             return request
         tokenizer = await self._prompts.tokenizer(model)
-        return tokenized(request, await self._prompts.run(partial(tokenizer.text, request.text), call.caller, left_s))
+        work = partial(tokenizer.text, request.text)
+        return tokenized(request, await self._prompts.run(work, call.caller, remaining_s))
 
 
-def tenant_of(caller: Identity, named: str) -> str:
-    """The tenant that a request of this caller counts for: the caller itself, or the one that an operator names.
+def tenant_of(caller: Identity, tenant: str) -> str:
+    """Return the tenant whose share a request uses: the caller, or the tenant that an operator names.
 
-    A caller that could choose its tenant would take the shares of as many tenants as it can name.
+    A caller that could choose any tenant could use the shares of many tenants.
+
+    Args:
+        tenant: the name in the request; empty: none.
 
     Raises:
         PermissionDenied: the caller is not an operator, and names another tenant.
         InvalidRequest: the name is too long.
     """
-    if not named or named == caller.name:
+    if not tenant or tenant == caller.name:
         return caller.name
     if not caller.operator:
-        raise PermissionDenied(f"tenant: only operators name another tenant (got {named[:NAME_MAX]!r})")
-    if len(named) > NAME_MAX:
-        raise InvalidRequest("tenant", f"must have at most {NAME_MAX} characters (got {len(named)})")
-    return named
+        raise PermissionDenied(f"tenant: only operators name another tenant (got {tenant[:NAME_MAX]!r})")
+    if len(tenant) > NAME_MAX:
+        raise InvalidRequest("tenant", f"must have at most {NAME_MAX} characters (got {len(tenant)})")
+    return tenant
 
 
 class ConductorServer(LoopServer):
-    """Serves from ``start`` to ``stop``; its event loop is the conductor's.
+    """The gRPC server of a conductor. It serves from ``start`` to ``stop``, and the conductor runs on its event loop.
 
     Attributes:
-        conductor: set once it has started.
+        conductor: the conductor, after ``start``.
     """
 
     conductor: Conductor
@@ -183,10 +189,10 @@ class ConductorServer(LoopServer):
         return (self.conductor.run(),)
 
     def open_http(self, routes: Mapping[str, Route]) -> OpenAIServer:
-        """Answer over HTTP from now on. Must not be called on the loop's thread.
+        """Start to answer over HTTP. Call this from another thread than the event loop's.
 
         Raises:
-            InvalidRequest: see ``open_http``; or "http": the extra is not installed.
+            InvalidRequest: the address cannot be used, or a package is not installed; names the setting.
         """
         try:
             from engine.conductor.http.connection import HttpPatience
@@ -195,29 +201,31 @@ class ConductorServer(LoopServer):
             raise InvalidRequest("http", f"needs {error.name}: pip install 'kvstore[http]'") from None
         patience = HttpPatience(keepalive_s=self._config.keepalive_s)
         http = open_http(self._config, self.identities, self.conductor, routes, self._prompts, patience)
-        self._wait(http.start())
+        self._run_on_loop(http.start())
         return http
 
     def close_http(self, http: OpenAIServer) -> None:
-        """Stop answering over HTTP once requests under way have ended, or a grace is over. Not on the loop's thread."""
-        self._wait(http.stop())
+        """Stop answering over HTTP, after a grace period. Call this from another thread than the event loop's."""
+        self._run_on_loop(http.stop())
 
-    def _wait(self, work: Coroutine[Any, Any, None], timeout_s: float = LOOP_CALL_S) -> None:
-        assert self._loop is not None, "it is started"
+    def _run_on_loop(self, work: Coroutine[Any, Any, None], timeout_s: float = LOOP_CALL_S) -> None:
+        assert self._loop is not None, "the server has started"
         asyncio.run_coroutine_threadsafe(work, self._loop).result(timeout_s)
 
     def refuse(self, http: OpenAIServer | None) -> None:
-        """Refuse new requests from now on; the health service reports it too."""
+        """Refuse new requests from now on. The health service reports this."""
         self._draining.set()
         if http is not None:
             http.drain()
         self.retire()
 
     def drain(self, timeout_s: float, hurried: threading.Event, http: OpenAIServer | None) -> int:
-        """Wait until requests under way have ended, or the daemon is told to hurry; returns how many are left. Not on
-        the loop's thread."""
+        """Wait until all running requests have ended, ``timeout_s`` is over, or ``hurried`` is set.
+
+        Call this from another thread than the event loop's. Returns how many requests still run.
+        """
         until_s = time.monotonic() + timeout_s
-        while self._under_way(http) and time.monotonic() < until_s and not hurried.wait(LOOK_S):
+        while self._under_way(http) and time.monotonic() < until_s and not hurried.wait(DRAIN_POLL_S):
             pass
         return self._under_way(http)
 
@@ -225,14 +233,17 @@ class ConductorServer(LoopServer):
         return max(self.conductor.under_way, http.tally.requests_here if http is not None else 0)
 
     def settle(self) -> None:
-        """Wait until all known engines and nodes have answered, ``SETTLE_S`` at most; with an HTTP server also until
-        the tokenizers of their models are loaded, ``LOAD_S`` at most. Not on the loop's thread."""
-        self._wait(self.conductor.settled(SETTLE_S))
+        """Wait until all known engines and nodes have answered, ``SETTLE_S`` at most.
+
+        With an HTTP server, also wait until the tokenizers of their models are loaded, ``LOAD_S`` at most. Call this
+        from another thread than the event loop's.
+        """
+        self._run_on_loop(self.conductor.wait_settled(SETTLE_S))
         if self._config.http is not None:
-            self._wait(self._prompts.prepared(self.conductor.models(), LOAD_S), LOAD_S + LOOP_CALL_S)
+            self._run_on_loop(self._prompts.wait_loaded(self.conductor.models(), LOAD_S), LOAD_S + LOOP_CALL_S)
 
     def _on_calls_end(self) -> None:
-        """Wait for the calls: cancelled calls end their answers themselves."""
+        """Do nothing: calls that are cancelled end their own answers."""
 
 
 def _struct(value: dict[str, Any]) -> struct_pb2.Struct:
@@ -240,7 +251,7 @@ def _struct(value: dict[str, Any]) -> struct_pb2.Struct:
 
 
 def _tokens(part: AnswerTokens, index: int) -> engine_pb2.Tokens:
-    """The tokens of a part; the last one carries all of its text."""
+    """Return the tokens of a part, numbered from ``index``. The last token has the text of all of them."""
     texts = [""] * (len(part.ids) - 1) + [part.text]
     tokens = [
         engine_pb2.Token(id=token, index=index + at, text=text)

@@ -1,7 +1,7 @@
-"""Links: connections of a conductor to engines and nodes, on its event loop.
+"""Links: the connections of a conductor to engines and nodes, on its event loop.
 
-Errors are those of ``kvstore.errors``, as for every client; our identity comes from the environment (``KVSTORE_TOKEN``,
-``KVSTORE_TLS_CA`` and so on).
+Calls raise errors of ``kvstore.errors``, as those of every client do. The conductor's identity comes from the
+environment (``KVSTORE_TOKEN``, ``KVSTORE_TLS_CA`` and so on).
 """
 
 from __future__ import annotations
@@ -34,36 +34,42 @@ from kvstore.pb import engine_pb2, store_pb2
 from kvstore.wire.grpc import from_rpc
 
 NODES: Final = "kvstore.v1.Store"
-NOT_ASYNC: Final = grpc.experimental.ChannelOptions.SingleThreadedUnaryStream
-OPTIONS_HERE: Final = tuple((({key: value for key, value in OPTIONS if key != NOT_ASYNC}) | WATCH).items())
+BLOCKING_ONLY: Final = grpc.experimental.ChannelOptions.SingleThreadedUnaryStream  # asyncio channels refuse this option
+ASYNC_OPTIONS: Final = tuple((({key: value for key, value in OPTIONS if key != BLOCKING_ONLY}) | WATCH).items())
 
 
 class AnswerLink(Protocol):
     """A connection to an engine of any kind."""
 
     def answer(self, request: Request) -> AsyncGenerator[AnswerTokens | Finished, None]:
-        """The engine's answer: one ``Finished`` at the end. Closing it ends the work there within a second.
+        """Yield the engine's answer; the last part is a ``Finished``.
+
+        Closing the generator ends the engine's work on the answer within a second.
 
         Raises:
-            InvalidRequest: no engine would answer it.
-            KVStoreError: this engine does not; another one may.
+            InvalidRequest: no engine can answer the request.
+            KVStoreError: this engine does not answer; another one may.
         """
 
-    def why_not(self, request: Request, begun: bool) -> InvalidRequest | None:
-        """Why it cannot answer this, or continue an answer that has ``begun``; None: it can."""
+    def refusal(self, request: Request, is_started: bool) -> InvalidRequest | None:
+        """Return why the engine cannot serve this request; None: it can.
+
+        Args:
+            is_started: True if the engine would have to continue an answer that another engine has started.
+        """
 
     async def set_role(self, role: Role, order: RoleOrder, timeout_s: float) -> None:
-        """Carry out an order of the leader. Raises KVStoreError if the engine refuses it, or does not answer."""
+        """Send an order of the leader. Raises KVStoreError if the engine refuses it, or does not answer."""
 
 
 @dataclass(frozen=True, slots=True)
 class KnownEngine:
-    """An engine that has described itself.
+    """An engine that has sent a description of itself.
 
     Attributes:
-        layout: of its pages; None: a foreign engine.
+        layout: the layout of its pages; None: a foreign engine.
         model_path: the folder of its model's tokenizer; None: every byte is a token.
-        speeds: observed, for an engine that does not report them.
+        speeds: the measured speeds of an engine that reports none; None: the engine reports them.
     """
 
     about: EngineAbout
@@ -74,23 +80,23 @@ class KnownEngine:
 
 
 class GrpcLink:
-    """One connection. Made unconnected -> connected by the first call -> ``retire``. Belongs to one event loop."""
+    """A gRPC connection. The first call connects it, and ``retire`` closes it. Belongs to one event loop."""
 
     def __init__(self, service: str, address: str) -> None:
         self.address = address
-        ours = endpoint(url_of(address), GivenCredentials(), os.environ)
+        remote = endpoint(url_of(address), GivenCredentials(), os.environ)
         self._service = service
-        self._metadata = (("authorization", f"Bearer {ours.token}"),) if ours.token else ()
+        self._metadata = (("authorization", f"Bearer {remote.token}"),) if remote.token else ()
         self._streams, self._retired = 0, False
-        options = list(OPTIONS_HERE)
-        if ours.tls:
-            credentials = grpc.ssl_channel_credentials(ours.ca, ours.key, ours.cert)
-            self._channel = grpc.aio.secure_channel(ours.target, credentials, options)
+        options = list(ASYNC_OPTIONS)
+        if remote.tls:
+            credentials = grpc.ssl_channel_credentials(remote.ca, remote.key, remote.cert)
+            self._channel = grpc.aio.secure_channel(remote.target, credentials, options)
         else:
-            self._channel = grpc.aio.insecure_channel(ours.target, options)
+            self._channel = grpc.aio.insecure_channel(remote.target, options)
 
     async def retire(self) -> None:
-        """End the connection with the last stream under way; at once if there is none."""
+        """Close the connection after the last stream has ended; at once if no stream is open."""
         self._retired = True
         if not self._streams:
             await self._channel.close()
@@ -101,11 +107,11 @@ class GrpcLink:
             request_serializer=type(message).SerializeToString,
             response_deserializer=reply.FromString,
         )
-        with _named(self.address):
+        with _errors_from(self.address):
             return await method(message, timeout=timeout_s, metadata=self._metadata)
 
     async def _stream(self, name: str, message: Any, reply: type[Any], timeout_s: float) -> AsyncGenerator[Any, None]:
-        """Replies as they come. Closing it cancels the call."""
+        """Yield replies as they come. Closing the generator cancels the call."""
         method = self._channel.unary_stream(
             f"/{self._service}/{name}",
             request_serializer=type(message).SerializeToString,
@@ -114,9 +120,9 @@ class GrpcLink:
         call = method(message, timeout=timeout_s, metadata=self._metadata)
         self._streams += 1
         try:
-            with _named(self.address):
-                while (said := await call.read()) is not grpc.aio.EOF:
-                    yield said
+            with _errors_from(self.address):
+                while (message := await call.read()) is not grpc.aio.EOF:
+                    yield message
         finally:
             call.cancel()
             self._streams -= 1
@@ -131,20 +137,20 @@ class EngineLink(GrpcLink):
         super().__init__(ENGINES, address)
 
     async def status(self, timeout_s: float) -> dict[str, Any]:
-        """What it is and how busy. Raises Unavailable if it does not answer."""
+        """Return the engine's description and its load. Raises Unavailable if it does not answer."""
         return document(await self._call("Status", store_pb2.Empty(), Struct, timeout_s))
 
     async def set_role(self, role: Role, order: RoleOrder, timeout_s: float) -> None:
-        """See ``AnswerLink``."""
+        """Send an order of the leader; see ``AnswerLink``."""
         await self._call("SetRole", set_role_request(role, order), store_pb2.Empty, timeout_s)
 
-    def why_not(self, request: Request, begun: bool) -> InvalidRequest | None:
-        """See ``AnswerLink``."""
+    def refusal(self, request: Request, is_started: bool) -> InvalidRequest | None:
+        """Return an error if the request has parameters for engines of other systems."""
         unknown = next(iter(request.extra), None)
         return InvalidRequest(unknown, "unknown parameter") if unknown is not None else None
 
     async def answer(self, request: Request) -> AsyncGenerator[AnswerTokens | Finished, None]:
-        """See ``AnswerLink``."""
+        """Yield the engine's answer; see ``AnswerLink``."""
         message = submit_request(request)
         async with contextlib.aclosing(
             self._stream("Submit", message, engine_pb2.SubmitReply, request.deadline_s + SLACK_S)
@@ -169,14 +175,15 @@ class NodeLink(GrpcLink):
         self.name = name
 
     async def pages(self, timeout_s: float) -> AsyncGenerator[AnnounceBatch, None]:
-        """All its pages in batches, then what comes and goes, until the deadline nears."""
+        """Yield all pages of the node in batches, then the pages that it gains and loses, for ``timeout_s``."""
         async with contextlib.aclosing(
             self._stream("WatchPages", store_pb2.Empty(), store_pb2.PageBatch, timeout_s)
         ) as batches:
             async for batch in batches:
                 marks = np.frombuffer(batch.marks, np.uint8)
                 if len(batch.fingerprints) != 8 * len(marks):
-                    raise KVStoreError(f"{self.address}: a batch has {len(marks)} marks, and fingerprints of others")
+                    sizes = f"got {len(batch.fingerprints)} bytes for {len(marks)} marks"
+                    raise KVStoreError(f"{self.address}: fingerprints: must have 8 bytes for each mark ({sizes})")
                 if len(marks) and int((marks & ~np.uint8(GONE)).max()) >= len(TIERS):
                     raise KVStoreError(f"{self.address}: a batch names an unknown tier")
                 pages = np.frombuffer(batch.fingerprints, "<u8").astype(np.uint64)
@@ -185,16 +192,19 @@ class NodeLink(GrpcLink):
     async def prefetch(
         self, layout: store_pb2.Layout, salt: str, adapter: str, tokens: npt.NDArray[np.uint32], timeout_s: float
     ) -> None:
-        """Ask it to bring the full pages of these tokens into its memory, from its NVMe or from other nodes."""
-        said = store_pb2.Pages(layout=layout, salt=salt, adapter=adapter, tokens=tokens_bytes(tokens), whole_pages=True)
-        await self._call("Prefetch", store_pb2.LookupRequest(pages=said), store_pb2.LookupReply, timeout_s)
+        """Ask the node to load the full pages of these tokens into its memory, from its NVMe or from other nodes."""
+        data = tokens_bytes(tokens)
+        pages = store_pb2.Pages(layout=layout, salt=salt, adapter=adapter, tokens=data, whole_pages=True)
+        await self._call("Prefetch", store_pb2.LookupRequest(pages=pages), store_pb2.LookupReply, timeout_s)
 
 
 @contextlib.contextmanager
-def _named(address: str) -> Iterator[None]:
-    """The error of a failed call, with the name of the other end."""
+def _errors_from(address: str) -> Iterator[None]:
+    """Translate the error of a failed call, and add the address of the other end if that is unavailable."""
     try:
         yield
     except grpc.aio.AioRpcError as error:
-        meant = from_rpc(error)
-        raise (NodeUnavailable(f"{address}: {meant}") if type(meant) is NodeUnavailable else meant) from None
+        translated = from_rpc(error)
+        if type(translated) is NodeUnavailable:
+            raise NodeUnavailable(f"{address}: {translated}") from None
+        raise translated from None

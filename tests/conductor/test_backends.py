@@ -45,7 +45,7 @@ def test_unknown_parameters_go_to_engines_of_others_and_not_to_ours(machine: Mac
             assert (await answered(conductor, asking(PROMPT, MODEL, extra=extra))).ids == continued(PROMPT, 8)
             (body,) = backend.seen()["asked"]
             assert body["top_k"] == 5 and body["max_tokens"] == 8 and body["prompt"] == PROMPT
-            refused = EngineLink("127.0.0.1:1").why_not(asking(PROMPT, MODEL, extra=extra), begun=False)
+            refused = EngineLink("127.0.0.1:1").refusal(asking(PROMPT, MODEL, extra=extra), is_started=False)
             assert refused is not None and refused.field == "top_k"
 
     run(test())
@@ -309,15 +309,15 @@ def test_one_that_is_not_there_yet_is_found_when_it_is(machine: Machine) -> None
 @pytest.mark.parametrize(
     ("words", "why"),
     [
-        ("", "does not begin with http"),
-        ("h:8000 tokenizer=bytes", "does not begin with http"),
-        ("http://user:word@h:1 tokenizer=bytes", "does not begin with http"),
+        ("", "must begin with http"),
+        ("h:8000 tokenizer=bytes", "must begin with http"),
+        ("http://user:word@h:1 tokenizer=bytes", "must begin with http"),
         ("http://h:1", "tokenizer=FOLDER is missing"),
         ("http://h:1 tokenizer=bytes colour=red", "'colour=red' is not one of"),
         ("http://h:1 tokenizer=bytes tokenizer=bytes", "each once"),
-        ("http://h:1 tokenizer=bytes dialect=latin", "'latin' is not one of openai, vllm"),
-        ("http://h:1 tokenizer=bytes events=h:5557", "is not tcp://HOST:PORT"),
-        ("http://h:1 tokenizer=bytes replay=tcp://h:1", "goes with events="),
+        ("http://h:1 tokenizer=bytes dialect=latin", "must be one of openai, vllm .got 'latin'"),
+        ("http://h:1 tokenizer=bytes events=h:5557", "must be tcp://HOST:PORT"),
+        ("http://h:1 tokenizer=bytes replay=tcp://h:1", "needs events="),
         ("http://h:1 tokenizer=bytes page_tokens=0", "page_tokens must be"),
         ("http://h:1 tokenizer=bytes batch=0", "batch must be"),
     ],

@@ -132,11 +132,11 @@ def test_one_that_was_heard_of_by_a_replay_alone_may_begin_anew(monkeypatch: pyt
 
     async def replay(context: Any, start: int) -> None:
         for number in range(start, len(kept)):
-            await intake._again(number, kept[number])
+            await intake._take_replayed(number, kept[number])
 
     async def hear(payloads: list[bytes], numbers: list[int]) -> int:
         for number in numbers:
-            await intake._message(None, [b"", number.to_bytes(8, "big"), payloads[number]])
+            await intake._take_published(None, [b"", number.to_bytes(8, "big"), payloads[number]])
         return len(intake._blocks.all_pages()[0])
 
     monkeypatch.setattr(intake, "_replay", replay)
@@ -146,7 +146,7 @@ def test_one_that_was_heard_of_by_a_replay_alone_may_begin_anew(monkeypatch: pyt
         await intake._catch_up(None)
         assert await hear(old, [1, 2]) == 3, "they come a second time"
         intake._forget()
-        intake._heard = -1
+        intake._last_published = -1
         await intake._catch_up(None)
         kept = new[:1]
         assert await hear(new, [0]) == 1
@@ -196,7 +196,7 @@ def test_no_message_does_harm(messages: list[list[bytes]]) -> None:
 
     async def take() -> None:
         for frames in messages:
-            await intake._message(None, frames)
+            await intake._take_published(None, frames)
 
     asyncio.run(take())
     for before, batch in pairwise(told):

@@ -39,8 +39,8 @@ def test_tokenizers_are_waited_for_within_a_deadline(monkeypatch: pytest.MonkeyP
 
     async def check() -> None:
         maker = PromptMaker()
-        await maker.prepared(MODELS[1:], 0.01)
-        waiting = asyncio.create_task(maker.prepared(MODELS, LONG_S))
+        await maker.wait_loaded(MODELS[1:], 0.01)
+        waiting = asyncio.create_task(maker.wait_loaded(MODELS, LONG_S))
         while "/bad" not in asked:
             await asyncio.sleep(0.001)
         assert not waiting.done()

@@ -26,7 +26,7 @@ async def conducting(backends: Sequence[str], **config: Any) -> AsyncIterator[Co
     conductor = Conductor(settings, ConductorTally(), lambda: None)
     running = asyncio.create_task(conductor.run())
     try:
-        await conductor.settled(WAIT_S)
+        await conductor.wait_settled(WAIT_S)
         yield conductor
         assert not running.done() or running.result() is None
     finally:

@@ -1,1 +1,1 @@
-"""Engines that are not ours: servers that speak OpenAI's API and report their KV blocks as vLLM does."""
+"""Back ends: engines of other systems that speak OpenAI's API, and may report their KV blocks as vLLM does."""

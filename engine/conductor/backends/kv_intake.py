@@ -1,12 +1,13 @@
-"""KvIntake: follows one engine's KV events in vLLM's wire format, and reports its pages as a node of ours would.
+"""KvIntake: receives the KV events of one engine in vLLM's wire format, and reports its pages as a node does.
 
-SUB receives ``[topic, number, payload]``. If numbers are missing, DEALER asks the engine's ROUTER for all messages from
-there on, and is answered with ``[number, payload]`` for each (newer engines put the topic before it), and ``[-1, ""]``
-at the end. If the missed messages cannot be replayed, everything known is forgotten: an unknown page only costs its
-computation.
+The engine publishes messages ``[topic, number, payload]``, which a SUB socket receives. If numbers are missing, a
+DEALER socket asks the engine's ROUTER to replay all messages from the first missing number. The replies are
+``[number, payload]``, or ``[topic, number, payload]`` from newer engines, and ``[-1, ""]`` at the end. If the missed
+messages cannot be replayed, the intake forgets all pages of the engine: an unknown page only costs its computation.
 
-The numbers of a publisher increase. A lower number means a new publisher, with an empty cache. A replayed message may
-also arrive on its own; a message with other content under the same number is from a new publisher, too.
+The numbers of one publisher increase. A lower number therefore comes from a new publisher, whose cache is empty. A
+replayed message may arrive a second time through SUB. If it has other content under the same number, it also comes from
+a new publisher.
 """
 
 from __future__ import annotations
@@ -27,40 +28,40 @@ from kvstore.cluster.directory import AnnounceBatch, Marks
 from kvstore.errors import InvalidRequest
 from kvstore.model.prefix import Fingerprints, root_of
 
-FRAME_BYTES_MAX: Final = 2 << 20  # the blocks of 400 thousand tokens
-FRAMES_MAX: Final = 64  # messages that wait here
-TABLE_BYTES_MAX: Final = 128 << 20  # memory for blocks of one engine
+FRAME_BYTES_MAX: Final = 2 << 20  # of a message: enough for the blocks of 400 thousand tokens
+FRAMES_MAX: Final = 64  # messages that a socket buffers
+TABLE_BYTES_MAX: Final = 128 << 20  # memory for the blocks of one engine
 QUICK_BYTES: Final = 32 << 10  # a payload up to this size is read in the event loop; a larger one in a thread
-REPLAY_S: Final = 20.0
-REPLAY_BYTES_MAX: Final = 256 << 20
-REPLAYED_MAX: Final = 1 << 14  # digests that are kept
+REPLAY_S: Final = 20.0  # the longest replay
+REPLAY_BYTES_MAX: Final = 256 << 20  # of one replay
+REPLAYED_MAX: Final = 1 << 14  # replayed messages whose digests are stored
 NUMBER_BYTES: Final = 8
-END: Final = b"\xff" * NUMBER_BYTES
+END: Final = b"\xff" * NUMBER_BYTES  # the number -1
 
 log = logging.getLogger("kvstore.conductor")
 
 
 class KvIntake:
-    """Follows the events while ``run`` does. Belongs to one event loop.
+    """Receives the events of one engine while ``run`` does. Belongs to one event loop.
 
     Args:
-        layout: stands for the layout of its pages, as hexadecimal digits.
-        counts: see ``KvBlocks``.
-        tell: called with the batches of a stream, see ``directory``.
+        layout: the placeholder for the layout of its pages, as hexadecimal digits.
+        counts: counts events and messages, see ``KvBlocks``.
+        report: is called with the batches of the page stream, see ``kvstore.cluster.directory``.
 
     Attributes:
-        anew: True if everything is to be reported again with the next message.
+        restart_due: True if a new stream, with all pages, must start after the next message.
 
     Raises:
         InvalidRequest: a package is missing.
     """
 
     def __init__(
-        self, settings: BackendSettings, layout: str, counts: Counter[str], tell: Callable[[AnnounceBatch], None]
+        self, settings: BackendSettings, layout: str, counts: Counter[str], report: Callable[[AnnounceBatch], None]
     ) -> None:
         self._settings = settings
         self._counts = counts
-        self._tell = tell
+        self._report = report
         fingerprint = bytes.fromhex(layout)
         self._blocks = KvBlocks(
             settings.page_tokens, lambda salt, adapter: root_of(fingerprint, salt, adapter), TABLE_BYTES_MAX, counts
@@ -68,26 +69,26 @@ class KvIntake:
         self._zmq: Any = None
         self._msgpack: Any = None
         if settings.events:
-            self._zmq, self._msgpack = _needed()
-        self._stream = time.monotonic_ns()
-        self._number = 0
-        self._next: int | None = None  # the message expected next; None: any
-        self._heard = -1  # the last one that arrived on its own
-        self._replayed: dict[int, int] = {}  # digests of replayed messages, which may still arrive on their own
-        self.anew = False
+            self._zmq, self._msgpack = _import_packages()
+        self._stream = time.monotonic_ns()  # the number of the page stream, ...
+        self._batch = 0  # ... and of its next batch
+        self._next: int | None = None  # the number of the next expected message; None: any
+        self._last_published = -1  # the number of the last message from SUB
+        self._replayed: dict[int, int] = {}  # by number: digests of replayed messages, which SUB may still receive
+        self.restart_due = False
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Receive events until cancelled."""
         context = self._zmq.asyncio.Context()
         try:
             self._forget()
             sub = self._socket(context, self._zmq.SUB, self._settings.events)
             sub.setsockopt(self._zmq.SUBSCRIBE, b"")
-            self._heard = -1
-            await self._catch_up(context)  # earlier messages
+            self._last_published = -1
+            await self._catch_up(context)  # with messages from before the connection
             self._flush()
             while True:
-                await self._message(context, await sub.recv_multipart())
+                await self._take_published(context, await sub.recv_multipart())
         finally:
             context.destroy(linger=0)
 
@@ -101,71 +102,75 @@ class KvIntake:
 
     # --- messages ---------------------------------------------------------------------------------------------------
 
-    async def _message(self, context: Any, frames: list[bytes]) -> None:
+    async def _take_published(self, context: Any, frames: list[bytes]) -> None:
+        """Handle a message from SUB."""
         if len(frames) != 3 or len(frames[1]) != NUMBER_BYTES:
             self._counts["malformed"] += 1
             return
         number, payload = int.from_bytes(frames[1], "big"), frames[2]
-        before = self._next is not None and number < self._next and self._replayed.get(number) != _digest(payload)
-        begun_anew, self._heard = before or number <= self._heard, number
-        if begun_anew:
+        is_unknown = self._next is not None and number < self._next and self._replayed.get(number) != _digest(payload)
+        is_new_publisher = is_unknown or number <= self._last_published
+        self._last_published = number
+        if is_new_publisher:
             log.info("%s reports its blocks from the beginning", self._settings.name)
             self._forget()
         if self._next is None or number > self._next:
             await self._catch_up(context, number)
         if self._next is None or number >= self._next:
-            await self._take(number, payload)
+            await self._apply(number, payload)
             self._replayed.clear()
         self._flush()
 
     async def _catch_up(self, context: Any, number: int = 0) -> None:
-        """Take the messages that were missed before this number. If they are no longer available, forget everything."""
-        known = self._next is not None
-        self._counts["gap"] += known
+        """Replay the messages that were missed before this number. Forget all pages if they are no longer available."""
+        has_state = self._next is not None
+        self._counts["gap"] += has_state
         if self._settings.replay:
             await self._replay(context, self._next or 0)
-        if known and self._next is not None and self._next < number:
+        if has_state and self._next is not None and self._next < number:
             self._counts["forgotten"] += 1
             self._forget()
 
     async def _replay(self, context: Any, start: int) -> None:
-        """Take all messages from there on, as far as they are replayed."""
+        """Apply all messages from the number ``start`` on that the engine replays."""
         dealer = self._socket(context, self._zmq.DEALER, self._settings.replay)
-        left = REPLAY_BYTES_MAX
+        remaining_bytes = REPLAY_BYTES_MAX
         try:
             async with asyncio.timeout(REPLAY_S):
                 await dealer.send_multipart([b"", start.to_bytes(NUMBER_BYTES, "big")])
-                while left > 0:
+                while remaining_bytes > 0:
                     frames = await dealer.recv_multipart()
-                    left -= sum(map(len, frames))
+                    remaining_bytes -= sum(map(len, frames))
                     if len(frames) < 2 or len(frames[-2]) != NUMBER_BYTES:
                         self._counts["malformed"] += 1
                     elif frames[-2] == END:
                         return
                     else:
-                        await self._again(int.from_bytes(frames[-2], "big"), frames[-1])
+                        await self._take_replayed(int.from_bytes(frames[-2], "big"), frames[-1])
         except TimeoutError:
             log.debug("%s does not replay the missed messages", self._settings.name)
         finally:
             dealer.close(linger=0)
 
-    async def _again(self, number: int, payload: bytes) -> None:
+    async def _take_replayed(self, number: int, payload: bytes) -> None:
         if self._next is not None and number > self._next:
             self._counts["forgotten"] += 1
             self._forget()
         if self._next is None or number == self._next:
-            await self._take(number, payload)
+            await self._apply(number, payload)
             self._replayed[number] = _digest(payload)
             if len(self._replayed) > REPLAYED_MAX:
                 del self._replayed[next(iter(self._replayed))]
 
-    async def _take(self, number: int, payload: bytes) -> None:
+    async def _apply(self, number: int, payload: bytes) -> None:
         self._next = number + 1
-        cleared = self._read(payload) if len(payload) < QUICK_BYTES else await asyncio.to_thread(self._read, payload)
-        if cleared:
-            self._begin()
+        apply, is_small = self._apply_payload, len(payload) < QUICK_BYTES
+        was_cleared = apply(payload) if is_small else await asyncio.to_thread(apply, payload)
+        if was_cleared:
+            self._start_stream()
 
-    def _read(self, payload: bytes) -> bool:
+    def _apply_payload(self, payload: bytes) -> bool:
+        """Apply the events of a message. Returns True if the engine cleared its cache."""
         try:
             batch = self._msgpack.unpackb(payload, strict_map_key=False)
         except (ValueError, TypeError, RecursionError, self._msgpack.UnpackException):
@@ -179,33 +184,33 @@ class KvIntake:
         self._next = None
         self._replayed.clear()
         self._blocks.clear()
-        self._begin()
+        self._start_stream()
 
-    def _begin(self) -> None:
-        """Begin a stream with the pages that are there."""
-        self.anew = False
-        self._stream, self._number = self._stream + 1, 0
+    def _start_stream(self) -> None:
+        """Start a new stream. Its first batch has all pages of the engine."""
+        self.restart_due = False
+        self._stream, self._batch = self._stream + 1, 0
         self._send(*self._blocks.all_pages(), whole=True)
 
     def _flush(self) -> None:
-        if self.anew:
-            self._begin()
+        if self.restart_due:
+            self._start_stream()
             return
         pages, marks = self._blocks.changes()
         if len(pages):
             self._send(pages, marks)
 
     def _send(self, pages: Fingerprints, marks: Marks, whole: bool = False) -> None:
-        batch = AnnounceBatch(self._settings.name, self._stream, self._number, pages, marks, whole)
-        self._number += 1
-        self._tell(batch)
+        batch = AnnounceBatch(self._settings.name, self._stream, self._batch, pages, marks, whole)
+        self._batch += 1
+        self._report(batch)
 
 
 def _digest(payload: bytes) -> int:
     return xxhash.xxh3_64_intdigest(payload)
 
 
-def _needed() -> tuple[ModuleType, ModuleType]:
+def _import_packages() -> tuple[ModuleType, ModuleType]:
     try:
         import msgpack
         import zmq.asyncio

@@ -1,9 +1,9 @@
-"""BackendLink: the connection to a server that speaks OpenAI's API, with the interface of a link to our own engines.
+"""BackendLink: the connection to a server that speaks OpenAI's API. It has the interface of a link to our own engines.
 
-A prompt is sent to ``/v1/completions`` as token ids, and its answer comes as a stream, which is read only as fast as it
-is taken. When the answer is no longer wanted the connection is closed, which tells such a server to stop.
+The link sends a prompt to ``/v1/completions`` as token ids, and receives the answer as a stream. It reads the stream
+only as fast as the client reads the answer. To cancel an answer, it closes the connection, and the server then stops.
 
-Parses what a back end sends, without trusting it: documents of OpenAI's API, and events of a completion stream.
+A back end is not trusted: the functions here check every document and event that it sends, and bound their sizes.
 """
 
 from __future__ import annotations
@@ -28,15 +28,18 @@ from kvstore.model.replica import Tier
 EVENT_BYTES_MAX: Final = 1 << 20
 TOKEN_MAX: Final = 2**32 - 1
 DONE: Final = b"[DONE]"
-SHOWN_MAX: Final = 200  # characters of its error message in ours
+SHOWN_MAX: Final = 200  # characters of a back end's error message that our error shows
 
 
 @dataclass(frozen=True)
 class BackendPart:
-    """A part of an answer. ``ids`` None: not reported. ``reason``: why it ended; ``stopped``: a stop text ended it.
+    """A part of an answer.
 
     Attributes:
-        prompt, cached, completion: token counts of its usage; None: not reported.
+        ids: token ids of the text; None: not reported.
+        reason: why the answer ended; empty: it goes on.
+        stopped: True if a stop text ended the answer.
+        prompt, cached, completion: token counts of the usage; None: not reported.
     """
 
     text: str = ""
@@ -48,67 +51,67 @@ class BackendPart:
     completion: int | None = None
 
 
-def document_of(body: bytes) -> dict[str, Any]:
+def parse_object(body: bytes) -> dict[str, Any]:
     """Parse a JSON object. Raises NodeUnavailable if it is not valid."""
     try:
-        found = json.loads(body)
+        document = json.loads(body)
     except (ValueError, RecursionError):
         raise NodeUnavailable("it sent invalid JSON") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise NodeUnavailable("it sent JSON that is not an object")
-    return found
+    return document
 
 
-def error_in(document: dict[str, Any]) -> tuple[str, str]:
-    """The message and the parameter of an error, as far as present."""
+def parse_error(document: dict[str, Any]) -> tuple[str, str]:
+    """Return the message and the parameter of an error; empty: there is none."""
     error = document.get("error", document)
     if not isinstance(error, dict):
         return str(error)[:SHOWN_MAX], ""
     message, param = error.get("message"), error.get("param")
-    shown = " ".join(message.split())[:SHOWN_MAX] if isinstance(message, str) else "no reason is given"
-    return shown, param[:SHOWN_MAX] if isinstance(param, str) else ""
+    text = " ".join(message.split())[:SHOWN_MAX] if isinstance(message, str) else "no reason is given"
+    return text, param[:SHOWN_MAX] if isinstance(param, str) else ""
 
 
-async def events_in(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
-    """The data of server-sent events, up to ``[DONE]`` or the end. Raises NodeUnavailable if one is too long."""
-    waiting = bytearray()
+async def parse_events(chunks: AsyncIterable[bytes]) -> AsyncGenerator[bytes, None]:
+    """Yield the data of server-sent events, up to ``[DONE]`` or the end. Raises NodeUnavailable if one is too long."""
+    buffer = bytearray()
     async for chunk in chunks:
-        waiting += chunk
+        buffer += chunk
         if b"\n" in chunk:
-            *lines, rest = bytes(waiting).split(b"\n")
-            waiting = bytearray(rest)
+            *lines, rest = bytes(buffer).split(b"\n")
+            buffer = bytearray(rest)
             for line in lines:
                 if line.startswith(b"data:"):
                     data = line[5:].strip()
                     if data == DONE:
                         return
                     yield data
-        if len(waiting) > EVENT_BYTES_MAX:
+        if len(buffer) > EVENT_BYTES_MAX:
             raise NodeUnavailable(f"it sent an event of more than {EVENT_BYTES_MAX} bytes")
 
 
-def part_in(data: bytes) -> BackendPart:
+def parse_part(data: bytes) -> BackendPart:
     """Parse one event of a completion stream. Raises NodeUnavailable if it is an error or not valid."""
-    said = document_of(data)
-    if said.get("error") is not None:
-        raise NodeUnavailable(f"it failed: {error_in(said)[0]}")
-    choices, usage = said.get("choices"), said.get("usage")
+    event = parse_object(data)
+    if event.get("error") is not None:
+        raise NodeUnavailable(f"it failed: {parse_error(event)[0]}")
+    choices, usage = event.get("choices"), event.get("usage")
     choice = choices[0] if isinstance(choices, list) and choices else {}
     if not isinstance(choice, dict):
         raise NodeUnavailable("it sent an invalid completion")
     text, reason = choice.get("text"), choice.get("finish_reason")
     cached = None
     if isinstance(usage, dict) and isinstance(details := usage.get("prompt_tokens_details"), dict):
-        cached = _count(details.get("cached_tokens"))
+        cached = _count_or_none(details.get("cached_tokens"))
     usage = usage if isinstance(usage, dict) else {}
     return BackendPart(
         text if isinstance(text, str) else "",
         _ids(choice.get("token_ids")),
         reason if isinstance(reason, str) else "",
         isinstance(choice.get("stop_reason"), str),
-        _count(usage.get("prompt_tokens")),
+        _count_or_none(usage.get("prompt_tokens")),
         cached,
-        _count(usage.get("completion_tokens")),
+        _count_or_none(usage.get("completion_tokens")),
     )
 
 
@@ -120,27 +123,27 @@ def _ids(value: Any) -> tuple[int, ...] | None:
     return tuple(value)
 
 
-def _count(value: Any) -> int | None:
+def _count_or_none(value: Any) -> int | None:
     return value if type(value) is int and 0 <= value <= TOKEN_MAX else None
 
 
-BODY_BYTES_MAX: Final = 1 << 20  # for a reply that is not a stream
+BODY_BYTES_MAX: Final = 1 << 20  # of a reply that is not a stream
 CONNECT_S: Final = 5.0
-READ_BYTES: Final = 64 << 10  # buffered here for a slow reader
-REASONS: Final = {"length": "length"}  # any other one is "stop"
-SLACK: Final = 2  # parts of text may outnumber tokens: text that was held back comes at the end
+READ_BYTES: Final = 64 << 10  # of a stream that are buffered for a slow client
+REASONS: Final = {"length": "length"}  # any other reason counts as "stop"
+PARTS_PER_TOKEN: Final = 2  # an answer may have more parts than tokens, because some text comes later than its token
 VLLM: Final = "vllm"
 SEEDS: Final = 1 << 63
-REFUSING: Final = (400, 413, 422)  # statuses that mean the request itself is at fault
+BAD_REQUEST: Final = (400, 413, 422)  # the statuses for a request that is not valid
 
 
 class BackendLink:
-    """The link to one back end. Made unconnected -> connected by the first request -> ``retire``. Belongs to one event
-    loop.
+    """The link to one back end. The first request connects it, and ``retire`` closes it. Belongs to one event loop.
 
     Attributes:
-        speeds: as observed.
-        running: answers that it is giving.
+        speeds: the measured speeds of the back end.
+        model: the model's name at the back end.
+        running: how many answers the back end is generating.
     """
 
     def __init__(self, settings: BackendSettings) -> None:
@@ -149,7 +152,7 @@ class BackendLink:
         self.model = settings.model
         self.running = 0
         self._limits: set[asyncio.Timeout] = set()
-        self._life = 0
+        self._cuts = 0  # how often ``cut`` was called
         key = _key(settings.key_file)
         self._session = aiohttp.ClientSession(
             connector=aiohttp.TCPConnector(limit=0, ssl=_tls(settings)),
@@ -161,21 +164,25 @@ class BackendLink:
         )
 
     async def retire(self) -> None:
-        """End the connection, and what is under way on it."""
+        """End all requests, and close the connection."""
         self.cut()
         await self._session.close()
 
     def cut(self) -> None:
-        """End requests under way: the back end has gone, or makes no progress."""
-        self._life += 1
+        """End all requests with an error, because the back end is lost."""
+        self._cuts += 1
         for limit in self._limits:
             limit.reschedule(0.0)
 
     @contextlib.asynccontextmanager
-    async def _by(self, until_s: float, life: int) -> AsyncIterator[None]:
-        """Limit a wait for the back end: to a moment of the loop's clock, and until it is ``cut``."""
-        if life != self._life:
-            raise NodeUnavailable("it has gone")
+    async def _limit(self, until_s: float, cuts: int) -> AsyncIterator[None]:
+        """End the block at ``until_s`` of the loop's clock, or by ``cut``.
+
+        Args:
+            cuts: ``_cuts`` at the start of the request.
+        """
+        if cuts != self._cuts:
+            raise NodeUnavailable("it was lost")
         async with asyncio.timeout_at(until_s) as limit:
             self._limits.add(limit)
             try:
@@ -183,63 +190,64 @@ class BackendLink:
             finally:
                 self._limits.discard(limit)
 
-    # --- about ---------------------------------------------------------------------------------------------------
+    # --- models -----------------------------------------------------------------------------------------------------
 
     async def models(self, timeout_s: float) -> list[dict[str, Any]]:
-        """The models that it lists. Raises Unavailable if it does not answer."""
+        """Return the models that the back end lists. Raises Unavailable if it does not answer."""
         until_s = asyncio.get_running_loop().time() + timeout_s
-        async with self._asked("GET", "/v1/models", None, until_s) as chunks:
-            listed = document_of(await _body(chunks)).get("data")
+        async with self._open("GET", "/v1/models", None, until_s) as chunks:
+            listed = parse_object(await _body(chunks)).get("data")
             if not isinstance(listed, list):
                 raise NodeUnavailable("it lists no models")
         return [each for each in listed if isinstance(each, dict) and isinstance(each.get("id"), str)]
 
     async def set_role(self, role: Role, order: RoleOrder, timeout_s: float) -> None:
-        """See ``AnswerLink``."""
+        """Refuse: a back end always computes and answers."""
         raise InvalidRequest("role", f"{self.settings.name} always does both")
 
-    def why_not(self, request: Request, begun: bool) -> InvalidRequest | None:
-        """See ``AnswerLink``."""
+    def refusal(self, request: Request, is_started: bool) -> InvalidRequest | None:
+        """Return why the back end cannot serve this request; see ``AnswerLink``."""
         sampling = request.sampling
         if request.adapter:
             return InvalidRequest("adapter", f"{self.settings.name} supports no adapters")
-        if begun and sampling.stop:
+        if is_started and sampling.stop:
             return InvalidRequest("stop", f"{self.settings.name} cannot continue an answer that has stop texts")
-        if self.tells_ids:  # a vLLM
+        if self.reports_ids:
             return None
         if request.page_salt:
-            return InvalidRequest("salt", f"{self.settings.name} does not keep salts apart")
+            return InvalidRequest("salt", f"{self.settings.name} does not separate the pages of salts")
         if sampling.ignore_eos:
             return InvalidRequest("ignore_eos", f"{self.settings.name} does not support this parameter")
         if request.needs_ids:
-            return InvalidRequest("tokens", f"{self.settings.name} does not tell the ids of its answers")
+            return InvalidRequest("tokens", f"{self.settings.name} does not report the token ids of its answers")
         return None
 
     # --- answers ----------------------------------------------------------------------------------------------------
 
     async def answer(self, request: Request) -> AsyncGenerator[AnswerTokens | Finished, None]:
-        """See ``AnswerLink``."""
+        """Yield the answer; see ``AnswerLink``."""
         until_s = asyncio.get_running_loop().time() + request.deadline_s
-        drawn, told, end = 0, BackendPart(), BackendPart()
-        most = (request.sampling.max_tokens - request.generated) * (1 if self.tells_ids else SLACK)
-        async with self._asked("POST", "/v1/completions", self._body_of(request), until_s) as chunks, self._giving():
-            async with contextlib.aclosing(events_in(chunks)) as events:
+        count, usage, end = 0, BackendPart(), BackendPart()
+        tokens_max = request.sampling.max_tokens - request.generated
+        count_max = tokens_max if self.reports_ids else tokens_max * PARTS_PER_TOKEN
+        async with self._open("POST", "/v1/completions", self._body_of(request), until_s) as chunks, self._running():
+            async with contextlib.aclosing(parse_events(chunks)) as events:
                 async for data in events:
-                    part = part_in(data)
-                    told = part if part.prompt is not None else told
+                    part = parse_part(data)
+                    usage = part if part.prompt is not None else usage
                     end = part if part.reason else end
                     if part.ids or part.text:
-                        drawn += self._count(part)
-                        if drawn > most:
+                        count += self._token_count(part)
+                        if count > count_max:
                             raise NodeUnavailable("it generates more tokens than requested")
-                        yield AnswerTokens(part.ids or () if self.tells_ids else (), part.text)
+                        yield AnswerTokens(part.ids or () if self.reports_ids else (), part.text)
             if not end.reason or end.reason == "abort":
                 raise NodeUnavailable("it closed the stream before the end of the answer")
-        eos = end.reason == "stop" and self.tells_ids and not end.stopped
-        yield Finished("eos" if eos else REASONS.get(end.reason, "stop"), _usage(request, told, drawn))
+        eos = end.reason == "stop" and self.reports_ids and not end.stopped
+        yield Finished("eos" if eos else REASONS.get(end.reason, "stop"), _usage(request, usage, count))
 
     @contextlib.asynccontextmanager
-    async def _giving(self) -> AsyncIterator[None]:
+    async def _running(self) -> AsyncIterator[None]:
         self.running += 1
         try:
             yield
@@ -247,13 +255,13 @@ class BackendLink:
             self.running -= 1
 
     @property
-    def tells_ids(self) -> bool:
-        """True if it reports the token ids of its answers."""
+    def reports_ids(self) -> bool:
+        """True if the back end reports the token ids of its answers, as vLLM does."""
         return self.settings.dialect == VLLM
 
-    def _count(self, part: BackendPart) -> int:
-        """The number of tokens in a part; a part without ids counts as one."""
-        if not self.tells_ids:
+    def _token_count(self, part: BackendPart) -> int:
+        """Return the number of tokens in a part. Without ids, each part counts as one."""
+        if not self.reports_ids:
             return 1
         if part.ids is None:
             raise NodeUnavailable("it reports no token ids: is it a vLLM server?")
@@ -275,28 +283,29 @@ class BackendLink:
             body["seed"] = (sampling.seed + request.generated) % SEEDS
         if sampling.stop:
             body["stop"] = list(sampling.stop)
-        if self.tells_ids:
+        if self.reports_ids:
             body |= {"return_token_ids": True, "ignore_eos": sampling.ignore_eos}
             if request.page_salt:
                 body["cache_salt"] = request.page_salt
         return json.dumps(body).encode()
 
     @contextlib.asynccontextmanager
-    async def _asked(
+    async def _open(
         self, method: str, path: str, body: bytes | None, until_s: float
     ) -> AsyncIterator[AsyncGenerator[bytes, None]]:
-        """Yields the parts of a response with status 200. The connection is closed at the end, unless all was read.
+        """Send a request, and yield the body of a response with status 200 in chunks.
 
-        Errors in the block are raised as errors of the back end.
+        If the block ends before all chunks are read, the connection is closed. Errors of the connection and of the
+        back end in the block get the name of the back end.
         """
-        name, life = self.settings.name, self._life
+        name, cuts = self.settings.name, self._cuts
         headers = {"Content-Type": "application/json"} if body is not None else None
         try:
-            async with self._by(until_s, life):
+            async with self._limit(until_s, cuts):
                 response = await self._session.request(
                     method, self.settings.url + path, data=body, headers=headers, allow_redirects=False
                 )
-            chunks = self._chunks(response, until_s, life)
+            chunks = self._chunks(response, until_s, cuts)
             try:
                 if response.status != 200 or response.headers.get("Content-Encoding", "identity") != "identity":
                     raise await _refusal(response.status, chunks)
@@ -310,41 +319,46 @@ class BackendLink:
         except (aiohttp.ClientError, OSError) as error:
             raise NodeUnavailable(f"{name}: {type(error).__name__}: {error}") from None
 
-    async def _chunks(self, response: aiohttp.ClientResponse, until_s: float, life: int) -> AsyncGenerator[bytes, None]:
-        """The stream's bytes until its end. The time in which the caller handles them does not count."""
+    async def _chunks(self, response: aiohttp.ClientResponse, until_s: float, cuts: int) -> AsyncGenerator[bytes, None]:
+        """Yield the body in chunks. Only the waits for the back end are limited, not the work of the caller."""
         while True:
-            async with self._by(until_s, life):
+            async with self._limit(until_s, cuts):
                 chunk = await response.content.readany()
             if not chunk:
                 return
             yield chunk
 
 
-def _usage(request: Request, told: BackendPart, drawn: int) -> Usage:
-    """The usage. ``computed_tokens`` 0: the back end does not report cached tokens."""
-    drawn = drawn if told.completion is None else told.completion
-    cached = min(told.cached or 0, len(request.tokens))
+def _usage(request: Request, part: BackendPart, count: int) -> Usage:
+    """Return the usage of an answer. Its ``computed_tokens`` are 0 if the back end does not report cached tokens.
+
+    Args:
+        part: the part that has the token counts.
+        count: tokens of the answer, if the back end does not report them.
+    """
+    cached = min(part.cached or 0, len(request.tokens))
     return Usage(
         prompt_tokens=len(request.tokens),
-        completion_tokens=drawn,
+        completion_tokens=count if part.completion is None else part.completion,
         cached_tokens={str(Tier.HBM): cached} if cached else {},
-        computed_tokens=len(request.tokens) - cached if told.cached is not None else 0,
+        computed_tokens=len(request.tokens) - cached if part.cached is not None else 0,
     )
 
 
 async def _refusal(status: int, chunks: AsyncGenerator[bytes, None]) -> KVStoreError:
+    """Return the error for a response with another status than 200."""
     try:
-        why, param = error_in(document_of(await _body(chunks)))
+        why, param = parse_error(parse_object(await _body(chunks)))
     except NodeUnavailable as error:
         why, param = str(error), ""
-    said = f"it answers {status}: {why}"
-    if status in REFUSING:
-        return InvalidRequest(param or "request", said)
-    return TooManyCalls(said) if status == 429 else NodeUnavailable(said)
+    text = f"it answers {status}: {why}"
+    if status in BAD_REQUEST:
+        return InvalidRequest(param or "request", text)
+    return TooManyCalls(text) if status == 429 else NodeUnavailable(text)
 
 
 async def _body(chunks: AsyncGenerator[bytes, None]) -> bytes:
-    """The whole body. Raises NodeUnavailable if it is too long."""
+    """Return the whole body. Raises NodeUnavailable if it is too long."""
     body = bytearray()
     async for chunk in chunks:
         body += chunk
@@ -363,7 +377,7 @@ def _key(path: Path | None) -> str:
     except (OSError, UnicodeDecodeError) as error:
         raise InvalidRequest("backend", f"{path}: {error}") from error
     if not key or not key.isascii() or not key.isprintable():
-        raise InvalidRequest("backend", f"{path} has no API key in it")
+        raise InvalidRequest("backend", f"{path} contains no API key")
     return key
 
 

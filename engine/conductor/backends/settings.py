@@ -1,4 +1,4 @@
-"""Settings of a back end: ``http://HOST:PORT tokenizer=FOLDER events=tcp://HOST:PORT ...``."""
+"""Settings of a back end, as a text: ``http://HOST:PORT tokenizer=FOLDER events=tcp://HOST:PORT ...``."""
 
 from __future__ import annotations
 
@@ -20,19 +20,21 @@ _ENDPOINT: Final = re.compile(r"tcp://[^\s/*]+:[0-9]{1,5}|ipc:///\S+")
 
 @dataclass(frozen=True, kw_only=True)
 class BackendSettings:
-    """One back end.
+    """The settings of one back end.
 
     Attributes:
-        url: http or https, host and port; OpenAI's API is at its ``/v1``.
-        tokenizer: the folder of its model's tokenizer and chat template; "bytes": a byte is a token.
-        model: its name there and here; empty: the first one that it lists.
-        dialect: "openai": only OpenAI's own parameters; "vllm": it reports token ids, and keeps salts apart.
-        key_file: the file with its API key; only its owner may read it.
-        ca: PEM file of authorities that sign its certificate; None: those of the system.
-        events, replay: ZMQ endpoints of its KV events; empty: it publishes none.
-        page_tokens: the page size that we use for it. Its blocks may have another size.
-        context: tokens of one sequence; 0: as it reports.
-        batch: sequences that it decodes together.
+        url: http or https, with host and port. OpenAI's API is at ``/v1`` below it.
+        tokenizer: the folder of the model's tokenizer and chat template; "bytes": every byte is a token.
+        model: the model's name, both there and here; empty: the first model that the back end lists.
+        dialect: "openai": the back end accepts only OpenAI's own parameters. "vllm": it also reports token ids, and
+            separates the pages of different salts.
+        key_file: the file with the API key; only its owner may read it.
+        ca: the PEM file of the authorities that sign its certificate; None: those of the system.
+        events: the ZMQ endpoint of its KV events; empty: it publishes none.
+        replay: the ZMQ endpoint that replays missed events; empty: there is none.
+        page_tokens: the size of the pages that stand for its blocks, which may have another size.
+        context: the longest sequence, in tokens; 0: as the back end reports.
+        batch: how many sequences it decodes together.
     """
 
     url: str
@@ -49,7 +51,7 @@ class BackendSettings:
 
     @property
     def name(self) -> str:
-        """The name of the engine that represents it here."""
+        """The name of the engine that represents the back end here."""
         return self.url
 
     def __str__(self) -> str:
@@ -58,18 +60,18 @@ class BackendSettings:
 
 
 def parse_backends(value: object, name: str = "backend") -> tuple[BackendSettings, ...]:
-    """Parse back ends from ``"URL WORD=VALUE ..."``, several separated by commas, or from a list of them.
+    """Parse back ends from texts ``"URL WORD=VALUE ..."``: from a list of them, or from one text with commas between.
 
     Raises:
-        InvalidRequest: one of them is not valid, or two have the same address.
+        InvalidRequest: a text is not valid, or two back ends have the same address.
     """
     parts = value.split(",") if isinstance(value, str) else value
     if not isinstance(parts, list | tuple):
-        raise InvalidRequest(name, f"{value!r} is not URL tokenizer=FOLDER ..., nor a list of them")
-    found = tuple(_backend(part, name) for part in parts if part != "")
-    if len({each.name for each in found}) < len(found):
+        raise InvalidRequest(name, f"must be URL tokenizer=FOLDER ..., or a list of these (got {value!r})")
+    backends = tuple(_backend(part, name) for part in parts if part != "")
+    if len({each.name for each in backends}) < len(backends):
         raise InvalidRequest(name, "two have the same address")
-    return found
+    return backends
 
 
 def _backend(value: object, name: str) -> BackendSettings:
@@ -77,23 +79,23 @@ def _backend(value: object, name: str) -> BackendSettings:
         return value
     url, *words = value.split() if isinstance(value, str) else [""]
     if not is_http_address(url) or re.search(r"[@?#]", url):
-        raise InvalidRequest(name, f"{value!r} does not begin with http://HOST:PORT or https://HOST:PORT")
-    given: dict[str, Any] = {}
+        raise InvalidRequest(name, f"must begin with http://HOST:PORT or https://HOST:PORT (got {value!r})")
+    values: dict[str, Any] = {}
     for word in words:
         key, _, text = word.partition("=")
-        if key not in _WORDS or not text or key in given:
+        if key not in _WORDS or not text or key in values:
             raise InvalidRequest(name, f"{word!r} is not one of {'=, '.join(_WORDS)}=, each once")
-        given[key] = _WORDS[key](text, f"{name}: {key}")
-    if "tokenizer" not in given:
+        values[key] = _WORDS[key](text, f"{name}: {key}")
+    if "tokenizer" not in values:
         raise InvalidRequest(name, f"{url}: tokenizer=FOLDER is missing (or tokenizer={BYTES}: a byte is a token)")
-    made = BackendSettings(url=url.rstrip("/"), **given)
-    if made.replay and not made.events:
-        raise InvalidRequest(name, f"{url}: replay= goes with events=")
-    if not 1 <= made.page_tokens <= PAGE_TOKENS_MAX:
-        raise InvalidRequest(name, f"{url}: page_tokens must be from 1 to {PAGE_TOKENS_MAX}")
-    if made.batch < 1:
-        raise InvalidRequest(name, f"{url}: batch must be 1 or more")
-    return made
+    settings = BackendSettings(url=url.rstrip("/"), **values)
+    if settings.replay and not settings.events:
+        raise InvalidRequest(name, f"{url}: replay= needs events=")
+    if not 1 <= (tokens := settings.page_tokens) <= PAGE_TOKENS_MAX:
+        raise InvalidRequest(name, f"{url}: page_tokens must be from 1 to {PAGE_TOKENS_MAX} (got {tokens})")
+    if settings.batch < 1:
+        raise InvalidRequest(name, f"{url}: batch must be 1 or more (got {settings.batch})")
+    return settings
 
 
 def _text(value: str, name: str) -> str:
@@ -102,13 +104,13 @@ def _text(value: str, name: str) -> str:
 
 def _dialect(value: str, name: str) -> str:
     if value not in DIALECTS:
-        raise InvalidRequest(name, f"{value!r} is not one of {', '.join(DIALECTS)}")
+        raise InvalidRequest(name, f"must be one of {', '.join(DIALECTS)} (got {value!r})")
     return value
 
 
 def _endpoint(value: str, name: str) -> str:
     if _ENDPOINT.fullmatch(value) is None:
-        raise InvalidRequest(name, f"{value!r} is not tcp://HOST:PORT or ipc:///PATH")
+        raise InvalidRequest(name, f"must be tcp://HOST:PORT or ipc:///PATH (got {value!r})")
     return value
 
 

@@ -1,1 +1,1 @@
-"""The OpenAI-compatible HTTP server of a conductor."""
+"""HTTP: OpenAI's API in front of a conductor."""

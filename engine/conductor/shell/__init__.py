@@ -1,3 +1,1 @@
-"""Carries out a conductor's decisions: finds engines and nodes, reads their reports, sends requests, streams
-answers.
-"""
+"""Shell: follows engines and nodes, carries out the decisions of a conductor, and streams answers."""

@@ -1,8 +1,9 @@
-"""Clusters: other pools whose engines compute prompts for ours (PrfaaS: selective offload to a remote cluster).
+"""Clusters: remote pools whose engines compute prompts for this pool (PrfaaS: selective offload to a remote cluster).
 
-A remote cluster appears here as one engine per model, which computes as many prompts at a time as the cluster has
-engines for it. Its conductor reports what they are and how busy; when a prompt goes there, the conductor is asked again
-which of its engines is to compute it. The answering engine then pulls the KV from that one, as from any other.
+A remote cluster appears as one engine for each model. That engine computes as many prompts at a time as the cluster has
+engines for the model. The conductor of the cluster reports these engines and how busy they are. When a prompt goes
+there, that conductor chooses which of its engines computes it. The answering engine pulls the KV from the chosen
+engine, as it does within its own pool.
 """
 
 from __future__ import annotations
@@ -26,7 +27,7 @@ from engine.conductor.shell.reports import (
     REQUESTS_MAX,
     TEXT_MAX,
     TOKENS_MAX,
-    Said,
+    ReportReader,
 )
 from engine.conductor.state import events as ev
 from engine.conductor.state.engine_table import EngineAbout, LoadReport
@@ -38,8 +39,8 @@ from kvstore.pb import conductor_pb2, store_pb2
 
 CONDUCTORS: Final = "kvstore.v1.Conductor"
 STATUS_S: Final = 5.0
-ROUTE_S: Final = 1.0  # how long a prompt waits for this: after that another engine computes it sooner
-MODELS_MAX: Final = 64
+ROUTE_S: Final = 1.0  # how long a prompt waits for a route: after that, another engine computes it sooner
+MODELS_MAX: Final = 64  # models of one cluster that are used
 
 log = logging.getLogger("kvstore.conductor")
 
@@ -51,42 +52,42 @@ class ConductorLink(GrpcLink):
         super().__init__(CONDUCTORS, address)
 
     async def status(self) -> dict[str, Any]:
-        """What it is, what it knows, what waits."""
+        """Return the state of the conductor: its engines, nodes and requests."""
         return document(await self._call("Status", store_pb2.Empty(), Struct, STATUS_S))
 
     async def route(self, request: Request, model: str) -> dict[str, Any]:
-        """Where it would send this prompt, and why."""
-        said = conductor_pb2.RouteRequest(request=submit_request(request), model=model)
-        return document(await self._call("Route", said, Struct, ROUTE_S))
+        """Return where the conductor would send this request, and why."""
+        message = conductor_pb2.RouteRequest(request=submit_request(request), model=model)
+        return document(await self._call("Route", message, Struct, ROUTE_S))
 
 
 @dataclass(frozen=True, slots=True)
 class _Offer:
-    """What a cluster has for one model: the engines of one layout."""
+    """The engines of a cluster that serve one model with one layout, described as a single engine."""
 
     about: EngineAbout
     report: LoadReport
-    addresses: Mapping[str, str]  # by the engine's name in that cluster
+    addresses: Mapping[str, str]  # addresses of the engines, by their names in that cluster
 
 
 class RemoteCluster:
-    """One remote cluster, as its catalog entry describes it. Belongs to one event loop.
+    """One remote cluster of the catalog. Belongs to one event loop.
 
     Args:
-        handle: receives the resulting events.
+        handle: is called with each event that follows.
     """
 
     def __init__(self, entry: ClusterEntry, handle: Callable[[ev.ConductorEvent], None]) -> None:
         self.link = ConductorLink(entry.addresses[0])
         self._entry = entry
         self._handle = handle
-        self._offers: dict[str, _Offer] = {}  # by their names here
+        self._offers: dict[str, _Offer] = {}  # by the name of the engine that represents them here
 
-    async def ask(self) -> None:
-        """Ask what it has, and how busy that is.
+    async def poll(self) -> None:
+        """Ask the cluster for its engines and their load.
 
         Raises:
-            KVStoreError: it does not answer, or its answer is not valid.
+            KVStoreError: the cluster does not answer, or its answer is not valid.
         """
         for name in self._offers:
             self._handle(ev.ReportRequested(time.monotonic(), name))
@@ -102,13 +103,13 @@ class RemoteCluster:
                 self._handle(ev.EngineFound(now_s, offer.about, Role.PREFILL))
             self._handle(ev.LoadReported(now_s, name, offer.report))
 
-    def silent(self) -> None:
-        """Record that it did not answer."""
+    def mark_silent(self) -> None:
+        """Record that the cluster did not answer."""
         for name in self._offers:
             self._handle(ev.EngineSilent(time.monotonic(), name))
 
-    def lost(self) -> None:
-        """Record that it has left the catalog."""
+    def remove(self) -> None:
+        """Record that the cluster has left the catalog."""
         for name in self._offers:
             self._handle(ev.EngineLost(time.monotonic(), name))
         self._offers.clear()
@@ -116,47 +117,51 @@ class RemoteCluster:
     def __contains__(self, name: str) -> bool:
         return name in self._offers
 
-    async def computes(self, name: str, request: Request) -> str:
-        """The address of the engine that is to compute this prompt, among those that have this name here.
+    async def choose_engine(self, name: str, request: Request) -> str:
+        """Return the address of the engine that will compute this prompt.
+
+        Args:
+            name: the engine that represents the model of the cluster here.
 
         Raises:
-            KVStoreError: no engine there can, or it does not answer.
+            KVStoreError: no engine of the cluster can compute it, or the cluster does not answer.
         """
         offer = self._offers[name]
-        told = await self.link.route(replace(request, generated=0, prefill=None), offer.about.model)
-        candidates = told.get("candidates")
-        for candidate in candidates if isinstance(candidates, list) else ():  # the best one first
+        reply = await self.link.route(replace(request, generated=0, prefill=None), offer.about.model)
+        candidates = reply.get("candidates")
+        for candidate in candidates if isinstance(candidates, list) else ():  # the best is first
             engine = candidate.get("engine") if isinstance(candidate, dict) else None
             if isinstance(engine, str) and engine in offer.addresses and not candidate.get("silent"):
                 return offer.addresses[engine]
-        raise NodeUnavailable(f"{self._entry.offered}: {str(told.get('why', 'no engine computes it'))[:TEXT_MAX]}")
+        raise NodeUnavailable(f"{self._entry.offered}: {str(reply.get('why', 'no engine can compute it'))[:TEXT_MAX]}")
 
 
 def _offers(entry: ClusterEntry, status: Mapping[str, Any]) -> dict[str, _Offer]:
-    """By model, its engines that compute prompts; with several layouts the one that most engines have.
+    """Return the offers of a cluster, by name. If a model has several layouts, the one with most engines is offered.
 
     Raises:
-        VersionMismatch: its answer is not valid.
+        VersionMismatch: the status is not valid.
     """
-    found: dict[tuple[str, str], dict[str, Said]] = {}
-    for name, engine in sorted(Said(entry.addresses[0], status).part("engines").items(), key=lambda each: each[0]):
-        not_its_own = engine.flag("foreign") or engine.number("egress_bytes_per_s", 0, EGRESS_MAX)
-        if engine.role("role") != Role.DECODE and not engine.flag("draining") and not not_its_own:
-            found.setdefault((engine.text("model"), engine.text("layout", FINGERPRINT)), {})[name] = engine
-    most = sorted(found.items(), key=lambda each: (len(each[1]), each[0]))[-MODELS_MAX:]
-    return {offer.about.name: offer for offer in (_offer(entry, *key, engines) for key, engines in most)}
+    groups: dict[tuple[str, str], dict[str, ReportReader]] = {}  # by model and layout: engines by name
+    engines = ReportReader(entry.addresses[0], status).part("engines").items()
+    for name, engine in sorted(engines, key=lambda each: each[0]):
+        is_external = engine.flag("foreign") or engine.number("egress_bytes_per_s", 0, EGRESS_MAX)
+        if engine.role("role") != Role.DECODE and not engine.flag("draining") and not is_external:
+            groups.setdefault((engine.text("model"), engine.text("layout", FINGERPRINT)), {})[name] = engine
+    largest_last = sorted(groups.items(), key=lambda each: (len(each[1]), each[0]))[-MODELS_MAX:]
+    return {offer.about.name: offer for offer in (_offer(entry, *key, group) for key, group in largest_last)}
 
 
-def _offer(entry: ClusterEntry, model: str, layout: str, engines: Mapping[str, Said]) -> _Offer:
-    one = next(iter(engines.values()))
+def _offer(entry: ClusterEntry, model: str, layout: str, engines: Mapping[str, ReportReader]) -> _Offer:
+    first = next(iter(engines.values()))
     speeds = [each.number("prefill_tokens_per_s", 0, RATE_MAX) for each in engines.values()]
     about = EngineAbout(
         name=f"{entry.offered}/{model}",
         address=entry.addresses[0],
         model=model,
         layout=layout,
-        page_tokens=one.whole("page_tokens", 1, PAGE_TOKENS_MAX),
-        kv_bytes=one.whole("kv_bytes", 1, PAGE_BYTES_MAX),
+        page_tokens=first.whole("page_tokens", 1, PAGE_TOKENS_MAX),
+        kv_bytes=first.whole("kv_bytes", 1, PAGE_BYTES_MAX),
         host=entry.host,
         zone=entry.offered,
         context_max=max(each.whole("context_max", 0, TOKENS_MAX) for each in engines.values()),

@@ -1,9 +1,9 @@
-"""Conductor: performs the decisions of ``ConductorState``. All methods but ``update_members`` run on one event loop.
+"""Conductor: performs the decisions of ``ConductorState``.
 
-::
+All methods run on one event loop, except those that say "any thread"::
 
-    FleetWatch ── found, lost, reports, pages ─▶ handle ─▶ ConductorState ─▶ instructions
-    OpenAnswer ── arrived, first token, ended, broke ─▶       │
+    FleetWatch ── members, reports, pages ─▶ handle ─▶ ConductorState ─▶ instructions
+    OpenAnswer ── arrival, first token, end, failure ─▶       │
         ▲                                                     ▼
         └───────── Send, Refuse, LoseRequest ──────────── perform ── SetRole, RestartStream ──▶ engines, nodes
 """
@@ -40,25 +40,26 @@ from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.model.prefix import Fingerprints, Keys, fingerprints, root_of
 
 TICK_S: Final = 0.02
-COUNT_S: Final = 1.0
-LOOK_S: Final = 0.02
-HASHED_AT_ONCE: Final = 1 << 15  # tokens hashed in the event loop: a few milliseconds; longer prompts use a thread
+COUNT_S: Final = 1.0  # between two counts of the pages in the index
+SETTLE_POLL_S: Final = 0.02
+HASHED_AT_ONCE: Final = 1 << 15  # tokens that are hashed in the event loop, in a few ms; longer prompts use a thread
 
-DECIDED: Final = boundary.StateGuard("state/conductor")
-_ORDERING: Final = boundary.RequestGuard("task/order")
+GUARD: Final = boundary.StateGuard("state/conductor")
+_ORDER: Final = boundary.RequestGuard("task/order")
 
 log = logging.getLogger("kvstore.conductor")
 
 
 class Conductor:
-    """A conductor. Its servers (HTTP, gRPC) use ``models``, ``answer`` and ``explain``, on its event loop.
+    """One conductor. The HTTP and gRPC servers call ``models``, ``answer`` and ``explain`` on its event loop.
 
     Args:
-        leading: the revision with which this one leads its pool now, and gives orders; None: another one does.
+        leading: returns the revision with which this conductor leads its pool now; None: another conductor leads.
 
     Attributes:
-        tally: counts since its start.
-        pages: the number of pages that nodes reported, as of the last second.
+        tally: counts since the start.
+        pages: how many pages the index had, at most ``COUNT_S`` ago.
+        membership: returns the conductor's membership in the catalog, for ``status``.
     """
 
     def __init__(self, config: ConductorConfig, tally: ConductorTally, leading: Callable[[], int | None]) -> None:
@@ -66,23 +67,23 @@ class Conductor:
         self.tally = tally
         self.leading = leading
         self.pages = 0
-        self.membership: Callable[[], dict[str, Any]] = dict  # our place in the pool, for ``status``
+        self.membership: Callable[[], dict[str, Any]] = dict
         self.state = ConductorState(config.rules)
         self.members = FleetWatch(config.engine, config.backend, tally.kv_events, self.handle)
-        self.members.changed([], [], [])
+        self.members.update([], [], [])
         self._loop = asyncio.get_running_loop()
         self._events: deque[ev.ConductorEvent] = deque()
         self._handling = False
-        self._led: int | None = None
+        self._revision: int | None = None  # the last value of ``leading`` that was handled
         self._counted_s = 0.0
         self._numbers = itertools.count(1)
-        self._answering: dict[int, OpenAnswer] = {}
+        self._answers: dict[int, OpenAnswer] = {}  # those that have not ended, by the request's number
         self._tasks: set[asyncio.Task[None]] = set()
 
     # --- decisions --------------------------------------------------------------------------------------------------
 
     def handle(self, event: ev.ConductorEvent) -> None:
-        """Decide about an event and perform what follows, which may be more events."""
+        """Decide about an event, and perform the instructions. Events that they cause are handled before it returns."""
         self._events.append(event)
         if self._handling:
             return
@@ -90,11 +91,11 @@ class Conductor:
         try:
             while self._events:
                 event = self._events.popleft()
-                began_s = time.perf_counter()
-                with DECIDED:
+                start_s = time.perf_counter()
+                with GUARD:
                     instructions = self.state.handle(event)
                     if isinstance(event, ev.RequestArrived):
-                        self.tally.decided.add(time.perf_counter() - began_s)
+                        self.tally.decided.add(time.perf_counter() - start_s)
                     for it in instructions:
                         self._perform(it)
         finally:
@@ -103,56 +104,56 @@ class Conductor:
     def _perform(self, it: do.Instruction) -> None:
         match it:
             case do.Send() | do.Refuse() | do.LoseRequest():
-                answering = self._answering.get(it.number)
-                if answering is not None:  # else its caller has just gone
-                    answering.deliver(it)
+                answer = self._answers.get(it.number)
+                if answer is not None:  # otherwise its caller has just gone
+                    answer.deliver(it)
             case do.SetRole():
-                self._later(self._set_role(it))
+                self._start_task(self._set_role(it))
             case do.RestartStream():
                 self.members.restart_stream(it.node)
             case do.CopyPrefix() | do.PrefetchPrefix():
-                self._later(self._bring(it))
+                self._start_task(self._prefetch(it))
             case _:
-                raise AssertionError(f"nothing performs {it}")
+                raise AssertionError(f"unknown instruction: {it}")
 
     async def _set_role(self, it: do.SetRole) -> None:
         known = self.members.engines.get(it.engine)
-        if known is not None and self.leading() is not None:  # checked last: leadership may have been lost since
+        if known is not None and self.leading() is not None:  # leadership may have been lost since the decision
             try:
-                with _ORDERING:
+                with _ORDER:
                     await known.link.set_role(it.role, it.order, ORDER_S)
-            except KVStoreError as error:  # its next report says what role it has
+            except KVStoreError as error:  # the next report has its role
                 log.warning("%s may keep its role: %s", it.engine, error)
         self.handle(ev.RoleOrderEnded(time.monotonic(), it.engine))
-        self.members.look(it.engine)
+        self.members.poll_now(it.engine)
 
-    async def _bring(self, it: do.CopyPrefix | do.PrefetchPrefix) -> None:
-        """Ask a node to bring pages of a request's prompt into its memory; if it cannot, nothing is lost.
+    async def _prefetch(self, it: do.CopyPrefix | do.PrefetchPrefix) -> None:
+        """Ask a node to load pages of a request's prompt into its memory. A failure loses nothing.
 
-        Such an order needs no revision: one from a leader that has been replaced only wastes transfers, within one
-        leader's budget. Any client may make this call, and it changes nothing that other conductors rely on.
+        This order needs no revision. Any client may make the same call, and no other conductor depends on its effect.
+        An order of a replaced leader only wastes transfers, within the budget of one leader.
         """
-        answering, link = self._answering.get(it.number), self.members.nodes.get(it.node)
+        answer, link = self._answers.get(it.number), self.members.nodes.get(it.node)
         layout = next((each.layout for each in self.members.engines.values() if each.about.layout == it.layout), None)
-        if answering is not None and link is not None and layout is not None and self.leading() is not None:
-            request = answering.request
+        if answer is not None and link is not None and layout is not None and self.leading() is not None:
+            request = answer.request
             tokens = request.tokens[: it.pages * layout.page_tokens]
             try:
-                with _ORDERING:
+                with _ORDER:
                     await link.prefetch(layout, request.page_salt, request.adapter, tokens, LATE_S)
             except KVStoreError as error:
-                log.debug("%s brings no pages: %s", it.node, error)
+                log.debug("%s prefetches no pages: %s", it.node, error)
         self.handle(ev.PageOrderEnded(time.monotonic(), it.order))
 
-    def _later(self, work: Coroutine[Any, Any, None]) -> None:
+    def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)
         self._tasks.add(task)
         task.add_done_callback(self._tasks.discard)
 
-    # --- its life ---------------------------------------------------------------------------------------------------
+    # --- running ----------------------------------------------------------------------------------------------------
 
     async def run(self) -> None:
-        """Until cancelled."""
+        """Follow the members and handle ticks until cancelled."""
         try:
             await boundary.task_loop("task/conductor", self._turn)
         finally:
@@ -160,16 +161,16 @@ class Conductor:
 
     async def _turn(self) -> None:
         now_s = time.monotonic()
-        if (leading := self.leading()) != self._led:
-            self._led = leading
-            self.handle(ev.LeadershipChanged(now_s, leading is not None, leading or 0))
+        if (revision := self.leading()) != self._revision:
+            self._revision = revision
+            self.handle(ev.LeadershipChanged(now_s, revision is not None, revision or 0))
         self.handle(ev.Ticked(now_s))
-        if now_s >= self._counted_s + COUNT_S:  # it brings all changes into the index
+        if now_s >= self._counted_s + COUNT_S:  # counting also merges recent changes into the index
             self.pages, self._counted_s = len(self.state.prefixes), now_s
         await asyncio.sleep(TICK_S)
 
     def status(self) -> dict[str, Any]:
-        """What it is, what it knows, what waits, as plain values for JSON. Any thread: it only reads."""
+        """Return the state of the conductor as plain values for JSON. Any thread: it only reads."""
         state, now_s = self.state, time.monotonic()
         engines = {
             name: {
@@ -214,93 +215,99 @@ class Conductor:
         return {phase: counts[phase] for phase in RequestPhase}
 
     def update_members(self, engines: list[EngineEntry], nodes: list[NodeEntry], clusters: list[ClusterEntry]) -> None:
-        """Take the members that the catalog lists now. Any thread."""
-        self._loop.call_soon_threadsafe(self.members.changed, engines, nodes, clusters)
+        """Follow the members that the catalog lists now. Any thread."""
+        self._loop.call_soon_threadsafe(self.members.update, engines, nodes, clusters)
 
-    async def settled(self, timeout_s: float) -> None:
-        """Wait at most this long until all known members have answered, so that the first decision is right."""
+    async def wait_settled(self, timeout_s: float) -> None:
+        """Wait until all listed members have answered, so that the first decisions are good; ``timeout_s`` at most."""
         until_s = time.monotonic() + timeout_s
-        while not self.members.settled and time.monotonic() < until_s:
-            await asyncio.sleep(LOOK_S)
+        while not self.members.is_settled and time.monotonic() < until_s:
+            await asyncio.sleep(SETTLE_POLL_S)
 
     @property
     def under_way(self) -> int:
-        """Requests that have not ended. Any thread."""
-        return len(self._answering)
+        """How many requests have not ended. Any thread."""
+        return len(self._answers)
 
     # --- requests ---------------------------------------------------------------------------------------------------
 
     def models(self) -> list[ServedModel]:
-        """The models that can be asked for now, by name."""
-        found: dict[str, ServedModel] = {}
+        """Return the models that engines serve now, sorted by name."""
+        models: dict[str, ServedModel] = {}
         for known in self.members.engines.values():
             name, context = known.about.model, known.about.context_max
-            before = found.get(name)
+            before = models.get(name)
             foreign = known.about.foreign and (before is None or before.foreign)
             if before is None or context > before.context_tokens:
-                found[name] = ServedModel(name, known.model_path, context, foreign)
+                models[name] = ServedModel(name, known.model_path, context, foreign)
             else:
-                found[name] = replace(before, foreign=foreign)
-        return [found[name] for name in sorted(found)]
+                models[name] = replace(before, foreign=foreign)
+        return [models[name] for name in sorted(models)]
 
     async def answer(self, request: Request) -> AsyncGenerator[AnswerPart, None]:
-        """Answer a request: ``AnswerRoute`` (again if the answer continues at another engine), ``AnswerTokens`` as
-        tokens come, one ``AnswerEnd``. Closing the generator cancels the work within a second.
+        """Yield the parts of an answer.
 
-        Parts wait for their reader: a slow one holds up only this answer, and a bounded part of it.
+        The first part is an ``AnswerRoute``; another one comes whenever the answer continues at another engine.
+        ``AnswerTokens`` follow as tokens come, and the last part is one ``AnswerEnd``. Closing the generator ends the
+        work within a second. A slow reader delays only this answer, and only a bounded part of it is buffered.
 
         Raises:
-            InvalidRequest: names the field.
-            TooManyCalls: refused; ``retry_after_s``.
-            Unavailable: no engine is there, or too many failed on it.
+            InvalidRequest: the request is not valid; names the field.
+            TooManyCalls: the request is refused; it has ``retry_after_s``.
+            Unavailable: there is no engine, or too many engines failed on the request.
         """
-        arrived = await self._arrival(request, next(self._numbers))
-        explained = self.state.explain(arrived) if request.explain else {}
-        answering = self._answering[arrived.number] = OpenAnswer(self, arrived.request, arrived.number, explained)
+        arrival = await self._arrival(request, next(self._numbers))
+        explanation = self.state.explain(arrival) if request.explain else {}
+        answer = self._answers[arrival.number] = OpenAnswer(self, arrival.request, arrival.number, explanation)
         try:
-            self.handle(arrived)
-            async with contextlib.aclosing(answering.parts()) as parts:
+            self.handle(arrival)
+            async with contextlib.aclosing(answer.parts()) as parts:
                 async for part in parts:
                     yield part
         finally:
-            await answering.end()
-            del self._answering[arrived.number]
+            await answer.cancel()
+            del self._answers[arrival.number]
 
     async def explain(self, request: Request) -> dict[str, Any]:
-        """What would be done with this request now. Changes nothing.
+        """Return what would happen to this request now, and why. Changes no state.
 
         Raises:
-            InvalidRequest: names the field.
+            InvalidRequest: the request is not valid; names the field.
         """
         return self.state.explain(await self._arrival(request, 0))
 
     def _check(self, request: Request) -> None:
+        """Raise the error for a request that no engine can serve."""
         engines = self._engines(request.model)
         if not engines:
             models = [each.name for each in self.models()]
             if not models:
                 raise NodeUnavailable("no engine is there")
             raise InvalidRequest("model", f"{request.model!r} is not one of {', '.join(models)}")
-        tokens, more = request.tokens, request.sampling.max_tokens
+        tokens, answer_tokens = request.tokens, request.sampling.max_tokens
         if tokens.dtype != np.uint32 or tokens.ndim != 1 or not len(tokens):
             raise InvalidRequest("tokens", "must be non-empty uint32")
         most = max(known.about.context_max for known in engines)
-        if len(tokens) + more > most:
-            raise InvalidRequest("tokens", f"{len(tokens)}, and {more} more: {most} fit")
-        barred = self.barred(request)
-        if len(barred) == len(engines):
-            raise next(iter(barred.values()))
+        if len(tokens) + answer_tokens > most:
+            raise InvalidRequest("tokens", f"{len(tokens)}, and {answer_tokens} more: {most} fit")
+        refusals = self.refusals(request)
+        if len(refusals) == len(engines):
+            raise next(iter(refusals.values()))
 
-    def barred(self, request: Request, begun: bool = False) -> dict[str, InvalidRequest]:
-        """See ``Decides``."""
-        found = {known.about.name: known.link.why_not(request, begun) for known in self._engines(request.model)}
-        return {name: why for name, why in found.items() if why is not None}
+    def refusals(self, request: Request, is_started: bool = False) -> dict[str, InvalidRequest]:
+        """Return the engines that cannot serve this request, and why, by name.
+
+        Args:
+            is_started: True if the engine would have to continue an answer that another engine has started.
+        """
+        errors = {each.about.name: each.link.refusal(request, is_started) for each in self._engines(request.model)}
+        return {name: error for name, error in errors.items() if error is not None}
 
     def _engines(self, model: str) -> list[KnownEngine]:
         return [known for known in self.members.engines.values() if known.about.model == model]
 
     async def _arrival(self, request: Request, number: int) -> ev.RequestArrived:
-        """A request as it arrives at the decisions. Raises what ``answer`` does."""
+        """Check a request, compute its pages, and return its event. Raises the errors of ``answer``."""
         if request.salt is None:
             request = replace(request, salt=self.config.salt)
         self._check(request)
@@ -309,14 +316,15 @@ class Conductor:
         def pages() -> dict[str, Fingerprints]:
             return {layout: _pages(request, layout, page_tokens) for layout, page_tokens in kinds}
 
-        long = len(request.tokens) * len(kinds) > HASHED_AT_ONCE
-        found = await asyncio.to_thread(pages) if long else pages()
-        return ev.RequestArrived(time.monotonic(), number, request, found, tuple(self.barred(request)))
+        is_long = len(request.tokens) * len(kinds) > HASHED_AT_ONCE
+        pages_by_layout = await asyncio.to_thread(pages) if is_long else pages()
+        return ev.RequestArrived(time.monotonic(), number, request, pages_by_layout, tuple(self.refusals(request)))
 
 
 def _pages(request: Request, layout: str, page_tokens: int) -> Fingerprints:
-    """Fingerprints of the prompt's full pages. They need no secret of the pool: they come from the first half of the
-    keys.
+    """Return the fingerprints of the prompt's full pages.
+
+    A fingerprint comes from the first half of a key, which does not depend on the secret of the pool.
     """
     keys = Keys.of(request.tokens, page_tokens, root_of(bytes.fromhex(layout), request.page_salt, request.adapter))
     return fingerprints(b"".join(keys.links))

@@ -1,5 +1,7 @@
-"""Metrics of a conductor: ``/metrics`` for Prometheus, all of them called ``kvstore_conductor_*``. ``METRICS`` is the
-list. The number of series is bounded: labels are outcomes, phases, roles and gRPC methods.
+"""Metrics of a conductor, which ``/metrics`` shows to Prometheus.
+
+All names begin with ``kvstore_conductor_``, and ``METRICS`` lists them. The labels are outcomes, phases, roles, paths
+and gRPC methods, so the number of series is bounded.
 """
 
 from __future__ import annotations
@@ -17,8 +19,6 @@ from kvstore.server.metrics import INTERNAL_ERRORS, MEMBERSHIP, SHED_HELP, Daemo
 
 PREFIX: Final = "kvstore_conductor"
 
-_about = partial(metric_info, PREFIX)
-
 OUTCOMES: Final = ("stop", "eos", "length", "cancelled", "refused", "failed")
 
 _about = partial(metric_info, PREFIX)
@@ -30,26 +30,45 @@ HTTP_METRICS: Final = (
     _about("gauge", "http_connections", "HTTP connections that are open."),
     _about("counter", "http_sent_bytes", "Bytes of replies over HTTP."),
 )
-GONE: Final = 499
+GONE: Final = 499  # the status that counts a request whose client has gone
 
 METRICS: Final = (
     _about("counter", "answers", f"Requests that ended: {', '.join(OUTCOMES)}.", "outcome"),
-    _about("counter", "routed", "Requests sent to engines; one that goes on elsewhere counts again."),
-    _about("counter", "broken", "Times that an engine failed on an answer, which went on elsewhere or was lost."),
-    _about("counter", "role_refusals", "Times that an engine refused a request for its role, which was routed again."),
+    _about("counter", "routed", "Requests sent to engines. A request that continues at another engine counts again."),
+    _about(
+        "counter",
+        "broken",
+        "Failures of engines on answers, which then continued at another engine or were lost.",
+    ),
+    _about(
+        "counter",
+        "role_refusals",
+        "Requests that an engine refused because of its role. They were routed again.",
+    ),
     _about("counter", "prompt_tokens", "Tokens of the prompts of requests that were answered."),
     _about("counter", "completion_tokens", "Tokens generated for them."),
     _about("counter", "kv_events", f"KV events of back ends: {', '.join(KV_OUTCOMES)}.", "outcome"),
-    _about("histogram", "decision_seconds", "Time of a decision about a request that arrives."),
+    _about("histogram", "decision_seconds", "Time of a decision about a new request."),
     _about("histogram", "ttft_seconds", "Time from a request's arrival to its first token."),
-    _about("gauge", "requests_here", "Requests by phase: waiting, kept (for a prefix), sent, decoding.", "phase"),
-    _about("gauge", "engines", "Engines that are known, by role.", "role"),
-    _about("gauge", "engines_draining", "Engines among them that take nothing new."),
+    _about(
+        "gauge",
+        "requests_here",
+        "Requests by phase: waiting, kept (for a prefix), sent, decoding.",
+        "phase",
+    ),
+    _about("gauge", "engines", "Engines that serve requests, by role.", "role"),
+    _about("gauge", "engines_draining", "Engines that drain: they accept no new requests."),
     _about("gauge", "nodes", "Nodes whose pages are followed."),
     _about("gauge", "index_pages", "Pages that nodes have reported."),
-    _about("gauge", "leads", "1 where this conductor gives the orders of its pool."),
+    _about("gauge", "leads", "1 if this conductor leads its pool and gives the orders."),
     *HTTP_METRICS,
-    _about("counter", "grpc_calls", "gRPC calls that ended, by status code; refused ones as well.", "method", "code"),
+    _about(
+        "counter",
+        "grpc_calls",
+        "gRPC calls that ended, by status code, including refused ones.",
+        "method",
+        "code",
+    ),
     _about("counter", "grpc_shed_calls", SHED_HELP, "reason"),
     _about("histogram", "grpc_call_duration_seconds", "Time from a call's arrival to its end.", "method"),
     _about("counter", "grpc_bytes", "Bytes of messages over gRPC.", "direction"),
@@ -58,21 +77,29 @@ METRICS: Final = (
     _about("gauge", "uptime_seconds", "Time since this conductor started."),
     _about("gauge", "process_resident_bytes", "Memory of the process that is resident."),
     _about("counter", "process_cpu_seconds", "Processor time of the process."),
-    _about("gauge", "build_info", "1; the labels say what runs.", "version", "python", "name", "policy"),
+    _about(
+        "gauge",
+        "build_info",
+        "Always 1. Its labels describe this conductor.",
+        "version",
+        "python",
+        "name",
+        "policy",
+    ),
 )
 
 
 class ConductorTally:
-    """Counts.
+    """Counts since the start of a conductor.
 
     Attributes:
-        outcomes: ended answers, by outcome.
-        routed: requests that were sent to engines; one that goes on elsewhere counts again.
-        broken: times that an engine failed on an answer.
-        role_refusals: times that an engine refused a request because of its role, which was then routed again.
-        decided: time of the decision about an arriving request.
-        ttft: from a request's arrival to its first token.
-        kv_events: outcomes of KV events of foreign engines.
+        outcomes: answers that ended, by outcome.
+        routed: requests sent to engines. A request that continues at another engine counts again.
+        broken: how many times an engine failed on an answer.
+        role_refusals: how many times an engine refused a request because of its role.
+        decided: the time of a decision about a new request.
+        ttft: the time from a request's arrival to its first token.
+        kv_events: KV events of foreign engines, by outcome.
     """
 
     def __init__(self) -> None:
@@ -83,7 +110,15 @@ class ConductorTally:
 
 
 class HttpTally:
-    """Written by the server's event loop, read by any thread. Paths are those that are served, and "other"."""
+    """Counts of the HTTP server. Its event loop writes them, and any thread may read them.
+
+    Attributes:
+        ended: requests that ended, by path and status. Paths that are not served count as "other".
+        first_token: the time from a request's arrival to the first part of its answer.
+        requests_here: requests that have not ended.
+        connections: open connections.
+        sent_bytes: bytes of replies.
+    """
 
     def __init__(self) -> None:
         self.ended: Counter[tuple[str, int]] = Counter()
@@ -93,7 +128,7 @@ class HttpTally:
         self.sent_bytes = 0
 
     def add_samples(self, add: Families) -> None:
-        """Add a sample of each of ``HTTP_METRICS``."""
+        """Add the samples of ``HTTP_METRICS``."""
         for (path, code), count in dict(self.ended).items():
             add("http_requests", count, path, str(code))
         add.durations("http_first_token_seconds", self.first_token)
@@ -105,8 +140,12 @@ class HttpTally:
 class ConductorMetrics(DaemonMetrics):
     """Samples the metrics of a conductor.
 
+    Args:
+        status: returns ``Conductor.status``.
+        calls: counts of gRPC calls.
+
     Attributes:
-        http: counts of its HTTP server, once that is open.
+        http: counts of the HTTP server; None: it is not open.
     """
 
     def __init__(
@@ -117,11 +156,11 @@ class ConductorMetrics(DaemonMetrics):
         self._tally = tally
         self._status = status
         self._calls = calls
-        self._began_s = time.monotonic()
+        self._start_s = time.monotonic()
         self.http: HttpTally | None = None
 
     def add_samples(self, add: Families) -> None:
-        """See ``DaemonMetrics``."""
+        """Add the samples of ``METRICS``."""
         tally, status = self._tally, self._status()
         for outcome in OUTCOMES:
             add("answers", tally.outcomes[outcome], outcome)
@@ -145,4 +184,4 @@ class ConductorMetrics(DaemonMetrics):
             self.http.add_samples(add)
         if self._calls is not None:
             add.grpc(self._calls)
-        add.process(time.monotonic() - self._began_s, self._name, str(status["policy"]))
+        add.process(time.monotonic() - self._start_s, self._name, str(status["policy"]))
