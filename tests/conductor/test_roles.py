@@ -35,7 +35,7 @@ def test_a_request_that_is_refused_for_a_role_goes_elsewhere_and_bars_nobody(mac
             assert status["role_refusals"] == 1 and status["answers"]["length"] == 4
             assert status["engines"][proxy.address]["role_unsure"], "nothing goes there on a guess"
             out = {each["engine"]: each["why"] for each in client.route(prompt(20))["left_out"]}
-            assert "refused a request for its role" in out[proxy.address], out
+            assert "refused a request because of its role" in out[proxy.address], out
             operator.set_role(Role.BOTH)
             proxy.passes.set()
             wait_until("it answers again", lambda: client.answer(prompt(20)).routes[0]["answers"] == proxy.address)
