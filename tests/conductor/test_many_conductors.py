@@ -142,7 +142,7 @@ def test_an_engine_that_refuses_for_its_role_is_asked_again_and_not_barred() -> 
     assert {send(made, next(numbers)) for _ in range(4)} == {"e1"}
     explained = made.explain(arrival(99, pages_of(1)))
     (out,) = explained["left_out"]  # type: ignore[misc]
-    assert out["engine"] == "e0" and "refused a request for its role" in out["why"]
+    assert out["engine"] == "e0" and "refused a request because of its role" in out["why"]
     made.engines["e0"].admission.set_role(Role.BOTH, None)
     report(made, "e0", Role.BOTH)
     assert made.now_s < AVOID_S and "e0" in {send(made, next(numbers)) for _ in range(6)}
