@@ -370,11 +370,6 @@ class PutDrain:
         if puts is not None and slot is not None:
             puts.free(slot)
 
-    def watched(self, watched: bool) -> None:
-        """Record whether the log is polled; otherwise clients that publish must wake the node."""
-        if self._puts is not None:
-            self._puts.asleep = not watched
-
 
 def _together(records: list[_Record]) -> Iterator[list[_Record]]:
     """Group the records, in order, into lists that are performed as one decision each."""

@@ -34,8 +34,9 @@ from kvstore.wire.control import Op
 log = logging.getLogger("kvstore.control")
 
 POLL_S = 0.5
-WATCH_S = 0.001  # between looks at the log of puts, ...
-QUIET_S = 0.05  # ... until nothing was published for this long
+WATCH_S = 0.001  # between looks at the log of puts while clients publish, and ...
+QUIET_S = 0.05  # ... for this long after the last record
+WATCH_QUIET_S = 0.01  # between looks at other times, while there are connections: 0.1 % of a core
 HELLO_S = 5.0  # a connection that says nothing within this is closed
 BACKLOG = 128
 CONNECTIONS_MAX = 1024
@@ -138,7 +139,7 @@ class ControlServer:
         self._swept_s = time.monotonic()
         self._deaf_until_s = 0.0  # no new connection is taken until then; 0: they are
         self._drained = 0
-        self._quiet_at: float | None = None  # when polling the log of puts ends; None: it is not polled
+        self._quiet_at = 0.0  # until then the log of puts is looked at every ``WATCH_S``
         self._thread = threading.Thread(target=self._serve, name="kvstore-control", daemon=True)
         self._listener: socket.socket
         self._poll: select.epoll
@@ -160,7 +161,6 @@ class ControlServer:
         self._listener, self._poll = listener, select.epoll()
         for heard in (listener, self._slow.bell, self._deletions.bell):
             self._poll.register(heard, select.EPOLLIN)
-        self._node.puts.watched(False)
         self._thread.start()
 
     def stop(self) -> None:
@@ -210,18 +210,15 @@ class ControlServer:
                 self._poll.modify(fd, 0)  # all that is heard of it now is that it hangs up
 
     def _watch_puts(self) -> float:
-        """Take in what clients published; how long to wait for requests then. While they publish it is looked at all
-        the time, so that they need not wake anybody; after ``QUIET_S`` they have to."""
+        """Drain the log of puts. Return how long to wait for requests before the next look, in seconds: clients that
+        publish do not wake this thread."""
         puts, now = self._node.puts, time.monotonic()
         puts.drain()
         if puts.times != self._drained:
-            puts.watched(True)
             self._drained, self._quiet_at = puts.times, now + QUIET_S
-        elif self._quiet_at is not None and now >= self._quiet_at:
-            self._quiet_at = None
-            puts.watched(False)
-            return 0.0  # sessions that published since then did not wake us: look once more
-        return WATCH_S if self._quiet_at is not None else POLL_S
+        if not self._connections:
+            return POLL_S
+        return WATCH_S if now < self._quiet_at else WATCH_QUIET_S
 
     def _accept(self) -> None:
         try:

@@ -4,14 +4,14 @@ Each session has a slot: three words and a ring of records. A record is the very
 sent (``SEAL_GRANTED``, say), so the daemon takes it in as if it had come over the socket::
 
     0       head      magic, version, id, slots, bytes of a ring
-    4 KiB   words     session[SLOTS]   published[SLOTS]   drained[SLOTS]   asleep   deciding
+    4 KiB   words     session[SLOTS]   published[SLOTS]   drained[SLOTS]   deciding
     8 KiB   rings     SLOTS times RING_BYTES:  | length, sum, request | length, sum, request | ...
 
 ``published`` and ``drained`` are positions that only grow; a position's place is its remainder by ``RING_BYTES``. The
 client writes a record's bytes, then ``published``; the daemon performs what a record asks for, then stores ``drained``.
 So a record that is half written was never published, and one that was performed but not marked (a kill in between) is
 performed again, which changes nothing: its frames are not granted any more. The daemon alone writes ``session``,
-``drained``, ``asleep`` and ``deciding`` (see ``shm.put_log``). A record lies in one piece: one that does not
+``drained`` and ``deciding`` (see ``shm.put_log``). A record lies in one piece: one that does not
 fit before the ring's end starts at its front.
 
 Worked example: the ring of slot 3 is taken in up to position 262,000 of 262,144 * n. A request of 500 bytes needs 520:
@@ -58,7 +58,7 @@ RING_BYTES: Final = 256 << 10  # of a slot: memory from its first session on
 REQUEST_BYTES_MAX: Final = RING_BYTES // 2 - 32  # a ring with nothing in it has room for one, wherever it begins
 
 _MAGIC: Final = int.from_bytes(b"KVSPUTS1", "little")
-_VERSION: Final = 1
+_VERSION: Final = 2
 _HEAD: Final = struct.Struct("<5Q")
 _WORDS_AT: Final = 4096
 _RINGS_AT: Final = 8192
@@ -67,11 +67,11 @@ _RECORD: Final = struct.Struct("<QQ")  # length with this head and without paddi
 _SKIP: Final = (1 << 64) - 1  # in place of a length: the next record is at the ring's front
 _PUBLISHED_AT: Final = _WORDS_AT + 8 * SLOTS
 _DRAINED_AT: Final = _PUBLISHED_AT + 8 * SLOTS
-_ASLEEP_AT: Final = _DRAINED_AT + 8 * SLOTS
+_DECIDING_AT: Final = _DRAINED_AT + 8 * SLOTS
 _CLOSED: Final = 1 << 63  # with a session's id, which has fewer bits: it publishes no more
-_SESSION, _PUBLISHED, _DRAINED, _ASLEEP, _DECIDING = 0, SLOTS, 2 * SLOTS, 3 * SLOTS, 3 * SLOTS + 1  # of words
+_SESSION, _PUBLISHED, _DRAINED, _DECIDING = 0, SLOTS, 2 * SLOTS, 3 * SLOTS  # of words
 
-assert _ASLEEP_AT + 16 <= _RINGS_AT
+assert _DECIDING_AT + 8 <= _RINGS_AT
 assert 2 * (REQUEST_BYTES_MAX + _RECORD.size) <= RING_BYTES
 
 
@@ -94,7 +94,7 @@ class PutLog:
         self._map = map_
         self._words = memoryview(map_)[_WORDS_AT:_RINGS_AT].cast("Q")
         part = cast("Callable[[slice], bytes]", map_.__getitem__)
-        self.positions: Callable[[], bytes] = partial(part, slice(_PUBLISHED_AT, _ASLEEP_AT))
+        self.positions: Callable[[], bytes] = partial(part, slice(_PUBLISHED_AT, _DECIDING_AT))
 
     @classmethod
     def create(cls, folder: NodeFolder) -> PutLog:
@@ -131,18 +131,18 @@ class PutLog:
     @property
     def drained(self) -> bytes:
         """Up to which positions the daemon is through, of all slots."""
-        return self._map[_DRAINED_AT:_ASLEEP_AT]
+        return self._map[_DRAINED_AT:_DECIDING_AT]
 
     @property
     def quiet(self) -> bool:
         """Everything published has been taken in."""
         found = self._map
-        return found[_PUBLISHED_AT:_DRAINED_AT] == found[_DRAINED_AT:_ASLEEP_AT]
+        return found[_PUBLISHED_AT:_DRAINED_AT] == found[_DRAINED_AT:_DECIDING_AT]
 
     def waiting(self) -> list[int]:
         """Slots with records that have not been taken in."""
         found = self._map
-        published, drained = found[_PUBLISHED_AT:_DRAINED_AT], found[_DRAINED_AT:_ASLEEP_AT]
+        published, drained = found[_PUBLISHED_AT:_DRAINED_AT], found[_DRAINED_AT:_DECIDING_AT]
         differs = int.from_bytes(published, "little") ^ int.from_bytes(drained, "little")
         slots = []
         while differs:
@@ -218,16 +218,7 @@ class PutLog:
         """Up to which position there is something."""
         return self._words[_PUBLISHED + slot]
 
-    @property
-    def asleep(self) -> bool:
-        """True while the daemon does not look on its own: a publisher has to wake it."""
-        return bool(self._words[_ASLEEP])
-
     # --- for the daemon ---------------------------------------------------------------------------------------------
-
-    @asleep.setter
-    def asleep(self, value: bool) -> None:
-        self._words[_ASLEEP] = int(value)
 
     @property
     def deciding(self) -> bool:

@@ -14,7 +14,6 @@ is not stored: those larger than a request, those without frames, and those with
 
 from __future__ import annotations
 
-import contextlib
 import secrets
 import struct
 import time
@@ -36,7 +35,7 @@ from kvstore.client.local.publisher import PendingReply
 from kvstore.client.local.put import BATCH_BYTES, LocalPut, SealBatch
 from kvstore.client.local.tier_reader import MappedExtent
 from kvstore.device.host_memory import copy
-from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded, Unavailable
+from kvstore.errors import InvalidRequest, NodeUnavailable, QuotaExceeded
 from kvstore.model.objects import (
     NONCE_BYTES,
     About,
@@ -589,9 +588,6 @@ class ObjectsPut:
         for each in sealing.objects:
             self._stored[each.place] = True
         mapped.counters.put(mapped.row(sealing.pool.frame_class), count)
-        if publisher.unheard:
-            with contextlib.suppress(Unavailable):
-                mapped.channel.request(Op.DRAIN, flags=NO_REPLY, timeout_s=0.0)
         return True
 
     def _request(self, sealing: _Sealing) -> PendingReply:

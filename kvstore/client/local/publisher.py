@@ -170,12 +170,6 @@ class Publisher:
         log = self._log
         return log is None or log.deciding
 
-    @property
-    def unheard(self) -> bool:
-        """True while the node does not look on its own: wake it."""
-        log = self._log
-        return log is not None and log.asleep
-
 
 class PendingReply(Protocol):
     """A request on its way. Replies arrive in the order of the requests."""

@@ -66,7 +66,6 @@ class LocalPut(PendingPut):
         "_refused",
         "_publishes",
         "_published",
-        "_wakes",
         "_since",
     )
 
@@ -92,7 +91,6 @@ class LocalPut(PendingPut):
         self._sent_again = False
         self._refused = False  # the tenant's quota is used up
         self._publishes = publishes  # until a batch cannot be published: later ones depend on its seal
-        self._wakes = True  # wakes the node to take in what is published
         self._published = 0  # where the last batch's record ends in our slot
         publisher = mapped.channel.publisher
         self._since = publisher.published + 1 if publishes and publisher is not None else 0
@@ -178,11 +176,8 @@ class LocalPut(PendingPut):
         return self._pool.take_granted(len(self._keys) - page, self._purpose(page), self._mapped.timeout_s)
 
     def seal(self, page: int, addresses: list[Address]) -> None:
-        """Seal all pages from ``page`` on, which are in these frames. Called once, after ``take``.
-
-        A sleeping node is not woken: it takes them in at its next tick, or when a reader misses them.
-        """
-        self._first, self._wakes = page, False
+        """Seal all pages from ``page`` on, which are in these frames. Called once, after ``take``."""
+        self._first = page
         step = batch_pages(self._pool.frame_class.page_tokens, self._pool.frame_class.layers)
         try:
             for start in range(0, len(addresses), step):
@@ -275,9 +270,6 @@ class LocalPut(PendingPut):
         new = sum(page not in self._known for page in pages) if self._known else count
         self._new += new
         self.counters.put(mapped.row(self._pool.frame_class), new)
-        if self._wakes and publisher.unheard:
-            with contextlib.suppress(Unavailable):
-                mapped.channel.request(Op.DRAIN, flags=NO_REPLY, timeout_s=0.0)
         return True
 
     def hangs(self, publisher: Publisher, page: int) -> bool:

@@ -3,7 +3,6 @@ read."""
 
 from __future__ import annotations
 
-import contextlib
 import mmap
 import os
 import threading
@@ -171,9 +170,6 @@ class LocalSegment:
         request = encode(op, 0, count=count, a=self.number, flags=NO_REPLY, body=body)
         try:
             if publisher is not None and publisher.publish(request, [], self._mapped.header):
-                if publisher.unheard:
-                    with contextlib.suppress(Unavailable):  # the node looks there on its own later
-                        channel.request(Op.DRAIN, flags=NO_REPLY, timeout_s=0.0)
                 return True
             if time.monotonic_ns() >= self._silent_ns:
                 channel.request(op, count=count, a=self.number, body=body, timeout_s=ANSWER_S).result()
