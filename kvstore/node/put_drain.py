@@ -38,6 +38,7 @@ from kvstore.shm.put_log import Deciding, LogDamaged, PutLog
 from kvstore.state import events as ev
 from kvstore.state import instructions as do
 from kvstore.state.node_state import NodeState
+from kvstore.state.objects import NOWHERE
 from kvstore.wire import control
 from kvstore.wire.control import Message, Op
 
@@ -83,7 +84,9 @@ def objects_event(session: int, message: Message, class_of: ClassOf, now_ns: int
     addresses = control.unpack_addresses(body, count)
     rows = control.unpack_rows(body, count, frame_class.page_tokens, count * ADDRESS_BYTES)
     start = count * (ADDRESS_BYTES + identity_bytes(frame_class.page_tokens))
-    replaces = control.unpack_addresses(body, count, start)
+    stop = start + count * ADDRESS_BYTES
+    nothing = bytes(body[start:stop]) == bytes(count * ADDRESS_BYTES)
+    replaces = [NOWHERE] * count if nothing else control.unpack_addresses(body, count, start)
     addresses = _of_class(addresses, frame_class, class_of)
     return ev.SealObjects(now_ns, session, frame_class, addresses, rows, replaces)
 
@@ -267,7 +270,7 @@ class PutDrain:
 
     def _seal_objects(self, session: int, position: int, message: Message) -> ev.Event:
         event = objects_event(session, message, self._class_of, time.monotonic_ns())
-        if any(message.body[-ADDRESS_BYTES * message.entries :]):
+        if event.replaces.count(NOWHERE) != message.entries:
             raise InvalidRequest("replaces", "an object that replaces another is not published")
         event.number = position
         return event

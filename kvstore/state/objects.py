@@ -22,11 +22,11 @@ import numpy as np
 
 from kvstore.model import objects
 from kvstore.model.objects import HEAD_TAG, PIECE_TAG, HeadRows, is_object_class, pieces_of, read_row
+from kvstore.model.prefix import fingerprints
 from kvstore.model.replica import EXTRA, KEY, ROOT, Address, FrameState, Status, Tier, keys_of
 from kvstore.state import events as ev
 from kvstore.state import instructions as do
-from kvstore.state.directory_spans import spans_after, spans_at
-from kvstore.state.eviction import Page
+from kvstore.state.directory_spans import spans_at
 from kvstore.state.interfaces import ClientSession
 from kvstore.state.space import Space
 from kvstore.state.tier_pages import standings_of
@@ -98,6 +98,11 @@ class Objects:
         if (current or NOWHERE) != replaces:
             return Status.PRESENT
         return Status.BUSY if self._moving(key) else Status.OK
+
+    @property
+    def settled(self) -> bool:
+        """True while no object is on its way between tiers, and it is known which objects lower tiers hold."""
+        return not self._scans() and not self._copies.busy
 
     def absent(self, keys: list[bytes]) -> bool:
         """Whether no tier has a page of any of these keys."""
@@ -213,7 +218,8 @@ class Objects:
             out.append(do.Unindex(gone, space.tier, "dropped", "deleted", roots, spans))
 
 
-_HEAD, _PIECE = np.frombuffer(HEAD_TAG, np.uint8), np.frombuffer(PIECE_TAG, np.uint8)
+_ALONE = standings_of(0, 0, 1)
+_HEAD, _PIECE = np.frombuffer(HEAD_TAG + PIECE_TAG, np.uint64).tolist()
 _TAG = slice(EXTRA.start, EXTRA.start + len(HEAD_TAG))
 Span = tuple[int, int]
 """The pages of an object among those of a request: the first, and the one after its head."""
@@ -263,6 +269,8 @@ class ObjectBatches:
         session = self._sessions.get(event.session)
         granted = session.granted if session is not None else set[Address]()
         mine = granted.issuperset(event.addresses)
+        if new and mine and self._objects.settled and event.replaces.count(NOWHERE) == len(keys):
+            return [Status.OK] * len(spans)
         statuses = []
         for start, stop in spans:
             key = keys[stop - 1]
@@ -312,15 +320,13 @@ class ObjectBatches:
             keys, parents = [keys[page] for page in pages], [parents[page] for page in pages]
             addresses = [addresses[page] for page in pages]
         self._sessions[event.session].granted.difference_update(addresses)
-        spans = spans_after(space.segment, None, keys, 0, pool)
+        spans: list[int] = fingerprints(b"".join(keys)).tolist()  # an object is its own span
         infos: list[int] = []
-        at, used_ms = 0, event.now_ns // 1_000_000
+        stops: list[int] = []
         for start, stop in chosen:
-            infos += standings_of(0, 0, stop - start)
-            after = at + stop - start
-            leaf = Page.of(used_ms, int.from_bytes(keys[after - 1][:8], "little"), infos[-1], number)
-            space.pages.seal_chain(addresses[at:after], spans[at:after], None, leaf, number)
-            at = after
+            infos += standings_of(0, 0, stop - start) if stop - start > 1 else _ALONE
+            stops.append(len(infos))
+        space.pages.seal_objects(addresses, spans, stops, number)
         out.append(do.WriteSealed(addresses, keys, infos, rows, parents, spans=spans))
         pool.granted_ahead -= len(addresses)
         self._writing.counters["pages_sealed"] += len(addresses)
@@ -331,11 +337,10 @@ class ObjectBatches:
 
 def _spans(event: ev.SealObjects) -> list[Span]:
     """The objects of a request; empty where its pages do not form whole objects."""
-    tags = event.rows[:, _TAG]
-    heads = (tags == _HEAD).all(axis=1)
-    if not is_object_class(event.frame_class) or not heads[-1] or not ((tags == _PIECE).all(axis=1) | heads).all():
+    tags: list[int] = event.rows[:, _TAG].copy().view(np.uint64)[:, 0].tolist()
+    stops = [page for page, tag in enumerate(tags, 1) if tag == _HEAD]
+    if not is_object_class(event.frame_class) or tags[-1] != _HEAD or tags.count(_PIECE) + len(stops) != len(tags):
         return []
-    stops = (np.flatnonzero(heads) + 1).tolist()
     return list(zip([0, *stops[:-1]], stops, strict=True))
 
 

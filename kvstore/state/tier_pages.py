@@ -239,6 +239,22 @@ class TierPages:
     ) -> None:
         """Consecutive pages of one chain, whose root has that number, sealed at once; the last, ``page``, is evictable.
         Not found by this event."""
+        self._seal_all(addresses, spans, root)
+        if parent is not None:
+            self.hold(parent)
+        self._offer(addresses[-1], page)
+
+    def seal_objects(self, addresses: list[Address], spans: list[int], stops: list[int], root: int) -> None:
+        """Seal whole objects at once: the page before each of ``stops`` is a head, which is evictable, and follows its
+        pieces. Not found by this event."""
+        self._seal_all(addresses, spans, root)
+        start, used_ms = 0, self.now_ns // 1_000_000
+        for stop in stops:
+            self._offer(addresses[stop - 1], Page(used_ms, spans[stop - 1], stop - 1 - start, owner=root))
+            start = stop
+
+    def _seal_all(self, addresses: list[Address], spans: list[int], root: int) -> None:
+        """Mark these frames SEALED, each with one child."""
         extents = self.segment.extents
         size = extents[addresses[0].extent].pool.frame_class.frame_bytes
         for (number, frame, _), span in zip(addresses, spans, strict=True):
@@ -250,13 +266,13 @@ class TierPages:
                 self.holdings.expect(before, -size)
             extent.own(frame, root)
             extent.sealed += 1
-        number, frame, _ = addresses[-1]
-        extents[number].children[frame] = 0
-        if parent is not None:
-            self.hold(parent)
-        extent = extents[number]
-        extent.pool.offer(extent.slot_base + frame, page)
         self.holdings.add(root, len(addresses), len(addresses) * size)
+
+    def _offer(self, address: Address, page: Page) -> None:
+        """The page sealed in this frame has no children: it may be evicted."""
+        extent, frame = self.segment.extents[address.extent], address.frame
+        extent.children[frame] = 0
+        extent.pool.offer(extent.slot_base + frame, page)
         if self.holdings.limited:
             self.leaves.add(extent, frame, page)
 
