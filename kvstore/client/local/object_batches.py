@@ -489,18 +489,20 @@ class ObjectsPut:
     def _requests(self) -> Iterator[tuple[GrantPool, list[_Whole]]]:
         """Yield the objects to be put now, as many at a time as fit one request."""
         by_class: dict[FrameClass, list[_Whole]] = {}
-        nonces, extent_bytes = (
-            secrets.token_bytes(NONCE_BYTES * len(self._names)),
-            int(self._mapped.header.extent_bytes),
-        )
+        nonces = secrets.token_bytes(NONCE_BYTES * len(self._names))
+        extent_bytes, replaced = int(self._mapped.header.extent_bytes), self._replaced
+        last, objects = None, list[_Whole]()
         for place, (name, source) in enumerate(zip(self._names, self._sources, strict=True)):
-            if self._replaced[place] is not None and not self._replace:
+            if replaced[place] is not None and not self._replace:
                 self._stored[place] = False
                 continue
-            frame_class = class_for(name, source.nbytes, extent_bytes)
-            pieces = pieces_of(source.nbytes, frame_class.page_bytes)
-            about = About(name, source.nbytes, pieces, nonces[NONCE_BYTES * place : NONCE_BYTES * (place + 1)])
-            by_class.setdefault(frame_class, []).append(_Whole(place, about, pieces + 1))
+            size = source.nbytes
+            frame_class = class_for(name, size, extent_bytes)
+            if frame_class is not last:  # usually all values of a call have one class
+                last, objects = frame_class, by_class.setdefault(frame_class, [])
+            pieces = pieces_of(size, frame_class.page_bytes) if size > frame_class.page_bytes else 0
+            about = About(name, size, pieces, nonces[NONCE_BYTES * place : NONCE_BYTES * (place + 1)])
+            objects.append(_Whole(place, about, pieces + 1))
         for frame_class, objects in by_class.items():
             pool = self._mapped.pool(frame_class, self._root if self._publishes else b"")
             limit = min(batch_objects(frame_class.page_tokens), max(1, BATCH_BYTES // frame_class.page_bytes))

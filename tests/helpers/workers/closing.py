@@ -65,7 +65,7 @@ def store_pages(store: kvstore.Store, way: str) -> None:
                 slow(writer, "copy")
                 pages.write_layer(0, data[:, : SMALL.layer_bytes])
         else:
-            slow(object_batches.Scattered, "read")
+            slow(object_batches, "copy")
             store.put("k", data)
     except KVStoreError as error:
         log("refused", error=f"{type(error).__name__}: {error}")
