@@ -1,7 +1,7 @@
-"""AdminVerbs: what an operator asks of a node, the same through shared memory and over gRPC.
+"""The operators' verbs of every store, the same through shared memory and over gRPC.
 
-Every verb is one admin call (``node.operator.admin``): a JSON document to the node and one back. Each kind of store
-carries the call in its own way (``_admin``).
+Each verb makes one or more admin calls (``node.operator.admin``): a JSON document to the node, and one back. Each kind
+of store sends calls in its own way (``_admin``).
 """
 
 from __future__ import annotations
@@ -15,52 +15,54 @@ from typing import Any
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 from kvstore.model.prefix import Keys
 
-KEYS_PER_CALL = 2000  # named by one message, 35 bytes each
+KEYS_PER_CALL = 2000  # in one message, 35 bytes each
 KEYS_MAX = 1 << 16  # of one prompt
 EXPLAINED_PER_CALL = 500
-FIRST_TOKENS = 4096  # of a prompt: a page has no more
+FIRST_TOKENS = 4096  # the first page of a prompt has at most as many
 PINS_PER_CALL = 200
 VERIFY_POLL_S = 0.02
 
 
 def keys_argument(keys: Keys) -> dict[str, Any]:
-    """Pages as an admin call names them: ``{"keys": [hex], "root": hex}``."""
+    """Return the arguments that name these pages in an admin call: ``{"keys": [hex], "root": hex}``."""
     return {"keys": [key.hex() for key in keys.hashes], "root": keys.root.hex()}
 
 
 class AdminVerbs:
-    """Mixed into every store. Each verb raises NodeUnavailable or DeadlineExceeded if the node does not answer in time,
-    and InvalidRequest if an argument is invalid; then nothing was changed."""
+    """The verbs for operators, a base class of every store.
+
+    Each verb raises NodeUnavailable or DeadlineExceeded if the node does not answer in time, and InvalidRequest if an
+    argument is invalid; then nothing was changed."""
 
     @abstractmethod
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
-        """Make one admin call; return the node's answer."""
+        """Make one admin call and return the node's answer."""
 
     @abstractmethod
     def in_pool(self, keys: Keys) -> Keys:
         """Return the keys that these pages have in the node's pool."""
 
-    def _pages_named(self, keys: Keys) -> dict[str, Any]:
-        """Return pages as ``_admin`` takes them. Raises InvalidRequest if there are none, or too many."""
+    def _page_arguments(self, keys: Keys) -> dict[str, Any]:
+        """Return the arguments that name these pages. Raises InvalidRequest if there are none, or too many."""
         if not len(keys):
             raise InvalidRequest("keys", "must name at least one page (got none)")
-        return self._pages_sent(keys)
+        return self._encode_pages(keys)
 
-    def _pages_sent(self, keys: Keys) -> dict[str, Any]:
-        """As ``_pages_named``, for any number of pages. Pages that do not fit one message are sent ahead, in parts."""
+    def _encode_pages(self, keys: Keys) -> dict[str, Any]:
+        """Return the arguments that name these pages. Keys that do not fit one message are sent ahead, in parts."""
         keys = self.in_pool(keys)
         if len(keys) > KEYS_MAX:
             raise InvalidRequest("keys", f"must be at most {KEYS_MAX} pages (got {len(keys)})")
         if len(keys) <= KEYS_PER_CALL:
             return keys_argument(keys)
-        named: dict[str, Any] = {}
+        prompt: dict[str, Any] = {}
         for start in range(0, len(keys), KEYS_PER_CALL):
             part = keys_argument(keys[start : start + KEYS_PER_CALL])
-            named = {"prompt": self._admin("name_pages", **part, **named)["prompt"]}
-        return named
+            prompt = {"prompt": self._admin("name_pages", **part, **prompt)["prompt"]}
+        return prompt
 
     def stats(self) -> dict[str, Any]:
-        """Numbers about the node; see ``node.operator.stats``."""
+        """Return numbers about the node; see ``node.operator.stats``."""
         return self._admin("stats")
 
     def evict(
@@ -91,17 +93,18 @@ class AdminVerbs:
         Raises:
             InvalidRequest: no argument is given, more than one amount is given, or a value is invalid.
         """
-        wish = {"pages": pages, "bytes": bytes, "percent": percent, "age_s": age_s, "salt": salt}
-        wish = {name: value for name, value in wish.items() if value is not None}
-        if not wish and keys is None:
+        amounts = {"pages": pages, "bytes": bytes, "percent": percent, "age_s": age_s, "salt": salt}
+        arguments = {name: value for name, value in amounts.items() if value is not None}
+        if not arguments and keys is None:
             raise InvalidRequest("evict", "needs one of pages, bytes, percent, age_s, salt and keys (got none)")
-        if sum(field in wish for field in ("pages", "bytes", "percent")) > 1:
+        if sum(field in arguments for field in ("pages", "bytes", "percent")) > 1:
             raise InvalidRequest("evict", "takes one of pages, bytes and percent (got several)")
         for field in ("pages", "bytes"):
-            if field in wish and not _is_count(wish[field]):
-                raise InvalidRequest(field, f"must be a positive integer (got {wish[field]!r})")
-        named = self._pages_named(keys) if keys is not None else {}
-        return self._admin("evict", tier=tier, dry_run=dry_run, **wish, **named)
+            if field in arguments and not _is_count(arguments[field]):
+                raise InvalidRequest(field, f"must be a positive integer (got {arguments[field]!r})")
+        if keys is not None:
+            arguments |= self._page_arguments(keys)
+        return self._admin("evict", tier=tier, dry_run=dry_run, **arguments)
 
     def pages(
         self,
@@ -121,91 +124,89 @@ class AdminVerbs:
             tier, salt, age_s, keys: select pages, as in ``evict``.
             after: the ``next`` of an earlier answer, to continue where it ended.
 
-        Returns ``total`` and ``bytes`` of the selected pages, where a page in two tiers counts twice; ``pages``, each
-        with key, root, parent, tier, address, position in its chain, bytes, tokens, seconds since its last use, tenant,
-        model, and what keeps it: holds (children, pins), leased, pinned; and ``next`` where there are more. Pages that
-        are stored or evicted in the meantime may be missed, or listed twice.
+        Returns ``total`` and ``bytes`` of the selected pages, where a page in two tiers counts twice; ``pages``; and
+        ``next`` if more pages follow. Each page has its key, root, parent, tier, address, position in its chain, bytes,
+        tokens, seconds since its last use, tenant and model, and what protects it from eviction: holds (children,
+        pins), leased, pinned. Pages that are stored or evicted during the call may be missing, or listed twice.
         """
         if not _is_count(limit):
             raise InvalidRequest("limit", f"must be a positive integer (got {limit!r})")
-        said = {"salt": salt, "age_s": age_s, "order": order if order != "coldest" else None}
-        wish: dict[str, Any] = {name: value for name, value in said.items() if value is not None}
+        filters = {"salt": salt, "age_s": age_s, "order": order if order != "coldest" else None}
+        arguments: dict[str, Any] = {name: value for name, value in filters.items() if value is not None}
         if keys is not None:
-            wish |= self._pages_named(keys)
+            arguments |= self._page_arguments(keys)
         pages: list[dict[str, Any]] = []
         while True:  # one message holds some hundreds of pages
             place = {"after": after} if after is not None else {}
-            found = self._admin("pages", limit=limit - len(pages), tier=tier, **wish, **place)
-            pages += found["pages"]
-            after = found.get("next")
-            if after is None or len(pages) >= limit or not found["pages"]:
-                return {**found, "pages": pages}
+            answer = self._admin("pages", limit=limit - len(pages), tier=tier, **arguments, **place)
+            pages += answer["pages"]
+            after = answer.get("next")
+            if after is None or len(pages) >= limit or not answer["pages"]:
+                return {**answer, "pages": pages}
 
     def explain(self, keys: Keys) -> dict[str, Any]:
-        """What the node knows of each page of ``keys``, stored or not; see ``node.operator.explain_lookup``.
+        """Explain a lookup: return the state of each page of ``keys``, stored or not.
 
-        Returns ``pages``, one entry per key: ``tiers`` that have it, and ``leased``, ``pinned``, ``identity``,
-        ``writing`` or ``event`` if they apply. ``elsewhere``: other tenants, adapters or models under which a first
-        page of the same tokens is stored, where the first of ``keys`` is not. ``events_s``: how far back the node
-        remembers events. ``scanning``: true while the node has not read all of NVMe yet.
+        ``pages`` has one entry per key: ``tiers`` that store it, and ``leased``, ``pinned``, ``identity``, ``writing``
+        or ``event`` if they apply (see ``node.operator.explain_lookup``). If the first page is not stored,
+        ``elsewhere`` lists other tenants, adapters or models that store a page of the same tokens. ``events_s`` is the
+        age of the oldest known event. ``scanning`` is true until the node has read all of NVMe.
         """
         keys = self.in_pool(keys)
-        told: dict[str, Any] = {"pages": [], "elsewhere": [], "events_s": 0.0, "scanning": False}
+        answer: dict[str, Any] = {"pages": [], "elsewhere": [], "events_s": 0.0, "scanning": False}
         for start in range(0, len(keys), EXPLAINED_PER_CALL):
             part = self._admin("explain", **keys_argument(keys[start : start + EXPLAINED_PER_CALL]))
-            pages = told["pages"] + part["pages"]
-            told = {**part, "events_s": max(told["events_s"], part["events_s"]), "pages": pages}
-        if told["pages"] and not told["pages"][0]["tiers"]:
+            pages = answer["pages"] + part["pages"]
+            answer = {**part, "events_s": max(answer["events_s"], part["events_s"]), "pages": pages}
+        if answer["pages"] and not answer["pages"][0]["tiers"]:
             tokens = base64.b64encode(keys.tokens[:FIRST_TOKENS].astype("<u4").tobytes()).decode()
             first = self._admin("explain", **keys_argument(keys[:1]), tokens=tokens)
-            told["elsewhere"] = first["elsewhere"]
-        return told
+            answer["elsewhere"] = first["elsewhere"]
+        return answer
 
     def layouts(self, model: str | None = None) -> list[dict[str, Any]]:
-        """List layouts that pages were put under, those with most pages first: ``fingerprint``, ``layout`` (the
-        arguments of ``kvstore.Layout``; None if unknown), ``tenants`` and ``pages`` (counts). ``model`` selects the
-        layouts of one model."""
-        found: list[dict[str, Any]] = self._admin("layouts", **({"model": model} if model is not None else {}))[
-            "layouts"
-        ]
-        return found
+        """List the layouts of stored pages, the one with most pages first.
+
+        Each entry has ``fingerprint``, ``layout`` (the arguments of ``kvstore.Layout``; None if unknown), and the
+        numbers of ``tenants`` and ``pages``. ``model`` selects the layouts of one model."""
+        arguments = {"model": model} if model is not None else {}
+        layouts: list[dict[str, Any]] = self._admin("layouts", **arguments)["layouts"]
+        return layouts
 
     def pin(self, keys: Keys, ttl_s: float) -> dict[str, Any]:
-        """Protect the stored pages of ``keys`` from eviction for ``ttl_s`` seconds:
-        ``{"pin", "pages", "bytes", "until"}``.
+        """Protect the stored pages of ``keys`` from eviction for ``ttl_s`` seconds.
 
-        ``until`` is in seconds since the epoch. A pin outlives this store and the daemon, but not a reboot.
+        Returns ``{"pin", "pages", "bytes", "until"}``; ``until`` is in seconds since the epoch. A pin stays after this
+        store or the daemon has ended, but not after a reboot.
         """
-        return self._admin("pin", ttl_s=ttl_s, **self._pages_named(keys))
+        return self._admin("pin", ttl_s=ttl_s, **self._page_arguments(keys))
 
     def unpin(self, pin: str | int | None = None, keys: Keys | None = None) -> dict[str, Any]:
-        """End a pin, by its id or by what it pins."""
+        """End a pin, named by its id or by its pages."""
         if (pin is None) == (keys is None):
             raise InvalidRequest("pin", "needs either the id of a pin or keys")
-        return self._admin("unpin", **({"pin": pin} if keys is None else self._pages_named(keys)))
+        return self._admin("unpin", **({"pin": pin} if keys is None else self._page_arguments(keys)))
 
     def pins(self) -> dict[str, Any]:
-        """List all pins as ``pins``, and ``bytes`` that they keep per tier."""
-        found = self._admin("pins", limit=PINS_PER_CALL)
-        pins = list(found["pins"])
-        while "next" in found:
-            found = self._admin("pins", limit=PINS_PER_CALL, after=found["next"])
-            pins += found["pins"]
-        return {**found, "pins": pins}
+        """List all pins as ``pins``, and as ``bytes`` how much of each tier they protect."""
+        answer = self._admin("pins", limit=PINS_PER_CALL)
+        pins = list(answer["pins"])
+        while "next" in answer:
+            answer = self._admin("pins", limit=PINS_PER_CALL, after=answer["next"])
+            pins += answer["pins"]
+        return {**answer, "pins": pins}
 
     def events(self, after: int | None = None, limit: int = 1000, wait_s: float = 0.0) -> dict[str, Any]:
-        """What happened to pages after event ``after`` (None: from now on): ``{"events", "next", "lost"}``.
+        """Return page events after event ``after``, or from now on if that is None: ``{"events", "next", "lost"}``.
 
-        ``next`` is the ``after`` of the next call; ``lost`` counts events that were overwritten before they could be
-        read.
+        ``next`` is the ``after`` of the next call. ``lost`` counts events that were overwritten before this call.
         """
         return self._admin("events", after=after, limit=limit, wait_s=wait_s)
 
     def kv_dump(self) -> Iterator[bytes]:
-        """Yield everything that the node holds as KV events: concatenated msgpack batches, in parts; see
-        docs/events.md.
+        """Yield all stored pages as KV events: concatenated msgpack batches, in parts. docs/events.md describes them.
 
-        Read it without pauses: after a minute the node drops the dump, and the next part raises InvalidRequest.
+        Read without long pauses: after a minute the node drops the dump, and the next part raises InvalidRequest.
         """
         reply = self._admin("kv_dump")
         yield base64.b64decode(reply["data"])
@@ -217,7 +218,7 @@ class AdminVerbs:
         """Ask the node to verify every page's checksums, record and index entry, and then its conservation laws.
 
         Damaged pages are dropped with their descendants. Returns ``pages_verified``, ``pages_damaged``, ``findings``
-        (one line per broken law; empty where all hold) and ``damage_since_start`` (pages by reason).
+        (one line per broken law) and ``damage_since_start`` (pages by reason).
 
         Raises:
             NodeUnavailable, DeadlineExceeded: the daemon did not answer, or the sweep did not end, in time.
@@ -225,14 +226,14 @@ class AdminVerbs:
         before = self._admin("scrub_status")
         sweep = self._admin("scrub")["sweep"]
         deadline = time.monotonic() + timeout_s
-        while (now := self._admin("scrub_status"))["sweeps"] < sweep:
+        while (status := self._admin("scrub_status"))["sweeps"] < sweep:
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"the sweep did not end within {timeout_s:g} s")
             time.sleep(VERIFY_POLL_S)
         counters = self._admin("stats")["counters"]
         return {
-            "pages_verified": now["asked_pages"],
-            "pages_damaged": now["pages_damaged"] - before["pages_damaged"],
+            "pages_verified": status["asked_pages"],
+            "pages_damaged": status["pages_damaged"] - before["pages_damaged"],
             "findings": self._admin("verify")["findings"],
             "damage_since_start": {name: n for name, n in counters.items() if name.startswith("damaged_")},
         }

@@ -1,10 +1,7 @@
-"""Buffers: callers' memory (numpy, torch, bytearray, memoryview, ...) as plain rows of bytes, without a copy.
+"""Arguments of callers, checked and brought into one form. Every check raises InvalidRequest naming the field.
 
-Arguments: checks that every store makes of its callers' arguments. Each raises InvalidRequest naming the field.
-
-Scattered: one value in several of the caller's buffers.
-
-DeviceRows: callers' device memory (torch CUDA, ``__cuda_array_interface__``, DLPack) as rows of bytes.
+Buffers (numpy, torch, bytearray, memoryview, ...) become rows of bytes without a copy. So does device memory (torch
+CUDA, ``__cuda_array_interface__``, DLPack), as ``DeviceRows``. ``Scattered`` is one value in several buffers.
 """
 
 from __future__ import annotations
@@ -27,7 +24,7 @@ Rows = npt.NDArray[np.uint8]
 
 
 class PageRows(list[Rows]):
-    """Pages that are not adjacent, each a uint8 array ``[page_bytes]``. A put takes them like one array."""
+    """Pages that are not adjacent, each a uint8 array ``[page_bytes]``. A put accepts them like one array."""
 
 
 _U8 = np.dtype(np.uint8)
@@ -39,10 +36,10 @@ def rows_to_fill(buffer: Any, row_bytes: int, rows: int, field: str = "out", *, 
     Any C-contiguous writable buffer of at least ``rows * row_bytes`` bytes is accepted, of any dtype and shape.
 
     Args:
-        apart: also accept arrays and tensors ``[>= rows, ...]`` of which each row of ``row_bytes`` is contiguous.
+        apart: also accept arrays and tensors ``[>= rows, ...]`` in which each row of ``row_bytes`` is contiguous.
 
     Raises:
-        InvalidRequest: too small, read-only, not contiguous, not host memory, or not a buffer; names ``field``.
+        InvalidRequest: too small, read-only, not contiguous, not host memory, or not a buffer.
     """
     if (
         type(buffer) is np.ndarray
@@ -53,21 +50,21 @@ def rows_to_fill(buffer: Any, row_bytes: int, rows: int, field: str = "out", *, 
         and buffer.flags.carray
     ):
         return buffer
-    found = _rows_apart(buffer, row_bytes, field) if apart else None
-    if found is not None:
-        if not found.flags.writeable:
+    apart_rows = _rows_apart(buffer, row_bytes, field) if apart else None
+    if apart_rows is not None:
+        if not apart_rows.flags.writeable:
             raise InvalidRequest(field, "must be writable")
-        if len(found) < rows:
-            raise InvalidRequest(field, f"must have at least {rows} rows (got {len(found)})")
-        if len(found) > 1 and abs(found.strides[0]) < row_bytes:
+        if len(apart_rows) < rows:
+            raise InvalidRequest(field, f"must have at least {rows} rows (got {len(apart_rows)})")
+        if len(apart_rows) > 1 and abs(apart_rows.strides[0]) < row_bytes:
             raise InvalidRequest(field, "must not have overlapping rows")
-        return found
+        return apart_rows
     flat = flat_bytes(buffer, field)
     if not flat.flags.writeable:
         raise InvalidRequest(field, "must be writable")
-    need = rows * row_bytes
-    if flat.size < need:
-        raise InvalidRequest(field, f"must have at least {need} bytes for {rows} rows of {row_bytes} (got {flat.size})")
+    size = rows * row_bytes
+    if flat.size < size:
+        raise InvalidRequest(field, f"must have at least {size} bytes for {rows} rows of {row_bytes} (got {flat.size})")
     usable = flat.size // row_bytes * row_bytes
     return flat[:usable].reshape(-1, row_bytes)
 
@@ -76,31 +73,31 @@ def rows_to_read(buffer: Any, row_bytes: int, rows: int, field: str = "pages", *
     """Return ``buffer`` as uint8 ``[rows, row_bytes]`` for reading, sharing the caller's memory.
 
     Args:
-        apart: also accept arrays and tensors ``[rows, ...]`` of which each row of ``row_bytes`` is contiguous.
+        apart: also accept arrays and tensors ``[rows, ...]`` in which each row of ``row_bytes`` is contiguous.
 
     Raises:
         InvalidRequest: not exactly ``rows * row_bytes`` bytes, not contiguous, not host memory, or not a buffer.
     """
     if type(buffer) is PageRows:
-        return buffer  # type: ignore[return-value]  # by our own server, which has made them so
+        return buffer  # type: ignore[return-value]  # only the node's own server passes them, in the right size
     if type(buffer) is np.ndarray and buffer.dtype is _U8 and buffer.shape == (rows, row_bytes):
         if buffer.flags.c_contiguous or (apart and buffer.strides[1] == 1):
             return buffer
         raise InvalidRequest(field, "must be C-contiguous")
-    found = _rows_apart(buffer, row_bytes, field) if apart else None
-    if found is not None:
-        if len(found) != rows:
-            raise InvalidRequest(field, f"must have {rows} rows (got {len(found)})")
-        return found
+    apart_rows = _rows_apart(buffer, row_bytes, field) if apart else None
+    if apart_rows is not None:
+        if len(apart_rows) != rows:
+            raise InvalidRequest(field, f"must have {rows} rows (got {len(apart_rows)})")
+        return apart_rows
     flat = flat_bytes(buffer, field)
-    need = rows * row_bytes
-    if flat.size != need:
-        raise InvalidRequest(field, f"must have {need} bytes, {rows} rows of {row_bytes} (got {flat.size})")
+    size = rows * row_bytes
+    if flat.size != size:
+        raise InvalidRequest(field, f"must have {size} bytes, {rows} rows of {row_bytes} (got {flat.size})")
     return flat.reshape(rows, row_bytes)
 
 
 def fill(target: Rows, source: Any) -> None:
-    """Copy rows into the same number of rows; ``source`` is one array, or a slice of ``PageRows``."""
+    """Copy rows into the same number of rows. ``source`` is one array, or a slice of ``PageRows``."""
     if isinstance(source, list):
         for row, bytes_of_page in zip(target, source, strict=True):
             copy(row, bytes_of_page)
@@ -124,11 +121,11 @@ def flat_bytes(buffer: Any, field: str) -> Rows:
 
 
 def _rows_apart(buffer: Any, row_bytes: int, field: str) -> Rows | None:
-    """Return an array or tensor ``[n, ...]`` that is not contiguous, but whose rows of ``row_bytes`` are, as uint8
-    ``[n, row_bytes]``; None if it is contiguous or not an array.
+    """Return an array or tensor ``[n, ...]`` with gaps between its rows as uint8 ``[n, row_bytes]``; None if it is
+    contiguous, or not an array.
 
     Raises:
-        InvalidRequest: its rows are not contiguous or have another size, or it is not host memory.
+        InvalidRequest: a row is not contiguous or not ``row_bytes`` long, or the memory is not the host's.
     """
     if hasattr(buffer, "detach") and hasattr(buffer, "untyped_storage"):
         torch = sys.modules["torch"]
@@ -137,16 +134,16 @@ def _rows_apart(buffer: Any, row_bytes: int, field: str) -> Rows | None:
             return None
         if buffer.dim() < 2 or not buffer[0].is_contiguous():
             raise InvalidRequest(field, "must be C-contiguous, or have contiguous rows")
-        found: Rows = buffer.detach().view(len(buffer), -1).view(torch.uint8).numpy()
+        rows: Rows = buffer.detach().view(len(buffer), -1).view(torch.uint8).numpy()
     elif isinstance(buffer, np.ndarray) and not buffer.flags.c_contiguous:
         if buffer.dtype.hasobject or buffer.ndim < 2 or not buffer[0].flags.c_contiguous:
             raise InvalidRequest(field, "must be plain numbers, C-contiguous or with contiguous rows")
-        found = buffer.reshape(len(buffer), -1).view(np.uint8)
+        rows = buffer.reshape(len(buffer), -1).view(np.uint8)
     else:
         return None
-    if found.shape[1] != row_bytes:
-        raise InvalidRequest(field, f"must have rows of {row_bytes} bytes (got {found.shape[1]})")
-    return found
+    if rows.shape[1] != row_bytes:
+        raise InvalidRequest(field, f"must have rows of {row_bytes} bytes (got {rows.shape[1]})")
+    return rows
 
 
 def _check_host(tensor: Any, field: str) -> None:
@@ -155,7 +152,7 @@ def _check_host(tensor: Any, field: str) -> None:
 
 
 def _flat_tensor(tensor: Any, field: str) -> Rows:
-    """Return a torch tensor's bytes. numpy has no bfloat16, so torch reinterprets the tensor as bytes first."""
+    """Return a torch tensor's bytes. Torch reinterprets them, because numpy has no bfloat16."""
     _check_host(tensor, field)
     if tensor.layout is not sys.modules["torch"].strided or not tensor.is_contiguous():
         raise InvalidRequest(field, "must be C-contiguous")
@@ -180,14 +177,14 @@ SECONDS_MAX = 1e6
 
 
 def check_seconds(value: Any, field: str) -> float:
-    """Return a positive number of seconds."""
+    """Return a positive number of seconds. Raises InvalidRequest for anything else."""
     if not isinstance(value, int | float) or not 0 < value < SECONDS_MAX:
         raise InvalidRequest(field, f"must be positive seconds (got {value!r})")
     return value
 
 
 def check_text(value: Any, field: str) -> str:
-    """Return text that UTF-8 can encode."""
+    """Return text that UTF-8 can encode. Raises InvalidRequest for anything else."""
     if not isinstance(value, str):
         raise InvalidRequest(field, f"must be text (got {type(value).__name__})")
     try:
@@ -198,7 +195,7 @@ def check_text(value: Any, field: str) -> str:
 
 
 class Scattered:
-    """One value in several flat buffers, which are concatenated."""
+    """One value in several flat buffers, in order."""
 
     def __init__(self, parts: list[Rows]) -> None:
         self.parts = parts
@@ -215,12 +212,12 @@ class Scattered:
         return cls(parts)
 
     def write(self, start: int, data: Rows) -> None:
-        """Copy ``data`` to ``start`` of the value."""
+        """Copy ``data`` into the value at offset ``start``."""
         for part, low, high, at in self._cut(start, data.size):
             copy(part[low:high], data[at : at + high - low])
 
     def read(self, start: int, into: Rows) -> None:
-        """Copy the value from ``start`` on into ``into``, as much as fits."""
+        """Copy the value from offset ``start`` on into ``into``, as much as fits."""
         if len(self.parts) == 1:
             part = self.parts[0][start : start + into.size]
             copy(into[: part.size], part)
@@ -229,15 +226,15 @@ class Scattered:
             copy(into[at : at + high - low], part[low:high])
 
     def rows(self, start: int, rows: int, row_bytes: int) -> Rows | None:
-        """Return a view of as many rows from ``start`` on as are in one buffer; None if the first is not."""
+        """Return a view of the rows from ``start`` on that are in one buffer, at most ``rows``; None if the first row
+        is not in one buffer."""
         for part, low, _, _ in self._cut(start, 1):
             fit = min(rows, (part.size - low) // row_bytes)
             return part[low : low + fit * row_bytes].reshape(fit, row_bytes) if fit else None
         return None
 
     def _cut(self, start: int, count: int) -> list[tuple[Rows, int, int, int]]:
-        """Return (buffer, low, high, position in ``start .. start + count``) of every buffer that has a part of that
-        range."""
+        """Return (buffer, low, high, offset in the range) for each buffer that has a part of ``start .. start + count``."""
         cut, base, stop = [], 0, start + count
         for part in self.parts:
             low, high = max(start - base, 0), min(stop - base, part.size)
@@ -254,10 +251,10 @@ _LEGACY_STREAM: Final = 1
 
 @dataclass(frozen=True)
 class DeviceRows:
-    """Rows of bytes in a device's memory, each contiguous.
+    """Contiguous rows of bytes in device memory.
 
     Attributes:
-        stream: the handle of the stream that may still be writing or reading them; None if there is none.
+        stream: the handle of the stream that may still write or read them; None if there is none.
         owner: the object that keeps the memory alive.
     """
 
@@ -278,21 +275,21 @@ class DeviceRows:
         return replace(self, address=self.address + start * self.stride, rows=max(0, stop - start))
 
     def columns(self, start: int, stop: int) -> DeviceRows:
-        """Return these bytes of each row."""
+        """Return the rows with only these bytes of each row."""
         return replace(self, address=self.address + start, row_bytes=stop - start)
 
     @property
     def addresses(self) -> Addresses:
-        """Return the address of each row."""
+        """The address of each row."""
         return (self.address + np.arange(self.rows, dtype=np.int64) * self.stride).astype(np.uint64)
 
     def ready(self) -> DeviceEvent | None:
-        """Record an event after all work queued in the caller's stream so far; None if there is nothing to wait for."""
+        """Record an event after all work queued in the caller's stream; return None if the rows have no stream."""
         return None if self.stream is None else self.device.stream_of(self.stream).record()
 
 
 class _Array(NamedTuple):
-    """A strided array in memory of a device, strides in bytes."""
+    """A strided array in device memory, with strides in bytes."""
 
     address: int
     shape: tuple[int, ...]
@@ -303,7 +300,7 @@ class _Array(NamedTuple):
 
 
 def on_device(buffer: Any) -> bool:
-    """Return whether a buffer says that it is device memory."""
+    """Return whether a buffer is device memory, according to its type."""
     kind = type(buffer)
     if kind is DeviceRows:
         return True
@@ -319,21 +316,21 @@ def on_device(buffer: Any) -> bool:
 def device_rows_to_fill(
     buffer: Any, row_bytes: int, rows: int, field: str = "out", *, apart: bool = False
 ) -> DeviceRows:
-    """As ``buffers.rows_to_fill``, for device memory."""
-    found = _rows(buffer, row_bytes, field, apart=apart, writable=True)
-    if len(found) < rows:
-        raise InvalidRequest(field, f"must have at least {rows} rows of {row_bytes} bytes (got {len(found)})")
-    return found
+    """Return device memory as writable rows, with the checks of ``rows_to_fill``."""
+    device_rows = _rows(buffer, row_bytes, field, apart=apart, writable=True)
+    if len(device_rows) < rows:
+        raise InvalidRequest(field, f"must have at least {rows} rows of {row_bytes} bytes (got {len(device_rows)})")
+    return device_rows
 
 
 def device_rows_to_read(
     buffer: Any, row_bytes: int, rows: int, field: str = "pages", *, apart: bool = False
 ) -> DeviceRows:
-    """As ``buffers.rows_to_read``, for device memory."""
-    found = _rows(buffer, row_bytes, field, apart=apart, writable=False)
-    if len(found) != rows:
-        raise InvalidRequest(field, f"must have {rows} rows of {row_bytes} bytes (got {len(found)})")
-    return found
+    """Return device memory as rows, with the checks of ``rows_to_read``."""
+    device_rows = _rows(buffer, row_bytes, field, apart=apart, writable=False)
+    if len(device_rows) != rows:
+        raise InvalidRequest(field, f"must have {rows} rows of {row_bytes} bytes (got {len(device_rows)})")
+    return device_rows
 
 
 def _rows(buffer: Any, row_bytes: int, field: str, *, apart: bool, writable: bool) -> DeviceRows:
@@ -349,8 +346,8 @@ def _rows(buffer: Any, row_bytes: int, field: str, *, apart: bool, writable: boo
             raise InvalidRequest(field, f"must consist of rows of {row_bytes} bytes (got {nbytes} bytes)")
         rows, stride = nbytes // max(1, row_bytes), row_bytes
     else:
-        inner = len(array.shape) > 1 and _contiguous(array.shape[1:], array.strides[1:], array.itemsize)
-        if not apart or not inner:
+        has_rows = len(array.shape) > 1 and _contiguous(array.shape[1:], array.strides[1:], array.itemsize)
+        if not apart or not has_rows:
             raise InvalidRequest(field, "must be C-contiguous" + (", or have contiguous rows" if apart else ""))
         rows, stride = array.shape[0], array.strides[0]
         if nbytes != rows * row_bytes:
@@ -376,7 +373,7 @@ def _contiguous(shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int)
 
 
 def _array_of(buffer: Any, field: str) -> tuple[Any, _Array]:
-    """Return the object that keeps the memory alive, and the array's place."""
+    """Return the object that keeps the memory alive, and the array."""
     if hasattr(type(buffer), "untyped_storage"):
         return buffer, _of_torch(buffer, field)
     if hasattr(type(buffer), "__cuda_array_interface__"):
@@ -394,20 +391,20 @@ def _of_torch(tensor: Any, field: str) -> _Array:
     return _Array(tensor.data_ptr(), tuple(tensor.shape), strides, size, False, stream)
 
 
-def _of_interface(told: dict[str, Any], field: str) -> _Array:
-    """See https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html"""
-    if told.get("mask") is not None:
+def _of_interface(interface: dict[str, Any], field: str) -> _Array:
+    """Return the array of https://numba.readthedocs.io/en/stable/cuda/cuda_array_interface.html"""
+    if interface.get("mask") is not None:
         raise InvalidRequest(field, "must have no mask")
-    kind, shape = np.dtype(told["typestr"]), tuple(int(length) for length in told["shape"])
-    strides = told.get("strides")
+    kind, shape = np.dtype(interface["typestr"]), tuple(int(length) for length in interface["shape"])
+    strides = interface.get("strides")
     if strides is None:
         strides = tuple(kind.itemsize * math.prod(shape[at + 1 :]) for at in range(len(shape)))
-    address, read_only = told["data"]
-    return _Array(int(address), shape, tuple(strides), kind.itemsize, bool(read_only), told.get("stream"))
+    address, read_only = interface["data"]
+    return _Array(int(address), shape, tuple(strides), kind.itemsize, bool(read_only), interface.get("stream"))
 
 
 class _Tensor(ctypes.Structure):
-    """DLTensor, the first member of a DLManagedTensor."""
+    """DLTensor, which is the first member of a DLManagedTensor."""
 
     _fields_ = (
         ("data", ctypes.c_void_p),
@@ -424,9 +421,9 @@ class _Tensor(ctypes.Structure):
 
 
 def _of_dlpack(buffer: Any, field: str) -> tuple[Any, _Array]:
-    """Return the capsule, which keeps the memory alive, and the array. A capsule that was not renamed frees the memory
-    when it is dropped."""
-    capsule = buffer.__dlpack__(stream=_LEGACY_STREAM)  # its work is ordered before anything queued from now on
+    """Return the buffer and its capsule, which keep the memory alive, and the array. A capsule that was not renamed
+    frees the memory when it is dropped."""
+    capsule = buffer.__dlpack__(stream=_LEGACY_STREAM)  # queued work comes before anything that is queued from now on
     get = ctypes.pythonapi.PyCapsule_GetPointer
     get.restype, get.argtypes = ctypes.c_void_p, [ctypes.py_object, ctypes.c_char_p]
     tensor = _Tensor.from_address(get(capsule, b"dltensor"))

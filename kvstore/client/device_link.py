@@ -1,9 +1,7 @@
-"""DeviceLink: copies between host memory and one device, with its streams, pinned bounce buffers and pinned segments.
+"""Copies between host memory and one device, with its streams, pinned bounce buffers and pinned segments.
 
-Mapped pages are copied directly from and to their frames, whose memory is pinned at the first copy (``pins``). All
-other memory goes through a bounce buffer. The first copy makes the one link per device and process.
-
-Pins: registers extents of a node's segment with the drivers of devices, in this process.
+Mapped pages are copied directly from and to their frames. Their memory is pinned at the first copy. All other memory
+goes through a bounce buffer. There is one link per device and process, made by the first copy.
 
 A driver pins the memory behind a range when the range is registered. The node may free the memory of an empty extent,
 and a later extent gets other memory at the same range. The driver does not notice that: it would keep using the old
@@ -12,9 +10,9 @@ So a range is pinned under the number of its extent::
 
     unknown ──copy of extent n──> pinned under n ──copy of extent m > n──> pinned under m ──the mapping ends──> unknown
 
-Before the second step every copy that was started under n is over. A copy under an older number than that of the range
-reads pages that have left, which their words show. Such a copy never writes: reserved and leased frames keep their
-extent in place.
+All copies that were started under n have ended before the second step. A copy of an earlier extent may start later. It
+reads pages that have left, which their words show. Such a copy never writes, because the extents of reserved and leased
+frames stay in place.
 """
 
 from __future__ import annotations
@@ -38,22 +36,22 @@ from kvstore.errors import Unavailable
 
 
 class PinnedExtent(Protocol):
-    """Memory to be pinned: ``memory``, a part of a mapping, and the number of its extent."""
+    """Memory to pin: ``memory``, a part of a mapping, and the number of its extent."""
 
     @property
     def number(self) -> int:
-        """The extent's number, higher than that of every earlier extent at this range."""
+        """The extent's number. Later extents at the same range have higher numbers."""
         ...
 
     @property
     def memory(self) -> Bytes:
-        """The extent's whole range of the segment."""
+        """The extent's range in the segment."""
         ...
 
 
 class PinnedRanges:
-    """The pinned ranges of this process; see the module. Threads and devices share it: a driver registers a range for
-    all its devices."""
+    """The pinned ranges of this process. Threads and devices share them, since a driver registers a range for all its
+    devices."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()  # held from the check of a range until its copy has an event
@@ -67,65 +65,65 @@ class PinnedRanges:
         begin: Callable[[], DeviceEvent],
         deadline_s: float,
     ) -> DeviceEvent:
-        """Begin a copy in that stream of ``device`` from or to these extents, after pinning their memory if the driver
-        can. ``begin`` starts it and returns its event.
+        """Begin a copy in ``stream`` of ``device`` from or to these extents, and return its event. Their memory is
+        pinned first, if the driver can do so. ``begin`` starts the copy and returns its event.
 
         Raises:
-            DeadlineExceeded: a range must be registered again, and an older copy there is not over. Nothing was
+            DeadlineExceeded: a range must be registered again, and an older copy there has not ended. Nothing was
                 started.
-            Unavailable: such a range cannot be unregistered. Nothing was started. DeviceLost, and what ``begin``
-            raises.
+            Unavailable: such a range cannot be unregistered. Nothing was started.
+            DeviceLost: the device has failed. ``begin`` may raise other errors.
         """
         while True:
             with self._lock:
                 pairs = [(self._range(extent.memory), extent) for extent in extents]
-                event = next(filter(None, (found.under_way(extent.number) for found, extent in pairs)), None)
+                event = next(filter(None, (span.copy_in_progress(extent.number) for span, extent in pairs)), None)
                 if event is None:
-                    for found, extent in pairs:
-                        found.pin(device, extent)
+                    for span, extent in pairs:
+                        span.pin(device, extent)
                     event = begin()
-                    for found, _ in pairs:
-                        found.last[stream] = event
+                    for span, _ in pairs:
+                        span.last[stream] = event
                     return event
-            with contextlib.suppress(DeviceLost):  # then the copy is over as well
+            with contextlib.suppress(DeviceLost):  # the copy has ended then as well
                 event.wait(deadline_s)
 
     def _range(self, memory: Bytes) -> _Range:
         start = memory.ctypes.data
-        found = self._ranges.get(start)
-        if found is None:
-            found = self._ranges[start] = _Range(start, memory.nbytes)
+        span = self._ranges.get(start)
+        if span is None:
+            span = self._ranges[start] = _Range(start, memory.nbytes)
             weakref.finalize(memory.base, self._unmapped, start).atexit = False
-        return found
+        return span
 
     def _unmapped(self, start: int) -> None:
-        """Note the end of a mapping. Takes no lock: garbage collection may call it anywhere."""
-        found = self._ranges.pop(start, None)
-        if found is not None:
-            found.unpin()
+        """Note that a mapping has ended. Takes no lock, because garbage collection may call it anywhere."""
+        span = self._ranges.pop(start, None)
+        if span is not None:
+            span.unpin()
 
 
 class _Range:
-    """A range that holds one extent after another.
+    """A range of memory that holds one extent after another.
 
     Attributes:
-        last: by stream, the event of its last copy here, which comes after all its other copies.
+        last: for each stream, the event of its last copy here. The event comes after all earlier copies of the stream.
     """
 
     def __init__(self, start: int, nbytes: int) -> None:
         self.last: dict[object, DeviceEvent] = {}
         self._start, self._nbytes = start, nbytes
         self._number = -1
-        self._pinned: dict[Device, bool] = {}  # False: the driver refused, and is not asked again
+        self._pinned: dict[Device, bool] = {}  # False: the driver refused, and is not called again
 
-    def under_way(self, number: int) -> DeviceEvent | None:
-        """Return the event of a copy that must be over before extent ``number`` is pinned here."""
+    def copy_in_progress(self, number: int) -> DeviceEvent | None:
+        """Return the event of a copy that must end before extent ``number`` is pinned here."""
         if number <= self._number:
             return None
         return next((event for event in self.last.values() if not is_over(event)), None)
 
     def pin(self, device: Device, extent: PinnedExtent) -> None:
-        """Register the extent once for each device. If the driver refuses, copies take longer."""
+        """Register the extent once per device. If the driver refuses, copies are slower."""
         if extent.number > self._number:
             self.unpin()
             self._number = extent.number
@@ -141,7 +139,7 @@ class _Range:
 
     def unpin(self) -> None:
         """Unregister the range for all devices. No copy is in progress."""
-        # Does not keep the memory alive: this is also called while the mapping ends.
+        # Does not keep the memory alive, because this is also called when the mapping ends.
         memory = np.ctypeslib.as_array((ctypes.c_uint8 * self._nbytes).from_address(self._start))
         for device, pinned in list(self._pinned.items()):
             if pinned:
@@ -152,7 +150,7 @@ class _Range:
 
 
 def is_over(event: DeviceEvent) -> bool:
-    """Return whether everything before this event has ended."""
+    """Return whether all work before this event has ended."""
     try:
         return event.over()
     except DeviceLost:
@@ -165,13 +163,13 @@ PINNED: Final = PinnedRanges()
 COPY_DEADLINE_S: Final = 10.0
 Pieces = tuple[Addresses, Addresses, Addresses]
 """Targets, sources, lengths."""
-BOUNCE_BYTES: Final = 8 << 20  # at a time, where a row is not larger
+BOUNCE_BYTES: Final = 8 << 20  # per step, or one row if that is larger
 
 
 class DeviceLink:
-    """See the module. Threads may share it. Lives as long as its device.
+    """The copies of one device, for any number of threads. The link exists as long as its device.
 
-    Copies to the device and from it have a stream each, so both can run at the same time. Copies of layers have a third
+    Copies to the device and from it have a stream each, so both run at the same time. Copies of layers have a third
     stream: they are queued before the layer is computed, and everything queued after them waits for it.
     """
 
@@ -190,25 +188,25 @@ class DeviceLink:
         to_device: bool,
         layer: bool = False,
     ) -> DeviceEvent:
-        """Begin to copy rows between host and device, ordered after the work of the caller's stream. Returns the copy's
-        event: until it is over, nothing has been copied for certain, and the memory of both sides must stay allocated.
+        """Begin to copy rows between host and device, after the work in the caller's stream. Return the copy's event.
+        Until the event has come, the copy may be incomplete, and the memory of both sides must stay allocated.
 
         Args:
-            extents: the extents that hold the host's rows, if they are in a node's segment.
-            layer: this is a layer of a writer, whose end is not awaited soon.
+            extents: the extents with the host's rows, if these are in a node's segment.
+            layer: the rows are a layer from a writer, and the caller does not wait for them soon.
 
         Raises:
             Unavailable: see ``PinnedRanges.copy``. Nothing was started.
         """
-        hosts, theirs, sizes = [], [], []
+        host_addresses, device_addresses, sizes = [], [], []
         for host, rows in pairs:
             assert host.shape == (rows.rows, rows.row_bytes) and host.strides[1] == 1
-            whole = rows.stride == host.strides[0] == rows.row_bytes
-            hosts.append(np.array([host.ctypes.data], np.uint64) if whole else _addresses(host))
-            theirs.append(rows.addresses[:1] if whole else rows.addresses)
-            sizes.append(np.full(len(hosts[-1]), host.nbytes if whole else rows.row_bytes, np.uint64))
-        here, there, nbytes = np.concatenate(hosts), np.concatenate(theirs), np.concatenate(sizes)
-        targets, sources = (there, here) if to_device else (here, there)
+            is_whole = rows.stride == host.strides[0] == rows.row_bytes  # one piece instead of one per row
+            host_addresses.append(np.array([host.ctypes.data], np.uint64) if is_whole else _addresses(host))
+            device_addresses.append(rows.addresses[:1] if is_whole else rows.addresses)
+            sizes.append(np.full(len(host_addresses[-1]), host.nbytes if is_whole else rows.row_bytes, np.uint64))
+        hosts, devices, nbytes = (np.concatenate(column) for column in (host_addresses, device_addresses, sizes))
+        targets, sources = (devices, hosts) if to_device else (hosts, devices)
         stream = self._layers if layer else self._to if to_device else self._from
         begin = partial(stream.copy, targets, sources, nbytes, after=pairs[0][1].ready())
         if not extents:
@@ -216,17 +214,18 @@ class DeviceLink:
         return PINNED.copy(self.device, extents, stream, begin, time.monotonic() + COPY_DEADLINE_S)
 
     def copy_pieces(self, pieces: Sequence[Pieces], after: DeviceEvent | None) -> DeviceEvent:
-        """Begin one copy between memory of this device and of others that it can access, ordered after ``after``.
-        Returns the copy's event, as ``copy`` does."""
+        """Begin one copy between memory of this device and of others that it can access, after the event ``after``.
+        Return the copy's event, as ``copy`` does."""
         targets, sources, nbytes = (np.concatenate(column) for column in zip(*pieces, strict=True))
         return self._to.copy(targets, sources, nbytes, after=after)
 
     def wait(self, event: DeviceEvent, memory: Any, deadline_s: float | None = None) -> None:
-        """Wait for the event of a copy. If that fails, ``memory`` is kept alive until the event comes.
+        """Wait for the event of a copy. If it does not come in time, ``memory`` is kept alive until it comes.
 
         Raises:
-            DeadlineExceeded: it did not come in time, and still may. The target memory must not be used again.
-            DeviceLost: it will not come.
+            DeadlineExceeded: the event did not come in time, and may still come. The target memory must not be used
+                again.
+            DeviceLost: the event will not come.
         """
         with self._lock:
             late, self._late = self._late, []
@@ -241,26 +240,26 @@ class DeviceLink:
             raise
 
     def upload(self, host: Rows, rows: DeviceRows) -> None:
-        """Copy rows of any host memory to the device. Returns when the copy is over."""
+        """Copy rows of any host memory to the device. Returns when the copy has ended."""
         self._bounce(host, rows, to_device=True)
 
     def download(self, rows: DeviceRows, host: Rows) -> None:
-        """Copy rows of the device to the host. Returns when the copy is over."""
+        """Copy rows of the device to the host. Returns when the copy has ended."""
         self._bounce(host, rows, to_device=False)
 
     def _bounce(self, host: Rows, rows: DeviceRows, *, to_device: bool) -> None:
         step = max(1, BOUNCE_BYTES // rows.row_bytes)
         for start in range(0, len(host), step):
-            part, theirs = host[start : start + step], rows[start : start + step]
+            part, device_rows = host[start : start + step], rows[start : start + step]
             deadline_s = time.monotonic() + COPY_DEADLINE_S
             with self.bounces.borrow(part.size, deadline_s) as bounce:
-                between = bounce.memory[: part.size].reshape(part.shape)
+                pinned = bounce.memory[: part.size].reshape(part.shape)
                 if to_device:
-                    copy(between, part)
-                bounce.event = event = self.copy([(between, theirs)], to_device=to_device)
+                    copy(pinned, part)
+                bounce.event = event = self.copy([(pinned, device_rows)], to_device=to_device)
                 event.wait(deadline_s)
                 if not to_device:
-                    copy(part, between)
+                    copy(part, pinned)
 
 
 _links: dict[Device, DeviceLink] = {}
@@ -277,13 +276,13 @@ def link_of(device: Device) -> DeviceLink:
 
 
 def host_rows(buffer: Any, row_bytes: int, rows: int, field: str = "pages", *, apart: bool = False) -> Rows:
-    """As ``buffers.rows_to_read``; rows in a device's memory are copied to new host memory first."""
+    """Return ``buffer`` as ``buffers.rows_to_read`` does. Rows in device memory are first copied to new host memory."""
     if not on_device(buffer):
         return rows_to_read(buffer, row_bytes, rows, field, apart=apart)
-    theirs = device_rows_to_read(buffer, row_bytes, rows, field, apart=apart)
-    found: Rows = empty((rows, row_bytes))
-    link_of(theirs.device).download(theirs, found)
-    return found
+    source = device_rows_to_read(buffer, row_bytes, rows, field, apart=apart)
+    host: Rows = empty((rows, row_bytes))
+    link_of(source.device).download(source, host)
+    return host
 
 
 def _addresses(rows: Rows) -> Addresses:

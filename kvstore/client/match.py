@@ -1,7 +1,4 @@
-"""Match: the result of a lookup, a get or a lease.
-
-Lease: keeps pages in place until a deadline, with views of them.
-"""
+"""The results of lookups, gets and leases: how much of a prompt is stored, and leases with views of the pages."""
 
 from __future__ import annotations
 
@@ -21,24 +18,24 @@ from kvstore.model.replica import Tier
 
 ABSENT, GENERATION, IDENTITY = "absent", "generation", "identity"
 CHECKSUM, EXTENT, IO = "checksum", "extent", "io"
-ELSEWHERE: Final = (ABSENT, GENERATION, EXTENT)  # reasons of a page that may be in another tier (now)
+ELSEWHERE: Final = (ABSENT, GENERATION, EXTENT)  # with these reasons, another tier may have the page
 
 NONE_BELOW: Final[Mapping[Tier, int]] = MappingProxyType({})
 HERE_ALONE: Final[Mapping[str, int]] = MappingProxyType({})
 
 
 class Match:
-    """How much of a prompt was found. Immutable.
+    """How much of a prompt is stored. Immutable.
 
     Attributes:
         tokens: prompt tokens covered, a multiple of the layout's ``page_tokens``.
-        pages: pages covered, from the first one on.
-        reason: why no more pages were found: "" if all were, else the fault of the next page: "absent", "generation"
-            (it changed during the read), "identity" (another page has that key), "checksum", "extent" (its frames are
-            gone), or "io" (its device cannot be read, or did not answer in time).
-        data: uint8 ``[pages, page_bytes]`` if ``get`` was given no buffer, else None.
-        nodes: number of pages by the other node of the pool on which they were found, or from which they came; pages of
-            the node that was asked are not included.
+        pages: number of pages covered, from the first one on.
+        reason: why the match ended: "" if all pages match, otherwise what is wrong with the next one: "absent",
+            "generation" (it changed during the read), "identity" (another page has that key), "checksum", "extent" (its
+            frames are gone), or "io" (its device failed, or did not answer in time).
+        data: uint8 ``[pages, page_bytes]`` if ``get`` was called without a buffer, else None.
+        nodes: for each other node of the pool, the number of pages that it stores or has sent. Pages of the called node
+            are not included.
     """
 
     __slots__ = ("tokens", "pages", "reason", "data", "nodes", "_below")
@@ -61,9 +58,9 @@ class Match:
 
     @property
     def tiers(self) -> dict[Tier, int]:
-        """Number of pages by the tier in which they were found; a page in several tiers counts in the fastest."""
-        found = {Tier.DRAM: self.pages - sum(self._below.values()), **self._below}
-        return {tier: pages for tier, pages in found.items() if pages}
+        """Number of pages by tier. A page in several tiers counts in the fastest one."""
+        counts = {Tier.DRAM: self.pages - sum(self._below.values()), **self._below}
+        return {tier: pages for tier, pages in counts.items() if pages}
 
     def __bool__(self) -> bool:
         return self.pages > 0
@@ -75,13 +72,14 @@ class Match:
 class Lease(ABC):
     """Views of the longest stored prefix: ``with cache.lease(tokens) as lease: use(lease.pages[0])``.
 
-    Life: made -> entered (looked up, leased, proven) -> left, which releases it. It also ends at its deadline,
-    ``ttl_s`` after it was taken or renewed; then the node may give the frames to other pages. What the views show from
-    then on depends on the kind of store; leaving raises ``LeaseBroken`` if they may have shown wrong data.
+    Entering the lease looks up the pages, leases them and proves them; leaving releases them. The lease also ends at
+    its deadline, ``ttl_s`` after it was taken or renewed; then the node may give the frames to other pages. What the
+    views contain from then on depends on the kind of store. Leaving raises ``LeaseBroken`` if they may have contained
+    wrong data.
 
     Attributes (once entered):
         pages: read-only uint8 arrays ``[page_bytes]``, one per matched page.
-        match: how much was found. The lease is empty if nothing was found.
+        match: how much is stored. If nothing is, the lease is empty.
     """
 
     def __init__(self, layout: Layout, keys: Keys, ttl_s: float) -> None:
@@ -99,7 +97,7 @@ class Lease(ABC):
             NodeUnavailable, DeadlineExceeded: the daemon did not answer in time.
         """
         if self._entered:
-            raise InvalidRequest("lease", "was taken already: make another")
+            raise InvalidRequest("lease", "was taken already: make a new one")
         self._entered = True
         self._take()
         return self
@@ -107,7 +105,7 @@ class Lease(ABC):
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        """Release it.
+        """Release the lease.
 
         Raises:
             LeaseBroken: a page changed under the lease. If another exception is being handled, that one gets a note
@@ -134,10 +132,10 @@ class Lease(ABC):
 
     @abstractmethod
     def check(self) -> None:
-        """Raise unless everything read through the views so far was right.
+        """Check that all data read through the views so far was right.
 
         Raises:
-            LeaseBroken: a page changed after the lease's deadline.
+            LeaseBroken: a page changed, after the lease's deadline.
         """
 
     @abstractmethod
@@ -151,7 +149,7 @@ class Lease(ABC):
 
     @abstractmethod
     def _take(self) -> None:
-        """Look up, lease, prove; set ``pages`` and ``match``. Leases nothing if it raises."""
+        """Look up, lease and prove the pages; set ``pages`` and ``match``. Leases nothing if it raises."""
 
     @abstractmethod
     def _renew(self) -> None:

@@ -1,7 +1,4 @@
-"""ObjectVerbs: opaque objects (values under string keys) in any store. ``model.objects`` describes their format.
-
-Registration: callers' buffers that are registered for DMA.
-"""
+"""The verbs of every store for opaque objects: values under string keys. ``model.objects`` has their format."""
 
 from __future__ import annotations
 
@@ -18,7 +15,7 @@ from kvstore.model.objects import encode_names, object_root
 
 
 class Registration:
-    """A registered buffer: from ``Store.register`` until ``release`` or the end of ``with``. Keeps the buffer alive."""
+    """A registered buffer, from ``Store.register`` until ``release`` or the end of ``with``. Keeps the buffer alive."""
 
     def __init__(self, owner: Registrations, buffer: Any) -> None:
         self.bytes = flat_bytes(buffer, "buffer")
@@ -27,7 +24,7 @@ class Registration:
         self._owner = owner
 
     def release(self) -> None:
-        """Forget the buffer. May be called twice."""
+        """End the registration. May be called twice."""
         self._owner.remove(self)
 
     def __enter__(self) -> Registration:
@@ -38,36 +35,36 @@ class Registration:
 
 
 class Registrations:
-    """All buffers registered with one store. Threads may share it."""
+    """All buffers registered with one store, for any number of threads."""
 
     def __init__(self) -> None:
-        self._held: list[Registration] = []
+        self._registrations: list[Registration] = []
         self._lock = threading.Lock()
 
     def add(self, buffer: Any) -> Registration:
-        """See ``Store.register``."""
+        """Register a buffer, as ``Store.register`` does."""
         new = Registration(self, buffer)
         if not new.bytes.flags.writeable:
             raise InvalidRequest("buffer", "must be writable")
         if not new.bytes.size:
             raise InvalidRequest("buffer", "must not be empty")
         with self._lock:
-            if any(new.start < held.stop and held.start < new.stop for held in self._held):
+            if any(new.start < each.stop and each.start < new.stop for each in self._registrations):
                 raise InvalidRequest("buffer", "must not overlap a registered buffer")
-            self._held.append(new)
+            self._registrations.append(new)
         return new
 
     def remove(self, registration: Registration) -> None:
-        """See ``Registration.release``."""
+        """Remove a registration. Does nothing if it was removed before."""
         with self._lock:
-            self._held = [held for held in self._held if held is not registration]
+            self._registrations = [each for each in self._registrations if each is not registration]
 
     def covers(self, buffer: Any) -> bool:
-        """See ``Store.registered``."""
+        """Return whether all of this buffer is inside a registered one."""
         flat = flat_bytes(buffer, "buffer")
         start, stop = flat.ctypes.data, flat.ctypes.data + flat.size
         with self._lock:
-            return any(held.start <= start and stop <= held.stop for held in self._held)
+            return any(each.start <= start and stop <= each.stop for each in self._registrations)
 
 
 _U8 = np.dtype(np.uint8)
@@ -76,8 +73,8 @@ _U8 = np.dtype(np.uint8)
 class ObjectVerbs(ABC):
     """The verbs of a store for opaque objects. Keys are text of 1 to 1000 bytes in UTF-8; salts separate tenants.
 
-    A value is found whole, as one put wrote it, or not at all. A buffer is any C-contiguous host memory. Each verb
-    raises NodeUnavailable or DeadlineExceeded if the node does not answer in time; through shared memory only verbs
+    A read returns a whole value, as one put wrote it, or nothing. A buffer is any C-contiguous host memory. Each verb
+    raises NodeUnavailable or DeadlineExceeded if the node does not answer in time; through shared memory, only verbs
     that write do. An invalid argument raises InvalidRequest, and nothing was changed.
     """
 
@@ -85,33 +82,33 @@ class ObjectVerbs(ABC):
         self._registrations = Registrations()
 
     def put(self, key: str, data: Any, salt: str = "", replace: bool = False, *, wait: bool = True) -> bool:
-        """Store ``data`` under ``key``; return whether that was done. See ``put_many``."""
+        """Store ``data`` under ``key``, as ``put_many`` does. Return whether it was stored."""
         return self.put_many([key], [data], salt, replace, wait=wait)[0]
 
     @abstractmethod
     def put_many(
         self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False, *, wait: bool = True
     ) -> list[bool]:
-        """Store values, each a buffer or a list of buffers that are concatenated; return for each whether it was
-        stored.
+        """Store values, and return for each whether it was stored. A value is a buffer, or a list of buffers that are
+        concatenated.
 
-        False means that the key exists and ``replace`` is not given, or that another writer was faster. With
-        ``replace``, readers find the old value, nothing for a moment, or the new one, but never a mixture. A stored
-        value survives the daemon.
+        False means that the key exists and ``replace`` is false, or that another writer was faster. With ``replace``,
+        readers get the old value, nothing for a moment, or the new one, but never a mixture. Stored values survive the
+        end of the daemon.
 
         Args:
-            wait: False returns as soon as new values are *published* in shared memory, which is faster: every later
-                call in any process finds them, and they survive the daemon and this process. But when two writers put
-                one new key at the same moment, both may receive True; one of the two values is stored. The call waits
-                all the same for values that replace others, values of more than 16 MiB, a full log, an embedded store,
-                and over gRPC.
+            wait: False returns as soon as new values are *published* in shared memory, which is faster. Every later
+                call in any process sees them, and they survive the end of the daemon and of this process. But if two
+                writers put one new key at the same moment, both may return True, and one of the two values is stored.
+                The call waits in any case for values that replace others, values of more than 16 MiB, a full log, an
+                embedded store, and over gRPC.
 
         Raises:
             InvalidRequest: a key, value or salt is invalid, a key is given twice, or a value is larger than all DRAM,
                 or than the node accepts over gRPC. Nothing was stored.
-            QuotaExceeded: a value exceeds its tenant's quota; others may be stored.
-            OutOfSpace: no space could be freed for a value; others may be stored.
-            NodeUnavailable, DeadlineExceeded: the node did not answer in time; some may be stored.
+            QuotaExceeded: a value exceeds its tenant's quota; other values may be stored.
+            OutOfSpace: no space could be freed for a value; other values may be stored.
+            NodeUnavailable, DeadlineExceeded: the node did not answer in time; some values may be stored.
         """
 
     @abstractmethod
@@ -119,15 +116,15 @@ class ObjectVerbs(ABC):
         """Return the value under ``key`` as a new uint8 array, or copy it into ``out`` (a buffer or a list of buffers)
         and return its number of bytes.
 
-        Returns None if there is no such value, or if it cannot be proven to be the one requested.
+        Returns None if there is no such value, or if it cannot be proven to be the requested one.
 
         Raises:
             InvalidRequest: as ``put``; ``out`` is too small or not writable.
         """
 
     def get_many(self, keys: Sequence[str], outs: Sequence[Any], salt: str = "") -> list[int]:
-        """``get`` into each of ``outs`` (a buffer, or a list of buffers to scatter one value over). Returns their
-        lengths; -1 for a missing value.
+        """Copy each value into its entry of ``outs``, a buffer or a list of buffers. Return the values' lengths; -1 for
+        a missing value.
 
         Raises what ``get`` does; values before the failing one may have been copied.
         """
@@ -141,39 +138,41 @@ class ObjectVerbs(ABC):
 
     @abstractmethod
     def contains(self, keys: str | Sequence[str], salt: str = "") -> Any:
-        """Return whether there is a value under this key; for a list of keys, a list of answers."""
+        """Return whether there is a value under this key, or for a list of keys a list of booleans."""
 
     @abstractmethod
     def delete(self, keys: str | Sequence[str], salt: str = "") -> int:
-        """Delete the values under these keys on every tier; return how many there were. Deleted values do not come
-        back.
+        """Delete the values under these keys in every tier, and return the number of values deleted. A deleted value
+        does not come back.
 
         Raises:
             InvalidRequest: as ``put``.
-            NodeUnavailable, DeadlineExceeded: the node did not answer in time; some may be deleted.
+            NodeUnavailable, DeadlineExceeded: the node did not answer in time; some values may be deleted.
         """
 
     @abstractmethod
     def clear(self, prefix: str, salt: str = "") -> int:
-        """Delete all objects of this salt whose key begins with ``prefix`` ("" for all); return how many there were.
+        """Delete all objects of this salt whose key begins with ``prefix`` ("" for all), and return their number.
 
-        Examines every object of the node, in short steps so that other requests do not wait long. Objects that are put
-        in the meantime may stay. Leased objects are deleted, as by ``delete``.
+        The node examines all its objects, in short steps so that other requests do not wait long. Objects that are put
+        during the call may stay. Leased objects are deleted, as by ``delete``.
 
         Raises:
             InvalidRequest: ``prefix`` or ``salt`` is not text, or too long; nothing is deleted.
-            NodeUnavailable, DeadlineExceeded: the node did not answer in time; some may be deleted.
+            NodeUnavailable, DeadlineExceeded: the node did not answer in time; some objects may be deleted.
         """
 
     @abstractmethod
     def object_keys(self, salt: str = "") -> list[str]:
-        """Return the keys of all objects of a salt, in order. Examines every object of the node. Not available over
-        gRPC, because the list of all keys is unbounded."""
+        """Return the sorted keys of all objects of a salt. The call examines every object of the node.
+
+        Not available over gRPC, because the list has no limit.
+        """
 
     def register(self, buffer: Any) -> Registration:
-        """Register a buffer for DMA that is often the source or target of objects: ``with store.register(b):``.
+        """Register a buffer that is often the source or target of objects, for DMA: ``with store.register(b):``.
 
-        Only ``registered`` depends on it today: copies in host memory are the same without it.
+        Today this only affects ``registered``; copies in host memory do not change.
 
         Raises:
             InvalidRequest: the buffer is not writable, not contiguous or empty, or it overlaps a registered one.
@@ -190,12 +189,11 @@ class ObjectVerbs(ABC):
         """Raise InvalidRequest if the store is closed, or if this is a forked child."""
 
 
-# --- arguments, checked in the same way in every store
-# ------------------------------------------------------------------------
+# --- arguments, checked in the same way by every store --------------------------------------------------------------
 
 
 def sources_of(keys: Sequence[str], values: Sequence[Any]) -> tuple[list[bytes], list[Scattered]]:
-    """Return names and values to be put. Raises InvalidRequest as ``put_many``."""
+    """Return the names and values of a put. Raises InvalidRequest as ``put_many``."""
     names = names_of(keys, values, "values")
     if len(set(names)) != len(names):
         raise InvalidRequest("keys", "must not name a key twice")
@@ -217,7 +215,7 @@ def root_of_salt(salt: str) -> bytes:
 
 
 def listed(keys: Any, field: str = "keys") -> list[Any]:
-    """Return one key or several as a list. Raises InvalidRequest if it is neither."""
+    """Return one or several keys as a list. Raises InvalidRequest for anything else."""
     if isinstance(keys, str):
         return [keys]
     if isinstance(keys, bytes | bytearray) or not hasattr(keys, "__iter__"):
@@ -226,7 +224,8 @@ def listed(keys: Any, field: str = "keys") -> list[Any]:
 
 
 def names_of(keys: Sequence[str], others: Sequence[Any], field: str) -> list[bytes]:
-    """Return keys as bytes. Raises InvalidRequest if one is invalid, or if they are not as many as ``others``."""
+    """Return keys as bytes. Raises InvalidRequest if a key is invalid, or if there is not one entry of ``others`` per
+    key."""
     if isinstance(keys, str) or len(listed(keys)) != len(others):
         raise InvalidRequest(field, "must be a list with one entry per key")
     return encode_names(keys)

@@ -1,7 +1,4 @@
-"""PrefixCache: the pages of one layout, salt and adapter in one store, with the verbs that users call most.
-
-PendingPut: a put whose last acknowledgements have not been read.
-"""
+"""The pages of one layout, salt and adapter in one store, with the verbs that users call most."""
 
 from __future__ import annotations
 
@@ -27,20 +24,21 @@ from kvstore.model.shard import Shard
 
 
 class PendingPut(ABC):
-    """A put without its last acknowledgements. Made by ``PrefixCache.put_async``; the caller's buffer is already free.
+    """A put whose last acknowledgements have not been read. Made by ``PrefixCache.put_async``; the caller may reuse its
+    buffer.
 
-    Ends with ``result``. After a failure some leading pages may be stored, and a later put of the same prompt continues
-    where this one stopped. Threads may share it.
+    ``result`` reads the acknowledgements. After a failure some leading pages may be stored, and a later put of the same
+    prompt continues where this one stopped. Any thread may use it.
     """
 
     __slots__ = ()
 
     @abstractmethod
     def result(self) -> int:
-        """Wait for the acknowledgements; return the number of new pages. ``PrefixCache.put`` says why it may be less
-        than given.
+        """Wait for the acknowledgements, and return the number of new pages. ``PrefixCache.put`` says why it may be
+        smaller than expected.
 
-        May be called again, with the same result or exception.
+        Further calls have the same result or exception.
 
         Raises:
             QuotaExceeded: nothing was stored, because the tenant's quota is used up.
@@ -49,18 +47,18 @@ class PendingPut(ABC):
 
 
 class PrefixCache(ABC):
-    """Pages of one layout, tenant salt and adapter. Made by ``Store.cache``; lives as long as its store.
+    """The pages of one layout, tenant salt and adapter. Made by ``Store.cache``, and valid as long as its store.
 
-    Holds no pages and no session of its own. Threads may share it. ``tokens`` in every verb is a prompt (any integer
-    sequence or array, an ndarray is fastest) or ``Keys``. A prompt is matched up to its last but one token, since the
-    last one has to be computed for its logits; ``Keys`` name pages directly.
+    A cache holds no pages and no session of its own. Any thread may use it. ``tokens`` in every verb is a prompt (any
+    integer sequence or array, an ndarray is fastest) or ``Keys``. A prompt matches at most all tokens but the last one,
+    which has to be computed for its logits. ``Keys`` name pages directly.
 
     Over gRPC each verb is at least one round trip, so reads also raise ``NodeUnavailable`` or ``DeadlineExceeded`` if
     the node does not answer.
 
     Attributes:
-        layout, salt, adapter: as given to ``Store.cache``.
-        root: 16 bytes that start every chain here.
+        layout, salt, adapter: the arguments of ``Store.cache``.
+        root: 16 bytes with which every chain of this cache starts.
         page_bytes: the size of a page.
     """
 
@@ -77,13 +75,13 @@ class PrefixCache(ABC):
     # --- keys -------------------------------------------------------------------------------------------------------
 
     def keys(self, tokens: Any, extras: Sequence[bytes] | None = None) -> Keys:
-        """Return the keys of all full pages of ``tokens``, for use in several calls, and with other stores.
+        """Return the keys of all full pages of ``tokens``, for several calls, and for other stores.
 
-        Keys assume the pool's current secret. If the pool has been recreated, they are recomputed on use, which costs
+        Keys contain the pool's current secret. If the pool was recreated, they are computed again on use, which costs
         only time.
 
         Args:
-            extras: digests of the media inside each full page (``b""`` where none), or None.
+            extras: for each full page, the digest of the media inside it (``b""`` if there are none); or None.
 
         Raises:
             InvalidRequest: tokens are empty, negative, too large or not integers; extras do not fit the pages.
@@ -92,29 +90,29 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def _tag(self) -> bytes:
-        """The pool's key suffix for this root, or ``b""`` if unknown."""
+        """Return the pool's key suffix for this root, or ``b""`` if unknown."""
 
-    def _named(self, tokens: Any, extras: Sequence[bytes] | None) -> Keys:
+    def _page_keys(self, tokens: Any, extras: Sequence[bytes] | None) -> Keys:
         """Return the keys of all full pages."""
         if type(tokens) is Keys:
             if tokens.root != self.root or tokens.page_tokens != self._page_tokens:
                 raise InvalidRequest("tokens", "must be keys of this cache's layout, salt and adapter")
             if extras is not None:
-                raise InvalidRequest("extras", "are part of the keys already")
+                raise InvalidRequest("extras", "must be absent: the keys contain them")
             return tokens.with_tag(self._tag())
         return self.keys(tokens, extras)
 
-    def _to_store(
+    def _keys_to_store(
         self, tokens: Any, extras: Sequence[bytes] | None, retention: Retention | Sequence[Retention]
     ) -> Keys:
-        """Return the keys of all full pages, with the hints that are stored with them."""
-        keys = self._named(tokens, extras)
+        """Return the keys of all full pages, with the retention hints to store."""
+        keys = self._page_keys(tokens, extras)
         return keys.hinted(hints_of(retention, len(keys), self._page_tokens)) if retention != () else keys
 
-    def _asked(self, tokens: Any, extras: Sequence[bytes] | None) -> Keys:
-        """Return the keys of the pages that a prompt can match: all but the one that holds its last token."""
+    def _matchable_keys(self, tokens: Any, extras: Sequence[bytes] | None) -> Keys:
+        """Return the keys of the pages that a prompt can match: all but the page with its last token."""
         if type(tokens) is Keys:
-            return self._named(tokens, extras)
+            return self._page_keys(tokens, extras)
         array = as_tokens(tokens)
         if extras is not None:
             check_extras(extras, len(array) // self._page_tokens)
@@ -125,7 +123,7 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def lookup(self, tokens: Any, extras: Sequence[bytes] | None = None) -> Match:
-        """Return the length of the longest stored prefix. A hint: no page is read, kept or marked as used.
+        """Return the length of the longest stored prefix, as a hint: no page is read, kept or marked as used.
 
         Raises:
             InvalidRequest: as ``keys``, or the store is closed.
@@ -135,23 +133,23 @@ class PrefixCache(ABC):
     def get(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
     ) -> Match:
-        """Copy the longest stored prefix into ``out``; every page is proven to be the one requested.
+        """Copy the longest stored prefix into ``out``. Every page is proven to be the requested one.
 
         Args:
-            out: ``[pages, page_bytes]``; any C-contiguous writable buffer large enough for all requested pages: numpy
-                or torch of any dtype and shape, bytearray, memoryview, or device memory (torch CUDA,
-                ``__cuda_array_interface__``, DLPack), which is written after the work queued in its stream. None
-                allocates ``match.data``.
-            verify: also compare the checksums of every layer. None takes the store's setting. Pages from NVMe and over
-                gRPC are always verified.
+            out: ``[pages, page_bytes]``: any C-contiguous writable buffer that is large enough for all requested pages.
+                This may be numpy or torch of any dtype and shape, bytearray, memoryview, or device memory (torch CUDA,
+                ``__cuda_array_interface__``, DLPack), which is written after the work queued in its stream. If None,
+                ``match.data`` is allocated.
+            verify: also compare the checksums of every layer. None: as the store is set. Pages from NVMe and over gRPC
+                are always verified.
 
-        Rows after the match are not changed, with two exceptions: a page that was evicted during its copy may be there
-        in part, and so may pages that follow an unreadable page on NVMe. A page that cannot be proven ends the match; a
-        miss raises nothing. On the node's own machine this process reads NVMe itself, even while the daemon is down; a
-        device that does not answer within ``timeout_s`` of ``connect`` is also a miss.
+        Rows after the match are unchanged, with two exceptions: they may have parts of a page that was evicted during
+        its copy, and pages that follow an unreadable page on NVMe. A page that cannot be proven ends the match; a miss
+        raises nothing. On the node's own machine this process reads NVMe itself, even while the daemon is down. A
+        device that does not answer within ``timeout_s`` of ``connect`` is a miss as well.
 
         Raises:
-            InvalidRequest: as ``keys``; ``out`` is too small, read-only or not contiguous (nothing was copied).
+            InvalidRequest: as ``keys``; ``out`` is too small, read-only or not contiguous, and nothing was copied.
             DeviceLost: the device of ``out`` has failed.
             DeadlineExceeded: the device did not copy in time, and may still write into ``out``.
         """
@@ -160,27 +158,27 @@ class PrefixCache(ABC):
     def get_async(
         self, tokens: Any, out: Any = None, *, extras: Sequence[bytes] | None = None, verify: bool | None = None
     ) -> Future[Match]:
-        """``get`` in one of the store's threads. ``out`` belongs to the store until the future is done.
+        """Run ``get`` in one of the store's threads. Until the future is done, ``out`` must not be used.
 
         Raises:
-            DeadlineExceeded: too many calls are waiting already.
+            DeadlineExceeded: too many calls are waiting.
         """
 
     def _to_device(self, keys: Keys, out: Any, verify: bool | None) -> Match | None:
-        """``get`` into device memory; returns None if ``out`` is host memory."""
+        """Do ``get`` if ``out`` is device memory; return None if it is host memory."""
         if not on_device(out):
             return None
         return self._get_to_device(keys, device_rows_to_fill(out, self.page_bytes, len(keys)), verify)
 
     def _get_to_device(self, keys: Keys, rows: DeviceRows, verify: bool | None) -> Match:
-        """``get`` through pinned memory, some pages at a time."""
+        """Do ``get`` through pinned memory, some pages at a time."""
         link, step = link_of(rows.device), max(1, BOUNCE_BYTES // self.page_bytes)
         pages, below, nodes = 0, Counter[Tier](), Counter[str]()
         while True:
-            asked = keys[pages : pages + step]
-            with link.bounces.borrow(len(asked) * self.page_bytes, time.monotonic() + COPY_DEADLINE_S) as bounce:
-                host = bounce.memory[: len(asked) * self.page_bytes].reshape(-1, self.page_bytes)
-                match = self.get(asked, host, verify=verify)
+            part = keys[pages : pages + step]
+            with link.bounces.borrow(len(part) * self.page_bytes, time.monotonic() + COPY_DEADLINE_S) as bounce:
+                host = bounce.memory[: len(part) * self.page_bytes].reshape(-1, self.page_bytes)
+                match = self.get(part, host, verify=verify)
                 if match.pages:
                     target = rows[pages : pages + match.pages]
                     bounce.event = event = link.copy([(host[: match.pages], target)], to_device=True)
@@ -202,22 +200,22 @@ class PrefixCache(ABC):
         extras: Sequence[bytes] | None = None,
         verify: bool | None = None,
     ) -> Match:
-        """``get`` one shard's part of each page, regardless of which shards wrote it: the heads of ``rank`` (see
-        ``Layout.held_heads``) in the layers of ``stage`` (``Layout.shard_layers``), in the order of the page.
+        """Copy one shard's part of each page, whichever shards wrote the page. The part has the heads of ``rank`` (see
+        ``Layout.held_heads``) in the layers of ``stage`` (see ``Layout.shard_layers``), in the order of the page.
 
         Args:
-            out: ``[pages, shard bytes]``, as for ``get``, or a strided array or tensor with contiguous rows. None
-                allocates ``match.data``.
-            verify: as for ``get``. Checksums cover whole layers, so whole pages are read then.
+            out: ``[pages, shard bytes]``, as for ``get``, or a strided array or tensor with contiguous rows. If None,
+                ``match.data`` is allocated.
+            verify: as for ``get``. Checksums cover whole layers, so whole pages are read.
 
-        A page counts only when it is complete: every shard that writes it has sealed. In DRAM only the shard's bytes
-        are read; pages on NVMe are read whole, a few at a time. Over gRPC only the shard's bytes cross the network.
+        A page matches only when every shard has sealed its part. In DRAM only the shard's bytes are read; pages on NVMe
+        are read whole, a few at a time. Over gRPC only the shard's bytes are sent.
 
         Raises:
-            InvalidRequest: as ``get``; a number of the shard is invalid.
+            InvalidRequest: as ``get``; a rank or stage is invalid.
         """
         shard = self._shard(rank, ranks, stage, stages)
-        keys = self._asked(tokens, extras)
+        keys = self._matchable_keys(tokens, extras)
         if out is not None and on_device(out):
             rows = device_rows_to_fill(out, shard.nbytes, len(keys), apart=True)
             host: Rows = empty((len(keys), shard.nbytes))
@@ -229,15 +227,15 @@ class PrefixCache(ABC):
 
     @abstractmethod
     def _get_shard(self, keys: Keys, shard: Shard, target: Rows | None, verify: bool | None) -> Match:
-        """Copy a shard's part of these pages into the first rows of ``target``, or into ``match.data`` if that is
-        None."""
+        """Copy a shard's part of these pages into the first rows of ``target``. If that is None, allocate
+        ``match.data``."""
 
     @abstractmethod
     def prefetch(self, tokens: Any, timeout_s: float = 5.0, extras: Sequence[bytes] | None = None) -> Match:
-        """Ask the node to bring the stored prefix from NVMe to DRAM; returns what is in DRAM afterwards.
+        """Ask the node to copy the stored prefix from NVMe to DRAM, and return what is in DRAM afterwards.
 
-        That may be less than is stored, if DRAM is full of pages that cannot be evicted, or if ``timeout_s`` is over;
-        pages in transit still arrive later.
+        That may be less than is stored, if DRAM is full of pages that cannot be evicted, or if ``timeout_s`` has
+        passed; copies in progress then end later.
 
         Raises:
             InvalidRequest: as ``keys``; ``timeout_s`` is not positive.
@@ -257,27 +255,27 @@ class PrefixCache(ABC):
         wait: bool = False,
         retention: Retention | Sequence[Retention] = (),
     ) -> int:
-        """Store the full pages of ``tokens``; returns how many were new. Pages already in DRAM are skipped.
+        """Store the full pages of ``tokens``, and return the number of new ones. Pages already in DRAM are skipped.
 
-        Pages that are only on NVMe are written to DRAM as well, which saves a later read; they do not count as new.
+        Pages that are only on NVMe are also written to DRAM, which saves a later read. They do not count as new.
 
         Args:
             pages: ``[full pages, page_bytes]``: a C-contiguous buffer of exactly that size and any dtype, in host or
-                device memory. The copy waits for work already queued in the device's stream.
+                device memory. The copy starts after the work queued in the device's stream.
             extras: as in ``keys``.
-            checksum: compute the layers' checksums in this process; otherwise the node does, soon after the seal. No
-                effect over gRPC, where all data is verified.
-            wait: return when the node has sealed the pages, and count those that it accepted. Otherwise a put on this
-                machine returns when its pages are *published* in shared memory: every later lookup in any process finds
-                them, and they survive the daemon and this process. Pages that the node later rejects (another writer
-                was faster, or their parents were evicted) are still counted.
-            retention: how long new pages are worth keeping, for all of them or per range of ``tokens``. A hint to
-                eviction that orders this cache's own pages; a stored page keeps its first hint.
+            checksum: compute the layers' checksums in this process; otherwise the node computes them soon after the
+                seal. No effect over gRPC, where all data is verified.
+            wait: return when the node has sealed the pages, and count those that it accepted. If false, a put on this
+                machine returns when its pages are *published* in shared memory: every later lookup in any process sees
+                them, and they survive the end of the daemon and of this process. The count then includes pages that the
+                node rejects later, because another writer was faster or their parents were evicted.
+            retention: how long new pages are worth keeping, for all of them or per range of ``tokens``. A hint for the
+                order of eviction among this cache's own pages. A stored page keeps its first hint.
 
-        There may be fewer new pages than expected if the store is full of pages that cannot be evicted (leased, being
-        written), if another writer was faster, or if parent pages were evicted; the stored pages are a prefix in any
-        case. A put always waits for the node where pages cannot be published: over gRPC, in an embedded store, for a
-        tenant with a quota, after a page that only NVMe has, and beyond 64 sessions at a time.
+        There may be fewer new pages than expected: if the store is full of pages that cannot be evicted (leased, being
+        written), if another writer was faster, or if parent pages were evicted. The stored pages are always a prefix. A
+        put waits for the node in any case if pages cannot be published: over gRPC, in an embedded store, for a tenant
+        with a quota, after a page that is only on NVMe, and beyond 64 sessions at a time.
 
         Raises:
             InvalidRequest: as ``keys``; ``pages`` does not have exactly the size of the full pages, or is not
@@ -298,15 +296,14 @@ class PrefixCache(ABC):
         checksum: bool = False,
         retention: Retention | Sequence[Retention] = (),
     ) -> PendingPut:
-        """``put(wait=True)`` without waiting for the last acknowledgements. ``pages`` may be reused as soon as this
-        returns.
+        """Do ``put(wait=True)`` without waiting for the last acknowledgements. ``pages`` may be reused at once.
 
-        A put whose ``result`` is never called is sealed too; its replies are read by a later put, or soon after the
-        last one.
+        The pages are also sealed if ``result`` is never called; a later put reads the acknowledgements, or the store
+        does soon after its last put.
         """
 
     def _shard(self, *cut: int) -> Shard:
-        """Return the shard of (rank, ranks, stage, stages); the whole-page shard, the usual case, is cached."""
+        """Return the shard of (rank, ranks, stage, stages). The shard with the whole page, the usual one, is cached."""
         if all(type(number) is int for number in cut) and cut == (0, 1, 0, 1):
             return self._whole
         return Shard(self.layout, *cut)
@@ -316,12 +313,12 @@ class PrefixCache(ABC):
     def lease(self, tokens: Any, ttl_s: float = 30.0, extras: Sequence[bytes] | None = None) -> Lease:
         """Return a lease with read-only views of the longest stored prefix: ``with cache.lease(tokens) as lease``.
 
-        Over gRPC the views are read-only copies, which stay valid whatever happens to the lease.
+        Over gRPC the views are read-only copies, which stay valid after the lease.
 
         Raises:
             InvalidRequest: as ``keys``; ``ttl_s`` is not positive.
         """
-        return self._lease(self._asked(tokens, extras), ttl_s)
+        return self._lease(self._matchable_keys(tokens, extras), ttl_s)
 
     def writer(
         self,
@@ -335,30 +332,29 @@ class PrefixCache(ABC):
         stages: int = 1,
         retention: Retention | Sequence[Retention] = (),
     ) -> Writer:
-        """Return a writer of the full pages, layer by layer:
-        ``with cache.writer(tokens) as w: w.write_layer(0, data)``.
+        """Return a writer of all full pages: ``with cache.writer(tokens) as w: w.write_layer(0, data)``.
 
-        Over gRPC each layer is one stream, which has arrived when ``write_layer`` returns.
+        Over gRPC each layer is one stream, and the node has it when ``write_layer`` returns.
 
         Args:
-            ttl_s: the reservation's deadline; pages that are not sealed by then are given up.
-            group: identifies the shards of one write (a request id, for example). None makes a writer without other
-                shards. Shards on several machines must give the same text.
-            rank, ranks: the share of the KV heads that this writer writes; see ``Layout.shard_heads``.
-            stage, stages: the layers that it writes; see ``Layout.shard_layers``. ``ranks * stages`` is at most 8.
+            ttl_s: time until the reservation's deadline; pages that are not sealed by then are revoked.
+            group: names the write to which this shard belongs, for example a request id. Shards on several machines
+                must use the same text. None: the write has no other shards.
+            rank, ranks: which share of the KV heads this writer writes; see ``Layout.shard_heads``.
+            stage, stages: which layers it writes; see ``Layout.shard_layers``. ``ranks * stages`` is at most 8.
             retention: as for ``put``; the first shard that reserves a page sets it.
 
         Raises:
             InvalidRequest: as ``keys``; ``ttl_s``, ``group``, or a number of the shard is invalid.
         """
         shard = self._shard(rank, ranks, stage, stages)
-        return self._writer(shard, self._to_store(tokens, extras, retention), ttl_s, group)
+        return self._writer(shard, self._keys_to_store(tokens, extras, retention), ttl_s, group)
 
     def reader(self, tokens: Any, timeout_s: float = 30.0, extras: Sequence[bytes] | None = None) -> Reader:
-        """Return a reader of pages that may still be being written, layer by layer:
+        """Return a reader of pages, layer by layer, which may be used while they are being written:
         ``cache.reader(tokens).read_layer(0, out)``.
 
-        Over gRPC layers are available once their page is sealed; pages are fetched whole and kept.
+        Over gRPC a layer is available when its page is sealed. The reader fetches whole pages and keeps them.
 
         Args:
             timeout_s: how long one ``read_layer`` may wait.
@@ -366,15 +362,15 @@ class PrefixCache(ABC):
         Raises:
             InvalidRequest: as ``keys``; ``timeout_s`` is not positive.
         """
-        return self._reader(self._asked(tokens, extras), timeout_s)
+        return self._reader(self._matchable_keys(tokens, extras), timeout_s)
 
     @abstractmethod
     def _lease(self, keys: Keys, ttl_s: float) -> Lease:
-        """Make a lease of this kind of store, not entered."""
+        """Make a lease of this kind of store, without entering it."""
 
     @abstractmethod
     def _writer(self, shard: Shard, keys: Keys, ttl_s: float, group: str | int | None) -> Writer:
-        """Make a writer of this kind of store, not entered."""
+        """Make a writer of this kind of store, without entering it."""
 
     @abstractmethod
     def _reader(self, keys: Keys, timeout_s: float) -> Reader:

@@ -1,4 +1,4 @@
-"""Reader: pages read layer by layer while another process is still writing them."""
+"""Readers of pages, layer by layer, while other processes are still writing them."""
 
 from __future__ import annotations
 
@@ -15,15 +15,14 @@ from kvstore.model.prefix import Keys
 
 
 class Reader(ABC):
-    """Follows one prompt's pages: ``reader.read_layer(0, out)``, layer 1, and so on, in any order.
+    """A reader of one prompt's pages: ``reader.read_layer(0, out)``, layer 1, and so on, in any order.
 
-    Life: made (nothing held) -> any number of ``read_layer`` calls -> dropped. It holds no lease: if a sealed page is
-    evicted between two layers, the reader waits for it like for an unwritten one. If a writer gives up, the reader
-    waits for another until the deadline of the call. A layer is returned only if its page is proven to be the one
-    requested. One thread at a time.
+    A reader holds no lease. If a sealed page is evicted between two layers, the reader waits for it as for an unwritten
+    one. If a writer gives up, the reader waits for another writer, until the deadline of the call. A layer is returned
+    only if its page is proven to be the requested one. One thread may use a reader at a time.
 
     Attributes:
-        pages: the number of pages it reads: those that a prompt can match, or all of the given keys.
+        pages: the number of pages to read: those that a prompt can match, or all of the keys.
     """
 
     PAUSES_S: tuple[float, float] = (1e-3, 0.05)
@@ -45,8 +44,8 @@ class Reader(ABC):
             heads: copy only the heads ``[start, stop)``, as from ``Layout.held_heads``; ``out`` then has only these.
 
         Raises:
-            DeadlineExceeded: a page did not arrive; names the layer and the first such page. Pages before it are in
-                ``out`` (in device memory, they may be). Or the device did not copy in time, and may still write there.
+            DeadlineExceeded: a page did not arrive; the message names the layer and the first such page. Earlier pages
+                are in ``out`` (in device memory, they may be). Or the device did not copy in time, and may still write.
             DeviceLost: the device of ``out`` has failed.
             InvalidRequest: layer or heads are not in the layout; ``out`` is too small, read-only or not contiguous.
         """
@@ -58,19 +57,19 @@ class Reader(ABC):
             self._follow(layer, start, stop, rows_to_fill(out, stop - start, self.pages, apart=True))
 
     def _follow_to_device(self, layer: int, start: int, stop: int, rows: DeviceRows) -> None:
-        """Follow the pages through host memory."""
+        """Read the pages into host memory, then copy them to the device."""
         host: Rows = empty((self.pages, stop - start))
         self._follow(layer, start, stop, host)
         link_of(rows.device).upload(host, rows[: self.pages])
 
     def _follow(self, layer: int, start: int, stop: int, target: Any) -> None:
-        """Read page after page, as they arrive."""
+        """Read page after page as they arrive."""
         deadline = time.monotonic() + self._timeout_s
         page, (pause_s, pause_max_s) = 0, self.PAUSES_S
         while page < self.pages:
-            got = self._read(page, layer, start, stop, target)
-            page += got
-            if got:
+            copied = self._read(page, layer, start, stop, target)
+            page += copied
+            if copied:
                 pause_s = self.PAUSES_S[0]
                 continue
             self._waits_for(page)
@@ -81,11 +80,11 @@ class Reader(ABC):
 
     @abstractmethod
     def _read(self, page: int, layer: int, start: int, stop: int, target: Any) -> int:
-        """Copy bytes ``start`` to ``stop`` of this layer from pages ``page ..`` into their rows of ``target``, as far
-        as they are ready, without waiting. Returns how many pages were copied."""
+        """Copy bytes ``start`` to ``stop`` of each page into its row of ``target``, from ``page`` on, as far as pages
+        are ready. Return the number of pages copied, without waiting."""
 
     def _waits_for(self, page: int) -> None:
-        """Note that the reader waits for this page."""
+        """Note that the reader waits for this page. Subclasses may ask for it."""
         return
 
     def __reduce__(self) -> NoReturn:

@@ -1,4 +1,4 @@
-"""Store: the interface to a node, for every way to reach it."""
+"""The interface to a node, for every way to reach it."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ AFTER_FORK: Final = "was opened in process {}; open or connect again after fork"
 
 
 class Store(AdminVerbs, ObjectVerbs):
-    """One node, shared by all threads of this process. Made by ``kvstore.open`` or ``kvstore.connect``.
+    """One node, for all threads of this process. Made by ``kvstore.open`` or ``kvstore.connect``.
 
-    Life: made -> used -> ``close`` (or leaving ``with``, or being dropped together with its caches, or the end of the
-    process). Closing releases reservations and leases; an embedded node ends with its store, a daemon's pages stay. A
-    forked child may not use it and must connect again.
+    A store ends with ``close`` or with its ``with`` block, when it is dropped together with its caches, or with the
+    process. Its reservations and leases are then released. An embedded node ends with its store; a daemon's pages stay.
+    A forked child must not use the store, and connects again.
 
     Attributes:
         reads_without_node: whether reads work while the node's daemon is down.
@@ -43,7 +43,7 @@ class Store(AdminVerbs, ObjectVerbs):
     def cache(self, layout: Sequence[Layout], salt: str = "", adapter: str = "") -> GroupedCache: ...
 
     def cache(self, layout: Layout | Sequence[Layout], salt: str = "", adapter: str = "") -> PrefixCache | GroupedCache:
-        """Return the cache of one layout, tenant salt and adapter. Cheap; different caches share no pages.
+        """Return the cache of one layout, tenant salt and adapter. The call is cheap. Different caches share no pages.
 
         Args:
             layout: one layout, or a list of the layouts of a model with several cache groups.
@@ -54,7 +54,7 @@ class Store(AdminVerbs, ObjectVerbs):
         """
         if isinstance(layout, list | tuple):
             return GroupedCache([self._cache(each, salt, adapter) for each in layout])
-        return self._cache(layout, salt, adapter)  # type: ignore[arg-type]  # what it is instead it says
+        return self._cache(layout, salt, adapter)  # type: ignore[arg-type]  # refuses anything that is not a layout
 
     @abstractmethod
     def _cache(self, layout: Layout, salt: str, adapter: str) -> PrefixCache:
@@ -62,15 +62,15 @@ class Store(AdminVerbs, ObjectVerbs):
 
     @abstractmethod
     def stats(self) -> dict[str, Any]:
-        """Return numbers about node and client. Over gRPC this needs an operator's token. Through shared memory, while
-        the daemon is down, it returns the header's numbers with ``state`` "down".
+        """Return numbers about the node and this client. Over gRPC this needs an operator's token. Through shared
+        memory, while the daemon is down, the numbers are those of the header, with ``state`` "down".
 
-        ``client.misses``: why matches of this store ended early, by reason.
+        ``client.misses`` counts by reason why matches of this store ended early.
         """
 
     @abstractmethod
     def wait_ready(self, timeout_s: float = 30.0) -> None:
-        """Wait until the node takes requests.
+        """Wait until the node accepts requests.
 
         Raises:
             DeadlineExceeded: the node was not ready in time.
@@ -78,19 +78,23 @@ class Store(AdminVerbs, ObjectVerbs):
 
     @abstractmethod
     def renew_session(self) -> None:
-        """End the session and begin another, after requests whose outcome is unknown: frames that the node would keep
-        until this process ends are free at once. No thread may be writing; leases end, and calls in progress fail.
-        Raises NodeUnavailable if there is no such node. Over gRPC there is no session: the node ends what its callers
-        left behind.
+        """End the session and begin a new one, after requests whose outcome is unknown.
+
+        Frames that the node would keep until this process ends become free at once. No thread may be writing. Leases
+        end, and calls in progress fail. Over gRPC there is no session, and this does nothing: the node ends abandoned
+        reservations and leases at their deadlines.
+
+        Raises:
+            NodeUnavailable: there is no such node.
         """
 
     @abstractmethod
     def close(self) -> None:
         """End the session or connection, and an embedded node. May be called twice.
 
-        Puts and writers of other threads fail. A copy in progress is not waited for (by an embedded node for at most a
-        second): its frames stay reserved until it has ended, and a named embedded pool cannot be opened again before
-        that.
+        Puts and writers of other threads fail. The call does not wait for copies in progress, except for an embedded
+        node, for at most a second. Their frames stay reserved until the copies have ended; a named embedded pool cannot
+        be opened again before that.
         """
 
     def __enter__(self) -> Self:
@@ -109,7 +113,7 @@ class Store(AdminVerbs, ObjectVerbs):
 
 
 def check_cache(layout: Layout, salt: str, adapter: str, page_bytes_max: int) -> None:
-    """Check what ``Store.cache`` refuses in every store; ``page_bytes_max`` is 0 if unknown."""
+    """Check the arguments of ``Store.cache``. ``page_bytes_max`` is 0 if unknown. Raises InvalidRequest."""
     if not isinstance(layout, Layout):
         raise InvalidRequest("layout", f"must be a kvstore.Layout (got {type(layout).__name__})")
     check_text(salt, "salt")

@@ -1,4 +1,4 @@
-"""Workers: a few threads behind the asynchronous forms of blocking calls."""
+"""A few threads that run the asynchronous forms of blocking calls."""
 
 from __future__ import annotations
 
@@ -9,17 +9,17 @@ from typing import Any, TypeVar
 
 from kvstore.errors import DeadlineExceeded, InvalidRequest
 
-WORKERS = 2  # a copy saturates memory with about this many
+WORKERS = 2  # about two threads saturate memory with copies
 CALLS_WAITING_MAX = 64
 
 T = TypeVar("T")
 
 
 class Workers:
-    """Threads that run calls in order of submission.
+    """Threads that run calls in the order of submission.
 
-    Life: made (nothing started) -> the first ``submit`` starts a thread -> ``close`` cancels what has not begun and
-    lets the threads end; so does the end of the process. After ``close`` calls are refused.
+    The first ``submit`` starts a thread. ``close`` cancels calls that have not started, and threads end after their
+    current call; the end of the process does the same. Later calls are refused.
     """
 
     def __init__(self, name: str) -> None:
@@ -28,11 +28,11 @@ class Workers:
         self._closed = False
 
     def submit(self, call: Callable[..., T], *args: Any, timeout_s: float = 5.0, **kwargs: Any) -> Future[T]:
-        """Run ``call`` in a worker; its value or exception is the future's.
+        """Run ``call`` in a thread, and return a future of its value or exception.
 
         Raises:
-            DeadlineExceeded: ``CALLS_WAITING_MAX`` calls have been waiting for ``timeout_s``.
-            InvalidRequest: closed.
+            DeadlineExceeded: ``CALLS_WAITING_MAX`` calls were still waiting after ``timeout_s``.
+            InvalidRequest: the store is closed.
         """
         if self._closed:
             raise InvalidRequest("store", "is closed")
@@ -47,6 +47,6 @@ class Workers:
         return future
 
     def close(self) -> None:
-        """Cancel what has not begun; threads end after the call they are in."""
+        """Cancel calls that have not started. Threads end after their current call."""
         self._closed = True
         self._threads.shutdown(wait=False, cancel_futures=True)

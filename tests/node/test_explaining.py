@@ -94,7 +94,7 @@ def test_layouts_that_were_met(store: Store) -> None:
 def test_a_prompt_in_parts(store: Store) -> None:
     pages = 2 * KEYS_PER_CALL + 7
     keys = put(store, 0, pages)
-    named = store._pages_named(keys)
+    named = store._page_arguments(keys)
     assert set(named) == {"prompt"}
     assert admin(store, "pages", limit=1, **named)["total"] == pages
     assert store.pages(300, keys=keys)["total"] == pages and len(store.pages(300, keys=keys)["pages"]) == 300

@@ -81,7 +81,7 @@ class LocalCache(PrefixCache):
         """See ``PrefixCache.lookup``."""
         start_ns = time.monotonic_ns()
         mapped = self._node.mapped()
-        keys = self._asked(tokens, extras)
+        keys = self._matchable_keys(tokens, extras)
         pages, below, asked = 0, NONE_BELOW, len(keys.hashes)
         if mapped is not None:
             pages = stored_pages(mapped, keys, self._closed)[0]
@@ -118,7 +118,7 @@ class LocalCache(PrefixCache):
             node.recheck(now_ns)
             timed = True
         mapped = node.mapped()
-        keys = self._asked(tokens, extras)
+        keys = self._matchable_keys(tokens, extras)
         asked = len(keys.hashes)
         if out is not None and (match := self._to_device(keys, out, verify)) is not None:
             return match
@@ -178,7 +178,7 @@ class LocalCache(PrefixCache):
         """See ``PrefixCache.prefetch``."""
         check_seconds(timeout_s, "timeout_s")
         mapped, pages = self._node.mapped(), 0
-        keys = self._asked(tokens, extras)
+        keys = self._matchable_keys(tokens, extras)
         self._gather(keys, timeout_s)
         if mapped is not None:
             pages = stored_pages(mapped, keys, self._closed)[0]
@@ -301,7 +301,7 @@ class LocalCache(PrefixCache):
     ) -> int:
         """See ``PrefixCache.put``."""
         start_ns = time.monotonic_ns()
-        put = self._start_put(self._to_store(tokens, extras, retention), pages, checksum, wait)
+        put = self._start_put(self._keys_to_store(tokens, extras, retention), pages, checksum, wait)
         new = put.result()
         put.counters.took(PUT, start_ns)
         return new
@@ -317,7 +317,7 @@ class LocalCache(PrefixCache):
     ) -> LocalPut:
         """See ``PrefixCache.put_async``."""
         start_ns = time.monotonic_ns()
-        put = self._start_put(self._to_store(tokens, extras, retention), pages, checksum, True)
+        put = self._start_put(self._keys_to_store(tokens, extras, retention), pages, checksum, True)
         put.counters.took(PUT_ASYNC, start_ns)
         put.leave()
         return put

@@ -259,7 +259,7 @@ class RemoteCache(PrefixCache):
         Raises:
             NodeUnavailable, DeadlineExceeded: the node did not answer in time.
         """
-        keys = self._asked(tokens, extras)
+        keys = self._matchable_keys(tokens, extras)
         self._node.check_open()
         return self._match(keys, self._looked_up)
 
@@ -275,7 +275,7 @@ class RemoteCache(PrefixCache):
             NodeUnavailable, DeadlineExceeded: the node did not answer, or the stream broke; some pages may be in
                 ``out``.
         """
-        keys = self._asked(tokens, extras)
+        keys = self._matchable_keys(tokens, extras)
         if out is not None and (match := self._to_device(keys, out, verify)) is not None:
             return match
         target = rows_to_fill(out, self.page_bytes, len(keys)) if out is not None else None
@@ -319,7 +319,7 @@ class RemoteCache(PrefixCache):
     def prefetch(self, tokens: Any, timeout_s: float = 5.0, extras: Sequence[bytes] | None = None) -> Match:
         """See ``PrefixCache.prefetch``."""
         check_seconds(timeout_s, "timeout_s")
-        keys = self._asked(tokens, extras)
+        keys = self._matchable_keys(tokens, extras)
         self._node.check_open()
         deadline = time.monotonic() + timeout_s
 
@@ -361,7 +361,7 @@ class RemoteCache(PrefixCache):
             checksum: no effect, since the node verifies all data.
             wait: no effect, since the node has sealed the pages when it answers.
         """
-        keys = self._to_store(tokens, extras, retention)
+        keys = self._keys_to_store(tokens, extras, retention)
         rows = host_rows(pages, self.page_bytes, len(keys))
         new = done = 0
         self._node.check_open()
@@ -382,7 +382,7 @@ class RemoteCache(PrefixCache):
         retention: Retention | Sequence[Retention] = (),
     ) -> PendingPut:
         """See ``PrefixCache.put_async``. Returns when the connection has taken all pages."""
-        keys = self._one_call(self._to_store(tokens, extras, retention))
+        keys = self._one_call(self._keys_to_store(tokens, extras, retention))
         put, _ = self._sent(keys, host_rows(pages, self.page_bytes, len(keys)))
         self._puts.append(put)
         while len(self._puts) > PUTS_UNREAD_MAX:

@@ -264,14 +264,14 @@ class RemoteStore(Store, RemoteObjects):
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
         return self._calls.call(call, arguments)
 
-    def _pages_sent(self, keys: Keys) -> dict[str, Any]:
+    def _encode_pages(self, keys: Keys) -> dict[str, Any]:
         cache = self._caches.get(keys.root)
         if cache is None:
             raise InvalidRequest("keys", "must be made with store.cache(...).keys(tokens) of this store")
         pages = cache.named(keys)
         most = self._node.about.message_bytes_max
         if len(keys) > KEYS_MAX or (most and pages.ByteSize() + OVERHEAD_BYTES > most):
-            return super()._pages_sent(keys)  # by keys, which are shorter, and in parts; only operators may do that
+            return super()._encode_pages(keys)  # keys are shorter, and are sent in parts; this needs an operator
         return {PROMPT: pages}
 
 
