@@ -234,7 +234,7 @@ class Scattered:
         return None
 
     def _cut(self, start: int, count: int) -> list[tuple[Rows, int, int, int]]:
-        """Return (buffer, low, high, offset in the range) for each buffer that has a part of ``start .. start + count``."""
+        """Return (buffer, low, high, offset in the range) for each buffer with a part of the range."""
         cut, base, stop = [], 0, start + count
         for part in self.parts:
             low, high = max(start - base, 0), min(stop - base, part.size)

@@ -1,4 +1,4 @@
-"""Admin: an operator's calls, each through its own RPC if there is one."""
+"""The operators' calls over gRPC, each through its own RPC if there is one."""
 
 from __future__ import annotations
 
@@ -13,74 +13,74 @@ from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
 
 ADMIN_TIMEOUT_S: Final = 60.0
-EVENTS_WAIT_S_MAX: Final = 1.0  # as for a node of this machine
+EVENTS_WAIT_S_MAX: Final = 1.0  # the limit of a node on this machine as well
 EVENTS_PAUSE_S: Final = 0.05
 
-ASKED_AGAIN: Final = ("pins", "explain", "layouts", "pages")  # calls that are repeated after the connection was lost
+REPEATABLE: Final = ("pins", "explain", "layouts", "pages")  # calls that are repeated after the connection was lost
 PROMPT: Final = "prompt"  # the argument that names pages: a ``pb.Pages``
 
 
 class RemoteAdmin:
-    """Implements ``_admin`` of a remote store: turns arguments into a request, and a ``Struct`` into a dict.
+    """The admin calls of a remote store: arguments become a request, and the ``Struct`` of the reply becomes a dict.
 
-    A ``Struct`` has floats only, so whole numbers are converted to int; above 2**53 they are not exact.
+    A ``Struct`` has only floats. Whole numbers are converted to int; above 2**53 they are not exact.
     """
 
     def __init__(self, node: RemoteNode) -> None:
         self._node = node
         self._calls: dict[str, Callable[[dict[str, Any]], dict[str, Any]]] = {
-            "stats": lambda given: self._ask("Stats", _filled(pb.Empty, given)),
-            "verify": lambda given: self._ask("Verify", _filled(pb.Empty, given)),
-            "pages": lambda given: self._ask("Pages", _filled(pb.PagesRequest, given)),
-            "evict": lambda given: self._ask("Evict", _filled(pb.EvictRequest, given), again=False),
-            "pin": lambda given: self._ask("Pin", _filled(pb.PinRequest, given)),
-            "unpin": lambda given: self._ask("Unpin", _filled(pb.UnpinRequest, _with_text(given, "pin"))),
+            "stats": lambda arguments: self._ask("Stats", _request(pb.Empty, arguments)),
+            "verify": lambda arguments: self._ask("Verify", _request(pb.Empty, arguments)),
+            "pages": lambda arguments: self._ask("Pages", _request(pb.PagesRequest, arguments)),
+            "evict": lambda arguments: self._ask("Evict", _request(pb.EvictRequest, arguments), again=False),
+            "pin": lambda arguments: self._ask("Pin", _request(pb.PinRequest, arguments)),
+            "unpin": lambda arguments: self._ask("Unpin", _request(pb.UnpinRequest, _with_text(arguments, "pin"))),
             "events": self._events,
         }
 
     def call(self, name: str, arguments: Mapping[str, Any]) -> dict[str, Any]:
-        """Make one call, through its own RPC or through Admin, which carries any call.
+        """Make one call, through its own RPC or through Admin, which accepts all calls.
 
         Raises:
             InvalidRequest: there is no such call, or it does not take an argument.
         """
-        given = {field: value for field, value in arguments.items() if value is not None}
-        by_keys = "keys" in given or isinstance(given.get(PROMPT), str)  # the calls' own RPCs have no field for keys
-        made = self._calls.get(name) if not by_keys else None
-        return made(given) if made is not None else self._generic(name, given)
+        present = {field: value for field, value in arguments.items() if value is not None}
+        by_keys = "keys" in present or isinstance(present.get(PROMPT), str)  # the calls' own RPCs have no such fields
+        rpc = self._calls.get(name) if not by_keys else None
+        return rpc(present) if rpc is not None else self._generic(name, present)
 
     def verify(self, timeout_s: float) -> dict[str, Any]:
-        """Run a whole sweep; the node answers when it has ended."""
+        """Run a whole sweep. The node answers when the sweep has ended."""
         return self._ask("Verify", pb.Empty(), timeout_s)
 
     def _ask(self, name: str, request: Any, timeout_s: float = ADMIN_TIMEOUT_S, again: bool = True) -> dict[str, Any]:
         return document(self._node.call(name, request, Struct, timeout_s, again))
 
-    def _generic(self, name: str, given: dict[str, Any]) -> dict[str, Any]:
+    def _generic(self, name: str, arguments: dict[str, Any]) -> dict[str, Any]:
         request = Struct()
         try:
-            request.update({"call": name, **given})
+            request.update({"call": name, **arguments})
         except (TypeError, ValueError):
             raise InvalidRequest("call", f"the arguments of {name!r} cannot be encoded in JSON") from None
-        return self._ask("Admin", request, again=name in ASKED_AGAIN)
+        return self._ask("Admin", request, again=name in REPEATABLE)
 
-    def _events(self, given: dict[str, Any]) -> dict[str, Any]:
-        """Poll for ``wait_s``, since a waiting call would occupy one of the node's few threads."""
-        wait_s = given.pop("wait_s", 0.0)
+    def _events(self, arguments: dict[str, Any]) -> dict[str, Any]:
+        """Poll for ``wait_s``, because a waiting call would occupy one of the node's few threads."""
+        wait_s = arguments.pop("wait_s", 0.0)
         if not isinstance(wait_s, int | float) or not 0 <= wait_s <= EVENTS_WAIT_S_MAX:
             raise InvalidRequest("wait_s", f"must be from 0 to {EVENTS_WAIT_S_MAX:g} (got {wait_s!r})")
         deadline = time.monotonic() + wait_s
         while True:
-            found = self._generic("events", given)
-            left_s = deadline - time.monotonic()
-            if found["events"] or found["lost"] or left_s <= 0:
-                return found
-            given["after"] = found["next"]
-            time.sleep(min(EVENTS_PAUSE_S, left_s))
+            answer = self._generic("events", arguments)
+            remaining_s = deadline - time.monotonic()
+            if answer["events"] or answer["lost"] or remaining_s <= 0:
+                return answer
+            arguments["after"] = answer["next"]
+            time.sleep(min(EVENTS_PAUSE_S, remaining_s))
 
 
 def document(struct: Struct) -> dict[str, Any]:
-    """Convert a ``Struct`` to a dict, and whole numbers to int."""
+    """Convert a ``Struct`` to a dict, with int for whole numbers."""
     return {name: _plain(value) for name, value in struct.fields.items()}
 
 
@@ -97,14 +97,13 @@ def _plain(value: Value) -> Any:
     return getattr(value, kind) if kind not in (None, "null_value") else None
 
 
-def _filled(kind: type[Any], given: Mapping[str, Any]) -> Any:
-    """Make a request from these arguments. Raises InvalidRequest for an argument without a field, or of the wrong
-    type."""
-    for field in given:
+def _request(kind: type[Any], arguments: Mapping[str, Any]) -> Any:
+    """Make a request. Raises InvalidRequest for an argument without a field, or of the wrong type."""
+    for field in arguments:
         if field not in kind.DESCRIPTOR.fields_by_name:
             raise InvalidRequest(field, "is not supported over gRPC")
     request = kind()
-    for field, value in given.items():
+    for field, value in arguments.items():
         try:
             if field == PROMPT:
                 request.prompt.CopyFrom(value)
@@ -115,5 +114,5 @@ def _filled(kind: type[Any], given: Mapping[str, Any]) -> Any:
     return request
 
 
-def _with_text(given: dict[str, Any], field: str) -> dict[str, Any]:
-    return given | {field: str(given[field])} if field in given else given
+def _with_text(arguments: dict[str, Any], field: str) -> dict[str, Any]:
+    return arguments | {field: str(arguments[field])} if field in arguments else arguments

@@ -1,7 +1,4 @@
-"""RemoteStore: the store of a node reached over gRPC.
-
-RemoteObjects: opaque objects over gRPC, one stream per value.
-"""
+"""The store of a node reached over gRPC, with opaque objects as one stream per value."""
 
 from __future__ import annotations
 
@@ -29,46 +26,46 @@ from kvstore.model.prefix import Keys
 from kvstore.pb import store_pb2 as pb
 from kvstore.wire.grpc import OBJECT_DATA_FIELD, digest_of, fields, pack_data
 
-PUTS_AT_ONCE: Final = 8  # of one ``put_many``
-KEYS_PER_CALL: Final = 1024  # of at most 1000 bytes each: a quarter of a message
+PUTS_AT_ONCE: Final = 8  # streams of one ``put_many`` at the same time
+KEYS_PER_CALL: Final = 1024  # of at most 1000 bytes each, a quarter of a message
 _FOUND, _SIZE, _DATA, _DIGEST = 1, 2, OBJECT_DATA_FIELD, OBJECT_DATA_FIELD + 1  # fields of GetObjectReply
 
 
 class RemoteObjects(ObjectVerbs):
-    """Objects over one stream each; every verb needs the node."""
+    """Objects over one stream each. Every verb calls the node."""
 
     _node: RemoteNode
 
     def put_many(
         self, keys: Sequence[str], values: Sequence[Any], salt: str = "", replace: bool = False, *, wait: bool = True
     ) -> list[bool]:
-        """See ``ObjectVerbs.put_many``; up to ``PUTS_AT_ONCE`` values are sent at a time.
+        """Store values as ``ObjectVerbs.put_many`` does, up to ``PUTS_AT_ONCE`` at the same time.
 
         Raises:
-            InvalidRequest: also if a value is larger than the node accepts over gRPC.
+            InvalidRequest: a value is larger than the node accepts over gRPC, or as ``ObjectVerbs.put_many``.
         """
         sources = sources_of(keys, values)[1]
-        salt, most = check_text(salt, "salt"), self._node.about.object_bytes_max
+        salt, bytes_max = check_text(salt, "salt"), self._node.about.object_bytes_max
         for source in sources:
-            if most and source.nbytes > most:
-                raise InvalidRequest("data", f"must be at most {most} bytes over gRPC (got {source.nbytes})")
+            if bytes_max and source.nbytes > bytes_max:
+                raise InvalidRequest("data", f"must be at most {bytes_max} bytes over gRPC (got {source.nbytes})")
         self._node.check_open()
         stored: list[bool] = []
-        under_way: deque[Any] = deque()
+        puts: deque[Any] = deque()
         try:
             for key, source in zip(keys, sources, strict=True):
-                if len(under_way) == PUTS_AT_ONCE:
-                    stored.append(self._stored(under_way.popleft()))
-                under_way.append(self._put(key, source, salt, replace))
-            while under_way:
-                stored.append(self._stored(under_way.popleft()))
+                if len(puts) == PUTS_AT_ONCE:
+                    stored.append(self._result(puts.popleft()))
+                puts.append(self._put(key, source, salt, replace))
+            while puts:
+                stored.append(self._result(puts.popleft()))
         finally:
-            for call in under_way:  # an earlier one has failed; the caller gets its buffers back
+            for call in puts:  # an earlier put has failed; the caller may use its buffers again
                 call.cancel()
         return stored
 
     def get(self, key: str, out: Any = None, salt: str = "") -> Any:
-        """See ``ObjectVerbs.get``. A value with wrong checksums is returned as None."""
+        """Return a value, or copy it into ``out``. A value with wrong checksums counts as missing."""
         encode_name(key)
         target = Scattered.of(out, "out", writable=True) if out is not None else None
         request = pb.GetObjectRequest(key=key, salt=check_text(salt, "salt")).SerializeToString()
@@ -83,7 +80,7 @@ class RemoteObjects(ObjectVerbs):
                 again = False
 
     def size(self, key: str, salt: str = "") -> int | None:
-        """See ``ObjectVerbs.size``."""
+        """Return the number of bytes of the value under ``key``; None if there is none."""
         encode_name(key)
         request = pb.GetObjectRequest(key=key, salt=check_text(salt, "salt")).SerializeToString()
         stream = self._node.receive("GetObject", request, self._node.timeout_s)
@@ -98,43 +95,43 @@ class RemoteObjects(ObjectVerbs):
         return None
 
     def contains(self, keys: str | Sequence[str], salt: str = "") -> Any:
-        """See ``ObjectVerbs.contains``."""
-        found: list[bool] = []
-        named, salt = _listed(keys), check_text(salt, "salt")
+        """Return whether there is a value under this key, or for a list of keys a list of booleans."""
+        stored: list[bool] = []
+        names, salt = _checked_keys(keys), check_text(salt, "salt")
         self._node.check_open()
-        for part in _parts(named):
-            found += self._node.call("ContainsObjects", pb.ObjectKeys(keys=part, salt=salt), pb.ObjectsFound).found
-        return bool(found[0]) if isinstance(keys, str) else found
+        for part in _parts(names):
+            stored += self._node.call("ContainsObjects", pb.ObjectKeys(keys=part, salt=salt), pb.ObjectsFound).found
+        return bool(stored[0]) if isinstance(keys, str) else stored
 
     def delete(self, keys: str | Sequence[str], salt: str = "") -> int:
-        """See ``ObjectVerbs.delete``."""
-        named, salt, removed = _listed(keys), check_text(salt, "salt"), 0
+        """Delete the values under these keys, and return the number of values deleted."""
+        names, salt, removed = _checked_keys(keys), check_text(salt, "salt"), 0
         self._node.check_open()
-        for part in _parts(list(dict.fromkeys(named))):
+        for part in _parts(list(dict.fromkeys(names))):
             request = pb.ObjectKeys(keys=part, salt=salt)
             removed += self._node.call("DeleteObjects", request, pb.ObjectsRemoved, again=False).removed
         return removed
 
     def clear(self, prefix: str, salt: str = "") -> int:
-        """See ``ObjectVerbs.clear``."""
+        """Delete all objects of this salt whose key begins with ``prefix``, and return their number."""
         encode_prefix(prefix)
         request = pb.ClearObjectsRequest(prefix=prefix, salt=check_text(salt, "salt"))
         return int(self._node.call("ClearObjects", request, pb.ObjectsRemoved, again=False).removed)
 
     def object_keys(self, salt: str = "") -> NoReturn:
-        """Not available over gRPC: the list of all keys is unbounded."""
+        """Raise InvalidRequest: the list of all keys has no limit, so it is not available over gRPC."""
         raise InvalidRequest("object_keys", "is for programs on the node's own machine")
 
     def _check_open(self) -> None:
         self._node.check_open()
 
     def _put(self, key: str, source: Scattered, salt: str, replace: bool) -> Any:
-        """Start a put; return a future of its reply."""
+        """Start a put, and return a future of its reply."""
         begin = pb.PutObjectBegin(key=key, salt=salt, size_bytes=source.nbytes, replace=replace)
         messages = _messages(begin, source, self._node.data_bytes)
         return self._node.send("PutObject", messages, self._node.stream_s(source.nbytes))
 
-    def _stored(self, call: Any) -> bool:
+    def _result(self, call: Any) -> bool:
         try:
             return bool(pb.PutObjectReply.FromString(call.result()).stored)
         except grpc.RpcError as error:
@@ -144,17 +141,17 @@ class RemoteObjects(ObjectVerbs):
             raise Unavailable(f"{self._node.endpoint.address}: the put was cancelled") from None
 
     def _get(self, request: bytes, target: Scattered | None) -> Any:
-        """Make one attempt. Raises grpc.RpcError."""
+        """Try once to get the value. Raises grpc.RpcError."""
         node = self._node
         into, size, position = target, -1, 0
-        # The size of the value is not known yet, so the deadline is for the largest that fits.
+        # The size is unknown until the reply arrives, so the deadline allows for the largest value that fits.
         expected = target.nbytes if target is not None else 1 << 30
         stream = node.receive("GetObject", request, node.stream_s(expected))
         try:
             for message in stream:
-                found = {number: view if view is not None else integer for number, integer, view in fields(message)}
+                reply = {number: view if view is not None else integer for number, integer, view in fields(message)}
                 if size < 0:
-                    size = int(found.get(_SIZE, 0)) if found.get(_FOUND) else -1
+                    size = int(reply.get(_SIZE, 0)) if reply.get(_FOUND) else -1
                     if size < 0:
                         return None
                     if target is not None and target.nbytes < size:
@@ -162,9 +159,9 @@ class RemoteObjects(ObjectVerbs):
                             "out", f"must have at least {size} bytes for the value (got {target.nbytes})"
                         )
                     into = target if target is not None else Scattered([empty(size)])
-                data = found.get(_DATA)
+                data = reply.get(_DATA)
                 if isinstance(data, memoryview) and len(data) and into is not None:
-                    if position + len(data) > size or digest_of(data) != found.get(_DIGEST):
+                    if position + len(data) > size or digest_of(data) != reply.get(_DIGEST):
                         return None
                     into.write(position, np.frombuffer(data, np.uint8))
                     position += len(data)
@@ -180,14 +177,14 @@ class RemoteObjects(ObjectVerbs):
         return size if target is not None else into.parts[0]
 
 
-def _messages(begin: pb.PutObjectBegin, source: Scattered, most: int) -> Iterator[bytes]:
+def _messages(begin: pb.PutObjectBegin, source: Scattered, data_bytes: int) -> Iterator[bytes]:
     yield pb.PutObjectRequest(begin=begin).SerializeToString()
     for part in source.parts:
-        for start in range(0, part.size, most):
-            yield pack_data(part[start : start + most].data)
+        for start in range(0, part.size, data_bytes):
+            yield pack_data(part[start : start + data_bytes].data)
 
 
-def _listed(keys: str | Sequence[str]) -> list[str]:
+def _checked_keys(keys: str | Sequence[str]) -> list[str]:
     return [encode_name(key).decode() for key in listed(keys)]
 
 
@@ -195,13 +192,14 @@ def _parts(keys: list[str]) -> Iterator[list[str]]:
     return (keys[start : start + KEYS_PER_CALL] for start in range(0, len(keys), KEYS_PER_CALL))
 
 
-ROOTS_MAX = 4096  # caches kept by the root of their keys, so that an operator's verbs can name pages by keys
+ROOTS_MAX = 4096  # caches kept by their root, so that operators' verbs can name pages by keys
 _RETRY_S = 0.05
 
 
 class RemoteStore(Store, RemoteObjects):
-    """A store over a gRPC connection. Leases and reservations that are not released end at their deadlines. After the
-    connection is lost, the next call reconnects.
+    """A store over a gRPC connection. The next call reconnects after a loss.
+
+    Leases and reservations that are not released end at their deadlines.
     """
 
     def __init__(self, node: RemoteNode) -> None:
@@ -212,7 +210,7 @@ class RemoteStore(Store, RemoteObjects):
 
     @property
     def name(self) -> str:
-        """See ``Store.name``."""
+        """The node's name."""
         return str(self._node.about.name)
 
     def _cache(self, layout: Layout, salt: str, adapter: str) -> RemoteCache:
@@ -225,17 +223,17 @@ class RemoteStore(Store, RemoteObjects):
         return cache
 
     def stats(self) -> dict[str, Any]:
-        """See ``Store.stats``."""
+        """Return numbers about the node, with ``client.misses`` of this store. Needs an operator's token."""
         stats = self._admin("stats")
         stats["client"] = {"misses": dict(self._node.misses)}
         return stats
 
     def verify(self, timeout_s: float = 600.0) -> dict[str, Any]:
-        """See ``Store.verify``. The node may end the call before ``timeout_s``, at its own limit."""
+        """Verify the node, as ``AdminVerbs.verify`` does. The node may end the call earlier, at its own limit."""
         return self._calls.verify(timeout_s)
 
     def wait_ready(self, timeout_s: float = 30.0) -> None:
-        """See ``Store.wait_ready``."""
+        """Wait until the node accepts requests. Raises DeadlineExceeded."""
         deadline = time.monotonic() + timeout_s
         while True:
             try:
@@ -247,18 +245,18 @@ class RemoteStore(Store, RemoteObjects):
                 time.sleep(_RETRY_S)
 
     def renew_session(self) -> None:
-        """See ``Store.renew_session``."""
+        """Check that the store is open: over gRPC there is no session to renew."""
         self._node.check_open()
 
     def close(self) -> None:
-        """See ``Store.close``."""
+        """End the connection. May be called twice."""
         self._node.close()
 
     def __repr__(self) -> str:
         return f"<kvstore.Store {self.name!r} at {self._node.endpoint.address}>"
 
     def in_pool(self, keys: Keys) -> Keys:
-        """Return keys without the pool's suffix, which only its nodes know."""
+        """Return keys without the pool's suffix, which only its nodes can compute."""
         return keys.with_tag(b"")
 
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
@@ -268,15 +266,15 @@ class RemoteStore(Store, RemoteObjects):
         cache = self._caches.get(keys.root)
         if cache is None:
             raise InvalidRequest("keys", "must be made with store.cache(...).keys(tokens) of this store")
-        pages = cache.named(keys)
-        most = self._node.about.message_bytes_max
-        if len(keys) > KEYS_MAX or (most and pages.ByteSize() + OVERHEAD_BYTES > most):
+        pages = cache.page_message(keys)
+        bytes_max = self._node.about.message_bytes_max
+        if len(keys) > KEYS_MAX or (bytes_max and pages.ByteSize() + OVERHEAD_BYTES > bytes_max):
             return super()._encode_pages(keys)  # keys are shorter, and are sent in parts; this needs an operator
         return {PROMPT: pages}
 
 
 def connect_remote(endpoint: Endpoint, timeout_s: float) -> RemoteStore:
-    """Return a store over a new connection, after the node has described itself. Raises what ``connect`` does."""
+    """Connect to a node, which has to answer with its description, and return a store. Raises as ``connect``."""
     node = RemoteNode(endpoint, timeout_s)
     try:
         node.ask_about()

@@ -1,7 +1,4 @@
-"""RemoteWriter: writes pages layer by layer into frames of a node reached over gRPC.
-
-RemotePut: puts pages into a node over gRPC.
-"""
+"""Writers of pages to a node over gRPC: layer by layer into reserved frames, and puts of whole pages."""
 
 from __future__ import annotations
 
@@ -29,8 +26,10 @@ Piece = tuple[int, int, Rows]  # page, offset in the page, bytes
 
 
 class RemoteWriter(Writer):
-    """A writer whose reservation the node holds. Each call is one stream, which has arrived when the call returns. A
-    restart of the node while it is entered ends it: it raises ``LeaseBroken``, and everything is revoked.
+    """A writer with a reservation in the node. Each call is one stream, and returns when the node has received it.
+
+    If the node restarts before the writer is left, the reservation ends: calls raise ``LeaseBroken``, and all pages are
+    revoked.
     """
 
     def __init__(
@@ -40,11 +39,11 @@ class RemoteWriter(Writer):
         keys: Keys,
         ttl_s: float,
         group: str | int | None,
-        named: Callable[[Keys], pb.Pages],
+        page_message: Callable[[Keys], pb.Pages],
     ) -> None:
         super().__init__(shard, keys, ttl_s, group)
         self._node = node
-        self._named = named
+        self._page_message = page_message
         self._group_name = "" if group is None else str(group)
         self._reservation = b""
 
@@ -53,9 +52,9 @@ class RemoteWriter(Writer):
         if not len(self._keys):
             return
         shard = self._shard.cut
-        pages = self._named(self._keys)
+        pages = self._page_message(self._keys)
         request = pb.ReserveRequest(pages=pages, write_group=self._group_name, ttl_ms=self._ttl_ms, **shard)
-        # Repeated if a lost request costs no frames: a node has one reservation per group and shard.
+        # A lost request can be repeated in a group, and costs no frames: a group has one reservation per shard.
         reply = self._node.call("Reserve", request, pb.ReserveReply, again=bool(self._group_name))
         self._reservation = reply.reservation
         self.pages_new = list(reply.wanted)
@@ -81,7 +80,7 @@ class RemoteWriter(Writer):
         self._send([(page, offset, row)], row.nbytes)
 
     def _show(self, page: int | None) -> None:
-        """Do nothing: the node has seen what was written."""
+        """Do nothing: the node makes layers readable when it has received them."""
 
     def _seal(self) -> None:
         reservation, self._reservation = self._reservation, b""
@@ -97,7 +96,7 @@ class RemoteWriter(Writer):
                 self._node.call("Revoke", request, pb.Empty, again=False)
 
     def _send(self, pieces: Iterable[Piece], size_bytes: int) -> None:
-        """Send pieces and wait until readers can find them."""
+        """Send pieces and wait until the node has received them, so that readers find them."""
         timeout_s = self._node.stream_s(size_bytes)
         messages = _messages(self._reservation, pieces, self._node.data_bytes)
         call = self._node.send("Write", messages, timeout_s)
@@ -110,16 +109,16 @@ class RemoteWriter(Writer):
             raise Unavailable(f"{self._node.endpoint.address}: the write was cancelled") from None
 
 
-def _messages(reservation: bytes, pieces: Iterable[Piece], most: int) -> Iterator[bytes]:
+def _messages(reservation: bytes, pieces: Iterable[Piece], data_bytes: int) -> Iterator[bytes]:
     yield pb.WriteRequest(begin=pb.WriteBegin(reservation=reservation)).SerializeToString()
     for page, offset, data in pieces:
-        for start in range(0, len(data), most):
+        for start in range(0, len(data), data_bytes):
             place = pack_integer(_PAGE_FIELD, page) + pack_integer(_OFFSET_FIELD, offset + start)
-            yield pack_data(data[start : start + most].data, DATA_FIELD, place)
+            yield pack_data(data[start : start + data_bytes].data, DATA_FIELD, place)
 
 
 class RemotePut(PendingPut):
-    """A put whose pages were given to the connection."""
+    """A put whose pages the connection has taken."""
 
     __slots__ = ("_node", "_call", "_lock", "_new", "_failure", "stored")
 
@@ -129,10 +128,10 @@ class RemotePut(PendingPut):
         self._lock = threading.Lock()
         self._new = 0
         self._failure: Unavailable | None = None
-        self.stored = 0  # how many leading sent pages are stored now; known after ``result``
+        self.stored = 0  # leading pages that are stored, known after ``result``
 
     def start(self, begin: pb.WriteBegin, rows: Rows) -> None:
-        """Send ``rows`` ``[pages, page_bytes]``. Returns when gRPC has taken all of them, or the node accepts no more.
+        """Send ``rows`` ``[pages, page_bytes]``. Returns when gRPC has taken all of them, or the node needs no more.
 
         Raises:
             DeadlineExceeded: neither happened in time; the call was cancelled.
@@ -148,7 +147,7 @@ class RemotePut(PendingPut):
             raise DeadlineExceeded(f"{self._node.endpoint.address}: {rows.nbytes} bytes were not taken in time")
 
     def result(self) -> int:
-        """See ``PendingPut.result``."""
+        """Wait for the node's reply, and return the number of new pages."""
         with self._lock:
             if self._failure is not None:
                 raise self._failure
@@ -158,26 +157,26 @@ class RemotePut(PendingPut):
                     reply = pb.WriteReply.FromString(call.result())
                     self._new, self.stored = reply.new_pages, reply.pages
                 except grpc.RpcError as error:
-                    meant = self._node.meaning(error)
-                    self._failure = meant if isinstance(meant, Unavailable) else None
-                    raise meant from None
+                    failure = self._node.exception_of(error)
+                    self._failure = failure if isinstance(failure, Unavailable) else None
+                    raise failure from None
                 except grpc.FutureCancelledError:
                     self._node.check_open()
                     raise Unavailable(f"{self._node.endpoint.address}: the put was cancelled") from None
         return self._new
 
 
-def _put_messages(head: bytes, rows: Rows, most: int, drawn: threading.Event) -> Iterator[bytes]:
-    """Yield ``head``, then all data in order: small pages several per message, large ones in equal pieces."""
+def _put_messages(head: bytes, rows: Rows, data_bytes: int, drawn: threading.Event) -> Iterator[bytes]:
+    """Yield ``head``, then all data in order: several small pages per message, or equal pieces of a large one."""
     yield head
-    flat, step = rows.reshape(-1), piece_bytes(rows.shape[1], most)
+    flat, step = rows.reshape(-1), piece_bytes(rows.shape[1], data_bytes)
     for start in range(0, len(flat), step):
         yield pack_data(flat[start : start + step].data)
     drawn.set()
 
 
-def piece_bytes(page_bytes: int, most: int) -> int:
-    """Return how much data to send in one message, so that messages and pages end together as often as possible."""
-    if page_bytes <= most:
-        return most // page_bytes * page_bytes
-    return -(-page_bytes // -(-page_bytes // most))
+def piece_bytes(page_bytes: int, data_bytes: int) -> int:
+    """Return how much data a message takes, so that messages and pages end together as often as possible."""
+    if page_bytes <= data_bytes:
+        return data_bytes // page_bytes * page_bytes
+    return -(-page_bytes // -(-page_bytes // data_bytes))
