@@ -1,8 +1,6 @@
-"""Errors as clients of OpenAI's API expect them: a status, and a document that names the parameter.
+"""Errors in the form of OpenAI's API: an HTTP status, and a document that names the parameter::
 
-::
-
-    {"error": {"message": "...", "type": "invalid_request_error", "param": "top_p", "code": "invalid_value"}}
+{"error": {"message": "...", "type": "invalid_request_error", "param": "top_p", "code": "invalid_value"}}
 """
 
 from __future__ import annotations
@@ -24,17 +22,22 @@ from kvstore.errors import (
 
 INVALID, KEY, DENIED = "invalid_request_error", "authentication_error", "permission_error"
 LIMITED, SERVER = "rate_limit_error", "server_error"
-RENAMED = {"sampling.": "", "tokens": "prompt"}  # a field of an engine's request -> the client's name for it
+RENAMED = {"sampling.": "", "tokens": "prompt"}  # the start of a field's name -> the client's name for it
 
 
-RETRIED: Final = frozenset((408, 429, 503))  # the same request may be answered later, or by another conductor
+RETRYABLE: Final = frozenset((408, 429, 503))  # a repeated request may succeed later, or at another conductor
 
 
 class Refusal(Exception):
-    """An error reply to a client. ``status``: the HTTP status.
+    """An error reply to a client.
 
-    OpenAI's clients retry twice after any status from 500 on, and look at ``x-should-retry`` first. A request that
-    missed its deadline, or that hit a bug of ours, would cost the same again and end the same.
+    OpenAI's clients retry twice after every status from 500 on, unless ``x-should-retry`` is "false". The reply sets it
+    for a request that missed its deadline or hit an internal error, because a retry would cost and end the same.
+
+    Attributes:
+        status: the HTTP status.
+        headers: headers of the reply. ``Retry-After`` has whole seconds. OpenAI's clients prefer ``retry-after-ms``.
+        document: the JSON document of the reply.
     """
 
     def __init__(
@@ -51,10 +54,7 @@ class Refusal(Exception):
         super().__init__(message)
         self.status = status
         self.headers = dict(headers or {})
-        """Headers of the reply. ``Retry-After`` has whole seconds; OpenAI's clients look at ``retry-after-ms``
-        first.
-        """
-        self.headers["x-should-retry"] = "true" if status in RETRIED else "false"
+        self.headers["x-should-retry"] = "true" if status in RETRYABLE else "false"
         if retry_after_s is not None:
             self.headers["Retry-After"] = str(max(1, math.ceil(retry_after_s)))
             self.headers["retry-after-ms"] = str(max(1, math.ceil(1e3 * retry_after_s)))
@@ -62,17 +62,17 @@ class Refusal(Exception):
 
     @property
     def body(self) -> bytes:
-        """The JSON document of the reply."""
+        """The document as JSON."""
         return json.dumps(self.document).encode()
 
 
 def invalid(param: str | None, message: str, code: str = "invalid_value") -> Refusal:
-    """A refusal for an invalid parameter."""
+    """Return the refusal for an invalid parameter; None: for the whole body."""
     return Refusal(400, INVALID, message if param is None else f"{param}: {message}", param=param, code=code)
 
 
 def refusal_of(error: KVStoreError) -> Refusal:
-    """The refusal for an internal error."""
+    """Return the refusal for an error of this package."""
     match error:
         case InvalidRequest():
             param = error.field
@@ -81,7 +81,7 @@ def refusal_of(error: KVStoreError) -> Refusal:
             code = "context_length_exceeded" if "context" in error.reason else "invalid_value"
             return invalid(param, error.reason, code)
         case Unauthenticated():
-            return Refusal(401, KEY, "give a valid API key: Authorization: Bearer KEY", code="invalid_api_key")
+            return Refusal(401, KEY, "send a valid API key: Authorization: Bearer KEY", code="invalid_api_key")
         case PermissionDenied():
             return Refusal(403, DENIED, str(error), code="permission_denied")
         case TooManyCalls():
@@ -96,5 +96,5 @@ def refusal_of(error: KVStoreError) -> Refusal:
 
 
 def internal() -> Refusal:
-    """The refusal for our own bug: details are only in the log."""
-    return Refusal(500, SERVER, "the server failed at this request: its log tells more", code="internal_error")
+    """Return the refusal for an internal error. Only the log has its details."""
+    return Refusal(500, SERVER, "internal error; the log of the server has the details", code="internal_error")

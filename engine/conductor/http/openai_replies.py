@@ -1,8 +1,8 @@
-"""Replies: the documents of OpenAI's API, and how the parts of one or several answers become one, whole or streamed.
+"""Replies: gets the answers to a request, and sends them as documents of OpenAI's API, whole or streamed.
 
-Several answers run side by side. Among those to one prompt the first goes ahead until its first token: then the pages
-of its prompt are there for the others. Nothing is queued here: a part is sent before the next one of its answer is
-requested, so a client that reads slowly delays only its own answers.
+Several answers run at the same time. Among the answers to one prompt, the others wait until the first one has its first
+token. They then find the pages of the prompt stored. No part is queued: a part is sent before the next part of its
+answer is requested. A client that reads slowly therefore delays only its own answers.
 """
 
 from __future__ import annotations
@@ -28,14 +28,19 @@ _dumps = json.JSONEncoder(separators=(",", ":")).encode
 
 @dataclass
 class Choice:
-    """One answer, as far as it has come. ``text``: for a reply that is not streamed."""
+    """One answer, as far as it has come.
+
+    Attributes:
+        texts: the parts of its text, if the reply is not streamed.
+        reason: why it ended, in OpenAI's words; empty: it has not ended.
+    """
 
     texts: list[str] = field(default_factory=list)
     reason: str = ""
     usage: Usage | None = None
 
     def finish(self, end: AnswerEnd) -> None:
-        """Mark the answer as complete. Raises Unavailable if another caller cancelled it."""
+        """Record the end of the answer. Raises Unavailable if another caller cancelled it."""
         if end.reason not in REASONS:
             raise Unavailable("the answer was cancelled before its end")
         self.reason, self.usage = REASONS[end.reason], end.usage
@@ -43,8 +48,11 @@ class Choice:
 
 @dataclass
 class OpenAIReply:
-    """The documents of one request's reply. ``per_prompt``: the number of choices of each prompt, which are
-    consecutive.
+    """The documents of the reply to one request.
+
+    Attributes:
+        per_prompt: how many choices each prompt has. The choices of one prompt are consecutive.
+        routes: the documents of the choices' routes, if the request wants them.
     """
 
     id: str
@@ -67,37 +75,37 @@ class OpenAIReply:
     # --- streamed ---------------------------------------------------------------------------------------------------
 
     def opening_events(self, index: int) -> bytes:
-        """The first events of a chat's choice; empty for a completion."""
+        """Return the first event of a choice of a chat; empty for a completion."""
         return self._event(index, '"delta":{"role":"assistant","content":""}') if self.is_chat else b""
 
     def text_event(self, index: int, text: str) -> bytes:
-        """An event with more text of a choice."""
-        said = _dumps(text)
-        return self._event(index, f'"delta":{{"content":{said}}}' if self.is_chat else f'"text":{said}')
+        """Return an event with more text of a choice."""
+        value = _dumps(text)
+        return self._event(index, f'"delta":{{"content":{value}}}' if self.is_chat else f'"text":{value}')
 
     def end_event(self, index: int) -> bytes:
-        """The last event of a choice."""
+        """Return the last event of a choice."""
         return self._event(index, '"delta":{}' if self.is_chat else '"text":""', f'"{self.choices[index].reason}"')
 
     def route_event(self, index: int, part: AnswerRoute) -> bytes:
-        """An event without choices: where a choice goes, and why."""
-        own = _dumps({"index": index, "route": part.document})
-        return f'{self._head}"choices":[],"kvstore":{own}{self._tail}'.encode()
+        """Return an event that says where a choice is computed, and why. It has no choices."""
+        value = _dumps({"index": index, "route": part.document})
+        return f'{self._head}"choices":[],"kvstore":{value}{self._tail}'.encode()
 
     def closing_events(self) -> bytes:
-        """The events after the last choice."""
+        """Return the events after the end of all choices."""
         if not self.include_usage:
             return DONE
         return f'{self._head}"choices":[],"usage":{_dumps(self.usage())}}}\n\n'.encode() + DONE
 
-    def _event(self, index: int, said: str, reason: str = "null") -> bytes:
-        choice = f'{{"index":{index},{said},"logprobs":null,"finish_reason":{reason}}}'
+    def _event(self, index: int, content: str, reason: str = "null") -> bytes:
+        choice = f'{{"index":{index},{content},"logprobs":null,"finish_reason":{reason}}}'
         return f'{self._head}"choices":[{choice}]{self._tail}'.encode()
 
     # --- whole ------------------------------------------------------------------------------------------------------
 
     def whole(self) -> bytes:
-        """The complete document."""
+        """Return the complete document."""
         document: dict[str, Any] = {
             "id": self.id,
             "object": "chat.completion" if self.is_chat else "text_completion",
@@ -112,69 +120,71 @@ class OpenAIReply:
 
     def _choice(self, index: int, choice: Choice) -> dict[str, Any]:
         text = "".join(choice.texts)
-        said = {"message": {"role": "assistant", "content": text, "refusal": None}} if self.is_chat else {"text": text}
-        return {"index": index, **said, "logprobs": None, "finish_reason": choice.reason}
+        message = {"role": "assistant", "content": text, "refusal": None}
+        content = {"message": message} if self.is_chat else {"text": text}
+        return {"index": index, **content, "logprobs": None, "finish_reason": choice.reason}
 
     def usage(self) -> dict[str, Any]:
-        """Token counts. Each prompt counts once for all its answers; cached tokens are those of its first answer."""
-        found = [choice.usage for choice in self.choices if choice.usage is not None]
-        first = found[:: self.per_prompt]
-        prompt, completion = sum(one.prompt_tokens for one in first), sum(one.completion_tokens for one in found)
+        """Return the token counts. A prompt counts once for all its answers; the first one has its cached tokens."""
+        usages = [choice.usage for choice in self.choices if choice.usage is not None]
+        firsts = usages[:: self.per_prompt]
+        prompt = sum(usage.prompt_tokens for usage in firsts)
+        completion = sum(usage.completion_tokens for usage in usages)
         return {
             "prompt_tokens": prompt,
             "completion_tokens": completion,
             "total_tokens": prompt + completion,
-            "prompt_tokens_details": {"cached_tokens": sum(_cached(one) for one in first)},
+            "prompt_tokens_details": {"cached_tokens": sum(_cached_tokens(usage) for usage in firsts)},
         }
 
 
-def _cached(usage: Usage) -> int:
-    """Cached tokens of the prompt, whichever engine computed the rest of it."""
-    return max(_sum(usage.cached_tokens), _sum(usage.prefill_cached_tokens))
-
-
-def _sum(tiers: Mapping[str, int]) -> int:
-    return sum(tiers.values())
+def _cached_tokens(usage: Usage) -> int:
+    """Return the cached tokens of the prompt, at whichever engine computed the rest."""
+    return max(sum(usage.cached_tokens.values()), sum(usage.prefill_cached_tokens.values()))
 
 
 def error_event(document: Mapping[str, Any]) -> bytes:
-    """The error, as an event for a client that has received the beginning of an answer."""
+    """Return an error as an event, for a client that has received the start of an answer."""
     return f"data: {_dumps(document)}\n\n".encode()
 
 
 def models_document(names: Sequence[str], created_s: int) -> dict[str, Any]:
-    """The document of ``/v1/models``."""
+    """Return the document of ``/v1/models``."""
     return {"object": "list", "data": [model_document(name, created_s) for name in names]}
 
 
 def model_document(name: str, created_s: int) -> dict[str, Any]:
-    """The entry of one model."""
+    """Return the document of one model."""
     return {"id": name, "object": "model", "created": created_s, "owned_by": "kvstore"}
 
 
-SLACK_S = 5.0  # how far an answer may exceed its deadline, which its engine enforces
+SLACK_S = 5.0  # an answer is given up this long after its deadline, which its engine enforces
 
-_ANSWERING = boundary.RequestGuard("http/answer", OSError)  # a client that has gone
+_ANSWER = boundary.RequestGuard("http/answer", OSError)  # OSError: the client has gone
 
 Take = Callable[[int, AnswerPart], Awaitable[None]]
-"""Called with the number of an answer and a part of it, one at a time."""
+"""Is called with the number of an answer and a part of it. The calls do not overlap."""
 
 
 class EventSink(Protocol):
     """Receives the events of a stream."""
 
     @property
-    def begun(self) -> bool:
-        """True once the client has received something."""
+    def is_started(self) -> bool:
+        """True if the client may have received something."""
         ...
 
     async def send(self, events: bytes) -> None:
-        """Send these; waits until the connection has room."""
+        """Send these events, and wait until the connection has room."""
         ...
 
 
 async def answer_all(conductor: Conductor, requests: Sequence[Request], per_prompt: int, take: Take) -> None:
-    """Get all answers. The first error ends the others. Cancelling ends all.
+    """Get all answers, and pass on their parts. The first error ends all answers, and so does cancelling.
+
+    Args:
+        per_prompt: how many consecutive requests have the same prompt.
+        take: receives the parts.
 
     Raises:
         KVStoreError: the error of the first answer that failed.
@@ -201,24 +211,24 @@ async def answer_all(conductor: Conductor, requests: Sequence[Request], per_prom
             for index, request in enumerate(requests):
                 group.create_task(follow(index, request))
     except* KVStoreError as errors:
-        raise _first(errors) from None
+        raise _first_error(errors) from None
 
 
-def _first(errors: BaseException) -> BaseException:
+def _first_error(errors: BaseException) -> BaseException:
     while isinstance(errors, BaseExceptionGroup):
         errors = errors.exceptions[0]
     return errors
 
 
 async def _answer(conductor: Conductor, index: int, request: Request, take: Take) -> None:
-    with _ANSWERING:
+    with _ANSWER:
         async with aclosing(conductor.answer(request)) as parts:
             async for part in parts:
                 await take(index, part)
 
 
 async def reply_whole(conductor: Conductor, requests: Sequence[Request], reply: OpenAIReply) -> bytes:
-    """Send the reply when all of it is there. Raises KVStoreError."""
+    """Get all answers, and return the complete document. Raises KVStoreError."""
 
     async def take(index: int, part: AnswerPart) -> None:
         choice = reply.choices[index]
@@ -238,12 +248,14 @@ async def reply_whole(conductor: Conductor, requests: Sequence[Request], reply: 
 async def reply_streamed(
     conductor: Conductor, requests: Sequence[Request], reply: OpenAIReply, stream: EventSink
 ) -> None:
-    """Send the reply event by event. Nothing is sent before the first token: until then errors have a status.
+    """Get all answers, and send their parts as events.
+
+    No event is sent before the first token, so that an error until then can have an HTTP status.
 
     Raises:
-        KVStoreError: before anything was sent; afterwards the last event reports the error.
+        KVStoreError: an answer failed before anything was sent. After that, the last event reports the error.
     """
-    held: list[bytes] = []  # a few events: where answers go
+    route_events: list[bytes] = []  # events that wait for the first token
     opened: set[int] = set()
 
     async def take(index: int, part: AnswerPart) -> None:
@@ -251,7 +263,7 @@ async def reply_streamed(
         match part:
             case AnswerRoute():
                 if requests[index].explain:
-                    held.append(reply.route_event(index, part))
+                    route_events.append(reply.route_event(index, part))
                 return
             case AnswerTokens():
                 events = reply.text_event(index, part.text) if part.text else b""
@@ -262,16 +274,16 @@ async def reply_streamed(
         if index not in opened:
             opened.add(index)
             events = reply.opening_events(index) + events
-        if held:
-            events = b"".join((*held, events))
-            held.clear()
+        if route_events:
+            events = b"".join((*route_events, events))
+            route_events.clear()
         if events:
             await stream.send(events)
 
     try:
         await _in_time(answer_all(conductor, requests, reply.per_prompt, take), requests[0].deadline_s)
     except KVStoreError as error:
-        if not stream.begun:
+        if not stream.is_started:
             raise
         await stream.send(error_event(refusal_of(error).document))
     else:

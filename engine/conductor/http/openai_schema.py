@@ -1,20 +1,21 @@
-"""Bodies of ``/v1/completions`` and ``/v1/chat/completions``, and the requests that follow from one.
+"""The bodies of ``/v1/completions`` and ``/v1/chat/completions``: parses and checks them, and makes requests of them.
 
-Every parameter of OpenAI's API is a field of ``Body``, ``CompletionBody`` or ``ChatBody``: it is used, or it is
-accepted because it changes nothing, or only its values that ask for nothing are accepted. An unknown parameter is
-refused, except in front of engines of others, to which it is passed on unchanged.
+``parse_document`` parses the JSON of a body at a bounded cost. Python makes objects of 24 bytes from each byte of
+``[1],[1],...``, and holds the interpreter until all of them are made. A body of 8 MiB would cost 200 MiB, and stall all
+other requests for a second. Therefore numpy first examines a large body in blocks, and other threads can run between
+them. It cuts out long lists of token ids, which become arrays without a Python object for each id::
 
-Documents: parses the JSON of a request's body, at a cost that its size bounds.
+    {"model": "m", "prompt": [[5, 17, ... 100,000 more], "text"]}    the body
+    {"model": "m", "prompt": [NaN,                       "text"]}    the text that ``json`` parses
 
-Python makes 24 bytes of objects from one byte of ``[1],[1],...``, and holds the interpreter until all are made: 8 MiB
-cost 200 MiB and stall every other request for a second. So numpy first examines a body that is not small, in blocks,
-and other threads run in the meantime:
+The rest may have at most ``VALUES_MAX`` values of any kind and nesting. Texts may have any length.
 
-    {"model": "m", "prompt": [[5, 17, ... 100,000 more], "text"]}
-    {"model": "m", "prompt": [NaN,                       "text"]}    what ``json`` reads; the ids are cut out
+``read_body`` checks the parameters. Every parameter of OpenAI's API is a field of ``Body``, ``CompletionBody`` or
+``ChatBody``. There are three kinds: parameters that are used, parameters that never change an answer, and parameters
+of which only values without effect are accepted. Unknown parameters are refused. If only engines of other systems
+serve the model, unknown parameters are passed on unchanged.
 
-Lists of token ids become arrays without a Python object for each id. The rest must have at most ``VALUES_MAX``
-values, whatever their kind and nesting; texts may have any length.
+``requests_of`` makes one ``Request`` for each answer.
 """
 
 from __future__ import annotations
@@ -43,18 +44,18 @@ from engine.conductor.http.openai_errors import INVALID, Refusal, invalid
 from engine.conductor.http.prompts import Tokens
 from engine.model.request import PRIORITY_MAX, Request, Sampling, ServedModel
 
-SMALL_BYTES: Final = 16 << 10  # a body up to this size is parsed directly: at worst that takes a millisecond
-VALUES_MAX: Final = 32768  # values of a body, apart from token ids in lists: some 8,000 messages
-LISTS_MAX: Final = 64  # that are cut out: twice the prompts that a request may have
-CUT_BYTES_MIN: Final = 256  # a list that is shorter is left to ``json``, as one value for each id
+SMALL_BYTES: Final = 16 << 10  # ``json`` parses a body up to this size directly, in at most a millisecond
+VALUES_MAX: Final = 32768  # values of a body without the token ids in cut lists: enough for 8,000 messages
+LISTS_MAX: Final = 64  # lists that are cut out: twice the number of prompts that a request may have
+CUT_BYTES_MIN: Final = 256  # shorter lists are not cut out, and each of their ids counts as a value
 BLOCK_BYTES: Final = 64 << 10
 TOKEN_MAX: Final = 2**32 - 1
 TOKEN_DIGITS: Final = 10  # digits of the largest token
-CUT: Final = b"NaN"  # in place of a list that was cut out: not JSON, so a body has none of its own
+CUT: Final = b"NaN"  # replaces a cut list; a valid body has none of its own, because it is not JSON
 
 _QUOTE, _ESCAPE, _COMMA, _ZERO = b'"'[0], b"\\"[0], b","[0], b"0"[0]
-_OPEN, _CLOSE = b"{"[0], b"}"[0]  # brackets differ from braces in one bit
-_CASE: Final = 0x20
+_OPEN, _CLOSE = b"{"[0], b"}"[0]
+_CASE: Final = 0x20  # the only bit in which brackets differ from braces
 _IN_LISTS: Final = np.zeros(256, np.bool_)
 _IN_LISTS[list(b"0123456789, \t\r\n")] = True
 
@@ -64,26 +65,30 @@ Ids = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True, eq=False)
 class TokenList:
-    """A long list of whole numbers in a document. ``ids``: None if one of them is above ``TOKEN_MAX``."""
+    """A long list of whole numbers in a document.
+
+    Attributes:
+        ids: None: one of the numbers is above ``TOKEN_MAX``.
+    """
 
     ids: Ids | None
 
 
 def parse_document(body: bytes | bytearray) -> dict[str, Any]:
-    """The object in a body, which must be UTF-8. Long lists of token ids in it are ``TokenList``.
+    """Return the JSON object in a body. Long lists of token ids in it become ``TokenList``.
 
-    A body beyond ``SMALL_BYTES`` belongs in a thread: it takes up to 0.3 s, and lets other threads run.
+    Parse a body of more than ``SMALL_BYTES`` in a thread: it takes up to 0.3 s, and lets other threads run.
 
     Raises:
-        Refusal: the body is not such an object, or has more than ``VALUES_MAX`` values.
+        Refusal: the body is not a JSON object in UTF-8, or has more than ``VALUES_MAX`` values.
     """
     try:
-        found = json.loads(body.decode()) if len(body) <= SMALL_BYTES else _parse_large(body)
-    except (ValueError, RecursionError):  # not JSON, not UTF-8, a number of thousands of digits; or nested too deeply
+        document = json.loads(body.decode()) if len(body) <= SMALL_BYTES else _parse_large(body)
+    except (ValueError, RecursionError):  # not JSON, not UTF-8, a number with thousands of digits, or nested too deeply
         raise Refusal(400, INVALID, "the body is not valid JSON", code="invalid_json") from None
-    if not isinstance(found, dict):
+    if not isinstance(document, dict):
         raise Refusal(400, INVALID, "the body is not a JSON object", code="invalid_json")
-    return found
+    return document
 
 
 def _parse_large(body: bytes | bytearray) -> Any:
@@ -91,10 +96,10 @@ def _parse_large(body: bytes | bytearray) -> Any:
     brackets, commas = _outline(data)
     cuts: list[tuple[int, int]] = []
     lists: list[TokenList] = []
-    for start, stop in _flat(data, brackets):
-        found = _token_list(data[start + 1 : stop])
-        if found is not None:
-            token_list, count = found
+    for start, stop in _flat_lists(data, brackets):
+        parsed = _token_list(data[start + 1 : stop])
+        if parsed is not None:
+            token_list, count = parsed
             commas -= count - 1
             cuts.append((start, stop + 1))
             lists.append(token_list)
@@ -103,19 +108,20 @@ def _parse_large(body: bytes | bytearray) -> Any:
     values = commas + len(brackets) // 2 - len(cuts) + 1
     if values > VALUES_MAX:
         raise _too_many()
-    waiting = iter(lists)
+    remaining = iter(lists)
 
-    def cut_out(_: str) -> TokenList:
-        found = next(waiting, None)
-        if found is None:  # a NaN that the client sent
+    def next_list(_: str) -> TokenList:
+        token_list = next(remaining, None)
+        if token_list is None:  # the client sent a NaN
             raise ValueError
-        return found
+        return token_list
 
-    text = b"".join(_remaining(body, cuts)).decode() if cuts else body.decode()
-    return json.loads(text, parse_constant=cut_out)
+    text = b"".join(_without_lists(body, cuts)).decode() if cuts else body.decode()
+    return json.loads(text, parse_constant=next_list)
 
 
-def _remaining(body: bytes | bytearray, cuts: list[tuple[int, int]]) -> Iterator[bytes | memoryview]:
+def _without_lists(body: bytes | bytearray, cuts: list[tuple[int, int]]) -> Iterator[bytes | memoryview]:
+    """Yield the parts of a body, with ``CUT`` in place of each range in ``cuts``."""
     at = 0
     whole = memoryview(body)
     for start, stop in cuts:
@@ -126,12 +132,12 @@ def _remaining(body: bytes | bytearray, cuts: list[tuple[int, int]]) -> Iterator
 
 
 def _outline(data: Bytes) -> tuple[npt.NDArray[np.int64], int]:
-    """Positions of brackets and braces outside texts, and the number of commas outside texts.
+    """Return the positions of brackets and braces outside texts, and the number of commas outside texts.
 
     Raises:
         Refusal: there are too many brackets.
     """
-    found: list[npt.NDArray[np.int64]] = []
+    positions: list[npt.NDArray[np.int64]] = []
     brackets, commas, in_text, escapes = 0, 0, False, 0
     for at in range(0, len(data), BLOCK_BYTES):
         block = data[at : at + BLOCK_BYTES]
@@ -142,26 +148,27 @@ def _outline(data: Bytes) -> tuple[npt.NDArray[np.int64], int]:
         outside = ((np.add.accumulate(flips, dtype=np.uint8) + np.uint8(in_text)) & 1) == 0
         in_text ^= bool(len(quotes) % 2)
         kinds = block | _CASE
-        ours = np.flatnonzero(((kinds == _OPEN) | (kinds == _CLOSE)) & outside)
+        in_block = np.flatnonzero(((kinds == _OPEN) | (kinds == _CLOSE)) & outside)
         commas += int(np.count_nonzero((block == _COMMA) & outside))
-        brackets += len(ours)
+        brackets += len(in_block)
         if brackets > 2 * VALUES_MAX:
             raise _too_many()
-        found.append(ours + at)
-    return np.concatenate(found), commas
+        positions.append(in_block + at)
+    return np.concatenate(positions), commas
 
 
 def _unescaped(block: Bytes, quotes: npt.NDArray[np.int64], carried: int) -> tuple[npt.NDArray[np.int64], int]:
-    """The quotes that begin or end a text, and how many backslashes the block ends with.
+    """Return the quotes that begin or end a text, and the number of backslashes at the end of the block.
 
     Args:
-        carried: how many backslashes came right before the block.
+        quotes: the positions of all quotes in the block.
+        carried: how many backslashes come right before the block.
     """
     escapes = np.flatnonzero(block == _ESCAPE)
     if not len(escapes):
         return (quotes[1:] if carried % 2 and len(quotes) and quotes[0] == 0 else quotes), 0
-    begins = escapes[np.flatnonzero(np.diff(escapes, prepend=-2) != 1)]  # of each run of backslashes
-    runs = np.searchsorted(begins, quotes) - 1  # the last one before each quote
+    begins = escapes[np.flatnonzero(np.diff(escapes, prepend=-2) != 1)]  # the starts of runs of backslashes
+    runs = np.searchsorted(begins, quotes) - 1  # the index of the last run before each quote
     lengths = quotes - begins[np.maximum(runs, 0)]
     if begins[0] == 0:
         lengths[runs == 0] += carried
@@ -177,8 +184,8 @@ def _unescaped(block: Bytes, quotes: npt.NDArray[np.int64], carried: int) -> tup
     return quotes[~escaped], ending
 
 
-def _flat(data: Bytes, brackets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
-    """Where a list opens and closes that contains no list or object and is long enough to cut out."""
+def _flat_lists(data: Bytes, brackets: npt.NDArray[np.int64]) -> Iterator[tuple[int, int]]:
+    """Yield the positions of the brackets of each list that contains no list or object and is long enough to cut."""
     if len(brackets) < 2:
         return
     kinds = data[brackets]
@@ -188,9 +195,9 @@ def _flat(data: Bytes, brackets: npt.NDArray[np.int64]) -> Iterator[tuple[int, i
 
 
 def _token_list(text: Bytes) -> tuple[TokenList, int] | None:
-    """The whole numbers between two brackets, and how many; None: there is something else, or it is not valid JSON."""
+    """Return the whole numbers between two brackets, and their count; None: the text is anything else."""
     parts: list[Ids] = []
-    beyond = False
+    is_beyond = False
     at = 0
     while at < len(text):
         block = text[at : at + BLOCK_BYTES]
@@ -204,14 +211,18 @@ def _token_list(text: Bytes) -> tuple[TokenList, int] | None:
         ids = _numbers(block, is_last)
         if ids is None:
             return None
-        beyond |= bool(len(ids)) and int(ids.max()) > TOKEN_MAX
+        is_beyond |= bool(len(ids)) and int(ids.max()) > TOKEN_MAX
         parts.append(ids.astype(np.uint32))
     count = sum(map(len, parts))
-    return TokenList(None if beyond else np.concatenate(parts)), count
+    return TokenList(None if is_beyond else np.concatenate(parts)), count
 
 
 def _numbers(block: Bytes, is_last: bool) -> npt.NDArray[np.uint64] | None:
-    """Numbers with a comma after each but the last; a number with more digits than a token becomes 2**32."""
+    """Return the numbers in a block; None: the block has anything else.
+
+    A comma must follow each number, except the last one if the block ``is_last``. A number that has more digits than a
+    token can have becomes 2**32.
+    """
     if not _IN_LISTS[block].all():
         return None
     is_digit = block - _ZERO < 10
@@ -222,7 +233,7 @@ def _numbers(block: Bytes, is_last: bool) -> npt.NDArray[np.uint64] | None:
     if len(commas) != len(starts) - is_last:
         return None
     if (commas < stops[: len(commas)]).any() or (commas[: len(starts) - 1] > starts[1:]).any():
-        return None  # two numbers without a comma between, or two commas without a number
+        return None  # no comma between two numbers, or no number between two commas
     digits = stops - starts
     if ((block[starts] == _ZERO) & (digits > 1)).any():
         return None
@@ -239,21 +250,21 @@ def _too_many() -> Refusal:
     return Refusal(400, INVALID, reason, code="invalid_json")
 
 
-CHOICES_MAX: Final = 32  # answers to one request
+CHOICES_MAX: Final = 32  # answers that one request may ask for
 STOP_MAX: Final = 4
 STOP_CHARACTERS_MAX: Final = 256
-MAX_TOKENS: Final = 16  # default of a completion
-CHAT_TOKENS: Final = 1024  # default of a chat, if the context leaves this many
+MAX_TOKENS: Final = 16  # the default for a completion
+CHAT_TOKENS: Final = 1024  # the default for a chat, if the context has room for them
 SEED_MAX: Final = 2**63 - 1
 TEMPERATURE_MAX: Final = 2.0
-TEXT_MAX: Final = 256  # characters in a name
-GOT_MAX: Final = 64  # characters of a value in an error
+TEXT_MAX: Final = 256  # characters of a name
+GOT_MAX: Final = 64  # characters of a value that an error shows
 DEADLINE_S: Final = 300.0
 DEADLINE_S_MAX: Final = 3600.0
 PROMPT_KINDS: Final = "must be text, token ids, or a list of either"
 ROLES: Final = {"system": "system", "developer": "system", "user": "user", "assistant": "assistant"}
-EXTRA_BYTES_MAX: Final = 64 << 10  # of all parameters that are passed on
-# Parameters of vLLM and SGLang that are never passed on: we set them, or they would affect requests of other callers.
+EXTRA_BYTES_MAX: Final = 64 << 10  # of all parameters that are passed on together
+# Parameters of vLLM and SGLang that are never passed on: the conductor sets them, or they affect other callers.
 NOT_PASSED_ON: Final = frozenset(
     ("cache_salt", "custom_logit_processor", "kv_transfer_params", "priority", "request_id", "return_token_ids")
 )
@@ -266,16 +277,16 @@ Problem = PydanticCustomError
 
 
 def _unicode(value: str, at: str = "") -> str:
-    """Check that a text can be encoded: half a surrogate pair cannot."""
+    """Return a text, after a check that it has no half of a surrogate pair, which cannot be encoded."""
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise Problem("invalid_value", "must be valid Unicode: it has half of a surrogate pair", {"at": at}) from None
+        raise Problem("invalid_value", "must be valid Unicode, without half of a surrogate pair", {"at": at}) from None
     return value
 
 
 def _only(*values: Any) -> PlainValidator:
-    """The type of a parameter that we do not implement. ``values``: those that ask for nothing."""
+    """Return the type of a parameter that is not implemented. ``values``: the values that have no effect."""
 
     def check(value: Any) -> Any:
         if not any(value == one and isinstance(value, bool) == isinstance(one, bool) for one in values):
@@ -297,7 +308,7 @@ def _stop(value: Any) -> tuple[str, ...]:
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:
-    """A text, its tokens, or a list of either."""
+    """Return the prompts in a text, a list of token ids, or a list of either."""
     if not isinstance(value, str | list | TokenList):
         raise Problem("invalid_type", PROMPT_KINDS)
     if not isinstance(value, list) or not value or isinstance(value[0], int):
@@ -335,7 +346,7 @@ def _role(value: Any) -> str:
 
 
 def _content(value: Any) -> str:
-    """A text, or the texts of all parts. ``at`` of an error: the part."""
+    """Return a text, or the texts of all parts together. An error has the position of the part in ``at``."""
     if isinstance(value, str):
         return _unicode(value)
     if not isinstance(value, list) or not value:
@@ -359,7 +370,11 @@ Count = Annotated[int, Field(ge=1, le=TOKEN_MAX)]
 
 
 class JsonObject(BaseModel):
-    """A JSON object. A field that is null counts as absent. ``ignored``: values of unknown fields that are accepted."""
+    """A JSON object. A field that is null counts as absent.
+
+    Attributes:
+        ignored: an unknown field with one of these values is ignored.
+    """
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True)
     ignored: ClassVar[tuple[Any, ...]] = ()
@@ -374,11 +389,11 @@ class JsonObject(BaseModel):
             return value
         known = {name: each for name, each in value.items() if name in fields and each is not None}
         unknown = (name for name, each in value.items() if name not in fields and each not in cls.ignored)
-        return known | dict.fromkeys(itertools.islice(unknown, 1))  # one is enough to refuse
+        return known | dict.fromkeys(itertools.islice(unknown, 1))  # one unknown field is enough for a refusal
 
 
 class ChatMessage(JsonObject):
-    """A message of a chat. An unknown field that is null or an empty list asks for nothing."""
+    """A message of a chat. An unknown field that is null or an empty list is ignored."""
 
     ignored = (None, [])
 
@@ -388,14 +403,22 @@ class ChatMessage(JsonObject):
 
 
 class StreamOptions(JsonObject):
-    """What a stream says in addition. ``include_usage``: its last event has the usage."""
+    """Options of a stream.
+
+    Attributes:
+        include_usage: True if the last event must have the usage.
+    """
 
     include_usage: bool = False
     include_obfuscation: Annotated[Any, _only(False)] = None
 
 
 class KVStoreOptions(JsonObject):
-    """Our own parameters: see ``Request``. ``explain``: the response says where the request went, and why."""
+    """Our own parameters, see ``Request``.
+
+    Attributes:
+        explain: True if the reply must say where the request was sent, and why.
+    """
 
     explain: bool = False
     salt: Name | None = None
@@ -407,11 +430,11 @@ class KVStoreOptions(JsonObject):
 
 
 class Body(JsonObject):
-    """Parameters of both kinds of requests.
+    """The parameters that both kinds of requests have.
 
     Attributes:
-        max_tokens: None: ``CHAT_TOKENS``, or what the context leaves; of a completion ``MAX_TOKENS``.
-        n: answers to each prompt.
+        max_tokens: None: ``MAX_TOKENS`` for a completion, and ``CHAT_TOKENS`` for a chat if the context has room.
+        n: how many answers each prompt gets.
     """
 
     is_chat: ClassVar[bool]
@@ -427,16 +450,16 @@ class Body(JsonObject):
     stream_options: StreamOptions | None = None
     kvstore: KVStoreOptions = KVStoreOptions()
 
-    # Parameters that identify the caller or the purpose: they change no answer.
+    # Parameters that identify the caller or the purpose. They never change an answer.
     metadata: Anything = None
     prompt_cache_key: Anything = None
     prompt_cache_retention: Anything = None
     safety_identifier: Anything = None
     user: Anything = None
 
-    # Parameters that we do not implement, with the values that ask for nothing.
+    # Parameters that are not implemented, with their values that have no effect.
     audio: Annotated[Any, _only()] = None
-    best_of: Anything = None  # 1, or the same as ``n``
+    best_of: Anything = None  # must be 1 or equal to ``n``
     echo: Annotated[Any, _only(False)] = None
     frequency_penalty: Annotated[Any, _only(0)] = None
     function_call: Annotated[Any, _only("none")] = None
@@ -463,7 +486,7 @@ class Body(JsonObject):
         if self.best_of is not None and (isinstance(self.best_of, bool) or self.best_of not in (1, self.n)):
             raise invalid("best_of", "is not supported with this value", "unsupported_parameter")
         if self.stream_options is not None and not self.stream:
-            raise invalid("stream_options", "goes with stream: true")
+            raise invalid("stream_options", "needs stream: true")
         return self
 
 
@@ -484,7 +507,7 @@ class CompletionBody(Body):
 
     @property
     def tokens_max(self) -> int | None:
-        """The most tokens of an answer."""
+        """The longest answer, in tokens."""
         return self.max_tokens or MAX_TOKENS
 
 
@@ -498,11 +521,11 @@ class ChatBody(Body):
 
     @property
     def tokens_max(self) -> int | None:
-        """The most tokens of an answer; None: the body does not say."""
+        """The longest answer, in tokens; None: not given."""
         return self.max_completion_tokens or self.max_tokens
 
     def turns(self) -> list[dict[str, str]]:
-        """The messages as a chat template takes them."""
+        """Return the messages in the form that a chat template expects."""
         return [{"role": message.role, "content": message.content} for message in self.messages]
 
 
@@ -512,13 +535,13 @@ AnyBody = CompletionBody | ChatBody
 def read_body(
     document: Mapping[str, Any], is_chat: bool, passing: Collection[str] = ()
 ) -> tuple[AnyBody, dict[str, Any]]:
-    """The body in a document, and the parameters to pass on unchanged.
+    """Return the body in a document, and the parameters to pass on unchanged.
 
     Args:
-        passing: models that only engines of others serve.
+        passing: the models that only engines of other systems serve.
 
     Raises:
-        Refusal: names the parameter.
+        Refusal: a parameter is not valid; names it.
     """
     kind = ChatBody if is_chat else CompletionBody
     document = {name: value for name, value in document.items() if value is not None}
@@ -533,7 +556,7 @@ def read_body(
 
 
 def _plain(extra: dict[str, Any]) -> dict[str, Any]:
-    """Parameters as plain values of JSON. Raises Refusal if they are too large."""
+    """Return parameters as plain JSON values. Raises Refusal if they are too large."""
     try:
         text = json.dumps(extra, allow_nan=False, default=_ids)
     except ValueError:
@@ -541,20 +564,20 @@ def _plain(extra: dict[str, Any]) -> dict[str, Any]:
     if len(text) > EXTRA_BYTES_MAX:
         reason = f"parameters for the back end must have at most {EXTRA_BYTES_MAX} bytes (got {len(text)})"
         raise invalid(_shown(next(iter(extra))), reason)
-    found: dict[str, Any] = json.loads(text)
-    return found
+    plain: dict[str, Any] = json.loads(text)
+    return plain
 
 
 def _ids(value: TokenList) -> list[int]:
     if value.ids is None or len(value.ids) > EXTRA_BYTES_MAX:
-        raise invalid(None, f"a list of numbers must have at most {EXTRA_BYTES_MAX} of at most {TOKEN_MAX}")
+        raise invalid(None, f"a list must have at most {EXTRA_BYTES_MAX} numbers, each at most {TOKEN_MAX}")
     ids: list[int] = value.ids.tolist()
     return ids
 
 
 # --- errors ----------------------------------------------------------------------------------------------------------
 
-# Kinds of pydantic's errors: our code, and what is wrong.
+# For each kind of error of pydantic: our code and message.
 PROBLEMS: Final[Mapping[str, tuple[str, str]]] = {
     "bool_type": ("invalid_type", "must be true or false"),
     "float_type": ("invalid_type", "must be a number"),
@@ -568,13 +591,13 @@ PROBLEMS: Final[Mapping[str, tuple[str, str]]] = {
     "string_too_long": ("invalid_value", "must have at most {max_length} characters"),
     "string_too_short": ("missing_required_parameter", "is missing"),
     "string_type": ("invalid_type", "must be text"),
-    "string_unicode": ("invalid_value", "must be valid Unicode: it has half of a surrogate pair"),
+    "string_unicode": ("invalid_value", "must be valid Unicode, without half of a surrogate pair"),
     "too_short": ("invalid_type", "must be a list of one message or more"),
 }
 
 
 def _refusal(error: ValidationError) -> Refusal:
-    """The refusal for the first error."""
+    """Return the refusal for the first error."""
     first = error.errors(include_url=False)[0]
     kind, where, got = first["type"], first["loc"], _got(first["input"])
     param = "".join(f"[{part}]" if isinstance(part, int) else f".{_shown(part)}" for part in where).removeprefix(".")
@@ -594,7 +617,7 @@ def _refusal(error: ValidationError) -> Refusal:
 
 
 def _got(value: Any) -> str:
-    """The end of an error about a value, if it can be shown."""
+    """Return the end of an error message, with the value if it can be shown."""
     if isinstance(value, str):
         return f" (got {json.dumps(value)})" if 0 < len(value) <= GOT_MAX else ""
     if isinstance(value, bool | int | float):
@@ -618,7 +641,7 @@ def requests_of(
     tenant: str,
     salt: str | None,
 ) -> list[Request]:
-    """One request for each answer. Raises Refusal if a prompt and its answer exceed the model's context."""
+    """Return one request for each answer. Raises Refusal if a prompt and its answer exceed the model's context."""
     requests: list[Request] = []
     seed = secrets.randbits(32) if body.seed is None else body.seed & SEED_MAX
     own = body.kvstore
@@ -627,8 +650,8 @@ def requests_of(
         max_tokens = body.tokens_max or max(1, min(room, CHAT_TOKENS))
         if max_tokens > room:
             count = f"{len(tokens)} tokens" if room >= 0 else f"more than {model.context_tokens} tokens"
-            what = f"{count} and {max_tokens} more are beyond the context of {model.context_tokens}"
-            raise invalid("messages" if body.is_chat else "prompt", what, "context_length_exceeded")
+            reason = f"{count} and {max_tokens} more exceed the context of {model.context_tokens}"
+            raise invalid("messages" if body.is_chat else "prompt", reason, "context_length_exceeded")
         for number in range(body.n):
             requests.append(
                 Request(
