@@ -1,4 +1,4 @@
-"""Calls to a conductor over gRPC."""
+"""A client for the gRPC API of a conductor."""
 
 from __future__ import annotations
 
@@ -31,18 +31,23 @@ def ask_route(
     salt: str | None = None,
     max_tokens: int = 16,
 ) -> dict[str, Any]:
-    """Ask the conductor at this address where it would send a prompt now, and why.
+    """Ask the conductor at this address where it would send a prompt now, and why. Returns its explanation.
+
+    Args:
+        text, tokens: the prompt; one of them is empty.
+        salt: None: the conductor's default.
+        max_tokens: the length of the answer.
 
     Raises:
         InvalidRequest: the prompt or the address is not valid; names the field.
-        NodeUnavailable, DeadlineExceeded: it does not answer.
+        NodeUnavailable, DeadlineExceeded: the conductor does not answer.
     """
     request = engine_pb2.SubmitRequest(
         text=text, token_ids=tokens, salt=salt, sampling=engine_pb2.Sampling(max_tokens=max_tokens)
     )
     remote = _RemoteConductor(endpoint(url_of(address), GivenCredentials(), os.environ), timeout_s)
     try:
-        said = pb.RouteRequest(request=request, model=model, tenant=tenant)
-        return document(remote.call("Route", said, Struct))
+        message = pb.RouteRequest(request=request, model=model, tenant=tenant)
+        return document(remote.call("Route", message, Struct))
     finally:
         remote.close()

@@ -1,7 +1,7 @@
-"""The configuration of a conductor: one frozen tree, read once at the edge, as a node's is (``kvstore.config``).
+"""The configuration of a conductor: one frozen object, which is read once at the start (see ``kvstore.config``).
 
-A value comes from, strongest first: a flag of ``kvstore conductor``, the environment (``KVSTORE_CONDUCTOR_POLICY``), a
-file (``policy = "kv-centric"`` under ``[conductor]``), the default.
+A value comes from the first of these that has it: a flag of ``kvstore conductor``, the environment
+(``KVSTORE_CONDUCTOR_POLICY``), a file (``policy = "kv-centric"`` under ``[conductor]``), the default.
 """
 
 from __future__ import annotations
@@ -31,35 +31,41 @@ ENV_PREFIX = "KVSTORE_CONDUCTOR_"
 
 @dataclass(frozen=True, kw_only=True)
 class ConductorConfig(DaemonConfig):
-    """The settings of one conductor. Checked on construction: raises `InvalidRequest` naming the field. Sizes are
-    bytes.
+    """The settings of one conductor. Sizes are in bytes.
+
+    Raises:
+        InvalidRequest: a value is not valid; names the field.
     """
 
     engine: tuple[str, ...] = setting(
         (),
         parse_engines,
-        "Engines in addition to those that the catalog lists.",
+        "Addresses of engines, in addition to the engines in the catalog.",
         metavar="ADDRESS",
         repeats=True,
     )
     backend: tuple[BackendSettings, ...] = setting(
         (),
         parse_backends,
-        "Servers that speak OpenAI's API, each as one more engine.",
+        "Servers that speak OpenAI's API. Each one becomes an engine of this conductor.",
         metavar="'URL tokenizer=FOLDER ...'",
         repeats=True,
     )
     policy: str = setting(
-        "kv-centric", parse_text, "Which engine computes a prompt and which one answers it.", metavar="|".join(POLICIES)
+        "kv-centric",
+        parse_text,
+        "How the engines that compute a prompt and answer are chosen.",
+        metavar="|".join(POLICIES),
     )
     split: str = setting(
         "cost",
         parse_text,
-        "When one engine computes a prompt and another one answers: cost (where sooner), never, always, threshold.",
+        "When two engines share a request, one for the prompt and one for the answer: cost (if that is sooner), "
+        "never, always, or threshold (if much of the prompt is not cached).",
         metavar="|".join(SPLITS),
     )
     name: str = setting(
-        "conductor", parse_text, "Name in logs and metrics and, with a number of its process, in the catalog."
+        "conductor", parse_text, "Name in logs and metrics. In the catalog, a number of the process is added."
     )
     http: str | None = setting(
         None,
@@ -72,54 +78,54 @@ class ConductorConfig(DaemonConfig):
     window_s: float = setting(
         4.0,
         parse_number,
-        "Seconds of prompts that an engine has before it at most; others wait here, where tenants share fairly.",
+        "An engine gets prompts for this many seconds of work. More requests wait here, where tenants share fairly.",
     )
     queue: int = setting(
-        256 << 20, parse_size, "Memory of requests that wait here; no tenant has more than half of it.", metavar="SIZE"
+        256 << 20, parse_size, "Memory for waiting requests; one tenant has at most half of it.", metavar="SIZE"
     )
     index: int = setting(
-        1 << 30, parse_size, "Memory of what nodes tell of their pages: 8 bytes a page.", metavar="SIZE"
+        1 << 30, parse_size, "Memory for the pages that nodes report, 8 bytes for each.", metavar="SIZE"
     )
     roles_floor: int = setting(
-        0, parse_count, "How many engines keep each role when roles follow the load; 0: roles are left as they are."
+        0, parse_count, "Change roles with the load, and keep this many engines in each role; 0: never change roles."
     )
     first_token_s: float = setting(
         0.0,
         parse_number,
-        "Seconds until the first token, of requests that name none: what would miss it is refused at once; 0: none.",
+        "Default limit on the seconds until the first token. A request that would miss it is refused; 0: no limit.",
     )
-    token_s: float = setting(
-        0.0, parse_number, "The longest time between two tokens, in seconds, of requests that name none; 0: none."
-    )
+    token_s: float = setting(0.0, parse_number, "Default limit on the seconds between two tokens; 0: no limit.")
     offer_catalog: str = setting(
         "",
         parse_text,
-        "The catalog of another pool, for whose conductors the engines of this one compute prompts; empty for none.",
+        "The catalog of another pool. Engines of this pool compute prompts for its conductors; empty: none.",
         metavar="URL",
     )
-    offer_pool: str = setting("default", parse_text, "Name of that other pool in its catalog.")
+    offer_pool: str = setting("default", parse_text, "The name of the other pool in its catalog.")
     offer_egress: int = setting(
-        0, parse_size, "How much KV may leave this pool for that one in a second, in bytes.", metavar="SIZE"
+        0, parse_size, "Bytes of KV per second that may go from this pool to the other one.", metavar="SIZE"
     )
     request_s_max: float = setting(
-        3600.0, parse_number, "The longest a request may take, also where its client names no deadline."
+        3600.0, parse_number, "The longest time of a request, even if its client sets a later deadline or none."
     )
     keepalive_s: float = setting(
         75.0,
         parse_number,
-        "How long an idle HTTP connection is kept: longer than a load balancer in front keeps its own, 60 s often.",
+        "How long an idle HTTP connection is kept. Must be longer than a load balancer in front keeps it, often 60 s.",
     )
     rpcs_max: int = setting(
-        1024, parse_count, "How many gRPC calls may run at the same time. More are refused with a hint when to retry."
+        1024,
+        parse_count,
+        "How many gRPC calls may run at the same time. More calls are refused, with a hint when to retry.",
     )
-    drain_s: float = setting(10.0, parse_number, "How long the conductor waits at its end for answers under way.")
-    seed: int = setting(0, parse_count, "Seed of all random choices: the same events lead to the same decisions.")
+    drain_s: float = setting(10.0, parse_number, "How long the conductor waits for running answers when it stops.")
+    seed: int = setting(0, parse_count, "Seed of all random choices. Equal events then lead to equal decisions.")
 
     def __post_init__(self) -> None:
         require(
             "engine",
             bool(self.engine or self.catalog or self.backend),
-            "is missing, as are catalog and backend",
+            "must not be empty without catalog and backend",
             self.engine,
         )
         require("policy", self.policy in POLICIES, f"must be one of {', '.join(POLICIES)}", self.policy)
@@ -128,8 +134,8 @@ class ConductorConfig(DaemonConfig):
         self.check_daemon()
         if self.offer_catalog:
             require("offer_egress", self.offer_egress > 0, "must be more than zero", self.offer_egress)
-            same = (self.offer_catalog, self.offer_pool) == (self.catalog, self.pool)
-            require("offer_catalog", not same, "is this pool's own", self.offer_catalog)
+            is_own = (self.offer_catalog, self.offer_pool) == (self.catalog, self.pool)
+            require("offer_catalog", not is_own, "must be another pool", self.offer_catalog)
         for name in ("window_s", "request_s_max", "keepalive_s"):
             require(name, getattr(self, name) > 0, "must be more than zero", getattr(self, name))
         for name in ("first_token_s", "token_s", "drain_s"):
@@ -139,7 +145,7 @@ class ConductorConfig(DaemonConfig):
 
     @property
     def offer(self) -> ClusterConfig:
-        """The pool to which it is offered; the credentials are those for our own catalog."""
+        """The configuration for the catalog of the other pool. Its credentials are those for our own catalog."""
         return replace(self, catalog=self.offer_catalog, pool=self.offer_pool, offer_catalog="")
 
     @property
@@ -164,9 +170,13 @@ def load(
     env: Mapping[str, str] | None = None,
     flags: Mapping[str, object] | None = None,
 ) -> tuple[ConductorConfig, dict[str, str]]:
-    """The configuration, and the source of each of its values.
+    """Read the configuration. Returns it with the source of each value.
 
-    ``env`` is ``os.environ`` when None; entries of ``flags`` that are None count as absent. Raises `InvalidRequest`
-    naming the setting and saying where it was read.
+    Args:
+        env: None: ``os.environ``.
+        flags: entries that are None count as absent.
+
+    Raises:
+        InvalidRequest: a value is not valid; names the setting and its source.
     """
     return read(ConductorConfig, "conductor", path, os.environ if env is None else env, flags or {}, ENV_PREFIX)

@@ -1,4 +1,4 @@
-"""Daemon: runs a conductor with its gRPC API and HTTP, from start to SIGTERM."""
+"""Daemon: runs a conductor, with its gRPC API and its HTTP server, from the start until SIGTERM."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ log = logging.getLogger("kvstore.conductor")
 
 @dataclass(frozen=True)
 class ConductorReady:
-    """What a conductor reports when it begins to serve."""
+    """The report of a conductor that has begun to serve."""
 
     policy: str
     split: str
@@ -38,22 +38,29 @@ class ConductorReady:
 
     @property
     def line(self) -> str:
-        """The report as one line for people; begins with ``kvstore conductor ready``."""
-        where = f"grpc on {' '.join(self.grpc)}" + (f", http on {self.http}" if self.http else "")
-        what = f"policy {self.policy}, {self.engines} engines, {self.nodes} nodes"
-        return f"kvstore conductor ready: {what}, {self.took_s:.2f} s, {where}"
+        """The report as one line of text, which begins with ``kvstore conductor ready``."""
+        addresses = f"grpc on {' '.join(self.grpc)}" + (f", http on {self.http}" if self.http else "")
+        fleet = f"policy {self.policy}, {self.engines} engines, {self.nodes} nodes"
+        return f"kvstore conductor ready: {fleet}, {self.took_s:.2f} s, {addresses}"
+
+    @property
+    def document(self) -> dict[str, Any]:
+        """The report as ``--json`` prints it."""
+        return {"ready": True, **vars(self), "line": self.line}
 
 
 def serve(config: ConductorConfig, announce: Callable[[ConductorReady], None]) -> None:
-    """Run a conductor until SIGTERM or SIGINT. ``announce`` is called once, when it serves.
+    """Run a conductor until SIGTERM or SIGINT. ``announce`` is called once, when the conductor serves.
 
     Raises:
-        InvalidRequest: an address that cannot be used, or a catalog that is not valid; names the setting.
+        InvalidRequest: an address cannot be used, or the catalog is not valid; names the setting.
         Unavailable: the catalog does not answer.
     """
     membership = Membership(config) if config.catalog else None
     offer = Membership(config.offer) if config.offer_catalog else None
-    with lifecycle.run(replace(config, http=None), log, "the conductor") as life:  # the HTTP server is separate
+    with lifecycle.run(
+        replace(config, http=None), log, "the conductor"
+    ) as life:  # the conductor has an HTTP server of its own
         listening.plan(config, Identities(config.identities))
         life.log_start(policy=config.policy)
         _run(config, membership, offer, life, announce)
@@ -85,8 +92,8 @@ def _run(
             conductor.membership = membership.status
         server.settle()
         if offer is not None:
-            offer.start(_offered(config, server), on_final=life.fail)
-        said = ConductorReady(
+            offer.start(_cluster_entry(config, server), on_final=life.fail)
+        report = ConductorReady(
             policy=config.policy,
             split=config.split,
             engines=len(conductor.members.engines),
@@ -97,18 +104,18 @@ def _run(
             pid=os.getpid(),
         )
         ready.set()
-        life.report_ready(lambda: announce(said), said.took_s, engines=said.engines)
+        life.report_ready(lambda: announce(report), report.took_s, engines=report.engines)
         life.wait()
         ready.clear()
         server.refuse(http)
         for each in (offer, membership):
             if each is not None:
                 each.stop()
-        left = server.drain(config.drain_s, life.hurry, http)
+        unfinished = server.drain(config.drain_s, life.hurry, http)
         if http is not None:
             server.close_http(http)
-        if left:
-            logs.event(log, logging.WARNING, "answers did not end in time", answers=left)
+        if unfinished:
+            logs.event(log, logging.WARNING, "answers did not end in time", answers=unfinished)
     finally:
         for each in (offer, membership):
             if each is not None:
@@ -117,8 +124,9 @@ def _run(
 
 
 def _join(membership: Membership, config: ConductorConfig, server: ConductorServer, http: str, life: Life) -> None:
+    """Enter the conductor in the catalog of its pool, follow the members, and stand for election as leader."""
     process = schema.new_process()
-    mine = ConductorEntry(
+    entry = ConductorEntry(
         name=f"{config.name}-{process[:8]}",
         process=process,
         addresses=reachable(server.addresses),
@@ -128,15 +136,16 @@ def _join(membership: Membership, config: ConductorConfig, server: ConductorServ
         version=about.version(),
     )
 
-    def changed() -> None:
+    def update() -> None:
         server.conductor.update_members(membership.engines(), membership.nodes(), membership.clusters())
 
-    membership.start(mine, changed, on_final=life.fail)
-    changed()
-    membership.lead(mine.name)
+    membership.start(entry, update, on_final=life.fail)
+    update()
+    membership.lead(entry.name)
 
 
-def _offered(config: ConductorConfig, server: ConductorServer) -> ClusterEntry:
+def _cluster_entry(config: ConductorConfig, server: ConductorServer) -> ClusterEntry:
+    """Return the entry that offers the engines of this pool in the catalog of another pool."""
     process = schema.new_process()
     return ClusterEntry(
         name=f"{config.name}-{process[:8]}",
@@ -147,8 +156,3 @@ def _offered(config: ConductorConfig, server: ConductorServer) -> ClusterEntry:
         host=host(),
         version=about.version(),
     )
-
-
-def described(said: ConductorReady) -> dict[str, Any]:
-    """What ``--json`` prints."""
-    return {"ready": True, **vars(said), "line": said.line}

@@ -1,4 +1,4 @@
-"""``kvstore route``: where a conductor would send a prompt now, and why."""
+"""``kvstore route``: ask a conductor where it would send a prompt now, and why."""
 
 from __future__ import annotations
 
@@ -19,34 +19,35 @@ COLUMNS: Final = ("own_tokens", "cached_tokens", "donor", "wait_s", "move_s", "p
     "address",
     metavar="ADDRESS",
     required=True,
-    help="The conductor's gRPC API: HOST:PORT or unix:PATH; credentials by KVSTORE_TOKEN, KVSTORE_TLS_CA and so on.",
+    help="The conductor's gRPC API: HOST:PORT or unix:PATH. Credentials: KVSTORE_TOKEN, KVSTORE_TLS_CA and so on.",
 )
 @click.option("--model", default="", help="[default: the only one]")
 @click.option("--tokens", "ids", metavar="ID,ID,...", help="Token ids instead of a text.")
 @click.option("--max-tokens", type=click.IntRange(min=1), default=16, help="Length of the answer.  [default: 16]")
 @click.option("--salt", help="Salt of the pages.  [default: the conductor's]")
-@click.option("--tenant", default="", help="Another tenant, for operators.  [default: the caller's name]")
+@click.option("--tenant", default="", help="Tenant, which only operators may name.  [default: the caller's name]")
 @click.option("--explain", is_flag=True, help="Show every candidate with its terms.")
 @json_option
 @click.argument("text", required=False)
 def route(address: str, as_json: bool, explain: bool, text: str | None, ids: str | None, **how: Any) -> None:
-    """Show where a conductor would send a prompt now, and why. Nothing is sent."""
-    from engine.conductor.client import ask_route  # only here: it loads gRPC
+    """Show where a conductor would send a prompt now, and why. It sends nothing."""
+    from engine.conductor.client import ask_route  # only here: the import loads gRPC
 
     if (text is None) == (ids is None):
         raise InvalidRequest("TEXT", "give a prompt as text or --tokens, not both")
-    found = ask_route(address, text or "", _tokens(ids) if ids is not None else (), CALL_S, **how)
+    explanation = ask_route(address, text or "", _tokens(ids) if ids is not None else (), CALL_S, **how)
     if as_json:
-        print_json(found)
+        print_json(explanation)
         return
-    click.echo(found["outcome"])
-    click.echo(found["why"])
+    click.echo(explanation["outcome"])
+    click.echo(explanation["why"])
     if explain:
         rows = [
-            (each["engine"], each["part"], *(_cell(each.get(name, "")) for name in COLUMNS)) for each in _rows(found)
+            (row["engine"], row["part"], *(_cell(row.get(name, "")) for name in COLUMNS))
+            for row in explanation["candidates"]
         ]
         print_table(("engine", "part", *COLUMNS), rows)
-        for each in found["left_out"]:
+        for each in explanation["left_out"]:
             click.echo(f"{each['engine']}: left out, {each['why']}")
 
 
@@ -54,11 +55,7 @@ def _tokens(ids: str) -> tuple[int, ...]:
     try:
         return tuple(int(part) for part in ids.split(",") if part.strip())
     except ValueError:
-        raise InvalidRequest("--tokens", f"{ids[:80]!r} are not whole numbers") from None
-
-
-def _rows(found: dict[str, Any]) -> list[dict[str, Any]]:
-    return list(found["candidates"])
+        raise InvalidRequest("--tokens", f"must be whole numbers (got {ids[:80]!r})") from None
 
 
 def _cell(value: object) -> str:
