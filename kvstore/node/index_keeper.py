@@ -1,4 +1,4 @@
-"""IndexKeeper: the daemon's index, kept in step with the records and rebuilt from them where it cannot be."""
+"""IndexKeeper: writes the daemon's index after each decision, and rebuilds it from the records if it is damaged."""
 
 from __future__ import annotations
 
@@ -21,17 +21,20 @@ from kvstore.state.interfaces import Rows, Snapshot
 log = logging.getLogger("kvstore.node")
 
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
-STEP_KEYS = 16  # of a small transaction
-TOGETHER_KEYS = 64  # of any: pages of the file that one has dirtied are used again by the second one after it
+STEP_KEYS = 16  # keys per small transaction
+TRANSACTION_KEYS_MAX = 64  # LMDB reuses the file pages that a transaction has freed two transactions later
 IndexOp = tuple[Tier | None, list[bytes], list[Address]]
-"""The tier whose table changes (None: that of pages being written), keys, and their addresses (none: they leave)."""
+"""The tier whose table changes (None: the table of reserved pages), keys, and their addresses (none: remove them)."""
 
 
 class IndexKeeper:
-    """The writer of a node's index. Lives with its ``Performer``, whose record tables it reads.
+    """The writer of a node's index.
 
-    Where there is no memory for a rebuild, ``wanted`` says why one is to be tried again; until then finds read the
-    records, and clients see an old index, in which a stale entry is a miss.
+    Attributes:
+        rebuild_due: why the last rebuild failed for lack of memory, and must be retried; "" if none is due. Until then
+            ``find`` reads the records. Clients use the old index, where a stale entry is a miss.
+        mounted: returns the pages in memory that engines have mounted, which have no records here.
+        rebuilds: number of rebuilds by reason.
     """
 
     def __init__(
@@ -46,16 +49,16 @@ class IndexKeeper:
         self.tiers = tuple(tiers)
         self.map_bytes = map_bytes
         self.rebuilds: Counter[str] = Counter()
-        self.wanted = ""
+        self.rebuild_due = ""
         self._folder = folder
         self._header = header
         self._index = index
         self._tables = tables
-        self.mounted: Callable[[], Iterable[tuple[bytes, Address]]] = list  # what is listed of engines' own memory
+        self.mounted: Callable[[], Iterable[tuple[bytes, Address]]] = list
 
     def find(self, tier: Tier, key: bytes) -> Address | None:
-        """See ``PageIndex``. A damaged index is rebuilt from the records on the spot."""
-        if self.wanted:
+        """Return the address of a sealed page; None if there is none. Rebuilds the index first if it is damaged."""
+        if self.rebuild_due:
             return self._find_in_records(tier, key)
         try:
             return self._index.find(tier, key)
@@ -64,34 +67,34 @@ class IndexKeeper:
             return self.find(tier, key)
 
     def _find_in_records(self, tier: Tier, key: bytes) -> Address | None:
-        """Slow and always right: while there is no memory for an index."""
-        wanted = np.frombuffer(key, np.uint8)
+        """Search all records, which is slow but needs no index."""
+        key_bytes = np.frombuffer(key, np.uint8)
         for number, table in self._tables.items():
             if table.tier != tier:
                 continue
             sealed = (table.words & np.uint64(0xFF)) == SEALED
-            frames = np.flatnonzero(sealed & (table.rows[:, RecordFormat.key] == wanted).all(axis=1))
+            frames = np.flatnonzero(sealed & (table.rows[:, RecordFormat.key] == key_bytes).all(axis=1))
             if len(frames):
                 return Address(number, int(frames[0]), int(table.words[frames[0]]) >> 8)
         return None
 
     def find_pending(self, key: bytes) -> Address | None:
-        """The frame readers are shown for a page that is being written."""
+        """Return the address that the index has for a reserved page; None if it has none, or is damaged."""
         try:
             return self._index.find_pending(key)
         except IndexDamaged:
             return None
 
     def absent(self, tier: Tier, keys: Sequence[bytes]) -> int:
-        """See ``PageIndex``."""
-        found = self.look(tier, keys)
-        if found is None:
+        """Return how many keys, from the first on, have no entry."""
+        addresses = self.look(tier, keys)
+        if addresses is None:
             return next((i for i, key in enumerate(keys) if self.find(tier, key) is not None), len(keys))
-        return next((i for i, address in enumerate(found) if address is not None), len(found))
+        return next((i for i, address in enumerate(addresses) if address is not None), len(addresses))
 
     def look(self, tier: Tier, keys: Sequence[bytes]) -> list[Address | None] | None:
-        """Where these pages were last known to be; None where the index cannot tell now. For any thread."""
-        if self.wanted:
+        """Return the address that the index has for each key; None if it is not available now. Any thread may call."""
+        if self.rebuild_due:
             return None
         try:
             raws = self._index.find_many(tier, keys)
@@ -100,25 +103,27 @@ class IndexKeeper:
         return [Address(*ADDRESS.unpack(raw)) if raw is not None else None for raw in raws]
 
     def commit(self, ops: list[IndexOp]) -> None:
-        """Follow the records, in transactions by which the file grows little. Where there is no memory for one, in
-        small ones, whose memory was reserved before the frames (``reserve``). Where that fails, the index is rebuilt
-        from the records."""
+        """Apply the changes of a decision, in transactions of bounded size, so that the file grows little.
+
+        If there is no memory for a transaction, the changes are applied in small ones, whose memory was reserved before
+        the frames (``reserve``). If that fails too, the index is rebuilt from the records.
+        """
         if failpoint.ACTIVE:
             failpoint.hit("node.commit")
         try:
-            for some in _bounded(ops):
+            for transaction in _transactions(ops):
                 try:
-                    self._commit(some)
+                    self._commit(transaction)
                 except IndexFull:
-                    for op in _steps(some, STEP_KEYS):
+                    for op in _split(transaction, STEP_KEYS):
                         self._commit([op])
         except (IndexDamaged, IndexFull) as error:
             self.rebuild("full" if isinstance(error, IndexFull) else "damaged")
 
     def _commit(self, ops: list[IndexOp]) -> None:
         with self._index.begin() as txn:
-            for tier, keys, named in ops:
-                raws = [ADDRESS.pack(*address) for address in named]
+            for tier, keys, addresses in ops:
+                raws = [ADDRESS.pack(*address) for address in addresses]
                 if tier is None:
                     txn.put_pending(keys, raws) if raws else txn.delete_pending(keys)
                 elif raws:
@@ -127,7 +132,7 @@ class IndexKeeper:
                     txn.delete(tier, keys)
 
     def reserve(self, frames: int) -> bool:
-        """Reserve the memory to follow every change of a pool of ``frames`` frames. False: there is not enough."""
+        """Reserve memory for all changes of a pool with ``frames`` frames; return False if there is not enough."""
         try:
             self._index.reserve(frames, STEP_KEYS)
         except (IndexDamaged, IndexFull):
@@ -135,23 +140,26 @@ class IndexKeeper:
         return True
 
     def tidy(self) -> None:
-        """Free the places of dead readers; write a new file where a stopped one keeps the old from being reused."""
+        """Remove dead readers. Rebuild the index if that is due, or if a stopped reader has made the file grow."""
         self._index.clear_dead_readers()
-        if self.wanted:
-            self.rebuild(self.wanted)
+        if self.rebuild_due:
+            self.rebuild(self.rebuild_due)
         elif self.used_bytes() > self.map_bytes // 2:
             self.rebuild("grown")
 
     def used_bytes(self) -> int:
-        """Bytes of the index file in use."""
+        """Return how many bytes of the index file are in use."""
         return self._index.used_bytes()
 
     def close(self) -> None:
-        """Let go of the file."""
+        """Close the file, which stays."""
         self._index.close()
 
     def agrees(self) -> bool:
-        """Every entry names a sealed record of that key, and every sealed record has its entry."""
+        """Return True if the index has exactly one entry per sealed record, and there are no reserved pages.
+
+        Reserved pages are few and short-lived, so they are not compared.
+        """
         try:
             stored = {tier: list(self._index.scan(tier)) for tier in self.tiers}
             pending = self._index.count_pending()
@@ -161,22 +169,22 @@ class IndexKeeper:
             keys, addresses = self._sealed_entries(tier)
             if b"".join(key for key, _ in entries) != keys or b"".join(raw for _, raw in entries) != addresses:
                 return False
-        return pending == len(self._pending_entries()) == 0  # few and short-lived: not worth comparing
+        return pending == len(self._pending_entries()) == 0
 
     def addresses(self, tier: Tier) -> Iterator[tuple[bytes, Address]]:
-        """All entries of the index about one tier, by key."""
+        """Iterate over the entries of a tier, by key."""
         return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in self._index.scan(tier))
 
     def pending(self) -> Iterator[tuple[bytes, Address]]:
-        """All entries about pages that are being written, by key."""
+        """Iterate over the entries of reserved pages, by key."""
         return ((key, Address(*ADDRESS.unpack(raw))) for key, raw in self._index.scan_pending())
 
     def hold(self) -> dict[Tier, Iterator[tuple[bytes, bytes]]]:
-        """All entries, key and raw address, as they are now, however late they are read; see ``Index.hold``."""
+        """Return a snapshot of all entries, key and raw address, to be read at any time; see ``Index.hold``."""
         return self._index.hold()
 
     def _sealed_entries(self, tier: Tier) -> tuple[bytes, bytes]:
-        """Keys and raw addresses that the records call for, end to end, by key; the first of duplicates."""
+        """Return the keys and the raw addresses of all sealed records, each joined and by key, without duplicates."""
         if tier == Tier.HBM and (mounted := list(self.mounted())):
             return b"".join(key for key, _ in mounted), b"".join(ADDRESS.pack(*address) for _, address in mounted)
         links = prefix_links.link([snapshot(table) for table in self._tables.values() if table.tier == tier])
@@ -191,10 +199,10 @@ class IndexKeeper:
         return ((keys[i : i + 16], addresses[i : i + 16]) for i in range(0, len(keys), 16))
 
     def _pending_entries(self) -> list[tuple[bytes, bytes]]:
-        """Keys and raw addresses of reserved pages; the earliest of several reservations of one key."""
+        """Return the keys and raw addresses of reserved pages: the earliest reservation of each key."""
         first: dict[bytes, Address] = {}
         for number, table in self._tables.items():
-            if not table.fmt.tail:  # only the node writes there
+            if not table.fmt.tail:  # clients do not reserve frames in this tier
                 continue
             reserved = (table.words & np.uint64(0xFF)) == RESERVED
             for frame in np.flatnonzero(reserved & (table.column(table.fmt.group) != 0)).tolist():
@@ -205,10 +213,9 @@ class IndexKeeper:
         return sorted((key, ADDRESS.pack(*address)) for key, address in first.items())
 
     def rebuild(self, reason: str) -> None:
-        """A new index from the records alone, under a new epoch that clients follow.
+        """Replace the index by a new one, from the records alone. Clients switch to its new epoch.
 
-        Where there is no memory for it the old one stays, wrong as it may be (a stale entry is a miss), and
-        ``wanted`` asks for another try.
+        If there is no memory for it, the old index stays, and ``rebuild_due`` is set. A stale entry is only a miss.
         """
         old = self._header.epoch
         try:
@@ -219,42 +226,42 @@ class IndexKeeper:
             index = Index.open_writer(self._folder, old + 1, self.map_bytes, fresh=False)
         except (IndexFull, IndexDamaged) as error:
             log.error("the index could not be rebuilt: %s", error)
-            self.wanted = reason
+            self.rebuild_due = reason
             return
         self._index.close()
-        self._index, self.wanted = index, ""
+        self._index, self.rebuild_due = index, ""
         self._header.epoch = old + 1
         Index.remove(self._folder, old)
         self.rebuilds[reason] += 1
 
 
-def _steps(ops: list[IndexOp], step: int) -> Iterator[IndexOp]:
-    """Split the changes into steps of a few keys, in order."""
-    for tier, keys, named in ops:
-        for at in range(0, len(keys), step):
-            yield tier, keys[at : at + step], named[at : at + step]
+def _split(ops: list[IndexOp], keys_max: int) -> Iterator[IndexOp]:
+    """Split the changes, in order, into changes of at most ``keys_max`` keys."""
+    for tier, keys, addresses in ops:
+        for at in range(0, len(keys), keys_max):
+            yield tier, keys[at : at + keys_max], addresses[at : at + keys_max]
 
 
-def _bounded(ops: list[IndexOp]) -> Iterator[list[IndexOp]]:
-    """Group the changes into lists of at most ``TOGETHER_KEYS`` keys, in order."""
-    some: list[IndexOp] = []
-    left = TOGETHER_KEYS
-    for op in _steps(ops, TOGETHER_KEYS):
-        if len(op[1]) > left:
-            yield some
-            some, left = [], TOGETHER_KEYS
-        some.append(op)
-        left -= len(op[1])
-    yield some
+def _transactions(ops: list[IndexOp]) -> Iterator[list[IndexOp]]:
+    """Group the changes, in order, into lists of at most ``TRANSACTION_KEYS_MAX`` keys."""
+    transaction: list[IndexOp] = []
+    keys_left = TRANSACTION_KEYS_MAX
+    for op in _split(ops, TRANSACTION_KEYS_MAX):
+        if len(op[1]) > keys_left:
+            yield transaction
+            transaction, keys_left = [], TRANSACTION_KEYS_MAX
+        transaction.append(op)
+        keys_left -= len(op[1])
+    yield transaction
 
 
 def snapshot(table: ExtentTable) -> Snapshot:
-    """Copies of the columns that recovery and integrity look at."""
+    """Copy the columns that recovery and integrity checks read."""
     fmt = table.fmt
     columns = (names_in(table.rows, slice(None), where) for where in (fmt.key, fmt.parent, fmt.root))
     return Snapshot(table.extent, table.words.copy(), *columns)
 
 
 def names_in(rows: Rows, frames: Any, where: slice) -> Any:
-    """A column of keys, parents or roots ``[frames]`` of record rows, as ``Snapshot`` has them."""
+    """Return a column of keys, parents or roots ``[frames]`` of record rows, in the form of ``Snapshot``."""
     return np.ascontiguousarray(rows[frames, where]).view("S16").reshape(-1)

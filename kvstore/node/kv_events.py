@@ -1,19 +1,19 @@
-"""KvEvents: what happens to pages, published over ZMQ in the wire format of vLLM's KV events.
+"""KvEvents: publishes a node's page events over ZMQ in the wire format of vLLM's KV events.
 
-PUB ``[topic, number, payload]``: number 8 bytes big-endian, payload msgpack ``[seconds, events, 0]``, an event a map:
-"BlockStored", "BlockRemoved" or "AllBlocksCleared" as its "type", and the fields that vLLM gives it. A block is a page,
-its hash the 16 bytes of its key, its medium "CPU" (DRAM) or "DISK" (NVMe). ROUTER: ``number`` (with or without an empty
-frame before it) asks for all that is kept from there on, answered with ``[number, payload]`` each, and at the end
-``[-1, ""]``.
+The PUB socket sends ``[topic, number, payload]``. The number has 8 bytes, big-endian. The payload is msgpack
+``[seconds, events, 0]``. Each event is a map with the fields of vLLM; its "type" is "BlockStored", "BlockRemoved" or
+"AllBlocksCleared". A block is a page, its hash is the page's key (16 bytes), and its medium is "GPU" (HBM), "CPU"
+(DRAM) or "DISK" (NVMe).
 
-A publisher begins with ``AllBlocksCleared`` and all that is stored, and does so again where it fell behind so far that
-events were overwritten. Numbers are consecutive until the daemon ends; the next one's are higher, so that a subscriber
-sees a gap and asks. Nothing here is waited for by the node: subscribers that read too slowly miss messages.
+The ROUTER socket replays messages. A subscriber sends a number, with or without an empty frame before it. It receives
+``[number, payload]`` of each retained message from this number on, and then ``[-1, ""]``.
 
-Pages as KV events tell of them: key, parent, token ids; read from the records while the node goes on.
+A publisher begins with ``AllBlocksCleared`` and all stored pages. It does so again if it was so slow that the event log
+lost events. Numbers are consecutive until the daemon ends. The next daemon's numbers are higher, so that a subscriber
+detects the gap and asks for a replay. The node never waits for subscribers: a slow one misses messages.
 
-Nothing is locked. A record is believed where its word is the same before and after, as readers of the pool do it; the
-token ids of a page that is on NVMe alone are in its header there. A page that is gone, or not to be read, is None.
+An event needs the page's parent and token ids. ``PageReader`` reads them from the records without a lock. A record is
+valid if its word is equal before and after the read. If a page is only on NVMe, its header there has the token ids.
 """
 
 from __future__ import annotations
@@ -46,19 +46,22 @@ from kvstore.tier.nvme.frame_header import FrameHeader
 
 log = logging.getLogger("kvstore.events")
 
-TOKENS_MAX = 4096  # of one batch, unless one page has more: some 15 KB
+TOKENS_MAX = 4096  # per batch (about 15 KB), unless one page has more
+MEDIUMS = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.NVME: "DISK"}  # names of vLLM, which other consumers use too
 
-# vLLM's names; other consumers know them too.
-MEDIUMS = {Tier.HBM: "GPU", Tier.DRAM: "CPU", Tier.NVME: "DISK"}
 KvEvent = dict[str, Any]
-"""A map, as vLLM and SGLang pack theirs: "type", and its fields by name."""
+"""An event as vLLM and SGLang pack it: a map of "type" and the other fields."""
 
 CLEARED_EVENT: Final[KvEvent] = {"type": "AllBlocksCleared"}
 
 
 class PageFacts(NamedTuple):
-    """A stored page. ``parent`` None: it starts its chain. ``tokens`` uint32 little-endian, end to end; none for a page
-    of an opaque object, which is not reported."""
+    """A stored page as an event describes it.
+
+    Attributes:
+        parent: None for the first page of a chain.
+        tokens: token ids, uint32 little-endian; empty for a page of an opaque object, which is not reported.
+    """
 
     key: bytes
     parent: bytes | None
@@ -66,45 +69,50 @@ class PageFacts(NamedTuple):
 
 
 class PageReader:
-    """Reads what is stored where. Lives with its node; one thread uses it.
+    """Reads the stored pages of a node for events. One thread uses it.
 
-    A page that has gone when it is read is not told of as stored, and neither is what hangs on it, until its going has
-    been told: it may be back by then, and its children be found before it is told of again.
+    An event may say that a page was stored, although the page has left since. Such a page is skipped, and so are its
+    descendants, until an event says that it left. Otherwise, if the page were stored again, its children could be
+    reported before it.
     """
 
     def __init__(self, contents: Contents) -> None:
         self._contents = contents
-        self._skipped: set[tuple[Tier, bytes]] = set()  # stored, as events say, and not told of
+        self._skipped: set[tuple[Tier, bytes]] = set()  # stored according to events, but not reported
 
     def stored_now(self, keys: list[bytes], tier: Tier) -> list[PageFacts | None] | None:
-        """Pages that an event says were stored, as far as they are to be told of. None: the index cannot tell."""
-        pages = self.find(keys, tier)
-        gone = [i for i, page in enumerate(pages or ()) if page is None]
-        again = self.find([keys[i] for i in gone], tier) if gone else []  # moved inside the tier just now, perhaps
-        if pages is None or again is None:
-            return None
-        for i, page in zip(gone, again, strict=True):
-            pages[i] = page
-        return [self._told(key, tier, page) for key, page in zip(keys, pages, strict=True)]
+        """Return the pages that an event says were stored; None in place of each page to skip.
 
-    def _told(self, key: bytes, tier: Tier, page: PageFacts | None) -> PageFacts | None:
+        Returns None if the index is not available now.
+        """
+        pages = self.find(keys, tier)
+        absent = [i for i, page in enumerate(pages or ()) if page is None]
+        retried = self.find([keys[i] for i in absent], tier) if absent else []  # may have moved inside the tier
+        if pages is None or retried is None:
+            return None
+        for i, page in zip(absent, retried, strict=True):
+            pages[i] = page
+        return [self._reportable(key, tier, page) for key, page in zip(keys, pages, strict=True)]
+
+    def _reportable(self, key: bytes, tier: Tier, page: PageFacts | None) -> PageFacts | None:
+        """Return the page, or None if it must be skipped."""
         if page is None or (page.parent is not None and (tier, page.parent) in self._skipped):
             self._skipped.add((tier, key))
             return None
         self._skipped.discard((tier, key))
         return page
 
-    def gone(self, keys: list[bytes], tier: Tier) -> None:
-        """An event says that these pages left."""
+    def remove(self, keys: list[bytes], tier: Tier) -> None:
+        """Handle an event that says that these pages left."""
         if self._skipped:
             self._skipped.difference_update((tier, key) for key in keys)
 
-    def forget(self) -> None:
-        """Report everything again."""
+    def reset(self) -> None:
+        """Start again: everything will be reported once more."""
         self._skipped.clear()
 
     def find(self, keys: list[bytes], tier: Tier) -> list[PageFacts | None] | None:
-        """These pages, where they are in ``tier`` now. None: the index cannot tell at present."""
+        """Return the pages with these keys in ``tier``; None if the index is not available now."""
         look = self._contents.look
         here = look(tier, keys)
         upper = self._contents.above(tier)
@@ -117,47 +125,48 @@ class PageReader:
         ]
 
     def stored(self, tier: Tier) -> Iterator[PageFacts]:
-        """Every page of ``tier``, parents before their children, chain by chain.
+        """Yield every page of ``tier``, parents before their children.
 
-        Events report a page that comes, goes or moves in the meantime.
+        If a page comes, leaves or moves in the meantime, an event reports it.
         """
         if tier == Tier.HBM:
             yield from self._stored_by_engines()
             return
         snapshots = [snapshot(table) for table in self._contents.tables(tier)]
         links = prefix_links.link(snapshots)
-        order = np.argsort(links.parent, kind="stable")  # sibling pages
+        order = np.argsort(links.parent, kind="stable")  # puts siblings next to each other
         parents = links.parent[order]
         starts, ends = (np.searchsorted(parents, np.arange(len(parents)), side) for side in ("left", "right"))
-        waiting = order[parents == -1].tolist()
-        while waiting:
-            i = waiting.pop()
+        stack = order[parents == -1].tolist()
+        while stack:
+            i = stack.pop()
             if links.duplicate[i]:
                 continue
             key = links.key(i)
-            facts = self._read(key, links.address(i), None)
-            if facts is None:
-                facts = (self.find([key], tier) or [None])[0]  # moved since, perhaps
-            if self._told(key, tier, facts) is None or facts is None:
-                continue  # and what hangs on it
-            waiting += order[starts[i] : ends[i]].tolist()
-            if facts.tokens:
-                yield facts
+            page = self._read(key, links.address(i), None)
+            if page is None:
+                page = (self.find([key], tier) or [None])[0]  # may have moved since the snapshot
+            if self._reportable(key, tier, page) is None or page is None:
+                continue  # without its descendants
+            stack += order[starts[i] : ends[i]].tolist()
+            if page.tokens:
+                yield page
 
     def _stored_by_engines(self) -> Iterator[PageFacts]:
-        """Every page in memory that engines have mounted, where a page may be without its parent."""
-        found = {key: page for key, address in self._contents.listed(Tier.HBM) if (page := self._mounted(key, address))}
+        """Yield every page in memory that engines have mounted. A page there may be without its parent."""
+        pages = {key: page for key, address in self._contents.listed(Tier.HBM) if (page := self._mounted(key, address))}
         children: dict[bytes, list[bytes]] = {}
-        for key, page in found.items():
+        for key, page in pages.items():
             children.setdefault(page.parent or b"", []).append(key)
-        waiting = [key for key, page in found.items() if page.parent not in found]
-        while waiting:
-            key = waiting.pop()
-            if self._told(key, Tier.HBM, found[key]) is not None:
-                waiting += children.get(key, ())
-                yield found[key]
+        stack = [key for key, page in pages.items() if page.parent not in pages]
+        while stack:
+            key = stack.pop()
+            if self._reportable(key, Tier.HBM, pages[key]) is not None:
+                stack += children.get(key, ())
+                yield pages[key]
 
     def _mounted(self, key: bytes, address: Address) -> PageFacts | None:
+        """Return a page in memory that an engine has mounted; None if another page, or none, is at the address."""
         table = self._contents.mounted(address.extent)
         word = word_of(address.generation, FrameState.SEALED)
         if table is None or address.frame >= table.frames or int(table.words[address.frame]) != word:
@@ -168,6 +177,7 @@ class PageReader:
         return PageFacts(key, record.parent if record.parent != record.root else None, record.tokens)
 
     def _read(self, key: bytes, address: Address, above: Address | None) -> PageFacts | None:
+        """Return the page at the address; None if it has left. ``above``: its address in the next faster tier."""
         table = self._contents.table(address.extent)
         if table is None:
             return self._mounted(key, address)
@@ -188,10 +198,10 @@ class PageReader:
         if record.tokens:
             return record.tokens
         if above is not None:
-            copy = self._contents.table(above.extent)
-            found = _record(copy, key, above) if copy is not None and above.frame < copy.frames else None
-            if found is not None and found.tokens:
-                return found.tokens
+            upper = self._contents.table(above.extent)
+            copy = _record(upper, key, above) if upper is not None and above.frame < upper.frames else None
+            if copy is not None and copy.tokens:
+                return copy.tokens
         return self._tokens_on_nvme(key, address, table)
 
     def _tokens_on_nvme(self, key: bytes, address: Address, table: ExtentTable) -> bytes | None:
@@ -205,11 +215,12 @@ class PageReader:
             log.warning("frame %d of extent %d could not be read: %s", address.frame, address.extent, error)
             return None
         incarnation = nvme.devices.header_incarnation(table.position)
-        found = frame_header.unpack(buffer, frame_class, incarnation, *address)
-        return found.tokens.tobytes() if isinstance(found, FrameHeader) and found.key == key else None
+        header = frame_header.unpack(buffer, frame_class, incarnation, *address)
+        return header.tokens.tobytes() if isinstance(header, FrameHeader) and header.key == key else None
 
 
 def _record(table: ExtentTable, key: bytes, address: Address) -> Record | None:
+    """Return the record of a sealed page; None if another page, or none, is at the address."""
     word = word_of(address.generation, FrameState.SEALED)
     if int(table.words[address.frame]) != word:
         return None
@@ -217,11 +228,11 @@ def _record(table: ExtentTable, key: bytes, address: Address) -> Record | None:
     return record if int(table.words[address.frame]) == word and record.key == key else None
 
 
-# --- in vLLM's words ------------------------------------------------------------------------------------------------
+# --- events of vLLM -------------------------------------------------------------------------------------------------
 
 
 def blocks_stored(pages: Iterable[PageFacts | None], medium: str) -> Iterator[KvEvent]:
-    """``BlockStored`` events: pages that follow one another in a chain share one, of ``TOKENS_MAX`` at most."""
+    """Yield ``BlockStored`` events, one for consecutive pages of a chain with at most ``TOKENS_MAX`` tokens."""
     run: list[PageFacts] = []
     for page in pages:
         if page is None or not page.tokens:
@@ -249,18 +260,18 @@ def _stored(run: list[PageFacts], medium: str) -> KvEvent:
 
 
 def blocks_removed(keys: list[bytes], medium: str) -> KvEvent:
-    """A ``BlockRemoved`` event."""
+    """Return a ``BlockRemoved`` event."""
     return {"type": "BlockRemoved", "block_hashes": keys, "medium": medium}
 
 
 def everything_stored(reader: PageReader) -> Iterator[KvEvent]:
-    """``BlockStored`` events of all that both tiers hold."""
+    """Yield ``BlockStored`` events of all pages in all tiers."""
     for tier, medium in MEDIUMS.items():
         yield from blocks_stored(reader.stored(tier), medium)
 
 
 def batches(events: Iterable[KvEvent]) -> Iterator[list[KvEvent]]:
-    """Split events into batches of about ``TOKENS_MAX`` token ids, in order."""
+    """Group events, in order, into batches of about ``TOKENS_MAX`` token ids."""
     batch: list[KvEvent] = []
     tokens = 0
     for event in events:
@@ -276,10 +287,10 @@ def batches(events: Iterable[KvEvent]) -> Iterator[list[KvEvent]]:
 
 TOPIC = b"kv-events"
 END = (-1).to_bytes(8, "big", signed=True)
-REPLAY_MESSAGES_MAX = 10_000  # kept for subscribers that missed some
-REPLAY_BYTES_MAX = 64 << 20
-REPLAYS_MAX = 64  # subscribers that are being answered; further ones wait
-REPLAY_STUCK_S = 10.0  # one that takes nothing for this long is given up
+REPLAY_MESSAGES_MAX = 10_000  # messages that are retained for replays ...
+REPLAY_BYTES_MAX = 64 << 20  # ... and their bytes
+REPLAYS_MAX = 64  # replays at the same time; further ones wait
+REPLAY_STUCK_S = 10.0  # a replay ends if its subscriber takes no message for this time
 QUEUED_MAX = 1000  # messages that wait for a slow subscriber (ZMQ's high-water mark)
 EVENTS_PER_STEP = 64
 LOOK_S = 0.02
@@ -287,13 +298,17 @@ RESYNC_EVERY_S = 5.0
 JOIN_S = 5.0
 LOCAL = ("ipc://", "inproc://", "tcp://127.", "tcp://localhost:", "tcp://[::1]:")
 
-DUMPS_MAX = 4  # being read at a time
-DUMP_IDLE_S = 60.0  # a dump that is not read any more is given up
-DUMP_PART_BYTES = 80 << 10  # in base64 it fits a message
+DUMPS_MAX = 4  # dumps at the same time
+DUMP_IDLE_S = 60.0  # a dump ends if its reader does not continue for this time
+DUMP_PART_BYTES = 80 << 10  # fits into a message in base64
 
 
-def needed(field: str) -> tuple[ModuleType, ModuleType]:
-    """The modules zmq and msgpack. Raises InvalidRequest naming ``field`` where they are not installed."""
+def import_packages(field: str) -> tuple[ModuleType, ModuleType]:
+    """Return the modules zmq and msgpack.
+
+    Raises:
+        InvalidRequest: a package is not installed. The error names ``field``.
+    """
     try:
         import msgpack
         import zmq
@@ -303,36 +318,36 @@ def needed(field: str) -> tuple[ModuleType, ModuleType]:
 
 
 class KvEvents:
-    """Publishes from ``start`` to ``stop``. Made for nodes that have ``kv_events`` configured."""
+    """The publisher of a node that has ``kv_events`` configured. It publishes from ``start`` to ``stop``."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
         self._stopped = threading.Event()
         self._thread = threading.Thread(target=self._run, name="kvstore-kv-events", daemon=True)
-        self._kept: deque[tuple[int, bytes]] = deque()
-        self._kept_bytes = 0
-        # Subscriber (identity, maybe an empty frame) -> next number, when it last took one.
+        self._retained: deque[tuple[int, bytes]] = deque()  # number and payload
+        self._retained_bytes = 0
+        # Frames that identify a subscriber -> the next number to send, and the time of the last progress.
         self._replays: dict[tuple[bytes, ...], tuple[int, float]] = {}
-        self._next = time.time_ns() // 1000  # above all that an earlier daemon drew
-        self._resync_due_s: float | None = 0.0  # when to report everything again
-        self._after = 0
+        self._next = time.time_ns() // 1000  # above all numbers of earlier daemons
+        self._resync_due_s: float | None = 0.0  # when to report everything; None: no resync is due
+        self._after = 0  # number of the last event read from the node's log
         self._pub: Any = None
         self._router: Any = None
 
     def start(self) -> None:
-        """Bind both sockets and begin.
+        """Bind both sockets and begin to publish.
 
         Raises:
-            InvalidRequest: an address cannot be bound, or a package is missing.
+            InvalidRequest: an address cannot be bound, or a package is not installed.
         """
         config = self._node.config
-        self._zmq, self._msgpack = needed("kv_events")
+        self._zmq, self._msgpack = import_packages("kv_events")
         context = self._context = self._zmq.Context(io_threads=1)
         try:
             self._pub = self._bind(context, self._zmq.PUB, "kv_events", config.kv_events)
             if config.kv_events_replay:
                 self._router = self._bind(context, self._zmq.ROUTER, "kv_events_replay", config.kv_events_replay)
-                self._router.setsockopt(self._zmq.ROUTER_MANDATORY, 1)  # tell us who is full or gone
+                self._router.setsockopt(self._zmq.ROUTER_MANDATORY, 1)  # a send to a full or lost peer raises
         except InvalidRequest:
             context.destroy(linger=0)
             raise
@@ -349,15 +364,15 @@ class KvEvents:
         socket.setsockopt(self._zmq.SNDHWM, QUEUED_MAX)
         socket.setsockopt(self._zmq.RCVHWM, REPLAYS_MAX)
         socket.setsockopt(self._zmq.LINGER, 0)
-        socket.setsockopt(self._zmq.MAXMSGSIZE, 1024)  # of what comes in: numbers
+        socket.setsockopt(self._zmq.MAXMSGSIZE, 1024)  # subscribers send only numbers
         try:
             socket.bind(address)
         except self._zmq.ZMQError as error:
-            raise InvalidRequest(field, f"{address!r} cannot be bound: {error}") from error
+            raise InvalidRequest(field, f"cannot be bound: {error} (got {address!r})") from error
         return socket
 
     def stop(self) -> None:
-        """Unbind. Subscribers that have not read yet get no more."""
+        """Stop publishing and close the sockets. Queued messages are discarded."""
         self._stopped.set()
         if self._thread.is_alive():
             self._thread.join(JOIN_S)
@@ -369,9 +384,9 @@ class KvEvents:
 
     def _turn(self) -> None:
         try:
-            busy = self._publish_news()
+            busy = self._publish_new_events()
         except Exception:
-            self._resync_later("an event could not be published")
+            self._schedule_resync("an event could not be published")
             raise
         busy |= self._serve_replays()
         if not busy:
@@ -379,28 +394,28 @@ class KvEvents:
 
     # --- publishing -------------------------------------------------------------------------------------------------
 
-    def _publish_news(self) -> bool:
+    def _publish_new_events(self) -> bool:
         if self._resync_due_s is not None and time.monotonic() >= self._resync_due_s:
-            self._tell_everything()
+            self._resync()
             return True
         events, self._after, lost = self._node.events.since(self._after, EVENTS_PER_STEP)
         if lost:
-            self._resync_later(f"{lost} events were overwritten before they were published")
+            self._schedule_resync(f"{lost} events were overwritten before they were published")
         if self._resync_due_s is None:
             for event in events:
                 self._publish_event(event)
         return bool(events)
 
-    def _resync_later(self, why: str) -> None:
+    def _schedule_resync(self, why: str) -> None:
         if self._resync_due_s is None:
             log.warning("KV events: %s: everything is reported again", why)
-            self._node.count("kv_events_told_anew")
+            self._node.count("kv_events_resyncs")
             self._resync_due_s = time.monotonic() + RESYNC_EVERY_S
 
-    def _tell_everything(self) -> None:
-        """Events after this moment's last are told next: what changes meanwhile is told twice, not never."""
-        self._after, self._resync_due_s = self._node.events.last, None
-        self._reader.forget()
+    def _resync(self) -> None:
+        """Publish all stored pages. A change in the meantime is reported twice rather than never."""
+        self._after, self._resync_due_s = self._node.events.last, None  # before the pages are read
+        self._reader.reset()
         self._publish([CLEARED_EVENT], time.time())
         for batch in batches(everything_stored(self._reader)):
             if self._stopped.is_set():
@@ -415,26 +430,26 @@ class KvEvents:
         elif event.kind in STORED:
             pages = self._reader.stored_now(event.keys, event.tier)
             if pages is None:
-                self._resync_later("the index is being rebuilt")
+                self._schedule_resync("the index is being rebuilt")
                 return
             for batch in batches(blocks_stored(pages, medium)):
                 self._publish(batch, event.time_ns / 1e9)
         else:
-            self._reader.gone(event.keys, event.tier)
+            self._reader.remove(event.keys, event.tier)
             self._publish([blocks_removed(event.keys, medium)], event.time_ns / 1e9)
 
     def _publish(self, events: list[KvEvent], seconds: float) -> None:
         payload = self._msgpack.packb([seconds, events, 0])
         seq = self._next
-        self._kept.append((seq, payload))
-        self._kept_bytes += len(payload)
-        while len(self._kept) > REPLAY_MESSAGES_MAX or self._kept_bytes > REPLAY_BYTES_MAX:
-            self._kept_bytes -= len(self._kept.popleft()[1])
+        self._retained.append((seq, payload))
+        self._retained_bytes += len(payload)
+        while len(self._retained) > REPLAY_MESSAGES_MAX or self._retained_bytes > REPLAY_BYTES_MAX:
+            self._retained_bytes -= len(self._retained.popleft()[1])
         self._next = seq + 1
         try:
             self._pub.send_multipart((TOPIC, seq.to_bytes(8, "big"), payload), self._zmq.NOBLOCK)
-        except self._zmq.ZMQError as error:
-            log.warning("KV events: number %d was not sent: %s", seq, error)  # it is kept, a gap tells of it
+        except self._zmq.ZMQError as error:  # subscribers detect the gap, and may ask for a replay
+            log.warning("KV events: number %d was not sent: %s", seq, error)
 
     # --- replay -----------------------------------------------------------------------------------------------------
 
@@ -443,33 +458,33 @@ class KvEvents:
             return False
         while len(self._replays) < REPLAYS_MAX:
             try:
-                who, *rest = self._router.recv_multipart(self._zmq.NOBLOCK)
-            except self._zmq.ZMQError:  # no subscriber asks
+                identity, *frames = self._router.recv_multipart(self._zmq.NOBLOCK)
+            except self._zmq.ZMQError:  # no request is waiting
                 break
-            if len(rest) in (1, 2) and len(rest[-1]) <= 8 and (len(rest) == 1 or not rest[0]):
-                self._replays[who, *rest[:-1]] = int.from_bytes(rest[-1], "big"), time.monotonic()
+            if len(frames) in (1, 2) and len(frames[-1]) <= 8 and (len(frames) == 1 or not frames[0]):
+                self._replays[identity, *frames[:-1]] = int.from_bytes(frames[-1], "big"), time.monotonic()
         progress = False
-        for asker, (seq, since_s) in list(self._replays.items()):
-            progress |= self._replay(asker, seq, since_s)
+        for subscriber, (seq, since_s) in list(self._replays.items()):
+            progress |= self._replay(subscriber, seq, since_s)
         return progress
 
-    def _replay(self, who: tuple[bytes, ...], seq: int, since_s: float) -> bool:
-        """Send what that subscriber can take now; what is left comes with the next step."""
-        first = self._kept[0][0] if self._kept else self._next
+    def _replay(self, subscriber: tuple[bytes, ...], seq: int, since_s: float) -> bool:
+        """Send as many messages as the subscriber takes now. Returns False if there was no progress."""
+        first = self._retained[0][0] if self._retained else self._next
         seq = started = max(seq, first)
         try:
             while seq < self._next:
-                frames = (*who, seq.to_bytes(8, "big"), self._kept[seq - first][1])
+                frames = (*subscriber, seq.to_bytes(8, "big"), self._retained[seq - first][1])
                 self._router.send_multipart(frames, self._zmq.NOBLOCK)
                 seq += 1
-            self._router.send_multipart((*who, END, b""), self._zmq.NOBLOCK)
+            self._router.send_multipart((*subscriber, END, b""), self._zmq.NOBLOCK)
         except self._zmq.Again:
             if seq > started or time.monotonic() - since_s < REPLAY_STUCK_S:
-                self._replays[who] = seq, time.monotonic() if seq > started else since_s
+                self._replays[subscriber] = seq, time.monotonic() if seq > started else since_s
                 return seq > started
-        except self._zmq.ZMQError:  # it has gone
+        except self._zmq.ZMQError:  # the subscriber has disconnected
             pass
-        del self._replays[who]
+        del self._replays[subscriber]
         return True
 
 
@@ -477,11 +492,12 @@ class KvEvents:
 
 
 class Dumps:
-    """The admin call ``kv_dump``: all that is stored, as the payloads of KV events, for late subscribers.
+    """The admin call ``kv_dump``, by which late subscribers receive all stored pages as payloads of KV events.
 
-    ``{}`` begins one, ``{"dump": id}`` goes on: ``{"dump": id or None at the end, "data": base64 of payloads end to
-    end, "seq": number of the last event published before, None where none are, "after": the same of page events}``.
-    A dump that is not read further ends on its own.
+    ``{}`` begins a dump, and ``{"dump": id}`` continues it. The answer has "dump" (the id; None at the end), "data" (a
+    part of the joined payloads, in base64), "seq" (the number of the last event published before the dump; None if no
+    events are published) and "after" (the number of the last page event before the dump). A dump that is not continued
+    ends after ``DUMP_IDLE_S``.
     """
 
     def __init__(self, node: Node) -> None:
@@ -490,31 +506,36 @@ class Dumps:
         self._open: OrderedDict[str, tuple[float, dict[str, Any], Iterator[bytes]]] = OrderedDict()
 
     def answer(self, request: dict[str, Any]) -> dict[str, Any]:
-        """Raises InvalidRequest where the dump is not, or not any more, being read."""
-        _, msgpack = needed("kv_dump")
+        """Answer one call.
+
+        Raises:
+            InvalidRequest: there is no dump with this id, or it has ended.
+        """
+        _, msgpack = import_packages("kv_dump")
         now_s = time.monotonic()
         with self._mutex:
             for idle in [name for name, (used_s, *_) in self._open.items() if now_s - used_s > DUMP_IDLE_S]:
                 del self._open[idle]
             name: Any = request.get("dump")
-            found: tuple[float, dict[str, Any], Iterator[bytes]] | None
+            dump: tuple[float, dict[str, Any], Iterator[bytes]] | None
             if name is None:
-                name, found = secrets.token_hex(8), (now_s, self._heads(), _parts(self._payloads(msgpack.packb)))
+                name, dump = secrets.token_hex(8), (now_s, self._numbers(), _parts(self._payloads(msgpack.packb)))
                 if len(self._open) >= DUMPS_MAX:
                     self._open.popitem(last=False)
             else:
-                found = self._open.pop(name, None) if isinstance(name, str) else None
-                if found is None:
-                    raise InvalidRequest("dump", f"{name!r} is not being read: begin again")
-        _, heads, parts = found
+                dump = self._open.pop(name, None) if isinstance(name, str) else None
+                if dump is None:
+                    raise InvalidRequest("dump", f"is unknown or has ended: begin again (got {name!r})")
+        _, numbers, parts = dump
         part = next(parts)
-        more = len(part) == DUMP_PART_BYTES
-        if more:
+        has_more = len(part) == DUMP_PART_BYTES
+        if has_more:
             with self._mutex:
-                self._open[name] = time.monotonic(), heads, parts
-        return {**heads, "dump": name if more else None, "data": base64.b64encode(part).decode()}
+                self._open[name] = time.monotonic(), numbers, parts
+        return {**numbers, "dump": name if has_more else None, "data": base64.b64encode(part).decode()}
 
-    def _heads(self) -> dict[str, Any]:
+    def _numbers(self) -> dict[str, Any]:
+        """Return the numbers of the last KV event and the last page event."""
         last = self._node.kv_last
         return {"seq": last() if last is not None else None, "after": self._node.events.last}
 
@@ -525,7 +546,7 @@ class Dumps:
 
 
 def _parts(payloads: Iterator[bytes]) -> Iterator[bytes]:
-    """Their bytes in parts of ``DUMP_PART_BYTES``; the last one is shorter, or empty."""
+    """Yield the joined payloads in parts of ``DUMP_PART_BYTES``; the last part is shorter, or empty."""
     part = bytearray()
     for payload in payloads:
         part += payload

@@ -50,7 +50,7 @@ def test_a_child_that_is_back_before_its_parent_is_told_of_waits_for_it() -> Non
     assert reader.told(PARENT) == []  # it had gone by then
     reader.here = {PARENT, CHILD}  # and now both are back
     assert reader.told(CHILD) == []
-    reader.gone([CHILD, PARENT], Tier.DRAM)
+    reader.remove([CHILD, PARENT], Tier.DRAM)
     assert reader.told(PARENT, CHILD) == [PARENT, CHILD]
 
 
@@ -62,7 +62,7 @@ def test_tiers_are_told_of_apart_and_a_page_that_moves_is_told_of() -> None:
     assert reader.told(PARENT, CHILD) == [PARENT, CHILD]
     assert reader.told(CHILD, OTHER, tier=Tier.NVME) == [OTHER]
     assert reader.told(OBJECT) == [] and reader._skipped == {(Tier.NVME, PARENT), (Tier.NVME, CHILD)}
-    reader.forget()
+    reader.reset()
     assert reader.told(CHILD, tier=Tier.NVME) == [CHILD]
 
 
