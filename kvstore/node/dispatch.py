@@ -1,6 +1,6 @@
-"""Dispatch: one request's bytes in, one reply's bytes out. The same for the unix socket and for clients in process.
+"""Dispatcher: decodes a request, calls the node, and encodes the reply.
 
-InProcessChannel: calls a node of this process without a socket.
+``socket_server`` uses it for requests over the unix socket, and ``InProcessChannel`` for clients in the node's process.
 """
 
 from __future__ import annotations
@@ -27,18 +27,22 @@ from kvstore.wire import control
 from kvstore.wire.control import BATCH_MAX, Message, Op
 
 TEXT_MAX = 4096  # characters of an error
-# Not of a node that ends.
+# Requests that a node refuses while it ends.
 _WRITES = frozenset((Op.GRANT, Op.SEAL_GRANTED, Op.BEGIN, Op.RESERVE, Op.SEAL, Op.PREFETCH, Op.DELETE, Op.MOUNT))
 _WRITES |= {Op.SEAL_OBJECTS}
 
 
 class Dispatcher:
-    """Decodes requests of known sessions and encodes what the node answers. Bad requests change nothing."""
+    """The dispatcher of a node. Invalid requests change nothing.
+
+    Attributes:
+        wake: tells the mover that there may be pages to copy between tiers.
+    """
 
     def __init__(self, node: Node, scrubber: Scrubber, wake: Callable[[], None]) -> None:
         self.node = node
         self.scrubber = scrubber
-        self.wake = wake  # there are pages to copy between tiers
+        self.wake = wake
         self._verbs: dict[int, Callable[[int, Message, int], bytes]] = {
             Op.GRANT: self._grant,
             Op.SEAL_GRANTED: self._seal_granted,
@@ -60,17 +64,17 @@ class Dispatcher:
             Op.RETRACT: self._retract,
             Op.UNMOUNT: self._unmount,
         }
-        self._answered = {op: boundary.RequestGuard(f"control/{Op(op).name}") for op in self._verbs}
+        self._guards = {op: boundary.RequestGuard(f"control/{Op(op).name}") for op in self._verbs}
         self.admin = Admin(node, scrubber, wake)
 
     def hello(self, message: Message) -> tuple[int, bytes]:
-        """(session, reply) of a first message; session 0 where it is refused."""
+        """Answer the first message of a connection. Returns the session, 0 if it is refused, and the reply."""
         try:
             if message.op != Op.HELLO:
                 raise InvalidRequest("message", "the first request must be HELLO")
-            theirs = control.unpack_json(message.body).get("protocol")
-            if theirs != control.PROTOCOL:
-                raise InvalidRequest("protocol", f"client speaks {theirs}, node speaks {control.PROTOCOL}")
+            protocol = control.unpack_json(message.body).get("protocol")
+            if protocol != control.PROTOCOL:
+                raise InvalidRequest("protocol", f"client speaks {protocol}, node speaks {control.PROTOCOL}")
             if message.a == 0:
                 raise InvalidRequest("session", "must not be 0")
         except InvalidRequest as error:
@@ -84,7 +88,7 @@ class Dispatcher:
         return message.a, control.encode(Status.OK, message.request_id, body=[control.pack_json(about)])
 
     def exchange(self, session: int, message: Message) -> bytes | None:
-        """The reply, or None where the client asked for none."""
+        """Handle a request. Returns the reply, or None if the client wants none."""
         try:
             if message.entries > BATCH_MAX:
                 raise InvalidRequest("count", f"{message.entries} is more than {BATCH_MAX}")
@@ -93,7 +97,7 @@ class Dispatcher:
                 raise InvalidRequest("op", f"{message.op} is unknown")
             if self.node.ending and message.op in _WRITES:
                 raise NodeUnavailable(f"{self.node.config.name}: the node is ending")
-            with self._answered[message.op]:
+            with self._guards[message.op]:
                 reply = verb(session, message, time.monotonic_ns())
         except InvalidRequest as error:
             reply = _refused(message, error)
@@ -104,7 +108,7 @@ class Dispatcher:
         return None if message.flags & control.NO_REPLY else reply
 
     def may_take_long(self, message: Message) -> bool:
-        """Whether a request is one for a thread of its own: an admin call, or what reads, or erases, on NVMe."""
+        """Return True if a request needs another thread: a long admin call, or one that reads or erases on NVMe."""
         if message.op == Op.SEAL_GRANTED:
             replaces = message.flags & control.OBJECT and any(message.body[-ADDRESS_BYTES:])
             return bool(replaces) and self.node.nvme is not None
@@ -113,11 +117,11 @@ class Dispatcher:
         if message.op == Op.DELETE:
             return self.node.nvme is not None
         try:
-            if message.op == Op.SCRUB:  # a page of DRAM of some MiB takes a millisecond or two
+            if message.op == Op.SCRUB:  # one page of a few MiB in DRAM takes only a millisecond or two
                 return message.entries > 1 or not self._is_mapped(message)
             return self.admin.may_take_long(control.unpack_json(message.body))
         except InvalidRequest:
-            return False  # it is refused at once
+            return False  # ``exchange`` refuses it
 
     def _is_mapped(self, message: Message) -> bool:
         addresses = control.unpack_addresses(message.body, message.entries)
@@ -153,13 +157,13 @@ class Dispatcher:
 
     def _begin(self, session: int, message: Message, now_ns: int) -> bytes:
         event = begin_event(session, message, self.node.contents.class_of, now_ns)
-        return control.encode(_accepted(self.node.handle(event)).status, message.request_id)
+        return control.encode(_check(self.node.handle(event)).status, message.request_id)
 
     def _reserve(self, session: int, message: Message, now_ns: int) -> bytes:
         frame_class = control.unpack_class(message.a)
         self.node.check_class(frame_class)
-        count, body = _at_least_one(message), message.body
-        parent = control.unpack_key(body, control.WRITER.size)  # also says whether what is before it is there
+        count, body = _positive_count(message), message.body
+        parent = control.unpack_key(body, control.WRITER.size)  # raises if the body is too short for WRITER
         group, shard, shards = control.WRITER.unpack_from(body)
         if not 1 <= shards <= SHARDS_MAX or shard >= shards:
             raise InvalidRequest("ranks", f"rank {shard} of {shards}: at most {SHARDS_MAX} ranks write one page")
@@ -169,7 +173,7 @@ class Dispatcher:
         ttl_ns = (message.b or int(self.node.config.reserve_ttl_s * 1000)) * 1_000_000
         event = ev.Reserve(now_ns, session, frame_class, group, shard, shards, ttl_ns, parent, rows)
         event.hints = control.unpack_hints(message)
-        reply = _accepted(self.node.handle(event))
+        reply = _check(self.node.handle(event))
         if Status.BUSY in reply.statuses:
             self.wake()
         reply_body = [control.pack_statuses(reply.statuses), control.pack_addresses(reply.addresses)]
@@ -208,7 +212,7 @@ class Dispatcher:
         return _statuses(message, reply)
 
     def _delete(self, session: int, message: Message, now_ns: int) -> bytes:
-        addresses = control.unpack_addresses(message.body, _at_least_one(message))
+        addresses = control.unpack_addresses(message.body, _positive_count(message))
         reply = self.node.handle(ev.Delete(now_ns, addresses))
         if Status.BUSY in reply.statuses:
             self.wake()
@@ -237,25 +241,26 @@ class Dispatcher:
     def _admin(self, session: int, message: Message, now_ns: int) -> bytes:
         body = control.pack_json(self.admin.call(control.unpack_json(message.body)))
         limit = control.MESSAGE_BYTES_MAX - control.HEAD.size
-        if len(body) > limit:  # thousands of findings: the first ones tell the story
+        if len(body) > limit:  # only for thousands of findings
             body = control.pack_json({"findings": ["too many to list"], "truncated": True})
         return control.encode(Status.OK, message.request_id, body=[body])
 
 
-def _at_least_one(message: Message) -> int:
+def _positive_count(message: Message) -> int:
     if message.entries == 0:
         raise InvalidRequest("count", "must not be 0")
     return message.entries
 
 
-def _accepted(reply: do.Reply) -> do.Reply:
+def _check(reply: do.Reply) -> do.Reply:
+    """Return the reply, or raise InvalidRequest if the state refused the event."""
     if reply.status == Status.INVALID:
         raise InvalidRequest(reply.detail["field"], reply.detail["reason"])
     return reply
 
 
 def _statuses(message: Message, reply: do.Reply) -> bytes:
-    _accepted(reply)
+    _check(reply)
     body = [control.pack_statuses(reply.statuses)]
     return control.encode(reply.status, message.request_id, count=len(reply.statuses), body=body)
 
@@ -268,29 +273,29 @@ def _failed(message: Message, reason: str) -> bytes:
     return control.encode(Status.FAILED, message.request_id, body=[_text(reason)])
 
 
-def _text(said: str) -> bytes:
-    """Words that may repeat what a client sent: it may be long, and no Unicode."""
-    return said[:TEXT_MAX].encode(errors="replace")
+def _text(text: str) -> bytes:
+    """Encode an error text. It may quote a client's input, which may be long or not valid Unicode."""
+    return text[:TEXT_MAX].encode(errors="replace")
 
 
 @dataclass(frozen=True)
-class _Done:
-    """A reply that is there already."""
+class _ReadyReply:
+    """A ``PendingReply`` that has its message already."""
 
     message: Message
 
     def result(self) -> Message:
-        """See ``PendingReply.result``."""
+        """Return the message."""
         return self.message
 
 
 def closed() -> NodeUnavailable:
-    """What a request, or a copy, of a closed store raises."""
+    """Return the error of requests and copies after the store was closed."""
     return NodeUnavailable("the store is closed")
 
 
 class InProcessChannel:
-    """Peer of the socket channel: the request is handled in the caller's thread, under the node's mutex."""
+    """A ``Channel`` to a node of this process. The caller's thread handles each request, under the node's mutex."""
 
     def __init__(self, node: Node, dispatcher: Dispatcher) -> None:
         self._node = node
@@ -298,14 +303,14 @@ class InProcessChannel:
         self._session = secrets.randbits(63) | 1
         self.ended = False
         self.copies = Copies()
-        self.publisher = None  # a request is a call
+        self.publisher = None  # nothing is published in shared memory, because a request is only a function call
         self.counters = SessionCounters()
         node.sessions.join(self._session, self.counters)
         node.handle(ev.SessionOpened(time.monotonic_ns(), self._session))
 
     @property
     def session(self) -> int:
-        """See ``Channel.session``."""
+        """The number of this channel's session."""
         return self._session
 
     def request(
@@ -318,22 +323,27 @@ class InProcessChannel:
         flags: int = 0,
         body: Iterable[bytes] = (),
         timeout_s: float | None = None,
-    ) -> _Done:
-        """See ``Channel.request``. Nothing is waited for but the node's mutex, so no deadline is needed."""
+    ) -> _ReadyReply:
+        """Handle a request and return its reply. Ignores ``timeout_s``, since it waits only for the node's mutex.
+
+        Raises:
+            InvalidRequest, Unavailable: the node refused the request.
+            NodeUnavailable: the channel is closed.
+        """
         if self.ended:
             raise closed()
-        sent = control.encode(op, 0, count=count, a=a, b=b, flags=flags, body=body)
-        reply = self._dispatcher.exchange(self._session, control.decode(memoryview(sent)))
+        request = control.encode(op, 0, count=count, a=a, b=b, flags=flags, body=body)
+        reply = self._dispatcher.exchange(self._session, control.decode(memoryview(request)))
         message = control.decode(memoryview(reply or control.encode(Status.OK, 0)))
         if message.op == Status.INVALID:
             field, _, reason = bytes(message.body).decode().partition("\0")
             raise InvalidRequest(field, reason)
         if message.op == Status.FAILED:
             raise Unavailable(bytes(message.body).decode())
-        return _Done(message)
+        return _ReadyReply(message)
 
     def close(self) -> None:
-        """See ``Channel.close``."""
+        """End the session when the copies in flight have ended. A second call does nothing."""
         if not self.ended:
             self.ended = True
             self.copies.close(closed, self._leave)
@@ -342,8 +352,8 @@ class InProcessChannel:
         self._node.sessions.leave(self._session)
         self._node.handle(ev.SessionDead(time.monotonic_ns(), self._session))
 
-    def copied(self, deadline: float) -> bool:
-        """Let no copy begin, and wait for those in flight; whether they have ended by then."""
+    def wait_for_copies(self, deadline_s: float) -> bool:
+        """Refuse new copies, and wait for those in flight. Returns False if some have not ended by ``deadline_s``."""
         ended = threading.Event()
         self.copies.close(closed, ended.set)
-        return ended.wait(max(0.0, deadline - time.monotonic()))
+        return ended.wait(max(0.0, deadline_s - time.monotonic()))

@@ -19,13 +19,13 @@ from kvstore.node.scrubber import Scrubber
 from kvstore.shm.folder import EMBEDDED_PREFIX
 from kvstore.shm.header import DaemonState
 
-COPIES_S = 1.0  # how long an embedded node that is closed waits for copies of other threads
+COPIES_S = 1.0  # how long ``close`` waits for copies of other threads
 
 
 class EmbeddedNode:
     """A node with its background threads, from ``start`` to ``close``.
 
-    A pool without a name of its own goes with its process; a named one stays for the next ``open`` or ``serve``.
+    ``close`` deletes a pool without a name. A pool with a name stays for the next ``open`` or ``serve``.
     """
 
     def __init__(self, node: Node) -> None:
@@ -36,10 +36,10 @@ class EmbeddedNode:
         self._channels: weakref.WeakSet[InProcessChannel] = weakref.WeakSet()
 
     def start(self) -> None:
-        """Begin to work in the background. Where what is configured cannot be had the node stops.
+        """Start the background threads.
 
         Raises:
-            InvalidRequest: see ``Background.start``.
+            InvalidRequest: see ``Background.start``. The node has stopped.
         """
         try:
             self._background.start()
@@ -50,39 +50,43 @@ class EmbeddedNode:
 
     @property
     def folder(self) -> Path:
-        """Where the node's files are."""
+        """Path of the node's files."""
         return self.node.folder
 
     def channel(self) -> InProcessChannel:
-        """A new session with this node."""
+        """Open a new session with this node."""
         channel = InProcessChannel(self.node, self._dispatcher)
         self._channels.add(channel)
         return channel
 
     def close(self) -> None:
-        """Stop serving; a pool without a name of its own gives its memory back, once what NVMe takes is saved there.
+        """Save to NVMe what only DRAM has, if DRAM will be lost, and stop the node.
 
-        Where another thread still copies after ``COPIES_S``, a named pool stays locked until that has ended: the frames
-        would belong to another writer by then.
+        Other threads may still copy after ``COPIES_S``. Then a named pool stays locked until their copies have ended,
+        because another node could give their frames to other writers.
         """
-        anonymous = self.folder.name.startswith(EMBEDDED_PREFIX)
+        is_anonymous = self.folder.name.startswith(EMBEDDED_PREFIX)
         self._background.stop(*on_stop.save_s(self.node.config, self.folder.name))
-        deadline = time.monotonic() + COPIES_S
-        busy = [channel.copies for channel in list(self._channels) if not channel.copied(deadline)]
-        self.node.stop(remove=anonymous, keep_name=bool(busy) and not anonymous)
-        _after(busy, self.node.release_name)
+        deadline_s = time.monotonic() + COPIES_S
+        busy = [channel.copies for channel in list(self._channels) if not channel.wait_for_copies(deadline_s)]
+        self.node.stop(remove=is_anonymous, keep_name=bool(busy) and not is_anonymous)
+        _call_after(busy, self.node.release_name)
 
 
-def _after(copies: list[Copies], then: Callable[[], None]) -> None:
-    """Call ``then`` when all of these have ended."""
+def _call_after(copies: list[Copies], action: Callable[[], None]) -> None:
+    """Call ``action`` when all copies have ended."""
     if copies:
-        copies[0].close(closed, partial(_after, copies[1:], then))
+        copies[0].close(closed, partial(_call_after, copies[1:], action))
     else:
-        then()
+        action()
 
 
 def open_node(config: NodeConfig) -> EmbeddedNode:
-    """Start a node in this process. Raises what ``Node.start`` and ``EmbeddedNode.start`` raise."""
+    """Start a node in this process.
+
+    Raises:
+        NodeBusy, InvalidRequest: see ``Node.start`` and ``EmbeddedNode.start``.
+    """
     embedded = EmbeddedNode(Node.start(config))
     embedded.start()
     return embedded

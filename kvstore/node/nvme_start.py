@@ -1,8 +1,8 @@
-"""Start of the NVMe tier: from the targets of the configuration to extents that the recovery can read.
+"""Start of the NVMe tier: opens the configured targets, and provides the tables of their extents for the recovery.
 
-After a kill the tables in shared memory are the truth. After a reboot, or for devices that come from elsewhere, they
-are made again: from an extent's directory where its checkpoint is younger than its last write, else with every frame
-QUARANTINED, for the scanner to look at. A target that fails is left out: the node goes on with less, and says so.
+After a kill, the tables in shared memory are valid. After a reboot, or for devices from elsewhere, they are created
+again. If nothing was written to an extent after its checkpoint, its directory has the records. Otherwise every frame of
+the extent becomes QUARANTINED, for the scanner to read. The node starts without a target that fails, and logs it.
 """
 
 from __future__ import annotations
@@ -11,7 +11,6 @@ import contextlib
 import logging
 from collections.abc import Iterator
 from functools import partial
-from pathlib import Path
 
 import numpy as np
 
@@ -31,25 +30,25 @@ from kvstore.tier.nvme.target import is_truncated, read_superblock
 
 log = logging.getLogger("kvstore.nvme")
 
-LOADING = "nvme-loading"  # a file that is there while tables are being filled
-EXTENTS_AIMED_AT = 64  # of a device: few enough to keep tables of, enough for several classes of frames
+LOADING = "nvme-loading"  # a file that exists while tables are being filled
+EXTENTS_AIMED_AT = 64  # per device: few tables, but enough extents for several classes of frames
 EXTENT_BYTES_MIN, EXTENT_BYTES_MAX = 16 * MIB, 4096 * MIB
 
-Mine = tuple[str, bytes | None]
-"""Whose a target is to be: owner, and secret of the pool."""
+Ownership = tuple[str, bytes | None]
+"""The owner and the pool's secret that a target must have."""
 
 
 def secret_on_nvme(config: NodeConfig, folder: NodeFolder) -> bytes | None:
-    """The secret of the pool that the first target which is this node's has pages of; None: no target is."""
+    """Return the pool's secret from the first target that this node owns; None if it owns none."""
     return next((block.secret for block in _superblocks(config) if block.owner == _owner(config, folder)), None)
 
 
 def _superblocks(config: NodeConfig) -> Iterator[Superblock]:
-    """The superblocks of targets that a kvstore uses already, ours or another's."""
+    """Yield the superblocks of targets that some node has formatted."""
     for target in config.nvme:
         with contextlib.suppress(InvalidRequest, OSError):
-            look = partial(_to_look_at, target.path, target.size)
-            disk = open_patiently(str(target.path), target.size, config.nvme_answer_s, look)
+            open_disk = partial(FileDisk.open, target.path, target.size, writable=False)
+            disk = open_patiently(str(target.path), target.size, config.nvme_answer_s, open_disk)
             try:
                 superblock = read_superblock(disk)
             finally:
@@ -59,56 +58,61 @@ def _superblocks(config: NodeConfig) -> Iterator[Superblock]:
 
 
 def _owner(config: NodeConfig, folder: NodeFolder) -> str:
-    return "" if folder.path.name.startswith(EMBEDDED_PREFIX) else config.name
+    return "" if folder.path.name.startswith(EMBEDDED_PREFIX) else config.name  # "": a pool without a name
 
 
 def open_nvme(
     config: NodeConfig, folder: NodeFolder, failures: dict[str, str], secret: bytes | None = None
 ) -> NvmePages | None:
-    """Open all targets; None where there are none, or none that works. Those that fail are added to ``failures``.
-    New ones get the pool's ``secret``.
+    """Open all targets. Returns None if there are none, or none works.
+
+    Adds targets that fail to ``failures``. New targets get the pool's ``secret``.
 
     Raises:
-        InvalidRequest: field "nvme"; a target holds something else, or is another node's or pool's, and --format is
-            not given.
+        InvalidRequest: field "nvme"; a target has other data, or belongs to another node or pool, and --format is not
+            given.
         NodeBusy: a target is in use.
     """
     devices: list[NvmeDevice] = []
     extent_bytes = extent_bytes_of(config)
-    mine = _owner(config, folder), secret
+    ownership = _owner(config, folder), secret
     try:
         for target in config.nvme:
             try:
-                devices.append(_open_device(config, target, mine, extent_bytes, folder.file_mode))
+                devices.append(_open_device(config, target, ownership, extent_bytes, folder.file_mode))
             except (OutOfSpace, OSError) as error:
-                _leave_out(str(target.path), error, failures)
-        return _joined(devices, failures)
+                _log_failure(str(target.path), error, failures)
+        return _join(devices, failures)
     except BaseException:
         for device in devices:
             device.close()
         raise
 
 
-def _open_device(config: NodeConfig, target: NvmeTarget, mine: Mine, extent_bytes: int, mode: int) -> NvmeDevice:
-    """Open one target; reformat it, if ``format`` allows it, only where it is of no use as it is: a unit file that
-    keeps the flag must not drop everything at every start."""
+def _open_device(
+    config: NodeConfig, target: NvmeTarget, ownership: Ownership, extent_bytes: int, mode: int
+) -> NvmeDevice:
+    """Open one target. Reformat it only if ``nvme_format`` is set and it cannot be used as it is.
+
+    So a unit file that always has the flag does not drop all pages at every start.
+    """
     try:
-        return _open_or_make(config, target, mine, extent_bytes, mode, format=False)
+        return _open_or_create(config, target, ownership, extent_bytes, mode, format=False)
     except InvalidRequest:
         if not config.nvme_format:
             raise
-    return _open_or_make(config, target, mine, extent_bytes, mode, format=True)
+    return _open_or_create(config, target, ownership, extent_bytes, mode, format=True)
 
 
-def _open_or_make(
-    config: NodeConfig, target: NvmeTarget, mine: Mine, extent_bytes: int, mode: int, format: bool
+def _open_or_create(
+    config: NodeConfig, target: NvmeTarget, ownership: Ownership, extent_bytes: int, mode: int, format: bool
 ) -> NvmeDevice:
-    def open_it() -> Disk:
+    def open_disk() -> Disk:
         is_ours = partial(is_truncated, owner=owner, extent_bytes=extent_bytes, secret=secret)
         return FileDisk.open(target.path, target.size, create=True, resize=format, is_truncated=is_ours, mode=mode)
 
-    owner, secret = mine
-    disk = open_patiently(str(target.path), target.size, config.nvme_answer_s, open_it)
+    owner, secret = ownership
+    disk = open_patiently(str(target.path), target.size, config.nvme_answer_s, open_disk)
     try:
         return NvmeDevice.open(disk, owner, extent_bytes, format, secret, is_file=target.path.is_file())
     except BaseException:
@@ -116,8 +120,8 @@ def _open_or_make(
         raise
 
 
-def _joined(devices: list[NvmeDevice], failures: dict[str, str]) -> NvmePages | None:
-    """All of ``devices`` but those that fail now, which are taken out of the list."""
+def _join(devices: list[NvmeDevice], failures: dict[str, str]) -> NvmePages | None:
+    """Join the devices into one tier. Closes devices that fail, and removes them from the list."""
     while devices:
         try:
             return NvmePages(NvmeDevices.join(devices))
@@ -125,18 +129,20 @@ def _joined(devices: list[NvmeDevice], failures: dict[str, str]) -> NvmePages | 
             failed = next((device for device in devices if device.disk.path == error.filename), devices[-1])
             devices.remove(failed)
             failed.close()
-            _leave_out(failed.disk.path, error, failures)
+            _log_failure(failed.disk.path, error, failures)
     return None
 
 
-def _leave_out(path: str, error: Exception, failures: dict[str, str]) -> None:
+def _log_failure(path: str, error: Exception, failures: dict[str, str]) -> None:
     failures[path] = str(error)
     log.warning("NVMe target left out, the node goes on without it: %s", error)
 
 
 def extent_bytes_of(config: NodeConfig) -> int:
-    """Size of the extents, the same on all devices: as configured, as of a target that has some, or a share of the
-    smallest one."""
+    """Return the size of the extents, which is the same on all devices.
+
+    It is the configured size, or the size on a target with pages, or a share of the smallest target.
+    """
     if config.nvme_extent or not config.nvme:
         return config.nvme_extent
     for superblock in _superblocks(config):
@@ -148,29 +154,23 @@ def extent_bytes_of(config: NodeConfig) -> int:
     return max(FRAME_ALIGN, share // unit * unit)
 
 
-def _to_look_at(path: Path, size_bytes: int) -> Disk:
-    return FileDisk.open(path, size_bytes, writable=False)
-
-
 def open_tables(folder: NodeFolder, nvme: NvmePages, tables: dict[int, ExtentTable]) -> None:
-    """Add the NVMe extents' tables to ``tables``: those in shared memory that the devices know; the others are
-    recreated.
+    """Add the missing tables of NVMe extents to ``tables``, which has all tables that could be mapped.
 
-    ``tables`` holds what is mapped so far, NVMe's included; those of extents that no device knows, or that lost frames
-    with a device's tail, are taken out.
+    Removes the tables of extents that are on no device, and of extents that lost frames with a device's tail.
     """
-    known = {extent.number: extent for extent in nvme.devices.extents.values()}
-    loading = folder.path / LOADING  # tables that are only half filled must not be taken for the truth
+    extents = {extent.number: extent for extent in nvme.devices.extents.values()}
+    loading = folder.path / LOADING  # if it exists, a kill has left tables that are partly filled
     for number, table in list(tables.items()):
-        doubted = loading.exists() or number in nvme.devices.doubted
-        if table.tier == nvme.tier and (doubted or not _is_same(table, known.get(number))):
+        is_doubtful = loading.exists() or number in nvme.devices.doubted
+        if table.tier == nvme.tier and (is_doubtful or not _is_same(table, extents.get(number))):
             tables.pop(number).unlink()
             table.close()
-    missing = [extent for number, extent in sorted(known.items()) if number not in tables]
+    missing = [extent for number, extent in sorted(extents.items()) if number not in tables]
     if missing:
         folder.new_file(loading, 1, b"", sparse=True)
         for extent in missing:
-            tables[extent.number] = _from_disk(folder, nvme, extent)
+            tables[extent.number] = _create_table(folder, nvme, extent)
             if failpoint.ACTIVE:
                 failpoint.hit("nvme.loaded")
         remove(loading)
@@ -184,7 +184,8 @@ def _is_same(table: ExtentTable, extent: ExtentOnDisk | None) -> bool:
     )
 
 
-def _from_disk(folder: NodeFolder, nvme: NvmePages, extent: ExtentOnDisk) -> ExtentTable:
+def _create_table(folder: NodeFolder, nvme: NvmePages, extent: ExtentOnDisk) -> ExtentTable:
+    """Create an extent's table from its directory; without one, with all frames QUARANTINED."""
     place = extent.number, extent.position, extent.frame_class, nvme.incarnation, extent.frames
     table = ExtentTable.create(folder, *place, tier=nvme.tier)
     directory = None

@@ -1,17 +1,18 @@
-"""OnStop: will the memory of a node that ends be there for the next start? What ``on_stop = auto`` goes by.
+"""OnStop: whether a node's memory will be lost when its process ends, which decides for ``on_stop = auto``.
 
-Shared memory stays while the machine runs, so that a daemon that is merely started again finds its pages. It goes with
-the machine, and with a container that has one of its own. ``auto`` asks, in this order::
+Shared memory stays while the machine runs, so a daemon that is started again finds its pages. The memory is lost when
+the machine shuts down, or when a container with its own shared memory ends. ``auto`` applies the first row that fits::
 
-    a pool without a name of its own                              it goes with its process
-    systemd runs, and says "stopping"                             it goes
-    systemd runs, and says anything else                          it stays
-    a scheduled shutdown is due, or the runlevel is 0 or 6        it goes
-    a container (own process ids, own IPC), of which this         it goes
+    the pool has no name                                              lost
+    systemd runs, and its state is "stopping"                         lost
+    systemd runs in any other state                                   stays
+    a scheduled shutdown is due, or the runlevel is 0 or 6            lost
+    a container (with its own process ids and IPC) in which this      lost
         process is the first one, or a child of the first one
-    else                                                          it stays
+    otherwise                                                         stays
 
-A wrong guess costs ``stop_save_s`` one way and the pages that only DRAM held the other; ``on_stop`` says it outright.
+A wrong guess "lost" costs ``stop_save_s`` seconds. A wrong guess "stays" costs the pages that only DRAM has. Set
+``on_stop`` to "save" or "keep" to avoid the guess.
 """
 
 from __future__ import annotations
@@ -28,38 +29,43 @@ from kvstore.config import NodeConfig
 from kvstore.shm.folder import EMBEDDED_PREFIX
 
 SYSTEMCTL_S = 2.0
-# Namespaces of the machine itself have these numbers for ever (linux/proc_ns.h).
+# The namespaces of the machine itself always have these numbers (linux/proc_ns.h).
 _MACHINE_PIDS, _MACHINE_IPC = "pid:[4026531836]", "ipc:[4026531839]"
-_UTMP = struct.Struct("<hxxi376x")  # type, pid: of the runlevel's record its letters
+_UTMP = struct.Struct("<hxxi376x")  # type, pid; the pid of a runlevel record has the letters of the runlevel
 _RUN_LVL = 1
 _RUNNING = ("initializing", "starting", "running", "degraded", "maintenance")
 
 
 def ask_systemd() -> str:
-    """What ``systemctl is-system-running`` says; "" where it cannot be asked."""
+    """Return the output of ``systemctl is-system-running``; "" if it does not run or does not answer."""
     try:
-        asked = subprocess.run(
+        command = subprocess.run(
             ["systemctl", "is-system-running"], capture_output=True, text=True, timeout=SYSTEMCTL_S, check=False
         )
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return asked.stdout.strip()
+    return command.stdout.strip()
 
 
 @dataclass(frozen=True)
 class Surroundings:
-    """Where all this is looked up."""
+    """Sources of the facts. Tests replace them.
+
+    Attributes:
+        systemd: returns the state of systemd, see ``ask_systemd``.
+        proc, run: the folders.
+        pid, parent: ids of this process and its parent; 0: look them up.
+    """
 
     systemd: Callable[[], str] = ask_systemd
     proc: Path = Path("/proc")
     run: Path = Path("/run")
     pid: int = 0
-    """The process id to look up; 0: this process's."""
     parent: int = 0
 
 
-def memory_goes(name: str, around: Surroundings | None = None) -> str:
-    """Why the memory of the node of that name goes with this process, in words; "" where it stays."""
+def reason_of_loss(name: str, around: Surroundings | None = None) -> str:
+    """Return why the memory of the node with that name will be lost when this process ends; "" if it stays."""
     around = around or Surroundings()
     if name.startswith(EMBEDDED_PREFIX):
         return "the store has no name"
@@ -70,21 +76,22 @@ def memory_goes(name: str, around: Surroundings | None = None) -> str:
         return ""
     if _is_shutdown_due(around.run / "systemd/shutdown/scheduled") or _runlevel(around.run / "utmp") in "06":
         return "the machine is shutting down"
-    first = 1 in (around.pid or os.getpid(), around.parent or os.getppid())
-    own = _namespace(around, "pid") not in ("", _MACHINE_PIDS) and _namespace(around, "ipc") not in ("", _MACHINE_IPC)
-    return "the container ends" if first and own else ""
+    is_first = 1 in (around.pid or os.getpid(), around.parent or os.getppid())
+    pids, ipc = _namespace(around, "pid"), _namespace(around, "ipc")
+    is_container = pids not in ("", _MACHINE_PIDS) and ipc not in ("", _MACHINE_IPC)
+    return "the container ends" if is_first and is_container else ""
 
 
 def save_s(config: NodeConfig, name: str, around: Surroundings | None = None) -> tuple[float, str]:
-    """(seconds, why) that this end of the node should take to save what only DRAM holds; 0 where it stays there."""
+    """Return how many seconds the stop may take to save what only DRAM has, and why; 0 if nothing is to be saved."""
     if not config.nvme or config.on_stop == "keep":
         return 0.0, ""
-    why = "on_stop is save" if config.on_stop == "save" else memory_goes(name, around)
+    why = "on_stop is save" if config.on_stop == "save" else reason_of_loss(name, around)
     return (config.stop_save_s if why else 0.0), why
 
 
 def _is_shutdown_due(path: Path) -> bool:
-    """``shutdown`` wrote the time there, in microseconds since 1970; a shutdown an hour ahead is not due."""
+    """Return True if the time in the file of ``shutdown`` has come. It is in microseconds since 1970."""
     try:
         lines = dict(line.split("=", 1) for line in path.read_text().splitlines() if "=" in line)
         return int(lines.get("USEC", "")) <= time.time() * 1e6
@@ -93,7 +100,7 @@ def _is_shutdown_due(path: Path) -> bool:
 
 
 def _runlevel(path: Path) -> str:
-    """The letter of the runlevel; "none" if unknown."""
+    """Return the letter of the runlevel; "none" if it is unknown."""
     try:
         data = path.read_bytes()
     except OSError:

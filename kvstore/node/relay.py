@@ -1,7 +1,7 @@
-"""Relay: copies pages to and from tiers that the mover does not serve, one by one.
+"""Relay: copies pages one by one to and from tiers that the mover does not serve.
 
-It needs only a ``TierStore``: a page that is read is proven by its header, and written with a new header for its new
-address. The state decides what to copy, as for the mover; see ``tier_mover``.
+The relay needs only a ``TierStore``. It reads a page, verifies it with its header, and writes it with a new header for
+its new address. The state decides what to copy, as for the mover (``tier_mover``).
 """
 
 from __future__ import annotations
@@ -23,19 +23,19 @@ from kvstore.tier.nvme import frame_header
 from kvstore.tier.nvme.disk import aligned_buffer
 from kvstore.tier.nvme.frame_header import FrameHeader
 
-BATCH_BYTES = 8 << 20  # of one decision
+BATCH_BYTES = 8 << 20  # per decision
 
 _COPYING = boundary.RequestGuard("task/relay copy")
 
 
 class Relay:
-    """Lives as long as its node. One thread calls ``step`` repeatedly."""
+    """The relay of one node. One thread calls ``step`` repeatedly."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
 
     def step(self) -> bool:
-        """Perform the decided copies, and ask for more; return False if there was nothing to do."""
+        """Let the state decide, and perform all decided copies; return False if there were none."""
         relays = self._node.waiting.relays
         for tier in self._node.relayed:
             self._node.demote(BATCH_BYTES, tier)
@@ -54,28 +54,28 @@ class Relay:
         source, target = contents.store_of(first.source.extent), contents.store_of(first.target.extent)
         try:
             with _COPYING:
-                done = relay(copy.pages, contents.extents, source, target)
-        except InternalError:  # no result is reported: the pages stay where they are
-            done = CopyResult.empty(contents.extents[first.target.extent].frame_class, len(copy.pages))
-            done.failed = dict.fromkeys(range(len(copy.pages)), IO)
+                result = relay(copy.pages, contents.extents, source, target)
+        except InternalError:  # counts as a failed copy: the pages stay in their source
+            result = CopyResult.empty(contents.extents[first.target.extent].frame_class, len(copy.pages))
+            result.failed = dict.fromkeys(range(len(copy.pages)), IO)
         if isinstance(copy, do.Save):
-            heads = done.rows[:, :IDENTITY_HEAD_BYTES].copy()
-            self._node.handle(ev.Saved(now_ns(), copy.number, heads, done.failed))
+            heads = result.rows[:, :IDENTITY_HEAD_BYTES].copy()
+            self._node.handle(ev.Saved(now_ns(), copy.number, heads, result.failed))
         elif isinstance(copy, do.Load):
-            self._node.handle(ev.Loaded(now_ns(), copy.number, done.rows, done.checksums, done.failed))
+            self._node.handle(ev.Loaded(now_ns(), copy.number, result.rows, result.checksums, result.failed))
         else:
-            self._node.handle(ev.Carried(now_ns(), copy.number, done.failed))
-        target.close_for_writing(done.open_positions)
-        for position in done.broken:
+            self._node.handle(ev.Carried(now_ns(), copy.number, result.failed))
+        target.close_for_writing(result.open_positions)
+        for position in result.broken:
             self._node.handle(ev.TierFailed(now_ns(), target.tier, [position]))
-        for address, reason in done.damaged:
+        for address, reason in result.damaged:
             self._node.drop_damaged(address, reason)
 
-    def _erase(self, erasing: do.Erase) -> None:
-        """Write zeros over these frames, so that their contents are not taken for a page."""
+    def _erase(self, erasure: do.Erase) -> None:
+        """Overwrite these frames with zeros, so that no later start finds their pages."""
         contents = self._node.contents
         failed: set[int] = set()
-        for place, (_, address) in enumerate(erasing.pages):
+        for place, (_, address) in enumerate(erasure.pages):
             table, store = contents.extents[address.extent], contents.store_of(address.extent)
             frame_class = table.frame_class
             header, page = _buffers(store, frame_class)
@@ -86,7 +86,7 @@ class Relay:
                 store.close_for_writing([table.position])
             except OSError:
                 failed.add(place)
-        self._node.handle(ev.Erased(time.monotonic_ns(), erasing.number, failed))
+        self._node.handle(ev.Erased(time.monotonic_ns(), erasure.number, failed))
 
 
 def relay(
@@ -94,55 +94,63 @@ def relay(
 ) -> CopyResult:
     """Copy these pages, of one class, from tier to tier. Pages that changed or are damaged are in ``failed``.
 
-    Their extents stay open for writing until the caller closes them: when the records say what is there.
+    Their extents stay open for writing. The caller stores the records and then closes them.
     """
     frame_class = tables[pages[0].source.extent].frame_class
-    done = CopyResult.empty(frame_class, len(pages))
-    where = {tables[page.target.extent].position for page in pages}
+    result = CopyResult.empty(frame_class, len(pages))
+    positions = {tables[page.target.extent].position for page in pages}
     try:
-        target.open_for_writing(where)
-        done.open_positions = where
+        target.open_for_writing(positions)
+        result.open_positions = positions
         for i, page in enumerate(pages):
-            _relay_one(i, page, tables, source, target, done)
+            _relay_page(i, page, tables, source, target, result)
         target.sync()
-    except OSError as error:  # no result is reported
-        done.failed |= dict.fromkeys(range(len(pages)), IO)
-        done.broken = dict.fromkeys(where, error)
-    return done
+    except OSError as error:  # all pages count as failed
+        result.failed |= dict.fromkeys(range(len(pages)), IO)
+        result.broken = dict.fromkeys(positions, error)
+    return result
 
 
-def _relay_one(
-    i: int, page: do.Copying, tables: Mapping[int, ExtentTable], source: TierStore, target: TierStore, done: CopyResult
+def _relay_page(
+    i: int,
+    page: do.Copying,
+    tables: Mapping[int, ExtentTable],
+    source: TierStore,
+    target: TierStore,
+    result: CopyResult,
 ) -> None:
-    here, there = tables[page.source.extent], tables[page.target.extent]
-    frame_class = there.frame_class
-    header, payload = _buffers(source, frame_class)
+    source_table, target_table = tables[page.source.extent], tables[page.target.extent]
+    frame_class = target_table.frame_class
+    source_header, payload = _buffers(source, frame_class)
     try:
-        source.read_page(here.position, page.source.frame, frame_class, header, payload)
+        source.read_page(source_table.position, page.source.frame, frame_class, source_header, payload)
     except OSError:
-        done.failed[i] = IO
+        result.failed[i] = IO
         return
-    incarnation = source.header_incarnation(here.position)
-    found = frame_header.unpack(header, frame_class, incarnation, page.source.extent, page.source.frame)
-    if int(here.words[page.source.frame]) != page.source.generation << 8 | page.state:  # checked after the copy
-        done.failed[i] = MOVED
+    incarnation = source.header_incarnation(source_table.position)
+    header = frame_header.unpack(source_header, frame_class, incarnation, page.source.extent, page.source.frame)
+    word = page.source.generation << 8 | page.state
+    if int(source_table.words[page.source.frame]) != word:  # read after the copy
+        result.failed[i] = MOVED
         return
-    if not isinstance(found, FrameHeader) or not _is_page(found, page.source, page.key, payload, frame_class):
-        done.failed[i] = DATA
-        done.damaged.append((page.source, DATA))
+    if not isinstance(header, FrameHeader) or not _is_page(header, page.source, page.key, payload, frame_class):
+        result.failed[i] = DATA
+        result.damaged.append((page.source, DATA))
         return
-    written = aligned_buffer(target.header_bytes(frame_class))
-    identity = identity_row(found)
-    if len(written):
-        place = frame_class, target.header_incarnation(there.position), page.target
-        frame_header.pack(written, *place, identity, found.parent, found.info, found.checksums, found.payload_sum)
-    target.write_page(there.position, page.target.frame, frame_class, written, payload)
-    done.rows[i], done.checksums[i] = identity, found.checksums
+    target_header = aligned_buffer(target.header_bytes(frame_class))
+    identity = identity_row(header)
+    if len(target_header):
+        place = frame_class, target.header_incarnation(target_table.position), page.target
+        sums = header.checksums, header.payload_sum
+        frame_header.pack(target_header, *place, identity, header.parent, header.info, *sums)
+    target.write_page(target_table.position, page.target.frame, frame_class, target_header, payload)
+    result.rows[i], result.checksums[i] = identity, header.checksums
 
 
-def _is_page(found: FrameHeader, address: Address, key: bytes, payload: Rows, frame_class: FrameClass) -> bool:
-    same = found.address == address and found.key == key
-    return same and frame_header.is_payload_sound(payload, frame_class, found.payload_sum)
+def _is_page(header: FrameHeader, address: Address, key: bytes, payload: Rows, frame_class: FrameClass) -> bool:
+    """Return True if this is the page with that key and address, with a valid payload."""
+    is_expected = header.address == address and header.key == key
+    return is_expected and frame_header.is_payload_sound(payload, frame_class, header.payload_sum)
 
 
 def _buffers(store: TierStore, frame_class: FrameClass) -> tuple[Rows, Rows]:

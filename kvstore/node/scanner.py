@@ -1,8 +1,8 @@
-"""Scanner: after a reboot, finds the pages in extents that were being written to when their last checkpoint was made.
+"""Scanner: after a reboot, finds the pages in extents that were written to after their last checkpoint.
 
-Their frames wait QUARANTINED. Every one is read, header and payload, and proven; what holds is offered to the node
-when all has been seen, parents before children, and of two pages of one key the one written last. The node serves all
-the while, and forgets pages that were not adopted.
+The frames of these extents are QUARANTINED. The scanner reads every frame and verifies header and payload. After the
+last frame it offers all valid pages to the node: parents before children, and the latest page first if several have one
+key. The node frees the frames of pages that it does not adopt. It serves requests during the scan.
 """
 
 from __future__ import annotations
@@ -25,52 +25,55 @@ from kvstore.tier.nvme.frame_header import FrameHeader
 
 log = logging.getLogger("kvstore.nvme")
 
-ADOPT_PAGES = 256  # offered in one event, so that others get a turn
+ADOPT_PAGES = 256  # per event, so that other events are decided in between
 
 
 class Scanner:
-    """One scan per start, in a thread of its own. How far it is stands in ``Node.scan``."""
+    """The scanner of one start, with a thread of its own. ``Node.scan`` has its progress."""
 
     def __init__(self, node: Node) -> None:
         self._node = node
 
     def run(self, stopped: threading.Event) -> bool:
-        """Scan, offer, end; or end where ``stopped``: the next start scans again. True once all is scanned.
+        """Scan all QUARANTINED frames and offer the pages; return False if ``stopped`` was set before the end.
 
-        Where it fails it may be called again: pages that were not adopted wait as before."""
+        Then the next start scans again. After an error this may be called again: pages that were not adopted are still
+        QUARANTINED.
+        """
         nvme = self._node.nvme
-        extents = [] if nvme is None else [(t, f) for t in self._node.nvme_tables() if len(f := _waiting(t))]
+        extents = [] if nvme is None else [(t, f) for t in self._node.nvme_tables() if len(f := _quarantined(t))]
         scan = self._node.scan
         scan.pages, scan.pages_done = sum(len(frames) for _, frames in extents), 0
         if nvme is not None and extents:
             log.warning("%d frames on NVMe are scanned: they were written to after the last checkpoint", scan.pages)
-            found: list[FrameHeader] = []
+            pages: list[FrameHeader] = []
             for table, frames in extents:
                 for page in self._scan(nvme, table, frames):
-                    found.append(page)
+                    pages.append(page)
                     if stopped.is_set():
                         return False
-            self._offer(found, stopped)
+            self._offer(pages, stopped)
             if stopped.is_set():
                 return False
             for table, _ in extents:
                 self._node.handle(ev.Adopted(time.monotonic_ns(), table.extent))
-            log.warning("the scan is done: %d pages were sound", len(found))
+            log.warning("the scan is done: %d pages were sound", len(pages))
         scan.finished = True
         return True
 
     def _scan(self, nvme: NvmePages, table: ExtentTable, frames: list[int]) -> Iterator[FrameHeader]:
+        """Read these frames of an extent, and yield the headers of valid pages."""
         step = max(1, READ_BYTES // geometry.stride_bytes(table.frame_class))
         for start in range(0, len(frames), step):
             part = frames[start : start + step]
             first, count = part[0], part[-1] - part[0] + 1
-            whole = count == len(part)
-            for frame, length in [(first, count)] if whole else [(frame, 1) for frame in part]:
+            is_run = count == len(part)  # consecutive frames
+            for frame, length in [(first, count)] if is_run else [(frame, 1) for frame in part]:
                 try:
                     pages = nvme.read(table, frame, length)
                 except OSError as error:
                     log.error("frames could not be read: %s", error)
-                    self._node.device_failed({table.position: error})  # it takes no writes: what it holds stays
+                    self._node.device_failed({table.position: error})  # no more writes, so that its pages stay
                     continue
                 for page in pages:
                     if isinstance(page, FrameHeader):
@@ -81,12 +84,12 @@ class Scanner:
             if failpoint.ACTIVE:
                 failpoint.hit("scanner.run")
 
-    def _offer(self, found: list[FrameHeader], stopped: threading.Event) -> None:
-        found.sort(key=lambda page: (position_of(page.info), -page.address.generation))
-        for start in range(0, len(found), ADOPT_PAGES):
+    def _offer(self, pages: list[FrameHeader], stopped: threading.Event) -> None:
+        pages.sort(key=lambda page: (position_of(page.info), -page.address.generation))
+        for start in range(0, len(pages), ADOPT_PAGES):
             if stopped.is_set():
                 return
-            part = found[start : start + ADOPT_PAGES]
+            part = pages[start : start + ADOPT_PAGES]
             heads = np.stack([identity_row(page)[:IDENTITY_HEAD_BYTES] for page in part])
             addresses = [Address(*page.address) for page in part]
             parents, standings = [page.parent for page in part], [standing_of(page.info) for page in part]
@@ -95,6 +98,6 @@ class Scanner:
                 failpoint.hit("scanner.offered")
 
 
-def _waiting(table: ExtentTable) -> list[int]:
+def _quarantined(table: ExtentTable) -> list[int]:
     frames: list[int] = np.flatnonzero((table.words & np.uint64(0xFF)) == FrameState.QUARANTINED).tolist()
     return frames

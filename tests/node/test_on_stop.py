@@ -12,7 +12,7 @@ import pytest
 from kvstore.config import NodeConfig, node_config
 from kvstore.errors import InvalidRequest
 from kvstore.node import on_stop
-from kvstore.node.on_stop import Surroundings, memory_goes, save_s
+from kvstore.node.on_stop import Surroundings, reason_of_loss, save_s
 
 PIDS, IPC = 4026531836, 4026531839  # of the machine itself
 NAME = "kvstore-n"
@@ -46,8 +46,8 @@ def around(
         ({"parent": 1}, ""),  # a daemon of the machine, whose parent is gone
     ],
 )
-def test_where_memory_goes(facts: dict[str, Any], why: str, tmp_path: Path) -> None:
-    reason = memory_goes(NAME, around(tmp_path, **facts))
+def test_where_reason_of_loss(facts: dict[str, Any], why: str, tmp_path: Path) -> None:
+    reason = reason_of_loss(NAME, around(tmp_path, **facts))
     assert why in reason and bool(reason) == bool(why)
 
 
@@ -61,7 +61,7 @@ def test_a_shutdown_that_is_due(tmp_path: Path) -> None:
         ("", False),
     ):
         scheduled.write_text(text)
-        assert bool(memory_goes(NAME, here)) == due, text
+        assert bool(reason_of_loss(NAME, here)) == due, text
 
 
 def test_what_an_end_does(tmp_path: Path) -> None:
