@@ -1,6 +1,6 @@
-"""Daemon: a node with its control socket, gRPC API and HTTP, from start to SIGTERM.
+"""Daemon: runs a node with its control socket, gRPC API and HTTP server until SIGTERM.
 
-Watch: the daemon's log tells what its node refuses or drops, in a line now and then.
+``Watch`` logs what the node refuses or drops.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import os
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from kvstore import about
 from kvstore.cluster import peer_links
@@ -46,33 +46,36 @@ if TYPE_CHECKING:
 watch_log = logging.getLogger("kvstore.watch")
 
 LOOK_S = 1.0
-SILENT_S = 10.0  # at most one line per kind of refusal in this time
+LOG_EVERY_S = 10.0  # at most one line per kind of refusal in this time
+
+Kind = tuple[str, ...]
+"""What is counted: ("damage", reason), ("quota", tenant, tier) or ("grpc", status code)."""
 
 
 class Watch:
-    """Logs what a node refuses or drops, summed over a while: a flood of it is a line now and then.
+    """Logs what a node refuses or drops, summed up, so that many refusals make few lines.
 
-    Lives with a daemon; one thread calls ``look`` again and again, and at the end ``look(last=True)``.
+    One thread calls ``look`` repeatedly, and at the end ``look(last=True)``.
 
     Args:
-        refused: where gRPC calls are counted that were refused: status code -> (calls, address of the last caller).
+        refused: the refused gRPC calls: status code -> (number of calls, address of the last caller).
     """
 
     def __init__(self, node: Node, refused: Mapping[str, tuple[int, str]]) -> None:
         self._node = node
         self._refused = refused
         self._due_s = 0.0
-        self._told: dict[tuple[str, ...], tuple[int, float]] = {}  # what -> how many, when that was said
-        self._news(float("inf"), self._counts())  # what was before is not news
+        self._logged: dict[Kind, tuple[int, float]] = {}  # the last logged count, and when it was logged
+        self._increases(float("inf"), self._counts())  # earlier counts are not logged
 
     def look(self, *, last: bool = False) -> None:
-        """Log what has come since it was last said, where that is long enough ago, or this is the ``last`` look."""
+        """Log the counts that have increased. ``last``: also those that were logged less than ``LOG_EVERY_S`` ago."""
         now_s = time.monotonic()
         if now_s < self._due_s and not last:
             return
         self._due_s = now_s + LOOK_S
-        for what, count in self._news(now_s if not last else float("inf"), self._counts()):
-            match what:
+        for kind, count in self._increases(now_s if not last else float("inf"), self._counts()):
+            match kind:
                 case ("damage", reason):
                     event(watch_log, logging.ERROR, "damage found, the pages were dropped", reason=reason, pages=count)
                 case ("quota", tenant, tier):
@@ -81,42 +84,45 @@ class Watch:
                     last_from = self._refused[code][1]
                     event(watch_log, logging.WARNING, "gRPC calls refused", code=code, calls=count, last_from=last_from)
 
-    def _news(self, now_s: float, counts: dict[tuple[str, ...], int]) -> list[tuple[tuple[str, ...], int]]:
-        news = []
-        for what, count in counts.items():
-            before, said_s = self._told.get(what, (0, -SILENT_S))
-            if count > before and now_s >= said_s + (0 if what[0] == "damage" else SILENT_S):
-                news.append((what, count - before))
-                self._told[what] = count, min(now_s, time.monotonic())
-        for what in self._told.keys() - counts.keys():  # a tenant that the node has forgotten starts again
-            del self._told[what]
-        return news
+    def _increases(self, now_s: float, counts: dict[Kind, int]) -> list[tuple[Kind, int]]:
+        """Return the counts to log, less what was logged before, and remember them as logged."""
+        increases = []
+        for kind, count in counts.items():
+            before, logged_s = self._logged.get(kind, (0, -LOG_EVERY_S))
+            if count > before and now_s >= logged_s + (0 if kind[0] == "damage" else LOG_EVERY_S):
+                increases.append((kind, count - before))
+                self._logged[kind] = count, min(now_s, time.monotonic())
+        for kind in self._logged.keys() - counts.keys():  # the node has dropped this tenant's counts
+            del self._logged[kind]
+        return increases
 
-    def _counts(self) -> dict[tuple[str, ...], int]:
-        found: dict[tuple[str, ...], int] = {}
+    def _counts(self) -> dict[Kind, int]:
+        counts: dict[Kind, int] = {}
         counters, rows = self._node.look(lambda _, state: (dict(state.counters), tenant_rows(state)))
         for name, count in counters.items():
             if name.startswith("damaged_"):
-                found["damage", name.removeprefix("damaged_")] = count
+                counts["damage", name.removeprefix("damaged_")] = count
         for salt, tier, _, _, refused, _ in rows:
             if refused:
-                found["quota", salt, tier] = refused
+                counts["quota", salt, tier] = refused
         for code, (count, _) in dict(self._refused).items():
-            found["grpc", code] = count
-        return found
+            counts["grpc", code] = count
+        return counts
 
 
-MEMBER = "member"  # in the node's folder: what its daemon published in a catalog last
+MEMBER = "member"  # a file in the node's folder: the entry that a daemon last published in a catalog
 
 log = logging.getLogger("kvstore.daemon")
 
 
 def serve(config: NodeConfig, announce: Callable[[str], None]) -> None:
-    """Run a node until SIGTERM or SIGINT; another one cuts its end short. ``announce`` is called once, with one line,
-    when it serves.
+    """Run a node until SIGTERM or SIGINT. A second signal shortens the stop.
+
+    Args:
+        announce: called once, with a line of text, when the node is ready.
 
     Raises:
-        NodeBusy, InvalidRequest: see ``Node.start``; nothing was left running.
+        NodeBusy, InvalidRequest: see ``Node.start``. Nothing is left running.
     """
     membership = Membership(config) if config.catalog else None
     sender = DataChild(config, NodeFolder(config.shm_dir, config.name)) if has_data_server(config) else None
@@ -148,24 +154,24 @@ def _run(
     control.start()
     background.start()
     node.enter(DaemonState.READY)
-    where, announcer = "", None
+    addresses, announcer = "", None
     try:
         if api is not None:
             api.start()
             life.on_hangup(api.reload)
         if membership is not None:
-            mine = _entry(config, node, api)
-            _join(membership, mine, NodeFolder.at(node.folder), life)
+            entry = _entry(config, node, api)
+            _join(membership, entry, NodeFolder.at(node.folder), life)
             life.at_end(membership.stop)
         else:
             peer_links.forget(NodeFolder.at(node.folder))
         if sender is not None:
-            where = f", data on {sender.start()}"
+            addresses = f", data on {sender.start()}"
             life.at_end(sender.stop)
         if membership is not None:
-            announcer = _announce(config, node, membership, mine, life, dispatcher.admin.calls)
+            announcer = _announce(config, node, membership, entry, life, dispatcher.admin.calls)
     except (InvalidRequest, NodeBusy, Unavailable):
-        _end_serving(node, api, control, background, life)
+        _stop_serving(node, api, control, background, life)
         raise
     if life.http is not None:
         from kvstore.node.operator.metrics import NodeMetrics
@@ -176,12 +182,10 @@ def _run(
             metrics.membership = partial(_ages, membership, announcer)
         life.http.routes["/metrics"] = metrics.route
     tiers = node_stats(node)["tiers"]
-    sizes = " + ".join(f"{format_size(tier['capacity_bytes'])} {name.upper()}" for name, tier in tiers.items())
-    pages = " + ".join(str(tier["pages"]) for tier in tiers.values())  # a page may be in both
-    where = f", http on {life.http.address}{where}" if life.http is not None else where
-    where += f", grpc on {' '.join(api.addresses)}" if api is not None else ""
+    addresses = f", http on {life.http.address}{addresses}" if life.http is not None else addresses
+    addresses += f", grpc on {' '.join(api.addresses)}" if api is not None else ""
     took_s = life.took_s
-    line = f"kvstore node {config.name} ready: {sizes}, {pages} pages kept, {took_s:.2f} s{where}"
+    line = _ready_line(config.name, tiers, took_s, addresses)
     life.report_ready(lambda: announce(line), took_s, pages=sum(tier["pages"] for tier in tiers.values()))
     watch = Watch(node, api.calls.refused if api is not None and api.calls is not None else {})
 
@@ -191,11 +195,18 @@ def _run(
             sender.look()
 
     life.wait(look)
-    _end_serving(node, api, control, background, life)
+    _stop_serving(node, api, control, background, life)
     watch.look(last=True)
 
 
+def _ready_line(name: str, tiers: Mapping[str, Mapping[str, Any]], took_s: float, addresses: str) -> str:
+    sizes = " + ".join(f"{format_size(tier['capacity_bytes'])} {name.upper()}" for name, tier in tiers.items())
+    pages = " + ".join(str(tier["pages"]) for tier in tiers.values())  # not a sum: a page may be in several tiers
+    return f"kvstore node {name} ready: {sizes}, {pages} pages kept, {took_s:.2f} s{addresses}"
+
+
 def _entry(config: NodeConfig, node: Node, api: ApiServer | None) -> NodeEntry:
+    """Return the node's entry for the catalog."""
     tiers = node_stats(node)["tiers"]
     return NodeEntry(
         name=config.name,
@@ -209,12 +220,12 @@ def _entry(config: NodeConfig, node: Node, api: ApiServer | None) -> NodeEntry:
 
 
 def _announce(
-    config: NodeConfig, node: Node, membership: Membership, mine: NodeEntry, life: Life, calls: dict[str, Call]
+    config: NodeConfig, node: Node, membership: Membership, entry: NodeEntry, life: Life, calls: dict[str, Call]
 ) -> Announcer:
-    """Tell the pool from now on which pages the node has. Admin calls say how that goes, and whether the pool knows."""
+    """Start to announce the node's pages to the pool. Adds what was announced and received to the admin calls."""
     links, peers_file = PeerLinks(config.pool, config.name, credentials_of(os.environ)), PeersFile(node.folder)
     announcer = Announcer(
-        *(node, config.name, mine.process, membership, peers_file, links, config.catalog_ttl_s),
+        *(node, config.name, entry.process, membership, peers_file, links, config.catalog_ttl_s),
         has_data_server=has_data_server(config),
     )
     announcer.start()
@@ -237,30 +248,38 @@ def _ages(membership: Membership, announcer: Announcer) -> list[tuple[str, float
     return membership.ages() + announcer.ages()
 
 
-def _join(membership: Membership, mine: NodeEntry, folder: NodeFolder, life: Life) -> None:
-    """Publish the node. What the daemon before us published is ours to replace: the folder's lock says it is dead."""
-    kept = folder.path / MEMBER
+def _join(membership: Membership, entry: NodeEntry, folder: NodeFolder, life: Life) -> None:
+    """Publish the node in the catalog, in place of the entry of an earlier daemon.
+
+    This daemon has the folder's lock, so the earlier daemon is dead.
+    """
+    member_file = folder.path / MEMBER
     try:
-        former = read_plain(kept)
+        former = read_plain(member_file)
     except OSError:
         former = b""
-    membership.start(mine, former=former, on_final=life.fail)
-    told = schema.encode(mine)
-    folder.new_file(kept, len(told), told)
+    membership.start(entry, former=former, on_final=life.fail)
+    encoded = schema.encode(entry)
+    folder.new_file(member_file, len(encoded), encoded)
 
 
 def _api(config: NodeConfig, node: Node, dispatcher: Dispatcher) -> ApiServer | None:
     if not config.listen:
         return None
-    from kvstore.node.api.server import ApiServer  # only here: it loads gRPC
+    from kvstore.node.api.server import ApiServer  # imported only here, because it loads gRPC
 
     return ApiServer(config, node, dispatcher)
 
 
-def _end_serving(node: Node, api: ApiServer | None, control: ControlServer, background: Background, life: Life) -> None:
-    """End in order. Where memory goes, what is only there is saved first, until another signal comes: readers continue
-    in the meantime, writers are told."""
-    node.ending = True  # before anything waits: calls that take long break off
+def _stop_serving(
+    node: Node, api: ApiServer | None, control: ControlServer, background: Background, life: Life
+) -> None:
+    """Stop the servers and the background threads.
+
+    If DRAM will be lost, the pages that only DRAM has are saved first, until another signal comes. Clients can read in
+    the meantime, and writes are refused.
+    """
+    node.ending = True  # first, so that long calls stop early
     save_s, why = on_stop.save_s(node.config, node.folder.name)
     if api is not None:
         api.stop()

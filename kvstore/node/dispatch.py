@@ -83,7 +83,7 @@ class Dispatcher:
         if reply.status != Status.OK:
             reason = f"{self.node.config.sessions_max} sessions are open, sessions_max allows no more"
             return 0, _failed(message, reason)
-        incarnation, puts = f"{self.node.incarnation:016x}", self.node.puts.give(message.a)
+        incarnation, puts = f"{self.node.incarnation:016x}", self.node.puts.assign_slot(message.a)
         about = {"name": self.node.config.name, "incarnation": incarnation, "puts": puts}
         return message.a, control.encode(Status.OK, message.request_id, body=[control.pack_json(about)])
 

@@ -301,7 +301,7 @@ class Node:
                 session = self.performer.sessions_to_check.pop()
                 if not self.sessions.alive(session) and self.puts.may_end(session):
                     self._decide(ev.SessionDead(time.monotonic_ns(), session))
-                    self.puts.ended(session)
+                    self.puts.free_slot(session)
         self.performer.book.flush()
         if erases and nvme is not None:
             self._erase_all(nvme, erases)  # without the mutex: only this caller waits for the device

@@ -1,17 +1,15 @@
-"""PutDrain: takes in what clients published in the log of puts, before the node decides about anything else.
+"""PutDrain: takes in the requests that clients published in the log of puts, before each decision of the node.
 
-A record is decided like the request that it contains. Puts are performed together, in one transaction of the index, and
-then marked. If a page is rejected (another writer was first, its parent has left), its frame is free at once, and the
-writer is not told. An invalid record is skipped, and a damaged slot is not read further: its frames are freed when the
+A record contains a request in the bytes that the control socket uses. The functions at the top turn such bytes into
+events, for both sources. Puts are performed together, in one transaction of the index, and then marked in the log.
+
+If a page is rejected because another writer was first or its parent has left, its frame is free at once, and the writer
+gets no reply. An invalid record is skipped. A damaged slot is not read further, and its frames are freed when its
 session ends.
 
-A parent may leave for NVMe just before its child is published. Then the child follows it there, and its record stays
-until it has arrived: it is retried every ``AGAIN_S``, also by the next daemon, while later records are taken in.
-
-Sealing: turns a client's request to seal granted frames, or to announce what it writes there, into an event for the
-state.
-
-The request comes over the control socket or from the log of puts, with the same bytes and the same checks.
+A parent may leave for NVMe just before its child is published. Then the child is saved to NVMe too. Its record stays in
+the log until the save has ended, and is retried every ``RETRY_S``, also by the next daemon. Later records are taken in
+in the meantime.
 """
 
 from __future__ import annotations
@@ -47,7 +45,7 @@ ClassOf = Callable[[int], FrameClass | None]
 
 
 def seal_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -> ev.SealGranted:
-    """Return the event of a ``SEAL_GRANTED``; its rows are a view of the message.
+    """Return the event of a ``SEAL_GRANTED``. Its rows are a view of the message.
 
     Raises:
         InvalidRequest: the request is invalid.
@@ -76,7 +74,7 @@ def seal_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -
 
 
 def objects_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -> ev.SealObjects:
-    """The event of a ``SEAL_OBJECTS``; its rows are a view of the message. Raises as ``seal_event``."""
+    """Return the event of a ``SEAL_OBJECTS``. Its rows are a view of the message. Raises as ``seal_event``."""
     frame_class = control.unpack_class(message.a)
     count, body = message.entries, message.body
     if count == 0:
@@ -92,25 +90,29 @@ def objects_event(session: int, message: Message, class_of: ClassOf, now_ns: int
 
 
 def _of_class(addresses: list[Address], frame_class: FrameClass, class_of: ClassOf) -> list[Address]:
-    """Return the addresses, void if the extent is gone. Raises InvalidRequest if an extent is of another class."""
+    """Return the addresses; in place of those in dropped extents, addresses that are of no frame.
+
+    Raises:
+        InvalidRequest: an extent has frames of another class.
+    """
     for number in {address.extent for address in addresses}:
-        there = class_of(number)
-        if there is None:  # dropped since: its addresses are of no frame now
-            # Each stays a distinct address, since an address that is named twice is refused.
+        extent_class = class_of(number)
+        if extent_class is None:
+            # The addresses must differ, because a request that names an address twice is refused.
             addresses = [a if a.extent != number else Address(0, i, 0) for i, a in enumerate(addresses)]
-        elif there != frame_class:
+        elif extent_class != frame_class:
             raise InvalidRequest("addresses", f"extent {number} holds frames of another class")
     return addresses
 
 
 def begin_event(session: int, message: Message, class_of: ClassOf, now_ns: int) -> ev.Begin:
-    """The event of a ``BEGIN``. Raises as ``seal_event``."""
-    said, ttl_ns = seal_event(session, message, class_of, now_ns), message.b * 1_000_000
-    return ev.Begin(now_ns, session, said.frame_class, ttl_ns, said.parent, said.addresses, said.rows)
+    """Return the event of a ``BEGIN``, which has the body of a ``SEAL_GRANTED``. Raises as ``seal_event``."""
+    seal, ttl_ns = seal_event(session, message, class_of, now_ns), message.b * 1_000_000
+    return ev.Begin(now_ns, session, seal.frame_class, ttl_ns, seal.parent, seal.addresses, seal.rows)
 
 
 def publish_event(session: int, message: Message, now_ns: int) -> ev.Publish:
-    """The event of a ``PUBLISH``. Raises InvalidRequest if it is invalid."""
+    """Return the event of a ``PUBLISH``. Raises InvalidRequest if it is invalid."""
     body, count = message.body, message.entries
     addresses_at = KEY_BYTES + control.CHAINED.size
     addresses = control.unpack_addresses(body, count, addresses_at)
@@ -120,7 +122,7 @@ def publish_event(session: int, message: Message, now_ns: int) -> ev.Publish:
 
 
 def retract_event(session: int, message: Message, now_ns: int) -> ev.Retract:
-    """The event of a ``RETRACT``. Raises InvalidRequest if it is invalid."""
+    """Return the event of a ``RETRACT``. Raises InvalidRequest if it is invalid."""
     return ev.Retract(now_ns, session, message.a, control.unpack_addresses(message.body, message.entries))
 
 
@@ -134,38 +136,49 @@ log = logging.getLogger("kvstore.node")
 
 _BUSY = int(Status.BUSY)
 _READ = boundary.RequestGuard("control/published")
-# Performed together, and more of them may come soon.
-_WATCHED = ev.SealGranted, ev.SealObjects, ev.Publish, ev.Retract
-PAGES_TOGETHER = 64  # of records in one decision, which bounds the memory of its index transaction
-AGAIN_S = 0.005  # between checks of records whose pages are being saved to NVMe
+# Performed together. After one of them, others usually follow, so the log is polled.
+_BATCHED = ev.SealGranted, ev.SealObjects, ev.Publish, ev.Retract
+GROUP_PAGES = 64  # pages of a group of records; bounds the memory of its index transaction
+RETRY_S = 0.005  # between retries of records whose pages are being saved to NVMe
 
 
 def open_log(folder: NodeFolder, header: Header) -> PutLog | None:
     """Return the log that the header names, or a new one; None if there is no memory for it."""
-    found = PutLog.open(folder, header.puts_id)
-    if found is None:
+    puts = PutLog.open(folder, header.puts_id)
+    if puts is None:
         header.puts_id = 0
         try:
-            found = PutLog.create(folder)
+            puts = PutLog.create(folder)
         except OutOfSpace as error:
             log.warning("puts are not published in shared memory: %s", error)
             return None
-        header.puts_id = found.id
-    return found
+        header.puts_id = puts.id
+    return puts
 
 
 @dataclass
-class _Held:
-    """A slot with a record whose pages are being saved to NVMe. ``done``: later records that are taken in."""
+class _DelayedSlot:
+    """A slot with a record that must be retried, because its pages are being saved to NVMe.
+
+    Attributes:
+        stop: up to where the slot was published when it was read.
+        retry_s: when to read it again.
+        done: positions of later records that are already taken in.
+    """
 
     stop: int
-    again_s: float
+    retry_s: float
     done: set[int] = field(default_factory=set)
 
 
 class _Record(NamedTuple):
-    """A record of a slot, up to ``position``, when that slot was published up to ``stop``. ``event``: its event, or
-    None."""
+    """A record of a slot.
+
+    Attributes:
+        position: the end of the record.
+        stop: up to where the slot was published when the record was read.
+        event: None for an invalid record, or one that is already taken in.
+    """
 
     slot: int
     position: int
@@ -174,22 +187,23 @@ class _Record(NamedTuple):
 
 
 class PutDrain:
-    """The node's side of the log, from the node's start to ``end``. The node calls ``take_in`` before each decision,
-    with its mutex held; other threads call ``drain``.
+    """The reader of the log, from the node's start to ``end``.
+
+    The node calls ``take_in`` before each decision, with its mutex held. Other threads call ``drain``.
 
     Attributes:
-        times: the number of puts, and of pages in engines' own memory, that were taken in.
+        records: number of records of puts and of mounted pages that were taken in.
     """
 
     def __init__(self, performer: Performer, state: NodeState, contents: Contents, mutex: Deciding) -> None:
-        self.times = 0
+        self.records = 0
         self._puts = performer.puts
         self._performer = performer
         self._state = state
         self._class_of = contents.class_of
         self._mutex = mutex
-        self._held: dict[int, _Held] = {}  # by slot
-        self._asks: dict[int, Callable[[int, int, Message], ev.Event]] = {
+        self._delayed: dict[int, _DelayedSlot] = {}  # by slot
+        self._decoders: dict[int, Callable[[int, int, Message], ev.Event]] = {
             Op.SEAL_GRANTED: self._seal_granted,
             Op.SEAL_OBJECTS: self._seal_objects,
             Op.BEGIN: self._begin,
@@ -200,19 +214,21 @@ class PutDrain:
         }
 
     def end(self) -> None:
-        """Take in everything; later records are for the next start. The caller holds the mutex."""
+        """Take in everything. The next start takes in later records. The caller holds the mutex."""
         self.take_in()
         self._puts = None
 
     def drain(self) -> None:
-        """Take in everything that was published before this call; the names that came with it are written."""
+        """Take in everything that was published before this call, and write the names that came with it."""
         with self._mutex:
             self.take_in()
         self._performer.book.flush()
 
     def take_in(self) -> None:
-        """Take in published records, with the mutex held; ``Book.flush`` must follow. Takes half a microsecond if there
-        are none."""
+        """Take in all published records. The caller holds the mutex, and calls ``Book.flush`` afterwards.
+
+        Takes half a microsecond if there are none.
+        """
         puts = self._puts
         if puts is None or puts.quiet:
             return
@@ -220,12 +236,12 @@ class PutDrain:
         with DECIDED:
             records = list(chain.from_iterable(self._read(puts, slot, damaged) for slot in puts.waiting()))
             try:
-                for record in records:  # first: no page that is leased leaves for what another session has published
+                for record in records:  # leases first, so that no other session's put evicts a leased page
                     if type(record.event) is ev.TakeLease:
                         self._performer.perform(self._state.handle(record.event))
             finally:
-                for some in _together(records):
-                    self._take_in(puts, some)
+                for group in _groups(records):
+                    self._take_in(puts, group)
                 for slot in damaged:
                     puts.close(slot)
 
@@ -235,17 +251,17 @@ class PutDrain:
         if not session:
             puts.skip(slot)
             return
-        now_s, stop, before = time.monotonic(), puts.published(slot), self._held.pop(slot, None)
-        if before is not None and before.stop == stop and now_s < before.again_s:
-            self._held[slot] = before
+        now_s, stop, delayed = time.monotonic(), puts.published(slot), self._delayed.pop(slot, None)
+        if delayed is not None and delayed.stop == stop and now_s < delayed.retry_s:
+            self._delayed[slot] = delayed
             return
-        done = before.done if before is not None else ()
+        done = delayed.done if delayed is not None else ()
         try:
             for position, request in puts.records(slot):
                 event = self._event(session, position, request) if position not in done else None
                 yield _Record(slot, position, stop, event)
         except LogDamaged as error:
-            self._bad("a session's log of puts is damaged, and is not read further", error)
+            self._log_damage("a session's log of puts is damaged, and is not read further", error)
             damaged.append(slot)
 
     def _event(self, session: int, position: int, request: bytes) -> ev.Event | None:
@@ -253,17 +269,17 @@ class PutDrain:
         try:
             with _READ:
                 message = control.decode(memoryview(request))
-                asks = self._asks.get(message.op)
-                if asks is None or message.entries > control.BATCH_MAX:
-                    raise InvalidRequest("op", f"{message.op}, {message.entries} pages: not published")
-                return asks(session, position, message)
+                decode = self._decoders.get(message.op)
+                if decode is None or message.entries > control.BATCH_MAX:
+                    raise InvalidRequest("op", f"cannot be published (got {message.op} with {message.entries} pages)")
+                return decode(session, position, message)
         except (InvalidRequest, InternalError) as error:
-            self._bad("a published request is invalid, and is skipped", error)
+            self._log_damage("a published request is invalid, and is skipped", error)
             return None
 
     def _seal_granted(self, session: int, position: int, message: Message) -> ev.Event:
         if message.flags & control.OBJECT:
-            raise InvalidRequest("flags", "an object is not published")
+            raise InvalidRequest("flags", "an object cannot be published as a page")
         event = seal_event(session, message, self._class_of, time.monotonic_ns())
         event.number = position
         return event
@@ -271,7 +287,7 @@ class PutDrain:
     def _seal_objects(self, session: int, position: int, message: Message) -> ev.Event:
         event = objects_event(session, message, self._class_of, time.monotonic_ns())
         if event.replaces.count(NOWHERE) != message.entries:
-            raise InvalidRequest("replaces", "an object that replaces another is not published")
+            raise InvalidRequest("replaces", "an object that replaces another one cannot be published")
         event.number = position
         return event
 
@@ -295,63 +311,67 @@ class PutDrain:
     def _retract(session: int, position: int, message: Message) -> ev.Event:
         return retract_event(session, message, time.monotonic_ns())
 
-    def _bad(self, what: str, error: Exception) -> None:
-        logs.event(log, logging.ERROR, what, reason=str(error))
+    def _log_damage(self, message: str, error: Exception) -> None:
+        logs.event(log, logging.ERROR, message, reason=str(error))
         self._state.counters["put_logs_damaged"] += 1
 
     def _take_in(self, puts: PutLog, records: list[_Record]) -> None:
-        """Decide about each record, perform that as one decision, and mark them. A record with an unexpected error is
-        marked as well, so that it fails only once, and not in every later decision or daemon."""
-        out: list[do.Instruction] = []
+        """Decide about each record, perform all of them as one decision, and mark them.
+
+        A record with an unexpected error is marked too, so that it fails only once, and not in every later decision or
+        daemon.
+        """
+        instructions: list[do.Instruction] = []
         statuses: list[list[int]] = []
         try:
             for record in records:
                 statuses.append([])
                 event = record.event
-                if isinstance(event, _WATCHED):
-                    event.joins = bool(out)
-                    out += self._decided(event, statuses)
+                if isinstance(event, _BATCHED):
+                    event.joins = bool(instructions)
+                    instructions += self._decide(event, statuses)
                 elif type(event) is not ev.TakeLease and event is not None:
-                    ready, out = out, []
-                    self._performer.perform(ready)
-                    self._performer.perform(self._decided(event, statuses))
+                    earlier, instructions = instructions, []
+                    self._performer.perform(earlier)
+                    self._performer.perform(self._decide(event, statuses))
         finally:
             try:
-                self._performer.perform(out)
+                self._performer.perform(instructions)
             finally:
-                for record, answer in zip(records, statuses, strict=False):
-                    self._mark(puts, record, _BUSY not in answer)
+                for record, page_statuses in zip(records, statuses, strict=False):
+                    self._mark(puts, record, _BUSY not in page_statuses)
 
-    def _decided(self, event: ev.Event, statuses: list[list[int]]) -> list[do.Instruction]:
-        """Return the instructions to perform; the answer is the last of ``statuses``."""
-        *decided, reply = self._state.handle(event)
-        assert type(reply) is do.Reply, "these events are answered"
+    def _decide(self, event: ev.Event, statuses: list[list[int]]) -> list[do.Instruction]:
+        """Return the instructions of an event. Replaces the last item of ``statuses`` by the reply's."""
+        *instructions, reply = self._state.handle(event)
+        assert type(reply) is do.Reply, "the state replies to these events"
         statuses[-1] = reply.statuses
-        return decided
+        return instructions
 
     def _mark(self, puts: PutLog, record: _Record, done: bool) -> None:
+        """Mark a record as taken in, or delay its slot if it is not ``done``."""
         if done and isinstance(record.event, ev.SealGranted | ev.SealObjects):
             self._state.counters["puts_drained"] += 1
-        if type(record.event) in _WATCHED:
-            self.times += 1
+        if type(record.event) in _BATCHED:
+            self.records += 1
         if failpoint.ACTIVE:
             failpoint.hit("node.drained")
-        held = self._held.get(record.slot)
-        if not done and held is None:
-            held = self._held[record.slot] = _Held(record.stop, time.monotonic() + AGAIN_S)
-        if held is None:
+        delayed = self._delayed.get(record.slot)
+        if not done and delayed is None:
+            delayed = self._delayed[record.slot] = _DelayedSlot(record.stop, time.monotonic() + RETRY_S)
+        if delayed is None:
             puts.mark(record.slot, record.position)
         elif done:
-            held.done.add(record.position)
+            delayed.done.add(record.position)
 
     # --- sessions ---------------------------------------------------------------------------------------------------
 
     def sessions(self) -> list[int]:
-        """The sessions that have a slot."""
+        """Return the sessions that have a slot."""
         return list(self._puts.sessions()) if self._puts is not None else []
 
-    def give(self, session: int) -> dict[str, Any] | None:
-        """Return the slot for a session that said hello, in the form of the reply; None if there is none."""
+    def assign_slot(self, session: int) -> dict[str, Any] | None:
+        """Assign a slot to a session, and describe it for the reply to HELLO; return None if there is none."""
         with self._mutex:
             puts = self._puts
             slot = puts.give(session) if puts is not None else None
@@ -360,13 +380,13 @@ class PutDrain:
             return {"id": f"{puts.id:016x}", "slot": slot, "pid": os.getpid()}
 
     def may_end(self, session: int) -> bool:
-        """Return whether everything that a dead session published is taken in. The caller holds the mutex."""
-        self.take_in()  # it may have published until just now
+        """Return True if everything that a dead session published is taken in. The caller holds the mutex."""
+        self.take_in()  # what it published just before its death
         puts = self._puts
         slot = puts.sessions().get(session) if puts is not None else None
         return puts is None or slot is None or puts.marked(slot) == puts.published(slot)
 
-    def ended(self, session: int) -> None:
+    def free_slot(self, session: int) -> None:
         """Free the slot of a session whose frames are free. The caller holds the mutex."""
         puts = self._puts
         slot = puts.sessions().get(session) if puts is not None else None
@@ -374,15 +394,15 @@ class PutDrain:
             puts.free(slot)
 
 
-def _together(records: list[_Record]) -> Iterator[list[_Record]]:
-    """Group the records, in order, into lists that are performed as one decision each."""
-    some: list[_Record] = []
+def _groups(records: list[_Record]) -> Iterator[list[_Record]]:
+    """Divide the records, in order, into groups that are performed as one decision each."""
+    group: list[_Record] = []
     pages = 0
     for record in records:
-        some.append(record)
-        pages += len(record.event.addresses) if isinstance(record.event, _WATCHED) else 0
-        if pages >= PAGES_TOGETHER:
-            yield some
-            some, pages = [], 0
-    if some:
-        yield some
+        group.append(record)
+        pages += len(record.event.addresses) if isinstance(record.event, _BATCHED) else 0
+        if pages >= GROUP_PAGES:
+            yield group
+            group, pages = [], 0
+    if group:
+        yield group

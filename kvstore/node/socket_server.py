@@ -1,11 +1,11 @@
-"""Control server: clients of this machine over a unix socket, one thread, tens of microseconds a request.
+"""Control server: serves the clients of this machine over a unix socket, in one thread.
 
-Bounded by construction: a request is one datagram of at most ``MESSAGE_BYTES_MAX``, a connection is served one datagram
-per round, a client that does not read its replies is disconnected when its socket's buffer is full.
+A request takes tens of microseconds. It is one datagram of at most ``MESSAGE_BYTES_MAX``. The server takes one datagram
+per connection and round. It disconnects a client that does not read its replies when the socket's buffer is full.
 
-Admin calls that may take long, checksums of many pages, and deletions that wait for NVMe run in threads of their own
-(``SLOW_THREADS``, ``DELETE_THREADS``): no other call waits for them. Replies of a connection come in the order of its
-requests, so it is not read further in the meantime, and no more calls than connections wait.
+Long admin calls, checksums of many pages, and deletions that wait for NVMe run in other threads (``SLOW_THREADS``,
+``DELETE_THREADS``), so that no other call waits for them. Replies of a connection are in the order of its requests. So
+a connection with such a call is not read until the call ends, and there are at most as many calls as connections.
 """
 
 from __future__ import annotations
@@ -34,15 +34,15 @@ from kvstore.wire.control import Op
 log = logging.getLogger("kvstore.control")
 
 POLL_S = 0.5
-WATCH_S = 0.001  # between looks at the log of puts while clients publish, and ...
-QUIET_S = 0.05  # ... for this long after the last record
-WATCH_QUIET_S = 0.01  # between looks at other times, while there are connections: 0.1 % of a core
-HELLO_S = 5.0  # a connection that says nothing within this is closed
+PUTS_POLL_S = 0.001  # between polls of the log of puts while clients publish, and ...
+PUTS_BUSY_S = 0.05  # ... for this time after the last record
+PUTS_QUIET_POLL_S = 0.01  # between polls at other times, if there are connections: 0.1 % of a core
+HELLO_S = 5.0  # a connection without a HELLO is closed after this time
 BACKLOG = 128
 CONNECTIONS_MAX = 1024
 SLOW_THREADS = 4
-DELETE_THREADS = 32  # a device that does not answer keeps every one for ``nvme_answer_s``, once
-DEAF_S = 0.25  # where a connection could not be taken
+DELETE_THREADS = 32  # a device that does not answer blocks each thread for ``nvme_answer_s``, once
+ACCEPT_PAUSE_S = 0.25  # after a connection could not be accepted
 JOIN_S = 5.0
 
 _DELETES = frozenset(int(op) for op in (Op.DELETE, Op.SEAL_GRANTED, Op.SEAL_OBJECTS))
@@ -50,35 +50,50 @@ _MAY_BE_SLOW = frozenset(int(op) for op in (Op.ADMIN, Op.SCRUB)) | _DELETES
 
 
 class _Connection:
-    """One client: from accept to hang-up. ``session`` is 0 until it said hello."""
+    """The connection of a client.
+
+    Attributes:
+        session: 0 until the client has sent HELLO.
+        since_s: when the connection was accepted.
+        has_slow_call: a call runs in another thread. The connection is not read until it ends.
+    """
 
     def __init__(self, sock: socket.socket) -> None:
         self.sock = sock
         self.session = 0
-        self.since = time.monotonic()
-        self.waits = False  # for a slow call: it is not read until that one is answered
+        self.since_s = time.monotonic()
+        self.has_slow_call = False
 
 
 class _SlowCalls:
-    """Threads that carry out requests, from the first request to ``stop``. Made, asked and emptied by one thread.
+    """Threads that handle slow requests. They start with the first requests, and end with ``stop``.
+
+    One thread calls the methods.
 
     Args:
-        carry_out: session and request to a reply, None where none is wanted; any thread may call it.
-        threads: at most.
+        handle: returns the reply to a session's request, or None if the client wants none. Called in these threads.
+        threads_max: number of threads.
+
+    Attributes:
+        eventfd: readable when ``done`` has calls to return.
     """
 
-    def __init__(self, carry_out: Callable[[int, bytes], bytes | None], threads: int) -> None:
-        self._carry_out = carry_out
-        self._threads_max = threads
-        self._asked: SimpleQueue[tuple[_Connection, bytes] | None] = SimpleQueue()
+    def __init__(self, handle: Callable[[int, bytes], bytes | None], threads_max: int) -> None:
+        self._handle = handle
+        self._threads_max = threads_max
+        self._requests: SimpleQueue[tuple[_Connection, bytes] | None] = SimpleQueue()
         self._done: deque[tuple[_Connection, bytes | None, bool]] = deque()
         self._threads: list[threading.Thread] = []
         self._under_way = 0
         self._stopped = threading.Event()
-        self.bell = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)  # to be read from: something is done
+        self.eventfd = os.eventfd(0, os.EFD_NONBLOCK | os.EFD_CLOEXEC)
 
-    def ask(self, connection: _Connection, request: bytes) -> None:
-        """Begin, as soon as a thread is free. Raises RuntimeError where there is none, and none can be started."""
+    def submit(self, connection: _Connection, request: bytes) -> None:
+        """Handle a request as soon as a thread is free.
+
+        Raises:
+            RuntimeError: there is no thread, and none can be started.
+        """
         if self._under_way >= len(self._threads) < self._threads_max:
             thread = threading.Thread(target=self._work, name="kvstore-slow-calls", daemon=True)
             try:
@@ -88,85 +103,87 @@ class _SlowCalls:
                 if not self._threads:
                     raise
         self._under_way += 1
-        self._asked.put((connection, request))
+        self._requests.put((connection, request))
 
     def done(self) -> list[tuple[_Connection, bytes | None, bool]]:
-        """Connections, replies and whether they could be made, of what has ended since the last time."""
+        """Return the calls that have ended since the last time: connection, reply, and False if the call failed."""
         with contextlib.suppress(BlockingIOError):
-            os.eventfd_read(self.bell)
-        found = [self._done.popleft() for _ in range(len(self._done))]
-        self._under_way -= len(found)
-        return found
+            os.eventfd_read(self.eventfd)
+        calls = [self._done.popleft() for _ in range(len(self._done))]
+        self._under_way -= len(calls)
+        return calls
 
     def stop(self) -> None:
-        """End the threads. A call that is under way gets ``JOIN_S``, then it is left behind."""
+        """End the threads. Waits at most ``JOIN_S`` for calls under way; a longer one ends with the process."""
         self._stopped.set()
         for _ in self._threads:
-            self._asked.put(None)
-        deadline = time.monotonic() + JOIN_S
+            self._requests.put(None)
+        deadline_s = time.monotonic() + JOIN_S
         for thread in self._threads:
-            thread.join(max(0.0, deadline - time.monotonic()))
+            thread.join(max(0.0, deadline_s - time.monotonic()))
         if not any(thread.is_alive() for thread in self._threads):
-            os.close(self.bell)
+            os.close(self.eventfd)
 
     def _work(self) -> None:
-        while (asked := self._asked.get()) is not None and not self._stopped.is_set():
-            connection, request = asked
-            reply, made = None, False
+        while (call := self._requests.get()) is not None and not self._stopped.is_set():
+            connection, request = call
+            reply, succeeded = None, False
             try:
                 with boundary.RequestGuard("control/slow"):
-                    reply, made = self._carry_out(connection.session, request), True
+                    reply, succeeded = self._handle(connection.session, request), True
             except KVStoreError as error:
                 log.info("session %016x: %s", connection.session, error)
             if self._stopped.is_set():
-                return  # the caller has gone
-            self._done.append((connection, reply, made))
-            os.eventfd_write(self.bell, 1)
+                return  # no thread reads the result
+            self._done.append((connection, reply, succeeded))
+            os.eventfd_write(self.eventfd, 1)
 
 
 class ControlServer:
-    """Serves from ``start`` to ``stop``. Sessions outlive it: clients come back to the next daemon of the name."""
+    """The control server of a node, from ``start`` to ``stop``.
+
+    Sessions continue after ``stop``: clients connect again to the next daemon with the node's name.
+    """
 
     def __init__(self, node: Node, dispatcher: Dispatcher) -> None:
         self._node = node
         self._dispatcher = dispatcher
         self._connections: dict[int, _Connection] = {}
-        self._most = connections_max(LOCAL_PART, CONNECTIONS_MAX)
+        self._connections_max = connections_max(LOCAL_PART, CONNECTIONS_MAX)
         self._buffer = bytearray(control.MESSAGE_BYTES_MAX)
-        self._slow = _SlowCalls(self._carry_out, SLOW_THREADS)
-        self._deletions = _SlowCalls(self._carry_out, DELETE_THREADS)
+        self._slow = _SlowCalls(self._handle, SLOW_THREADS)
+        self._deletions = _SlowCalls(self._handle, DELETE_THREADS)
         self._stopped = threading.Event()
-        self._swept_s = time.monotonic()
-        self._deaf_until_s = 0.0  # no new connection is taken until then; 0: they are
-        self._drained = 0
-        self._quiet_at = 0.0  # until then the log of puts is looked at every ``WATCH_S``
+        self._swept_s = time.monotonic()  # when connections without a HELLO were last closed
+        self._accept_at_s = 0.0  # no connection is accepted before this time; 0: connections are accepted
+        self._records_drained = 0
+        self._busy_until_s = 0.0  # until then the log of puts is polled every ``PUTS_POLL_S``
         self._thread = threading.Thread(target=self._serve, name="kvstore-control", daemon=True)
         self._listener: socket.socket
         self._poll: select.epoll
 
     def start(self) -> None:
-        """Listen on the node's socket. The file of a dead daemon is replaced: we hold the name's lock."""
+        """Listen on the node's socket. This daemon has the name's lock, so it may replace an old socket file."""
         path = self._node.control
         remove(path)
         listener = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_NONBLOCK | socket.SOCK_CLOEXEC)
-        here = open_folder(path.parent)
+        folder_fd = open_folder(path.parent)
         try:
-            listener.bind(
-                f"/proc/self/fd/{here}/{path.name}"
-            )  # a socket's path is at most 107 bytes, a folder's is not
+            # A socket's path has at most 107 bytes, but the folder's path may be longer.
+            listener.bind(f"/proc/self/fd/{folder_fd}/{path.name}")
         finally:
-            os.close(here)
+            os.close(folder_fd)
         chmod_socket(path, self._node.config.file_mode)
         listener.listen(BACKLOG)
         self._listener, self._poll = listener, select.epoll()
-        for heard in (listener, self._slow.bell, self._deletions.bell):
-            self._poll.register(heard, select.EPOLLIN)
+        for source in (listener, self._slow.eventfd, self._deletions.eventfd):
+            self._poll.register(source, select.EPOLLIN)
         self._thread.start()
 
     def stop(self) -> None:
-        """Hang up on everyone."""
+        """Close all connections and end the threads."""
         self._stopped.set()
-        os.eventfd_write(self._slow.bell, 1)  # it need not wait for the next look
+        os.eventfd_write(self._slow.eventfd, 1)  # ends the poll
         self._thread.join(2 * POLL_S + 1)
         self._slow.stop()
         self._deletions.stop()
@@ -179,72 +196,74 @@ class ControlServer:
         self._listener.close()
 
     def _turn(self) -> None:
-        """Wait for something to do, and do all that there is."""
-        for fd, _ in self._poll.poll(self._watch_puts()):
-            self._heard(fd)
+        """Wait for events, and handle all of them."""
+        for fd, _ in self._poll.poll(self._drain_puts()):
+            self._handle_event(fd)
         now_s = time.monotonic()
-        if self._deaf_until_s and now_s > self._deaf_until_s:
-            self._listens(True)
+        if self._accept_at_s and now_s > self._accept_at_s:
+            self._set_accepting(True)
         if now_s - self._swept_s > HELLO_S:
             self._swept_s = now_s
             for fd, connection in list(self._connections.items()):
-                if not connection.session and now_s - connection.since > HELLO_S:
-                    self._hang_up(fd, connection)
+                if not connection.session and now_s - connection.since_s > HELLO_S:
+                    self._disconnect(fd, connection)
 
-    def _heard(self, fd: int) -> None:
-        """A new connection, a slow call that is done, or a request."""
+    def _handle_event(self, fd: int) -> None:
+        """Handle a new connection, the end of a slow call, or a request."""
         if fd == self._listener.fileno():
             self._accept()
-        elif fd in (self._slow.bell, self._deletions.bell):
-            self._answer_slow(self._slow if fd == self._slow.bell else self._deletions)
+        elif fd in (self._slow.eventfd, self._deletions.eventfd):
+            self._answer_slow(self._slow if fd == self._slow.eventfd else self._deletions)
         elif (connection := self._connections.get(fd)) is not None:
-            goes_on = False
+            stays = False
             try:
                 with boundary.RequestGuard("control/connection"):
-                    goes_on = self._serve_one(connection)
+                    stays = self._serve_one(connection)
             except InternalError:
-                pass  # it is hung up on
-            if not goes_on:
-                self._hang_up(fd, connection)
-            elif connection.waits:
-                self._poll.modify(fd, 0)  # all that is heard of it now is that it hangs up
+                pass  # the connection is closed
+            if not stays:
+                self._disconnect(fd, connection)
+            elif connection.has_slow_call:
+                self._poll.modify(fd, 0)  # only a hang-up is an event of this connection now
 
-    def _watch_puts(self) -> float:
-        """Drain the log of puts. Return how long to wait for requests before the next look, in seconds: clients that
-        publish do not wake this thread."""
-        puts, now = self._node.puts, time.monotonic()
+    def _drain_puts(self) -> float:
+        """Take in published puts. Returns how many seconds to wait for requests before the next call.
+
+        Clients that publish do not wake this thread.
+        """
+        puts, now_s = self._node.puts, time.monotonic()
         puts.drain()
-        if puts.times != self._drained:
-            self._drained, self._quiet_at = puts.times, now + QUIET_S
+        if puts.records != self._records_drained:
+            self._records_drained, self._busy_until_s = puts.records, now_s + PUTS_BUSY_S
         if not self._connections:
             return POLL_S
-        return WATCH_S if now < self._quiet_at else WATCH_QUIET_S
+        return PUTS_POLL_S if now_s < self._busy_until_s else PUTS_QUIET_POLL_S
 
     def _accept(self) -> None:
         try:
             sock, _ = self._listener.accept()
         except (BlockingIOError, ConnectionAbortedError):
             return
-        except OSError as error:  # no descriptor is left: others go on
+        except OSError as error:  # no descriptor is left
             log.warning("a connection could not be taken: %s", error)
-            self._listens(False)
+            self._set_accepting(False)
             return
-        if len(self._connections) >= self._most:
+        if len(self._connections) >= self._connections_max:
             sock.close()
             return
         sock.setblocking(False)
         self._poll.register(sock.fileno(), select.EPOLLIN)
         self._connections[sock.fileno()] = _Connection(sock)
 
-    def _listens(self, listens: bool) -> None:
-        """Whether new connections are taken from now on; where they are not, for ``DEAF_S``."""
-        self._deaf_until_s = 0.0 if listens else time.monotonic() + DEAF_S
-        self._poll.modify(self._listener.fileno(), select.EPOLLIN if listens else 0)
+    def _set_accepting(self, is_accepting: bool) -> None:
+        """Accept new connections, or pause for ``ACCEPT_PAUSE_S``."""
+        self._accept_at_s = 0.0 if is_accepting else time.monotonic() + ACCEPT_PAUSE_S
+        self._poll.modify(self._listener.fileno(), select.EPOLLIN if is_accepting else 0)
 
     def _serve_one(self, connection: _Connection) -> bool:
-        """Answer one datagram; False where the connection is over."""
-        if connection.waits:
-            return False  # it hung up
+        """Answer one datagram; return False if the connection must be closed."""
+        if connection.has_slow_call:
+            return False  # the client has hung up
         try:
             size = self._receive(connection.sock)
             if size == 0:
@@ -254,14 +273,14 @@ class ControlServer:
             if not connection.session:
                 connection.session, reply = self._dispatcher.hello(message)
             elif message.op in _MAY_BE_SLOW and self._dispatcher.may_take_long(message):
-                connection.waits = True
+                connection.has_slow_call = True
                 calls = self._deletions if message.op in _DELETES else self._slow
-                calls.ask(connection, bytes(self._buffer[:size]))
+                calls.submit(connection, bytes(self._buffer[:size]))
                 return True
             else:
                 reply = self._dispatcher.exchange(connection.session, message)
         except BlockingIOError:
-            return True  # what was heard was of an older connection, whose descriptor this one has
+            return True  # the event was of an earlier connection with this descriptor
         except (ConnectionError, InvalidRequest) as error:
             log.info("session %016x: %s", connection.session, error)
             return False
@@ -270,11 +289,11 @@ class ControlServer:
     def _receive(self, sock: socket.socket) -> int:
         try:
             return sock.recv_into(self._buffer)
-        except ConnectionResetError:  # it died with replies unread: said once, and then comes what it had sent before
+        except ConnectionResetError:  # raised once if a client died with unread replies; its last requests follow
             return sock.recv_into(self._buffer)
 
     def _send(self, connection: _Connection, reply: bytes | None) -> bool:
-        """False where the connection is over."""
+        """Send a reply; return False if the connection must be closed."""
         try:
             if reply is not None:
                 connection.sock.send(reply)
@@ -286,21 +305,21 @@ class ControlServer:
             return False
         return True
 
-    def _carry_out(self, session: int, request: bytes) -> bytes | None:
+    def _handle(self, session: int, request: bytes) -> bytes | None:
         return self._dispatcher.exchange(session, control.decode(memoryview(request)))
 
     def _answer_slow(self, calls: _SlowCalls) -> None:
-        for connection, reply, made in calls.done():
+        for connection, reply, succeeded in calls.done():
             fd = connection.sock.fileno()
             if fd < 0:
-                continue  # it has hung up
-            connection.waits = False
-            if made and self._send(connection, reply):
+                continue  # the connection is closed
+            connection.has_slow_call = False
+            if succeeded and self._send(connection, reply):
                 self._poll.modify(fd, select.EPOLLIN)
             else:
-                self._hang_up(fd, connection)
+                self._disconnect(fd, connection)
 
-    def _hang_up(self, fd: int, connection: _Connection) -> None:
+    def _disconnect(self, fd: int, connection: _Connection) -> None:
         self._poll.unregister(fd)
         del self._connections[fd]
         connection.sock.close()

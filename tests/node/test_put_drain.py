@@ -44,7 +44,7 @@ class Published:
         assert puts is not None
         self.log: PutLog = puts
         self.node.handle(ev.SessionOpened(time.monotonic_ns(), SESSION))
-        self.slot = (self.node.puts.give(SESSION) or {})["slot"]
+        self.slot = (self.node.puts.assign_slot(SESSION) or {})["slot"]
 
     def request(
         self,
