@@ -1,6 +1,6 @@
 """PageFeed: reports to an ``AnnouncePlan`` which pages a node has, and which it gains and loses, from its event log.
 
-``dump`` lists all pages of a node without locking it for long. It reads the frames in slices, and the node works on
+``dump`` lists all pages of a node without locking it for long. It reads the frames in slices, and the node continues
 between two slices. Then it applies the events that were logged in the meantime. A page that only moved is in no event,
 and may have moved from a frame that was not read yet to one that was. So ``dump`` reads all frames once more at the
 end, and adds the pages that it did not see in that frame before.
@@ -41,13 +41,13 @@ def dump(node: Node, secret: bytes | None) -> tuple[int, Entries] | None:
     parts = [entries([], secret)]
     for number, frames in extents:
         for first in range(0, frames, SLICE_FRAMES):
-            some = slice(first, first + SLICE_FRAMES)
-            parts.append(node.look(partial(_unseen, number=number, frames=some, seen=seen, secret=secret)))
-    until, late = node.look(partial(_end, seen=seen, secret=secret))
+            frames_read = slice(first, first + SLICE_FRAMES)
+            parts.append(node.look(partial(_unseen, number=number, frames=frames_read, seen=seen, secret=secret)))
+    until, unseen = node.look(partial(_end, seen=seen, secret=secret))
     events = _between(node.events, begin, until)
     if events is None:
         return None
-    return until, settle(join([*parts, *late]), entries(events, secret))
+    return until, settle(join([*parts, *unseen]), entries(events, secret))
 
 
 def entries(events: list[PageEvent], secret: bytes | None) -> Entries:
@@ -96,12 +96,11 @@ def _unseen(
     performer: Performer, state: NodeState, number: int, frames: slice, seen: Seen, secret: bytes | None
 ) -> Entries:
     """Return the pages in these frames of an extent that were not seen there, and mark them as seen."""
-    found = [
-        (tier, its, its.segment.extents[number]) for tier, its in state.spaces.items() if number in its.segment.extents
-    ]
-    if not found:  # the extent was dropped; pages that moved out of it are seen in their new extent
+    tier = next((tier for tier, space in state.spaces.items() if number in space.segment.extents), None)
+    if tier is None:  # the extent was dropped; pages that moved out of it are seen in their new extent
         return entries([], secret)
-    ((tier, space, extent),) = found
+    space = state.spaces[tier]
+    extent = space.segment.extents[number]
     generations = np.frombuffer(extent.generation, np.uint64)[frames]
     before = seen.get(number)
     if before is None or len(before) != extent.frames:
@@ -112,11 +111,11 @@ def _unseen(
     at += frames.start or 0
     table = performer.tables[number]
     pages = fingerprints(table.rows[at, table.fmt.key].tobytes())
-    owners, whose = np.unique(np.frombuffer(extent.owner, extent.owner.typecode)[at], return_inverse=True)
+    owners, indexes = np.unique(np.frombuffer(extent.owner, extent.owner.typecode)[at], return_inverse=True)
     roots = [space.pages.holdings.roots[owner].root for owner in owners.tolist()]
     veils = np.array([_veil(secret, root) for root in roots], np.uint64)
     marks = np.full(len(at), TIERS.index(tier), np.uint8)
-    return Entries(np.frombuffer(extent.span, np.uint64)[at], pages ^ veils[whose], marks)
+    return Entries(np.frombuffer(extent.span, np.uint64)[at], pages ^ veils[indexes], marks)
 
 
 def _veil(secret: bytes | None, root: bytes) -> int:
@@ -125,13 +124,13 @@ def _veil(secret: bytes | None, root: bytes) -> int:
 
 def _between(log: EventLog, after: int, until: int) -> list[PageEvent] | None:
     """Return the events of pages after number ``after``, up to ``until``; None if the log no longer has all of them."""
-    found: list[PageEvent] = []
+    between: list[PageEvent] = []
     while after < until:
         events, after, lost = log.since(after, until - after)
         if lost or any(event.kind == CLEARED for event in events) or not events:
             return None
-        found += [event for event in events if event.keys]
-    return found
+        between += [event for event in events if event.keys]
+    return between
 
 
 EVENTS: Final = 1000  # applied at a time
@@ -140,9 +139,9 @@ EVENTS: Final = 1000  # applied at a time
 class PageFeed:
     """Feeds one ``AnnouncePlan`` with the events after this object was made. One thread at a time calls ``follow``."""
 
-    def __init__(self, node: Node, announcing: AnnouncePlan, counters: Counter[str]) -> None:
+    def __init__(self, node: Node, plan: AnnouncePlan, counters: Counter[str]) -> None:
         self._node = node
-        self._announcing = announcing
+        self._plan = plan
         self._after = node.events.last
         self._counters = counters
         self._secret: bytes | None = None
@@ -151,7 +150,7 @@ class PageFeed:
         """Veil fingerprints with this secret of the pool (see ``veil_of``) from now on; None: do not veil them."""
         if secret != self._secret:
             self._secret = secret
-            self._announcing.restart()
+            self._plan.restart()
 
     def follow(self) -> None:
         """Apply the new events; if the plan asks for all pages, add those instead.
@@ -159,28 +158,27 @@ class PageFeed:
         Raises:
             Unavailable: the node is stopping.
         """
-        its = self._announcing
-        if not its.wants_pages:
-            self._take_in(self._node.events.last)
+        if not self._plan.wants_pages:
+            self._apply_events(self._node.events.last)
             return
         dumped = dump(self._node, self._secret)
-        if dumped is None:  # more happened in the meantime than the log keeps
+        if dumped is None:  # the log lost events in the meantime; the next call tries again
             return
         until, pages = dumped
-        self._take_in(until)
-        its.add_all(pages)
+        self._apply_events(until)
+        self._plan.add_all(pages)
         self._counters["dumps"] += 1
 
-    def _take_in(self, until: int) -> None:
+    def _apply_events(self, until: int) -> None:
         """Apply the events up to number ``until``."""
         while self._after < until:
             events, after, lost = self._node.events.since(self._after, min(EVENTS, until - self._after))
             self._after = after
             if lost or any(event.kind == CLEARED for event in events):
-                self._announcing.restart()
+                self._plan.restart()
                 self._counters["lost"] += lost
-            told = [event for event in events if event.keys]
-            if told:
-                self._announcing.apply(entries(told, self._secret))
+            with_pages = [event for event in events if event.keys]
+            if with_pages:
+                self._plan.apply(entries(with_pages, self._secret))
             if not events and not lost:
                 return

@@ -1,19 +1,16 @@
-"""Verification of a node whose daemon is not running: records, index, checksums and laws, from its files alone.
+"""Verification of a node whose daemon does not run: records, index, checksums, prefix closure, and NVMe targets.
 
-Nothing is changed: files are mapped for reading, and the node's lock is not shared with a writer, so that no
-daemon starts in the meantime. Two kinds of things are told apart. *Findings* are damage: a sealed page that does not
-hold, a law that is broken. *Repairs* are what the next start puts right as it always does: an index that a kill left a
-decision behind the records, frames that were being written, one of two copies of a superblock.
+It reads the node's files and changes nothing. It holds the node's lock, so that no daemon starts in the meantime. A
+report has two lists. *Findings* are damage: a damaged sealed page, or a broken law. *Repairs* are what any start
+repairs: an index that is one decision behind the records after a kill, frames that were being written, or one damaged
+copy of a superblock.
 
-The index of a node that was killed may name pages that have gone, or miss those that came last; the index of a node
-that was stopped must not.
+The index of a killed node may list pages that have left, and lack the latest pages. The index of a stopped node must
+equal the records.
 
-Verification of NVMe targets that no daemon uses: superblocks, extent tables, directories, and every stored page.
-
-What is stored is what the tables in shared memory say; without them (after a reboot) the directories of the extents
-that are clean. In the others each frame is checked, and a torn one is not damage: no writer was told that it is stored.
-
-Report: what a verification of a stopped node found.
+On NVMe, the tables in shared memory say which pages are stored. Without them, after a reboot, the directories of clean
+extents do. In other extents every frame is verified. A torn page there is not damage, because its writer has received
+no reply that it is stored.
 """
 
 from __future__ import annotations
@@ -51,12 +48,22 @@ from kvstore.tier.nvme.map import NvmeMap, named_devices, runs
 from kvstore.tier.nvme.table import ExtentOnDisk, Superblock, Table, frame_offset, unpack_directory
 from kvstore.tier.nvme.target import read_superblock
 
-LISTED_MAX = 1000  # findings, and repairs, that are told one by one
+LISTED_MAX = 1000  # findings, and repairs, that are listed
+RUN_BYTES = 1 << 20  # read at a time
+OTHER_KEY = "has a page with another key"
 
 
 @dataclass
 class Report:
-    """What was found. ``verified`` pages by tier, ``damaged`` ones by address, ``unstamped``: without checksums yet."""
+    """The result of a verification.
+
+    Attributes:
+        state: of the node: "stopped" or "killed".
+        verified: number of verified pages, by tier.
+        damaged: tier, extent and frame of each damaged page.
+        unstamped: number of pages that have no checksums yet.
+        findings, repairs: see the module.
+    """
 
     state: str = "stopped"
     verified: Counter[str] = field(default_factory=Counter)
@@ -65,13 +72,13 @@ class Report:
     findings: list[str] = field(default_factory=list)
     repairs: list[str] = field(default_factory=list)
 
-    def damage(self, tier: Tier, extent: int, frame: int, key: bytes, reason: str) -> None:
-        """A sealed page does not hold."""
+    def add_damage(self, tier: Tier, extent: int, frame: int, key: bytes, part: str) -> None:
+        """Add a damaged sealed page. ``part``: what is damaged, or a reason of ``frame_header``."""
         self.damaged.add((tier, extent, frame))
-        self.findings.append(f"{tier}: extent {extent} frame {frame}, page {key.hex()}: {reason} does not hold")
+        self.findings.append(f"{tier}: extent {extent} frame {frame}, page {key.hex()}: damaged ({part})")
 
     def document(self, name: str) -> dict[str, Any]:
-        """As ``Store.verify`` tells it, and more."""
+        """Return the report for JSON, with the fields of ``Store.verify`` and more."""
         return {
             "name": name,
             "state": self.state,
@@ -79,23 +86,26 @@ class Report:
             "pages_by_tier": dict(self.verified),
             "pages_without_checksums": self.unstamped,
             "pages_damaged": len(self.damaged),
-            "findings": _some(self.findings),
-            "repairs": _some(self.repairs),
+            "findings": _listed(self.findings),
+            "repairs": _listed(self.repairs),
         }
 
 
-def _some(lines: list[str]) -> list[str]:
+def _listed(lines: list[str]) -> list[str]:
     more = len(lines) - LISTED_MAX
     return lines if more <= 0 else [*lines[:LISTED_MAX], f"and {more} more"]
 
 
-RUN_BYTES = 1 << 20  # read at a time
+# --- NVMe -----------------------------------------------------------------------------------------------------------
 
 
 def verify_targets(
     folder: NodeFolder | None, targets: Sequence[NvmeTarget], tables: Mapping[int, ExtentTable], report: Report
 ) -> None:
-    """Verify the targets that the folder names and those given. ``tables``: of their extents in shared memory.
+    """Verify the targets that the folder names, and ``targets``.
+
+    Args:
+        tables: the tables in shared memory of their extents.
 
     Raises:
         NodeBusy: a target is in use.
@@ -103,22 +113,22 @@ def verify_targets(
     expected = dict(named_devices(folder)) if folder is not None else {}
     sizes = {path: superblock.size_bytes for path, superblock in expected.items()}
     sizes |= {str(target.path): target.size for target in targets}
-    known: set[int] = set()
+    extents: set[int] = set()
     for path, size_bytes in sizes.items():
         try:
-            with _opened(path, size_bytes) as disk:
-                known |= _verify_target(disk, expected.get(path), tables, report)
+            with _open_target(path, size_bytes) as disk:
+                extents |= _verify_target(disk, expected.get(path), tables, report)
         except (OSError, InvalidRequest) as error:
             report.findings.append(f"nvme: {path}: cannot be read: {error}")
     for number, table in tables.items():
-        stored = int(((table.words & np.uint64(0xFF)) == FrameState.SEALED).sum())
-        if stored and number not in known:
-            report.findings.append(f"nvme: extent {number}: {stored} pages are on no target")
+        pages = len(_sealed(table))
+        if pages and number not in extents:
+            report.findings.append(f"nvme: extent {number}: is on no target, {pages} pages are lost")
 
 
 @contextlib.contextmanager
-def _opened(path: str, size_bytes: int) -> Iterator[FileDisk]:
-    """Open it for reading, while nothing writes."""
+def _open_target(path: str, size_bytes: int) -> Iterator[FileDisk]:
+    """Open a target for reading, under a lock that keeps nodes from opening it."""
     disk = FileDisk.open(path, size_bytes, writable=False)
     fd = -1
     try:
@@ -126,7 +136,7 @@ def _opened(path: str, size_bytes: int) -> Iterator[FileDisk]:
         fcntl.flock(fd, fcntl.LOCK_SH | fcntl.LOCK_NB)
         yield disk
     except BlockingIOError:
-        raise NodeBusy(f"{path} is in use by a node that runs") from None
+        raise NodeBusy(f"{path} is in use by a running node") from None
     finally:
         if fd >= 0:
             os.close(fd)
@@ -136,7 +146,7 @@ def _opened(path: str, size_bytes: int) -> Iterator[FileDisk]:
 def _verify_target(
     disk: FileDisk, expected: Superblock | None, tables: Mapping[int, ExtentTable], report: Report
 ) -> set[int]:
-    """Numbers of the extents that it holds."""
+    """Verify a target. Returns the numbers of its extents."""
     superblock = read_superblock(disk)
     if superblock is None:
         report.findings.append(f"nvme: {disk.path}: has no sound superblock at either end")
@@ -147,15 +157,15 @@ def _verify_target(
     for where, offset in (("in front", 0), ("at the end", disk.size_bytes - BLOCK_BYTES)):
         if Superblock.unpacked(_read(disk, offset, BLOCK_BYTES)) != superblock:
             report.repairs.append(f"nvme: {disk.path}: the superblock {where} is damaged")
-    slots = [
+    copies = [
         Table.unpacked(_read(disk, superblock.slot(which), superblock.table_bytes), superblock) for which in (0, 1)
     ]
-    sound = [slot for slot in slots if slot is not None]
-    if not sound:
+    valid = [copy for copy in copies if copy is not None]
+    if not valid:
         report.findings.append(f"nvme: {disk.path}: both copies of its extent table are damaged")
         return set()
-    newest = max(sound, key=lambda slot: slot.sequence)
-    if len(sound) == 1 and newest.sequence > 0:
+    newest = max(valid, key=lambda copy: copy.sequence)
+    if len(valid) == 1 and newest.sequence > 0:
         report.repairs.append(f"nvme: {disk.path}: one copy of its extent table is damaged, or was never written")
     extents = newest.extents()
     for extent in extents.values():
@@ -166,10 +176,11 @@ def _verify_target(
 def _verify_extent(
     disk: FileDisk, superblock: Superblock, extent: ExtentOnDisk, table: ExtentTable | None, report: Report
 ) -> None:
+    """Verify the pages of an extent. ``table``: its table in shared memory, if there is one."""
     rows: npt.NDArray[np.uint8] | None = None
     if extent.clean:
-        at = superblock.data_start + extent.position * superblock.extent_bytes
-        blocks = _read(disk, at, geometry.directory_bytes(extent.frames))
+        offset = superblock.data_start + extent.position * superblock.extent_bytes
+        blocks = _read(disk, offset, geometry.directory_bytes(extent.frames))
         rows = unpack_directory(superblock.incarnation, extent, blocks)
         if rows is None:
             report.repairs.append(f"nvme: {disk.path}: extent {extent.number}: its directory is damaged: it is scanned")
@@ -177,18 +188,18 @@ def _verify_extent(
         rows = table.rows
     if rows is None:
         pages = _pages(disk, superblock, extent, np.arange(extent.frames), None)
-        sound = sum(1 for _, found in pages if isinstance(found, FrameHeader))
-        report.repairs.append(f"nvme: {disk.path}: extent {extent.number}: is scanned, {sound} pages are sound")
-        report.verified[str(Tier.NVME)] += sound
+        count = sum(1 for _, page in pages if isinstance(page, FrameHeader))
+        report.repairs.append(f"nvme: {disk.path}: extent {extent.number}: is scanned, {count} pages are sound")
+        report.verified[str(Tier.NVME)] += count
         return
     words = np.ascontiguousarray(rows[:, :8]).view("<u8").reshape(-1)
     frames = np.flatnonzero((words & np.uint64(0xFF)) == FrameState.SEALED)
-    for frame, found in _pages(disk, superblock, extent, frames, words >> np.uint64(8)):
+    for frame, page in _pages(disk, superblock, extent, frames, words >> np.uint64(8)):
         key = rows[frame, RecordFormat.key].tobytes()
-        if isinstance(found, FrameHeader) and found.key != key:
-            found = "swapped"
-        if isinstance(found, str):
-            report.damage(Tier.NVME, extent.number, frame, key, found)
+        if isinstance(page, FrameHeader) and page.key != key:
+            page = "swapped"
+        if isinstance(page, str):
+            report.add_damage(Tier.NVME, extent.number, frame, key, page)
         report.verified[str(Tier.NVME)] += 1
 
 
@@ -199,28 +210,29 @@ def _pages(
     frames: npt.NDArray[np.intp],
     generations: npt.NDArray[np.uint64] | None,
 ) -> Iterator[tuple[int, FrameHeader | str]]:
-    """Each frame's header, or why it or its page does not hold; ``generations`` by frame, None: any."""
-    about = extent.frame_class
-    stride, head = geometry.stride_bytes(about), geometry.header_bytes(about)
+    """Read these frames. Yields each frame with the header of its page, or why the page is damaged.
+
+    ``generations`` has the expected generation of each frame; None: any generation is valid.
+    """
+    frame_class, incarnation = extent.frame_class, superblock.incarnation
+    stride, head = geometry.stride_bytes(frame_class), geometry.header_bytes(frame_class)
     places = [(extent.number, frame) for frame in frames.tolist()]
-    for part in runs(places, stride, RUN_BYTES):
-        first, count = places[part.start][1], part.stop - part.start
+    for run in runs(places, stride, RUN_BYTES):
+        first, count = places[run.start][1], run.stop - run.start
         slots = aligned_buffer(count * stride)
         try:
-            disk.read(frame_offset(superblock, extent.position, about, first, count), [slots])
+            disk.read(frame_offset(superblock, extent.position, frame_class, first, count), [slots])
         except OSError as error:
             yield from ((frame, f"io ({error})") for frame in range(first, first + count))
             continue
-        for i, slot in enumerate(slots.reshape(count, stride)):
-            generation = None if generations is None else int(generations[first + i])
-            found = frame_header.unpack(
-                slot[:head], about, superblock.incarnation, extent.number, first + i, generation
-            )
-            if isinstance(found, FrameHeader) and not frame_header.is_payload_sound(
-                slot[head:], about, found.payload_sum
+        for frame, slot in enumerate(slots.reshape(count, stride), first):
+            generation = None if generations is None else int(generations[frame])
+            page = frame_header.unpack(slot[:head], frame_class, incarnation, extent.number, frame, generation)
+            if isinstance(page, FrameHeader) and not frame_header.is_payload_sound(
+                slot[head:], frame_class, page.payload_sum
             ):
-                found = "payload"
-            yield first + i, found
+                page = "payload"
+            yield frame, page
 
 
 def _read(disk: FileDisk, offset: int, size_bytes: int) -> npt.NDArray[np.uint8]:
@@ -229,14 +241,20 @@ def _read(disk: FileDisk, offset: int, size_bytes: int) -> npt.NDArray[np.uint8]
     return block
 
 
+# --- shared memory --------------------------------------------------------------------------------------------------
+
+
 def verify_folder(path: Path, targets: Sequence[NvmeTarget] = ()) -> dict[str, Any]:
-    """Verify the node in this folder, and its NVMe targets; ``targets`` where the folder names none.
+    """Verify the node in this folder and its NVMe targets. Returns the report, see ``Report.document``.
+
+    Args:
+        targets: further targets, if the folder does not name them.
 
     Raises:
         NodeUnavailable: there is no such folder.
-        NodeBusy: its daemon runs.
-        InvalidRequest: ``path`` is not a node's folder, or is another user's.
-        VersionMismatch: its files are of another version.
+        NodeBusy: the node's daemon runs.
+        InvalidRequest: ``path`` is not a node's folder, or belongs to another user.
+        VersionMismatch: the node's files are of another version.
     """
     folder = NodeFolder.at(path)
     if not folder.path.is_dir():
@@ -251,37 +269,37 @@ def verify_folder(path: Path, targets: Sequence[NvmeTarget] = ()) -> dict[str, A
 
 
 def verify_devices(targets: Sequence[NvmeTarget]) -> dict[str, Any]:
-    """Verify targets without a node's folder: after a reboot, or from elsewhere."""
+    """Verify targets without a node's folder, after a reboot or on another machine."""
     report = Report()
     verify_targets(None, targets, {}, report)
     return report.document("")
 
 
 def _verify_shm(folder: NodeFolder, report: Report) -> dict[int, ExtentTable]:
-    """Everything in shared memory. The tables of extents on NVMe, for their frames to be compared with."""
+    """Verify everything in shared memory. Returns the tables of extents on NVMe."""
     header = Header.open(folder)
     if header is None:
         report.findings.append("header: is absent or damaged: the next start recreates it, without these pages")
         return {}
     if header.boot_id != boot_id():
-        report.repairs.append("shared memory: is of an earlier boot and counts for nothing")
+        report.repairs.append("shared memory: is of an earlier boot: the next start recreates it")
         return {}
     stopped = header.state == DaemonState.STOPPED
     report.state = "stopped" if stopped else "killed"
     segment = SegmentMap.open(folder, header.incarnation)
     if segment is None:
-        cut = SegmentFile.cut_to(folder, header.incarnation) is not None
-        said = "its tail was cut off: some" if cut else "is absent, damaged or of another incarnation: the"
-        report.findings.append(f"segment: {said} pages in DRAM are lost")
+        is_cut = SegmentFile.cut_to(folder, header.incarnation) is not None
+        loss = "its tail was cut off: some" if is_cut else "is absent, damaged or of another incarnation: the"
+        report.findings.append(f"segment: {loss} pages in DRAM are lost")
         return {}
     mapped, lower = _tables(folder, header, segment, report)
     if (folder.path / LOADING).exists():
-        report.repairs.append("nvme: the tables in shared memory were just being filled: they are recreated")
+        report.repairs.append("nvme: the tables in shared memory are incomplete: the next start recreates them")
         lower = {}
     for tier in dict.fromkeys((Tier.DRAM, Tier.NVME, *(table.tier for table in lower.values()))):
-        mine = [table for table in (*mapped.values(), *lower.values()) if table.tier == tier]
-        snapshots = [snapshot(table) for table in mine]
-        for table in mine:
+        tables = [table for table in (*mapped.values(), *lower.values()) if table.tier == tier]
+        snapshots = [snapshot(table) for table in tables]
+        for table in tables:
             _verify_records(table, report)
         _verify_closure(tier, snapshots, report)
         _verify_index(folder, header, tier, snapshots, report)
@@ -296,7 +314,7 @@ Tables = dict[int, ExtentTable]
 
 
 def _tables(folder: NodeFolder, header: Header, segment: SegmentMap, report: Report) -> tuple[Tables, Tables]:
-    """The tables of the segment's extents, and those of the devices' extents."""
+    """Map the tables of the segment's extents, and the tables of the devices' extents."""
     devices = NvmeMap.open(folder)
     mapped: Tables = {}
     lower: Tables = {}
@@ -306,11 +324,12 @@ def _tables(folder: NodeFolder, header: Header, segment: SegmentMap, report: Rep
         if table is None and devices is not None:
             table, tables, positions = ExtentTable.open(folder, number, devices.incarnation), lower, sys.maxsize
         if table is None:
-            report.findings.append(f"records-{number}: cannot be believed: the extent is lost with its pages")
+            report.findings.append(f"records-{number}: is damaged: the extent is lost with its pages")
             continue
         place = table.tier, table.position
         if place in places or table.position >= positions:
-            report.findings.append(f"{table.tier}: extent {number}: position {table.position} is not its own")
+            reason = f"position {table.position} is another extent's, or does not exist"
+            report.findings.append(f"{table.tier}: extent {number}: {reason}")
             continue
         places.add(place)
         tables[number] = table
@@ -324,14 +343,15 @@ def _sealed(table: ExtentTable) -> npt.NDArray[np.intp]:
 
 
 def _verify_records(table: ExtentTable, report: Report) -> None:
-    """States that there are, and sums of what is sealed."""
+    """Verify the states of all records, and the identity sums of sealed ones."""
     states = (table.words & np.uint64(0xFF)).astype(np.uint8)
     for frame in np.flatnonzero(states > max(FrameState)).tolist():
-        report.findings.append(f"{table.tier}: extent {table.extent} frame {frame}: is in no state, {states[frame]}")
-    written = states == FrameState.SEALED
+        reason = f"there is no state {states[frame]}"
+        report.findings.append(f"{table.tier}: extent {table.extent} frame {frame}: {reason}")
+    sealed = states == FrameState.SEALED
     sums = np.array(table.identity_sums(slice(0, table.frames)), np.uint64)
-    for frame in np.flatnonzero(written & (sums != table.column(table.fmt.identity_sum))).tolist():
-        report.damage(table.tier, table.extent, frame, table.key(frame), "record")
+    for frame in np.flatnonzero(sealed & (sums != table.column(table.fmt.identity_sum))).tolist():
+        report.add_damage(table.tier, table.extent, frame, table.key(frame), "record")
     for state in (FrameState.RESERVED, FrameState.RETIRING, FrameState.QUARANTINED):
         count = int((states == state).sum())
         if count:
@@ -339,7 +359,7 @@ def _verify_records(table: ExtentTable, report: Report) -> None:
 
 
 def _verify_closure(tier: Tier, snapshots: list[Snapshot], report: Report) -> None:
-    """Every page's parent is there, and no page twice."""
+    """Verify that every page's parent is stored in the tier, and that no two pages have one key."""
     links = prefix_links.link(snapshots)
     for i in np.flatnonzero(links.parent == -2).tolist():
         report.findings.append(f"{tier}: {links.address(i)}, page {links.key(i).hex()}: its parent is not stored")
@@ -348,7 +368,7 @@ def _verify_closure(tier: Tier, snapshots: list[Snapshot], report: Report) -> No
 
 
 def _verify_index(folder: NodeFolder, header: Header, tier: Tier, snapshots: list[Snapshot], report: Report) -> None:
-    """Entries and sealed records are the same; of a killed node, as far as both are there."""
+    """Compare the index with the sealed records. After a kill most differences are repairs."""
     index = Index.open_reader(folder, header.epoch)
     try:
         entries = None if index is None else dict(index.scan(tier))
@@ -360,35 +380,36 @@ def _verify_index(folder: NodeFolder, header: Header, tier: Tier, snapshots: lis
     if entries is None:
         report.findings.append(f"index: epoch {header.epoch} is absent or damaged: the next start recreates it")
         return
-    differ = report.findings if report.state == "stopped" else report.repairs
-    by_extent = {one.extent: one for one in snapshots}
+    differences = report.findings if report.state == "stopped" else report.repairs
+    by_extent = {extent.extent: extent for extent in snapshots}
     for key, raw in entries.items():
         address = Address(*ADDRESS.unpack(raw))
         fault = _entry_fault(key, address, by_extent.get(address.extent))
         if fault:
-            # A sound word under another key does not depend on when it was read.
-            wrong = report.findings if fault == "holds another key" else differ
-            wrong.append(f"{tier}: index {key.hex()}: {address} {fault}")
+            # A generation has one page, so a kill does not explain another key.
+            lines = report.findings if fault == OTHER_KEY else differences
+            lines.append(f"{tier}: index {key.hex()}: {address} {fault}")
     links = prefix_links.link(snapshots)
     for i, key in enumerate(links.keys.tolist()):
         if key.ljust(16, b"\0") not in entries:
-            differ.append(f"{tier}: {links.address(i)}, page {links.key(i).hex()}: is not in the index")
+            differences.append(f"{tier}: {links.address(i)}, page {links.key(i).hex()}: is not in the index")
 
 
-def _entry_fault(key: bytes, address: Address, found: Snapshot | None) -> str:
-    if found is None or address.frame >= len(found.words):
+def _entry_fault(key: bytes, address: Address, extent: Snapshot | None) -> str:
+    """Return why an entry of the index is wrong, or "" if it is right."""
+    if extent is None or address.frame >= len(extent.words):
         return "is not a frame"
-    if int(found.words[address.frame]) != address.generation << 8 | FrameState.SEALED:
+    if int(extent.words[address.frame]) != address.generation << 8 | FrameState.SEALED:
         return "is not sealed under that generation"
-    return "" if bytes(found.keys[address.frame]).ljust(16, b"\0") == key else "holds another key"
+    return "" if bytes(extent.keys[address.frame]).ljust(16, b"\0") == key else OTHER_KEY
 
 
 def _verify_puts(folder: NodeFolder, header: Header, report: Report) -> None:
-    """What clients published and no daemon has taken in: the next start does."""
+    """Report published puts that no daemon has taken in. The next start takes them in."""
     puts = PutLog.open(folder, header.puts_id, writable=False)
     if puts is None:
         if header.puts_id:
-            report.findings.append("puts: is absent or damaged: what was published there and not taken in is lost")
+            report.findings.append("puts: is absent or damaged: puts that were not taken in are lost")
         return
     for slot in puts.waiting():
         session, count = puts.session(slot), 0
@@ -396,14 +417,14 @@ def _verify_puts(folder: NodeFolder, header: Header, report: Report) -> None:
             for _ in puts.records(slot) if session else ():
                 count += 1
         except LogDamaged as error:
-            report.findings.append(f"puts: session {session:016x}: {error}: what it published from there on is lost")
+            report.findings.append(f"puts: session {session:016x}: {error}: its later puts are lost")
         if count:
             report.repairs.append(f"puts: session {session:016x}: {count} puts are published and not taken in")
 
 
 def _verify_pages(table: ExtentTable, data: npt.NDArray[np.uint8], extent_bytes: int, report: Report) -> None:
-    """Checksums of the pages in DRAM."""
-    about, fmt = table.frame_class, table.fmt
+    """Verify the checksums of an extent in DRAM."""
+    frame_class, fmt = table.frame_class, table.fmt
     start = SEGMENT_HEAD_BYTES + table.position * extent_bytes
     stamped = table.column(fmt.info) >> np.uint64(48) & np.uint64(STAMPED)
     sums = table.rows[:, fmt.checksums].view("<u4")
@@ -411,8 +432,9 @@ def _verify_pages(table: ExtentTable, data: npt.NDArray[np.uint8], extent_bytes:
         if not stamped[frame]:
             report.unstamped += 1
             continue
-        at = start + frame * about.frame_bytes
-        page = data[at : at + about.page_bytes]
-        if len(page) != about.page_bytes or not np.array_equal(layer_sums(page, about.layers), sums[frame]):
-            report.damage(table.tier, table.extent, frame, table.key(frame), "data")
+        offset = start + frame * frame_class.frame_bytes
+        page = data[offset : offset + frame_class.page_bytes]
+        is_whole = len(page) == frame_class.page_bytes
+        if not is_whole or not np.array_equal(layer_sums(page, frame_class.layers), sums[frame]):
+            report.add_damage(table.tier, table.extent, frame, table.key(frame), "data")
         report.verified[str(table.tier)] += 1

@@ -162,11 +162,11 @@ def in_index(machine: Machine, store: Store) -> Place:
 
 
 KINDS: list[tuple[Damage, str]] = [
-    (in_page, "data does not hold"),
-    (in_record, "record does not hold"),
-    (in_nvme_page, "payload does not hold"),
-    (in_nvme_header, "header does not hold"),
-    (in_table_head, "cannot be believed"),
+    (in_page, "damaged (data)"),
+    (in_record, "damaged (record)"),
+    (in_nvme_page, "damaged (payload)"),
+    (in_nvme_header, "damaged (header)"),
+    (in_table_head, "is damaged: the extent is lost"),
     (in_index, "index"),
 ]
 
@@ -182,7 +182,7 @@ def test_damage_is_found(machine: Machine) -> None:
         before = contents_of(machine)
         found = look(machine)
         assert any(said in finding for finding in found["findings"]), found
-        if said.endswith("does not hold"):
+        if said.startswith("damaged ("):
             assert found["pages_damaged"] == 1 and key in found["findings"][0]
         assert contents_of(machine) == before
         flip_all(path, offsets)
