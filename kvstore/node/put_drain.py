@@ -83,8 +83,8 @@ def objects_event(session: int, message: Message, class_of: ClassOf, now_ns: int
     rows = control.unpack_rows(body, count, frame_class.page_tokens, count * ADDRESS_BYTES)
     start = count * (ADDRESS_BYTES + identity_bytes(frame_class.page_tokens))
     stop = start + count * ADDRESS_BYTES
-    nothing = bytes(body[start:stop]) == bytes(count * ADDRESS_BYTES)
-    replaces = [NOWHERE] * count if nothing else control.unpack_addresses(body, count, start)
+    is_all_new = bytes(body[start:stop]) == bytes(count * ADDRESS_BYTES)
+    replaces = [NOWHERE] * count if is_all_new else control.unpack_addresses(body, count, start)
     addresses = _of_class(addresses, frame_class, class_of)
     return ev.SealObjects(now_ns, session, frame_class, addresses, rows, replaces)
 
@@ -136,7 +136,7 @@ log = logging.getLogger("kvstore.node")
 
 _BUSY = int(Status.BUSY)
 _READ = boundary.RequestGuard("control/published")
-# Performed together. After one of them, others usually follow, so the log is polled.
+# Performed together. After one of them, others usually follow, so the log is polled more often.
 _BATCHED = ev.SealGranted, ev.SealObjects, ev.Publish, ev.Retract
 GROUP_PAGES = 64  # pages of a group of records; bounds the memory of its index transaction
 RETRY_S = 0.005  # between retries of records whose pages are being saved to NVMe
