@@ -67,62 +67,65 @@ class EngineConfig(DaemonConfig):
     role: Role = setting(
         Role.BOTH,
         _choice(Role),
-        "What the engine does: prefill (computes prompts for others), decode (answers) or both; it can be "
-        "changed while it runs.",
+        "What the engine does: prefill (computes prompts for other engines), decode (answers prompts), or both. The "
+        "role can be changed while the engine runs.",
         metavar="|".join(Role),
     )
-    device: str = setting("cpu", parse_text, "cpu or cuda:N.", metavar="DEVICE")
+    device: str = setting("cpu", parse_text, "The device to compute on: cpu or cuda:N.", metavar="DEVICE")
     model: str = setting(
         "",
         parse_text,
-        "A folder with config, weights and tokenizer as Hugging Face lays them out, or a preset such as tiny-llama.",
+        "A folder with config, weights and tokenizer in the format of Hugging Face, or a preset such as tiny-llama.",
         metavar="PATH|PRESET",
         default_shown="",
     )
     node: str = setting(
         "",
         parse_text,
-        "The pool's node: a name on this machine, kv://HOST:PORT; empty: the only one here; none: without a pool.",
+        "The node of the pool: a name on this machine, or kv://HOST:PORT. Empty: the only node here. none: no pool.",
         metavar="ADDRESS",
         default_shown="$KVSTORE_NODE, else the only one",
     )
     name: str = setting("engine", parse_text, "Name in logs and metrics.")
     listen: tuple[str, ...] = listen("127.0.0.1:0")
     data_port: int = setting(
-        0, parse_count, "TCP port, on the hosts of `listen`, where other engines fetch KV; 0: a free one."
+        0, parse_count, "TCP port on the hosts of `listen` from which other engines fetch KV; 0: a free port."
     )
-    page_tokens: int = setting(64, parse_count, "Tokens of a page; engines that share a pool agree on it.")
+    page_tokens: int = setting(
+        64, parse_count, "Tokens per page. Engines share pages only if they have the same value."
+    )
     arena: int = setting(GIB, parse_size, "Device memory for the KV of all requests.", metavar="SIZE")
     keep_pages: float = setting(
         1.0,
         parse_number,
-        "Share of the arena that may keep pages of requests that have ended, until frames are needed; 0: "
-        "none are kept.",
+        "The share of the arena that pages of ended requests may use until their frames are needed; 0: no pages are "
+        "kept.",
     )
     mount: str = setting(
         "auto",
         parse_text,
-        "auto: the node of this machine knows the pages that are kept, and its other processes read them; "
-        "none: not so.",
+        "auto: other processes of this machine can find and read the pages that the arena keeps; none: they cannot.",
         metavar="|".join(MOUNTS),
     )
     dtype: str = setting(
         DTYPE_AUTO,
         parse_text,
-        "Type of weights and KV: float32, bfloat16 or float16; auto: float32 on a CPU, the model's own on a GPU.",
+        "Type of weights and KV: float32, bfloat16 or float16. auto: float32 on a CPU, the model's own type on a GPU.",
         metavar="|".join((DTYPE_AUTO, *DTYPES)),
     )
-    seed: int = setting(0, parse_count, "Seed of a preset's weights: engines with the same seed have the same model.")
-    threads: int = setting(0, parse_count, "Threads that torch computes with; 0: its own choice.")
-    chunk_tokens: int = setting(512, parse_count, "Prompt tokens computed in one step at most.")
-    batch_max: int = setting(16, parse_count, "Requests decoded together at most.")
+    seed: int = setting(0, parse_count, "Seed of a preset's weights. Engines with the same seed have the same model.")
+    threads: int = setting(0, parse_count, "Number of threads that torch computes with; 0: torch chooses.")
+    chunk_tokens: int = setting(512, parse_count, "The most prompt tokens that one step computes.")
+    batch_max: int = setting(16, parse_count, "The most requests that one step decodes.")
     requests_max: int = setting(
-        256, parse_count, "Requests here at most, waiting ones among them; more are refused with a hint to retry."
+        256,
+        parse_count,
+        "The most requests, including waiting ones. More are refused with a hint when to retry.",
     )
     prefill: tuple[str, ...] = setting(
         (),
         parse_engines,
-        "Engines that a decode engine asks to compute prompts, in this order.",
+        "Engines that a decode engine asks, in this order, to compute prompts.",
         metavar="ADDRESS",
         repeats=True,
     )
@@ -132,41 +135,41 @@ class EngineConfig(DaemonConfig):
     handoff: Timing = setting(
         Timing.EAGER,
         _choice(Timing),
-        "When KV computed elsewhere is moved: eager, while it is computed; lazy, when a slot is free.",
+        "When KV of another engine is moved here: eager, while it is computed; lazy, once the answer gets its frames.",
         metavar="|".join(Timing),
     )
     source: Source = setting(
         Source.ARENA,
         _choice(Source),
-        "Where it is read: arena, the prefill engine's memory; dram, full pages out of the pool.",
+        "Where that KV is read: arena, in the prefill engine's memory; dram, full pages in the pool.",
         metavar="|".join(Source),
     )
     grain: Grain = setting(
         Grain.LAYER,
         _choice(Grain),
-        "In which pieces it moves: layer, as layers are ready; whole, after the last one.",
+        "In which pieces that KV is moved: layer, each layer when it is ready; whole, after the last layer.",
         metavar="|".join(Grain),
     )
     link: str = setting(
         "none",
         parse_text,
-        "A bound on the speed of hand-offs: none (no bound), nvlink, pcie, rdma, 10gbe, or a speed such as 1.5GB/s.",
+        "A limit on the speed of hand-offs: none, nvlink, pcie, rdma, 10gbe, or a speed such as 1.5GB/s.",
     )
     compress: str = setting(
         "none",
         parse_text,
-        "none or int8: pages are written as lossy replicas only, for requests that allow them; hand-offs likewise.",
+        "int8: pages are stored and handed over as lossy replicas, for requests that allow them; none: exact pages.",
         metavar="|".join(CODECS),
     )
-    hold_s: float = setting(30.0, parse_number, "How long a finished prefill waits to be fetched.")
-    salt: str = setting("", parse_text, "The salt of requests that name none.", default_shown="")
+    hold_s: float = setting(30.0, parse_number, "How long the KV of a finished prefill is kept until it is fetched.")
+    salt: str = setting("", parse_text, "The salt of requests without a salt.", default_shown="")
     request_s_max: float = setting(
-        3600.0, parse_number, "The longest a request may take, also where its client names no deadline."
+        3600.0, parse_number, "The longest time that a request may take, even if its client sets no deadline."
     )
     rpcs_max: int = setting(
         512, parse_count, "How many gRPC calls may run at the same time. More are refused with a hint when to retry."
     )
-    drain_s: float = setting(10.0, parse_number, "How long the engine waits at its end for requests under way.")
+    drain_s: float = setting(10.0, parse_number, "How long the engine waits for running requests when it shuts down.")
 
     @property
     def unmounted(self) -> str:

@@ -56,8 +56,8 @@ class ClusterConfig:
         "",
         parse_text,
         (
-            "The catalog of the cluster's members: memory, file:PATH or etcd://HOST:PORT,...; empty: the "
-            "daemon is in no cluster."
+            "The catalog of the cluster's members: memory, file:PATH or etcd://HOST:PORT,... Empty: the daemon is not "
+            "in a cluster."
         ),
         metavar="URL",
     )
@@ -65,12 +65,14 @@ class ClusterConfig:
         "default", parse_text, "Name of the pool in the catalog. Nodes and engines of the same pool find each other."
     )
     catalog_ttl_s: float = setting(
-        10.0, parse_number, "Seconds without a sign of life after which a daemon counts as gone."
+        10.0, parse_number, "Seconds after which a daemon that does not renew its session counts as gone."
     )
-    catalog_ca: Path | None = _file("PEM file of authorities that sign etcd's certificates; makes the connection TLS.")
+    catalog_ca: Path | None = _file(
+        "PEM file of the authorities that sign etcd's certificates. With it the connection uses TLS."
+    )
     catalog_cert: Path | None = _file("PEM file with the certificate that is presented to etcd.")
     catalog_key: Path | None = _file("PEM file with the private key of `catalog_cert`.")
-    catalog_user: str = setting("", parse_text, "User name at etcd; empty: none is sent.")
+    catalog_user: str = setting("", parse_text, "User name at etcd; empty: no name is sent.")
     catalog_password_file: Path | None = _file("File with that user's password; only its owner may read it.")
 
     def check_cluster(self) -> None:
@@ -89,15 +91,15 @@ class DaemonConfig(ClusterConfig):
     http: str | None = setting(
         None,
         parse_address_or_none,
-        "HOST:PORT of /healthz, /readyz and /metrics; none: no HTTP at all.",
+        "HOST:PORT of /healthz, /readyz and /metrics; none: no HTTP.",
         metavar="HOST:PORT",
     )
     http_hosts: tuple[str, ...] = setting(
         (),
         parse_hosts,
         (
-            "Host names that HTTP answers to, in addition to addresses, names without a dot and the "
-            "machine's own name; *: any."
+            "Host names that HTTP accepts in addition to addresses, names without a dot and the machine's own name; "
+            "*: any name."
         ),
         metavar="NAME",
         repeats=True,
@@ -109,10 +111,10 @@ class DaemonConfig(ClusterConfig):
         "PEM file of authorities. Every client must present a certificate that one of them signed."
     )
     identities: Path | None = _file(
-        "TOML file of callers, by token or certificate, and the salts of each; only its owner may read it."
+        "TOML file of callers, each with its token or certificate, and its salts. Only its owner may read the file."
     )
     log_level: str = setting("info", parse_text, "debug, info, warning or error.")
-    log_format: str = setting("text", parse_text, "text, or json: one object per line.")
+    log_format: str = setting("text", parse_text, "text, or json with one object per line.")
 
     @property
     def file_mode(self) -> int:
