@@ -1,1 +1,1 @@
-"""A node of this machine through shared memory. Reads use its files directly; only writes ask its daemon."""
+"""The client of a node on this machine. Reads use the node's shared memory and files; only writes need its daemon."""

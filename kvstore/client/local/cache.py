@@ -13,10 +13,10 @@ import numpy as np
 
 from kvstore import failpoint
 from kvstore.client.buffers import DeviceRows, Rows, any_rows, check_seconds, rows_to_fill
-from kvstore.client.local.copying import copy_proven, copy_shard, verified
+from kvstore.client.local.copying import copy_proven, copy_shard, verify_copies
 from kvstore.client.local.frame_copies import near_to_device
-from kvstore.client.local.hints import bring, name_root, tell_damaged, tell_read
-from kvstore.client.local.index_lookup import known_below, locate, stored_beyond, stored_or_published, stored_pages
+from kvstore.client.local.hints import hint_read, name_root, promote, report_damaged
+from kvstore.client.local.index_lookup import locate, pages_below, stored_beyond, stored_or_published, stored_pages
 from kvstore.client.local.lease import LocalLease
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.peer_caching import Keeping
@@ -24,7 +24,7 @@ from kvstore.client.local.peer_reads import Brought, Elsewhere, Patience
 from kvstore.client.local.put import LocalPut
 from kvstore.client.local.reader import LocalReader
 from kvstore.client.local.tier_reader import LowerReader
-from kvstore.client.local.verify_hit import copy_runs, prove, tell_reuse
+from kvstore.client.local.verify_hit import copy_runs, count_reuse, prove
 from kvstore.client.local.writer import LocalWriter
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION, HERE_ALONE, NONE_BELOW, Match
 from kvstore.client.prefix_cache import PrefixCache
@@ -135,10 +135,10 @@ class LocalCache(PrefixCache):
             if failpoint.ACTIVE:
                 failpoint.hit("client.reading")
             if timed and not now_ns % REUSE_SAMPLED:
-                tell_reuse(mapped.counters, runs, proven, now_ns)
+                count_reuse(mapped.counters, runs, proven, now_ns)
             pages, changed = copy_runs(runs, target, now_ns)
             if self._verify if verify is None else verify:
-                pages, reason = verified(mapped, runs, target, pages, reason, self.layout.layers)
+                pages, reason = verify_copies(mapped, runs, target, pages, reason, self.layout.layers)
             if changed:
                 reason = GENERATION
             if reason != GENERATION:
@@ -182,9 +182,9 @@ class LocalCache(PrefixCache):
         self._gather(keys, timeout_s)
         if mapped is not None:
             pages = stored_pages(mapped, keys, self._closed)[0]
-            if known_below(mapped, keys, pages, self._closed):  # else nothing will be stored: tell the node nothing
+            if pages_below(mapped, keys, pages, self._closed):  # else nothing will be stored: tell the node nothing
                 self._name(mapped)
-                bring(mapped, keys, self._closed, time.monotonic() + timeout_s)
+                promote(mapped, keys, self._closed, time.monotonic() + timeout_s)
                 pages = stored_pages(mapped, keys, self._closed)[0]
         return Match(pages * self._page_tokens, pages, "" if pages == len(keys) else ABSENT)
 
@@ -281,10 +281,10 @@ class LocalCache(PrefixCache):
             return 0, ABSENT
         read = reader.start(located, keys, self.frame_class, rows)
         self._name(mapped, quietly=True)
-        tell_read(mapped, read.addresses)  # while the devices are reading
+        hint_read(mapped, read.addresses)  # while the devices are reading
         pages, why = read.result(mapped.timeout_s)
         if read.damaged:
-            tell_damaged(mapped, read.damaged)
+            report_damaged(mapped, read.damaged)
         return pages, why
 
     # --- writing ----------------------------------------------------------------------------------------------------
@@ -330,7 +330,7 @@ class LocalCache(PrefixCache):
         publishes = not wait and LocalPut.may_publish(mapped)
         look = stored_or_published if publishes else stored_pages
         stored, last = look(mapped, keys, self._closed)
-        known = known_below(mapped, keys, stored, self._closed) if stored < len(rows) else ()
+        known = pages_below(mapped, keys, stored, self._closed) if stored < len(rows) else ()
         put = LocalPut(mapped, keys, self.frame_class, CHECKSUMS if checksum else 0, known, publishes)
         if stored < len(rows):
             if last is not None:

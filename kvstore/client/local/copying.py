@@ -1,7 +1,4 @@
-"""Copies proven pages out of a node's memory, and compares their checksums on request.
-
-Checksums of pages, as stored in records.
-"""
+"""Copies of proven pages out of a node's memory, with a comparison of their checksums on request."""
 
 from __future__ import annotations
 
@@ -12,7 +9,7 @@ import numpy.typing as npt
 import xxhash
 
 from kvstore.client.buffers import Rows
-from kvstore.client.local.hints import have_verified
+from kvstore.client.local.hints import request_checksums
 from kvstore.client.local.node import Mapped
 from kvstore.client.local.verify_hit import Run, copy_runs, prove
 from kvstore.client.match import CHECKSUM, ELSEWHERE, GENERATION
@@ -23,7 +20,8 @@ from kvstore.wire.data import ChainQuery
 
 
 def checksums_of(rows: npt.NDArray[np.uint8], layers: int) -> npt.NDArray[np.uint32]:
-    """Low 32 bits of xxh3_64 of each layer of each page ``[pages, page_bytes]``, as uint32 ``[pages, layers]``."""
+    """Return the checksums of pages ``[pages, page_bytes]``, in the form in which records store them: the low 32 bits
+    of the xxh3_64 of each layer, uint32 ``[pages, layers]``."""
     digest = xxhash.xxh3_64_intdigest
     parts = rows.reshape(rows.shape[0] * layers, -1)
     sums = [digest(part.data) & 0xFFFFFFFF for part in parts]
@@ -34,18 +32,21 @@ _STAMPED_BIT = np.uint64(STAMPED << 48)
 
 
 def copy_proven(mapped: Mapped, keys: Keys, rows: Rows, chain: ChainQuery, verify: bool) -> tuple[int, str]:
-    """Copy the leading pages that are in memory now into ``rows``; return how many, and why not more."""
+    """Copy the leading pages that are in DRAM now into ``rows``. Return how many, and why not more."""
     runs, _, reason = prove(mapped, keys, chain.frame_class.page_bytes, chain.closed)
     copied, changed = copy_runs(runs, rows, time.monotonic_ns())
     if verify:
-        copied, reason = verified(mapped, runs, rows, copied, reason, chain.frame_class.layers)
+        copied, reason = verify_copies(mapped, runs, rows, copied, reason, chain.frame_class.layers)
     return copied, GENERATION if changed else reason
 
 
 def copy_shard(
     mapped: Mapped, keys: Keys, shard: Shard, target: Rows, chain: ChainQuery, now_ns: int
 ) -> tuple[int, str]:
-    """As ``copy_proven``, for a shard's part of the pages. Other pages are later read whole, and counted then."""
+    """Copy a shard's part of the leading pages that are in DRAM now. Return how many pages, and why not more.
+
+    Counts the copied pages. The caller reads the others as whole pages, which counts them.
+    """
     runs, _, reason = prove(mapped, keys, chain.frame_class.page_bytes, chain.closed)
     pages, changed = copy_runs(runs, shard.unpacked(target), now_ns, shard)
     reason = GENERATION if changed else reason
@@ -53,25 +54,29 @@ def copy_shard(
     return pages, reason
 
 
-def count_in_place(mapped: Mapped, chain: ChainQuery, asked: int, pages: int, reason: str) -> None:
-    """Count a get from memory, except for pages that are then looked for elsewhere: those are counted there."""
-    goes_on = reason in ELSEWHERE and pages < asked
-    if pages or not goes_on:
-        mapped.counters.got(mapped.row(chain.frame_class), pages if goes_on else asked, pages, 0, reason)
+def count_in_place(mapped: Mapped, chain: ChainQuery, requested: int, pages: int, reason: str) -> None:
+    """Count a get of ``requested`` pages that copied ``pages`` of them from DRAM. If the caller continues elsewhere,
+    the other pages are counted there."""
+    continues = reason in ELSEWHERE and pages < requested
+    if pages or not continues:
+        mapped.counters.got(mapped.row(chain.frame_class), pages if continues else requested, pages, 0, reason)
 
 
-def verified(mapped: Mapped, runs: list[Run], target: Rows, pages: int, reason: str, layers: int) -> tuple[int, str]:
-    """Compare the copied pages with the records' checksums. The node first computes those that are missing."""
+def verify_copies(
+    mapped: Mapped, runs: list[Run], target: Rows, pages: int, reason: str, layers: int
+) -> tuple[int, str]:
+    """Compare the first ``pages`` copied pages in ``target`` with the checksums in their records. Return how many
+    leading pages are valid, and ``reason`` or CHECKSUM. The node first computes the checksums that are missing."""
     for extent, frame, page, count, _ in runs:
         count = min(count, pages - page)
         if count <= 0:
             break
         stop = frame + count
-        if not (extent.info[frame:stop] & _STAMPED_BIT).all() and not have_verified(mapped, runs):
+        if not (extent.info[frame:stop] & _STAMPED_BIT).all() and not request_checksums(mapped, runs):
             return page, CHECKSUM
-        ours = checksums_of(target[page : page + count], layers)
-        equal = (ours == extent.checksums[frame:stop]).all(axis=1)
-        if not equal.all():
-            have_verified(mapped, runs)  # so that the node finds and drops the page
-            return page + int(equal.argmin()), CHECKSUM
+        checksums = checksums_of(target[page : page + count], layers)
+        is_valid = (checksums == extent.checksums[frame:stop]).all(axis=1)
+        if not is_valid.all():
+            request_checksums(mapped, runs)  # the node then finds and drops the damaged page
+            return page + int(is_valid.argmin()), CHECKSUM
     return pages, reason

@@ -1,4 +1,4 @@
-"""Copies between a device and frames of a node's memory."""
+"""Copies between device memory and frames of a node's memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ LEASE_MS: Final = int(2000 * COPY_DEADLINE_S)
 
 
 def proven_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: ChainQuery) -> tuple[int, str]:
-    """Copy the leading pages that are in memory now; return how many, and why not more.
+    """Copy the leading pages that are in DRAM now into device memory. Return how many, and why not more.
 
     Raises:
         DeviceLost, DeadlineExceeded: see ``DeviceLink.wait``.
@@ -52,8 +52,8 @@ def proven_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: Chain
 
 
 def near_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: ChainQuery) -> tuple[int, int, str]:
-    """As ``proven_to_device``, then continue with pages in memory of local engines that the device can access. Returns
-    how many pages, how many of them from engines' memory, and why not more."""
+    """Copy the leading pages that are in DRAM, or after these in engines' memory that the device can access. Return how
+    many pages, how many of them from engines' memory, and why not more. Raises as ``proven_to_device``."""
     pages, reason = proven_to_device(node, keys, rows, chain)
     mapped = node.mapped()
     if reason not in ELSEWHERE or pages == len(keys) or mapped is None or not mapped.hbm.readable():
@@ -62,9 +62,9 @@ def near_to_device(node: LocalNode, keys: Keys, rows: DeviceRows, chain: ChainQu
     located, hbm = locate(mapped, mapped.hbm, keys, chain.closed), 0
     if located:
         hbm, reason = mapped.hbm.start_direct(located, keys, chain.frame_class, rows).result()
-    asked = hbm if reason in ELSEWHERE else len(keys)  # the others are counted where they are looked for
-    if asked:
-        mapped.counters.got(mapped.row(chain.frame_class), asked, 0, 0, reason, hbm)
+    counted = hbm if reason in ELSEWHERE else len(keys)  # pages that the caller reads elsewhere are counted there
+    if counted:
+        mapped.counters.got(mapped.row(chain.frame_class), counted, 0, 0, reason, hbm)
     return pages + hbm, hbm, reason
 
 
@@ -77,12 +77,14 @@ def to_device(
     *,
     leased: bool = True,
 ) -> tuple[int, bool]:
-    """As ``proof.copy_runs``, into device memory. If the node can be asked, the pages are leased until the copy's event
-    is over; they are compared again then.
+    """Copy proven runs into device memory. Return how many leading pages did not change during the copy, and whether
+    the next one did.
+
+    If the node answers, the pages are leased until the device has copied them.
 
     Args:
         part: the bytes of each page to copy.
-        leased: False for frames that cannot be leased yet.
+        leased: False for frames that are still being written, which cannot be leased.
 
     Raises:
         DeviceLost, DeadlineExceeded: see ``DeviceLink.wait``.
@@ -92,7 +94,7 @@ def to_device(
     link, lease = link_of(target.device), RunLease(mapped, LEASE_MS)
     if leased and mapped.header.state == DaemonState.READY:
         with contextlib.suppress(Unavailable):
-            lease.take(runs)  # pages without a lease may have changed, which the check below finds
+            lease.take(runs)  # pages that got no lease may change; the check below detects that
     try:
         pairs = []
         for extent, frame, page, count, _ in runs:
@@ -101,10 +103,10 @@ def to_device(
         link.wait(event, pairs)
         pages = 0
         for run in runs:
-            same = run.unchanged()
-            run.extent.last_use[run.frame : run.frame + same] = now_ns
-            pages += same
-            if same < run.length:
+            unchanged = run.unchanged()
+            run.extent.last_use[run.frame : run.frame + unchanged] = now_ns
+            pages += unchanged
+            if unchanged < run.length:
                 return pages, True
         return pages, False
     finally:
@@ -113,17 +115,16 @@ def to_device(
 
 
 def from_device(mapped: Mapped, rows: DeviceRows, addresses: list[Address], pool: GrantPool) -> None:
-    """Fill granted frames with the rows. Called within ``mapped.channel.copies``; returns when the copy's event is
-    over.
+    """Copy rows in device memory into granted frames, and wait for the copy. Call it within ``mapped.channel.copies``.
 
     Raises:
-        DeviceLost: the frames are given up.
+        DeviceLost: the copy failed, and the frames are forfeit.
         DeadlineExceeded: the device may still write into the frames, so they stay unused until this process has ended.
     """
     link, pairs, frames = link_of(rows.device), [], frames_of(mapped, addresses)
     for extent, frame, i, j in frames:
         pairs.append((extent.pages[frame : frame + j - i], rows[i:j]))
-        extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # not its last page's
+        extent.last_use[frame : frame + j - i] = time.monotonic_ns()  # replaces the last use of the frame's old page
     try:
         event = link.copy(pairs, [extent for extent, *_ in frames], to_device=False)
         link.wait(event, pairs)
@@ -131,25 +132,29 @@ def from_device(mapped: Mapped, rows: DeviceRows, addresses: list[Address], pool
         pool.forfeit(addresses)
         raise
     except DeadlineExceeded:
-        mapped.channel.copies.__enter__()  # never left: the session stays open, and keeps its frames
+        mapped.channel.copies.__enter__()  # without an exit, so that the session stays open and keeps its frames
         raise
 
 
 def frame_checksums(mapped: Mapped, addresses: list[Address], layers: int) -> npt.NDArray[np.uint32]:
-    """Compute the checksums of the pages in these frames."""
-    found = frames_of(mapped, addresses)
-    return np.concatenate([checksums_of(extent.pages[frame : frame + j - i], layers) for extent, frame, i, j in found])
+    """Return the checksums of the pages in these frames, uint32 ``[pages, layers]``. Raises as ``frames_of``."""
+    frames = frames_of(mapped, addresses)
+    return np.concatenate([checksums_of(extent.pages[frame : frame + j - i], layers) for extent, frame, i, j in frames])
 
 
 def frames_of(mapped: Mapped, addresses: list[Address]) -> list[tuple[MappedExtent, int, int, int]]:
-    """As ``frame_runs``, with the mapped extents. Raises NodeUnavailable if one is gone."""
-    found = []
+    """Return ``(mapped extent, first frame, i, j)`` for each run ``addresses[i:j]`` of consecutive frames.
+
+    Raises:
+        NodeUnavailable: an extent does not exist any more, because the node was recreated.
+    """
+    frames = []
     for number, frame, i, j in frame_runs(addresses):
         extent = mapped.dram.extent(number)
         if extent is None:
             raise NodeUnavailable(f"extent {number} is gone: the node was recreated")
-        found.append((extent, frame, i, j))
-    return found
+        frames.append((extent, frame, i, j))
+    return frames
 
 
 def frame_runs(addresses: list[Address]) -> list[tuple[int, int, int, int]]:
@@ -161,8 +166,8 @@ def frame_runs(addresses: list[Address]) -> list[tuple[int, int, int, int]]:
         return [(first.extent, first.frame, 0, count)]
     runs, start = [], 0
     for i in range(1, count + 1):
-        before = addresses[i - 1]
-        if i == count or addresses[i].extent != before.extent or addresses[i].frame != before.frame + 1:
-            runs.append((before.extent, addresses[start].frame, start, i))
+        previous = addresses[i - 1]
+        if i == count or addresses[i].extent != previous.extent or addresses[i].frame != previous.frame + 1:
+            runs.append((previous.extent, addresses[start].frame, start, i))
             start = i
     return runs

@@ -1,6 +1,9 @@
-"""Requests and hints about pages to the local node: bring to DRAM, was read, is damaged, verify.
+"""Requests and hints to the local node: promote pages to DRAM, a page was read, a page is damaged, verify pages.
 
-Tells the node which tenant the pages of a root belong to, so that it can count them per tenant.
+A request waits for its reply. A hint is sent only if that needs no waiting, and gets no reply. A node that is silent
+gets no hints for a while, so that reads never wait for a daemon that is down.
+
+The module also sends the node the tenant and layout of each root, so that it can count pages per tenant.
 """
 
 from __future__ import annotations
@@ -25,49 +28,55 @@ from kvstore.shm.index import IndexDamaged
 from kvstore.wire.control import BATCH_MAX, HINT, NO_REPLY, Op, pack_json, unpack_json
 
 PAUSE_MIN_S, PAUSE_MAX_S = 0.002, 0.02  # between two checks whether pages have arrived
-# Hints are not sent to a node without a heartbeat for this long, nor for this long after one that it did not accept: a
-# read must never wait for a daemon that is down.
+# A node gets no hints if its last heartbeat is older than this, nor for this time after a hint that it did not accept.
 SILENT_NS: Final = 2_000_000_000
-_SCRUB_S: Final = 1.0
-_INDEXED_S: Final = 1.0
-_ASK_S_MIN: Final = 0.2  # minimum wait for an answer, even close to the deadline
+_SCRUB_S: Final = 1.0  # longest wait for the check of a damaged page
+_INDEX_S: Final = 1.0  # longest time from the end of a save until the index shows it
+_REPLY_S_MIN: Final = 0.2  # shortest wait for a reply, even close to the deadline
 
 
-def bring(mapped: Mapped, keys: Keys, closed: bool, deadline: float) -> None:
-    """Ask the node to bring to DRAM those leading pages that only lower tiers have.
+def promote(mapped: Mapped, keys: Keys, closed: bool, deadline: float) -> None:
+    """Ask the node to promote the leading pages of ``keys`` that are only in lower tiers to DRAM, and wait for it.
 
-    Returns when that is done or refused, or at ``deadline`` (``time.monotonic``). The index then shows what is in DRAM.
+    Returns when the node has promoted them or refuses, or at ``deadline`` (``time.monotonic``). Afterwards the index
+    shows which pages are in DRAM.
 
     Raises:
         NodeUnavailable, DeadlineExceeded: the node did not answer in time.
     """
     rest = keys[stored_pages(mapped, keys, closed)[0] :]
-    for reader in reversed(list(mapped.lower.values())):  # a page comes up tier by tier
-        for part in _parts(b"".join(locate(mapped, reader, rest, closed))):
+    for reader in reversed(list(mapped.lower.values())):  # a page is promoted one tier at a time
+        for part in _request_parts(b"".join(locate(mapped, reader, rest, closed))):
             pause_s = PAUSE_MIN_S
-            while (status := _ordered(mapped, part, deadline)) == Status.BUSY and time.monotonic() < deadline:
+            while (status := _request_promotion(mapped, part, deadline)) == Status.BUSY and time.monotonic() < deadline:
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, PAUSE_MAX_S)
             if status != Status.OK:
                 return
 
 
-def await_saved(mapped: Mapped, hashes: list[bytes], addresses: npt.NDArray[np.void], deadline: float) -> int:
-    """Wait until these pages, which the node is saving from these reserved frames, are stored in either tier or will
-    not be, or until ``deadline`` (``time.monotonic``). Returns how many are stored.
+def wait_for_saves(mapped: Mapped, hashes: list[bytes], addresses: npt.NDArray[np.void], deadline: float) -> int:
+    """Wait for pages that the node is saving to lower tiers, and return how many are stored.
+
+    The wait ends when all pages are stored, soon after no save is in progress, or at ``deadline``
+    (``time.monotonic``).
+
+    Args:
+        hashes: the keys of the pages.
+        addresses: the reserved frames from which the node saves the pages.
     """
     pause_s = PAUSE_MIN_S
     while True:
-        late = time.monotonic() >= deadline
+        is_late = time.monotonic() >= deadline
         if not any(_is_reserved(mapped, *address) for address in addresses.tolist()):
-            # No save is in progress any more. The index is updated after the records.
-            deadline = min(deadline, time.monotonic() + _INDEXED_S)
+            # No save is in progress any more. The node updates the index after the records.
+            deadline = min(deadline, time.monotonic() + _INDEX_S)
         try:
-            found = zip(*(mapped.index.find_many(each.tier, hashes) for each in mapped.tiers), strict=True)
-            stored = sum(any(tiers) for tiers in found)
+            entries = zip(*(mapped.index.find_many(reader.tier, hashes) for reader in mapped.tiers), strict=True)
+            stored = sum(any(page_entries) for page_entries in entries)
         except IndexDamaged:
             stored = 0
-        if stored == len(hashes) or late:
+        if stored == len(hashes) or is_late:
             return stored
         time.sleep(pause_s)
         pause_s = min(2 * pause_s, PAUSE_MAX_S)
@@ -78,38 +87,44 @@ def _is_reserved(mapped: Mapped, number: int, frame: int, generation: int) -> bo
     return extent is not None and int(extent.words[frame]) == word_of(generation, FrameState.RESERVED)
 
 
-def wish(mapped: Mapped, keys: Keys, closed: bool) -> None:
-    """As ``bring``, as a hint: does not wait and raises nothing."""
+def hint_promote(mapped: Mapped, keys: Keys, closed: bool) -> None:
+    """Send the hint that these pages should be promoted to DRAM. Does not wait, and raises nothing."""
     for reader in reversed(list(mapped.lower.values())):
-        for part in _parts(b"".join(locate(mapped, reader, keys, closed))):
-            _tell(mapped, Op.PREFETCH, part, 0)
+        for part in _request_parts(b"".join(locate(mapped, reader, keys, closed))):
+            _send_hint(mapped, Op.PREFETCH, part, 0)
 
 
-def tell_read(mapped: Mapped, addresses: bytes) -> None:
-    """Tell the node that these pages were read from a lower tier, so that it can promote them. Raises nothing."""
-    for part in _parts(addresses):
-        _tell(mapped, Op.PREFETCH, part, HINT)
+def hint_read(mapped: Mapped, addresses: bytes) -> None:
+    """Send the hint that these pages were read from a lower tier, after which the node may promote them. Does not wait,
+    and raises nothing."""
+    for part in _request_parts(addresses):
+        _send_hint(mapped, Op.PREFETCH, part, HINT)
 
 
-def wish_shown(mapped: Mapped, key: bytes, looked: bytes) -> bytes:
-    """Ask the node to take in published pages, if the page of that key is among them. Does not wait and raises nothing.
-    Returns the new ``looked`` position for the next call, so that nothing is asked twice."""
-    waits, looked = mapped.published.waits(key, looked)
+def hint_drain(mapped: Mapped, key: bytes, positions: bytes) -> bytes:
+    """Send the hint to take in published pages, if the page of ``key`` is one of them. Does not wait, and raises
+    nothing.
+
+    Args:
+        positions: the result of the last call, or b"". If the log has not changed since, no hint is sent.
+    """
+    waits, positions = mapped.published.waits(key, positions)
     if waits:
-        _tell(mapped, Op.DRAIN, b"", 0)
-    return looked
+        _send_hint(mapped, Op.DRAIN, b"", 0)
+    return positions
 
 
-def tell_damaged(mapped: Mapped, address: bytes) -> None:
-    """Ask the node to check a page whose bytes are invalid; it drops damaged pages. Raises nothing."""
-    if heard_from(mapped):
+def report_damaged(mapped: Mapped, address: bytes) -> None:
+    """Ask the node to check a page whose bytes are invalid, and wait for it. The node drops a damaged page. Raises
+    nothing."""
+    if accepts_hints(mapped):
         with contextlib.suppress(Unavailable, InvalidRequest):
             mapped.channel.request(Op.SCRUB, count=1, body=(address,), timeout_s=_SCRUB_S).result()
 
 
-def have_verified(mapped: Mapped, runs: list[Run]) -> bool:
-    """Ask the node to verify these DRAM pages and record their checksums. Returns False if it cannot now, or if some
-    are invalid."""
+def request_checksums(mapped: Mapped, runs: list[Run]) -> bool:
+    """Ask the node to verify these DRAM pages and record their checksums. Return False if the node does not answer, or
+    if a page is invalid."""
     try:
         for part in address_parts(runs):
             count = len(part) // ADDRESS_BYTES
@@ -121,11 +136,11 @@ def have_verified(mapped: Mapped, runs: list[Run]) -> bool:
     return True
 
 
-def _ordered(mapped: Mapped, part: bytes, deadline: float) -> int:
-    """Return the state of these pages: BUSY while one is being moved; then OK, or why the first missing page is
-    missing."""
+def _request_promotion(mapped: Mapped, part: bytes, deadline: float) -> int:
+    """Ask the node to promote the pages at these addresses, and return their status. The status is BUSY while a page is
+    being promoted, OK when all are promoted, and otherwise the reason why the first missing page cannot be."""
     count = len(part) // ADDRESS_BYTES
-    timeout_s = max(_ASK_S_MIN, deadline - time.monotonic())
+    timeout_s = max(_REPLY_S_MIN, deadline - time.monotonic())
     message = mapped.exchange(Op.PREFETCH, count=count, a=1, body=(part,), timeout_s=timeout_s)
     statuses = bytes(message.body[:count])
     if message.op == Status.BUSY or Status.BUSY in statuses:
@@ -133,30 +148,31 @@ def _ordered(mapped: Mapped, part: bytes, deadline: float) -> int:
     return next((status for status in statuses if status != Status.OK), Status.OK)
 
 
-def _tell(mapped: Mapped, op: Op, part: bytes, flags: int) -> None:
-    """Send a hint if it can be sent at once; otherwise send none for a while."""
-    if heard_from(mapped):
+def _send_hint(mapped: Mapped, op: Op, part: bytes, flags: int) -> None:
+    """Send a hint if that needs no waiting. Otherwise send no hints for ``SILENT_NS``."""
+    if accepts_hints(mapped):
         count = len(part) // ADDRESS_BYTES
         try:
             mapped.channel.request(op, count=count, flags=NO_REPLY | flags, body=(part,), timeout_s=0.0)
         except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
-            mapped.tell_ns = time.monotonic_ns() + SILENT_NS
+            mapped.no_hints_until_ns = time.monotonic_ns() + SILENT_NS
 
 
-def heard_from(mapped: Mapped) -> bool:
+def accepts_hints(mapped: Mapped) -> bool:
     """Return whether the node had a recent heartbeat, and accepted the last hint."""
-    now_ns, heartbeat_ns = time.monotonic_ns(), mapped.header.heartbeat_ns  # 0: it is just starting
-    return now_ns >= mapped.tell_ns and (not heartbeat_ns or now_ns - heartbeat_ns < SILENT_NS)
+    now_ns, heartbeat_ns = time.monotonic_ns(), mapped.header.heartbeat_ns  # 0: the node is just starting
+    return now_ns >= mapped.no_hints_until_ns and (not heartbeat_ns or now_ns - heartbeat_ns < SILENT_NS)
 
 
-def _parts(raw: bytes) -> Iterator[bytes]:
+def _request_parts(raw: bytes) -> Iterator[bytes]:
+    """Split concatenated addresses into the parts of several requests."""
     step = BATCH_MAX * ADDRESS_BYTES
     return (raw[start : start + step] for start in range(0, len(raw), step))
 
 
-LAYOUT_BYTES_MAX = 4096  # of a layout as JSON: bounds what the node remembers
-NAMED_MAX = 1 << 14  # named roots that a client remembers; naming a root again is harmless
-_QUIETLY = b"?"
+LAYOUT_BYTES_MAX = 4096  # longest layout (as JSON) that is sent, which bounds the memory that the node needs for names
+NAMED_MAX = 1 << 14  # named roots that a client remembers; naming a root twice does no harm
+_AS_HINT = b"?"  # suffix of a root that was named by a hint only
 
 
 def name_root(
@@ -165,45 +181,48 @@ def name_root(
     layout: Layout,
     salt: str,
     adapter: str,
-    quietly: bool = False,
+    as_hint: bool = False,
     timeout_s: float | None = None,
 ) -> None:
-    """Tell a node the tenant and layout of a root, once, and again if the node has forgotten names since
-    (``Header.names_forgotten``). With the layout, an operator can name prompts without knowing it.
+    """Send the node the tenant and layout of a root, unless it was sent before. It is sent again if the node has
+    forgotten names since (``Header.names_forgotten``). An operator can then name prompts without knowing the layout.
 
-    ``quietly``: only if it can be sent without waiting for the node; a later write sends it again.
+    Args:
+        as_hint: send it only if that needs no waiting. A later write sends it again, since the hint may be lost.
     """
-    if _is_news(mapped, root, quietly):
-        about = {"fingerprint": layout.fingerprint.hex(), "model": layout.model, "salt": salt, "adapter": adapter}
-        whole = asdict(layout)
-        more = {"layout": whole} if len(pack_json(whole)) <= LAYOUT_BYTES_MAX else {}
-        _say(mapped, root, {**about, **more}, quietly, timeout_s)
+    if _must_name(mapped, root, as_hint):
+        name = {"fingerprint": layout.fingerprint.hex(), "model": layout.model, "salt": salt, "adapter": adapter}
+        fields = asdict(layout)
+        layout_entry = {"layout": fields} if len(pack_json(fields)) <= LAYOUT_BYTES_MAX else {}
+        _send_name(mapped, root, {**name, **layout_entry}, as_hint, timeout_s)
 
 
-def name_objects(mapped: Mapped, root: bytes, salt: str, quietly: bool = False, timeout_s: float | None = None) -> None:
-    """As ``name_root``, for the root of a tenant's objects."""
-    if _is_news(mapped, root, quietly):
-        _say(mapped, root, {"salt": salt, "objects": True}, quietly, timeout_s)
+def name_objects(mapped: Mapped, root: bytes, salt: str, as_hint: bool = False, timeout_s: float | None = None) -> None:
+    """Send the node the tenant of a root of objects, under the same conditions as ``name_root``."""
+    if _must_name(mapped, root, as_hint):
+        _send_name(mapped, root, {"salt": salt, "objects": True}, as_hint, timeout_s)
 
 
-def _is_news(mapped: Mapped, root: bytes, quietly: bool) -> bool:
+def _must_name(mapped: Mapped, root: bytes, as_hint: bool) -> bool:
     named, forgotten = mapped.named, mapped.header.names_forgotten
-    if named.get(root) == forgotten or (quietly and named.get(root + _QUIETLY) == forgotten):
+    if named.get(root) == forgotten or (as_hint and named.get(root + _AS_HINT) == forgotten):
         return False
-    return not quietly or heard_from(mapped)
+    return not as_hint or accepts_hints(mapped)
 
 
-def _say(mapped: Mapped, root: bytes, about: dict[str, Any], quietly: bool, timeout_s: float | None = None) -> None:
-    body = (pack_json({"call": "root", "root": root.hex(), **about}),)
-    forgotten = mapped.header.names_forgotten  # read first: a name forgotten after this is sent again
+def _send_name(
+    mapped: Mapped, root: bytes, name: dict[str, Any], as_hint: bool, timeout_s: float | None = None
+) -> None:
+    body = (pack_json({"call": "root", "root": root.hex(), **name}),)
+    forgotten = mapped.header.names_forgotten  # read before the request, so a name forgotten after it is sent again
     if len(mapped.named) >= NAMED_MAX:
         mapped.named.clear()
-        mapped.limited.clear()  # each is added with a name, and writers send a cleared name again
-    if quietly:
+        mapped.limited.clear()  # a root is added together with its name, which the next write sends again
+    if as_hint:
         with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
             mapped.channel.request(Op.ADMIN, flags=NO_REPLY, body=body, timeout_s=0.0)
-            mapped.named[root + _QUIETLY] = forgotten  # the node may not have received it
+            mapped.named[root + _AS_HINT] = forgotten
     else:
-        said = unpack_json(mapped.exchange(Op.ADMIN, body=body, timeout_s=timeout_s).body)
-        (mapped.limited.add if said.get("limited") else mapped.limited.discard)(root)
+        reply = unpack_json(mapped.exchange(Op.ADMIN, body=body, timeout_s=timeout_s).body)
+        (mapped.limited.add if reply.get("limited") else mapped.limited.discard)(root)
         mapped.named[root] = forgotten

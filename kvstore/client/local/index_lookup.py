@@ -1,11 +1,14 @@
-"""Counts the stored leading pages of a chain from the index and the records, without proving them.
+"""Functions that count the stored leading pages of a chain, from the index and the records, without proving them.
 
-The index has only keys, and a key can be forged: tokens of one root that give the key of another root's page. So the
-root of the last page found is compared with the requested root. Under prefix closure all pages before it have the same
-root, so one check is enough; if it differs, every page is checked.
+The index has only keys, and a key can be forged: someone may construct tokens of one root that give the key of another
+root's page. So the root in the record of the last page is compared with the requested root. Under prefix closure all
+pages before it have the same root, so one comparison is enough. If the roots differ, every page is checked.
 
-    ours     A B C D              the index names A B C and X, another tenant's page that has D's key:
-    stored   A B C + X            X has another root, so A, B, C are checked, and three pages are stored
+    requested    A B C D          the index lists A, B, C and X, a page of another tenant that has D's key
+    stored       A B C X          X has another root, so A, B and C are checked, and three pages are stored
+
+All results are hints, since a page may be evicted at any moment. A damaged index counts as empty: the daemon rebuilds
+it under a new epoch.
 """
 
 from __future__ import annotations
@@ -22,78 +25,91 @@ from kvstore.shm.header import Header
 from kvstore.shm.index import Index, IndexDamaged
 
 _EPOCH, _INCARNATION, _MOUNTS = Header.epoch.position, Header.incarnation.position, Header.mounts.position
-LOOKS = 8  # reads of the index while the node is taking in what was published
+INDEX_READS_MAX = 8  # reads of the index while the node is taking in published pages
 
 RootAt = Callable[[bytes], bytes | None]
-"""Returns the root of the page at a raw address, as its record says now; None if there is no such record."""
+"""Returns the root in the record at a raw address; None if there is no such record."""
+
+LastPage = tuple[int, bytes | None]
+"""A number of leading pages, and the raw address of the last one (None if there are none)."""
 
 
-def named_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int, bytes | None]:
-    """Return how many leading keys the index names in memory, regardless of their root, and the raw address of the last
-    one.
+def indexed_pages(mapped: Mapped, hashes: list[bytes], closed: bool) -> LastPage:
+    """Return how many leading keys the index lists in DRAM, whatever their roots are. If it does not list all,
+    published pages are waited for, and count too.
 
-    ``closed``: chains are prefix-closed in the index, so a binary search is enough.
+    Args:
+        closed: chains are prefix-closed in the index, so a binary search is enough.
     """
     seen = mapped.published.seen
-    found = _named(mapped, hashes, closed)
-    if found[0] == len(hashes) or (mapped.published.rests(seen) and mapped.words[_EPOCH] == mapped.epoch):
-        return found
-    return _looked_for(mapped, hashes, closed, seen, found)
+    pages = _search_index(mapped, hashes, closed)
+    if pages[0] == len(hashes) or (mapped.published.rests(seen) and mapped.words[_EPOCH] == mapped.epoch):
+        return pages
+    return _search_published(mapped, hashes, closed, seen, pages)
 
 
-def _looked_for(
-    mapped: Mapped, hashes: list[bytes], closed: bool, seen: bytes | None, found: tuple[int, bytes | None]
-) -> tuple[int, bytes | None]:
-    """As ``named_pages``, counting published pages too, after the index did not have all. ``seen``: log positions
-    before that."""
-    for _ in range(LOOKS):
-        if found[0] == len(hashes) or seen is None:
+def _search_published(
+    mapped: Mapped, hashes: list[bytes], closed: bool, seen: bytes | None, pages: LastPage
+) -> LastPage:
+    """Continue ``indexed_pages`` with published pages, while the node takes them in.
+
+    Args:
+        seen: the positions of the log before the index was read.
+        pages: the result of reading the index.
+    """
+    for _ in range(INDEX_READS_MAX):
+        if pages[0] == len(hashes) or seen is None:
             break
-        seen = _look(mapped, partial(_missed, mapped, hashes, found[0], closed), seen)
+        seen = _take_in(mapped, partial(_missing_keys, mapped, hashes, pages[0], closed), seen)
         if seen is not None:
-            found = _named(mapped, hashes, closed)
-    return found
+            pages = _search_index(mapped, hashes, closed)
+    return pages
 
 
-def _look(mapped: Mapped, missed: Callable[[], list[bytes]], seen: bytes) -> bytes | None:
-    """As ``Published.look``; also follow the node to a new index, which alone may have the pages taken in since."""
-    now = mapped.published.look(missed, seen, mapped.channel)
-    return mapped.published.seen if follow(mapped) else now
+def _take_in(mapped: Mapped, missing_keys: Callable[[], list[bytes]], seen: bytes) -> bytes | None:
+    """Call ``Published.look``, and then open the node's new index if there is one: only it may list the pages that the
+    node has taken in. Return None if the misses are final."""
+    positions = mapped.published.look(missing_keys, seen, mapped.channel)
+    return mapped.published.seen if reopen_index(mapped) else positions
 
 
 def find_published(mapped: Mapped, hashes: list[bytes]) -> list[bytes | None]:
-    """Return the raw address of each of these keys in DRAM, None where it is not there; the keys are of no chain.
+    """Return the raw address of each key in DRAM; None for a key that is not there. The keys need not form a chain.
 
-    Published pages count: the node is asked to take them in first. Raises IndexDamaged.
+    Published pages count: if the index does not list a key, the node is asked to take in published pages first.
+
+    Raises:
+        IndexDamaged: the index cannot be read.
     """
     published, tier = mapped.published, mapped.dram.tier
     seen: bytes | None = 2 * published.drained
-    found = mapped.index.find_many(tier, hashes)
-    for _ in range(LOOKS):
-        if None not in found or seen is None or (published.rests(seen) and mapped.words[_EPOCH] == mapped.epoch):
+    raws = mapped.index.find_many(tier, hashes)
+    for _ in range(INDEX_READS_MAX):
+        if None not in raws or seen is None or (published.rests(seen) and mapped.words[_EPOCH] == mapped.epoch):
             break
-        missing = [key for key, raw in zip(hashes, found, strict=True) if raw is None]
-        seen = _look(mapped, partial(list, missing), seen)
+        missing = [key for key, raw in zip(hashes, raws, strict=True) if raw is None]
+        seen = _take_in(mapped, partial(list, missing), seen)
         if seen is not None:
-            found = mapped.index.find_many(tier, hashes)
-    return found
+            raws = mapped.index.find_many(tier, hashes)
+    return raws
 
 
-def _missed(mapped: Mapped, hashes: list[bytes], pages: int, closed: bool) -> list[bytes]:
-    """Return the first key that memory does not have, and the first that no tier has: published pages may begin at
-    either. ``pages``: the number of leading pages in memory."""
-    rest, more = hashes[pages:], 0
-    with contextlib.suppress(IndexDamaged):  # the daemon will rebuild it under a new epoch
+def _missing_keys(mapped: Mapped, hashes: list[bytes], pages: int, closed: bool) -> list[bytes]:
+    """Return the first key that is not in DRAM, and the first key that is in no tier. Published pages may begin at
+    either. ``pages``: the number of leading pages in DRAM."""
+    rest, below = hashes[pages:], 0
+    with contextlib.suppress(IndexDamaged):
         if closed:
-            more = max((mapped.index.longest(tier, rest)[0] for tier in mapped.lower), default=0)
+            below = max((mapped.index.longest(tier, rest)[0] for tier in mapped.lower), default=0)
         elif mapped.lower:
-            found = zip(*(mapped.index.find_many(reader.tier, rest) for reader in mapped.tiers), strict=True)
-            more = next((page for page, raws in enumerate(found) if not any(raws)), len(rest))
-    return [rest[page] for page in {0, more} if page < len(rest)]
+            entries = zip(*(mapped.index.find_many(reader.tier, rest) for reader in mapped.tiers), strict=True)
+            below = next((page for page, raws in enumerate(entries) if not any(raws)), len(rest))
+    return [rest[page] for page in {0, below} if page < len(rest)]
 
 
-def follow(mapped: Mapped) -> bool:
-    """Reopen the index if the node has recreated it. Returns True if so; missed keys must then be looked up again."""
+def reopen_index(mapped: Mapped) -> bool:
+    """Open the node's new index if the node has recreated it. Return True if so: keys that the old index did not list
+    must be looked up again."""
     epoch = mapped.words[_EPOCH]
     if epoch == mapped.epoch or mapped.words[_INCARNATION] != mapped.incarnation:
         return False
@@ -104,170 +120,181 @@ def follow(mapped: Mapped) -> bool:
     return True
 
 
-def _named(mapped: Mapped, hashes: list[bytes], closed: bool) -> tuple[int, bytes | None]:
+def _search_index(mapped: Mapped, hashes: list[bytes], closed: bool) -> LastPage:
+    """Return how many leading keys the index lists in DRAM."""
     try:
         if closed:
             return mapped.index.longest(mapped.dram.tier, hashes)
-        found = mapped.index.find_many(mapped.dram.tier, hashes)
+        raws = mapped.index.find_many(mapped.dram.tier, hashes)
     except IndexDamaged:
-        return 0, None  # the daemon will rebuild it under a new epoch
-    count = found.index(None) if None in found else len(found)
-    return count, found[count - 1] if count else None
+        return 0, None
+    count = raws.index(None) if None in raws else len(raws)
+    return count, raws[count - 1] if count else None
 
 
-def stored_pages(mapped: Mapped, keys: Keys, closed: bool) -> tuple[int, bytes | None]:
-    """Return how many leading pages of ``keys`` are in memory, and the raw address of the last one. A hint."""
-    return _ours_of(mapped, keys, named_pages(mapped, keys.hashes, closed), closed)
+def stored_pages(mapped: Mapped, keys: Keys, closed: bool) -> LastPage:
+    """Return how many leading pages of ``keys`` are in DRAM."""
+    return _check_root(mapped, keys, indexed_pages(mapped, keys.hashes, closed), closed)
 
 
-def _ours_of(mapped: Mapped, keys: Keys, named: tuple[int, bytes | None], closed: bool) -> tuple[int, bytes | None]:
-    """Return those of the pages ``named`` by the index that have the keys' root."""
-    count, last = named
+def _check_root(mapped: Mapped, keys: Keys, pages: LastPage, closed: bool) -> LastPage:
+    """Reduce pages that the index lists to the leading ones that have the root of ``keys``."""
+    count, last = pages
     if last is None or (closed and mapped.dram.root_at(last) in (None, keys.root)):
         return count, last
     try:
-        found = mapped.index.find_many(mapped.dram.tier, keys.hashes[:count])
+        raws = mapped.index.find_many(mapped.dram.tier, keys.hashes[:count])
     except IndexDamaged:
         return 0, None
-    ours = _ours(found, keys.root, mapped.dram.root_at)
-    return len(ours), ours[-1] if ours else None
+    leading = _leading_with_root(raws, keys.root, mapped.dram.root_at)
+    return len(leading), leading[-1] if leading else None
 
 
-def stored_or_published(mapped: Mapped, keys: Keys, closed: bool) -> tuple[int, bytes | None]:
-    """As ``stored_pages``, for a put: pages that this session has published count even if the node has not taken them
-    in."""
+def stored_or_published(mapped: Mapped, keys: Keys, closed: bool) -> LastPage:
+    """Return how many leading pages of ``keys`` a put need not store: those in DRAM, and those that this session has
+    published, even if the node has not taken them in."""
     publisher, published, hashes = mapped.channel.publisher, mapped.published, keys.hashes
-    for _ in range(LOOKS):
+    for _ in range(INDEX_READS_MAX):
         if publisher is None:
             break
-        before = published.drained
-        stored, last = _ours_of(mapped, keys, _named(mapped, hashes, closed), closed)
+        drained = published.drained
+        stored, last = _check_root(mapped, keys, _search_index(mapped, hashes, closed), closed)
         if stored == len(hashes):
             return stored, last
-        more = publisher.leading(hashes, stored)
-        others = not more and published.elsewhere(hashes[stored], publisher.slot)
-        if published.drained == before and not follow(mapped):  # else some pages may have been in neither
-            if not others:
-                return stored + more, last
+        own = publisher.leading(hashes, stored)
+        is_other = not own and published.elsewhere(hashes[stored], publisher.slot)
+        # If the node took pages in meanwhile, a page may have been missed in both the index and the log: try again.
+        if published.drained == drained and not reopen_index(mapped):
+            if not is_other:
+                return stored + own, last
             break
     return stored_pages(mapped, keys, closed)
 
 
 def stored_beyond(
-    mapped: Mapped, keys: Keys, mapped_pages: int, closed: bool, readable: bool = False
+    mapped: Mapped, keys: Keys, dram_pages: int, closed: bool, readable: bool = False
 ) -> tuple[int, dict[Tier, int]]:
-    """Return how many leading pages are in any tier, and how many of them only in each lower tier, given that the first
-    ``mapped_pages`` are in memory and the next is not. ``readable``: count only tiers that this process may read.
+    """Return how many leading pages are in any tier, and how many of them each lower tier adds.
+
+    Args:
+        dram_pages: the number of leading pages in DRAM. The next page is not in DRAM.
+        readable: count only tiers that this process can read.
     """
-    pages = mapped_pages
+    pages = dram_pages
     below: dict[Tier, int] = {}
-    readers = mapped.below if mapped.words[_MOUNTS] else mapped.lower  # usually nothing is mounted, which saves a call
+    readers = mapped.below if mapped.words[_MOUNTS] else mapped.lower  # avoids a call, since mounts are rare
     if closed:
         for tier, reader in readers.items():
-            more = _leading(mapped, reader, keys, pages)
+            more = _leading_pages(mapped, reader, keys, pages)
             if more and (not readable or reader.readable()):
                 pages, below[tier] = pages + more, more
         return pages, below
-    known = {tier: _known(mapped, reader, keys, pages) for tier, reader in readers.items()}
-    known = {tier: them for tier, them in known.items() if them and (not readable or readers[tier].readable())}
+    pages_by_tier = {tier: _tier_pages(mapped, reader, keys, pages) for tier, reader in readers.items()}
+    pages_by_tier = {
+        tier: tier_pages
+        for tier, tier_pages in pages_by_tier.items()
+        if tier_pages and (not readable or readers[tier].readable())
+    }
     try:
-        found = mapped.index.find_many(mapped.dram.tier, keys.hashes[pages:]) if known else []
+        raws = mapped.index.find_many(mapped.dram.tier, keys.hashes[pages:]) if pages_by_tier else []
     except IndexDamaged:
         return pages, {}
-    for raw in found:
+    for raw in raws:
         if raw is None or mapped.dram.root_at(raw) not in (None, keys.root):
-            having = [tier for tier, them in known.items() if pages in them]
-            if not having:
+            tiers = [tier for tier, tier_pages in pages_by_tier.items() if pages in tier_pages]
+            if not tiers:
                 break
-            below[having[0]] = below.get(having[0], 0) + 1
+            below[tiers[0]] = below.get(tiers[0], 0) + 1
         pages += 1
     return pages, below
 
 
-def known_below(mapped: Mapped, keys: Keys, start: int, closed: bool) -> Collection[int]:
-    """Return which pages from ``start`` on are in a lower tier of the node, even if others have them too."""
+def pages_below(mapped: Mapped, keys: Keys, start: int, closed: bool) -> Collection[int]:
+    """Return the pages from ``start`` on that are in a lower tier of the node, whether or not other tiers have them."""
     readers = mapped.lower.values()
     if closed:
-        return range(start, start + max((_leading(mapped, reader, keys, start) for reader in readers), default=0))
-    return set[int]().union(*(_known(mapped, reader, keys, start) for reader in readers))
+        return range(start, start + max((_leading_pages(mapped, reader, keys, start) for reader in readers), default=0))
+    return set[int]().union(*(_tier_pages(mapped, reader, keys, start) for reader in readers))
 
 
 def tiers_by_page(mapped: Mapped, keys: Keys, closed: bool) -> dict[int, Tier]:
-    """Return a tier for each page that the node has. A hint."""
+    """Return a tier for each page that the node has, by page."""
     pages = stored_pages(mapped, keys, closed)[0]
-    found = dict.fromkeys(range(pages), mapped.dram.tier)
+    tiers = dict.fromkeys(range(pages), mapped.dram.tier)
     if closed:
         for tier, more in stored_beyond(mapped, keys, pages, closed)[1].items():
-            found |= dict.fromkeys(range(len(found), len(found) + more), tier)
-        return found
+            tiers |= dict.fromkeys(range(len(tiers), len(tiers) + more), tier)
+        return tiers
     root_at, root = mapped.dram.root_at, keys.root
     with contextlib.suppress(IndexDamaged):
         raws = mapped.index.find_many(mapped.dram.tier, keys.hashes)
-        found |= {
+        tiers |= {
             page: mapped.dram.tier for page, raw in enumerate(raws) if raw is not None and root_at(raw) in (None, root)
         }
     for tier, reader in mapped.below.items():
-        found = dict.fromkeys(_known(mapped, reader, keys, 0), tier) | found
-    return found
+        tiers = dict.fromkeys(_tier_pages(mapped, reader, keys, 0), tier) | tiers
+    return tiers
 
 
 def first_unstored(mapped: Mapped, keys: Keys, closed: bool) -> int:
-    """Return the first page that no tier of the node has, ignoring mounted memory; ``len(keys)`` if all are stored."""
+    """Return the first page that is in no tier of the node, not counting mounted memory; ``len(keys)`` if all are
+    stored."""
     start = stored_pages(mapped, keys, closed)[0]
     try:
-        found = mapped.index.find_many(mapped.dram.tier, keys.hashes[start:])
+        raws = mapped.index.find_many(mapped.dram.tier, keys.hashes[start:])
     except IndexDamaged:
         return len(keys)
-    below = known_below(mapped, keys, start, closed)
-    return next((page for page, raw in enumerate(found, start) if raw is None and page not in below), len(keys))
+    below = pages_below(mapped, keys, start, closed)
+    return next((page for page, raw in enumerate(raws, start) if raw is None and page not in below), len(keys))
 
 
 def locate(mapped: Mapped, reader: LowerReader, keys: Keys, closed: bool) -> list[bytes]:
-    """Return the raw addresses of the leading pages of ``keys`` in that tier. Hints."""
+    """Return the raw addresses of the leading pages of ``keys`` in the reader's tier."""
     closed = closed and reader.closed
-    hashes = keys.hashes[: _leading(mapped, reader, keys, 0)] if closed else keys.hashes
+    hashes = keys.hashes[: _leading_pages(mapped, reader, keys, 0)] if closed else keys.hashes
     try:
-        found = mapped.index.find_many(reader.tier, hashes)
+        raws = mapped.index.find_many(reader.tier, hashes)
     except IndexDamaged:
         return []
     if not closed:
-        found = list(_ours(found, keys.root, reader.root_at))
-    count = found.index(None) if None in found else len(found)
-    return [raw[:ADDRESS_BYTES] for raw in found[:count] if raw is not None]
+        raws = list(_leading_with_root(raws, keys.root, reader.root_at))
+    count = raws.index(None) if None in raws else len(raws)
+    return [raw[:ADDRESS_BYTES] for raw in raws[:count] if raw is not None]
 
 
-def _known(mapped: Mapped, reader: LowerReader, keys: Keys, start: int) -> set[int]:
-    """Return which pages from ``start`` on are in that tier, in any order."""
+def _tier_pages(mapped: Mapped, reader: LowerReader, keys: Keys, start: int) -> set[int]:
+    """Return all pages from ``start`` on that are in the reader's tier."""
     try:
-        found = mapped.index.find_many(reader.tier, keys.hashes[start:])
+        raws = mapped.index.find_many(reader.tier, keys.hashes[start:])
     except IndexDamaged:
         return set()
     root_at, root = reader.root_at, keys.root
-    return {page for page, raw in enumerate(found, start) if raw is not None and root_at(raw) in (None, root)}
+    return {page for page, raw in enumerate(raws, start) if raw is not None and root_at(raw) in (None, root)}
 
 
-def _leading(mapped: Mapped, reader: LowerReader, keys: Keys, start: int) -> int:
-    """Return how many pages from ``start`` on are in that tier, if chains are prefix-closed."""
+def _leading_pages(mapped: Mapped, reader: LowerReader, keys: Keys, start: int) -> int:
+    """Return how many consecutive pages from ``start`` on are in the reader's tier, for prefix-closed chains."""
     index, tier, hashes = mapped.index, reader.tier, keys.hashes
     try:
         # The first key alone usually shows that there are none.
         if start == len(hashes) or index.find(tier, hashes[start]) is None:
             return 0
         if not reader.closed:
-            return len(_ours(index.find_many(tier, hashes[start:]), keys.root, reader.root_at))
+            return len(_leading_with_root(index.find_many(tier, hashes[start:]), keys.root, reader.root_at))
         count, last = index.longest(tier, hashes[start:] if start else hashes)
         if last is None or reader.root_at(last) in (None, keys.root):
             return count
-        return len(_ours(index.find_many(tier, hashes[start : start + count]), keys.root, reader.root_at))
+        raws = index.find_many(tier, hashes[start : start + count])
+        return len(_leading_with_root(raws, keys.root, reader.root_at))
     except IndexDamaged:
-        return 0  # the daemon will rebuild it under a new epoch
+        return 0
 
 
-def _ours(found: Sequence[bytes | None], root: bytes, root_at: RootAt) -> list[bytes]:
-    """Return the leading raw addresses whose pages have that root."""
-    ours: list[bytes] = []
-    for raw in found:
+def _leading_with_root(raws: Sequence[bytes | None], root: bytes, root_at: RootAt) -> list[bytes]:
+    """Return the leading raw addresses whose pages have this root, or no record."""
+    leading: list[bytes] = []
+    for raw in raws:
         if raw is None or root_at(raw) not in (None, root):
             break
-        ours.append(raw)
-    return ours
+        leading.append(raw)
+    return leading

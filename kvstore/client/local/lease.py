@@ -1,7 +1,5 @@
-"""LocalLease: read-only views of pages in this machine's memory, which stay in place until a deadline.
-
-RunLease: takes, renews and releases a node's lease of proven frames.
-"""
+"""``LocalLease``: read-only views of pages in a node's DRAM, whose frames are kept until a deadline. ``RunLease`` is
+the node's lease of the frames."""
 
 from __future__ import annotations
 
@@ -12,8 +10,8 @@ from collections.abc import Callable
 from typing import Final
 
 from kvstore import failpoint
-from kvstore.client.local.hints import bring
-from kvstore.client.local.index_lookup import known_below
+from kvstore.client.local.hints import promote
+from kvstore.client.local.index_lookup import pages_below
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.verify_hit import Run, address_parts, prove
 from kvstore.client.match import ABSENT, ELSEWHERE, GENERATION, Lease, Match
@@ -24,56 +22,57 @@ from kvstore.model.replica import ADDRESS_BYTES, Status
 from kvstore.shm.header import DaemonState
 from kvstore.wire.control import NO_REPLY, Op, encode
 
-RELEASE_S: Final = 0.2  # a release that cannot be sent does no harm: the lease ends at its deadline
+RELEASE_S: Final = 0.2  # longest wait to send a release; without it the lease ends at its deadline
 _OK = int(Status.OK)
 
 
 class RunLease:
-    """Keeps the frames of some runs from being granted to others. Used by one thread at a time.
+    """A node's lease of the frames of some runs, which the node then grants to no other session. Used by one thread at
+    a time.
 
-    Life: made -> ``take`` -> ``renew``, any number of times -> ``release``, or its deadline, or this process's end.
+    It begins with ``take``, and ``renew`` extends it. It ends with ``release``, at its deadline, or with this process.
 
     Args:
-        number: the number of a lease that was taken before; 0 for a new one.
+        number: the number of a lease that was taken before; 0 for a new lease.
     """
 
     def __init__(self, mapped: Mapped, ttl_ms: int, number: int = 0) -> None:
         self.number = number or secrets.randbits(63) | 1
         self._mapped = mapped
         self._ttl_ms = ttl_ms
-        self._answered = bool(number)  # no unanswered request, which a published one would overtake
+        self._is_answered = bool(number)  # False while a request has no answer: a published release could overtake it
 
     def take(self, runs: list[Run]) -> int:
-        """Take the lease; return for how many leading pages it was given. Those of them that are unchanged now are
-        leased. Raises as ``Mapped.exchange``."""
-        return self._publish(runs) or self._ask(runs)
+        """Take the lease. Return the number of leading pages for which the node gave it; those that are unchanged
+        afterwards are leased. Raises as ``Mapped.exchange``."""
+        return self._publish(runs) or self._request(runs)
 
     def renew(self, runs: list[Run]) -> bool:
-        """Move the deadline. Returns False if the node did not know the lease any more (after a restart, for example)
-        and it was taken again: runs may have changed. Raises as ``Mapped.exchange``."""
+        """Move the deadline. If the node has forgotten the lease, for example after a restart, take it again and return
+        False: the runs may have changed meanwhile. Raises as ``Mapped.exchange``."""
         if self._mapped.exchange(Op.RENEW, a=self.number, b=self._ttl_ms).op == Status.OK:
             return True
-        self._ask(runs)
+        self._request(runs)
         return False
 
     def release(self) -> None:
-        """End the lease."""
+        """End the lease. If the node does not receive this, the lease ends at its deadline."""
         with contextlib.suppress(Unavailable, InvalidRequest):  # InvalidRequest: the store was closed first
             self._release()
 
     def _release(self) -> None:
-        """Release the lease through the log if possible: the node reads that before it decides anything, and need not
-        be woken."""
+        """Release the lease through the log if possible. That wakes no process, because the node reads the log before
+        each decision."""
         mapped, publisher = self._mapped, self._mapped.channel.publisher
-        if self._answered and publisher is not None:
+        if self._is_answered and publisher is not None:
             request = encode(Op.RELEASE, 0, a=self.number, flags=NO_REPLY)
             if publisher.publish(request, [], mapped.header):
                 return
         mapped.channel.request(Op.RELEASE, a=self.number, flags=NO_REPLY, timeout_s=RELEASE_S)
 
     def _publish(self, runs: list[Run]) -> int:
-        """Take the lease through the log, without a message; return for how many pages, if they are unchanged now. 0
-        means that a request is needed. See ``shm.put_log``."""
+        """Take the lease through the log, without a message (see ``shm.put_log``). Return the number of pages; they are
+        leased if they are unchanged now. Return 0 if a request is needed."""
         mapped, publisher, parts = self._mapped, self._mapped.channel.publisher, address_parts(runs)
         if publisher is None or len(parts) > 1:
             return 0
@@ -82,32 +81,35 @@ class RunLease:
         count = len(parts[0]) // ADDRESS_BYTES
         request = encode(Op.LEASE, 0, count=count, a=self.number, b=self._ttl_ms, flags=NO_REPLY, body=parts)
         if not publisher.publish(request, [], mapped.header) or publisher.deciding:
-            return 0  # a lease that is both published and requested is one lease
-        self._answered = True
+            return 0  # if the lease is published and then requested too, it is still one lease
+        self._is_answered = True
         return count
 
-    def _ask(self, runs: list[Run]) -> int:
-        held, self._answered = 0, False
+    def _request(self, runs: list[Run]) -> int:
+        """Take the lease by requests. Return the number of leading pages that are leased."""
+        leased, self._is_answered = 0, False
         for part in address_parts(runs):
             count = len(part) // ADDRESS_BYTES
             message = self._mapped.exchange(Op.LEASE, count=count, a=self.number, b=self._ttl_ms, body=(part,))
             statuses = bytes(message.body[:count])
             if statuses.count(_OK) != count:
-                held += next(i for i, status in enumerate(statuses) if status != _OK)
+                leased += next(i for i, status in enumerate(statuses) if status != _OK)
                 break
-            held += count
-        self._answered = True
-        return held
+            leased += count
+        self._is_answered = True
+        return leased
 
 
 class LocalLease(Lease):
-    """A lease whose views are of DRAM. When it is taken, pages that only a lower tier has are brought to DRAM, as far
-    as there is space. So are pages that only an engine's own memory has: an engine waits for its readers, but not as
-    long as a lease may last, and device memory has no views.
+    """A lease with views of DRAM.
 
-    It also ends with the death of this process. After its end the views show whatever is in the frames, and leaving
-    raises ``LeaseBroken`` if a page changed. Views are valid only during the lease; using one later reads wrong data
-    but does not crash. A restart of the daemon keeps the lease. If nothing is found, no request is made.
+    Taking it first promotes pages that are only in a lower tier, as far as DRAM has space. It also copies pages that
+    are only in an engine's memory: an engine waits for its readers, but not as long as a lease may last, and device
+    memory has no views. If no page is stored, no request is made.
+
+    The lease survives a restart of the daemon, and ends with this process. Views are valid only during the lease. A
+    view that is used later shows wrong data but does not crash. If a page changed during the lease, the end of the
+    ``with`` block raises ``LeaseBroken``.
     """
 
     def __init__(
@@ -115,8 +117,8 @@ class LocalLease(Lease):
     ) -> None:
         super().__init__(layout, keys, ttl_s)
         self._node = node
-        self._name = name  # tells the node which tenant these pages belong to
-        self._kept: RunLease | None = None
+        self._name = name  # sends the node the tenant of these pages
+        self._run_lease: RunLease | None = None
         self._runs: list[Run] = []
 
     def _take(self) -> None:
@@ -128,12 +130,12 @@ class LocalLease(Lease):
             self._keys = mapped.in_pool(self._keys)
             runs, reason = self._proven(mapped)
         if mapped is not None and runs:
-            self._kept = RunLease(mapped, self._ttl_ms)
-            held = self._kept.take(runs)
+            self._run_lease = RunLease(mapped, self._ttl_ms)
+            leased = self._run_lease.take(runs)
             if failpoint.ACTIVE:
                 failpoint.hit("client.leased")
             try:
-                runs, reason = still(runs, held, reason)
+                runs, reason = leased_runs(runs, leased, reason)
             except BaseException:
                 self.release()
                 raise
@@ -150,42 +152,44 @@ class LocalLease(Lease):
         self.match = Match(len(self.pages) * self._layout.page_tokens, len(self.pages), reason)
 
     def check(self) -> None:
-        """See ``Lease.check``."""
+        """Raise LeaseBroken if a page has changed since the lease was taken."""
         for run in self._runs:
-            same = run.unchanged()
-            if same < run.length:
-                raise LeaseBroken(f"page {run.page + same} changed after the lease's deadline; discard the read")
+            unchanged = run.unchanged()
+            if unchanged < run.length:
+                raise LeaseBroken(f"page {run.page + unchanged} changed after the lease's deadline; discard the read")
 
     def _renew(self) -> None:
-        """Renew, also after a restart of the daemon, which knows leases but not their numbers."""
-        if self._kept is not None and self._runs and not self._kept.renew(self._runs):
+        """Renew the lease. A restarted daemon keeps leases but not their numbers, so the lease is then taken again."""
+        if self._run_lease is not None and self._runs and not self._run_lease.renew(self._runs):
             self.check()
 
     def release(self) -> None:
-        """See ``Lease.release``."""
-        kept, self._kept = self._kept, None
+        """End the lease. The views become invalid."""
+        run_lease, self._run_lease = self._run_lease, None
         self._runs, self.pages = [], []
-        if kept is not None:
-            kept.release()
+        if run_lease is not None:
+            run_lease.release()
 
     def _proven(self, mapped: Mapped) -> tuple[list[Run], str]:
-        """Return runs in DRAM, and why not more. Further pages in lower tiers are brought to DRAM first."""
+        """Return the runs of the leading pages in DRAM, and why there are not more. If lower tiers have further pages,
+        these are promoted first."""
         keys, closed = self._keys, self._layout.attention == "full"
         runs, pages, reason = prove(mapped, keys, self._layout.page_bytes, closed)
-        if reason in ELSEWHERE and known_below(mapped, keys, pages, closed):
+        if reason in ELSEWHERE and pages_below(mapped, keys, pages, closed):
             self._name(mapped)
-            bring(mapped, keys, closed, time.monotonic() + mapped.timeout_s)
+            promote(mapped, keys, closed, time.monotonic() + mapped.timeout_s)
             runs, pages, reason = prove(mapped, keys, self._layout.page_bytes, closed)
         return runs, reason
 
 
-def still(runs: list[Run], held: int, reason: str) -> tuple[list[Run], str]:
-    """Return the leading part of ``runs`` that is leased (``held`` pages) and did not change before that."""
-    kept: list[Run] = []
+def leased_runs(runs: list[Run], pages: int, reason: str) -> tuple[list[Run], str]:
+    """Reduce ``runs`` to their leading pages that are leased and did not change before that. Return them, and
+    ``reason`` or GENERATION. ``pages``: the number of pages for which the node gave the lease."""
+    leased: list[Run] = []
     for run in runs:
-        count = min(run.unchanged(), held - run.page)
+        count = min(run.unchanged(), pages - run.page)
         if count > 0:
-            kept.append(run._replace(length=count, words=run.words[: 8 * count]))
+            leased.append(run._replace(length=count, words=run.words[: 8 * count]))
         if count < run.length:
-            return kept, GENERATION
-    return kept, reason
+            return leased, GENERATION
+    return leased, reason

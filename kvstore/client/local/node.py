@@ -111,7 +111,7 @@ class Mapped:
         "named",
         "published",
         "limited",
-        "tell_ns",
+        "no_hints_until_ns",
         "timeout_s",
     )
 
@@ -148,7 +148,7 @@ class Mapped:
         self.named: dict[bytes, int] = older.named if older is not None else {}  # named roots, see ``hints``
         self.limited: set[bytes] = older.limited if older is not None else set()  # roots with a quota
         self.published = Published(folder, header, timeout_s)
-        self.tell_ns: int = older.tell_ns if older is not None else 0  # when to try a silent node again
+        self.no_hints_until_ns: int = older.no_hints_until_ns if older is not None else 0
         self.timeout_s = timeout_s
 
     @property

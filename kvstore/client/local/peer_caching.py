@@ -26,7 +26,7 @@ from typing import Final
 import numpy as np
 
 from kvstore.client.buffers import Rows
-from kvstore.client.local.hints import PAUSE_MAX_S, PAUSE_MIN_S, await_saved, heard_from
+from kvstore.client.local.hints import PAUSE_MAX_S, PAUSE_MIN_S, accepts_hints, wait_for_saves
 from kvstore.client.local.index_lookup import first_unstored, locate, stored_beyond, stored_pages
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.peer_reads import Brought, Elsewhere, Patience
@@ -173,7 +173,7 @@ class ArrivingPages:
         if pages:
             hashes = [self._keys.hashes[page] for page in pages]
             addresses = np.frombuffer(raw, ADDRESS_DTYPE)[pages]
-            await_saved(self._mapped, hashes, addresses, time.monotonic() + self._answer_s)
+            wait_for_saves(self._mapped, hashes, addresses, time.monotonic() + self._answer_s)
 
     def _give_back(self, raw: bytes) -> None:
         if raw:
@@ -219,7 +219,7 @@ class Keeping:
     def worth(self, elsewhere: Elsewhere, keys: Keys) -> int:
         """Return how many of these leading pages to cache: those that were fetched before."""
         mapped = self._node.last
-        return elsewhere.brought.leading(keys.links) if mapped is not None and heard_from(mapped) else 0
+        return elsewhere.brought.leading(keys.links) if mapped is not None and accepts_hints(mapped) else 0
 
     def gather(self, keys: Keys, patience: Patience, name: Name) -> Brought:
         """Fetch these pages from other nodes into the local node, as far as there is space. Returns what this call
@@ -241,7 +241,7 @@ class Keeping:
     def _lift_some(self, keys: Keys, patience: Patience, name: Name) -> bool:
         """Copy some more of them; return False if there are no more, or none can be copied."""
         mapped = self._node.mapped()
-        if mapped is None or not mapped.hbm.readable() or not heard_from(mapped):
+        if mapped is None or not mapped.hbm.readable() or not accepts_hints(mapped):
             return False
         ours = mapped.in_pool(keys)
         ours = ours[first_unstored(mapped, ours, self._chain.closed) :]
@@ -274,7 +274,7 @@ class Keeping:
     def _go_on(self, elsewhere: Elsewhere, keys: Keys, patience: Patience, brought: Brought, name: Name) -> bool:
         """Fetch some more pages, or wait for another process that does; return False if nothing more comes."""
         mapped = self._node.mapped()
-        if mapped is None or not heard_from(mapped):  # nothing could be stored, and a read must not wait for it
+        if mapped is None or not accepts_hints(mapped):  # nothing could be stored, and a read must not wait for it
             return False
         pages = self._stored(mapped, keys)
         found = elsewhere.seek(self._chain, keys, pages, (), patience) if pages < len(keys) else []

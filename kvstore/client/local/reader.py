@@ -1,4 +1,4 @@
-"""LocalReader: reads layers of this machine's memory, sealed or still being written."""
+"""``LocalReader`` reads layers of pages in this machine's memory, sealed or still being written."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ import numpy.typing as npt
 from kvstore.client.buffers import DeviceRows, Rows
 from kvstore.client.device_link import link_of
 from kvstore.client.local.frame_copies import to_device
-from kvstore.client.local.hints import wish, wish_shown
-from kvstore.client.local.index_lookup import known_below, locate
+from kvstore.client.local.hints import hint_drain, hint_promote
+from kvstore.client.local.index_lookup import locate, pages_below
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.tier_reader import MappedExtent
 from kvstore.client.local.verify_hit import Run, address_runs, equal_rows
@@ -24,7 +24,7 @@ from kvstore.model.prefix import Keys
 from kvstore.model.replica import ADDRESS_BYTES, ADDRESS_DTYPE, FrameClass, FrameState
 from kvstore.shm.index import IndexDamaged
 
-WISH_S = 0.05
+PROMOTE_HINT_S = 0.05  # pause between two hints for the same waiting reader
 
 _RESERVED, _SEALED = int(FrameState.RESERVED), int(FrameState.SEALED)
 _8, _32, _FF = np.uint64(8), np.uint64(32), np.uint64(0xFF)
@@ -33,7 +33,7 @@ Words = npt.NDArray[np.uint64]
 
 
 class LayerRun(NamedTuple):
-    """Pages ``page ..`` in frames ``frame ..`` whose identity was proven under these generations, sealed or not."""
+    """Pages from ``page`` on in consecutive frames from ``frame`` on, sealed or not, proven under these generations."""
 
     extent: MappedExtent
     frame: int
@@ -42,13 +42,15 @@ class LayerRun(NamedTuple):
 
     @property
     def stop(self) -> int:
-        """The page after the last one."""
+        """The number of the page after the last one."""
         return self.page + len(self.generations)
 
 
 class LocalReader(Reader):
-    """A reader that finds pages in the index, including those that are being written. The generation of a page must be
-    the same before and after the copy.
+    """A reader that copies layers out of DRAM, or out of the memory of this machine's engines.
+
+    The index also lists pages that are still being written. A copy is valid if the page's generation is the same before
+    and after it.
     """
 
     PAUSES_S = (20e-6, 1e-3)
@@ -58,24 +60,24 @@ class LocalReader(Reader):
     ) -> None:
         super().__init__(layout, keys, timeout_s)
         self._node = node
-        self._name = name  # tells the node whose pages these are
+        self._name = name  # sends the node the tenant of these pages
         self._class = FrameClass(layout.page_bytes, layout.page_tokens, layout.layers)
         self._mapped: Mapped | None = None
-        self._spans: list[LayerRun] = []
-        self._wish_s = 0.0  # when to tell the node next which page this reader waits for
-        self._looked = b""  # up to where the log was searched for it
+        self._runs: list[LayerRun] = []
+        self._next_hint_s = 0.0
+        self._log_positions = b""  # positions of the log when it was last searched, see `hint_drain`
 
     def _follow_to_device(self, layer: int, start: int, stop: int, rows: DeviceRows) -> None:
         self._follow(layer, start, stop, rows)
 
     def _read(self, page: int, layer: int, start: int, stop: int, target: Rows | DeviceRows) -> int:
-        """Read to the end of the span that contains ``page``; if DRAM does not have it, as far as engines have
-        pages."""
-        span = self._span(page)
-        if span is None:
+        """Read pages from ``page`` on, to the end of their run in DRAM. If DRAM does not have the page, read as many
+        pages as engines have. Return the number of pages."""
+        run = self._run_of(page)
+        if run is None:
             return self._from_engines(page, layer, slice(start, stop), target)
-        extent, skip = span.extent, page - span.page
-        frame, generations = span.frame + skip, span.generations[skip:]
+        extent, skip = run.extent, page - run.page
+        frame, generations = run.frame + skip, run.generations[skip:]
         count = _ready(extent, frame, generations, layer)
         if count:
             if isinstance(target, DeviceRows):
@@ -83,16 +85,20 @@ class LocalReader(Reader):
             else:
                 copy(target[page : page + count], extent.pages[frame : frame + count, start:stop])
             extent.last_use[frame : frame + count] = time.monotonic_ns()
-            same = _same(extent, frame, generations[:count])
+            unchanged = _unchanged(extent, frame, generations[:count])
         else:
-            same = _same(extent, frame, generations[:1])
-        if same < max(count, 1):
-            self._forget(page + same)
-            count = min(same, count)
+            unchanged = _unchanged(extent, frame, generations[:1])
+        if unchanged < max(count, 1):
+            self._forget(page + unchanged)
+            count = min(unchanged, count)
         return count
 
     def _from_engines(self, page: int, layer: int, part: slice, target: Rows | DeviceRows) -> int:
-        """Read pages directly from memory that engines of this machine have mounted."""
+        """Read pages from memory that engines of this machine have mounted. Return the number of pages.
+
+        ``part`` is the range of bytes in a page to read, inside the layer. The reads of mounted memory return whole
+        layers, so a smaller part is copied out of a whole layer.
+        """
         mapped, (begin, end) = self._mapped, self._layout.byte_range(layer)
         if mapped is None or not mapped.hbm.readable():
             return 0
@@ -101,114 +107,117 @@ class LocalReader(Reader):
         if not located:
             return 0
         self._name(mapped, True)
-        whole = (part.start, part.stop) == (begin, end)
-        if whole and isinstance(target, DeviceRows):
-            there = target[page : page + len(located)]
-            count, _ = mapped.hbm.start_direct(located, keys, self._class, there, layer).result()
+        is_whole = (part.start, part.stop) == (begin, end)
+        if is_whole and isinstance(target, DeviceRows):
+            device_rows = target[page : page + len(located)]
+            count, _ = mapped.hbm.start_direct(located, keys, self._class, device_rows, layer).result()
             if count:
                 return count
-        wanted = whole and not isinstance(target, DeviceRows)
-        rows: Any = target[page : page + len(located)] if wanted else empty((len(located), end - begin))
+        is_in_place = is_whole and not isinstance(target, DeviceRows)
+        rows: Any = target[page : page + len(located)] if is_in_place else empty((len(located), end - begin))
         count, _ = mapped.hbm.start_layer(located, keys, self._class, layer, rows).result(mapped.timeout_s)
-        found = rows[:count, part.start - begin : part.stop - begin]
+        parts = rows[:count, part.start - begin : part.stop - begin]
         if isinstance(target, DeviceRows):
-            link_of(target.device).upload(found, target[page : page + count])
-        elif not wanted:
-            copy(target[page : page + count], found)
+            link_of(target.device).upload(parts, target[page : page + count])
+        elif not is_in_place:
+            copy(target[page : page + count], parts)
         return count
 
     def _to_device(self, run: Run, part: slice, target: DeviceRows) -> None:
-        """Copy a run to a device. Sealed pages are leased during the copy; pages that are being written cannot be
-        evicted."""
+        """Copy a run to a device. Sealed pages are leased during the copy. Pages that are still being written cannot be
+        leased, and cannot be evicted."""
         assert self._mapped is not None
         words = run.extent.words[run.frame : run.frame + run.length].tobytes()
-        sealed = words[::8] == bytes([_SEALED]) * run.length
-        to_device(self._mapped, [run._replace(words=words)], target, time.monotonic_ns(), part, leased=sealed)
+        is_sealed = words[::8] == bytes([_SEALED]) * run.length
+        to_device(self._mapped, [run._replace(words=words)], target, time.monotonic_ns(), part, leased=is_sealed)
 
-    def _span(self, page: int) -> LayerRun | None:
+    def _run_of(self, page: int) -> LayerRun | None:
+        """Return the proven run that contains ``page``. If there is none, look the page up."""
         mapped = self._node.mapped()
         if mapped is not self._mapped:
             if mapped is None or self._mapped is None or mapped.incarnation != self._mapped.incarnation:
-                self._spans = []
+                self._runs = []
             self._mapped = mapped
             self._keys = mapped.in_pool(self._keys) if mapped is not None else self._keys
-        for span in self._spans:
-            if span.page <= page < span.stop:
-                return span
+        for run in self._runs:
+            if run.page <= page < run.stop:
+                return run
         if mapped is not None:
-            self._locate(mapped, page)
-        return self._spans[-1] if self._spans and self._spans[-1].page == page else None
+            self._add_run(mapped, page)
+        return self._runs[-1] if self._runs and self._runs[-1].page == page else None
 
-    def _locate(self, mapped: Mapped, page: int) -> None:
-        """Find and prove the run of frames that starts with ``page``."""
+    def _add_run(self, mapped: Mapped, page: int) -> None:
+        """Look up and prove the run of frames that begins with ``page``."""
         keys = self._keys.hashes
         try:
-            found = mapped.index.find_many(mapped.dram.tier, keys[page:])
+            entries = mapped.index.find_many(mapped.dram.tier, keys[page:])
             raw = []
-            for i, value in enumerate(found):
-                if value is None:
+            for i, entry in enumerate(entries):
+                if entry is None:
                     address = mapped.index.find_pending(keys[page + i])
-                    value = np.array([address], ADDRESS_DTYPE).tobytes() if address is not None else None
-                if value is None:
+                    entry = np.array([address], ADDRESS_DTYPE).tobytes() if address is not None else None
+                if entry is None:
                     break
-                raw.append(value[:ADDRESS_BYTES])
+                raw.append(entry[:ADDRESS_BYTES])
         except IndexDamaged:
-            return  # the index will be rebuilt under another epoch
-        runs = address_runs(np.frombuffer(b"".join(raw), ADDRESS_DTYPE))
-        if not runs:
-            self._looked = wish_shown(mapped, keys[page], self._looked)
+            return  # the daemon rebuilds the index under another epoch
+        address_run = address_runs(np.frombuffer(b"".join(raw), ADDRESS_DTYPE))
+        if not address_run:
+            self._log_positions = hint_drain(mapped, keys[page], self._log_positions)
             return
-        number, frame, _, words = runs[0]
+        number, frame, _, words = address_run[0]
         extent = mapped.dram.extent(number)
         if extent is None or extent.page_bytes != self._layout.page_bytes:
             return
         generations = words >> _8
-        count = _same(extent, frame, generations)
+        count = _unchanged(extent, frame, generations)
         width = len(self._keys.identity_bytes) // len(keys)
-        theirs = extent.identity[frame : frame + count].tobytes()
-        ours = self._keys.identity_bytes[page * width : (page + count) * width]
-        if len(theirs) != len(ours):
-            return  # it has another page_tokens
-        if theirs != ours:
-            count = equal_rows(theirs, ours, width)
-        count = min(count, _same(extent, frame, generations[:count]))
+        stored = extent.identity[frame : frame + count].tobytes()
+        requested = self._keys.identity_bytes[page * width : (page + count) * width]
+        if len(stored) != len(requested):
+            return  # a page with another number of tokens
+        if stored != requested:
+            count = equal_rows(stored, requested, width)
+        count = min(count, _unchanged(extent, frame, generations[:count]))
         if count:
-            self._spans.append(LayerRun(extent, frame, page, generations[:count]))
+            self._runs.append(LayerRun(extent, frame, page, generations[:count]))
 
     def _waits_for(self, page: int) -> None:
-        """Ask the node to bring a page to DRAM if only a lower tier has it: layers are read from memory only."""
+        """Send the hint to promote a page that only a lower tier has, because layers are read only from DRAM and
+        mounted memory."""
         now_s = time.monotonic()
-        if now_s < self._wish_s:
+        if now_s < self._next_hint_s:
             return
-        self._wish_s = now_s + WISH_S
-        if self._mapped is not None and self._span(page) is None:
+        self._next_hint_s = now_s + PROMOTE_HINT_S
+        if self._mapped is not None and self._run_of(page) is None:
             closed = self._layout.attention == "full"
-            if known_below(self._mapped, self._keys, page, closed):
+            if pages_below(self._mapped, self._keys, page, closed):
                 self._name(self._mapped, True)
-            wish(self._mapped, self._keys[page:], closed)
+            hint_promote(self._mapped, self._keys[page:], closed)
 
     def _forget(self, page: int) -> None:
-        self._spans = [span for span in self._spans if span.stop <= page]
+        """Forget the runs that contain ``page`` or later pages."""
+        self._runs = [run for run in self._runs if run.stop <= page]
 
 
-def _same(extent: MappedExtent, frame: int, generations: Words) -> int:
+def _unchanged(extent: MappedExtent, frame: int, generations: Words) -> int:
     """Return how many leading frames still have these generations, reserved or sealed."""
     words = extent.words[frame : frame + len(generations)]
     if len(words) < len(generations):
         return 0
     state = words & _FF
-    same = (words >> _8 == generations) & ((state == _SEALED) | (state == _RESERVED))
-    return len(same) if same.all() else int(same.argmin())
+    unchanged = (words >> _8 == generations) & ((state == _SEALED) | (state == _RESERVED))
+    return len(unchanged) if unchanged.all() else int(unchanged.argmin())
 
 
 def _ready(extent: MappedExtent, frame: int, generations: Words, layer: int) -> int:
-    """Return in how many leading frames every shard has written this layer."""
+    """Return how many leading frames contain this layer of all shards."""
     stop = frame + len(generations)
     words = extent.words[frame:stop].copy()
     if (words == (generations << _8 | np.uint64(_SEALED))).all():
         return len(generations)
     shards = (extent.info[frame:stop] >> _32) & _FF
-    mine = extent.uses.leading(slice(frame, stop), generations) > layer
-    mine |= np.arange(mine.shape[1]) >= shards[:, None]
-    ready = (words & _FF == _SEALED) | ((words & _FF == _RESERVED) & mine.all(axis=1))
+    written = extent.uses.leading(slice(frame, stop), generations) > layer  # [frames, shards]
+    written |= np.arange(written.shape[1]) >= shards[:, None]
+    ready = (words & _FF == _SEALED) | ((words & _FF == _RESERVED) & written.all(axis=1))
     return len(ready) if ready.all() else int(ready.argmin())

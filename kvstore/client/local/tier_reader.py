@@ -1,15 +1,12 @@
-"""Interfaces for reading each tier on the node's machine: one for every tier, and one for tiers below memory.
+"""The interfaces through which a client reads the tiers of a node on its machine, and ``DramReader``.
 
-The fastest tier is mapped (``DramReader``): its pages are proven, copied, leased and written in place. Pages of the
-tiers below are read into the caller's rows by one ``LowerReader`` per tier. To add a tier, write such a class and add a
-row to ``LOWER_READERS`` (``client.local.node``).
+Every tier has a ``TierReader``. DRAM is mapped into this process (``DramReader``, ``MappedExtent``): its pages are
+proven, copied, leased and written in place; see ``verify_hit``. Each other tier has a ``LowerReader``, which reads
+pages into the caller's rows. To add a tier, write such a class and add a row to ``LOWER_READERS``
+(``client.local.node``).
 
-The index names addresses, all of which are hints. A reader opens its files or devices at first use, and again when the
-node says that they have changed.
-
-DramReader: reads pages in a node's memory that this process has mapped. Their records prove them; see ``verify_hit``.
-
-MappedExtent: one extent of memory as a client maps it.
+The addresses in the index are hints, so a reader proves each page. A reader opens its files or devices at first use,
+and again when they have changed.
 """
 
 from __future__ import annotations
@@ -31,14 +28,20 @@ from kvstore.tier.dram import SegmentMap
 
 
 class MappedExtent:
-    """One extent as a client sees it. It stays valid for ever: a dropped extent's words are zero, so that nothing
-    matches.
+    """One extent of DRAM, mapped into this process. The mapping stays valid after the extent is dropped: its words are
+    then zero, so no page matches.
 
-    ``words`` uint64 ``[frames]`` (generation and state), ``identity`` uint8 ``[frames, 48 + 4 * page_tokens]``,
-    ``info`` uint64 ``[frames]``, ``checksums`` uint32 ``[frames, layers]``: read-only, written by the daemon. ``uses``:
-    the table that clients write, with ``last_use`` uint64 ``[frames]``. ``memory`` uint8: the extent's whole range of
-    the segment, to be pinned. See ``pins``. ``pages`` uint8 ``[frames, page_bytes]``: written only in frames granted to
-    us; ``views``: the same, read-only.
+    Attributes:
+        words: generation and state of each frame, uint64 ``[frames]``; read-only, like the next four.
+        identity: key, root, extra and tokens of each page, uint8 ``[frames, 48 + 4 * page_tokens]``.
+        roots: the root of each page, uint8 ``[frames, 16]``.
+        info: flags and sizes of each record, uint64 ``[frames]``.
+        checksums: uint32 ``[frames, layers]``.
+        uses: the table that clients write.
+        last_use: a column of ``uses``, uint64 ``[frames]``.
+        memory: the whole range of the extent in the segment, uint8, to be pinned for devices.
+        pages: the frames, uint8 ``[frames, page_bytes]``. This process writes only frames granted to its session.
+        views: the frames, read-only.
     """
 
     __slots__ = (
@@ -74,83 +77,80 @@ class MappedExtent:
         place = table.position, frame_class.frame_bytes, table.frames
         self.pages: npt.NDArray[np.uint8] = segment.frames(*place)[:, : frame_class.page_bytes]
         self.views: npt.NDArray[np.uint8] = segment.frames_readonly(*place)[:, : frame_class.page_bytes]
-        self._table = table  # keeps the mappings alive
+        self._table = table  # keeps the mappings open
 
 
 class ObjectHead(NamedTuple):
-    """The proven description in an object's head. ``extent`` is None if it is not in memory."""
+    """The head of an object, whose record or header has proven the object's identity.
+
+    Attributes:
+        row: the object's identity row.
+        extent, frame, word: the frame of the head and its word, if the head is in DRAM; otherwise ``extent`` is None.
+    """
 
     frame_class: FrameClass
-    row: bytes  # its identity row
+    row: bytes
     extent: MappedExtent | None = None
     frame: int = 0
     word: int = 0
 
 
 class TierReader(Protocol):
-    """Finds pages of one tier. Threads may share it. Holds no page and no lease."""
+    """Reads what a node stores about the pages of one tier. Thread-safe. Takes no lease."""
 
     @property
     def tier(self) -> Tier:
-        """The tier, under which the index lists its pages."""
+        """The tier under which the index lists the pages."""
         ...
 
     def root_at(self, raw: bytes) -> bytes | None:
-        """Return the root of the page at a raw address, as its record says now; None if there is no such record."""
+        """Return the root in the current record at a raw address; None if there is no such record."""
         ...
 
     def class_at(self, raw: bytes) -> FrameClass | None:
-        """Return the class of the frames at a raw address, as the node says now; None if there are none."""
+        """Return the class of the frame at a raw address; None if there is no such frame now."""
         ...
 
     def object_head(self, raw: bytes) -> ObjectHead | None:
-        """Return the object's head at that address; None if it is not proven."""
+        """Return the object's head at a raw address; None if no object's head is proven there."""
         ...
 
 
 class PendingRead(Protocol):
-    """A read of pages into the caller's rows. Ends with ``result``.
-
-    Attributes:
-        addresses: the concatenated raw addresses of the pages that are read.
-        damaged: after ``result``, the raw address of the page with invalid bytes; b"" if there is none.
-    """
+    """A read of pages into the caller's rows, until ``result`` has returned."""
 
     damaged: bytes
+    """After ``result``, the raw address of the page with invalid bytes; b"" if there is none."""
 
     @property
     def addresses(self) -> bytes:
-        """See the class."""
+        """The raw addresses of the pages that are read, concatenated."""
         ...
 
     def result(self, silence_s: float) -> tuple[int, str]:
-        """Return how many leading pages are in the rows and proven, and why not more ("" for all); marks them as used.
-
-        Stops with reason "io" if nothing arrives for ``silence_s``.
-        """
+        """Wait for the read, and mark the pages as used. Return how many leading pages are in the rows and proven, and
+        why not more ("" for all). The reason is "io" if nothing arrived for ``silence_s``."""
         ...
 
 
 class LowerReader(TierReader, Protocol):
-    """A tier whose pages are read, not mapped.
-
-    Attributes:
-        closed: for prefix-closed layouts, a page is in this tier only if those before it are.
-    """
+    """The reader of a tier whose pages are not mapped."""
 
     @property
     def closed(self) -> bool:
-        """See the class."""
+        """True if chains of prefix-closed layouts are prefix-closed in this tier: a page is in the tier only if the
+        pages before it are."""
         ...
 
     def readable(self) -> bool:
-        """Return whether the node has that tier and this process may read it."""
+        """Return whether the node has this tier and this process can read it."""
         ...
 
     def start(self, located: list[bytes], keys: Keys, frame_class: FrameClass, rows: Bytes) -> PendingRead:
-        """Begin to read the leading pages of ``keys``, at these raw addresses, into ``rows`` ``[pages, page_bytes]``.
+        """Start to read the leading pages of ``keys`` from these raw addresses into ``rows`` ``[pages, page_bytes]``.
 
-        Every page is proven before it counts: key, root, extra, tokens and checksum, and its generation afterwards.
+        A page counts only if it is proven: its key, root, extra, tokens and checksum, and after the read its
+        generation.
         """
         ...
 
@@ -159,10 +159,10 @@ _unpack_address = struct.Struct("<IIQ").unpack_from
 
 
 class DramReader:
-    """The ``TierReader`` of one incarnation of a node's segment. Each extent is mapped when it is first needed.
+    """The ``TierReader`` of one incarnation of a node's DRAM segment. An extent is mapped when it is first needed.
 
     Attributes:
-        segment: the memory.
+        segment: the mapped memory.
         extents: the extents mapped so far, by number. ``extent`` maps more.
     """
 
@@ -176,34 +176,34 @@ class DramReader:
         self._incarnation = incarnation
 
     def extent(self, number: int) -> MappedExtent | None:
-        """Return the extent of that number; None if it does not exist (any more)."""
-        found = self.extents.get(number)
-        return found if found is not None else self._open_extent(number)
+        """Return the extent with this number; None if there is none now."""
+        extent = self.extents.get(number)
+        return extent if extent is not None else self._open_extent(number)
 
     def _open_extent(self, number: int) -> MappedExtent | None:
         table = ExtentTable.open(self._folder, number, self._incarnation, writable=False)
         if table is None or table.tier is not self.tier:
             return None
         extents = self.extents
-        for old in extents.keys() - set(self._folder.extents()):  # rare, so worth the check: old mappings hold memory
+        for old in extents.keys() - set(self._folder.extents()):  # mappings of dropped extents would keep their memory
             extents.pop(old, None)
         extent = MappedExtent(table, self.segment)
         extents[number] = extent
         return extent
 
     def root_at(self, raw: bytes) -> bytes | None:
-        """See ``TierReader``."""
+        """Return the root in the current record at a raw address; None if there is no such record."""
         number, frame, _ = _unpack_address(raw)
         extent = self.extents.get(number) or self.extent(number)
         return extent.roots[frame].tobytes() if extent is not None and frame < len(extent.roots) else None
 
     def class_at(self, raw: bytes) -> FrameClass | None:
-        """See ``TierReader``."""
+        """Return the class of the frame at a raw address; None if there is no such extent now."""
         extent = self.extent(_unpack_address(raw)[0])
         return extent.frame_class if extent is not None else None
 
     def object_head(self, raw: bytes) -> ObjectHead | None:
-        """See ``TierReader``."""
+        """Return the object's head at a raw address, proven by its record; None if no sealed head is there."""
         number, frame, generation = _unpack_address(raw)
         extent = self.extents.get(number) or self.extent(number)
         word = word_of(generation, FrameState.SEALED)
@@ -215,7 +215,7 @@ class DramReader:
         return ObjectHead(extent.frame_class, row, extent, frame, word)
 
     def mark_used(self, raw: bytes) -> None:
-        """Mark a page as used now, so that eviction prefers other pages."""
+        """Record that a page is used now, so that eviction takes other pages first."""
         number, frame, _ = _unpack_address(raw)
         extent = self.extents.get(number) or self.extent(number)
         if extent is not None and frame < len(extent.last_use):

@@ -1,13 +1,13 @@
-"""Finds the frames that are proven to hold the pages of given keys.
+"""The proof that frames in DRAM hold the pages of given keys, and the copy of proven pages.
 
-The index is a hint. A page counts only when its frame's word says SEALED under the generation that the index named,
-and the record's identity (key, root, extra, token ids) equals ours byte for byte. The words are captured first and
-compared again after the bytes were used: a page that changed in between was not read. So a stale index entry, a forged
-hash, a reused frame and a dropped extent are all treated in the same way: as a miss.
+The index is a hint. A page counts only if two comparisons succeed. The word of its frame says SEALED under the
+generation that the index names. The identity in its record (key, root, extra, token ids) equals the requested one byte
+for byte. The words are read before the bytes are used, and compared again afterwards: a page that changed in between is
+a miss. So stale index entries, forged hashes, reused frames and dropped extents are all misses.
 
-Worked example: 32 pages put by one writer are in frames 40..71 of extent 3. The index names frame 71 for the last key;
-then the guess "page i is in frame 40 + i" is proven by three comparisons of bytes, without asking the index for the
-other 31 keys. If the guess fails, all keys are looked up and grouped into runs of consecutive frames.
+Worked example: one writer put 32 pages into frames 40..71 of extent 3. The index names frame 71 for the last key. From
+this follows the guess that page i is in frame 40 + i. A few comparisons of bytes prove it, without looking up the other
+31 keys. If the guess is wrong, all keys are looked up and grouped into runs of consecutive frames.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from kvstore.client.local.index_lookup import named_pages, stored_pages
+from kvstore.client.local.index_lookup import indexed_pages, stored_pages
 from kvstore.client.local.node import Mapped
 from kvstore.client.local.tier_reader import MappedExtent
 from kvstore.client.match import ABSENT, EXTENT, GENERATION, IDENTITY
@@ -38,13 +38,13 @@ _pack_word = _WORD.pack
 
 
 class Run(NamedTuple):
-    """Pages ``page .. page + length`` in consecutive frames of one extent; ``words`` are those frames' words."""
+    """Pages from ``page`` to ``page + length`` in consecutive frames from ``frame`` on, proven under ``words``."""
 
     extent: MappedExtent
     frame: int
     page: int
     length: int
-    words: bytes
+    words: bytes  # the frames' words when the pages were proven, 8 bytes each
 
     def unchanged(self) -> int:
         """Return how many leading pages of the run have not changed since they were proven."""
@@ -52,23 +52,24 @@ class Run(NamedTuple):
         return self.length if now == self.words else equal_rows(now, self.words, 8)
 
     def addresses(self) -> bytes:
-        """Return the pages' addresses, concatenated as requests carry them."""
+        """Return the pages' addresses, concatenated as in requests."""
         pack, number, words = ADDRESS.pack, self.extent.number, _WORD.iter_unpack(self.words)
         return b"".join([pack(number, frame, word >> 8) for frame, (word,) in enumerate(words, self.frame)])
 
 
 def address_parts(runs: list[Run]) -> list[bytes]:
-    """Return the addresses of all pages of ``runs``, in parts of at most ``BATCH_MAX``, one per request."""
+    """Return the addresses of all pages of ``runs``, split into parts of at most ``BATCH_MAX``, one for each
+    request."""
     raw, step = b"".join([run.addresses() for run in runs]), BATCH_MAX * ADDRESS_BYTES
     return [raw[start : start + step] for start in range(0, len(raw), step)]
 
 
 def prove(mapped: Mapped, keys: Keys, page_bytes: int, closed: bool = True) -> tuple[list[Run], int, str]:
-    """Return runs that hold the leading pages of ``keys``, how many pages these are, and why not more ("" for all)."""
-    asked = len(keys.hashes)
-    stored, raw = named_pages(mapped, keys.hashes, closed)
+    """Prove the leading pages of ``keys``. Return their runs, their number, and why there are not more ("" for all)."""
+    requested = len(keys.hashes)
+    stored, raw = indexed_pages(mapped, keys.hashes, closed)
     if raw is None:
-        return [], 0, ABSENT if asked else ""
+        return [], 0, ABSENT if requested else ""
     number, frame, generation = _unpack_address(raw)
     extent = mapped.dram.extents.get(number) or mapped.dram.extent(number)
     first = frame + 1 - stored
@@ -76,14 +77,15 @@ def prove(mapped: Mapped, keys: Keys, page_bytes: int, closed: bool = True) -> t
         words = extent.words[first : frame + 1].tobytes()
         if words[::8] == _SEALED_BYTE * stored and words[-8:] == _pack_word(generation << 8 | _SEALED):
             run = Run(extent, first, 0, stored, words)
-            if _holds(run, keys):
-                return [run], stored, "" if stored == asked else ABSENT
+            if _has_identity(run, keys):
+                return [run], stored, "" if stored == requested else ABSENT
     runs, pages, reason = _prove_each(mapped, keys, stored_pages(mapped, keys, closed)[0], page_bytes)
-    return runs, pages, reason or ("" if pages == asked else ABSENT)
+    return runs, pages, reason or ("" if pages == requested else ABSENT)
 
 
-def _holds(run: Run, keys: Keys) -> bool:
-    """Return whether the run's records equal the keys, compared column by column, so that no row has to be built."""
+def _has_identity(run: Run, keys: Keys) -> bool:
+    """Return whether the identities in a run's records equal those of the keys. Columns are compared, because that
+    needs no array of the keys' rows."""
     page, stop = run.page, run.page + run.length
     rows = run.extent.identity[run.frame : run.frame + run.length]
     hashes = keys.hashes if run.length == len(keys.hashes) else keys.hashes[page:stop]
@@ -96,16 +98,18 @@ def _holds(run: Run, keys: Keys) -> bool:
 
 
 def _prove_each(mapped: Mapped, keys: Keys, stored: int, page_bytes: int) -> tuple[list[Run], int, str]:
-    """Look up every page, and prove run after run. Plain loops are faster here: a batch has few runs, and numpy's calls
-    add up."""
+    """Look up each of the ``stored`` leading pages, and prove them run by run.
+
+    Plain loops are faster than numpy here: a batch has few runs, and each call of numpy takes time.
+    """
     try:
-        found = mapped.index.find_many(mapped.dram.tier, keys.hashes[:stored])
+        raws = mapped.index.find_many(mapped.dram.tier, keys.hashes[:stored])
     except IndexDamaged:
         return [], 0, ABSENT
-    count = found.index(None) if None in found else stored
-    raw = b"".join([value[:ADDRESS_BYTES] for value in found[:count] if value is not None])
-    flat = struct.unpack("<" + "IIQ" * count, raw)
-    numbers, frames, generations = flat[0::3], flat[1::3], flat[2::3]
+    count = raws.index(None) if None in raws else stored
+    addresses = b"".join([raw[:ADDRESS_BYTES] for raw in raws[:count] if raw is not None])
+    fields = struct.unpack("<" + "IIQ" * count, addresses)
+    numbers, frames, generations = fields[0::3], fields[1::3], fields[2::3]
     runs: list[Run] = []
     page = 0
     while page < count:
@@ -118,7 +122,7 @@ def _prove_each(mapped: Mapped, keys: Keys, stored: int, page_bytes: int) -> tup
         frame, length = frames[page], stop - page
         words = struct.pack(f"<{length}Q", *[generation << 8 | _SEALED for generation in generations[page:stop]])
         run, reason = Run(extent, frame, page, length, words), ""
-        if extent.words[frame : frame + length].tobytes() != words or not _holds(run, keys):
+        if extent.words[frame : frame + length].tobytes() != words or not _has_identity(run, keys):
             run, reason = prove_run(extent, frame, page, words, keys)
         if run.length:
             runs.append(run)
@@ -129,24 +133,26 @@ def _prove_each(mapped: Mapped, keys: Keys, stored: int, page_bytes: int) -> tup
 
 
 def prove_run(extent: MappedExtent, frame: int, page: int, words: bytes, keys: Keys) -> tuple[Run, str]:
-    """Return the leading part of ``frame ..`` that is proven under ``words``, and why it is not all ("" if it is)."""
+    """Prove that the frames from ``frame`` on have these words and hold the pages from ``page`` on. Return the run of
+    the leading proven pages, and why it has not all pages ("" if it has)."""
     count, reason = len(words) // 8, ""
-    now = extent.words[frame : frame + count].tobytes()
-    if now != words:
-        count, reason = equal_rows(now, words, 8), GENERATION
+    current_words = extent.words[frame : frame + count].tobytes()
+    if current_words != words:
+        count, reason = equal_rows(current_words, words, 8), GENERATION
     width = len(keys.identity_bytes) // len(keys)
-    theirs = extent.identity[frame : frame + count].tobytes()
-    ours = keys.identity_bytes[page * width : (page + count) * width]
-    if theirs != ours:
-        same = equal_rows(theirs, ours, width) if len(theirs) == len(ours) else 0
-        count, reason = same, IDENTITY
+    stored = extent.identity[frame : frame + count].tobytes()
+    requested = keys.identity_bytes[page * width : (page + count) * width]
+    if stored != requested:
+        equal = equal_rows(stored, requested, width) if len(stored) == len(requested) else 0
+        count, reason = equal, IDENTITY
     return Run(extent, frame, page, count, words[: 8 * count]), reason
 
 
 def address_runs(
     addresses: npt.NDArray[np.void], state: int = _SEALED
 ) -> list[tuple[int, int, int, npt.NDArray[np.uint64]]]:
-    """Return runs of consecutive frames: ``(extent, first frame, first page, words the frames should have)``."""
+    """Group addresses into runs of consecutive frames. Return ``(extent, first frame, first page, words)`` for each
+    run, with the words that the frames have if they are in ``state``."""
     if not len(addresses):
         return []
     extents, frames = addresses["extent"].astype(np.int64), addresses["frame"].astype(np.int64)
@@ -157,13 +163,14 @@ def address_runs(
     return [(int(extents[i]), int(frames[i]), i, words[i:j]) for i, j in zip(starts, stops, strict=True)]
 
 
-def tell_reuse(counters: SessionCounters, runs: list[Run], pages: int, now_ns: int) -> None:
-    """Count the time since the last use of one of the ``pages`` that are about to be read, on behalf of all of them."""
+def count_reuse(counters: SessionCounters, runs: list[Run], pages: int, now_ns: int) -> None:
+    """Count the time since the last use of the ``pages`` pages of ``runs``, which are about to be read. One page is
+    sampled, and stands for all."""
     if not runs:
         return
-    chance = now_ns // REUSE_SAMPLED
-    run = runs[chance % len(runs)]
-    used_ns = int(run.extent.last_use[run.frame + chance % run.length])
+    random_number = now_ns // REUSE_SAMPLED
+    run = runs[random_number % len(runs)]
+    used_ns = int(run.extent.last_use[run.frame + random_number % run.length])
     if used_ns:
         counters.reused(now_ns - used_ns, pages)
 
@@ -171,19 +178,21 @@ def tell_reuse(counters: SessionCounters, runs: list[Run], pages: int, now_ns: i
 def equal_rows(left: bytes, right: bytes, width: int) -> int:
     """Return how many leading rows of ``width`` bytes are equal."""
     rows = min(len(left), len(right)) // width
-    a = np.frombuffer(left, np.uint8, rows * width).reshape(rows, width)
-    b = np.frombuffer(right, np.uint8, rows * width).reshape(rows, width)
-    differs = (a != b).any(axis=1)
+    left_rows = np.frombuffer(left, np.uint8, rows * width).reshape(rows, width)
+    right_rows = np.frombuffer(right, np.uint8, rows * width).reshape(rows, width)
+    differs = (left_rows != right_rows).any(axis=1)
     return int(differs.argmax()) if differs.any() else rows
 
 
 def copy_runs(
     runs: list[Run], target: npt.NDArray[np.uint8], now_ns: int, shard: Shard | None = None
 ) -> tuple[int, bool]:
-    """Copy proven runs; return how many pages did not change during the copy, and whether one did.
+    """Copy proven runs into ``target``. Return how many leading pages did not change during the copy, and whether the
+    next one did.
 
     Args:
         target: ``[pages, page_bytes]``; for a shard its part of each page, ``[pages, layers, width]``.
+        now_ns: recorded as the pages' last use.
     """
     pages = 0
     for run in runs:

@@ -23,7 +23,7 @@ from kvstore.client.buffers import DeviceRows, Rows, on_device
 from kvstore.client.device_link import DeviceLink, PinnedExtent, link_of
 from kvstore.client.local.frame_copies import frame_runs
 from kvstore.client.local.grants import BUSY_PAUSE_S, OVER_QUOTA
-from kvstore.client.local.hints import await_saved
+from kvstore.client.local.hints import wait_for_saves
 from kvstore.client.local.index_lookup import stored_or_published, stored_pages
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.publisher import Copies, PendingReply, Publisher
@@ -458,7 +458,7 @@ class LocalWriter(Writer):
         if busy and self.waits:
             hashes = [self._keys.hashes[self.pages_new[i]] for i in busy]
             addresses = np.frombuffer(raw, ADDRESS_DTYPE)[busy]
-            saved = await_saved(mapped, hashes, addresses, time.monotonic() + self._node.timeout_s)
+            saved = wait_for_saves(mapped, hashes, addresses, time.monotonic() + self._node.timeout_s)
             self.sealed += saved
             mapped.counters.put(mapped.row(self._class), saved)
 

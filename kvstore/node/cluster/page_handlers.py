@@ -23,9 +23,9 @@ from typing import Any, Final
 import numpy as np
 
 from kvstore.client.buffers import Rows
-from kvstore.client.local.hints import tell_damaged, tell_read
+from kvstore.client.local.hints import hint_read, report_damaged
 from kvstore.client.local.index_lookup import locate, tiers_by_page
-from kvstore.client.local.lease import RunLease, still
+from kvstore.client.local.lease import RunLease, leased_runs
 from kvstore.client.local.node import LocalNode, Mapped
 from kvstore.client.local.tier_reader import LowerReader, PendingRead
 from kvstore.client.local.verify_hit import Run, prove
@@ -207,8 +207,8 @@ class _Reply:
         while current is not None:
             pages, why = current.result(mapped.timeout_s)
             if current.damaged:
-                tell_damaged(mapped, current.damaged)
-            tell_read(mapped, current.addresses)
+                report_damaged(mapped, current.damaged)
+            hint_read(mapped, current.addresses)
             current = next(turns, None) if not why else None
             self._send_rows(reader.tier, rows[0][:pages])
             rows = rows[::-1]
@@ -283,7 +283,7 @@ class LendHandler:
         runs, _, reason = prove(mapped, keys, shape.page_bytes, request.chain.closed)
         lease = RunLease(mapped, LOAN_MS)
         if runs:
-            runs, reason = still(runs, lease.take(runs), reason)
+            runs, reason = leased_runs(runs, lease.take(runs), reason)
         if len(keys) < len(request.keys):
             reason = reason or ABSENT  # the reader has to request the rest again
         exchange.reply(FrameKind.LENT, pack_lent(_loan(mapped, request, runs, lease.number, reason)))
