@@ -8,7 +8,7 @@ from pathlib import Path
 
 from kvstore.client.buffers import check_seconds
 from kvstore.client.local.node import LocalNode
-from kvstore.client.local.peer_reads import Elsewhere
+from kvstore.client.local.peer_reads import PeerReader
 from kvstore.client.local.store import LocalStore
 from kvstore.client.remote.endpoint import GivenCredentials, endpoint, is_remote
 from kvstore.client.store import Store
@@ -80,7 +80,7 @@ def _connect_local(name: str | None, timeout_s: float) -> Store:
     if not folder.trusted():
         raise InvalidRequest("address", f"{folder.path} belongs to another user")
     node = LocalNode(folder.path, timeout_s=timeout_s)
-    node.elsewhere = Elsewhere(folder.path)
+    node.peer_reader = PeerReader(folder.path)
     deadline = time.monotonic() + timeout_s
     while node.mapped() is None:
         if time.monotonic() >= deadline or not folder.path.is_dir():

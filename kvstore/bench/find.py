@@ -16,7 +16,7 @@ from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, Seconds, alter
 from kvstore.bench.processes import Daemon
 from kvstore.bench.stage import Stage, settle, wait_for
 from kvstore.client.local.cache import LocalCache
-from kvstore.client.local.peer_reads import Elsewhere
+from kvstore.client.local.peer_reads import PeerReader
 from kvstore.client.prefix_cache import PrefixCache
 from kvstore.client.store import Store
 from kvstore.cluster.data_connection import DataConnection
@@ -106,7 +106,7 @@ def find(stage: Stage, name: str, bar: Bar) -> list[Result]:
 def _without_memory(store: Store, work: BenchWork, daemon: Daemon) -> LocalCache:
     cache = store.cache(work.layout)
     assert isinstance(cache, LocalCache)
-    cache.node.elsewhere = Elsewhere(daemon.folder, kept_s=0.0)
+    cache.node.peer_reader = PeerReader(daemon.folder, cache_s=0.0)
     return cache
 
 

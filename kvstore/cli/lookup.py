@@ -98,7 +98,7 @@ def _told(store: Store, prompt: Prompt) -> tuple[Told, bool]:
 def _with_others(pages: list[PageLine], prompt: Prompt) -> list[PageLine]:
     """Mark pages that only other nodes of the pool have as hits."""
     first = next((page.page for page in pages if not page.hit), len(pages))
-    stretches = prompt.cache.elsewhere(prompt.keys, first) if isinstance(prompt.cache, LocalCache) else []
+    stretches = prompt.cache.peer_stretches(prompt.keys, first) if isinstance(prompt.cache, LocalCache) else []
     for each in stretches:
         for page, tier in enumerate(each.tiers, first + each.start):
             old = pages[page]

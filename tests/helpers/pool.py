@@ -52,14 +52,14 @@ class Pool:
         """Wait until it finds all pages, from wherever it begins: which owner is asked, and of which spans, depends on
         that, and owners hear of pages one after the other."""
         cache = self.stores[name].cache(SMALL)
-        assert isinstance(cache, LocalCache) and cache.node.elsewhere is not None
-        keys, seek = chain(seed, pages), cache.node.elsewhere.seek
+        assert isinstance(cache, LocalCache) and cache.node.peer_reader is not None
+        keys, seek = chain(seed, pages), cache.node.peer_reader.find
 
         def found() -> bool:
             match = self.lookup(name, seed, pages)
             local = match.pages - sum(match.nodes.values())
             ends = (
-                [first + each.stop for each in seek(cache._wanted, keys, first, {""})]
+                [first + each.stop for each in seek(cache._chain, keys, first, {""})]
                 for first in range(local, pages, 8)
             )
             return match.pages == pages and all(pages in each for each in ends)

@@ -60,7 +60,7 @@ def test_what_happens_between_two_looks_is_in_it(seed: int, monkeypatch: pytest.
     monkeypatch.setattr(page_feed, "SLICE_FRAMES", 64)
     draw = np.random.default_rng(seed)
     with closing(kvstore.open(dram="16MiB", eviction="lru")) as store:
-        node: Any = node_of(store)._ends.embedded
+        node: Any = node_of(store)._resources.embedded
         for number in range(12):
             put(store, number, int(draw.integers(20, 100)))
 
@@ -81,7 +81,7 @@ def test_what_happens_between_two_looks_is_in_it(seed: int, monkeypatch: pytest.
 
 def test_a_log_that_has_forgotten_is_no_dump(monkeypatch: pytest.MonkeyPatch) -> None:
     with closing(kvstore.open(dram="8MiB")) as store:
-        node: Any = node_of(store)._ends.embedded
+        node: Any = node_of(store)._resources.embedded
         put(store, 1, 50)
 
         assert told(page_feed.dump(node.node, SECRET))

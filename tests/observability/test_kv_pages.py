@@ -78,7 +78,7 @@ def test_what_is_staged_is_told_when_it_is_published() -> None:
 
 def test_whoever_hears_of_a_page_finds_it_in_the_index() -> None:
     with kvstore.open(dram="32MiB") as store:
-        node: Any = node_of(store)._ends.embedded
+        node: Any = node_of(store)._resources.embedded
         performer = node.node.performer
         stop, missing, heard = threading.Event(), [], 0
 

@@ -143,7 +143,7 @@ class Machine:
 
 
 def daemon_of(store: Store) -> Node:
-    embedded: Any = node_of(store)._ends.embedded
+    embedded: Any = node_of(store)._resources.embedded
     node: Node = embedded.node
     return node
 

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 
 from kvstore.client.local import peer_reads as brings
-from kvstore.client.local.peer_reads import LOSS_S, Elsewhere, Patience
+from kvstore.client.local.peer_reads import LOSS_S, PeerReader, TimeBudget
 from kvstore.cluster import peer_links, transport
 from kvstore.cluster.data_connection import SILENCE_S
 from kvstore.cluster.data_listener import Server
@@ -60,15 +60,15 @@ def asked(listener: socket.socket) -> int:
         count += 1
 
 
-class Named(Elsewhere):
+class Named(PeerReader):
     """All of them have all pages, one after another."""
 
-    def seek(
-        self, chain: Any, keys: Any, pages: int, without: Collection[str] = (), patience: Patience | None = None
+    def find(
+        self, chain: Any, keys: Any, pages: int, without: Collection[str] = (), budget: TimeBudget | None = None
     ) -> list[Stretch]:
         view = self._peers.look()
         assert view is not None
-        self._begin(view)
+        self._connect(view)
         rest = sorted(set(view.peers) - set(without) - {view.node})
         return [Stretch(rest[0], 0, len(keys) - pages, bytes(len(keys) - pages))] if rest else []
 
@@ -156,19 +156,19 @@ def test_a_source_that_is_fast_enough_may_take_as_long_as_its_bytes_do(
     assert brought_from(tmp_path, Paced(pause_s))[0] == PAGES
 
 
-def test_patience_is_one_for_all() -> None:
-    patience = Patience()
+def test_one_budget_holds_for_all_nodes() -> None:
+    budget = TimeBudget()
     for _ in range(SILENT):
-        if patience.over:
+        if budget.is_over:
             break
-        before_s = patience.left_s
-        with pytest.raises(DeadlineExceeded), patience.waiting() as silence_s:
+        before_s = budget.silence_left_s
+        with pytest.raises(DeadlineExceeded), budget.transfer() as silence_s:
             assert 0 < silence_s <= min(SILENCE_S, before_s)
             time.sleep(silence_s)
             raise DeadlineExceeded("silent")
-        assert patience.left_s <= before_s - silence_s + 0.01
-    assert patience.over
-    with Patience().waiting():
+        assert budget.silence_left_s <= before_s - silence_s + 0.01
+    assert budget.is_over
+    with TimeBudget().transfer():
         pass
 
 

@@ -79,8 +79,8 @@ def test_another_replica_is_read_where_one_fails(pool: Pool) -> None:
     put(pool.stores["b"], 2, PAGES - 5)
     pool.known("c", 2)
     cache = pool.stores["c"].cache(SMALL)
-    assert isinstance(cache, LocalCache) and cache.node.elsewhere is not None
-    others = partial(cache.node.elsewhere.seek, cache._wanted, chain(2, PAGES), 0, {"a"})
+    assert isinstance(cache, LocalCache) and cache.node.peer_reader is not None
+    others = partial(cache.node.peer_reader.find, cache._chain, chain(2, PAGES), 0, {"a"})
     wait_until("b's are found, too", lambda: [each.stop for each in others()] == [PAGES - 5], 60)
     with stopped(pool.data_server("a")):
         began_s = time.monotonic()

@@ -163,7 +163,7 @@ def stored_or_published(mapped: Mapped, keys: Keys, closed: bool) -> LastPage:
             return stored, last
         own = publisher.leading(hashes, stored)
         is_other = not own and published.elsewhere(hashes[stored], publisher.slot)
-        # If the node took pages in meanwhile, a page may have been missed in both the index and the log: try again.
+        # If the node took pages in between, both the index and the log may have missed a page: try again.
         if published.drained == drained and not reopen_index(mapped):
             if not is_other:
                 return stored + own, last

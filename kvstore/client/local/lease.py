@@ -49,7 +49,7 @@ class RunLease:
 
     def renew(self, runs: list[Run]) -> bool:
         """Move the deadline. If the node has forgotten the lease, for example after a restart, take it again and return
-        False: the runs may have changed meanwhile. Raises as ``Mapped.exchange``."""
+        False: the runs may have changed since. Raises as ``Mapped.exchange``."""
         if self._mapped.exchange(Op.RENEW, a=self.number, b=self._ttl_ms).op == Status.OK:
             return True
         self._request(runs)

@@ -1,7 +1,5 @@
-"""LocalNode: a node's files, mapped into this process. Reads need nothing else; only writes need its daemon.
-
-The module also lists the tiers below memory, with their readers.
-"""
+"""``LocalNode``: a node of this machine, as a process uses it. The process maps the node's files (``Mapped``), which is
+enough for reads. Only writes need the node's daemon."""
 
 from __future__ import annotations
 
@@ -18,7 +16,7 @@ from kvstore.client.local.channel import SocketChannel
 from kvstore.client.local.grants import GrantPool, GrantPools
 from kvstore.client.local.hbm import HbmReader
 from kvstore.client.local.nvme import NvmeReader, ReadThreads
-from kvstore.client.local.peer_reads import Elsewhere
+from kvstore.client.local.peer_reads import PeerReader
 from kvstore.client.local.publisher import Channel, Published
 from kvstore.client.local.tier_reader import DramReader, LowerReader, TierReader
 from kvstore.client.store import AFTER_FORK
@@ -34,29 +32,23 @@ from kvstore.tier.dram import SegmentMap
 from kvstore.wire.control import Message, Op
 
 LOWER_READERS: dict[Tier, Callable[[NodeFolder, ReadThreads], LowerReader]] = {Tier.NVME: NvmeReader}
-"""The tiers below memory, the fastest first. To add one, write a ``LowerReader`` class and add a row here."""
-
-
-def lower_readers(folder: NodeFolder, threads: ReadThreads) -> dict[Tier, LowerReader]:
-    """Make a reader of one node for each tier; nothing is opened yet."""
-    return {tier: reader(folder, threads) for tier, reader in LOWER_READERS.items()}
-
+"""The tiers below DRAM, the fastest first. To add one, write a ``LowerReader`` class and add a row here."""
 
 _EPOCH, _INCARNATION, _MOUNTS = Header.epoch.position, Header.incarnation.position, Header.mounts.position
 
 
 class Embedded(Protocol):
-    """A node inside this process."""
+    """A node that runs in this process."""
 
     def channel(self) -> Channel:
-        """A new session with it."""
+        """Return a channel with a new session."""
 
     def close(self) -> None:
-        """End it and remove its files."""
+        """End the node and remove its files."""
 
 
-class Ends:
-    """Resources to close with a LocalNode, even if it is only dropped or the process exits."""
+class _Resources:
+    """The resources of a ``LocalNode``. They are closed with it, also if it is only dropped or the process exits."""
 
     def __init__(self, embedded: Embedded | None, workers: Workers, threads: ReadThreads) -> None:
         self.pid = os.getpid()
@@ -66,8 +58,8 @@ class Ends:
         self.channel: Channel | None = None
         self.pools: GrantPools | None = None
 
-    def end(self) -> None:
-        """Close everything, the node last. Does nothing in a forked child: everything belongs to the parent."""
+    def close(self) -> None:
+        """Close everything, the node last. Does nothing in a forked child, because the parent owns everything."""
         if os.getpid() != self.pid:
             return
         self.workers.close()
@@ -81,14 +73,20 @@ class Ends:
 
 
 class Mapped:
-    """One incarnation of a node under one index epoch, mapped. A read may keep using it after it was replaced.
+    """The mapped files of one incarnation of a node, under one epoch of its index.
 
-    It is replaced, never changed, when either number changes (but see ``stored.follow``); the index is closed when the
-    last reader is done.
+    When the incarnation or the epoch changes, the owner replaces the whole object (only ``index_lookup.reopen_index``
+    changes it in place). A read may continue with the old object. The old index is closed when its last reader is done.
 
     Attributes:
-        dram, lower: the readers of each tier of the node, the fastest first. ``tiers``: all of them, in that order.
+        dram: the reader of DRAM.
+        lower: the readers of the tiers below DRAM, the fastest first.
+        tiers: ``dram`` and then ``lower``.
         hbm: the reader of memory that other processes have mounted.
+        claims: which writers of this session write which pages.
+        named: the roots whose names the node has received, see ``hints``.
+        limited: the roots whose tenants have a quota.
+        no_hints_until_ns: when hints are sent again to a node that was silent.
     """
 
     __slots__ = (
@@ -145,15 +143,16 @@ class Mapped:
         self.counters = channel.counters
         self.pools: GrantPools = older.pools if older is not None else GrantPools(channel)
         self.claims: Claims = older.claims if older is not None else Claims()
-        self.named: dict[bytes, int] = older.named if older is not None else {}  # named roots, see ``hints``
-        self.limited: set[bytes] = older.limited if older is not None else set()  # roots with a quota
+        self.named: dict[bytes, int] = older.named if older is not None else {}
+        self.limited: set[bytes] = older.limited if older is not None else set()
         self.published = Published(folder, header, timeout_s)
         self.no_hints_until_ns: int = older.no_hints_until_ns if older is not None else 0
         self.timeout_s = timeout_s
 
     @property
     def below(self) -> Mapping[Tier, LowerReader]:
-        """Return the readers with which a read continues after DRAM, in this order."""
+        """The readers with which a read continues after DRAM, in order: mounted memory, if there is any, and then the
+        lower tiers."""
         return self._with_hbm if self.words[_MOUNTS] else self.lower
 
     def in_pool(self, keys: Keys) -> Keys:
@@ -171,27 +170,27 @@ class Mapped:
         body: Iterable[bytes] = (),
         timeout_s: float | None = None,
     ) -> Message:
-        """Make a request that may be repeated, and return its reply. It is sent once more within the time if the daemon
-        ended. Raises what ``Channel.request`` and ``PendingReply.result`` do.
-        """
-        ask = partial(self.channel.request, op, count=count, a=a, b=b, flags=flags, body=body)
+        """Send a request and return its reply. If the daemon ends before it replies, send the request once more within
+        the time, so the request must be one that may be repeated. Raises the errors of ``Channel.request`` and
+        ``PendingReply.result``."""
+        send = partial(self.channel.request, op, count=count, a=a, b=b, flags=flags, body=body)
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         try:
-            return ask(timeout_s=timeout_s).result()
+            return send(timeout_s=timeout_s).result()
         except NodeUnavailable:
-            return ask(timeout_s=max(0.0, deadline - time.monotonic())).result()
+            return send(timeout_s=max(0.0, deadline - time.monotonic())).result()
 
     def pool(self, frame_class: FrameClass, root: bytes = b"") -> GrantPool:
-        """Return the pool of frames granted ahead for a class; for pages of that root, if it has a quota."""
+        """Return the pool of frames of this class that are granted ahead. A root with a quota has pools of its own."""
         return self.pools.of(frame_class, root if root in self.limited else b"")
 
     def row(self, frame_class: FrameClass) -> int:
-        """Return the row of counters for pages of this geometry."""
+        """Return the row of this session's counters for pages of this class."""
         return self.counters.row(frame_class.page_bytes, frame_class.page_tokens)
 
     def object_rows(self) -> Iterator[bytes | None]:
-        """Yield the identity row of each object's head that the index names, as its record says; None for each page
-        that is not such a head."""
+        """Yield the identity row of each object's head in the index, as its record proves it. Yield None for each entry
+        that is not a head."""
         for reader in self.tiers:
             for _, raw in self.index.scan(reader.tier):
                 head = reader.object_head(raw)
@@ -199,17 +198,24 @@ class Mapped:
 
 
 class LocalNode:
-    """One node of this machine as one process uses it. Threads may share it.
+    """A node of this machine, as one process uses it. Thread-safe.
 
-    Life: made (nothing mapped) -> mapped by the first verb, again whenever epoch or incarnation change -> ``close``,
-    being dropped, or the end of the process. A forked child may not use it: neither the index nor the session is valid
-    there. Reads need no daemon; if the files are gone or cannot be trusted, reads miss and writes raise
-    ``NodeUnavailable``.
+    The first call maps the node's files. They are mapped again when the epoch or the incarnation changes. ``close``
+    ends it, and so does dropping it or the end of the process. A forked child cannot use it, since neither the index
+    nor the session is valid there.
+
+    If the files do not exist or cannot be trusted, reads miss and writes raise ``NodeUnavailable``.
 
     Args:
         path: the node's folder.
-        embedded: the node, if it runs in this process; it ends with this object. None for a daemon's node.
-        timeout_s: deadline of a request.
+        embedded: the node, if it runs in this process; it ends with this object. None for the node of a daemon.
+        timeout_s: the longest time that a request may take.
+
+    Attributes:
+        refusal: why calls are refused; "" while the store is open.
+        misses: the number of matches that ended early, by reason. Concurrent threads may lose counts.
+        check_ns: when ``recheck`` is due.
+        peer_reader: reads pages of other nodes; None if the node is in no pool.
     """
 
     def __init__(self, path: Path, embedded: Embedded | None = None, timeout_s: float = 5.0) -> None:
@@ -217,17 +223,17 @@ class LocalNode:
         self.folder = NodeFolder.at(path)
         self.timeout_s = timeout_s
         self.refusal = ""
-        self.misses: dict[str, int] = {}  # reason -> matches that ended for it; concurrent threads may lose counts
-        self.check_ns = 0  # time of the next ``recheck``
-        self.elsewhere: Elsewhere | None = None  # pages of other nodes
+        self.misses: dict[str, int] = {}
+        self.check_ns = 0
+        self.peer_reader: PeerReader | None = None
         self.workers = Workers(f"kvstore-{self.folder.name}")
         self._pid = os.getpid()
         self._mapped: Mapped | None = None
         self._header_id = (0, 0)
         self._lock = threading.Lock()
         self._threads = ReadThreads(f"kvstore-{self.folder.name}-nvme")
-        self._ends = Ends(embedded, self.workers, self._threads)
-        self._finalizer = weakref.finalize(self, self._ends.end)
+        self._resources = _Resources(embedded, self.workers, self._threads)
+        self._finalizer = weakref.finalize(self, self._resources.close)
         _nodes.add(self)
 
     @property
@@ -238,11 +244,11 @@ class LocalNode:
     @property
     def embedded(self) -> bool:
         """True if the node runs in this process."""
-        return self._ends.embedded is not None
+        return self._resources.embedded is not None
 
     def mapped(self) -> Mapped | None:
-        """Return the node's files for reading; None if there are none that can be trusted now (then everything is a
-        miss).
+        """Return the node's files for reading. Return None if there are no files that can be trusted now, so that
+        everything is a miss.
 
         Raises:
             InvalidRequest: the store is closed, or this is a forked child.
@@ -256,11 +262,11 @@ class LocalNode:
         return self._map()
 
     def writable(self) -> Mapped:
-        """Return the node's files for writing. Waits a little for a node that is being created.
+        """Return the node's files for writing. Waits up to ``timeout_s`` for a node that is being created.
 
         Raises:
             NodeUnavailable: there is no such node, or it is not ready.
-            InvalidRequest, VersionMismatch: as ``mapped``.
+            InvalidRequest, VersionMismatch: as for ``mapped``.
         """
         mapped = self.mapped()
         if mapped is not None and mapped.channel.ended:
@@ -275,15 +281,16 @@ class LocalNode:
 
     @property
     def last(self) -> Mapped | None:
-        """Return what ``mapped`` returned last, without checking anything."""
+        """The last result of ``mapped``, without a check."""
         return self._mapped
 
     def missed(self, reason: str) -> None:
-        """Count why a match ended early."""
+        """Count a match that ended early for this reason."""
         self.misses[reason] = self.misses.get(reason, 0) + 1
 
     def recheck(self, now_ns: int) -> None:
-        """Check, for a get after ``check_ns``, whether the folder was purged; mappings do not show that."""
+        """Check whether the folder was purged or recreated, which mappings do not show. A get calls this once
+        ``check_ns`` has passed."""
         self.check_ns = now_ns + TIMED_NS + now_ns % TIMED_NS
         if self._mapped is not None and self._identify() != self._header_id:
             self._map()
@@ -294,19 +301,20 @@ class LocalNode:
             raise InvalidRequest("store", self.refusal)
 
     def close(self) -> None:
-        """End the session; later calls are refused. Existing views stay valid memory, but their contents may change."""
+        """End the session and refuse later calls. Existing views stay valid memory, but their contents may change."""
         if not self.refusal:
             self.refusal = "is closed"
             mapped, self._mapped = self._mapped, None
             if mapped is not None:
                 mapped.hbm.close()
-            if self.elsewhere is not None:
-                self.elsewhere.close()
+            if self.peer_reader is not None:
+                self.peer_reader.close()
             self._finalizer()
 
     # --- mapping ----------------------------------------------------------------------------------------------------
 
     def _identify(self) -> tuple[int, int]:
+        """Return the device and inode of the header file; (0, 0) if there is none."""
         try:
             status = os.stat(self.folder.header)
         except OSError:
@@ -314,8 +322,8 @@ class LocalNode:
         return status.st_dev, status.st_ino
 
     def _map(self) -> Mapped | None:
-        """Map the node's current files. If the incarnation is the same, everything but the index is kept."""
-        self.check_open()  # before the lock, which another thread may have held at a fork
+        """Map the node's current files. If the incarnation has not changed, everything but the index is reused."""
+        self.check_open()  # before the lock: in a forked child, another thread may have held it at the fork
         with self._lock:
             self.check_open()
             old = self._mapped
@@ -332,36 +340,39 @@ class LocalNode:
             index = Index.open_reader(self.folder, epoch)
             secret = old.secret if old is not None else read_secret(self.folder, incarnation)
             if segment is None or index is None or secret is None:
-                return None  # the daemon is about to create it, or the epoch will change
+                return None  # the daemon is about to create the file, or to change the epoch
             channel = self._channel(old, incarnation)
             dram = old.dram if old is not None else DramReader(self.folder, incarnation, segment)
-            lower = old.lower if old is not None else lower_readers(self.folder, self._threads)
+            lower = old.lower if old is not None else self._lower_readers()
             self._header_id = identity
             parts = self.folder, header, incarnation, epoch, index, dram, lower, channel, secret, old
             self._mapped = Mapped(*parts, self.timeout_s)
-            self._ends.pools = self._mapped.pools
+            self._resources.pools = self._mapped.pools
             return self._mapped
 
+    def _lower_readers(self) -> dict[Tier, LowerReader]:
+        return {tier: reader(self.folder, self._threads) for tier, reader in LOWER_READERS.items()}
+
     def _open_header(self) -> Header | None:
-        """Return the header if the folder can be trusted and the header is of this boot."""
+        """Return the header, if the folder can be trusted and this boot of the machine wrote the header."""
         header = Header.open(self.folder) if self.folder.trusted() else None
         return header if header is not None and header.boot_id == boot_id() else None
 
     def _channel(self, old: Mapped | None, incarnation: int) -> Channel:
         if old is not None:
             return old.channel
-        ends = self._ends
-        if ends.embedded is None:
-            ends.channel = channel = SocketChannel(self.path, self.timeout_s, incarnation=f"{incarnation:016x}")
+        resources = self._resources
+        if resources.embedded is None:
+            resources.channel = channel = SocketChannel(self.path, self.timeout_s, incarnation=f"{incarnation:016x}")
             channel.begin()
-        elif ends.channel is None:
-            ends.channel = ends.embedded.channel()
-        return ends.channel
+        elif resources.channel is None:
+            resources.channel = resources.embedded.channel()
+        return resources.channel
 
     def _unmap(self, old: Mapped | None) -> None:
-        """Drop the old incarnation, whose files may not be used any more, and end its session."""
+        """Drop the files of an old incarnation, which are no longer valid, and end its session."""
         self._mapped = None
-        if old is not None and self._ends.embedded is None:
+        if old is not None and self._resources.embedded is None:
             old.channel.close()
             old.pools.end()
 
@@ -372,22 +383,22 @@ class LocalNode:
 _nodes: weakref.WeakSet[LocalNode] = weakref.WeakSet()
 
 
-def _forked() -> None:
+def _refuse_in_child() -> None:
     for node in list(_nodes):
         node._after_fork()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_refuse_in_child)
 
 
 class Claims:
-    """Records which writer of a session writes which pages, so that no two writers get the same frames. Threads may
-    share it.
+    """The pages that each writer of a session writes. It keeps two writers from getting the same frames. Thread-safe.
 
-    The node knows sessions, not writers. A shard that asks again for its group's pages gets the frames that its session
-    already has, because a request may have been lost with the daemon. All writers of a session are in one process, so
-    this class decides which may ask: a page of a shard and group belongs to one writer until that writer has sealed or
-    revoked it, regardless of daemon restarts and deadlines. A dropped writer has no claims.
+    The node distinguishes sessions, not writers. If a shard asks twice for its group's pages, the node returns the
+    frames that the session already has, because the first reply may have been lost when the daemon ended. All writers
+    of a session are in one process, so this class decides which of them may ask. A page of a shard and group belongs to
+    one writer until that writer has sealed or revoked it, regardless of daemon restarts and deadlines. When a writer is
+    dropped, its claims end.
     """
 
     def __init__(self) -> None:
@@ -395,14 +406,14 @@ class Claims:
         self._writers: weakref.WeakKeyDictionary[object, tuple[int, int, set[bytes]]] = weakref.WeakKeyDictionary()
 
     def claim(self, writer: object, group: int, shard: int, keys: Sequence[bytes]) -> int:
-        """Claim as many leading ``keys`` for this writer and shard as no other writer has; return how many."""
+        """Claim the leading ``keys`` that no other writer of this group and shard has claimed. Return their number."""
         with self._lock:
-            theirs = [claim[2] for claim in self._writers.values() if claim[:2] == (group, shard)]
-            count = next((i for i, key in enumerate(keys) if any(key in pages for pages in theirs)), len(keys))
+            claimed = [claim[2] for claim in self._writers.values() if claim[:2] == (group, shard)]
+            count = next((i for i, key in enumerate(keys) if any(key in pages for pages in claimed)), len(keys))
             self._writers[writer] = group, shard, set(keys[:count])
         return count
 
     def release(self, writer: object) -> None:
-        """Release all claims of a writer that has sealed or revoked its pages and will not write again."""
+        """Release all claims of a writer. Call it when the writer has sealed or revoked its pages."""
         with self._lock:
             self._writers.pop(writer, None)

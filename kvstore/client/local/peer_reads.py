@@ -1,10 +1,12 @@
-"""Reads pages of other nodes of the pool that the local node does not have.
+"""``PeerReader`` reads pages that are only on other nodes of the pool.
 
-A client does this without its node's daemon: it reads the pool's members from the node's folder, asks the owners of the
-spans, and reads from the nodes that they name. The sender proves each page, and the client compares its checksums. Any
-fault of another node shortens the match; a node that does not answer is skipped for a while.
+A client does this without its node's daemon. It reads the list of the pool's members in the node's folder, asks the
+owners of the spans which nodes have the pages, and reads from these nodes. The sender proves each page, and the client
+compares the checksums. A fault of another node only shortens the match. A node that does not answer is skipped for a
+while, and a ``TimeBudget`` limits how long one call waits for all nodes.
 
-Pages of other nodes that this machine has read recently. A page that it reads twice is worth caching here.
+``FetchHistory`` records which pages this machine has read from other nodes recently. A page that is read twice is worth
+caching here.
 """
 
 from __future__ import annotations
@@ -36,15 +38,16 @@ from kvstore.safe_files import open_plain
 from kvstore.shm.folder import NodeFolder, allocate
 from kvstore.wire.data import ChainQuery, ReadRequest, pages_per_request
 
-NAME: Final = "brought"
-PLACES: Final = 1 << 16
-BYTES: Final = 8 * PLACES
+HISTORY_FILE: Final = "brought"
+PLACES: Final = 1 << 16  # pages that the history can hold
+HISTORY_BYTES: Final = 8 * PLACES
 
 
-class BroughtBefore:
-    """A table of page fingerprints in a file of the node's folder, shared by all its processes. The last bits of a
-    fingerprint choose its slot. A later page overwrites its slot, and two processes may write at the same time; the
-    only effect is that a page is cached too late or too early. Without the file (if there is no memory for it) every
+class FetchHistory:
+    """A table of fingerprints of fetched pages, in a file in the node's folder that all processes of the node share.
+
+    The last bits of a fingerprint choose its slot, and a later page overwrites the slot. Two processes may write at the
+    same time. Neither does harm: a page is only cached too late or too early. If there is no memory for the file, each
     process has its own table.
     """
 
@@ -52,136 +55,137 @@ class BroughtBefore:
         self._table: Fingerprints = np.zeros(PLACES, np.uint64)
         if folder is not None:
             with contextlib.suppress(OSError, OutOfSpace):  # the folder is being purged, or full
-                self._table = _mapped(folder)
+                self._table = _map_history(folder)
 
     def leading(self, links: list[bytes]) -> int:
         """Return how many leading pages were fetched before."""
         if not links:
             return 0
-        named = fingerprints(b"".join(links))
-        seen = self._table[_places(named)] == named
-        return len(seen) if seen.all() else int(seen.argmin())
+        pages = fingerprints(b"".join(links))
+        is_listed = self._table[_slots(pages)] == pages
+        return len(is_listed) if is_listed.all() else int(is_listed.argmin())
 
     def add(self, links: list[bytes]) -> None:
-        """Record that these pages are being fetched."""
+        """Add pages that are being fetched."""
         if links:
-            named = fingerprints(b"".join(links))
-            self._table[_places(named)] = named
+            pages = fingerprints(b"".join(links))
+            self._table[_slots(pages)] = pages
 
 
-def _places(named: Fingerprints) -> Fingerprints:
-    return named % np.uint64(PLACES)
+def _slots(pages: Fingerprints) -> Fingerprints:
+    return pages % np.uint64(PLACES)
 
 
-def _mapped(folder: NodeFolder) -> Fingerprints:
-    path = folder.path / NAME
+def _map_history(folder: NodeFolder) -> Fingerprints:
+    path = folder.path / HISTORY_FILE
     fd = open_plain(path, os.O_RDWR | os.O_CREAT, folder.file_mode)
     try:
-        if os.fstat(fd).st_size < BYTES:
-            allocate(fd, 0, BYTES, str(path))
+        if os.fstat(fd).st_size < HISTORY_BYTES:
+            allocate(fd, 0, HISTORY_BYTES, str(path))
             os.fchmod(fd, folder.file_mode)  # regardless of the umask
-        return np.frombuffer(mmap.mmap(fd, BYTES), np.uint64)
+        return np.frombuffer(mmap.mmap(fd, HISTORY_BYTES), np.uint64)
     finally:
         os.close(fd)
 
 
-LOSS_S: Final = 0.8  # a get's total wait for all other nodes, beyond the time its bytes take at ``RATE_MIN``
-HERE_S: Final = 0.4  # a get's wait for its own node to grant frames; after it the get continues without
+LOSS_S: Final = 0.8  # longest total wait of a get for other nodes, in addition to its bytes' time at ``RATE_MIN``
+LOCAL_WAIT_S: Final = 0.4  # longest wait of a get for frames of its own node; then it continues without them
 
 log = logging.getLogger("kvstore.cluster")
 
 
 @dataclass
-class Brought:
-    """Pages that were fetched from other nodes: how many leading ones, and from which nodes and tiers."""
+class FetchResult:
+    """The number of leading pages that were fetched from other nodes, in total, by node and by tier."""
 
     pages: int = 0
     nodes: Counter[str] = field(default_factory=Counter)
     tiers: Counter[Tier] = field(default_factory=Counter)
 
-    def add(self, more: Brought) -> None:
-        """Add what a later fetch brought."""
-        self.pages += more.pages
-        self.nodes.update(more.nodes)
-        self.tiers.update(more.tiers)
+    def add(self, later: FetchResult) -> None:
+        """Add the result of a later fetch."""
+        self.pages += later.pages
+        self.nodes.update(later.nodes)
+        self.tiers.update(later.tiers)
 
 
-class Patience:
-    """The time budget of one call for other nodes, and how much of it may be spent waiting for silent ones.
+class TimeBudget:
+    """The time that one call may spend on other nodes, and the part of it that it may wait for silent nodes.
 
     Args:
-        within_s: for the whole call. None limits only the time in which no pages arrive; transfers may take as long as
-            their bytes need at ``RATE_MIN``.
+        timeout_s: limit of the whole call. With None only the time in which no pages arrive is limited, and transfers
+            may take the time that their bytes need at ``RATE_MIN``.
 
     Attributes:
-        deadline_s: as ``time.monotonic()``.
-        left_s: remaining seconds to wait for silent nodes.
-        here_s: remaining seconds to wait for the local node's answers, and for pages that another process of this
-            machine fetches.
+        deadline_s: the end of the budget, by ``time.monotonic``.
+        silence_left_s: seconds that the call may still wait for silent nodes.
+        local_wait_s: longest wait for the local node's replies, and for pages that another process of this machine
+            fetches.
     """
 
-    def __init__(self, within_s: float | None = None, here_s: float = HERE_S) -> None:
-        self._grows = within_s is None
-        within_s = LOSS_S if within_s is None else within_s
-        self.deadline_s = time.monotonic() + within_s
-        self.left_s = min(LOSS_S, within_s)
-        self.here_s = here_s
+    def __init__(self, timeout_s: float | None = None, local_wait_s: float = LOCAL_WAIT_S) -> None:
+        self._can_grow = timeout_s is None
+        timeout_s = LOSS_S if timeout_s is None else timeout_s
+        self.deadline_s = time.monotonic() + timeout_s
+        self.silence_left_s = min(LOSS_S, timeout_s)
+        self.local_wait_s = local_wait_s
 
-    def until_s(self, nbytes: int) -> float:
+    def transfer_deadline_s(self, nbytes: int) -> float:
         """Return the deadline of a transfer of ``nbytes`` that begins now."""
-        return self.deadline_s + (nbytes / RATE_MIN if self._grows else 0.0)
+        return self.deadline_s + (nbytes / RATE_MIN if self._can_grow else 0.0)
 
-    def came(self, nbytes: int) -> None:
-        """Extend the budget after ``nbytes`` arrived."""
+    def extend_for(self, nbytes: int) -> None:
+        """Extend the budget after ``nbytes`` have arrived."""
         self.extend(nbytes / RATE_MIN)
 
     def extend(self, seconds: float) -> None:
-        """Extend the budget by ``seconds`` in which pages arrived."""
-        self.deadline_s += seconds if self._grows else 0.0
+        """Extend the budget by ``seconds`` in which pages arrived, unless the whole call has a limit."""
+        self.deadline_s += seconds if self._can_grow else 0.0
 
     @property
-    def over(self) -> bool:
+    def is_over(self) -> bool:
         """True once the budget is used up."""
-        return self.left_s <= 0 or time.monotonic() >= self.deadline_s
+        return self.silence_left_s <= 0 or time.monotonic() >= self.deadline_s
 
     @contextlib.contextmanager
-    def asking(self) -> Iterator[float]:
-        """Enclose questions that are answered at once or not at all; yields their deadline."""
-        began_s = time.monotonic()
+    def query(self) -> Iterator[float]:
+        """Enclose requests whose replies take no time to compute. Yields their deadline, and deducts the time that
+        passed."""
+        start_s = time.monotonic()
         try:
-            yield min(self.deadline_s, began_s + self.left_s)
+            yield min(self.deadline_s, start_s + self.silence_left_s)
         finally:
-            self.waited(time.monotonic() - began_s)
+            self.deduct(time.monotonic() - start_s)
 
-    def waited(self, seconds: float) -> None:
-        """Deduct ``seconds`` that passed without an answer."""
-        self.left_s -= seconds
+    def deduct(self, seconds: float) -> None:
+        """Deduct ``seconds`` in which nothing arrived."""
+        self.silence_left_s -= seconds
 
     @contextlib.contextmanager
-    def waiting(self) -> Iterator[float]:
-        """Enclose a transfer; yields how long the other end may be silent at any point. If the transfer fails, the time
-        is deducted; time in which pages arrived is not."""
-        began_s, silence_s = time.monotonic(), max(0.0, min(SILENCE_S, self.left_s))
+    def transfer(self) -> Iterator[float]:
+        """Enclose a transfer. Yields how long the other end may be silent at any point. The time is deducted only if
+        the transfer fails, and then only as much of it as the other end may have been silent."""
+        start_s, silence_s = time.monotonic(), max(0.0, min(SILENCE_S, self.silence_left_s))
         try:
             yield silence_s
         except KVStoreError:
-            self.waited(min(2 * silence_s, time.monotonic() - began_s))
+            self.deduct(min(2 * silence_s, time.monotonic() - start_s))
             raise
 
 
-class Elsewhere:
-    """Reads from other nodes for one node's clients in one process. Threads share it.
+class PeerReader:
+    """Reads pages from other nodes, for the clients of one node in one process. Thread-safe.
 
     Args:
-        kept_s: how long the answers of owners are kept.
+        cache_s: how long the answers of owners are reused.
 
     Attributes:
-        brought: pages that gets of this machine have fetched.
+        history: the pages that gets of this machine have fetched.
     """
 
-    def __init__(self, folder: Path, kept_s: float = CACHE_S) -> None:
-        self._kept_s = kept_s
-        self.brought = BroughtBefore(NodeFolder.at(folder))
+    def __init__(self, folder: Path, cache_s: float = CACHE_S) -> None:
+        self._cache_s = cache_s
+        self.history = FetchHistory(NodeFolder.at(folder))
         self._peers = PeersFile(folder)
         self._lock = threading.Lock()
         self._links: PeerLinks | None = None
@@ -189,33 +193,33 @@ class Elsewhere:
         self._mover: PageMover | None = None
 
     @property
-    def alone(self) -> bool:
-        """True if the pool has no other node."""
+    def has_peers(self) -> bool:
+        """True if the pool has other nodes."""
         view = self._peers.look()
-        return view is None or len(view.peers) < 2
+        return view is not None and len(view.peers) >= 2
 
-    def seek(
+    def find(
         self,
         chain: ChainQuery,
         keys: Keys,
         pages: int,
         without: Collection[str] = (),
-        patience: Patience | None = None,
+        budget: TimeBudget | None = None,
     ) -> list[Stretch]:
-        """Return where other nodes have the pages after the first ``pages`` of a chain, without gaps.
+        """Return which other nodes have the pages after the first ``pages`` of a chain, as stretches without gaps.
 
-        The spans are unknown if the keys' position in their chain is unknown; then nothing is found.
+        Returns no stretch if the position of the keys in their chain is unknown, since then the spans are unknown too.
 
         Args:
             without: nodes to leave out.
-            patience: the budget of the call.
+            budget: the budget of the call; default: a new one.
         """
         view = self._peers.look()
         if view is None or len(view.peers) < 2 or pages >= len(keys) or (above := keys.above) is None:
             return []
-        finder = self._finder or self._begin(view)
-        with (patience or Patience()).asking() as until_s:
-            return finder.find(chain, above + keys.hashes, len(above) + pages, until_s, without, chain.closed)
+        finder = self._finder or self._connect(view)
+        with (budget or TimeBudget()).query() as deadline_s:
+            return finder.find(chain, above + keys.hashes, len(above) + pages, deadline_s, without, chain.closed)
 
     def read(
         self,
@@ -223,26 +227,29 @@ class Elsewhere:
         keys: Keys,
         rows: Places,
         pages: int,
-        patience: Patience | None = None,
+        budget: TimeBudget | None = None,
         holder: PlaceHolder | None = None,
-    ) -> Brought:
-        """Read the pages after the first ``pages`` into ``rows``. Rows after the counted ones may change; after the
-        return only if they are ``holder`` and were left."""
-        brought, failed, patience = Brought(), set[str](), patience or Patience()
+    ) -> FetchResult:
+        """Read the pages after the first ``pages`` into ``rows``, and return how many arrived.
+
+        The contents of further rows are undefined. They change after the return only if a ``holder`` is given and was
+        told to leave them (``PlaceHolder.leave``).
+        """
+        result, failed, budget = FetchResult(), set[str](), budget or TimeBudget()
         limit = min(len(keys), pages + len(rows))
-        while pages + brought.pages < limit and not patience.over:
-            start = pages + brought.pages
-            stretch = next(iter(self.seek(chain, keys, start, failed, patience)), None)
+        while pages + result.pages < limit and not budget.is_over:
+            start = pages + result.pages
+            stretch = next(iter(self.find(chain, keys, start, failed, budget)), None)
             if stretch is None:
                 break
             stop = min(start + stretch.stop, limit)
-            into = rows[start - pages : stop - pages]
+            targets = rows[start - pages : stop - pages]
             try:
-                if self._read(chain, stretch.node, keys[start:stop], into, patience, brought, holder) < stop - start:
+                if self._read(chain, stretch.node, keys[start:stop], targets, budget, result, holder) < stop - start:
                     failed.add(stretch.node)
             except LateBytes:
-                break  # these rows are of no use any more
-        return brought
+                break  # late bytes may still be written into these rows, so they cannot be used again
+        return result
 
     def _read(
         self,
@@ -250,11 +257,15 @@ class Elsewhere:
         node: str,
         keys: Keys,
         rows: Places,
-        patience: Patience,
-        brought: Brought,
+        budget: TimeBudget,
+        result: FetchResult,
         holder: PlaceHolder | None,
     ) -> int:
-        """Read these pages from one node; return how many arrived. Raises LateBytes."""
+        """Read pages from one node, add them to ``result``, and return how many arrived.
+
+        Raises:
+            LateBytes: bytes may still arrive in the rows.
+        """
         view, mover, done = self._peers.look(), self._mover, 0
         page_bytes = chain.frame_class.page_bytes
         peer = view.peers.get(node) if view is not None else None
@@ -262,13 +273,13 @@ class Elsewhere:
         try:
             while peer is not None and mover is not None and done < len(keys):
                 request = ReadRequest(chain, keys[done : done + step], 0, page_bytes)
-                deadline_s = patience.until_s(len(request.keys) * page_bytes)
-                with patience.waiting() as silence_s:
-                    got = mover.read(peer, request, rows[done : done + step], deadline_s, silence_s, holder)
-                patience.came(got.pages * page_bytes)
-                done += got.pages
-                brought.add(Brought(got.pages, +Counter({node: got.pages}), Counter(got.tiers)))
-                if got.pages < len(request.keys):
+                deadline_s = budget.transfer_deadline_s(len(request.keys) * page_bytes)
+                with budget.transfer() as silence_s:
+                    reply = mover.read(peer, request, rows[done : done + step], deadline_s, silence_s, holder)
+                budget.extend_for(reply.pages * page_bytes)
+                done += reply.pages
+                result.add(FetchResult(reply.pages, +Counter({node: reply.pages}), Counter(reply.tiers)))
+                if reply.pages < len(request.keys):
                     break
         except LateBytes:
             raise
@@ -286,17 +297,19 @@ class Elsewhere:
         if links is not None:
             links.close()
 
-    def _begin(self, view: PoolView) -> Finder:
+    def _connect(self, view: PoolView) -> Finder:
+        """Create what is needed to reach other nodes, once, and return the finder."""
         with self._lock:
             if self._finder is None:
                 self._links = PeerLinks(view.pool, f"client of {view.node}", _credentials())
                 self._mover = PageMover(TRANSPORTS, self._links)
-                self._finder = Finder(self._peers, self._links, self._kept_s)
+                self._finder = Finder(self._peers, self._links, self._cache_s)
             return self._finder
 
 
 def _credentials() -> DialCredentials:
-    """Return the credentials in the environment. Unusable ones cost the pages of other nodes, never a local read."""
+    """Return the credentials in the environment. If they are invalid, pages of other nodes cannot be read, but local
+    reads succeed."""
     try:
         return credentials_of(os.environ)
     except InvalidRequest as error:

@@ -1,4 +1,4 @@
-"""LocalStore: a node of this machine through shared memory, run by a daemon or by this process."""
+"""``LocalStore``: the store of a node on this machine, run by a daemon or inside this process."""
 
 from __future__ import annotations
 
@@ -22,11 +22,11 @@ from kvstore.wire import control
 from kvstore.wire.control import Op
 
 ADMIN_TIMEOUT_S = 60.0
-BEAT_NS_MAX = 1_000_000_000  # ten ticks of the daemon
+HEARTBEAT_NS_MAX = 1_000_000_000  # ten ticks of the daemon
 
 
 class LocalStore(Store, LocalObjects):
-    """A store whose reads need no daemon: files in shared memory have all the information."""
+    """The store of a node on this machine. Reads need no daemon, since they use files in shared memory."""
 
     reads_without_node = True
 
@@ -36,7 +36,7 @@ class LocalStore(Store, LocalObjects):
 
     @property
     def name(self) -> str:
-        """See ``Store.name``."""
+        """The node's name."""
         return self._node.name
 
     def _cache(self, layout: Layout, salt: str, adapter: str) -> LocalCache:
@@ -47,60 +47,64 @@ class LocalStore(Store, LocalObjects):
         return LocalCache(self._node, layout, salt, adapter, verify)
 
     def stats(self) -> dict[str, Any]:
-        """See ``Store.stats``."""
+        """Return the node's statistics and this client's misses. Without a daemon, return what its files show."""
         self._node.check_open()
         try:
-            stats = self._admin("stats") if self._alive() else self._header_stats()
+            stats = self._admin("stats") if self._has_daemon() else self._header_stats()
         except NodeUnavailable:
             stats = self._header_stats()
         stats["client"] = {"misses": dict(self._node.misses)}
         return stats
 
     def wait_ready(self, timeout_s: float = 30.0) -> None:
-        """See ``Store.wait_ready``."""
+        """Wait until the node takes requests.
+
+        Raises:
+            DeadlineExceeded: it does not within ``timeout_s``.
+        """
         deadline = time.monotonic() + timeout_s
         while True:
             mapped = self._node.mapped()
-            if mapped is not None and (
-                self._node.embedded or (mapped.header.state == DaemonState.READY and _beats(mapped) and self._alive())
-            ):
+            if mapped is not None and (self._node.embedded or self._is_daemon_ready(mapped)):
                 return
             if time.monotonic() >= deadline:
                 raise DeadlineExceeded(f"{self.name}: not ready after {timeout_s:g} s")
             time.sleep(0.005)
 
     def renew_session(self) -> None:
-        """See ``Store.renew_session``."""
+        """Replace the session with the daemon by a new one. The frames and leases of the old session end."""
         mapped = self._node.mapped()
         if mapped is not None and isinstance(mapped.channel, SocketChannel):
             mapped.channel.ended = True
             self._node.writable()
 
     def close(self) -> None:
-        """See ``Store.close``."""
+        """End the session, and an embedded node with it. Later calls are refused."""
         self._node.close()
 
     def in_pool(self, keys: Keys) -> Keys:
-        """Return the keys by which the node's listings and events name these pages."""
+        """Return the keys that these pages have in the node's pool, and so in its listings and events."""
         mapped = self._node.mapped()
         return mapped.in_pool(keys) if mapped is not None else keys
 
     def mount(
         self, layout: Layout, frames: int, memory: MountedMemory | None = None, strides: Strides | None = None
     ) -> LocalSegment:
-        """Mount memory of this process for ``frames`` pages, which other processes of the machine can read
-        (``Tier.HBM``): their lookups and gets find pages that are published there, until they are retired or this
-        process ends. The memory is counted for the tenants whose pages it holds, but not charged to a quota.
+        """Mount memory of this process, with ``frames`` frames, as a segment of ``Tier.HBM``.
+
+        Lookups and gets of other processes of the machine find the pages that are published in the segment, until the
+        pages are retired or this process ends. The memory is counted for the tenants of its pages, but not charged to
+        their quotas.
 
         Args:
-            memory: device memory, for example (see ``tier.peer_memory``). None creates shared host memory.
-            strides: the layout of pages in memory that another engine arranges; None if each page is contiguous.
+            memory: for example device memory, see ``tier.peer_memory``. None creates shared host memory.
+            strides: where the parts of a page are, if another engine arranges the memory. None: pages are contiguous.
 
         Raises:
-            InvalidRequest: ``layout`` is not a layout; ``frames`` is not positive, or exceeds what a node allows or
-                ``memory`` holds; ``strides`` do not fit a page.
+            InvalidRequest: ``layout`` is not a layout; ``frames`` is not positive, exceeds the node's limit, or does
+                not fit ``memory``; ``strides`` do not fit a page.
             Unavailable: the memory cannot be exported to other processes.
-            OutOfSpace: no memory, or the node's limit of mounted memory is reached.
+            OutOfSpace: there is not enough memory, or the node's limit of mounted memory is reached.
             NodeUnavailable: there is no such node, or its daemon does not answer.
         """
         check_cache(layout, "", "", 0)
@@ -109,8 +113,10 @@ class LocalStore(Store, LocalObjects):
         return mount(self._node, layout, frames, memory, strides)
 
     def _admin(self, call: str, **arguments: Any) -> dict[str, Any]:
-        deadline = time.monotonic() + self._node.timeout_s  # for a daemon to appear; its answer may take longer
-        while not self._alive():
+        """Make an operator's call and return its result. Waits up to ``timeout_s`` for a daemon; its reply may take
+        longer."""
+        deadline = time.monotonic() + self._node.timeout_s
+        while not self._has_daemon():
             self._node.check_open()
             if time.monotonic() >= deadline:
                 raise NodeUnavailable(f"{self.name}: its daemon is not running")
@@ -126,12 +132,19 @@ class LocalStore(Store, LocalObjects):
             message = renewed.exchange(Op.ADMIN, body=body, timeout_s=ADMIN_TIMEOUT_S)
         return control.unpack_json(message.body)
 
-    def _alive(self) -> bool:
-        """Return whether the node's daemon holds its lock."""
+    def _has_daemon(self) -> bool:
+        """Return whether a daemon holds the lock of the node's folder."""
         folder = NodeFolder.at(self._node.path)
         return folder.trusted() and folder.owned()
 
+    def _is_daemon_ready(self, mapped: Mapped) -> bool:
+        """Return whether the daemon is ready and had a recent heartbeat. A stopped process still holds its lock, but
+        takes no requests."""
+        heartbeat_ns = time.monotonic_ns() - mapped.header.heartbeat_ns
+        return mapped.header.state == DaemonState.READY and heartbeat_ns < HEARTBEAT_NS_MAX and self._has_daemon()
+
     def _header_stats(self) -> dict[str, Any]:
+        """Return the statistics in the node's files."""
         mapped = self._node.mapped()
         stats: dict[str, Any] = {"name": self.name, "state": "down"}
         if mapped is not None:
@@ -144,8 +157,3 @@ class LocalStore(Store, LocalObjects):
                 str(mapped.dram.tier): {"capacity_bytes": capacity, "populated_bytes": header.populated_bytes}
             }
         return stats
-
-
-def _beats(mapped: Mapped) -> bool:
-    """Return whether the daemon had a recent heartbeat: a stopped process holds its lock, but takes no requests."""
-    return time.monotonic_ns() - mapped.header.heartbeat_ns < BEAT_NS_MAX
