@@ -12,7 +12,7 @@ import pytest
 
 from kvstore import Store
 from kvstore.client.local.cache import LocalCache
-from kvstore.client.local.peer_caching import ArrivingPages, Reservation
+from kvstore.client.local.peer_caching import ArrivingPages, FrameReservation
 from kvstore.client.prefix_cache import PrefixCache
 from tests.helpers.content import SMALL, chain, contents, first_wrong, layer_of, prompt
 from tests.helpers.pool import PAGES, Pool, patient
@@ -114,7 +114,7 @@ def test_a_program_that_stands_still_while_it_brings_pages(pool: Pool) -> None:
     held.put(prompt(2, 1), contents(chain(2, 1)), wait=True)  # names the root
     mapped = held.node.writable()
     arrival = ArrivingPages(held.node, mapped, mapped.in_pool(chain(1, PAGES)), held.frame_class, LATE_S)
-    assert arrival.reserve() is Reservation.OURS and len(arrival.rows) == PAGES
+    assert arrival.reserve() is FrameReservation.OURS and len(arrival.rows) == PAGES
     assert pool.get("c", 1).nodes == {"a": PAGES}
     assert pool.get("c", 1).nodes == {"a": PAGES}, "worth keeping, but not ours to bring"
     assert here(pool, 1) == 0

@@ -7,7 +7,7 @@ import pytest
 
 from kvstore.client.local import peer_caching
 from kvstore.client.local.cache import LocalCache
-from kvstore.client.local.peer_caching import ArrivingPages, Reservation
+from kvstore.client.local.peer_caching import ArrivingPages, FrameReservation
 from kvstore.model.replica import FrameClass
 from tests.helpers.content import SMALL, chain, contents
 from tests.helpers.processes import Machine, frames, wait_until
@@ -29,7 +29,7 @@ def test_frames_that_were_left_are_nobodys_until_they_are_landed(
     mapped, keys = cache.node.writable(), chain(1, PAGES)
     with mapped.channel.copies:
         arrival = ArrivingPages(cache.node, mapped, mapped.in_pool(keys), SHAPE, 10.0)
-        assert arrival.reserve() is Reservation.OURS
+        assert arrival.reserve() is FrameReservation.OURS
         for row, data in zip(arrival.rows, contents(keys)[:CAME], strict=False):
             row[:] = data
         places = list(arrival.rows)

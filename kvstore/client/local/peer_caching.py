@@ -43,7 +43,7 @@ TTL_S: Final = 30.0  # how long a page that has not arrived stays reserved; a ge
 _OURS = (int(Status.OK), int(Status.JOINED))
 
 
-class Reservation(Enum):
+class FrameReservation(Enum):
     """The result of reserving frames for pages: which process fetches the first page."""
 
     OURS = "this process has reserved its frame"
@@ -82,7 +82,7 @@ class ArrivingPages:
         self._addresses = np.zeros(0, ADDRESS_DTYPE)
         self._is_left = False
 
-    def reserve(self) -> Reservation:
+    def reserve(self) -> FrameReservation:
         """Reserve frames for as many leading pages as possible. If the result is OURS, call ``seal`` afterwards.
 
         Raises:
@@ -90,7 +90,7 @@ class ArrivingPages:
                 returned later, or end at their deadline.
         """
         mapped, keys = self._mapped, self._keys
-        count, result = mapped.claims.claim(self, FETCH_GROUP, 0, keys.hashes), Reservation.OTHER
+        count, result = mapped.claims.claim(self, FETCH_GROUP, 0, keys.hashes), FrameReservation.OTHER
         self._keys = keys[:count]
         try:
             if count:
@@ -98,7 +98,7 @@ class ArrivingPages:
         except Unavailable:
             self._node.workers.submit(self._cancel, timeout_s=0.0)
             raise
-        if result is not Reservation.OURS:
+        if result is not FrameReservation.OURS:
             mapped.claims.release(self)
         return result
 
@@ -109,7 +109,7 @@ class ArrivingPages:
             self._request(self._node.timeout_s)
         self.seal(0)
 
-    def _request(self, timeout_s: float) -> Reservation:
+    def _request(self, timeout_s: float) -> FrameReservation:
         mapped, keys, count = self._mapped, self._keys, len(self._keys)
         body = (WRITER.pack(FETCH_GROUP, 0, 1), keys.parent, keys.identity_bytes, keys.hints)
         flags, ttl_ms = HINTS if keys.hints else 0, int(TTL_S * 1000)
@@ -117,7 +117,7 @@ class ArrivingPages:
         fields = {"count": count, "a": number, "b": ttl_ms, "flags": flags}
         reply = mapped.exchange(Op.RESERVE, **fields, body=body, timeout_s=timeout_s)
         if reply.op == Status.BUSY:
-            return Reservation.RETRY
+            return FrameReservation.RETRY
         statuses = np.frombuffer(reply.body, np.uint8, count).copy()  # the body is soon overwritten
         addresses = np.frombuffer(reply.body, ADDRESS_DTYPE, count, statuses_bytes(count)).copy()
         ours = np.isin(statuses, _OURS)
@@ -127,10 +127,10 @@ class ArrivingPages:
         self._return_frames(addresses[ours].tobytes())  # frames after a page that this process does not fetch
         if leading:
             self._map_rows()
-            return Reservation.OURS
+            return FrameReservation.OURS
         if statuses[0] == Status.NO_PARENT:
-            return Reservation.OTHER if is_pending(mapped, keys.hashes[0]) else Reservation.NONE
-        return Reservation.RETRY if statuses[0] in (Status.BUSY, Status.PRESENT) else Reservation.NONE
+            return FrameReservation.OTHER if is_pending(mapped, keys.hashes[0]) else FrameReservation.NONE
+        return FrameReservation.RETRY if statuses[0] in (Status.BUSY, Status.PRESENT) else FrameReservation.NONE
 
     def _map_rows(self) -> None:
         for number, frame, _, words in address_runs(self._addresses, int(FrameState.RESERVED)):
@@ -251,8 +251,8 @@ class PeerCaching:
         if not located:
             return False
         arrival, result = self._reserve(mapped, rest[: len(located)], budget, name)
-        if result is not Reservation.OURS:
-            return result is not Reservation.NONE and self._wait_for_other(mapped, rest.hashes[0], budget)
+        if result is not FrameReservation.OURS:
+            return result is not FrameReservation.NONE and self._wait_for_other(mapped, rest.hashes[0], budget)
         pages = 0
         try:
             with mapped.channel.copies:
@@ -286,9 +286,9 @@ class PeerCaching:
         rest = mapped.in_pool(keys[pages : pages + stretches[-1].stop])
         rest = rest.hinted(hints_of(COPIES, len(rest), rest.page_tokens))
         arrival, reservation = self._reserve(mapped, rest, budget, name)
-        if reservation is Reservation.OURS:
+        if reservation is FrameReservation.OURS:
             return self._receive(peer_reader, mapped, arrival, keys, pages, budget, result)
-        if reservation is Reservation.NONE:
+        if reservation is FrameReservation.NONE:
             return False
         start_s = time.monotonic()
         has_ended = self._wait_for_other(mapped, rest.hashes[0], budget)
@@ -296,7 +296,9 @@ class PeerCaching:
             budget.extend(time.monotonic() - start_s)
         return has_ended
 
-    def _reserve(self, mapped: Mapped, keys: Keys, budget: TimeBudget, name: Name) -> tuple[ArrivingPages, Reservation]:
+    def _reserve(
+        self, mapped: Mapped, keys: Keys, budget: TimeBudget, name: Name
+    ) -> tuple[ArrivingPages, FrameReservation]:
         """Reserve frames for the leading pages of ``keys``."""
         arrival = ArrivingPages(self._node, mapped, keys, self._chain.frame_class, budget.local_wait_s)
         with budget.query():
