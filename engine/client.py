@@ -22,7 +22,7 @@ from typing import Any, Final
 import grpc
 from google.protobuf.struct_pb2 import Struct
 
-from engine.api.pulling import BESIDE, dial_credentials, pull
+from engine.api.pulling import DATA_SUFFIX, dial_credentials, pull
 from engine.api.resume import Prompt, ResumableAnswer, user_request
 from engine.api.wire import SERVICE, events_of, prefill_event, set_role_request, submit_request
 from engine.model.piece import Piece
@@ -204,7 +204,7 @@ class EngineClient:
     def _data_address(self) -> str:
         target = self._endpoint.target
         if target.startswith(UNIX):
-            return target + BESIDE
+            return target + DATA_SUFFIX
         if not self._data_port:
             raise NodeUnavailable(f"engine {self.address} has told of no data connections: it is of another version")
         host = target.removeprefix("dns:///").removeprefix("ipv6:").rpartition(":")[0]

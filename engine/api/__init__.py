@@ -1,1 +1,1 @@
-"""The gRPC Engine: service, resumed answers, metrics."""
+"""The interfaces of an engine to other processes: gRPC calls, data connections for KV, and metrics."""

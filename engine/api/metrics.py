@@ -1,8 +1,8 @@
-"""Metrics of an engine: ``/metrics`` for Prometheus, all of them called ``kvstore_engine_*``. ``METRICS`` is the list.
+"""Metrics of an engine for Prometheus, at ``/metrics``. ``METRICS`` is the list; all names begin ``kvstore_engine_``.
 
-What ends or happens is counted here, told by the engine's thread; what is so at the moment is asked of it on every
-scrape. Everything counts from the start of the process. The number of series is bounded: labels are tiers, outcomes,
-states and gRPC methods.
+``EngineTally`` counts the reports of the engine's thread, from the start of the process. Gauges are read from the
+engine's status on every scrape. The number of series is bounded, because labels are only tiers, outcomes, states and
+gRPC methods.
 """
 
 from __future__ import annotations
@@ -25,52 +25,81 @@ OUTCOMES: Final = ("stop", "eos", "length", "cancelled", "prefilled", "migrated"
 STEPS: Final = ("decode", "prefill", "mixed")
 
 
-_about = partial(metric_info, PREFIX)
+_metric = partial(metric_info, PREFIX)
 
 METRICS: Final = (
-    _about("counter", "requests", f"Requests that ended: {', '.join(OUTCOMES)}.", "outcome"),
-    _about("counter", "prompt_tokens", "Tokens of the prompts of requests that ended."),
-    _about("counter", "completion_tokens", "Tokens generated for them."),
-    _about("counter", "cached_tokens", "Prompt tokens whose KV was in the pool, or in the arena (hbm).", "tier"),
-    _about("counter", "computed_tokens", "Prompt tokens whose KV was computed here."),
-    _about("counter", "step_tokens", "Tokens that steps worked on, by what for: prefill, decode.", "kind"),
-    _about("counter", "pool_bytes", "KV loaded from the pool, or written to it.", "direction"),
-    _about("histogram", "ttft_seconds", "Time from submission to the first token."),
-    _about("histogram", "gap_seconds", "Time from the first token to the second, where a hand-off may show."),
-    _about("histogram", "tpot_seconds", "Mean time per token after the second, one sample per request."),
-    _about("histogram", "step_seconds", "Time of a step of the engine, by what was in it.", "kind"),
-    _about("histogram", "handoff_seconds", "Time from the first token to the last layer of KV brought here."),
-    _about("counter", "handoff_bytes", "KV that hand-offs brought here."),
-    _about("counter", "stalled_seconds", "Time that steps waited for layers on their way."),
-    _about("counter", "stalls", "Steps that had to."),
-    _about("gauge", "batch_size", "Sequences that the last step decoded."),
-    _about("gauge", "chunk_tokens", "Prompt tokens in the last step."),
-    _about("gauge", "requests_here", "Requests by state, from waiting (for frames) to decoding.", "state"),
-    _about("gauge", "prefills_held", "Prefills for other engines, computed or being so, whose frames are not back."),
-    _about("gauge", "frames", "Frames of the arena: free (kept: with a page), used (shared: by several).", "state"),
-    _about("counter", "kept_pages", "Pages of requests that had ended: found, evicted, demoted to the pool.", "event"),
-    _about("gauge", "prefill_tokens_per_second", "Measured speed of steps that only prefill, smoothed."),
-    _about("gauge", "decode_step_seconds", "Measured time of a step that only decodes, smoothed."),
-    _about(
-        "gauge", "hook_seconds_per_layer", "Mean time that writing one layer of a chunk to the pool takes the engine."
+    _metric("counter", "requests", f"Requests that ended: {', '.join(OUTCOMES)}.", "outcome"),
+    _metric("counter", "prompt_tokens", "Tokens of the prompts of requests that ended."),
+    _metric("counter", "completion_tokens", "Tokens generated for requests that ended."),
+    _metric("counter", "cached_tokens", "Prompt tokens whose KV was in the pool or in the arena (hbm).", "tier"),
+    _metric("counter", "computed_tokens", "Prompt tokens whose KV was computed here."),
+    _metric("counter", "step_tokens", "Tokens that steps computed: prefill, decode.", "kind"),
+    _metric("counter", "pool_bytes", "Bytes of KV that were loaded from the pool or written to it.", "direction"),
+    _metric("histogram", "ttft_seconds", "Time from submission to the first token."),
+    _metric("histogram", "gap_seconds", "Time from the first token to the second, which a hand-off can delay."),
+    _metric("histogram", "tpot_seconds", "Mean time per token after the second, one sample per request."),
+    _metric("histogram", "step_seconds", "Time of a step of the engine, by the kind of its tokens.", "kind"),
+    _metric("histogram", "handoff_seconds", "Time from the first token to the end of a hand-off to this engine."),
+    _metric("counter", "handoff_bytes", "Bytes of KV that hand-offs moved to this engine."),
+    _metric("counter", "stalled_seconds", "Time that steps waited for layers of hand-offs."),
+    _metric("counter", "stalls", "Steps that waited for layers of hand-offs."),
+    _metric("gauge", "batch_size", "Sequences that the last step decoded."),
+    _metric("gauge", "chunk_tokens", "Prompt tokens in the last step."),
+    _metric(
+        "gauge",
+        "requests_here",
+        "Requests that have not ended, by state, from waiting (for frames) to decoding.",
+        "state",
     ),
-    _about("gauge", "draining", "1 where no new requests are taken."),
-    _about("gauge", "role", "1 for the role that the engine has.", "role"),
-    _about("counter", "grpc_calls", "gRPC calls that ended, by status code; refused ones as well.", "method", "code"),
-    _about("counter", "grpc_shed_calls", SHED_HELP, "reason"),
-    _about("histogram", "grpc_call_duration_seconds", "Time from a call's arrival to its end.", "method"),
-    _about("counter", "grpc_bytes", "Bytes of messages over gRPC.", "direction"),
+    _metric("gauge", "prefills_held", "Prefills for other engines that have not ended."),
+    _metric(
+        "gauge",
+        "frames",
+        "Frames of the arena: free, used by requests, kept (free, with a page), shared (used by several).",
+        "state",
+    ),
+    _metric(
+        "counter",
+        "kept_pages",
+        "Kept pages of requests that had ended: found, evicted, or demoted to the pool.",
+        "event",
+    ),
+    _metric("gauge", "prefill_tokens_per_second", "Measured speed of steps without decoding, smoothed."),
+    _metric("gauge", "decode_step_seconds", "Measured time of a step without prefill, smoothed."),
+    _metric(
+        "gauge", "hook_seconds_per_layer", "Mean time that a forward waits while one layer is written to the pool."
+    ),
+    _metric("gauge", "draining", "1 if the engine takes no new requests."),
+    _metric("gauge", "role", "1 for the role that the engine has.", "role"),
+    _metric(
+        "counter", "grpc_calls", "gRPC calls that ended, including refused ones, by status code.", "method", "code"
+    ),
+    _metric("counter", "grpc_shed_calls", SHED_HELP, "reason"),
+    _metric("histogram", "grpc_call_duration_seconds", "Time from a call's arrival to its end.", "method"),
+    _metric("counter", "grpc_bytes", "Bytes of messages over gRPC.", "direction"),
     *MEMBERSHIP,
     INTERNAL_ERRORS,
-    _about("gauge", "uptime_seconds", "Time since this engine started."),
-    _about("gauge", "process_resident_bytes", "Memory of the process that is resident, shared pages included."),
-    _about("counter", "process_cpu_seconds", "Processor time of the process."),
-    _about("gauge", "build_info", "1; the labels say what runs.", "version", "python", "name", "model", "device"),
+    _metric("gauge", "uptime_seconds", "Time since this engine started."),
+    _metric("gauge", "process_resident_bytes", "Resident memory of the process, including shared memory."),
+    _metric("counter", "process_cpu_seconds", "Processor time of the process."),
+    _metric(
+        "gauge",
+        "build_info",
+        "Always 1. The labels describe the process.",
+        "version",
+        "python",
+        "name",
+        "model",
+        "device",
+    ),
 )
 
 
 class EngineTally(Observer):
-    """Counts since the start. The engine's thread writes all but ``refused``; any thread reads."""
+    """Counters since the start of the process. Only the engine's thread counts, except for ``refused``.
+
+    Any thread may read them.
+    """
 
     def __init__(self) -> None:
         self.outcomes: Counter[str] = Counter()
@@ -83,12 +112,12 @@ class EngineTally(Observer):
         self._refusals = threading.Lock()
 
     def refused(self, error: KVStoreError) -> None:
-        """Count a refused request. Any thread."""
+        """Count a refused request. Any thread may call this."""
         with self._refusals:
             self.outcomes["invalid" if isinstance(error, InvalidRequest) else "refused"] += 1
 
     def ended(self, outcome: str, usage: Usage) -> None:
-        """Count a request with this end and this cost."""
+        """Count a request that has ended."""
         self.outcomes[outcome if outcome in OUTCOMES else "failed"] += 1
         for name in ("prompt_tokens", "completion_tokens", "computed_tokens", "loaded_bytes", "written_bytes"):
             self.totals[name] += getattr(usage, name)
@@ -101,7 +130,7 @@ class EngineTally(Observer):
                 self.tpot.add(usage.tpot_ms / 1e3)
 
     def stepped(self, decoding: int, chunk_tokens: int, seconds: float) -> None:
-        """One forward."""
+        """Count a forward."""
         self.batch_size, self.step_chunk_tokens = decoding, chunk_tokens
         self.totals["decode_tokens"] += decoding
         self.totals["prefill_tokens"] += chunk_tokens
@@ -109,7 +138,7 @@ class EngineTally(Observer):
 
     @property
     def done(self) -> dict[str, Any]:
-        """Tokens since the start, for ``Status``. Any thread."""
+        """The tokens since the start, for ``Status``. Any thread may read this."""
         return {
             "prefill_tokens": self.totals["prefill_tokens"],
             "decode_tokens": self.totals["decode_tokens"],
@@ -117,16 +146,16 @@ class EngineTally(Observer):
         }
 
     def cached_by_tier(self) -> dict[str, int]:
-        """Prompt tokens of requests that ended, that were found in the arena or in the pool."""
+        """Return how many prompt tokens of requests that have ended were cached, by tier."""
         return dict(sorted({"hbm": 0, "dram": 0, "nvme": 0, **self.cached}.items()))
 
     def handed_off(self, moved_bytes: int, seconds: float) -> None:
-        """Count a hand-off that arrived."""
+        """Count a hand-off to this engine."""
         self.totals["moved_bytes"] += moved_bytes
         self.handoff.add(max(0.0, seconds))
 
     def stalled(self, seconds: float) -> None:
-        """Count a step that waited."""
+        """Count a step that waited for layers."""
         self.stalls += 1
         self.stalled_s += seconds
 
@@ -142,16 +171,16 @@ class EngineMetrics(DaemonMetrics):
         self._tally = tally
         self._status = status
         self._calls = calls
-        self._began_s = time.monotonic()
+        self._started_s = time.monotonic()
 
     def add_samples(self, add: Families) -> None:
-        """See ``DaemonMetrics``."""
-        self._counted(add)
-        self._now(add, self._status())
+        """Add the samples of all metrics."""
+        self._add_counters(add)
+        self._add_gauges(add, self._status())
         if self._calls is not None:
             add.grpc(self._calls)
 
-    def _counted(self, add: Families) -> None:
+    def _add_counters(self, add: Families) -> None:
         tally = self._tally
         for outcome in OUTCOMES:
             add("requests", tally.outcomes[outcome], outcome)
@@ -163,17 +192,17 @@ class EngineMetrics(DaemonMetrics):
             add("step_tokens", tally.totals[f"{kind}_tokens"], kind)
         add("pool_bytes", tally.totals["loaded_bytes"], "loaded")
         add("pool_bytes", tally.totals["written_bytes"], "written")
-        for name, took in (("ttft", tally.ttft), ("gap", tally.gap), ("tpot", tally.tpot), ("handoff", tally.handoff)):
-            add.durations(f"{name}_seconds", took)
-        for kind, took in tally.steps.items():
-            add.durations("step_seconds", took, kind)
+        for name in ("ttft", "gap", "tpot", "handoff"):
+            add.durations(f"{name}_seconds", getattr(tally, name))
+        for kind, durations in tally.steps.items():
+            add.durations("step_seconds", durations, kind)
         add("handoff_bytes", tally.totals["moved_bytes"])
         add("stalled_seconds", tally.stalled_s)
         add("stalls", tally.stalls)
         add("batch_size", tally.batch_size)
         add("chunk_tokens", tally.step_chunk_tokens)
 
-    def _now(self, add: Families, status: Mapping[str, Any]) -> None:
+    def _add_gauges(self, add: Families, status: Mapping[str, Any]) -> None:
         frames, speeds = status["frames"], status["speeds"]
         for state, count in status["requests"].items():
             add("requests_here", count, state)
@@ -190,4 +219,4 @@ class EngineMetrics(DaemonMetrics):
         for role in Role:
             add("role", role == status["role"], role)
         add("draining", status["draining"])
-        add.process(time.monotonic() - self._began_s, self._name, str(status["model"]), str(status["device"]))
+        add.process(time.monotonic() - self._started_s, self._name, str(status["model"]), str(status["device"]))

@@ -1,8 +1,8 @@
-"""Pulling: the KV of a prefill over a data connection, from the engine's frames into those of the engine that asked for
-it.
+"""Pulling: sends the KV of a prefill over a data connection, from the frames of one engine to those of another.
 
-PULL names the prefill, which has to be the caller's. PIECE frames follow as layers are computed, each a head and its
-bytes; one of no tokens says that the engine is still at it. END is the end. A connection is admitted as a gRPC call is.
+The caller sends PULL with the id of a prefill that it has requested. The engine replies with a PIECE for each layer of
+each chunk once it is computed: a head, then the bytes. A PIECE without tokens is a sign of life while the next layer is
+computed. END is the last reply. Connections are admitted by the same rules as gRPC calls.
 """
 
 from __future__ import annotations
@@ -27,35 +27,35 @@ from kvstore.server.identities import Identity
 from kvstore.server.listening import UNIX
 from kvstore.wire.data import FrameKind, Hello, WireError
 
-PULLS_MAX: Final = 384  # at a time, for one server; each has a thread, which waits for layers
-IDLE_S: Final = 10.0  # a client asks right after it connects
-SILENCE_S: Final = 5.0  # an engine that is silent for this long is suspended; it sends something every second
-BESIDE: Final = ".data"  # suffix of the unix socket of an engine's data, next to the one of its API
+PULLS_MAX: Final = 384  # concurrent pulls of one server, each with a thread that waits for layers
+IDLE_S: Final = 10.0  # how long a connection may be idle; a client sends PULL right after it connects
+SILENCE_S: Final = 5.0  # an engine that sends nothing for this long is suspended: it sends a PIECE every second
+DATA_SUFFIX: Final = ".data"  # the unix socket for data is the API's path with this suffix
 _HEAD: Final = struct.Struct("<IIQQQ")  # layer, tokens, token_start, bytes, checksum
 
 
 class PulledEngine(Protocol):
-    """The engine that is pulled from. See ``engine.shell.engine``."""
+    """The engine that has the KV. ``engine.shell.engine.Engine`` implements this."""
 
     def pull(
         self, request_id: str, token_start: int, codec: str, timeout_s: float, beat: Callable[[], None]
     ) -> Generator[Piece, None, None]:
-        """The KV of a prefill; blocks."""
+        """Yield the KV of a prefill. Blocks until a piece is computed."""
 
 
 # --- the engine that computed ----------------------------------------------------------------------------------------
 
 
 class PullServer:
-    """Serves data connections of an engine, from ``start`` to ``stop``: one server per listening address.
+    """Serves the data connections of an engine from ``start`` to ``stop``, with one server per listening address.
 
     Args:
-        find: finds the caller with this token, or with a certificate of these names.
-        name_of: the engine's name for the prefill that a caller has under an id; raises PermissionDenied where the
-            caller has none.
+        find: returns the caller with this token, or with a certificate with these names.
+        name_of: returns the engine's name for a caller's prefill. Raises PermissionDenied if the caller has no prefill
+            with this id.
 
     Attributes:
-        port: the TCP port, the same on every host; before ``start`` the requested one.
+        port: the TCP port, which is the same on every host. Before ``start``, the requested port.
     """
 
     def __init__(
@@ -71,22 +71,22 @@ class PullServer:
         self._find = find
         self._name_of = name_of
         self._servers: list[Server] = []
-        self._ways = 1  # servers that share the descriptors
+        self._servers_count = 1  # servers that share the descriptors
 
     def start(self, addresses: Sequence[str]) -> None:
-        """Listen next to these addresses of the gRPC API. Raises InvalidRequest if that is not possible."""
+        """Listen next to these addresses of the gRPC API. Raises InvalidRequest if an address cannot be used."""
         hosts = list(dict.fromkeys(each.rpartition(":")[0] for each in addresses if not each.startswith(UNIX)))
         paths = [each.removeprefix(UNIX) for each in addresses if each.startswith(UNIX)]
-        self._ways = len(hosts) + len(paths)
+        self._servers_count = len(hosts) + len(paths)
         for path in paths:
-            self._server(tls=False).start_unix(Path(path + BESIDE), self._config.file_mode)
+            self._server(tls=False).start_unix(Path(path + DATA_SUFFIX), self._config.file_mode)
         for host in hosts:
             server = self._server(tls=self._config.tls_cert is not None)
-            where = server.start(host.removeprefix("[").removesuffix("]"), self.port)
-            self.port = int(where.rpartition(":")[2])
+            address = server.start(host.removeprefix("[").removesuffix("]"), self.port)
+            self.port = int(address.rpartition(":")[2])
 
     def stop(self) -> None:
-        """End connections under way."""
+        """Stop listening, and end all connections."""
         for server in self._servers:
             server.stop()
 
@@ -95,7 +95,7 @@ class PullServer:
         certificate = ServerCertificate.of(config) if tls else None
         limits = ServerLimits(
             connections_max=PULLS_MAX,
-            part=PULLS_PART / self._ways,
+            part=PULLS_PART / self._servers_count,
             reply_s=config.request_s_max,
             idle_s=IDLE_S,
         )
@@ -108,11 +108,11 @@ class PullServer:
         return self._find(hello.token or None, names)
 
     def _pull(self, exchange: Exchange, body: memoryview) -> None:
-        """See ``Handler``. Raises PermissionDenied, and what ``Prefills.pull`` does."""
+        """Serve one PULL. Raises PermissionDenied, and the errors of ``Prefills.pull``."""
         request_id, token_start, codec, timeout_s = _unpack_pull(body)
         timeout_s = min(timeout_s, self._config.request_s_max)
         caller = exchange.caller
-        assert isinstance(caller, Identity), "``_admit`` knows no others"
+        assert isinstance(caller, Identity), "``_admit`` returns an ``Identity``"
         name = self._name_of(request_id, caller)
 
         def beat() -> None:
@@ -124,8 +124,8 @@ class PullServer:
                 assert isinstance(piece.data, LocalData)
                 rows = piece.data.rows
                 buffers: list[Buffer] = [rows.data] if rows.flags.c_contiguous else [row.data for row in rows]
-                numbers = piece.layer, piece.tokens, piece.token_start, rows.nbytes, piece.checksum
-                exchange.reply(FrameKind.PIECE, _HEAD.pack(*numbers), *buffers)
+                head = _HEAD.pack(piece.layer, piece.tokens, piece.token_start, rows.nbytes, piece.checksum)
+                exchange.reply(FrameKind.PIECE, head, *buffers)
         finally:
             pieces.close()
         exchange.reply(FrameKind.END)
@@ -142,13 +142,14 @@ def pull(
     codec: str,
     timeout_s: float,
 ) -> Generator[Piece, None, None]:
-    """The pieces of a prefill, each to be read into its place before the next one. Over a connection of its own: when
-    the generator is closed nothing of it can arrive any more.
+    """Yield the pieces of a prefill. Each must be read before the next one is requested.
+
+    The pull has a connection of its own. No more bytes can arrive once the generator is closed.
 
     Raises:
         InvalidRequest: there is no such prefill, or the start or the codec is not valid.
-        NodeUnavailable: the engine, or the prefill, has gone.
-        DeadlineExceeded: not everything came in time.
+        NodeUnavailable: the engine is unreachable, or the prefill has failed.
+        DeadlineExceeded: not all pieces arrived in time.
     """
     deadline_s = time.monotonic() + timeout_s
     hello = Hello(caller=f"engine {os.getpid()}", token=credentials.token)
@@ -170,41 +171,41 @@ def _pieces(connection: DataConnection, number: int, deadline_s: float) -> Itera
         raw = connection.receive(_HEAD.size, deadline_s=deadline_s)
         layer, tokens, token_start, size, checksum = _HEAD.unpack(raw)
         if head.body_bytes != _HEAD.size + size:
-            raise WireError(f"a piece of {size} bytes in a frame of {head.body_bytes}")
+            raise WireError(f"a piece of {size} bytes does not fit a body of {head.body_bytes} bytes")
         if tokens:
-            data = _Arriving(connection, size, deadline_s)
+            data = _RemoteData(connection, size, deadline_s)
             yield Piece(layer, token_start, tokens, data, checksum)
             data.check_read()
 
 
-class _Arriving:
-    """The bytes of a piece that have not arrived yet: see ``PieceData``."""
+class _RemoteData:
+    """The bytes of a piece, which are received when they are read. Implements ``PieceData``."""
 
     def __init__(self, connection: DataConnection, nbytes: int, deadline_s: float) -> None:
         self.nbytes = nbytes
         self._connection = connection
         self._deadline_s = deadline_s
-        self._read = False
+        self._is_read = False
 
     def read_into(self, rows: Sequence[Bytes]) -> None:
-        """See ``PieceData``."""
-        assert not self._read and sum(part.nbytes for part in rows) == self.nbytes
-        self._read = True
+        """Receive the bytes into these arrays, in order."""
+        assert not self._is_read and sum(part.nbytes for part in rows) == self.nbytes
+        self._is_read = True
         for part in rows:
             for row in (part,) if part.flags.c_contiguous else part:
                 self._connection.receive_into(row.data.cast("B"), deadline_s=self._deadline_s)
 
     def check_read(self) -> None:
-        """Check that this piece was read before the next one is requested."""
-        assert self._read, "a piece was passed over"
+        """Assert that the piece was read, before the next one is requested."""
+        assert self._is_read, "a piece was skipped"
 
 
-def dial_credentials(given: GivenCredentials, found: Endpoint) -> DialCredentials:
-    """How data connections show who we are, and are encrypted: as those of gRPC to this endpoint."""
-    if not found.tls:
-        return DialCredentials(found.token)
+def dial_credentials(given: GivenCredentials, endpoint: Endpoint) -> DialCredentials:
+    """Return the credentials for data connections, which are those of gRPC connections to the same endpoint."""
+    if not endpoint.tls:
+        return DialCredentials(endpoint.token)
     ca, cert, key = (str(getattr(given, name) or os.environ.get(f"KVSTORE_{name.upper()}", "")) for name in _FILES)
-    return DialCredentials(found.token, ca, cert, key, given.tls_server_name or "")
+    return DialCredentials(endpoint.token, ca, cert, key, given.tls_server_name or "")
 
 
 _FILES: Final = ("tls_ca", "tls_cert", "tls_key")
@@ -214,21 +215,24 @@ _FILES: Final = ("tls_ca", "tls_cert", "tls_key")
 
 
 def _pack_pull(request_id: str, token_start: int, codec: str, timeout_s: float) -> bytes:
-    said = {"request_id": request_id, "token_start": token_start, "codec": codec, "timeout_s": timeout_s}
-    return json.dumps(said).encode()
+    document = {"request_id": request_id, "token_start": token_start, "codec": codec, "timeout_s": timeout_s}
+    return json.dumps(document).encode()
 
 
 def _unpack_pull(body: memoryview) -> tuple[str, int, str, float]:
-    """Unpack a PULL. Raises InvalidRequest if it is not valid."""
+    """Unpack a PULL: the id of the prefill, the first token, the codec, and the timeout in seconds.
+
+    Raises InvalidRequest if the body is not valid.
+    """
     try:
-        said: Any = json.loads(bytes(body))
-        found = said["request_id"], said["token_start"], said["codec"], said["timeout_s"]
+        document: Any = json.loads(bytes(body))
+        values = document["request_id"], document["token_start"], document["codec"], document["timeout_s"]
     except (ValueError, KeyError, TypeError, RecursionError):
-        found = None, 0, "", 0.0
+        values = None, 0, "", 0.0
     if not all(
-        type(value) in kinds for value, kinds in zip(found, ((str,), (int,), (str,), (int, float)), strict=True)
+        type(value) in kinds for value, kinds in zip(values, ((str,), (int,), (str,), (int, float)), strict=True)
     ):
-        raise InvalidRequest("pull", "must name a prefill, start, codec and time-out")
-    if not found[3] > 0:  # also refuses NaN
-        raise InvalidRequest("timeout_s", f"must be more than zero (got {found[3]})")
-    return found
+        raise InvalidRequest("pull", "must be a JSON object with request_id, token_start, codec and timeout_s")
+    if not values[3] > 0:  # also refuses NaN
+        raise InvalidRequest("timeout_s", f"must be more than zero (got {values[3]})")
+    return values

@@ -1,9 +1,9 @@
-"""The calls of ``kvstore.v1.Engine``: from messages to an engine and back.
+"""The gRPC calls of ``kvstore.v1.Engine``.
 
-The engine works in a thread of its own and never waits for a caller: its events go into a mailbox per request, which a
-coroutine empties as fast as its caller reads. What is in a mailbox is bounded by the request: ``max_tokens`` events and
-one, or one per chunk of a prompt. A caller that reads nothing for ``STALL_S`` is disconnected and its request
-cancelled.
+The engine has a thread of its own, which never waits for a caller. It puts the events of a request into a mailbox, and
+a coroutine sends them as fast as the caller reads. The request bounds the number of events in a mailbox: ``max_tokens``
+and the end of the answer, or one for each chunk of a prompt. If a caller reads nothing for ``gate.STALL_S``, the call
+ends and the request is cancelled.
 """
 
 from __future__ import annotations
@@ -55,87 +55,92 @@ from kvstore.server.identities import Identity
 from kvstore.server.request_cost import with_buffers
 from kvstore.wire.grpc import document, layout_of
 
-SHARE_MAX: Final = 0.75  # largest share of the request limit for one caller
+SHARE_MAX: Final = 0.75  # of the maximum number of requests, for one caller
 RETRY_AFTER_S: Final = 0.2
-BEFORE_DEADLINE_S: Final = 0.2  # how long before its deadline a waiting call ends, to report the result
+BEFORE_DEADLINE_S: Final = 0.2  # how long before its deadline a drain ends, so that the reply arrives in time
 
-PING_MS_MIN: Final = 1000  # its clients watch it closely
-MESSAGE_BYTES_ALL: Final = 256 << 20  # large requests, all together
+PING_MS_MIN: Final = 1000  # clients may ping this often, to detect a suspended engine soon
+MESSAGE_BYTES_ALL: Final = 256 << 20  # memory for all large requests together
 
 Item = TypeVar("Item")
 
 
 class ServedEngine(PulledEngine, Protocol):
-    """The engine that is served. See ``engine.shell.engine``."""
+    """The engine that is served. ``engine.shell.engine.Engine`` implements this, and has the details."""
 
     def submit(self, request: Request, emit: Callable[[Event], None]) -> Cancel:
-        """Answer a prompt."""
+        """Begin to answer a prompt."""
 
     def prefill(self, request: Request, layout: Layout, hold_s: float, emit: Callable[[PrefillEvent], None]) -> Cancel:
-        """Compute a prompt for another engine."""
+        """Begin to compute a prompt for another engine."""
 
     def cancel(self, request_id: str) -> bool:
-        """End a request."""
+        """Cancel a request."""
 
     def release(self, request_id: str) -> bool:
-        """End a prefill."""
+        """End a prefill that is no longer needed."""
 
     def status(self) -> dict[str, Any]:
-        """What it is and how busy it is."""
+        """Return the engine's configuration, load and speed."""
 
     def set_role(self, role: Role, order: RoleOrder | None) -> None:
-        """Change its role; ``order``: from a leading conductor."""
+        """Change which requests the engine accepts. ``order``: the leading conductor's; None from an operator."""
 
     def migrate(self, request_id: str, target: str) -> bool:
-        """Let another engine continue a request."""
+        """Move a running request to another engine."""
 
     def drain(self, target: str | None, timeout_s: float) -> int:
-        """Refuse new requests; wait for running ones."""
+        """Refuse new requests, and wait until no request runs."""
 
 
-class Served(Protocol):
-    """The model, as far as the service needs it."""
+class EngineModel(Protocol):
+    """The parts of a model that the service needs."""
 
     @property
     def tokenizer(self) -> Tokenizer:
-        """Its tokenizer."""
+        """The model's tokenizer."""
 
     def layouts(self, page_tokens: int) -> tuple[Layout, ...]:
-        """Layouts of pages of this many tokens, one per cache group."""
+        """Return the layouts of pages of ``page_tokens`` tokens, one for each cache group."""
 
 
 class Mailbox(Generic[Item]):
-    """From any thread into the event loop it was made in. ``put`` never waits."""
+    """A queue from any thread to the event loop in which it was made."""
 
     def __init__(self) -> None:
         self._loop = asyncio.get_running_loop()
         self._items: deque[Item] = deque()
-        self._some = asyncio.Event()
-        self._told = False
+        self._has_items = asyncio.Event()
+        self._is_signalled = False
 
     def put(self, item: Item) -> None:
-        """Add an event."""
+        """Add an item. Never waits. Any thread may call this."""
         self._items.append(item)
-        if not self._told:
-            self._told = True
-            with contextlib.suppress(RuntimeError):  # the loop has ended, and every reader with it
-                self._loop.call_soon_threadsafe(self._some.set)
+        if not self._is_signalled:
+            self._is_signalled = True
+            with contextlib.suppress(RuntimeError):  # the event loop has ended, and no coroutine reads any more
+                self._loop.call_soon_threadsafe(self._has_items.set)
 
     async def take(self) -> list[Item]:
-        """Take all events; waits for one."""
+        """Wait for an item, then return and remove all items."""
         while True:
-            await self._some.wait()
-            self._some.clear()
-            self._told = False  # before the check: later events signal again
-            found = []
+            await self._has_items.wait()
+            self._has_items.clear()
+            self._is_signalled = False  # before the queue is read, so that later items signal again
+            items = []
             while self._items:
-                found.append(self._items.popleft())
-            if found:
-                return found
+                items.append(self._items.popleft())
+            if items:
+                return items
 
 
 class OwnedRequest(NamedTuple):
-    """A request of a caller, under the id that the caller chose, until it can no longer be asked for."""
+    """A request and the caller that owns it.
+
+    Attributes:
+        request_id: the id that the caller chose.
+        until_s: when the entry may be dropped, even if the request was never ended.
+    """
 
     request_id: str
     caller: Identity
@@ -143,30 +148,34 @@ class OwnedRequest(NamedTuple):
 
 
 class Owners:
-    """Maps requests to their owners, so that knowing an id grants no access: each caller has ids of its own, and the
-    engine knows a request by a name that no caller chooses. Any thread may ``find``; the rest is the event loop's.
+    """The requests of all callers, each with its owner, so that a caller has no access to requests of other callers.
+
+    Request ids are unique only within one caller. The engine uses other names, which no caller chooses. Any thread may
+    call ``find``. Only the event loop calls the other methods.
     """
 
     def __init__(self, requests_max: int) -> None:
-        self._known: dict[str, OwnedRequest] = {}  # by the engine's name
+        self._requests: dict[str, OwnedRequest] = {}  # by the engine's name
         self._numbers = itertools.count(1)
-        self._each_max = max(1, int(requests_max * SHARE_MAX))
+        self._requests_each_max = max(1, int(requests_max * SHARE_MAX))
 
     @contextlib.contextmanager
     def adding(self, request_id: str, caller: Identity, seconds: float) -> Iterator[str]:
-        """Add a request; it is removed if the block fails. Yields the engine's name for it.
+        """Add a request for ``seconds``, and yield the engine's name for it. Remove it if the ``with`` block fails.
 
-        Raises TooManyCalls if there is no room for more requests of this caller, InvalidRequest if its id is in use.
+        Raises:
+            TooManyCalls: the caller has its maximum number of requests.
+            InvalidRequest: the caller has another request with this id.
         """
         now_s = time.monotonic()
-        self._known = {name: each for name, each in self._known.items() if each.until_s > now_s}
-        theirs = [each.request_id for each in self._known.values() if each.caller == caller]
-        if len(theirs) >= self._each_max and not caller.operator:
-            raise TooManyCalls(f"{caller.name} has {self._each_max} requests here", RETRY_AFTER_S)
-        if request_id in theirs:
+        self._requests = {name: each for name, each in self._requests.items() if each.until_s > now_s}
+        ids = [each.request_id for each in self._requests.values() if each.caller == caller]
+        if len(ids) >= self._requests_each_max and not caller.operator:
+            raise TooManyCalls(f"{caller.name} has the maximum of {self._requests_each_max} requests", RETRY_AFTER_S)
+        if request_id in ids:
             raise InvalidRequest("request_id", f"{request_id} is in use")
         name = f"{request_id}~{next(self._numbers)}"
-        self._known[name] = OwnedRequest(request_id, caller, now_s + seconds)
+        self._requests[name] = OwnedRequest(request_id, caller, now_s + seconds)
         try:
             yield name
         except BaseException:
@@ -175,34 +184,36 @@ class Owners:
 
     def drop(self, name: str) -> None:
         """Remove a request that has ended."""
-        self._known.pop(name, None)
+        self._requests.pop(name, None)
 
     def find(self, request_id: str, caller: Identity) -> str:
-        """The engine's name for a request of this caller, or, for an operator, of any; the id if there is none.
+        """Return the engine's name for a request of this caller.
 
-        Raises PermissionDenied if it is not the caller's, or there is none, and the caller is not an operator.
+        An operator also finds requests of other callers, and gets ``request_id`` if there is none.
+
+        Raises PermissionDenied if the caller has no request with this id, and is not an operator.
         """
-        found = [(each.caller, name) for name, each in list(self._known.items()) if each.request_id == request_id]
-        own = [name for owner, name in found if owner == caller]
+        requests = [(each.caller, name) for name, each in list(self._requests.items()) if each.request_id == request_id]
+        own = [name for owner, name in requests if owner == caller]
         if own:
             return own[0]
         if not caller.operator:
-            raise PermissionDenied(f"request {request_id!r} is not one of {caller.name}'s")
-        return found[0][1] if found else request_id
+            raise PermissionDenied(f"{caller.name} has no request {request_id!r}")
+        return requests[0][1] if requests else request_id
 
 
 class EngineCalls:
-    """All calls. Made in the event loop.
+    """The methods of the gRPC service. Must be made in the event loop.
 
     Args:
-        data_port: of the engine's data connections, for callers over TCP.
+        data_port: returns the TCP port of the engine's data connections.
     """
 
     def __init__(
         self,
         config: EngineConfig,
         engine: ServedEngine,
-        model: Served,
+        model: EngineModel,
         tally: EngineTally,
         owners: Owners,
         data_port: Callable[[], int],
@@ -214,52 +225,55 @@ class EngineCalls:
         self._tally = tally
         self._owners = owners
         self._data_port = data_port
-        self._ends = ThreadPoolExecutor(1, "engine-ends")  # tells the engine that a caller has gone
+        self._cancels = ThreadPoolExecutor(1, "engine-ends")  # cancels requests whose call has ended
 
     def close(self) -> None:
-        """End the threads after their current work, which has a deadline."""
-        self._ends.shutdown(wait=True)
+        """Wait for the cancels that have begun, and end their thread."""
+        self._cancels.shutdown(wait=True)
 
     # --- answering --------------------------------------------------------------------------------------------------
 
-    async def submit(self, call: Call, message: bytes) -> None:
-        """Answer a prompt."""
-        said = parse(pb.SubmitRequest, message)
-        with self._counting():
-            call.caller.check_salt(salt_of(said, self._config.salt))
-            request = await call.quick(self._request, said, call.left_s)
+    async def submit(self, call: Call, data: bytes) -> None:
+        """Answer a prompt. Sends the events of the answer."""
+        message = parse(pb.SubmitRequest, data)
+        with self._count_refusals():
+            call.caller.check_salt(salt_of(message, self._config.salt))
+            request = await call.quick(self._request, message, call.left_s)
             self._check_engines(call, request)
             mailbox: Mailbox[Event] = Mailbox()
             with self._owners.adding(request.id, call.caller, request.deadline_s) as name:
                 inner = replace(request, id=name)
                 cancel = await call.wait(self._engine.submit, inner, mailbox.put, undo=lambda cancel: cancel())
-        tokens = tokens_bytes(request.tokens) if said.text else b""
+        tokens = tokens_bytes(request.tokens) if message.text else b""
         accepted = pb.Accepted(request_id=request.id, prompt_tokens=request.prompt_tokens, tokens=tokens)
         try:
             await call.send(pb.SubmitReply(accepted=accepted).SerializeToString())
             async for events in _until_end(call, mailbox):
                 if isinstance(events[-1], Finished):
-                    self._owners.drop(name)  # before its caller receives the end, and asks again
+                    self._owners.drop(name)  # before the caller receives the end, because it may then use the id again
                 for reply in replies_of(events):
                     await call.send(reply.SerializeToString())
         finally:
             self._owners.drop(name)
-            self._later(cancel)  # if it has ended already, nothing happens
+            self._run_later(cancel)  # does nothing if the request has ended
 
-    def _request(self, said: pb.SubmitRequest, left_s: float) -> Request:
-        """The request of a message. Blocks: it tokenises."""
-        request = request_of(said, self._config.salt, min(left_s, self._config.request_s_max))
+    def _request(self, message: pb.SubmitRequest, left_s: float) -> Request:
+        """Return the request of a message. Tokenizes its text, so this may take long."""
+        request = request_of(message, self._config.salt, min(left_s, self._config.request_s_max))
         if not request.text:
             return request
         return tokenized(request, np.array(self._model.tokenizer.encode(request.text), np.uint32))
 
     def _check_engines(self, call: Call, request: Request) -> None:
-        """Only operators may name any engine: it receives the prompt, and this engine's own token."""
+        """Refuse prefill engines that are not in the settings, unless the caller is an operator.
+
+        A prefill engine receives the prompt and this engine's own token.
+        """
         if not call.caller.operator and not {*(request.prefill or ())} <= {*self._config.prefill}:
-            raise PermissionDenied(f"{call.caller.name} may name only engines that this one was started with")
+            raise PermissionDenied(f"{call.caller.name} may only name prefill engines of this engine's settings")
 
     @contextlib.contextmanager
-    def _counting(self) -> Iterator[None]:
+    def _count_refusals(self) -> Iterator[None]:
         try:
             yield
         except KVStoreError as error:
@@ -268,97 +282,97 @@ class EngineCalls:
 
     # --- for other engines ------------------------------------------------------------------------------------------
 
-    async def prefill(self, call: Call, message: bytes) -> None:
-        """Compute a prompt for another engine, and keep its KV for a while."""
-        said = parse(pb.PrefillRequest, message)
-        hold_s = min(said.hold_ms / 1000 or self._config.hold_s, self._config.hold_s)
-        with self._counting():
-            if not said.request.request_id:
-                raise InvalidRequest("request_id", "is missing: the KV is requested by it")
-            call.caller.check_salt(salt_of(said.request, self._config.salt))
-            theirs = await call.quick(layout_of, said.layout)
+    async def prefill(self, call: Call, data: bytes) -> None:
+        """Compute a prompt for another engine, and hold its KV. Sends the events of the prefill."""
+        message = parse(pb.PrefillRequest, data)
+        hold_s = min(message.hold_ms / 1000 or self._config.hold_s, self._config.hold_s)
+        with self._count_refusals():
+            if not message.request.request_id:
+                raise InvalidRequest("request_id", "must not be empty, because the KV is pulled by this id")
+            call.caller.check_salt(salt_of(message.request, self._config.salt))
+            theirs = await call.quick(layout_of, message.layout)
             if theirs != self._layout:
                 raise VersionMismatch(explain_mismatch(self._layout, theirs))
-            request = await call.quick(self._request, said.request, call.left_s)
+            request = await call.quick(self._request, message.request, call.left_s)
             mailbox: Mailbox[PrefillEvent] = Mailbox()
             with self._owners.adding(request.id, call.caller, request.deadline_s + hold_s) as name:
                 inner = replace(request, id=name)
-                give_up = await call.wait(
-                    self._engine.prefill, inner, theirs, hold_s, mailbox.put, undo=lambda give_up: give_up()
+                cancel = await call.wait(
+                    self._engine.prefill, inner, theirs, hold_s, mailbox.put, undo=lambda cancel: cancel()
                 )
-        done = False
+        is_done = False
         try:
             async for events in _until_end(call, mailbox):
                 for event in events:
                     if isinstance(event, Done):
-                        done, event = True, Done(replace(event.handoff, request_id=request.id))
+                        is_done, event = True, Done(replace(event.handoff, request_id=request.id))
                     await call.send(prefill_reply(event, self._data_port()).SerializeToString())
         finally:
-            if not done:
+            if not is_done:
                 self._owners.drop(name)
-                self._later(give_up)
+                self._run_later(cancel)
 
-    def _later(self, what: Callable[[], object]) -> None:
-        with contextlib.suppress(RuntimeError):  # this server has ended, and soon the engine
-            self._ends.submit(what)
+    def _run_later(self, cancel: Cancel) -> None:
+        with contextlib.suppress(RuntimeError):  # the server has ended, and the engine cancels all requests soon
+            self._cancels.submit(cancel)
 
-    async def release(self, call: Call, message: bytes) -> bytes:
+    async def release(self, call: Call, data: bytes) -> bytes:
         """End a prefill whose KV is no longer needed."""
-        said = parse(pb.RequestId, message)
-        name = self._owners.find(said.request_id, call.caller)
+        message = parse(pb.RequestId, data)
+        name = self._owners.find(message.request_id, call.caller)
         found = await call.quick(self._engine.release, name)
         self._owners.drop(name)
         return pb.Found(found=found).SerializeToString()
 
-    # --- about requests, and the engine -----------------------------------------------------------------------------
+    # --- operations -------------------------------------------------------------------------------------------------
 
-    async def cancel(self, call: Call, message: bytes) -> bytes:
-        """End a request."""
-        said = parse(pb.RequestId, message)
-        name = self._owners.find(said.request_id, call.caller)
+    async def cancel(self, call: Call, data: bytes) -> bytes:
+        """Cancel a request."""
+        message = parse(pb.RequestId, data)
+        name = self._owners.find(message.request_id, call.caller)
         return pb.Found(found=await call.quick(self._engine.cancel, name)).SerializeToString()
 
-    async def status(self, call: Call, message: bytes) -> bytes:
-        """What the engine is, how busy, and how fast."""
-        parse(store_pb2.Empty, message)
+    async def status(self, call: Call, data: bytes) -> bytes:
+        """Return the engine's configuration, load and speed."""
+        parse(store_pb2.Empty, data)
         return await call.quick(lambda: document({**self._engine.status(), "done": self._tally.done}))
 
-    async def set_role(self, call: Call, message: bytes) -> bytes:
-        """Change what the engine does."""
-        said = parse(pb.SetRoleRequest, message)
+    async def set_role(self, call: Call, data: bytes) -> bytes:
+        """Change which requests the engine accepts."""
+        message = parse(pb.SetRoleRequest, data)
         call.caller.check_operator()
         try:
-            role = Role(said.role)
+            role = Role(message.role)
         except ValueError:
-            raise InvalidRequest("role", f"{said.role!r} is not one of {', '.join(Role)}") from None
-        order = RoleOrder(said.revision, said.number) if said.HasField("revision") else None
+            raise InvalidRequest("role", f"must be one of {', '.join(Role)} (got {message.role!r})") from None
+        order = RoleOrder(message.revision, message.number) if message.HasField("revision") else None
         if order is not None and max(order) > REVISION_MAX:
-            raise InvalidRequest("revision", f"must be at most {REVISION_MAX}, as must its number (got {max(order)})")
+            raise InvalidRequest("revision", f"revision and number must be at most {REVISION_MAX} (got {max(order)})")
         await call.quick(self._engine.set_role, role, order)
         return store_pb2.Empty().SerializeToString()
 
-    async def migrate(self, call: Call, message: bytes) -> bytes:
-        """Let another engine continue a request."""
-        said = parse(pb.MigrateRequest, message)
+    async def migrate(self, call: Call, data: bytes) -> bytes:
+        """Move a running request to another engine."""
+        message = parse(pb.MigrateRequest, data)
         call.caller.check_operator()
-        if not said.target:
-            raise InvalidRequest("target", "is missing: the address of another engine")
-        name = self._owners.find(said.request_id, call.caller)
-        found = await call.wait(self._engine.migrate, name, said.target)
+        if not message.target:
+            raise InvalidRequest("target", "must be the address of another engine")
+        name = self._owners.find(message.request_id, call.caller)
+        found = await call.wait(self._engine.migrate, name, message.target)
         return pb.Found(found=found).SerializeToString()
 
-    async def drain(self, call: Call, message: bytes) -> bytes:
-        """Refuse new requests, and wait for running ones, or move them elsewhere."""
-        said = parse(pb.DrainRequest, message)
+    async def drain(self, call: Call, data: bytes) -> bytes:
+        """Refuse new requests, and wait until no request runs. Moves answers to another engine if there is a target."""
+        message = parse(pb.DrainRequest, data)
         call.caller.check_operator()
         left_s = max(0.0, call.left_s - BEFORE_DEADLINE_S)
-        timeout_s = min(said.timeout_ms / 1000, left_s) if said.timeout_ms else left_s
-        left = await call.wait(self._engine.drain, said.target or None, timeout_s)
-        return pb.DrainReply(left=left).SerializeToString()
+        timeout_s = min(message.timeout_ms / 1000, left_s) if message.timeout_ms else left_s
+        running = await call.wait(self._engine.drain, message.target or None, timeout_s)
+        return pb.DrainReply(left=running).SerializeToString()
 
 
 async def _until_end(call: Call, mailbox: Mailbox[Any]) -> AsyncIterator[list[Any]]:
-    """Events, up to and with the last one. Raises the error of a ``Failed``, after the events before it."""
+    """Yield all events, including the last one. Raises the error of a ``Failed`` after the events before it."""
     while True:
         with call.waits():
             events = await mailbox.take()
@@ -373,9 +387,9 @@ async def _until_end(call: Call, mailbox: Mailbox[Any]) -> AsyncIterator[list[An
 
 
 class EngineServer(LoopServer):
-    """Serves from ``start`` to ``stop``."""
+    """The server of an engine's gRPC calls and data connections. Serves from ``start`` to ``stop``."""
 
-    def __init__(self, config: EngineConfig, engine: ServedEngine, model: Served, tally: EngineTally) -> None:
+    def __init__(self, config: EngineConfig, engine: ServedEngine, model: EngineModel, tally: EngineTally) -> None:
         limits = Limits(
             rpcs_max=config.rpcs_max,
             call_s_max=config.request_s_max,
@@ -389,12 +403,12 @@ class EngineServer(LoopServer):
         self._pulls = PullServer(config, engine, self.identities.find, self._owners.find)
 
     def start(self) -> None:
-        """See ``LoopServer``; then the data connections, next to each address."""
+        """Start the gRPC server, then listen for data connections next to each of its addresses."""
         super().start()
         self._pulls.start(self.addresses)
 
     def stop(self) -> None:
-        """See ``LoopServer``."""
+        """End the gRPC server, then all data connections."""
         super().stop()
         self._pulls.stop()
 

@@ -1,4 +1,4 @@
-"""Wire: between the messages of engine.proto and the nouns of ``engine.model.request``. Both ends use it."""
+"""Conversions between the messages of engine.proto and the nouns of ``engine.model.request``, for both ends."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ Tokens = npt.NDArray[np.uint32]
 
 
 def submit_request(request: Request) -> pb.SubmitRequest:
-    """The message of a request to an engine. ``request_of`` is the other direction."""
+    """Return the message of a request. ``request_of`` is the inverse."""
     sampling = request.sampling
     return pb.SubmitRequest(
         request_id=request.id,
@@ -78,23 +78,23 @@ def submit_request(request: Request) -> pb.SubmitRequest:
 
 
 def set_role_request(role: Role | str, order: RoleOrder | None) -> pb.SetRoleRequest:
-    """The message that changes a role; ``order``: from a leading conductor; None: from an operator."""
+    """Return the message that changes a role. ``order``: the leading conductor's; None from an operator."""
     if order is None:
         return pb.SetRoleRequest(role=role)
     return pb.SetRoleRequest(role=role, revision=order.revision, number=order.number)
 
 
 def salt_of(message: pb.SubmitRequest, salt: str) -> str:
-    """The salt of a request's pages; ``salt`` if it names none."""
+    """Return the salt of a request; ``salt`` if the message has none."""
     return message.salt if message.HasField("salt") else salt
 
 
 def request_of(message: pb.SubmitRequest, salt: str, deadline_s: float) -> Request:
-    """The request of a message. One with a text has no tokens yet: see ``tokenized``.
+    """Return the request of a message. A request with a text has no tokens until ``tokenized``.
 
     Args:
-        salt: for a request that names none.
-        deadline_s: the longest time it may take, and the default.
+        salt: the default salt.
+        deadline_s: the maximum and the default of the request's deadline.
 
     Raises:
         InvalidRequest: names the field.
@@ -105,19 +105,19 @@ def request_of(message: pb.SubmitRequest, salt: str, deadline_s: float) -> Reque
         ("adapter", message.adapter, 1024),
     ):
         if len(text.encode()) > limit:
-            raise InvalidRequest(name, f"has more than {limit} bytes")
+            raise InvalidRequest(name, f"must have at most {limit} bytes (got {len(text.encode())})")
     if message.own_prefill and message.prefill:
-        raise InvalidRequest("own_prefill", "and prefill exclude each other")
+        raise InvalidRequest("own_prefill", "must not be set if prefill names engines")
     if len(message.prefill) > PREFILLS_MAX:
-        raise InvalidRequest("prefill", f"names more than {PREFILLS_MAX} engines")
-    said = message.sampling
+        raise InvalidRequest("prefill", f"must name at most {PREFILLS_MAX} engines (got {len(message.prefill)})")
+    sampling_message = message.sampling
     sampling = Sampling(
-        max_tokens=said.max_tokens if said.HasField("max_tokens") else Sampling.max_tokens,
-        temperature=said.temperature,
-        top_p=said.top_p if said.HasField("top_p") else Sampling.top_p,
-        seed=said.seed,
-        stop=tuple(said.stop),
-        ignore_eos=said.ignore_eos,
+        max_tokens=sampling_message.max_tokens if sampling_message.HasField("max_tokens") else Sampling.max_tokens,
+        temperature=sampling_message.temperature,
+        top_p=sampling_message.top_p if sampling_message.HasField("top_p") else Sampling.top_p,
+        seed=sampling_message.seed,
+        stop=tuple(sampling_message.stop),
+        ignore_eos=sampling_message.ignore_eos,
     )
     request = Request(
         id=message.request_id or uuid.uuid4().hex,
@@ -141,9 +141,9 @@ def request_of(message: pb.SubmitRequest, salt: str, deadline_s: float) -> Reque
 
 
 def tokenized(request: Request, tokens: Tokens) -> Request:
-    """The request with these tokens as its prompt. Raises InvalidRequest if all of them were generated."""
+    """Return the request with these tokens. Raises InvalidRequest if none of them belongs to the prompt."""
     if request.generated >= max(1, len(tokens)):
-        raise InvalidRequest("generated", f"{request.generated} of {len(tokens)} tokens: a prompt has at least one")
+        raise InvalidRequest("generated", f"must be less than the {len(tokens)} tokens (got {request.generated})")
     return replace(request, tokens=tokens, text="")
 
 
@@ -153,14 +153,15 @@ def _choice(kind: type[Choice], name: str, value: str) -> Choice | None:
     try:
         return kind(value)
     except ValueError:
-        raise InvalidRequest(name, f"{value!r} is not one of {', '.join(kind)}") from None
+        raise InvalidRequest(name, f"must be one of {', '.join(kind)} (got {value!r})") from None
 
 
 def _tokens_of(message: pb.SubmitRequest) -> Tokens | None:
-    """The token ids of a message; None if it has text. Raises InvalidRequest if it has neither, or both."""
-    given = [name for name in ("tokens", "token_ids", "text") if getattr(message, name)]
-    if len(given) != 1:
-        raise InvalidRequest("tokens", f"{' and '.join(given)} exclude each other" if given else "an empty prompt")
+    """Return the token ids of a message; None if it has a text. Raises InvalidRequest if it has neither, or both."""
+    forms = [name for name in ("tokens", "token_ids", "text") if getattr(message, name)]
+    if len(forms) != 1:
+        reason = "must have one of tokens, token_ids and text"
+        raise InvalidRequest("tokens", f"{reason} (got {' and '.join(forms) or 'none'})")
     if message.text:
         return None
     if message.token_ids:
@@ -171,7 +172,7 @@ def _tokens_of(message: pb.SubmitRequest) -> Tokens | None:
 
 
 def tokens_bytes(tokens: Tokens) -> bytes:
-    """Token ids in the form in which they are sent."""
+    """Return token ids as bytes: uint32, little-endian."""
     return np.ascontiguousarray(tokens, "<u4").tobytes()
 
 
@@ -179,7 +180,7 @@ def tokens_bytes(tokens: Tokens) -> bytes:
 
 
 def replies_of(events: Iterable[Event]) -> Iterator[pb.SubmitReply]:
-    """Events as messages, tokens that follow each other in one. None of them may be ``Failed``."""
+    """Yield the messages of events, with consecutive tokens in one message. There must be no ``Failed``."""
     tokens: list[pb.Token] = []
     for event in events:
         if isinstance(event, Token):
@@ -197,7 +198,7 @@ def replies_of(events: Iterable[Event]) -> Iterator[pb.SubmitReply]:
 
 
 def events_of(reply: pb.SubmitReply) -> Iterator[Event]:
-    """The events in a message; none in the first one, which says that the request was accepted."""
+    """Yield the events of a message. The first message, ``accepted``, has none."""
     if reply.WhichOneof("event") == "finished":
         yield Finished(reply.finished.reason, usage_of(reply.finished.usage), reply.finished.text)
     for token in reply.tokens.tokens:
@@ -205,7 +206,7 @@ def events_of(reply: pb.SubmitReply) -> Iterator[Event]:
 
 
 def usage_of(message: pb.Usage) -> Usage:
-    """The usage in a message."""
+    """Return the usage of a message."""
     values = {setting.name: getattr(message, setting.name) for setting in fields(Usage)}
     values |= {name: dict(values[name]) for name in ("cached_tokens", "prefill_cached_tokens")}
     return Usage(**values)
@@ -215,7 +216,11 @@ def usage_of(message: pb.Usage) -> Usage:
 
 
 def prefill_reply(event: PrefillEvent, data_port: int) -> pb.PrefillReply:
-    """An event of a prefill as a message. Not ``Failed``: that ends the call. ``data_port``: where it can be pulled."""
+    """Return the message of an event of a prefill, except ``Failed``, which ends the call.
+
+    Args:
+        data_port: the TCP port from which the KV can be pulled.
+    """
     match event:
         case Admitted():
             return pb.PrefillReply(admitted=pb.Admitted(**asdict(event), data_port=data_port))
@@ -228,7 +233,7 @@ def prefill_reply(event: PrefillEvent, data_port: int) -> pb.PrefillReply:
 
 
 def prefill_event(reply: pb.PrefillReply) -> PrefillEvent:
-    """The event in a message. Raises Unavailable if this version knows none in it."""
+    """Return the event of a message. Raises Unavailable if the kind of the event is unknown."""
     match reply.WhichOneof("event"):
         case "admitted":
             return Admitted(reply.admitted.prompt_tokens, dict(reply.admitted.cached_tokens), reply.admitted.lossy)
@@ -238,4 +243,4 @@ def prefill_event(reply: pb.PrefillReply) -> PrefillEvent:
             values = {setting.name: getattr(reply.done, setting.name) for setting in fields(HandOff)}
             pages, cached = tuple(reply.done.pages), dict(reply.done.cached_tokens)
             return Done(HandOff(**{**values, "pages": pages, "cached_tokens": cached}))
-    raise Unavailable("the engine sent an unknown event of a prefill")
+    raise Unavailable("the engine sent an event of a prefill of an unknown kind")
