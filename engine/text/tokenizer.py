@@ -1,11 +1,11 @@
-"""Text to token ids and back: bytes as they are, or a tokenizer of Hugging Face from a local directory.
+"""Tokenizers, and the text of an answer while it is generated.
 
-Stop strings are handled in `engine.text.tokenizer`.
+A tokenizer either maps bytes to tokens, or is one of Hugging Face from a local folder. ``Detokenizer`` returns the text
+of an answer token by token: only complete characters, and no text that may be the beginning of a stop string.
 
-Text of an answer while it is being generated: whole characters only, and no beginning of a stop string.
-
-Worked example, with the stop string "END" and a token per letter: "a", "E", "N" give "a", "", "" since "EN" may become
-the stop string; an "x" gives "ENx"; "E", "N", "D" give nothing any more, and ``stopped`` is "END".
+Worked example, with the stop string "END" and one token for each letter: the tokens "a", "E", "N" return "a", "" and
+"", because "EN" may become the stop string. If "x" follows, it returns "ENx". If then "E", "N", "D" follow, they return
+nothing, and ``stopped`` is "END".
 """
 
 from __future__ import annotations
@@ -23,58 +23,58 @@ if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
 REPLACEMENT = "\N{REPLACEMENT CHARACTER}"
-# A character is at most 4 bytes and a token at least one, so that this many bytes may still become one.
+# A character has at most 4 bytes, so at most 3 bytes at the end of a text may belong to an incomplete character.
 UNFINISHED_MAX = 3
-# Tokens that are not text are decoded again with each new one until there are this many; then all but the last few
-# are given up as text.
+# Tokens that end inside a character are decoded again with each new token. When there are more than the first number,
+# their bytes are not text, and only the last few tokens are retained.
 WINDOW_TOKENS_MAX, WINDOW_TOKENS_MIN = 24, 8
 
-SLOW_TO_TEXT = {
+SLOW_TO_TEXT = {  # only for slow tokenizers; the library's fast ones have no such second option
     "skip_special_tokens": True,
     "clean_up_tokenization_spaces": False,
-}  # other tokenizers have no such option
+}
 
 
 class TextStream(Protocol):
-    """Text of one answer, token by token."""
+    """The text of one answer, token by token."""
 
     def feed(self, token: int) -> str:
-        """Takes one more token; returns the text that no later one can change."""
+        """Append a token. Returns the new text that no later token can change."""
         ...
 
     def flush(self) -> str:
-        """The rest: nothing follows. A character that was not finished is U+FFFD."""
+        """End the answer, and return the rest of its text. An incomplete character becomes U+FFFD."""
         ...
 
 
 class Tokenizer(Protocol):
-    """A tokenizer, as an engine uses it. Safe to use from several threads; a stream belongs to one."""
+    """A tokenizer, as an engine uses it. Threads may share it, but only one thread may use a stream."""
 
     @property
     def vocab_size(self) -> int:
-        """Ids are below this."""
+        """The number of ids, from 0 on."""
         ...
 
     @property
     def eos_ids(self) -> tuple[int, ...]:
-        """Ids that end an answer."""
+        """The ids that end an answer."""
         ...
 
     def encode(self, text: str) -> list[int]:
-        """Ids of a prompt."""
+        """Return the ids of a prompt."""
         ...
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of an answer: of ids at its start."""
+        """Return the text of the ids at the start of an answer."""
         ...
 
     def stream(self) -> TextStream:
-        """A new stream, at the start of an answer."""
+        """Return a new stream for the text of an answer."""
         ...
 
 
 class ByteTokenizer:
-    """A token is a byte of UTF-8; ids 256 and 257 end and begin a text and have none themselves."""
+    """A tokenizer with one token for each byte of UTF-8. The ids 256 (end) and 257 (begin) have no text."""
 
     EOS = 256
     BOS = 257
@@ -82,19 +82,19 @@ class ByteTokenizer:
     eos_ids: tuple[int, ...] = (EOS,)
 
     def encode(self, text: str) -> list[int]:
-        """Bytes of ``text``, without special tokens. Lone surrogates, which have no bytes, become "?"."""
+        """Return the bytes of ``text``, without special tokens. A lone surrogate, which has no bytes, becomes "?"."""
         return list(text.encode("utf-8", "replace"))
 
     def array(self, text: str) -> npt.NDArray[np.uint32]:
-        """``encode`` as an array."""
+        """Return the ids of ``encode`` as an array."""
         return np.frombuffer(text.encode("utf-8", "replace"), np.uint8).astype(np.uint32)
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``: bytes that are not UTF-8 become U+FFFD; ids above 255 are left out."""
+        """Return the text of ``ids``. Bytes that are not UTF-8 become U+FFFD, and ids above 255 are skipped."""
         return bytes(token for token in ids if token < 256).decode("utf-8", "replace")
 
     def stream(self) -> TextStream:
-        """A new stream, at the start of a text."""
+        """Return a new stream for the text of an answer."""
         return _ByteStream()
 
 
@@ -110,156 +110,171 @@ class _ByteStream:
 
 
 class HFTokenizer:
-    """A tokenizer of Hugging Face. Special tokens are added to prompts as it says, and have no text in answers."""
+    """A tokenizer of Hugging Face. It adds its special tokens to prompts. Special tokens of answers have no text."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, eos_ids: tuple[int, ...] = ()) -> None:
         self._tokenizer = tokenizer
-        # The library's own for fast tokenizers: answers are decoded token by token, and it takes an eighth of the time.
+        # Answers are decoded token by token. The fast backend, where there is one, needs an eighth of the time.
         fast = getattr(tokenizer, "backend_tokenizer", None)
-        how = {"skip_special_tokens": True} if fast else SLOW_TO_TEXT
-        self._decode: Callable[[list[int]], Any] = partial((fast or tokenizer).decode, **how)
-        self._lock = threading.Lock()  # the fast ones fail with "Already borrowed" if two threads meet
-        own = tokenizer.eos_token_id
-        self.eos_ids = eos_ids or (() if own is None else (int(own),))
+        options = {"skip_special_tokens": True} if fast else SLOW_TO_TEXT
+        self._decode: Callable[[list[int]], Any] = partial((fast or tokenizer).decode, **options)
+        self._lock = threading.Lock()  # two threads at once make fast tokenizers fail with "Already borrowed"
+        default_eos_id = tokenizer.eos_token_id
+        self.eos_ids = eos_ids or (() if default_eos_id is None else (int(default_eos_id),))
         self.vocab_size = len(tokenizer)
 
     def encode(self, text: str) -> list[int]:
-        """Ids of ``text``."""
+        """Return the ids of ``text``."""
         with self._lock:
             return [int(token) for token in self._tokenizer.encode(text)]
 
     def decode(self, ids: Sequence[int]) -> str:
-        """Text of ``ids``; bytes that are not UTF-8 become U+FFFD."""
+        """Return the text of ``ids``. Bytes that are not UTF-8 become U+FFFD."""
         with self._lock:
             text = self._decode(list(ids))
         assert isinstance(text, str)
         return text
 
     def stream(self) -> TextStream:
-        """A new stream, at the start of a text."""
+        """Return a new stream for the text of an answer."""
         return _WindowStream(self)
 
 
 class _WindowStream:
-    """Decodes the last few tokens again with each new one, and returns what their text grew by. The stream of
-    ``tokenizers`` keeps all tokens that are not text, decodes them again with each new one, and has no flush.
+    """Decodes the last few tokens again with each new token, and returns the text that was added.
 
-    Single tokens cannot be decoded alone: a character may need several, and some tokenizers strip the space in front
-    of the first word. A U+FFFD at the end may be the beginning of a character; with tokenizers that fall back to bytes
-    even the characters right before it are shown as such until it is whole. So the window begins and ends at places
-    where the text was seen to be whole, and has text of its own in front of what is new.
+    A token cannot be decoded alone: a character may need several tokens, and some tokenizers strip the space in front
+    of the first word. A U+FFFD at the end of the text may be the beginning of a character. Tokenizers that fall back to
+    bytes also show the characters before an incomplete one as U+FFFD. So the window begins and ends after complete
+    characters, and contains some text before the new text.
+
+    The stream of the ``tokenizers`` library is not used: it decodes all tokens that are not text again with each new
+    token, and has no flush.
     """
 
     def __init__(self, tokenizer: HFTokenizer) -> None:
         self._tokenizer = tokenizer
         self._tokens: list[int] = []
-        self._whole = 0  # number of these tokens up to the last place where the text was whole
-        self._given = 0  # number of characters of their text that were returned
+        self._complete_tokens = 0  # leading tokens of the window, whose text ended with a complete character
+        self._returned_chars = 0  # leading characters of the window's text that were returned
 
     def feed(self, token: int) -> str:
         self._tokens.append(token)
         text = self._tokenizer.decode(self._tokens)
         if not text.endswith(REPLACEMENT):
-            return self._end_at(text)
-        if len(self._tokens) - self._whole > WINDOW_TOKENS_MAX:
-            return self._give_up(text)
-        return self._give(text, len(text.rstrip(REPLACEMENT)))
+            return self._move_window(text)
+        if len(self._tokens) - self._complete_tokens > WINDOW_TOKENS_MAX:
+            return self._skip_invalid(text)
+        return self._new_text(text, len(text.rstrip(REPLACEMENT)))
 
     def flush(self) -> str:
-        text = self._tokenizer.decode(self._tokens)[self._given :]
+        text = self._tokenizer.decode(self._tokens)[self._returned_chars :]
         self._tokens.clear()
-        self._whole = self._given = 0
+        self._complete_tokens = self._returned_chars = 0
         return text
 
-    def _end_at(self, text: str) -> str:
-        new = self._give(text, len(text))
-        if self._whole and (own := self._tokenizer.decode(self._tokens[self._whole :])):
-            del self._tokens[: self._whole]
-            self._given = len(own)
-        elif len(self._tokens) > WINDOW_TOKENS_MAX:  # special tokens without end
+    def _move_window(self, text: str) -> str:
+        """Return the new text, which ends with a complete character, and begin a new window before it."""
+        new = self._new_text(text, len(text))
+        if self._complete_tokens and (recent := self._tokenizer.decode(self._tokens[self._complete_tokens :])):
+            del self._tokens[: self._complete_tokens]
+            self._returned_chars = len(recent)
+        elif len(self._tokens) > WINDOW_TOKENS_MAX:  # many special tokens, which have no text
             del self._tokens[:-WINDOW_TOKENS_MIN]
-            self._given = len(self._tokenizer.decode(self._tokens))
-        self._whole = len(self._tokens)
+            self._returned_chars = len(self._tokenizer.decode(self._tokens))
+        self._complete_tokens = len(self._tokens)
         return new
 
-    def _give_up(self, text: str) -> str:
-        """Give up bytes that are not text: only the last may become a character."""
+    def _skip_invalid(self, text: str) -> str:
+        """Return U+FFFD for bytes that are not text, except for the last ones, which may become a character."""
         open_chars = min(len(text) - len(text.rstrip(REPLACEMENT)), UNFINISHED_MAX)
-        new = self._give(text, len(text) - open_chars)
+        new = self._new_text(text, len(text) - open_chars)
         del self._tokens[:-WINDOW_TOKENS_MIN]
-        self._given = max(0, len(self._tokenizer.decode(self._tokens)) - open_chars)
-        self._whole = 0
+        self._returned_chars = max(0, len(self._tokenizer.decode(self._tokens)) - open_chars)
+        self._complete_tokens = 0
         return new
 
-    def _give(self, text: str, stop: int) -> str:
-        new = text[self._given : stop]
-        self._given = max(self._given, stop)
+    def _new_text(self, text: str, stop: int) -> str:
+        new = text[self._returned_chars : stop]
+        self._returned_chars = max(self._returned_chars, stop)
         return new
 
 
 class Detokenizer:
-    """One answer: ``feed`` for each token, then ``flush``. Joined, what they return is the answer's text, once.
+    """The text of one answer, up to the first stop string. Only one thread may use it.
 
-    The first stop string to be complete ends the text in front of it (the longest, where several end on the same
-    character), wherever tokens begin and end. After that all is "". Belongs to one thread.
+    Call ``feed`` for each token, then ``flush``. The texts that they return add up to the answer's text. The first stop
+    string that is complete ends the text in front of it; if several end with the same character, the longest counts. A
+    stop string may begin and end inside tokens.
+
+    Attributes:
+        stopped: the stop string that ended the text; None before. Afterwards, ``feed`` and ``flush`` return "".
     """
 
     def __init__(self, tokenizer: Tokenizer, stop: Sequence[str] = ()) -> None:
         self._stream = tokenizer.stream()
-        self._watches = [_Watch(text) for text in dict.fromkeys(stop)]
-        self._held = ""  # may be the beginning of a stop string
+        self._matchers = [_StopMatcher(text) for text in dict.fromkeys(stop)]
+        self._pending = ""  # text that may be the beginning of a stop string
         self.stopped: str | None = None
-        """The stop string that was met."""
 
     def feed(self, token: int) -> str:
-        """What is certain with this token and was not before; "" where it must be waited for, or has stopped."""
-        return "" if self.stopped is not None else self._pass(self._stream.feed(token))
+        """Append a token. Returns the text that is certain now and was not before."""
+        return "" if self.stopped is not None else self._filter(self._stream.feed(token))
 
     def flush(self) -> str:
-        """What was held back: nothing follows any more. A character cut off is U+FFFD. May still meet a stop string."""
+        """End the answer, and return the rest of its text. An incomplete character becomes U+FFFD.
+
+        The rest may still complete a stop string.
+        """
         if self.stopped is not None:
             return ""
-        text = self._pass(self._stream.flush())
+        text = self._filter(self._stream.flush())
         if self.stopped is None:
-            text, self._held = text + self._held, ""
-            self._watches = []
+            text, self._pending = text + self._pending, ""
+            self._matchers = []
         return text
 
-    def _pass(self, new: str) -> str:
-        if not self._watches:
+    def _filter(self, new: str) -> str:
+        """Return the certain part of the pending text and ``new``. Stops at a stop string."""
+        if not self._matchers:
             return new
-        text = self._held + new
-        for end in range(len(self._held) + 1, len(text) + 1):
-            met = [watch.text for watch in self._watches if watch.step(text[end - 1])]
-            if met:
-                self.stopped = max(met, key=len)
-                self._held = ""
+        text = self._pending + new
+        for end in range(len(self._pending) + 1, len(text) + 1):
+            matches = [matcher.text for matcher in self._matchers if matcher.step(text[end - 1])]
+            if matches:
+                self.stopped = max(matches, key=len)
+                self._pending = ""
                 return text[: end - len(self.stopped)]
-        certain = len(text) - max(watch.matched for watch in self._watches)
-        self._held = text[certain:]
-        return text[:certain]
+        certain_chars = len(text) - max(matcher.matched for matcher in self._matchers)
+        self._pending = text[certain_chars:]
+        return text[:certain_chars]
 
 
-class _Watch:
-    """How much of one stop string the text ends with (Knuth, Morris and Pratt): constant work per character."""
+class _StopMatcher:
+    """Searches for one stop string with constant work per character (Knuth, Morris and Pratt).
+
+    Attributes:
+        matched: the number of characters of the stop string with which the text so far ends.
+    """
 
     def __init__(self, text: str) -> None:
         self.text = text
         self.matched = 0
-        self._shorter = [0] * (len(text) + 1)  # of the first n characters: the longest proper end that begins it too
+        # For each n: the length of the longest proper suffix of the first n characters that is also a prefix of them.
+        self._borders = [0] * (len(text) + 1)
         k = 0
         for n in range(1, len(text)):
             while k and text[n] != text[k]:
-                k = self._shorter[k]
+                k = self._borders[k]
             k += text[n] == text[k]
-            self._shorter[n + 1] = k
+            self._borders[n + 1] = k
 
     def step(self, character: str) -> bool:
-        """Take one more character; True where the string is complete."""
+        """Append a character. Returns True if it completes the stop string."""
         while self.matched and self.text[self.matched] != character:
-            self.matched = self._shorter[self.matched]
+            self.matched = self._borders[self.matched]
         self.matched += self.text[self.matched] == character
         if self.matched < len(self.text):
             return False
-        self.matched = self._shorter[self.matched]
+        self.matched = self._borders[self.matched]
         return True
