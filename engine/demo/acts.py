@@ -1,4 +1,4 @@
-"""What happens in the demo: chats over HTTP, conversations with and without the pool, a kill -9 and a restart."""
+"""The acts of the demo: chats over HTTP, conversations with and without the pool, a kill -9, and a restart."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from kvstore.cli.output import bytes_text, duration_text, ratio_text, table_text
 from kvstore.errors import InvalidRequest, NodeUnavailable
 
 Encode = Callable[[str, bool], list[int]]
-"""Tokens of a text; True: the text begins a prompt, and what the tokenizer puts before prompts is added."""
+"""Returns the tokens of a text. The flag is True if the text begins a prompt, which has special tokens in front."""
 
-ANSWER_S: Final = 120.0  # the longest an answer may take
+ANSWER_S: Final = 120.0  # the deadline of an answer
 ANSWER_TOKENS: Final = 10
 CHAT_TOKENS: Final = 24
-EXCERPT_CHARACTERS: Final = 1200  # of a document, in a chat
-EXCERPT_TOKENS: Final = 600  # of a document, in a conversation
-WARM_UP_TOKENS: Final = 300  # enough that the prefill engine is asked
+EXCERPT_CHARACTERS: Final = 1200  # of a document in a chat
+EXCERPT_TOKENS: Final = 600  # of a document in a conversation
+WARM_UP_TOKENS: Final = 300  # long enough that the prefill engine computes the prompt
 DOCUMENTS: Final = 3
 SYSTEM: Final = "You answer questions about kvstore from its documents. Be brief.\n\n"
 QUESTIONS: Final = (
@@ -37,31 +37,36 @@ QUESTIONS: Final = (
     "What is done when a process dies in the middle?",
     "Which settings matter most?",
 )
-CHATS: Final = (0, 0, 1, 0)  # documents, by number, that are asked about over HTTP
-USERS: Final = (0, 1, 0, 2)  # and the document of each user: the first and the third ask about the same one
+CHATS: Final = (0, 0, 1, 0)  # the number of the document of each chat
+USERS: Final = (0, 1, 0, 2)  # the number of the document of each user; the first and the third have the same one
 TURNS: Final = (("up", 0), ("up", 1), ("up", 2), ("up", 3), ("up", 0), ("killed", 1), ("killed", 2), ("back", 3))
 RESTARTED: Final = (("restarted", 0), ("restarted", 1)) * 2
-GIBBERISH: Final = "The weights are random: answers are gibberish, a byte per token. `--model PATH` takes a real model."
+GIBBERISH: Final = "The weights are random, so answers are gibberish. Use `--model PATH` for a real model."
 CHATS_FOLLOW: Final = """
-Chats over HTTP with the conductor, as OpenAI's clients ask. Each one is sent where its first token is expected soonest:
+Chats with the conductor over OpenAI's HTTP API. The conductor chooses the engines with the earliest first token:
 """
-KILLED: Final = "-- kill -9 of the node: its pages can still be read; nothing can be written until it is back"
+KILLED: Final = "-- kill -9 of the node: its pages can still be read, and no page is written until the node is back"
 RESTARTS: Final = """
-The machine restarts: every process ends, shared memory is emptied, the NVMe file stays. Two users go on asking. From
-now on engines keep pages in their own memory (HBM), too:
+The machine restarts: all processes end, shared memory is emptied, and the NVMe file stays. Two users continue. From now
+on, engines also keep pages in their own memory (HBM):
 """
 HEADERS: Final = ("request", "node", "prompt", "HBM", "DRAM", "NVMe", "computed", "by", "TTFT", "without", "loaded",
                   "moved", "answer")  # fmt: skip
 MEANING: Final = """
-  HBM, DRAM, NVMe  tokens of the prompt that were reused from there; the prefill or decode engine computed the others
-  TTFT, without    time to the first token with the pool, and of the same prompt without it
-  loaded, moved    bytes of KV read from the pool, and brought from the prefill engine
-  answer           same: the answers with and without the pool are the same tokens"""
+  HBM, DRAM, NVMe  tokens of the prompt that were reused from this tier; the engine in "by" computed the others
+  TTFT, without    time to the first token with the pool, and without it
+  loaded, moved    bytes of KV that were loaded from the pool, and moved from the prefill engine
+  answer           same: the answers with and without the pool have the same tokens"""
 
 
 @dataclass
 class Conversation:
-    """A user's questions about a document, and the answers to them. ``tokens``: all of it, the next prompt's start."""
+    """A user's questions about a document, and the answers.
+
+    Attributes:
+        tokens: the conversation so far, with which the next prompt begins.
+        turns: the number of questions so far.
+    """
 
     user: int
     document: str
@@ -71,13 +76,13 @@ class Conversation:
 
 @dataclass(frozen=True, kw_only=True)
 class DemoRow:
-    """One request with the pool, and the same without it.
+    """A request with the pool, compared with the same request without it.
 
     Attributes:
-        phase: of the node: "up", "killed", "back" (started again), "restarted" (with the machine).
-        hbm_tokens, dram_tokens, nvme_tokens: of the prompt, reused from there. The others were computed.
-        computed_by: "prefill" or "decode", the role of the engine.
-        same: both answers are the same tokens.
+        phase: of the node: "up", "killed", "back" (started again), "restarted" (together with the machine).
+        hbm_tokens, dram_tokens, nvme_tokens: tokens of the prompt that were reused from this tier.
+        computed_by: "prefill" or "decode", the role of the engine that computed the other tokens of the prompt.
+        same: True if both answers have the same tokens.
     """
 
     phase: str
@@ -99,7 +104,7 @@ class DemoRow:
 
 
 class Demo:
-    """One run on ``machine``. ``say`` gets each line as it happens."""
+    """One run of the demo on ``machine``. ``say`` prints text at once."""
 
     def __init__(
         self, machine: Machine, documents: Mapping[str, str], encode: Encode, say: Callable[..., None]
@@ -113,7 +118,7 @@ class Demo:
         self._rows: list[DemoRow] = []
 
     def run(self) -> dict[str, Any]:
-        """Run all acts; returns everything that was measured."""
+        """Run all acts. Returns the measurements."""
         self._say("\n".join([*self._machine.start(), self._machine.start_conductor()]))
         if self._machine.plan.is_preset:
             self._say(GIBBERISH)
@@ -127,10 +132,10 @@ class Demo:
                 self._machine.kill_node()
                 self._say(KILLED)
             elif phase == "back" != before:
-                begun_s = time.monotonic()
+                started_s = time.monotonic()
                 line = self._machine.start_node()
-                restart_s = time.monotonic() - begun_s
-                self._say(f"-- {restart_s:.2f} s after it is started again: {line}")
+                restart_s = time.monotonic() - started_s
+                self._say(f"-- the node is ready {restart_s:.2f} s after its start: {line}")
             self._turn(phase, user)
             before = phase
         self._say(f"\n{table(self._rows)}\n{MEANING}")
@@ -154,31 +159,31 @@ class Demo:
     # --- over HTTP ------------------------------------------------------------------------------------------------
 
     def _chat(self, number: int, document: str) -> dict[str, Any]:
-        """Ask the conductor; a model without a chat template is asked in plain text."""
+        """Send one chat to the conductor. A preset has no chat template, so it gets plain text."""
         question = QUESTIONS[number]
         system = f"{SYSTEM}# {document}\n\n{self._documents[document][:EXCERPT_CHARACTERS]}"
-        asked: dict[str, Any] = {"model": Path(self._machine.plan.model).name, "max_tokens": CHAT_TOKENS}
-        asked |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
-        asked["kvstore"] = {"explain": True}
+        body: dict[str, Any] = {"model": Path(self._machine.plan.model).name, "max_tokens": CHAT_TOKENS}
+        body |= {"temperature": 0, "stream": True, "stream_options": {"include_usage": True}}
+        body["kvstore"] = {"explain": True}
         path = "/v1/completions" if self._machine.plan.is_preset else "/v1/chat/completions"
         if self._machine.plan.is_preset:
-            asked["prompt"] = f"{system}\n\nUser: {question}\nAssistant:"
+            body["prompt"] = f"{system}\n\nUser: {question}\nAssistant:"
         else:
-            asked["messages"] = [{"role": "system", "content": system}, {"role": "user", "content": question}]
+            body["messages"] = [{"role": "system", "content": system}, {"role": "user", "content": question}]
         self._say(f"  {document}: {question}\n  > ", nl=False)
-        answer, ttft_s, begun_s = "", 0.0, time.monotonic()
+        answer, ttft_s, started_s = "", 0.0, time.monotonic()
         route: dict[str, Any] = {}
         usage: dict[str, Any] = {}
-        for event in self._events(path, asked):
+        for event in self._events(path, body):
             route = event.get("kvstore", {}).get("route", route)
             usage = event.get("usage") or usage
             for choice in event["choices"]:
-                ttft_s = ttft_s or time.monotonic() - begun_s
+                ttft_s = ttft_s or time.monotonic() - started_s
                 text = choice["text"] if self._machine.plan.is_preset else choice["delta"].get("content", "")
                 answer += text
-                self._say(shown(text), nl=False)
+                self._say(printable(text), nl=False)
         cached, prompt = usage["prompt_tokens_details"]["cached_tokens"], usage["prompt_tokens"]
-        computes, answers = (Path(route[name]).name for name in ("computes", "answers"))  # a socket's file is the role
+        computes, answers = (Path(route[name]).name for name in ("computes", "answers"))  # the role names the socket
         expected = duration_text(route["first_token_s"])
         self._say(
             f"\n    computed by {computes}, answered by {answers}; {cached} of {prompt} tokens were "
@@ -186,9 +191,9 @@ class Demo:
         )
         return {"document": document, "question": question, "answer": answer, "usage": usage, "route": route}
 
-    def _events(self, path: str, asked: dict[str, Any]) -> Iterator[dict[str, Any]]:
+    def _events(self, path: str, body: dict[str, Any]) -> Iterator[dict[str, Any]]:
         with closing(http.client.HTTPConnection(self._machine.http_address, timeout=ANSWER_S)) as connection:
-            connection.request("POST", path, json.dumps(asked), {"Content-Type": "application/json"})
+            connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json"})
             response = connection.getresponse()
             if response.status != 200:
                 raise NodeUnavailable(f"the conductor answered {response.status}: {response.read(4096)!r}")
@@ -199,11 +204,11 @@ class Demo:
     # --- with the pool and without --------------------------------------------------------------------------------
 
     def _warm_up(self) -> None:
-        """Let each engine do its first forward, which is slow and not what is measured."""
+        """Let each engine run its first forward, which is slow, before anything is measured."""
         self._answer(self._encode(self._documents[self._name(-1)], False)[-WARM_UP_TOKENS:], use_pool=False)
 
     def _turn(self, phase: str, user: int) -> None:
-        """Ask the user's next question with the pool, then without; the answer with it goes into the conversation."""
+        """Ask the user's next question with the pool, then without it. The conversation gets the first answer."""
         conversation = self._conversations.get(user) or self._open(user)
         conversation.turns += 1
         question = QUESTIONS[(user + conversation.turns) % len(QUESTIONS)]
@@ -232,7 +237,7 @@ class Demo:
         )
         self._rows.append(row)
         self._say(
-            f"  user {user + 1}, turn {row.turn}  {row.document:<20}  {question:<48} > {shown(answer):<40}"
+            f"  user {user + 1}, turn {row.turn}  {row.document:<20}  {question:<48} > {printable(answer):<40}"
             f" {row.ttft_ms:.0f} ms{'' if row.same else '  WRONG: not the answer without the pool'}"
         )
 
@@ -244,8 +249,8 @@ class Demo:
         return self._conversations[user]
 
     def _answer(self, prompt: Sequence[int], use_pool: bool) -> tuple[list[int], str, float, Usage]:
-        """The answer's tokens and text, milliseconds to the first one, and what the prompt cost."""
-        machine, tokens, text, ttft_ms, begun_s = self._machine, [], "", 0.0, time.monotonic()
+        """Return the answer's tokens and text, the time to the first token in milliseconds, and the usage."""
+        machine, tokens, text, ttft_ms, started_s = self._machine, [], "", 0.0, time.monotonic()
         stream = machine.client.stream(
             prompt,
             max_tokens=ANSWER_TOKENS,
@@ -254,26 +259,26 @@ class Demo:
             deadline_s=ANSWER_S,
         )
         usage = Usage(prompt_tokens=len(prompt))
-        # An exception out of a signal's handler would break gRPC's stream.
-        with machine.interrupts.held(), closing(stream):
+        # An exception from a signal handler would break gRPC's stream.
+        with machine.interrupts.deferred(), closing(stream):
             for event in stream:
                 match event:
                     case Token():
-                        ttft_ms = ttft_ms or 1e3 * (time.monotonic() - begun_s)
+                        ttft_ms = ttft_ms or 1e3 * (time.monotonic() - started_s)
                         tokens.append(event.id)
                     case Finished():
                         usage = event.usage
                 text += event.text
-                if machine.interrupts.came:
+                if machine.interrupts.is_pending:
                     break
         return tokens, text, ttft_ms, usage
 
 
 def read_documents(folder: Path | None) -> dict[str, str]:
-    """Texts of the largest documents in a folder, or of this project, by name.
+    """Return the texts of the largest documents in a folder, by name. None: the documents of this project.
 
     Raises:
-        InvalidRequest: "documents": there are none.
+        InvalidRequest: the folder has no documents.
     """
     root = folder if folder is not None else Path(__file__).resolve().parents[2] / "docs"
     texts = {file.name: file.read_text(encoding="utf-8", errors="replace") for file in root.glob("*.md")}
@@ -284,24 +289,24 @@ def read_documents(folder: Path | None) -> dict[str, str]:
 
 
 def encoder(model: str | None) -> Encode:
-    """The tokenizer of the model in a folder; None: bytes, as presets have it."""
+    """Return the encoder of the model in a folder. None: bytes as tokens, for a preset."""
     if model is None:
         tokenizer = ByteTokenizer()
         return lambda text, _: tokenizer.encode(text)
-    from transformers import AutoTokenizer  # only here: presets need none of it
+    from transformers import AutoTokenizer  # imported only here, because presets do not need it
 
     loaded = AutoTokenizer.from_pretrained(model, local_files_only=True, trust_remote_code=False)
-    # A whole document is longer than the model's context, and needs no warning: a prompt is a part of it.
+    # No warnings: a document may be longer than the model's context, but a prompt has only a part of it.
     return lambda text, first: [int(token) for token in loaded.encode(text, add_special_tokens=first, verbose=False)]
 
 
-def shown(text: str) -> str:
-    """Text for a terminal: a dot for each character that would steer it, or that it cannot show."""
+def printable(text: str) -> str:
+    """Return the text with a dot for each character that a terminal cannot print or would interpret."""
     return "".join(letter if letter.isprintable() and letter != "\N{REPLACEMENT CHARACTER}" else "." for letter in text)
 
 
 def table(rows: Sequence[DemoRow]) -> str:
-    """A line per request."""
+    """Return a table with a line for each request."""
     cells = [
         (
             f"{row.user + 1}.{row.turn}",
@@ -324,15 +329,15 @@ def table(rows: Sequence[DemoRow]) -> str:
 
 
 def summary(rows: Sequence[DemoRow]) -> str:
-    """The sums of all rows, and whether every answer is right."""
+    """Return the sums of all rows, and whether all answers are the same without the pool."""
     prompt, hbm, dram, nvme = (
-        sum(getattr(row, f"{what}_tokens") for row in rows) for what in ("prompt", "hbm", "dram", "nvme")
+        sum(getattr(row, f"{name}_tokens") for row in rows) for name in ("prompt", "hbm", "dram", "nvme")
     )
     with_s, without_s = (sum(getattr(row, name) for row in rows) / 1e3 for name in ("ttft_ms", "ttft_without_ms"))
     wrong = sum(not row.same for row in rows)
     return (
         f"reused {hbm + dram + nvme} of {prompt} prompt tokens ({ratio_text(hbm + dram + nvme, prompt)}): "
-        f"{hbm} from HBM, {dram} from DRAM, {nvme} from NVMe\ntime to first tokens, all together: "
-        f"{duration_text(with_s)} with the pool, {duration_text(without_s)} without; "
-        + (f"{wrong} answers are WRONG" if wrong else "every answer is the same without it")
+        f"{hbm} from HBM, {dram} from DRAM, {nvme} from NVMe\nsum of the times to the first token: "
+        f"{duration_text(with_s)} with the pool, {duration_text(without_s)} without it; "
+        + (f"{wrong} answers are WRONG" if wrong else "all answers are the same")
     )

@@ -1,7 +1,7 @@
-"""The demo's machine: a node, two engines and a conductor as processes, their files, and how all of that ends.
+"""The machine of the demo: a node, two engines and a conductor as processes, and their files.
 
-They are started with the commands that a user would type. Whatever happens, every process is ended by its id, and no
-file is left.
+The processes are started with the commands that a user would type. However the demo ends, it ends all processes by
+their ids, and removes all files.
 """
 
 from __future__ import annotations
@@ -21,24 +21,26 @@ from kvstore.bench.processes import Child
 from kvstore.shm.folder import PREFIX, purge
 
 NODE_START_S: Final = 60.0
-ENGINE_START_S: Final = 300.0  # torch is imported, and a large model read
+ENGINE_START_S: Final = 300.0  # long enough to import torch and to read a large model
 PAGE_TOKENS: Final = 32
 LOCAL_PREFILL_TOKENS: Final = 128
 ENDING: Final = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
 
 
 class Interrupts:
-    """Turns the first signal that asks for an end into KeyboardInterrupt: not while a process is being started, and
-    not while everything is being cleaned up.
+    """Turns the first of the signals ``ENDING`` into KeyboardInterrupt, but not inside ``deferred``.
+
+    Attributes:
+        is_pending: True if a signal has arrived inside ``deferred``.
     """
 
     def __init__(self) -> None:
-        self.came = False
-        self._held = False
+        self.is_pending = False
+        self._is_deferred = False
 
     @contextmanager
     def handled(self) -> Iterator[None]:
-        """Inside, such signals are handled here."""
+        """Handle the signals inside the ``with`` block."""
         before = {number: signal.signal(number, self._handle) for number in ENDING}
         try:
             yield
@@ -47,38 +49,44 @@ class Interrupts:
                 signal.signal(number, handler)
 
     @contextmanager
-    def held(self) -> Iterator[None]:
-        """Inside, signals wait; ``came`` is True once there is one."""
-        self._held = True
+    def deferred(self) -> Iterator[None]:
+        """Defer signals until the end of the ``with`` block, for example while a process is started."""
+        self._is_deferred = True
         try:
             yield
         finally:
-            self._held = False
-            if self.came:  # also where something failed: that may be why
+            self._is_deferred = False
+            if self.is_pending:  # after an error, too, because the signal may be its cause
                 self._interrupt()
 
-    def ignored(self) -> None:
-        """From here on signals do nothing: the clean-up that follows is bounded."""
+    def ignore(self) -> None:
+        """Ignore all further signals, during the clean-up, which takes a limited time."""
         for number in ENDING:
             signal.signal(number, signal.SIG_IGN)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
-        if self._held:
-            self.came = True
+        if self._is_deferred:
+            self.is_pending = True
         else:
             self._interrupt()
 
     def _interrupt(self) -> None:
-        self.ignored()
+        self.ignore()
         raise KeyboardInterrupt
 
 
 @dataclass(frozen=True)
 class MachinePlan:
-    """What the machine has. ``place``: a folder for sockets and logs; ``nvme``: the path of the NVMe file."""
+    """The settings of the machine.
+
+    Attributes:
+        work_dir: a folder for sockets, logs and the catalog.
+        nvme: the path of the NVMe file.
+        model: a folder, or the name of a preset.
+    """
 
     name: str
-    place: Path
+    work_dir: Path
     nvme: Path
     model: str
     dram_bytes: int
@@ -86,40 +94,43 @@ class MachinePlan:
 
     @property
     def is_preset(self) -> bool:
-        """True if the model's weights are random numbers."""
+        """True if the model is a preset, whose weights are random."""
         return self.model in PRESETS
 
 
 class Machine:
-    """Life: made (nothing runs) -> ``start`` -> ``kill_node`` and ``start_node`` -> ``restart`` -> ``close``."""
+    """The processes of the demo.
+
+    Life: made (nothing runs) -> ``start`` -> ``kill_node`` and ``start_node`` -> ``restart`` -> ``close``.
+    """
 
     def __init__(self, plan: MachinePlan, interrupts: Interrupts) -> None:
         self.plan = plan
         self.interrupts = interrupts
-        self.prefill_address = f"unix:{plan.place / 'prefill'}"
-        self.http_address = ""  # of the conductor
-        self._decode_address = f"unix:{plan.place / 'decode'}"
-        self._catalog = ["--catalog", f"file:{plan.place / 'catalog'}"]
+        self.prefill_address = f"unix:{plan.work_dir / 'prefill'}"
+        self.http_address = ""  # the conductor's, once started
+        self._decode_address = f"unix:{plan.work_dir / 'decode'}"
+        self._catalog = ["--catalog", f"file:{plan.work_dir / 'catalog'}"]
         self._shm_dir = Path(os.environ.get("KVSTORE_SHM_DIR", "/dev/shm"))
-        # What the caller has set for nodes and engines of its own is not meant for these.
-        clean = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
-        ours = {"KVSTORE_SHM_DIR": self._shm_dir, "TMPDIR": plan.place, "OMP_NUM_THREADS": 1}
-        self._env = clean | {name: str(value) for name, value in ours.items()}
+        # The user's settings for other nodes and engines must not apply to these.
+        inherited = {name: value for name, value in os.environ.items() if not name.startswith("KVSTORE_")}
+        settings = {"KVSTORE_SHM_DIR": self._shm_dir, "TMPDIR": plan.work_dir, "OMP_NUM_THREADS": 1}
+        self._env = inherited | {name: str(value) for name, value in settings.items()}
         self._children: list[Child] = []
         self._node: Child | None = None
         self._client: EngineClient | None = None
 
     @property
     def client(self) -> EngineClient:
-        """The engine that answers."""
-        assert self._client is not None, "it is not running"
+        """A client of the decode engine."""
+        assert self._client is not None, "the engines are not running"
         return self._client
 
     def start(self, keep_pages: bool = False) -> list[str]:
-        """Start the node and the engines; returns the lines in which they say what they are.
+        """Start the node and the engines. Returns the lines that they print when they are ready.
 
         Args:
-            keep_pages: engines keep pages in their own memory (HBM). Without that, all reuse is from the pool.
+            keep_pages: True if engines keep pages in their own memory (HBM); False to reuse pages only from the pool.
         """
         lines = [self.start_node()]
         engines = [
@@ -131,17 +142,17 @@ class Machine:
         return lines
 
     def start_conductor(self) -> str:
-        """Start the conductor in front of both engines; returns its line."""
+        """Start the conductor for both engines. Returns the line that it prints when it is ready."""
         engines = ["--engine", self.prefill_address, "--engine", self._decode_address]
         line = self._child("conductor", "--http", "127.0.0.1:0", *engines, *self._catalog).line(NODE_START_S)
         self.http_address = line.split("http on ")[1].split()[0]
         return line
 
     def start_node(self) -> str:
-        """Start the node, for the first time or again; returns its line."""
+        """Start the node, for the first time or again. Returns the line that it prints when it is ready."""
         plan = self.plan
         tiers = ["--dram", str(plan.dram_bytes), "--nvme", f"{plan.nvme}:{plan.nvme_bytes}", "--demote-at", "0"]
-        listen = ["--listen", "127.0.0.1:0", *self._catalog]  # where the conductor asks what pages it has
+        listen = ["--listen", "127.0.0.1:0", *self._catalog]  # so that the conductor can ask for the node's pages
         self._node = self._child("serve", "--name", plan.name, *tiers, "--on-stop", "save", *listen)
         return self._node.line(NODE_START_S)
 
@@ -152,14 +163,16 @@ class Machine:
         self._children.remove(self._node)
 
     def restart(self) -> list[str]:
-        """Do what a restart of the machine does: end all processes, empty shared memory, start node and engines. The
-        engines keep pages from now on."""
+        """Simulate a restart of the machine: end all processes, empty shared memory, start the node and the engines.
+
+        The engines keep pages from now on.
+        """
         self._stop()
         return self.start(keep_pages=True)
 
     def close(self) -> None:
-        """End every process, and remove what was in shared memory."""
-        self.interrupts.ignored()
+        """End all processes, and remove the node's files in shared memory."""
+        self.interrupts.ignore()
         self._stop()
 
     def _stop(self) -> None:
@@ -180,8 +193,8 @@ class Machine:
         return self._child("engine", *arguments, "--keep-pages", str(int(keep_pages)), *more)
 
     def _child(self, *arguments: str) -> Child:
-        with self.interrupts.held():
-            log = self.plan.place / f"{arguments[0]}.log"
+        with self.interrupts.deferred():
+            log = self.plan.work_dir / f"{arguments[0]}.log"
             child = Child(f"kvstore {arguments[0]}", [*arguments, "--log-level", "error"], self._env, log)
             self._children.append(child)
         return child

@@ -1,1 +1,1 @@
-"""Tokens and text."""
+"""Tokenizers, and the text of answers."""

@@ -29,7 +29,7 @@ UNFINISHED_MAX = 3
 # their bytes are not text, and only the last few tokens are retained.
 WINDOW_TOKENS_MAX, WINDOW_TOKENS_MIN = 24, 8
 
-SLOW_TO_TEXT = {  # only for slow tokenizers; the library's fast ones have no such second option
+SLOW_TO_TEXT = {  # fast tokenizers do not have the second option
     "skip_special_tokens": True,
     "clean_up_tokenization_spaces": False,
 }
