@@ -34,7 +34,7 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from engine.bench.processes import ANSWER_S, EngineProcess, Scale, Tokens, node, prompt, same, started
+from engine.bench.processes import ANSWER_S, EngineProcess, Scale, Tokens, check_same, prompt, start_engine, start_node
 from engine.client import Answer
 from engine.compute.models import load_model
 from engine.model.request import Done, Failed, Progress, Request, Sampling
@@ -91,7 +91,7 @@ class EnginePair:
     layout: Layout
     scale: Scale
     bytes_per_s: float  # of the link
-    prefill_s: float  # of a prompt of ``scale.handed`` tokens
+    prefill_s: float  # of a prompt of ``scale.handoff_tokens`` tokens
 
     def alone(self, tokens: Tokens) -> Answer:
         """Answered where the prompt is computed."""
@@ -127,21 +127,21 @@ def paired(stage: Stage, scene: ExitStack, ratio: float, settings: Mapping[str, 
     ``scene``. ``settings``: of both, in addition to the usual ones.
     """
     scale = Scale.of(stage.settings)
-    daemon = node(stage, scene, {})
+    daemon = start_node(stage, scene, {})
     common = {**settings, "node": daemon.name}
-    prefill = started(stage, scene, 0, {**common, "role": "both"})
+    prefill = start_engine(stage, scene, 0, {**common, "role": "both"})
     layout = load_model(scale.model).layout(scale.page_tokens)
     assert layout.page_bytes == scale.token_bytes * scale.page_tokens, "the scale says what a token's KV takes"
     prefill.ready()
-    tokens = prompt(scale.handed, seed=1)
+    tokens = prompt(scale.handoff_tokens, seed=1)
     prefill.answer(tokens, use_pool=False)
     prefill_s = statistics.median(_prefill(prefill, layout, tokens).ends_s[-1] for _ in range(PROBES))
     bytes_per_s = len(tokens) * scale.token_bytes / (ratio * prefill_s)
     asking = {"role": "decode", "prefill": prefill.address, "local_prefill_tokens": 0, "link": f"{bytes_per_s:.0f}B/s"}
-    decode = started(stage, scene, 1, {**common, **asking})
+    decode = start_engine(stage, scene, 1, {**common, **asking})
     decode.ready()
     pair = EnginePair(prefill, decode, layout, scale, bytes_per_s, prefill_s)
-    pair.handed(prompt(scale.handed, seed=2), "eager_layer")  # nothing is new to the processes after it
+    pair.handed(prompt(scale.handoff_tokens, seed=2), "eager_layer")  # nothing is new to the processes after it
     return pair
 
 
@@ -173,7 +173,7 @@ def _lines(stage: Stage, name: str, bar: Bar | None, pair: EnginePair) -> list[R
     answers: dict[str, list[Answer]] = {way: [] for way in WAYS}
     ways = list(WAYS)
     for turn in range(stage.settings.rounds):
-        tokens = prompt(pair.scale.handed, seed=10 + turn)
+        tokens = prompt(pair.scale.handoff_tokens, seed=10 + turn)
         want = pair.alone(tokens)
         alone.append(_second_s(want))
         prefilled = _prefill(pair.prefill, pair.layout, tokens)
@@ -181,7 +181,7 @@ def _lines(stage: Stage, name: str, bar: Bar | None, pair: EnginePair) -> list[R
         ideals.append(ideal_s(prefilled, step_s, layers, layer_token_bytes, pair.bytes_per_s))
         for way in itertools.islice(itertools.cycle(ways), turn % len(ways), turn % len(ways) + len(ways)):
             found = pair.handed(tokens, way)
-            same(f"{name}.{way}", found, want)
+            check_same(f"{name}.{way}", found, want)
             answers[way].append(found)
     lines = []
     for way, given in answers.items():

@@ -1,1 +1,1 @@
-"""Rows of ``kvstore bench`` about engines."""
+"""The rows of ``kvstore bench`` that measure engines."""

@@ -1,9 +1,9 @@
-"""Rows about decoding: a step of an engine's paged attention against the same model over one contiguous cache.
+"""Rows about decoding: a step with an engine's paged attention, compared with a contiguous cache.
 
-The limit is what a program without pages would do: K and V of each layer preallocated as ``[batch, kv_heads, tokens,
-head_dim]``, a step writes its token in place and gives transformers a view of what is filled; sequences are equally
-long, so that no mask is needed, and attention is torch's. Ours reads frames that lie scattered over the arena. Both
-share the weights, use one core or device, and compute the same step again and again: their logits are compared every
+The limit is a program without pages. It preallocates K and V of each layer as ``[batch, kv_heads, tokens, head_dim]``.
+A step writes its token in place, and passes a view of the filled part to transformers. All sequences have the same
+length, so no mask is needed, and attention is that of torch. The engine reads frames that are scattered over the arena.
+Both use the same weights and the same core or device. They repeat the same step, and the logits are compared every
 time.
 """
 
@@ -28,61 +28,66 @@ from kvstore.bench.stage import Stage, free_bytes
 
 MODEL, MODEL_QUICK = "small-llama", "tiny-llama"
 PAGE_TOKENS = 64
-CONTEXTS, CONTEXTS_QUICK = (2048, 512, 8192), (96,)  # tokens, that of the step included; the first gives the row's line
-STEP_TOKENS = 1 << 17  # of context, read per round and variant; one step at least
+# Tokens of context, including the token of the step. The first number belongs to the row without a suffix.
+CONTEXTS, CONTEXTS_QUICK = (2048, 512, 8192), (96,)
+STEP_TOKENS = 1 << 17  # tokens of context that one variant reads in a round, in at least one step
 STEPS_MAX = 15
-LOGITS_APART_MAX = 2e-3  # of the largest one
+LOGITS_APART_MAX = 2e-3  # relative to the largest logit
 
 
 class ContiguousCache(Cache):
-    """K and V of all sequences, ``[layers, 2, batch, kv_heads, tokens, head_dim]``; the last token is to be written."""
+    """K and V of all sequences.
 
-    def __init__(self, held: torch.Tensor) -> None:
+    Args:
+        kv: ``[layers, 2, batch, kv_heads, tokens, head_dim]``. A step writes the last but one token.
+    """
+
+    def __init__(self, kv: torch.Tensor) -> None:
         super().__init__(layers=[])
-        self._held = held
+        self._kv = kv
 
     def update(
         self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Writes the step's token, and shows everything up to it."""
-        key, value = self._held[layer_idx]
+        """Write the token of the step. Returns K and V of all tokens up to this one."""
+        key, value = self._kv[layer_idx]
         key[:, :, -2:-1] = key_states
         value[:, :, -2:-1] = value_states
         return key[:, :, :-1], value[:, :, :-1]
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """Tokens before the step."""
-        return int(self._held.shape[-2]) - 2
+        """Return the number of tokens before the step."""
+        return int(self._kv.shape[-2]) - 2
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
-        """Where the step's token is."""
+        """Return the position of the step's token."""
         return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
-        """Tokens that are seen, from 0 on."""
+        """Return the number of tokens that attention sees, and the position of the first one."""
         return self.get_seq_length() + query_length, 0
 
 
 @dataclass
 class Nets:
-    """A model twice, sharing its weights: as transformers attends, and over an arena."""
+    """Two nets with the same weights: one for an engine, and one with the attention of transformers."""
 
     model: Model
     plain: PreTrainedModel
 
 
 def nets_of(preset: str, device: str = "cpu") -> Nets:
-    """Return the nets of a preset, not changed by any engine."""
+    """Return the nets of a preset."""
     model = load_model(preset, device=device)
-    pack(model.net)  # as a runner would: rows compare what is around the linear layers
+    pack(model.net)  # in both nets, as a runner does it: rows must not compare the linear layers
     return Nets(model, copy.deepcopy(model.net, {id(tensor): tensor for tensor in model.net.parameters()}))
 
 
 def decode_step(stage: Stage, name: str, bar: Bar, batch: int) -> list[Result]:
-    """A step of ``batch`` sequences, at several lengths of context.
+    """Measure a step of ``batch`` sequences with several lengths of context.
 
     Raises:
-        BenchFailed: the two ways do not agree on the logits, or there is no memory for both.
+        BenchFailed: the logits of the two variants differ, or there is too little memory for both.
     """
     stage.clear()
     quick = stage.settings.quick
@@ -90,7 +95,7 @@ def decode_step(stage: Stage, name: str, bar: Bar, batch: int) -> list[Result]:
         nets = nets_of(MODEL_QUICK if quick else MODEL, stage.settings.device)
         contexts = CONTEXTS_QUICK if quick else CONTEXTS
         names = [name, *(f"{name}.{context}" for context in contexts[1:])]
-        return [_measure(stage, line, bar, nets, batch, tokens) for line, tokens in zip(names, contexts, strict=True)]
+        return [_measure(stage, row, bar, nets, batch, tokens) for row, tokens in zip(names, contexts, strict=True)]
 
 
 def _measure(stage: Stage, name: str, bar: Bar, nets: Nets, batch: int, context: int) -> Result:
@@ -105,26 +110,26 @@ def _measure(stage: Stage, name: str, bar: Bar, nets: Nets, batch: int, context:
     assert arena.take(batch * pages) is not None
     _fill(arena)
     frames = torch.randperm(arena.frames_total, generator=torch.Generator().manual_seed(1)).view(batch, pages)
-    held = _contiguous(arena, frames, context)
+    kv = _contiguous(arena, frames, context)
     tokens = torch.arange(batch) % nets.model.geometry.vocab_size
     position = torch.full((batch, 1), context - 1, device=device)
-    known = tokens[:, None].to(device)
+    input_ids = tokens[:, None].to(device)
 
     def paged(_: None) -> torch.Tensor:
         parts = [Slice(frames[i], context - 1, tokens[i : i + 1]) for i in range(batch)]
-        return runner.forward(Batch(arena, parts)).cpu()  # which waits for it
+        return runner.forward(Batch(arena, parts)).cpu()  # waits for the device
 
     def contiguous(_: None) -> torch.Tensor:
         with torch.inference_mode():
-            cache = ContiguousCache(held)
-            out = nets.plain(input_ids=known, position_ids=position, past_key_values=cache, use_cache=True)
+            cache = ContiguousCache(kv)
+            out = nets.plain(input_ids=input_ids, position_ids=position, past_key_values=cache, use_cache=True)
             logits: torch.Tensor = out.logits[:, -1].float().cpu()
             return logits
 
     def check(variant: str, logits: object) -> None:
         assert isinstance(logits, torch.Tensor)
         if (logits - expected).abs().max() > LOGITS_APART_MAX * expected.abs().max():
-            raise BenchFailed(f"{name}: {variant} computes other logits")
+            raise BenchFailed(f"{name}: wrong logits of the variant {variant}")
 
     expected = contiguous(None)
     check("paged", paged(None))
@@ -151,31 +156,31 @@ def _measure(stage: Stage, name: str, bar: Bar, nets: Nets, batch: int, context:
 
 
 def _fill(arena: Arena) -> None:
-    """Random numbers of no structure; the same in many frames, which does not matter."""
-    some = arena.pages[:8]
-    some.copy_(torch.randn(some.shape, generator=torch.Generator().manual_seed(2)))
-    for at in range(8, arena.frames_total, 8):
-        arena.pages[at : at + 8] = some[: arena.frames_total - at]
+    """Fill the arena with random numbers. The same 8 frames are repeated, which does not affect the time of a step."""
+    pattern = arena.pages[:8]
+    pattern.copy_(torch.randn(pattern.shape, generator=torch.Generator().manual_seed(2)))
+    for frame in range(8, arena.frames_total, 8):
+        arena.pages[frame : frame + 8] = pattern[: arena.frames_total - frame]
 
 
 def _contiguous(arena: Arena, frames: torch.Tensor, context: int) -> torch.Tensor:
-    """What sequences with these page tables hold, ``[layers, 2, batch, kv_heads, context + 1, head_dim]``."""
+    """Copy the KV of these page tables to a tensor ``[layers, 2, batch, kv_heads, context + 1, head_dim]``."""
     layers, kv_heads, page_tokens, _ = arena.layout.shape
     dim = arena.k_dim
-    held = arena.pages.new_zeros((layers, 2, len(frames), kv_heads, context + 1, dim))
+    kv = arena.pages.new_zeros((layers, 2, len(frames), kv_heads, context + 1, dim))
     for sequence, table in enumerate(frames):
         for page, frame in enumerate(table.tolist()):
             first = page * page_tokens
             count = min(page_tokens, context - first)
             content = arena.pages[frame, :, :, :count]
-            held[:, 0, sequence, :, first : first + count] = content[..., :dim]
-            held[:, 1, sequence, :, first : first + count] = content[..., dim:]
-    return held
+            kv[:, 0, sequence, :, first : first + count] = content[..., :dim]
+            kv[:, 1, sequence, :, first : first + count] = content[..., dim:]
+    return kv
 
 
 @contextmanager
 def one_core() -> Iterator[None]:
-    """torch computes with one."""
+    """Let torch use one core inside the ``with`` block."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:

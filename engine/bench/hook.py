@@ -1,10 +1,10 @@
-"""Rows about the per-layer hook: what it costs a prefill to write its pages to the pool while it computes them.
+"""Rows about the hook of a forward: how much time a prefill needs to write its pages to the pool.
 
-A prompt is computed here, chunk by chunk, on one core. After each layer the forward calls a hook: ours writes the
-layer of the chunk's pages to the pool, as an engine does; the limit copies the same bytes, which are as warm, into
-pages of plain shared memory, as many calls of ``memcpy`` as there are pages. This process has touched either memory
-before. Both take turns chunk by chunk; what reserves frames before a chunk and seals them after it is reported next to
-them.
+This process computes prompts on one core, chunk by chunk. After each layer, the forward calls a hook. The engine's hook
+writes this layer of the chunk's pages to the pool. The hook of the limit copies the same bytes, equally warm in the
+caches, to pages in plain shared memory, with one call of ``memcpy`` for each page. The two hooks alternate, chunk by
+chunk. The process has touched all memory of both before. The time to reserve frames before a chunk, and to seal pages
+after it, is a row of its own.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from engine.bench.processes import Scale, node, prompt
+from engine.bench.processes import Scale, prompt, start_node
 from engine.compute.models import load_model
 from engine.compute.paged_cache import Batch
 from engine.compute.runner import Runner
@@ -39,28 +39,34 @@ CHUNK = Bar(0.0003, at_least=False, of_ratio=False, unit="s")
 
 @dataclass
 class Times:
-    """Seconds: per layer of every chunk, around every chunk, and of its whole forward."""
+    """Times in seconds.
+
+    Attributes:
+        layers: of the hook, for each layer of each chunk.
+        around: of the calls before and after the forward of each chunk.
+        forward: of the forward of each chunk.
+    """
 
     layers: list[float] = field(default_factory=list)
     around: list[float] = field(default_factory=list)
     forward: list[float] = field(default_factory=list)
 
 
-class Plain:
-    """The limit: a hook that copies a chunk's layers into shared memory that a store knows nothing of."""
+class PlainMemory:
+    """The limit: copies the layers of a chunk to shared memory that does not belong to a store."""
 
     def __init__(self, stage: Stage, pages: int, page_bytes: int) -> None:
         with tempfile.TemporaryFile(dir=stage.settings.shm_dir) as file:
             file.truncate(pages * page_bytes)
             memory = mmap.mmap(file.fileno(), pages * page_bytes)
         if hasattr(mmap, "MADV_HUGEPAGE"):
-            memory.madvise(mmap.MADV_HUGEPAGE)  # as the pages of a node are, where the kernel has them
+            memory.madvise(mmap.MADV_HUGEPAGE)  # like a node, if the kernel supports it
         self._rows = np.frombuffer(memory, np.uint8).reshape(pages, page_bytes)
         self._rows[:] = 1
         self._page = 0
 
     def before(self, pages: int) -> None:
-        """The next chunk goes to other pages than the last one: cold ones, as those of a pool."""
+        """Move to other pages for the next chunk. They are cold, like the pages of a pool."""
         self._page = self._page + pages if self._page + 2 * pages <= len(self._rows) else 0
 
     def layer(self, arena: Arena, frame: int, count: int, layer: int) -> None:
@@ -70,38 +76,37 @@ class Plain:
 
 
 class Prefiller:
-    """A model, an arena and a pool, as the computing thread of an engine has them."""
+    """A model, an arena and a pool, as in the computing thread of an engine."""
 
     def __init__(self, stage: Stage, scene: ExitStack) -> None:
         self.scale = Scale.of(stage.settings)
-        daemon = node(stage, scene, {})
+        daemon = start_node(stage, scene, {})
         store = scene.enter_context(connect(daemon.name))
         model = load_model(self.scale.model)
         self.layout = model.layout(self.scale.page_tokens)
-        self.tokens = self.scale.handed // self.scale.step_tokens * self.scale.step_tokens
+        self.tokens = self.scale.handoff_tokens // self.scale.step_tokens * self.scale.step_tokens
         self.arena = Arena(self.layout, self.tokens // self.scale.page_tokens + 1, model.geometry.k_dim)
         self.runner = Runner(model, self.arena)
         self.pool = Pool(store, [self.layout], Stagings(self.arena, [HostStaging(self.arena)]))
         chunk_pages = self.scale.step_tokens // self.scale.page_tokens
-        self.plain = Plain(stage, 8 * chunk_pages, self.layout.page_bytes)
-        self._walk(store, chunk_pages)
+        self.plain = PlainMemory(stage, 8 * chunk_pages, self.layout.page_bytes)
+        self._touch_frames(store, chunk_pages)
 
-    def _walk(self, store: Store, pages: int) -> None:
-        """Put pages into every frame of the pool, and evict them: this process touches none for the first time later,
-        as little as it does those of the limit.
-        """
+    def _touch_frames(self, store: Store, pages: int) -> None:
+        """Put pages into every frame of the pool, and evict them, so that this process has touched all frames."""
         cache = store.cache(self.layout, salt="walk")
         rows = np.zeros((pages, self.layout.page_bytes), np.uint8)
         for chain in range(self.scale.dram_bytes // rows.nbytes + 1):
             if cache.put(prompt(pages * self.scale.page_tokens, chain), rows) != pages:
-                raise BenchFailed("the pool did not accept the pages that read it")
+                raise BenchFailed("the pool did not accept the pages that touch its frames")
         while store.evict(pages=1 << 20)["pages"]:
             pass
 
     def prompt(self, seed: int, first: int) -> tuple[Times, Times]:
-        """One prompt that the pool does not know; chunks alternate between ours and the limit from ``first`` on.
+        """Compute one new prompt. Returns the times of the engine's hook and of the limit.
 
-        The limit's chunks are written to the pool as well, out of the way of the clock: ours need their parents.
+        The two hooks alternate, chunk by chunk. The engine's hook is used first if ``first`` is even. The limit's
+        chunks are also written to the pool, outside of the measured time, because later pages need their parents.
         """
         work = self._work(seed)
         assert work.frames is not None
@@ -119,13 +124,15 @@ class Prefiller:
         cache = self.pool.cache(request.page_salt, "")
         work = Work(seed, request, lambda event: None, None, self.scale.page_tokens, cache, False)
         frames = self.arena.take(-(-self.tokens // self.scale.page_tokens))
-        assert frames is not None, "the arena holds one prompt"
+        assert frames is not None, "the arena has frames for one prompt"
         work.frames = frames[None]
         return work
 
     def _check(self, work: Work) -> None:
         if self.pool.failures or work.stored_pages != [self.tokens // self.scale.page_tokens]:
-            raise BenchFailed(f"{work.stored_pages} pages of a prompt were stored, {self.pool.failures} failures")
+            expected = self.tokens // self.scale.page_tokens
+            stored = f"{work.stored_pages[0]} of {expected} pages of a prompt were stored"
+            raise BenchFailed(f"{stored}, and {self.pool.failures} calls failed")
 
     def _chunk(self, work: Work, number: int, ours: Times, limit: Times, is_ours: bool) -> None:
         size = self.scale.step_tokens
@@ -160,31 +167,33 @@ class Prefiller:
 
 @contextmanager
 def _prefiller(stage: Stage) -> Iterator[Prefiller]:
-    """One that has computed a prompt, on one core."""
+    """Yield a prefiller that uses one core, and has computed a prompt to warm up."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         with ExitStack() as scene:
-            place = Prefiller(stage, scene)
-            place.prompt(seed=1, first=0)
-            yield place
+            prefiller = Prefiller(stage, scene)
+            prefiller.prompt(seed=1, first=0)
+            yield prefiller
     finally:
         torch.set_num_threads(threads)
 
 
 def hook(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
-    """``<name>``: bytes per second of the hook against memcpy; ``.time``: seconds per layer of a chunk; ``.chunk``: to
-    reserve and to seal the pages of a chunk.
+    """Measure the hook.
+
+    ``<name>``: bytes per second, compared with memcpy. ``<name>.time``: seconds for one layer of a chunk.
+    ``<name>.chunk``: seconds to reserve and to seal the pages of a chunk.
     """
-    with _prefiller(stage) as place:
-        rounds = [place.prompt(10 + turn, turn) for turn in range(stage.settings.rounds)]
-    nbytes = place.scale.step_tokens // place.scale.page_tokens * place.layout.layer_bytes
+    with _prefiller(stage) as prefiller:
+        rounds = [prefiller.prompt(10 + turn, turn) for turn in range(stage.settings.rounds)]
+    nbytes = prefiller.scale.step_tokens // prefiller.scale.page_tokens * prefiller.layout.layer_bytes
     ours, limit = ([statistics.median(times.layers) for times in side] for side in zip(*rounds, strict=True))
     around = [statistics.median(times.around) for times, _ in rounds]
     details = {
-        "chunk_tokens": place.scale.step_tokens,
+        "chunk_tokens": prefiller.scale.step_tokens,
         "layer_bytes": nbytes,
-        "layers": place.layout.layers,
+        "layers": prefiller.layout.layers,
         "chunk_s": statistics.median(seconds for times, _ in rounds for seconds in times.forward),
     }
     limit_is = "memcpy of the same bytes into shared memory"

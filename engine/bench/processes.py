@@ -1,4 +1,4 @@
-"""Processes: engines that rows start, each on one core of its own, and what the rows ask of them."""
+"""Processes of rows: engines with one core each, their nodes, and the sizes that the rows use."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from kvstore.bench.processes import Child, Daemon, environment
 from kvstore.bench.stage import GIB, MIB, RunSettings, Stage
 from kvstore.errors import NodeUnavailable
 
-READY_S = 180.0  # a model is made or read
+READY_S = 180.0  # long enough to make or to read a model
 ANSWER_S = 300.0
 
 Tokens = npt.NDArray[np.uint32]
@@ -27,14 +27,14 @@ Tokens = npt.NDArray[np.uint32]
 
 @dataclass(frozen=True)
 class Scale:
-    """How large the rows are: the model, its pages, and the node's memory for its prompts.
+    """The sizes of the rows: the model, its pages, the prompts, and the node's memory for them.
 
     Attributes:
-        token_bytes: of KV of one token.
-        step_tokens: of a chunk.
-        long: prompts of the rows about reuse, in tokens: one more than full pages, and full pages. For both only the
-            last token is computed.
-        handed: a prompt that is written to the pool, or handed over.
+        step_tokens: the number of tokens of a chunk.
+        token_bytes: the number of bytes of the KV of one token.
+        prompt_tokens: the prompts of the rows about reuse, by label. A prompt has only full pages, or one token more.
+            In both cases a hit computes only the last token.
+        handoff_tokens: the length of a prompt that is written to the pool or handed off.
     """
 
     model: str
@@ -43,22 +43,22 @@ class Scale:
     token_bytes: int
     dram_bytes: int
     extent_bytes: int
-    long: Mapping[str, int]
-    handed: int
+    prompt_tokens: Mapping[str, int]
+    handoff_tokens: int
 
     @classmethod
     def of(cls, settings: RunSettings) -> Scale:
-        """Return the scale of a quick run, or of a full run."""
+        """Return the scale of a quick or a full run."""
         return QUICK if settings.quick else FULL
 
     @property
     def arena_bytes(self) -> int:
-        """The arena's size: two of the longest requests."""
-        return 2 * self.token_bytes * (max(self.long.values()) + 2 * self.page_tokens)
+        """The size of an arena for two of the longest requests."""
+        return 2 * self.token_bytes * (max(self.prompt_tokens.values()) + 2 * self.page_tokens)
 
     @property
     def engine(self) -> dict[str, object]:
-        """Settings of every engine of a row. It keeps no pages: what is found comes from the pool, or elsewhere."""
+        """The settings of every engine of a row. Engines keep no pages in their arenas, so hits come from the pool."""
         return {
             "model": self.model,
             "threads": 1,
@@ -76,8 +76,8 @@ FULL = Scale(
     token_bytes=12 * 4 * 2 * 64 * 4,
     dram_bytes=GIB,
     extent_bytes=128 * MIB,
-    long={"1k": 1025, "1k_pages": 1024, "2k": 2049, "4k": 4097, "8k": 8193},
-    handed=2048,
+    prompt_tokens={"1k": 1025, "1k_pages": 1024, "2k": 2049, "4k": 4097, "8k": 8193},
+    handoff_tokens=2048,
 )
 QUICK = Scale(
     "tiny-llama",
@@ -86,43 +86,43 @@ QUICK = Scale(
     token_bytes=3 * 2 * 2 * 16 * 4,
     dram_bytes=48 * MIB,
     extent_bytes=16 * MIB,
-    long={"128": 129, "128_pages": 128, "256": 257},
-    handed=200,
+    prompt_tokens={"128": 129, "128_pages": 128, "256": 257},
+    handoff_tokens=200,
 )
 
 
 def cores() -> list[int]:
-    """The cores this process may use, ascending."""
+    """Return the cores that this process may use, ascending."""
     return sorted(os.sched_getaffinity(0))
 
 
 def prompt(tokens: int, seed: int) -> Tokens:
-    """A prompt of random bytes, the same from a seed everywhere."""
+    """Return a prompt of random bytes. The same length and seed give the same prompt on every machine."""
     return np.random.default_rng((tokens, seed)).integers(0, 256, tokens).astype(np.uint32)
 
 
 class EngineProcess:
-    """``kvstore engine`` as a real process that computes on core number ``core`` alone.
+    """A process of ``kvstore engine`` that computes on one core.
 
-    Life: made (started) -> ``ready`` -> asked through ``client`` -> ``close``, by its own pid, which leaving a ``with``
-    does.
+    Life: made (the process is started) -> ``ready`` -> used through ``client`` -> ``close``, also at the end of a
+    ``with`` block.
 
     Args:
-        core: index into ``cores()``; counted round where there are fewer.
-        settings: those of ``EngineConfig``.
+        core: the index into ``cores()``, modulo their number.
+        settings: settings of ``EngineConfig``.
     """
 
     def __init__(self, core: int, shm_dir: Path, settings: Mapping[str, object]) -> None:
         arguments = [f"--{name.replace('_', '-')}={value}" for name, value in settings.items()]
         env = {**environment(shm_dir), "OMP_NUM_THREADS": "1", "HF_HUB_OFFLINE": "1"}
         self._child = Child("an engine", ["engine", "--log-level=warning", *arguments], env)
-        mine = cores()
-        os.sched_setaffinity(self._child.pid, {mine[core % len(mine)]})  # threads it starts later have it too
+        available = cores()
+        os.sched_setaffinity(self._child.pid, {available[core % len(available)]})  # its threads inherit this
         self._client: EngineClient | None = None
         self.address = ""
 
     def ready(self) -> None:
-        """Wait until it serves. Raises BenchFailed where it does not; carries what it said."""
+        """Wait until the engine serves. Raises BenchFailed, with the engine's last output, if it does not."""
         try:
             line = self._child.line(READY_S)
         except NodeUnavailable as error:
@@ -133,21 +133,21 @@ class EngineProcess:
 
     @property
     def pid(self) -> int:
-        """Its process id."""
+        """The process id."""
         return self._child.pid
 
     @property
     def client(self) -> EngineClient:
-        """To ask it, once it is ready."""
-        assert self._client is not None, "not ready"
+        """A client of the engine, which must be ready."""
+        assert self._client is not None, "call ready() first"
         return self._client
 
-    def answer(self, tokens: Tokens, *, max_tokens: int = 2, **how: Any) -> Answer:
+    def answer(self, tokens: Tokens, *, max_tokens: int = 2, **arguments: Any) -> Answer:
         """Return a greedy answer of exactly ``max_tokens`` tokens."""
-        return self.client.generate(tokens, max_tokens=max_tokens, ignore_eos=True, deadline_s=ANSWER_S, **how)
+        return self.client.generate(tokens, max_tokens=max_tokens, ignore_eos=True, deadline_s=ANSWER_S, **arguments)
 
     def close(self) -> None:
-        """SIGTERM, and wait; kill -9 where it does not go."""
+        """Send SIGTERM and wait. If the process does not end, kill it."""
         if self._client is not None:
             self._client.close()
         self._child.ask_to_end()
@@ -162,21 +162,24 @@ class EngineProcess:
         self.close()
 
 
-def node(stage: Stage, scene: ExitStack, settings: Mapping[str, object]) -> Daemon:
-    """A node for the engines of a row, ended with ``scene``. Nothing else runs at the same time."""
+def start_node(stage: Stage, scene: ExitStack, settings: Mapping[str, object]) -> Daemon:
+    """Start a node for the engines of a row. It ends with ``scene``. The node with stored pages is ended first."""
     stage.clear()
     scale = Scale.of(stage.settings)
     size_bytes = stage.settings.bounded(scale.dram_bytes)
     return stage.daemon(scene, size_bytes, scale.extent_bytes, {"eviction": "lru", **settings})
 
 
-def started(stage: Stage, scene: ExitStack, core: int, settings: Mapping[str, object]) -> EngineProcess:
-    """An engine with these settings in addition to the usual ones, ended with ``scene``. It is not ``ready`` yet."""
+def start_engine(stage: Stage, scene: ExitStack, core: int, settings: Mapping[str, object]) -> EngineProcess:
+    """Start an engine with these settings in addition to ``Scale.engine``. It ends with ``scene``.
+
+    The caller must call ``ready``.
+    """
     settings = {**Scale.of(stage.settings).engine, "device": stage.settings.device, **settings}
     return scene.enter_context(EngineProcess(core, stage.settings.shm_dir, settings))
 
 
-def same(name: str, got: Answer, want: Answer) -> None:
-    """Raises BenchFailed where two answers to a prompt differ."""
-    if got.tokens != want.tokens:
-        raise BenchFailed(f"{name}: answered {got.tokens}, recomputed it is {want.tokens}")
+def check_same(name: str, answer: Answer, expected: Answer) -> None:
+    """Raise BenchFailed if two answers to a prompt differ."""
+    if answer.tokens != expected.tokens:
+        raise BenchFailed(f"{name}: wrong answer {answer.tokens}, expected {expected.tokens}")

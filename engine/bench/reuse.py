@@ -1,11 +1,11 @@
-"""Rows about reuse: the time to the first token of a prompt whose KV is in the pool, against computing it again.
+"""Rows about reuse: the time to the first token of a prompt whose KV is cached, compared with computing it again.
 
-One engine on one core, or one device, with one node, one prompt per length. The prompt is answered once, which stores
-it; then hits and recomputations (``use_pool=False``) take turns, and every answer has to be the same. A hit is a whole
-one: all full pages are loaded and the last token is computed, for its logits. What is timed is the engine's own TTFT,
-from submission to the first token.
+A row has one engine, on one core or device, one node, and one prompt for each length. The first answer stores the
+prompt. Then hits and recomputations (``use_pool=False``) alternate, and all answers must be the same. In a hit, all
+full pages are loaded, and the last token is computed for its logits. The measured time is the engine's own TTFT, from
+submission to the first token.
 
-In the row about HBM the engine has kept the pages in its arena; the other rows' engines keep none.
+In the row about HBM, the engine keeps the pages in its arena. In the other rows, engines keep no pages.
 """
 
 from __future__ import annotations
@@ -15,20 +15,20 @@ from collections.abc import Mapping
 from contextlib import ExitStack
 from dataclasses import dataclass
 
-from engine.bench.processes import EngineProcess, Scale, Tokens, node, prompt, same, started
+from engine.bench.processes import EngineProcess, Scale, Tokens, check_same, prompt, start_engine, start_node
 from engine.client import Answer
 from kvstore.addresses import connect
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
 from kvstore.client.store import Store
 
-HITS = 3  # per round, in addition to one recomputation
-BESIDE = Bar(1.25, at_least=False)  # either way one token is computed
+HITS = 3  # in each round, in addition to one recomputation
+LONGER = Bar(1.25, at_least=False)  # both prompts compute one token
 
 
 @dataclass
 class ReusePool:
-    """An engine over a pool, and the tier that its hits come from."""
+    """An engine with a pool, and the tier from which its hits come."""
 
     engine: EngineProcess
     store: Store
@@ -36,141 +36,146 @@ class ReusePool:
     tier: str = "dram"
 
     def hit(self, tokens: Tokens) -> Answer:
-        """An answer whose prefix comes from the tier, all of it. Raises BenchFailed where it does not.
+        """Return an answer whose full prefix was cached in the tier. Raises BenchFailed if it was not.
 
-        The page that the last token is in is the engine's own, since it writes there: not out of its arena, but of the
-        pool.
+        The engine writes to the page of the last token, so it does not share this page in its arena. If the page is
+        full, it is loaded from the pool.
         """
-        found = self.engine.answer(tokens)
+        answer = self.engine.answer(tokens)
         page_tokens = self.scale.page_tokens
-        whole = min(len(tokens) // page_tokens * page_tokens, len(tokens) - 1)
-        want = {self.tier: whole}
-        if self.tier == "hbm" and (rest := whole % page_tokens):
-            want = {"hbm": whole - rest, "dram": rest}
-        if dict(found.usage.cached_tokens) != want:
-            raise BenchFailed(f"{len(tokens)} tokens: cached {dict(found.usage.cached_tokens)}, not {want}")
-        return found
+        prefix = min(len(tokens) // page_tokens * page_tokens, len(tokens) - 1)
+        expected = {self.tier: prefix}
+        if self.tier == "hbm" and (rest := prefix % page_tokens):
+            expected = {"hbm": prefix - rest, "dram": rest}
+        if (cached := dict(answer.usage.cached_tokens)) != expected:
+            raise BenchFailed(f"{len(tokens)} tokens: cached {cached}, expected {expected}")
+        return answer
 
 
 def reuse(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
-    """``<name>.1k`` and so on: how many times faster the first token comes on a full hit in DRAM; and
-    ``<name>.1k_pages.longer``: a prompt of full pages compared with one that is a token longer.
+    """Measure hits in DRAM.
+
+    ``<name>.1k`` and so on: how many times sooner a hit has its first token than a computation.
+    ``<name>.1k_pages.longer``: a prompt of full pages, compared with a prompt that is one token longer.
     """
     with ExitStack() as scene:
-        place = _place(stage, scene)
-        lengths = place.scale.long
-        answers = _stored(place, lengths)
-        lines = [
-            _line(stage, f"{name}.{label}", bar, place, length, answers[label]) for label, length in lengths.items()
+        pool = _start(stage, scene)
+        lengths = pool.scale.prompt_tokens
+        answers = _store_prompts(pool, lengths)
+        results = [
+            _measure_hits(stage, f"{name}.{label}", bar, pool, length, answers[label])
+            for label, length in lengths.items()
         ]
         pairs = [(label, length) for label, length in lengths.items() if length + 1 in lengths.values()]
-        return lines + [_longer(stage, f"{name}.{label}.longer", place, length) for label, length in pairs]
+        return results + [_measure_longer(stage, f"{name}.{label}.longer", pool, length) for label, length in pairs]
 
 
 def arena(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
-    """``<name>.1k`` and so on: how many times faster the first token comes where the engine has kept the pages in its
-    arena; ``<name>.1k.dram``: than where an engine that keeps none finds them in DRAM.
+    """Measure hits in the arena of the engine.
+
+    ``<name>.1k`` and so on: how many times sooner a hit has its first token than a computation.
+    ``<name>.1k.dram``: how many times sooner than a hit in DRAM, of an engine that keeps no pages.
     """
-    lines: list[Result] = []
+    results: list[Result] = []
     with ExitStack() as scene:
-        dram = _place(stage, scene)
-        room = 2 * dram.scale.arena_bytes  # what is kept, and a prompt that is computed in between
-        settings = {"role": "both", "node": dram.store.name, "keep_pages": 1, "arena": room}
-        hbm = ReusePool(started(stage, scene, 0, settings), dram.store, dram.scale, "hbm")
+        dram = _start(stage, scene)
+        arena_bytes = 2 * dram.scale.arena_bytes  # for kept pages, and for a prompt that is computed in between
+        settings = {"role": "both", "node": dram.store.name, "keep_pages": 1, "arena": arena_bytes}
+        hbm = ReusePool(start_engine(stage, scene, 0, settings), dram.store, dram.scale, "hbm")
         hbm.engine.ready()
-        lengths = hbm.scale.long
-        answers = _stored(hbm, lengths)
+        lengths = hbm.scale.prompt_tokens
+        answers = _store_prompts(hbm, lengths)
         dram.engine.answer(prompt(max(lengths.values()), seed=0), use_pool=False)
         for label, length in lengths.items():
-            lines.append(_line(stage, f"{name}.{label}", bar, hbm, length, answers[label]))
-            lines.append(_sooner(stage, f"{name}.{label}.dram", hbm, dram, length, answers[label]))
-    return lines
+            results.append(_measure_hits(stage, f"{name}.{label}", bar, hbm, length, answers[label]))
+            results.append(_measure_arena_and_dram(stage, f"{name}.{label}.dram", hbm, dram, length, answers[label]))
+    return results
 
 
 def stores(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
-    """TTFT of new prompts, which an engine writes to the pool while it computes them, against prompts that it keeps to
-    itself.
-    """
+    """Measure the TTFT of new prompts that are written to the pool, compared with prompts that are not."""
     times: dict[bool, list[float]] = {True: [], False: []}
     with ExitStack() as scene:
-        place = _place(stage, scene)
-        length = place.scale.handed
-        for turn in range(stage.settings.rounds + 1):  # the first one shows the process what is new to it
-            for written in (True, False) if turn % 2 else (False, True):
-                found = place.engine.answer(prompt(length, seed=100 + 2 * turn + written), use_pool=written)
-                if found.usage.computed_tokens != length:
-                    raise BenchFailed(f"{name}: {found.usage.cached_tokens} were there already")
+        pool = _start(stage, scene)
+        length = pool.scale.handoff_tokens
+        for turn in range(stage.settings.rounds + 1):  # the first turn warms up, and is not measured
+            for use_pool in (True, False) if turn % 2 else (False, True):
+                answer = pool.engine.answer(prompt(length, seed=100 + 2 * turn + use_pool), use_pool=use_pool)
+                if answer.usage.computed_tokens != length:
+                    raise BenchFailed(f"{name}: tokens were cached: {answer.usage.cached_tokens}")
                 if turn:
-                    times[written].append(found.usage.ttft_ms / 1e3)
-    details = {"tokens": length, "chunk_tokens": place.scale.step_tokens}
+                    times[use_pool].append(answer.usage.ttft_ms / 1e3)
+    details = {"tokens": length, "chunk_tokens": pool.scale.step_tokens}
     limit_is = "a prompt that is not written"
     return [result(name, Kind.TIME, times[True], times[False], bar=bar, limit_is=limit_is, details=details)]
 
 
-def _place(stage: Stage, scene: ExitStack) -> ReusePool:
-    daemon = node(stage, scene, {})
+def _start(stage: Stage, scene: ExitStack) -> ReusePool:
+    daemon = start_node(stage, scene, {})
     store = scene.enter_context(connect(daemon.name))
-    engine = started(stage, scene, 0, {"role": "both", "node": daemon.name})
+    engine = start_engine(stage, scene, 0, {"role": "both", "node": daemon.name})
     engine.ready()
     return ReusePool(engine, store, Scale.of(stage.settings))
 
 
-def _stored(place: ReusePool, lengths: Mapping[str, int]) -> dict[str, Answer]:
-    """Answers that were computed, by length; their prompts are in the pool then."""
-    place.engine.answer(prompt(max(lengths.values()), seed=0), use_pool=False)  # nothing is new to the process after it
+def _store_prompts(pool: ReusePool, lengths: Mapping[str, int]) -> dict[str, Answer]:
+    """Answer a prompt of each length, which stores it. Returns the answers, by label."""
+    pool.engine.answer(prompt(max(lengths.values()), seed=0), use_pool=False)  # warms up
     answers = {}
     for label, length in lengths.items():
-        answers[label] = place.engine.answer(prompt(length, seed=1))
+        answers[label] = pool.engine.answer(prompt(length, seed=1))
         if answers[label].usage.computed_tokens != length:
-            raise BenchFailed(f"{label}: {answers[label].usage.cached_tokens} were there already")
+            raise BenchFailed(f"{label}: tokens were cached: {answers[label].usage.cached_tokens}")
     return answers
 
 
-def _line(stage: Stage, name: str, bar: Bar | None, place: ReusePool, length: int, want: Answer) -> Result:
+def _measure_hits(stage: Stage, name: str, bar: Bar | None, pool: ReusePool, length: int, expected: Answer) -> Result:
     tokens = prompt(length, seed=1)
     hits: list[float] = []
     computed: list[float] = []
-    place.hit(tokens)
+    pool.hit(tokens)
     for turn in range(stage.settings.rounds):
         times: list[float] = []
         for step in range(HITS + 1):
             if step == turn % (HITS + 1):
-                found = place.engine.answer(tokens, use_pool=False)
-                computed.append(found.usage.ttft_ms / 1e3)
+                answer = pool.engine.answer(tokens, use_pool=False)
+                computed.append(answer.usage.ttft_ms / 1e3)
             else:
-                found = place.hit(tokens)
-                times.append(found.usage.ttft_ms / 1e3)
-            same(name, found, want)
+                answer = pool.hit(tokens)
+                times.append(answer.usage.ttft_ms / 1e3)
+            check_same(name, answer, expected)
         hits.append(statistics.median(times))
-    details = {"tokens": length, "tier": place.tier, "loaded_bytes": place.hit(tokens).usage.loaded_bytes}
+    details = {"tokens": length, "tier": pool.tier, "loaded_bytes": pool.hit(tokens).usage.loaded_bytes}
     return result(name, Kind.GAIN, hits, computed, bar=bar, limit_is="the prompt computed again", details=details)
 
 
-def _sooner(stage: Stage, name: str, hbm: ReusePool, dram: ReusePool, length: int, want: Answer) -> Result:
-    """Hits in the arena of one engine, and in DRAM of another one, in turn."""
+def _measure_arena_and_dram(
+    stage: Stage, name: str, hbm: ReusePool, dram: ReusePool, length: int, expected: Answer
+) -> Result:
+    """Measure hits in the arena of one engine and hits in DRAM of another engine, in turn."""
     tokens = prompt(length, seed=1)
     times: list[list[float]] = [[], []]
     for turn in range(stage.settings.rounds):
-        found: list[list[float]] = [[], []]
+        round_times: list[list[float]] = [[], []]
         for step in range(2 * HITS):
-            which = (turn + step) % 2
-            answer = (hbm, dram)[which].hit(tokens)
-            same(name, answer, want)
-            found[which].append(answer.usage.ttft_ms / 1e3)
-        for which in (0, 1):
-            times[which].append(statistics.median(found[which]))
+            side = (turn + step) % 2
+            answer = (hbm, dram)[side].hit(tokens)
+            check_same(name, answer, expected)
+            round_times[side].append(answer.usage.ttft_ms / 1e3)
+        for side in (0, 1):
+            times[side].append(statistics.median(round_times[side]))
     return result(name, Kind.GAIN, *times, bar=None, limit_is="found in DRAM", details={"tokens": length})
 
 
-def _longer(stage: Stage, name: str, place: ReusePool, length: int) -> Result:
-    """A hit of all pages of a prompt, compared with a hit of one that has one token more."""
+def _measure_longer(stage: Stage, name: str, pool: ReusePool, length: int) -> Result:
+    """Measure hits of a prompt of full pages and of a prompt that is one token longer, in turn."""
     times: list[list[float]] = [[], []]
     for turn in range(stage.settings.rounds):
-        found: list[list[float]] = [[], []]
+        round_times: list[list[float]] = [[], []]
         for step in range(2 * HITS):
-            more = (turn + step) % 2
-            found[more].append(place.hit(prompt(length + more, seed=1)).usage.ttft_ms / 1e3)
-        for more in (0, 1):
-            times[more].append(statistics.median(found[more]))
-    details = {"tokens": length, "tier": place.tier}
-    return result(name, Kind.TIME, *times, bar=BESIDE, limit_is="a prompt one token longer", details=details)
+            extra = (turn + step) % 2
+            round_times[extra].append(pool.hit(prompt(length + extra, seed=1)).usage.ttft_ms / 1e3)
+        for extra in (0, 1):
+            times[extra].append(statistics.median(round_times[extra]))
+    details = {"tokens": length, "tier": pool.tier}
+    return result(name, Kind.TIME, *times, bar=LONGER, limit_is="a prompt one token longer", details=details)

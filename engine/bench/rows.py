@@ -1,6 +1,6 @@
-"""Rows that engines add to ``kvstore bench``, by the entry point ``kvstore.bench_rows``.
+"""The rows that engines add to ``kvstore bench``, through the entry point ``kvstore.bench_rows``.
 
-Listing them loads nothing: what measures a row is imported when the row is run, and torch with it.
+The module that measures a row, and torch with it, is imported only when the row runs. So listing rows is quick.
 """
 
 from __future__ import annotations
@@ -20,44 +20,44 @@ HOOK = Bar(0.8)
 STORES = Bar(1.03, at_least=False)
 
 
-def late(module: str, function: str, **arguments: object) -> Measure:
-    """``function`` of a module of this package, imported when it is called.
+def lazy(module: str, function: str, **arguments: object) -> Measure:
+    """Return a function that imports a module of this package and calls one of its functions.
 
-    It raises BenchFailed where a package is missing.
+    It raises BenchFailed if a required package is not installed.
     """
 
     def measure(stage: Stage, name: str, bar: Any) -> list[Result]:
         try:
-            found = getattr(importlib.import_module(f"engine.bench.{module}"), function)
-        except ModuleNotFoundError as missing:
-            raise BenchFailed(f"{name}: needs the Python module {missing.name}, not found") from missing
-        lines: list[Result] = found(stage, name, bar, **arguments)
-        return lines
+            measure_row = getattr(importlib.import_module(f"engine.bench.{module}"), function)
+        except ModuleNotFoundError as error:
+            raise BenchFailed(f"{name}: needs the Python module {error.name}, which is not installed") from error
+        results: list[Result] = measure_row(stage, name, bar, **arguments)
+        return results
 
     return measure
 
 
 ROWS = (
-    Row("reuse_dram", "TTFT of 1k-8k tokens computed again / found in DRAM", None, late("reuse", "reuse")),
+    Row("reuse_dram", "TTFT of 1k-8k tokens computed again / found in DRAM", None, lazy("reuse", "reuse")),
     Row(
         "reuse_hbm",
         "TTFT of 1k-8k tokens computed again / found in the arena; .dram: found in DRAM / in the arena",
         None,
-        late("reuse", "arena"),
+        lazy("reuse", "arena"),
     ),
-    Row("hook_layer", "writing a layer of a chunk to the pool / memcpy", HOOK, late("hook", "hook")),
+    Row("hook_layer", "writing a layer of a chunk to the pool / memcpy", HOOK, lazy("hook", "hook")),
     Row(
         "prefill_stores",
         "TTFT of a new prompt that is written to the pool / of one that is not",
         STORES,
-        late("reuse", "stores"),
+        lazy("reuse", "stores"),
     ),
     *(
         Row(
             f"decode_step_{batch}",
             f"decode step of {batch} over pages / over a contiguous cache",
             STEP,
-            late("decode_step", "decode_step", batch=batch),
+            lazy("decode_step", "decode_step", batch=batch),
         )
         for batch in (1, 8, 16)
     ),

@@ -13,7 +13,7 @@ import pytest
 from bench.studies.fleet import FleetAnswer, FleetAsk, check, conversation, pace
 from bench.studies.handoff import Prefilled, ideal_s
 from bench.studies.policies import measures
-from engine.bench.processes import FULL, QUICK, Scale, cores, prompt, same
+from engine.bench.processes import FULL, QUICK, Scale, check_same, cores, prompt
 from engine.bench.rows import ROWS
 from engine.client import Answer
 from engine.compute.presets import PRESETS, paced_answer
@@ -46,7 +46,7 @@ def test_scales_know_their_models(scale: Scale) -> None:
     config = PRESETS[scale.model].config
     content = 2 * config["num_key_value_heads"] * config["head_dim"]
     assert scale.token_bytes == 4 * content * config["num_hidden_layers"]
-    lengths = [*scale.long.values(), scale.handed]
+    lengths = [*scale.prompt_tokens.values(), scale.handoff_tokens]
     assert max(lengths) + scale.page_tokens <= config["max_position_embeddings"]
     assert scale.arena_bytes >= 2 * max(lengths) * scale.token_bytes
     assert sum(lengths) * scale.token_bytes < scale.dram_bytes, "nothing is evicted while a row runs"
@@ -118,9 +118,9 @@ def test_a_wrong_answer_fails_a_row() -> None:
 
 def test_another_answer_fails_the_row() -> None:
     answers = [Answer(tokens, "", "length", Usage(prompt_tokens=1)) for tokens in ((1, 2), (1, 2), (1, 3))]
-    same("x", answers[0], answers[1])
-    with pytest.raises(BenchFailed, match=r"x: answered \(1, 3\), recomputed it is \(1, 2\)"):
-        same("x", answers[2], answers[0])
+    check_same("x", answers[0], answers[1])
+    with pytest.raises(BenchFailed, match=r"x: wrong answer \(1, 3\), expected \(1, 2\)"):
+        check_same("x", answers[2], answers[0])
 
 
 @pytest.mark.slow
@@ -128,9 +128,9 @@ def test_another_answer_fails_the_row() -> None:
 def test_rows_from_end_to_end(tmp_path: Path) -> None:
     rows = ("reuse_dram", "reuse_hbm", "hook_layer", "prefill_stores")  # decode_step: tests/engine/test_runner.py
     lines = run_quick(tmp_path, *rows, nursery=of_engines())
-    assert {f"reuse_dram.{label}" for label in QUICK.long} | {f"reuse_hbm.{label}.dram" for label in QUICK.long} <= set(
-        lines
-    )
+    assert {f"reuse_dram.{label}" for label in QUICK.prompt_tokens} | {
+        f"reuse_hbm.{label}.dram" for label in QUICK.prompt_tokens
+    } <= set(lines)
     assert all(line["ratio"] > 0 for line in lines.values() if line["limit"] is not None)
     assert lines["hook_layer.chunk"]["ours"] > 0
     barred = {name for name, line in lines.items() if line["bar"]}
