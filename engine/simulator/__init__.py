@@ -1,4 +1,1 @@
-"""Request traces: read, generated, measured; and the product's own decision code run over them.
-
-Nothing is imported here: each user imports the part it needs.
-"""
+"""Request traces: reading, generating and measuring them, and running eviction policies over them."""

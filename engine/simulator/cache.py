@@ -1,30 +1,27 @@
-"""Simulates a node's cache on a trace: the product's policy objects under the product's rules, without a node.
+"""Simulation of a node's cache over a trace: the node's eviction policies under the node's rules, without a node.
 
-One page per block of the trace. A request looks up its longest stored prefix: those pages are hits and are marked as
-used now. The rest is put, as `kvstore.state.space` does it: the parent of the new pages is held. While frames are
-short, a leaf is evicted, with as many pages before it as the policy says. Then the last page of the chain is the new
-leaf. If not enough can be evicted, only the first new pages are stored. A worked example, three frames, least recently
-used::
+Each block of the trace is one page. A request looks up its longest stored prefix. These pages are hits, and are marked
+as used. The other pages are put, as in ``kvstore.state.space``: their parent is held, and while too few frames are
+free, a leaf is evicted, with as many pages before it as the policy decides. If too few pages can be evicted, only the
+first new pages are stored. Then the last page of the chain is a new leaf.
 
-    request [1, 2]     misses 2; stored 1-2, leaf 2
-    request [1, 3]     hits 1, misses 1; stored 1-2 and 1-3, leaves 2 and 3
-    request [1, 3, 4]  hits 1, 3; leaf 2 is evicted for 4; leaf 4
+A trace has coarse timestamps. Here, every request gets a millisecond of its own, as in a node.
 
-A trace stamps arrivals in coarse ticks; here every request gets its own millisecond, as it would in a node.
+Worked example, three frames, least recently used::
 
-Hints: the hints and tenants of simulated requests.
+    request [1, 2]     misses 1 and 2, which are stored; leaf 2
+    request [1, 3]     hits 1, misses 3, which is stored; leaves 2 and 3
+    request [1, 3, 4]  hits 1 and 3, misses 4; leaf 2 is evicted, and 4 is stored; leaf 4
 
-A trace has no tenants and no kinds of prompts, so rules define them. Its sessions are assigned to ten tenants, which
-share no pages. A *system prompt* is the run of leading blocks that more than one request in a hundred, and more than
-ten, open with. The rules:
+A trace has no tenants and no hints, so rules define them. Sessions are assigned to ten tenants, which share no pages. A
+*system prompt* is a run of leading blocks that more than ten requests, and more than 1% of all, begin with.
 
-``type``      what a program knows of its own requests: system prompts have priority 2; a prompt that opens with none is
-              a document read once, with priority -2.
-``sessions``  a program that knows of nine prompts in ten whether a later one goes on from them, which in a trace is
-              looked up ahead: new pages of requests that no later request continues have priority -2. System prompts as
-                  above.
+- Rule ``type``: a program that knows the kind of each request. System prompts have priority 2. A prompt without one is
+  a document that is read once: priority -2.
+- Rule ``sessions``: a program that knows whether a later request will continue a request, and is right for nine in ten.
+  Pages that no later request continues have priority -2. System prompts have priority 2.
 
-A *liar* gives every page the highest priority. One of the ten tenants hints like the others, is silent, or lies.
+One of the ten tenants gives hints like the others, gives none, or lies: all its pages have the highest priority.
 """
 
 from __future__ import annotations
@@ -48,54 +45,63 @@ _NONE = -1
 
 @dataclass(frozen=True, slots=True)
 class CacheAccess:
-    """One request as a cache sees it."""
+    """One request to a cache. ``hints``: one for each block, or empty."""
 
     now_ms: int
     blocks: tuple[int, ...]
     owner: int = 0
-    hints: bytes = b""  # a hint per block, or empty
+    hints: bytes = b""
 
 
 def accesses(requests: Iterable[TraceRequest]) -> list[CacheAccess]:
-    """Return the requests at distinct times, in order."""
-    clocked: list[CacheAccess] = []
+    """Return the requests of a trace with distinct times, in order."""
+    trace: list[CacheAccess] = []
     last_ms = -1
     for request in requests:
         last_ms = max(request.timestamp_ms, last_ms + 1)
-        clocked.append(CacheAccess(last_ms, request.block_ids))
-    return clocked
+        trace.append(CacheAccess(last_ms, request.block_ids))
+    return trace
 
 
 class CacheSimulation:
-    """A prefix-closed cache of ``capacity`` pages under one policy. Deterministic."""
+    """A prefix-closed cache of ``capacity`` pages with one policy. Equal inputs give equal results.
+
+    Attributes:
+        slots: for each stored block, the slot of its page.
+        free: slots without a page.
+        used_ms, parent, children, pages, blocks: by slot: the last use of the page, its parent's slot, the number of
+            its stored children and holds, the page as it was added, and its block.
+        evicted: the number of evicted pages.
+        hits_of, blocks_of: by owner, the hits and the blocks of the requests that ``run`` counted.
+    """
 
     def __init__(self, capacity: int, policy: EvictionPolicy) -> None:
         self.policy = policy
-        self.slots: dict[int, int] = {}  # block -> slot of the stored page
+        self.slots: dict[int, int] = {}
         self.free = list(range(capacity - 1, -1, -1))
         self.used_ms = array("q", bytes(8 * capacity))
         self.parent = array("q", bytes(8 * capacity))
         self.children = array("q", bytes(8 * capacity))
-        self.pages = [Page(0)] * capacity  # as stored; ``used_ms`` has the last uses
+        self.pages = [Page(0)] * capacity
         self.blocks = array("q", bytes(8 * capacity))
         self.evicted = 0
-        self.hits_of: Counter[int] = Counter()  # by owner, of the requests that ``run`` counted
+        self.hits_of: Counter[int] = Counter()
         self.blocks_of: Counter[int] = Counter()
 
     def run(self, trace: Sequence[CacheAccess], count_from: int = 0) -> tuple[int, int]:
-        """Return (hits, blocks) of the requests from ``count_from`` on; the earlier ones only fill the cache."""
+        """Run a trace. Returns the hits and the blocks of the requests from number ``count_from`` on."""
         hits = blocks = 0
         for number, access in enumerate(trace):
-            found = self.request(access.now_ms, access.blocks, access.owner, access.hints)
+            request_hits = self.request(access.now_ms, access.blocks, access.owner, access.hints)
             if number >= count_from:
-                hits += found
+                hits += request_hits
                 blocks += len(access.blocks)
-                self.hits_of[access.owner] += found
+                self.hits_of[access.owner] += request_hits
                 self.blocks_of[access.owner] += len(access.blocks)
         return hits, blocks
 
     def request(self, now_ms: int, blocks: Sequence[int], owner: int = 0, hints: bytes = b"") -> int:
-        """Run one request: return its hits, and store its other pages."""
+        """Look up one request, and store its other pages. Returns the number of hits."""
         slots, used_ms = self.slots, self.used_ms
         hits, anchor = 0, _NONE
         for block in blocks:
@@ -111,7 +117,7 @@ class CacheSimulation:
     def _put(self, now_ms: int, blocks: Sequence[int], stored: int, anchor: int, owner: int, hints: bytes) -> None:
         turns = min(self.pages[anchor].turns + 1, 255) if anchor != _NONE else 0
         self._hold(anchor)
-        self._make_room(len(blocks) - stored, now_ms)
+        self._free_slots(len(blocks) - stored, now_ms)
         self._unhold(anchor)
         parent = anchor
         for position in range(stored, len(blocks)):
@@ -132,32 +138,35 @@ class CacheSimulation:
         if parent != anchor:
             self._offer(parent)
 
-    def _make_room(self, pages: int, now_ms: int) -> None:
+    def _free_slots(self, pages: int, now_ms: int) -> None:
+        """Evict leaves until ``pages`` slots are free, or no page can be evicted."""
         while len(self.free) < pages:
             slot = self.policy.victim(self.used_ms.__getitem__, now_ms)
             if slot is None:
                 return
-            assert not self.children[slot], "only leaves leave"
-            chain = self._chain(slot, min(pages - len(self.free), RUN_MAX))
-            stored = [self.pages[inner] for inner in chain]
+            assert not self.children[slot], "only leaves are evicted"
+            chain = self._tail(slot, min(pages - len(self.free), RUN_MAX))
+            tail_pages = [self.pages[member] for member in chain]
             tail = Tail(
                 chain,
-                [page.key for page in stored],
-                [self.used_ms[inner] for inner in chain],
-                [standing(page.position, page.turns, page.hint) for page in stored],
+                [page.key for page in tail_pages],
+                [self.used_ms[member] for member in chain],
+                [standing(page.position, page.turns, page.hint) for page in tail_pages],
             )
-            gone = chain[-1 - self.policy.forget_tail(tail) :]
-            for inner in reversed(gone):
-                del self.slots[self.blocks[inner]]
-                self.free.append(inner)
-            self.evicted += len(gone)
-            self._unhold(self.parent[gone[0]])
+            victims = chain[-1 - self.policy.forget_tail(tail) :]
+            for victim in reversed(victims):
+                del self.slots[self.blocks[victim]]
+                self.free.append(victim)
+            self.evicted += len(victims)
+            self._unhold(self.parent[victims[0]])
 
-    def _chain(self, leaf: int, most: int) -> list[int]:
-        """Return the slots of a leaf and of up to ``most`` - 1 pages before it that nothing else follows, which were
-        used no later, in the order of the chain."""
+    def _tail(self, leaf: int, pages_max: int) -> list[int]:
+        """Return the slots of a leaf and of pages before it, in the order of the chain; at most ``pages_max``.
+
+        Each of these pages has only one child, and was not used after the leaf.
+        """
         chain, slot = [leaf], self.parent[leaf]
-        while len(chain) < most and slot != _NONE:
+        while len(chain) < pages_max and slot != _NONE:
             if self.children[slot] != 1 or self.used_ms[slot] > self.used_ms[leaf]:
                 break
             chain.append(slot)
@@ -181,7 +190,7 @@ class CacheSimulation:
 
 
 def key_of(block: int) -> int:
-    """Return 64 bits that represent a page key: a bijection that spreads the small numbers of a trace (SplitMix64)."""
+    """Return 64 bits in place of a page key. SplitMix64 maps each small number of a trace to a different one."""
     word = (block + 0x9E3779B97F4A7C15) & 0xFFFFFFFFFFFFFFFF
     word = (word ^ word >> 30) * 0xBF58476D1CE4E5B9 & 0xFFFFFFFFFFFFFFFF
     word = (word ^ word >> 27) * 0x94D049BB133111EB & 0xFFFFFFFFFFFFFFFF
@@ -189,61 +198,64 @@ def key_of(block: int) -> int:
 
 
 RULES = ("type", "sessions")
-TENTHS = ("hints", "is silent", "lies")
+TENTHS = ("hints", "is silent", "lies")  # what the tenant ``LIAR``, a tenth of all tenants, does
 TENANTS = 10
 LIAR = 0
-SHARED_RATIO, SHARED_LEAST = 0.01, 10
+SHARED_RATIO, SHARED_LEAST = 0.01, 10  # more requests than both begin with a system prompt
 KNOWN_OF_TEN = 9
 _HIGH, _LOW = Retention(2).hint, Retention(-2).hint
 _LIE = Retention(PRIORITY_MAX).hint
 
 
-def dealt(trace: Sequence[CacheAccess]) -> list[CacheAccess]:
-    """Return the requests, each assigned to a tenant. Blocks are renumbered, so that tenants share none."""
-    openings = _openings(trace)
-    found = []
+def assign_tenants(trace: Sequence[CacheAccess]) -> list[CacheAccess]:
+    """Return the requests, each with a tenant as its owner. Blocks are renumbered, so that tenants share none."""
+    system_blocks = _system_blocks(trace)
+    requests = []
     for access in trace:
-        shared = _shared(access, openings)
+        shared = _shared(access, system_blocks)
         first = access.blocks[min(shared, len(access.blocks) - 1)]
         owner = key_of(first) % TENANTS
-        found.append(replace(access, blocks=tuple(TENANTS * block + owner for block in access.blocks), owner=owner))
-    return found
+        requests.append(replace(access, blocks=tuple(TENANTS * block + owner for block in access.blocks), owner=owner))
+    return requests
 
 
-def hinted(trace: Sequence[CacheAccess], rule: str, tenth: str = "hints") -> list[CacheAccess]:
-    """Return the requests of ``dealt`` with the hints of a rule. ``tenth``: the behaviour of one of the tenants (see
-    ``TENTHS``).
+def with_hints(trace: Sequence[CacheAccess], rule: str, tenth: str = "hints") -> list[CacheAccess]:
+    """Return the requests of ``assign_tenants`` with the hints of a rule.
+
+    Args:
+        tenth: one of ``TENTHS``: what the tenant ``LIAR`` does.
 
     Raises:
         InvalidRequest: there is no such rule.
     """
     if rule not in RULES:
         raise InvalidRequest("hints", f"must be one of {', '.join(RULES)} (got {rule!r})")
-    openings = _openings(trace)
-    last = {block: number for number, access in enumerate(trace) for block in access.blocks}
-    found = []
+    system_blocks = _system_blocks(trace)
+    last_uses = {block: number for number, access in enumerate(trace) for block in access.blocks}
+    requests = []
     for number, access in enumerate(trace):
-        count, shared = len(access.blocks), _shared(access, openings)
+        count, shared = len(access.blocks), _shared(access, system_blocks)
         if tenth != "hints" and access.owner == LIAR:
             hints = bytes([_LIE]) * count if tenth == "lies" else b""
         else:
-            low = not shared if rule == "type" else not _goes_on(access, shared, number, last)
-            hints = bytes([_HIGH]) * shared + bytes([_LOW if low else 0]) * (count - shared)
-        found.append(replace(access, hints=hints))
-    return found
+            is_low = not shared if rule == "type" else not _is_continued(access, shared, number, last_uses)
+            hints = bytes([_HIGH]) * shared + bytes([_LOW if is_low else 0]) * (count - shared)
+        requests.append(replace(access, hints=hints))
+    return requests
 
 
-def _openings(trace: Sequence[CacheAccess]) -> set[int]:
-    """Return the blocks of system prompts: those that enough requests have."""
+def _system_blocks(trace: Sequence[CacheAccess]) -> set[int]:
+    """Return the blocks of system prompts, which many requests have."""
     uses = Counter(block for access in trace for block in access.blocks)
     return {block for block, count in uses.items() if count > max(SHARED_LEAST, SHARED_RATIO * len(trace))}
 
 
-def _shared(access: CacheAccess, openings: set[int]) -> int:
-    return sum(1 for _ in takewhile(openings.__contains__, access.blocks))
+def _shared(access: CacheAccess, system_blocks: set[int]) -> int:
+    """Return the number of leading blocks that belong to a system prompt."""
+    return sum(1 for _ in takewhile(system_blocks.__contains__, access.blocks))
 
 
-def _goes_on(access: CacheAccess, shared: int, number: int, last: dict[int, int]) -> bool:
-    """Whether a later request has blocks of this one in addition to its system prompt; wrong for one in ten."""
-    truth = any(last[block] > number for block in access.blocks[shared:])
-    return truth == (key_of(number) % 10 < KNOWN_OF_TEN)
+def _is_continued(access: CacheAccess, shared: int, number: int, last_uses: dict[int, int]) -> bool:
+    """Return whether a later request has blocks of this one after the system prompt. Wrong for one request in ten."""
+    is_continued = any(last_uses[block] > number for block in access.blocks[shared:])
+    return is_continued == (key_of(number) % 10 < KNOWN_OF_TEN)

@@ -1,4 +1,4 @@
-"""`kvstore simulate`: make traces, look at them, and run the product's own decisions over them."""
+"""The command ``kvstore simulate``: generates traces, shows statistics of them, and runs eviction policies."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from pathlib import Path
 import click
 
 from engine.simulator.cache import RULES
-from engine.simulator.compare import Half, compare, compare_hints, known_policies, plot, require_plotting, table
+from engine.simulator.compare import Half, compare, compare_hints, plot, policy_names, require_plotting, table
 from engine.simulator.generate import RATE_DEFAULT, agents, bimodal, conversations, scans, shifts
 from engine.simulator.trace import TraceRequest, read_trace, statistics, write_trace
 from kvstore.cli.output import json_option, print_json, print_pairs, print_table
@@ -29,7 +29,7 @@ GENERATORS: dict[str, Callable[[int, float, int], Iterator[TraceRequest]]] = {
 
 @click.group()
 def simulate() -> None:
-    """Make traces; run policies over them."""
+    """Generate traces, and run eviction policies over them."""
 
 
 @simulate.command()
@@ -37,12 +37,12 @@ def simulate() -> None:
 @click.option("--requests", type=int, default=REQUESTS_DEFAULT, show_default=True, help="How many requests.")
 @click.option("--rate", type=float, default=RATE_DEFAULT, show_default=True, help="Mean requests per second.")
 @click.option("--seed", type=int, default=0, show_default=True, help="Equal seeds give equal traces.")
-@click.option("--out", required=True, metavar="FILE|-", help="Where to; - is stdout.")
+@click.option("--out", required=True, metavar="FILE|-", help="The file to write; - is stdout.")
 @json_option
 def generate(kind: str, requests: int, rate: float, seed: int, out: str, as_json: bool) -> None:
     """Write a generated trace in Mooncake's JSONL format."""
     if as_json and out == "-":
-        raise click.BadParameter("- leaves no room on stdout for --json", param_hint="--out")
+        raise click.BadParameter("must be a file if --json is used (got -)", param_hint="--out")
     generated = GENERATORS[kind](requests, rate, seed)
     if out == "-":
         write_trace(sys.stdout, generated)
@@ -56,30 +56,44 @@ def generate(kind: str, requests: int, rate: float, seed: int, out: str, as_json
 
 @simulate.command()
 @click.option("--trace", required=True, metavar="FILE", help="A trace in Mooncake's JSONL format.")
-@click.option("--limit", type=int, help="Read no more requests than this.")
+@click.option("--limit", type=int, help="The maximum number of requests to read.")
 @json_option
 def stats(trace: str, limit: int | None, as_json: bool) -> None:
-    """Show what a trace offers a cache: lengths, arrivals, reuse."""
-    found = statistics(read_trace(trace, limit))
+    """Show statistics of a trace: lengths, arrivals, and reuse of blocks."""
+    values = statistics(read_trace(trace, limit))
     if as_json:
-        print_json(found)
+        print_json(values)
     else:
-        print_pairs({name: _text(value) for name, value in found.items()})
+        print_pairs({name: _text(value) for name, value in values.items()})
 
 
 @simulate.command()
 @click.option("--trace", metavar="FILE", help="A trace in Mooncake's JSONL format.")
-@click.option("--generate", "kind", type=click.Choice(tuple(GENERATORS)), help="Make a trace instead of reading one.")
+@click.option("--generate", "kind", type=click.Choice(tuple(GENERATORS)), help="Generate a trace of this kind instead.")
 @click.option(
     "--requests", type=int, default=REQUESTS_DEFAULT, show_default=True, help="Requests of a generated trace."
 )
 @click.option("--seed", type=int, default=0, show_default=True, help="Seed of a generated trace.")
-@click.option("--limit", type=int, help="Run no more requests than this.")
-@click.option("--capacity", default="1000,5859,10000,50000", show_default=True, metavar="PAGES[,..]", help="In blocks.")
-@click.option("--policy", metavar="NAME[,..]", help=f"All unless given: {', '.join(known_policies())}.")
-@click.option("--hints", "rule", type=click.Choice(RULES), help="In addition, requests with the hints of this rule.")
-@click.option("--half", type=click.Choice([half.value for half in Half]), default="all", show_default=True)
-@click.option("--plot", "picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Draw it as well.")
+@click.option("--limit", type=int, help="The maximum number of requests to run.")
+@click.option(
+    "--capacity",
+    default="1000,5859,10000,50000",
+    show_default=True,
+    metavar="PAGES[,..]",
+    help="Capacities of the cache, in pages of one block.",
+)
+@click.option("--policy", metavar="NAME[,..]", help=f"Policies to run.  [default: {','.join(policy_names())}]")
+@click.option("--hints", "rule", type=click.Choice(RULES), help="Compare runs with and without the hints of this rule.")
+@click.option(
+    "--half",
+    type=click.Choice([half.value for half in Half]),
+    default="all",
+    show_default=True,
+    help="The requests to count.",
+)
+@click.option(
+    "--plot", "picture", type=click.Path(path_type=Path), metavar="FILE.png", help="Also write a picture to this file."
+)
 @json_option
 def cache(
     trace: str | None,
@@ -94,15 +108,16 @@ def cache(
     picture: Path | None,
     as_json: bool,
 ) -> None:
-    """Run eviction policies over a trace; print block hit ratios.
+    """Run eviction policies over a trace, and print block hit ratios.
 
-    The policies are the ones a node runs, under a node's rules. In addition: LRU and the optimum (Belady) of a cache of
-    single blocks, the optimum under the node's rules, and a cache that never evicts. --half first runs the first half
-    of the requests alone, --half second runs all and counts the second half.
+    The policies run under the rules of a node. For comparison, there are also a cache that never evicts, the optimum
+    (Belady) under the rules of a node, and LRU and the optimum for a cache of single blocks. With --half first, only
+    the first half of the requests is run. With --half second, all requests are run, and the second half is counted.
 
-    --hints deals the requests to ten tenants and runs one policy (gittins unless given) without hints, with those that
-    a program could give by the kind of its requests (type) or by what it knows of its sessions (sessions), and where
-    one of the ten says of every page that it is worth the most.
+    With --hints, the requests are assigned to ten tenants. One policy (the default is that of a node) runs without
+    hints, and with the hints of a program that knows the kind of its requests (type) or whether a later request will
+    continue them (sessions). In further runs, one of the ten tenants gives no hints, or the highest priority to all its
+    pages.
     """
     if (trace is None) == (kind is None):
         raise InvalidRequest("trace", "give either --trace FILE or --generate KIND")
@@ -111,21 +126,22 @@ def cache(
     if trace is not None:
         source, run = Path(trace).name, read_trace(trace, limit)
     else:
-        source, made = f"{kind}, seed {seed}", requests if limit is None else min(requests, limit)
-        run = GENERATORS[str(kind)](made, RATE_DEFAULT, seed)
+        source, count = f"{kind}, seed {seed}", requests if limit is None else min(requests, limit)
+        run = GENERATORS[str(kind)](count, RATE_DEFAULT, seed)
     if rule is not None:
         name = policy if policy is not None else POLICY_DEFAULT
-        found = compare_hints(source, run, _capacities(capacity), name, rule, Half(half))
+        comparison = compare_hints(source, run, _capacities(capacity), name, rule, Half(half))
     else:
-        names = _names(policy) if policy is not None else known_policies()
-        found = compare(source, run, _capacities(capacity), names, Half(half))
+        names = _names(policy) if policy is not None else policy_names()
+        comparison = compare(source, run, _capacities(capacity), names, Half(half))
     if picture is not None:
-        plot(found, picture)
+        plot(comparison, picture)
     if as_json:
-        print_json(found)
+        print_json(comparison)
     else:
-        click.echo(f"{found.source}: {found.requests:,} requests counted, {found.blocks:,} blocks; block hit ratio")
-        print_table(*table(found))
+        counted = f"{comparison.requests:,} requests counted, {comparison.blocks:,} blocks"
+        click.echo(f"{comparison.source}: {counted}; block hit ratio")
+        print_table(*table(comparison))
 
 
 def _names(policy: str) -> tuple[str, ...]:
@@ -136,7 +152,7 @@ def _capacities(capacity: str) -> tuple[int, ...]:
     try:
         return tuple(dict.fromkeys(int(pages) for pages in capacity.split(",")))
     except ValueError:
-        raise InvalidRequest("capacity", f"must be numbers of pages, with commas between, is {capacity!r}") from None
+        raise InvalidRequest("capacity", f"must be numbers of pages separated by commas (got {capacity!r})") from None
 
 
 def _text(value: object) -> str:

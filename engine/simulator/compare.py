@@ -1,11 +1,14 @@
-"""`kvstore simulate cache`: hit ratios of policies over one trace, as a table, as JSON, and as a picture.
+"""Comparison of eviction policies for ``kvstore simulate cache``: hit ratios as a table, as JSON, or as a picture.
 
-Yardsticks: what a cache of single blocks would hit under LRU, and what no policy can exceed (Belady).
+The policies are compared with three limits: a cache that never evicts, LRU, and the optimum (Belady), which no policy
+can exceed.
 
-A *cache of single blocks* ignores that a block is of no use without those before it: each block of a request, front
-first, is a hit or a miss on its own. It is what published hit ratios of traces count. `Belady` is the same optimum as a
-policy object, under the rules of a node: it evicts the leaf whose next use is farthest. (A page is used whenever its
-child is, so among all pages the farthest next use is a leaf's: closure costs the optimum next to nothing.)
+A *cache of single blocks* ignores that a block is useless without the blocks before it. Each block of a request, from
+the front, is a hit or a miss on its own. Published hit ratios of traces count in this way.
+
+``Belady`` is the optimum as a policy under the rules of a node: it evicts the leaf whose next use is farthest. A page
+is used whenever its child is used, so the page with the farthest next use is always a leaf. Prefix closure therefore
+costs the optimum almost nothing.
 """
 
 from __future__ import annotations
@@ -19,7 +22,16 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from engine.simulator.cache import LIAR, TENTHS, CacheAccess, CacheSimulation, accesses, dealt, hinted, key_of
+from engine.simulator.cache import (
+    LIAR,
+    TENTHS,
+    CacheAccess,
+    CacheSimulation,
+    accesses,
+    assign_tenants,
+    key_of,
+    with_hints,
+)
 from engine.simulator.policies import POLICIES, make_policy
 from engine.simulator.trace import TraceRequest
 from kvstore.errors import InvalidRequest
@@ -30,7 +42,7 @@ NEVER = 1 << 62
 
 
 def infinite_hits(trace: Sequence[CacheAccess], count_from: int = 0) -> int:
-    """Hits of a cache that never evicts, from that request on."""
+    """Return the hits of a cache that never evicts, in the requests from number ``count_from`` on."""
     seen: set[int] = set()
     hits = 0
     for number, access in enumerate(trace):
@@ -41,7 +53,7 @@ def infinite_hits(trace: Sequence[CacheAccess], count_from: int = 0) -> int:
 
 
 def lru_hits(trace: Sequence[CacheAccess], capacity: int, count_from: int = 0) -> int:
-    """Hits of single blocks under least recently used, from that request on."""
+    """Return the hits of a cache of single blocks with LRU, in the requests from number ``count_from`` on."""
     cached: OrderedDict[int, None] = OrderedDict()
     hits = 0
     for number, access in enumerate(trace):
@@ -57,16 +69,19 @@ def lru_hits(trace: Sequence[CacheAccess], capacity: int, count_from: int = 0) -
 
 
 def belady_hits(trace: Sequence[CacheAccess], capacity: int, count_from: int = 0) -> int:
-    """Hits of single blocks if the block whose next use is farthest is always evicted, from that request on."""
+    """Return the hits of a cache of single blocks that always evicts the block whose next use is farthest.
+
+    Only the requests from number ``count_from`` on are counted.
+    """
     blocks = [block for access in trace for block in access.blocks]
-    following = [NEVER] * len(blocks)  # place of the next use of the same block
-    last: dict[int, int] = {}
-    for place in range(len(blocks) - 1, -1, -1):
-        following[place] = last.get(blocks[place], NEVER)
-        last[blocks[place]] = place
-    cached: dict[int, int] = {}  # block -> its next use
-    farthest: list[tuple[int, int]] = []  # heap of (-next use, block); entries that no longer hold are skipped
-    hits = place = 0
+    next_uses = [NEVER] * len(blocks)  # for each index, the index of the next use of the same block
+    later: dict[int, int] = {}
+    for index in range(len(blocks) - 1, -1, -1):
+        next_uses[index] = later.get(blocks[index], NEVER)
+        later[blocks[index]] = index
+    cached: dict[int, int] = {}  # by block, the index of its next use
+    farthest: list[tuple[int, int]] = []  # a heap of (-next use, block), in which outdated entries are skipped
+    hits = index = 0
     for number, access in enumerate(trace):
         for block in access.blocks:
             if block in cached:
@@ -77,94 +92,97 @@ def belady_hits(trace: Sequence[CacheAccess], capacity: int, count_from: int = 0
                     if cached.get(candidate) == -use:
                         del cached[candidate]
                         break
-            cached[block] = following[place]
-            heapq.heappush(farthest, (-following[place], block))
-            place += 1
+            cached[block] = next_uses[index]
+            heapq.heappush(farthest, (-next_uses[index], block))
+            index += 1
     return hits
 
 
 class Belady:
-    """The optimum as an `EvictionPolicy` that has read the trace. Pages are told apart by key; not for a node."""
+    """The optimum as an ``EvictionPolicy`` that has read the trace. It identifies pages by their keys.
+
+    A node cannot use this policy, because it does not have the trace.
+    """
 
     hinted = False
 
     def __init__(self, trace: Sequence[CacheAccess]) -> None:
-        self._uses: dict[int, list[int]] = {}  # key -> times of use
+        self._uses: dict[int, list[int]] = {}  # by key, the times of use
         for access in trace:
             for block in access.blocks:
                 self._uses.setdefault(key_of(block), []).append(access.now_ms)
         self._pages: dict[int, Page] = {}
-        self._next: dict[int, int] = {}  # of the listed ones
-        self._farthest: list[tuple[int, int, int]] = []  # heap of (-next use, -position, slot)
-        self._soonest: list[tuple[int, int]] = []  # heap of (next use, slot)
+        self._next_ms: dict[int, int] = {}  # by slot, the next use of each listed page
+        self._farthest: list[tuple[int, int, int]] = []  # a heap of (-next use, -position, slot)
+        self._soonest: list[tuple[int, int]] = []  # a heap of (next use, slot)
 
     def resize(self, pages: int) -> None:
-        """See ``EvictionPolicy.resize``."""
+        """Do nothing: the order does not depend on the number of pages."""
 
     def add(self, slot: int, page: Page) -> None:
-        """See ``EvictionPolicy.add``."""
+        """List a page, with its next use after ``page.used_ms``."""
         uses = self._uses[page.key]
-        place = bisect_right(uses, page.used_ms)
-        following = uses[place] if place < len(uses) else NEVER
-        self._pages[slot], self._next[slot] = page, following
-        heapq.heappush(self._farthest, (-following, -page.position, slot))
-        if following != NEVER:
-            heapq.heappush(self._soonest, (following, slot))
+        index = bisect_right(uses, page.used_ms)
+        next_ms = uses[index] if index < len(uses) else NEVER
+        self._pages[slot], self._next_ms[slot] = page, next_ms
+        heapq.heappush(self._farthest, (-next_ms, -page.position, slot))
+        if next_ms != NEVER:
+            heapq.heappush(self._soonest, (next_ms, slot))
 
     def remove(self, slot: int) -> None:
-        """See ``EvictionPolicy.remove``."""
-        self._next.pop(slot, None)
+        """Stop listing a page that cannot be evicted now."""
+        self._next_ms.pop(slot, None)
 
     def forget(self, slot: int, key: int | None) -> None:
-        """See ``EvictionPolicy.forget``."""
+        """Stop listing a page that is no longer stored."""
         self.remove(slot)
 
     def forget_tail(self, tail: Tail, together: int = 0) -> int:
-        """See ``EvictionPolicy.forget_tail``."""
+        """Evict only the leaf."""
         self.remove(tail.slots[-1])
         return 0
 
     def victim(self, used_ms: UsedMs, now_ms: int) -> int | None:
-        """See ``EvictionPolicy.victim``."""
-        while self._soonest and self._soonest[0][0] <= now_ms:  # what was due was used: it is due later now
-            due, slot = heapq.heappop(self._soonest)
-            if self._next.get(slot) == due:
-                self.add(slot, self._pages[slot]._replace(used_ms=due))
+        """Return the slot of the listed page whose next use is farthest."""
+        while self._soonest and self._soonest[0][0] <= now_ms:  # the page was used then, so it has another next use
+            last_ms, slot = heapq.heappop(self._soonest)
+            if self._next_ms.get(slot) == last_ms:
+                self.add(slot, self._pages[slot]._replace(used_ms=last_ms))
         while self._farthest:
-            following, _, slot = self._farthest[0]
-            if self._next.get(slot) == -following:
+            negative_ms, _, slot = self._farthest[0]
+            if self._next_ms.get(slot) == -negative_ms:
                 return slot
             heapq.heappop(self._farthest)
         return None
 
     def coldest_ms(self) -> int | None:
-        """See ``EvictionPolicy.coldest_ms``."""
-        return min((self._pages[slot].used_ms for slot in self._next), default=None)
+        """Return the earliest last use of the listed pages."""
+        return min((self._pages[slot].used_ms for slot in self._next_ms), default=None)
 
     def __contains__(self, slot: int) -> bool:
-        """See ``EvictionPolicy.__contains__``."""
-        return slot in self._next
+        """True if the page in the slot is listed."""
+        return slot in self._next_ms
 
 
-CAPACITY_MAX = 1 << 24  # pages; a simulated one takes some hundred bytes
+CAPACITY_MAX = 1 << 24  # pages; the simulation uses several hundred bytes for each
 
-# Yardsticks for the policies, by the name they are shown with.
+# The limits with which policies are compared, by the names of their rows.
 LRU_BLOCKS = "lru of single blocks"
 BELADY = "belady"
 BELADY_BLOCKS = "belady of single blocks"
 
 
 class Half(StrEnum):
-    """Which requests are run, and of which the hits are counted."""
+    """Which requests are run and counted."""
 
-    FIRST = "first"  # the first half of the requests, and nothing else is run: to tune on
-    SECOND = "second"  # all are run, the second half is counted: to report
+    FIRST = "first"  # only the first half is run and counted, to tune a policy
+    SECOND = "second"  # all requests are run, and the second half is counted, to report results
     ALL = "all"
 
 
 @dataclass(frozen=True, slots=True)
 class Line:
-    """One policy, or yardstick, at one capacity."""
+    """The result of one policy or limit with one capacity."""
 
     policy: str
     capacity: int
@@ -175,22 +193,28 @@ class Line:
 
 @dataclass(frozen=True, slots=True)
 class Comparison:
-    """What was run, and how it did."""
+    """The results of several policies over one trace.
+
+    Attributes:
+        source: the name of the trace.
+        requests, blocks: the numbers of requests and blocks that were counted.
+        infinite: the block hit ratio of a cache that never evicts.
+    """
 
     source: str
     half: Half
-    requests: int  # counted ones
+    requests: int
     blocks: int
-    infinite: float  # block hit ratio of a cache that never evicts
+    infinite: float
     capacities: tuple[int, ...]
     lines: tuple[Line, ...]
 
     def ratio(self, policy: str, capacity: int) -> float:
-        """The hit ratio of that line."""
+        """Return the block hit ratio of a policy with a capacity."""
         return next(line.block_hit_ratio for line in self.lines if (line.policy, line.capacity) == (policy, capacity))
 
     def policies(self) -> list[str]:
-        """Policies and yardsticks, in the order they were run."""
+        """Return the names of the policies and limits, in the order in which they were run."""
         return list(dict.fromkeys(line.policy for line in self.lines))
 
 
@@ -201,12 +225,12 @@ def compare(
     policies: Sequence[str],
     half: Half = Half.ALL,
 ) -> Comparison:
-    """Run every policy at every capacity (pages), and the yardsticks.
+    """Run every policy, and the limits, with every capacity (in pages).
 
     Raises:
-        InvalidRequest: a capacity is out of range, a policy is not known, or the trace is empty.
+        InvalidRequest: a capacity is out of range, a policy is unknown, or the trace is empty.
     """
-    trace, count_from, blocks = _counted(requests, capacities, policies, half)
+    trace, count_from, blocks = _prepare(requests, capacities, policies, half)
     return Comparison(
         source,
         half,
@@ -218,24 +242,24 @@ def compare(
     )
 
 
-def _counted(
+def _prepare(
     requests: Iterable[TraceRequest], capacities: Sequence[int], policies: Sequence[str], half: Half
 ) -> tuple[list[CacheAccess], int, int]:
-    """The requests to run, from which one on they count, and how many blocks those have."""
+    """Check the arguments. Returns the requests to run, the first one to count, and the number of blocks to count."""
     for capacity in capacities:
         if not 1 <= capacity <= CAPACITY_MAX:
-            raise InvalidRequest("capacity", f"must be between 1 and {CAPACITY_MAX} pages, is {capacity}")
+            raise InvalidRequest("capacity", f"must be 1 to {CAPACITY_MAX} pages (got {capacity})")
     for name in policies:
         make_policy(name, 1)
     trace = accesses(requests)
     if not trace:
-        raise InvalidRequest("trace", "holds no requests")
+        raise InvalidRequest("trace", "must have at least one request")
     if half is Half.FIRST:
         trace = trace[: len(trace) // 2]
     count_from = len(trace) // 2 if half is Half.SECOND else 0
     blocks = sum(len(access.blocks) for access in trace[count_from:])
     if not blocks:
-        raise InvalidRequest("half", f"the {half} half of one request is empty")
+        raise InvalidRequest("half", f"the {half} half of the trace is empty")
     return trace, count_from, blocks
 
 
@@ -245,9 +269,9 @@ def _lines(
     yield Line(LRU_BLOCKS, capacity, lru_hits(trace, capacity, count_from) / blocks)
     for name in policies:
         simulation = CacheSimulation(capacity, make_policy(name, capacity))
-        began = time.perf_counter()
+        start_s = time.perf_counter()
         hits, _ = simulation.run(trace, count_from)
-        yield Line(name, capacity, hits / blocks, simulation.evicted, time.perf_counter() - began)
+        yield Line(name, capacity, hits / blocks, simulation.evicted, time.perf_counter() - start_s)
     hits, _ = CacheSimulation(capacity, Belady(trace)).run(trace, count_from)
     yield Line(BELADY, capacity, hits / blocks)
     yield Line(BELADY_BLOCKS, capacity, belady_hits(trace, capacity, count_from) / blocks)
@@ -261,17 +285,18 @@ def compare_hints(
     rule: str,
     half: Half = Half.ALL,
 ) -> Comparison:
-    """Run a policy at every capacity without hints, and with those of a rule, by all tenants or by nine of ten.
+    """Run a policy with every capacity: without hints, and with the hints of a rule, from all or nine of ten tenants.
 
-    In addition LRU, and the hit ratios of the tenth and of its neighbours.
+    LRU is run for comparison. If one of the tenants does not follow the rule, its hit ratio and that of the other
+    tenants are also reported.
 
     Raises:
-        InvalidRequest: as ``compare``, or there is no such rule.
+        InvalidRequest: as for ``compare``, or there is no such rule.
     """
-    trace, count_from, blocks = _counted(requests, capacities, [policy], half)
-    plain = dealt(trace)
+    trace, count_from, blocks = _prepare(requests, capacities, [policy], half)
+    plain = assign_tenants(trace)
     runs = {
-        f"{policy}, {'all hint' if tenth == TENTHS[0] else 'a tenth ' + tenth}": hinted(plain, rule, tenth)
+        f"{policy}, {'all hint' if tenth == TENTHS[0] else 'a tenth ' + tenth}": with_hints(plain, rule, tenth)
         for tenth in TENTHS
     }
     lines = []
@@ -282,16 +307,17 @@ def compare_hints(
         for name, run in runs.items():
             simulation = CacheSimulation(capacity, make_policy(policy, capacity))
             hits, _ = simulation.run(run, count_from)
-            its, its_blocks = simulation.hits_of[LIAR], simulation.blocks_of[LIAR]
+            tenth_hits, tenth_blocks = simulation.hits_of[LIAR], simulation.blocks_of[LIAR]
+            others_ratio = (hits - tenth_hits) / max(1, blocks - tenth_blocks)
             lines.append(Line(name, capacity, hits / blocks))
-            lines.append(Line(f"{name}: its neighbours", capacity, (hits - its) / max(1, blocks - its_blocks)))
-            lines.append(Line(f"{name}: that tenth", capacity, its / max(1, its_blocks)))
+            lines.append(Line(f"{name}: other tenants", capacity, others_ratio))
+            lines.append(Line(f"{name}: that tenant", capacity, tenth_hits / max(1, tenth_blocks)))
     infinite = infinite_hits(plain, count_from) / blocks
     return Comparison(source, half, len(trace) - count_from, blocks, infinite, tuple(capacities), tuple(lines))
 
 
 def table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
-    """Headers and rows: a row per policy, a column per capacity."""
+    """Return headers and rows, with a row for each policy and a column for each capacity."""
     headers = ["policy", *(f"{capacity:,}" for capacity in comparison.capacities)]
     rows = [
         [policy, *(f"{comparison.ratio(policy, capacity):.4f}" for capacity in comparison.capacities)]
@@ -300,28 +326,28 @@ def table(comparison: Comparison) -> tuple[list[str], list[list[str]]]:
     return headers, [*rows, ["infinite cache", *(f"{comparison.infinite:.4f}" for _ in comparison.capacities)]]
 
 
-def known_policies() -> tuple[str, ...]:
-    """Names of all policies, in the order they are shown."""
+def policy_names() -> tuple[str, ...]:
+    """Return the names of all policies, in the order in which they are shown."""
     return tuple(POLICIES)
 
 
 def require_plotting() -> None:
-    """Fail before anything is run where no picture could be drawn.
+    """Check that pictures can be drawn, before anything is run.
 
     Raises:
         InvalidRequest: matplotlib is not installed.
     """
     try:
         import matplotlib  # noqa: F401
-    except ImportError as absent:
-        raise InvalidRequest("plot", "needs matplotlib: pip install 'kvstore[plot]'") from absent
+    except ImportError as error:
+        raise InvalidRequest("plot", "needs matplotlib: pip install 'kvstore[plot]'") from error
 
 
 def plot(comparison: Comparison, path: Path) -> None:
-    """Draw hit ratio over capacity, a line per policy.
+    """Draw the hit ratio by capacity, with a line for each policy.
 
     Raises:
-        InvalidRequest: matplotlib is not installed, or the path cannot be written or ends in no format it knows.
+        InvalidRequest: matplotlib is not installed, the file cannot be written, or its format is not supported.
     """
     require_plotting()
     from matplotlib.figure import Figure
@@ -340,5 +366,5 @@ def plot(comparison: Comparison, path: Path) -> None:
     axes.grid(alpha=0.3)
     try:
         figure.savefig(path)
-    except (OSError, ValueError) as failed:
-        raise InvalidRequest("plot", f"{path}: {failed}") from failed
+    except (OSError, ValueError) as error:
+        raise InvalidRequest("plot", f"{path}: {error}") from error

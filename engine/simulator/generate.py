@@ -1,7 +1,8 @@
-"""Seeded request traces of our own: multi-turn conversations, and a bimodal mix of short and long prompts.
+"""Generators of request traces: conversations, a mix of short and long prompts, batch jobs, agents, and phases.
 
-`conversations` with its defaults has what a cache sees of the conversation trace published with Mooncake (FAST'25).
-Over 12,031 requests, by `trace.statistics` and an LRU replay; generated: mean of seeds 0 to 4, and their range:
+With its defaults, ``conversations`` matches the conversation trace that was published with Mooncake (FAST'25), as a
+cache sees it. The table compares 12,031 requests by ``trace.statistics`` and a replay with LRU. The generated values
+are the mean of the seeds 0 to 4, and their range:
 
 ==================================  ========  =========  ===================
                                     recorded  generated  range
@@ -23,22 +24,19 @@ P(next turn | 5)                    .60       .59        .56 - .63
 P(next turn | 6)                    .66       .62        .58 - .66
 ==================================  ========  =========  ===================
 
-(The probabilities asked for are higher, .34 .44 .55 ...: of the last sessions of a trace, no further turn is seen.)
+The probabilities in ``ConversationShape.next_turn`` are higher (.34 .44 .55 ...), because further turns of the last
+sessions come after the end of the trace.
 
-`engine.simulator.generate` has other shapes. All generators are pure functions of their arguments: one PCG64 stream
-per part, no Python hash, no clock. Their memory grows with the sessions that are still active, not with the requests.
+The other generators are:
 
-What the trace generators share: bounds of their arguments, lengths drawn from distributions, blocks of a prompt.
+- ``bimodal``: unrelated prompts, short and long ones, some with a common prefix.
+- ``scans``: conversations, interrupted by batch jobs that read long documents once.
+- ``agents``: trees of calls. A few applications, of different popularity, each have a long system prompt. A session
+  calls the model many times, seconds apart, and may fork other sessions, which continue from the same call.
+- ``shifts``: phases of different kinds of requests, which have no blocks in common.
 
-Traces of other shapes than one kind of conversation: what evicts a cache's useful pages, or changes what is useful.
-
-``scans``: conversations, and now and then a batch job that reads long documents once, one after the other.
-``agents``: trees. A few applications, each with a long system prompt of its own and its own popularity; a session calls
-    the model again within seconds, many times, and forks sub-sessions that go on from where it stands.
-``shifts``: what is asked changes altogether: conversations, then unrelated prompts over popular prefixes, then
-    conversations of another pace; nothing of one phase comes back in another.
-
-As in ``generate``: pure functions of their arguments; block ids are chained, and those of the parts do not meet.
+The trace depends only on the arguments: generators use PCG64 streams, no hash of Python, and no clock. Their memory
+grows with the number of active sessions, not with the number of requests.
 """
 
 from __future__ import annotations
@@ -59,51 +57,52 @@ RATE_MIN, RATE_MAX = 1e-6, 1e6
 
 
 def check(name: str, value: float, least: float, most: float = 2**53) -> None:
-    """Refuse a number out of range.
+    """Check the range of an argument.
 
     Raises:
-        InvalidRequest: it is, and the field is ``name``.
+        InvalidRequest: the value is out of range. The field is ``name``.
     """
-    if not least <= value <= most:  # written so that NaN is refused
-        raise InvalidRequest(name, f"must be between {least:g} and {most:g}, is {value}")
+    if not least <= value <= most:  # also true for NaN
+        raise InvalidRequest(name, f"must be between {least:g} and {most:g} (got {value})")
 
 
 def check_arguments(requests: int, rate: float, seed: int) -> None:
-    """Refuse what no generator can make a trace of."""
+    """Check the arguments that all generators have. Raises InvalidRequest if one is out of range."""
     check("requests", requests, 0)
     check("rate", rate, RATE_MIN, RATE_MAX)
     check("seed", seed, 0)
 
 
 def lognormal(random: np.random.Generator, mean: float, sigma: float) -> int:
-    """At least 1; ``mean`` is that of the distribution, not of its logarithm."""
+    """Draw a length of at least 1. ``mean`` is the mean of the distribution, and ``sigma`` that of its logarithm."""
     return 1 + int(mean * exp(-sigma * sigma / 2) * random.lognormal(0, sigma))
 
 
 def gamma(random: np.random.Generator, mean: float, shape: float) -> int:
-    """At least 1."""
+    """Draw a length of at least 1."""
     return 1 + int(random.gamma(shape, mean / shape))
 
 
 def blocks_of(tokens: int) -> int:
-    """Blocks that hold this many tokens; the last may be partial."""
+    """Return the number of blocks of a prompt. The last may be partial."""
     return -(-tokens // BLOCK_TOKENS)
 
 
-RATE_DEFAULT = 3.4  # requests per second, as recorded
+RATE_DEFAULT = 3.4  # requests per second, as in the recorded trace
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ConversationShape:
-    """How conversations go; the defaults give the table above. Lengths are in tokens.
+    """The parameters of conversations. The defaults give the table above. Lengths are in tokens.
 
-    A session's first prompt is the system prompt and an opening text; every further prompt is the previous one, its
-    answer, and a new text. Texts are log-normal (mean, and sigma of the logarithm), answers gamma (mean and shape).
-    The pause from one prompt to the session's next is `pause_s_min` plus a log-normal time (median and sigma).
+    The first prompt of a session is the system prompt and an opening text. Every further prompt is the previous prompt,
+    its answer, and a new text. Lengths of texts are log-normal (mean, and sigma of the logarithm), and those of answers
+    are gamma (mean and shape). The time from one prompt to the next of a session is ``pause_s_min`` plus a log-normal
+    time (median and sigma).
     """
 
-    tick_ms: int = 3000  # arrivals are stamped in multiples of this
-    system_tokens: int = 880  # shared by all sessions; its full blocks (one, by default) open every request
+    tick_ms: int = 3000  # timestamps are multiples of this
+    system_tokens: int = 880  # the same for all sessions; every request begins with its full blocks (one, by default)
     opening_tokens_mean: float = 10_800
     opening_tokens_sigma: float = 1.3
     text_tokens_mean: float = 1_200
@@ -114,7 +113,7 @@ class ConversationShape:
     pause_s_median: float = 120
     pause_s_sigma: float = 1.35
     next_turn: tuple[float, ...] = (0.34, 0.44, 0.55, 0.64, 0.66, 0.69, 0.78)  # P(next | 1, 2, ... turns so far)
-    context_tokens: int = 126_000  # no prompt is longer: a text is cut, a session that would need more ends
+    context_tokens: int = 126_000  # the longest prompt; a text that would exceed it is cut, and the session ends
 
     def __post_init__(self) -> None:
         check("tick_ms", self.tick_ms, 1)
@@ -127,29 +126,29 @@ class ConversationShape:
         check("pause_s_median", self.pause_s_median, 0.001)
         check("context_tokens", self.context_tokens, self.system_tokens + 1)
         if not self.next_turn:
-            raise InvalidRequest("next_turn", "must hold at least one probability")
+            raise InvalidRequest("next_turn", "must have at least one probability")
         for probability in self.next_turn:
             check("next_turn", probability, 0, 1)
 
 
-# The recorded conversation's lengths; sessions go on within seconds, as a simulated or a live round is short.
+# Lengths as in the recorded trace, but with short pauses, for rounds that last only minutes.
 QUICK_SESSIONS: Final = ConversationShape(tick_ms=1, pause_s_min=1.0, pause_s_median=3.0, pause_s_sigma=0.8)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class BimodalShape:
-    """A mix of short and long prompts. Lengths are in tokens, log-normal with these means and this sigma."""
+    """The parameters of a mix of short and long prompts. Lengths are in tokens, and log-normal."""
 
-    long_ratio: float = 0.2  # share of long prompts
+    long_ratio: float = 0.2  # the share of long prompts
     short_tokens_mean: float = 1_500
     short_output_tokens_mean: float = 300
     long_tokens_mean: float = 24_000
     long_output_tokens_mean: float = 500
     tokens_sigma: float = 0.5
-    prefix_ratio: float = 0.5  # share of requests that open with a common prefix, which adds to their length
-    prefixes: int = 16  # the pool it is drawn from, each as likely
-    prefix_tokens: int = 1_024  # length of each, whole blocks
-    context_tokens: int = 128_000  # no prompt is longer: its text is cut
+    prefix_ratio: float = 0.5  # the share of requests that begin with a common prefix, in addition to their length
+    prefixes: int = 16  # the number of common prefixes, which are equally likely
+    prefix_tokens: int = 1_024  # the length of each prefix, in full blocks
+    context_tokens: int = 128_000  # the longest prompt; a text that would exceed it is cut
 
     def __post_init__(self) -> None:
         check("long_ratio", self.long_ratio, 0, 1)
@@ -160,7 +159,7 @@ class BimodalShape:
         check("prefixes", self.prefixes, 1)
         check("prefix_tokens", self.prefix_tokens, 0)
         if self.prefix_tokens % BLOCK_TOKENS:
-            raise InvalidRequest("prefix_tokens", f"must be a multiple of {BLOCK_TOKENS}, is {self.prefix_tokens}")
+            raise InvalidRequest("prefix_tokens", f"must be a multiple of {BLOCK_TOKENS} (got {self.prefix_tokens})")
         check("context_tokens", self.context_tokens, self.prefix_tokens + 1)
 
 
@@ -171,10 +170,10 @@ ONE_IN_FIVE_LONG = BimodalShape()
 def conversations(
     requests: int, *, rate: float = RATE_DEFAULT, seed: int = 0, shape: ConversationShape = RECORDED_LIKE
 ) -> Iterator[TraceRequest]:
-    """`requests` turns of many sessions, in order of arrival, `rate` of them per second (Poisson over the ticks).
+    """Yield ``requests`` turns of many sessions, in order of arrival, ``rate`` per second (Poisson over the ticks).
 
-    Each arrival is the turn that has been due for longest, or else opens a new session. A turn repeats its
-    predecessor's full blocks; the block that was only partly filled has more in it now, so its id is another.
+    Each arrival is the turn that is overdue for longest, or begins a new session if no turn is due. A turn repeats the
+    full blocks of the previous turn. A block that was partial has more tokens now, so it has a new id.
 
     Raises:
         InvalidRequest: an argument is out of range.
@@ -186,7 +185,7 @@ def conversations(
 def bimodal(
     requests: int, *, rate: float = RATE_DEFAULT, seed: int = 0, shape: BimodalShape = ONE_IN_FIVE_LONG
 ) -> Iterator[TraceRequest]:
-    """`requests` unrelated prompts, Poisson arrivals at `rate` per second: short or long, with a common prefix or not.
+    """Yield ``requests`` unrelated prompts, ``rate`` per second (Poisson), short or long, some with a common prefix.
 
     Raises:
         InvalidRequest: an argument is out of range.
@@ -197,7 +196,7 @@ def bimodal(
 
 @dataclass(frozen=True, slots=True)
 class _Turn:
-    """A prompt that is due, or will be: its length, and the blocks it repeats from the one before."""
+    """A future prompt of a session: its number, its length, and the blocks that it repeats from the previous prompt."""
 
     number: int
     input_tokens: int
@@ -206,14 +205,14 @@ class _Turn:
 
 def _turns(rate: float, random: np.random.Generator, shape: ConversationShape) -> Iterator[TraceRequest]:
     shared_ids = tuple(range(shape.system_tokens // BLOCK_TOKENS))
-    blocks = len(shared_ids)  # block ids given out so far
-    to_come: list[tuple[float, int, _Turn]] = []  # heap by due time; the serial number orders turns due together
+    blocks = len(shared_ids)  # the number of block ids used so far
+    future: list[tuple[float, int, _Turn]] = []  # a heap by due time; serial numbers order turns that are due together
     arrival_ms = 0.0
     for serial in count():
         arrival_ms += random.exponential(1000 / rate)
         now_ms = int(arrival_ms) // shape.tick_ms * shape.tick_ms
-        if to_come and to_come[0][0] <= now_ms:
-            turn = heapq.heappop(to_come)[2]
+        if future and future[0][0] <= now_ms:
+            turn = heapq.heappop(future)[2]
         else:
             turn = _Turn(1, _opening(random, shape), shared_ids)
         fresh = blocks_of(turn.input_tokens) - len(turn.repeated_ids)
@@ -221,10 +220,10 @@ def _turns(rate: float, random: np.random.Generator, shape: ConversationShape) -
         blocks += fresh
         output_tokens = gamma(random, shape.output_tokens_mean, shape.output_tokens_shape)
         yield TraceRequest(now_ms, turn.input_tokens, output_tokens, ids)
-        following = _following(random, shape, turn, output_tokens, ids)
-        if following is not None:
+        next_turn = _next_turn(random, shape, turn, output_tokens, ids)
+        if next_turn is not None:
             pause_s = shape.pause_s_min + random.lognormal(log(shape.pause_s_median), shape.pause_s_sigma)
-            heapq.heappush(to_come, (now_ms + 1000 * pause_s, serial, following))
+            heapq.heappush(future, (now_ms + 1000 * pause_s, serial, next_turn))
 
 
 def _opening(random: np.random.Generator, shape: ConversationShape) -> int:
@@ -232,12 +231,12 @@ def _opening(random: np.random.Generator, shape: ConversationShape) -> int:
     return min(shape.system_tokens + text_tokens, shape.context_tokens)
 
 
-def _following(
+def _next_turn(
     random: np.random.Generator, shape: ConversationShape, turn: _Turn, output_tokens: int, ids: tuple[int, ...]
 ) -> _Turn | None:
-    """The session's next turn, or None where it ends."""
-    so_far = min(turn.number, len(shape.next_turn))
-    if random.random() >= shape.next_turn[so_far - 1]:
+    """Return the next turn of a session; None if the session ends."""
+    turns = min(turn.number, len(shape.next_turn))
+    if random.random() >= shape.next_turn[turns - 1]:
         return None
     history_tokens = turn.input_tokens + output_tokens
     if history_tokens >= shape.context_tokens:
@@ -249,7 +248,7 @@ def _following(
 
 def _prompts(rate: float, random: np.random.Generator, shape: BimodalShape) -> Iterator[TraceRequest]:
     prefix_blocks = shape.prefix_tokens // BLOCK_TOKENS
-    blocks = shape.prefixes * prefix_blocks  # block ids given out so far: the pool's come first
+    blocks = shape.prefixes * prefix_blocks  # the number of block ids used so far; the first are those of prefixes
     now_s = 0.0
     while True:
         now_s += random.exponential(1 / rate)
@@ -271,11 +270,11 @@ def _prompts(rate: float, random: np.random.Generator, shape: BimodalShape) -> I
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ScanShape:
-    """Batch jobs and conversations. Lengths are in tokens, log-normal with this mean and sigma."""
+    """The parameters of batch jobs between conversations. Lengths are in tokens, and log-normal."""
 
     conversations: ConversationShape = ConversationShape()
-    job_ratio: float = 0.004  # chance that a batch job begins after a request
-    job_documents: int = 40  # in a row, at the pace of the trace
+    job_ratio: float = 0.004  # the probability that a batch job begins after a request
+    job_documents: int = 40  # the number of documents of a job, which arrive at the rate of the trace
     document_tokens_mean: float = 40_000
     document_tokens_sigma: float = 0.6
     output_tokens_mean: float = 200
@@ -290,16 +289,19 @@ class ScanShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class AgentShape:
-    """Agents. Lengths are in tokens; a session's calls are `pause_s_min` plus a log-normal time apart."""
+    """The parameters of agents. Lengths are in tokens.
 
-    applications: int = 24  # the n-th is asked for in proportion to 1 / n
+    The time from one call to the next of a session is ``pause_s_min`` plus a log-normal time (median and sigma).
+    """
+
+    applications: int = 24  # the popularity of the n-th is proportional to 1 / n
     system_tokens_mean: float = 6_000
     task_tokens_mean: float = 2_000
-    step_tokens_mean: float = 700  # what a call adds: the answer before it, and what a tool said
+    step_tokens_mean: float = 700  # tokens that a call adds: the previous answer, and the output of a tool
     output_tokens_mean: float = 150
     tokens_sigma: float = 0.8
-    again_ratio: float = 0.9  # chance that a session calls again
-    fork_ratio: float = 0.08  # chance that a call also forks a session, which goes on from there
+    again_ratio: float = 0.9  # the probability that a session calls again
+    fork_ratio: float = 0.08  # the probability that a call also begins another session, which continues from it
     pause_s_min: float = 1
     pause_s_median: float = 6
     pause_s_sigma: float = 1.3
@@ -319,7 +321,7 @@ class AgentShape:
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ShiftShape:
-    """Phases of ``phase_requests`` requests each, in this order, repeated."""
+    """The parameters of phases: slow conversations, unrelated prompts, quick conversations, repeated."""
 
     phase_requests: int = 3_000
     slow: ConversationShape = ConversationShape()
@@ -338,21 +340,21 @@ THREE_PHASES = ShiftShape()
 def scans(
     requests: int, *, rate: float = RATE_DEFAULT, seed: int = 0, shape: ScanShape = ONE_JOB_IN_250
 ) -> Iterator[TraceRequest]:
-    """`requests` prompts, `rate` of them per second: conversations, interrupted by jobs that read documents once.
+    """Yield ``requests`` prompts, ``rate`` per second: conversations, and batch jobs that read documents once.
 
     Raises:
         InvalidRequest: an argument is out of range.
     """
     check_arguments(requests, rate, seed)
-    return islice(_interrupted(requests, rate, seed, shape), requests)
+    return islice(_with_jobs(requests, rate, seed, shape), requests)
 
 
 def agents(
     requests: int, *, rate: float = RATE_DEFAULT, seed: int = 0, shape: AgentShape = TWO_DOZEN_APPLICATIONS
 ) -> Iterator[TraceRequest]:
-    """`requests` calls of many agents, Poisson arrivals at `rate` per second.
+    """Yield ``requests`` calls of many agents, ``rate`` per second (Poisson).
 
-    Each arrival is the call that has been due for longest, or else opens a new session.
+    Each arrival is the call that is overdue for longest, or begins a new session if no call is due.
 
     Raises:
         InvalidRequest: an argument is out of range.
@@ -364,7 +366,7 @@ def agents(
 def shifts(
     requests: int, *, rate: float = RATE_DEFAULT, seed: int = 0, shape: ShiftShape = THREE_PHASES
 ) -> Iterator[TraceRequest]:
-    """`requests` prompts at `rate` per second, of another kind in every phase.
+    """Yield ``requests`` prompts, ``rate`` per second, of another kind in every phase.
 
     Raises:
         InvalidRequest: an argument is out of range.
@@ -373,30 +375,31 @@ def shifts(
     return islice(_phases(rate, seed, shape), requests)
 
 
-def _interrupted(requests: int, rate: float, seed: int, shape: ScanShape) -> Iterator[TraceRequest]:
-    """Conversations have the even block ids, documents the odd ones. A document takes the arrival of a conversation's
-    request, which comes later instead, so that the trace keeps its rate."""
+def _with_jobs(requests: int, rate: float, seed: int, shape: ScanShape) -> Iterator[TraceRequest]:
+    """Yield conversations, with even block ids, and documents of jobs, with odd ones.
+
+    Each document delays all later requests of conversations, so that the trace keeps its rate.
+    """
     random = np.random.Generator(np.random.PCG64(seed + 1))
-    talk = conversations(requests, rate=rate, seed=seed, shape=shape.conversations)
-    blocks, late_ms = 0, 0
-    for request in talk:
-        arrival_ms = request.timestamp_ms + late_ms
+    blocks, delay_ms = 0, 0
+    for request in conversations(requests, rate=rate, seed=seed, shape=shape.conversations):
+        arrival_ms = request.timestamp_ms + delay_ms
         ids = tuple(2 * block for block in request.block_ids)
         yield replace(request, timestamp_ms=arrival_ms, block_ids=ids)
         if random.random() < shape.job_ratio:
             for _ in range(shape.job_documents):
-                late_ms += int(random.exponential(1000 / rate))
+                delay_ms += int(random.exponential(1000 / rate))
                 tokens = lognormal(random, shape.document_tokens_mean, shape.document_tokens_sigma)
                 fresh = range(blocks, blocks + blocks_of(tokens))
                 blocks = fresh.stop
                 answer = gamma(random, shape.output_tokens_mean, 2)
                 ids = tuple(2 * block + 1 for block in fresh)
-                yield TraceRequest(request.timestamp_ms + late_ms, tokens, answer, ids)
+                yield TraceRequest(request.timestamp_ms + delay_ms, tokens, answer, ids)
 
 
 @dataclass(frozen=True, slots=True)
 class _Call:
-    """A call that is due, or will be: its length, and the blocks it repeats."""
+    """A future call: its length, and the blocks that it repeats from the previous call."""
 
     input_tokens: int
     repeated_ids: tuple[int, ...]
@@ -404,23 +407,23 @@ class _Call:
 
 def _calls(rate: float, random: np.random.Generator, shape: AgentShape) -> Iterator[TraceRequest]:
     systems: list[_Call] = []
-    blocks = 0  # block ids given out so far: the system prompts' come first
+    blocks = 0  # the number of block ids used so far; the first are those of system prompts
     for _ in range(shape.applications):
         tokens = min(lognormal(random, shape.system_tokens_mean, shape.tokens_sigma), shape.context_tokens)
         full = tokens // BLOCK_TOKENS
         systems.append(_Call(tokens, tuple(range(blocks, blocks + full))))
         blocks += full
     popularity = np.cumsum(1 / np.arange(1, shape.applications + 1))
-    to_come: list[tuple[float, int, _Call]] = []  # heap by due time; the serial number orders calls due together
+    future: list[tuple[float, int, _Call]] = []  # a heap by due time; serial numbers order calls that are due together
     serial = count()
     now_ms = 0.0
     while True:
         now_ms += random.exponential(1000 / rate)
-        if to_come and to_come[0][0] <= now_ms:
-            call = heapq.heappop(to_come)[2]
+        if future and future[0][0] <= now_ms:
+            call = heapq.heappop(future)[2]
         else:
             system = systems[int(np.searchsorted(popularity, random.random() * popularity[-1], side="right"))]
-            call = _longer(system, lognormal(random, shape.task_tokens_mean, shape.tokens_sigma), shape)
+            call = _extend(system, lognormal(random, shape.task_tokens_mean, shape.tokens_sigma), shape)
         fresh = blocks_of(call.input_tokens) - len(call.repeated_ids)
         ids = (*call.repeated_ids, *range(blocks, blocks + fresh))
         blocks += fresh
@@ -428,26 +431,26 @@ def _calls(rate: float, random: np.random.Generator, shape: AgentShape) -> Itera
         yield TraceRequest(int(now_ms), call.input_tokens, answer_tokens, ids)
         sessions = int(random.random() < shape.again_ratio) + int(random.random() < shape.fork_ratio)
         for _ in range(sessions if call.input_tokens < shape.context_tokens else 0):
-            stands = _Call(call.input_tokens, ids[: call.input_tokens // BLOCK_TOKENS])
-            following = _longer(stands, lognormal(random, shape.step_tokens_mean, shape.tokens_sigma), shape)
+            full_call = _Call(call.input_tokens, ids[: call.input_tokens // BLOCK_TOKENS])
+            next_call = _extend(full_call, lognormal(random, shape.step_tokens_mean, shape.tokens_sigma), shape)
             pause_s = shape.pause_s_min + random.lognormal(log(shape.pause_s_median), shape.pause_s_sigma)
-            heapq.heappush(to_come, (now_ms + 1000 * pause_s, next(serial), following))
+            heapq.heappush(future, (now_ms + 1000 * pause_s, next(serial), next_call))
 
 
-def _longer(call: _Call, tokens: int, shape: AgentShape) -> _Call:
+def _extend(call: _Call, tokens: int, shape: AgentShape) -> _Call:
     return _Call(min(call.input_tokens + tokens, shape.context_tokens), call.repeated_ids)
 
 
 def _phases(rate: float, seed: int, shape: ShiftShape) -> Iterator[TraceRequest]:
-    """Each phase begins where the one before ended, with block ids above all that were given out."""
-    begin_ms = blocks = 0
+    """Yield the requests of all phases. A phase begins at the last request of the previous one, with new block ids."""
+    now_ms = blocks = 0
     for phase in count():
-        begin = begin_ms, blocks
+        start_ms, first_block = now_ms, blocks
         for request in _phase(phase, rate, seed, shape):
-            ids = tuple(begin[1] + block for block in request.block_ids)
-            begin_ms = begin[0] + request.timestamp_ms
+            ids = tuple(first_block + block for block in request.block_ids)
+            now_ms = start_ms + request.timestamp_ms
             blocks = max(blocks, max(ids) + 1)
-            yield replace(request, timestamp_ms=begin_ms, block_ids=ids)
+            yield replace(request, timestamp_ms=now_ms, block_ids=ids)
 
 
 def _phase(phase: int, rate: float, seed: int, shape: ShiftShape) -> Iterator[TraceRequest]:

@@ -1,13 +1,13 @@
-"""Request traces in the JSONL format published with Mooncake (Qin et al., FAST'25).
+"""Request traces in the JSONL format that was published with Mooncake (Qin et al., FAST'25).
 
 One JSON object per line::
 
     {"timestamp": 27000, "input_length": 1100, "output_length": 52, "hash_ids": [0, 41, 42]}
 
-Timestamps are milliseconds since the start of the trace and never go back. Each hash id names one block of 512 prompt
-tokens, the last of which may be partial. Ids are chained: an equal id means equal tokens *and* an equal prefix before
-them. So in the example above block 41 can only ever follow block 0, and a later prompt that begins ``[0, 41]`` shares
-its first 1024 tokens with this one. ("Block" is the trace's word; a page of the store may be any size.)
+Timestamps are milliseconds since the start of the trace, and never decrease. Each hash id names a block of 512 tokens
+of the prompt. The last block may be partial. Ids are chained: equal ids mean equal tokens *and* an equal prefix. So
+block 41 in the example always follows block 0, and another prompt that begins ``[0, 41]`` has the same first 1024
+tokens. ("Block" is the word of the trace. A page of the store may have another size.)
 """
 
 from __future__ import annotations
@@ -35,9 +35,9 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 @dataclass(frozen=True, slots=True)
 class TraceRequest:
-    """One prompt and its answer, content reduced to block ids.
+    """A prompt, as the ids of its blocks, and the length of its answer.
 
-    ``input_tokens`` need not be a multiple of the block size: ``len(block_ids) == ceil(input_tokens / block size)``.
+    The last block may be partial: ``len(block_ids) == ceil(input_tokens / block size)``.
     """
 
     timestamp_ms: int
@@ -46,32 +46,33 @@ class TraceRequest:
     block_ids: tuple[int, ...]
 
     def tokens(self, block_tokens: int = BLOCK_TOKENS) -> npt.NDArray[np.uint32]:
-        """Token ids of the prompt, uint32 ``[input_tokens]``, each below `VOCABULARY_TOKENS`.
+        """Return token ids for the prompt, uint32 ``[input_tokens]``, each below ``VOCABULARY_TOKENS``.
 
-        A pure function of the block ids, equal on every machine and numpy version: requests that share k leading ids
-        share k blocks of tokens. `block_tokens` is the block size of the trace (512 in Mooncake's).
+        They depend only on the block ids, and are the same on every machine and with every version of numpy. Requests
+        with k common leading ids have k common blocks of tokens.
 
         Raises:
-            InvalidRequest: the number of block ids does not fit `input_tokens` at this block size.
+            InvalidRequest: ``input_tokens`` needs another number of blocks of ``block_tokens`` tokens.
         """
-        if len(self.block_ids) != _blocks(self.input_tokens, block_tokens):
-            raise InvalidRequest(
-                "block_tokens", f"{len(self.block_ids)} blocks of {block_tokens} do not hold {self.input_tokens} tokens"
-            )
-        # SplitMix64 (Steele, Lea, Flood 2014): each block is the stream of one generator seeded by its mixed id.
+        if len(self.block_ids) != (blocks := _blocks(self.input_tokens, block_tokens)):
+            reason = f"{self.input_tokens} tokens need {blocks} blocks of {block_tokens} (got {len(self.block_ids)})"
+            raise InvalidRequest("block_tokens", reason)
+        # SplitMix64 (Steele, Lea, Flood 2014): the tokens of a block come from a generator seeded with its mixed id.
         seeds = _mix(np.array(self.block_ids, dtype=np.uint64) + _GOLDEN)
         steps = np.arange(1, block_tokens + 1, dtype=np.uint64) * _GOLDEN
         stream = _mix((seeds[:, None] + steps).reshape(-1)[: self.input_tokens])
-        # The upper half scaled to the vocabulary: a multiplication and a shift, several times faster than modulo.
+        # A multiplication and a shift map the upper half to the vocabulary, several times faster than a modulo.
         return (((stream >> np.uint64(32)) * np.uint64(VOCABULARY_TOKENS)) >> np.uint64(32)).astype(np.uint32)
 
 
 def read_trace(path: str | Path, limit: int | None = None, block_tokens: int = BLOCK_TOKENS) -> Iterator[TraceRequest]:
-    """Requests of a trace file, in order, read as they are consumed; at most `limit`. Blank lines are skipped.
+    """Yield the requests of a trace file, in order, at most ``limit``. Blank lines are skipped.
 
-    Raises (while iterating):
-        InvalidRequest: the file cannot be opened, or a line is not a request; the field names file, line and member,
-            as in ``trace.jsonl:17 hash_ids``.
+    The file is read during the iteration.
+
+    Raises (during the iteration):
+        InvalidRequest: the file cannot be opened, or a line is not a valid request. The field names the file, the line
+            and the member, as in ``trace.jsonl:17 hash_ids``.
     """
     if limit is not None and limit < 0:
         raise InvalidRequest("limit", f"must not be negative (got {limit})")
@@ -79,10 +80,10 @@ def read_trace(path: str | Path, limit: int | None = None, block_tokens: int = B
 
 
 def write_trace(target: str | Path | TextIO, requests: Iterable[TraceRequest]) -> int:
-    """Write `requests`, one line each, as they come; returns how many.
+    """Write requests, one per line. Returns their number.
 
-    A file is written under a temporary name next to its final one and renamed when complete: after an error or a crash
-    it holds what it held before. A stream is left open, and holds whatever was written to it before an error.
+    A file is written under a temporary name and renamed when it is complete. So after an error or a crash, the previous
+    file is unchanged. A stream stays open. After an error it contains the requests that were written before.
 
     Raises:
         InvalidRequest: the path is a folder or a device, or its folder does not exist.
@@ -92,9 +93,9 @@ def write_trace(target: str | Path | TextIO, requests: Iterable[TraceRequest]) -
         return _write(target, requests)
     path = Path(target).resolve()
     if path.exists() and not path.is_file():
-        raise InvalidRequest(str(target), "must be a regular file; give a stream instead")
+        raise InvalidRequest(str(target), "must be a regular file")
     if not path.parent.is_dir():
-        raise InvalidRequest(str(target), "is in a folder that does not exist")
+        raise InvalidRequest(str(target), "the folder does not exist")
     draft = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         with draft.open("w", encoding="ascii", newline="\n") as stream:
@@ -108,31 +109,37 @@ def write_trace(target: str | Path | TextIO, requests: Iterable[TraceRequest]) -
 
 
 def statistics(requests: Iterable[TraceRequest]) -> dict[str, Any]:
-    """What a trace offers a cache, in one pass; memory is proportional to the distinct blocks.
+    """Return statistics of a trace about lengths, arrivals and reuse.
 
-    Means and ratios of an empty set are 0. Some keys need an explanation:
+    Reads the requests once. Memory is proportional to the number of distinct blocks. Means and ratios of an empty set
+    are 0. Some of the keys:
 
-    - ``blocks_used_once_ratio``: share of the distinct blocks that appear in a single request.
-    - ``reuse_gap_s_p50``: median seconds between two consecutive uses of a block, over all its reuses.
-    - ``block_hit_ratio_infinite``: hits per block used, of a cache that never evicts.
-    - ``next_turn_ratio``: entry t-1 estimates P(a further turn | t turns so far). A request is the next turn of the
-      one that last used its deepest known block, if it repeats all full blocks of that one and more than the first
-      block (which a trace may share between all requests); only requests of two full blocks or more count as ones
-      that could have had a next turn. Turns beyond the end of the trace are missing, so the estimate is a little low.
-      Turns reached by fewer than 50 requests are left out.
+    - ``blocks_used_once_ratio``: the share of the distinct blocks that appear in only one request.
+    - ``reuse_gap_s_p50``: the median time between two consecutive uses of a block, in seconds.
+    - ``block_hit_ratio_infinite``: the block hit ratio of a cache that never evicts.
+    - ``next_turn_ratio``: entry t-1 is an estimate of P(a further turn | t turns so far). A request is the next turn of
+      the request that last used its deepest known block, if it repeats all full blocks of that request and at least two
+      blocks (all requests of a trace may have the first block in common). Only requests with at least two full blocks
+      count as having a chance of a next turn. Turns after the end of the trace are missing, so the estimates are
+      slightly low. Turns with fewer than 50 requests are omitted.
     """
-    seen = _Seen()
+    totals = _Totals()
     for request in requests:
-        seen.add(request)
-    return seen.summary()
+        totals.add(request)
+    return totals.summary()
 
 
-_TURN_REQUESTS_MIN = 50  # below this the standard error of a ratio exceeds .07
+_TURN_REQUESTS_MIN = 50  # with fewer, the standard error of a ratio exceeds .07
 
 
 @dataclass(slots=True)
 class _Turn:
-    """A request as the latest user of its blocks."""
+    """A request that may be the last one to use a block.
+
+    Attributes:
+        turn: the number of this turn in its session, from 1 on.
+        extended: True once a next turn was found.
+    """
 
     turn: int
     full_blocks: int
@@ -140,8 +147,14 @@ class _Turn:
 
 
 @dataclass(slots=True)
-class _Seen:
-    """Running totals of `statistics`."""
+class _Totals:
+    """The running totals of ``statistics``.
+
+    Attributes:
+        reused: the blocks that were used more than once.
+        last_use: for each block, the time and the request of its last use.
+        reached, extended: for each turn, the number of requests that reached it, and that had a next turn.
+    """
 
     timestamps_ms: array[int] = field(default_factory=lambda: array("q"))
     gaps_ms: array[int] = field(default_factory=lambda: array("q"))
@@ -160,20 +173,20 @@ class _Seen:
         self.blocks += len(request.block_ids)
         use = request.timestamp_ms, self._turn_of(request)
         for block in request.block_ids:
-            before = self.last_use.get(block)
-            if before is not None:
-                self.gaps_ms.append(request.timestamp_ms - before[0])
+            previous = self.last_use.get(block)
+            if previous is not None:
+                self.gaps_ms.append(request.timestamp_ms - previous[0])
                 self.reused.add(block)
             self.last_use[block] = use
 
     def _turn_of(self, request: TraceRequest) -> _Turn:
-        known = 0
-        while known < len(request.block_ids) and request.block_ids[known] in self.last_use:
-            known += 1
+        known_blocks = 0
+        while known_blocks < len(request.block_ids) and request.block_ids[known_blocks] in self.last_use:
+            known_blocks += 1
         turn = _Turn(1, request.input_tokens // BLOCK_TOKENS)
-        if known >= 2:
-            previous = self.last_use[request.block_ids[known - 1]][1]
-            if known >= previous.full_blocks:
+        if known_blocks >= 2:
+            previous = self.last_use[request.block_ids[known_blocks - 1]][1]
+            if known_blocks >= previous.full_blocks:
                 turn.turn = previous.turn + 1
                 if previous.full_blocks >= 2 and not previous.extended:
                     previous.extended = True
@@ -213,54 +226,52 @@ class _Seen:
 def _read(path: Path, block_tokens: int) -> Iterator[TraceRequest]:
     try:
         stream = path.open("rb")
-    except OSError as failed:
-        raise InvalidRequest(str(path), failed.strerror or str(failed)) from failed
-    earliest_ms = 0
+    except OSError as error:
+        raise InvalidRequest(str(path), error.strerror or str(error)) from error
+    last_ms = 0
     with stream:
         for number, line in enumerate(stream, start=1):
             if line.isspace():
                 continue
             request = _parse(line, f"{path.name}:{number}", block_tokens)
-            if request.timestamp_ms < earliest_ms:
-                raise InvalidRequest(f"{path.name}:{number} timestamp", f"goes back from {earliest_ms}")
-            earliest_ms = request.timestamp_ms
+            if request.timestamp_ms < last_ms:
+                reason = f"must not be before that of the previous line, {last_ms} (got {request.timestamp_ms})"
+                raise InvalidRequest(f"{path.name}:{number} timestamp", reason)
+            last_ms = request.timestamp_ms
             yield request
 
 
-def _parse(line: bytes, where: str, block_tokens: int) -> TraceRequest:
+def _parse(line: bytes, place: str, block_tokens: int) -> TraceRequest:
+    """Parse a line. ``place`` names the file and the line in errors."""
     try:
         members = json.loads(line)
-    except (ValueError, RecursionError) as failed:
-        raise InvalidRequest(where, "is not a JSON object") from failed
+    except (ValueError, RecursionError) as error:
+        raise InvalidRequest(place, "must be a JSON object") from error
     if not isinstance(members, dict):
-        raise InvalidRequest(where, "is not a JSON object")
-    timestamp_ms = _integer(members, "timestamp", 0, where)
-    input_tokens = _integer(members, "input_length", 1, where)
-    output_tokens = _integer(members, "output_length", 0, where)
+        raise InvalidRequest(place, "must be a JSON object")
+    timestamp_ms = _integer(members, "timestamp", 0, place)
+    input_tokens = _integer(members, "input_length", 1, place)
+    output_tokens = _integer(members, "output_length", 0, place)
     ids = members.get("hash_ids")
     if not isinstance(ids, list) or not all(type(block) is int and 0 <= block <= _INT64_MAX for block in ids):
-        raise InvalidRequest(f"{where} hash_ids", "must be a list of integers, none negative or above 2**63 - 1")
-    if len(ids) != _blocks(input_tokens, block_tokens):
-        raise InvalidRequest(
-            f"{where} hash_ids",
-            f"holds {len(ids)} ids, but {input_tokens} tokens are {_blocks(input_tokens, block_tokens)} blocks",
-        )
+        raise InvalidRequest(f"{place} hash_ids", "must be a list of integers from 0 to 2**63 - 1")
+    if len(ids) != (blocks := _blocks(input_tokens, block_tokens)):
+        reason = f"must have {blocks} ids for {input_tokens} tokens (got {len(ids)})"
+        raise InvalidRequest(f"{place} hash_ids", reason)
     if len(set(ids)) != len(ids):
-        raise InvalidRequest(f"{where} hash_ids", "names a block twice, which a chained id cannot be")
+        raise InvalidRequest(f"{place} hash_ids", "must not name a block twice, because ids are chained")
     return TraceRequest(timestamp_ms, input_tokens, output_tokens, tuple(ids))
 
 
-def _integer(members: dict[str, Any], name: str, least: int, where: str) -> int:
+def _integer(members: dict[str, Any], name: str, least: int, place: str) -> int:
     value = members.get(name)
-    if (
-        type(value) is not int or not least <= value <= _INT64_MAX
-    ):  # `type`: true and false do not count as numbers here
-        raise InvalidRequest(f"{where} {name}", f"must be an integer of at least {least}")
+    if type(value) is not int or not least <= value <= _INT64_MAX:  # not isinstance(): a bool is not a number in JSON
+        raise InvalidRequest(f"{place} {name}", f"must be an integer of at least {least} (got {value!r})")
     return value
 
 
 def _write(stream: TextIO, requests: Iterable[TraceRequest]) -> int:
-    written = 0
+    count = 0
     for request in requests:
         members = {
             "timestamp": request.timestamp_ms,
@@ -269,12 +280,12 @@ def _write(stream: TextIO, requests: Iterable[TraceRequest]) -> int:
             "hash_ids": request.block_ids,
         }
         stream.write(json.dumps(members) + "\n")
-        written += 1
-    return written
+        count += 1
+    return count
 
 
 def _mix(words: npt.NDArray[np.uint64]) -> npt.NDArray[np.uint64]:
-    """SplitMix64's finaliser, a bijection of 64-bit words, in place."""
+    """Apply the finalizer of SplitMix64, a bijection of 64-bit words, in place."""
     words ^= words >> np.uint64(30)
     words *= np.uint64(0xBF58476D1CE4E5B9)
     words ^= words >> np.uint64(27)

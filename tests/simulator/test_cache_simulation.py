@@ -10,7 +10,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from engine.simulator.cache import LIAR, TENANTS, TENTHS, CacheAccess, CacheSimulation, accesses, dealt, hinted
+from engine.simulator.cache import (
+    LIAR,
+    TENANTS,
+    TENTHS,
+    CacheAccess,
+    CacheSimulation,
+    accesses,
+    assign_tenants,
+    with_hints,
+)
 from engine.simulator.cli import GENERATORS, simulate
 from engine.simulator.compare import (
     BELADY,
@@ -220,31 +229,33 @@ def conversations_with_a_prompt(requests: int) -> list[CacheAccess]:
 
 def test_requests_are_dealt_by_session_and_hinted_by_rule() -> None:
     trace = [*conversations_with_a_prompt(40), CacheAccess(10**6, (0, 10, 11, 900)), CacheAccess(10**6 + 1, (901, 902))]
-    plain = dealt(trace)
+    plain = assign_tenants(trace)
     assert len({access.owner for access in plain}) > 1
     assert all(block % TENANTS == access.owner for access in plain for block in access.blocks), "none is shared"
     assert plain[0].owner == plain[-2].owner, "a session stays its tenant's"
     high, low, lie = Retention(2).hint, Retention(-2).hint, Retention(3).hint
-    typed = hinted(plain, "type")
+    typed = with_hints(plain, "type")
     assert typed[-1].hints == bytes([low, low]) or typed[-1].owner == plain[0].owner
     for tenth in TENTHS:
-        for before, after in zip(typed, hinted(plain, "type", tenth), strict=True):
+        for before, after in zip(typed, with_hints(plain, "type", tenth), strict=True):
             count = len(after.blocks)
             says = {"hints": before.hints, "is silent": b"", "lies": bytes([lie]) * count}
             assert after.hints == (says[tenth] if after.owner == LIAR else before.hints)
-    assert {hint for access in hinted(plain, "sessions") for hint in access.hints} <= {0, high, low}
+    assert {hint for access in with_hints(plain, "sessions") for hint in access.hints} <= {0, high, low}
     with pytest.raises(InvalidRequest):
-        hinted(plain, "guess")
+        with_hints(plain, "guess")
 
 
 def test_who_lies_of_all_its_pages_harms_nobody() -> None:
     """To the page the same as one that says nothing; and hints of the others gain what they should."""
-    plain = dealt([CacheAccess(access.now_ms, access.blocks) for access in accesses(conversations(2000, seed=1))])
+    plain = assign_tenants(
+        [CacheAccess(access.now_ms, access.blocks) for access in accesses(conversations(2000, seed=1))]
+    )
     hits = {}
     for tenth in ("is silent", "lies"):
         simulation = CacheSimulation(1500, make_policy("gittins", 1500))
         simulation.request(0, (1,), owner=1, hints=bytes([Retention(1).hint]))  # from here on owners are known
-        simulation.run(hinted(plain, "sessions", tenth))
+        simulation.run(with_hints(plain, "sessions", tenth))
         hits[tenth] = dict(simulation.hits_of)
     assert hits["lies"] == hits["is silent"]
     without = CacheSimulation(1500, make_policy("gittins", 1500))

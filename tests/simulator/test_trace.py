@@ -150,4 +150,4 @@ def test_stats_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> No
     assert "input_tokens_mean" in capsys.readouterr().out
     path.write_text("{")
     assert run(simulate, ["stats", "--trace", str(path)]) == 2
-    assert capsys.readouterr().err == "kvstore: trace.jsonl:1: is not a JSON object\n"
+    assert capsys.readouterr().err == "kvstore: trace.jsonl:1: must be a JSON object\n"
