@@ -119,15 +119,9 @@ def cache(
     continue them (sessions). In further runs, one of the ten tenants gives no hints, or the highest priority to all its
     pages.
     """
-    if (trace is None) == (kind is None):
-        raise InvalidRequest("trace", "give either --trace FILE or --generate KIND")
     if picture is not None:
         require_plotting()
-    if trace is not None:
-        source, run = Path(trace).name, read_trace(trace, limit)
-    else:
-        source, count = f"{kind}, seed {seed}", requests if limit is None else min(requests, limit)
-        run = GENERATORS[str(kind)](count, RATE_DEFAULT, seed)
+    source, run = _source(trace, kind, requests, seed, limit)
     if rule is not None:
         name = policy if policy is not None else POLICY_DEFAULT
         comparison = compare_hints(source, run, _capacities(capacity), name, rule, Half(half))
@@ -142,6 +136,18 @@ def cache(
         counted = f"{comparison.requests:,} requests counted, {comparison.blocks:,} blocks"
         click.echo(f"{comparison.source}: {counted}; block hit ratio")
         print_table(*table(comparison))
+
+
+def _source(
+    trace: str | None, kind: str | None, requests: int, seed: int, limit: int | None
+) -> tuple[str, Iterator[TraceRequest]]:
+    """Return the name and the requests of the trace to run."""
+    if (trace is None) == (kind is None):
+        raise InvalidRequest("trace", "must have either --trace FILE or --generate KIND")
+    if trace is not None:
+        return Path(trace).name, read_trace(trace, limit)
+    count = requests if limit is None else min(requests, limit)
+    return f"{kind}, seed {seed}", GENERATORS[str(kind)](count, RATE_DEFAULT, seed)
 
 
 def _names(policy: str) -> tuple[str, ...]:
