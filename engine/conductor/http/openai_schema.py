@@ -297,14 +297,14 @@ def _only(*values: Any) -> PlainValidator:
 
 
 def _stop(value: Any) -> tuple[str, ...]:
-    found = [value] if isinstance(value, str) else value
-    if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+    texts = [value] if isinstance(value, str) else value
+    if not isinstance(texts, list) or not all(isinstance(text, str) for text in texts):
         raise Problem("invalid_type", "must be text, or a list of texts")
-    if len(found) > STOP_MAX:
-        raise Problem("invalid_value", f"must be at most {STOP_MAX} texts (got {len(found)})")
-    if not all(1 <= len(text) <= STOP_CHARACTERS_MAX for text in found):
+    if len(texts) > STOP_MAX:
+        raise Problem("invalid_value", f"must be at most {STOP_MAX} texts (got {len(texts)})")
+    if not all(1 <= len(text) <= STOP_CHARACTERS_MAX for text in texts):
         raise Problem("invalid_value", f"each text must have 1 to {STOP_CHARACTERS_MAX} characters")
-    return tuple(_unicode(text) for text in found)
+    return tuple(_unicode(text) for text in texts)
 
 
 def _prompts(value: Any) -> tuple[Prompt, ...]:

@@ -96,54 +96,55 @@ class Conductor:
                     instructions = self.state.handle(event)
                     if isinstance(event, ev.RequestArrived):
                         self.tally.decided.add(time.perf_counter() - start_s)
-                    for it in instructions:
-                        self._perform(it)
+                    for instruction in instructions:
+                        self._perform(instruction)
         finally:
             self._handling = False
 
-    def _perform(self, it: do.Instruction) -> None:
-        match it:
+    def _perform(self, instruction: do.Instruction) -> None:
+        match instruction:
             case do.Send() | do.Refuse() | do.LoseRequest():
-                answer = self._answers.get(it.number)
+                answer = self._answers.get(instruction.number)
                 if answer is not None:  # otherwise its caller has just gone
-                    answer.deliver(it)
+                    answer.deliver(instruction)
             case do.SetRole():
-                self._start_task(self._set_role(it))
+                self._start_task(self._set_role(instruction))
             case do.RestartStream():
-                self.members.restart_stream(it.node)
+                self.members.restart_stream(instruction.node)
             case do.CopyPrefix() | do.PrefetchPrefix():
-                self._start_task(self._prefetch(it))
+                self._start_task(self._prefetch(instruction))
             case _:
-                raise AssertionError(f"unknown instruction: {it}")
+                raise AssertionError(f"unknown instruction: {instruction}")
 
-    async def _set_role(self, it: do.SetRole) -> None:
-        known = self.members.engines.get(it.engine)
+    async def _set_role(self, instruction: do.SetRole) -> None:
+        known = self.members.engines.get(instruction.engine)
         if known is not None and self.leading() is not None:  # leadership may have been lost since the decision
             try:
                 with _ORDER:
-                    await known.link.set_role(it.role, it.order, ORDER_S)
+                    await known.link.set_role(instruction.role, instruction.order, ORDER_S)
             except KVStoreError as error:  # the next report has its role
-                log.warning("%s may keep its role: %s", it.engine, error)
-        self.handle(ev.RoleOrderEnded(time.monotonic(), it.engine))
-        self.members.poll_now(it.engine)
+                log.warning("%s may keep its role: %s", instruction.engine, error)
+        self.handle(ev.RoleOrderEnded(time.monotonic(), instruction.engine))
+        self.members.poll_now(instruction.engine)
 
-    async def _prefetch(self, it: do.CopyPrefix | do.PrefetchPrefix) -> None:
+    async def _prefetch(self, instruction: do.CopyPrefix | do.PrefetchPrefix) -> None:
         """Ask a node to load pages of a request's prompt into its memory. A failure loses nothing.
 
         This order needs no revision. Any client may make the same call, and no other conductor depends on its effect.
         An order of a replaced leader only wastes transfers, within the budget of one leader.
         """
-        answer, link = self._answers.get(it.number), self.members.nodes.get(it.node)
-        layout = next((each.layout for each in self.members.engines.values() if each.about.layout == it.layout), None)
+        answer, link = self._answers.get(instruction.number), self.members.nodes.get(instruction.node)
+        engines = self.members.engines.values()
+        layout = next((each.layout for each in engines if each.about.layout == instruction.layout), None)
         if answer is not None and link is not None and layout is not None and self.leading() is not None:
             request = answer.request
-            tokens = request.tokens[: it.pages * layout.page_tokens]
+            tokens = request.tokens[: instruction.pages * layout.page_tokens]
             try:
                 with _ORDER:
                     await link.prefetch(layout, request.page_salt, request.adapter, tokens, LATE_S)
             except KVStoreError as error:
-                log.debug("%s prefetches no pages: %s", it.node, error)
-        self.handle(ev.PageOrderEnded(time.monotonic(), it.order))
+                log.debug("%s prefetches no pages: %s", instruction.node, error)
+        self.handle(ev.PageOrderEnded(time.monotonic(), instruction.order))
 
     def _start_task(self, work: Coroutine[Any, Any, None]) -> None:
         task = asyncio.create_task(work)

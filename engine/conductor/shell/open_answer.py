@@ -83,9 +83,9 @@ class OpenAnswer:
         self._failure = ""  # the last failure of an engine, for an error text
         self._ended = False
 
-    def deliver(self, it: Decision) -> None:
+    def deliver(self, decision: Decision) -> None:
         """Pass on a decision about the request."""
-        self._decisions.put_nowait(it)
+        self._decisions.put_nowait(decision)
 
     async def cancel(self) -> None:
         """End the work if it has not ended, because the client has gone."""
@@ -97,21 +97,21 @@ class OpenAnswer:
     async def parts(self) -> AsyncGenerator[AnswerPart, None]:
         """Yield all parts of the answer. Raises the errors of ``Conductor.answer``."""
         while not self._ended:
-            it = await self._next_decision()
-            match it:
+            decision = await self._next_decision()
+            match decision:
                 case do.Refuse():
                     self._record_end("refused")
-                    if it.retry_s is None:  # no engine can ever answer it
-                        raise InvalidRequest("tokens", it.why)
-                    raise TooManyCalls(it.why, it.retry_s, "refused")
+                    if decision.retry_s is None:  # no engine can ever answer it
+                        raise InvalidRequest("tokens", decision.why)
+                    raise TooManyCalls(decision.why, decision.retry_s, "refused")
                 case do.LoseRequest():
                     self._record_end("failed")
-                    raise NodeUnavailable(f"{it.why}{self._failure}")
+                    raise NodeUnavailable(f"{decision.why}{self._failure}")
                 case do.Send():
                     self._conductor.tally.routed += 1
                     rules = self._conductor.config.rules
-                    yield AnswerRoute({**route_document(it, rules.policy, rules.split), **self._explanation})
-                    async with contextlib.aclosing(self._parts_from(it)) as parts:
+                    yield AnswerRoute({**route_document(decision, rules.policy, rules.split), **self._explanation})
+                    async with contextlib.aclosing(self._parts_from(decision)) as parts:
                         async for part in parts:
                             yield part
 
@@ -122,21 +122,21 @@ class OpenAnswer:
         except TimeoutError:
             raise DeadlineExceeded(f"no engine had room within {self.request.deadline_s:g} s") from None
 
-    async def _parts_from(self, it: do.Send) -> AsyncGenerator[AnswerPart, None]:
+    async def _parts_from(self, send: do.Send) -> AsyncGenerator[AnswerPart, None]:
         """Yield the parts that one engine sends, until the answer ends or the engine fails."""
-        name = it.route.answering.engine.about.name
+        name = send.route.answering.engine.about.name
         known = self._conductor.members.engines.get(name)
-        attempt = EngineAttempt(it, self._tokens)
+        attempt = EngineAttempt(send, self._tokens)
         try:
             if known is None:
                 raise NodeUnavailable(f"{name} has just left")
-            request = await self._engine_request(it)
+            request = await self._engine_request(send)
             if request is None:
                 return
             async with contextlib.aclosing(known.link.answer(request)) as parts:
                 async for part in parts:
                     if isinstance(part, Finished):
-                        self._finish(part.reason, *self._prefill_result(it.route, part.usage, attempt, known.speeds))
+                        self._finish(part.reason, *self._prefill_result(send.route, part.usage, attempt, known.speeds))
                         yield AnswerEnd(part.reason, part.text, self._usage(part.usage, attempt))
                         return
                     attempt.add_tokens(max(1, len(part.ids)))
@@ -162,9 +162,9 @@ class OpenAnswer:
         tokens = len(self.request.tokens) + attempt.tokens_before
         return _prefill_result(route, usage, tokens) if speeds is None else attempt.measure(usage, tokens, speeds)
 
-    async def _engine_request(self, it: do.Send) -> Request | None:
+    async def _engine_request(self, send: do.Send) -> Request | None:
         """Return the request for the engine that answers. None: a remote cluster failed to compute the prompt."""
-        about = it.route.computing.engine.about
+        about = send.route.computing.engine.about
         self._attempts += 1
         id_prefix = self.request.id.encode()[:ID_BYTES].decode(errors="ignore")
         request = replace(
@@ -175,8 +175,8 @@ class OpenAnswer:
             deadline_s=self._remaining_s(),
             prefill=(),
         )
-        if it.route.local or not about.egress_bytes_per_s:
-            return request if it.route.local else replace(request, prefill=(about.address,))
+        if send.route.local or not about.egress_bytes_per_s:
+            return request if send.route.local else replace(request, prefill=(about.address,))
         try:
             return replace(request, prefill=(await self._conductor.members.choose_remote_engine(about.name, request),))
         except KVStoreError as error:
@@ -273,11 +273,11 @@ class EngineAttempt:
         read_s: how long the client took to read the last part.
     """
 
-    def __init__(self, it: do.Send, tokens_before: int) -> None:
+    def __init__(self, send: do.Send, tokens_before: int) -> None:
         self.tokens_before = tokens_before
         self.read_s = 0.0
-        self._cached = it.route.computing.cached
-        engine = it.route.computing.engine
+        self._cached = send.route.computing.cached
+        engine = send.route.computing.engine
         self._is_alone = engine.waiting <= 1 and not engine.others_waiting  # no other prompt is queued before it
         self._sent_s = self._first_s = self._last_s = time.monotonic()
         self._tokens = self._first_tokens = 0

@@ -120,11 +120,11 @@ class Costs:
         self._usual_s: dict[str, tuple[int, float]] = {}  # by model: how many requests, and their mean
 
     def speeds(self, paces: Paces) -> Floats:
-        """Prompt tokens per second as engines report them; the mean of the reports for an engine without one."""
+        """Return the prompt tokens per second of engines: as reported, or the mean of the others."""
         return _believed(paces.tokens_per_s, self.priors.prefill_tokens_per_s)
 
     def prefills_s(self, paces: Paces, speeds: Floats, tokens: int, cached: Floats) -> Floats:
-        """Seconds to compute the last ``tokens - cached`` tokens of a prompt."""
+        """Return the seconds to compute the last ``tokens - cached`` tokens of a prompt."""
         return self._prefill_s(tokens, cached, speeds) * paces.scale
 
     def _prefill_s(self, tokens: int, cached: Number, speed: Number) -> Number:
@@ -132,18 +132,18 @@ class Costs:
         return self.priors.prefill_fixed_s + (tokens - cached) / speed * (cached / context + (1 + tokens / context))
 
     def steps_s(self, paces: Paces, *batches: Floats) -> list[Floats]:
-        """Seconds of a decode step, for each of these arrays of batch sizes."""
+        """Return the seconds of a decode step, for each of these arrays of batch sizes."""
         alone_s = _believed(paces.alone_s, self.priors.step_alone_s)
         return [alone_s * (1 + batch * self.priors.step_each) for batch in batches]
 
     def token_s(self, engine: FleetEngine) -> float:
-        """Seconds per token of all answers together, when the engine's batch is full."""
+        """Return the engine's seconds per token of all answers together, if its batch is full."""
         each, batch = self.priors.step_each, engine.about.batch_max
         alone = engine.alone_s or self.priors.step_alone_s
         return alone * (1 + batch * each) / batch
 
     def moves_s(self, size: Floats, s_per_byte: Floats | float) -> Floats:
-        """Seconds to move this many bytes."""
+        """Return the seconds to move ``size`` bytes."""
         return (size > 0) * self.priors.move_s + size * s_per_byte
 
     # --- learning ---------------------------------------------------------------------------------------------------
@@ -171,7 +171,7 @@ class Costs:
         self._usual_s[model] = count, mean_s + (prefill_s - mean_s) * max(PREFILL_SMOOTH, 1 / count)
 
     def usual_prefill_s(self, model: str) -> float:
-        """The mean predicted time of recent prompts of this model."""
+        """Return the mean predicted time of recent prompts of this model, in seconds."""
         return self._usual_s.get(model, (0, 0.0))[1]
 
     def add_answer(self, tenant: str, tokens: int) -> None:
@@ -182,12 +182,12 @@ class Costs:
         self._answer_tokens[tenant] = before + ANSWER_SMOOTH * (tokens - before)
 
     def answer_tokens(self, tenant: str, tokens_max: int) -> float:
-        """Predict how many tokens the next answer to this tenant has."""
+        """Return how many tokens the next answer to this tenant will have, by prediction."""
         return min(float(tokens_max), self._answer_tokens.get(tenant, ANSWER_TOKENS))
 
 
 def _believed(reported: Floats, prior: float) -> Floats:
-    """The reported values; an engine without one gets the mean of the others, or ``prior`` if there are none."""
+    """Return the reported values. An engine without one gets the mean of the others, or ``prior`` if there are none."""
     known = reported > 0
     if known.all():
         return reported
@@ -211,8 +211,8 @@ class Candidates:
         window_s: an engine has room for one more prompt while its queue is no longer than this.
 
     Attributes:
-        engines: as given.
-        matches: as given.
+        engines: the engines at ``at``.
+        matches: see above.
         layouts: layouts of the engines; ``columns.layout`` is an index into it.
         own: tokens of the prompt that the engine's own node stores now.
         own_pages: pages of the prompt that the node stores now.
@@ -273,12 +273,12 @@ class Candidates:
         self.prompts_s = self.ready_s + harm_s + WORK_PRICE * self.prefill_s
         self.answers_s = self.answer_tokens * self.token_s + self.answer_harm_s
 
-    def _without_egress(self, fit: Places) -> Places:
+    def _without_egress(self, places: Places) -> Places:
         """Exclude remote clusters if the prompt is short and waits no longer than the window here."""
-        here = fit[self.columns.egress[fit] == 0]
+        here = places[self.columns.egress[places] == 0]
         usual_s = self.costs.usual_prefill_s(self.request.model)
         short = len(here) > 0 and self.prefill_s[here].min() < SHORT * usual_s
-        return here if short and self.wait_s[here].min() <= self._window_s else fit
+        return here if short and self.wait_s[here].min() <= self._window_s else places
 
     # --- the computation of the prompt ------------------------------------------------------------------------------
 
@@ -287,10 +287,10 @@ class Candidates:
         last = self.request.tokens - 1  # the last token is always computed
         nodes = columns.node.astype(np.int64)
         pages = upper = np.zeros(len(nodes))
-        mine = {layout: columns.layout == layout for _, layout in usable}
+        has_layout = {layout: columns.layout == layout for _, layout in usable}
         for matches, layout in usable:
-            stored, in_memory = pages + matches.stored[nodes] * mine[layout], matches.upper is matches.stored
-            upper = stored if in_memory and upper is pages else upper + matches.upper[nodes] * mine[layout]
+            stored, in_memory = pages + matches.stored[nodes] * has_layout[layout], matches.upper is matches.stored
+            upper = stored if in_memory and upper is pages else upper + matches.upper[nodes] * has_layout[layout]
             pages = stored
         self.own_pages, self.upper_pages = pages, upper
         self.own = self.cached = np.minimum(pages * columns.page_tokens, last)
@@ -309,12 +309,12 @@ class Candidates:
         self.own_prefill_s = self.prefill_s = self._prefills_s(self.cached)
         self.donor, self.after_s = np.full(len(nodes), -1), np.zeros(len(nodes))
         for matches, layout in usable:
-            self._bring(matches, mine[layout], nodes)
+            self._plan_transfer(matches, has_layout[layout], nodes)
         self.harm_s = self.prefill_s * decoding
         self.ready_s = np.maximum(self.wait_s, self.move_s) + self.prefill_s
 
     def _rooms_s(self) -> Floats:
-        """Seconds until each engine has a place in its batch and the memory that the request will hold."""
+        """Return the seconds until each engine has a place in its batch and the memory for the request."""
         columns, now_s = self.columns, self.now_s
         rooms_s: Floats = np.maximum(0.0, columns.place_free_s - now_s)
         lack = columns.tokens + columns.others_tokens + self.request.tokens + self.answer_tokens - columns.kv_tokens_max
@@ -325,18 +325,23 @@ class Candidates:
         return rooms_s
 
     def _prefills_s(self, cached: Floats) -> Floats:
-        """Seconds to compute the tokens that are not cached, in steps that also decode the engine's sequences."""
+        """Return the seconds to compute the tokens that are not cached, in steps that also decode sequences."""
         tokens = self.request.tokens
         return self.costs.prefills_s(self._paces, self.speeds, tokens, cached) + (tokens - cached) * self._chunk_share_s
 
-    def _bring(self, matches: Matches, mine: Flags, nodes: Places) -> None:
-        """Plan to wait for a longer prefix at the engine's own node, or to bring it from another node, if that saves
-        time.
+    def _plan_transfer(self, matches: Matches, eligible: Flags, nodes: Places) -> None:
+        """Plan to get a longer prefix, where that saves time.
+
+        An engine can wait until its own node has the prefix, or load it from another node.
+
+        Args:
+            eligible: the engines with the layout of ``matches``.
+            nodes: the node of each engine.
         """
         columns, costs, own_move_s = self.columns, self.costs, self.move_s
         best_s = np.maximum(self.wait_s, self.move_s) + (1 + WORK_PRICE) * self.prefill_s
 
-        def bring(
+        def consider(
             may: Flags, node: Places | int, pages: Places | int, ready_s: Floats | float, moves_s: Floats
         ) -> None:
             nonlocal best_s
@@ -355,36 +360,36 @@ class Candidates:
                 self.after_s = np.where(better, ready_s, self.after_s)
 
         if self._egress:
-            mine = mine & (columns.egress == 0)
+            eligible = eligible & (columns.egress == 0)
         soon = matches.soon[nodes]
-        may = mine & (soon > self.own_pages)
+        may = eligible & (soon > self.own_pages)
         if may.any():
-            bring(may, nodes, soon, matches.soon_s[nodes], np.zeros(len(nodes)))
+            consider(may, nodes, soon, matches.soon_s[nodes], np.zeros(len(nodes)))
         if self._mixed:
-            mine = mine & (columns.foreign == 0)
+            eligible = eligible & (columns.foreign == 0)
         for donor in matches.donors:
-            may = mine & (nodes != donor.node) & (donor.pages > self.own_pages)
+            may = eligible & (nodes != donor.node) & (donor.pages > self.own_pages)
             if may.any():
                 way = costs.ways[self._table.apart(*self._fleet.place(donor.node))[self._at]]
                 moves_s = costs.moves_s((donor.pages - self.own_pages) * columns.page_bytes, way)
-                bring(may, donor.node, donor.pages, donor.ready_s, moves_s)
+                consider(may, donor.node, donor.pages, donor.ready_s, moves_s)
 
     # --- pairs ------------------------------------------------------------------------------------------------------
 
     def partners(self, computing: int) -> Places:
-        """Other engines that could answer a request whose prompt this engine computes."""
+        """Return the other engines that could answer a request whose prompt this engine computes."""
         columns, answers = self.columns, self.answers
-        fit = answers != computing
+        can_answer = answers != computing
         if self._mixed:
-            fit &= (columns.layout[answers] == columns.layout[computing]) & (columns.foreign[answers] == 0)
-            fit &= columns.foreign[computing] == 0
-        partners: Places = answers[fit]
+            can_answer &= (columns.layout[answers] == columns.layout[computing]) & (columns.foreign[answers] == 0)
+            can_answer &= columns.foreign[computing] == 0
+        partners: Places = answers[can_answer]
         return partners
 
     def tails_s(self, computing: Places, answering: Places) -> Floats:
-        """Seconds of hand-offs that the prefill does not hide; the two arrays are broadcast against each other.
+        """Return the seconds of hand-offs that the prefill does not hide. The two arrays are broadcast.
 
-        Infinite if a hand-off is impossible, because the layouts differ or an engine is foreign.
+        The result is infinite if no hand-off is possible, because the layouts differ or an engine is foreign.
         """
         columns = self.columns
         moves_s = self._tails_s(computing, answering) + self.costs.handoff_s
@@ -409,7 +414,7 @@ class Candidates:
         return np.where(egress > 0, np.maximum(tails_s, late_s), tails_s)
 
     def totals_s(self, computing: Places, answering: Places, tails_s: Floats | float) -> Floats:
-        """``Route.total_s`` for each of these pairs."""
+        """Return ``Route.total_s`` for each of these pairs."""
         totals_s: Floats = self.prompts_s[computing] + tails_s + self.answers_s[answering]
         return totals_s
 
@@ -418,10 +423,10 @@ class Candidates:
         """The names of nodes, by number."""
         return self._fleet.nodes.names
 
-    def with_room(self, fit: Places) -> Places:
-        """Select the engines that have room; all of them if none has."""
-        roomy = fit[self.wait_s[fit] <= self._window_s]
-        return roomy if len(roomy) else fit
+    def with_room(self, places: Places) -> Places:
+        """Return the engines that have room; all of ``places`` if none has."""
+        with_room = places[self.wait_s[places] <= self._window_s]
+        return with_room if len(with_room) else places
 
     @property
     def hurries(self) -> bool:
@@ -438,14 +443,14 @@ class Candidates:
     # --- objects ----------------------------------------------------------------------------------------------------
 
     def route(self, computing: int, answering: int) -> Route:
-        """The route of this pair; both indices may be the same."""
+        """Return the route of this pair. Both indices may be the same."""
         one, other = np.array([computing]), np.array([answering])
         tails_s = self.tails_s(one, other) if computing != answering else np.zeros(1)
         total_s = float(self.totals_s(one, other, tails_s)[0])
         return Route(self.computing(computing), self.answering(answering), float(tails_s[0]), total_s)
 
     def computing(self, at: int) -> Computing:
-        """The predicted terms if this engine computes the prompt."""
+        """Return the predicted terms if this engine computes the prompt."""
         donor = int(self.donor[at])
         return Computing(
             self.engines[at],
@@ -460,7 +465,7 @@ class Candidates:
         )
 
     def answering(self, at: int) -> Answering:
-        """The predicted terms if this engine answers."""
+        """Return the predicted terms if this engine answers."""
         return Answering(
             self.engines[at],
             int(self.own[at]),

@@ -190,7 +190,7 @@ class FleetEngine:
         return self.ends[min(beyond, len(self.ends) - 1)] if beyond >= 0 and self.ends else 0.0
 
     def memory_free_s(self, tokens: float) -> float:
-        """The predicted time when ended sequences have freed this many tokens; infinite if ours have fewer tokens."""
+        """Return when ended requests of ours will have freed this many tokens; infinite if ours have fewer."""
         for ends_s, freed in sorted((work.ends_s, work.tokens) for work in self.works.values() if work.decodes):
             tokens -= freed
             if tokens <= 0:
@@ -248,7 +248,7 @@ class NumberedNames:
         return len(self.names)
 
     def number(self, name: str) -> int:
-        """The number of a name, assigned at the first call."""
+        """Return the number of a name. The first call assigns it."""
         if name not in self._numbers:
             self._numbers[name] = len(self.names)
             self.names.append(name)
@@ -275,7 +275,7 @@ class Paces(NamedTuple):
 
     @classmethod
     def of(cls, columns: Columns) -> Paces:
-        """Paces from the measurements of these engines."""
+        """Make paces from the measurements in these columns."""
         return cls(*(_without_noise(each) for each in (columns.tokens_per_s, columns.scale, columns.alone_s)))
 
 
@@ -378,7 +378,7 @@ class EngineTable:
         places = [(where.number(about.host), where.number(about.zone)) for about in abouts]
         self._apart: dict[tuple[int, int], Distances] = {}  # from the host and zone of engines and of nodes
         self._between = np.array([self.apart(*place) for place in places])
-        self._paces: Paces | None = None  # made when it is asked for
+        self._paces: Paces | None = None  # computed by the first call of ``paces`` after a change
 
     def write(self, engine: FleetEngine) -> None:
         """Copy the current state of an engine into the columns."""
@@ -410,25 +410,25 @@ class EngineTable:
         )
 
     def holds(self, tokens: int) -> bool:
-        """True when some engine could hold a sequence of this many tokens."""
+        """True if any engine has room for a sequence of this many tokens."""
         return tokens <= self._fits_max
 
     def usable(self, tokens: int, barred: tuple[str, ...], without: tuple[str, ...], now_s: float) -> Places:
-        """Engines that a request of this many tokens can go to now.
+        """Return the engines that a request of this many tokens can go to now.
 
         Engines in ``barred`` are excluded. Engines in ``without`` are used only if no other engine can answer.
         """
         columns = self.columns
-        fit = (tokens <= self._fits) & (columns.open_s <= now_s)
+        is_usable = (tokens <= self._fits) & (columns.open_s <= now_s)
         if barred:
-            fit[[self._places[name] for name in barred if name in self._places]] = False
-        good = fit.copy()
+            is_usable[[self._places[name] for name in barred if name in self._places]] = False
+        is_preferred = is_usable.copy()
         if without:
-            good[[self._places[name] for name in without if name in self._places]] = False
-        if good.all():
+            is_preferred[[self._places[name] for name in without if name in self._places]] = False
+        if is_preferred.all():
             return self._all
-        answering = (choice for choice in (good, fit) if (columns.answers[choice] > 0).any())
-        places: Places = next(answering, fit).nonzero()[0]
+        choices = (choice for choice in (is_preferred, is_usable) if (columns.answers[choice] > 0).any())
+        places: Places = next(choices, is_usable).nonzero()[0]
         return places
 
     def take(self, at: Places) -> tuple[list[FleetEngine], Columns, Distances]:
@@ -439,13 +439,13 @@ class EngineTable:
         return engines, Columns(self.columns.values[:, at]), self._between[:, at][at]
 
     def paces(self, at: Places) -> Paces:
-        """How fast these engines are, with noise removed."""
+        """Return how fast these engines are, with noise removed."""
         if self._paces is None:
             self._paces = Paces.of(self.columns)
         return self._paces if at is self._all else Paces(*(each[at] for each in self._paces))
 
     def apart(self, host: int, zone: int) -> Distances:
-        """The distance of every engine from this place."""
+        """Return the distance of every engine from this place."""
         if (host, zone) not in self._apart:
             near = np.where((self.columns.zone == zone) & (zone >= 0), 1, 2)
             self._apart[host, zone] = np.where((self.columns.host == host) & (host >= 0), 0, near)
@@ -453,7 +453,7 @@ class EngineTable:
 
 
 def ending_by(engines: list[FleetEngine], moments_s: Iterable[float], now_s: float) -> Floats:
-    """How many requests of each engine will end between now and the moment given for it.
+    """Return how many requests of each engine will end between now and the engine's moment in ``moments_s``.
 
     Requests whose predicted end has passed do not count: they are late, and more load would make them later.
     """
@@ -463,7 +463,7 @@ def ending_by(engines: list[FleetEngine], moments_s: Iterable[float], now_s: flo
 
 
 def _without_noise(values: Floats) -> Floats:
-    """Replace values near the median by the median; 0 means not known."""
+    """Return values with those near the median replaced by the median. 0 means not known."""
     known = np.sort(values[values > 0])
     if not len(known):
         return values.copy()
@@ -522,11 +522,11 @@ class EngineFleet:
         self._places.pop(self.nodes.number(name), None)
 
     def place(self, node: int) -> tuple[int, int]:
-        """Numbers of the node's host and zone."""
+        """Return the numbers of the node's host and zone; -1: not known."""
         return self._places.get(node, (-1, -1))
 
     def table(self, model: str) -> EngineTable | None:
-        """The engines of this model; None if there are none."""
+        """Return the table of the engines of this model; None: there are none."""
         if model not in self._tables:
             engines = [engine for engine in self.engines.values() if engine.about.model == model]
             if not engines:
@@ -548,7 +548,7 @@ class EngineFleet:
     # --- reports ------------------------------------------------------------------------------------------------
 
     def start_report(self, name: str, now_s: float) -> None:
-        """Record that the engine is being asked for a report now."""
+        """Record that the conductor is asking the engine for a report now."""
         engine = self.engines.get(name)
         if engine is not None:
             engine.report_baseline = engine.waiting, len(engine.ends), engine.tokens, now_s

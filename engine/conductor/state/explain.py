@@ -46,18 +46,18 @@ def explain_decision(
     }
 
 
-def route_document(it: do.Send, policy: str, split: str) -> dict[str, Any]:
+def route_document(send: do.Send, policy: str, split: str) -> dict[str, Any]:
     """Return a document that says where a request is sent, with the predicted times."""
-    computing, answering = it.route.computing, it.route.answering
+    computing, answering = send.route.computing, send.route.answering
     seconds = {
-        "waited_s": it.waited_s,
+        "waited_s": send.waited_s,
         "wait_s": computing.wait_s,
         "move_s": computing.move_s,
         "prefill_s": computing.prefill_s,
-        "tail_s": it.route.tail_s,
-        "first_token_s": it.route.first_token_s,
+        "tail_s": send.route.tail_s,
+        "first_token_s": send.route.first_token_s,
         "token_s": answering.token_s,
-        "total_s": it.route.total_s,
+        "total_s": send.route.total_s,
     }
     return {
         "policy": policy,

@@ -46,8 +46,8 @@ class Policy:
     def __init__(self, seed: int) -> None:
         self.seed = seed
 
-    def computing(self, candidates: Candidates, fit: Places) -> int:
-        """Return the engine that computes the prompt, one of those in ``fit``, which is not empty."""
+    def computing(self, candidates: Candidates, places: Places) -> int:
+        """Return the engine that computes the prompt, one of those in ``places``, which is not empty."""
         raise NotImplementedError
 
     def route(self, candidates: Candidates, split: Split) -> tuple[int, int] | None:
@@ -117,9 +117,9 @@ class Random(Policy):
 
     name = "random"
 
-    def computing(self, candidates: Candidates, fit: Places) -> int:
+    def computing(self, candidates: Candidates, places: Places) -> int:
         """Return the chosen engine; see the class."""
-        return int(fit[_pick(candidates.request.number.to_bytes(8, "little"), self.seed, len(fit))])
+        return int(places[_pick(candidates.request.number.to_bytes(8, "little"), self.seed, len(places))])
 
 
 class RoundRobin(Policy):
@@ -127,9 +127,9 @@ class RoundRobin(Policy):
 
     name = "round-robin"
 
-    def computing(self, candidates: Candidates, fit: Places) -> int:
+    def computing(self, candidates: Candidates, places: Places) -> int:
         """Return the chosen engine; see the class."""
-        return int(fit[candidates.request.number % len(fit)])
+        return int(places[candidates.request.number % len(places)])
 
 
 class LeastLoad(Policy):
@@ -137,9 +137,9 @@ class LeastLoad(Policy):
 
     name = "least-load"
 
-    def computing(self, candidates: Candidates, fit: Places) -> int:
+    def computing(self, candidates: Candidates, places: Places) -> int:
         """Return the chosen engine; see the class."""
-        return int(fit[_first((candidates.wait_s + candidates.doubt_s)[fit], candidates)])
+        return int(places[_first((candidates.wait_s + candidates.doubt_s)[places], candidates)])
 
 
 class LongestPrefix(Policy):
@@ -147,9 +147,9 @@ class LongestPrefix(Policy):
 
     name = "longest-prefix"
 
-    def computing(self, candidates: Candidates, fit: Places) -> int:
+    def computing(self, candidates: Candidates, places: Places) -> int:
         """Return the chosen engine; see the class."""
-        return int(fit[np.lexsort((candidates.wait_s[fit], -candidates.own[fit]))[0]])
+        return int(places[np.lexsort((candidates.wait_s[places], -candidates.own[places]))[0]])
 
 
 class OwnCache(Policy):
@@ -157,9 +157,10 @@ class OwnCache(Policy):
 
     name = "own-cache"
 
-    def computing(self, candidates: Candidates, fit: Places) -> int:
+    def computing(self, candidates: Candidates, places: Places) -> int:
         """Return the chosen engine; see the class."""
-        return int(fit[_first((candidates.wait_s + candidates.own_prefill_s + candidates.doubt_s)[fit], candidates)])
+        ready_s = candidates.wait_s + candidates.own_prefill_s + candidates.doubt_s
+        return int(places[_first(ready_s[places], candidates)])
 
 
 class DynamoLinear(Policy):
@@ -167,13 +168,13 @@ class DynamoLinear(Policy):
 
     name = "dynamo-linear"
 
-    def computing(self, candidates: Candidates, fit: Places) -> int:
+    def computing(self, candidates: Candidates, places: Places) -> int:
         """Return the chosen engine; see the class."""
         columns = candidates.columns
         blocks = (
             candidates.wait_s * candidates.speeds + candidates.request.tokens - candidates.own + columns.tokens
         ) / columns.page_tokens
-        return int(fit[_first(blocks[fit], candidates)])
+        return int(places[_first(blocks[places], candidates)])
 
 
 class DualMap(Policy):
@@ -181,13 +182,13 @@ class DualMap(Policy):
 
     name = "dualmap"
 
-    def computing(self, candidates: Candidates, fit: Places) -> int:
+    def computing(self, candidates: Candidates, places: Places) -> int:
         """Return the chosen engine; see the class."""
         pages = next(iter(candidates.request.pages.values()), None)
         if pages is None or not len(pages):
-            return int(fit[_first(candidates.ready_s[fit], candidates)])
+            return int(places[_first(candidates.ready_s[places], candidates)])
         first = pages[:DUALMAP_PAGES].tobytes()
-        one, other = (int(fit[_pick(first, self.seed + which, len(fit))]) for which in (1, 2))
+        one, other = (int(places[_pick(first, self.seed + which, len(places))]) for which in (1, 2))
         warm, cold = (one, other) if candidates.own[one] >= candidates.own[other] else (other, one)
         return warm if candidates.ready_s[warm] <= DUALMAP_LATE * candidates.ready_s[cold] else cold
 
@@ -245,11 +246,11 @@ def make_split(name: str) -> Split:
     return SPLITS[name]
 
 
-def _smallest(fit: Places, values: Floats) -> Places:
-    """Return the ``BEST`` engines with the smallest values, in the order of ``fit``."""
-    if len(fit) <= BEST:
-        return fit
-    return np.sort(fit[values[fit].argsort(kind="stable")[:BEST]])
+def _smallest(places: Places, values: Floats) -> Places:
+    """Return the ``BEST`` engines with the smallest values, in the order of ``places``."""
+    if len(places) <= BEST:
+        return places
+    return np.sort(places[values[places].argsort(kind="stable")[:BEST]])
 
 
 def _first(values: Floats, candidates: Candidates) -> int:
