@@ -254,7 +254,7 @@ class Conductor:
 
         Raises:
             InvalidRequest: the request is not valid; names the field.
-            TooManyCalls: the request is refused; it has ``retry_after_s``.
+            TooManyCalls: the request is refused; ``retry_after_s`` says when to retry.
             Unavailable: there is no engine, or too many engines failed on the request.
         """
         arrival = await self._arrival(request, next(self._numbers))
@@ -283,11 +283,11 @@ class Conductor:
         if not engines:
             models = [each.name for each in self.models()]
             if not models:
-                raise NodeUnavailable("no engine is there")
+                raise NodeUnavailable("there is no engine")
             raise InvalidRequest("model", f"{request.model!r} is not one of {', '.join(models)}")
         tokens, answer_tokens = request.tokens, request.sampling.max_tokens
         if tokens.dtype != np.uint32 or tokens.ndim != 1 or not len(tokens):
-            raise InvalidRequest("tokens", "must be non-empty uint32")
+            raise InvalidRequest("tokens", "must be a non-empty array of uint32")
         most = max(known.about.context_max for known in engines)
         if len(tokens) + answer_tokens > most:
             raise InvalidRequest("tokens", f"{len(tokens)}, and {answer_tokens} more: {most} fit")

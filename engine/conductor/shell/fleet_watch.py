@@ -50,7 +50,7 @@ class FleetWatch:
     """Follows members from the first ``update`` until ``close``. Belongs to one event loop.
 
     Args:
-        engines: addresses of engines that the catalog does not have to list.
+        engines: addresses of engines that need not be in the catalog.
         backends: engines of other systems.
         counts: counts the KV events of ``backends``, see ``KvBlocks``.
         handle: is called with each event that follows.
@@ -92,7 +92,7 @@ class FleetWatch:
         return self._ready >= self._tasks.keys()
 
     def update(self, engines: list[EngineEntry], nodes: list[NodeEntry], clusters: list[ClusterEntry]) -> None:
-        """Follow the members that the catalog lists now, and no others of it."""
+        """Follow the members that the catalog lists now, and the engines and back ends of the configuration."""
         steps: dict[Member, Callable[[], Coroutine[Any, Any, None]]] = {}
         for node in nodes:
             address = node.addresses[0] if node.addresses else ""

@@ -29,7 +29,6 @@ from engine.conductor.state import events as ev
 from engine.conductor.state import instructions as do
 from engine.conductor.state.explain import route_document
 from engine.conductor.state.measured_speed import MeasuredSpeed
-from engine.conductor.state.routed_requests import Route
 from engine.model.request import AnswerEnd, AnswerPart, AnswerRoute, AnswerTokens, Finished, Request, Usage
 from engine.state.admission import ROLE
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable, TooManyCalls
@@ -53,7 +52,7 @@ class AnswerConductor(Protocol):
         """Decide about an event, and perform the instructions."""
 
     def refusals(self, request: Request, is_started: bool) -> dict[str, InvalidRequest]:
-        """Return the engines that cannot serve or, if the answer is started, continue the request, and why."""
+        """Return the engines that cannot serve this request, and why; see ``Conductor.refusals``."""
 
 
 class OpenAnswer:
@@ -136,7 +135,8 @@ class OpenAnswer:
             async with contextlib.aclosing(known.link.answer(request)) as parts:
                 async for part in parts:
                     if isinstance(part, Finished):
-                        self._finish(part.reason, *self._prefill_result(send.route, part.usage, attempt, known.speeds))
+                        result = attempt.prefill_result(part.usage, len(self.request.tokens), known.speeds)
+                        self._finish(part.reason, *result)
                         yield AnswerEnd(part.reason, part.text, self._usage(part.usage, attempt))
                         return
                     attempt.add_tokens(max(1, len(part.ids)))
@@ -155,12 +155,6 @@ class OpenAnswer:
                 raise DeadlineExceeded(f"no whole answer within {self.request.deadline_s:g} s") from None
             for end in self._handle_failure(name, error):
                 yield end
-
-    def _prefill_result(
-        self, route: Route, usage: Usage, attempt: EngineAttempt, speeds: MeasuredSpeed | None
-    ) -> tuple[int, float]:
-        tokens = len(self.request.tokens) + attempt.tokens_before
-        return _prefill_result(route, usage, tokens) if speeds is None else attempt.measure(usage, tokens, speeds)
 
     async def _engine_request(self, send: do.Send) -> Request | None:
         """Return the request for the engine that answers. None: a remote cluster failed to compute the prompt."""
@@ -248,20 +242,6 @@ class OpenAnswer:
         )
 
 
-def _prefill_result(route: Route, usage: Usage, tokens: int) -> tuple[int, float]:
-    """Return the tokens of a prompt that the computing engine found cached, and the seconds that the rest took.
-
-    Returns (0, 0) if these are not known, because another engine computed the prompt.
-    """
-    if route.local:
-        cached = sum(usage.cached_tokens.values())
-        as_routed = not usage.prefill_engine and cached + usage.computed_tokens == tokens
-    else:
-        cached = sum(usage.prefill_cached_tokens.values())
-        as_routed = usage.prefill_engine == route.computing.engine.about.address
-    return (cached, usage.prefill_ms / 1e3) if as_routed and cached < tokens else (0, 0.0)
-
-
 class EngineAttempt:
     """The times of one attempt to get the answer from an engine. It starts when the request is sent.
 
@@ -276,7 +256,7 @@ class EngineAttempt:
     def __init__(self, send: do.Send, tokens_before: int) -> None:
         self.tokens_before = tokens_before
         self.read_s = 0.0
-        self._cached = send.route.computing.cached
+        self._route = send.route
         engine = send.route.computing.engine
         self._is_alone = engine.waiting <= 1 and not engine.others_waiting  # no other prompt is queued before it
         self._sent_s = self._first_s = self._last_s = time.monotonic()
@@ -297,21 +277,34 @@ class EngineAttempt:
         """Record that the client has read the last part."""
         self.read_s = time.monotonic() - self._last_s
 
-    def measure(self, usage: Usage, tokens: int, speeds: MeasuredSpeed) -> tuple[int, float]:
-        """Measure the speeds of an engine that reports none, at the end of its answer.
+    def prefill_result(self, usage: Usage, prompt_tokens: int, speeds: MeasuredSpeed | None) -> tuple[int, float]:
+        """Return how the prompt and ``tokens_before`` were computed, when the answer is complete.
 
         Args:
-            tokens: tokens of the prompt and of ``tokens_before``.
-            speeds: the measured speeds of the engine, which are updated.
+            usage: the usage that the engine reported.
+            speeds: measured speeds of an engine that reports none, which are updated; None: the engine reports speeds.
 
         Returns:
-            How many of the tokens were cached, and the seconds that the rest took; (0, 0) if not known.
+            How many of these tokens were cached, and the seconds that the rest took; (0, 0) if not known.
         """
+        tokens = prompt_tokens + self.tokens_before
+        if speeds is not None:
+            return self._measure(usage, tokens, speeds)
+        if self._route.local:
+            cached = sum(usage.cached_tokens.values())
+            as_routed = not usage.prefill_engine and cached + usage.computed_tokens == tokens
+        else:
+            cached = sum(usage.prefill_cached_tokens.values())
+            as_routed = usage.prefill_engine == self._route.computing.engine.about.address
+        return (cached, usage.prefill_ms / 1e3) if as_routed and cached < tokens else (0, 0.0)
+
+    def _measure(self, usage: Usage, tokens: int, speeds: MeasuredSpeed) -> tuple[int, float]:
         if not self._tokens:
             return 0, 0.0
         speeds.add_decode(self._tokens - self._first_tokens, self._last_s - self._first_s - self._reads_s)
         if not self._is_alone:
             return 0, 0.0
-        cached = tokens - usage.computed_tokens if usage.computed_tokens else min(self._cached, tokens - 1)
+        predicted = min(self._route.computing.cached, tokens - 1)
+        cached = tokens - usage.computed_tokens if usage.computed_tokens else predicted
         speeds.add_prefill(tokens - cached, self._first_s - self._sent_s)
         return cached, self._first_s - self._sent_s

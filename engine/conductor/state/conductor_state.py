@@ -244,7 +244,7 @@ class ConductorState:
     def _why_no_engine(self, request: RoutedRequest) -> str:
         models = {engine.about.model for engine in self.fleet.engines.values()}
         if request.model not in models:
-            return f"no engine has the model {request.model!r}" if models else "no engine is there"
+            return f"no engine has the model {request.model!r}" if models else "there is no engine"
         return f"no engine holds {request.tokens} tokens and an answer of {request.answer_max}"
 
     def _route_waiting(self, queue: Queue, now_s: float, out: list[Instruction]) -> None:
