@@ -1,6 +1,8 @@
-"""Errors in the form of OpenAI's API: an HTTP status, and a document that names the parameter::
+"""Errors in the form of OpenAI's API.
 
-{"error": {"message": "...", "type": "invalid_request_error", "param": "top_p", "code": "invalid_value"}}
+Each error has an HTTP status, and a document that names the parameter::
+
+    {"error": {"message": "...", "type": "invalid_request_error", "param": "top_p", "code": "invalid_value"}}
 """
 
 from __future__ import annotations
@@ -23,16 +25,14 @@ from kvstore.errors import (
 INVALID, KEY, DENIED = "invalid_request_error", "authentication_error", "permission_error"
 LIMITED, SERVER = "rate_limit_error", "server_error"
 RENAMED = {"sampling.": "", "tokens": "prompt"}  # the start of a field's name -> the client's name for it
-
-
 RETRYABLE: Final = frozenset((408, 429, 503))  # a repeated request may succeed later, or at another conductor
 
 
 class Refusal(Exception):
     """An error reply to a client.
 
-    OpenAI's clients retry twice after every status from 500 on, unless ``x-should-retry`` is "false". The reply sets it
-    for a request that missed its deadline or hit an internal error, because a retry would cost and end the same.
+    OpenAI's clients retry twice after every status from 500 on, unless ``x-should-retry`` is "false". So this header is
+    "false" if the request missed its deadline or hit an internal error: a retry would cost and end the same.
 
     Attributes:
         status: the HTTP status.
