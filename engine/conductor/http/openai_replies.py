@@ -1,8 +1,8 @@
 """Replies: gets the answers to a request, and sends them as documents of OpenAI's API, whole or streamed.
 
-Several answers run at the same time. Among the answers to one prompt, the others wait until the first one has its first
-token. They then find the pages of the prompt stored. No part is queued: a part is sent before the next part of its
-answer is requested. A client that reads slowly therefore delays only its own answers.
+Several answers run at the same time. The later answers to a prompt wait until its first answer has a token. They then
+find the pages of the prompt stored. No part is queued: a part is sent before the next part of its answer is requested.
+A client that reads slowly therefore delays only its own answers.
 """
 
 from __future__ import annotations
@@ -125,7 +125,7 @@ class OpenAIReply:
         return {"index": index, **content, "logprobs": None, "finish_reason": choice.reason}
 
     def usage(self) -> dict[str, Any]:
-        """Return the token counts. A prompt counts once for all its answers; the first one has its cached tokens."""
+        """Return the token counts. A prompt counts once for all its answers, with the cached tokens of the first."""
         usages = [choice.usage for choice in self.choices if choice.usage is not None]
         firsts = usages[:: self.per_prompt]
         prompt = sum(usage.prompt_tokens for usage in firsts)
