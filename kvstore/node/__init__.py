@@ -1,1 +1,1 @@
-"""The node's shell: it performs what ``state`` decides."""
+"""The node: stores, moves and serves the pages of one machine, as ``state`` decides."""

@@ -26,7 +26,7 @@ from kvstore.shm.header import DaemonState
 
 log = logging.getLogger("kvstore.node")
 
-BATCH_BYTES_MIN = 1 << 20  # the first batch; later ones grow to what the disk writes in about BATCH_S
+BATCH_BYTES_MIN = 1 << 20  # size of the first batch; later ones grow to what the disk writes in about BATCH_S
 BATCH_S = 0.5
 PROGRESS_LOG_S = 1.0
 PAUSE_S = 0.001  # after a decision that looked at chains but had nothing to save
@@ -53,7 +53,7 @@ class StopSave:
         """
         started_s = logged_s = time.monotonic()
         counts_before, size, done, batch_s = self._saved_counts(), BATCH_BYTES_MIN, self._node.nvme is None, 0.0
-        logs.event(log, logging.INFO, "what only DRAM holds is saved", why=why, stop_save_s=save_s)
+        logs.event(log, logging.INFO, "saving the pages that only DRAM has", why=why, stop_save_s=save_s)
         self._node.enter(DaemonState.ENDING)
         while not done and not is_cut_short() and (now_s := time.monotonic()) - started_s < save_s:
             reply = self._mover.save_all(size)

@@ -93,7 +93,7 @@ class Book:
                 try:
                     self._queue[0]()
                 except OSError as error:
-                    log.error("names and pins cannot be written, and would not outlive a kill: %s", error)
+                    log.error("names and pins cannot be written, and would be lost after a kill: %s", error)
                 self._queue.popleft()  # only now: until it is written, other callers of ``flush`` must wait for it
 
     def _append(self, path: Path, line: bytes) -> None:
@@ -139,8 +139,8 @@ def read_names(folder: NodeFolder, incarnation: int) -> Iterator[tuple[bytes, di
     path = folder.path / NAMES
     for line in _lines(path, incarnation):
         try:
-            about = json.loads(line)
-            yield bytes.fromhex(about.pop("root")), {**about, "salt": str(about["salt"])}
+            name = json.loads(line)
+            yield bytes.fromhex(name.pop("root")), {**name, "salt": str(name["salt"])}
         except (ValueError, KeyError, TypeError, AttributeError) as error:
             log.error("a name of a tenant cannot be read and is lost: %s", error)
 

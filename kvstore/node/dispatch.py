@@ -36,7 +36,7 @@ class Dispatcher:
     """The dispatcher of a node. Invalid requests change nothing.
 
     Attributes:
-        wake: tells the mover that there may be pages to copy between tiers.
+        wake: wakes the mover, because there may be pages to copy between tiers.
     """
 
     def __init__(self, node: Node, scrubber: Scrubber, wake: Callable[[], None]) -> None:
@@ -74,7 +74,7 @@ class Dispatcher:
                 raise InvalidRequest("message", "the first request must be HELLO")
             protocol = control.unpack_json(message.body).get("protocol")
             if protocol != control.PROTOCOL:
-                raise InvalidRequest("protocol", f"client speaks {protocol}, node speaks {control.PROTOCOL}")
+                raise InvalidRequest("protocol", f"must be {control.PROTOCOL} (got {protocol!r})")
             if message.a == 0:
                 raise InvalidRequest("session", "must not be 0")
         except InvalidRequest as error:
@@ -91,10 +91,10 @@ class Dispatcher:
         """Handle a request. Returns the reply, or None if the client wants none."""
         try:
             if message.entries > BATCH_MAX:
-                raise InvalidRequest("count", f"{message.entries} is more than {BATCH_MAX}")
+                raise InvalidRequest("count", f"must be at most {BATCH_MAX} (got {message.entries})")
             verb = self._verbs.get(message.op)
             if verb is None:
-                raise InvalidRequest("op", f"{message.op} is unknown")
+                raise InvalidRequest("op", f"is unknown (got {message.op})")
             if self.node.ending and message.op in _WRITES:
                 raise NodeUnavailable(f"{self.node.config.name}: the node is ending")
             with self._guards[message.op]:
@@ -166,7 +166,7 @@ class Dispatcher:
         parent = control.unpack_key(body, control.WRITER.size)  # raises if the body is too short for WRITER
         group, shard, shards = control.WRITER.unpack_from(body)
         if not 1 <= shards <= SHARDS_MAX or shard >= shards:
-            raise InvalidRequest("ranks", f"rank {shard} of {shards}: at most {SHARDS_MAX} ranks write one page")
+            raise InvalidRequest("ranks", f"at most {SHARDS_MAX} ranks write one page (got rank {shard} of {shards})")
         if group == 0:
             raise InvalidRequest("group", "must not be 0")
         rows = control.unpack_rows(body, count, frame_class.page_tokens, control.WRITER.size + KEY_BYTES)

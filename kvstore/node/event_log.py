@@ -1,9 +1,9 @@
 """EventLog: the recent changes to a node's pages, for readers that follow the node.
 
 The log is a ring of bounded size. One thread at a time appends, under the node's mutex; any thread reads. An entry is a
-batch: the pages of one instruction. To append is one store into the ring. It wakes no reader, so it costs a put almost
-nothing. Readers that wait look every ``LOOK_S``. A reader that is too slow receives the number of entries that were
-overwritten (``lost``).
+batch: the pages of one instruction. Appending is one store into the ring. It wakes no reader, so it costs a put almost
+nothing. A reader that waits for new entries looks every ``LOOK_S``. A reader that is too slow receives the number of
+entries that were overwritten (``lost``).
 
 The numbers of a start begin at its time in microseconds, above all numbers of earlier starts. The first entry of a
 start is ``cleared``. So a reader that followed an earlier daemon continues there, and discards what it has.
@@ -49,7 +49,7 @@ _SEALS: Final = {
 }
 
 
-def fitted(items: Iterable[Any], bytes_max: int = ANSWER_BYTES) -> list[Any]:
+def fit_into_message(items: Iterable[Any], bytes_max: int = ANSWER_BYTES) -> list[Any]:
     """Return the first of ``items`` that take at most ``bytes_max`` as JSON, but at least one."""
     first: list[Any] = []
     bytes_left = bytes_max
@@ -70,8 +70,9 @@ class PageEvent(NamedTuple):
         kind: "sealed" (stored in ``tier``), "demoted" (saved to NVMe; the copy in DRAM stays until it is evicted),
             "promoted" (loaded into DRAM; the copy on NVMe stays), "evicted" (left ``tier``), "dropped" (left ``tier``
             because it was damaged or deleted), "cleared" (earlier events are void; ``keys`` is empty).
-        reason: of evicted "space", "reclaim" (the extent was reclaimed), "request" or "quota"; of dropped what was
-            damaged, or "deleted"; of sealed "found" if a start found the page on NVMe; of cleared "start".
+        reason: for "evicted" one of "space", "reclaim" (the extent was reclaimed), "request" and "quota"; for "dropped"
+            what was damaged, or "deleted"; for "sealed" the word "found" if a start found the page on NVMe; for
+            "cleared" the word "start".
         keys: 16 bytes each.
         roots: one per page, or one for all pages.
         spans: one per page, see ``model.prefix``.
@@ -108,7 +109,7 @@ class EventLog:
 
     Attributes:
         last: number of the newest entry that readers see.
-        salt_of: returns the tenant's salt of a root, for ``described``.
+        salt_of: returns the tenant's salt of a root, for ``describe``.
         first_of_run: number of the first entry.
     """
 
@@ -246,7 +247,7 @@ class EventLog:
             time.sleep(min(LOOK_S, remaining_s))
         return True
 
-    def described(self, event: PageEvent) -> dict[str, Any]:
+    def describe(self, event: PageEvent) -> dict[str, Any]:
         """Return an event for JSON: keys in hex, and ``tenants``, the salts of the pages' tenants, in place of roots.
 
         If there are several tenants, ``whose`` has each page's index in ``tenants``; -1 if it is not listed.
@@ -277,7 +278,7 @@ def answer(log: EventLog, request: dict[str, Any]) -> dict[str, Any]:
     if wait_s:
         log.wait(after, wait_s)
     events, after, lost = log.since(after, min(limit, ANSWER_EVENTS_MAX), ANSWER_PAGES_MAX)
-    documents = fitted(log.described(event) for event in events)
+    documents = fit_into_message(log.describe(event) for event in events)
     if len(documents) < len(events):
         after = events[len(documents)].seq - 1
     return {"events": documents, "next": after, "lost": lost}

@@ -22,7 +22,7 @@ log = logging.getLogger("kvstore.node")
 
 SEALED, RESERVED = FrameState.SEALED, FrameState.RESERVED
 STEP_KEYS = 16  # keys per small transaction
-TRANSACTION_KEYS_MAX = 64  # LMDB reuses the file pages that a transaction has freed two transactions later
+TRANSACTION_KEYS_MAX = 64  # bounds the file's growth: LMDB reuses freed file pages only two transactions later
 IndexOp = tuple[Tier | None, list[bytes], list[Address]]
 """The tier whose table changes (None: the table of reserved pages), keys, and their addresses (none: remove them)."""
 

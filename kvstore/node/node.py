@@ -186,7 +186,7 @@ class Node:
         contents: the tables of the data, for threads that read while the node decides.
         waiting: decided work that other threads carry out.
         sessions: the clients that are alive, and their counters.
-        puts: the log in which clients publish puts.
+        puts: takes in the puts that clients publish.
         events: the log of changes to pages.
         scan: progress of the scan of NVMe.
         nvme_failures: path of each target that is not used, or no longer written to -> the reason.

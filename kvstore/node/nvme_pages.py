@@ -108,7 +108,7 @@ class NvmeExtents:
         return list(self._stale)
 
     def drop_stale(self, positions: Iterable[int]) -> dict[int, OSError]:
-        """Remove the stale extents at these positions from their devices. Returns the positions that failed."""
+        """Remove the stale extents at these positions from their devices. Returns failed positions and their errors."""
         failed: dict[int, OSError] = {}
         for position in self._stale.intersection(positions):
             try:
@@ -127,10 +127,10 @@ class NvmeExtents:
         self._stale.discard(position)
 
     def withdraw_checkpoint(self, table: ExtentTable) -> dict[int, OSError]:
-        """Make the next start scan this extent, unless a new checkpoint is written before. Returns the failed position.
+        """Make the next start scan this extent, unless a new checkpoint is written before.
 
         Call this if a page of the extent is damaged. The old directory still names that page, and could keep the next
-        start from adopting a valid copy in another extent.
+        start from adopting a valid copy in another extent. Returns the position and its error if the device failed.
         """
         device, local = self._devices.place(table.position)
         try:
@@ -141,7 +141,7 @@ class NvmeExtents:
         return {}
 
     def erase(self, frames: Iterable[tuple[ExtentTable, int]]) -> dict[int, OSError]:
-        """Overwrite the headers of these frames durably. Returns the positions that failed.
+        """Overwrite the headers of these frames durably. Returns each failed position and its error.
 
         Only the caller may use the frames. Each extent's checkpoint is withdrawn first, because its directory names
         them.
@@ -151,12 +151,12 @@ class NvmeExtents:
             if table.position not in self._planned:  # nothing was written to a planned extent
                 by_position.setdefault(table.position, []).append((table.frame_class, frame))
         failed: dict[int, OSError] = {}
-        for position, here in by_position.items():
+        for position, frames_here in by_position.items():
             device, local = self._devices.place(position)
             try:
                 self._devices.open_for_writing([position])
                 try:
-                    for frame_class, frame in here:
+                    for frame_class, frame in frames_here:
                         device.erase_header(local, frame, frame_class)
                     device.sync()
                 finally:
@@ -236,7 +236,7 @@ class NvmePages:
     def __init__(self, devices: NvmeDevices) -> None:
         self.devices = devices
         self.extents = NvmeExtents(devices)
-        # Each device has its own threads, because a thread waits as long as its device does. So have carries.
+        # Each device has its own threads, because a thread waits as long as its device does. Carries have others.
         self._io = {device: IoThreads(THREADS) for device in devices.devices}
         self._carry_io = IoThreads(THREADS)
         self._writes = {device: threading.Semaphore(WRITES_MAX) for device in devices.devices}
@@ -351,8 +351,8 @@ class NvmePages:
                 result.written_bytes += len(run) * stride
         for position, broken in self._sync(result.open_positions).items():
             result.broken[position] = broken
-            lost = self.devices.neighbours(position)
-            result.failed |= {i: IO for i, position in enumerate(positions) if position in lost}
+            on_device = self.devices.neighbours(position)
+            result.failed |= {i: IO for i, position in enumerate(positions) if position in on_device}
 
     def _open(self, positions: set[int], result: CopyResult) -> set[int]:
         """Open these positions for writing, device by device. Returns the open ones; the others are in ``broken``."""
@@ -360,12 +360,12 @@ class NvmePages:
         by_device: defaultdict[str, set[int]] = defaultdict(set)
         for position in positions:
             by_device[self.path(position)].add(position)
-        for here in by_device.values():
+        for on_device in by_device.values():
             try:
-                self.open_for_writing(here)
-                opened |= here
+                self.open_for_writing(on_device)
+                opened |= on_device
             except OSError as error:
-                result.broken |= dict.fromkeys(here, error)
+                result.broken |= dict.fromkeys(on_device, error)
         return opened
 
     def _sync(self, positions: Iterable[int]) -> dict[int, OSError]:
@@ -597,12 +597,12 @@ def _is_sealed(table: ExtentTable, address: Address) -> bool:
 
 def _runs(addresses: list[Address], frame_class: FrameClass, others: list[Address] | None = None) -> Iterator[range]:
     """Yield ranges of places whose frames are consecutive, also in ``others``, each for one system call."""
-    most, start = max(1, COPY_BYTES // geometry.stride_bytes(frame_class)), 0
-    both = [addresses] if others is None else [addresses, others]
+    length_max, start = max(1, COPY_BYTES // geometry.stride_bytes(frame_class)), 0
+    lists = [addresses] if others is None else [addresses, others]
     for i in range(1, len(addresses) + 1):
-        if i < len(addresses) and i - start < most:
-            pairs = [(frames[i - 1], frames[i]) for frames in both]
-            if all(here.extent == before.extent and here.frame == before.frame + 1 for before, here in pairs):
+        if i < len(addresses) and i - start < length_max:
+            pairs = [(frames[i - 1], frames[i]) for frames in lists]
+            if all(second.extent == first.extent and second.frame == first.frame + 1 for first, second in pairs):
                 continue
         yield range(start, i)
         start = i

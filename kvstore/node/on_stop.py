@@ -105,8 +105,8 @@ def _runlevel(path: Path) -> str:
         data = path.read_bytes()
     except OSError:
         return "none"
-    for at in range(0, len(data) - _UTMP.size + 1, _UTMP.size):
-        kind, letters = _UTMP.unpack_from(data, at)
+    for offset in range(0, len(data) - _UTMP.size + 1, _UTMP.size):
+        kind, letters = _UTMP.unpack_from(data, offset)
         if kind == _RUN_LVL:
             return chr(letters & 0xFF)
     return "none"

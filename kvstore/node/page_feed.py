@@ -31,7 +31,7 @@ def dump(node: Node, secret: bytes | None) -> tuple[int, Entries] | None:
     """Return the number of the last event included, and all pages of the node; None if its log lost events.
 
     Args:
-        secret: the pool's secret, which veils fingerprints (see ``veil_of``); None: they are not veiled.
+        secret: the pool's secret, which is mixed into the fingerprints (see ``veil_of``); None: plain fingerprints.
 
     Raises:
         Unavailable: the node is stopping.
@@ -68,16 +68,16 @@ Seen = dict[int, npt.NDArray[np.uint64]]
 
 def _begin(performer: Performer, state: NodeState) -> tuple[int, list[tuple[int, int]]]:
     """Return the number of the newest event, and (number, frames) of each extent."""
-    segments = [space.segment for space in state.spaces.values()]
-    return performer.events.last, [(each.number, each.frames) for its in segments for each in its.extents.values()]
+    extents = [extent for space in state.spaces.values() for extent in space.segment.extents.values()]
+    return performer.events.last, [(extent.number, extent.frames) for extent in extents]
 
 
 def _end(performer: Performer, state: NodeState, seen: Seen, secret: bytes | None) -> tuple[int, list[Entries]]:
     """Return the number of the newest event, and all pages that were not seen."""
     numbers = [number for space in state.spaces.values() for number in space.segment.extents]
-    whole = slice(None)
-    late = [_unseen(performer, state, number, whole, seen, secret) for number in numbers]
-    return performer.events.last, [*late, _mounted(state, secret)]
+    all_frames = slice(None)
+    unseen = [_unseen(performer, state, number, all_frames, seen, secret) for number in numbers]
+    return performer.events.last, [*unseen, _mounted(state, secret)]
 
 
 def _mounted(state: NodeState, secret: bytes | None) -> Entries:
@@ -147,7 +147,7 @@ class PageFeed:
         self._secret: bytes | None = None
 
     def veil(self, secret: bytes | None) -> None:
-        """Veil fingerprints with this secret of the pool (see ``veil_of``) from now on; None: do not veil them."""
+        """Mix this secret of the pool into fingerprints from now on (see ``veil_of``); None: use plain fingerprints."""
         if secret != self._secret:
             self._secret = secret
             self._plan.restart()

@@ -471,7 +471,7 @@ class Performer:
     def _runs(self, addresses: list[Address]) -> Iterator[tuple[ExtentTable, slice, slice]]:
         """Yield (table, frames, places in ``addresses``) of each run of consecutive frames.
 
-        In a large, full node most runs have one page. A slice of one frame still costs a tenth of an index of one.
+        In a large, full node most runs have one page. Even then a slice of rows costs a tenth of an index array.
         """
         start, (number, first, _) = 0, addresses[0]
         for place, (extent, frame, _) in enumerate(addresses):

@@ -8,8 +8,8 @@ gets no reply. An invalid record is skipped. A damaged slot is not read further,
 session ends.
 
 A parent may leave for NVMe just before its child is published. Then the child is saved to NVMe too. Its record stays in
-the log until the save has ended, and is retried every ``RETRY_S``, also by the next daemon. Later records are taken in
-in the meantime.
+the log until the save has ended, and is retried every ``RETRY_S``, also by the next daemon. Later records do not wait
+for it.
 """
 
 from __future__ import annotations

@@ -63,7 +63,7 @@ from kvstore.tier.dram import DramStore, SegmentFile, check_space
 log = logging.getLogger("kvstore.node")
 
 
-def found_mounts(folder: NodeFolder, header: Header, living: Collection[int], now_ns: int) -> Iterator[ev.FoundMount]:
+def mount_events(folder: NodeFolder, header: Header, living: Collection[int], now_ns: int) -> Iterator[ev.FoundMount]:
     """Yield one event per mounted segment whose engine is alive. Remove damaged tables, and those of dead engines.
 
     Engines continue to write in the meantime. What they publish is taken in later, and takes precedence: if a frame
@@ -79,7 +79,7 @@ def found_mounts(folder: NodeFolder, header: Header, living: Collection[int], no
             continue
         frames, mounts = frames + table.frames, mounts + 1
         if frames > MOUNTED_FRAMES_MAX or mounts > MOUNTS_MAX:
-            logs.event(log, logging.ERROR, "more memory is mounted than a node may know", segment=number)
+            logs.event(log, logging.ERROR, "engines have mounted more memory than a node accepts", segment=number)
             remove_mounted(folder, number)
             return
         yield _mount_event(table, now_ns)
@@ -130,7 +130,7 @@ def _drop_beyond(folder: NodeFolder, incarnation: int, extent_bytes: int, bytes_
             table.disbelieve()
             dropped += 1
         table.close()
-    log.warning("%s: its tail was cut off; %d extents are given up with their pages", folder.segment, dropped)
+    log.warning("%s: its tail was cut off; %d extents are dropped with their pages", folder.segment, dropped)
 
 
 def resize(config: NodeConfig, folder: NodeFolder, header: Header, segment: SegmentFile) -> SegmentFile:
@@ -204,7 +204,7 @@ def _rename_book(path: Path, old: int, new: int) -> None:
 
 EXTENT_BYTES_MAX = 128 * MIB
 EXTENTS_AIMED_AT = 16
-LARGE_PAGE = 2 * MIB  # if they are not smaller, extents are multiples of this, so that tmpfs can use large pages
+LARGE_PAGE = 2 * MIB  # larger extents are multiples of this, so that tmpfs can use large pages
 INDEX_BYTES_PER_FRAME = 256  # of the map: four times an entry, so that snapshots of readers fit too
 INDEX_BYTES_MIN = 16 * MIB
 TABLES_BYTES_MIN = 1 * MIB
@@ -317,7 +317,7 @@ def _drop_lost(
         try:
             write_quarantine(folder, header.incarnation, quarantine)
         except OSError as error:
-            log.error("positions in quarantine cannot be written down: %s", error)
+            log.error("the quarantine of positions cannot be written: %s", error)
             keep = True  # the next start finds the lost extents again
     if doubtful and quarantine:
         log.warning("%d positions are held for %d sessions that may still write there", len(quarantine), len(living))
@@ -386,14 +386,14 @@ def recover_tiers(
     quarantine = _map_tables(folder, header, performer, living)
     state = _state(config, header, performer, book.read_names(folder, header.incarnation))
     performer.index.mounted = state.mounts.entries
-    extents = [extent_found(table) for table in performer.tables.values()]
+    extents = [read_extent(table) for table in performer.tables.values()]
     instructions = recovery.recover(state, extents, header.next_extent, now_ns(), living, quarantine)
     if failpoint.ACTIVE:
         failpoint.hit("node.recover")
     performer.perform(instructions)
     header.mounts = 0
-    for mount in found_mounts(folder, header, living, now_ns()):
-        performer.perform(state.handle(mount))
+    for event in mount_events(folder, header, living, now_ns()):
+        performer.perform(state.handle(event))
     if not performer.index.agrees():
         performer.index.rebuild("start")
     recovery.settle(state)
@@ -495,7 +495,7 @@ def _open_index(folder: NodeFolder, header: Header, map_bytes: int) -> Index:
     return index
 
 
-def extent_found(table: ExtentTable) -> ExtentFound:
+def read_extent(table: ExtentTable) -> ExtentFound:
     """Return copies of an extent's columns for ``recovery``."""
     fmt = table.fmt
 

@@ -37,7 +37,7 @@ from kvstore.tier.nvme.devices import today
 LANE_IDLE_S: Final = 1.0  # a thread waits this long for a task, unless it is woken
 BATCH_BYTES = 32 << 20  # saved at a time: large enough for the disk, small enough that loads do not wait long
 IDLE_S = 0.02
-LATE_S = 0.5  # more than a batch takes on a healthy device; if one takes longer, this does no harm
+LATE_S = 0.5  # a batch on a healthy device takes less; if one takes longer, other copies continue in the meantime
 
 _COPYING = boundary.RequestGuard("task/copy")
 

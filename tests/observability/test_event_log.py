@@ -130,7 +130,7 @@ def test_an_event_names_whose_pages_it_is_of() -> None:
     log.append("evicted", Tier.DRAM, "space", [key(1), key(2), key(3)], [roots[1], roots[2], roots[1]])
     log.append("dropped", Tier.DRAM, "data", [key(9)])
     log.append("evicted", Tier.DRAM, "space", [key(n) for n in range(600)], [roots[n % 200] for n in range(600)])
-    one, several, unknown, many, rest = (log.described(event) for event in log.since(0)[0])
+    one, several, unknown, many, rest = (log.describe(event) for event in log.since(0)[0])
     assert one["tenants"] == ["tenant-5"] and "whose" not in one and "roots" not in one
     assert several["tenants"] == ["tenant-1", "tenant-2"] and several["whose"] == [0, 1, 0]
     assert unknown["tenants"] == []

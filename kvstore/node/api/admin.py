@@ -161,7 +161,7 @@ class AdminCalls:
 
 
 def _packed(log: EventLog, events: list[PageEvent]) -> list[bytes]:
-    return [document(log.described(event)) for event in events]
+    return [document(log.describe(event)) for event in events]
 
 
 def _whole(value: Any) -> Any:

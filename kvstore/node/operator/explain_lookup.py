@@ -20,7 +20,7 @@ from kvstore.errors import InvalidRequest
 from kvstore.model.layout import Layout
 from kvstore.model.prefix import Keys, tag_of
 from kvstore.model.replica import Address, Tier
-from kvstore.node.event_log import SLOTS, PageEvent, fitted
+from kvstore.node.event_log import SLOTS, PageEvent, fit_into_message
 from kvstore.node.node import Node
 from kvstore.node.operator.named_pages import raw_bytes, raw_keys
 from kvstore.node.performer import Performer
@@ -92,7 +92,7 @@ class LookupExplainer:
                 tenants.setdefault(fingerprint, set()).add(str(about["salt"]))
         ordered = sorted(entries.values(), key=lambda entry: -entry["pages"])
         counted = ({**entry, "tenants": len(tenants[entry["fingerprint"]])} for entry in ordered)
-        listed = fitted(counted) if ordered else []
+        listed = fit_into_message(counted) if ordered else []
         return {"layouts": listed, "left_off": len(ordered) - len(listed)}
 
     def explain(self, request: dict[str, Any]) -> dict[str, Any]:
@@ -161,7 +161,7 @@ class LookupExplainer:
             matches += self._node.look(partial(_stored_roots, firsts=firsts[start : start + LOOK_PAGES]))
         shown = ("salt", "adapter", "model", "fingerprint")
         entries = [{name: str(about.get(name, "")) for name in shown} for about in matches[:ELSEWHERE_MAX]]
-        return fitted(entries, 32 * 1024) if entries else []
+        return fit_into_message(entries, 32 * 1024) if entries else []
 
 
 def _named_roots(_: Performer, state: NodeState) -> dict[bytes, tuple[Name, int]]:

@@ -12,7 +12,7 @@ import numpy as np
 from kvstore.errors import InvalidRequest, Unavailable
 from kvstore.model.replica import Address, Tier, hint_in, position_of
 from kvstore.model.retention import priority_of, ttl_s_of
-from kvstore.node.event_log import fitted
+from kvstore.node.event_log import fit_into_message
 from kvstore.node.node import Node
 from kvstore.node.operator.named_pages import raw_bytes, raw_keys
 from kvstore.node.operator.page_filter import (
@@ -74,7 +74,7 @@ class PageAdmin:
         start, stop = int(after), int(after) + min(limit, PAGES_LIMIT_MAX)
         selected = _ordered(pages, matching, order, stop)[start:stop]
         names = self._names()
-        listed = fitted(_entry(pages, i, names, now_ns) for i in selected.tolist())
+        listed = fit_into_message(_entry(pages, i, names, now_ns) for i in selected.tolist())
         stop = start + len(listed)
         following = {"next": str(stop)} if stop < len(matching) else {}
         return {"total": len(matching), "bytes": size, "pages": listed, **following}
@@ -286,7 +286,7 @@ def _add_names(sums: dict[str, dict[str, int]], names: list[str], pages: Ints, s
         entry[0] += count
         entry[1] += int(size)
     ordered = sorted(totals, key=lambda name: -totals[name][0])
-    listed = set(fitted(ordered[:NAMES_MAX], NAMES_BYTES)) if ordered else set()
+    listed = set(fit_into_message(ordered[:NAMES_MAX], NAMES_BYTES)) if ordered else set()
     for name in ordered:
         _add(sums, name if name in listed else OTHERS, *totals[name])
 

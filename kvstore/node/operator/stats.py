@@ -21,7 +21,7 @@ from typing import Any, Final
 from kvstore.cluster.page_mover import fit_for, missing_here
 from kvstore.cluster.peer_links import PeersFile
 from kvstore.model.replica import FRAME_ALIGN, FrameState, Tier
-from kvstore.node.event_log import fitted
+from kvstore.node.event_log import fit_into_message
 from kvstore.node.node import Node
 from kvstore.node.operator.device_paths import paths_of
 from kvstore.node.performer import Performer
@@ -100,7 +100,7 @@ def _tenants(state: NodeState) -> dict[str, Any]:
         sizes[salt] += size
     largest = [salt for salt, _ in sizes.most_common(TENANTS_MAX)]
     stats = tenants_stats(state, largest)
-    listed = dict(fitted(((salt, stats[salt]) for salt in largest), TENANTS_BYTES)) if largest else {}
+    listed = dict(fit_into_message(((salt, stats[salt]) for salt in largest), TENANTS_BYTES)) if largest else {}
     return {"tenants": listed, "tenants_left_off": len(sizes) - len(listed)}
 
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from kvstore.errors import InvalidRequest
 from kvstore.model.objects import OBJECTS_MODEL, object_root
 from kvstore.model.prefix import root_of
-from kvstore.node.event_log import fitted
+from kvstore.node.event_log import fit_into_message
 from kvstore.node.node import Node
 from kvstore.node.operator.explain_lookup import layout_fields
 from kvstore.node.operator.named_pages import raw_bytes, raw_keys
@@ -140,7 +140,7 @@ def _pins(node: Node, request: dict[str, Any]) -> dict[str, Any]:
     if limit is None:
         return stats
     rest = sorted((pin for pin in stats["pins"] if pin["pin"] > after), key=lambda pin: int(pin["pin"]))
-    listed = fitted(rest[:limit])
+    listed = fit_into_message(rest[:limit])
     return {**stats, "pins": listed, **({"next": listed[-1]["pin"]} if len(listed) < len(rest) else {})}
 
 
@@ -152,7 +152,7 @@ def _tenants(node: Node, request: dict[str, Any]) -> dict[str, Any]:
         raise InvalidRequest("after", f"must be the `next` of another answer (got {after!r})")
     stats = node.look(lambda _, state: tenants_stats(state))
     rest = sorted(salt for salt in stats if after is None or salt > after)
-    listed = dict(fitted((salt, stats[salt]) for salt in rest[:limit]))
+    listed = dict(fit_into_message((salt, stats[salt]) for salt in rest[:limit]))
     return {"tenants": listed, **({"next": max(listed)} if len(listed) < len(rest) else {})}
 
 
