@@ -25,13 +25,13 @@ def folder(tmp_path: Path) -> NodeFolder:
 
 def test_a_spare_becomes_an_extents_table_without_memory(folder: NodeFolder, monkeypatch: pytest.MonkeyPatch) -> None:
     spares = SpareTables(folder)
-    assert spares.have(CLASS, 7, 2) == 2
+    assert spares.fill(CLASS, 7, 2) == 2
 
     def full(fd: int, start: int, size_bytes: int, what: str) -> None:
         raise OutOfSpace("full")
 
     monkeypatch.setattr("kvstore.shm.folder.allocate", full)
-    assert spares.have(CLASS, 7, 3) == 2, "no more than there are"
+    assert spares.fill(CLASS, 7, 3) == 2, "no more than there are"
     with pytest.raises(OutOfSpace):
         ExtentTable.create(folder, 4, 1, CLASS, 99, 7)
     for number in (5, 6):
@@ -47,7 +47,7 @@ def test_a_spare_becomes_an_extents_table_without_memory(folder: NodeFolder, mon
 def test_spares_are_few_and_go_with_a_restart(folder: NodeFolder) -> None:
     spares = SpareTables(folder)
     for layers in range(1, CLASSES_MAX + 4):
-        assert spares.have(FrameClass(8192, 16, layers), 7, 1) == 1
+        assert spares.fill(FrameClass(8192, 16, layers), 7, 1) == 1
     assert len([name for name in os.listdir(folder.path) if name.startswith(".tmp-")]) == 2 * CLASSES_MAX
     folder.close()
     again = NodeFolder(folder.path.parent, "n")
