@@ -126,11 +126,11 @@ def test_devices_that_do_not_reach_each_other(machine: Machine, monkeypatch: pyt
         out = buffer(device)
         assert store.cache(SMALL).get(chain(1, PAGES), out).pages == 0 and out.untouched
         with added_device("host:0"):
-            monkeypatch.setattr(hbm, "UNOPENED_NS", 0)
+            monkeypatch.setattr(hbm, "RETRY_NS", 0)
             store.cache(SMALL).get(chain(1, PAGES))  # forgets that it could not be opened
             mapped = node_of(store).mapped()
             assert mapped is not None
-            mapped.hbm._unopened.clear()
+            mapped.hbm._retry_ns.clear()
             match = store.cache(SMALL).get(chain(1, PAGES), out)
             assert match.tiers == {Tier.HBM: PAGES} and (out.seen == contents(chain(1, PAGES))).all()
             assert ways.direct == 0 and ways.by_host > 0
@@ -138,7 +138,7 @@ def test_devices_that_do_not_reach_each_other(machine: Machine, monkeypatch: pyt
 
 def test_a_killed_engines_memory_is_let_go_of(machine: Machine, monkeypatch: pytest.MonkeyPatch) -> None:
     """By a process that reads nothing any more."""
-    monkeypatch.setattr(hbm, "LOOK_S", 0.05)
+    monkeypatch.setattr(hbm, "WATCH_S", 0.05)
     machine.serve("n")
     store, engine = store_of(machine), Engine(machine, device="host:0")
     engine.publish(1, PAGES)
@@ -160,7 +160,7 @@ def test_an_engine_that_was_stopped_costs_one_deadline(machine: Machine, monkeyp
         return pass_on(path)
 
     monkeypatch.setattr(peer_memory, "receive_descriptor", counted)
-    monkeypatch.setattr(hbm, "UNOPENED_NS", 600 * 10**9)
+    monkeypatch.setattr(hbm, "RETRY_NS", 600 * 10**9)
     machine.serve("n")
     store, engine = store_of(machine), Engine(machine, device="host:0")
     engine.publish(1, PAGES)

@@ -9,7 +9,7 @@ from collections.abc import Callable, Collection, Iterator, Sequence
 import numpy as np
 import pytest
 
-from kvstore.client.local.nvme import AHEAD, Bounce, Read, ReadBatch, ReadThreads
+from kvstore.client.local.nvme import AHEAD, BounceBuffer, Read, ReadBatch, ReadThreads
 from kvstore.tier.nvme.disk import BLOCK_BYTES, Bytes
 from tests.helpers.nvme.memory_disk import MemoryDisk
 
@@ -78,10 +78,10 @@ def run(threads: ReadThreads, reads: list[Read], silence_s: float = LONG_S) -> l
     return outcomes(threads.start(reads), silence_s)
 
 
-def bounce_of(batch: ReadBatch) -> Bounce:
+def bounce_of(batch: ReadBatch) -> BounceBuffer:
     """What the next read brought."""
     done = batch.next(LONG_S)
-    assert done is not None and isinstance(done[1], Bounce)
+    assert done is not None and isinstance(done[1], BounceBuffer)
     return done[1]
 
 
@@ -103,7 +103,7 @@ def test_a_bug_in_a_read_fails_that_read() -> None:
     """Nobody waits for it, its disk owes nothing, and its thread performs other reads."""
     threads, disk = ReadThreads("buggy", THREADS), FakeDisk()
     assert run(threads, [Read(disk, 1, BLOCK_BYTES)]) == ["failed"]
-    assert not threads._owed
+    assert not threads._abandoned
     for _ in range(2 * THREADS):
         assert run(threads, [Read(disk, 1, BLOCK_BYTES)]) == ["failed"]
     assert sum(thread.name.startswith("buggy-") for thread in threading.enumerate()) == THREADS
@@ -229,7 +229,7 @@ def test_giving_up_counts_what_is_under_way_once(threads: ReadThreads, answer: t
     wait_until(lambda: len(silent.asked) == THREADS)
     batch.give_up()
     batch.give_up()
-    assert threads._owed.total() == THREADS
+    assert threads._abandoned.total() == THREADS
     answer.set()
     wait_for_no_debt(threads)
     assert silent.asked == [0, 1]
@@ -238,9 +238,9 @@ def test_giving_up_counts_what_is_under_way_once(threads: ReadThreads, answer: t
 
 def test_an_answer_may_come_before_its_read_was_counted(threads: ReadThreads) -> None:
     disk = FakeDisk()
-    threads.owe(disk, -1)
-    threads.owe(disk, 1)
-    assert not threads._owed and run(threads, [disk.block(6)]) == [6]
+    threads.count_abandoned(disk, -1)
+    threads.count_abandoned(disk, 1)
+    assert not threads._abandoned and run(threads, [disk.block(6)]) == [6]
 
 
 # --- the end --------------------------------------------------------------------------------------------------------
@@ -256,7 +256,7 @@ def test_closed_threads_read_nothing(threads: ReadThreads) -> None:
 
 
 def wait_for_no_debt(threads: ReadThreads) -> None:
-    wait_until(lambda: not threads._owed)
+    wait_until(lambda: not threads._abandoned)
 
 
 def wait_until(holds: Callable[[], bool]) -> None:

@@ -426,7 +426,7 @@ def test_a_silent_device_costs_one_deadline_and_writes_nothing_later(
         match = cache.get(keys, out)
         assert (match.pages, match.reason) == (0, "io")
     answer.set()
-    wait_until(lambda: not mapped.below[Tier.NVME].threads._owed)
+    wait_until(lambda: not mapped.below[Tier.NVME].threads._abandoned)
     assert (out == 7).all(), "answered too late"
     assert cache.get(keys, out).pages == 8, "and is asked again"
     np.testing.assert_array_equal(out, data)

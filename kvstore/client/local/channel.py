@@ -1,4 +1,4 @@
-"""SocketChannel: requests to the daemon of a node on this machine, over its unix socket."""
+"""``SocketChannel`` sends requests to the daemon of a node on this machine, over the daemon's unix socket."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ from kvstore.shm.folder import NodeFolder
 from kvstore.wire import control
 from kvstore.wire.control import AHEAD, MESSAGE_BYTES_MAX, NO_REPLY, Message, Op
 
-OUTSTANDING_MAX = 64  # unanswered requests; bounds what the daemon has to remember for this client
+OUTSTANDING_MAX = 64  # unanswered requests, which bounds the daemon's memory for this client
 _POLL = struct.pack("ll", 0, 50_000)  # a blocked send or receive checks its deadline every 50 ms
-_SUN_PATH_MAX = 100  # a unix socket's path has 108 bytes
+_SUN_PATH_MAX = 100  # the path of a unix socket may have 108 bytes
 _RETRY_MIN_S, _RETRY_MAX_S = 0.001, 0.05
 
 _NEW, _DONE, _LOST = 0, 1, 2
@@ -44,8 +44,7 @@ _REFUSALS = (int(Status.INVALID), int(Status.FAILED))
 
 
 class SocketReply:
-    """A request that was sent. It ends with a reply or with the loss of the connection; ``result`` returns or raises
-    that."""
+    """A request that was sent, until the reply arrives or the connection is lost."""
 
     __slots__ = ("_channel", "_deadline", "_state", "_message", "request_id")
 
@@ -57,15 +56,15 @@ class SocketReply:
         self.request_id = request_id
 
     def result(self) -> Message:
-        """Return the reply, whose body the caller owns. Waits until the request's deadline.
+        """Wait for the reply, until the request's deadline at most, and return it. The caller owns its body.
 
         Raises:
-            DeadlineExceeded: no reply in time. The request may still be carried out.
+            DeadlineExceeded: no reply arrived in time. The request may still be carried out.
             NodeUnavailable: the connection was lost. The request may have been carried out.
-            InvalidRequest, VersionMismatch, Unavailable: the node refused; nothing was changed.
+            InvalidRequest, VersionMismatch, Unavailable: the node refused the request. Nothing was changed.
         """
         if self._state == _NEW:
-            self._channel._collect(self, self._deadline)
+            self._channel._receive_until(self, self._deadline)
         if self._message is None:
             raise NodeUnavailable(f"{self._channel.folder.name}: the daemon ended before it answered")
         message = self._message
@@ -75,22 +74,26 @@ class SocketReply:
 
 
 class SocketChannel:
-    """One session with one node. Threads may share it.
+    """A session with one node. Thread-safe.
 
-    Life: made (nothing started) -> ``begin``, or the first request: session file locked -> first request: connected,
-    HELLO -> requests; a lost connection fails the unanswered requests, and the next request reconnects under the same
-    session, so callers do not notice a restart of the daemon in between. It ends with ``close``, once the last copy in
-    flight has ended, or with the death of this process; either frees the session file's lock, which tells the daemon
-    that this session can write nothing more. A forked child does not share the session: its copies of the descriptors
-    are closed and every call is refused.
+    ``begin`` or the first request locks the session's file. The first request connects and sends HELLO. If the
+    connection is lost, unanswered requests fail, and the next request reconnects under the same session. So callers do
+    not notice a restart of the daemon between two requests.
 
-    A channel serves one incarnation of a node. If the folder was recreated, frames granted before are void; the channel
-    then ends for good (``ended``), and its owner makes another. ``close`` also ends it.
+    The session ends with ``close``, once the last copy in flight has ended, or with this process. Both free the lock of
+    the session's file, which shows the daemon that this session cannot write any more. A forked child does not share
+    the session: its copies of the descriptors are closed, and every call is refused.
+
+    A channel serves one incarnation of a node. If the node was recreated, the frames granted before are void. The
+    channel is then ``ended``, as after ``close``, and its owner creates another one.
 
     Args:
         folder: the node's folder.
         timeout_s: how long a request may take, including a reconnection.
-        incarnation: of the segment, 16 hex digits: refuse any other. None takes the first one met.
+        incarnation: the only incarnation of the segment to accept, 16 hex digits. None accepts the first one.
+
+    Attributes:
+        ended: True once no request can succeed any more.
     """
 
     def __init__(self, folder: Path, timeout_s: float = 5.0, *, incarnation: str | None = None) -> None:
@@ -103,13 +106,13 @@ class SocketChannel:
         self._file = SessionFile(folder, self._session)
         self.publisher = Publisher(folder, self._session, self.copies)
         self._refusal = ""
-        self._renewed = False  # closed because another channel follows
-        self._sending = threading.Lock()  # held while a request is encoded and sent, or a connection made
+        self._is_replaced = False  # closed because another channel follows
+        self._sending = threading.Lock()  # taken to encode and send a request, and to connect
         self._changed = threading.Condition()  # guards the five below
         self._socket: socket.socket | None = None
-        self._spent: list[socket.socket] = []  # lost connections, to be closed once no thread can be using them
-        self._receiving = False
-        self._waiting: deque[SocketReply] = deque()
+        self._lost_sockets: list[socket.socket] = []  # to be closed once no thread can use them
+        self._is_receiving = False  # a thread is receiving for all waiting threads
+        self._waiting: deque[SocketReply] = deque()  # unanswered requests, in their order
         self._buffer = bytearray(MESSAGE_BYTES_MAX)
         self._request_id = 0
         self._pid = os.getpid()
@@ -117,17 +120,17 @@ class SocketChannel:
 
     @property
     def session(self) -> int:
-        """The session id, drawn at random when the channel was made."""
+        """The session's id, a random number."""
         return self._session
 
     @property
     def counters(self) -> SessionCounters:
-        """The counters of this session, which its node can read."""
+        """The counters of this session, which the node reads."""
         return self._file.counters
 
     def begin(self) -> None:
-        """Take the session's file now, so that a client that only reads is counted there too. If that fails, the first
-        request tries again."""
+        """Create and lock the session's file now. Then the node also reads the counters of a client that only reads. If
+        this fails, the first request tries again."""
         with self._sending, contextlib.suppress(OSError):
             self._file.lock()
 
@@ -142,16 +145,16 @@ class SocketChannel:
         body: Iterable[bytes] = (),
         timeout_s: float | None = None,
     ) -> SocketReply:
-        """Send one request, without waiting for its reply. With ``NO_REPLY`` in flags there will be no reply.
+        """Send a request, without waiting for its reply. A request with the flag ``NO_REPLY`` gets no reply.
 
         Raises:
-            NodeUnavailable: the daemon could not be reached within the deadline; nothing was sent.
-            VersionMismatch: the daemon speaks another version.
+            NodeUnavailable: the daemon could not be reached in time. Nothing was sent.
+            VersionMismatch: the daemon has another version of the protocol.
             InvalidRequest: the channel is closed, or this is a forked child.
         """
         deadline = time.monotonic() + (self.timeout_s if timeout_s is None else timeout_s)
         if self._refusal:
-            raise self._refused()
+            raise self._refusal_error()
         if not self._sending.acquire(timeout=max(0.0, deadline - time.monotonic())):
             raise NodeUnavailable(f"{self.folder.name}: other requests kept the connection busy until the deadline")
         try:
@@ -159,12 +162,12 @@ class SocketChannel:
             data = control.encode(op, request_id, count=count, a=a, b=b, flags=flags, body=body)
             reply = SocketReply(self, request_id, deadline)
             while True:
-                if op is Op.GRANT and flags & AHEAD and self._socket is None:  # no need to wait for a daemon now
+                if op is Op.GRANT and flags & AHEAD and self._socket is None:  # frames ahead are not worth a connection
                     raise NodeUnavailable(f"{self.folder.name}: not connected, and the request is not urgent")
-                # Telling the node that there is something to take in is a hint: it is worth one try.
+                # DRAIN is only a hint that pages are published, so one attempt to connect is enough.
                 sock = self._socket or self._connect(deadline, once=op is Op.DRAIN)
                 if len(self._waiting) >= OUTSTANDING_MAX:
-                    self._collect_oldest(deadline)
+                    self._receive_oldest(deadline)
                     continue
                 if self._send(sock, data, None if flags & NO_REPLY else reply, deadline):
                     return reply
@@ -172,45 +175,45 @@ class SocketChannel:
             self._sending.release()
 
     def close(self) -> None:
-        """End the session: its reservations are returned and its leases end. Unanswered requests fail."""
+        """End the session. Its reserved frames return to the node, its leases end, and unanswered requests fail."""
         if self._refusal:
             return
-        self._renewed, self.ended, self._refusal = self.ended, True, "is closed"
-        # Free the lock first, so that the daemon finds it free when it sees the connection end. While a copy is in
-        # flight the daemon finds it locked, keeps the frames, and looks again.
-        self.copies.close(self._refused, self._file.close)
+        self._is_replaced, self.ended, self._refusal = self.ended, True, "is closed"
+        # Free the lock first: when the daemon sees the connection end, the lock should be free. While a copy is in
+        # flight it is still locked, so the daemon keeps the frames and checks again later.
+        self.copies.close(self._refusal_error, self._file.close)
         self._lose(self._socket)
         if self._sending.acquire(timeout=self.timeout_s):
             try:
-                self._bury(time.monotonic() + self.timeout_s)
+                self._close_lost(time.monotonic() + self.timeout_s)
             finally:
                 self._sending.release()
 
-    def _refused(self) -> KVStoreError:
-        if self._renewed:
+    def _refusal_error(self) -> KVStoreError:
+        if self._is_replaced:
             return NodeUnavailable(f"{self.folder.name}: the session was renewed in the meantime")
         return InvalidRequest("store", self._refusal)
 
     # --- sending ----------------------------------------------------------------------------------------------------
 
     def _send(self, sock: socket.socket, data: bytes, reply: SocketReply | None, deadline: float) -> bool:
-        """Returns False if the connection was lost, and nothing was sent."""
+        """Send an encoded request. Return False if the connection was lost and nothing was sent."""
         if reply is not None:
             with self._changed:
                 if self._socket is not sock:
                     return False
-                self._waiting.append(reply)  # before the send: the receiver must know which request a reply answers
+                self._waiting.append(reply)  # before the send, because the reply may arrive at once
         while True:
             try:
                 sock.send(data, socket.MSG_DONTWAIT)
                 return True
             except BlockingIOError:
-                # The daemon is slow. It may be waiting for this client to read replies.
+                # The daemon is slow, or waits until this client reads replies.
                 if time.monotonic() >= deadline:
-                    if reply is not None:  # without a reply nothing is outstanding: other requests may wait longer
+                    if reply is not None:  # a request without reply is not in the queue, so the connection stays valid
                         self._lose(sock)
                     raise NodeUnavailable(f"{self.folder.name}: the daemon took no request in time") from None
-                if not self._collect_oldest(deadline, before=reply):
+                if not self._receive_oldest(deadline, before=reply):
                     time.sleep(_RETRY_MIN_S)
             except OSError:
                 self._withdraw(reply)
@@ -218,6 +221,7 @@ class SocketChannel:
                 return False
 
     def _withdraw(self, reply: SocketReply | None) -> None:
+        """Remove a request that was not sent from the queue."""
         if reply is not None:
             with self._changed:
                 if reply in self._waiting:
@@ -225,26 +229,30 @@ class SocketChannel:
                 reply._state = _NEW
 
     def _connect(self, deadline: float, once: bool) -> socket.socket:
-        """Return a connection that has completed HELLO. Retries until the deadline, since the daemon may be restarting,
-        but for less time than an answer may take. ``once``: do not retry if nothing listens."""
+        """Connect to the daemon, complete HELLO, and return the connection. The daemon may be restarting, so attempts
+        are repeated until the deadline, but for ``timeout_s`` at most.
+
+        Args:
+            once: do not repeat the attempt if no daemon listens.
+        """
         pause_s, deadline = _RETRY_MIN_S, min(deadline, time.monotonic() + self.timeout_s)
-        self._bury(deadline)
+        self._close_lost(deadline)
         while True:
             if self._refusal:
                 raise InvalidRequest("store", self._refusal)
             if self.ended:
                 raise NodeUnavailable(f"{self.folder.name}: the node was recreated after it was opened here")
-            if not NodeFolder.at(self.folder).trusted():  # purged, and another user may have made a new one
+            if not NodeFolder.at(self.folder).trusted():  # it was purged, and another user may have created a new one
                 raise NodeUnavailable(f"{self.folder.name}: there is no such node on this machine")
             sock = socket.socket(socket.AF_UNIX, socket.SOCK_SEQPACKET | socket.SOCK_CLOEXEC)
             try:
                 self._file.lock()
-                _dial(sock, self.folder)
+                _connect_socket(sock, self.folder)
                 self._hello(sock, deadline)
             except OSError as error:
                 sock.close()
-                nobody = isinstance(error, ConnectionRefusedError | FileNotFoundError)
-                if (once and nobody) or time.monotonic() + pause_s >= deadline:
+                has_no_listener = isinstance(error, ConnectionRefusedError | FileNotFoundError)
+                if (once and has_no_listener) or time.monotonic() + pause_s >= deadline:
                     raise NodeUnavailable(f"{self.folder.name}: its daemon does not answer ({error})") from None
                 time.sleep(pause_s)
                 pause_s = min(2 * pause_s, _RETRY_MAX_S)
@@ -257,7 +265,13 @@ class SocketChannel:
             return sock
 
     def _hello(self, sock: socket.socket, deadline: float) -> None:
-        """Raises OSError if the daemon ends or does not answer in time."""
+        """Exchange HELLO with the daemon, check its incarnation, and send requests that are published in an old log.
+
+        Raises:
+            OSError: the daemon ended, or did not answer in time.
+            NodeUnavailable: the daemon has too many sessions, or the node was recreated.
+            VersionMismatch, InvalidRequest, Unavailable: the daemon refused.
+        """
         body = control.pack_json({"protocol": control.PROTOCOL})
         sock.send(control.encode(Op.HELLO, 0, a=self._session, b=os.getpid(), body=(body,)))
         while True:
@@ -274,52 +288,52 @@ class SocketChannel:
             _refuse(message)
         if message.op != Status.OK:
             raise NodeUnavailable(f"{self.folder.name}: too many sessions")
-        about = control.unpack_json(message.body)
-        incarnation = about.get("incarnation")
+        reply = control.unpack_json(message.body)
+        incarnation = reply.get("incarnation")
         if self.incarnation is None:
             self.incarnation = incarnation
         elif incarnation is not None and incarnation != self.incarnation:
             self.ended = True
             raise NodeUnavailable(f"{self.folder.name}: the node was recreated after it was opened here")
-        for request in self.publisher.assigned(about.get("puts")):
+        for request in self.publisher.assigned(reply.get("puts")):
             sock.send(request)
 
-    # --- receiving: one thread at a time, for every waiting thread -------------------------------------------------
+    # --- receiving: one thread at a time, for all waiting threads ---------------------------------------------------
 
-    def _collect(self, reply: SocketReply, deadline: float) -> None:
-        """Receive until ``reply`` has its message or the connection is lost. Raises DeadlineExceeded."""
+    def _receive_until(self, reply: SocketReply, deadline: float) -> None:
+        """Receive messages until ``reply`` has its own, or until the connection is lost. Raises DeadlineExceeded."""
         changed = self._changed
         while True:
             with changed:
-                while reply._state == _NEW and self._receiving:
+                while reply._state == _NEW and self._is_receiving:
                     remaining_s = deadline - time.monotonic()
                     if remaining_s <= 0 or not changed.wait(remaining_s):
                         raise DeadlineExceeded(f"{self.folder.name}: no answer in time")
                 sock = self._socket
                 if reply._state != _NEW or sock is None:
                     return
-                self._receiving = True
+                self._is_receiving = True
             data = None
             try:
                 data = self._receive(sock, deadline)
             finally:
                 with changed:
-                    self._receiving = False
+                    self._is_receiving = False
                     if data is not None:
                         self._deliver(sock, data)
                     changed.notify_all()
 
-    def _collect_oldest(self, deadline: float, before: SocketReply | None = None) -> bool:
-        """Receive the reply that is due next. Returns False if there is none, or if the next one is ``before``."""
+    def _receive_oldest(self, deadline: float, before: SocketReply | None = None) -> bool:
+        """Receive the reply to the oldest unanswered request. Return False if there is none, or if it is ``before``."""
         with self._changed:
             oldest = self._waiting[0] if self._waiting else None
         if oldest is None or oldest is before:
             return False
-        self._collect(oldest, deadline)
+        self._receive_until(oldest, deadline)
         return True
 
     def _receive(self, sock: socket.socket, deadline: float) -> bytearray:
-        """Return one message; empty if the connection has ended."""
+        """Receive and return one message; empty if the connection has ended."""
         while True:
             try:
                 size = sock.recv_into(self._buffer)
@@ -331,13 +345,14 @@ class SocketChannel:
                 return bytearray()
 
     def _deliver(self, sock: socket.socket, data: bytearray) -> None:
-        """Give a message to its request. The caller holds ``_changed``."""
-        if self._socket is sock and not self._answered(data):
-            self._drop(sock)  # it ended, or the two ends disagree about the requests: start again
+        """Pass a message to its request. If the connection has ended, or the message is for another request than the
+        oldest one, drop the connection. The caller holds ``_changed``."""
+        if self._socket is sock and not self._complete_oldest(data):
+            self._drop(sock)
 
-    def _answered(self, data: bytearray) -> bool:
-        """Give a message to the request that is due next; return False if it is for another. The caller holds
-        ``_changed``."""
+    def _complete_oldest(self, data: bytearray) -> bool:
+        """Complete the oldest unanswered request with a message. Return False if the message does not answer it. The
+        caller holds ``_changed``."""
         message = control.decode(memoryview(data)) if len(data) >= control.HEAD.size else None
         if message is None or not self._waiting or self._waiting[0].request_id != message.request_id:
             return False
@@ -347,54 +362,57 @@ class SocketChannel:
         return True
 
     def _lose(self, sock: socket.socket | None) -> None:
+        """Drop a connection, and wake all waiting threads."""
         with self._changed:
             if sock is not None:
                 self._drop(sock)
             self._changed.notify_all()
 
     def _drop(self, sock: socket.socket) -> None:
-        """Fail the unanswered requests of a connection that is over. The caller holds ``_changed``."""
+        """Fail the unanswered requests of a lost connection. The caller holds ``_changed``."""
         if self._socket is not sock:
             return
-        if not self._receiving:
-            self._read_rest(sock)
+        if not self._is_receiving:
+            self._receive_rest(sock)
         self._socket = None
         for reply in self._waiting:
             reply._state = _LOST
         self._waiting.clear()
-        self._spent.append(sock)
-        with contextlib.suppress(OSError):  # the other end may have closed it first
+        self._lost_sockets.append(sock)
+        with contextlib.suppress(OSError):  # the other end may have closed the connection first
             sock.shutdown(socket.SHUT_RDWR)  # wakes the receiving thread
 
-    def _read_rest(self, sock: socket.socket) -> None:
-        """Read replies that arrived before the connection ended: granted frames belong to this session, and only it can
-        return them. The caller holds ``_changed``, and no thread is receiving."""
+    def _receive_rest(self, sock: socket.socket) -> None:
+        """Receive the replies that arrived before the connection was lost. They may grant frames, which belong to this
+        session and which only this session can return. The caller holds ``_changed``, and no thread is receiving."""
         for _ in range(len(self._waiting) + 1):
             try:
                 size = sock.recv_into(self._buffer, 0, socket.MSG_DONTWAIT)
             except BlockingIOError:
                 return
-            except OSError:  # the kernel reports the end once, and only then returns what came before it
+            except OSError:  # the kernel first reports the end, and then returns the messages before it
                 continue
-            if not self._answered(self._buffer[:size]):
+            if not self._complete_oldest(self._buffer[:size]):
                 return
 
-    def _bury(self, deadline: float) -> None:
-        """Close lost connections. The caller holds ``_sending``, so no thread sends; waits for the receiving thread."""
+    def _close_lost(self, deadline: float) -> None:
+        """Wait for the receiving thread, and close lost connections. The caller holds ``_sending``, so no thread is
+        sending."""
         with self._changed:
-            while self._receiving and self._spent and self._changed.wait(max(0.0, deadline - time.monotonic())):
-                pass
-            if not self._receiving:
-                for sock in self._spent:
+            while self._is_receiving and self._lost_sockets:
+                if not self._changed.wait(max(0.0, deadline - time.monotonic())):
+                    break
+            if not self._is_receiving:
+                for sock in self._lost_sockets:
                     sock.close()
-                self._spent.clear()
+                self._lost_sockets.clear()
 
     def _after_fork(self) -> None:
-        """Close the descriptors in the child, without taking locks (other threads may have held them)."""
+        """Close the descriptors in the child. Take no locks, because other threads of the parent may have held them."""
         self._refusal = AFTER_FORK.format(self._pid)
-        self.copies.after_fork(self._refused)
+        self.copies.after_fork(self._refusal_error)
         self._file.close()
-        for sock in (self._socket, *self._spent):
+        for sock in (self._socket, *self._lost_sockets):
             if sock is not None:
                 sock.close()
         self._socket = None
@@ -403,21 +421,20 @@ class SocketChannel:
 _channels: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
-def _forked() -> None:
+def _end_in_child() -> None:
     for channel in list(_channels):
         channel._after_fork()
 
 
-os.register_at_fork(after_in_child=_forked)
+os.register_at_fork(after_in_child=_end_in_child)
 
 
 class SessionFile:
-    """One session's file, ``sessions/<id>``: it proves that the client is alive, and holds its counters.
+    """The file of a session, ``sessions/<id>``, which shows that the client is alive and contains its counters.
 
-    Locked from ``lock`` until ``close`` or the end of the process.
-
-    A free lock tells the node that this session can write nothing more; the node then adds up its counters and removes
-    the file. A forked child closes its copy, so that it does not hold the lock.
+    The file is locked from ``lock`` until ``close`` or the end of the process. A free lock shows the node that the
+    session cannot write any more. The node then adds up its counters and removes the file. A forked child closes its
+    descriptor, so that it does not keep the lock.
 
     Attributes:
         counters: in memory until the file is locked, and in the file from then on.
@@ -429,10 +446,11 @@ class SessionFile:
         self._fd = -1
 
     def lock(self) -> None:
-        """Create and lock the file, or check that it still is the one in the folder.
+        """Create and lock the file. If it is locked already, check that it was not removed, and otherwise create it
+        again.
 
         Raises:
-            OSError: the file cannot be created, or the node was examining it; another try may succeed.
+            OSError: the file cannot be created, or the node is just examining it. Another attempt may succeed.
         """
         if self._fd >= 0:
             if os.fstat(self._fd).st_nlink:
@@ -448,17 +466,17 @@ class SessionFile:
             raise
         self._fd = fd
         with contextlib.suppress(OSError, OutOfSpace):  # a session works without counters
-            os.fchmod(fd, 0o660)  # regardless of the umask: users with access to the folder may read it
+            os.fchmod(fd, 0o660)  # regardless of the umask, so that the folder's group can read it
             self.counters.attach(self._path)
 
     def close(self) -> None:
-        """Release the lock."""
+        """Close the file, which frees the lock."""
         if self._fd >= 0:
             os.close(self._fd)
             self._fd = -1
 
 
-def _dial(sock: socket.socket, folder: Path) -> None:
+def _connect_socket(sock: socket.socket, folder: Path) -> None:
     """Connect a socket to the daemon of a node's folder. Raises OSError if no daemon listens."""
     path = str(folder / "control")
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, _POLL)
@@ -474,7 +492,7 @@ def _dial(sock: socket.socket, folder: Path) -> None:
 
 
 def _refuse(message: Message) -> NoReturn:
-    """Raise the exception that a refusal stands for."""
+    """Raise the exception that a message with a refusal describes."""
     text = bytes(message.body).decode(errors="replace")
     if message.op == Status.FAILED:
         raise Unavailable(text)

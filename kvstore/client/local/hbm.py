@@ -1,14 +1,15 @@
-"""HbmReader: reads pages in memory that other processes of this machine have mounted.
+"""``HbmReader`` reads pages in memory that other processes of this machine have mounted.
 
-The index names a segment and a frame. The segment's records prove the page: its word says SEALED under the generation
-that the index named, and key, root, extra and token ids equal the requested ones. The bytes are read in the way that
-the segment exports its memory (``tier.peer_memory``), and then the generation is checked again. Everything in the
-files is a hint, and is checked against the size of the files. If the target is device memory, and that device can
-access the segment's memory, one device copy reads the pages (``DirectRead``); otherwise they are copied through the
-host.
+The index names a segment and a frame, and the segment's records prove the page. Its word must say SEALED under the
+generation that the index names, and key, root, extra and token ids must equal the requested ones. The bytes are read as
+the segment exports its memory (``tier.peer_memory``), and then the generation is compared again. All other contents of
+the files are hints, and are checked against the sizes of the files.
 
-A segment whose engine has died is not read any more; the lock of its session shows that, even while the node's daemon
-is down. Its memory is then released (``MountsWatch``), as it is when the segment is closed.
+If the target is device memory and that device can access the segment's memory, the device copies the pages
+(``DirectRead``). Otherwise they are copied through the host.
+
+When an engine dies, the lock of its session becomes free, even while the node's daemon is down. From then on its
+segments are not read, and ``MountsWatch`` releases their memory. The same happens when an engine closes a segment.
 """
 
 from __future__ import annotations
@@ -38,41 +39,41 @@ from kvstore.shm.mounted import HOLD_NS, MountedTable, mounted_path
 from kvstore.tier.base import Bytes
 from kvstore.tier.peer_memory import OPENERS, PeerMemory
 
-LOOK_S: Final = 1.0  # interval of checks for ended engines in a process that reads nothing
+WATCH_S: Final = 1.0  # how often the watch looks for ended engines
 RECHECK_NS: Final = 100_000_000  # how often a read checks that a segment's engine is alive
-UNOPENED_NS: Final = 2_000_000_000  # pause before a segment that could not be opened is tried again
+RETRY_NS: Final = 2_000_000_000  # pause before a segment that could not be opened is tried again
 _SEALED, _RETIRING = int(FrameState.SEALED), int(FrameState.RETIRING)
 
 
 class _PeerSegment:
     """A mounted segment, opened for reading."""
 
-    def __init__(self, table: MountedTable, memory: PeerMemory, here: bool) -> None:
+    def __init__(self, table: MountedTable, memory: PeerMemory, is_own: bool) -> None:
         self.table = table
         self.memory = memory
-        self.here = here  # this process mounted it
+        self.is_own = is_own  # this process has mounted the segment
         self.check_ns = 0
 
     def holds(self, frame: int, generation: int, states: tuple[int, ...]) -> bool:
-        """Return whether the frame holds a page under that generation, in one of these states."""
+        """Return whether a frame holds a page under this generation, in one of these states."""
         return int(self.table.words[frame]) in [generation << 8 | state for state in states]
 
 
 class _Run(NamedTuple):
-    """Pages ``page .. page + length`` in consecutive frames of one segment."""
+    """Pages from ``page`` on, in consecutive frames of one segment from ``frame`` on."""
 
     segment: _PeerSegment
     frame: int
     page: int
     generations: list[int]
 
-    def goes_on(self, number: int, frame: int) -> bool:
-        """Return whether that frame of that segment continues the run."""
+    def is_followed_by(self, number: int, frame: int) -> bool:
+        """Return whether this frame, of the segment with this number, continues the run."""
         table = self.segment.table
         return number == table.number and frame == self.frame + len(self.generations) < table.frames
 
     def unchanged(self, count: int) -> int:
-        """Return how many of the leading ``count`` pages are unchanged. Bytes read from the others are invalid."""
+        """Return how many of the first ``count`` pages have not changed. Bytes read from the others are invalid."""
         for i, generation in enumerate(self.generations[:count]):
             if not self.segment.holds(self.frame + i, generation, (_SEALED, _RETIRING)):
                 return i
@@ -80,20 +81,20 @@ class _Run(NamedTuple):
 
 
 @contextlib.contextmanager
-def _held(run: _Run) -> Iterator[None]:
-    """Tell the segment's engine that this process reads there (see ``mounted``). To be entered before any word is
-    read."""
-    held = run.segment.table.held[run.frame : run.frame + len(run.generations)]
+def _hold(run: _Run) -> Iterator[None]:
+    """Keep the segment's engine from overwriting the run's frames (see ``shm.mounted``). Enter it before reading any of
+    their words."""
+    holds = run.segment.table.held[run.frame : run.frame + len(run.generations)]
     until_ns = np.uint64(time.monotonic_ns() + HOLD_NS)
-    held[:] = np.maximum(held, until_ns)
+    holds[:] = np.maximum(holds, until_ns)
     try:
         yield
     finally:
-        held[held == until_ns] = 0
+        holds[holds == until_ns] = 0
 
 
 class HbmReader:
-    """The ``LowerReader`` of mounted segments. A segment is opened when the index first names it."""
+    """The ``LowerReader`` of mounted segments. A segment is opened when it is first needed."""
 
     tier = Tier.HBM
     closed = False
@@ -102,108 +103,112 @@ class HbmReader:
         self._folder = folder
         self._header = header
         self._segments: dict[int, _PeerSegment] = {}
-        self._unopened: dict[int, int] = {}  # segment number -> when to try again
+        self._retry_ns: dict[int, int] = {}  # when to open a segment that could not be opened, by number
 
     def own(self, table: MountedTable, memory: PeerMemory) -> None:
-        """Note that this process has mounted that segment, which lives as long as the process."""
+        """Add a segment that this process has mounted. It stays until ``disown``."""
         self._segments[table.number] = _PeerSegment(table, memory, True)
 
     def disown(self, number: int) -> None:
-        """Note that this process has closed that segment."""
+        """Remove a segment that this process has closed."""
         self._segments.pop(number, None)
 
     def close(self) -> None:
-        """Release all memory. A reader that is using it keeps it until its read is done."""
+        """Release all memory. A read in progress keeps its memory until it is done."""
         self._segments.clear()
 
     def readable(self) -> bool:
-        """See ``LowerReader``."""
+        """Return whether any process has mounted a segment."""
         return self._header.mounts > 0
 
     def root_at(self, raw: bytes) -> bytes | None:
-        """See ``TierReader``. Returns b"" if the page has left, or cannot be read from here: engines retire pages
-        faster than the index is updated."""
-        found = self._at(raw)
+        """Return the root in the record at a raw address. Return b"", which equals no root, if the page is retired or
+        its segment cannot be read: engines retire pages faster than the index is updated."""
+        place = self._place(raw)
         generation = ADDRESS.unpack(raw[:ADDRESS_BYTES])[2]
-        if found is None or not found[0].holds(found[1], generation, (_SEALED,)):
+        if place is None or not place[0].holds(place[1], generation, (_SEALED,)):
             return b""
-        return found[0].table.root(found[1])
+        return place[0].table.root(place[1])
 
     def class_at(self, raw: bytes) -> FrameClass | None:
-        """See ``TierReader``."""
-        found = self._at(raw)
-        return found[0].table.frame_class if found is not None else None
+        """Return the class of the frame at a raw address; None if there is no such frame now."""
+        place = self._place(raw)
+        return place[0].table.frame_class if place is not None else None
 
     def object_head(self, raw: bytes) -> ObjectHead | None:
-        """See ``TierReader``. Engines do not mount objects."""
+        """Return None, since mounted segments contain no objects."""
         return None
 
     def start(self, located: list[bytes], keys: Keys, frame_class: FrameClass, rows: Bytes) -> HbmRead:
-        """See ``LowerReader``."""
-        return HbmRead(_Located(self, located[: len(rows)], keys, frame_class), rows)
+        """Return a read of the leading pages of ``keys`` from these raw addresses into ``rows``
+        ``[pages, page_bytes]``."""
+        return HbmRead(_LocatedPages(self, located[: len(rows)], keys, frame_class), rows)
 
     def start_layer(
         self, located: list[bytes], keys: Keys, frame_class: FrameClass, layer: int, rows: Bytes
     ) -> HbmRead:
-        """As ``start``, for one layer of each page, into ``rows`` ``[pages, layer_bytes]``."""
-        return HbmRead(_Located(self, located[: len(rows)], keys, frame_class), rows, layer)
+        """Return a read of one layer of each page into ``rows`` ``[pages, layer_bytes]``."""
+        return HbmRead(_LocatedPages(self, located[: len(rows)], keys, frame_class), rows, layer)
 
     def start_direct(
         self, located: list[bytes], keys: Keys, frame_class: FrameClass, rows: DeviceRows, layer: int | None = None
     ) -> DirectRead:
-        """As ``start``, into device memory, for the leading pages whose memory that device can access."""
-        return DirectRead(_Located(self, located[: len(rows)], keys, frame_class), rows, layer)
+        """Return a read of pages, or of one layer of them, into device memory. It reads the leading pages whose memory
+        the device can access."""
+        return DirectRead(_LocatedPages(self, located[: len(rows)], keys, frame_class), rows, layer)
 
     def segment(self, number: int) -> _PeerSegment | None:
-        """Return the segment of that number, while its engine is alive."""
+        """Return the segment with this number; None if it cannot be read or its engine is dead."""
         segment = self._segments.get(number) or self._open(number)
-        if segment is None or segment.here:
+        if segment is None or segment.is_own:
             return segment
         now_ns = time.monotonic_ns()
         if now_ns >= segment.check_ns:
-            if not self._lives(segment.table):
+            if not self._is_alive(segment.table):
                 self._segments.pop(number, None)
                 return None
             segment.check_ns = now_ns + RECHECK_NS
         return segment
 
-    def _at(self, raw: bytes) -> tuple[_PeerSegment, int] | None:
+    def _place(self, raw: bytes) -> tuple[_PeerSegment, int] | None:
+        """Return the segment and frame of a raw address; None if there is no such frame now."""
         number, frame, _ = ADDRESS.unpack(raw[:ADDRESS_BYTES])
         segment = self.segment(number)
         return (segment, frame) if segment is not None and frame < segment.table.frames else None
 
     def _open(self, number: int) -> _PeerSegment | None:
         now_ns = time.monotonic_ns()
-        if now_ns < self._unopened.get(number, 0):
+        if now_ns < self._retry_ns.get(number, 0):
             return None
         table = MountedTable.open(self._folder, number, self._header.incarnation)
         opener = OPENERS.get(table.kind) if table is not None else None
         memory = opener(self._folder, table) if table is not None and opener is not None else None
         if table is None or memory is None:
-            self._unopened = {each: until for each, until in self._unopened.items() if now_ns < until}
-            self._unopened[number] = now_ns + UNOPENED_NS
+            self._retry_ns = {other: retry_ns for other, retry_ns in self._retry_ns.items() if now_ns < retry_ns}
+            self._retry_ns[number] = now_ns + RETRY_NS
             return None
         _WATCH.add(self)
         segment = self._segments[number] = _PeerSegment(table, memory, False)
         return segment
 
     def drop_ended(self) -> None:
-        """Release segments that have ended; called by the thread of ``MountsWatch``. A read in progress keeps its
-        memory until it is done."""
+        """Release the memory of segments that have ended. A read in progress keeps its memory until it is done.
+        ``MountsWatch`` calls this in its thread."""
         for number, segment in list(self._segments.items()):
-            there = mounted_path(self._folder, number).exists() and self._lives(segment.table)
-            if not segment.here and not there:
+            is_mounted = mounted_path(self._folder, number).exists() and self._is_alive(segment.table)
+            if not segment.is_own and not is_mounted:
                 self._segments.pop(number, None)
 
-    def _lives(self, table: MountedTable) -> bool:
+    def _is_alive(self, table: MountedTable) -> bool:
+        """Return whether the engine that has mounted a segment is alive."""
         try:
             return is_locked(self._folder.session(table.session))
         except OSError:
             return False
 
 
-class _Located:
-    """Pages that the index named, as runs of frames."""
+class _LocatedPages:
+    """The pages of some keys, and the raw addresses that the index names for them."""
 
     def __init__(self, reader: HbmReader, located: list[bytes], keys: Keys, frame_class: FrameClass) -> None:
         self._reader = reader
@@ -212,13 +217,13 @@ class _Located:
         self._class = frame_class
 
     def runs(self) -> list[_Run | None]:
-        """Return runs of consecutive frames. A final None means that the next page is in a segment that cannot be
-        read."""
+        """Return the pages as runs of consecutive frames. A final None means that the segment of the next page cannot
+        be read."""
         runs: list[_Run | None] = []
         for page, raw in enumerate(self._located):
             number, frame, generation = ADDRESS.unpack(raw)
             last = runs[-1] if runs else None
-            if last is not None and last.goes_on(number, frame):
+            if last is not None and last.is_followed_by(number, frame):
                 last.generations.append(generation)
                 continue
             segment = self._reader.segment(number)
@@ -227,103 +232,103 @@ class _Located:
             runs.append(_Run(segment, frame, page, [generation]))
         return runs
 
-    def proven(self, run: _Run) -> tuple[int, str]:
+    def prove(self, run: _Run) -> tuple[int, str]:
         """Return how many leading pages of a run are the requested ones, and why not more."""
         table, keys = run.segment.table, self.keys
         width = len(keys.identity_bytes) // len(keys)
         for i, generation in enumerate(run.generations):
-            at = (run.page + i) * width
+            start = (run.page + i) * width
             if not run.segment.holds(run.frame + i, generation, (_SEALED,)):
                 return i, GENERATION
-            if table.identity[run.frame + i].tobytes() != keys.identity_bytes[at : at + width]:
+            if table.identity[run.frame + i].tobytes() != keys.identity_bytes[start : start + width]:
                 return i, IDENTITY
         return len(run.generations), ""
 
 
 class HbmRead:
-    """A ``PendingRead`` whose ``result`` does all the work."""
+    """A ``PendingRead`` of mounted pages. ``result`` makes the whole read."""
 
     damaged = b""
-    addresses = b""  # the node promotes only its own pages
+    addresses = b""  # none, because the node promotes only pages of its own tiers
 
-    def __init__(self, located: _Located, rows: Bytes, layer: int | None = None) -> None:
+    def __init__(self, located: _LocatedPages, rows: Bytes, layer: int | None = None) -> None:
         self._located = located
         self._rows = rows
         self._layer = layer
 
     def result(self, silence_s: float) -> tuple[int, str]:
-        """See ``PendingRead``."""
+        """Read the pages. Return how many leading pages are in the rows and proven, and why not more ("" for all)."""
         pages = 0
         for run in self._located.runs():
             if run is None:
                 return pages, EXTENT
-            count, why = self._read(run)
+            count, reason = self._read(run)
             pages += count
-            if why:
-                return pages, why
+            if reason:
+                return pages, reason
         return pages, "" if pages == len(self._located.keys) else ABSENT
 
     def _read(self, run: _Run) -> tuple[int, str]:
-        """Read the leading pages of a run that are proven; return how many, and why not all."""
+        """Read the leading proven pages of a run. Return how many, and why not all."""
         try:
-            with _held(run):
-                count, why = self._located.proven(run)
+            with _hold(run):
+                count, reason = self._located.prove(run)
                 if count:
                     run.segment.memory.read(run.frame, self._rows[run.page : run.page + count], self._layer)
         except Unavailable:
             return 0, IO
-        same = run.unchanged(count)
-        return (same, GENERATION) if same < count else (count, why)
+        unchanged = run.unchanged(count)
+        return (unchanged, GENERATION) if unchanged < count else (count, reason)
 
 
 class DirectRead:
-    """A read into device memory, by one copy of that device from memory that it can access."""
+    """A read of mounted pages into device memory, by one copy of a device that can access their memory."""
 
-    def __init__(self, located: _Located, rows: DeviceRows, layer: int | None = None) -> None:
+    def __init__(self, located: _LocatedPages, rows: DeviceRows, layer: int | None = None) -> None:
         self._located = located
         self._rows = rows
         self._layer = layer
 
     def result(self) -> tuple[int, str]:
-        """Return how many leading pages are in the rows and proven, and why not more ("" for all). EXTENT means that
-        the device cannot access the next page's memory, or cannot copy from it.
+        """Read the pages. Return how many leading pages are in the rows and proven, and why not more ("" for all). The
+        reason EXTENT means that the device cannot access the memory of the next page, or cannot copy from it.
 
         Raises:
             DeviceLost, DeadlineExceeded: see ``DeviceLink.wait``.
         """
-        link, begun, pieces, why = link_of(self._rows.device), list[tuple[_Run, int]](), list[Pieces](), ""
-        with contextlib.ExitStack() as held:
+        link, copied, pieces, reason = link_of(self._rows.device), list[tuple[_Run, int]](), list[Pieces](), ""
+        with contextlib.ExitStack() as holds:
             for run in self._located.runs():
-                there = self._places(run)
-                if run is None or there is None:
-                    why = EXTENT
+                places = self._places(run)
+                if run is None or places is None:
+                    reason = EXTENT
                     break
-                held.enter_context(_held(run))
-                count, why = self._located.proven(run)
+                holds.enter_context(_hold(run))
+                count, reason = self._located.prove(run)
                 if count:
-                    begun.append((run, count))
-                    pieces.append(_pieces(self._rows[run.page : run.page + count], *there))
-                if why:
+                    copied.append((run, count))
+                    pieces.append(_pieces(self._rows[run.page : run.page + count], *places))
+                if reason:
                     break
-            if begun:
-                memory = [run.segment.memory for run, _ in begun]
+            if copied:
+                memory = [run.segment.memory for run, _ in copied]
                 try:
                     event = link.copy_pieces(pieces, after=self._rows.ready())
                 except DeviceLost:
                     raise
-                except Unavailable:  # the driver refuses memory of another process: no fault of the caller
+                except Unavailable:  # the driver refuses memory of another process
                     return 0, EXTENT
                 link.wait(event, (memory, self._rows))
             pages = 0
-            for run, count in begun:
-                same = run.unchanged(count)
-                pages += same
-                if same < count:
+            for run, count in copied:
+                unchanged = run.unchanged(count)
+                pages += unchanged
+                if unchanged < count:
                     return pages, GENERATION
-        return pages, why or ("" if pages == len(self._located.keys) else ABSENT)
+        return pages, reason or ("" if pages == len(self._located.keys) else ABSENT)
 
     def _places(self, run: _Run | None) -> tuple[Addresses, Addresses] | None:
-        """Return a run's addresses for the device; None if it cannot access them."""
+        """Return the addresses and lengths of a run's pieces for the device; None if it cannot access them."""
         if run is None:
             return None
         try:
@@ -335,18 +340,18 @@ class DirectRead:
 
 def _pieces(rows: DeviceRows, sources: Addresses, nbytes: Addresses) -> Pieces:
     """Return targets, sources and lengths of the copies that fill the rows."""
-    each = len(nbytes) // (int(nbytes.sum()) // rows.row_bytes)
-    sources, nbytes = sources[: rows.rows * each], nbytes[: rows.rows * each]
-    inside = places_in(0, nbytes[:each])
-    return (rows.addresses[:, None] + inside).reshape(-1), sources, nbytes
+    row_pieces = len(nbytes) // (int(nbytes.sum()) // rows.row_bytes)
+    sources, nbytes = sources[: rows.rows * row_pieces], nbytes[: rows.rows * row_pieces]
+    offsets = places_in(0, nbytes[:row_pieces])
+    return (rows.addresses[:, None] + offsets).reshape(-1), sources, nbytes
 
 
 class MountsWatch:
-    """Makes readers release memory that an engine had mounted, soon after the engine has ended. One per process; its
-    thread runs while there is a reader.
+    """A thread that makes readers release an engine's mounted memory soon after the engine has ended. A process has one
+    watch. Its thread runs while there is a reader.
 
-    Device memory stays allocated as long as any process has it mapped. So without this watch, a process that once read
-    an engine's pages and then became idle would keep that memory from the next engine.
+    Device memory stays allocated as long as any process maps it. Without the watch, a process that has read an engine's
+    pages and then becomes idle would keep that memory from the next engine.
     """
 
     def __init__(self) -> None:
@@ -359,12 +364,12 @@ class MountsWatch:
         with self._lock:
             self._readers.add(reader)
             if self._thread is None or not self._thread.is_alive():  # a forked child has no thread
-                self._thread = threading.Thread(target=self._look, name="kvstore-mounts", daemon=True)
+                self._thread = threading.Thread(target=self._watch, name="kvstore-mounts", daemon=True)
                 self._thread.start()
 
-    def _look(self) -> None:
+    def _watch(self) -> None:
         while True:
-            time.sleep(LOOK_S)
+            time.sleep(WATCH_S)
             with self._lock:
                 readers = list(self._readers)
                 if not readers:

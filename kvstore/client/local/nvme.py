@@ -1,22 +1,19 @@
-"""NvmeReader: reads pages on NVMe directly from the device, without the daemon.
+"""``NvmeReader`` reads pages on NVMe directly from the devices, without the daemon. ``ReadThreads`` makes the reads.
 
-The index names a frame. The header before that frame on the device proves the page: incarnation, address, key, root,
-extra and token ids must equal those of the caller's keys, and every layer's checksum must match. One read returns
-header and payload; only valid pages are copied to the caller. At the end the records show whether the pages were there
-during the whole read.
+The index names a frame, and the header before that frame on the device proves the page. Incarnation, address, key,
+root, extra and token ids must equal the requested ones, and the checksum of every layer must match. One read returns
+header and payload, and only valid pages are copied to the caller. At the end the records in shared memory show whether
+the pages were there during the whole read.
 
-Worked example: 32 pages of 256 KiB are in frames 8..39 of extent 6. That is one run. It is read in 6 parts of 5, 7, 7,
-7, 4 and 2 frames of at most 2 MiB; on the device each part is header, page, header, page, and so on. Two threads read
-the parts one by one, while the caller checks and copies the parts that are done. If page 17 is invalid, the match ends
-there, even if page 18 is valid; the caller's rows from 17 on are unchanged or hold their page.
+Worked example: 32 pages of 256 KiB in frames 8..39 of extent 6 are one run. It is read in 6 parts of 5, 7, 7, 7, 4 and
+2 frames, each of at most 2 MiB. On the device, each part is header, page, header, page, and so on. Two threads read the
+parts, while the caller checks and copies the parts that are done. If page 17 is invalid, the match ends there, even if
+page 18 is valid. The caller's rows from 17 on are then unchanged or contain their page.
 
-ReadThreads: parallel reads from NVMe devices, with a deadline that holds even if a device does not respond.
-
-A system call that reads from a device cannot be cancelled: if the device does not answer, its thread is blocked until
-it does. So the caller never reads directly. Threads read into internal buffers and hand them over in the order of
-completion; the caller checks and copies one while the devices read the next. Data that arrives after the caller gave up
-stays in an internal buffer and does no harm. A disk with an unanswered read is not used again until it has answered, so
-it costs only one deadline.
+A system call that reads from a device cannot be cancelled: its thread is blocked until the device answers. So the
+caller never reads itself, and its deadline holds even if a device is silent. Threads read into internal buffers and
+return them in the order of completion. Data that arrives after the caller has given up stays in an internal buffer. A
+disk with an unanswered read is not used again until it has answered, so it causes only one wait.
 """
 
 from __future__ import annotations
@@ -51,27 +48,26 @@ from kvstore.tier.nvme.frame_header import faults, payload_sums_in, unpack
 from kvstore.tier.nvme.map import NvmeMap
 
 THREADS: Final = 4
-# Reads of one batch in flight on each disk. Large reads reach a device's full speed, and with few in flight the first
-# is done early. Devices serve all reads in flight evenly, so a large number of them would end at the same time, with
-# nothing left to overlap.
+# Reads of one batch in flight on each disk. Two large reads reach a device's full speed. Devices serve all reads in
+# flight evenly: a large number of them would end at the same moment, and no read would overlap the checks of another.
 IN_FLIGHT: Final = 2
-MORE_PER: Final = 8  # reads: one more in flight per this many; in a large batch the last ones matter little
-AHEAD: Final = 8  # reads of one batch given to the threads and not yet handed over: each has a buffer
+READS_PER_EXTRA: Final = 8  # a batch has one more read in flight for every 8 reads; then the last ones matter less
+AHEAD: Final = 8  # reads of one batch that have started and are not yet taken; each of them has a buffer
 SHAPES_MAX: Final = 16  # shapes of reads for which a buffer keeps its views
 
 _READING = boundary.RequestGuard("task/read")
 
 
 class Read(NamedTuple):
-    """``nbytes`` at ``offset`` of a disk."""
+    """A read of ``nbytes`` at ``offset`` of a disk."""
 
     disk: Disk
     offset: int
     nbytes: int
 
 
-class Bounce:
-    """A buffer in large memory pages, as large as the largest read so far. It is kept for the next read."""
+class BounceBuffer:
+    """A reusable buffer in large memory pages, as large as the largest read so far."""
 
     def __init__(self) -> None:
         self._buffer = np.zeros(0, np.uint8)
@@ -87,47 +83,49 @@ class Bounce:
     def pages(self, frame_class: FrameClass, frames: int) -> list[memoryview[int]]:
         """Return the pages of consecutive frames that were read to the start of the buffer.
 
-        The views are kept between reads, since making a view costs as much as hashing its bytes.
+        The views are kept between reads, because creating a view takes as long as hashing its bytes.
         """
         pieces = self._pieces.get((frame_class, frames))
         if pieces is None:
             if len(self._pieces) == SHAPES_MAX:
                 self._pieces.clear()
-            whole, page_bytes = self._buffer.data, frame_class.page_bytes
+            data, page_bytes = self._buffer.data, frame_class.page_bytes
             stride = geometry.stride_bytes(frame_class)
             starts = range(geometry.header_bytes(frame_class), frames * stride, stride)
-            pieces = self._pieces[frame_class, frames] = [whole[at : at + page_bytes] for at in starts]
+            pieces = self._pieces[frame_class, frames] = [data[start : start + page_bytes] for start in starts]
         return pieces
 
 
 class ReadBatch:
-    """Reads of one caller, numbered from 0. Made by ``ReadThreads.start``; ends when the caller has taken all of them
-    with ``next``, or with ``give_up``."""
+    """The reads of one caller, numbered from 0. ``ReadThreads.start`` creates it. It ends when ``next`` has returned
+    all reads, or with ``give_up``."""
 
     def __init__(self, threads: ReadThreads) -> None:
         self.reads: list[Read] = []
         self._threads = threads
-        self._begun = 0  # reads that were given to the threads
-        self._taken = 0
+        self._queued = 0  # reads that were queued for the threads
+        self._taken = 0  # reads that `next` has returned
         self._disks: set[int] = set()
         self._mutex = threading.Lock()  # guards the next four
         self._waiting: deque[int] = deque()
         self._running: set[int] = set()
-        self._at_work = 0  # threads that are working on this batch, or are about to
-        self._given_up = False
-        self._done: queue.SimpleQueue[tuple[int, Bounce | OSError]] = queue.SimpleQueue()
+        self._workers = 0  # threads that work on this batch, or are about to
+        self._is_abandoned = False
+        self._done: queue.SimpleQueue[tuple[int, BounceBuffer | OSError]] = queue.SimpleQueue()
 
     def add(self, read: Read) -> int:
-        """Add a read; return its number."""
+        """Add a read, and return its number."""
         self.reads.append(read)
         self._disks.add(id(read.disk))
-        self._begin_next()
+        self._queue_reads()
         return len(self.reads) - 1
 
-    def next(self, silence_s: float) -> tuple[int, Bounce | OSError] | None:
-        """Return the next completed read: its number, and its buffer (to be returned with ``recycle``) or its error.
+    def next(self, silence_s: float) -> tuple[int, BounceBuffer | OSError] | None:
+        """Wait for the next completed read. Return its number, and its buffer or its error. The caller returns the
+        buffer with ``recycle``.
 
-        None means that all were taken, or that none ended within ``silence_s`` and the rest is given up.
+        Return None if all reads were returned before. If no read ends within ``silence_s``, give up the remaining reads
+        and return None too.
         """
         if self._taken == len(self.reads):
             return None
@@ -137,88 +135,88 @@ class ReadBatch:
             self.give_up()
             return None
         self._taken += 1
-        self._begin_next()
+        self._queue_reads()
         return done
 
-    def recycle(self, bounce: Bounce) -> None:
-        """Return a buffer that the caller has finished with."""
-        self._threads.keep(bounce)
+    def recycle(self, buffer: BounceBuffer) -> None:
+        """Return a buffer that the caller does not need any more."""
+        self._threads.recycle(buffer)
 
     def give_up(self) -> None:
-        """Stop waiting. Disks with reads in progress owe an answer."""
+        """Abandon the remaining reads. The disks of running reads are not used again until they have answered."""
         with self._mutex:
-            late = [] if self._given_up else [self.reads[number].disk for number in self._running]
-            self._given_up = True
-        for disk in late:
-            self._threads.owe(disk, 1)
+            disks = [] if self._is_abandoned else [self.reads[number].disk for number in self._running]
+            self._is_abandoned = True
+        for disk in disks:
+            self._threads.count_abandoned(disk, 1)
 
-    def _begin_next(self) -> None:
-        while self._begun < len(self.reads) and self._begun - self._taken < AHEAD:
-            number, self._begun = self._begun, self._begun + 1
+    def _queue_reads(self) -> None:
+        while self._queued < len(self.reads) and self._queued - self._taken < AHEAD:
+            number, self._queued = self._queued, self._queued + 1
             disk = self.reads[number].disk
             if self._threads.refuses(disk):
                 self._done.put((number, OSError(f"{disk.path} does not answer")))
                 continue
             with self._mutex:
                 self._waiting.append(number)
-                more = self._at_work < IN_FLIGHT * len(self._disks) + len(self.reads) // MORE_PER
-                self._at_work += more
-            if more:
-                self._threads.begin(self)
+                needs_worker = self._workers < IN_FLIGHT * len(self._disks) + len(self.reads) // READS_PER_EXTRA
+                self._workers += needs_worker
+            if needs_worker:
+                self._threads.assign(self)
 
-    # --- for the threads --------------------------------------------------------------------------------------------
+    # --- calls of the threads ---------------------------------------------------------------------------------------
 
-    def begin(self) -> int | None:
-        """Take a read, in a thread. None means that there is none, or that the caller has given up; then the thread is
-        free again."""
+    def start_read(self) -> int | None:
+        """Take a waiting read, and return its number. Return None if there is none, or if the caller has given up; the
+        thread then stops working on this batch."""
         with self._mutex:
-            if self._given_up or not self._waiting:
-                self._at_work -= 1
+            if self._is_abandoned or not self._waiting:
+                self._workers -= 1
                 return None
             number = self._waiting.popleft()
             self._running.add(number)
             return number
 
-    def end(self, number: int, outcome: Bounce | OSError) -> bool:
-        """Hand over a completed read. Returns False if it was given up in the meantime."""
+    def end_read(self, number: int, outcome: BounceBuffer | OSError) -> bool:
+        """Pass a completed read to the caller. Return False if the caller has given up."""
         with self._mutex:
             self._running.discard(number)
-            if not self._given_up:
+            if not self._is_abandoned:
                 self._done.put((number, outcome))
-            return not self._given_up
+            return not self._is_abandoned
 
 
 class ReadThreads:
-    """A few daemon threads and their buffers, shared by all threads of this process.
+    """A few daemon threads that read from devices, and their buffers. All threads of this process share it.
 
-    Life: made (nothing started) -> the first ``start`` -> ``close``, or the end of the process. A thread that waits for
-    a silent disk is not available until the disk answers; if all threads wait, every read fails at once.
+    The first ``start`` starts the threads. ``close`` or the end of the process ends them. A thread that waits for a
+    silent disk is not available until the disk answers. If all threads wait, every read fails at once.
     """
 
     def __init__(self, name: str, threads: int = THREADS) -> None:
         self._name = name
         self._threads = threads
-        self._started = False
-        self._closed = False
-        self._owed: Counter[int] = Counter()  # abandoned reads without an answer, by disk
+        self._is_started = False
+        self._is_closed = False
+        self._abandoned: Counter[int] = Counter()  # abandoned reads that the disk has not answered, by disk
         self._mutex = threading.Lock()  # guards the three above
         self._queue: queue.SimpleQueue[ReadBatch | None] = queue.SimpleQueue()
-        self._bounces: list[Bounce] = []  # the last used one on top: it may be in the CPU cache
+        self._buffers: list[BounceBuffer] = []  # a stack: the last used buffer may still be in the CPU cache
 
     def start(self, reads: Iterable[Read] = ()) -> ReadBatch:
-        """Start ``reads``, in this order. Those of a disk that owes an answer fail at once."""
+        """Start ``reads``, in this order. Reads from a disk with an unanswered read fail at once."""
         with self._mutex:
-            if not self._started and not self._closed:
+            if not self._is_started and not self._is_closed:
                 self._start_threads()
-                self._started = True
+                self._is_started = True
         batch = ReadBatch(self)
-        for read in reads:  # each starts before the next one is made
+        for read in reads:  # each read starts before the iterator computes the next one
             if batch.add(read) < IN_FLIGHT:
-                time.sleep(0)  # releases the interpreter, so that a thread starts it
+                time.sleep(0)  # releases the interpreter, so that a thread starts the read
         return batch
 
     def _start_threads(self) -> None:
-        """Start the threads, or fewer if the machine has no more. Raises NodeUnavailable if it has none."""
+        """Start the threads, or as many as the machine allows. Raises NodeUnavailable if it allows none."""
         for number in range(self._threads):
             try:
                 threading.Thread(target=self._serve, name=f"{self._name}-{number}", daemon=True).start()
@@ -229,61 +227,62 @@ class ReadThreads:
                 return
 
     def refuses(self, disk: Disk) -> bool:
-        """For ``ReadBatch``: return whether that disk may not be used now."""
+        """Return whether a disk cannot be used now."""
         with self._mutex:
-            return self._closed or id(disk) in self._owed or self._owed.total() >= self._threads
+            return self._is_closed or id(disk) in self._abandoned or self._abandoned.total() >= self._threads
 
-    def begin(self, batch: ReadBatch) -> None:
-        """For ``ReadBatch``: assign one more thread to the batch."""
+    def assign(self, batch: ReadBatch) -> None:
+        """Assign one more thread to a batch."""
         self._queue.put(batch)
 
-    def keep(self, bounce: Bounce) -> None:
-        """For ``ReadBatch``: keep a free buffer, unless there are as many as a batch needs."""
-        if len(self._bounces) <= AHEAD:  # the caller has one more
-            self._bounces.append(bounce)
+    def recycle(self, buffer: BounceBuffer) -> None:
+        """Keep a free buffer for later reads, unless there are enough for one batch."""
+        if len(self._buffers) <= AHEAD:  # one more than `AHEAD`, since the caller uses one
+            self._buffers.append(buffer)
 
     def close(self) -> None:
-        """The threads end after the read they are in; every read fails from now on."""
+        """End each thread after its current read. Every read fails from now on."""
         with self._mutex:
-            if self._started and not self._closed:
+            if self._is_started and not self._is_closed:
                 for _ in range(self._threads):
                     self._queue.put(None)
-            self._closed = True
+            self._is_closed = True
 
     def _serve(self) -> None:
         while (batch := self._queue.get()) is not None:
-            while (number := batch.begin()) is not None:
-                with contextlib.suppress(InternalError), _READING:  # the caller learns that the read failed
+            while (number := batch.start_read()) is not None:
+                with contextlib.suppress(InternalError), _READING:  # the caller gets an OSError
                     self._perform(batch, number)
 
     def _perform(self, batch: ReadBatch, number: int) -> None:
         disk, offset, nbytes = batch.reads[number]
         try:
-            bounce = self._bounces.pop()
+            buffer = self._buffers.pop()
         except IndexError:
-            bounce = Bounce()
-        outcome: Bounce | OSError = OSError("a read failed in another thread")  # the thread reports why
+            buffer = BounceBuffer()
+        outcome: BounceBuffer | OSError = OSError("a read failed in another thread")  # that thread logs the reason
         try:
-            disk.read(offset, [bounce.take(nbytes)])
-            outcome = bounce
+            disk.read(offset, [buffer.take(nbytes)])
+            outcome = buffer
         except OSError as error:
-            outcome = error.with_traceback(None)  # its frames would keep the batch and the disk in a reference cycle
-            self.keep(bounce)
+            outcome = error.with_traceback(None)  # a traceback would keep batch and disk in a reference cycle
+            self.recycle(buffer)
         finally:
-            if not batch.end(number, outcome):
-                self.owe(disk, -1)
+            if not batch.end_read(number, outcome):
+                self.count_abandoned(disk, -1)
 
-    def owe(self, disk: Disk, reads: int) -> None:
-        """For ``ReadBatch``: count abandoned reads. An answer may come before its read is counted."""
+    def count_abandoned(self, disk: Disk, reads: int) -> None:
+        """Add to the number of abandoned reads of a disk. The answer to a read (-1) may be counted before the read
+        (+1)."""
         with self._mutex:
-            self._owed[id(disk)] += reads
-            if not self._owed[id(disk)]:
-                del self._owed[id(disk)]
+            self._abandoned[id(disk)] += reads
+            if not self._abandoned[id(disk)]:
+                del self._abandoned[id(disk)]
 
 
-PART_BYTES: Final = 2 << 20  # of one read, or one page if that is larger
-SMALL_BYTES: Final = PART_BYTES // 4  # smaller reads cost more than they save
-HEADER_SILENCE_S: Final = 5.0  # after which a device that was asked for one header counts as unresponsive
+PART_BYTES: Final = 2 << 20  # largest size of one read, or one page if that is larger
+SMALL_BYTES: Final = PART_BYTES // 4  # smaller reads take more time than they save
+HEADER_SILENCE_S: Final = 5.0  # longest wait for a device that reads one header
 RECHECK_NS: Final = 100_000_000  # how often a read checks whether the node's devices have changed
 
 _SEALED = int(FrameState.SEALED)
@@ -291,7 +290,8 @@ _digest = xxhash.xxh3_64_intdigest
 
 
 class NvmeExtent:
-    """One extent on NVMe as a client sees it. A dropped extent's words are zero, so that nothing matches."""
+    """One extent on NVMe, as a client reads it. When the extent is dropped its words become zero, so no page
+    matches."""
 
     __slots__ = ("number", "position", "frame_class", "words", "last_use", "roots", "_table")
 
@@ -302,11 +302,12 @@ class NvmeExtent:
         self.words = table.words
         self.last_use = table.last_use
         self.roots = table.rows[:, table.fmt.root]
-        self._table = table  # keeps the mappings
+        self._table = table  # keeps the mappings open
 
 
 class NvmeRun(NamedTuple):
-    """Pages ``page .. page + length`` in consecutive frames of one extent; ``words`` are those frames' words."""
+    """Pages from ``page`` to ``page + length`` in consecutive frames from ``frame`` on, with the words of the
+    frames."""
 
     extent: NvmeExtent
     frame: int
@@ -316,11 +317,11 @@ class NvmeRun(NamedTuple):
 
 
 class ReadPart(NamedTuple):
-    """One read: ``length`` pages from ``page`` on, in consecutive frames."""
+    """One read: ``length`` pages from ``page`` on, in consecutive frames from ``frame`` on."""
 
     disk: Disk
     offset: int
-    incarnation: int  # of that disk
+    incarnation: int  # the disk's
     extent: NvmeExtent
     frame: int
     page: int
@@ -328,7 +329,7 @@ class ReadPart(NamedTuple):
     generations: npt.NDArray[np.uint64]
 
     def frames(self) -> list[ReadPart]:
-        """Split into one part per frame."""
+        """Return one part for each frame."""
         stride = geometry.stride_bytes(self.extent.frame_class)
         return [
             self._replace(
@@ -343,10 +344,10 @@ class ReadPart(NamedTuple):
 
 
 class NvmeReader:
-    """The ``LowerReader`` of one node's NVMe.
+    """The ``LowerReader`` of a node's NVMe tier.
 
-    Life: made (nothing opened) -> devices opened by the first read, and reopened when the node reports other devices ->
-    dropped. A page that is evicted during its read is a miss.
+    The first read opens the devices. They are opened again when the node's list of devices has changed. A page that is
+    evicted during its read is a miss.
     """
 
     tier = Tier.NVME
@@ -362,34 +363,35 @@ class NvmeReader:
         self._extents: dict[int, NvmeExtent] = {}
 
     def readable(self) -> bool:
-        """See ``LowerReader``. True if there are devices, and this process may read at least the node's description of
-        them."""
-        return self._opened() is not None
+        """Return whether the node has devices and this process can read the list of them. It may still be unable to
+        open a device."""
+        return self._devices() is not None
 
     def root_at(self, raw: bytes) -> bytes | None:
-        """See ``TierReader``."""
+        """Return the root in the current record at a raw address; None if there is no such record."""
         number, frame, _ = ADDRESS.unpack_from(raw)
         extent = self._extent(number)
         return extent.roots[frame].tobytes() if extent is not None and frame < len(extent.roots) else None
 
     def class_at(self, raw: bytes) -> FrameClass | None:
-        """See ``TierReader``."""
+        """Return the class of the frame at a raw address; None if there is no such extent now."""
         extent = self._extent(ADDRESS.unpack_from(raw)[0])
         return extent.frame_class if extent is not None else None
 
     def start(self, located: list[bytes], keys: Keys, frame_class: FrameClass, rows: Bytes) -> NvmeRead:
-        """See ``LowerReader``."""
-        map_ = self._opened()
+        """Start to read the leading pages of ``keys`` at these addresses into ``rows``, ``[pages, page_bytes]``."""
+        map_ = self._devices()
         if map_ is None:
             return NvmeRead(self, [], [], (), keys, rows, IO)
         reason = "" if len(located) == len(keys) else ABSENT
-        runs, why = self._runs(located, frame_class, map_)
-        return NvmeRead(self, located, runs, _parts(map_, runs), keys, rows, why or reason)
+        runs, runs_reason = self._runs(located, frame_class, map_)
+        return NvmeRead(self, located, runs, _parts(map_, runs), keys, rows, runs_reason or reason)
 
     def object_head(self, raw: bytes) -> ObjectHead | None:
-        """See ``TierReader``. Its header on the device proves it."""
+        """Return the object's head at a raw address, proven by its header on the device; None if no sealed head is
+        there."""
         number, frame, generation = ADDRESS.unpack(raw)
-        map_ = self._opened()
+        map_ = self._devices()
         extent = None if map_ is None else self._extents.get(number) or self._open_extent(number, map_)
         if map_ is None or extent is None or not is_object_class(extent.frame_class) or frame >= len(extent.words):
             return None
@@ -402,19 +404,20 @@ class NvmeReader:
             return None
         header = done[1].take(geometry.header_bytes(frame_class)).copy()
         batch.recycle(done[1])
-        found = unpack(header, frame_class, place.incarnation, number, frame, generation)
-        if isinstance(found, str) or int(extent.words[frame]) != generation << 8 | _SEALED:
+        fields = unpack(header, frame_class, place.incarnation, number, frame, generation)
+        if isinstance(fields, str) or int(extent.words[frame]) != generation << 8 | _SEALED:
             return None
-        return ObjectHead(frame_class, found.key + found.root + found.extra + found.tokens.tobytes())
+        return ObjectHead(frame_class, fields.key + fields.root + fields.extra + fields.tokens.tobytes())
 
     def _runs(self, located: list[bytes], frame_class: FrameClass, map_: NvmeMap) -> tuple[list[NvmeRun], str]:
-        """Return runs of consecutive frames that should hold these pages, and why not all of them ("" for all).
+        """Group addresses into runs of consecutive frames. Return the runs, and why they do not contain all pages (""
+        if they do).
 
-        They are checked only after they have been read, since pages rarely leave in between.
+        The words of the frames are compared only after the read, since pages rarely leave in between.
         """
         count = len(located)
-        flat = struct.unpack("<" + "IIQ" * count, b"".join(located))
-        numbers, frames, generations = flat[0::3], flat[1::3], flat[2::3]
+        fields = struct.unpack("<" + "IIQ" * count, b"".join(located))
+        numbers, frames, generations = fields[0::3], fields[1::3], fields[2::3]
         runs: list[NvmeRun] = []
         page = 0
         while page < count:
@@ -431,19 +434,20 @@ class NvmeReader:
             page = stop
         return runs, ""
 
-    # --- what is mapped ---------------------------------------------------------------------------------------------
+    # --- devices and extents ----------------------------------------------------------------------------------------
 
-    def _opened(self) -> NvmeMap | None:
-        """Return the devices; None if the node has none, or this process may not read them."""
+    def _devices(self) -> NvmeMap | None:
+        """Return the node's devices; None if the node has none, or if this process cannot read the list of them."""
         if time.monotonic_ns() >= self._check_ns:
             with self._mutex:
-                self._check()
+                self._check_devices()
         return self._map
 
-    def _check(self) -> None:
+    def _check_devices(self) -> None:
+        """Open the node's devices if their list has changed."""
         now_ns = time.monotonic_ns()
         if now_ns < self._check_ns:
-            return  # another thread did it first
+            return  # another thread has checked in the meantime
         try:
             status = os.stat(self._folder.nvme)
         except OSError:
@@ -451,21 +455,21 @@ class NvmeReader:
         else:
             identity = status.st_dev, status.st_ino, status.st_mtime_ns
         if identity != self._map_id:
-            # A map that other threads are using keeps its descriptors until they are done.
+            # The old map keeps its descriptors until the threads that use it are done.
             self._map = NvmeMap.open(self._folder) if identity else None
             self._map_id, self._extents = identity, {}
-        self._check_ns = now_ns + RECHECK_NS  # last, so that a thread that sees it also sees the map
+        self._check_ns = now_ns + RECHECK_NS  # set last: a thread that reads this value also reads the new map
 
     def forget(self, extent: NvmeExtent) -> None:
-        """Forget an extent that does not hold what the index said: it may have been recreated, on the same devices or
-        on others."""
+        """Forget an extent that does not contain the pages that the index names. It may have been recreated, on the
+        same devices or on others."""
         self._extents.pop(extent.number, None)
         self._check_ns = 0
 
     def _extent(self, number: int) -> NvmeExtent | None:
         extent = self._extents.get(number)
         if extent is None:
-            map_ = self._opened()
+            map_ = self._devices()
             extent = self._open_extent(number, map_) if map_ is not None else None
         return extent
 
@@ -475,7 +479,7 @@ class NvmeReader:
             self._check_ns = 0
             return None
         extents = self._extents
-        for old in extents.keys() - set(self._folder.extents()):  # rare, so worth the check: old mappings hold memory
+        for old in extents.keys() - set(self._folder.extents()):  # mappings of dropped extents would keep their memory
             extents.pop(old, None)
         extent = NvmeExtent(table)
         extents[number] = extent
@@ -483,7 +487,7 @@ class NvmeReader:
 
 
 class NvmeRead:
-    """A ``PendingRead`` of pages from the devices. Made by ``NvmeReader.start``."""
+    """A ``PendingRead`` of pages on the devices. ``NvmeReader.start`` creates it."""
 
     def __init__(
         self,
@@ -501,120 +505,126 @@ class NvmeRead:
         self._runs = runs
         self._rows = rows
         self._parts: list[ReadPart] = []
-        self._batch = reader.threads.start(map(self._noted, parts))
-        read = self._parts[-1].page + self._parts[-1].length if self._parts else 0
-        self._reason = IO if runs and read < runs[-1].page + runs[-1].length else reason
+        self._batch = reader.threads.start(map(self._add_part, parts))
+        started = self._parts[-1].page + self._parts[-1].length if self._parts else 0
+        self._reason = IO if runs and started < runs[-1].page + runs[-1].length else reason
         self._identities = _identities(keys)
 
-    def _noted(self, part: ReadPart) -> Read:
+    def _add_part(self, part: ReadPart) -> Read:
         self._parts.append(part)
         return _read_of(part)
 
     @property
     def addresses(self) -> bytes:
-        """See ``PendingRead``."""
+        """The raw addresses of the pages that are read, concatenated."""
         return b"".join(self._located[: self._parts[-1].page + self._parts[-1].length]) if self._parts else b""
 
     def result(self, silence_s: float) -> tuple[int, str]:
-        """See ``PendingRead``."""
-        pages, reason = self._read_all(silence_s)
+        """Wait for the read, and mark the pages as used. Return how many leading pages are in the rows and proven, and
+        why not more ("" for all)."""
+        pages, reason = self._read_parts(silence_s)
         now_ns = time.monotonic_ns()
         for run in self._runs:
             if run.page > pages:
                 break
-            now = run.extent.words[run.frame : run.frame + run.length].tobytes()
-            same = run.length if now == run.words else _equal_rows(now, run.words, 8)
-            if same < run.length and run.page + same <= pages:
-                pages, reason = run.page + same, GENERATION  # the bytes read are invalid
+            words = run.extent.words[run.frame : run.frame + run.length].tobytes()
+            unchanged = run.length if words == run.words else _equal_rows(words, run.words, 8)
+            if unchanged < run.length and run.page + unchanged <= pages:
+                pages, reason = run.page + unchanged, GENERATION  # the bytes read after this page are invalid
                 self._reader.forget(run.extent)
-            run.extent.last_use[run.frame : run.frame + max(0, min(same, pages - run.page))] = now_ns
+            run.extent.last_use[run.frame : run.frame + max(0, min(unchanged, pages - run.page))] = now_ns
         if reason == CHECKSUM:
             self.damaged = self._located[pages]
         return pages, reason
 
-    def _read_all(self, silence_s: float) -> tuple[int, str]:
-        """Check and copy the parts in the order in which their reads end."""
+    def _read_parts(self, silence_s: float) -> tuple[int, str]:
+        """Check and copy the parts in the order in which their reads end. Return how many leading pages are in the
+        rows, and why not more."""
         batch, parts = self._batch, list(self._parts)
         end = parts[-1].page + parts[-1].length if parts else 0
-        missing = {part.page: IO for part in parts}  # first missing page -> why
-        first = end  # first invalid page known so far
+        reasons = {part.page: IO for part in parts}  # why pages are missing, by the first missing page of each part
+        first_missing = end  # the first page that is known to be invalid
         while (done := batch.next(silence_s)) is not None:
             number, outcome = done
             part = parts[number]
             if not isinstance(outcome, OSError):
-                good, why = self._accept(part, outcome) if part.page < first else (0, ABSENT)
+                valid, reason = self._accept(part, outcome) if part.page < first_missing else (0, ABSENT)
                 batch.recycle(outcome)
-                del missing[part.page]
-                if good < part.length:
-                    first = min(first, part.page + good)
-                    missing[part.page + good] = why
-            elif part.length > 1 and part.page < first:  # read each frame alone: one must not spoil those before it
-                for one in part.frames():
-                    missing[one.page] = IO
-                    parts.append(one)
-                    batch.add(_read_of(one))
+                del reasons[part.page]
+                if valid < part.length:
+                    first_missing = min(first_missing, part.page + valid)
+                    reasons[part.page + valid] = reason
+            elif part.length > 1 and part.page < first_missing:
+                # Read each frame on its own, so that one unreadable frame does not cost the frames before it.
+                for frame_part in part.frames():
+                    reasons[frame_part.page] = IO
+                    parts.append(frame_part)
+                    batch.add(_read_of(frame_part))
             else:
-                first = min(first, part.page)
-        pages = min(missing, default=end)
-        return pages, missing.get(pages, self._reason)
+                first_missing = min(first_missing, part.page)
+        pages = min(reasons, default=end)
+        return pages, reasons.get(pages, self._reason)
 
-    def _accept(self, part: ReadPart, bounce: Bounce) -> tuple[int, str]:
-        """Copy the leading valid pages of a part to the caller's rows; return how many, and why not all."""
+    def _accept(self, part: ReadPart, buffer: BounceBuffer) -> tuple[int, str]:
+        """Check a part that was read, and copy its leading valid pages to the caller's rows. Return how many, and why
+        not all."""
         frame_class, pages = part.extent.frame_class, part.length
         head = geometry.header_bytes(frame_class)
-        frames = bounce.take(pages * geometry.stride_bytes(frame_class)).reshape(pages, -1)
+        frames = buffer.take(pages * geometry.stride_bytes(frame_class)).reshape(pages, -1)
         headers, payloads = frames[:, :head], frames[:, head:]
-        where = part.incarnation, part.extent.number, part.frame
+        address = part.incarnation, part.extent.number, part.frame
         identities = self._identities[part.page : part.page + pages]
-        reasons = faults(headers, frame_class, *where, part.generations, identities)
+        header_faults = faults(headers, frame_class, *address, part.generations, identities)
         sums = payload_sums_in(headers)
-        good, why = pages, ""
-        for i, (reason, page) in enumerate(zip(reasons, bounce.pages(frame_class, pages), strict=True)):
-            if reason or _digest(page) != sums[i]:
-                good, why = i, _why(part, i, headers[i]) if reason else CHECKSUM
+        valid, reason = pages, ""
+        for i, (fault, page) in enumerate(zip(header_faults, buffer.pages(frame_class, pages), strict=True)):
+            if fault or _digest(page) != sums[i]:
+                valid, reason = i, _fault_reason(part, i, headers[i]) if fault else CHECKSUM
                 break
-        copy(self._rows[part.page : part.page + good], payloads[:good, : frame_class.page_bytes])
-        return good, why
+        copy(self._rows[part.page : part.page + valid], payloads[:valid, : frame_class.page_bytes])
+        return valid, reason
 
 
 def _read_of(part: ReadPart) -> Read:
     return Read(part.disk, part.offset, part.length * geometry.stride_bytes(part.extent.frame_class))
 
 
-def _why(part: ReadPart, i: int, header: Bytes) -> str:
-    """Return why a header is not the expected one: it is of another page with the same key, or it is damaged."""
+def _fault_reason(part: ReadPart, i: int, header: Bytes) -> str:
+    """Return why the header of a part's frame ``i`` is not the expected one. It is damaged (CHECKSUM), or belongs to
+    another page with the same key (IDENTITY)."""
     frame, generation = part.frame + i, int(part.generations[i])
-    sound = unpack(header, part.extent.frame_class, part.incarnation, part.extent.number, frame, generation)
-    return CHECKSUM if isinstance(sound, str) else IDENTITY
+    fields = unpack(header, part.extent.frame_class, part.incarnation, part.extent.number, frame, generation)
+    return CHECKSUM if isinstance(fields, str) else IDENTITY
 
 
 def _parts(map_: NvmeMap, runs: list[NvmeRun]) -> Iterator[ReadPart]:
-    """Split runs into reads. Ends at a device that could not be opened here.
+    """Yield the reads of these runs, up to a device that this process could not open.
 
-    The first read is shorter than the second, so that they do not end at the same moment. The last ones are short,
-    because they are checked and copied when no other read runs.
+    The first read is shorter than the second, so that they do not end at the same moment. The last reads are short,
+    because no other read runs while they are checked and copied.
     """
-    left, first = sum(run.length for run in runs), True
+    pages_left, is_first = sum(run.length for run in runs), True
     for run in runs:
         frame_class = run.extent.frame_class
         stride = geometry.stride_bytes(frame_class)
-        most, least = max(1, PART_BYTES // stride), max(1, SMALL_BYTES // stride)
+        pages_max, pages_min = max(1, PART_BYTES // stride), max(1, SMALL_BYTES // stride)
         generations = np.frombuffer(run.words, np.uint64) >> np.uint64(8)
         i = 0
         while i < run.length:
-            length = min(_step(left, most, least, first), run.length - i)
+            length = min(_part_pages(pages_left, pages_max, pages_min, is_first), run.length - i)
             place = map_.place(run.extent.position, frame_class, run.frame + i)
             if place is None:
                 return
             yield ReadPart(*place, run.extent, run.frame + i, run.page + i, length, generations[i : i + length])
-            i, left, first = i + length, left - length, False
+            i, pages_left, is_first = i + length, pages_left - length, False
 
 
-def _step(left: int, most: int, least: int, first: bool) -> int:
-    """Return the number of pages of the next read, when ``left`` pages remain."""
-    share = -(-left // 3) if first else -(-3 * left // 5)
-    step = min(-(-2 * most // 3) if first else most, max(share, least))
-    return left if left - step < least and left <= most else step
+def _part_pages(pages_left: int, pages_max: int, pages_min: int, is_first: bool) -> int:
+    """Return the number of pages of the next read: a share of the remaining pages, within the limits. The remaining
+    pages are one read if the rest after a share would be below ``pages_min``."""
+    share = -(-pages_left // 3) if is_first else -(-3 * pages_left // 5)
+    pages = min(-(-2 * pages_max // 3) if is_first else pages_max, max(share, pages_min))
+    return pages_left if pages_left - pages < pages_min and pages_left <= pages_max else pages
 
 
 def _identities(keys: Keys) -> Bytes:

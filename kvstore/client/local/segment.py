@@ -1,5 +1,5 @@
-"""LocalSegment: memory of this process whose pages the local node indexes, and which other processes of the machine
-read."""
+"""``LocalSegment``: mounted memory of this process. The local node indexes its pages, and other processes of the
+machine read them."""
 
 from __future__ import annotations
 
@@ -24,40 +24,40 @@ from kvstore.shm.mounted import MountedTable, data_path
 from kvstore.tier.peer_memory import HOST, MountedMemory, SharedFrames
 from kvstore.wire.control import BATCH_MAX, CHAINED, NO_REPLY, Op, encode, pack_addresses, pack_class
 
-ANSWER_S: Final = 0.25  # wait for a node that needs a message because the log is full
+ANSWER_S: Final = 0.25  # longest wait for the node's reply, if the log is full and a message is needed
 SILENCE_NS: Final = 1_000_000_000  # pause of messages to a node that did not answer
-CLOSE_S: Final = 1.0
+CLOSE_S: Final = 1.0  # longest wait for the node when the segment is closed
 
 
 class LocalSegment:
-    """One segment, from ``mount`` until ``close``, or until this process or its session ends. Threads may share it.
+    """A mounted segment, from ``mount`` until ``close``, or until this process or its session ends. Thread-safe.
 
-    This process owns the pages: it writes them, and decides which stay. A frame's life::
+    This process owns the pages: it writes them, and decides when they are removed. The states of a frame::
 
         free ──write, publish──> readable by all ──retire──> no new reader; free once the last reader is done
 
-    Only full pages are published, after their bytes are written. A published frame is not written into. While the
-    node's daemon is down, pages can be published; they are found when it is back.
+    A page is published once all its bytes are written, and its frame is not written again until it is free. Pages can
+    be published while the node's daemon is down. They are found once the daemon is running again.
 
     Attributes:
         number: the node's number for the segment.
-        memory: uint8, to be written into; empty if the caller gave memory to ``mount``.
-        pages: the memory as ``[frames, page_bytes]``; empty if it has strides.
+        memory: the segment's bytes, uint8, for writing; empty if the caller has passed memory to ``mount``.
+        pages: the bytes as ``[frames, page_bytes]``; empty if the memory has strides.
     """
 
     def __init__(
-        self, node: LocalNode, mapped: Mapped, layout: Layout, table: MountedTable, given: MountedMemory | None
+        self, node: LocalNode, mapped: Mapped, layout: Layout, table: MountedTable, memory: MountedMemory | None
     ) -> None:
         self._node = node
-        self._given = given
+        self._mounted_memory = memory
         self._mapped = mapped
         self._layout = layout
         self._table = table
         self._lock = threading.Lock()
-        self._generation = 1  # the next one
-        self._retired: dict[int, int] = {}  # frame -> when it was retired
-        self._closed = False
-        self._silent_ns = 0  # until then only the log is used
+        self._generation_next = 1
+        self._retired: dict[int, int] = {}  # when each frame was retired, in ns
+        self._is_closed = False
+        self._no_messages_until_ns = 0
         self.number = table.number
         self.memory: npt.NDArray[np.uint8] = np.empty(0, np.uint8)
         self.pages: npt.NDArray[np.uint8] = np.empty((0, layout.page_bytes), np.uint8)
@@ -68,13 +68,13 @@ class LocalSegment:
         return self._table.frames
 
     def publish(self, keys: Keys, frames: Sequence[int]) -> bool:
-        """Publish these consecutive pages of a chain, which are in these frames, to every process of the machine.
+        """Publish consecutive pages of a chain, one in each of these frames, to all processes of the machine.
 
-        Returns whether the node was told. A node that is down finds them when it starts.
+        Return whether the node was notified. A node that is down finds the pages when it starts.
 
         Raises:
-            InvalidRequest: keys are of another layout, or not as many as frames; a frame is named twice, does not
-                exist, or is not free. Nothing was published.
+            InvalidRequest: the keys have another layout or another number than the frames; or a frame is named twice,
+                does not exist, or is not free. Nothing was published.
             NodeUnavailable: the segment is closed, its session was renewed, or the node was recreated.
         """
         frames = [int(frame) for frame in frames]
@@ -85,22 +85,25 @@ class LocalSegment:
             if above is None:
                 raise InvalidRequest("keys", "must be of a chain that is known from its root on")
             position = len(above)
-            before = fingerprint(above[span_start(position - 1)]) if position else 0
-            first, self._generation = self._generation, self._generation + len(frames)
-            spans = spans_of(keys.hashes, position, before)
+            previous_span = fingerprint(above[span_start(position - 1)]) if position else 0
+            first, self._generation_next = self._generation_next, self._generation_next + len(frames)
+            spans = spans_of(keys.hashes, position, previous_span)
             self._table.fill(frames, first, keys, position, spans)
             addresses = [Address(self.number, frame, first + i) for i, frame in enumerate(frames)]
-            told = True
+            is_notified = True
             for start in range(0, len(frames), BATCH_MAX):
-                some = slice(start, start + BATCH_MAX)
-                head = keys.root + CHAINED.pack(position + start, spans[start - 1] if start else before)
-                body = (head, pack_addresses(addresses[some]), *keys.hashes[some])
-                told = self._tell(Op.PUBLISH, len(addresses[some]), body) and told
-            return told
+                part = slice(start, start + BATCH_MAX)
+                head = keys.root + CHAINED.pack(position + start, spans[start - 1] if start else previous_span)
+                body = (head, pack_addresses(addresses[part]), *keys.hashes[part])
+                is_notified = self._notify(Op.PUBLISH, len(addresses[part]), body) and is_notified
+            return is_notified
 
     def retire(self, frames: Sequence[int]) -> list[int]:
-        """Let no reader begin to read these frames' pages. Returns the frames that are free, which may be written into.
-        The others are being read by another process; call again, for at most a fifth of a second.
+        """Retire the pages in these frames, so that no new reader can read them. Return the frames that are free, which
+        may be written now.
+
+        Other processes are still reading the other frames. Call again for these. They are free after at most a fifth of
+        a second.
 
         Raises:
             InvalidRequest: a frame does not exist.
@@ -108,15 +111,15 @@ class LocalSegment:
         frames = [int(frame) for frame in frames]
         with self._lock:
             self._check_frames(frames)
-            gone: list[Address] = []
+            retired: list[Address] = []
             now_ns = time.monotonic_ns()
             for frame in frames:
                 if frame not in self._retired and (generation := self._table.retire(frame)):
                     self._retired[frame] = now_ns
-                    gone.append(Address(self.number, frame, generation))
-            for start in range(0, len(gone), BATCH_MAX):
-                some = gone[start : start + BATCH_MAX]
-                self._tell(Op.RETRACT, len(some), (pack_addresses(some),))
+                    retired.append(Address(self.number, frame, generation))
+            for start in range(0, len(retired), BATCH_MAX):
+                part = retired[start : start + BATCH_MAX]
+                self._notify(Op.RETRACT, len(part), (pack_addresses(part),))
             free = [frame for frame in frames if not self._is_read(frame)]
             for frame in free:
                 self._retired.pop(frame, None)
@@ -124,71 +127,76 @@ class LocalSegment:
             return free
 
     def close(self) -> None:
-        """Make the node forget the segment, so that others do not read it any more. May be called twice; the memory
-        stays as long as this process uses it."""
+        """Unmount the segment, after which no process reads it. The memory stays as long as this process uses it. May
+        be called twice."""
         with self._lock:
-            if self._closed:
+            if self._is_closed:
                 return
-            self._closed = True
+            self._is_closed = True
             self._mapped.hbm.disown(self.number)
-            if self._given is not None:
-                self._given.withdraw()
+            if self._mounted_memory is not None:
+                self._mounted_memory.withdraw()
             for frame in range(self.frames):
                 self._table.clear(frame)
             try:
                 self._mapped.exchange(Op.UNMOUNT, a=self.number, timeout_s=CLOSE_S)
-            except (Unavailable, InvalidRequest):  # the node learns it when the session ends
+            except (Unavailable, InvalidRequest):  # the node unmounts the segment when the session ends
                 return
 
     def _is_read(self, frame: int) -> bool:
-        since_ns = self._retired.get(frame)
-        return since_ns is not None and self._table.is_held(frame, since_ns)
+        """Return whether another process may still be reading a retired frame."""
+        retired_ns = self._retired.get(frame)
+        return retired_ns is not None and self._table.is_held(frame, retired_ns)
 
     def _check(self, keys: Keys, frames: list[int]) -> None:
+        """Raise the errors of ``publish``."""
         self._node.check_open()
-        if self._closed or self._mapped.channel.ended:
+        if self._is_closed or self._mapped.channel.ended:
             raise NodeUnavailable(f"{self._node.name}: the segment is closed, or its session has ended: mount again")
         if keys.page_tokens != self._layout.page_tokens:
             raise InvalidRequest("keys", "must be of the segment's layout")
         if not frames or len(keys) != len(frames) or len(set(frames)) != len(frames):
             raise InvalidRequest("frames", f"must be {len(keys)} different frames, one per key")
         self._check_frames(frames)
-        taken = [frame for frame in frames if int(self._table.words[frame])]
-        if taken:
-            raise InvalidRequest("frames", f"must be free: retire frame {taken[0]} first")
+        used = [frame for frame in frames if int(self._table.words[frame])]
+        if used:
+            raise InvalidRequest("frames", f"must be free: retire frame {used[0]} first")
 
     def _check_frames(self, frames: list[int]) -> None:
         for frame in frames:
             if not 0 <= frame < self.frames:
                 raise InvalidRequest("frames", f"must be below {self.frames} (got {frame})")
 
-    def _tell(self, op: Op, count: int, body: tuple[bytes, ...]) -> bool:
-        """Tell the node through the log, or with a message if the log is full. Returns whether that was done: a node
-        that is down finds the records at its next start, and is told of a frame again when the frame is used again."""
+    def _notify(self, op: Op, count: int, body: tuple[bytes, ...]) -> bool:
+        """Notify the node through the log, or by a message if the log is full. Return False if neither was possible.
+
+        That does no lasting harm: a node that is down reads the records at its next start, and any node is notified
+        again when a frame is used again.
+        """
         channel = self._mapped.channel
         publisher = channel.publisher
         request = encode(op, 0, count=count, a=self.number, flags=NO_REPLY, body=body)
         try:
             if publisher is not None and publisher.publish(request, [], self._mapped.header):
                 return True
-            if time.monotonic_ns() >= self._silent_ns:
+            if time.monotonic_ns() >= self._no_messages_until_ns:
                 channel.request(op, count=count, a=self.number, body=body, timeout_s=ANSWER_S).result()
                 return True
         except (Unavailable, InvalidRequest):  # InvalidRequest: the store was closed
-            self._silent_ns = time.monotonic_ns() + SILENCE_NS
+            self._no_messages_until_ns = time.monotonic_ns() + SILENCE_NS
         return False
 
 
 def mount(
     node: LocalNode, layout: Layout, frames: int, memory: MountedMemory | None, strides: Strides | None
 ) -> LocalSegment:
-    """See ``LocalStore.mount``."""
-    whole = strides is None
+    """Mount memory of this process. The arguments and errors are those of ``LocalStore.mount``."""
+    is_contiguous = strides is None
     if strides is None:
         strides = Strides.whole(layout.page_bytes, memory.stride if memory is not None else layout.page_bytes)
     if strides.page_bytes != layout.page_bytes:
         raise InvalidRequest("strides", f"must cover {layout.page_bytes} bytes of a page (got {strides.page_bytes})")
-    if whole and strides.block < layout.page_bytes:
+    if is_contiguous and strides.block < layout.page_bytes:
         raise InvalidRequest("memory", f"must have frames {layout.page_bytes} bytes apart (got {strides.block})")
     nbytes = strides.nbytes(frames)
     if memory is not None and memory.nbytes < nbytes:
@@ -218,7 +226,7 @@ def mount(
             raise
     elif shared is not None:
         segment.memory = np.frombuffer(shared, np.uint8)
-        if whole:
+        if is_contiguous:
             segment.pages = segment.memory.reshape(frames, layout.page_bytes)
         mapped.hbm.own(table, SharedFrames(segment.memory, table))
     return segment
