@@ -28,7 +28,7 @@ from engine.api.wire import SERVICE, events_of, prefill_event, set_role_request,
 from engine.model.piece import Piece
 from engine.model.request import Event, Finished, PrefillEvent, Request, Role, RoleOrder, Token, Usage
 from kvstore.client.remote.admin import document
-from kvstore.client.remote.endpoint import SCHEMES, GivenCredentials, endpoint
+from kvstore.client.remote.endpoint import SCHEMES, CallerCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS, RemoteNode, end
 from kvstore.cluster.data_connection import UNIX
 from kvstore.errors import NodeUnavailable
@@ -96,7 +96,7 @@ class EngineClient:
         timeout_s: float = TIMEOUT_S,
     ) -> None:
         self.address = address
-        self._credentials = GivenCredentials(
+        self._credentials = CallerCredentials(
             token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
         )
         self._timeout_s = timeout_s

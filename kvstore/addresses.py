@@ -10,7 +10,7 @@ from kvstore.client.buffers import check_seconds
 from kvstore.client.local.node import LocalNode
 from kvstore.client.local.peer_reads import PeerReader
 from kvstore.client.local.store import LocalStore
-from kvstore.client.remote.endpoint import GivenCredentials, endpoint, is_remote
+from kvstore.client.remote.endpoint import CallerCredentials, endpoint, is_remote
 from kvstore.client.store import Store
 from kvstore.errors import InvalidRequest, NodeUnavailable
 from kvstore.shm.folder import EMBEDDED_PREFIX, NodeFolder, list_nodes
@@ -53,7 +53,7 @@ def connect(
         VersionMismatch: the node or its files are of another version.
     """
     check_seconds(timeout_s, "timeout_s")
-    credentials = GivenCredentials(
+    credentials = CallerCredentials(
         token=token, tls_ca=tls_ca, tls_cert=tls_cert, tls_key=tls_key, tls_server_name=tls_server_name
     )
     name = address if address is not None else os.environ.get("KVSTORE_NODE") or None
@@ -61,7 +61,7 @@ def connect(
         from kvstore.client.remote.store import connect_remote  # only here: it loads gRPC
 
         return connect_remote(endpoint(str(name), credentials, os.environ), timeout_s)
-    if field := credentials.given():
+    if field := credentials.first_set():
         raise InvalidRequest(field, "applies to kv:// addresses only; a node of this machine needs none")
     return _connect_local(name, timeout_s)
 

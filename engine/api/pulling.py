@@ -17,7 +17,7 @@ from typing import Any, Final, Protocol
 
 from engine.config import EngineConfig
 from engine.model.piece import Bytes, LocalData, Piece
-from kvstore.client.remote.endpoint import Endpoint, GivenCredentials
+from kvstore.client.remote.endpoint import CallerCredentials, Endpoint
 from kvstore.cluster.data_connection import Buffer, DataConnection, DialCredentials, Exchange
 from kvstore.cluster.data_listener import Server, ServerLimits
 from kvstore.errors import InvalidRequest
@@ -200,7 +200,7 @@ class _RemoteData:
         assert self._is_read, "a piece was skipped"
 
 
-def dial_credentials(given: GivenCredentials, endpoint: Endpoint) -> DialCredentials:
+def dial_credentials(given: CallerCredentials, endpoint: Endpoint) -> DialCredentials:
     """Return the credentials for data connections, which are those of gRPC connections to the same endpoint."""
     if not endpoint.tls:
         return DialCredentials(endpoint.token)

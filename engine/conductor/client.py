@@ -10,7 +10,7 @@ from google.protobuf.struct_pb2 import Struct
 
 from engine.client import url_of
 from kvstore.client.remote.admin import document
-from kvstore.client.remote.endpoint import GivenCredentials, endpoint
+from kvstore.client.remote.endpoint import CallerCredentials, endpoint
 from kvstore.client.remote.node import RemoteNode
 from kvstore.pb import conductor_pb2 as pb
 from kvstore.pb import engine_pb2
@@ -45,7 +45,7 @@ def ask_route(
     request = engine_pb2.SubmitRequest(
         text=text, token_ids=tokens, salt=salt, sampling=engine_pb2.Sampling(max_tokens=max_tokens)
     )
-    remote = _RemoteConductor(endpoint(url_of(address), GivenCredentials(), os.environ), timeout_s)
+    remote = _RemoteConductor(endpoint(url_of(address), CallerCredentials(), os.environ), timeout_s)
     try:
         message = pb.RouteRequest(request=request, model=model, tenant=tenant)
         return document(remote.call("Route", message, Struct))

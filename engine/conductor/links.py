@@ -26,7 +26,7 @@ from engine.conductor.state.engine_table import EngineAbout
 from engine.conductor.state.measured_speed import MeasuredSpeed
 from engine.model.request import AnswerTokens, Finished, Request, Role, RoleOrder, Token
 from kvstore.client.remote.admin import document
-from kvstore.client.remote.endpoint import GivenCredentials, endpoint
+from kvstore.client.remote.endpoint import CallerCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS
 from kvstore.cluster.directory import GONE, TIERS, AnnounceBatch
 from kvstore.errors import InvalidRequest, KVStoreError, NodeUnavailable
@@ -84,7 +84,7 @@ class GrpcLink:
 
     def __init__(self, service: str, address: str) -> None:
         self.address = address
-        remote = endpoint(url_of(address), GivenCredentials(), os.environ)
+        remote = endpoint(url_of(address), CallerCredentials(), os.environ)
         self._service = service
         self._metadata = (("authorization", f"Bearer {remote.token}"),) if remote.token else ()
         self._streams, self._retired = 0, False

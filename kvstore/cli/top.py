@@ -42,7 +42,7 @@ from kvstore.cli.cluster import ASK_S, members_of
 from kvstore.cli.node import node_option
 from kvstore.cli.output import bytes_text, duration_text, json_option, name_text, print_json
 from kvstore.client.remote.admin import document
-from kvstore.client.remote.endpoint import GivenCredentials, endpoint
+from kvstore.client.remote.endpoint import CallerCredentials, endpoint
 from kvstore.client.remote.node import OPTIONS, RemoteNode
 from kvstore.errors import DeadlineExceeded, InvalidRequest, KVStoreError, NodeUnavailable
 from kvstore.pb import store_pb2 as pb
@@ -303,7 +303,7 @@ class _Member:
         self._reply_s = 0.0
         if self._address:
             try:
-                self._link = _Link(endpoint(f"kv://{self._address}", GivenCredentials(), os.environ), ASK_S)
+                self._link = _Link(endpoint(f"kv://{self._address}", CallerCredentials(), os.environ), ASK_S)
             except KVStoreError as error:
                 self._error = str(error)
 

@@ -195,7 +195,7 @@ class GroupedCache:
     state group needs the page that ends there. Other pages need not be stored.
 
     Full groups share their pages with the layout's own ``PrefixCache``. Pages of window and state groups are found one
-    by one, so they have keys of a different kind, and the layout's own ``PrefixCache`` does not find them.
+    by one, so they have keys of another kind: such a page of one cache is not found by the other.
 
     ``tokens`` in every verb is a prompt, which matches at most all tokens but the last one, or ``GroupedKeys``, which
     name pages directly. ``extras`` are lists as for ``PrefixCache.keys``, one per group. Any thread may use the cache.

@@ -140,8 +140,8 @@ class PrefixCache(ABC):
                 This may be numpy or torch of any dtype and shape, bytearray, memoryview, or device memory (torch CUDA,
                 ``__cuda_array_interface__``, DLPack), which is written after the work queued in its stream. If None,
                 ``match.data`` is allocated.
-            verify: also compare the checksums of every layer. None: as the store is set. Pages from NVMe and over gRPC
-                are always verified.
+            verify: also compare the checksums of every layer. None: the store's setting decides. Pages from NVMe and
+                over gRPC are always verified.
 
         Rows after the match are unchanged, with two exceptions: they may have parts of a page that was evicted during
         its copy, and pages that follow an unreadable page on NVMe. A page that cannot be proven ends the match; a miss

@@ -92,8 +92,8 @@ class Store(AdminVerbs, ObjectVerbs):
     def close(self) -> None:
         """End the session or connection, and an embedded node. May be called twice.
 
-        Puts and writers of other threads fail. The call does not wait for copies in progress, except for an embedded
-        node, for at most a second. Their frames stay reserved until the copies have ended; a named embedded pool cannot
+        Puts and writers of other threads fail. The call does not wait for copies in progress; an embedded node waits
+        for them at most a second. Their frames stay reserved until the copies have ended; a named embedded pool cannot
         be opened again before that.
         """
 

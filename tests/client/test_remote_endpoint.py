@@ -5,12 +5,12 @@ from __future__ import annotations
 import pytest
 
 import kvstore
-from kvstore.client.remote.endpoint import GivenCredentials, endpoint, is_remote
+from kvstore.client.remote.endpoint import CallerCredentials, endpoint, is_remote
 from kvstore.errors import InvalidRequest
 from kvstore.pb import store_pb2 as pb
 from kvstore.wire.grpc import OBJECT_DATA_FIELD, digest_of, fields, pack_data, pack_integer
 
-CLEAR = GivenCredentials()
+CLEAR = CallerCredentials()
 
 
 @pytest.mark.parametrize(
@@ -42,7 +42,7 @@ def test_bad_addresses(address: str) -> None:
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "127.8.0.1", "[::1]", "localhost"])
 def test_a_token_goes_in_clear_on_this_machine_only(host: str) -> None:
-    given = GivenCredentials(token="secret")
+    given = CallerCredentials(token="secret")
     assert endpoint(f"kv://{host}:1", given, {}).token == "secret"
     assert endpoint("kv+unix:///s", given, {}).token == "secret"
     for away in ("10.0.0.1", "example.org", "localhost.example.org", "[fe80::1]", "0.0.0.0"):
@@ -55,20 +55,20 @@ def test_a_token_goes_in_clear_on_this_machine_only(host: str) -> None:
 @pytest.mark.parametrize(
     ("given", "env", "field"),
     [
-        (GivenCredentials(token=""), {}, "token"),
-        (GivenCredentials(token="a b"), {}, "token"),
-        (GivenCredentials(token="a\nb"), {}, "token"),
-        (GivenCredentials(token="é"), {}, "token"),
-        (GivenCredentials(token="x" * 5000), {}, "token"),
+        (CallerCredentials(token=""), {}, "token"),
+        (CallerCredentials(token="a b"), {}, "token"),
+        (CallerCredentials(token="a\nb"), {}, "token"),
+        (CallerCredentials(token="é"), {}, "token"),
+        (CallerCredentials(token="x" * 5000), {}, "token"),
         (CLEAR, {"KVSTORE_TOKEN_FILE": "/nowhere"}, "KVSTORE_TOKEN_FILE"),
         (CLEAR, {"KVSTORE_TLS_CA": "/nowhere"}, "KVSTORE_TLS_CA"),
-        (GivenCredentials(tls_ca="/nowhere"), {}, "tls_ca"),
-        (GivenCredentials(tls_ca=""), {}, "tls_ca"),
-        (GivenCredentials(tls_cert=__file__), {}, "tls_key"),
-        (GivenCredentials(tls_key=__file__), {}, "tls_cert"),
+        (CallerCredentials(tls_ca="/nowhere"), {}, "tls_ca"),
+        (CallerCredentials(tls_ca=""), {}, "tls_ca"),
+        (CallerCredentials(tls_cert=__file__), {}, "tls_key"),
+        (CallerCredentials(tls_key=__file__), {}, "tls_cert"),
     ],
 )
-def test_bad_credentials(given: GivenCredentials, env: dict[str, str], field: str) -> None:
+def test_bad_credentials(given: CallerCredentials, env: dict[str, str], field: str) -> None:
     with pytest.raises(InvalidRequest) as caught:
         endpoint("kv://127.0.0.1:1", given, env)
     assert caught.value.field == field

@@ -39,7 +39,7 @@ class Endpoint:
 
 
 @dataclass(frozen=True, kw_only=True)
-class GivenCredentials:
+class CallerCredentials:
     """The credentials among the arguments of ``connect``. For those that are None, the environment is used."""
 
     token: str | None = None
@@ -48,7 +48,7 @@ class GivenCredentials:
     tls_key: str | Path | None = None
     tls_server_name: str | None = None
 
-    def given(self) -> str:
+    def first_set(self) -> str:
         """Return the name of an argument that is not None; "" if there is none."""
         return next((name for name, value in vars(self).items() if value is not None), "")
 
@@ -58,7 +58,7 @@ def is_remote(address: object) -> bool:
     return isinstance(address, str) and address.startswith(SCHEMES)
 
 
-def endpoint(address: str, credentials: GivenCredentials, env: Mapping[str, str]) -> Endpoint:
+def endpoint(address: str, credentials: CallerCredentials, env: Mapping[str, str]) -> Endpoint:
     """Return where and how to connect, according to the user's arguments and to ``KVSTORE_TOKEN``,
     ``KVSTORE_TOKEN_FILE``, ``KVSTORE_TLS_CA``, ``KVSTORE_TLS_CERT`` and ``KVSTORE_TLS_KEY``.
 

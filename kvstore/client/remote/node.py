@@ -21,7 +21,7 @@ from kvstore.wire.grpc import ERROR_KEY, from_rpc
 
 SERVICE: Final = "/kvstore.v1.Store/"
 MESSAGE_BYTES_MAX: Final = 64 << 20  # of received messages; the largest are chunks of data and lists of pages
-STREAM_BYTES_PER_S_MIN: Final = 32 << 20  # at this speed, a stream ends before its deadline
+STREAM_BYTES_PER_S_MIN: Final = 32 << 20  # the speed for which the deadlines of streams are long enough
 OVERHEAD_BYTES: Final = 64 << 10  # of a message, in addition to its data or tokens
 REQUEST_BYTES: Final = 2 << 20  # of tokens in one request: half a million of them
 REQUEST_PAGES: Final = 1 << 15

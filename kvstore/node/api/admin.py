@@ -90,7 +90,7 @@ class AdminCalls:
         call.caller.check_operator()
         try:
             request = json_format.MessageToDict(parse(struct_pb2.Struct, message))
-        except (json_format.SerializeToJsonError, ValueError) as error:  # a number is infinite or NaN, or a value empty
+        except (json_format.SerializeToJsonError, ValueError) as error:  # a value is infinite, NaN or empty
             raise InvalidRequest("request", f"not valid JSON ({error})") from None
         name = request.pop("call", None)
         if not isinstance(name, str):

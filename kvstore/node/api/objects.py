@@ -95,7 +95,7 @@ class ObjectCalls:
         return pb.ObjectsRemoved(removed=removed).SerializeToString()
 
     async def clear(self, call: Call, message: bytes) -> bytes:
-        """Delete the values whose key begins with a prefix. Each step waits in turn with the calls of others."""
+        """Delete the values whose key begins with a prefix. Each step waits for its turn among all callers."""
         request = parse(pb.ClearObjectsRequest, message)
         check_text("salt", request.salt)
         call.caller.check_salt(request.salt)

@@ -75,7 +75,7 @@ class PageCalls:
         return work() if _is_short(request.pages) else await call.quick(work)
 
     async def prefetch(self, call: Call, message: bytes) -> bytes:
-        """Load pages into DRAM, in steps, so that a call that was cancelled soon frees its thread."""
+        """Load pages into DRAM, in steps, so that a thread becomes free soon after its call was cancelled."""
         request = parse(pb.LookupRequest, message)
         call.caller.check_salt(request.pages.salt)
         prompt = await call.quick(self._prompt, request.pages)
@@ -185,9 +185,7 @@ def _get(
     return match, streams.pack_pages(rows[: match.pages].reshape(-1).data)
 
 
-WATCHERS_MAX: Final = (
-    16  # each queues up to ``announce_plan.QUEUED_MAX`` changes, 9 bytes a page, and all pages at first
-)
+WATCHERS_MAX: Final = 16  # each may queue all pages, and up to ``announce_plan.QUEUED_MAX`` changes, 9 bytes a page
 RETRY_AFTER_S: Final = 1.0
 BATCHES: Final = 16  # sent between two reads of the event log, which overwrites entries that are read too late
 END_S: Final = 0.5  # before the deadline: a watch ends without an error

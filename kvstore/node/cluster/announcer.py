@@ -99,7 +99,7 @@ class Announcer:
             "queued": self._plan.queued,
             "owners": len(self._plan.owners),
             "turn_ago_s": round(time.monotonic() - self._turn_s, 3),
-            "told_ago_s": round(self._told_ago_s(), 3),
+            "told_ago_s": round(self._success_age_s(), 3),
             "failing": failing,
             "fault": self.fault(),
             **self.counters,
@@ -107,9 +107,9 @@ class Announcer:
 
     def ages(self) -> list[tuple[str, float, int]]:
         """Return ages for metrics, as ``Membership.ages`` does."""
-        return [("announcing", self._told_ago_s(), self.counters["failed"])]
+        return [("announcing", self._success_age_s(), self.counters["failed"])]
 
-    def _told_ago_s(self) -> float:
+    def _success_age_s(self) -> float:
         """Return the age of the least recent success of an owner; without owners, the age of the last turn."""
         successes = [each.health.succeeded_s or each.since_s for each in self._owners.values()]
         return max(boot_s() - min(successes, default=boot_s()), time.monotonic() - self._turn_s)

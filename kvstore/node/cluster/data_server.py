@@ -55,7 +55,7 @@ def serving(nodes: Iterable[NodeEntry], servers: Iterable[DataEntry]) -> dict[st
     """Return for each node the data server to read its pages from.
 
     If a node has several, the newest counts, since an older one may have died recently. But a data server of another
-    incarnation does not belong to the current node of that name: it served an earlier node, and is cut off.
+    incarnation does not belong to the current node of that name: it serves an earlier node, which was cut off.
 
     Args:
         servers: the newest last.
@@ -120,8 +120,8 @@ def address_of(config: NodeConfig) -> tuple[str, int]:
     """Return the numeric address and port to listen on.
 
     Raises:
-        InvalidRequest: it is beyond loopback without TLS or identities, these or a certificate are invalid, there is no
-            such host, or it is a wildcard address, which other nodes cannot dial.
+        InvalidRequest: the address is beyond loopback without TLS or identities, these or a certificate are invalid,
+            there is no such host, or the address is a wildcard, which other nodes cannot dial.
     """
     named = config.data not in (DATA_AUTO, DATA_NONE)
     host_name, port = parse_address(config.data, "data") if named else ("127.0.0.1", 0)
@@ -159,7 +159,7 @@ def serve(config: NodeConfig, announce: Callable[[str], None], *, child: bool = 
     if config.catalog:
         check_url(config.catalog)
     folder = NodeFolder(config.shm_dir, config.name)
-    quiet = replace(config, http=None, listen=(), otlp_endpoint="")  # those are the daemon's own
+    quiet = replace(config, http=None, listen=(), otlp_endpoint="")  # the daemon has its own
     with lifecycle.run(quiet, log, "the data server") as life:
         life.log_start(node=config.name)
         file = _take(folder, life)
@@ -362,7 +362,7 @@ class _CatalogEntry:
             self._membership.stop()
 
     def _status(self) -> dict[str, Any]:
-        """Return the state of each task of the membership; before that is published, the state of the attempt."""
+        """Return the state of the membership's tasks; until the entry is published, that of the attempts."""
         membership = self._membership
         if membership is not None:
             return membership.status()

@@ -1,7 +1,7 @@
 """An audit of the directory: whether its owners list exactly the pages that a node has.
 
-Pages come and go during the audit, and owners learn it a moment later. So differences are looked up again, one second
-later. Only those that appear every time count.
+Pages come and go during the audit, and owners receive these changes a moment later. So differences are looked up again,
+one second later. Only those that appear every time count.
 """
 
 from __future__ import annotations

@@ -32,7 +32,7 @@ from kvstore.limits import ALONE, Owner, ThreadShares
 from kvstore.model.prefix import Fingerprints, veil_of
 from kvstore.wire.data import FrameKind
 
-DECIDED: Final = boundary.StateGuard("state/directory")  # held by calls that change the directory; FIND does not
+DECIDED: Final = boundary.StateGuard("state/directory")  # held while the directory changes; lookups do not need it
 LOOK_S: Final = 0.5  # how often members are checked if the list stays the same
 TURN_PAGES: Final = 4096  # pages per turn, which takes some 10 ms in a directory of 10 million entries
 TURN_WAIT_S: Final = 0.2  # for all turns of one request; a reader considers an owner dead after 0.3 s of silence

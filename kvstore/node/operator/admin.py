@@ -20,7 +20,7 @@ from kvstore.node.operator.page_calls import PageAdmin
 from kvstore.node.operator.stats import node_stats
 from kvstore.node.scrubber import Scrubber
 
-# These calls read only small tables. The time of any other grows with the number of pages, or it waits.
+# These calls read only small tables. Other calls may wait, or take time in proportion to the number of pages.
 QUICK = frozenset(("root", "stats", "scrub", "scrub_status", "tenants", "pins", "name_pages"))
 
 Call = Callable[[dict[str, Any]], dict[str, Any]]
@@ -36,11 +36,11 @@ class Admin:
     def __init__(self, node: Node, scrubber: Scrubber, wake: Callable[[], None]) -> None:
         self.node = node
         self.wake = wake
-        self._named_pages, explainer = NamedPages(), LookupExplainer(node)
+        self._named_pages, explainer, pages = NamedPages(), LookupExplainer(node), PageAdmin(node, wake)
         self.calls: dict[str, Call] = {
             "stats": lambda _: {**node_stats(node), "scrubber": scrubber.stats()},
-            "evict": PageAdmin(node, wake).evict,
-            "pages": PageAdmin(node, wake).pages,
+            "evict": pages.evict,
+            "pages": pages.pages,
             "verify": lambda _: {"findings": snapshot_check.findings(node)},
             "scrub": lambda _: {"sweep": scrubber.request_sweep()},
             "scrub_status": lambda _: scrubber.stats(),

@@ -1,7 +1,7 @@
 """The devices of this machine, and which copy paths to and from them work.
 
-A call to a driver may take seconds, never return, or end its process. So if there is a driver, a process of its own
-tests it, once; until that process answers, the report says so. The report::
+A call to a driver may take seconds, never return, or end its process. So if there is a driver, a separate process tests
+it, once. Until that process answers, the report says that the driver is being asked. The report::
 
     missing    why there are no devices, or "" if there are some
     devices    device name -> the maker's name for it
@@ -90,7 +90,7 @@ def probe_in_process(command: Sequence[str], deadline_s: float) -> Report:
     try:
         output, _ = child.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
-        child.kill()  # and do not wait: a process that hangs in a driver may never end
+        child.kill()  # without waiting: a process that hangs in a driver may never end
         return no_devices(f"the NVIDIA driver did not answer in {deadline_s:g} s")
     if child.returncode < 0:
         return no_devices(f"asking the NVIDIA driver ended with {signal.Signals(-child.returncode).name}")

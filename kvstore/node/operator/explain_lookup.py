@@ -43,13 +43,13 @@ def layout_fields(value: Any, fingerprint: bytes) -> dict[str, Any]:
         InvalidRequest: ``value`` is not a layout, or its fingerprint is not ``fingerprint``.
     """
     if not isinstance(value, dict) or not set(value) <= set(_DEFAULTS):
-        raise InvalidRequest("layout", f"must have fields of a layout: {', '.join(_DEFAULTS)}")
+        raise InvalidRequest("layout", f"must have only these fields: {', '.join(_DEFAULTS)}")
     try:
         layout = Layout(**value)
     except TypeError as error:
         raise InvalidRequest("layout", str(error)) from None
     if layout.fingerprint != fingerprint:
-        raise InvalidRequest("layout", "does not have this fingerprint")
+        raise InvalidRequest("layout", "must have the fingerprint of the request")
     changed = {name: field for name, field in asdict(layout).items() if field != _DEFAULTS[name]}
     if len(json.dumps(changed)) > LAYOUT_BYTES_MAX:
         raise InvalidRequest("layout", f"must be at most {LAYOUT_BYTES_MAX} bytes of JSON")
@@ -99,11 +99,11 @@ class LookupExplainer:
         """Answer {"keys": [at most 500], "root", "tokens": of the first pages} with {"pages", "elsewhere", "events_s",
         "scanning"}.
 
-        Each entry of ``pages`` has ``tiers``, the tiers that store the page. It has ``leased`` and ``pinned`` if that
-        is so, ``identity`` if another page has the same key, ``writing`` if the page is reserved, and ``event``, its
-        last known event, if no tier stores it. ``elsewhere`` lists other roots that store a page of the same first
-        tokens; it needs ``tokens`` (uint32, base64). ``events_s`` is the age of the oldest known event. ``scanning``
-        is true while a scan of NVMe may still find pages.
+        Each entry of ``pages`` has ``tiers``, the tiers that store the page. If they apply, it also has ``leased``,
+        ``pinned``, ``identity`` (another page has the same key), ``writing`` (the page is reserved) and ``event`` (the
+        last known event of a page that no tier stores). ``elsewhere`` lists other roots that store a page of the same
+        first tokens; it needs ``tokens`` (uint32, base64). ``events_s`` is the age of the oldest known event.
+        ``scanning`` is true while a scan of NVMe may still find pages.
         """
         keys = raw_keys(request.get("keys"))
         if len(keys) > EXPLAIN_PAGES_MAX:

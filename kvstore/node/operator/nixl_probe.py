@@ -42,7 +42,7 @@ def why_not(command: Sequence[str] = COMMAND, deadline_s: float = PROBE_S) -> st
     try:
         output, _ = child.communicate(timeout=deadline_s)
     except subprocess.TimeoutExpired:
-        child.kill()  # and do not wait: a process that hangs in a driver may never end
+        child.kill()  # without waiting: a process that hangs in a driver may never end
         return f"the test did not answer in {deadline_s:g} s"
     try:
         return " ".join(str(json.loads(output)).split())

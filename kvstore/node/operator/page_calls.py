@@ -36,14 +36,14 @@ EVICT_PAUSE_S = 0.0005
 SAVE_LOOK_S = 0.05  # pause before pages that had to be saved first are tried again
 SAVE_WAIT_S = 20.0  # how long they are tried
 SAVE_SILENCE_S = 5.0  # tries end earlier if no page has left for this time
-COPY_SILENCE_S = 1.0  # the same limit if only copies are awaited; a page with a new child can never leave
+COPY_SILENCE_S = 1.0  # the same limit while pages wait only for their children; a new child may never leave
 EVICT_S = 40.0  # the longest call; callers wait a minute
 PAGES_LIMIT_MAX = 250  # in one answer
 LISTED_MAX = 200  # pages listed in the answer of an eviction
 NAMES_MAX = 100  # tenants and models listed by name; the others are added up
 NAMES_BYTES = 24 * 1024  # of these names as JSON; a limit for tenants and one for models
 OTHERS = "(others)"
-TIME = "time"  # the reason for staying if the call took too long
+TIME = "time"  # the reason of pages that stay because the call took too long
 ORDERS = ("coldest", "recent", "place")
 
 

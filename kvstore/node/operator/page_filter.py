@@ -142,7 +142,7 @@ def _empty() -> tuple[Any, ...]:
 
 @dataclass(frozen=True, slots=True)
 class PageFilter:
-    """Conditions on a page, all of which must hold. None: no condition. ``roots`` and ``keys`` are first 8 bytes."""
+    """Conditions on a page, all of which must hold. None: no condition. ``roots``, ``keys``: first 8 bytes."""
 
     tiers: tuple[Tier, ...]
     age_s: float | None = None

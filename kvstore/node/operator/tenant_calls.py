@@ -12,7 +12,7 @@ from kvstore.model.objects import OBJECTS_MODEL, object_root
 from kvstore.model.prefix import root_of
 from kvstore.node.event_log import fit_into_message
 from kvstore.node.node import Node
-from kvstore.node.operator.explain_lookup import layout_fields
+from kvstore.node.operator.explain_lookup import LOOK_PAGES, layout_fields
 from kvstore.node.operator.named_pages import raw_bytes, raw_keys
 from kvstore.node.operator.stats import pins_stats, tenants_stats
 from kvstore.node.performer import Performer
@@ -21,7 +21,6 @@ from kvstore.state.node_state import NodeState
 from kvstore.state.pins import TENANT_KEYS_MAX
 
 TEXT_BYTES_MAX = 1024  # of a salt, an adapter, a model
-LOOK_PAGES: Final = 100  # pages examined per hold of the node's mutex
 NONE_STORED: Final = "none of these pages is stored from the start of the chain"
 PIN_TTL_S_MAX = 30 * 86_400.0
 
