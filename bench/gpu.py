@@ -1,8 +1,9 @@
-"""``python bench/gpu.py [first|more] [--out FOLDER] [--wheels FOLDER]``: what ``make gpu`` and ``make gpu-more`` run.
+"""``python bench/gpu.py [first|more] [--out FOLDER] [--wheels FOLDER]``: the commands of ``make gpu`` and
+``make gpu-more``.
 
-Steps are run one after the other, each with a limit, all of them within ten minutes: a machine with a GPU is often lent
-for no longer. A step that fails, or runs past its limit, does not keep the others from running; the exit status is 1 at
-the end. What each one wrote is in a file of its name, and what matters of that in ``summary.txt``: read that first,
+Steps run one after the other. Each has a time limit, and all together take less than ten minutes, because a machine
+with a GPU is often lent for no longer. If a step fails or exceeds its limit, the others still run, and the exit status
+is 1. Each command writes its output to a file with its name. ``summary.txt`` has the important lines: read it first,
 then ``probe.json``.
 """
 
@@ -23,10 +24,10 @@ from pathlib import Path
 from typing import Final, NamedTuple
 
 ROOT: Final = Path(__file__).resolve().parents[1]
-TOTAL_S: Final = 560.0  # of all steps: ten minutes, less what a lent machine needs to begin and to send files back
-PAUSE_S: Final = 10.0  # from asking a command to end to ending it
-LINES_MAX: Final = 25  # of a command, in the summary
-TELLING: Final = re.compile(r"FAILED|ERROR|passed|failed|no tests|kvstore: |gpu_probe: | s\)| s, FAILED\)|Invalid")
+TOTAL_S: Final = 560.0  # all steps: ten minutes, minus the time to start the machine and to send files back
+PAUSE_S: Final = 10.0  # from the interrupt of a command to its kill
+LINES_MAX: Final = 25  # lines of one command in the summary
+SUMMARY_LINE: Final = re.compile(r"FAILED|ERROR|passed|failed|no tests|kvstore: |gpu_probe: | s\)| s, FAILED\)|Invalid")
 CHECK: Final = """
 import sys
 from kvstore.device import cuda
@@ -44,21 +45,23 @@ ENGINE_ROWS: Final = ("reuse_dram", "reuse_hbm", "prefill_stores", "decode_step_
 
 
 class Step(NamedTuple):
-    """Commands that run at the same time, by the name of their file."""
+    """Commands that run at the same time, by name. The name is also that of the output file."""
 
     limit_s: float
     commands: Mapping[str, Sequence[str]]
 
 
-def in_turn(jobs: int, *tests: str, only: str = "") -> tuple[str, ...]:
-    """pytest over these, with that many processes: each of them has a context of the device, of half a gigabyte."""
+def pytest_of(jobs: int, *tests: str, only: str = "") -> tuple[str, ...]:
+    """Return the pytest command for ``tests`` in ``jobs`` processes. Each process has its own device context of half a
+    gigabyte."""
     return (*PYTEST, "-n", str(jobs), *tests, *(("-k", only) if only else ()))
 
 
 def steps_of(which: str, out: Path) -> list[Step]:
-    """``first``: is it right, and how fast are copies; ``more``: what takes longer."""
+    """Return the steps of ``first`` (correctness, and the speed of copies) or of ``more`` (tests and rows that take
+    longer)."""
     if which == "first":
-        devices = in_turn(
+        devices = pytest_of(
             5,
             *(f"tests/tier/test_{name}.py" for name in ("device_contract", "cuda", "cuda_device", "cuda_kernels")),
             "tests/tier/test_contract.py",
@@ -70,8 +73,8 @@ def steps_of(which: str, out: Path) -> list[Step]:
         engines = (f"tests/engine/test_{name}.py" for name in ("tokens", "keeping", "sharing"))
         return [
             Step(215, {"probe": (*PYTHON, str(ROOT / "bench" / "gpu_probe.py"), "--out", str(out))}),
-            Step(115, {"devices": devices, "kernels": in_turn(8, "tests/kernels/test_triton.py")}),
-            Step(150, {"engines": in_turn(10, *engines, only="cuda")}),
+            Step(115, {"devices": devices, "kernels": pytest_of(8, "tests/kernels/test_triton.py")}),
+            Step(150, {"engines": pytest_of(10, *engines, only="cuda")}),
             Step(60, {"rows": (*ROWS, *HBM_ROWS, "--runs", "2", "--json")}),
         ]
     checks = {
@@ -79,59 +82,62 @@ def steps_of(which: str, out: Path) -> list[Step]:
         "memcheck_kernels": (*MEMCHECK, *PYTEST, "tests/kernels/test_triton.py", "-k", "half_precision or not_read"),
     }
     return [
-        Step(200, {"handoffs": in_turn(10, "tests/engine/test_handoff_tokens.py", only="cuda")}),
+        Step(200, {"handoffs": pytest_of(10, "tests/engine/test_handoff_tokens.py", only="cuda")}),
         Step(150, {"rows": (*ROWS, *ENGINE_ROWS, "--device", "cuda:0", "--runs", "2", "--json")}),
         *(Step(80, {name: command}) for name, command in checks.items() if shutil.which(MEMCHECK[0])),
     ]
 
 
-# --- Running them ---------------------------------------------------------------------------------------------------
+# --- Running the steps ----------------------------------------------------------------------------------------------
 
 
 class Summary:
-    """What is printed, and kept in ``summary.txt``."""
+    """Lines that are printed, and written to ``summary.txt``."""
 
     def __init__(self, out: Path) -> None:
         self._file = (out / "summary.txt").open("w")
 
     def say(self, line: str) -> None:
-        """Add a line."""
+        """Print and write one line."""
         print(line, flush=True)
         print(line, file=self._file, flush=True)
 
 
 def run(steps: Sequence[Step], out: Path, summary: Summary, total_s: float = TOTAL_S) -> list[str]:
-    """Run all steps; the names of commands that failed or were ended."""
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # commands ignore it where a shell started us with "&"
+    """Run all steps; return the names of the commands that failed or exceeded their limit."""
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # else commands ignore it after a shell started this one with "&"
     end_s, failed = time.monotonic() + total_s, list[str]()
     for step in steps:
-        left_s = end_s - time.monotonic()
-        summary.say(f"== {', '.join(step.commands)} ({left_s:.0f} s left)")
-        limit_s = min(step.limit_s, left_s)
+        remaining_s = end_s - time.monotonic()
+        summary.say(f"== {', '.join(step.commands)} ({remaining_s:.0f} s left)")
+        limit_s = min(step.limit_s, remaining_s)
         if limit_s < 1:
             summary.say("not run: no time is left")
             failed += step.commands
             continue
         for name, code in _together(step, out, time.monotonic() + limit_s).items():
-            _tell(name, code, out, summary)
+            _summarize(name, code, out, summary)
             failed += [name] if code != "0" else []
     return failed
 
 
 def _together(step: Step, out: Path, end_s: float) -> dict[str, str]:
-    """Run the commands of a step at the same time; how each one ended."""
+    """Run the commands of a step at the same time; return how each one ended."""
     children = {}
     for name, command in step.commands.items():
-        text, numbers = out / f"{name}.txt", out / f"{name}.json"  # JSON is written into a file of its own
+        text, numbers = out / f"{name}.txt", out / f"{name}.json"  # JSON output has its own file
         with text.open("w") as errors, numbers.open("w") if "--json" in command else text.open("a") as output:
             children[name] = subprocess.Popen(
                 command, stdout=output, stderr=errors, stdin=subprocess.DEVNULL, cwd=ROOT, start_new_session=True
             )
-    return {name: _ended(child, end_s) for name, child in children.items()}
+    return {name: _ending(child, end_s) for name, child in children.items()}
 
 
-def _ended(child: subprocess.Popen[bytes], end_s: float) -> str:
-    """Wait for a command. Past its limit it is interrupted, so that pytest writes its summary, then killed."""
+def _ending(child: subprocess.Popen[bytes], end_s: float) -> str:
+    """Wait for a command; return its exit code. At its limit interrupt it, so that pytest writes its summary, and then
+    kill it."""
     try:
         return str(child.wait(max(0.0, end_s - time.monotonic())))
     except subprocess.TimeoutExpired:
@@ -145,17 +151,17 @@ def _ended(child: subprocess.Popen[bytes], end_s: float) -> str:
 
 
 def _kill_group(child: subprocess.Popen[bytes]) -> None:
-    """End it and what it started."""
+    """Kill a process and the processes that it started."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(child.pid, signal.SIGKILL)
     child.wait()
 
 
-def _tell(name: str, code: str, out: Path, summary: Summary) -> None:
+def _summarize(name: str, code: str, out: Path, summary: Summary) -> None:
     lines = (out / f"{name}.txt").read_text(errors="replace").splitlines()
-    telling = [line[:400] for line in lines if TELLING.search(line)]
+    important = [line[:400] for line in lines if SUMMARY_LINE.search(line)]
     summary.say(f"-- {name}: {'well' if code == '0' else f'FAILED ({code})'}")
-    for line in (telling or lines)[-LINES_MAX:]:
+    for line in (important or lines)[-LINES_MAX:]:
         summary.say(line)
 
 
@@ -163,10 +169,10 @@ def _tell(name: str, code: str, out: Path, summary: Summary) -> None:
 
 
 def set_up(wheels: Path | None, shm: str) -> None:
-    """Packages of a folder, for this run alone; and more shared memory, where that is asked for.
+    """Install the wheels of a folder for this run only, and enlarge /dev/shm if ``shm`` is a size.
 
     Raises:
-        CalledProcessError: pip does not take the wheels.
+        CalledProcessError: pip cannot install the wheels.
     """
     path = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     if wheels is not None:
@@ -181,7 +187,7 @@ def set_up(wheels: Path | None, shm: str) -> None:
 
 
 def describe(out: Path) -> None:
-    """What the machine is, in ``machine.txt``."""
+    """Describe the machine in ``machine.txt``."""
     commands = ("nvidia-smi", "nvidia-smi topo -m", "uname -a", "lscpu", "free -m", "df -h /dev/shm /tmp /var/tmp")
     with (out / "machine.txt").open("w") as file:
         for command in (*commands, f"{sys.executable} -m pip list"):
@@ -191,22 +197,22 @@ def describe(out: Path) -> None:
 
 
 def main() -> int:
-    """See the module."""
-    parser = argparse.ArgumentParser(description="All that is to be tried on a machine with a GPU.")
+    """Run the steps; return 1 if a command failed or if there is no GPU."""
+    parser = argparse.ArgumentParser(description="Runs the tests and measurements that need a GPU.")
     parser.add_argument("which", nargs="?", choices=("first", "more"), default="first")
-    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder of all that is written")
-    parser.add_argument("--wheels", type=Path, help="folder of packages that the machine lacks")
+    parser.add_argument("--out", type=Path, default=ROOT / "bench" / "results", help="folder for all output")
+    parser.add_argument("--wheels", type=Path, help="folder with the wheels of packages that the machine lacks")
     parser.add_argument("--shm", default="", help="remount /dev/shm with that size, such as 48G")
     options = parser.parse_args()
     out = options.out.resolve()
     out.mkdir(parents=True, exist_ok=True)
-    begin_s = time.monotonic()
+    start_s = time.monotonic()
     set_up(options.wheels, options.shm)
     if subprocess.run([*PYTHON, "-c", CHECK], cwd=ROOT, check=False).returncode:
         return 1
     describe(out)
     summary = Summary(out)
-    failed = run(steps_of(options.which, out), out, summary, TOTAL_S - (time.monotonic() - begin_s))
+    failed = run(steps_of(options.which, out), out, summary, TOTAL_S - (time.monotonic() - start_s))
     summary.say(f"== {'failed: ' + ', '.join(failed) if failed else 'all is well'}")
     return 1 if failed else 0
 

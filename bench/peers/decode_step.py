@@ -1,7 +1,8 @@
-"""Seconds per step of decoding, and of prefill: our engine compared with vLLM, on a CPU, with the same weights and
-prompts.
+"""Compares the time of a decode step and of a prefill between our engine and vLLM.
 
-.venv/bin/python bench/peers/decode_step.py [--sequences 1,8] [--contexts 128,1024] [--rounds N] [--json]
+Both run on a CPU, with the same weights and prompts. Each engine is a process that stands still between its turns::
+
+    .venv/bin/python bench/peers/decode_step.py [--sequences 1,8] [--contexts 128,1024] [--rounds N] [--json]
 """
 
 from __future__ import annotations
@@ -27,13 +28,13 @@ from starting import ROOT, VLLM, VLLM_ENVIRONMENT
 ENGINE = Path(__file__).with_name("decode_engine.py")
 PRESET, SEED = "small-llama", 5  # 53 million parameters
 READY_S, TURN_S = 300.0, 120.0
-TIE = 1e-3  # logits this near, of the highest one, are as good as equal: float32 sums in another order
+TIE = 1e-3  # two logits tie if they differ by less than this share of the highest one: float32 sums depend on order
 
 
 class PausedEngine:
-    """An engine in a process of its own, which stands still but for the turns that it is given.
+    """An engine in its own process, which is stopped (SIGSTOP) except during ``ask``.
 
-    Life: started -> ``ready`` -> ``ask``, any number of times -> closed, which ends the process.
+    Life: made, which starts the process -> ``ready`` -> ``ask``, any number of times -> ``close``.
     """
 
     def __init__(self, command: list[str], environment: dict[str, str], log: Path) -> None:
@@ -45,17 +46,17 @@ class PausedEngine:
                 stderr=errors,
                 env=environment,
                 text=True,
-                start_new_session=True,  # a group of its own: what it has started stands still with it
+                start_new_session=True,  # signals reach its process group, which includes its children
             )
         self._log = log
 
     def ready(self) -> None:
-        """Wait until it can be asked, and stop it."""
+        """Wait until the engine accepts prompts, and stop it."""
         self._line(READY_S)
         self._signal(signal.SIGSTOP)
 
     def ask(self, prompts: list[list[int]], tokens: int) -> dict[str, Any]:
-        """Return answers of ``tokens`` tokens each, and their times of arrival. See ``decode_engine.py``."""
+        """Return an answer of ``tokens`` tokens to each prompt, and the arrival times. See ``decode_engine.py``."""
         self._signal(signal.SIGCONT)
         assert self._process.stdin is not None
         self._process.stdin.write(json.dumps({"prompts": prompts, "tokens": tokens}) + "\n")
@@ -65,7 +66,7 @@ class PausedEngine:
         return answer
 
     def close(self) -> None:
-        """End it."""
+        """Kill the process group."""
         self._signal(signal.SIGKILL)
         self._process.wait(30)
 
@@ -73,7 +74,7 @@ class PausedEngine:
         os.killpg(self._process.pid, number)
 
     def _line(self, timeout_s: float) -> str:
-        """The next line of it that is JSON."""
+        """Return the next line of output that is JSON. Raises SystemExit if there is none in time."""
         assert self._process.stdout is not None
         with DefaultSelector() as selector:
             selector.register(self._process.stdout, EVENT_READ)
@@ -83,8 +84,8 @@ class PausedEngine:
                     break
                 if line.startswith("{"):
                     return line
-        told = self._log.read_text().strip().splitlines()
-        sys.exit(f"an engine has ended, or hangs: {told[-1] if told else 'it said nothing'}")
+        errors = self._log.read_text().strip().splitlines()
+        sys.exit(f"an engine ended or hangs: {errors[-1] if errors else 'no error output'}")
 
 
 @dataclass(frozen=True)
@@ -96,15 +97,16 @@ class Turn:
 
     @classmethod
     def of(cls, answer: dict[str, Any]) -> Turn:
-        """From when tokens came: all sequences decode from the latest first token to the earliest last one."""
-        came: list[list[float]] = answer["came_s"]
-        start, stop = max(times[0] for times in came), min(times[-1] for times in came)
-        steps = sum(start < at <= stop for times in came for at in times) / len(came)
+        """Compute a turn from the arrival times of tokens. All sequences decode between the latest first token and the
+        earliest last token."""
+        arrivals: list[list[float]] = answer["arrivals_s"]
+        start, stop = max(times[0] for times in arrivals), min(times[-1] for times in arrivals)
+        steps = sum(start < at <= stop for times in arrivals for at in times) / len(arrivals)
         return cls(start, (stop - start) / steps)
 
 
 def save_model(folder: Path) -> None:
-    """A model with random weights, and a tokenizer that knows numbers alone."""
+    """Save a model with random weights, and a tokenizer whose words are numbers."""
     from tokenizers import Tokenizer, models
     from transformers import PreTrainedTokenizerFast
 
@@ -118,14 +120,14 @@ def save_model(folder: Path) -> None:
 
 
 class Judge:
-    """Whether two answers are equal but for ties, by the plain model."""
+    """Compares answers with the plain model, which shows whether the first difference is a tie."""
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
         self._net: Any = None
 
-    def apart(self, prompt: list[int], ours: list[int], theirs: list[int]) -> str:
-        """Says equal, tie where the first tokens to differ have logits as good as equal, or OTHER."""
+    def verdict(self, prompt: list[int], ours: list[int], theirs: list[int]) -> str:
+        """Return ``equal``; ``tie`` if the first tokens that differ have nearly equal logits; else ``OTHER``."""
         if ours == theirs:
             return "equal"
         import torch
@@ -142,41 +144,41 @@ class Judge:
 
 def environment(kind: str, threads: int) -> dict[str, str]:
     """Return the environment of an engine's process."""
-    told = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
-    return told | VLLM_ENVIRONMENT if kind == "vllm" else told
+    variables = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": str(threads), "HF_HUB_OFFLINE": "1"}
+    return variables | VLLM_ENVIRONMENT if kind == "vllm" else variables
 
 
-def measured(
-    engines: dict[str, PausedEngine], judge: Judge, sequences: int, context: int, told: argparse.Namespace
+def measure(
+    engines: dict[str, PausedEngine], judge: Judge, sequences: int, context: int, options: argparse.Namespace
 ) -> dict[str, Any]:
-    """Measure a row: medians of the turns of each variant, taken alternately."""
+    """Return one row: medians and minima of the turns of each engine. The engines alternate."""
     turns: dict[str, list[Turn]] = {kind: [] for kind in engines}
-    same: list[str] = []
+    verdicts: list[str] = []
     random = np.random.default_rng([sequences, context])
-    for number in range(told.rounds + 1):
+    for number in range(options.rounds + 1):
         prompts = random.integers(3, 250, (sequences, context)).tolist()
         kinds = list(engines)[:: -1 if number % 2 else 1]
-        answers = {kind: engines[kind].ask(prompts, told.tokens) for kind in kinds}
-        for kind in engines if number else ():  # the first of a kind makes buffers
+        answers = {kind: engines[kind].ask(prompts, options.tokens) for kind in kinds}
+        for kind in engines if number else ():  # the first turn of each engine allocates buffers and does not count
             turns[kind].append(Turn.of(answers[kind]))
         for kind in engines.keys() - {"vllm"}:
             triples = zip(prompts, answers[kind]["tokens"], answers["vllm"]["tokens"], strict=True)
-            same += [judge.apart(*triple) for triple in triples]
+            verdicts += [judge.verdict(*triple) for triple in triples]
     row: dict[str, Any] = {"sequences": sequences, "context": context}
-    for kind, taken in turns.items():
+    for kind, turns_of_kind in turns.items():
         for what in ("prefill_s", "step_s"):
-            seconds = [getattr(turn, what) for turn in taken]
+            seconds = [getattr(turn, what) for turn in turns_of_kind]
             row[f"{kind}_{what}"] = {"median": statistics.median(seconds), "min": min(seconds)}
     for kind in engines.keys() - {"vllm"}:
         for what in ("prefill", "step"):
             ours, theirs = row[f"{kind}_{what}_s"], row[f"vllm_{what}_s"]
             row[f"{kind}_{what}_ratio"] = {by: ours[by] / theirs[by] for by in ours}
-    row["answers"] = {verdict: same.count(verdict) for verdict in ("equal", "tie", "OTHER") if verdict in same}
+    row["answers"] = {verdict: verdicts.count(verdict) for verdict in ("equal", "tie", "OTHER") if verdict in verdicts}
     return row
 
 
 def show(rows: list[dict[str, Any]], kinds: list[str]) -> None:
-    """The table: medians, and minima in brackets."""
+    """Print the table: medians, with minima in brackets."""
     sys.stdout.write(f"{'sequences':>9}{'context':>9} {'engine':8}{'prefill ms (least)':>19}{'step ms (least)':>16}")
     sys.stdout.write(f"{'prefill/vllm':>14}{'step/vllm':>14}  answers\n")
     for row in rows:
@@ -194,23 +196,25 @@ def show(rows: list[dict[str, Any]], kinds: list[str]) -> None:
 
 
 def main() -> None:
-    """Print a table, or JSON."""
-    parser = argparse.ArgumentParser(description="A step of decoding: our engine compared with vLLM, on a CPU.")
-    parser.add_argument("--sequences", default="1,8", help="decoded together")
-    parser.add_argument("--contexts", default="128,1024", help="tokens of prompts")
-    parser.add_argument("--tokens", type=int, default=25, help="of an answer (default 25)")
-    parser.add_argument("--rounds", type=int, default=11, help="turns of each engine and row (default 11)")
-    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="of each engine (default: all cores)")
-    parser.add_argument("--ours", default="direct,grpc", help="our engine: in its process, as a daemon, or both")
-    parser.add_argument("--json", action="store_true", help="rows as JSON")
-    told = parser.parse_args()
+    """Measure every row, and print a table or JSON."""
+    parser = argparse.ArgumentParser(description="Compares a decode step of our engine with one of vLLM, on a CPU.")
+    parser.add_argument("--sequences", default="1,8", help="sequences that decode together")
+    parser.add_argument("--contexts", default="128,1024", help="tokens per prompt")
+    parser.add_argument("--tokens", type=int, default=25, help="tokens per answer (default 25)")
+    parser.add_argument("--rounds", type=int, default=11, help="turns per engine and row (default 11)")
+    parser.add_argument("--threads", type=int, default=os.cpu_count(), help="threads per engine (default: all cores)")
+    parser.add_argument(
+        "--ours", default="direct,grpc", help="our engine: direct (in one process), grpc (a daemon), or both"
+    )
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
     if not VLLM.exists():
-        sys.exit("vLLM is not there: make hosts")
-    sequences = [int(count) for count in told.sequences.split(",")]
-    contexts = [int(tokens) for tokens in told.contexts.split(",")]
-    kinds = ["vllm", *told.ours.split(",")]
-    about = {"threads": told.threads, "batch": max(sequences), "tokens": max(contexts) + told.tokens}
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # engines that stand still would stay
+        sys.exit("vLLM is not installed; run `make hosts`")
+    sequences = [int(count) for count in options.sequences.split(",")]
+    contexts = [int(tokens) for tokens in options.contexts.split(",")]
+    kinds = ["vllm", *options.ours.split(",")]
+    limits = {"threads": options.threads, "batch": max(sequences), "tokens": max(contexts) + options.tokens}
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit("terminated"))  # else stopped engines would remain
     with ExitStack() as scene:
         folder = Path(tempfile.mkdtemp(prefix="peers-"))
         scene.callback(shutil.rmtree, folder)
@@ -218,14 +222,14 @@ def main() -> None:
         engines: dict[str, PausedEngine] = {}
         for kind in kinds:
             python = str(VLLM) if kind == "vllm" else sys.executable
-            how = json.dumps({"kind": kind, "model": str(folder / "model"), **about})
-            command = [python, str(ENGINE), how]
-            engines[kind] = PausedEngine(command, environment(kind, told.threads), folder / f"{kind}.log")
+            arguments = json.dumps({"kind": kind, "model": str(folder / "model"), **limits})
+            command = [python, str(ENGINE), arguments]
+            engines[kind] = PausedEngine(command, environment(kind, options.threads), folder / f"{kind}.log")
             scene.callback(engines[kind].close)
             engines[kind].ready()
         judge = Judge(folder / "model")
-        rows = [measured(engines, judge, count, tokens, told) for count in sequences for tokens in contexts]
-    if told.json:
+        rows = [measure(engines, judge, count, tokens, options) for count in sequences for tokens in contexts]
+    if options.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
     else:
         show(rows, kinds)

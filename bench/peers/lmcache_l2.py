@@ -1,4 +1,4 @@
-"""LMCache's own benchmark of its second level, over our plugin and over its other adapters, in one sitting.
+"""Runs LMCache's own benchmark of its second level over our plugin and over LMCache's other adapters.
 
     .venv/bin/python bench/peers/lmcache_l2.py [--rounds N] [--json]
 
@@ -26,7 +26,8 @@ NODE = "peers"
 
 
 def adapters(folder: Path, size_kib: int) -> dict[str, dict[str, Any]]:
-    """What is compared. The benchmark's keys are the same for all sizes, so each size has a place of its own."""
+    """Return the adapters to compare. The benchmark uses the same keys for all sizes, so each size has its own
+    place."""
     return {
         "kvstore": {
             "type": "plugin",
@@ -48,8 +49,8 @@ def adapters(folder: Path, size_kib: int) -> dict[str, dict[str, Any]]:
     }
 
 
-def measured(spec: dict[str, Any], size_kib: int, rounds: int) -> dict[str, float] | str:
-    """GB/s of store and load, and microseconds of a lookup; or why there are none."""
+def measure(spec: dict[str, Any], size_kib: int, rounds: int) -> dict[str, float] | str:
+    """Return GB/s of store and load, and microseconds of a lookup; or the reason why there are no numbers."""
     with tempfile.NamedTemporaryFile(suffix=".json") as file:
         words = ["--num-keys", str(KEYS), "--data-size-kb", str(size_kib), "--rounds", str(rounds), "--no-skip-verify"]
         words += ["--l2-adapter", json.dumps(spec), "--format", "json", "--output", file.name]
@@ -58,7 +59,7 @@ def measured(spec: dict[str, Any], size_kib: int, rounds: int) -> dict[str, floa
         run = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=300, check=False)
         if "data verified OK" not in run.stdout:
             lines = [line for line in run.stderr.splitlines() if line.strip()]
-            return lines[-1][:120] if lines else "its data was not verified"
+            return lines[-1][:120] if lines else "the benchmark did not verify its data"
         metrics = json.loads(Path(file.name).read_text())["metrics"].values()
     took_ms = {each["operation"]: each["duration_p50_ms"] for each in metrics if "operation" in each}
     bytes_moved = KEYS * size_kib << 10
@@ -70,32 +71,32 @@ def measured(spec: dict[str, Any], size_kib: int, rounds: int) -> dict[str, floa
 
 
 def main() -> None:
-    """Print a table, or JSON."""
-    parser = argparse.ArgumentParser(description="LMCache's benchmark of its second level, over several adapters.")
-    parser.add_argument("--rounds", type=int, default=15, help="measured per operation (default 15)")
-    parser.add_argument("--json", action="store_true", help="rows as JSON")
-    told = parser.parse_args()
+    """Measure all adapters and sizes, and print a table or JSON."""
+    parser = argparse.ArgumentParser(description="Runs LMCache's benchmark of its second level over several adapters.")
+    parser.add_argument("--rounds", type=int, default=15, help="rounds per operation (default 15)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
     if not LMCACHE.exists():
-        sys.exit("LMCache is not there: make hosts")
+        sys.exit("LMCache is not installed; run `make hosts`")
     folder = Path(tempfile.mkdtemp(dir="/dev/shm", prefix="peers-"))
     rows: list[dict[str, Any]] = []
     try:
         with node(NODE, "4GiB"):
             for size_kib in SIZES_KIB:
                 for name, spec in adapters(folder, size_kib).items():
-                    rows.append({"adapter": name, "kib": size_kib, "found": measured(spec, size_kib, told.rounds)})
+                    rows.append({"adapter": name, "kib": size_kib, "outcome": measure(spec, size_kib, options.rounds)})
     finally:
         shutil.rmtree(folder)
-    if told.json:
+    if options.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
         return
     sys.stdout.write(f"{'adapter':20} {'KiB':>6} {'store GB/s':>11} {'load GB/s':>10} {'32 looked up us':>16}\n")
     for row in rows:
-        found = row["found"]
+        outcome = row["outcome"]
         numbers = (
-            found
-            if isinstance(found, str)
-            else f"{found['store_gb_per_s']:11.2f} {found['load_gb_per_s']:10.2f} {found['lookup_us']:16.0f}"
+            outcome
+            if isinstance(outcome, str)
+            else f"{outcome['store_gb_per_s']:11.2f} {outcome['load_gb_per_s']:10.2f} {outcome['lookup_us']:16.0f}"
         )
         sys.stdout.write(f"{row['adapter']:20} {row['kib']:6} {numbers}\n")
 

@@ -1,10 +1,10 @@
-"""Mooncake's calls, across two processes: our drop-in compared with Mooncake itself, same buffers, alternately.
+"""Compares our drop-in for Mooncake with Mooncake itself, through Mooncake's calls, across two processes.
 
     .venv/bin/python bench/peers/mooncake_store.py [--rounds N] [--json]
 
-One process puts batches of 32 values out of a registered buffer, another gets them into one. Mooncake runs twice: with
-a standalone client, whose memory both processes share, and over TCP, where the putting process has the memory. See
-README.md here for how to install it.
+One process puts batches of 32 values from a registered buffer, and another process gets them into one. Mooncake runs in
+two ways: with a standalone client, whose memory both processes share, and over TCP, with the memory in the process that
+puts. The stores alternate and use the same buffers. README.md in this folder says how to install Mooncake.
 """
 
 from __future__ import annotations
@@ -25,19 +25,21 @@ MOONCAKE = ROOT / ".hosts" / "mooncake"
 SHIM = ROOT / "kvstore" / "adapters" / "mooncake" / "shim"
 SIZES = {"64 KiB": 64 << 10, "256 KiB": 256 << 10, "2 MiB": 2 << 20}
 BATCH = 32
-POOL, WARM = 3 << 30, 2 << 30  # bytes; of the second, each is written, read and removed before anything is measured
+POOL_BYTES = 3 << 30
+WARM_BYTES = 2 << 30  # written, read and removed before the measurement
 NODE = "peers"
-MASTERS = {"Mooncake, shared memory": 50151, "Mooncake, TCP": 50152}  # ports; each has the segments of its own
+MASTERS = {"Mooncake, shared memory": 50151, "Mooncake, TCP": 50152}  # ports; each master has its own segments
 CLIENT = 50153
 PEERS = ("kvstore", "Mooncake, shared memory", "Mooncake, TCP")
 START_S = 60.0
 
 
-# --- in a process that puts or gets ---------------------------------------------------------------------------------
+# --- A process that puts or gets ------------------------------------------------------------------------------------
 
 
 def worker(peer: str, role: str, size: int) -> None:
-    """Told rounds line by line: moves one batch, and says how long that took."""
+    """Move one batch for each number read from the input, and print how long that took. A negative number removes a
+    batch."""
     from mooncake.store import MooncakeDistributedStore
 
     store, total = MooncakeDistributedStore(), BATCH * size
@@ -46,7 +48,7 @@ def worker(peer: str, role: str, size: int) -> None:
         place = store.alloc_from_mem_pool(total)
     else:
         master = NODE if peer == "kvstore" else f"127.0.0.1:{MASTERS[peer]}"
-        memory = POOL if role == "put" else 64 << 20
+        memory = POOL_BYTES if role == "put" else 64 << 20
         code = store.setup("127.0.0.1", "P2PHANDSHAKE", memory, 64 << 20, "tcp", "", master)
         raw = (ctypes.c_ubyte * (total + 4096))()
         place = (ctypes.addressof(raw) + 4095) & ~4095
@@ -58,7 +60,7 @@ def worker(peer: str, role: str, size: int) -> None:
         number = int(line)
         if number < 0:
             codes = [store.remove(f"{peer}-{size}-{-number}-{i}", True) for i in range(BATCH)]
-            print(json.dumps({"took_s": 0.0, "well": not any(codes)}), flush=True)
+            print(json.dumps({"took_s": 0.0, "succeeded": not any(codes)}), flush=True)
             continue
         keys = [f"{peer}-{size}-{number}-{i}" for i in range(BATCH)]
         ctypes.memset(place, number % 251 if role == "put" else 255, total)
@@ -66,14 +68,14 @@ def worker(peer: str, role: str, size: int) -> None:
         move = store.batch_put_from if role == "put" else store.batch_get_into
         codes = move(keys, places, [size] * BATCH)
         took_s = time.perf_counter() - start_s
-        well = codes == [0 if role == "put" else size] * BATCH and bytes(buffer[:: total // 64]) == bytes(
+        succeeded = codes == [0 if role == "put" else size] * BATCH and bytes(buffer[:: total // 64]) == bytes(
             [number % 251]
         ) * len(range(0, total, total // 64))
-        print(json.dumps({"took_s": took_s, "well": well}), flush=True)
+        print(json.dumps({"took_s": took_s, "succeeded": succeeded}), flush=True)
     store.close()
 
 
-# --- the one that measures ------------------------------------------------------------------------------------------
+# --- The process that measures --------------------------------------------------------------------------------------
 
 
 class Mover:
@@ -86,18 +88,18 @@ class Mover:
         self.process = subprocess.Popen(
             command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, env=environment
         )
-        self.why = "" if self._answer().get("ready") == 0 else "it could not be set up"
+        self.is_ready = self._answer().get("ready") == 0
 
     def move(self, number: int) -> float | None:
-        """Seconds of one batch; None where it did not arrive whole."""
+        """Return the seconds of one batch; None if it did not arrive whole."""
         assert self.process.stdin is not None
         self.process.stdin.write(b"%d\n" % number)
         self.process.stdin.flush()
         answer = self._answer()
-        return answer["took_s"] if answer.get("well") else None
+        return answer["took_s"] if answer.get("succeeded") else None
 
     def close(self) -> None:
-        """End it. One that has memory takes it out of Mooncake's pool first."""
+        """End the process. If it has memory in Mooncake's pool, it removes that first."""
         assert self.process.stdin is not None
         self.process.stdin.close()
         try:
@@ -108,14 +110,14 @@ class Mover:
 
     def _answer(self) -> dict[str, Any]:
         assert self.process.stdout is not None
-        for line in self.process.stdout:  # Mooncake prints lines of its own
+        for line in self.process.stdout:  # Mooncake prints other lines
             if line.startswith(b"{"):
                 return dict(json.loads(line))
         return {}
 
 
-def started() -> list[subprocess.Popen[bytes]]:
-    """Mooncake's masters and its standalone client, where it is installed."""
+def start_mooncake() -> list[subprocess.Popen[bytes]]:
+    """Start Mooncake's masters and its standalone client; return no process if Mooncake is not installed."""
     quiet: dict[str, Any] = {"stdout": subprocess.DEVNULL, "stderr": subprocess.DEVNULL}
     if not MOONCAKE.exists():
         return []
@@ -130,60 +132,61 @@ def started() -> list[subprocess.Popen[bytes]]:
     time.sleep(2)
     master = MASTERS["Mooncake, shared memory"]
     words = [f"--master_server_address=127.0.0.1:{master}", "--metadata_server=P2PHANDSHAKE", "--host=127.0.0.1"]
-    words += [f"--port={CLIENT}", f"--global_segment_size={POOL >> 30} GB", "--protocol=tcp"]
+    words += [f"--port={CLIENT}", f"--global_segment_size={POOL_BYTES >> 30} GB", "--protocol=tcp"]
     client = subprocess.Popen([folder / "mooncake_client", *words], env=libraries, **quiet)
     time.sleep(5)
     return [client, *masters]
 
 
-def measured(label: str, size: int, rounds: int) -> list[dict[str, Any]]:
-    """Rows of all peers, taken in turns."""
+def measure(label: str, size: int, rounds: int) -> list[dict[str, Any]]:
+    """Return the rows of all peers for one size. The peers alternate."""
     movers: dict[str, tuple[Mover, Mover]] = {}
     for peer in PEERS if MOONCAKE.exists() else PEERS[:1]:
         movers[peer] = Mover(peer, "put", size), Mover(peer, "get", size)
-    took: dict[str, tuple[list[float], list[float]]] = {peer: ([], []) for peer in movers}
+    seconds: dict[str, tuple[list[float], list[float]]] = {peer: ([], []) for peer in movers}
     failed = dict.fromkeys(movers, 0)
-    for peer, (putter, getter) in movers.items():  # every process touches all memory that it will use
-        numbers = range(1, WARM // (BATCH * size) + 1) if not (putter.why or getter.why) else range(0)
-        # All are there together: what is removed at once leaves its memory to the next, and the rest is never touched.
+    for peer, (putter, getter) in movers.items():  # let every process touch all memory that it will use
+        numbers = range(1, WARM_BYTES // (BATCH * size) + 1) if putter.is_ready and getter.is_ready else range(0)
+        # Put all batches before any is removed. Otherwise the next batch reuses the same memory, and the rest stays
+        # untouched.
         moved = [(putter.move(number), getter.move(number)) for number in numbers]
         removed = [putter.move(-number) for number in numbers]
         failed[peer] += sum(None in (*both, gone) for both, gone in zip(moved, removed, strict=True))
-    for number in range(WARM, WARM + rounds):
+    for number in range(WARM_BYTES, WARM_BYTES + rounds):
         for peer, pair in movers.items():
-            times = [mover.move(number) if not mover.why else None for mover in pair]
+            times = [mover.move(number) if mover.is_ready else None for mover in pair]
             failed[peer] += None in times
-            for seconds, each in zip(took[peer], times, strict=True):
-                seconds += [each] if each is not None else []
+            for series, value in zip(seconds[peer], times, strict=True):
+                series += [value] if value is not None else []
     for pair in movers.values():
         for mover in pair:
             mover.close()
     rows = []
-    for peer, (puts, gets) in took.items():
+    for peer, (puts, gets) in seconds.items():
         speeds = [BATCH * size / statistics.median(each) / 1e9 if each else None for each in (puts, gets)]
         rows.append({"size": label, "peer": peer, "put": speeds[0], "get": speeds[1], "batches_failed": failed[peer]})
     return rows
 
 
 def main() -> None:
-    """Print a table, or JSON."""
-    parser = argparse.ArgumentParser(description="Our drop-in compared with Mooncake, across two processes.")
-    parser.add_argument("--rounds", type=int, default=15, help="batches of each (default 15)")
-    parser.add_argument("--json", action="store_true", help="rows as JSON")
+    """Measure all sizes, and print a table or JSON."""
+    parser = argparse.ArgumentParser(description="Compares our drop-in with Mooncake, across two processes.")
+    parser.add_argument("--rounds", type=int, default=15, help="batches per store and size (default 15)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    told = parser.parse_args()
-    if told.worker:
-        worker(told.worker[0], told.worker[1], int(told.worker[2]))
+    options = parser.parse_args()
+    if options.worker:
+        worker(options.worker[0], options.worker[1], int(options.worker[2]))
         return
-    processes = started()
+    processes = start_mooncake()
     try:
-        with node(NODE, str(POOL)):
-            rows = [row for label, size in SIZES.items() for row in measured(label, size, told.rounds)]
+        with node(NODE, str(POOL_BYTES)):
+            rows = [row for label, size in SIZES.items() for row in measure(label, size, options.rounds)]
     finally:
         for process in processes:
             process.terminate()
             process.wait(30)
-    if told.json:
+    if options.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
         return
     sys.stdout.write(f"{'values':8} {'peer':26} {'put GB/s':>9} {'get GB/s':>9} {'failed':>7}\n")

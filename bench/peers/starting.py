@@ -1,4 +1,4 @@
-"""What several scripts start in the same way: a node of ours, and vLLM on a CPU."""
+"""Starts a node of ours for the scripts of this folder, and has the settings with which they start vLLM on a CPU."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 VLLM = ROOT / ".hosts" / "vllm" / "bin" / "python"
 READY_S = 60.0
 
-# One process, which contacts no other host, and does not pin cores.
+# One process that contacts no other host and does not pin cores.
 VLLM_ENVIRONMENT = {
     "PYTHONPATH": str(ROOT),
     "HF_HUB_OFFLINE": "1",
@@ -37,15 +37,15 @@ VLLM_SETTINGS: dict[str, Any] = {
 
 @contextmanager
 def node(name: str, dram: str) -> Iterator[None]:
-    """A node while this is open. The node and its clients have a separate folder of shared memory, since the pages of a
-    node outlive it. Raises SystemExit where it is not ready in time."""
+    """Run a node inside the context. The node and its clients use their own folder in shared memory, because the pages
+    of a node outlive its process. Raises SystemExit if the node is not ready in time."""
     shared = tempfile.mkdtemp(prefix="peers-", dir="/dev/shm")
     os.environ["KVSTORE_SHM_DIR"] = shared
     command = [sys.executable, "-m", "kvstore", "serve", "--name", name, "--dram", dram]
     child = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, cwd=ROOT)
     try:
         if not first_line(child.stdout, READY_S):
-            sys.exit(f"our node has ended, or is not ready after {READY_S:g} s")
+            sys.exit(f"our node ended, or was not ready after {READY_S:g} s")
         yield
     finally:
         child.terminate()
@@ -55,7 +55,7 @@ def node(name: str, dram: str) -> Iterator[None]:
 
 
 def first_line(output: IO[str] | None, timeout_s: float) -> str:
-    """What a process has printed first; "" where it has ended, or nothing came in time."""
+    """Return the first line that a process prints; "" if it ends or prints nothing in time."""
     assert output is not None
     with DefaultSelector() as selector:
         selector.register(output, EVENT_READ)

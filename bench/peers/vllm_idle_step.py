@@ -1,6 +1,8 @@
-"""What a step of vLLM costs in which the connector has nothing to load or save: all that vLLM calls of it, by side.
+"""Measures what our connector costs vLLM in an idle step, which has nothing to load or save.
 
-.venv/bin/python bench/peers/vllm_idle_step.py [--sequences 1,8,64] [--steps N] [--json]
+The cost is the time of all calls that vLLM makes to the connector, on the scheduler's and on the worker's side::
+
+    .venv/bin/python bench/peers/vllm_idle_step.py [--sequences 1,8,64] [--steps N] [--json]
 """
 
 from __future__ import annotations
@@ -26,14 +28,14 @@ from starting import ROOT, VLLM, VLLM_ENVIRONMENT, VLLM_SETTINGS, node
 NODE = "idle-step"
 RUN_S = 900.0
 PROMPT, PAGE = 70, 64
-LOOPS = 1000  # empty calls that are timed next to each step
+LOOPS = 1000  # empty calls that are timed after each step
 MODEL = {
     "architectures": ["LlamaForCausalLM"],
     "model_type": "llama",
     "vocab_size": 1000,
     "hidden_size": 64,
     "intermediate_size": 64,
-    "num_hidden_layers": 32,  # vLLM calls twice for each of them
+    "num_hidden_layers": 32,  # vLLM makes two calls per layer
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 32,
@@ -46,11 +48,11 @@ MODEL = {
 
 @dataclass
 class Calls:
-    """The calls of vLLM to the connector since ``begin``. Used by one thread.
+    """Counts and times the calls of vLLM to the connector since ``begin``. For one thread.
 
     Attributes:
-        seconds, counts: by side.
-        idle: nothing was to be moved.
+        seconds, counts: by side, ``scheduler`` or ``worker``.
+        idle: True if the step had nothing to load or save.
     """
 
     seconds: dict[str, float] = field(default_factory=dict)
@@ -59,15 +61,15 @@ class Calls:
     _inside: bool = False
 
     def begin(self) -> None:
-        """A step begins."""
+        """Reset all counts for the next step."""
         self.seconds, self.counts, self.idle = {"scheduler": 0.0, "worker": 0.0}, {"scheduler": 0, "worker": 0}, True
 
     def watch(self, connector: type) -> None:
-        """Count all that is called of it from outside."""
+        """Replace the public methods of a connector by ones that count and time calls from outside."""
         for name in dir(connector):
-            found = getattr(connector, name)
-            if not name.startswith("_") and callable(found) and not hasattr(found, "__self__"):
-                setattr(connector, name, self._timed(found))
+            method = getattr(connector, name)
+            if not name.startswith("_") and callable(method) and not hasattr(method, "__self__"):
+                setattr(connector, name, self._timed(method))
 
     def _timed(self, call: Callable[..., Any]) -> Callable[..., Any]:
         @functools.wraps(call)
@@ -76,20 +78,20 @@ class Calls:
                 return call(connector, *args, **more)
             self._inside, side, start_s = True, connector.role.name.lower(), time.perf_counter()
             try:
-                given = call(connector, *args, **more)
+                outcome = call(connector, *args, **more)
             finally:
                 self.seconds[side] += time.perf_counter() - start_s
                 self.counts[side] += 1
                 self._inside = False
-            if call.__name__ == "build_connector_meta" and (given.loads or given.saves):
+            if call.__name__ == "build_connector_meta" and (outcome.loads or outcome.saves):
                 self.idle = False
-            return given
+            return outcome
 
         return timed
 
 
 class EmptyConnector:
-    """A connector whose call does nothing."""
+    """A connector with one method, which does nothing."""
 
     role = SimpleNamespace(name="WORKER")
 
@@ -98,19 +100,19 @@ class EmptyConnector:
 
 
 class WatchedEmpty(EmptyConnector):
-    """An ``EmptyConnector`` that ``Calls.watch`` may patch."""
+    """An ``EmptyConnector`` for ``Calls.watch`` to patch."""
 
 
 def empty_s(connector: EmptyConnector) -> float:
-    """Seconds of its empty call, over and over: how fast this machine is at Python right now."""
+    """Return the seconds of ``LOOPS`` empty calls, which show how fast this machine runs Python at the moment."""
     start_s = time.perf_counter()
     for _ in range(LOOPS):
         connector.nothing()
     return time.perf_counter() - start_s
 
 
-def engine(told: dict[str, Any]) -> None:
-    """In vLLM's environment: print rows as a line of JSON. A row has what was called in each idle step."""
+def engine(options: dict[str, Any]) -> None:
+    """Print one line of JSON: for each number of sequences, the calls in each idle step. Runs in vLLM's environment."""
     import numpy as np
     from vllm import LLM, SamplingParams
 
@@ -123,11 +125,11 @@ def engine(told: dict[str, Any]) -> None:
     clock.watch(WatchedEmpty)
     empty, watched = EmptyConnector(), WatchedEmpty()
     llm = LLM(
-        model=told["model"],
+        model=options["model"],
         load_format="dummy",
         block_size=32,
-        max_model_len=PROMPT + told["steps"] + PAGE,
-        max_num_seqs=max(told["sequences"]),
+        max_model_len=PROMPT + options["steps"] + PAGE,
+        max_num_seqs=max(options["sequences"]),
         disable_log_stats=False,
         kv_transfer_config={
             "kv_connector": "KVStoreConnector",
@@ -140,8 +142,8 @@ def engine(told: dict[str, Any]) -> None:
     )
     random = np.random.default_rng()
     rows = []
-    for count in told["sequences"]:
-        sampling = SamplingParams(temperature=0, max_tokens=told["steps"], ignore_eos=True, detokenize=False)
+    for count in options["sequences"]:
+        sampling = SamplingParams(temperature=0, max_tokens=options["steps"], ignore_eos=True, detokenize=False)
         for number in range(count):
             prompt = random.integers(3, 900, PROMPT).tolist()
             llm.llm_engine.add_request(f"{count}-{number}", {"prompt_token_ids": prompt}, sampling)
@@ -161,25 +163,25 @@ def engine(told: dict[str, Any]) -> None:
     print(json.dumps({"rows": rows}), flush=True)
 
 
-def measured(sequences: list[int], steps: int) -> list[dict[str, Any]]:
-    """A row for each number of sequences. Raises SystemExit where vLLM does not get to its end."""
+def measure(sequences: list[int], steps: int) -> list[dict[str, Any]]:
+    """Return a row for each number of sequences. Raises SystemExit if vLLM fails."""
     with tempfile.TemporaryDirectory(prefix="peers-") as folder, node(NODE, "256MiB"):
         (Path(folder) / "config.json").write_text(json.dumps(MODEL))
-        told = {"model": folder, "sequences": sequences, "steps": steps}
-        command = [str(VLLM), __file__, "--engine", json.dumps(told)]
+        arguments = {"model": folder, "sequences": sequences, "steps": steps}
+        command = [str(VLLM), __file__, "--engine", json.dumps(arguments)]
         environment = os.environ | VLLM_ENVIRONMENT | {"OMP_NUM_THREADS": "1"}
         run = subprocess.run(
             command, capture_output=True, text=True, env=environment, timeout=RUN_S, check=False, cwd=ROOT
         )
     lines = [line for line in run.stdout.splitlines() if line.startswith('{"rows"')]
     if not lines:
-        sys.exit(run.stderr[-2000:] or f"it ended with {run.returncode}")
+        sys.exit(run.stderr[-2000:] or f"vLLM ended with exit code {run.returncode}")
     return [_row(row) for row in json.loads(lines[-1])["rows"]]
 
 
 def _row(row: dict[str, Any]) -> dict[str, Any]:
-    """Medians, without what it costs to time the calls. ``empty_calls``: how many empty calls, timed next to the step,
-    take as long."""
+    """Return medians, without the cost of timing the calls. ``empty_calls`` is the number of empty calls, timed after
+    the same step, that take as long."""
     about: dict[str, Any] = {"sequences": row["sequences"], "steps": len(row["empty"])}
     for at, side in enumerate(("scheduler", "worker")):
         counts = [calls[at] for calls in row["calls"]]
@@ -194,28 +196,29 @@ def _row(row: dict[str, Any]) -> dict[str, Any]:
 
 
 def main() -> None:
-    """Print a table, or JSON."""
-    parser = argparse.ArgumentParser(description="What our connector costs vLLM in a step that moves nothing.")
-    parser.add_argument("--sequences", default="1,8,64", help="how many decode at once")
-    parser.add_argument("--steps", type=int, default=400, help="of each (default 400)")
-    parser.add_argument("--json", action="store_true", help="rows as JSON")
+    """Measure, and print a table or JSON."""
+    parser = argparse.ArgumentParser(description="Measures what our connector costs vLLM in a step that moves nothing.")
+    parser.add_argument("--sequences", default="1,8,64", help="sequences that decode together")
+    parser.add_argument("--steps", type=int, default=400, help="steps per number of sequences (default 400)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
     parser.add_argument("--engine", default="", help=argparse.SUPPRESS)
-    told = parser.parse_args()
-    if told.engine:
-        engine(json.loads(told.engine))
+    options = parser.parse_args()
+    if options.engine:
+        engine(json.loads(options.engine))
         return
     if not VLLM.exists():
-        sys.exit("vLLM is not there: make hosts")
-    rows = measured([int(count) for count in told.sequences.split(",")], told.steps)
-    if told.json:
+        sys.exit("vLLM is not installed; run `make hosts`")
+    rows = measure([int(count) for count in options.sequences.split(",")], options.steps)
+    if options.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
         return
     head = ("sequences", "steps", "side", "calls", "us", "empty calls")
     sys.stdout.write("{:>9}{:>7}  {:10}{:>7}{:>8}{:>13}\n".format(*head))
     for row in rows:
         for side in ("scheduler", "worker"):
-            it, where = row[side], f"{row['sequences']:9}{row['steps']:7}  {side:10}"
-            sys.stdout.write(f"{where}{it['calls']:7.0f}{it['us']:8.1f}{it['empty_calls']:13.0f}\n")
+            cost = row[side]
+            sys.stdout.write(f"{row['sequences']:9}{row['steps']:7}  {side:10}")
+            sys.stdout.write(f"{cost['calls']:7.0f}{cost['us']:8.1f}{cost['empty_calls']:13.0f}\n")
 
 
 if __name__ == "__main__":

@@ -1,6 +1,9 @@
-"""Time to first token in vLLM of a prompt that was asked before: computed again, or found somewhere.
+"""Compares vLLM's time to first token for a known prompt, with each place where its KV cache may be stored.
 
-.venv/bin/python bench/peers/vllm_ttft.py [--peers NAME,..] [--lengths 512,1024,2048] [--rounds N] [--json]
+A known prompt is one that vLLM answered before. vLLM computes it again, or finds it in its own cache, in our store or
+in a peer::
+
+    .venv/bin/python bench/peers/vllm_ttft.py [--peers NAME,..] [--lengths 512,1024,2048] [--rounds N] [--json]
 """
 
 from __future__ import annotations
@@ -50,20 +53,21 @@ MODEL = {
 
 @dataclass(frozen=True)
 class Peer:
-    """One way to answer a known prompt. ``connector``: vLLM's ``kv_transfer_config``, but for the role."""
+    """One way to answer a known prompt. ``connector`` is vLLM's ``kv_transfer_config`` without the role."""
 
     connector: dict[str, Any] | None = None
     environment: dict[str, str] = field(default_factory=dict)
-    packages: tuple[Path, ...] = ()  # folders that vLLM's environment is to find packages in, after its own
-    hidden: str = ""  # a package in which vLLM is not to look for kernels
-    reset: bool = True
+    packages: tuple[Path, ...] = ()  # folders with packages for vLLM's environment, searched after its own
+    hidden: str = ""  # a package that vLLM must not search for kernels
+    reset: bool = True  # empty vLLM's own prefix cache before a prompt is repeated
 
 
 def peers(folder: Path, port: int, lmcache_port: int) -> dict[str, Peer]:
-    """All there are. ``folder`` takes their files. Mooncake's master listens at ``port``, LMCache at another one."""
+    """Return all peers by name. Their files are written to ``folder``. Mooncake's master listens at ``port``, and
+    LMCache's server at ``lmcache_port``."""
     ours, theirs = folder / "ours.json", folder / "theirs.json"
     ours.write_text(json.dumps({"metadata_server": "P2PHANDSHAKE", "master_server_address": NODE, "protocol": "tcp"}))
-    told = {
+    settings = {
         "metadata_server": "P2PHANDSHAKE",
         "master_server_address": f"127.0.0.1:{port}",
         "protocol": "tcp",
@@ -71,7 +75,7 @@ def peers(folder: Path, port: int, lmcache_port: int) -> dict[str, Peer]:
         "local_buffer_size": "512MB",
         "local_hostname": "127.0.0.1",
     }
-    theirs.write_text(json.dumps(told))
+    theirs.write_text(json.dumps(settings))
     store = {"kv_connector": "MooncakeStoreConnector"}
     shim = ROOT / "kvstore" / "adapters" / "mooncake" / "shim"
     lmcache = {
@@ -103,21 +107,21 @@ def peers(folder: Path, port: int, lmcache_port: int) -> dict[str, Peer]:
 
 
 def lmcache_server(port: int) -> list[str]:
-    """The command of LMCache's server, with as much memory as the others and chunks of a page."""
-    told = {"host": "127.0.0.1", "port": port, "http-host": "127.0.0.1", "http-port": free_port(), "chunk-size": 64}
-    told |= {"l1-size-gb": POOL_GIB, "l1-init-size-gb": POOL_GIB, "eviction-policy": "LRU"}
-    told |= {"supported-transfer-mode": "engine_driven"}
-    words = [word for name, value in told.items() for word in (f"--{name}", str(value))]
+    """Return the command of LMCache's server, with as much memory as the other peers, and chunks of one page."""
+    flags = {"host": "127.0.0.1", "port": port, "http-host": "127.0.0.1", "http-port": free_port(), "chunk-size": 64}
+    flags |= {"l1-size-gb": POOL_GIB, "l1-init-size-gb": POOL_GIB, "eviction-policy": "LRU"}
+    flags |= {"supported-transfer-mode": "engine_driven"}
+    words = [word for name, value in flags.items() for word in (f"--{name}", str(value))]
     return [str(LMCACHE), "-m", "lmcache.cli.main", "server", *words]
 
 
-def measured(peer: Peer, model: Path, lengths: list[int], rounds: int) -> list[dict[str, Any]] | str:
-    """Rows of an engine; or why there are none."""
+def measure(peer: Peer, model: Path, lengths: list[int], rounds: int) -> list[dict[str, Any]] | str:
+    """Return a row per length; or the reason why there are none."""
     for folder in peer.packages:
         if not folder.is_dir():
-            return f"{folder.relative_to(ROOT)} is not there: see README.md"
+            return f"{folder.relative_to(ROOT)} is not installed; see README.md"
     settings = {"kv_transfer_config": {**peer.connector, "kv_role": "kv_both"}} if peer.connector else {}
-    told = {
+    arguments = {
         "model": str(model),
         "settings": settings,
         "lengths": lengths,
@@ -127,24 +131,24 @@ def measured(peer: Peer, model: Path, lengths: list[int], rounds: int) -> list[d
         "hidden": peer.hidden,
     }
     environment = os.environ | VLLM_ENVIRONMENT | {"PYTHONHASHSEED": "0", **peer.environment}
-    command = [str(VLLM), str(Path(__file__).with_name("vllm_engine.py")), json.dumps(told)]
+    command = [str(VLLM), str(Path(__file__).with_name("vllm_engine.py")), json.dumps(arguments)]
     try:
         run = subprocess.run(
             command, capture_output=True, text=True, env=environment, timeout=RUN_S, check=False, cwd=ROOT
         )
     except subprocess.TimeoutExpired:
-        return f"no end within {RUN_S:.0f} s"
+        return f"not finished after {RUN_S:.0f} s"
     for line in run.stdout.splitlines():
         if line.startswith('{"rows"'):
             rows: list[dict[str, Any]] = json.loads(line)["rows"]
             return rows
-    told_why = [line.strip() for line in run.stderr.splitlines() if "Error" in line or "Exception" in line]
-    return told_why[-1][:160] if told_why else f"it ended with {run.returncode}"
+    errors = [line.strip() for line in run.stderr.splitlines() if "Error" in line or "Exception" in line]
+    return errors[-1][:160] if errors else f"vLLM ended with exit code {run.returncode}"
 
 
 @contextlib.contextmanager
 def process(command: list[str], port: int) -> Iterator[None]:
-    """A peer's daemon while this is open. It is ready when it listens at ``port``."""
+    """Run a peer's daemon inside the context. The daemon is ready when it listens at ``port``."""
     child = subprocess.Popen(command, stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL, cwd=ROOT)
     try:
         for _ in range(600):
@@ -165,13 +169,13 @@ def free_port() -> int:
 
 
 def show(rows: list[dict[str, Any]]) -> None:
-    """The table."""
+    """Print the table."""
     head = ("peer", "tokens", "new ms", "known ms", "found", "answer", "recompute/known")
-    computed = {row["length"]: row["new_ms"] for row in rows if row["peer"] == "recompute" and "why_not" not in row}
+    computed = {row["length"]: row["new_ms"] for row in rows if row["peer"] == "recompute" and "reason" not in row}
     sys.stdout.write("{:15}{:>8}{:>10}{:>10}{:>7}{:>8}{:>17}\n".format(*head))
     for row in rows:
-        if "why_not" in row:
-            sys.stdout.write(f"{row['peer']:15} {row['why_not']}\n")
+        if "reason" in row:
+            sys.stdout.write(f"{row['peer']:15} {row['reason']}\n")
             continue
         gain = f"{computed[row['length']] / row['known_ms']:.2f}" if row["length"] in computed else ""
         same = "equal" if row["equal"] else "OTHER"
@@ -182,26 +186,28 @@ def show(rows: list[dict[str, Any]]) -> None:
 
 
 def main() -> None:
-    """Print a table, or JSON."""
-    parser = argparse.ArgumentParser(description="vLLM's time to first token of a known prompt, by where it is found.")
-    parser.add_argument("--peers", default="", help="names, separated by commas (default: all)")
-    parser.add_argument("--lengths", default="512,1024,2048", help="tokens of prompts")
-    parser.add_argument("--rounds", type=int, default=7, help="prompts of each length (default 7)")
-    parser.add_argument("--json", action="store_true", help="rows as JSON")
-    told = parser.parse_args()
+    """Measure all peers, and print a table or JSON."""
+    parser = argparse.ArgumentParser(
+        description="Compares vLLM's time to first token for a known prompt, by the place of its KV cache."
+    )
+    parser.add_argument("--peers", default="", help="names, with commas (default: all)")
+    parser.add_argument("--lengths", default="512,1024,2048", help="tokens per prompt")
+    parser.add_argument("--rounds", type=int, default=7, help="prompts per length (default 7)")
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    options = parser.parse_args()
     if not VLLM.exists():
-        sys.exit("vLLM is not there: make hosts")
+        sys.exit("vLLM is not installed; run `make hosts`")
     folder = Path(tempfile.mkdtemp(prefix="peers-"))
     model = folder / "model"
     model.mkdir()
     (model / "config.json").write_text(json.dumps(MODEL))
     port, lmcache_port = free_port(), free_port()
-    there = peers(folder, port, lmcache_port)
-    names = told.peers.split(",") if told.peers else list(there)
+    all_peers = peers(folder, port, lmcache_port)
+    names = options.peers.split(",") if options.peers else list(all_peers)
     for name in names:
-        if name not in there:
-            sys.exit(f"there is no peer {name!r}, only {', '.join(there)}")
-    lengths = [int(length) for length in told.lengths.split(",")]
+        if name not in all_peers:
+            sys.exit(f"--peers: must be among {', '.join(all_peers)} (got {name!r})")
+    lengths = [int(length) for length in options.lengths.split(",")]
     rows: list[dict[str, Any]] = []
     master = MOONCAKE / "mooncake" / "mooncake_master"
     try:
@@ -213,17 +219,17 @@ def main() -> None:
             if "lmcache" in names and LMCACHE.exists():
                 daemons.enter_context(process(lmcache_server(lmcache_port), lmcache_port))
             for name in names:
-                found = measured(there[name], model, lengths, told.rounds)
-                if isinstance(found, str):
-                    rows.append({"peer": name, "why_not": found})
+                outcome = measure(all_peers[name], model, lengths, options.rounds)
+                if isinstance(outcome, str):
+                    rows.append({"peer": name, "reason": outcome})
                     continue
-                for each in found:
+                for each in outcome:
                     new_ms, known_ms = (1e3 * statistics.median(each[what]) for what in ("new_s", "known_s"))
                     about = {"length": each["length"], "new_ms": new_ms, "known_ms": known_ms}
                     rows.append({"peer": name, **about, "found": min(each["found"]), "equal": each["equal"]})
     finally:
         shutil.rmtree(folder)
-    if told.json:
+    if options.json:
         sys.stdout.write(json.dumps(rows, indent=2) + "\n")
     else:
         show(rows)

@@ -74,7 +74,7 @@ def _runs(pid: int) -> bool:
 
 @pytest.mark.parametrize("name", ["opening", "attributes", "answers", "pinning", "bandwidth", "python_us"])
 def test_items_over_a_driver_in_host_memory(device: cuda.CudaDevice, name: str) -> None:
-    found = gpu_probe.ITEMS[name].ask()
+    found = gpu_probe.ITEMS[name].measure()
     assert json.loads(json.dumps(found)), "it can be kept"
     expected = {
         "opening": {"batches": True, "kernel_missing": "", "model": "Fake"},
@@ -95,7 +95,7 @@ def test_items_over_a_driver_in_host_memory(device: cuda.CudaDevice, name: str) 
 def test_an_item_that_there_is_not_is_refused() -> None:
     command = [sys.executable, str(gpu.ROOT / "bench" / "gpu_probe.py"), "bandwith"]
     done = subprocess.run(command, capture_output=True, text=True, timeout=60)
-    assert done.returncode == 2 and "items: there is no bandwith" in done.stderr
+    assert done.returncode == 2 and "items: unknown item (got 'bandwith')" in done.stderr
 
 
 # --- The steps ------------------------------------------------------------------------------------------------------
