@@ -1,1 +1,1 @@
-"""Studies: what docs quote, measured by hand with the harness of ``kvstore bench``."""
+"""Studies: rows that the docs quote, measured by hand with the harness of ``kvstore bench``."""

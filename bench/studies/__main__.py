@@ -1,7 +1,7 @@
-"""``python -m bench.studies [NAME...]``: rows that docs quote and ``kvstore bench`` leaves out.
+"""``python -m bench.studies [NAME...]``: measures rows that the docs quote and that ``kvstore bench`` does not have.
 
-Run from the root of a checkout with the engine's packages, by hand, on a quiet machine. The harness is the one of
-``kvstore bench``; ``bench/README.md`` explains the rows.
+Run it by hand on an idle machine, from the root of a checkout with the engine's packages. It uses the harness of
+``kvstore bench``. ``bench/README.md`` explains the rows.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ ONCE = Bar(2.0, at_least=False, of_ratio=False)
 ROLES = Bar(0.9, of_ratio=False)
 
 
-def late(module: str, function: str, **arguments: object) -> Callable[[Stage, str, Any], list[Result]]:
-    """A function of a module of this folder, imported when it is called."""
+def lazy(module: str, function: str, **arguments: object) -> Callable[[Stage, str, Any], list[Result]]:
+    """Return a call of a function of this folder, which imports the module only when it is made."""
 
-    def measured(stage: Stage, name: str, bar: Any) -> list[Result]:
-        found = getattr(importlib.import_module(f"bench.studies.{module}"), function)
-        return list(found(stage, name, bar, **arguments))
+    def measure_row(stage: Stage, name: str, bar: Any) -> list[Result]:
+        measure_lines = getattr(importlib.import_module(f"bench.studies.{module}"), function)
+        return list(measure_lines(stage, name, bar, **arguments))
 
-    return measured
+    return measure_row
 
 
 ROWS = [
@@ -43,17 +43,17 @@ ROWS = [
             f"handoff_{round(100 * ratio):03d}",
             f"2nd token of a prompt handed over, transfer = {ratio:g} x prefill / without; .ideal: / ideal pipeline",
             IDEAL,
-            late("handoff", "handoff", ratio=ratio),
+            lazy("handoff", "handoff", ratio=ratio),
         )
         for ratio in (0.25, 0.5, 1.0)
     ),
-    Row("turn_64", "deciding a turn of 64 sequences / counting its tokens", TURN, late("turn", "turn", sequences=64)),
+    Row("turn_64", "deciding a turn of 64 sequences / counting its tokens", TURN, lazy("turn", "turn", sequences=64)),
     *(
         Row(
             f"route_{engines}",
             f"a conductor's decision about a request, {engines} engines, 1 M pages / looking pages up",
             DECIDE if engines == 64 else None,
-            late("decisions", "decisions", engines=engines),
+            lazy("decisions", "decisions", engines=engines),
         )
         for engines in (16, 64, 256)
     ),
@@ -62,22 +62,22 @@ ROWS = [
             f"engine_step_{batch}",
             f"an engine's whole decode step of {batch} / a bare forward over a contiguous cache",
             STEP,
-            late("engine_step", "engine_step", batch=batch),
+            lazy("engine_step", "engine_step", batch=batch),
         )
         for batch in (1, 8)
     ),
     Row(
         "mounted_step_8",
-        "a decode step of 8 of an engine whose arena is mounted / of one whose arena is its own",
+        "decode step of 8 of an engine with a mounted arena / with a private arena",
         MOUNTED,
-        late("engine_step", "mounted_step", batch=8),
+        lazy("engine_step", "mounted_step", batch=8),
     ),
     *(
         Row(
             f"compress_int8_{dtype}",
             f"pages of {dtype} to int8 and back / memcpy of the exact bytes",
             None,
-            late("compression", "speed", codec="int8", dtype=dtype),
+            lazy("compression", "speed", codec="int8", dtype=dtype),
         )
         for dtype in ("bfloat16", "float32")
     ),
@@ -86,28 +86,40 @@ ROWS = [
             f"compress_logits_{family}",
             f"a small {family}: bytes saved, error of logits",
             None,
-            late("compression", "logits", number=number),
+            lazy("compression", "logits", number=number),
         )
         for number, family in enumerate(("llama", "qwen3", "mla"))
     ),
-    Row("compress_logits_trained", "the same of a model that is trained here", None, late("compression", "learnt")),
-    Row("conductor_policies", "TTFT by policy and load, eight paced engines", None, late("policies", "policies")),
-    Row("conductor_burst", "how often 1,000 equal prompts are computed", ONCE, late("policies", "burst")),
-    Row("conductor_roles", "goodput, roles follow the mix / the best fixed split", ROLES, late("roles", "roles")),
+    Row(
+        "compress_logits_trained",
+        "the same for a model that the row trains",
+        None,
+        lazy("compression", "trained_logits"),
+    ),
+    Row("conductor_policies", "TTFT by policy and load, eight paced engines", None, lazy("policies", "policies")),
+    Row("conductor_burst", "how often the prefix of 1,000 equal prompts is computed", ONCE, lazy("policies", "burst")),
+    Row(
+        "conductor_roles",
+        "goodput with roles that follow the load / with the best fixed split",
+        ROLES,
+        lazy("roles", "roles"),
+    ),
 ]
 
 
 def main() -> None:
-    """Measure the rows that are named, or all."""
+    """Measure the named rows, or all."""
     parser = argparse.ArgumentParser(prog="python -m bench.studies", description=__doc__)
     parser.add_argument("names", nargs="*", metavar="NAME", help=", ".join(row.name for row in ROWS))
     parser.add_argument("--runs", type=int, default=ROUNDS)
-    parser.add_argument("--quick", action="store_true", help="little data: shows that rows work")
-    parser.add_argument("--dir", type=Path, default=SCRATCH_DIR, help="on a disk")
+    parser.add_argument(
+        "--quick", action="store_true", help="little data: checks that rows work; the numbers mean nothing"
+    )
+    parser.add_argument("--dir", type=Path, default=SCRATCH_DIR, help="folder on a disk")
     parser.add_argument("--json", action="store_true")
     options = parser.parse_intermixed_args()
     if unknown := set(options.names) - {row.name for row in ROWS}:
-        parser.error(f"names: no such study (got {', '.join(sorted(unknown))})")
+        parser.error(f"names: unknown study (got {', '.join(sorted(unknown))})")
     rows = [row for row in ROWS if not options.names or row.name in options.names]
     settings = RunSettings(rounds=1 if options.quick else options.runs, quick=options.quick, dir=options.dir)
     try:

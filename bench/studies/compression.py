@@ -1,7 +1,7 @@
-"""Rows about lossy replicas: how fast pages are packed and unpacked, what is saved, and what it does to logits.
+"""Rows about lossy replicas: the speed of packing and unpacking, the bytes saved, and the error of logits.
 
-The error is measured as an engine would meet it: a prompt is prefilled, its full pages go through a codec, and what
-follows is computed over both, the exact pages and the lossy ones, from the same tokens.
+The error is measured as it occurs in an engine. A prompt is prefilled, and a codec encodes and decodes its full pages.
+Then the same following tokens are computed over the exact pages and over the lossy ones.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ from kvstore.model import prefix as prefix_module
 from kvstore.model.layout import Layout
 
 BATCH_PAGES = 16
-WALK_BYTES, WALK_BYTES_QUICK = 512 * MIB, 64 * MIB  # of exact pages: far more than caches hold
-STEPS = 48  # per round
+WALK_BYTES, WALK_BYTES_QUICK = 512 * MIB, 64 * MIB  # of exact pages: much more than the caches
+STEPS = 48  # steps per round
 SEED = 11
 MODELS = ("small-llama", "small-qwen3", "small-mla")
 MODELS_QUICK = ("tiny-llama", "tiny-qwen3", "tiny-mla")
@@ -42,7 +42,7 @@ PROMPT_TOKENS, POSITIONS, PAGE_TOKENS = 1024, 64, 64
 CHUNK_TOKENS = 512
 LEARNING_RATE = 2e-3
 TRAINED_STEPS, TRAINED_STEPS_QUICK = 300, 2
-# In addition to the codecs: the pages rounded to bfloat16, an error that every server takes without a thought.
+# Compared like a codec: pages rounded to bfloat16, an error that every server accepts.
 YARDSTICK = "bfloat16"
 KINDS = (*(str(codec) for codec in Codec), YARDSTICK)
 
@@ -51,7 +51,7 @@ KINDS = (*(str(codec) for codec in Codec), YARDSTICK)
 
 
 class Packing:
-    """Batches of exact pages, what a codec makes of them, and room for a copy and for what comes back."""
+    """Batches of exact pages, their packed form, and memory for a copy or for the decoded pages."""
 
     def __init__(self, layout: Layout, codec: str, walk_bytes: int) -> None:
         self.layout, self.codec = layout, codec
@@ -59,41 +59,43 @@ class Packing:
         batches = max(2, walk_bytes // (BATCH_PAGES * layout.page_bytes))
         shape = (batches, BATCH_PAGES, layout.page_bytes)
         dtype = EXACT_DTYPES[layout.dtype]
-        one = torch.randn(shape[1] * shape[2] // dtype.itemsize, generator=torch.Generator().manual_seed(SEED)).to(
+        batch = torch.randn(shape[1] * shape[2] // dtype.itemsize, generator=torch.Generator().manual_seed(SEED)).to(
             dtype
         )
-        self.source = one.view(torch.uint8).view(1, *shape[1:]).repeat(batches, 1, 1)
+        self.source = batch.view(torch.uint8).view(1, *shape[1:]).repeat(batches, 1, 1)
         self.target = torch.zeros(shape, dtype=torch.uint8)
         self.packed = torch.zeros((*shape[:2], self.lossy.page_bytes), dtype=torch.uint8)
 
     def prepare(self, step: int) -> int:
-        """Which batch is next."""
+        """Return the number of the next batch."""
         return step % len(self.source)
 
     def memcpy(self, batch: int) -> None:
-        """Limit: the exact bytes, copied."""
+        """Copy the exact bytes: the limit."""
         self.target[batch].copy_(self.source[batch])
 
     def encode(self, batch: int) -> None:
-        """Exact to lossy."""
+        """Encode exact pages to lossy ones."""
         encode(self.source[batch], self.layout, self.codec, self.packed[batch])
 
     def decode(self, batch: int) -> None:
-        """Lossy to exact."""
+        """Decode lossy pages to exact ones."""
         decode(self.packed[batch], self.layout, self.codec, self.target[batch])
 
     def verify(self) -> None:
-        """Raises BenchFailed where a batch came back further off than one part in eight of a vector's largest."""
+        """Raise BenchFailed if an element differs from the exact one by more than an eighth of its batch's largest
+        element."""
         dtype = EXACT_DTYPES[self.layout.dtype]
         for batch in range(len(self.source)):
             self.decode(batch)
-            want, got = (side[batch].view(dtype).float() for side in (self.source, self.target))
-            if not bool(((want - got).abs() <= want.abs().amax() / 8).all()):
-                raise BenchFailed(f"{self.codec}: batch {batch} came back wrong")
+            exact, decoded = (pages[batch].view(dtype).float() for pages in (self.source, self.target))
+            if not bool(((exact - decoded).abs() <= exact.abs().amax() / 8).all()):
+                raise BenchFailed(f"{self.codec}: batch {batch} was decoded to wrong values")
 
 
 def speed(stage: Stage, name: str, bar: Bar | None, codec: str, dtype: str) -> list[Result]:
-    """Packing and unpacking 2 MiB pages with one thread / memcpy of the exact bytes; and the bytes of a page."""
+    """Measure packing and unpacking of 2 MiB pages with one thread, compared with memcpy of the exact bytes; and the
+    bytes of a packed page."""
     quick = stage.settings.quick
     layout = Layout(**{**asdict(LAYOUTS["2m"]), "dtype": dtype})
     packing = Packing(layout, codec, WALK_BYTES_QUICK if quick else WALK_BYTES)
@@ -131,13 +133,13 @@ def _saved(name: str, exact: Layout, lossy: Layout, details: dict[str, Any]) -> 
 
 @dataclass(frozen=True)
 class LogitError:
-    """How far logits computed over lossy pages are from those over exact ones, at ``positions`` positions of a text.
+    """The difference between logits over lossy pages and over exact pages, at ``positions`` positions of a text.
 
     Attributes:
-        std: of the exact logits of a position, mean over positions: what the errors are to be compared with.
-        kl_mean, kl_max: Kullback-Leibler divergence of the lossy from the exact distribution of a position, nats.
-        argmax_same: positions whose most likely token is the same.
-        greedy_same: tokens that two greedy answers have in common from the start, of ``positions`` generated.
+        std: standard deviation of the exact logits of a position, as a mean over positions: the scale of the errors.
+        kl_mean, kl_max: Kullback-Leibler divergence of the lossy from the exact distribution of a position, in nats.
+        argmax_same: number of positions with the same most likely token.
+        greedy_same: number of equal tokens at the start of two greedy answers of ``positions`` tokens.
     """
 
     model: str
@@ -152,27 +154,28 @@ class LogitError:
     greedy_same: int
 
 
-def there_and_back(pages: torch.Tensor, layout: Layout, codec: str) -> torch.Tensor:
-    """What comes back of ``pages [n, *layout.shape]``."""
+def round_trip(pages: torch.Tensor, layout: Layout, codec: str) -> torch.Tensor:
+    """Encode and decode ``pages [n, *layout.shape]``."""
     if codec == YARDSTICK:
         return pages.bfloat16().to(pages.dtype)
-    back: torch.Tensor = decode(encode(pages, layout, codec), layout, codec)
-    return back.view(pages.dtype).view(pages.shape)
+    decoded: torch.Tensor = decode(encode(pages, layout, codec), layout, codec)
+    return decoded.view(pages.dtype).view(pages.shape)
 
 
 def packed_layout(layout: Layout, codec: str) -> Layout:
-    """Layout of pages that went through a codec or the yardstick."""
+    """Return the layout of pages in the form of a codec or of the yardstick."""
     return replace(layout, dtype=codec) if codec == YARDSTICK else lossy_layout(layout, codec)
 
 
-class Continued:
-    """One prompt in several sequences: the first exact, each other with the full pages gone through a codec."""
+class Continuations:
+    """One prompt in several sequences: the first has exact pages, each other one the full pages of a codec's round
+    trip."""
 
     def __init__(self, model: Model, tokens: Sequence[int], positions: int, codecs: Sequence[str]) -> None:
         self.layout = model.layout(PAGE_TOKENS)
         self.positions = positions
         self.prompt = len(tokens) - positions
-        assert self.prompt % PAGE_TOKENS == 0, "all pages of the prompt are full"
+        assert self.prompt % PAGE_TOKENS == 0, "the prompt has only full pages"
         self.tokens = np.asarray(tokens, np.int64)
         pages = -(-len(tokens) // PAGE_TOKENS)
         self.arena = Arena(self.layout, pages * (1 + len(codecs)), model.geometry.k_dim)
@@ -183,16 +186,17 @@ class Continued:
             self._forward([Slice(exact, start, self.tokens[start : min(start + CHUNK_TOKENS, self.prompt)])])
         full = self.prompt // PAGE_TOKENS
         for codec, frames in zip(codecs, self.frames[1:], strict=True):
-            self.arena.pages[frames[:full]] = there_and_back(self.arena.pages[exact[:full]], self.layout, codec)
+            self.arena.pages[frames[:full]] = round_trip(self.arena.pages[exact[:full]], self.layout, codec)
 
     def logits(self, sequence: int) -> torch.Tensor:
-        """``[positions, vocab]`` after each token of the text that follows the prompt."""
+        """Return the logits ``[positions, vocab]`` after each token of the text that follows the prompt."""
         frames = self.frames[sequence]
         at = range(self.prompt, self.prompt + self.positions)
         return self._forward([Slice(frames, i, self.tokens[i : i + 1]) for i in at])
 
     def greedy(self) -> list[list[int]]:
-        """``positions`` tokens that each sequence answers, from the first token after the prompt on."""
+        """Return the ``positions`` tokens of each sequence's greedy answer, which begins after the first token that
+        follows the prompt."""
         answers: list[list[int]] = [[] for _ in self.frames]
         last = [int(self.tokens[self.prompt])] * len(self.frames)
         for i in range(self.positions):
@@ -210,7 +214,7 @@ class Continued:
 
     def _take(self, pages: int) -> torch.Tensor:
         frames = self.arena.take(pages)
-        assert frames is not None, "the arena was made for this number"
+        assert frames is not None, "the arena has this number of frames"
         return frames
 
 
@@ -220,23 +224,23 @@ def logit_errors(
     prompt_tokens: int = PROMPT_TOKENS,
     positions: int = POSITIONS,
 ) -> list[LogitError]:
-    """One per codec: a prompt of ``prompt_tokens``, whole pages of them, and ``positions`` tokens after it.
+    """Return one error per codec, for a prompt of ``prompt_tokens`` (full pages) and ``positions`` tokens after it.
 
     Raises:
-        InvalidRequest: ``compression``: no such codec, or the model's pages do not permit it.
+        InvalidRequest: ``compression``: there is no such codec, or it cannot encode the model's pages.
     """
     text = _text(model, prompt_tokens + positions)
-    both = Continued(model, text, positions, codecs)
-    answers = both.greedy()
-    exact = both.logits(0).double()
-    found = []
+    sequences = Continuations(model, text, positions, codecs)
+    answers = sequences.greedy()
+    exact = sequences.logits(0).double()
+    errors = []
     for number, codec in enumerate(codecs, start=1):
-        lossy = both.logits(number).double()
+        lossy = sequences.logits(number).double()
         error = (lossy - exact).abs()
         p, q = exact.log_softmax(-1), lossy.log_softmax(-1)
         kl = (p.exp() * (p - q)).sum(-1)
         same = [a == b for a, b in zip(answers[0], answers[number], strict=True)]
-        found.append(
+        errors.append(
             LogitError(
                 model=model.name,
                 codec=str(codec),
@@ -250,32 +254,36 @@ def logit_errors(
                 greedy_same=[*same, False].index(False),
             )
         )
-    return found
+    return errors
 
 
 def _text(model: Model, tokens: int) -> list[int]:
-    """Return ``tokens`` token ids of English prose and code: two modules of the store."""
+    """Return ``tokens`` token ids of English text and code: the source of two modules of the store."""
     text = inspect.getsource(layout_module) + inspect.getsource(prefix_module)
     ids = list(model.tokenizer.encode(text))[:tokens]
     if len(ids) < tokens:
-        raise BenchFailed(f"the text has {len(ids)} tokens, {tokens} are needed")
+        raise BenchFailed(f"the text must have {tokens} tokens (got {len(ids)})")
     return ids
 
 
 def logits(stage: Stage, name: str, bar: Bar | None, number: int) -> list[Result]:
-    """Bytes of a page of ``MODELS[number]``, lossy / exact, a line per codec; the error of logits is in the details."""
+    """Measure the bytes of a page of ``MODELS[number]``, lossy compared with exact, in a line per codec. The details
+    have the error of logits."""
     quick = stage.settings.quick
     model = load_model((MODELS_QUICK if quick else MODELS)[number])
     layout = model.layout(PAGE_TOKENS)
     with one_thread():
-        found = logit_errors(model, prompt_tokens=256 if quick else PROMPT_TOKENS, positions=16 if quick else POSITIONS)
-    return [_saved(f"{name}.{one.codec}", layout, packed_layout(layout, one.codec), asdict(one)) for one in found]
+        errors = logit_errors(
+            model, prompt_tokens=256 if quick else PROMPT_TOKENS, positions=16 if quick else POSITIONS
+        )
+    return [_saved(f"{name}.{each.codec}", layout, packed_layout(layout, each.codec), asdict(each)) for each in errors]
 
 
 def trained(steps: int, length: int = PROMPT_TOKENS + POSITIONS) -> Model:
-    """A byte-level Llama of 2 M parameters that learnt ``steps`` times two ``length`` tokens of Python's own library.
+    """Train a byte-level Llama of 2 M parameters for ``steps`` steps, each on two texts of ``length`` tokens from
+    Python's standard library.
 
-    Random weights attend to what happens to lie in their way; these show the error where attention means something.
+    With random weights attention is arbitrary. A trained model shows the error where attention has a meaning.
     """
     base = load_model("tiny-llama")
     sizes = {"hidden_size": 192, "intermediate_size": 512, "num_hidden_layers": 4, "head_dim": 64}
@@ -303,7 +311,7 @@ def trained(steps: int, length: int = PROMPT_TOKENS + POSITIONS) -> Model:
 
 @contextmanager
 def one_thread() -> Iterator[None]:
-    """Torch computes with the calling thread alone, as an engine with one core does."""
+    """Let torch compute in the calling thread only, as in an engine with one core."""
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
@@ -312,10 +320,10 @@ def one_thread() -> Iterator[None]:
         torch.set_num_threads(threads)
 
 
-def learnt(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
-    """``logits`` of a model that is trained here."""
+def trained_logits(stage: Stage, name: str, bar: Bar | None) -> list[Result]:
+    """Measure the rows of ``logits`` for a model that is trained first."""
     with one_thread():
         model = trained(TRAINED_STEPS_QUICK if stage.settings.quick else TRAINED_STEPS)
-        found = logit_errors(model, prompt_tokens=192 if stage.settings.quick else PROMPT_TOKENS)
+        errors = logit_errors(model, prompt_tokens=192 if stage.settings.quick else PROMPT_TOKENS)
     layout = model.layout(PAGE_TOKENS)
-    return [_saved(f"{name}.{one.codec}", layout, packed_layout(layout, one.codec), asdict(one)) for one in found]
+    return [_saved(f"{name}.{each.codec}", layout, packed_layout(layout, each.codec), asdict(each)) for each in errors]

@@ -1,10 +1,11 @@
-"""Row about routes: what a conductor's state takes to decide about a request, with an index of a million pages.
+"""Row about routes: the time in which a conductor's state decides about a request, with an index of a million pages.
 
-Half of the engines compute prompts and half answer; every node has told of as many pages as the others. A request's
-prompt begins, for a part that is drawn, with what some node has. ``Arrived`` alone is timed, up to the route. What
-follows it, the first token and the end, changes the state between decisions and is not counted.
+Half of the engines are prefill engines and half are decode engines, and all nodes have the same number of pages. A
+prompt begins with a random number of pages that one node has; the rest is new. Only the event ``RequestArrived`` is
+timed, up to the route. The events that follow it (first token, end) change the state between decisions and are not
+timed.
 
-The limit does nothing but look for the prompt's pages in one sorted array of as many, which no decision can do without.
+The limit only searches the prompt's pages in one sorted array of the same size, which every decision needs.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import random
 import statistics
 import time
-from itertools import count
+from itertools import count as counter
 
 import numpy as np
 
@@ -28,9 +29,9 @@ from kvstore.model.prefix import Fingerprints
 PAGES, PAGES_QUICK = 1_000_000, 100_000
 PROMPT_PAGES = 188  # 12,000 tokens, the mean of the conversations of Mooncake's trace
 PAGE_TOKENS = 64
-BATCH = 4096  # pages that a node tells at once
-CHAINS = 20  # of each node, prompts begin with one of them
-DECISIONS, DECISIONS_QUICK = 400, 30  # of a round
+BATCH = 4096  # pages in one announcement of a node
+CHAINS = 20  # chains per node; a prompt begins with one of them
+DECISIONS, DECISIONS_QUICK = 400, 30  # per round
 PERCENTILE = 99
 LAYOUT = "layout"
 
@@ -40,10 +41,10 @@ class DecisionLoad:
 
     def __init__(self, engines: int, pages: int) -> None:
         self.state = ConductorState(ConductorRules())
-        self._numbers = count()
-        self._draw, self._pages = random.Random(1), np.random.default_rng(1)
+        self._numbers = counter()
+        self._random, self._page_random = random.Random(1), np.random.default_rng(1)
         self._chains: list[Fingerprints] = []
-        self._now_s, self._step_s = 0.0, 0.8 / engines  # requests at a rate that keeps all engines half busy
+        self._now_s, self._step_s = 0.0, 0.8 / engines  # between requests, at a rate that keeps the engines half busy
         for number in range(engines):
             name, node = f"e{number:03d}", f"n{number:03d}"
             about = EngineAbout(
@@ -58,66 +59,68 @@ class DecisionLoad:
             )
             self.state.handle(ev.NodeFound(0.0, node, zone="z"))
             self.state.handle(ev.EngineFound(0.0, about, (Role.PREFILL, Role.DECODE)[number % 2]))
-            self._tell(node, self._some(pages // engines))
+            self._announce(node, self.new_pages(pages // engines))
 
-    def _some(self, pages: int) -> Fingerprints:
-        return self._pages.integers(0, 1 << 63, pages).astype(np.uint64) * np.uint64(2)
+    def new_pages(self, pages: int) -> Fingerprints:
+        """Return the fingerprints of random pages."""
+        return self._page_random.integers(0, 1 << 63, pages).astype(np.uint64) * np.uint64(2)
 
-    def _tell(self, node: str, pages: Fingerprints) -> None:
+    def _announce(self, node: str, pages: Fingerprints) -> None:
         for number, start in enumerate(range(0, len(pages), BATCH)):
             part = pages[start : start + BATCH]
-            told = AnnounceBatch(node, 1, number, part, np.ones(len(part), np.uint8), whole=start + BATCH >= len(pages))
-            self.state.handle(ev.PagesReported(0.0, told))
+            is_last = start + BATCH >= len(pages)
+            batch = AnnounceBatch(node, 1, number, part, np.ones(len(part), np.uint8), whole=is_last)
+            self.state.handle(ev.PagesReported(0.0, batch))
         starts = range(0, min(len(pages) - PROMPT_PAGES, CHAINS * PROMPT_PAGES) + 1, PROMPT_PAGES)
         self._chains += [pages[start : start + PROMPT_PAGES] for start in starts]
 
     def prompt(self) -> Fingerprints:
-        """Some pages that are known, the others new."""
-        known = self._draw.choice(self._chains)[: self._draw.randrange(PROMPT_PAGES)]
-        return np.concatenate([known, self._some(PROMPT_PAGES - len(known))])
+        """Return the pages of a prompt: first stored ones, then new ones."""
+        stored = self._random.choice(self._chains)[: self._random.randrange(PROMPT_PAGES)]
+        return np.concatenate([stored, self.new_pages(PROMPT_PAGES - len(stored))])
 
     def decide(self, prompt: Fingerprints) -> float:
-        """Seconds to decide about one request. It ends at once."""
+        """Return the seconds to decide about one request, which then ends."""
         self._now_s += self._step_s
         number, tokens = next(self._numbers), np.zeros(PAGE_TOKENS * len(prompt) + 10, np.uint32)
         request = Request(id=str(number), tokens=tokens, tenant="t", model="m", sampling=Sampling(max_tokens=100))
         event = ev.RequestArrived(self._now_s, number, request, {LAYOUT: prompt})
-        began_s = time.perf_counter()
-        out = self.state.handle(event)
-        took_s = time.perf_counter() - began_s
-        routed = self.state.requests.get(number)
-        if routed is None or routed.route is None:
-            raise BenchFailed(f"a request has no route: {out}")
+        start_s = time.perf_counter()
+        instructions = self.state.handle(event)
+        decision_s = time.perf_counter() - start_s
+        entry = self.state.requests.get(number)
+        if entry is None or entry.route is None:
+            raise BenchFailed(f"a request has no route (got {instructions})")
         self.state.handle(ev.FirstToken(self._now_s, number))
         self.state.handle(ev.AnswerEnded(self._now_s, number, 50))
-        return took_s
+        return decision_s
 
 
 def decisions(stage: Stage, name: str, bar: Bar | None, engines: int) -> list[Result]:
-    """``<name>``: seconds of the median decision. The 99th percentile and decisions per second are in the details."""
+    """Measure the median decision. The details have the 99th percentile and the decisions per second."""
     quick = stage.settings.quick
     load = DecisionLoad(engines, PAGES_QUICK if quick else PAGES)
-    told = np.sort(load._some(PAGES_QUICK if quick else PAGES))
-    many = DECISIONS_QUICK if quick else DECISIONS
+    sorted_pages = np.sort(load.new_pages(PAGES_QUICK if quick else PAGES))
+    count = DECISIONS_QUICK if quick else DECISIONS
     ours: list[float] = []
     limit: list[float] = []
     all_s: list[float] = []
     for _ in range(max(3, stage.settings.rounds)):
-        took_s, looked_s = [], []
-        for _ in range(many):
+        decisions_s, searches_s = [], []
+        for _ in range(count):
             prompt = load.prompt()
-            took_s.append(load.decide(prompt))
-            began_s = time.perf_counter()
-            told.searchsorted(prompt)
-            looked_s.append(time.perf_counter() - began_s)
-        ours.append(statistics.median(took_s))
-        limit.append(statistics.median(looked_s))
-        all_s += took_s
+            decisions_s.append(load.decide(prompt))
+            start_s = time.perf_counter()
+            sorted_pages.searchsorted(prompt)
+            searches_s.append(time.perf_counter() - start_s)
+        ours.append(statistics.median(decisions_s))
+        limit.append(statistics.median(searches_s))
+        all_s += decisions_s
     details: dict[str, float] = {
         "engines": engines,
         "pages": len(load.state.prefixes),
         "p99_s": float(np.percentile(all_s, PERCENTILE)),
         "per_s": len(all_s) / sum(all_s),
     }
-    what = "looking for the prompt's pages in a sorted array"
-    return [result(name, Kind.TIME, ours, limit, bar=bar, limit_is=what, details=details)]
+    limit_is = "search of the prompt's pages in a sorted array"
+    return [result(name, Kind.TIME, ours, limit, bar=bar, limit_is=limit_is, details=details)]

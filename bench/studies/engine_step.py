@@ -1,11 +1,11 @@
-"""Rows about all that an engine does for a step of decoding, against the model's forward over one contiguous cache.
+"""Rows about an engine's whole decode step, compared with the model's forward over one contiguous cache.
 
-An engine decides, forms a batch, runs the forward over its pages, draws, tells clients, and writes full pages to its
-pool; its turns are taken here, one by one, so that both ways alternate. The limit is the forward of ``decode_step``
-alone, over about as many tokens as the sequences have then. Both share weights, and use one core.
+In a step an engine decides, forms a batch, runs the forward over its pages, samples tokens, sends them to clients, and
+writes full pages to its pool. This module runs the engine turn by turn, so that it alternates with the limit. The limit
+is only the forward of ``decode_step``, over about the same number of tokens. Both use the same weights and one core.
 
-``mounted_step`` compares two such engines, one of which has mounted its arena at the node: shared memory, and records
-of what it keeps, which it writes when a request ends.
+``mounted_step`` compares two such engines. One of them has mounted its arena at the node: the arena is in shared
+memory, and the engine writes records of the pages that it keeps when a request ends.
 """
 
 from __future__ import annotations
@@ -26,17 +26,17 @@ from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, alternate, med
 from kvstore.bench.stage import Stage, free_bytes
 from kvstore.client.store import Store
 
-CONTEXTS, CONTEXTS_QUICK = (512, 4096), (128,)  # tokens of a prompt; the first gives the row's line
-STEPS = 12  # of each variant, per round
+CONTEXTS, CONTEXTS_QUICK = (512, 4096), (128,)  # prompt tokens; the first one gives the row's main line
+STEPS = 12  # steps per variant and round
 JOIN_S = 60.0
 EXTENT_BYTES = 32 << 20
 
 
 def engine_step(stage: Stage, name: str, bar: Bar, batch: int) -> list[Result]:
-    """A step of ``batch`` sequences, at several lengths of context.
+    """Measure a step of ``batch`` sequences, at several context lengths.
 
     Raises:
-        BenchFailed: the engine does not answer, or there is no memory.
+        BenchFailed: the engine does not answer, or there is too little memory.
     """
     stage.clear()
     quick = stage.settings.quick
@@ -48,11 +48,12 @@ def engine_step(stage: Stage, name: str, bar: Bar, batch: int) -> list[Result]:
 
 
 def mounted_step(stage: Stage, name: str, bar: Bar, batch: int) -> list[Result]:
-    """A step of an engine whose arena is mounted, against one whose is not, both over the longest context; and
-    ``<name>.show``: seconds in which a page of it is shown to others, and taken back.
+    """Measure a step of an engine with a mounted arena, compared with a private arena, over the longest context.
+
+    ``<name>.show`` is the time to make a page of the arena visible to other processes, and to hide it again.
 
     Raises:
-        BenchFailed: the engine does not answer, or there is no memory.
+        BenchFailed: the engine does not answer, or there is too little memory.
     """
     stage.clear()
     quick, rounds = stage.settings.quick, stage.settings.rounds
@@ -70,34 +71,34 @@ def mounted_step(stage: Stage, name: str, bar: Bar, batch: int) -> list[Result]:
             if tokens != batch:
                 raise BenchFailed(f"{name}: {variant} made {tokens} tokens in a step of {batch}")
 
-        takes = {kind: turns.take for kind, turns in variants.items()}
-        seconds = alternate(takes, range(2 * STEPS), rounds, lambda _: None, check)
-        shown = variants["mounted"].show(rounds)
+        calls = {kind: turns.take for kind, turns in variants.items()}
+        seconds = alternate(calls, range(2 * STEPS), rounds, lambda _: None, check)
+        show_s = variants["mounted"].show(rounds)
     details: dict[str, Any] = {
         "batch": batch,
         "context_tokens": context,
         "step_seconds": {variant: medians(times) for variant, times in seconds.items()},
     }
     ours, limit = medians(seconds["mounted"]), medians(seconds["private"])
-    line = result(name, Kind.TIME, ours, limit, bar=bar, limit_is="an engine whose arena is its own", details=details)
-    return [line, result(f"{name}.show", Kind.TIME, shown)]
+    line = result(name, Kind.TIME, ours, limit, bar=bar, limit_is="an engine with a private arena", details=details)
+    return [line, result(f"{name}.show", Kind.TIME, show_s)]
 
 
 class Turns:
-    """An engine whose sequences have found their prompts in its pool and decode, a turn at a time."""
+    """An engine whose sequences found their prompts in its pool and now decode, one turn at a time."""
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
         self._tokens = 0
 
-    def tell(self, event: object) -> None:
-        """For the engine."""
+    def receive(self, event: object) -> None:
+        """Count the tokens in an event of the engine. Raises BenchFailed for a failed request."""
         if isinstance(event, Failed):
             raise BenchFailed(f"the engine does not answer: {event.error}")
         self._tokens += isinstance(event, Token)
 
     def take(self, _: None = None) -> int:
-        """One turn; the tokens that clients were told in it."""
+        """Run one turn; return the number of tokens that clients received in it."""
         before, engine = self._tokens, self._engine
         for event in engine.inbox.take():
             engine.performer.handle(event)
@@ -105,19 +106,20 @@ class Turns:
         return self._tokens - before
 
     def join(self, batch: int) -> None:
-        """Turn the engine until one turn makes a token of each sequence."""
-        until_s = time.monotonic() + JOIN_S
+        """Run turns until one of them produces a token of each sequence."""
+        deadline_s = time.monotonic() + JOIN_S
         while self.take() < batch:
-            if time.monotonic() >= until_s:
+            if time.monotonic() >= deadline_s:
                 raise BenchFailed(f"{batch} sequences do not decode after {JOIN_S:g} s")
 
     def show(self, rounds: int) -> list[float]:
-        """Seconds for each page of a request, in which it is shown and taken back. All requests are given up first."""
+        """Cancel all requests, then return the seconds per page to show the pages of a request and to hide them
+        again."""
         self.end()
         mounted, arena = self._engine.mounted, self._engine.arena
-        pages = arena.frames_free  # with nothing that is kept
+        pages = arena.frames_free  # the arena keeps no pages then
         tokens = np.arange(pages * PAGE_TOKENS, dtype=np.uint32)
-        took = []
+        page_s = []
         for number in range(rounds):
             cache = self._engine.pool.cache(f"shown-{number}", "")
             frames = arena.take(pages)
@@ -127,18 +129,18 @@ class Turns:
             start_s = time.perf_counter()
             shown = mounted.show(keys, places)
             mounted.hide(places)
-            took.append((time.perf_counter() - start_s) / pages)
+            page_s.append((time.perf_counter() - start_s) / pages)
             arena.give_back(frames)
             if not shown:
                 raise BenchFailed(f"the arena is not mounted: {mounted.why}")
-        return took
+        return page_s
 
     def end(self) -> None:
-        """Give all of them up."""
+        """Cancel all requests, and run turns until they have ended."""
         for request in list(self._engine.admission.known):
             self._engine.cancel(request)
-        until_s = time.monotonic() + JOIN_S
-        while self._engine.remains() and time.monotonic() < until_s:
+        deadline_s = time.monotonic() + JOIN_S
+        while self._engine.remains() and time.monotonic() < deadline_s:
             self.take()
 
 
@@ -149,14 +151,14 @@ def _measure(stage: Stage, name: str, bar: Bar, nets: Nets, batch: int, context:
     with ExitStack() as scene:
         store = _node(scene, stage, name, nets, batch, context + answer)
         turns = _decoding(scene, store, nets, batch, context, answer)
-        held = torch.zeros((layout.layers, 2, batch, layout.kv_heads, context + rounds * STEPS + 1, layout.head_dim))
+        kv = torch.zeros((layout.layers, 2, batch, layout.kv_heads, context + rounds * STEPS + 1, layout.head_dim))
 
         def contiguous(_: None) -> int:
             with torch.inference_mode():
-                position = torch.full((batch, 1), held.shape[-2] - 2)
-                given = torch.zeros((batch, 1), dtype=torch.int64)
+                position = torch.full((batch, 1), kv.shape[-2] - 2)
+                token_ids = torch.zeros((batch, 1), dtype=torch.int64)
                 nets.plain(
-                    input_ids=given, position_ids=position, past_key_values=ContiguousCache(held), use_cache=True
+                    input_ids=token_ids, position_ids=position, past_key_values=ContiguousCache(kv), use_cache=True
                 )
             return batch
 
@@ -180,8 +182,8 @@ def _kv_bytes(nets: Nets, batch: int, tokens: int) -> int:
 
 
 def _node(scene: ExitStack, stage: Stage, name: str, nets: Nets, batch: int, tokens: int, arenas: int = 1) -> Store:
-    """Start a node for ``batch`` sequences of ``tokens`` tokens. Raises BenchFailed if memory is too small for it and
-    ``arenas`` arenas."""
+    """Start a node for ``batch`` sequences of ``tokens`` tokens. Raises BenchFailed if there is too little memory for
+    the node and ``arenas`` arenas."""
     kv_bytes = _kv_bytes(nets, batch, tokens)
     if (2 + arenas) * kv_bytes > 0.6 * free_bytes(stage.settings.shm_dir):
         raise BenchFailed(f"{name} needs {(2 + arenas) * kv_bytes >> 20} MiB of memory")
@@ -193,7 +195,7 @@ def _node(scene: ExitStack, stage: Stage, name: str, nets: Nets, batch: int, tok
 def _decoding(
     scene: ExitStack, store: Store, nets: Nets, batch: int, context: int, answer: int, mounted: bool = False
 ) -> Turns:
-    """Make an engine that decodes ``batch`` prompts of ``context`` tokens, which it found in the pool."""
+    """Return an engine that decodes ``batch`` prompts of ``context`` tokens, which it found in the pool."""
     config = EngineConfig(
         model=nets.model.name,
         arena=_kv_bytes(nets, batch, context + answer),
@@ -201,20 +203,20 @@ def _decoding(
         batch_max=batch,
         threads=1,
     )
-    engine = Engine(config, nets.model, store, _nobody, home=store if mounted else None)
+    engine = Engine(config, nets.model, store, _refuse_peer, home=store if mounted else None)
     scene.callback(engine.stop)
     turns, cache = Turns(engine), store.cache(engine.layout)
     random = np.random.default_rng(4)
-    some = random.standard_normal((1, engine.layout.page_bytes // 4), np.float32).view(np.uint8)
+    page = random.standard_normal((1, engine.layout.page_bytes // 4), np.float32).view(np.uint8)
     for number in range(batch):
         tokens = random.integers(0, nets.model.geometry.vocab_size, context, np.uint32)
-        cache.put(tokens, np.repeat(some, context // PAGE_TOKENS, axis=0), wait=True)
+        cache.put(tokens, np.repeat(page, context // PAGE_TOKENS, axis=0), wait=True)
         sampling = Sampling(max_tokens=answer, ignore_eos=True)
-        engine.submit(Request(id=f"request-{number}", tokens=tokens, sampling=sampling), turns.tell)
+        engine.submit(Request(id=f"request-{number}", tokens=tokens, sampling=sampling), turns.receive)
     scene.callback(turns.end)
     turns.join(batch)
     return turns
 
 
-def _nobody(address: str) -> Any:
-    raise BenchFailed(f"the engine wants to ask {address}")
+def _refuse_peer(address: str) -> Any:
+    raise BenchFailed(f"the engine tried to connect to {address}")

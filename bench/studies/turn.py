@@ -1,6 +1,7 @@
-"""Row about decisions: what an engine's state takes for a turn with a full batch, ``Turn`` and ``Stepped`` together.
+"""Row about decisions: the time of an engine's state for one turn with a full batch: the events ``Turn`` and
+``Stepped``.
 
-The limit counts the same tokens in the same number of objects and decides nothing. Both take turns.
+The limit counts the same tokens in the same number of objects and decides nothing. The two alternate.
 """
 
 from __future__ import annotations
@@ -16,21 +17,21 @@ from engine.state.rules import Rules
 from kvstore.bench.harness import Bar, BenchFailed, Kind, Result, result
 from kvstore.bench.stage import Stage
 
-TURNS = 256  # of a round: pages of every sequence become full in it, several times
+TURNS = 256  # per round: every sequence fills several pages
 PAGE_TOKENS = 64
 LAYERS = 32
 STEP_S = 0.01
 
 
 @dataclass(slots=True)
-class _Counted:
+class _Counts:
     tokens: int = 0
     length: int = 0
     generated: int = 0
 
 
 class TurnLoad:
-    """Sequences that decode in steps that take no time."""
+    """Sequences that decode in steps without any computation."""
 
     def __init__(self, sequences: int, blocks: int) -> None:
         tokens = TURNS * (blocks + 1)
@@ -41,8 +42,8 @@ class TurnLoad:
         self._state = EngineState(rules)
         self._decoding = sequences
         for number in range(1, sequences + 1):
-            how = {"prompt": PAGE_TOKENS, "generated": 0, "tokens_max": tokens, "deadline_s": 1e9}
-            self._state.handle(ev.Submitted(0.0, number, str(number), **how))  # type: ignore[arg-type]
+            limits = {"prompt": PAGE_TOKENS, "generated": 0, "tokens_max": tokens, "deadline_s": 1e9}
+            self._state.handle(ev.Submitted(0.0, number, str(number), **limits))  # type: ignore[arg-type]
         self._state.handle(ev.Turn(0.0))
         for number in range(1, sequences + 1):
             self._state.handle(ev.PrefixLoaded(0.0, number, 0))
@@ -50,10 +51,10 @@ class TurnLoad:
             if self.turn() == sequences:
                 break
             if turn > 2 * sequences:
-                raise BenchFailed("the batch does not fill")
+                raise BenchFailed("not all sequences decode in one batch")
 
     def turn(self) -> int:
-        """One turn; how many decoded in it."""
+        """Take one turn; return the number of sequences that decoded in it."""
         self._state.handle(ev.Turn(0.0))
         step = self._state.step
         assert step is not None
@@ -62,26 +63,26 @@ class TurnLoad:
 
 
 def turn(stage: Stage, name: str, bar: Bar | None, sequences: int) -> list[Result]:
-    """``<name>``: seconds to decide one turn, against counting its tokens."""
+    """Measure the seconds to decide one turn, compared with counting its tokens."""
     rounds = max(3, stage.settings.rounds)
     batch = TurnLoad(sequences, rounds)
-    counted = [_Counted() for _ in range(sequences)]
+    counters = [_Counts() for _ in range(sequences)]
     ours: list[float] = []
     limit: list[float] = []
     for _ in range(rounds):
-        turns, counts = [], []
+        turns, countings = [], []
         for _ in range(TURNS):
             start = time.perf_counter()
             if batch.turn() != sequences:
-                raise BenchFailed("not all of the sequences decoded")
+                raise BenchFailed("not all sequences decoded")
             middle = time.perf_counter()
-            for one in counted:
-                one.tokens += 1
-                one.length += 1
-                one.generated += 1
+            for counts in counters:
+                counts.tokens += 1
+                counts.length += 1
+                counts.generated += 1
             turns.append(middle - start)
-            counts.append(time.perf_counter() - middle)
+            countings.append(time.perf_counter() - middle)
         ours.append(statistics.median(turns))
-        limit.append(statistics.median(counts))
-    what = "counting the same tokens"
-    return [result(name, Kind.TIME, ours, limit, bar=bar, limit_is=what, details={"sequences": sequences})]
+        limit.append(statistics.median(countings))
+    limit_is = "counting the same tokens"
+    return [result(name, Kind.TIME, ours, limit, bar=bar, limit_is=limit_is, details={"sequences": sequences})]

@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from bench.studies.fleet import FleetAnswer, FleetAsk, check, conversation, pace
+from bench.studies.fleet import FleetAnswer, FleetRequest, check, conversation, pace
 from bench.studies.handoff import Prefilled, ideal_s
 from bench.studies.policies import measures
 from engine.bench.processes import FULL, QUICK, Scale, check_same, cores, prompt
@@ -89,28 +89,28 @@ def test_a_conversation_asks_for_so_much_of_the_engines() -> None:
     assert [each.tokens.tolist() for each in asked] == [each.tokens.tolist() for each in conversation(20.0, 0.5, 8, 1)]
     work_s = sum(pace().step_s([(0, len(each.tokens))], 0) for each in asked)
     assert 0.3 < work_s / (20.0 * 8) < 0.7, "half of what they can do"
-    assert all(0 <= each.at_s < 20 and each.answer >= 1 and each.tokens.max() < 256 for each in asked)
+    assert all(0 <= each.at_s < 20 and each.answer_tokens >= 1 and each.tokens.max() < 256 for each in asked)
     shared = sum((asked[0].tokens[:16] == each.tokens[:16]).all() for each in asked if len(each.tokens) >= 16)
     assert shared > 0.9 * len(asked), "they begin with the same page"
 
 
 def test_measures_count_what_was_refused_as_missed() -> None:
     tokens = np.arange(20, dtype=np.uint32)
-    good = FleetAnswer(FleetAsk(0.0, tokens, 3), drawn=[1, 2, 3], first_s=0.5, last_s=0.7, found=10)
-    late = FleetAnswer(FleetAsk(0.0, tokens, 1), drawn=[1], first_s=9.5, last_s=9.5)
-    found = measures([good, late, FleetAnswer(FleetAsk(0.0, tokens, 1), refused=True)])
+    good = FleetAnswer(FleetRequest(0.0, tokens, 3), token_ids=[1, 2, 3], first_s=0.5, last_s=0.7, found_tokens=10)
+    late = FleetAnswer(FleetRequest(0.0, tokens, 1), token_ids=[1], first_s=9.5, last_s=9.5)
+    found = measures([good, late, FleetAnswer(FleetRequest(0.0, tokens, 1), refused=True)])
     assert found["ttft_s"] == 5.0 and found["reuse"] == 0.25
     assert (found["refused"], found["goodput"]) == pytest.approx((1 / 3, 1 / 3))
     with pytest.raises(BenchFailed, match="refused"):
-        measures([FleetAnswer(FleetAsk(0.0, tokens, 1), refused=True)])
+        measures([FleetAnswer(FleetRequest(0.0, tokens, 1), refused=True)])
 
 
 def test_a_wrong_answer_fails_a_row() -> None:
     tokens = np.arange(20, dtype=np.uint32)
     right = paced_answer(tokens.tolist(), 2)
-    check([FleetAnswer(FleetAsk(0.0, tokens, 2), drawn=right)])
+    check([FleetAnswer(FleetRequest(0.0, tokens, 2), token_ids=right)])
     with pytest.raises(BenchFailed, match="wrong answer"):
-        check([FleetAnswer(FleetAsk(0.0, tokens, 2), drawn=[right[0], right[1] ^ 1])])
+        check([FleetAnswer(FleetRequest(0.0, tokens, 2), token_ids=[right[0], right[1] ^ 1])])
 
 
 # --- What is checked, what is concluded ------------------------------------------------------------------------------
