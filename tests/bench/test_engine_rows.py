@@ -143,4 +143,4 @@ def test_studies_are_measured_by_the_same_harness(tmp_path: Path) -> None:
     (line,) = json.loads(said)["rows"]
     assert line["name"] == "turn_64" and line["ratio"] > 0
     wrong = subprocess.run([*command, "turn_65"], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert wrong.returncode == 2 and "names: no such study (got turn_65)" in wrong.stderr
+    assert wrong.returncode == 2 and "names: unknown study (got turn_65)" in wrong.stderr
